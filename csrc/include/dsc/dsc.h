@@ -1,0 +1,18 @@
+/* The whole C ABI of deepspeed_c in one include. */
+#ifndef DSC_DSC_H
+#define DSC_DSC_H
+
+#define DSC_VERSION_MAJOR 0
+#define DSC_VERSION_MINOR 1
+#define DSC_VERSION_PATCH 0
+
+#include "dsc/accel.h"
+#include "dsc/flat.h"
+#include "dsc/kernels.h"
+#include "dsc/optim.h"
+#include "dsc/scaler.h"
+#include "dsc/status.h"
+#include "dsc/types.h"
+#include "dsc/zero.h"
+
+#endif

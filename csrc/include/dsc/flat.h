@@ -1,0 +1,45 @@
+/* Passes over flat buffers: norm and finite check, reduction of ranks' pieces, scale, cast. Same bits for any thread count and any ISA. */
+#ifndef DSC_FLAT_H
+#define DSC_FLAT_H
+
+#include "dsc/status.h"
+#include "dsc/types.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* A borrowed run of elements. */
+struct dsc_span {
+    void *data;      /* NULL only when n_elems is 0 */
+    int64_t n_elems; /* >= 0 */
+    dsc_dtype dtype;
+};
+
+/*
+ * Sum of squares of all elements of n_spans spans, and how many are inf or NaN, in one pass. Elements are squared in f32 and
+ * summed in f64 per chunk (an f32 square that overflows is counted in as the f64 square). Non-finite elements are counted and left out of the sum.
+ */
+DSC_API dsc_status dsc_flat_sumsq(const struct dsc_span *spans, int64_t n_spans, const struct dsc_par *par,
+                                  double *out_sumsq, int64_t *out_n_nonfinite);
+
+/*
+ * Adds up what n_srcs ranks sent, in the order given: acc = (accumulate ? acc : 0) + scale * (src[0] + src[1] + ...), the sum held in f32 and
+ * rounded once. All spans have acc's length; sources share one dtype; acc may have another. acc may be one of the sources
+ * (same address, same dtype) and must not overlap one otherwise. out_sumsq and out_n_nonfinite (each may be NULL) describe acc as it was written,
+ * so that the global norm costs no pass of its own.
+ */
+DSC_API dsc_status dsc_flat_reduce(const struct dsc_span *srcs, int64_t n_srcs, float scale, bool accumulate,
+                                   const struct dsc_span *acc, const struct dsc_par *par, double *out_sumsq,
+                                   int64_t *out_n_nonfinite);
+
+/* data *= scale, in f32, rounded once. */
+DSC_API dsc_status dsc_flat_scale(const struct dsc_span *spans, int64_t n_spans, float scale, const struct dsc_par *par);
+
+/* dst = src converted, round-to-nearest-even, inf and NaN kept (a NaN stays a NaN). Lengths are equal, no overlap. */
+DSC_API dsc_status dsc_flat_cast(const struct dsc_span *src, const struct dsc_span *dst, const struct dsc_par *par);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,27 @@
+/* The CPU loops, one table per instruction set, chosen once at run time. */
+#ifndef DSC_KERNELS_H
+#define DSC_KERNELS_H
+
+#include "dsc/status.h"
+#include "dsc/types.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/*
+ * The best table that this processor runs, by name: "scalar", "avx2", "avx512", "neon". The environment variable DSC_CPU_ISA overrides it
+ * (read once, at the first use); a name that is not built or not runnable here is DSC_ENOTSUP from every call that needs a kernel, never a crash.
+ */
+DSC_API const char *dsc_cpu_isa_name(void);
+
+/* Walks the tables that this build holds: name of the i-th, NULL past the end; and whether this processor can run it. */
+DSC_API const char *dsc_cpu_isa_at(int32_t i, bool *out_is_runnable);
+
+/* Forces a table by name for the calls that follow, process-wide (tests and benchmarks). NULL goes back to the automatic choice. */
+DSC_API dsc_status dsc_cpu_isa_force(const char *name);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

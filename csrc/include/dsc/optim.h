@@ -1,0 +1,106 @@
+/*
+ * The optimizer step, one pass over memory: unscale, clip factor, decay, moments, update, 16-bit copy.
+ *
+ * A step works on a list of tensors (or slices of tensors) that share one set of hyper-parameters. Arithmetic is f32 whatever
+ * the storage is; conversion is round-to-nearest-even. Results have the same bits for any thread count and any instruction set.
+ */
+#ifndef DSC_OPTIM_H
+#define DSC_OPTIM_H
+
+#include "dsc/status.h"
+#include "dsc/types.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define DSC_OPTIM_MAX_STATES 2
+
+/* One entry of the registry (optim/optimizers.inc). Static storage. */
+struct dsc_optim_kind;
+
+/* Finds an optimizer by name: "adam" "adamw" "lamb" "lion" "adagrad" "sgd". DSC_ENOTFOUND lists the names. */
+DSC_API dsc_status dsc_optim_find(const char *name, const struct dsc_optim_kind **out_kind);
+
+/* Walks the registry: the i-th entry, NULL past the end. */
+DSC_API const struct dsc_optim_kind *dsc_optim_at(int32_t i);
+DSC_API const char *dsc_optim_name(const struct dsc_optim_kind *kind);
+DSC_API int32_t dsc_optim_n_states(const struct dsc_optim_kind *kind);
+/* True for an optimizer that scales each tensor's update by norms (lamb): dsc_optim_step needs whole tensors, shards use the two halves below. */
+DSC_API bool dsc_optim_needs_norms(const struct dsc_optim_kind *kind);
+
+/* Borrowed for the call. Buffers may have any alignment, and may not overlap one another. */
+struct dsc_optim_tensor {
+    int64_t n_elems;                     /* >= 0 */
+    void *param;                         /* param_dtype: the master weights */
+    const void *grad;                    /* grad_dtype */
+    void *state[DSC_OPTIM_MAX_STATES];   /* state_dtype; unused ones NULL */
+    void *copy;                          /* copy_dtype: receives the updated weights; NULL for none */
+};
+
+/* Bits of dsc_optim_args.flags. */
+#define DSC_OPTIM_BIAS_CORRECTION (1u << 0) /* adam adamw lamb */
+#define DSC_OPTIM_NESTEROV (1u << 1)        /* sgd */
+#define DSC_OPTIM_MAXIMIZE (1u << 2)        /* all: the gradient's sign is turned */
+
+struct dsc_optim_args {
+    uint32_t size;        /* sizeof(struct dsc_optim_args), set by DSC_OPTIM_ARGS_INIT */
+    uint32_t flags;
+    dsc_dtype param_dtype;
+    dsc_dtype grad_dtype;
+    dsc_dtype state_dtype;
+    dsc_dtype copy_dtype;
+    int64_t step;         /* 1 for the first step: Adam's t */
+    double lr;
+    double beta1;         /* adam, lamb, lion */
+    double beta2;
+    double eps;           /* adam, lamb, adagrad */
+    double weight_decay;  /* adam: L2 into the gradient; adamw, lion, lamb: decoupled; sgd, adagrad: L2 */
+    double momentum;      /* sgd; 0 means no momentum, and state[0] may be NULL */
+    double dampening;     /* sgd */
+    double lr_decay;      /* adagrad: lr / (1 + (step - 1) * lr_decay) */
+    double min_coeff;     /* lamb: bounds of the trust ratio */
+    double max_coeff;
+    double grad_scale;    /* gradients are multiplied by this as they are read: 1 / loss scale, averaging and clip factor in one */
+};
+
+#define DSC_OPTIM_ARGS_INIT                                                                                         \
+    { sizeof(struct dsc_optim_args), DSC_OPTIM_BIAS_CORRECTION, DSC_DTYPE_F32, DSC_DTYPE_F32, DSC_DTYPE_F32,         \
+      DSC_DTYPE_F32, 1, 1e-3, 0.9, 0.999, 1e-8, 0.0, 0.0, 0.0, 0.0, 0.01, 10.0, 1.0 }
+
+/*
+ * One step over tensors. par is borrowed, may be NULL. All arguments are checked before anything is written:
+ * DSC_EINVAL names the field or the tensor; then nothing has changed.
+ */
+DSC_API dsc_status dsc_optim_step(const struct dsc_optim_kind *kind, const struct dsc_optim_args *args,
+                                  const struct dsc_optim_tensor *tensors, int64_t n_tensors, const struct dsc_par *par);
+
+/*
+ * The two halves of a step that needs norms, for tensors that are cut over ranks. First: updates the moments, and writes
+ * out_sumsq[2 * i] = sum of param^2 and out_sumsq[2 * i + 1] = sum of update^2 of tensor i (f64). The caller adds up over the ranks that hold
+ * pieces of the same parameter. Second: applies lr * ratio[i] * update, where ratio is dsc_optim_trust_ratio of the summed pair.
+ * DSC_ENOTSUP for a kind without norms.
+ */
+DSC_API dsc_status dsc_optim_norms(const struct dsc_optim_kind *kind, const struct dsc_optim_args *args,
+                                   const struct dsc_optim_tensor *tensors, int64_t n_tensors, const struct dsc_par *par,
+                                   double *out_sumsq);
+DSC_API double dsc_optim_trust_ratio(const struct dsc_optim_args *args, double param_sumsq, double update_sumsq);
+DSC_API dsc_status dsc_optim_apply(const struct dsc_optim_kind *kind, const struct dsc_optim_args *args,
+                                   const struct dsc_optim_tensor *tensors, int64_t n_tensors, const struct dsc_par *par,
+                                   const double *ratios);
+
+/*
+ * Muon's elementwise halves (Jordan 2024); the orthogonalisation between them is a few matrix products and belongs to the caller.
+ * First half: momentum = mu * momentum + grad, then out_update = nesterov ? grad + mu * momentum : momentum (out_update in state_dtype's
+ * place is f32; written through tensors[i].copy with copy_dtype). param is not read. Second half: param = param * (1 - lr * weight_decay) - lr * update,
+ * where update is read through tensors[i].grad with grad_dtype.
+ */
+DSC_API dsc_status dsc_muon_momentum(const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors,
+                                     int64_t n_tensors, const struct dsc_par *par);
+DSC_API dsc_status dsc_muon_apply(const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors,
+                                  int64_t n_tensors, const struct dsc_par *par);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,109 @@
+/*
+ * Who owns which element: flat layouts, buckets, shards and whole-parameter balance, as plain integers.
+ *
+ * Nothing here touches a tensor and nothing allocates. A *layout* places the parameters of one unit (one optimizer
+ * group, one dtype) one after another in a flat buffer. The buffer is cut into *buckets*: what one collective carries.
+ * Every bucket is padded to n_ranks equal slices; a rank's *shard* is the concatenation of its slice of each bucket.
+ *
+ *   flat    | p0 | p1 |..pad | p2      |..pad | ...          bucket b = flat[begin[b] .. begin[b] + n_ranks * slice[b])
+ *   bucket 0: rank 0 | rank 1 | ...    rank r owns            flat[begin[b] + r * slice[b] .. + slice[b])
+ *   shard of rank r: slice of bucket 0, slice of bucket 1, ... shard offset of bucket b = sum of slice[0..b)
+ *
+ * Element counts and offsets are int64_t, ranks int32_t. Planners fill the caller's arrays. (ZeRO: arXiv 1910.02054, section 5.)
+ */
+#ifndef DSC_ZERO_H
+#define DSC_ZERO_H
+
+#include "dsc/status.h"
+#include "dsc/types.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/*
+ * Places n_params parameters, in the order given, and cuts the buffer into buckets.
+ *
+ * sizes[i] >= 0 elements. A bucket takes parameters until the next one would push it over bucket_elems (> 0); a parameter
+ * larger than that gets a bucket of its own and is never cut. Each parameter starts at a multiple of align_elems (a power
+ * of two) within the flat buffer; every slice is a multiple of align_elems. Zero-size parameters take no room and belong
+ * to the bucket that is open where they stand. n_params == 0 gives zero buckets; a unit of only zero-size parameters one bucket of slice 0.
+ *
+ * Fills out_bucket_of[n_params] and out_offset_elems[n_params] (offset within the flat buffer), and up to bucket_capacity
+ * entries of out_bucket_begin_elems and out_slice_elems; n_params entries are always enough. *out_n_buckets and *out_flat_elems
+ * (length of the flat buffer, padding included) are written too. DSC_EINVAL names the first bad entry; DSC_EOVERFLOW when
+ * the flat buffer would not fit int64_t. On failure nothing is written.
+ */
+DSC_API dsc_status dsc_layout_plan(const int64_t *sizes, int64_t n_params, int32_t n_ranks, int64_t bucket_elems,
+                                   int64_t align_elems, int64_t bucket_capacity, int64_t *out_bucket_of,
+                                   int64_t *out_offset_elems, int64_t *out_bucket_begin_elems,
+                                   int64_t *out_slice_elems, int64_t *out_n_buckets, int64_t *out_flat_elems);
+
+/* One piece of a parameter that lies in one rank's slice. */
+struct dsc_fragment {
+    int64_t param;             /* index of the parameter */
+    int64_t param_begin_elems; /* first element within the parameter */
+    int64_t flat_begin_elems;  /* first element within the flat buffer */
+    int64_t shard_begin_elems; /* first element within the rank's shard */
+    int64_t n_elems;           /* > 0 */
+};
+
+/*
+ * Lists the fragments that rank owns, by bucket and then by position. Call with out_fragments NULL for the count; then with an
+ * array of capacity entries. A parameter gives a rank at most one fragment, so n_params entries are always enough. The arrays are those
+ * that dsc_layout_plan filled.
+ */
+DSC_API dsc_status dsc_shard_fragments(const int64_t *sizes, int64_t n_params, const int64_t *bucket_of,
+                                       const int64_t *offset_elems, const int64_t *bucket_begin_elems,
+                                       const int64_t *slice_elems, int64_t n_buckets, int32_t n_ranks, int32_t rank,
+                                       int64_t capacity, struct dsc_fragment *out_fragments, int64_t *out_n_fragments);
+
+/* The even split without padding: rank's range of n_elems over n_ranks; the first n_elems % n_ranks ranks get one more. */
+DSC_API dsc_status dsc_shard_range_of(int64_t n_elems, int32_t n_ranks, int32_t rank, int64_t *out_begin_elems,
+                                      int64_t *out_end_elems);
+
+/* The inverse of dsc_shard_range_of: which rank owns element. DSC_EINVAL unless 0 <= element < n_elems. */
+DSC_API dsc_status dsc_shard_owner_of(int64_t n_elems, int32_t n_ranks, int64_t element, int32_t *out_rank);
+
+/*
+ * Gives whole items to ranks so that the largest load is small: longest first, to the least loaded rank, ties to the lower rank
+ * and the lower index (LPT, Graham 1969: at most 4/3 - 1/(3 n_ranks) of the optimum). costs[i] >= 0. Deterministic.
+ * scratch: n_items + n_ranks int64_t, borrowed.
+ */
+DSC_API dsc_status dsc_balance_assign(const int64_t *costs, int64_t n_items, int32_t n_ranks, int64_t *scratch,
+                                      int32_t *out_rank_of);
+
+/*
+ * Tracks which parameters of a step window are ready, and says which bucket may be reduced next.
+ *
+ * Collectives must start in the same order on every rank, whatever order the gradients come in: a bucket is *due* when all its
+ * members have been marked and all lower buckets have been launched. The caller owns the storage.
+ */
+struct dsc_bucket_tracker {
+    const int64_t *bucket_of; /* kept */
+    int64_t n_params;
+    int64_t n_buckets;
+    int64_t *pending;         /* kept: n_buckets entries, members still missing */
+    uint8_t *is_marked;       /* kept: n_params entries */
+    int64_t next_bucket;      /* lowest bucket that has not been launched */
+};
+
+DSC_API dsc_status dsc_bucket_tracker_init(struct dsc_bucket_tracker *tracker, const int64_t *bucket_of, int64_t n_params,
+                                           int64_t n_buckets, int64_t *pending, uint8_t *is_marked);
+
+/* Begins a new window: nothing marked, nothing launched. */
+DSC_API void dsc_bucket_tracker_reset(struct dsc_bucket_tracker *tracker);
+
+/*
+ * Marks a parameter. *out_is_late is true when it had been marked in this window already and its bucket has been launched: its
+ * contribution has to be reduced by itself. Marking one twice before its bucket is launched is fine (contributions add up).
+ */
+DSC_API dsc_status dsc_bucket_tracker_mark(struct dsc_bucket_tracker *tracker, int64_t param, bool *out_is_late);
+
+/* Hands out the next due bucket and counts it as launched; -1 when none is due. With force, missing members do not matter. */
+DSC_API int64_t dsc_bucket_tracker_next(struct dsc_bucket_tracker *tracker, bool force);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,94 @@
+"""Every error that a user or a machine can cause, typed: what happened, where, and what to do about it."""
+
+from __future__ import annotations
+
+__all__ = [
+    "DeepSpeedCError",
+    "ConfigError",
+    "UnsupportedConfigError",
+    "BatchSizeError",
+    "ModelError",
+    "OptimizerError",
+    "RankMismatchError",
+    "BackwardError",
+    "NonFiniteLossError",
+    "LossScaleError",
+    "StateError",
+    "CommError",
+    "LaunchError",
+    "BuildError",
+]
+
+
+class DeepSpeedCError(Exception):
+    """The base of all errors of this package.
+
+    ``what`` happened, ``where`` (a configuration key, a parameter, a rank, a file) and ``fix`` (what the
+    user can do) are kept as attributes and make up the message.
+    """
+
+    def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
+        self.what, self.where, self.fix = what, where, fix
+        parts = [f"{where}: {what}" if where else what]
+        if fix:
+            parts.append(f"Fix: {fix}")
+        super().__init__("\n".join(parts))
+
+    def __reduce__(self):
+        return _rebuild, (type(self), self.what, self.where, self.fix)
+
+
+def _rebuild(cls: type, what: str, where: str, fix: str) -> DeepSpeedCError:
+    return cls(what, where=where, fix=fix)
+
+
+class ConfigError(DeepSpeedCError, ValueError):
+    """The configuration is malformed: an unknown key, a value of the wrong type or out of range."""
+
+
+class UnsupportedConfigError(ConfigError, NotImplementedError):
+    """A key that is known and asks for a feature that this version does not have."""
+
+
+class BatchSizeError(ConfigError):
+    """train_batch_size, micro batch, accumulation and world size do not multiply."""
+
+
+class ModelError(DeepSpeedCError, ValueError):
+    """The model cannot be trained as given (no trainable parameter, no module, ...)."""
+
+
+class OptimizerError(DeepSpeedCError, ValueError):
+    """The optimizer does not fit the model or the configuration."""
+
+
+class RankMismatchError(DeepSpeedCError, RuntimeError):
+    """Ranks disagree on something that must be equal (model, configuration, number of steps)."""
+
+
+class BackwardError(DeepSpeedCError, RuntimeError):
+    """A backward pass was aborted or called where it cannot be."""
+
+
+class NonFiniteLossError(DeepSpeedCError, ArithmeticError):
+    """The loss itself is inf or NaN, which no loss scale can mend. The step was skipped; state is unchanged."""
+
+
+class LossScaleError(DeepSpeedCError, OverflowError):
+    """The loss scale is at its floor and gradients still overflow."""
+
+
+class StateError(DeepSpeedCError, RuntimeError):
+    """The object is not in a state that allows the call (closed, not initialised, no optimizer)."""
+
+
+class CommError(DeepSpeedCError, RuntimeError):
+    """Communication between ranks could not be set up, or failed."""
+
+
+class LaunchError(DeepSpeedCError, RuntimeError):
+    """The launcher could not start the processes as asked."""
+
+
+class BuildError(DeepSpeedCError, RuntimeError):
+    """The compiled part of the package is missing or does not fit the installed torch."""
