@@ -17,6 +17,7 @@ __all__ = [
     "CommError",
     "LaunchError",
     "BuildError",
+    "FeatureError",
 ]
 
 
@@ -92,3 +93,7 @@ class LaunchError(DeepSpeedCError, RuntimeError):
 
 class BuildError(DeepSpeedCError, RuntimeError):
     """The compiled part of the package is missing or does not fit the installed torch."""
+
+
+class FeatureError(DeepSpeedCError, NotImplementedError):
+    """A part of DeepSpeed's API that this version does not have yet."""

@@ -1,0 +1,47 @@
+"""Where a user's own ``loss.backward()`` enters an engine's graph: tells the engine that a pass has begun, and scales what fp16 needs scaled."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+__all__ = ["watch_outputs", "scale_outputs"]
+
+
+def _in_graph(value: Any) -> bool:
+    return torch.is_tensor(value) and value.requires_grad and value.grad_fn is not None
+
+
+def watch_outputs(outputs: Any, on_enter: Callable[[], None]) -> None:
+    """Calls ``on_enter`` whenever a backward pass reaches one of ``outputs`` (any nest of lists, dicts, registered classes)."""
+    for value in tree_flatten(outputs)[0]:
+        if _in_graph(value):
+            value.register_hook(lambda grad: on_enter())
+
+
+class _Scale(torch.autograd.Function):
+    """Identity over all outputs together: one node, so that an output that feeds another one is not scaled twice."""
+
+    @staticmethod
+    def forward(ctx, on_enter: Callable[[], float], *tensors: torch.Tensor):
+        ctx.on_enter = on_enter
+        ctx.set_materialize_grads(False)
+        return tuple(t.view_as(t) for t in tensors)
+
+    @staticmethod
+    def backward(ctx, *grads: torch.Tensor | None):
+        factor = ctx.on_enter()
+        return None, *(g if g is None or factor == 1.0 else g * factor for g in grads)
+
+
+def scale_outputs(outputs: Any, on_enter: Callable[[], float]) -> Any:
+    """Returns ``outputs`` with gradients multiplied by what ``on_enter`` returns when a backward pass comes through."""
+    leaves, spec = tree_flatten(outputs)
+    at = [i for i, value in enumerate(leaves) if _in_graph(value)]
+    if not at:
+        return outputs
+    for i, value in zip(at, _Scale.apply(on_enter, *(leaves[i] for i in at))):
+        leaves[i] = value
+    return tree_unflatten(leaves, spec)

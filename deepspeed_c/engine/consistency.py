@@ -1,0 +1,65 @@
+"""Do all ranks hold the same model and configuration? Found out once, before anything else is exchanged."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.errors import RankMismatchError
+
+__all__ = ["check_same_model", "check_same_text", "broadcast_model"]
+
+
+def check_same_text(what: str, lines: list[str], comm: Collectives, fix: str) -> None:
+    """Raises RankMismatchError on every rank alike unless all ranks pass the same lines; names the first that differs.
+
+    Digests are compared first: they have the same length everywhere, so that the check cannot hang on ranks whose lists differ.
+    """
+    if comm.world_size == 1:
+        return
+    digest = hashlib.sha256("\n".join(lines).encode()).digest()
+    numbers = [int.from_bytes(digest[i : i + 4], "little") for i in range(0, 24, 4)]
+    if len({tuple(row) for row in zip(*(comm.gather_numbers(n) for n in numbers))}) == 1:
+        return
+    everyone: list[list[str]] = comm.gather_objects(lines)
+    mine, first = everyone[0], next(r for r, other in enumerate(everyone) if other != everyone[0])
+    theirs = everyone[first]
+    for a, b in zip(mine, theirs):
+        if a != b:
+            raise RankMismatchError(f"{what} differs: rank 0 has {a!r}, rank {first} has {b!r}", where="initialize", fix=fix)
+    longer, rank = (mine, 0) if len(mine) > len(theirs) else (theirs, first)
+    extra = longer[min(len(mine), len(theirs))]
+    raise RankMismatchError(
+        f"{what} differs: rank 0 has {len(mine)} entries, rank {first} has {len(theirs)}; only rank {rank} has {extra!r}",
+        where="initialize",
+        fix=fix,
+    )
+
+
+def check_same_model(model: torch.nn.Module, comm: Collectives) -> None:
+    """Names, shapes, dtypes and requires_grad of all parameters and buffers must agree."""
+    lines = [
+        f"{name} {tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
+        for name, p in model.named_parameters()
+    ]
+    lines += [f"{name} {tuple(b.shape)} {b.dtype} buffer" for name, b in model.named_buffers()]
+    check_same_text("the model", lines, comm, "build the same model on every rank, with the same parameters frozen")
+
+
+def broadcast_model(model: torch.nn.Module, comm: Collectives) -> None:
+    """Every rank starts from rank 0's weights and buffers."""
+    if comm.world_size == 1:
+        return
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            data = tensor.data
+            if data.numel() == 0:
+                continue
+            if data.is_contiguous():
+                comm.broadcast(data, 0)
+            else:
+                whole = data.contiguous()
+                comm.broadcast(whole, 0)
+                data.copy_(whole)

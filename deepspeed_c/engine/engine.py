@@ -1,0 +1,475 @@
+"""The training engine: forward, backward, step over a model whose states the ZeRO parts shard.
+
+The engine holds parts and calls them: precision casts, the reducer sums gradients, the optimizer updates shards, timers
+measure. It decides only when: which micro-batch ends a window, whether the schedule advances, what is reported.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import Any, Iterator
+
+import torch
+
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.config import Config
+from deepspeed_c.data.loader import DeepSpeedDataLoader
+from deepspeed_c.engine.boundary import scale_outputs, watch_outputs
+from deepspeed_c.engine.getters import ConfigGetters
+from deepspeed_c.engine.precision import Precision
+from deepspeed_c.errors import BackwardError, BatchSizeError, FeatureError, ModelError, StateError
+from deepspeed_c.logging import log_dist, logger
+from deepspeed_c.profile.timers import EngineTimers, see_memory_usage
+from deepspeed_c.zero.access import attach, detach
+from deepspeed_c.zero.optimizer import ZeroOptimizer
+
+__all__ = ["DeepSpeedEngine"]
+
+# Names of DeepSpeed's engine whose features this version does not have yet, with what to use instead.
+LATER = {
+    "save_checkpoint": "engine.module.state_dict() and engine.optimizer.state_dict() hold everything, per rank",
+    "load_checkpoint": "engine.load_module_state_dict() and engine.optimizer.load_state_dict() take it back",
+    "save_16bit_model": "torch.save(engine.module.state_dict(), path) writes the 16-bit weights",
+    "save_fp16_model": "torch.save(engine.module.state_dict(), path) writes the 16-bit weights",
+    "offload_states": "states stay where they are",
+    "reload_states": "states stay where they are",
+}
+
+
+class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
+    """A model ready to be trained: call it, ``backward`` its loss, ``step``.
+
+    Made by ``deepspeed_c.initialize``. ``module`` is the model; its parameters stay the same objects, their storage lies in flat buffers until ``close``.
+    ``param.grad`` is None after a backward pass at every stage; ``deepspeed_c.utils.safe_get_full_grad`` reads the reduced gradient.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        config: Config,
+        comm: Collectives,
+        precision: Precision,
+        device: torch.device,
+        optimizer: ZeroOptimizer | None = None,
+        lr_scheduler: Any = None,
+        training_dataloader: DeepSpeedDataLoader | None = None,
+    ) -> None:
+        super().__init__()
+        self.module = model
+        self._config, self._comm, self._precision, self.device = config, comm, precision, device
+        self.optimizer, self.lr_scheduler, self.training_dataloader = optimizer, lr_scheduler, training_dataloader
+        self.config = config.as_dict()
+        self.dp_world_size, self.global_rank, self.world_size = comm.world_size, comm.rank, comm.world_size
+        self.local_rank = config.env.local_rank
+        self._batch = config.batch
+        self.global_steps = self.micro_steps = self.global_samples = self.skipped_steps = 0
+        self._boundary_override: bool | None = None
+        self._is_inside_no_sync = False
+        self._in_engine_backward = False
+        self._loss_is_scaled = False
+        self._step_applied = False
+        self._n_backwards = 0
+        self._is_compiled = False
+        self._is_closed = False
+        self.timers = EngineTimers(
+            enabled=config.wall_clock_breakdown,
+            throughput=config.timers.throughput.enabled,
+            batch_size=self._batch.train_batch_size,
+            device=device,
+        )
+        if optimizer is not None:
+            attached = []
+            try:
+                for slot in optimizer.reducer.slots:
+                    attach(optimizer, slot)
+                    attached.append(slot)
+            except StateError:
+                for slot in attached:
+                    detach(slot)
+                raise
+            optimizer.reducer.next_is_boundary = self.is_gradient_accumulation_boundary
+            optimizer.reducer.next_factor = self._factor_of_unseen_backward
+
+    # -- forward ----------------------------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Runs the module, under autocast and with cast inputs where the configuration says so."""
+        self._require_open()
+        if self.optimizer is not None:
+            self._recover_from_aborted_backward()
+        with self.timers.measure("forward"), self._precision.autocast(self.device):
+            outputs = self.module(*self._precision.cast_inputs(inputs), **self._precision.cast_inputs(kwargs))
+        if self.optimizer is None or not torch.is_grad_enabled():
+            return outputs
+        if self._precision.scaler is not None:
+            return scale_outputs(outputs, self._on_backward_enters)
+        watch_outputs(outputs, self._on_backward_enters)
+        return outputs
+
+    def _recover_from_aborted_backward(self) -> None:
+        reducer = self.optimizer.reducer
+        if reducer.is_in_backward and torch._C._current_graph_task_id() == -1:
+            logger.warning(
+                "rank %d: a backward pass raised before it had ended; the gradients of this accumulation window are dropped",
+                self.global_rank,
+            )
+            self._abandon_window()
+
+    def _abandon_window(self) -> None:
+        """Drops a window that cannot be completed and starts it over."""
+        self.optimizer.reducer.abort_backward()
+        self.optimizer.forget_losses()
+        self._in_engine_backward = self._loss_is_scaled = False
+        self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
+
+    # -- backward ---------------------------------------------------------------------------------------------------
+
+    def _factor(self, scale_wrt_gas: bool = True) -> float:
+        return 1.0 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0
+
+    def _factor_of_unseen_backward(self) -> float:
+        if self._precision.scaler is not None:
+            raise BackwardError(
+                "fp16 gradients reached the parameters without the loss scale",
+                where="loss.backward()",
+                fix="use engine.backward(loss), or engine.scale(loss).backward()",
+            )
+        return self._factor()
+
+    def _on_backward_enters(self) -> float:
+        """A backward pass has reached the engine's outputs. Returns what their gradients are to be multiplied with."""
+        reducer = self.optimizer.reducer
+        is_fp16 = self._precision.scaler is not None
+        if not self._in_engine_backward and not reducer.is_in_backward:
+            self._n_backwards += 1
+            factor = self._factor()
+            reducer.begin_backward_in_graph(
+                is_boundary=self.is_gradient_accumulation_boundary(), factor=1.0 if is_fp16 else factor
+            )
+            if is_fp16 and not self._loss_is_scaled:
+                self._output_factor = self.optimizer.loss_scale * factor
+            else:
+                self._output_factor = 1.0
+            self._loss_is_scaled = False
+        elif self._in_engine_backward:
+            return 1.0
+        return self._output_factor if is_fp16 else 1.0
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times loss scale and 1 / accumulation steps (fp16), for a ``backward()`` of the caller's own."""
+        self._require_optimizer("scale")
+        if self._precision.scaler is None:
+            return loss
+        self._loss_is_scaled = True
+        self.optimizer.note_loss(loss)
+        return loss * (self.optimizer.loss_scale * self._factor())
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Runs backward from a scalar loss and gathers the gradients.
+
+        Gradients are averaged over micro-batches (unless ``scale_wrt_gas`` is False: the caller has done it) and over ranks. Returns the loss as averaged. May be called
+        several times in one micro-batch; the gradients add up. Raises BackwardError for what is no scalar in a graph; after an exception within
+        backward the window's gradients are dropped and the next forward starts it anew.
+        """
+        optimizer = self._require_optimizer("backward")
+        if not torch.is_tensor(loss) or loss.numel() != 1 or not loss.requires_grad:
+            got = f"a tensor of shape {tuple(loss.shape)}" if torch.is_tensor(loss) else type(loss).__name__
+            why = " that requires no gradient" if torch.is_tensor(loss) and not loss.requires_grad else ""
+            raise BackwardError(
+                f"backward needs a scalar loss in a graph, not {got}{why}",
+                where="engine.backward",
+                fix="reduce the loss with mean() or sum(); compute it from the engine's output with gradients enabled",
+            )
+        self._recover_from_aborted_backward()
+        factor = self._factor(scale_wrt_gas)
+        is_fp16 = self._precision.scaler is not None
+        optimizer.note_loss(loss)
+        with self.timers.measure("backward"):
+            optimizer.reducer.begin_backward(
+                is_boundary=self.is_gradient_accumulation_boundary(), factor=1.0 if is_fp16 else factor
+            )
+            self._in_engine_backward = True
+            try:
+                scaled = loss * (optimizer.loss_scale * factor) if is_fp16 else loss
+                scaled.backward(retain_graph=retain_graph)
+                optimizer.reducer.end_backward()
+            except BaseException:
+                self._abandon_window()
+                raise
+            finally:
+                self._in_engine_backward = False
+        self._n_backwards += 1
+        return loss.detach() * factor
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Puts the reduction of gradients off, at every stage; meanwhile they are kept whole on each rank."""
+        optimizer = self._require_optimizer("no_sync")
+        before, self._is_inside_no_sync = self._is_inside_no_sync, True
+        try:
+            with optimizer.reducer.no_sync():
+                yield
+        finally:
+            self._is_inside_no_sync = before
+
+    def coalesce_grad_reduction(self):
+        """Context in which several backward passes are reduced together, at its end."""
+        return self._require_optimizer("coalesce_grad_reduction").reducer.coalesce()
+
+    # -- the accumulation window ------------------------------------------------------------------------------------
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next ``step()`` will update the weights."""
+        if self._boundary_override is not None:
+            return self._boundary_override
+        if not self._config.managed_gradient_accumulation:
+            return True
+        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Takes the decision from the engine: until the next call, every ``step()`` is, or is not, a boundary."""
+        self._boundary_override = bool(is_boundary)
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Changes the global batch by changing the accumulation steps; the micro-batch stays."""
+        per_step = self.train_micro_batch_size_per_gpu() * self.dp_world_size
+        if train_batch_size <= 0 or train_batch_size % per_step:
+            raise BatchSizeError(
+                f"{train_batch_size} is not a multiple of micro-batch x ranks = "
+                f"{self.train_micro_batch_size_per_gpu()} x {self.dp_world_size}",
+                where="set_train_batch_size",
+                fix=f"choose a multiple of {per_step}",
+            )
+        self._require_window_start("set_train_batch_size")
+        self._batch = self._batch.replace(
+            train_batch_size=train_batch_size, accumulation_steps=train_batch_size // per_step
+        )
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Changes the micro-batch; the accumulation steps stay, the global batch follows."""
+        if micro_batch_size <= 0:
+            raise BatchSizeError(
+                f"{micro_batch_size} is not positive", where="set_train_micro_batch_size", fix="choose at least 1"
+            )
+        self._require_window_start("set_train_micro_batch_size")
+        gas = self.gradient_accumulation_steps()
+        self._batch = self._batch.replace(
+            train_batch_size=micro_batch_size * gas * self.dp_world_size, micro_batch_size=micro_batch_size
+        )
+
+    def _require_window_start(self, what: str) -> None:
+        if self.micro_steps % self.gradient_accumulation_steps():
+            raise StateError(
+                "batch sizes cannot change within an accumulation window", where=what, fix="call it right after a step"
+            )
+
+    def train_batch_size(self) -> int:
+        return self._batch.train_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self._batch.micro_batch_size
+
+    def gradient_accumulation_steps(self) -> int:
+        return self._batch.accumulation_steps
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """(global batch, micro-batch per rank, accumulation steps)"""
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+
+    # -- step -------------------------------------------------------------------------------------------------------
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """Ends a micro-batch; at a boundary also reduces, clips and updates, then advances the schedule.
+
+        A skipped step (overflow) changes no weight, no moment and not the schedule. Raises what ``ZeroOptimizer.step`` raises, with the counters advanced
+        as for a skipped step, so that a caller who catches it goes on with the next window.
+        """
+        optimizer = self._require_optimizer("step")
+        if self._is_inside_no_sync:
+            raise BackwardError(
+                "step() was called within no_sync()", where="engine.step", fix="leave the context before the step"
+            )
+        self._step_applied = False
+        if not self.is_gradient_accumulation_boundary():
+            self.micro_steps += 1
+            return
+        if self._config.memory_breakdown:
+            see_memory_usage("before step", force=True)
+        try:
+            with self.timers.measure("step"):
+                optimizer.step()
+        finally:
+            self._step_applied = not optimizer.overflow
+            self.skipped_steps += optimizer.overflow
+            self.micro_steps += 1
+            self.global_steps += 1
+            self.global_samples += self._samples_of_window()
+        if self._step_applied and self.lr_scheduler is not None:
+            self.lr_scheduler.step(**(lr_kwargs or {}))
+        self.timers.end_step(self.global_steps)
+        self._report()
+
+    def _samples_of_window(self) -> int:
+        n, self._n_backwards = self._n_backwards, 0
+        if self._config.managed_gradient_accumulation:
+            return self.train_batch_size()
+        return n * self.train_micro_batch_size_per_gpu() * self.dp_world_size
+
+    def _report(self) -> None:
+        every = self._config.steps_per_print
+        if every and every != float("inf") and self.global_steps % int(every) == 0:
+            log_dist(
+                f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}"
+                + self.timers.report(),
+                ranks=[0],
+            )
+        if self._config.memory_breakdown:
+            see_memory_usage("after step", force=True)
+
+    def was_step_applied(self) -> bool:
+        """Whether the last ``step()`` updated the weights."""
+        return self._step_applied
+
+    def get_global_grad_norm(self) -> float | None:
+        """L2 norm of the last step's averaged, unscaled gradients before clipping; None before the first step."""
+        return None if self.optimizer is None else self.optimizer.get_global_grad_norm()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops what has gathered in the present window, which starts over."""
+        if self.optimizer is not None:
+            self._abandon_window()
+        super().zero_grad(set_to_none)
+
+    def get_lr(self) -> list[float]:
+        return [group["lr"] for group in self._require_optimizer("get_lr").param_groups]
+
+    def get_mom(self) -> list[Any]:
+        """Each group's betas, or its momentum."""
+        groups = self._require_optimizer("get_mom").param_groups
+        return [group.get("betas", group.get("momentum")) for group in groups]
+
+    # -- the module -------------------------------------------------------------------------------------------------
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Any = None,
+        num_local_io_workers: int | None = None,
+    ) -> DeepSpeedDataLoader:
+        """A loader that gives this rank its share of ``dataset`` in micro-batches (``route`` "train" shuffles, "eval" and "predict" keep the order)."""
+        return DeepSpeedDataLoader.for_engine(
+            dataset,
+            batch_size=batch_size or self.train_micro_batch_size_per_gpu(),
+            comm=self._comm,
+            route=route,
+            pin_memory=pin_memory and self.device.type != "cpu",
+            data_sampler=data_sampler,
+            collate_fn=collate_fn,
+            num_local_io_workers=num_local_io_workers,
+            drop_last=self._config.dataloader_drop_last,
+            seed=self._config.seed,
+        )
+
+    def module_state_dict(
+        self, destination=None, prefix: str = "", keep_vars: bool = False, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Any]:
+        """The module's state dict: whole tensors in the dtype that is trained in."""
+        state = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if exclude_frozen_parameters:
+            for name, p in self.module.named_parameters():
+                if not p.requires_grad:
+                    state.pop(prefix + name, None)
+        return state
+
+    def load_module_state_dict(self, checkpoint, strict: bool = True, custom_load_fn=None, **_: Any) -> None:
+        """Loads weights into the module, on every rank alike, and takes the fp32 masters anew from them."""
+        if custom_load_fn is not None:
+            custom_load_fn(src=checkpoint, dst=self.module)
+        else:
+            self.module.load_state_dict(checkpoint, strict=strict)
+        if self.optimizer is not None:
+            self.optimizer.refresh_fp32_params()
+
+    def compile(self, backend: str = "inductor", compile_kwargs: dict[str, Any] | None = None, **unsupported: Any) -> None:
+        """Compiles the module in place with ``torch.compile``."""
+        wanted = sorted(name for name, value in unsupported.items() if value)
+        if wanted:
+            raise FeatureError(
+                f"engine.compile does not take {', '.join(wanted)} yet", where="compile", fix="pass backend and compile_kwargs"
+            )
+        self.module.compile(backend=backend, **(compile_kwargs or {}))
+        self._is_compiled = True
+
+    @property
+    def is_compiled(self) -> bool:
+        return self._is_compiled
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in LATER:
+                return _Later(name)
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None:
+                raise
+            try:
+                return getattr(module, name)
+            except AttributeError:
+                pass
+        raise AttributeError(f"neither the engine nor its module ({type(module).__name__}) has {name!r}")
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise StateError("the engine is closed", where="DeepSpeedEngine", fix="make a new one with deepspeed_c.initialize")
+
+    def _require_optimizer(self, what: str) -> ZeroOptimizer:
+        self._require_open()
+        if self.optimizer is None:
+            raise StateError(
+                "this engine only evaluates: it was made without an optimizer",
+                where=f"engine.{what}",
+                fix="pass an optimizer, or an optimizer section in the configuration, to deepspeed_c.initialize",
+            )
+        return self.optimizer
+
+    def close(self) -> None:
+        """Removes hooks and frees buffers and optimizer state. The module keeps its weights and works on its own. May be called twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self.optimizer is not None:
+            for slot in self.optimizer.reducer.slots:
+                detach(slot)
+            units = list(self.optimizer.units)
+            self.optimizer.reducer.close()
+            self.optimizer.close()
+            for unit in units:
+                unit.release()
+            self.optimizer = None
+        self.lr_scheduler = self.training_dataloader = None
+        self._comm.close()
+
+    destroy = close
+
+    def __enter__(self) -> "DeepSpeedEngine":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+class _Later:
+    """A name that DeepSpeed's engine has and this version does not: says so when it is called."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        raise FeatureError(f"{self._name} is not part of this version", where="engine", fix=LATER[self._name])

@@ -1,0 +1,108 @@
+"""Which dtypes a run uses, and the casts that follow: weights and inputs are cast, buffers keep what they hold."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any, ContextManager
+
+import torch
+
+from deepspeed_c import _C
+from deepspeed_c.config import Config
+from deepspeed_c.zero.unit import Dtypes
+
+__all__ = ["DTYPES", "Precision"]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Precision:
+    """The precision policy of one engine, read off its configuration.
+
+    ``dtype`` is what weights are cast to (None: they stay as they are), ``scaler`` the loss scale where fp16 is computed in.
+    """
+
+    def __init__(self, config: Config, model: torch.nn.Module) -> None:
+        self.dtype: torch.dtype | None = None
+        self.scaler: _C.LossScaler | None = None
+        self.checks_overflow = True
+        self._keeps_16bit_master = False
+        self._casts_inputs = False
+        if config.fp16.enabled:
+            self.dtype = torch.float16
+            self._casts_inputs = config.fp16.auto_cast
+        elif config.bf16.enabled:
+            self.dtype = torch.bfloat16
+            self.checks_overflow = config.bf16.check_grad_overflow
+            self._keeps_16bit_master = config.bf16.bf16_master_weights_and_grads
+        self.autocast_dtype = DTYPES[config.torch_autocast.dtype] if config.torch_autocast.enabled else None
+        if torch.float16 in (self.dtype, self.autocast_dtype):
+            self.scaler = _C.LossScaler(
+                is_dynamic=config.fp16.is_dynamic,
+                initial_scale=config.fp16.initial_scale,
+                min_scale=float(max(config.fp16.min_loss_scale, 2.0**-24)),
+                window_steps=max(config.fp16.loss_scale_window, 1),
+                hysteresis=config.fp16.hysteresis,
+                consecutive_hysteresis=config.fp16.consecutive_hysteresis,
+            )
+        comm = config.communication_data_type
+        self._comm_dtype = DTYPES[comm] if comm else None
+        accum = config.data_types.grad_accum_dtype
+        self.accum_dtype = DTYPES[accum] if accum else None
+        buffers = config.data_types.buffer_dtype
+        self._buffer_dtype = DTYPES[buffers] if buffers else None
+        self._low_precision = self._low_precision_params(config, model)
+        self._sparse = self._sparse_params(model) if config.sparse_gradients else set()
+
+    def _low_precision_params(self, config: Config, model: torch.nn.Module) -> set[int]:
+        """Parameters whose gradients may be reduced in the autocast dtype: those of the modules named safe."""
+        if self.autocast_dtype is None:
+            return set()
+        safe = set(config.torch_autocast.lower_precision_safe_modules)
+        return {
+            id(p)
+            for module in model.modules()
+            if f"{type(module).__module__}.{type(module).__qualname__}" in safe
+            for p in module.parameters(recurse=False)
+        }
+
+    @staticmethod
+    def _sparse_params(model: torch.nn.Module) -> set[int]:
+        kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+        return {id(m.weight) for m in model.modules() if isinstance(m, kinds)}
+
+    def dtypes_of(self, name: str, param: torch.nn.Parameter) -> Dtypes:
+        """How a trainable parameter is stored, reduced and updated."""
+        dtype = self.dtype if self.dtype is not None and param.is_floating_point() else param.dtype
+        is_mixed = self.dtype is not None and not self._keeps_16bit_master
+        comm = self._comm_dtype or (self.autocast_dtype if id(param) in self._low_precision else dtype)
+        return Dtypes(dtype, comm, torch.float32 if is_mixed else dtype, id(param) in self._sparse)
+
+    def cast_frozen(self, model: torch.nn.Module, trained: set[int]) -> None:
+        """Casts the parameters that no unit holds; buffers change only when ``buffer_dtype`` asks for it.
+
+        A rotary table or a running mean in fp32 loses what it is for when it is rounded to 16 bits.
+        """
+        with torch.no_grad():
+            if self.dtype is not None:
+                for p in model.parameters():
+                    if id(p) not in trained and p.is_floating_point():
+                        p.data = p.data.to(self.dtype)
+            if self._buffer_dtype is not None:
+                for module in model.modules():
+                    for name, buffer in module._buffers.items():
+                        if buffer is not None and buffer.is_floating_point():
+                            module._buffers[name] = buffer.to(self._buffer_dtype)
+
+    def cast_inputs(self, value: Any) -> Any:
+        """Floating-point tensors in args and kwargs, cast to the weights' dtype when ``fp16.auto_cast`` asks for it."""
+        if not self._casts_inputs:
+            return value
+        return torch.utils._pytree.tree_map_only(
+            torch.Tensor, lambda t: t.to(self.dtype) if t.is_floating_point() else t, value
+        )
+
+    def autocast(self, device: torch.device) -> ContextManager:
+        if self.autocast_dtype is None:
+            return nullcontext()
+        return torch.autocast(device.type, dtype=self.autocast_dtype)

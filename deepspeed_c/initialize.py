@@ -1,0 +1,181 @@
+"""From a model and a configuration to an engine, step by step; reads like a table of contents."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import torch
+
+from deepspeed_c import lr_schedules
+from deepspeed_c.accelerator import get_accelerator
+from deepspeed_c.comm import init_distributed, is_initialized
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.config import Config, load_config
+from deepspeed_c.data.loader import DeepSpeedDataLoader
+from deepspeed_c.engine.build import OptimizerFactory, build_optimizer
+from deepspeed_c.engine.consistency import broadcast_model, check_same_model, check_same_text
+from deepspeed_c.engine.engine import DeepSpeedEngine
+from deepspeed_c.engine.precision import Precision
+from deepspeed_c.errors import ConfigError, FeatureError, ModelError
+from deepspeed_c.logging import log_dist, set_level
+from deepspeed_c.zero.optimizer import ZeroOptimizer
+from deepspeed_c.zero.reducer import GradientReducer, ReduceSettings
+from deepspeed_c.zero.stages import STAGES
+from deepspeed_c.zero.unit import build_units
+
+__all__ = ["initialize"]
+
+
+def initialize(
+    args: Any = None,
+    model: torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | OptimizerFactory | None = None,
+    model_parameters: Any = None,
+    training_data: torch.utils.data.Dataset | None = None,
+    lr_scheduler: Any | Callable[[torch.optim.Optimizer], Any] | None = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable | None = None,
+    config: str | dict[str, Any] | None = None,
+    mesh_param: Any = None,
+    config_params: str | dict[str, Any] | None = None,
+) -> tuple[DeepSpeedEngine, ZeroOptimizer | None, DeepSpeedDataLoader | None, Any]:
+    """Builds an engine around ``model``.
+
+    Args:
+        args: an object that may hold ``deepspeed_config`` (a path), used when no ``config`` is given.
+        model: the module to train; moved to this rank's device, its trainable parameters into flat buffers.
+        optimizer: a ``torch.optim.Optimizer`` over the model's parameters, or a function that makes one from a list of them; otherwise
+            the configuration's ``optimizer`` section. With neither the engine only evaluates.
+        model_parameters: parameters, or groups of them, to train; default: all that require gradients.
+        training_data: a dataset; the third value returned is then a loader of this rank's micro-batches.
+        lr_scheduler: an object with ``step()``, or a function that makes one from the optimizer; otherwise the ``scheduler`` section.
+        distributed_port: port of rank 0 when ``torch.distributed`` has to be started and the environment names none.
+        mpu: an object with ``get_data_parallel_group()``, whose ranks hold copies of this model.
+        dist_init_required: False: ``torch.distributed`` is up already. Default: start it if it is not.
+        collate_fn: merges samples to a batch.
+        config, config_params: path of a JSON file, or a dict; see docs/config.md. Never modified.
+        mesh_param: not supported yet.
+
+    Returns:
+        (engine, optimizer, training_dataloader, lr_scheduler), with None for what was not asked for.
+
+    Raises:
+        ConfigError, BatchSizeError: the configuration. ModelError, OptimizerError: model and optimizer do not fit. RankMismatchError: ranks
+        were given different models or configurations. CommError: communication could not be set up.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise ModelError(
+            f"model must be a torch.nn.Module, not {type(model).__name__}", where="initialize(model=...)", fix="pass the model"
+        )
+    if mesh_param is not None:
+        raise FeatureError(
+            "device meshes are not part of this version", where="initialize(mesh_param=...)", fix="leave mesh_param out"
+        )
+    source = _config_source(args, config, config_params)
+    if dist_init_required is not False and not is_initialized():
+        init_distributed(distributed_port=distributed_port)
+    comm = Collectives(group=_data_parallel_group(mpu))
+    settings = load_config(source, world_size=comm.world_size)
+    set_level(settings.log_level)
+    log_dist(settings.summary_line(), ranks=[0])
+
+    check_same_text(
+        "the configuration", settings.lines(), comm, "start all ranks with the same configuration file"
+    )
+    check_same_model(model, comm)
+    device = torch.device(get_accelerator().current_device_name())
+    model.to(device)
+    broadcast_model(model, comm)
+
+    precision = Precision(settings, model)
+    base = build_optimizer(settings, model, optimizer, model_parameters)
+    zero_optimizer = None
+    if base is not None:
+        zero_optimizer = _shard(model, base, settings, precision, comm)
+    trained = {id(slot.param) for slot in zero_optimizer.reducer.slots} if zero_optimizer is not None else set()
+    precision.cast_frozen(model, trained)
+
+    scheduler = _build_scheduler(settings, lr_scheduler, base)
+    engine = DeepSpeedEngine(model, settings, comm, precision, device, zero_optimizer, scheduler)
+    if training_data is not None:
+        engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
+    return engine, zero_optimizer, engine.training_dataloader, scheduler
+
+
+def _config_source(args: Any, config: Any, config_params: Any) -> Any:
+    given = [c for c in (config, config_params, getattr(args, "deepspeed_config", None)) if c is not None]
+    if not given:
+        raise ConfigError(
+            "no configuration was given",
+            where="initialize",
+            fix="pass config=... (a path or a dict), or args with --deepspeed_config FILE",
+        )
+    return given[0]
+
+
+def _data_parallel_group(mpu: Any) -> Any:
+    if mpu is None:
+        return None
+    for name in ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size", "get_sequence_parallel_world_size"):
+        size = getattr(mpu, name, lambda: 1)()
+        if size != 1:
+            raise FeatureError(
+                f"{name}() is {size}: model, tensor and sequence parallelism are not part of this version",
+                where="initialize(mpu=...)",
+                fix="use data parallelism only",
+            )
+    return mpu.get_data_parallel_group()
+
+
+def _shard(
+    model: torch.nn.Module, base: torch.optim.Optimizer, config: Config, precision: Precision, comm: Collectives
+) -> ZeroOptimizer:
+    """Lays the trained parameters out in units, hooks their gradients, and points the optimizer at this rank's shards."""
+    sharding = STAGES[config.zero.stage]
+    names = {id(p): (name, i) for i, (name, p) in enumerate(model.named_parameters())}
+    # One list of buckets serves both directions, so the smaller limit holds.
+    bucket_elems = min(config.zero.reduce_bucket_size, config.zero.allgather_bucket_size or config.zero.reduce_bucket_size)
+    units = build_units(
+        [group["params"] for group in base.param_groups],
+        names,
+        n_shards=comm.world_size if sharding.optimizer else 1,
+        shard_rank=comm.rank if sharding.optimizer else 0,
+        bucket_elems=bucket_elems,
+        dtypes_of=precision.dtypes_of,
+    )
+    overlap = config.zero.overlap_comm
+    reducer = GradientReducer(
+        units,
+        sharding,
+        comm,
+        ReduceSettings(
+            overlap_comm=True if overlap is None else overlap,
+            reduce_scatter=config.zero.reduce_scatter,
+            prescale_gradients=config.prescale_gradients,
+            gradient_predivide_factor=config.gradient_predivide_factor,
+            is_mean=config.gradient_allreduce_op == "mean",
+            accum_dtype=precision.accum_dtype,
+        ),
+    )
+    return ZeroOptimizer(
+        base,
+        units,
+        reducer,
+        comm,
+        clip=config.gradient_clipping,
+        checks_overflow=precision.checks_overflow,
+        scaler=precision.scaler,
+        uses_all_gather=config.zero.allgather_partitions and not config.disable_allgather,
+        allow_untested=config.zero_allow_untested_optimizer,
+        ignores_unused=config.zero.ignore_unused_parameters,
+    )
+
+
+def _build_scheduler(config: Config, client: Any, base: torch.optim.Optimizer | None) -> Any:
+    if client is not None:
+        return client(base) if callable(client) else client
+    if config.scheduler is None or base is None:
+        return None
+    return lr_schedules.build_scheduler(config.scheduler.type, config.scheduler.params, base)

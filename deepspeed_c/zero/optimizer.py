@@ -1,0 +1,555 @@
+"""The optimizer over shards: norm, clip, skip, update, and the weights back to every rank.
+
+It stands in front of a plain ``torch.optim.Optimizer`` (the *base*), whose groups it points at this rank's slices of the master
+weights. A fused base of ours does unscale, clip, decay, moments, update and 16-bit copy in one pass; any other base gets a scaled fp32 gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Callable, Iterable, NamedTuple
+
+import torch
+
+from deepspeed_c import _C
+from deepspeed_c.comm.collectives import Collectives, Work
+from deepspeed_c.errors import LossScaleError, NonFiniteLossError, OptimizerError, StateError
+from deepspeed_c.logging import logger
+from deepspeed_c.ops.muon import Muon
+from deepspeed_c.ops.optim import FusedOptimizer
+from deepspeed_c.zero.reducer import GradientReducer, WindowFacts
+from deepspeed_c.zero.unit import Fragment, Slot, Unit
+
+__all__ = ["DeepSpeedOptimizer", "ZeroOptimizer"]
+
+# torch's own elementwise optimizers: a slice of a parameter may be updated without the rest of it.
+ELEMENTWISE = (
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.Adamax,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
+
+
+class DeepSpeedOptimizer:
+    """What every optimizer that an engine returns is an instance of."""
+
+
+class Entry(NamedTuple):
+    """One tensor that the base optimizer sees: this rank's slice of a bucket, or its piece of one parameter."""
+
+    param: torch.nn.Parameter
+    unit: Unit
+    bucket: int
+    fragment: Fragment | None
+
+    def part_of(self, slices: list[torch.Tensor]) -> torch.Tensor:
+        """The same elements in another list of slices (gradients, parameters)."""
+        if self.fragment is None:
+            return slices[self.bucket]
+        return self.unit.piece(slices, self.fragment).view(self.param.shape)
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    return getattr(optimizer, "is_elementwise", None) or (
+        type(optimizer) in ELEMENTWISE or type(optimizer) is torch.optim.AdamW
+    )
+
+
+class ZeroOptimizer(DeepSpeedOptimizer):
+    """A base optimizer over the shards of ``units``.
+
+    ``clip`` is the limit of the global gradient norm (0: none), ``checks_overflow`` whether a step with non-finite gradients is skipped,
+    ``scaler`` the loss scale of fp16 training. With ``allow_untested`` an optimizer class that is not known to be elementwise is applied to slices.
+    """
+
+    def __init__(
+        self,
+        base: torch.optim.Optimizer,
+        units: list[Unit],
+        reducer: GradientReducer,
+        comm: Collectives,
+        *,
+        clip: float = 0.0,
+        checks_overflow: bool = True,
+        scaler: "_C.LossScaler | None" = None,
+        uses_all_gather: bool = True,
+        allow_untested: bool = False,
+        ignores_unused: bool = True,
+    ) -> None:
+        self._ignores_unused = ignores_unused
+        self.optimizer, self.units, self.reducer, self.comm = base, units, reducer, comm
+        self.clip, self.checks_overflow, self.scaler = float(clip), checks_overflow, scaler
+        self._uses_all_gather = uses_all_gather
+        self.is_sharded = reducer.sharding.optimizer and comm.world_size > 1
+        self.overflow = False
+        self._norm: float | None = None
+        self._has_bad_loss: torch.Tensor | bool = False
+        self._point_base_at_shards(allow_untested)
+
+    # -- building ---------------------------------------------------------------------------------------------------
+
+    def _point_base_at_shards(self, allow_untested: bool) -> None:
+        base = self.optimizer
+        if is_elementwise(base):
+            by_fragment = False
+        elif not self.is_sharded or isinstance(base, FusedOptimizer):
+            by_fragment = True
+        elif allow_untested and type(base).__module__.split(".")[0] != "torch":
+            by_fragment = False
+        else:
+            raise OptimizerError(
+                f"{type(base).__name__} is not known to be elementwise, so it cannot be applied to pieces of parameters",
+                where="optimizer with zero_optimization.stage >= 1",
+                fix="use stage 0, or an elementwise optimizer (Adam, AdamW, SGD, ...); for a class of your own that is elementwise set"
+                ' "zero_allow_untested_optimizer": true',
+            )
+        old_state = dict(base.state)
+        base.state.clear()
+        self.entries: list[Entry] = []
+        for index, group in enumerate(base.param_groups):
+            mine: list[Entry] = []
+            for unit in self.units:
+                if unit.group != index:
+                    continue
+                for bucket in range(unit.n_buckets):
+                    if by_fragment:
+                        for fragment in unit.fragments:
+                            if fragment.slot.bucket == bucket:
+                                piece = unit.piece(unit.master, fragment)
+                                if fragment.numel == fragment.slot.numel:
+                                    piece = piece.view(fragment.slot.shape)
+                                mine.append(Entry(torch.nn.Parameter(piece), unit, bucket, fragment))
+                    elif unit.slice_numel(bucket):
+                        mine.append(Entry(torch.nn.Parameter(unit.master[bucket]), unit, bucket, None))
+            group["params"] = [entry.param for entry in mine]
+            self.entries += mine
+        self._by_bucket: dict[tuple[Unit, int], list[Entry]] = {}
+        for entry in self.entries:
+            self._by_bucket.setdefault((entry.unit, entry.bucket), []).append(entry)
+        # Forward order of use: what the next forward needs first is updated and gathered first.
+        self._order = [(b.unit, b.index) for b in reversed(self.reducer.buckets)]
+        if old_state:
+            self._adopt_state(old_state)
+
+    def _adopt_state(self, old: dict[torch.nn.Parameter, dict[str, Any]]) -> None:
+        """Carries what the base optimizer already knew about whole parameters over to the slices (resumed or eagerly made state)."""
+        for entry in self.entries:
+            fragments = (
+                [entry.fragment]
+                if entry.fragment is not None
+                else [f for f in entry.unit.fragments if f.slot.bucket == entry.bucket]
+            )
+            known = [f for f in fragments if old.get(f.slot.param)]
+            if not known:
+                continue
+            if len(known) < len(fragments):
+                missing = next(f.slot.name for f in fragments if f not in known)
+                raise OptimizerError(
+                    "the optimizer has state for some parameters and none for others, which share a bucket",
+                    where=missing,
+                    fix="pass a fresh optimizer, or one that has stepped all of its parameters",
+                )
+            new = self.optimizer.state[entry.param]
+            begin = entry.unit.layout.shard_offset[entry.bucket]
+            for key, value in old[known[0].slot.param].items():
+                if torch.is_tensor(value) and value.shape == known[0].slot.shape and value.dim() > 0:
+                    whole = torch.zeros(entry.param.numel(), dtype=value.dtype, device=entry.param.device)
+                    for f in fragments:
+                        at = 0 if entry.fragment is not None else f.shard_begin - begin
+                        piece = old[f.slot.param][key].reshape(-1).narrow(0, f.begin, f.numel)
+                        whole.narrow(0, at, f.numel).copy_(piece)
+                    new[key] = whole.view(entry.param.shape)
+                    continue
+                for f in known[1:]:
+                    other = old[f.slot.param][key]
+                    if (torch.is_tensor(value) and not torch.equal(value, other)) or (
+                        not torch.is_tensor(value) and value != other
+                    ):
+                        raise OptimizerError(
+                            f"the optimizer's {key!r} differs between parameters ({value} and {other})",
+                            where=f.slot.name,
+                            fix="pass a fresh optimizer, or one that has stepped all of its parameters equally often",
+                        )
+                new[key] = value
+
+    # -- one step ---------------------------------------------------------------------------------------------------
+
+    def note_loss(self, loss: torch.Tensor) -> None:
+        """Remembers whether a loss of this window was inf or NaN; waits for no device."""
+        bad = ~torch.isfinite(loss.detach()).all()
+        self._has_bad_loss = bad if self._has_bad_loss is False else self._has_bad_loss | bad
+
+    def forget_losses(self) -> None:
+        self._has_bad_loss = False
+
+    @property
+    def loss_scale(self) -> float:
+        return self.scaler.scale if self.scaler is not None else 1.0
+
+    cur_scale = loss_scale
+
+    def _post_factor(self) -> float:
+        """Stored sums times this are the averaged, unscaled gradients."""
+        factor = 1.0 if self.reducer.factor is None else self.reducer.factor
+        return self.reducer.post_factor * factor / self.loss_scale
+
+    def complete_gradients(self) -> WindowFacts:
+        """Finishes the window's reductions, once; gradients may then be read and edited until ``step``."""
+        return self.reducer.finish(has_bad_loss=bool(self._has_bad_loss))
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Updates the weights from the window's gradients, or skips and leaves every bit of state as it was.
+
+        After it ``overflow`` says whether the step was skipped. Raises NonFiniteLossError where a loss was inf or NaN on any rank, and LossScaleError where the
+        loss scale cannot fall further; both on all ranks alike, with the weights, moments and masters unchanged and the window dropped.
+        """
+        if closure is not None:
+            raise OptimizerError("closures cannot be re-evaluated over sharded gradients", where="step", fix="call step()")
+        facts = self.complete_gradients()
+        post = self._post_factor()
+        self.overflow = facts.n_nonfinite > 0 and self.checks_overflow
+        self._norm = math.inf if facts.n_nonfinite else facts.norm * post
+        try:
+            if facts.n_bad_losses:
+                self.overflow = True
+                raise self._bad_loss_error(facts)
+            if self.overflow:
+                self._report_overflow(facts)
+            else:
+                if facts.unused and not self._ignores_unused:
+                    self.overflow = True
+                    raise OptimizerError(
+                        f"{len(facts.unused)} parameters got no gradient on any rank, the first is {facts.unused[0].name}",
+                        where="engine.step",
+                        fix='freeze them, or set "zero_optimization.ignore_unused_parameters": true',
+                    )
+                coefficient = min(1.0, self.clip / (self._norm + 1e-6)) if self.clip > 0.0 else 1.0
+                self._update(post * coefficient, facts.unused)
+        finally:
+            self._drop_window()
+        if self.scaler is not None and self.scaler.update(self.overflow):
+            raise LossScaleError(
+                f"gradients overflow at the lowest loss scale ({self.scaler.scale:g})",
+                where=f"step {self.scaler.step}",
+                fix='train in bf16, lower the learning rate, or look at the parameter named in the log; "min_loss_scale" is the floor',
+            )
+
+    def _drop_window(self) -> None:
+        self.forget_losses()
+        self.reducer.next_window()
+
+    def _bad_loss_error(self, facts: WindowFacts) -> NonFiniteLossError:
+        bad = [float(r) for r in self.comm.gather_numbers(int(bool(self._has_bad_loss)))]
+        ranks = ", ".join(str(r) for r, is_bad in enumerate(bad) if is_bad)
+        return NonFiniteLossError(
+            "the loss is inf or NaN; the step was skipped and weights and optimizer state are unchanged",
+            where=f"rank {ranks}",
+            fix="look at the batch and the forward pass of that rank (torch.autograd.detect_anomaly helps); no loss scale mends this",
+        )
+
+    def _report_overflow(self, facts: WindowFacts) -> None:
+        found = self.reducer.first_nonfinite()
+        if found is not None:
+            name, n_inf, n_nan = found
+            logger.warning(
+                "rank %d: step skipped, gradients are not finite: %d elements in all; first in %s (%d inf, %d NaN)%s",
+                self.comm.rank,
+                facts.n_nonfinite,
+                name,
+                n_inf,
+                n_nan,
+                f"; loss scale {self.loss_scale:g}" if self.scaler is not None else "",
+            )
+
+    def _update(self, grad_scale: float, unused: list[Slot]) -> None:
+        kept = self._keep(unused)
+        with torch.no_grad():
+            if isinstance(self.optimizer, FusedOptimizer):
+                works = self._update_fused(grad_scale, kept)
+            else:
+                works = self._update_plain(grad_scale, kept)
+        for work in works:
+            work.wait()
+
+    def _update_fused(self, grad_scale: float, kept: "_Kept") -> list[Work]:
+        base = self.optimizer
+        base.begin_step()
+        ratios = self._trust_ratios(grad_scale) if base.needs_norms else None
+        works: list[Work] = []
+        for unit, bucket in self._order:
+            entries = self._by_bucket.get((unit, bucket), [])
+            if entries:
+                params, grads, copies = self._tensors(entries)
+                if ratios is not None:
+                    base.apply(unit.group, params, grads, copies, grad_scale, ratios[unit, bucket])
+                elif isinstance(base, Muon) and base.param_groups[unit.group].get("use_muon"):
+                    self._update_muon(unit, bucket, entries, grad_scale)
+                else:
+                    base.step_tensors(unit.group, params, grads, copies, grad_scale)
+            kept.restore(unit, bucket)
+            works.append(self._gather(unit, bucket))
+        return works
+
+    def _tensors(
+        self, entries: list[Entry]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+        """(masters, gradients, 16-bit copies) of entries of one bucket; no copies where the master is the parameter."""
+        unit, bucket = entries[0].unit, entries[0].bucket
+        results = self.reducer.results[unit]
+        params = [entry.param for entry in entries]
+        grads = [entry.part_of(results) for entry in entries]
+        if unit.master_is_param:
+            return params, grads, []
+        slices = {bucket: unit.param_slice(bucket)}
+        return params, grads, [entry.part_of(slices) for entry in entries]  # type: ignore[arg-type]
+
+    def _trust_ratios(self, grad_scale: float) -> dict[tuple[Unit, int], torch.Tensor]:
+        """LAMB: norms of whole parameters, whose pieces lie on several ranks, in one small collective."""
+        base = self.optimizer
+        table = torch.zeros(len(self.reducer.slots), 2, dtype=torch.float64)
+        places: dict[tuple[Unit, int], list[int]] = {}
+        for (unit, bucket), entries in self._by_bucket.items():
+            params, grads, copies = self._tensors(entries)
+            at = [entry.fragment.slot.tracker_index for entry in entries]
+            table[at] = base.norms(unit.group, params, grads, copies, grad_scale).to(table.device)
+            places[unit, bucket] = at
+        if self.is_sharded:
+            summed = self.comm.sum_numbers(table.view(-1).tolist())
+            table = torch.tensor(summed, dtype=torch.float64).view(-1, 2)
+        return {
+            key: base.trust_ratios(key[0].group, table[at]).to(key[0].device) for key, at in places.items()
+        }
+
+    def _update_muon(self, unit: Unit, bucket: int, entries: list[Entry], grad_scale: float) -> None:
+        """Muon needs whole matrices: momentum runs on the shard, its result is gathered, and each rank
+        orthogonalises just the matrices that its shard touches."""
+        base: Muon = self.optimizer
+        whole = torch.zeros(unit.bucket_numel(bucket), dtype=torch.float32, device=unit.device)
+        own = {bucket: unit.own_slice(whole, bucket)}
+        params, grads, copies = self._tensors(entries)
+        base.momentum_tensors(unit.group, params, grads, [e.part_of(own) for e in entries], grad_scale)
+        self.comm.all_gather(whole).wait()
+        begin = unit.bucket_begin(bucket)
+        updates = []
+        for entry in entries:
+            fragment = entry.fragment
+            matrix = base.orthogonalize(fragment.slot.view(whole, begin))
+            updates.append(matrix.reshape(-1).narrow(0, fragment.begin, fragment.numel).view(entry.param.shape))
+        base.apply_tensors(unit.group, params, updates, copies)
+
+    def _update_plain(self, grad_scale: float, kept: "_Kept") -> list[Work]:
+        """Any ``torch.optim`` optimizer: scaled gradients in the masters' dtype, its own step, then the 16-bit copies."""
+        for entry in self.entries:
+            grad = entry.part_of(self.reducer.results[entry.unit]).to(entry.param.dtype)
+            if grad_scale != 1.0:
+                torch.ops.deepspeed_c.flat_scale_([grad], grad_scale)
+            entry.param.grad = grad
+        with torch.enable_grad():
+            self.optimizer.step()
+        works: list[Work] = []
+        for unit, bucket in self._order:
+            for entry in self._by_bucket.get((unit, bucket), []):
+                entry.param.grad = None
+            if not unit.master_is_param and unit.slice_numel(bucket):
+                torch.ops.deepspeed_c.flat_cast_(unit.master[bucket], unit.param_slice(bucket))
+            kept.restore(unit, bucket)
+            works.append(self._gather(unit, bucket))
+        return works
+
+    def _gather(self, unit: Unit, bucket: int) -> Work:
+        if not self.is_sharded:
+            return Work.done()
+        return self.comm.all_gather(unit.bucket_view(unit.flat_param, bucket), use_broadcast=not self._uses_all_gather)
+
+    def _keep(self, unused: Iterable[Slot]) -> "_Kept":
+        kept = _Kept()
+        for slot in unused:
+            fragment = slot.unit.fragment_of.get(slot)
+            if fragment is not None:
+                kept.keep(self._state_pieces(slot, fragment), slot)
+        return kept
+
+    def _state_pieces(self, slot: Slot, fragment: Fragment) -> list[torch.Tensor]:
+        unit = slot.unit
+        pieces = [unit.piece(unit.master, fragment)]
+        if not unit.master_is_param:
+            pieces.append(unit.param_slice(slot.bucket).narrow(0, self._at(fragment), fragment.numel))
+        entry = self._entry_of(slot)
+        if isinstance(self.optimizer, FusedOptimizer):
+            self.optimizer.init_state(unit.group, entry.param)
+        for value in self.optimizer.state.get(entry.param, {}).values():
+            if torch.is_tensor(value) and value.dim() > 0 and value.numel() == entry.param.numel():
+                pieces.append(self._piece_of_state(value, entry, fragment))
+        return pieces
+
+    # -- looking up -------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _at(fragment: Fragment) -> int:
+        """First element of a fragment within this rank's slice of its bucket."""
+        return fragment.shard_begin - fragment.slot.unit.layout.shard_offset[fragment.slot.bucket]
+
+    def _entry_of(self, slot: Slot) -> Entry:
+        entries = self._by_bucket[slot.unit, slot.bucket]
+        if entries[0].fragment is None:
+            return entries[0]
+        return next(entry for entry in entries if entry.fragment.slot is slot)
+
+    def _piece_of_state(self, value: torch.Tensor, entry: Entry, fragment: Fragment) -> torch.Tensor:
+        if entry.fragment is not None:
+            return value.reshape(-1)
+        return value.narrow(0, self._at(fragment), fragment.numel)
+
+    def local_piece(self, slot: Slot, key: str | None) -> torch.Tensor | None:
+        """This rank's piece (flat, a view) of a parameter's master (``key`` None) or named state; None where it owns nothing.
+
+        Raises StateError where the optimizer keeps no tensor of that name for the parameter.
+        """
+        fragment = slot.unit.fragment_of.get(slot)
+        if fragment is None:
+            return None
+        if key is None:
+            return slot.unit.piece(slot.unit.master, fragment)
+        entry = self._entry_of(slot)
+        state = self.optimizer.state.get(entry.param, {})
+        value = state.get(key)
+        if not torch.is_tensor(value) or value.numel() != entry.param.numel():
+            names = sorted(k for k, v in state.items() if torch.is_tensor(v) and v.numel() == entry.param.numel())
+            raise StateError(
+                f"the optimizer keeps no state {key!r}",
+                where=slot.name,
+                fix=f"names are {names}" if names else "state exists after the first step",
+            )
+        return self._piece_of_state(value, entry, fragment)
+
+    def local_gradient(self, slot: Slot) -> torch.Tensor | None:
+        """This rank's piece of the summed gradient as stored (see ``gradient_factor``); None where it owns nothing."""
+        fragment = slot.unit.fragment_of.get(slot)
+        if fragment is None:
+            return None
+        return slot.unit.piece(self.reducer.results[slot.unit], fragment)
+
+    @property
+    def can_read_gradients(self) -> bool:
+        """The window's last backward has ended and its step has not begun."""
+        return self.reducer.is_complete and not self.reducer.is_in_backward
+
+    @property
+    def gradient_factor(self) -> float:
+        return self._post_factor()
+
+    def write_back(self, slot: Slot) -> None:
+        """A master was edited: brings the weights that forward uses in line, on every rank (collective when sharded)."""
+        unit, bucket = slot.unit, slot.bucket
+        if not unit.master_is_param:
+            torch.ops.deepspeed_c.flat_cast_(unit.master[bucket], unit.param_slice(bucket))
+        self._gather(unit, bucket).wait()
+
+    def refresh_fp32_params(self) -> None:
+        """Takes the masters anew from the weights (after ``load_state_dict`` on the module)."""
+        for unit in self.units:
+            unit.refresh_master()
+
+    # -- the torch.optim face ---------------------------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = value
+
+    @property
+    def state(self):
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return self.optimizer.defaults
+
+    @property
+    def single_partition_of_fp32_groups(self) -> list[torch.Tensor]:
+        """This rank's fp32 masters, one flat tensor a group (a copy where they lie in several places)."""
+        flat: list[torch.Tensor] = []
+        for index in range(len(self.param_groups)):
+            parts = [u.master_flat if u.master_flat is not None else torch.cat(u.master) for u in self.units if u.group == index]
+            flat.append(parts[0] if len(parts) == 1 else torch.cat([p.float() for p in parts]) if parts else torch.empty(0))
+        return flat
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the window's gradients."""
+        self.forget_losses()
+        self.reducer.discard()
+
+    def get_global_grad_norm(self) -> float | None:
+        """L2 norm of the last step's averaged, unscaled gradients, before clipping; None before the first step."""
+        return self._norm
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        raise OptimizerError(
+            "parameter groups cannot be added once the shards are laid out",
+            where="add_param_group",
+            fix="give all groups to deepspeed_c.initialize (frozen parameters belong in none)",
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's shard: base optimizer, masters, loss scale. ``load_state_dict`` takes it back on the same world and layout."""
+        return {
+            "base_optimizer_state": self.optimizer.state_dict(),
+            "masters": [None if u.master_flat is None else u.master_flat for u in self.units],
+            "shard_elems": [u.layout.shard_elems for u in self.units],
+            "world_size": self.comm.world_size,
+            "loss_scaler": None if self.scaler is None else self.scaler.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        mine = [u.layout.shard_elems for u in self.units]
+        if state["world_size"] != self.comm.world_size or list(state["shard_elems"]) != mine:
+            raise StateError(
+                f"the state was saved on {state['world_size']} ranks with shards of {state['shard_elems']} elements;"
+                f" here are {self.comm.world_size} ranks with {mine}",
+                where="ZeroOptimizer.load_state_dict",
+                fix="load it on the arrangement that saved it",
+            )
+        self.optimizer.load_state_dict(state["base_optimizer_state"])
+        with torch.no_grad():
+            for unit, master in zip(self.units, state["masters"]):
+                if unit.master_flat is not None:
+                    unit.master_flat.copy_(master)
+        if self.scaler is not None and state["loss_scaler"] is not None:
+            self.scaler.load_state_dict(state["loss_scaler"])
+
+    def close(self) -> None:
+        self.entries.clear()
+        self._by_bucket.clear()
+        self._order.clear()
+        self.optimizer.state.clear()
+        for group in self.optimizer.param_groups:
+            group["params"] = []
+        self.units = []
+
+
+class _Kept:
+    """What a step must leave alone: the state of parameters that no rank gave a gradient, as plain torch leaves them.
+
+    Slices are updated whole; these pieces are put back afterwards, before the bucket is gathered.
+    """
+
+    def __init__(self) -> None:
+        self._saved: dict[tuple[Unit, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    def keep(self, pieces: list[torch.Tensor], slot: Slot) -> None:
+        saved = self._saved.setdefault((slot.unit, slot.bucket), [])
+        saved += [(piece, piece.clone()) for piece in pieces]
+
+    def restore(self, unit: Unit, bucket: int) -> None:
+        for piece, before in self._saved.pop((unit, bucket), []):
+            piece.copy_(before)

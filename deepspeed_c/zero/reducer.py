@@ -1,0 +1,363 @@
+"""Gradients from autograd's hooks to reduced sums, bucket by bucket, for every stage alike.
+
+A *window* is the run of micro-batches between two optimizer steps. Within it:
+
+* every parameter's hook moves its gradient into a bucket and clears ``param.grad``;
+* buckets are launched in one fixed order on all ranks, each as soon as its members are there (overlap) or when backward ends;
+* ``finish`` waits for everything and returns the facts that all ranks agree on.
+
+A parameter whose hook fires again after its bucket was launched is *late*: its contribution gathers by itself and ``finish`` reduces it.
+From then on nothing is launched before ``finish``, so that lateness costs an extra collective once and not in every step.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from contextlib import contextmanager
+from functools import partial
+from typing import Iterator, NamedTuple, Sequence
+
+import torch
+from torch.autograd import Variable
+
+from deepspeed_c import _C
+from deepspeed_c.comm.collectives import Collectives, Work
+from deepspeed_c.errors import BackwardError, CommError
+from deepspeed_c.logging import logger
+from deepspeed_c.zero.bucket import Bucket, StagingPool
+from deepspeed_c.zero.stages import Sharding
+from deepspeed_c.zero.unit import Slot, Unit
+
+__all__ = ["GradientReducer", "ReduceSettings", "WindowFacts"]
+
+
+class ReduceSettings(NamedTuple):
+    """How gradients are reduced; each field is the configuration key of that name."""
+
+    overlap_comm: bool = True
+    reduce_scatter: bool = True
+    prescale_gradients: bool = False
+    gradient_predivide_factor: float = 1.0
+    is_mean: bool = True  # gradient_allreduce_op
+    accum_dtype: torch.dtype | None = None  # grad_accum_dtype; None: the parameters' dtype
+
+
+class WindowFacts(NamedTuple):
+    """What all ranks agree on at the end of a window."""
+
+    norm: float  # global L2 norm of the summed gradients as stored, padding and unused parameters being zero
+    n_nonfinite: int  # inf or NaN elements over all ranks
+    n_bad_losses: int  # ranks whose loss was inf or NaN
+    unused: list[Slot]  # parameters that no rank gave a gradient
+
+
+class GradientReducer:
+    """Owns the gradient buffers and hooks of a list of units."""
+
+    def __init__(
+        self, units: Sequence[Unit], sharding: Sharding, comm: Collectives, settings: ReduceSettings = ReduceSettings()
+    ) -> None:
+        self.units, self.sharding, self.comm, self.settings = list(units), sharding, comm, settings
+        # Autograd runs one thread per device, so hooks may come from several threads.
+        self._lock = threading.RLock()
+        self._pool = StagingPool()
+        self._works: list[Work] = []
+        world = comm.world_size
+        if settings.prescale_gradients:
+            self._pre_factor, self.post_factor = 1.0 / world, 1.0
+        else:
+            self._pre_factor = 1.0 / settings.gradient_predivide_factor if world > 1 else 1.0
+            self.post_factor = 1.0 / (self._pre_factor * world)
+        if not settings.is_mean:
+            self.post_factor *= world
+
+        self._make_buckets()
+        self.slots: list[Slot] = [slot for bucket in self.buckets for slot in bucket.slots]
+        bucket_of: list[int] = []
+        for i, bucket in enumerate(self.buckets):
+            for slot in bucket.slots:
+                slot.tracker_index = len(bucket_of)
+                bucket_of.append(i)
+        self._bucket_of = bucket_of
+        self._tracker = _C.BucketTracker(bucket_of, len(self.buckets))
+        self._hooks = [
+            slot.param.register_post_accumulate_grad_hook(partial(self._on_grad, slot)) for slot in self.slots
+        ]
+
+        self.is_in_backward = False
+        self.is_sync = True  # False within no_sync
+        self._is_boundary = True
+        self._is_coalescing = False  # within coalesce_grad_reduction
+        self._saw_late = False  # decided by all ranks together
+        self._reset_window()
+
+    def _make_buckets(self) -> None:
+        replicated = not self.sharding.optimizer
+        is_single = self.comm.world_size == 1
+        self.results: dict[Unit, list[torch.Tensor]] = {}
+        entries: list[tuple[int, Unit, int]] = []
+        for unit in self.units:
+            for b in range(unit.n_buckets):
+                # The bucket is full when its last gradient comes: that of the parameter registered first.
+                last = min((slot.order for slot in unit.bucket_slots[b]), default=0)
+                entries.append((-last, unit, b))
+        entries.sort(key=lambda entry: entry[0])
+        homes: dict[Unit, torch.Tensor] = {}
+        shards: dict[Unit, torch.Tensor] = {}
+        for unit in self.units:
+            dtype = self.settings.accum_dtype or unit.dtype
+            if self.sharding.gradients and not is_single:
+                shards[unit] = torch.zeros(unit.layout.shard_elems, dtype=dtype, device=unit.device)
+            else:
+                homes[unit] = torch.zeros(unit.layout.flat_elems, dtype=dtype, device=unit.device)
+            self.results[unit] = [None] * unit.n_buckets  # type: ignore[list-item]
+        self.buckets: list[Bucket] = []
+        for key, (_, unit, b) in enumerate(entries):
+            home = unit.bucket_view(homes[unit], b) if unit in homes else None
+            if home is None:
+                result = unit.shard_slice(shards[unit], b)
+            else:
+                result = home if replicated else unit.own_slice(home, b)
+            self.results[unit][b] = result
+            self.buckets.append(
+                Bucket(
+                    unit,
+                    b,
+                    key,
+                    home=home,
+                    result=result,
+                    accum_dtype=self.settings.accum_dtype or unit.dtype,
+                    pool=self._pool,
+                    comm=self.comm,
+                    is_replicated=replicated,
+                    use_reduce_scatter=self.settings.reduce_scatter,
+                    pre_factor=self._pre_factor,
+                )
+            )
+
+    def _reset_window(self) -> None:
+        self._tracker.reset()
+        self._contributed = bytearray(len(self.slots))
+        self._has_unreduced = False
+        self._n_late = [0] * len(self.buckets)
+        self.factor: float | None = None  # the window's 1 / accumulation steps; applied once, in the optimizer step
+        self.facts: WindowFacts | None = None  # set by finish; a further backward makes them stale
+        self.is_complete = False  # the boundary's backward has ended: gradients may be finished and read
+        for bucket in self.buckets:
+            bucket.reset()
+
+    # -- a backward pass --------------------------------------------------------------------------------------------
+
+    @property
+    def _is_deferred(self) -> bool:
+        return self._saw_late or self._is_coalescing
+
+    @property
+    def _reduces_this_backward(self) -> bool:
+        return self.is_sync and not self._is_deferred and (self.sharding.gradients or self._is_boundary)
+
+    def begin_backward(self, *, is_boundary: bool, factor: float) -> None:
+        """Called when a backward pass starts. ``factor`` is what its gradients are to be multiplied with (1 / accumulation steps)."""
+        if self.is_in_backward:
+            raise BackwardError(
+                "a backward pass began while another had not ended",
+                where="engine.backward",
+                fix="one backward pass at a time runs through an engine; after an exception in backward call engine.zero_grad()",
+            )
+        self.is_in_backward = True
+        self._is_boundary = is_boundary
+        self.facts = None
+        if self.factor is None:
+            self.factor = factor
+        self._ratio = factor / self.factor
+        if self.sharding.gradients:
+            self._tracker.reset()
+
+    def begin_backward_in_graph(self, *, is_boundary: bool, factor: float) -> None:
+        """As ``begin_backward``, from within autograd (``loss.backward()`` called by the user): ends itself with the pass."""
+        self.begin_backward(is_boundary=is_boundary, factor=factor)
+        Variable._execution_engine.queue_callback(self.end_backward)
+
+    def _on_grad(self, slot: Slot, param: torch.Tensor) -> None:
+        grad = param.grad
+        if grad is None:
+            return
+        with self._lock:
+            if not self.is_in_backward:
+                # No output of the engine was on the way here: the pass began inside the module.
+                self.begin_backward_in_graph(is_boundary=self.next_is_boundary(), factor=self.next_factor())
+            will_reduce = self._reduces_this_backward
+            bucket_index = self._bucket_of[slot.tracker_index]
+            self.buckets[bucket_index].add(slot, grad, self._ratio, will_reduce=will_reduce)
+            param.grad = None
+            self._contributed[slot.tracker_index] = 1
+            if self._tracker.mark(slot.tracker_index):
+                self._n_late[bucket_index] = 1
+            elif will_reduce and self.settings.overlap_comm:
+                self._launch(force=False)
+
+    # The engine sets these: what a pass that began inside the module belongs to.
+    @staticmethod
+    def next_is_boundary() -> bool:
+        return True
+
+    @staticmethod
+    def next_factor() -> float:
+        return 1.0
+
+    def end_backward(self) -> None:
+        """Called when a backward pass has ended: reduces what is due."""
+        with self._lock:
+            self.is_in_backward = False
+            self.is_complete = self._is_boundary
+            if self._reduces_this_backward:
+                self._launch(force=True)
+                self._has_unreduced = False
+                if self.sharding.gradients:
+                    self._wait()  # gives the staging buffers back
+                    for bucket in self.buckets:
+                        bucket.is_launched = False
+            else:
+                self._has_unreduced = True
+
+    def abort_backward(self) -> None:
+        """Called when a backward pass raised: the window's gradients are incomplete and are dropped."""
+        self.is_in_backward = False
+        self.discard()
+
+    def _launch(self, force: bool) -> None:
+        while (i := self._tracker.next(force)) >= 0:
+            self._works.append(self.buckets[i].reduce())
+
+    def _wait(self) -> None:
+        works, self._works = self._works, []
+        for work in works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise CommError(
+                    f"reducing gradients failed: {error}",
+                    where=f"rank {self.comm.rank}",
+                    fix="look at the other ranks' output: one of them has stopped or diverged",
+                ) from error
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Puts reductions off until the first backward outside. Gradients gather unsharded meanwhile, at every stage."""
+        before, self.is_sync = self.is_sync, False
+        try:
+            yield
+        finally:
+            self.is_sync = before
+
+    @contextmanager
+    def coalesce(self) -> Iterator[None]:
+        """Reduces once for all backward passes within."""
+        before, self._is_coalescing = self._is_coalescing, True
+        try:
+            yield
+        finally:
+            self._is_coalescing = before
+            if self._has_unreduced and self._reduces_this_backward:
+                self._tracker.reset()
+                self.end_backward()
+
+    # -- the end of a window ----------------------------------------------------------------------------------------
+
+    def finish(self, *, has_bad_loss: bool = False) -> WindowFacts:
+        """Completes every sum and exchanges the window's facts in one small collective. ``results`` holds the sums afterwards.
+
+        May be called again; it does something only after a further backward.
+        """
+        if self.facts is not None:
+            return self.facts
+        if self.is_in_backward:
+            raise BackwardError(
+                "a backward pass did not end before the step (it raised, or is still running)",
+                where="engine.step",
+                fix="call engine.zero_grad() after an exception in loss.backward(), then go on with the next batch",
+            )
+        if self._has_unreduced or not all(bucket.has_result for bucket in self.buckets):
+            if self.sharding.gradients:
+                self._tracker.reset()
+            self._launch(force=True)
+            self._has_unreduced = False
+        self._wait()
+        facts = self._exchange(has_bad_loss)
+        late = facts[3 : 3 + len(self.buckets)]
+        if any(late):
+            for bucket, is_late in zip(self.buckets, late):
+                if is_late:
+                    self._works.append(bucket.reduce())
+            self._wait()
+            self._n_late = [0] * len(self.buckets)
+            self._saw_late = True
+            facts = self._exchange(has_bad_loss)
+        flags = facts[3 + len(self.buckets) :]
+        self.facts = WindowFacts(
+            norm=math.sqrt(facts[0]),
+            n_nonfinite=int(facts[1]),
+            n_bad_losses=int(facts[2]),
+            unused=[slot for slot, flag in zip(self.slots, flags) if not flag],
+        )
+        return self.facts
+
+    def _exchange(self, has_bad_loss: bool) -> list[float]:
+        """[sum of squares, non-finite elements, bad losses, late buckets..., used parameters...], summed over ranks."""
+        # Where every rank holds all sums, one speaks for all.
+        speaks = self.sharding.optimizer or self.comm.rank == 0
+        results = [r for unit in self.units for r in self.results[unit] if r.numel()]
+        facts = [0.0] * 3
+        if speaks and results:
+            stats = torch.ops.deepspeed_c.flat_sumsq(results)
+            facts[0], facts[1] = stats.tolist()
+        facts[2] = float(has_bad_loss)
+        facts += [float(n) for n in self._n_late]
+        facts += [float(c) for c in self._contributed]
+        return self.comm.sum_numbers(facts)
+
+    def measure_again(self) -> None:
+        """Somebody wrote to the finished results: takes their norm anew (collective)."""
+        if self.facts is not None:
+            numbers = self._exchange(False)
+            self.facts = self.facts._replace(norm=math.sqrt(numbers[0]), n_nonfinite=int(numbers[1]), unused=[])
+
+    def first_nonfinite(self) -> tuple[str, int, int] | None:
+        """(name, inf elements, NaN elements) of the first bad parameter in this rank's results; costs a pass over them."""
+        for unit in self.units:
+            results = self.results[unit]
+            for fragment in sorted(unit.fragments, key=lambda f: f.slot.order):
+                piece = unit.piece(results, fragment)
+                n_inf, n_nan = int(piece.isinf().sum()), int(piece.isnan().sum())
+                if n_inf or n_nan:
+                    return fragment.slot.name, n_inf, n_nan
+        return None
+
+    def next_window(self) -> None:
+        """Forgets the window: called after the optimizer has read the results."""
+        self._reset_window()
+
+    def discard(self) -> None:
+        """Drops everything that has gathered in this window."""
+        works, self._works = self._works, []
+        for work in works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                logger.warning("a reduction of the dropped window failed: %s", error)
+        self.is_in_backward = False
+        for slot in self.slots:
+            slot.param.grad = None
+        self._reset_window()
+
+    def close(self) -> None:
+        """Removes the hooks and frees the buffers."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._works.clear()
+        self._pool.clear()
+        self.buckets.clear()
+        self.results.clear()
+        self.slots.clear()

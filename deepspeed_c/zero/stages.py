@@ -1,0 +1,22 @@
+"""The one table that says what a ZeRO stage shards (arXiv 1910.02054, section 5)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["Sharding", "STAGES"]
+
+
+class Sharding(NamedTuple):
+    """Which model states are cut over the data-parallel ranks. Everything else is a copy on each."""
+
+    optimizer: bool  # master weights and moments
+    gradients: bool  # reduced gradients: each micro-batch goes straight into the owned shard
+    parameters: bool  # the weights themselves
+
+
+STAGES: dict[int, Sharding] = {
+    0: Sharding(optimizer=False, gradients=False, parameters=False),
+    1: Sharding(optimizer=True, gradients=False, parameters=False),
+    2: Sharding(optimizer=True, gradients=True, parameters=False),
+}

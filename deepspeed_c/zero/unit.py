@@ -1,0 +1,222 @@
+"""A unit: the flat buffers of all trainable parameters that share an optimizer group, a dtype and a reduction dtype.
+
+Everything that the engine does per step is done on a unit's buckets and slices, so its cost does not depend on how many
+parameters a model is cut into. Where an element lies is decided by the C core ``csrc/zero`` (see ``dsc/zero.h``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Callable, NamedTuple, Sequence
+
+import torch
+
+from deepspeed_c import _C
+from deepspeed_c.errors import ModelError
+
+__all__ = ["ALIGN_ELEMS", "Dtypes", "Fragment", "Slot", "Unit", "build_units"]
+
+# Every parameter and every slice starts on a 64-byte line, whatever the element is (16 f32 or 32 16-bit elements).
+ALIGN_ELEMS = 32
+
+SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Dtypes(NamedTuple):
+    """What a parameter is stored, reduced and updated in."""
+
+    param: torch.dtype
+    comm: torch.dtype
+    master: torch.dtype
+    is_sparse: bool = False  # rows that were not touched are not sent
+
+
+class Fragment(NamedTuple):
+    """The piece of one parameter that this rank owns."""
+
+    slot: "Slot"
+    begin: int  # first element within the parameter
+    flat_begin: int  # first element within the unit's flat buffer
+    shard_begin: int  # first element within this rank's shard
+    numel: int
+
+
+@dataclass(eq=False)
+class Slot:
+    """Where one parameter lies in its unit."""
+
+    param: torch.nn.Parameter
+    name: str
+    unit: "Unit"
+    index: int  # position within the unit, which is the order in which gradients are expected
+    order: int  # position within the model, in order of registration
+    bucket: int  # bucket of the unit
+    offset: int  # first element within the unit's flat buffer
+    numel: int
+    shape: torch.Size
+    # Filled by the gradient reducer: index of the parameter and of its bucket over all units.
+    tracker_index: int = -1
+
+    def view(self, flat: torch.Tensor, begin: int = 0) -> torch.Tensor:
+        """The parameter's place in ``flat``, whose first element is element ``begin`` of the unit's flat buffer."""
+        return flat.narrow(0, self.offset - begin, self.numel).view(self.shape)
+
+
+class Unit:
+    """One flat buffer and its shard of master weights.
+
+    ``flat_param`` ([flat_elems], the parameters' dtype) backs ``param.data`` of every member. ``master`` holds this rank's slice of each
+    bucket, in fp32 (or in the parameters' own dtype when that is what is trained); where the master is the parameter itself,
+    the slices are views of ``flat_param`` and no second copy exists.
+    """
+
+    def __init__(
+        self,
+        group: int,
+        params: Sequence[tuple[str, int, torch.nn.Parameter]],
+        *,
+        n_shards: int,
+        shard_rank: int,
+        bucket_elems: int,
+        dtypes: Dtypes,
+    ) -> None:
+        self.group = group
+        self.device = params[0][2].device
+        self.dtype, self.comm_dtype, self.master_dtype, self.is_sparse = dtypes
+        self.n_shards, self.shard_rank = n_shards, shard_rank
+        self.layout = _C.ZeroLayout([p.numel() for _, _, p in params], n_shards, bucket_elems, ALIGN_ELEMS)
+        self.slots = [
+            Slot(p, name, self, i, order, self.layout.bucket_of[i], self.layout.offsets[i], p.numel(), p.shape)
+            for i, (name, order, p) in enumerate(params)
+        ]
+        self.n_buckets: int = self.layout.n_buckets
+        self.bucket_slots: list[list[Slot]] = [[] for _ in range(self.n_buckets)]
+        for slot in self.slots:
+            self.bucket_slots[slot.bucket].append(slot)
+        fragments: list[tuple[int, int, int, int, int]] = self.layout.fragments(shard_rank)
+        self.fragments = [Fragment(self.slots[i], *rest) for i, *rest in fragments]
+        self.fragment_of: dict[Slot, Fragment] = {f.slot: f for f in self.fragments}
+
+        self.flat_param = torch.zeros(self.layout.flat_elems, dtype=self.dtype, device=self.device)
+        self.master_is_param = self.master_dtype == self.dtype
+        self._fill()
+
+    def _fill(self) -> None:
+        """Moves the members into the flat buffer, casting them, and makes the master slices.
+
+        Masters start from the weights as they were given, not from their 16-bit image.
+        """
+        with torch.no_grad():
+            self.master_flat = (
+                None
+                if self.master_is_param
+                else torch.zeros(self.layout.shard_elems, dtype=self.master_dtype, device=self.device)
+            )
+            for fragment in self.fragments:
+                if self.master_flat is not None:
+                    piece = fragment.slot.param.data.reshape(-1).narrow(0, fragment.begin, fragment.numel)
+                    self.master_flat.narrow(0, fragment.shard_begin, fragment.numel).copy_(piece)
+            for slot in self.slots:
+                view = slot.view(self.flat_param)
+                view.copy_(slot.param.data)
+                slot.param.data = view
+        self.master: list[torch.Tensor] = [
+            self.param_slice(b) if self.master_flat is None else self.shard_slice(self.master_flat, b)
+            for b in range(self.n_buckets)
+        ]
+
+    # -- places -----------------------------------------------------------------------------------------------------
+
+    def bucket_begin(self, bucket: int) -> int:
+        return self.layout.bucket_begin[bucket]
+
+    def bucket_numel(self, bucket: int) -> int:
+        return self.layout.slice_elems[bucket] * self.n_shards
+
+    def slice_numel(self, bucket: int) -> int:
+        return self.layout.slice_elems[bucket]
+
+    def bucket_view(self, flat: torch.Tensor, bucket: int) -> torch.Tensor:
+        """Bucket of a flat buffer of the whole unit."""
+        return flat.narrow(0, self.bucket_begin(bucket), self.bucket_numel(bucket))
+
+    def own_slice(self, bucket_buffer: torch.Tensor, bucket: int) -> torch.Tensor:
+        """This rank's slice of a buffer that holds one bucket."""
+        n = self.slice_numel(bucket)
+        return bucket_buffer.narrow(0, self.shard_rank * n, n)
+
+    def shard_slice(self, shard: torch.Tensor, bucket: int) -> torch.Tensor:
+        """Bucket's slice within a buffer that holds this rank's shard."""
+        return shard.narrow(0, self.layout.shard_offset[bucket], self.slice_numel(bucket))
+
+    def param_slice(self, bucket: int) -> torch.Tensor:
+        """This rank's slice of the parameters themselves."""
+        return self.own_slice(self.bucket_view(self.flat_param, bucket), bucket)
+
+    def piece(self, slices: Sequence[torch.Tensor], fragment: Fragment) -> torch.Tensor:
+        """A fragment's elements in a list of this rank's slices, one per bucket."""
+        bucket = fragment.slot.bucket
+        return slices[bucket].narrow(0, fragment.shard_begin - self.layout.shard_offset[bucket], fragment.numel)
+
+    # -- upkeep -----------------------------------------------------------------------------------------------------
+
+    def refresh_master(self) -> None:
+        """Takes the masters anew from the parameters (after somebody wrote to them, e.g. ``load_state_dict``)."""
+        if self.master_flat is not None:
+            with torch.no_grad():
+                for bucket in range(self.n_buckets):
+                    self.master[bucket].copy_(self.param_slice(bucket))
+
+    def release(self) -> None:
+        """Gives every parameter storage of its own again, so that the model outlives the unit."""
+        with torch.no_grad():
+            for slot in self.slots:
+                slot.param.data = slot.param.data.clone()
+        self.master.clear()
+        self.fragments.clear()
+        self.fragment_of.clear()
+        self.master_flat = None
+        self.flat_param = torch.empty(0, dtype=self.dtype, device=self.device)
+
+
+def build_units(
+    groups: Sequence[Sequence[torch.nn.Parameter]],
+    names: dict[int, tuple[str, int]],
+    *,
+    n_shards: int,
+    shard_rank: int,
+    bucket_elems: int,
+    dtypes_of: Callable[[str, torch.nn.Parameter], "Dtypes"],
+) -> list[Unit]:
+    """Makes the units of all optimizer groups.
+
+    ``names`` maps ``id(param)`` to (name, order of registration). Members are laid out in reverse order of registration, which is about the order
+    in which backward produces their gradients, so that the first buckets fill first.
+    ``dtypes_of(name, param)`` gives the dtypes of the weights, of what is reduced, and of the masters.
+    """
+    units: list[Unit] = []
+    for index, group in enumerate(groups):
+        by_kind: dict[tuple, list[tuple[str, int, torch.nn.Parameter]]] = {}
+        for p in group:
+            name, order = names[id(p)]
+            dtypes = dtypes_of(name, p)
+            if dtypes.param not in SUPPORTED_DTYPES:
+                raise ModelError(
+                    f"trainable parameter has dtype {dtypes.param}; the optimizer step works on fp32, bf16 and fp16",
+                    where=name,
+                    fix="cast the parameter, or freeze it with requires_grad_(False)",
+                )
+            by_kind.setdefault((p.device, dtypes), []).append((name, order, p))
+        for (_, dtypes), members in by_kind.items():
+            members.sort(key=lambda member: -member[1])
+            units.append(
+                Unit(
+                    index,
+                    members,
+                    n_shards=n_shards,
+                    shard_rank=shard_rank,
+                    bucket_elems=bucket_elems,
+                    dtypes=dtypes,
+                )
+            )
+    return units

@@ -1,0 +1,196 @@
+"""Small models, one for each trait that has broken a ZeRO implementation somewhere, and the plain-torch run that they are compared with."""
+
+from __future__ import annotations
+
+from typing import Callable, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+WIDTH = 13  # prime, so that nothing divides evenly
+BATCH = 3
+
+
+class Mlp(nn.Module):
+    """Odd sizes, a one-element parameter (more ranks than elements) and a bias-free layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(WIDTH, 17)
+        self.mid = nn.Linear(17, 11, bias=False)
+        self.out = nn.Linear(11, 5)
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.tanh(self.mid(torch.tanh(self.inp(x))))) * self.gain
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (self.body(x).float() - y).square().mean()
+
+
+class Tied(Mlp):
+    """One weight under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.back = nn.Linear(17, WIDTH, bias=False)
+        self.forth = nn.Linear(WIDTH, 17, bias=False)
+        self.forth.weight = nn.Parameter(self.inp.weight.detach().clone())
+        self.inp.weight = self.forth.weight
+
+    def body(self, x):
+        return super().body(x + 0.1 * self.back(torch.tanh(self.forth(x))))
+
+
+class UsedTwice(Mlp):
+    """A submodule used twice in one forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(WIDTH, WIDTH)
+
+    def body(self, x):
+        return super().body(torch.tanh(self.shared(torch.tanh(self.shared(x)))))
+
+
+class Checkpointed(UsedTwice):
+    """Activation checkpointing around a shared submodule: with the reentrant kind its hooks fire twice in one backward."""
+
+    use_reentrant = False
+
+    def body(self, x):
+        x = x.detach().requires_grad_()
+        for _ in range(2):
+            x = checkpoint(lambda t: torch.tanh(self.shared(t)), x, use_reentrant=self.use_reentrant)
+        return Mlp.body(self, x)
+
+
+class CheckpointedReentrant(Checkpointed):
+    use_reentrant = True
+
+
+class Frozen(Mlp):
+    """Frozen parameters between trained ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mid.weight.requires_grad_(False)
+        self.inp.bias.requires_grad_(False)
+
+
+class ZeroSize(Mlp):
+    """A parameter without elements, used in the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.zeros(0, 7))
+        self.scalar = nn.Parameter(torch.tensor(0.5))
+
+    def body(self, x):
+        return super().body(x) + self.nothing.sum() + self.scalar
+
+
+class Unused(Mlp):
+    """Parameters that never get a gradient, and a branch that depends on the data, so that ranks differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.never = nn.Linear(7, 9)
+        self.sometimes = nn.Linear(WIDTH, WIDTH)
+
+    def body(self, x):
+        if float(x[0, 0]) > 0:
+            x = self.sometimes(x)
+        return super().body(x)
+
+
+class Embedded(nn.Module):
+    """An embedding whose gradient touches few rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(19, WIDTH)
+        self.mlp = Mlp()
+
+    def forward(self, x, y):
+        index = (x.abs() * 7).long().clamp(max=18)[:, :3]
+        return self.mlp(x + self.embed(index).sum(1).to(x.dtype), y)
+
+
+class Trait(NamedTuple):
+    model: type[nn.Module] = Mlp
+    n_backwards: int = 1  # backward calls in a micro-batch, each over its own forward
+    user_backward: bool = False  # loss.backward() instead of engine.backward(loss)
+    groups: int = 1
+    config: dict = {}
+
+
+TRAITS: dict[str, Trait] = {
+    "plain": Trait(),
+    "loss_backward": Trait(user_backward=True),
+    "tied": Trait(Tied),
+    "used_twice": Trait(UsedTwice),
+    "two_backwards": Trait(n_backwards=2),
+    "checkpoint": Trait(Checkpointed),
+    "checkpoint_reentrant": Trait(CheckpointedReentrant),
+    "checkpoint_reentrant_user": Trait(CheckpointedReentrant, user_backward=True),
+    "frozen": Trait(Frozen),
+    "zero_size": Trait(ZeroSize),
+    "unused": Trait(Unused),
+    "groups": Trait(Tied, groups=2),
+    "sparse_embedding": Trait(Embedded, config={"sparse_gradients": True}),
+    "tiny_buckets": Trait(UsedTwice, config={"zero_optimization": {"reduce_bucket_size": 40, "overlap_comm": True}}),
+    "no_overlap": Trait(config={"zero_optimization": {"overlap_comm": False}}),
+    "all_reduce": Trait(config={"zero_optimization": {"reduce_scatter": False, "allgather_partitions": False}}),
+    "prescale": Trait(config={"prescale_gradients": True}),
+    "predivide": Trait(config={"gradient_predivide_factor": 2.0}),
+    "fp32_comm": Trait(config={"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}}),
+}
+
+STEPS = 4
+CLIP = 0.5
+OPTIMIZER = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.1}
+
+
+def make_model(trait: Trait) -> nn.Module:
+    torch.manual_seed(7)
+    return trait.model()
+
+
+def make_groups(model: nn.Module, n: int) -> list[dict]:
+    params = list(model.parameters())
+    if n == 1:
+        return [{"params": params}]
+    return [{"params": params[::2], "weight_decay": 0.0}, {"params": params[1::2], "lr": 0.01}]
+
+
+def batch(step: int, micro: int, rank: int, part: int) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(1000 * step + 100 * micro + 10 * rank + part)
+    return torch.randn(BATCH, WIDTH, generator=g), torch.randn(BATCH, 5, generator=g)
+
+
+class Run(NamedTuple):
+    losses: list[float]  # by step, micro-batch, rank, part
+    norms: list[float]
+    params: dict[str, torch.Tensor]
+
+
+def plain_run(trait: Trait, world: int, gas: int, make_optimizer: Callable | None = None) -> Run:
+    """The oracle: one process, fp32, plain torch, the whole global batch."""
+    model = make_model(trait)
+    groups = make_groups(model, trait.groups)
+    optimizer = (make_optimizer or (lambda g: torch.optim.AdamW(g, **OPTIMIZER)))(groups)
+    losses, norms = [], []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for micro in range(gas):
+            for rank in range(world):
+                for part in range(trait.n_backwards):
+                    loss = model(*batch(step, micro, rank, part))
+                    losses.append(loss.item())
+                    (loss / (gas * world)).backward()
+        trained = [p for p in model.parameters() if p.requires_grad]
+        norms.append(float(torch.nn.utils.clip_grad_norm_(trained, CLIP)))
+        optimizer.step()
+    return Run(losses, norms, {n: p.detach().clone() for n, p in model.named_parameters()})
