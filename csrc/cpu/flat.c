@@ -1,0 +1,317 @@
+/* Passes over flat buffers: checks the spans, shares them out in chunks, and runs the kernels block by block. */
+#include "dsc/flat.h"
+
+#include "base/fail.h"
+#include "base/par.h"
+#include "cpu/table.h"
+
+#include <math.h>
+#include <string.h>
+
+struct partial {
+    double sumsq;
+    int64_t n_nonfinite;
+};
+
+static dsc_status check_span(const struct dsc_span *span, const char *list, int64_t i)
+{
+    if (dsc_dtype_bytes(span->dtype) == 0)
+        return dsc_fail(DSC_EINVAL, "%s[%lld].dtype is %d, which is no dsc_dtype", list, (long long)i, (int)span->dtype);
+    if (span->n_elems < 0)
+        return dsc_fail(DSC_EINVAL, "%s[%lld].n_elems is %lld, must not be negative", list, (long long)i, (long long)span->n_elems);
+    if (span->data == NULL && span->n_elems > 0)
+        return dsc_fail(DSC_EINVAL, "%s[%lld].data is NULL for %lld elements", list, (long long)i, (long long)span->n_elems);
+    return DSC_OK;
+}
+
+static dsc_status check_spans(const struct dsc_span *spans, int64_t n_spans, const char *list)
+{
+    if (n_spans < 0)
+        return dsc_fail(DSC_EINVAL, "the number of %s is %lld, must not be negative", list, (long long)n_spans);
+    if (spans == NULL && n_spans > 0)
+        return dsc_fail(DSC_EINVAL, "%s is NULL for %lld entries", list, (long long)n_spans);
+    for (int64_t i = 0; i < n_spans; i++)
+        DSC_TRY(check_span(&spans[i], list, i));
+    return DSC_OK;
+}
+
+static dsc_status list_of_spans(struct dsc_list *list, const struct dsc_span *spans, int64_t n_spans)
+{
+    return dsc_list_init(list, n_spans > 0 ? &spans->n_elems : NULL, sizeof *spans, n_spans);
+}
+
+static int64_t block_of(int64_t n_left)
+{
+    return n_left < DSC_BLOCK_ELEMS ? n_left : DSC_BLOCK_ELEMS;
+}
+
+/* In chunk order, so that the sum does not depend on who computed what. */
+static struct partial fold(const struct partial *partials, int64_t n_chunks)
+{
+    struct partial total = {0};
+
+    for (int64_t chunk = 0; chunk < n_chunks; chunk++) {
+        total.sumsq += partials[chunk].sumsq;
+        total.n_nonfinite += partials[chunk].n_nonfinite;
+    }
+    return total;
+}
+
+struct sumsq_job {
+    const struct dsc_kernels *kernels;
+    const struct dsc_span *spans;
+    struct dsc_list list;
+    struct partial partials[DSC_MAX_CHUNKS];
+};
+
+static void sumsq_chunks(void *arg, int64_t first, int64_t last)
+{
+    struct sumsq_job *job = arg;
+    dsc_f32 scratch[DSC_BLOCK_ELEMS];
+
+    for (int64_t chunk = first; chunk < last; chunk++) {
+        struct dsc_cursor cursor = dsc_list_chunk(&job->list, chunk);
+        struct dsc_piece piece;
+        struct partial partial = {0};
+
+        while (dsc_cursor_next(&cursor, &piece)) {
+            const struct dsc_span *span = &job->spans[piece.array];
+            const char *data = (const char *)span->data + (size_t)piece.begin * dsc_dtype_bytes(span->dtype);
+
+            for (int64_t n_left = piece.n_elems; n_left > 0; n_left -= block_of(n_left)) {
+                int64_t n = block_of(n_left);
+                const dsc_f32 *block = dsc_load_f32(job->kernels, span->dtype, data, n, scratch);
+
+                job->kernels->sumsq_f32(n, block, &partial.sumsq, &partial.n_nonfinite);
+                data += (size_t)n * dsc_dtype_bytes(span->dtype);
+            }
+        }
+        job->partials[chunk] = partial;
+    }
+}
+
+dsc_status dsc_flat_sumsq(const struct dsc_span *spans, int64_t n_spans, const struct dsc_par *par, double *out_sumsq,
+                          int64_t *out_n_nonfinite)
+{
+    struct sumsq_job job;
+
+    if (out_sumsq == NULL || out_n_nonfinite == NULL)
+        return dsc_fail(DSC_EINVAL, "%s is NULL", out_sumsq == NULL ? "out_sumsq" : "out_n_nonfinite");
+    DSC_TRY(check_spans(spans, n_spans, "spans"));
+    DSC_TRY(list_of_spans(&job.list, spans, n_spans));
+    DSC_TRY(dsc_kernels_get(&job.kernels));
+    job.spans = spans;
+    dsc_par_run(par, job.list.n_chunks, sumsq_chunks, &job);
+
+    struct partial total = fold(job.partials, job.list.n_chunks);
+
+    *out_sumsq = total.sumsq;
+    *out_n_nonfinite = total.n_nonfinite;
+    return DSC_OK;
+}
+
+struct reduce_job {
+    const struct dsc_kernels *kernels;
+    const struct dsc_span *srcs;
+    int64_t n_srcs;
+    const struct dsc_span *acc;
+    float scale;
+    bool is_accumulating;
+    bool has_sumsq;
+    struct dsc_list list;
+    struct partial partials[DSC_MAX_CHUNKS];
+};
+
+static void reduce_block(const struct reduce_job *job, int64_t begin, int64_t n, struct partial *partial)
+{
+    const struct dsc_kernels *kernels = job->kernels;
+    size_t src_bytes = dsc_dtype_bytes(job->srcs[0].dtype);
+    char *acc = (char *)job->acc->data + (size_t)begin * dsc_dtype_bytes(job->acc->dtype);
+    dsc_f32 sum[DSC_BLOCK_ELEMS];
+    dsc_f32 scratch[DSC_BLOCK_ELEMS];
+
+    for (int64_t i = 0; i < job->n_srcs; i++) {
+        const char *src = (const char *)job->srcs[i].data + (size_t)begin * src_bytes;
+        const dsc_f32 *block = dsc_load_f32(kernels, job->srcs[0].dtype, src, n, i == 0 ? sum : scratch);
+
+        if (i > 0)
+            kernels->add_f32(n, block, sum);
+        else if (block != sum)
+            memcpy(sum, block, (size_t)n * sizeof *sum);
+    }
+    if (job->scale != 1.0f)
+        kernels->scale_f32(n, job->scale, sum);
+    if (job->is_accumulating)
+        kernels->add_f32(n, dsc_load_f32(kernels, job->acc->dtype, acc, n, scratch), sum);
+    /* Only now: acc may be one of the sources. */
+    dsc_store_f32(kernels, job->acc->dtype, sum, n, acc);
+    if (job->has_sumsq) {
+        const dsc_f32 *written = job->acc->dtype == DSC_DTYPE_F32 ? sum : dsc_load_f32(kernels, job->acc->dtype, acc, n, scratch);
+
+        kernels->sumsq_f32(n, written, &partial->sumsq, &partial->n_nonfinite);
+    }
+}
+
+static void reduce_chunks(void *arg, int64_t first, int64_t last)
+{
+    struct reduce_job *job = arg;
+
+    for (int64_t chunk = first; chunk < last; chunk++) {
+        struct dsc_cursor cursor = dsc_list_chunk(&job->list, chunk);
+        struct dsc_piece piece;
+        struct partial partial = {0};
+
+        while (dsc_cursor_next(&cursor, &piece))
+            for (int64_t done = 0; done < piece.n_elems; done += DSC_BLOCK_ELEMS)
+                reduce_block(job, piece.begin + done, block_of(piece.n_elems - done), &partial);
+        job->partials[chunk] = partial;
+    }
+}
+
+dsc_status dsc_flat_reduce(const struct dsc_span *srcs, int64_t n_srcs, float scale, bool accumulate, const struct dsc_span *acc,
+                           const struct dsc_par *par, double *out_sumsq, int64_t *out_n_nonfinite)
+{
+    struct reduce_job job;
+
+    if (acc == NULL)
+        return dsc_fail(DSC_EINVAL, "acc is NULL");
+    if (n_srcs < 1)
+        return dsc_fail(DSC_EINVAL, "n_srcs is %lld, must be at least 1", (long long)n_srcs);
+    if (!isfinite(scale))
+        return dsc_fail(DSC_EINVAL, "scale is %g, must be finite", (double)scale);
+    DSC_TRY(check_span(acc, "acc", 0));
+    DSC_TRY(check_spans(srcs, n_srcs, "srcs"));
+    for (int64_t i = 0; i < n_srcs; i++) {
+        if (srcs[i].n_elems != acc->n_elems)
+            return dsc_fail(DSC_EINVAL, "srcs[%lld] has %lld elements, acc has %lld", (long long)i, (long long)srcs[i].n_elems,
+                            (long long)acc->n_elems);
+        if (srcs[i].dtype != srcs[0].dtype)
+            return dsc_fail(DSC_EINVAL, "srcs[%lld].dtype is %d, srcs[0].dtype is %d; sources share one dtype", (long long)i,
+                            (int)srcs[i].dtype, (int)srcs[0].dtype);
+    }
+    DSC_TRY(list_of_spans(&job.list, acc, 1));
+    DSC_TRY(dsc_kernels_get(&job.kernels));
+    job.srcs = srcs;
+    job.n_srcs = n_srcs;
+    job.acc = acc;
+    job.scale = scale;
+    job.is_accumulating = accumulate;
+    job.has_sumsq = out_sumsq != NULL || out_n_nonfinite != NULL;
+    dsc_par_run(par, job.list.n_chunks, reduce_chunks, &job);
+
+    struct partial total = fold(job.partials, job.list.n_chunks);
+
+    if (out_sumsq != NULL)
+        *out_sumsq = total.sumsq;
+    if (out_n_nonfinite != NULL)
+        *out_n_nonfinite = total.n_nonfinite;
+    return DSC_OK;
+}
+
+struct scale_job {
+    const struct dsc_kernels *kernels;
+    const struct dsc_span *spans;
+    float scale;
+    struct dsc_list list;
+};
+
+static void scale_chunks(void *arg, int64_t first, int64_t last)
+{
+    struct scale_job *job = arg;
+    const struct dsc_kernels *kernels = job->kernels;
+    dsc_f32 scratch[DSC_BLOCK_ELEMS];
+
+    for (int64_t chunk = first; chunk < last; chunk++) {
+        struct dsc_cursor cursor = dsc_list_chunk(&job->list, chunk);
+        struct dsc_piece piece;
+
+        while (dsc_cursor_next(&cursor, &piece)) {
+            const struct dsc_span *span = &job->spans[piece.array];
+            char *data = (char *)span->data + (size_t)piece.begin * dsc_dtype_bytes(span->dtype);
+
+            if (span->dtype == DSC_DTYPE_F32) {
+                kernels->scale_f32(piece.n_elems, job->scale, (dsc_f32 *)data);
+                continue;
+            }
+            for (int64_t n_left = piece.n_elems; n_left > 0; n_left -= block_of(n_left)) {
+                int64_t n = block_of(n_left);
+
+                dsc_load_f32(kernels, span->dtype, data, n, scratch);
+                kernels->scale_f32(n, job->scale, scratch);
+                dsc_store_f32(kernels, span->dtype, scratch, n, data);
+                data += (size_t)n * dsc_dtype_bytes(span->dtype);
+            }
+        }
+    }
+}
+
+dsc_status dsc_flat_scale(const struct dsc_span *spans, int64_t n_spans, float scale, const struct dsc_par *par)
+{
+    struct scale_job job;
+
+    if (!isfinite(scale))
+        return dsc_fail(DSC_EINVAL, "scale is %g, must be finite", (double)scale);
+    DSC_TRY(check_spans(spans, n_spans, "spans"));
+    DSC_TRY(list_of_spans(&job.list, spans, n_spans));
+    DSC_TRY(dsc_kernels_get(&job.kernels));
+    job.spans = spans;
+    job.scale = scale;
+    dsc_par_run(par, job.list.n_chunks, scale_chunks, &job);
+    return DSC_OK;
+}
+
+struct cast_job {
+    const struct dsc_kernels *kernels;
+    const struct dsc_span *src;
+    const struct dsc_span *dst;
+    struct dsc_list list;
+};
+
+static void cast_chunks(void *arg, int64_t first, int64_t last)
+{
+    struct cast_job *job = arg;
+    size_t src_bytes = dsc_dtype_bytes(job->src->dtype);
+    size_t dst_bytes = dsc_dtype_bytes(job->dst->dtype);
+    dsc_f32 scratch[DSC_BLOCK_ELEMS];
+
+    for (int64_t chunk = first; chunk < last; chunk++) {
+        struct dsc_cursor cursor = dsc_list_chunk(&job->list, chunk);
+        struct dsc_piece piece;
+
+        while (dsc_cursor_next(&cursor, &piece)) {
+            const char *src = (const char *)job->src->data + (size_t)piece.begin * src_bytes;
+            char *dst = (char *)job->dst->data + (size_t)piece.begin * dst_bytes;
+
+            if (job->src->dtype == job->dst->dtype) {
+                memcpy(dst, src, (size_t)piece.n_elems * src_bytes);
+                continue;
+            }
+            for (int64_t n_left = piece.n_elems; n_left > 0; n_left -= block_of(n_left)) {
+                int64_t n = block_of(n_left);
+                dsc_f32 *block = job->dst->dtype == DSC_DTYPE_F32 ? (dsc_f32 *)dst : scratch;
+
+                dsc_store_f32(job->kernels, job->dst->dtype, dsc_load_f32(job->kernels, job->src->dtype, src, n, block), n, dst);
+                src += (size_t)n * src_bytes;
+                dst += (size_t)n * dst_bytes;
+            }
+        }
+    }
+}
+
+dsc_status dsc_flat_cast(const struct dsc_span *src, const struct dsc_span *dst, const struct dsc_par *par)
+{
+    struct cast_job job;
+
+    if (src == NULL || dst == NULL)
+        return dsc_fail(DSC_EINVAL, "%s is NULL", src == NULL ? "src" : "dst");
+    DSC_TRY(check_span(src, "src", 0));
+    DSC_TRY(check_span(dst, "dst", 0));
+    if (src->n_elems != dst->n_elems)
+        return dsc_fail(DSC_EINVAL, "src has %lld elements, dst has %lld", (long long)src->n_elems, (long long)dst->n_elems);
+    DSC_TRY(list_of_spans(&job.list, src, 1));
+    DSC_TRY(dsc_kernels_get(&job.kernels));
+    job.src = src;
+    job.dst = dst;
+    dsc_par_run(par, job.list.n_chunks, cast_chunks, &job);
+    return DSC_OK;
+}

@@ -1,0 +1,14 @@
+/* Compiled once per instruction set: sums and scaling of f32. */
+#include "cpu/table.h"
+
+void DSC_K(add_f32)(int64_t n, const dsc_f32 *restrict src, dsc_f32 *restrict dst)
+{
+    for (int64_t i = 0; i < n; i++)
+        dst[i] += src[i];
+}
+
+void DSC_K(scale_f32)(int64_t n, float scale, dsc_f32 *dst)
+{
+    for (int64_t i = 0; i < n; i++)
+        dst[i] *= scale;
+}
