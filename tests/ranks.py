@@ -1,0 +1,483 @@
+"""Runs test bodies on groups of ranks that stay alive between tests, and never lets one of them hang the run.
+
+    from tests.ranks import run_ranks
+
+    def body(rank, world, factor):        # top level of an importable file
+        t = torch.ones(3) * rank * factor
+        torch.distributed.all_reduce(t)
+        return t.tolist()
+
+    def test_sum():
+        assert run_ranks(2, body, 10) == [[10.0] * 3] * 2
+
+[Note: zygote] Importing torch costs seconds, so one process per test session, the zygote, imports it once and forks
+the ranks of every group from there (it never runs an operator, hence owns no threads that a fork would lose).
+A group of ranks then costs milliseconds, and killing one after a failure is cheap. The zygote is the parent of all ranks:
+when its connection to the test session closes, for whatever reason, it kills every process group that it made.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import gc
+import importlib
+import importlib.util
+import inspect
+import os
+import pickle
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Outcome", "RanksFailed", "run_ranks", "stop_ranks"]
+
+START_TIMEOUT_SECONDS = 120.0  # importing torch on a cold, busy machine
+GRACE_SECONDS = 5.0  # what the other ranks get to finish once one has failed
+STACK_DUMP_SECONDS = 1.0  # what a rank gets to write its stacks before it is killed
+STORE_TIMEOUT_SECONDS = 300  # longer than any test: the group's end is decided by run_ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one rank: ``kind`` is "returned", "raised", "died" or "hung"."""
+
+    rank: int
+    kind: str
+    value: Any = None
+    """What the body returned."""
+    exception: BaseException | None = None
+    """What the body raised, where it can be pickled."""
+    text: str = ""
+    """The traceback ("raised"), the way it ended ("died"), the stacks of all its threads ("hung")."""
+
+
+class RanksFailed(AssertionError):
+    """At least one rank did not return; ``outcomes`` says what became of each."""
+
+    def __init__(self, name: str, outcomes: list[Outcome]) -> None:
+        self.outcomes = outcomes
+        failed = [outcome for outcome in outcomes if outcome.kind != "returned"]
+        lines = [f"{name}: {len(failed)} of {len(outcomes)} ranks failed"]
+        for outcome in failed:
+            lines.append(f"--- rank {outcome.rank} {outcome.kind}\n{outcome.text.rstrip()}")
+        super().__init__("\n".join(lines))
+
+
+def run_ranks(
+    world: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout: float = 60.0,
+    fresh: bool = False,
+    grace: float = GRACE_SECONDS,
+) -> list[Any]:
+    """Calls ``fn(rank, world, *args)`` on every rank of a gloo group and returns the results by rank.
+
+    ``fn`` is a top-level function; ``args`` and results are pickled. Every body starts from seed 0, one thread, the default dtype,
+    the environment and working directory that the group was started with, and with ``torch.distributed`` initialised.
+    ``fresh=True`` gives the call a group of its own, which ends with it: for bodies that kill ranks or change global state.
+    ``timeout`` (seconds) covers the whole call; when it is over, ranks that are still busy dump their stacks and are killed.
+    After one rank has failed, the others get ``grace`` seconds. Raises ``RanksFailed``; the next call finds a new group.
+    """
+    if "<" in fn.__qualname__ or "." in fn.__qualname__:
+        raise TypeError(f"{fn.__qualname__} is not a top-level function, so a rank cannot import it")
+    if fresh:
+        group = _Group(world)
+        try:
+            return group.call(fn, args, timeout, grace)
+        finally:
+            group.stop()
+    group = _groups.get(world)
+    if group is None or not group.is_usable:
+        group = _groups[world] = _Group(world)
+    try:
+        return group.call(fn, args, timeout, grace)
+    finally:
+        if not group.is_usable:
+            group.stop()
+
+
+def stop_ranks() -> None:
+    """Ends every group and the zygote. The next ``run_ranks`` starts anew."""
+    global _zygote
+    for group in _groups.values():
+        group.stop()
+    _groups.clear()
+    if _zygote is not None:
+        _zygote.stop()
+        _zygote = None
+
+
+# ---- in the test session -------------------------------------------------------------------------------------------
+
+
+class _Zygote:
+    """The session's end of the process that forks ranks."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        env = dict(os.environ)
+        # Ranks share the machine with each other and with other test sessions; and a BLAS that starts threads
+        # when it is imported would make the zygote unsafe to fork.
+        env.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
+        env["GLOO_SOCKET_IFNAME"] = "lo"
+        env["PYTHONUNBUFFERED"] = "1"
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, str(Path(__file__).resolve()), str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=env,
+                start_new_session=True,  # so that ^C reaches the test session alone, which then stops the ranks
+            )
+        self._socket = ours
+        ours.settimeout(START_TIMEOUT_SECONDS)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def fork(self, fd: int) -> int:
+        """Makes a rank that talks over ``fd``; returns its process id, which is its process group too."""
+        return self._ask(("fork",), [fd])
+
+    def reap(self, pid: int) -> int:
+        """Kills what is left of the rank's process group and returns the rank's exit code (-n for signal n)."""
+        return self._ask(("reap", pid))
+
+    def _ask(self, request: tuple[Any, ...], fds: list[int] | None = None) -> int:
+        try:
+            socket.send_fds(self._socket, [pickle.dumps(request)], fds or [])
+            reply = self._socket.recv(1 << 16)
+        except OSError as error:
+            raise RuntimeError(f"the process that forks ranks does not answer ({error}); see its stderr") from error
+        if not reply:
+            raise RuntimeError("the process that forks ranks has ended; its stderr says why")
+        return pickle.loads(reply)
+
+    def stop(self) -> None:
+        self._socket.close()  # the zygote kills all ranks and exits
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class _Group:
+    """``world`` ranks with one process group; usable until one of them fails."""
+
+    def __init__(self, world: int) -> None:
+        global _zygote
+        if _zygote is not None and not _zygote.is_alive:
+            _zygote.stop()
+            _zygote = None
+        if _zygote is None:
+            _zygote = _Zygote()
+        self._zygote = _zygote
+        self.world = world
+        self.is_usable = True
+        self._pid_of_session = os.getpid()
+        self._folder = tempfile.mkdtemp(prefix="dsc_ranks_")
+        self._connections: list[Connection] = []
+        self._pids: list[int] = []
+        port = _free_port()
+        try:
+            for rank in range(world):
+                ours, theirs = socket.socketpair()
+                with theirs:
+                    self._pids.append(self._zygote.fork(theirs.fileno()))
+                connection = Connection(ours.detach())
+                self._connections.append(connection)
+                connection.send((rank, world, port, self._folder, os.getcwd()))
+        except BaseException:
+            self.stop()
+            raise
+        self._start_seconds = START_TIMEOUT_SECONDS  # added to the first call's timeout: ranks still meet each other
+
+    def call(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float, grace: float) -> list[Any]:
+        file = inspect.getsourcefile(fn)
+        where = (fn.__module__, os.path.abspath(file) if file else None, fn.__qualname__)
+        request = pickle.dumps((where, list(sys.path), pickle.dumps(args)))
+        if self._start_seconds:
+            self._await_ready()
+        outcomes: list[Outcome | None] = [None] * self.world
+        for rank, connection in enumerate(self._connections):
+            try:
+                connection.send_bytes(request)
+            except OSError:
+                outcomes[rank] = self._died(rank)
+        deadline = time.monotonic() + timeout
+        limit = f"the timeout of {timeout:g} s"
+        while pending := [rank for rank in range(self.world) if outcomes[rank] is None]:
+            left = deadline - time.monotonic()
+            ready = wait([self._connections[rank] for rank in pending], max(left, 0))
+            if not ready:
+                for outcome in self._hung(pending, limit):
+                    outcomes[outcome.rank] = outcome
+                break
+            for connection in ready:
+                rank = self._connections.index(connection)
+                outcomes[rank] = outcome = self._receive(rank)
+                if outcome.kind != "returned" and time.monotonic() + grace < deadline:
+                    deadline = time.monotonic() + grace
+                    limit = f"{grace:g} s after rank {rank} {outcome.kind}"
+        if any(outcome.kind != "returned" for outcome in outcomes):
+            self.is_usable = False
+            raise RanksFailed(f"{where[0]}.{where[2]}", outcomes)
+        return [outcome.value for outcome in outcomes]
+
+    def _await_ready(self) -> None:
+        deadline = time.monotonic() + self._start_seconds
+        self._start_seconds = 0.0
+        for rank, connection in enumerate(self._connections):
+            problem = None
+            if not connection.poll(max(deadline - time.monotonic(), 0)):
+                problem = self._hung([rank], "the time to start")[0]
+            else:
+                outcome = self._receive(rank)
+                problem = outcome if outcome.kind != "returned" else None
+            if problem:
+                self.is_usable = False
+                raise RanksFailed("starting the group", [problem])
+
+    def _receive(self, rank: int) -> Outcome:
+        try:
+            kind, payload, text, is_clean = pickle.loads(self._connections[rank].recv_bytes())
+        except (EOFError, OSError):
+            return self._died(rank)
+        if not is_clean:
+            self.is_usable = False
+        if kind == "returned":
+            return Outcome(rank, kind, value=pickle.loads(payload))
+        return Outcome(rank, kind, exception=pickle.loads(payload) if payload else None, text=text)
+
+    def _died(self, rank: int) -> Outcome:
+        code = self._zygote.reap(self._pids[rank])
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        stacks = self._stacks(rank)  # faulthandler writes there on SIGSEGV and the like
+        return Outcome(rank, "died", text=f"{how}\n{stacks}")
+
+    def _hung(self, ranks: list[int], limit: str) -> list[Outcome]:
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pids[rank], signal.SIGUSR1)
+        end = time.monotonic() + STACK_DUMP_SECONDS
+        while time.monotonic() < end and not all(self._stacks(rank).rstrip() for rank in ranks):
+            time.sleep(0.02)
+        time.sleep(0.05)  # the last of them may be in the middle of writing
+        return [Outcome(rank, "hung", text=f"still busy after {limit}\n{self._stacks(rank)}") for rank in ranks]
+
+    def _stacks(self, rank: int) -> str:
+        try:
+            return Path(self._folder, f"stacks_{rank}").read_text(errors="replace")
+        except FileNotFoundError:
+            return ""
+
+    def stop(self) -> None:
+        """Kills the ranks, reaps them and removes the group's folder. May be called twice."""
+        self.is_usable = False
+        if self._pid_of_session != os.getpid():
+            return  # a child that the test session forked does not own the ranks
+        for connection in self._connections:
+            connection.close()
+        if self._zygote.is_alive:
+            for pid in self._pids:
+                self._zygote.reap(pid)
+        self._connections, self._pids = [], []
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+_groups: dict[int, _Group] = {}
+_zygote: _Zygote | None = None
+atexit.register(stop_ranks)
+
+
+def _free_port() -> int:
+    """A port for bodies that initialise by environment; the group itself meets through a file and needs none."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+# ---- in the zygote -------------------------------------------------------------------------------------------------
+
+
+def _zygote_main(control: socket.socket) -> None:
+    import torch.distributed  # noqa: F401  what every rank would import
+
+    codes: dict[int, int] = {}
+    alive: set[int] = set()
+    try:
+        while True:
+            message, fds, _, _ = socket.recv_fds(control, 1 << 16, 1)
+            if not message:
+                return
+            request = pickle.loads(message)
+            if request[0] == "fork":
+                pid = os.fork()
+                if pid == 0:
+                    control.close()
+                    _rank_main(Connection(fds[0]))  # does not return
+                os.close(fds[0])
+                with contextlib.suppress(PermissionError, ProcessLookupError):
+                    os.setpgid(pid, pid)  # here and in the child: whoever is first
+                alive.add(pid)
+                control.send(pickle.dumps(pid))
+            else:
+                pid = request[1]
+                if pid not in codes:
+                    codes[pid] = _end(pid)
+                    alive.discard(pid)
+                control.send(pickle.dumps(codes[pid]))
+    finally:
+        for pid in alive:
+            _end(pid)
+
+
+def _end(pid: int) -> int:
+    """Kills the process group of a rank and returns how the rank ended: as it did by itself, if it already had."""
+    # A rank that is just exiting closes its socket before it becomes a zombie: let it give its own exit code.
+    for _ in range(20):
+        info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if info is not None:
+            break
+        time.sleep(0.01)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+# ---- in a rank -----------------------------------------------------------------------------------------------------
+
+
+def _rank_main(connection: Connection) -> None:
+    code = 1
+    try:
+        with contextlib.suppress(PermissionError):
+            os.setpgid(0, 0)
+        _serve(connection)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Neither the zygote's frames above nor its exit handlers are this process's business.
+        os._exit(code)
+
+
+def _serve(connection: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    rank, world, port, folder, cwd = connection.recv()
+    stacks = open(os.path.join(folder, f"stacks_{rank}"), "w")  # noqa: SIM115  faulthandler needs it for good
+    faulthandler.enable(stacks)
+    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
+    os.chdir(cwd)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world),
+        LOCAL_WORLD_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    environment = dict(os.environ)
+    store = dist.FileStore(os.path.join(folder, "store"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=_timedelta(STORE_TIMEOUT_SECONDS))
+    dist.barrier()
+    world_group = dist.group.WORLD
+    connection.send_bytes(pickle.dumps(("returned", pickle.dumps(None), "", True)))
+    while True:
+        try:
+            where, path, args = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        _clean(torch, cwd, environment)
+        payload: bytes | None
+        try:
+            fn = _import(where, path)
+            value = fn(rank, world, *pickle.loads(args))
+            kind, payload, text = "returned", pickle.dumps(value), ""
+            del value
+        except BaseException as error:  # a harness reports whatever a body raises, SystemExit and KeyboardInterrupt too
+            kind, payload, text = "raised", _pickled(error), traceback.format_exc()
+        # Whatever a body leaves behind in torch.distributed (a group not destroyed, the world destroyed)
+        # would be there for the next one: such a group of ranks is not used again.
+        is_clean = dist.is_initialized() and dist.group.WORLD is world_group and len(_known_groups(dist)) == 1
+        connection.send_bytes(pickle.dumps((kind, payload, text, is_clean)))
+
+
+def _known_groups(dist: Any) -> Any:
+    return dist.distributed_c10d._world.pg_map
+
+
+def _clean(torch: Any, cwd: str, environment: dict[str, str]) -> None:
+    os.chdir(cwd)
+    if dict(os.environ) != environment:
+        os.environ.clear()
+        os.environ.update(environment)
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    gc.collect()
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    torch.manual_seed(0)
+
+
+def _import(where: tuple[str, str | None, str], path: list[str]) -> Callable[..., Any]:
+    """The function by module and name; a test file that no path leads to is loaded from its file under that name."""
+    name, file, qualname = where
+    sys.path[:] = path
+    module = sys.modules.get(name)
+    if module is None or (file and os.path.abspath(getattr(module, "__file__", None) or "") != file):
+        sys.modules.pop(name, None)
+        try:
+            spec = importlib.util.find_spec(name)
+        except ModuleNotFoundError:
+            spec = None
+        if file is None or (spec is not None and spec.origin and os.path.abspath(spec.origin) == file):
+            module = importlib.import_module(name)
+        else:
+            spec = importlib.util.spec_from_file_location(name, file)
+            module = sys.modules[name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+    return getattr(module, qualname)
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    """The exception, if it survives a round trip (many with a constructor of their own do not)."""
+    try:
+        data = pickle.dumps(error)
+        pickle.loads(data)
+    except (pickle.PickleError, TypeError, AttributeError, ValueError):
+        return None
+    return data
+
+
+def _timedelta(seconds: float) -> Any:
+    from datetime import timedelta
+
+    return timedelta(seconds=seconds)
+
+
+if __name__ == "__main__":
+    # Under its importable name, so that what is pickled here is found there and the other way round.
+    _zygote_main(socket.socket(fileno=int(sys.argv[1])))
