@@ -1,0 +1,7 @@
+"""Configuration: DeepSpeed's JSON, checked at every depth, as immutable structs. Needs no torch."""
+
+from .batch import Batch
+from .config import Config
+from .load import load_config, problems_of
+
+__all__ = ["Batch", "Config", "load_config", "problems_of"]

@@ -1,0 +1,62 @@
+"""Old and second names of keys that DeepSpeed 0.19.6 still reads, and the key that each one means."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+__all__ = ["OLD_KEYS", "OldKey", "stage_from_switch"]
+
+
+class OldKey(NamedTuple):
+    """A path that is read as another one."""
+
+    old: str
+    new: str | None
+    """None: read and dropped, because nothing depends on it."""
+    convert: Callable[[Any], Any] | None = None
+    """Turns the old value into the new one; None keeps it."""
+
+
+def _device(value: Any) -> Any:
+    # Anything but a boolean is passed on and fails there with the right path.
+    if value in (True, "true", "True", 1):
+        return {"device": "cpu"}
+    return {"device": "none"} if value in (False, "false", "False", 0, None) else value
+
+
+_ZERO = "zero_optimization."
+
+# The order matters where one entry fills what a later one adds to.
+OLD_KEYS: tuple[OldKey, ...] = (
+    OldKey("bfloat16", "bf16"),
+    OldKey("pld", "progressive_layer_drop"),
+    OldKey("use_node_local_storage", "checkpoint.use_node_local_storage"),
+    OldKey("allgather_size", _ZERO + "allgather_bucket_size"),
+    OldKey(_ZERO + "cpu_offload", _ZERO + "offload_optimizer", _device),
+    OldKey(_ZERO + "cpu_offload_param", _ZERO + "offload_param", _device),
+    OldKey(_ZERO + "cpu_offload_use_pin_memory", None),
+    OldKey(_ZERO + "stage3_gather_fp16_weights_on_model_save", _ZERO + "stage3_gather_16bit_weights_on_model_save"),
+    *(
+        OldKey(_ZERO + name, _ZERO + "stage3_" + name)
+        for name in (
+            "prefetch_bucket_size",
+            "param_persistence_threshold",
+            "model_persistence_threshold",
+            "max_live_parameters",
+            "max_reuse_distance",
+            "gather_16bit_weights_on_model_save",
+            "module_granularity_threshold",
+            "use_all_reduce_for_fetch_params",
+            "allgather_sequential",
+        )
+    ),
+    OldKey("aio.thread_count", "aio.intra_op_parallelism"),
+    OldKey("tensor_parallel.tensor_parallel", "tensor_parallel.tp"),
+    OldKey("tensor_parallel.kernel_inject", "tensor_parallel.replace_with_kernel_inject"),
+    OldKey("elasticity.prefer_large_batch", "elasticity.prefer_larger_batch"),
+    OldKey("nebula.load_path", "nebula.nebula_load_path"),
+)
+
+
+def stage_from_switch(value: Any) -> Any:
+    """The section that the oldest form of zero_optimization, a bare boolean, stands for."""
+    return {"stage": int(value)} if isinstance(value, bool) else value

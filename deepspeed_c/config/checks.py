@@ -1,0 +1,61 @@
+"""Values that are each right and do not go together."""
+
+from collections.abc import Iterator
+
+from ..errors import ConfigError
+from .schema import Root
+
+__all__ = ["conflicts"]
+
+
+def conflicts(root: Root) -> list[ConfigError]:
+    """Every pair of values that contradict each other."""
+    return [ConfigError(what, where=where, fix=fix) for where, what, fix in _find(root)]
+
+
+def _find(root: Root) -> Iterator[tuple[str, str, str]]:
+    """(where, what, fix) of each conflict."""
+    fp16, bf16, zero = root.fp16, root.bf16, root.zero
+    if fp16.enabled and bf16.enabled:
+        yield "fp16.enabled, bf16.enabled", "both are true", "enable one of them"
+    if root.amp.enabled and (fp16.enabled or bf16.enabled):
+        yield "amp.enabled", "is true together with fp16 or bf16", "enable one of them"
+    if fp16.enabled and fp16.is_dynamic:
+        for name in ("loss_scale_window", "min_loss_scale"):
+            if getattr(fp16, name) == 0:
+                yield f"fp16.{name}", "is 0 with a dynamic loss scale", "write an integer > 0, or a static loss_scale"
+        if fp16.initial_scale < fp16.min_loss_scale:
+            yield (
+                "fp16.initial_scale_power, fp16.min_loss_scale",
+                f"the scale starts at {fp16.initial_scale:g}, below its floor {fp16.min_loss_scale}",
+                "raise initial_scale_power or lower min_loss_scale",
+            )
+    if bf16.bf16_optimizer_states and not bf16.bf16_master_weights_and_grads:
+        yield (
+            "bf16.bf16_optimizer_states",
+            "is true while bf16_master_weights_and_grads is false",
+            "set both to true: moments are kept in bf16 only along with master weights",
+        )
+    if bf16.bf16_master_weights_and_grads and zero.stage == 0:
+        yield "bf16.bf16_master_weights_and_grads", "is true at ZeRO stage 0", 'set "stage" to 1 or more'
+    if root.data_types.param_dtype is not None:
+        mode = "fp16" if fp16.enabled else "bf16" if bf16.enabled else "fp32"
+        if root.data_types.param_dtype != mode:
+            yield (
+                "data_types.param_dtype",
+                f"is {root.data_types.param_dtype} while the enabled sections make weights {mode}",
+                "remove it: it follows from fp16.enabled and bf16.enabled",
+            )
+    if root.gradient_allreduce_op == "sum" and zero.stage == 3:
+        yield "gradient_allreduce_op", "is sum at ZeRO stage 3", 'use "mean", or a stage below 3'
+    if not root.managed_gradient_accumulation and zero.overlap_comm and zero.stage != 2:
+        yield (
+            "managed_gradient_accumulation",
+            f"is false with overlap_comm at ZeRO stage {zero.stage}",
+            "set zero_optimization.overlap_comm to false, or use stage 2",
+        )
+    optimizer = root.optimizer
+    if optimizer is not None and optimizer.type in ("Adam", "AdamW") and not optimizer.params.get("torch_adam", False):
+        for name in ("amsgrad", "foreach"):
+            if optimizer.params.get(name):
+                yield f"optimizer.params.{name}", "is only known to torch's Adam", "set optimizer.params.torch_adam to true"

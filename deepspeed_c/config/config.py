@@ -1,0 +1,166 @@
+"""The resolved configuration: every section as an attribute, and where each value came from."""
+
+import copy
+import typing
+from typing import Any
+
+import msgspec
+
+from ..errors import ConfigError
+from .batch import Batch
+from .coerce import show
+from .features import FEATURES
+from .keys import FrozenDict, Section
+from .nearest import nearest
+from .schema import Field, Root, fields_of, find, kinds_of, walk
+
+__all__ = ["Config", "Row"]
+
+
+class Row(typing.NamedTuple):
+    """One line of the table that ``config show`` prints."""
+
+    key: str
+    value: str
+    source: str
+    """"user", "override", "auto", "derived" or "default"."""
+    note: str
+    """Why the value has no effect, if it has none."""
+
+
+class Config(Root, kw_only=True, rename={"zero": "zero_optimization"}):
+    """A checked configuration; nothing in it can be changed.
+
+    Sections are attributes under their JSON names (``config.fp16.enabled``), zero_optimization as ``config.zero``.
+    Make one with ``load_config``.
+    """
+
+    batch: Batch | None
+    """The batch sizes; None when they were not to be resolved."""
+    origin: str
+    """Where it was read from: a path, "dict" or "base64 text"."""
+    notes: tuple[str, ...]
+    """What the user may want to know: old names, parked keys, keys that were given twice."""
+    _sources: FrozenDict
+    _given: dict[str, Any]
+
+    def source_of(self, path: str) -> str:
+        """Where the value of a key came from.
+
+        "user": written by the user; "override": passed to ``load_config``; "auto": the user wrote "auto" and the
+        default stands; "derived": computed from other keys; "default": DeepSpeed's default.
+
+        Raises:
+            ConfigError: there is no such key.
+        """
+        if path in self._sources:
+            return self._sources[path]
+        if find(path) is None:
+            near = nearest(path, (known for known, _ in walk()))
+            raise ConfigError("is not a known key", where=path, fix=f"did you mean {' or '.join(near)}?" if near else "")
+        return "default"
+
+    def as_dict(self) -> dict[str, Any]:
+        """What the user gave, as it was given ("auto" and parked keys too): a copy that may be changed."""
+        return copy.deepcopy(self._given)
+
+    def resolved_dict(self) -> dict[str, Any]:
+        """Every key under its JSON name with the value that holds, as plain dicts and lists that may be changed."""
+        return _thaw_section(self, Root)
+
+    def summary_line(self) -> str:
+        """One line for rank 0 at the start: the batch sizes, and what is not a default with where it came from."""
+        parts = []
+        if self.batch is not None:
+            size = self.batch
+            how = self.source_of
+            parts.append(
+                f"batch {size.train_batch_size} ({how('train_batch_size')}) = micro {size.micro_batch_size} "
+                f"({how('train_micro_batch_size_per_gpu')}) x accumulation {size.accumulation_steps} "
+                f"({how('gradient_accumulation_steps')}) x {size.world_size} ranks"
+            )
+        # Always said: DeepSpeed changed this default, and a clipping that one did not ask for is easily overlooked.
+        parts.append(f"gradient_clipping {self.gradient_clipping:g} ({self.source_of('gradient_clipping')})")
+        skip = {"gradient_clipping", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}
+        for row in self.rows():
+            if row.key not in skip and row.source != "default" and not row.note:
+                parts.append(f"{row.key} {row.value}" + ("" if row.source == "user" else f" ({row.source})"))
+        unused = [row.key for row in self.rows() if row.source not in ("default", "derived") and row.note.startswith("unused")]
+        if unused:
+            parts.append(f"unused: {', '.join(unused)}")
+        return f"configuration from {self.origin}: " + "; ".join(parts)
+
+    def rows(self, *, everything: bool = False) -> list[Row]:
+        """The table: keys that act and keys that were written; ``everything`` adds the rest."""
+        rows = []
+        for key, field, value in _leaves(self, Root, ""):
+            source = self.source_of(key)
+            note = _note(field)
+            if everything or source != "default" or not note:
+                rows.append(Row(key, show(value), source, note))
+        return rows
+
+    def table(self, *, everything: bool = False) -> str:
+        """The rows as aligned text, with the notes below."""
+        rows = [Row("key", "value", "source", ""), *self.rows(everything=everything)]
+        widths = [max(len(row[i]) for row in rows) for i in range(3)]
+        lines = ["  ".join([*(row[i].ljust(widths[i]) for i in range(3)), row.note]).rstrip() for row in rows]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+def _note(field: Field) -> str:
+    if field.info.inherent:
+        return f"no effect: {field.info.inherent}"
+    if field.info.status == "later":
+        return f"unused: {FEATURES[field.info.feature].title} only"
+    return ""
+
+
+def _leaves(section: Section, cls: type[Section], path: str):
+    """(path, field, value) of every key that is not a section."""
+    for field in fields_of(cls).values():
+        value = getattr(section, field.attribute)
+        where = path + field.name
+        if field.name == "params" and kinds_of(cls) is not None:
+            yield from _param_leaves(section, cls, where)
+        elif isinstance(value, Section):
+            yield from _leaves(value, field.section, where + ".")
+        elif field.container and value:
+            named = value.items() if field.container == "dict" else enumerate(value)
+            for name, entry in named:
+                place = f"{where}.{name}." if field.container == "dict" else f"{where}[{name}]."
+                yield from _leaves(entry, field.section, place)
+        else:
+            yield where, field, value
+
+
+def _param_leaves(section: Section, cls: type[Section], where: str):
+    kind = kinds_of(cls).get((section.type or "").lower())
+    known = fields_of(kind.params) if kind is not None and kind.params is not None else {}
+    for name, field in known.items():
+        default = None if field.default is msgspec.NODEFAULT else field.default
+        yield f"{where}.{name}", field, section.params.get(name, default)
+    for name, value in section.params.items():
+        if name not in known:
+            yield f"{where}.{name}", fields_of(cls)["params"], value
+
+
+def _thaw_section(section: Section, cls: type[Section]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for field in fields_of(cls).values():
+        value = getattr(section, field.attribute)
+        if field.name == "params" and kinds_of(cls) is not None:
+            result[field.name] = {key.rsplit(".", 1)[-1]: _thaw(value) for key, _, value in _param_leaves(section, cls, "")}
+        else:
+            result[field.name] = _thaw(value)
+    return result
+
+
+def _thaw(value: Any) -> Any:
+    if isinstance(value, Section):
+        return _thaw_section(value, type(value))
+    if isinstance(value, dict):
+        return {key: _thaw(entry) for key, entry in value.items()}
+    if isinstance(value, tuple):
+        return [_thaw(entry) for entry in value]
+    return value

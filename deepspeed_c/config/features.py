@@ -1,0 +1,82 @@
+"""The features that configuration keys ask for or tune: what exists in this version, what does not, and what to do instead."""
+
+from typing import NamedTuple
+
+__all__ = ["FEATURES", "Feature"]
+
+
+class Feature(NamedTuple):
+    """One capability of the engine that configuration keys refer to."""
+
+    title: str
+    is_built: bool
+    """Flip to True in the change that builds the feature: its keys then act and nothing else has to be edited here."""
+    instead: str
+    """What a user can do while the feature is missing."""
+
+
+def _later(title: str, instead: str) -> Feature:
+    return Feature(title, False, instead)
+
+
+_REMOVE = "remove the key, or set it to its default"
+
+FEATURES: dict[str, Feature] = {
+    # ZeRO and where its shards live
+    "stage3": _later("ZeRO stage 3", 'use "stage": 2 (or 0, 1): optimizer state and gradients are sharded there'),
+    "offload_optimizer": _later("optimizer offload", 'set "device": "none"; stages 1 and 2 shard the state over ranks'),
+    "offload_param": _later("parameter offload", 'set "device": "none"'),
+    "nvme": _later("NVMe offload", _REMOVE),
+    "partial_offload": _later("partial offload (Twin-Flow)", "set the ratio to 1.0"),
+    "super_offload": _later("SuperOffload", _REMOVE),
+    "zenflow": _later("ZenFlow", "remove the section"),
+    "hpz": _later("ZeRO++ secondary shards (hpZ)", "set the size to 1"),
+    "quantized_collectives": _later("ZeRO++ quantized collectives", "set it to false"),
+    "mics": _later("MiCS", "set mics_shard_size to -1"),
+    "legacy_stage1": _later("the old stage 1", "set it to false: stage 1 has one implementation"),
+    # Precision
+    "fp16_master": _later("fp16 master weights (they need CPU offload)", "set it to false: master weights stay fp32"),
+    "amp": _later("Apex AMP", 'use "bf16", "fp16" or "torch_autocast"'),
+    "msamp": _later("MS-AMP", 'use "bf16", "fp16" or "torch_autocast"'),
+    # Optimizers and schedules
+    "onebit": _later("1-bit optimizers", 'use "Adam" or "Lamb"'),
+    "mup": _later("muP optimizers", "build the optimizer with the mup package and pass it to initialize(optimizer=...)"),
+    "closure_optimizer": _later("optimizers that call the model themselves", "use one that takes gradients, such as AdamW"),
+    "lamb_variants": _later("this variant of LAMB", "set it to false"),
+    "torch_schedules": _later(
+        "schedules of torch.optim.lr_scheduler named in the configuration",
+        "pass initialize(lr_scheduler=lambda optimizer: ...) and remove the section",
+    ),
+    # Parallelism
+    "tensor_parallel": _later("tensor parallelism", "set the size to 0 (autotp_size) or 1 (tp_size)"),
+    "sequence_parallel": _later("sequence parallelism", "set sequence_parallel_size to 1"),
+    "expert_parallel": _later("expert parallelism", 'set "enabled": false'),
+    "pipeline": _later("pipeline parallelism", "remove the section"),
+    "hybrid_engine": _later("the hybrid (train and generate) engine", 'set "enabled": false'),
+    "inference": _later("the inference engine", "remove the section"),
+    "inference_quantization": _later("weight quantization for inference", "remove the section"),
+    # Memory and compilation
+    "activation_checkpointing": _later(
+        "the activation_checkpointing section", "use torch.utils.checkpoint in the model, and set the key to false"
+    ),
+    "compile": _later("the graph-pass compiler", "set deepcompile to false; torch.compile works on the model itself"),
+    "graph_harvesting": _later("CUDA graph capture", "set it to false"),
+    # Checkpoints and elasticity
+    "checkpoint": _later("checkpoint saving and loading", _REMOVE),
+    "checkpoint_writer": _later("the configurable checkpoint writer", _REMOVE),
+    "nebula": _later("Nebula checkpoints", 'set "enabled": false'),
+    "datastates": _later("DataStates checkpoints", "remove the section"),
+    "elasticity": _later("elasticity", 'set "enabled": false and give the batch sizes'),
+    "autotuning": _later("autotuning", 'set "enabled": false'),
+    # Where numbers go
+    "monitors": _later("monitors", 'set "enabled": false; log from the training loop'),
+    "comms_logger": _later("the communication logger", 'set "enabled": false'),
+    "flops_profiler": _later("the flops profiler", 'set "enabled": false; wall_clock_breakdown times the phases'),
+    # Model and data
+    "sparse_attention": _later("sparse attention", "remove the section"),
+    "progressive_layer_drop": _later("progressive layer drop", 'set "enabled": false'),
+    "eigenvalue": _later("eigenvalue estimation", 'set "enabled": false'),
+    "curriculum": _later("curriculum learning", 'set "enabled": false'),
+    "data_efficiency": _later("the data-efficiency section", 'set "enabled": false'),
+    "compression": _later("compression-aware training", 'set "enabled": false'),
+}

@@ -1,0 +1,138 @@
+"""What one configuration key is: its meaning, its status, and how "auto" and unusual values are read."""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+
+from .features import FEATURES
+
+__all__ = [
+    "DTYPE_NAMES",
+    "DType",
+    "Fraction",
+    "FrozenDict",
+    "KeyInfo",
+    "NonNeg",
+    "NonNegFloat",
+    "Positive",
+    "PositiveFloat",
+    "Section",
+    "acts",
+    "asks",
+    "inherent",
+    "tunes",
+]
+
+Positive = Annotated[int, msgspec.Meta(gt=0)]
+NonNeg = Annotated[int, msgspec.Meta(ge=0)]
+PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
+NonNegFloat = Annotated[float, msgspec.Meta(ge=0)]
+Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+DType = Literal["fp32", "fp16", "bf16"]
+"""A floating-point format under its short name; DTYPE_NAMES lists the other spellings that are read."""
+
+DTYPE_NAMES: dict[str, str] = {
+    spelling: short
+    for short, spellings in {
+        "fp32": ("fp32", "float32", "float", "torch.float32", "torch.float"),
+        "fp16": ("fp16", "float16", "half", "torch.float16", "torch.half"),
+        "bf16": ("bf16", "bfloat16", "torch.bfloat16"),
+    }.items()
+    for spelling in spellings
+}
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The base of all sections: an immutable struct that refuses keys it does not have."""
+
+    auto_is_default: ClassVar[bool] = False
+    """Whether every key of the section may be "auto", which then means the key's default."""
+
+
+class FrozenDict(dict):
+    """A dict that cannot be changed; ``dict(frozen)`` gives a copy that can."""
+
+    def _refuse(self, *args: Any, **kwargs: Any):
+        raise TypeError("the configuration is read-only; copy it with dict(...) and load the copy")
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self):
+        # The default protocol fills an empty dict item by item, which is refused here.
+        return FrozenDict, (dict(self),)
+
+    def __copy__(self):
+        return self
+
+    def __deepcopy__(self, memo: dict):
+        return self
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self.items()))
+
+
+class KeyInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the schema says of a key besides its type and default."""
+
+    doc: str
+    """The meaning, with the unit."""
+    feature: str | None = None
+    """The entry of FEATURES that the key belongs to; None for what always exists."""
+    is_switch: bool = False
+    """Whether a value other than the default or one of ``off`` asks for the feature."""
+    off: tuple = ()
+    """Values, besides the default, that do not ask for the feature."""
+    is_partial: bool = False
+    """Whether the values that do not ask for the feature act by themselves (ZeRO stages 0 to 2)."""
+    inherent: str = ""
+    """Why the key is accepted and changes nothing: the engine always behaves one way."""
+    auto: bool = False
+    """Whether "auto" may be written and means the default (or is derived, for the batch sizes)."""
+    auto_is_value: bool = False
+    """Whether "auto" is an ordinary value of this key."""
+    allow_inf: bool = False
+    """Whether an infinite number is accepted. NaN never is."""
+    floor: bool = False
+    """Whether a fractional number is rounded down (counts of elements that other tools compute as floats)."""
+    one_or_many: bool = False
+    """Whether a single string stands for a list of one."""
+
+    @property
+    def is_built(self) -> bool:
+        """Whether the key has its effect in this version."""
+        return self.feature is None or FEATURES[self.feature].is_built
+
+    @property
+    def status(self) -> str:
+        """Acts, is inherent in the engine, or comes later."""
+        if self.inherent:
+            return "inherent"
+        return "acts" if self.is_built or self.is_partial else "later"
+
+
+def acts(doc: str, **options: Any) -> msgspec.Meta:
+    """A key that does what it says."""
+    return _meta(KeyInfo(doc=doc, **options))
+
+
+def inherent(doc: str, why: str, **options: Any) -> msgspec.Meta:
+    """A key that is accepted at any value because the engine always behaves so; ``why`` goes into the docs."""
+    return _meta(KeyInfo(doc=doc, inherent=why, **options))
+
+
+def asks(doc: str, feature: str, *, off: tuple = (), **options: Any) -> msgspec.Meta:
+    """A key that asks for ``feature`` unless its value is the default or in ``off``: an error while that is missing."""
+    return _meta(KeyInfo(doc=doc, feature=feature, is_switch=True, off=off, **options))
+
+
+def tunes(doc: str, feature: str, **options: Any) -> msgspec.Meta:
+    """A key that only tunes ``feature``: accepted, and without effect while the feature is not in use."""
+    return _meta(KeyInfo(doc=doc, feature=feature, **options))
+
+
+def _meta(info: KeyInfo) -> msgspec.Meta:
+    if info.feature is not None and info.feature not in FEATURES:
+        raise KeyError(f"{info.feature!r} is not in FEATURES ({info.doc})")
+    return msgspec.Meta(description=info.doc, extra={"key": info})

@@ -1,0 +1,403 @@
+"""From what the user wrote to a checked, immutable Config: names, "auto", types, ranges, features, and where each value came from."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from ..errors import BatchSizeError, ConfigError, UnsupportedConfigError
+from .aliases import OLD_KEYS, stage_from_switch
+from .batch import resolve_batch
+from .checks import conflicts
+from .coerce import BadValue, coerce, describe, show
+from .config import Config
+from .features import FEATURES
+from .keys import FrozenDict, Section
+from .nearest import nearest
+from .optim import Kind, Optimizer, find_torch_optimizer
+from .schema import Field, Root, fields_of, kinds_of, walk
+from .source import copy_plain, read_source
+
+__all__ = ["load_config", "problems_of"]
+
+_PARKED = "x-"
+_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def load_config(
+    source: Any,
+    *,
+    world_size: int,
+    overrides: Mapping[str, Any] | None = None,
+    batch: Literal["resolve", "skip"] = "resolve",
+) -> Config:
+    """Reads and checks a DeepSpeed configuration.
+
+    Args:
+        source: a dict (it is never changed), the path of a JSON file, or base64-encoded JSON.
+        world_size: data-parallel ranks, at least 1.
+        overrides: keys that replace those of ``source``, nested or dotted ("optimizer.params.lr"); this is how a
+            caller resolves an "auto".
+        batch: "skip" leaves the batch sizes unresolved and an "auto" of optimizer and scheduler without error, for
+            callers that need neither; ``Config.batch`` is None then.
+
+    Raises:
+        ConfigError: everything that is wrong, in one message.
+        UnsupportedConfigError: the only thing wrong is that a feature is asked for that this version lacks.
+        BatchSizeError: the only thing wrong are the batch sizes.
+    """
+    config, problems = _load(source, world_size=world_size, overrides=overrides, batch=batch)
+    if problems:
+        raise _join(problems)
+    return config
+
+
+def problems_of(
+    source: Any,
+    *,
+    world_size: int = 1,
+    overrides: Mapping[str, Any] | None = None,
+    batch: Literal["resolve", "skip"] = "resolve",
+) -> list[ConfigError]:
+    """Everything that ``load_config`` would complain about, each on its own; empty for a good configuration."""
+    try:
+        return _load(source, world_size=world_size, overrides=overrides, batch=batch)[1]
+    except ConfigError as error:
+        return [error]
+
+
+def _join(problems: list[ConfigError]) -> ConfigError:
+    if len(problems) == 1:
+        return problems[0]
+    kinds = {type(problem) for problem in problems}
+    lines = "".join(f"\n  {number}. " + str(problem).replace("\n", "\n     ") for number, problem in enumerate(problems, 1))
+    kind = kinds.pop() if len(kinds) == 1 else ConfigError
+    return kind(f"{len(problems)} problems{lines}", where="configuration")
+
+
+def _load(source: Any, *, world_size: int, overrides: Any, batch: str) -> tuple[Config, list[ConfigError]]:
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise ConfigError(f"{world_size!r} is not a number of ranks", where="world_size", fix="pass an integer >= 1")
+    if batch not in ("resolve", "skip"):
+        raise ConfigError(f"{batch!r} is not known", where="batch", fix='pass "resolve" or "skip"')
+    given, origin = read_source(source)
+    reader = _Reader(lenient=batch == "skip")
+    tree = reader.rename(reader.undot(copy_plain(given, origin)))
+    if overrides:
+        tree = reader.override(tree, reader.rename(reader.undot(copy_plain(overrides, "overrides"))))
+    root = reader.section(Root, tree, "")
+    root, sizes = reader.batch(root, world_size if batch == "resolve" else None)
+    if root.zero.overlap_comm is None:
+        zero = msgspec.structs.replace(root.zero, overlap_comm=root.zero.stage == 3)
+        root = msgspec.structs.replace(root, zero=zero)
+        reader.sources["zero_optimization.overlap_comm"] = "derived"
+    reader.problems += conflicts(root)
+    config = Config(
+        **{name: getattr(root, name) for name in root.__struct_fields__},
+        batch=sizes,
+        origin=origin,
+        notes=tuple(reader.notes),
+        _sources=FrozenDict(reader.sources),
+        _given=given,
+    )
+    return config, reader.problems
+
+
+class _Reader:
+    """Collects, over one reading, the problems, the notes for the user, and where each value came from."""
+
+    def __init__(self, *, lenient: bool) -> None:
+        self.lenient = lenient
+        self.problems: list[ConfigError] = []
+        self.notes: list[str] = []
+        self.sources: dict[str, str] = {}
+        # Path of a key -> how it was spelt, where that differs.
+        self.spelt: dict[str, str] = {}
+        # Paths that came from the caller's overrides.
+        self.overridden: set[str] = set()
+
+    # Names
+
+    def undot(self, tree: dict[str, Any]) -> dict[str, Any]:
+        """Moves top-level keys such as "zero_optimization.stage" to the place that they spell; they win over what is there."""
+        result = {name: value for name, value in tree.items() if "." not in name or name.startswith(_PARKED)}
+        for name, value in tree.items():
+            if name in result:
+                continue
+            *sections, last = name.split(".")
+            place = result
+            for i, section in enumerate(sections):
+                if place.get(section) is None:
+                    place[section] = {}
+                place = place[section]
+                if not isinstance(place, dict):
+                    self.fail(
+                        f"{'.'.join(sections[: i + 1])} is {show(place)}, which has no keys",
+                        name,
+                        "write the section as an object {...}, or remove this key",
+                    )
+                    break
+            else:
+                if last in place and place[last] != value:
+                    self.notes.append(f'"{name}" = {show(value)} replaces {show(place[last])} of the section')
+                place[last] = value
+        return result
+
+    def rename(self, tree: dict[str, Any]) -> dict[str, Any]:
+        """Moves old and second names to the ones of the schema."""
+        if isinstance(tree.get("zero_optimization"), bool):
+            self.notes.append("zero_optimization as a switch is old: write {\"stage\": 1}")
+            tree["zero_optimization"] = stage_from_switch(tree["zero_optimization"])
+        for key in OLD_KEYS:
+            *sections, old = key.old.split(".")
+            place = _descend(tree, sections)
+            if place is None or old not in place:
+                continue
+            value = place.pop(old)
+            if key.new is None:
+                self.notes.append(f"{key.old} is old and has no effect")
+                continue
+            *sections, new = key.new.split(".")
+            place = _descend(tree, sections, make=True)
+            value = key.convert(value) if key.convert else value
+            if place is None or (new in place and place[new] != value):
+                self.fail(f"is the same key as {key.new}, and both are given", key.old, f"keep {key.new}")
+                continue
+            place[new] = value
+            self.spelt[key.new] = key.old
+            self.notes.append(f"{key.old} is read as {key.new}")
+        return tree
+
+    def override(self, tree: dict[str, Any], top: dict[str, Any], path: str = "") -> dict[str, Any]:
+        """``tree`` with the keys of ``top`` laid over it, section by section."""
+        result = dict(tree)
+        for name, value in top.items():
+            where = path + name
+            if isinstance(value, dict) and isinstance(result.get(name), dict):
+                result[name] = self.override(result[name], value, where + ".")
+            else:
+                result[name] = value
+                self.overridden.add(where)
+        return result
+
+    # Values
+
+    def section(self, cls: type[Section], given: dict[str, Any], path: str) -> Section:
+        """Reads one section; its problems are collected, and a key that has one takes its default."""
+        fields = fields_of(cls)
+        kind = self.kind(cls, given, path)
+        values: dict[str, Any] = {}
+        for name, value in given.items():
+            where = path + name
+            if name.startswith(_PARKED):
+                self.notes.append(f"{where} is parked")
+            elif name not in fields:
+                self.unknown(name, path, list(fields))
+            elif name == "params" and kinds_of(cls) is not None:
+                values[name] = self.params(kind, value, where)
+                self.mark(where, "user")
+            elif name == "type" and kinds_of(cls) is not None:
+                if kind is not None:
+                    values[name] = kind.name
+                    self.mark(where, "user")
+            else:
+                self.value(fields[name], value, where, values, cls.auto_is_default)
+        for field in fields.values():
+            if field.default is msgspec.NODEFAULT and field.attribute not in values:
+                if path + field.name not in self.sources and field.name not in given:
+                    self.fail("is missing", path + field.name, f"write {describe(field.hint, field.info)}")
+                values[field.attribute] = None
+        return cls(**values)
+
+    def value(self, field: Field, value: Any, where: str, values: dict[str, Any], auto_is_default: bool) -> None:
+        """Reads one key into ``values``, or leaves it out so that its default holds."""
+        if isinstance(value, str) and value == "auto" and not field.info.auto_is_value:
+            self.auto(field, where, auto_is_default)
+            return
+        if field.section is not None and not field.container:
+            if value is None:
+                return
+            if not isinstance(value, dict):
+                self.fail(f"{show(value)} is not a section", where, "write an object {...}")
+                return
+            values[field.attribute] = self.section(field.section, value, where + ".")
+        elif field.section is not None and value is not None:
+            entries = self.entries(field, value, where)
+            if entries is None:
+                return
+            values[field.attribute] = entries
+        else:
+            try:
+                values[field.attribute] = coerce(value, field.hint, field.info)
+            except BadValue as error:
+                reason = f" ({error})" if str(error) else ""
+                fix = f"write {describe(field.hint, field.info)}"
+                if field.default is not msgspec.NODEFAULT:
+                    fix += f"; the default is {show(field.default)}"
+                self.fail(f"{show(value)} is not {describe(field.hint, field.info)}{reason}", where, fix)
+                return
+        self.mark(where, "user")
+        self.feature(field, values[field.attribute], value, where)
+
+    def entries(self, field: Field, value: Any, where: str) -> FrozenDict | tuple | None:
+        """Reads sections by name, or a list of them."""
+        wanted = dict if field.container == "dict" else (list, tuple)
+        if not isinstance(value, wanted):
+            self.fail(f"{show(value)} is not {'an object' if wanted is dict else 'a list'} of sections", where, "write one")
+            return None
+        named = value.items() if wanted is dict else enumerate(value)
+        read = {}
+        for name, entry in named:
+            place = f"{where}.{name}" if wanted is dict else f"{where}[{name}]"
+            if not isinstance(entry, dict):
+                self.fail(f"{show(entry)} is not a section", place, "write an object {...}")
+                continue
+            read[name] = self.section(field.section, entry, place + ".")
+        return FrozenDict(read) if wanted is dict else tuple(read.values())
+
+    def auto(self, field: Field, where: str, auto_is_default: bool) -> None:
+        """"auto": the default holds where there is one to hold."""
+        allowed = field.info.auto or auto_is_default
+        if allowed and field.default is not msgspec.NODEFAULT:
+            self.mark(where, "auto")
+            return
+        if self.lenient and where.startswith(("optimizer.", "scheduler.")):
+            self.mark(where, "auto")
+            return
+        why = "has no value it could stand for" if allowed else "cannot be resolved for this key"
+        self.fail(f'"auto" {why}', where, f"write {describe(field.hint, field.info)}, or pass it in overrides")
+
+    def feature(self, field: Field, value: Any, written: Any, where: str) -> None:
+        """Refuses a value that asks for what does not exist."""
+        info = field.info
+        if not info.is_switch or info.is_built or value == field.default or value in info.off:
+            return
+        if isinstance(value, Section) and getattr(value, "enabled", True) is False:
+            return
+        feature = FEATURES[info.feature]
+        self.problems.append(
+            UnsupportedConfigError(
+                f"{show(written)} asks for {feature.title}, which this version does not have",
+                where=self.place(where),
+                fix=feature.instead,
+            )
+        )
+
+    # Sections whose params depend on their type
+
+    def kind(self, cls: type[Section], given: dict[str, Any], path: str) -> Kind | None:
+        """The entry of the section's table for its type; None for other sections, or for a type that is not there."""
+        kinds = kinds_of(cls)
+        name = given.get("type")
+        if kinds is None or name is None and "type" not in given:
+            return None
+        where = path + "type"
+        names = [kind.name for kind in kinds.values()]
+        if not isinstance(name, str):
+            self.fail(f"{show(name)} is not a name", where, f"write one of {', '.join(names)}")
+            return None
+        kind = kinds.get(name.lower()) or (find_torch_optimizer(name) if cls is Optimizer else None)
+        if kind is None:
+            near = [kinds[known].name for known in nearest(name.lower(), kinds)]
+            fix = f"did you mean {_either(near)}?" if near else f"write one of {', '.join(names)}"
+            self.fail(f"{show(name)} is not known", where, fix)
+        elif kind.feature is not None and not FEATURES[kind.feature].is_built:
+            feature = FEATURES[kind.feature]
+            self.problems.append(
+                UnsupportedConfigError(
+                    f"{show(name)} asks for {feature.title}, which this version does not have",
+                    where=self.place(where),
+                    fix=feature.instead,
+                )
+            )
+        return kind
+
+    def params(self, kind: Kind | None, given: Any, where: str) -> FrozenDict:
+        """What was written under params, checked where the type's struct is known; defaults are not filled in."""
+        if given is None:
+            return FrozenDict()
+        if not isinstance(given, dict):
+            self.fail(f"{show(given)} is not a section", where, "write an object {...}")
+            return FrozenDict()
+        if "max_grad_norm" in given:
+            self.fail("is not a parameter of the optimizer", where + ".max_grad_norm", "set gradient_clipping at the top level")
+            given = {name: value for name, value in given.items() if name != "max_grad_norm"}
+        if kind is None:
+            return FrozenDict()
+        if kind.params is None:
+            # torch knows its own parameters; "auto" leaves its default.
+            passed = {name: value for name, value in given.items() if value != "auto" and not name.startswith(_PARKED)}
+            for name, value in given.items():
+                if not name.startswith(_PARKED):
+                    self.mark(f"{where}.{name}", "user" if name in passed else "auto")
+            return coerce(passed, FrozenDict, fields_of(Optimizer)["params"].info)
+        read = self.section(kind.params, given, where + ".")
+        # "auto" becomes the default that the schema shows, so that what is reported is what is used.
+        return FrozenDict(
+            {
+                field.name: getattr(read, field.attribute)
+                for field in fields_of(kind.params).values()
+                if f"{where}.{field.name}" in self.sources and getattr(read, field.attribute) is not None
+            }
+        )
+
+    # Batch sizes
+
+    def batch(self, root: Root, world_size: int | None):
+        """Solves the batch triangle and writes what it gives into the keys."""
+        if world_size is None or any(problem.where.split(" ")[0] in _BATCH_KEYS for problem in self.problems):
+            return root, None
+        try:
+            sizes, filled = resolve_batch(*(getattr(root, name) for name in _BATCH_KEYS), world_size)
+        except BatchSizeError as error:
+            self.problems.append(error)
+            return root, None
+        for name, source in filled.items():
+            if source == "derived" or name not in self.sources:
+                self.sources[name] = source
+        return msgspec.structs.replace(root, **dict(zip(_BATCH_KEYS, sizes))), sizes
+
+    # Reports
+
+    def unknown(self, name: str, path: str, known: list[str]) -> None:
+        """A key that is not in the section: the nearest that is, or the section that has it."""
+        old = [key.old[len(path) :] for key in OLD_KEYS if key.old.startswith(path) and "." not in key.old[len(path) :]]
+        near = [path + hit for hit in nearest(name, known + old)]
+        if not near:
+            elsewhere = sorted({place for place, field in walk() if field.name == name})
+            near = elsewhere[:3] or [place for place in nearest(path + name, (place for place, _ in walk()))][:3]
+        if near:
+            fix = f"did you mean {_either(near)}?"
+        else:
+            fix = f"the keys here are {', '.join(known)}" if path else "docs/config.md lists the keys"
+        self.fail("is not a known key", path + name, f"{fix} To park a key, put {_PARKED} in front of it.")
+
+    def fail(self, what: str, where: str, fix: str) -> None:
+        self.problems.append(ConfigError(what, where=self.place(where), fix=fix))
+
+    def place(self, where: str) -> str:
+        """The path, and how it was spelt if that was another way."""
+        for new, old in self.spelt.items():
+            if where == new or where.startswith(new + "."):
+                return f"{where} (given as {old})"
+        return where
+
+    def mark(self, where: str, source: str) -> None:
+        parts = where.split(".")
+        if source == "user" and any(".".join(parts[:n]) in self.overridden for n in range(1, len(parts) + 1)):
+            source = "override"
+        self.sources[where] = source
+
+
+def _descend(tree: dict[str, Any], sections: list[str], *, make: bool = False) -> dict[str, Any] | None:
+    for section in sections:
+        if make and tree.get(section) is None:
+            tree[section] = {}
+        tree = tree.get(section)
+        if not isinstance(tree, dict):
+            return None
+    return tree
+
+
+def _either(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"

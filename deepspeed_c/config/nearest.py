@@ -1,0 +1,37 @@
+"""The known name that a misspelt one was most likely meant to be."""
+
+from collections.abc import Iterable
+
+__all__ = ["distance", "nearest"]
+
+
+def distance(a: str, b: str) -> int:
+    """Edits between two words: insert, delete, replace, or swap two neighbours (optimal string alignment)."""
+    before: list[int] = []
+    last = list(range(len(b) + 1))
+    for i, letter in enumerate(a, 1):
+        row = [i]
+        for j, other in enumerate(b, 1):
+            cost = min(last[j] + 1, row[j - 1] + 1, last[j - 1] + (letter != other))
+            if i > 1 and j > 1 and letter == b[j - 2] and a[i - 2] == other:
+                cost = min(cost, before[j - 2] + 1)
+            row.append(cost)
+        before, last = last, row
+    return last[len(b)]
+
+
+def nearest(word: str, names: Iterable[str]) -> list[str]:
+    """The names with the fewest edits to ``word``, sorted; none when even those are unlike it.
+
+    Case and the difference of ``-`` and ``_`` count for nothing. Unlike means more than a third of the letters (but one edit
+    is always near, so that short names are found).
+    """
+
+    def plain(name: str) -> str:
+        return name.lower().replace("-", "_")
+
+    scored = [(distance(plain(word), plain(name)), name) for name in dict.fromkeys(names)]
+    best = min((score for score, _ in scored), default=0)
+    if not scored or best > max(1, len(word) // 3):
+        return []
+    return sorted(name for score, name in scored if score == best)

@@ -1,0 +1,214 @@
+"""Section optimizer: the optimizers that can be named, and the parameters that each takes."""
+
+import sys
+from typing import Annotated, ClassVar, NamedTuple
+
+import msgspec
+
+from .keys import FrozenDict, NonNeg, NonNegFloat, Positive, PositiveFloat, Section, acts, asks, inherent
+
+__all__ = ["OPTIMIZERS", "Kind", "Optimizer", "find_torch_optimizer"]
+
+Beta = Annotated[float, msgspec.Meta(ge=0, lt=1)]
+Betas = tuple[Beta, Beta]
+
+_LR = acts("Learning rate.")
+_DECAY = acts("Weight decay.")
+_EPS = acts("Added to the denominator.")
+_BETAS = acts("Factors of the moving averages.")
+
+
+class Params(Section, kw_only=True):
+    """The base of the parameter structs: "auto" means the optimizer's default."""
+
+    auto_is_default = True
+
+
+class AdamParams(Params, kw_only=True):
+    """Adam and AdamW."""
+
+    lr: Annotated[NonNegFloat, _LR] = 1e-3
+    betas: Annotated[Betas, _BETAS] = (0.9, 0.999)
+    eps: Annotated[NonNegFloat, _EPS] = 1e-8
+    weight_decay: Annotated[NonNegFloat, _DECAY] = 0.0
+    bias_correction: Annotated[bool, acts("Correct the moments' bias towards zero.")] = True
+    adam_w_mode: Annotated[bool, acts("Decoupled decay (type Adam; AdamW always has it).")] = True
+    torch_adam: Annotated[bool, acts("Use torch's optimizer in place of the fused one.")] = False
+    amsgrad: Annotated[bool, acts("The AMSGrad variant; only with torch_adam.")] = False
+    set_grad_none: Annotated[bool, inherent("Drop gradients in zero_grad.", "gradients are always dropped")] = True
+    fp32_optimizer_states: Annotated[bool, acts("Keep moments in fp32.")] = True
+    foreach: Annotated[bool | None, acts("torch's foreach form; only with torch_adam.")] = None
+
+
+class LambParams(Params, kw_only=True):
+    """LAMB."""
+
+    lr: Annotated[NonNegFloat, _LR] = 1e-3
+    betas: Annotated[Betas, _BETAS] = (0.9, 0.999)
+    eps: Annotated[NonNegFloat, _EPS] = 1e-8
+    weight_decay: Annotated[NonNegFloat, _DECAY] = 0.0
+    bias_correction: Annotated[bool, acts("Correct the moments' bias towards zero.")] = True
+    max_coeff: Annotated[PositiveFloat, acts("Upper bound of the trust ratio.")] = 10.0
+    min_coeff: Annotated[NonNegFloat, acts("Lower bound of the trust ratio.")] = 0.01
+    eps_inside_sqrt: Annotated[bool, asks("Add eps under the root.", "lamb_variants")] = False
+    amsgrad: Annotated[bool, asks("The AMSGrad variant.", "lamb_variants")] = False
+
+
+class LionParams(Params, kw_only=True):
+    """Lion."""
+
+    lr: Annotated[NonNegFloat, _LR] = 1e-3
+    betas: Annotated[Betas, _BETAS] = (0.9, 0.999)
+    weight_decay: Annotated[NonNegFloat, _DECAY] = 0.0
+    set_grad_none: Annotated[bool, inherent("Drop gradients in zero_grad.", "gradients are always dropped")] = True
+
+
+class AdagradParams(Params, kw_only=True):
+    """Adagrad, as torch.optim.Adagrad."""
+
+    lr: Annotated[NonNegFloat, _LR] = 1e-2
+    lr_decay: Annotated[NonNegFloat, acts("Decay of the learning rate per step.")] = 0.0
+    weight_decay: Annotated[NonNegFloat, _DECAY] = 0.0
+    initial_accumulator_value: Annotated[NonNegFloat, acts("First value of the sums.")] = 0.0
+    eps: Annotated[NonNegFloat, _EPS] = 1e-10
+    maximize: Annotated[bool, acts("Turn the gradient's sign.")] = False
+    foreach: Annotated[bool | None, inherent("torch's foreach form.", "the fused loop does the same")] = None
+    fused: Annotated[bool | None, inherent("torch's fused form.", "the loop is always fused")] = None
+
+
+class SgdParams(Params, kw_only=True):
+    """SGD with momentum, as torch.optim.SGD."""
+
+    lr: Annotated[NonNegFloat, _LR] = 1e-3
+    momentum: Annotated[NonNegFloat, acts("Factor of the moving sum; 0 for none.")] = 0.0
+    dampening: Annotated[float, acts("Part of the gradient kept out of the momentum.")] = 0.0
+    weight_decay: Annotated[NonNegFloat, _DECAY] = 0.0
+    nesterov: Annotated[bool, acts("Nesterov momentum.")] = False
+    maximize: Annotated[bool, acts("Turn the gradient's sign.")] = False
+    foreach: Annotated[bool | None, inherent("torch's foreach form.", "the fused loop does the same")] = None
+    fused: Annotated[bool | None, inherent("torch's fused form.", "the loop is always fused")] = None
+
+
+class MuonParams(Params, kw_only=True):
+    """Muon for matrices (parameters with use_muon), Adam for the rest."""
+
+    lr: Annotated[NonNegFloat, _LR] = 1e-3
+    muon_lr: Annotated[NonNegFloat | None, acts("Learning rate of the matrices; null: lr.")] = None
+    adam_lr: Annotated[NonNegFloat | None, acts("Learning rate of the rest; null: lr.")] = None
+    momentum: Annotated[Beta, acts("Momentum of the matrices.")] = 0.95
+    betas: Annotated[Betas, acts("Adam's factors, for the rest.")] = (0.9, 0.999)
+    eps: Annotated[NonNegFloat, acts("Adam's denominator, for the rest.")] = 1e-8
+    weight_decay: Annotated[NonNegFloat, _DECAY] = 0.0
+    ns_method: Annotated[str, acts("Newton-Schulz flavour: gram or standard.")] = "gram"
+    adam_w_mode: Annotated[bool, acts("Decoupled decay for the rest.")] = True
+    torch_adam: Annotated[bool, acts("Use torch's optimizer for the rest.")] = False
+    fp32_optimizer_states: Annotated[bool, acts("Keep moments in fp32.")] = True
+
+
+class _OneBitParams(Params, kw_only=True):
+    """What all optimizers with compressed communication take."""
+
+    lr: Annotated[NonNegFloat, _LR] = 1e-3
+    betas: Annotated[Betas, _BETAS] = (0.9, 0.999)
+    eps: Annotated[NonNegFloat, _EPS] = 1e-8
+    weight_decay: Annotated[NonNegFloat, _DECAY] = 0.0
+    bias_correction: Annotated[bool, acts("Correct the moments' bias towards zero.")] = True
+    eps_inside_sqrt: Annotated[bool, acts("Add eps under the root.")] = False
+    amsgrad: Annotated[bool, acts("The AMSGrad variant.")] = False
+    cuda_aware: Annotated[bool, acts("The MPI library takes device pointers.")] = False
+    comm_backend_name: Annotated[str, acts("Backend of the compressed all-reduce.")] = "nccl"
+
+
+class OneBitAdamParams(_OneBitParams, kw_only=True):
+    """1-bit Adam."""
+
+    freeze_step: Annotated[NonNeg, acts("Steps before compression starts.")] = 100_000
+
+
+class ZeroOneAdamParams(_OneBitParams, kw_only=True):
+    """0/1 Adam."""
+
+    var_freeze_step: Annotated[NonNeg, acts("Last step that updates the variance.")] = 100_000
+    var_update_scaler: Annotated[Positive, acts("Steps between updates of the variance.")] = 16
+    local_step_scaler: Annotated[Positive, acts("Growth of the interval of local steps.")] = 32678
+    local_step_clipper: Annotated[Positive, acts("Longest interval of local steps.")] = 16
+
+
+class OneBitLambParams(_OneBitParams, kw_only=True):
+    """1-bit LAMB."""
+
+    freeze_step: Annotated[NonNeg, acts("Steps before compression starts.")] = 100_000
+    max_coeff: Annotated[PositiveFloat, acts("Upper bound of the trust ratio.")] = 10.0
+    min_coeff: Annotated[NonNegFloat, acts("Lower bound of the trust ratio.")] = 0.01
+    coeff_beta: Annotated[Beta, acts("Factor of the ratio's moving average.")] = 0.9
+    factor_max: Annotated[PositiveFloat, acts("Upper bound of the scaling factor.")] = 4.0
+    factor_min: Annotated[NonNegFloat, acts("Lower bound of the scaling factor.")] = 0.5
+    factor_threshold: Annotated[NonNegFloat, acts("Largest change per step.")] = 0.1
+
+
+class Kind(NamedTuple):
+    """One value that ``type`` can have."""
+
+    name: str
+    """The spelling that ``config`` reports; any case is read."""
+    params: type[Section] | None = None
+    """The struct of its parameters; None passes whatever is given on to torch's class."""
+    feature: str | None = None
+    """The feature that it waits for."""
+
+
+# The classes of torch.optim, by name, so that a file can be checked without torch. A class that is missing here
+# (a later torch) is looked up in torch itself: see find_torch_optimizer.
+_TORCH = ("ASGD", "Adadelta", "Adafactor", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SparseAdam")
+
+OPTIMIZERS: dict[str, Kind] = {
+    kind.name.lower(): kind
+    for kind in (
+        Kind("Adam", AdamParams),
+        Kind("AdamW", AdamParams),
+        Kind("Lamb", LambParams),
+        Kind("Lion", LionParams),
+        Kind("Adagrad", AdagradParams),
+        Kind("SGD", SgdParams),
+        Kind("Muon", MuonParams),
+        Kind("OneBitAdam", OneBitAdamParams, "onebit"),
+        Kind("ZeroOneAdam", ZeroOneAdamParams, "onebit"),
+        Kind("OneBitLamb", OneBitLambParams, "onebit"),
+        Kind("MuAdam", None, "mup"),
+        Kind("MuAdamW", None, "mup"),
+        Kind("MuSGD", None, "mup"),
+        Kind("LBFGS", None, "closure_optimizer"),
+        *(Kind(name) for name in _TORCH),
+    )
+}
+
+
+class Optimizer(Section, kw_only=True):
+    """The optimizer that the engine builds when the client passes none."""
+
+    kinds: ClassVar[dict[str, Kind]] = OPTIMIZERS
+
+    type: Annotated[str, acts("The optimizer: a name of the table below, or of torch.optim, in any case.")]
+    params: Annotated[FrozenDict, acts("What is passed to its constructor: only what was written; defaults are its own.")] = (
+        FrozenDict()
+    )
+    legacy_fusion: Annotated[bool, inherent("Use the old fused fp16 path.", "there is one path")] = False
+
+
+def find_torch_optimizer(name: str) -> Kind | None:
+    """The kind for a class of torch.optim that the table does not hold; None when torch has none, or is not there.
+
+    This imports torch, and is therefore only called for a name that would otherwise be an error.
+    """
+    if "torch" not in sys.modules:
+        from importlib.util import find_spec
+
+        if find_spec("torch") is None:
+            return None
+    import torch.optim
+
+    for known in dir(torch.optim):
+        candidate = getattr(torch.optim, known)
+        if known.lower() == name.lower() and known != "Optimizer" and isinstance(candidate, type):
+            return Kind(known) if issubclass(candidate, torch.optim.Optimizer) else None
+    return None

@@ -1,0 +1,137 @@
+"""Sections tensor_parallel, expert_parallel, pipeline, inference and hybrid_engine: how the model is cut."""
+
+from typing import Annotated, Any, Literal
+
+from .keys import DType, NonNeg, Positive, Section, asks, tunes
+
+__all__ = ["ExpertParallel", "HybridEngine", "Inference", "Pipeline", "TensorParallel"]
+
+_TP = "tensor_parallel"
+_EP = "expert_parallel"
+
+
+class LayerSpec(Section, kw_only=True):
+    """One rule that says how matching parameters are cut."""
+
+    patterns: Annotated[tuple[str, ...], tunes("Regular expressions of parameter names.", _TP)] = ()
+    partition_type: Annotated[Literal["row", "column", "skip"], tunes("How the matrix is cut.", _TP)] = "column"
+    gather_output: Annotated[bool, tunes("Replicate the output.", _TP)] = False
+    grad_allreduce: Annotated[bool, tunes("Sum the gradient over the group.", _TP)] = False
+    shape: Annotated[tuple[Any, ...] | None, tunes("Shape in terms of sub-parameters.", _TP)] = None
+    partition_dim: Annotated[int | None, tunes("Dimension that is cut.", _TP)] = None
+    model_types: Annotated[tuple[str, ...] | None, tunes("Model types the rule is for.", _TP)] = None
+
+
+class PartitionConfig(Section, kw_only=True):
+    """Custom rules for tensor parallelism."""
+
+    use_default_specs: Annotated[bool, tunes("Add the built-in rules.", _TP)] = True
+    layer_specs: Annotated[tuple[LayerSpec, ...], tunes("The rules, first match wins.", _TP)] = ()
+    tp_size: Annotated[Positive, tunes("Ranks of the group.", _TP)] = 1
+    embedding_partition_dim: Annotated[int, tunes("Dimension that embeddings are cut in.", _TP)] = 1
+    lm_head_patterns: Annotated[tuple[str, ...], tunes("Names of output layers.", _TP)] = ("lm_head", "embed_out")
+    strict_mode: Annotated[bool, tunes("A parameter without a rule is an error.", _TP)] = False
+
+
+class TpGroup(Section, kw_only=True):
+    """The tensor-parallel group."""
+
+    auto_is_default = True
+
+    tp_size: Annotated[Positive, asks("Ranks of the group.", _TP)] = 1
+    tp_grain_size: Annotated[Positive, tunes("Columns a cut is a multiple of.", _TP)] = 1
+
+
+class TensorParallel(Section, kw_only=True):
+    """Tensor parallelism without changes to the model."""
+
+    auto_is_default = True
+
+    autotp_size: Annotated[NonNeg, asks("Ranks of the group; 0 for none.", _TP, off=(1,))] = 0
+    preset_model: Annotated[str | None, tunes("Built-in rules of a model family.", _TP)] = None
+    tp_overlap_comm: Annotated[bool, tunes("Overlap the all-reduce.", _TP)] = False
+    partition_config: Annotated[PartitionConfig | None, tunes("Custom rules.", _TP)] = None
+    tp: Annotated[TpGroup, tunes("The group.", _TP)] = TpGroup()
+    dtype: Annotated[DType | Literal["int8"], tunes("Format of the model.", _TP)] = "fp16"
+    keep_module_on_host: Annotated[bool, tunes("Keep the loaded module in host memory.", _TP)] = False
+    replace_with_kernel_inject: Annotated[bool, tunes("Replace layers by inference kernels.", _TP)] = False
+
+
+class InferenceTp(Section, kw_only=True):
+    """The tensor-parallel group of generation."""
+
+    tp_size: Annotated[Positive, asks("Ranks of the group.", "inference")] = 1
+
+
+class Inference(Section, kw_only=True):
+    """What Hugging Face reads of an inference section."""
+
+    enable_cuda_graph: Annotated[bool, asks("Capture generation in CUDA graphs.", "inference")] = False
+    tensor_parallel: Annotated[InferenceTp, tunes("The group.", "inference")] = InferenceTp()
+
+
+class HybridEngine(Section, kw_only=True):
+    """One engine that trains and generates."""
+
+    auto_is_default = True
+
+    enabled: Annotated[bool, asks("Switch of the section.", "hybrid_engine")] = False
+    max_out_tokens: Annotated[Positive, tunes("Tokens the cache holds.", "hybrid_engine")] = 512
+    inference_tp_size: Annotated[Positive, tunes("Ranks that generate together.", "hybrid_engine")] = 1
+    release_inference_cache: Annotated[bool, tunes("Free the cache after generation.", "hybrid_engine")] = False
+    pin_parameters: Annotated[bool, tunes("Keep the copies for generation.", "hybrid_engine")] = True
+    tp_gather_partition_size: Annotated[Positive, tunes("Ranks of one gather.", "hybrid_engine")] = 8
+    enable_cuda_graph: Annotated[bool, tunes("Capture generation in CUDA graphs.", "hybrid_engine")] = False
+
+
+class Pipeline(Section, kw_only=True):
+    """Pipeline parallelism."""
+
+    stages: Annotated[Literal["auto"] | Positive, tunes("Pipeline stages.", "pipeline", auto_is_value=True)] = "auto"
+    partition: Annotated[str, tunes("How layers are dealt out.", "pipeline")] = "best"
+    seed_layers: Annotated[bool, tunes("Seed each layer by its number.", "pipeline")] = False
+    activation_checkpoint_interval: Annotated[NonNeg, tunes("Layers between checkpoints; 0: none.", "pipeline")] = 0
+    pipe_partitioned: Annotated[bool, tunes("Cut activations over model-parallel ranks.", "pipeline")] = True
+    grad_partitioned: Annotated[bool, tunes("Cut gradients over model-parallel ranks.", "pipeline")] = True
+    use_reentrant: Annotated[bool, tunes("Reentrant activation checkpointing.", "pipeline")] = True
+
+
+class ExpertParallel(Section, kw_only=True):
+    """Expert parallelism without changes to the model."""
+
+    enabled: Annotated[bool, asks("Switch of the section.", _EP)] = False
+    autoep_size: Annotated[Positive, tunes("Ranks that share the experts.", _EP)] = 1
+    expert_tensor_parallel_size: Annotated[Positive, tunes("Ranks that share one expert.", _EP)] = 1
+    validate_folding_routing: Annotated[bool, tunes("Check the routing over ranks.", _EP)] = False
+    preset_model: Annotated[str | None, tunes("Built-in names of a model family.", _EP)] = None
+    use_grouped_mm: Annotated[bool, tunes("Grouped matrix product.", _EP)] = True
+    disable_triton_grouped_mm: Annotated[bool, tunes("Never use the Triton kernel.", _EP)] = False
+    combine_impl: Annotated[
+        Literal["auto", "weighted_sum", "legacy_bmm"], tunes("How outputs are combined.", _EP, auto_is_value=True)
+    ] = "auto"
+    moe_layer_pattern: Annotated[str | None, tunes("Regular expression of MoE modules.", _EP)] = None
+    router_pattern: Annotated[str | None, tunes("Name of the router child.", _EP)] = None
+    expert_pattern: Annotated[str | None, tunes("Name of the experts child.", _EP)] = None
+    score_func: Annotated[
+        Literal["auto", "softmax", "sigmoid"], tunes("Router scores.", _EP, auto_is_value=True)
+    ] = "auto"
+    score_apply: Annotated[
+        Literal["auto", "pre", "post"], tunes("Scores applied before or after the experts.", _EP, auto_is_value=True)
+    ] = "auto"
+    route_norm: Annotated[bool | None, tunes("Normalise the chosen scores.", _EP)] = None
+    route_scale: Annotated[float, tunes("Factor on the scores.", _EP)] = 1.0
+    top_k: Annotated[Literal["auto"] | Positive, tunes("Experts per token.", _EP, auto_is_value=True)] = "auto"
+    routed_scaling_factor: Annotated[
+        float | Literal["auto"], tunes("Factor on the output.", _EP, auto_is_value=True)
+    ] = "auto"
+    num_expert_groups: Annotated[Positive | None, tunes("Groups of experts.", _EP)] = None
+    num_limited_groups: Annotated[Positive | None, tunes("Groups a token may use.", _EP)] = None
+    load_balance_coeff: Annotated[float | None, asks("Reserved.", _EP)] = None
+    expert_w1: Annotated[str | None, tunes("Name of the gate weight.", _EP)] = None
+    expert_w2: Annotated[str | None, tunes("Name of the down weight.", _EP)] = None
+    expert_w3: Annotated[str | None, tunes("Name of the up weight.", _EP)] = None
+    num_experts_attr: Annotated[str | None, tunes("Model attribute: number of experts.", _EP)] = None
+    top_k_attr: Annotated[str | None, tunes("Model attribute: experts per token.", _EP)] = None
+    has_shared_experts: Annotated[bool | None, tunes("Shared experts exist.", _EP)] = None
+    shared_experts_pattern: Annotated[str | None, tunes("Name of the shared child.", _EP)] = None
+    shared_experts_gate_pattern: Annotated[str | None, tunes("Name of the shared gate.", _EP)] = None

@@ -1,0 +1,135 @@
+"""Getting at the configuration's text: a dict, a JSON file, or base64-encoded JSON."""
+
+import base64
+import binascii
+import json
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import ConfigError
+
+__all__ = ["copy_plain", "read_source"]
+
+_MAX_DEPTH = 64
+_BASE64 = re.compile(r"[A-Za-z0-9+/_-]+={0,2}\s*\Z")
+
+
+def read_source(source: Any) -> tuple[dict[str, Any], str]:
+    """The configuration as a dict of its own (never the caller's), and where it came from in words.
+
+    Raises:
+        ConfigError: there is no such file, it is not JSON, a key stands twice in it, or it is not an object.
+    """
+    if isinstance(source, Mapping):
+        data, origin = source, "dict"
+    elif isinstance(source, (str, os.PathLike)):
+        data, origin = _read_text(os.fspath(source))
+    else:
+        raise ConfigError(
+            f"cannot be read from a {type(source).__name__}",
+            where="configuration",
+            fix="pass a dict, the path of a JSON file, or base64-encoded JSON",
+        )
+    if not isinstance(data, Mapping):
+        raise ConfigError(
+            f"is a JSON {_json_kind(data)}, not an object", where=origin, fix="write the keys between { and }"
+        )
+    return copy_plain(data, origin), origin
+
+
+def copy_plain(value: Any, where: str, depth: int = 0) -> Any:
+    """A deep copy of mappings and sequences; their other contents are taken as they are.
+
+    Raises:
+        ConfigError: a key is not a string, or the nesting never ends.
+    """
+    if depth > _MAX_DEPTH:
+        raise ConfigError(f"is nested more than {_MAX_DEPTH} deep", where=where, fix="flatten it; does it contain itself?")
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise ConfigError(f"the key {key!r} is not a string", where=where, fix="write it as a string")
+        return {key: copy_plain(entry, where, depth + 1) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [copy_plain(entry, where, depth + 1) for entry in value]
+    if isinstance(value, tuple):
+        return tuple(copy_plain(entry, where, depth + 1) for entry in value)
+    return value
+
+
+def _read_text(text: str) -> tuple[Any, str]:
+    if isinstance(text, bytes):
+        text = os.fsdecode(text)
+    try:
+        # utf-8-sig: editors on Windows put a byte-order mark in front, which JSON does not allow.
+        with open(text, encoding="utf-8-sig") as file:
+            return _parse(file.read(), text), text
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"is not UTF-8 text ({error.reason})", where=text, fix="save it as UTF-8") from None
+    except FileNotFoundError:
+        missing = ConfigError("there is no such file", where=text, fix="check the path; it is taken from the working directory")
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        # Long or odd text is no path at all: it may still be base64.
+        missing = ConfigError(
+            f"cannot be read ({getattr(error, 'strerror', None) or error})", where=_cut(text), fix="check the path and its permissions"
+        )
+    if not _BASE64.match(text):
+        if text.lstrip().startswith("{"):
+            missing = ConfigError(
+                "is JSON text, which is not read from a string", where="configuration", fix="pass json.loads(text)"
+            )
+        raise missing
+    try:
+        # The URL-safe alphabet is what DeepSpeed reads; the standard one is mapped onto it.
+        raw = text.strip().replace("+", "-").replace("/", "_").rstrip("=")
+        decoded = base64.urlsafe_b64decode(raw + "=" * (-len(raw) % 4)).decode("utf-8")
+    except (binascii.Error, UnicodeDecodeError):
+        raise missing from None
+    if not decoded.lstrip().startswith("{"):
+        raise missing
+    return _parse(decoded, "base64 text"), "base64 text"
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_without_doubles(where))
+    except json.JSONDecodeError as error:
+        lines = error.doc.splitlines()
+        line = lines[error.lineno - 1].strip() if error.lineno <= len(lines) else ""
+        hint = "correct that line" if text.strip() else "write at least {}"
+        if re.search(r"(^|\s)(//|#|/\*)", text) or re.search(r",\s*[}\]]", text):
+            hint += "; JSON knows no comments and no comma before a closing bracket (to park a key, put x- in front of it)"
+        raise ConfigError(
+            f"line {error.lineno}, column {error.colno} is not JSON ({error.msg}): {_cut(line)!r}", where=where, fix=hint
+        ) from None
+    except RecursionError:
+        raise ConfigError("is nested too deep", where=where, fix="flatten it") from None
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        # json.loads has one more: an integer of thousands of digits.
+        raise ConfigError(f"holds a number that cannot be read ({error})", where=where, fix="write a shorter one") from None
+
+
+def _without_doubles(where: str):
+    def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        seen = dict(pairs)
+        if len(seen) != len(pairs):
+            names = [name for name, _ in pairs]
+            double = sorted({name for name in names if names.count(name) > 1})
+            raise ConfigError(f"these keys stand twice: {', '.join(double)}", where=where, fix="keep one of each")
+        return seen
+
+    return build
+
+
+def _json_kind(data: Any) -> str:
+    return {list: "list", str: "string", bool: "boolean", type(None): "null"}.get(type(data), "number")
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 80 else text[:77] + "..."

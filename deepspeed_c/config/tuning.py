@@ -1,0 +1,61 @@
+"""Sections elasticity and autotuning: batch sizes and settings chosen by the tool."""
+
+from typing import Annotated, Literal
+
+from .keys import FrozenDict, NonNeg, Positive, Section, asks, tunes
+
+__all__ = ["Autotuning", "Elasticity"]
+
+_E = "elasticity"
+_A = "autotuning"
+
+
+class Elasticity(Section, kw_only=True):
+    """A batch size that many world sizes can hold."""
+
+    enabled: Annotated[bool, asks("Switch of the section.", _E)] = False
+    max_train_batch_size: Annotated[Positive, tunes("Largest global batch, in samples.", _E)] = 2000
+    micro_batch_sizes: Annotated[tuple[Positive, ...], tunes("Micro batches to choose from, in samples.", _E)] = (2, 4, 6)
+    min_gpus: Annotated[Positive, tunes("Fewest devices.", _E)] = 1
+    max_gpus: Annotated[Positive, tunes("Most devices.", _E)] = 10000
+    min_time: Annotated[NonNeg, tunes("Minutes between scalings.", _E)] = 0
+    prefer_larger_batch: Annotated[bool, tunes("Choose the larger batch.", _E)] = True
+    ignore_non_elastic_batch_info: Annotated[bool, tunes("Ignore the other batch keys.", _E)] = False
+    version: Annotated[float, tunes("Version of the rules.", _E)] = 0.2
+    model_parallel_size: Annotated[Positive, tunes("Ranks of one model copy.", _E)] = 1
+    num_gpus_per_node: Annotated[Positive, tunes("Devices of one node.", _E)] = 1
+
+
+class ModelInfo(Section, kw_only=True):
+    """What the tuner knows of the model."""
+
+    profile: Annotated[bool, tunes("Find these by profiling.", _A)] = False
+    num_params: Annotated[Positive | None, tunes("Parameters.", _A, floor=True)] = None
+    hidden_size: Annotated[Positive | None, tunes("Hidden size.", _A)] = None
+    num_layers: Annotated[Positive | None, tunes("Layers.", _A)] = None
+
+
+class Autotuning(Section, kw_only=True):
+    """Search for the fastest settings."""
+
+    enabled: Annotated[bool, asks("Switch of the section.", _A)] = False
+    start_profile_step: Annotated[NonNeg, tunes("First step that is timed.", _A)] = 3
+    end_profile_step: Annotated[NonNeg, tunes("Last step that is timed.", _A)] = 5
+    results_dir: Annotated[str, tunes("Directory of the results.", _A)] = "autotuning_results"
+    exps_dir: Annotated[str, tunes("Directory of the experiments.", _A)] = "autotuning_exps"
+    overwrite: Annotated[bool, tunes("Overwrite old results.", _A)] = True
+    metric: Annotated[Literal["throughput", "latency", "flops", "forward", "step"], tunes("What is tuned.", _A)] = "throughput"
+    metric_path: Annotated[str | None, tunes("File of the metric.", _A)] = None
+    fast: Annotated[bool, tunes("Tune the micro batch only.", _A)] = True
+    max_train_batch_size: Annotated[Positive | None, tunes("Largest global batch.", _A)] = None
+    min_train_batch_size: Annotated[Positive, tunes("Smallest global batch.", _A)] = 1
+    max_train_micro_batch_size_per_gpu: Annotated[Positive, tunes("Largest micro batch.", _A)] = 1024
+    min_train_micro_batch_size_per_gpu: Annotated[Positive, tunes("Smallest micro batch.", _A)] = 1
+    num_tuning_micro_batch_sizes: Annotated[Positive, tunes("Micro batches that are tried.", _A)] = 3
+    tuner_type: Annotated[Literal["gridsearch", "random", "model_based"], tunes("Kind of search.", _A)] = "gridsearch"
+    tuner_early_stopping: Annotated[NonNeg, tunes("Experiments without gain before it stops.", _A)] = 5
+    tuner_num_trials: Annotated[Positive, tunes("Most experiments.", _A)] = 50
+    mp_size: Annotated[Positive, tunes("Ranks of one model copy.", _A)] = 1
+    model_info: Annotated[ModelInfo | None, tunes("What is known of the model.", _A)] = None
+    model_info_path: Annotated[str | None, tunes("File of the model info.", _A)] = None
+    arg_mappings: Annotated[FrozenDict | None, tunes("Configuration keys to command-line names.", _A)] = None

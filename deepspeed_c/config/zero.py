@@ -1,0 +1,131 @@
+"""Section zero_optimization: what is sharded over the data-parallel ranks, and how it travels."""
+
+import sys
+from typing import Annotated, Literal
+
+import msgspec
+
+from .keys import NonNeg, Positive, Section, acts, asks, inherent, tunes
+from .offload import OffloadOptimizer, OffloadParam, ZenFlow
+
+__all__ = ["LeafModule", "LoCo", "Zero"]
+
+ShardGroup = Annotated[int, msgspec.Meta(ge=-1)]
+
+
+class LeafModule(Section, kw_only=True):
+    """Modules that stage 3 gathers as one piece."""
+
+    auto_is_default = True
+
+    classes: Annotated[tuple[str, ...], tunes("Class names, dotted.", "stage3", one_or_many=True)] = (
+        "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+        "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
+        "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
+    )
+    names: Annotated[tuple[str, ...], tunes("Module names.", "stage3", one_or_many=True)] = ()
+    name_suffixes: Annotated[tuple[str, ...], tunes("Ends of module names.", "stage3", one_or_many=True)] = ()
+
+
+class LoCo(Section, kw_only=True):
+    """Error feedback of quantized gradients (LoCo-ZeRO++, arXiv 2407.04480)."""
+
+    err_beta: Annotated[float, tunes("Factor of the moving average of the error.", "quantized_collectives")] = 0.8
+    reset_T: Annotated[Positive, tunes("Steps between resets of the error.", "quantized_collectives")] = 1024
+
+
+class Zero(Section, kw_only=True):
+    """ZeRO: stages 0 to 3 shard nothing, optimizer state, gradients too, parameters too."""
+
+    auto_is_default = True
+
+    stage: Annotated[
+        Literal[0, 1, 2, 3],
+        asks(
+            "What is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.",
+            "stage3",
+            off=(0, 1, 2),
+            is_partial=True,
+        ),
+    ] = 0
+
+    # Gradients
+    reduce_scatter: Annotated[bool, acts("Reduce each gradient to the rank that owns it, rather than to all.")] = True
+    reduce_bucket_size: Annotated[Positive, acts("Elements that one reduction carries.", floor=True)] = 500_000_000
+    overlap_comm: Annotated[
+        bool | None, acts("Reduce while backward runs; null means true for stage 3 and false for the others.")
+    ] = None
+    contiguous_gradients: Annotated[
+        bool, inherent("Copy gradients into one buffer as they appear.", "gradients always travel in flat buckets")
+    ] = True
+    round_robin_gradients: Annotated[
+        bool,
+        inherent("Spread the copying of gradients evenly over ranks.", "the layout already gives every rank an equal part"),
+    ] = False
+    use_multi_rank_bucket_allreduce: Annotated[
+        bool, inherent("Reduce the buckets of several ranks together.", "a bucket may always span the shards of several ranks")
+    ] = True
+    grad_hooks: Annotated[
+        bool, inherent("Reduce from backward hooks (stage 1).", "stages share one implementation, driven by hooks")
+    ] = True
+    ignore_unused_parameters: Annotated[
+        bool, acts("Accept parameters that get no gradient; false makes them an error that names them.")
+    ] = True
+
+    # Parameters after the step
+    allgather_partitions: Annotated[bool, acts("Gather updated weights with all-gather; false uses broadcasts.")] = True
+    allgather_bucket_size: Annotated[NonNeg, acts("Elements that one all-gather carries.", floor=True)] = 500_000_000
+
+    # Checkpoints
+    load_from_fp32_weights: Annotated[
+        bool, tunes("Restore master weights from fp32 pieces; false uses the 16-bit weights.", "checkpoint")
+    ] = True
+    elastic_checkpoint: Annotated[
+        bool, tunes("Save so that another world size can load (every checkpoint of ours will).", "checkpoint")
+    ] = False
+    pipeline_loading_checkpoint: Annotated[bool, tunes("Read shards one rank after the other.", "checkpoint")] = False
+    legacy_stage1: Annotated[bool, asks("Use the old stage 1.", "legacy_stage1")] = False
+
+    # Where shards live
+    offload_param: Annotated[OffloadParam, acts("Where parameters live (stage 3).")] = OffloadParam()
+    offload_optimizer: Annotated[OffloadOptimizer, acts("Where optimizer state lives.")] = OffloadOptimizer()
+    zenflow: Annotated[ZenFlow | None, asks("Selective updates with offload.", "zenflow")] = None
+    save_muon_momentum_buffer_in_memory: Annotated[
+        bool, tunes("Keep Muon's momentum off NVMe.", "nvme")
+    ] = False
+
+    # Stage 3
+    sub_group_size: Annotated[NonNeg, tunes("Elements updated at a time.", "stage3", floor=True)] = 1_000_000_000
+    stage3_prefetch_bucket_size: Annotated[NonNeg, tunes("Elements gathered ahead of use.", "stage3", floor=True)] = 50_000_000
+    stage3_param_persistence_threshold: Annotated[
+        NonNeg, tunes("Parameters with fewer elements stay whole.", "stage3", floor=True)
+    ] = 100_000
+    stage3_model_persistence_threshold: Annotated[
+        NonNeg, tunes("Most elements that stay whole.", "stage3", floor=True)
+    ] = sys.maxsize
+    stage3_max_live_parameters: Annotated[NonNeg, tunes("Most elements gathered at once.", "stage3", floor=True)] = 1_000_000_000
+    stage3_max_reuse_distance: Annotated[
+        NonNeg, tunes("Keep what is used again within this many elements.", "stage3", floor=True)
+    ] = 1_000_000_000
+    stage3_gather_16bit_weights_on_model_save: Annotated[
+        bool, tunes("Allow a whole 16-bit state dict to be put together.", "stage3")
+    ] = False
+    stage3_module_granularity_threshold: Annotated[
+        NonNeg, tunes("Gather modules finer than this (parameters per submodule) as one.", "stage3", floor=True)
+    ] = 0
+    stage3_use_all_reduce_for_fetch_params: Annotated[bool, tunes("Gather by all-reduce.", "stage3")] = False
+    stage3_allgather_sequential: Annotated[bool, tunes("Gather parameters one after another.", "stage3")] = False
+    memory_efficient_linear: Annotated[bool, tunes("A linear layer that does not keep its weight for backward.", "stage3")] = True
+    override_module_apply: Annotated[bool, tunes("Make Module.apply see whole parameters.", "stage3")] = True
+    log_trace_cache_warnings: Annotated[bool, tunes("Say when the order of use changes.", "stage3")] = False
+    enable_sanity_checks: Annotated[bool, tunes("Extra checks.", "stage3")] = False
+    leaf_module: Annotated[LeafModule, tunes("Modules that are gathered as one piece.", "stage3")] = LeafModule()
+
+    # ZeRO++ and MiCS
+    zero_hpz_partition_size: Annotated[NonNeg, asks("Ranks of the secondary shards' group.", "hpz", off=(0, 1))] = 1
+    zero_quantized_weights: Annotated[bool, asks("Gather weights as int8.", "quantized_collectives")] = False
+    zero_quantized_nontrainable_weights: Annotated[bool, asks("Keep frozen weights quantized.", "quantized_collectives")] = False
+    zero_quantized_gradients: Annotated[bool, asks("Reduce gradients quantized.", "quantized_collectives")] = False
+    zeropp_loco_param: Annotated[LoCo | None, asks("Error feedback of quantized gradients.", "quantized_collectives")] = None
+    mics_shard_size: Annotated[ShardGroup, asks("Ranks that hold one copy of the shards; -1 for all.", "mics", off=(0,))] = -1
+    mics_hierarchical_params_gather: Annotated[bool, tunes("Gather within a node, then between nodes.", "mics")] = False
