@@ -92,13 +92,16 @@ class Config(Root, kw_only=True, rename={"zero": "zero_optimization"}):
 
     def rows(self, *, everything: bool = False) -> list[Row]:
         """The table: keys that act and keys that were written; ``everything`` adds the rest."""
-        rows = []
-        for key, field, value in _leaves(self, Root, ""):
-            source = self.source_of(key)
-            note = _note(field)
-            if everything or source != "default" or not note:
-                rows.append(Row(key, show(value), source, note))
-        return rows
+        return [row for row in self._all_rows() if everything or row.source != "default" or not row.note]
+
+    def _all_rows(self, limit: int = 60) -> list[Row]:
+        return [
+            Row(key, show(value, limit), self.source_of(key), _note(field)) for key, field, value in _leaves(self, Root, "")
+        ]
+
+    def lines(self) -> list[str]:
+        """Every key and its value as text, always in the same order: equal lists are equal configurations."""
+        return [f"{row.key} = {row.value}" for row in self._all_rows(limit=10_000)]
 
     def table(self, *, everything: bool = False) -> str:
         """The rows as aligned text, with the notes below."""

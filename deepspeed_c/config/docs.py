@@ -1,0 +1,179 @@
+"""Writes docs/config.md from the schema: ``python -m deepspeed_c.config.docs docs/config.md``."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from .aliases import OLD_KEYS
+from .coerce import describe, show
+from .features import FEATURES
+from .keys import DTYPE_NAMES, Section
+from .optim import OPTIMIZERS, Kind
+from .schedule import SCHEDULES
+from .schema import Field, Root, fields_of, kinds_of
+
+__all__ = ["main", "render"]
+
+_HEAD = """\
+# Configuration
+
+<!-- Written by `python -m deepspeed_c.config.docs docs/config.md` from the schema in deepspeed_c/config. Do not edit. -->
+
+The configuration is DeepSpeed's JSON (names, types and defaults are those of DeepSpeed 0.19.6), given as a dict, as the path of a
+JSON file, or as base64-encoded JSON. `deepspeed_c config check FILE` says what is wrong with a file and `deepspeed_c config show
+FILE` what holds and where it came from; neither needs a GPU or torch.
+
+## Rules
+
+- **Unknown keys are errors** at every depth, and the error names the nearest known key. To park a key without deleting it, put `x-`
+  in front of its name: such keys are ignored, with everything below them, and reported as parked.
+- **Dotted keys** at the top level mean the place they spell: `"zero_optimization.stage": 2` is `"zero_optimization": {"stage": 2}`.
+  They win over the nested form, and a note says so when the two differ.
+- **Known keys whose feature does not exist yet** are errors when their value asks for the feature, and accepted at the value that
+  turns it off. Numbers that only tune such a feature are accepted and have no effect; `config show` marks them *unused*.
+- **`"auto"`** is for a caller (such as the Hugging Face Trainer) to replace. Where it is left, it means the default: for the keys
+  of `zero_optimization`, `fp16`, `bf16` and the other sections marked below, for the parameters of optimizer and schedule, and
+  for `gradient_clipping`; a batch size is derived from the others. Anywhere else it is an error.
+- **Types.** An integer may be written as a whole float or a string (`5e8`, `"8"`); counts of elements that other tools compute as
+  floats are rounded down. A number may be a string (`"1e-3"`); NaN is never accepted, infinity only for `steps_per_print`. A
+  boolean may be 0, 1, `"true"` or `"false"`. Words are read in any case. Formats may be spelt {dtypes}.
+- **`null`** for a section is as if it were not there; for a single key it must be one of its values.
+- **Conflicts** between keys that are each right (fp16 and bf16 both enabled, ...) are errors too. All errors of a
+  configuration are reported together.
+- The dict that is passed in is never changed, and neither is the configuration after it was read.
+
+## Batch sizes
+
+`train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data-parallel ranks`. Any two of the three
+give the third, which must be a whole number; either size alone means one accumulation step; three that do not multiply, or no
+size at all, are an error with all the numbers in it.
+
+## Status of a key
+
+| status | meaning |
+| --- | --- |
+| acts | does what it says |
+| inherent | accepted at any value, and changes nothing: the reason is given |
+| later | belongs to a feature that this version does not have: *asks* marks a key that is an error when it asks for it |
+"""
+
+
+def render() -> str:
+    """The text of docs/config.md."""
+    spellings: dict[str, list[str]] = {}
+    for spelling, short in DTYPE_NAMES.items():
+        spellings.setdefault(short, []).append(f"`{spelling}`")
+    parts = [_HEAD.replace("{dtypes}", "; ".join(", ".join(names) for names in spellings.values()))]
+    parts += _section(Root, "", "Top level")
+    parts += _kinds("optimizer.params", OPTIMIZERS, "Any other class of torch.optim may be named; its parameters are passed on.")
+    parts += _kinds("scheduler.params", SCHEDULES, "")
+    parts += _old_keys()
+    parts += _features()
+    return "\n".join(parts)
+
+
+def _section(cls: type[Section], path: str, title: str) -> Iterator[str]:
+    yield f"## {title}\n"
+    if path:
+        yield f"{cls.__doc__}{' Every key may be `auto`.' if cls.auto_is_default else ''}\n"
+    yield from _table(cls)
+    for field in fields_of(cls).values():
+        if field.section is not None:
+            below = path + field.name + {"": "", "dict": ".NAME", "list": "[]"}[field.container]
+            yield from _section(field.section, below + ".", f"`{below}`")
+
+
+def _table(cls: type[Section]) -> Iterator[str]:
+    yield "| key | value | default | status | meaning |"
+    yield "| --- | --- | --- | --- | --- |"
+    for field in fields_of(cls).values():
+        words = describe(field.hint, field.info).replace("|", "\\|")
+        yield f"| `{field.name}` | {words} | {_default(field)} | {_status(field)} | {_meaning(field, cls)} |"
+    yield ""
+
+
+def _default(field: Field) -> str:
+    if field.default is msgspec.NODEFAULT:
+        return "*required*"
+    if field.section is not None and isinstance(field.default, Section):
+        return "*see below*"
+    return f"`{show(field.default, 200)}`"
+
+
+def _status(field: Field) -> str:
+    info = field.info
+    if info.status != "later":
+        return info.status
+    return "later (asks)" if info.is_switch else "later"
+
+
+def _meaning(field: Field, cls: type[Section]) -> str:
+    info = field.info
+    text = info.doc
+    if info.inherent:
+        text += f" No effect: {info.inherent}."
+    if info.auto and not cls.auto_is_default:
+        text += " May be `auto`."
+    if info.is_partial and not info.is_built:
+        text += f" Other values ask for {FEATURES[info.feature].title}, which comes later."
+    elif info.status == "later" and not (field.section is not None and not field.container):
+        text += f" ({FEATURES[info.feature].title})"
+    if kinds_of(cls) is not None and field.name == "params":
+        text += " See below for each type."
+    return text.replace("|", "\\|")
+
+
+def _kinds(path: str, kinds: dict[str, Kind], closing: str) -> Iterator[str]:
+    yield f"## `{path}`\n"
+    yield "`auto` means the default.\n"
+    shown: dict[type[Section] | None, list[Kind]] = {}
+    for kind in kinds.values():
+        shown.setdefault(kind.params, []).append(kind)
+    for params, group in shown.items():
+        if params is not None:
+            later = " (later)" if group[0].feature is not None and not FEATURES[group[0].feature].is_built else ""
+            yield f"### {', '.join(kind.name for kind in group)}{later}\n"
+            yield from _table(params)
+    for feature in dict.fromkeys(kind.feature for kind in shown.get(None, ())):
+        names = ", ".join(kind.name for kind in shown[None] if kind.feature == feature)
+        if feature is None:
+            yield f"Passed on to torch as they are: {names}. {closing}\n"
+        else:
+            yield f"Later ({FEATURES[feature].title}): {names}.\n"
+
+
+def _old_keys() -> Iterator[str]:
+    yield "## Old and second names\n"
+    yield "These are read, with a note, as the key on the right; giving both with different values is an error.\n"
+    yield "| name | read as |"
+    yield "| --- | --- |"
+    yield '| `zero_optimization: true` | `zero_optimization: {"stage": 1}` |'
+    for key in OLD_KEYS:
+        new = "*dropped: nothing depends on it*" if key.new is None else f"`{key.new}`"
+        yield f"| `{key.old}` | {new} |"
+    yield ""
+
+
+def _features() -> Iterator[str]:
+    yield "## Features that come later\n"
+    yield "| feature | until then |"
+    yield "| --- | --- |"
+    for feature in FEATURES.values():
+        if not feature.is_built:
+            yield f"| {feature.title} | {feature.instead} |"
+    yield ""
+
+
+def main(argv: list[str]) -> int:
+    """Writes the file that is named on the command line."""
+    if len(argv) != 1:
+        print("usage: python -m deepspeed_c.config.docs FILE", file=sys.stderr)
+        return 2
+    Path(argv[0]).write_text(render(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
