@@ -30,11 +30,10 @@ static inline float dsc_bf16_to_f32(uint16_t half)
 static inline uint16_t dsc_f32_to_bf16(float value)
 {
     uint32_t bits = dsc_f32_bits(value);
-    uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    uint32_t quiet = (bits >> 16) | 0x40u; /* a NaN whose payload lies in the low bits alone would become inf */
-    uint32_t is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+    uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+    uint32_t quiet = bits | 0x400000u; /* a NaN whose payload lies in the low bits alone would become inf */
 
-    return (uint16_t)(is_nan ? quiet : rounded);
+    return (uint16_t)((value != value ? quiet : rounded) >> 16);
 }
 
 static inline float dsc_f16_to_f32(uint16_t half)
@@ -49,6 +48,7 @@ static inline float dsc_f16_to_f32(uint16_t half)
     uint32_t bits = magnitude < 0x0400u ? subnormal : normal;
 
     bits = magnitude >= 0x7c00u ? special : bits;
+    bits |= magnitude > 0x7c00u ? 0x400000u : 0u; /* quiet, as the processors' own conversions make a NaN */
     return dsc_f32_from_bits(bits | sign);
 }
 

@@ -1,4 +1,7 @@
-/* Compiled once per instruction set: Adam (arXiv 1412.6980) and AdamW (arXiv 1711.05101), in the order of operations of torch.optim. */
+/*
+ * Compiled once per instruction set: Adam (arXiv 1412.6980) and AdamW (arXiv 1711.05101), in the order of operations of torch.optim, except that the bias
+ * corrections are folded into the step size and eps (1412.6980, end of section 2): one division an element instead of two.
+ */
 #include "optim/loops.h"
 
 #include <math.h>
@@ -23,11 +26,10 @@ static inline __attribute__((always_inline)) void adam(const struct dsc_optim_sc
 
         float m = exp_avg[i] + s.one_minus_beta1 * (g - exp_avg[i]);
         float v = exp_avg_sq[i] * s.beta2 + s.one_minus_beta2 * g * g;
-        float denom = sqrtf(v) / s.sqrt_bias_correction2 + s.eps;
 
         exp_avg[i] = m;
         exp_avg_sq[i] = v;
-        param[i] = p - s.step_size * m / denom;
+        param[i] = p - s.corrected_lr * m / (sqrtf(v) + s.corrected_eps);
     }
 }
 

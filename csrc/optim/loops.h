@@ -19,9 +19,10 @@ struct dsc_optim_scalars {
     float beta2;
     float one_minus_beta2;
     float eps;
-    float bias_correction1;    /* 1 - beta1^step; 1 without DSC_OPTIM_BIAS_CORRECTION */
-    float sqrt_bias_correction2;
-    float step_size;           /* lr / bias_correction1 */
+    /* With c1 = 1 - beta1^step and c2 = 1 - beta2^step, both 1 without DSC_OPTIM_BIAS_CORRECTION: */
+    float corrected_one;       /* sqrt(c2) / c1 */
+    float corrected_lr;        /* lr * sqrt(c2) / c1 */
+    float corrected_eps;       /* eps * sqrt(c2) */
     float momentum;
     float one_minus_dampening;
     float decayed_lr;          /* lr / (1 + (step - 1) * lr_decay) */
