@@ -1,0 +1,709 @@
+"""DeepSpeed's communication calls, by their names and signatures, over ``torch.distributed``.
+
+Each function takes what its namesake of ``torch.distributed`` takes, and also ``prof``, ``log_name`` and ``debug`` for the
+communication log. An operation that fails raises ``CommError`` (a RuntimeError), with the reason that torch gave.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+import time
+from datetime import timedelta
+from typing import Any, Callable, Sequence, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import GradBucket, ProcessGroup, ReduceOp
+
+from deepspeed_c.comm import collectives
+from deepspeed_c.comm.discover import DEFAULT_PORT, discover
+from deepspeed_c.comm.groups import is_initialized, require_initialized
+from deepspeed_c.comm.log import CommsLogger
+from deepspeed_c.errors import CommError
+from deepspeed_c.logging import logger
+
+__all__ = [
+    "GradBucket",
+    "ProcessGroup",
+    "ReduceOp",
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "allgather_fn",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "comms_logger",
+    "configure",
+    "enable_symm_mem_for_group",
+    "gather",
+    "get_comm_operation_count",
+    "get_logged_comm_ops",
+    "has_all_gather_into_tensor",
+    "has_all_reduce_coalesced",
+    "has_coalescing_manager",
+    "has_comm_data",
+    "has_reduce_scatter_tensor",
+    "in_aml",
+    "in_aws_sm",
+    "in_dlts",
+    "inference_all_reduce",
+    "init_deepspeed_backend",
+    "irecv",
+    "isend",
+    "log_summary",
+    "monitored_barrier",
+    "patch_aml_env_for_torch_nccl_backend",
+    "patch_aws_sm_env_for_torch_nccl_backend",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_fn",
+    "reduce_scatter_tensor",
+    "reset_log",
+    "scatter",
+    "send",
+    "set_backend",
+]
+
+# One log a process, as there is one default group a process: ``configure`` and ``log_summary`` take no object to work on.
+comms_logger = CommsLogger()
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+# The parameter that holds what is sent, in the order of preference.
+_PAYLOADS = ("tensor", "tensors", "input_list", "input_tensor_list", "input_tensors", "object_list")
+
+
+def _operation(function: _F) -> _F:
+    """Checks that there is a group, records the call if the log wants it, and types what goes wrong."""
+    signature = inspect.signature(function)
+    payload = next((name for name in _PAYLOADS if name in signature.parameters), None)
+    default_name = function.__name__
+    if "log_name" in signature.parameters:
+        default_name = signature.parameters["log_name"].default
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        require_initialized(function.__name__)
+        log_name = kwargs.get("log_name", default_name)
+        is_logged = comms_logger.wants(log_name, bool(kwargs.get("prof", False)))
+        begin = time.perf_counter() if is_logged else 0.0
+        try:
+            result = function(*args, **kwargs)
+        except NotImplementedError:
+            raise
+        except RuntimeError as error:
+            raise _failed(function.__name__, error) from error
+        if not is_logged:
+            return result
+        sent = signature.bind(*args, **kwargs).arguments.get(payload) if payload else None
+        if comms_logger.debug:
+            log_name = f"{log_name} | [Caller Func: {sys._getframe(1).f_code.co_name}]"
+
+        def record() -> None:
+            _synchronize(sent)
+            comms_logger.append(
+                function.__name__, log_name, time.perf_counter() - begin, _n_bytes(sent), dist.get_world_size()
+            )
+
+        if result is not None and hasattr(result, "wait"):
+            return _Timed(result, record)
+        record()
+        return result
+
+    return call  # type: ignore[return-value]
+
+
+def _failed(name: str, error: RuntimeError) -> CommError:
+    return CommError(
+        f"{name} failed: {error}",
+        where=f"rank {dist.get_rank()}" if is_initialized() else "",
+        fix="look at the output of the other ranks (one has stopped, or runs something else), and at the tensors passed",
+    )
+
+
+class _Timed:
+    """A handle whose operation is recorded when it has been waited for."""
+
+    def __init__(self, handle: Any, record: Callable[[], None]) -> None:
+        self._handle, self._record = handle, record
+        self._is_recorded = False
+
+    def wait(self, *args: Any) -> Any:
+        result = self._handle.wait(*args)
+        if not self._is_recorded:
+            self._is_recorded = True
+            self._record()
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handle, name)
+
+
+def _synchronize(sent: Any) -> None:
+    first = sent[0] if isinstance(sent, (list, tuple)) and sent else sent
+    if isinstance(first, torch.Tensor) and first.device.type != "cpu":
+        torch.accelerator.synchronize(first.device)
+
+
+def _n_bytes(sent: Any) -> int:
+    if isinstance(sent, torch.Tensor):
+        return sent.numel() * sent.element_size()
+    if isinstance(sent, (list, tuple)):
+        return sum(_n_bytes(part) for part in sent)
+    return 0
+
+
+# -- the log ------------------------------------------------------------------------------------------------------------
+
+
+def configure(
+    deepspeed_config: Any = None,
+    enabled: bool | None = None,
+    prof_all: bool | None = None,
+    prof_ops: Sequence[str] | None = None,
+    verbose: bool | None = None,
+    debug: bool | None = None,
+) -> None:
+    """Sets the communication log: first from a configuration's ``comms_logger`` section (a dict or an object), then by argument."""
+    given = {"enabled": enabled, "prof_all": prof_all, "prof_ops": prof_ops, "verbose": verbose, "debug": debug}
+    section = None
+    if deepspeed_config is not None:
+        section = _read(deepspeed_config, "comms_logger")
+    for name, value in given.items():
+        if value is None and section is not None:
+            value = _read(section, name)
+        if value is not None:
+            setattr(comms_logger, name, list(value) if name == "prof_ops" else value)
+
+
+def _read(holder: Any, name: str) -> Any:
+    return holder.get(name) if isinstance(holder, dict) else getattr(holder, name, None)
+
+
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
+    """Logs on rank 0 what has been recorded; every rank calls it.
+
+    Returns, if asked, {"summary": {name: {bytes: statistics}}, "straggler_analysis": the same or None, "metadata": ...}; times in ms,
+    bandwidths in Gbit/s.
+    """
+    require_initialized("log_summary")
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    summary = comms_logger.summary(world_size)
+    stragglers = comms_logger.stragglers(_gather_objects) if show_straggler else None
+    if rank == 0:
+        logger.info("%s", comms_logger.format("communication", summary))
+        if stragglers is not None:
+            logger.info("%s", comms_logger.format("communication, with what this rank waited for others", stragglers))
+    if not return_dict:
+        return None
+    return {
+        "summary": summary,
+        "straggler_analysis": stragglers,
+        "metadata": comms_logger.metadata(world_size, rank),
+    }
+
+
+def _gather_objects(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def reset_log() -> None:
+    """Forgets what has been recorded."""
+    comms_logger.reset_data()
+
+
+def has_comm_data() -> bool:
+    """Whether anything has been recorded."""
+    return comms_logger.has_data()
+
+
+def get_comm_operation_count() -> int:
+    """How many calls have been recorded."""
+    return comms_logger.get_total_operations()
+
+
+def get_logged_comm_ops() -> list[str]:
+    """The names under which calls have been recorded."""
+    return comms_logger.get_operation_names()
+
+
+# -- one to all, all to one ---------------------------------------------------------------------------------------------
+
+
+@_operation
+def broadcast(
+    tensor: torch.Tensor,
+    src: int,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "broadcast",
+    debug: str | None = None,
+) -> Any:
+    """Global rank ``src`` sends ``tensor`` to the group."""
+    return dist.broadcast(tensor, src, group=group, async_op=async_op)
+
+
+@_operation
+def broadcast_object_list(
+    object_list: list[Any], src: int, group: ProcessGroup | None = None, device: torch.device | None = None
+) -> None:
+    """Global rank ``src`` sends a list of objects that pickle; the other ranks' lists, of equal length, are overwritten."""
+    return dist.broadcast_object_list(object_list, src, group=group, device=device)
+
+
+@_operation
+def reduce(
+    tensor: torch.Tensor,
+    dst: int,
+    op: Any = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "reduce",
+    debug: str | None = None,
+) -> Any:
+    """Global rank ``dst``'s ``tensor`` becomes the reduction of all ranks'."""
+    return dist.reduce(tensor, dst, op=op, group=group, async_op=async_op)
+
+
+@_operation
+def gather(
+    tensor: torch.Tensor,
+    gather_list: list[torch.Tensor] | None = None,
+    dst: int = 0,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "gather",
+    debug: str | None = None,
+) -> Any:
+    """Global rank ``dst`` gets every rank's ``tensor`` in ``gather_list``; the other ranks pass no list."""
+    return dist.gather(tensor, gather_list, dst, group=group, async_op=async_op)
+
+
+@_operation
+def scatter(
+    tensor: torch.Tensor,
+    scatter_list: list[torch.Tensor] | None = None,
+    src: int = 0,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "scatter",
+    debug: str | None = None,
+) -> Any:
+    """Global rank ``src`` sends each rank its entry of ``scatter_list``; the other ranks pass no list."""
+    return dist.scatter(tensor, scatter_list, src, group=group, async_op=async_op)
+
+
+# -- all to all ---------------------------------------------------------------------------------------------------------
+
+
+@_operation
+def all_reduce(
+    tensor: torch.Tensor,
+    op: Any = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "all_reduce",
+    debug: str | None = None,
+) -> Any:
+    """Every rank's ``tensor`` becomes the reduction of all."""
+    return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
+
+
+@_operation
+def inference_all_reduce(
+    tensor: torch.Tensor,
+    op: Any = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "all_reduce",
+    debug: str | None = None,
+) -> Any:
+    """``all_reduce``, by the name that inference calls it."""
+    return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
+
+
+@_operation
+def all_reduce_coalesced(
+    tensors: list[torch.Tensor],
+    op: Any = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "all_reduce",
+    debug: str | None = None,
+) -> Any:
+    """``all_reduce`` of several tensors."""
+    return _together([dist.all_reduce(t, op=op, group=group, async_op=True) for t in tensors], async_op)
+
+
+@_operation
+def all_gather(
+    tensor_list: list[torch.Tensor],
+    tensor: torch.Tensor,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "all_gather",
+    debug: str | None = None,
+) -> Any:
+    """Every rank gets all ranks' ``tensor`` in ``tensor_list``."""
+    return dist.all_gather(tensor_list, tensor, group=group, async_op=async_op)
+
+
+@_operation
+def all_gather_into_tensor(
+    output_tensor: torch.Tensor,
+    tensor: torch.Tensor,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "all_gather_into_tensor",
+    debug: str | None = None,
+) -> Any:
+    """Every rank gets all ranks' ``tensor``, one after another, in ``output_tensor``."""
+    return collectives.all_gather_single(output_tensor, tensor, group=group, async_op=async_op)
+
+
+def allgather_fn(
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    debug: str | None = None,
+) -> Any:
+    """``all_gather_into_tensor``, by its name in earlier versions."""
+    return all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+@_operation
+def all_gather_coalesced(
+    output_tensors: list[torch.Tensor],
+    input_tensors: list[torch.Tensor],
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Any:
+    """``all_gather_into_tensor`` of several tensors."""
+    if len(output_tensors) != len(input_tensors):
+        raise ValueError(f"{len(output_tensors)} output tensors for {len(input_tensors)} input tensors")
+    handles = [
+        collectives.all_gather_single(out, tensor, group=group, async_op=True)
+        for out, tensor in zip(output_tensors, input_tensors)
+    ]
+    return _together(handles, async_op)
+
+
+@_operation
+def all_gather_object(
+    object_list: list[Any],
+    obj: Any,
+    group: ProcessGroup | None = None,
+    prof: bool = False,
+    log_name: str = "all_gather_object",
+    debug: str | None = None,
+) -> None:
+    """Every rank gets all ranks' ``obj`` (anything that pickles) in ``object_list``."""
+    return dist.all_gather_object(object_list, obj, group=group)
+
+
+@_operation
+def reduce_scatter(
+    output: torch.Tensor,
+    input_list: list[torch.Tensor],
+    op: Any = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "reduce_scatter",
+    debug: str | None = None,
+) -> Any:
+    """Rank r's ``output`` becomes the reduction of all ranks' ``input_list[r]``."""
+    return dist.reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
+
+
+@_operation
+def reduce_scatter_tensor(
+    output_tensor: torch.Tensor,
+    tensor: torch.Tensor,
+    op: Any = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "reduce_scatter_tensor",
+    debug: str | None = None,
+) -> Any:
+    """Rank r's ``output_tensor`` becomes the reduction of slice r of all ranks' ``tensor``."""
+    return collectives.reduce_scatter_single(output_tensor, tensor, op=op, group=group, async_op=async_op)
+
+
+def reduce_scatter_fn(
+    output_tensor: torch.Tensor,
+    tensor: torch.Tensor,
+    op: Any = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    prof: bool = False,
+    debug: str | None = None,
+) -> Any:
+    """``reduce_scatter_tensor``, by its name in earlier versions."""
+    return reduce_scatter_tensor(output_tensor, tensor, op=op, group=group, async_op=async_op, prof=prof)
+
+
+@_operation
+def all_to_all_single(
+    output: torch.Tensor,
+    tensor: torch.Tensor,
+    output_split_sizes: list[int] | None = None,
+    input_split_sizes: list[int] | None = None,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "all_to_all_single",
+    debug: str | None = None,
+) -> Any:
+    """Piece j of rank i's ``tensor`` becomes piece i of rank j's ``output``; equal pieces unless sizes are given."""
+    return dist.all_to_all_single(output, tensor, output_split_sizes, input_split_sizes, group=group, async_op=async_op)
+
+
+@_operation
+def all_to_all(
+    output_tensor_list: list[torch.Tensor],
+    input_tensor_list: list[torch.Tensor],
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Any:
+    """Entry j of rank i's input list becomes entry i of rank j's output list."""
+    if dist.get_backend(group) != "gloo":
+        return dist.all_to_all(output_tensor_list, input_tensor_list, group=group, async_op=async_op)
+    # torch has no all_to_all over lists for gloo.
+    ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+    me = dist.get_rank()
+    handles = [dist.irecv(t, r, group=group) for r, t in zip(ranks, output_tensor_list) if r != me and t.numel()]
+    handles += [dist.isend(t, r, group=group) for r, t in zip(ranks, input_tensor_list) if r != me and t.numel()]
+    own = ranks.index(me)
+    output_tensor_list[own].copy_(input_tensor_list[own])
+    return _together(handles, async_op)
+
+
+class _Together:
+    """One handle for several."""
+
+    def __init__(self, handles: Sequence[Any]) -> None:
+        self._handles = tuple(handles)
+
+    def wait(self) -> None:
+        for handle in self._handles:
+            handle.wait()
+
+    def is_completed(self) -> bool:
+        return all(handle.is_completed() for handle in self._handles)
+
+
+def _together(handles: Sequence[Any], async_op: bool) -> _Together | None:
+    together = _Together(handles)
+    if async_op:
+        return together
+    together.wait()
+    return None
+
+
+# -- point to point -----------------------------------------------------------------------------------------------------
+
+
+@_operation
+def send(
+    tensor: torch.Tensor,
+    dst: int,
+    group: ProcessGroup | None = None,
+    tag: int = 0,
+    prof: bool = False,
+    log_name: str = "send",
+    debug: str | None = None,
+) -> None:
+    """Sends ``tensor`` to global rank ``dst``."""
+    return dist.send(tensor, dst, group=group, tag=tag)
+
+
+@_operation
+def recv(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    tag: int = 0,
+    prof: bool = False,
+    log_name: str = "recv",
+    debug: str | None = None,
+) -> int:
+    """Receives into ``tensor`` from global rank ``src``, or from any; returns the sender."""
+    return dist.recv(tensor, src, group=group, tag=tag)
+
+
+@_operation
+def isend(
+    tensor: torch.Tensor,
+    dst: int,
+    group: ProcessGroup | None = None,
+    tag: int = 0,
+    prof: bool = False,
+    log_name: str = "isend",
+    debug: str | None = None,
+) -> Any:
+    """``send`` that returns a handle to wait for."""
+    return dist.isend(tensor, dst, group=group, tag=tag)
+
+
+@_operation
+def irecv(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    tag: int = 0,
+    prof: bool = False,
+    log_name: str = "irecv",
+    debug: str | None = None,
+) -> Any:
+    """``recv`` that returns a handle to wait for."""
+    return dist.irecv(tensor, src, group=group, tag=tag)
+
+
+# -- waiting for each other ---------------------------------------------------------------------------------------------
+
+
+@_operation
+def barrier(
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    device_ids: list[int] | None = None,
+    prof: bool = False,
+    log_name: str = "barrier",
+    debug: str | None = None,
+) -> Any:
+    """Returns when every rank of the group has come here."""
+    return dist.barrier(group=group, async_op=async_op, device_ids=device_ids)
+
+
+@_operation
+def monitored_barrier(
+    group: ProcessGroup | None = None,
+    timeout: timedelta | None = None,
+    wait_all_ranks: bool = False,
+    prof: bool = False,
+    log_name: str = "monitored_barrier",
+    debug: str | None = None,
+) -> None:
+    """``barrier`` over gloo that names the ranks that did not come within ``timeout``."""
+    return dist.monitored_barrier(group=group, timeout=timeout, wait_all_ranks=wait_all_ranks)
+
+
+# -- what there is ------------------------------------------------------------------------------------------------------
+
+
+def has_all_gather_into_tensor() -> bool:
+    require_initialized("has_all_gather_into_tensor")
+    return True
+
+
+def has_reduce_scatter_tensor() -> bool:
+    require_initialized("has_reduce_scatter_tensor")
+    return True
+
+
+def has_all_reduce_coalesced() -> bool:
+    require_initialized("has_all_reduce_coalesced")
+    return True
+
+
+def has_coalescing_manager() -> bool:
+    require_initialized("has_coalescing_manager")
+    return hasattr(dist.distributed_c10d, "_coalescing_manager")
+
+
+def set_backend() -> None:
+    """There is one backend, ``torch.distributed``; the name is kept for programs that call it."""
+
+
+def init_deepspeed_backend(ds_backend: str, timeout: timedelta | None = None, init_method: str | None = None) -> None:
+    """Checks that torch has the backend ``ds_backend``: there are none besides those of torch, and ``init_distributed`` starts them."""
+    if not dist.is_backend_available(ds_backend):
+        raise CommError(
+            f"this torch has no {ds_backend!r} backend",
+            where="init_deepspeed_backend",
+            fix="call init_distributed() without dist_backend",
+        )
+
+
+def enable_symm_mem_for_group(group_name: str) -> None:
+    """Allows symmetric memory within the group of that name (CUDA)."""
+    require_initialized("enable_symm_mem_for_group")
+    from torch.distributed import _symmetric_memory
+
+    _symmetric_memory.enable_symm_mem_for_group(group_name)
+
+
+# -- cloud services that start ranks by MPI -----------------------------------------------------------------------------
+
+
+def in_aml() -> bool:
+    """Whether this is an Azure Machine Learning job."""
+    return "AZUREML_EXPERIMENT_ID" in os.environ
+
+
+def in_aws_sm() -> bool:
+    """Whether this is an AWS SageMaker job."""
+    return "SM_TRAINING_ENV" in os.environ
+
+
+def in_dlts() -> bool:
+    """Whether this is a DLTS job."""
+    return "DLTS_JOB_ID" in os.environ
+
+
+def patch_aml_env_for_torch_nccl_backend(master_port: int = 6105, verbose: bool = True) -> None:
+    """Sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from Azure ML's, and keeps NCCL off Docker's bridge."""
+    _publish_mpi(master_port, "Azure ML", verbose)
+    os.environ["NCCL_SOCKET_IFNAME"] = "^docker0,lo"
+
+
+def patch_aws_sm_env_for_torch_nccl_backend(verbose: bool = True) -> None:
+    """Sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from SageMaker's."""
+    _publish_mpi(DEFAULT_PORT, "AWS SageMaker", verbose)
+
+
+def _publish_mpi(port: int, service: str, verbose: bool) -> None:
+    environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    if "AZ_BATCH_MASTER_NODE" in environ and ":" in environ["AZ_BATCH_MASTER_NODE"]:
+        environ.setdefault("MASTER_PORT", environ["AZ_BATCH_MASTER_NODE"].split(":")[1])
+    place = discover(environ, distributed_port=port)
+    if place.world_size == 1 and "OMPI_COMM_WORLD_RANK" not in environ:
+        raise CommError(
+            f"this does not look like a process that {service} started by MPI: OMPI_COMM_WORLD_RANK is not set",
+            where="environment",
+            fix="call init_distributed(), which finds other launchers too",
+        )
+    os.environ.update(
+        RANK=str(place.rank),
+        WORLD_SIZE=str(place.world_size),
+        LOCAL_RANK=str(place.local_rank or 0),
+        MASTER_ADDR=place.master_addr or "127.0.0.1",
+        MASTER_PORT=str(place.master_port or port),
+    )
+    if verbose:
+        logger.info("%s: rank %d of %d, rank 0 at %s", service, place.rank, place.world_size, place.master_addr)
+

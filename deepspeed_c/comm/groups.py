@@ -1,0 +1,412 @@
+"""Process groups: how ranks find each other, and who is who afterwards.
+
+A group forms in two steps, so that a rank that never comes is named instead of waited for: first all ranks sign in at a
+``torch.distributed`` store (``_meet``), then ``torch.distributed`` builds its group over that store.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from datetime import timedelta
+from typing import Any, Sequence
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+
+from deepspeed_c.comm.discover import DEFAULT_PORT, Placement, discover, local_rank_of
+from deepspeed_c.env import read_env
+from deepspeed_c.errors import CommError
+from deepspeed_c.logging import logger, set_rank
+
+__all__ = [
+    "ARRIVAL_TIMEOUT",
+    "DEFAULT_TIMEOUT",
+    "default_backend",
+    "destroy_process_group",
+    "get_all_ranks_from_group",
+    "get_global_rank",
+    "get_local_rank",
+    "get_rank",
+    "get_world_group",
+    "get_world_size",
+    "init_distributed",
+    "initialize_mesh_device",
+    "is_available",
+    "is_initialized",
+    "mpi_discovery",
+    "new_group",
+    "require_initialized",
+]
+
+# How long a collective may take, where nobody says otherwise: 10 minutes as in DeepSpeed 0.19.6. DEEPSPEED_TIMEOUT (minutes) overrides it.
+DEFAULT_TIMEOUT = timedelta(minutes=10)
+# How long init_distributed waits for all ranks to come, where nobody says otherwise.
+ARRIVAL_TIMEOUT = timedelta(seconds=60)
+
+_MAX_RANKS_NAMED = 16
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = DEFAULT_PORT,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Starts ``torch.distributed`` unless it runs already; every process of the job calls it.
+
+    The place of this process comes from ``rank`` and ``world_size`` if given, else from the environment of torchrun, the
+    deepspeed_c launcher, Open MPI, MVAPICH2, PMI (MPICH, Intel MPI) or Slurm; with none of them it is the only process, which takes
+    no port. RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set in the environment where they were not, as other
+    libraries read them.
+
+    dist_backend: a ``torch.distributed`` backend; by default gloo, with an accelerator ``cpu:gloo,cuda:nccl`` (or its own backend).
+    distributed_port: port of rank 0 where MASTER_PORT is not set.
+    timeout: limit of one collective and of waiting for the ranks to come; by default ``DEFAULT_TIMEOUT`` and ``ARRIVAL_TIMEOUT``.
+    init_method: ``env://``, ``tcp://host:port`` or ``file:///path``.
+    dist_init_required: False means that it must have been started before.
+    config: a configuration with a ``comms_logger`` section (see ``configure``).
+
+    Raises ``CommError`` when the environment is incomplete or contradictory, the port is taken, or ranks do not come in time.
+    """
+    if config is not None:
+        from deepspeed_c.comm.comm import configure  # comm.py stands on this module
+
+        configure(deepspeed_config=config)
+    if dist.is_initialized():
+        _check_same_place(rank, world_size)
+        set_rank(dist.get_rank())
+        return
+    if dist_init_required is False:
+        raise CommError(
+            "torch.distributed is not initialised, and dist_init_required=False forbids to do it here",
+            where="init_distributed",
+            fix="call deepspeed_c.init_distributed() first, or leave dist_init_required unset",
+        )
+    if timeout is not None and (not isinstance(timeout, timedelta) or timeout <= timedelta(0)):
+        raise CommError(
+            f"timeout is {timeout!r}", where="init_distributed", fix="pass a positive datetime.timedelta, or None"
+        )
+    place = _place(rank, world_size, init_method, auto_mpi_discovery, distributed_port)
+    backend = dist_backend or default_backend()
+    _check_backend(backend)
+    limit, arrival = _limits(timeout)
+    try:
+        if place.world_size == 1:
+            store, n_before = dist.HashStore(), 0
+        else:
+            store, n_before = _meet(_open_store(place, init_method, arrival), place, arrival)
+        local_rank = place.local_rank if place.local_rank is not None else n_before
+        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=limit)
+    except CommError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        raise CommError(
+            f"torch.distributed could not form a group of {place.world_size} ranks over {backend}: {error}",
+            where=f"rank {place.rank}, {_address(place)}",
+            fix="see the reason above; all ranks need the same backend, and to reach each other over the network",
+        ) from error
+    set_rank(place.rank)
+    _publish(place, local_rank)
+    if verbose and place.rank == 0:
+        logger.info(
+            "torch.distributed: %d rank(s) over %s (%s), timeout %g s",
+            place.world_size,
+            backend,
+            place.source,
+            limit.total_seconds(),
+        )
+
+
+def _place(
+    rank: int, world_size: int, init_method: str | None, auto_mpi_discovery: bool, distributed_port: int
+) -> Placement:
+    if (rank >= 0) != (world_size >= 0):
+        raise CommError(
+            f"rank={rank} and world_size={world_size}: one is given without the other",
+            where="init_distributed",
+            fix="pass both, or neither and let the launcher's environment say",
+        )
+    if rank < 0:
+        environ: dict[str, str] = dict(os.environ)
+        if init_method is not None and init_method.startswith("tcp://"):
+            host, port = _tcp_address(init_method)
+            environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
+        elif init_method is not None and init_method != "env://":
+            environ.setdefault("MASTER_ADDR", init_method)  # such a method needs none
+        return discover(environ, distributed_port=distributed_port, auto_mpi_discovery=auto_mpi_discovery)
+    given = {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        if name in os.environ:
+            given[name] = os.environ[name]
+    if init_method is not None and init_method.startswith("tcp://"):
+        host, port = _tcp_address(init_method)
+        given.update(MASTER_ADDR=host, MASTER_PORT=str(port))
+    elif init_method is not None and init_method != "env://":
+        given.setdefault("MASTER_ADDR", init_method)
+    return discover(given, distributed_port=distributed_port)._replace(source="arguments")
+
+
+def _tcp_address(init_method: str) -> tuple[str, int]:
+    try:
+        parts = urlsplit(init_method)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if not host or not port:
+        raise CommError(
+            f"{init_method!r} names no host and port", where="init_method", fix="write tcp://HOST:PORT, or use env://"
+        )
+    return host, port
+
+
+def _limits(timeout: timedelta | None) -> tuple[timedelta, timedelta]:
+    """(limit of a collective, limit of waiting for the ranks)"""
+    if timeout is not None:
+        return timeout, timeout
+    minutes = read_env().timeout_minutes
+    return (DEFAULT_TIMEOUT if minutes is None else timedelta(minutes=minutes)), ARRIVAL_TIMEOUT
+
+
+def default_backend() -> str:
+    """gloo for the CPU, and beside it the backend of the accelerator that is there (nccl for CUDA)."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return "gloo"
+    own = dist.get_default_backend_for_device(accelerator.type)
+    return "gloo" if own == "gloo" else f"cpu:gloo,{accelerator.type}:{own}"
+
+
+def _check_backend(backend: str) -> None:
+    for part in backend.split(","):
+        name = part.split(":")[-1].strip()
+        if not dist.is_backend_available(name):
+            raise CommError(
+                f"this torch has no {name!r} backend",
+                where=f"dist_backend={backend!r}",
+                fix='leave dist_backend unset, or use "gloo" on CPU',
+            )
+
+
+def _check_same_place(rank: int, world_size: int) -> None:
+    have = dist.get_rank(), dist.get_world_size()
+    if rank >= 0 and world_size >= 0 and (rank, world_size) != have:
+        raise CommError(
+            f"asked to be rank {rank} of {world_size}, but torch.distributed runs here as rank {have[0]} of {have[1]}",
+            where="init_distributed",
+            fix="leave rank and world_size out, or call destroy_process_group() first",
+        )
+
+
+def _address(place: Placement) -> str:
+    return f"{place.master_addr}:{place.master_port}" if place.master_port else str(place.master_addr)
+
+
+def _open_store(place: Placement, init_method: str | None, timeout: timedelta) -> dist.Store:
+    if init_method is not None and not init_method.startswith(("env://", "tcp://")):
+        store, _, _ = next(dist.rendezvous(init_method, place.rank, place.world_size, timeout=timeout))
+        return store
+    # torchrun's agent listens at MASTER_PORT itself; otherwise rank 0 does.
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    is_host = place.rank == 0 and not has_agent
+    try:
+        return dist.TCPStore(
+            place.master_addr,
+            place.master_port,
+            place.world_size,
+            is_master=is_host,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=not has_agent,
+        )
+    except RuntimeError as error:
+        if is_host:
+            raise CommError(
+                f"rank 0 cannot listen on port {place.master_port}: {error}",
+                where=_address(place),
+                fix="another process holds the port (an earlier run?): end it, or choose another with MASTER_PORT or --master_port",
+            ) from error
+        raise CommError(
+            f"rank {place.rank} of {place.world_size} could not reach rank 0 within {timeout.total_seconds():g} s: {error}",
+            where=_address(place),
+            fix="check that rank 0 runs and that MASTER_ADDR and MASTER_PORT name its host; pass a longer timeout= for slow starts",
+        ) from error
+
+
+def _meet(store: dist.Store, place: Placement, timeout: timedelta) -> tuple[dist.Store, int]:
+    """Waits until all ranks have signed in; returns the store for the group, and how many lower ranks share this host.
+
+    A store can outlive a group (that of torchrun's agent does), so each group of a process's life gets a round of its own.
+    """
+    rank, world_size = place.rank, place.world_size
+    me = f"{socket.gethostname()} pid {os.getpid()}"
+    deadline = time.monotonic() + timeout.total_seconds()
+    try:
+        owner = store.compare_set(f"deepspeed_c/owner/{rank}", "", me).decode()
+        if owner != me:
+            raise CommError(
+                f"two processes say that they are rank {rank}: {owner} and {me}",
+                where=_address(place),
+                fix="give every process its own RANK; if an earlier run is still alive, end it or choose another MASTER_PORT",
+            )
+        round_ = store.add(f"deepspeed_c/round/{rank}", 1)
+        prefix = f"deepspeed_c/{round_}"
+        store.set(f"{prefix}/here/{rank}", me)
+        verdict = f"{prefix}/verdict"
+        if store.add(f"{prefix}/n_here", 1) == world_size:
+            store.compare_set(verdict, "", "all")
+        try:
+            store.wait([verdict], timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        except dist.DistStoreError:
+            missing = [r for r in range(world_size) if not store.check([f"{prefix}/here/{r}"])]
+            named = ", ".join(map(str, missing[:_MAX_RANKS_NAMED])) + (", ..." if missing[_MAX_RANKS_NAMED:] else "")
+            # Told to the others too, so that all of them stop with the same sentence.
+            store.compare_set(
+                verdict,
+                "",
+                f"{world_size - len(missing)} of {world_size} ranks came within {timeout.total_seconds():g} s;"
+                f" missing: rank {named}",
+            )
+        outcome = store.get(verdict).decode()
+        if outcome != "all":
+            raise CommError(
+                outcome,
+                where=f"rank {rank}, {_address(place)}",
+                fix="look at the output of the missing ranks; pass a longer timeout= if they start slowly",
+            )
+        n_before = 0
+        if place.local_rank is None:
+            hosts = [store.get(f"{prefix}/here/{r}").decode().rsplit(" pid ", 1)[0] for r in range(rank)]
+            n_before = hosts.count(me.rsplit(" pid ", 1)[0])
+    except CommError:
+        raise
+    except RuntimeError as error:
+        raise CommError(
+            f"rank {rank} of {world_size} lost rank 0 while the ranks gathered: {error}",
+            where=_address(place),
+            fix="look at rank 0's output: it has stopped",
+        ) from error
+    return dist.PrefixStore(f"{prefix}/group", store), n_before
+
+
+def _publish(place: Placement, local_rank: int) -> None:
+    os.environ.setdefault("RANK", str(place.rank))
+    os.environ.setdefault("WORLD_SIZE", str(place.world_size))
+    os.environ.setdefault("LOCAL_RANK", str(local_rank))
+    if place.master_port:
+        os.environ.setdefault("MASTER_ADDR", str(place.master_addr))
+        os.environ.setdefault("MASTER_PORT", str(place.master_port))
+
+
+def mpi_discovery(distributed_port: int = DEFAULT_PORT, verbose: bool = True) -> None:
+    """Sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from what MPI, PMI or Slurm left in the environment.
+
+    One process of its own gets rank 0 of 1. Raises ``CommError`` as ``init_distributed`` does.
+    """
+    others = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    place = discover(others, distributed_port=distributed_port)
+    os.environ.update(
+        RANK=str(place.rank),
+        WORLD_SIZE=str(place.world_size),
+        LOCAL_RANK=str(place.local_rank if place.local_rank is not None else 0),
+        MASTER_ADDR=place.master_addr or "127.0.0.1",
+        MASTER_PORT=str(place.master_port or distributed_port),
+    )
+    if verbose:
+        logger.info("%s: rank %d of %d, rank 0 at %s", place.source, place.rank, place.world_size, _address(place))
+
+
+def is_available() -> bool:
+    """Whether this torch can communicate at all."""
+    return dist.is_available()
+
+
+def is_initialized() -> bool:
+    """Whether the default group exists (formed here or by the user)."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def require_initialized(where: str) -> None:
+    """Raises ``CommError`` unless the default group exists."""
+    if not is_initialized():
+        raise CommError(
+            "torch.distributed is not initialised",
+            where=where,
+            fix="call deepspeed_c.init_distributed() (deepspeed_c.initialize() does it)",
+        )
+
+
+def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
+    """Ends ``group``, by default all groups. Does nothing when there is none."""
+    if is_initialized():
+        dist.destroy_process_group(group)
+
+
+def new_group(ranks: Sequence[int] | None = None, timeout: timedelta | None = None) -> dist.ProcessGroup:
+    """A group of global ``ranks``; all ranks of the world call it, in the same order. ``timeout`` as in ``init_distributed``."""
+    require_initialized("new_group")
+    world_size = dist.get_world_size()
+    ranks = list(range(world_size)) if ranks is None else list(ranks)
+    if not ranks or len(set(ranks)) != len(ranks) or min(ranks) < 0 or max(ranks) >= world_size:
+        raise CommError(
+            f"{ranks} is no set of ranks in a world of {world_size}",
+            where="new_group",
+            fix=f"name at least one rank, each once, between 0 and {world_size - 1}",
+        )
+    # torch would fall back to its own default (30 minutes) instead of ours.
+    return dist.new_group(ranks, timeout=_limits(timeout)[0])
+
+
+def get_world_group() -> dist.ProcessGroup:
+    """The group of all ranks."""
+    require_initialized("get_world_group")
+    return dist.group.WORLD
+
+
+def get_world_size(group: dist.ProcessGroup | None = None) -> int:
+    """How many ranks ``group`` has; -1 when this process is not one of them."""
+    require_initialized("get_world_size")
+    return dist.get_world_size(group)
+
+
+def get_rank(group: dist.ProcessGroup | None = None) -> int:
+    """This process's rank within ``group``; -1 when it is not part of it."""
+    require_initialized("get_rank")
+    return dist.get_rank(group)
+
+
+def get_local_rank() -> int:
+    """This process's number among those on its host: LOCAL_RANK, which ``init_distributed`` sets where the launcher did not."""
+    require_initialized("get_local_rank")
+    return local_rank_of(os.environ)
+
+
+def get_global_rank(group: dist.ProcessGroup | None = None, group_rank: int = 0) -> int:
+    """The world's number of rank ``group_rank`` of ``group``."""
+    require_initialized("get_global_rank")
+    return group_rank if group is None else dist.get_global_rank(group, group_rank)
+
+
+def get_all_ranks_from_group(group: dist.ProcessGroup | None = None) -> list[int]:
+    """The world's numbers of all ranks of ``group``, in its order."""
+    require_initialized("get_all_ranks_from_group")
+    return dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+
+
+def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> Any:
+    """A ``DeviceMesh`` over all ranks, on the accelerator if there is one, else on the CPU."""
+    require_initialized("initialize_mesh_device")
+    from torch.distributed.device_mesh import init_device_mesh
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return init_device_mesh(
+        "cpu" if accelerator is None else accelerator.type, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names)
+    )

@@ -1,0 +1,447 @@
+"""comm/collectives.py against sums in fp64, for every dtype, worlds 1 to 3, awkward lengths and both ways a backend can go."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deepspeed_c.comm import collectives
+from deepspeed_c.comm.collectives import GENERIC, GLOO, Collectives, Scratch, Work
+from deepspeed_c.errors import CommError
+from tests.ranks import RanksFailed
+
+WORLDS = [1, 2, 3]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SLICES = [0, 1, 7, 16, 257, 4099]
+WAYS = {"gloo": GLOO, "generic": GENERIC}
+
+
+def plain_reduce(srcs, scale, accumulate, out):
+    """The kernel's formula: sum in rank order in f32, one rounding."""
+    total = torch.zeros(out.shape, dtype=torch.float32)
+    for src in srcs:
+        total = total + src.to(torch.float32)
+    total = total * scale
+    if accumulate:
+        total = total + out.to(torch.float32)
+    out.copy_(total)
+
+
+def kernel_of(name):
+    if name == "plain":
+        return plain_reduce
+    pytest.importorskip("deepspeed_c._C", reason="the extension is not built")
+    return None
+
+
+@pytest.fixture(params=["plain", "ours"])
+def kernel(request):
+    kernel_of(request.param)
+    return request.param
+
+
+def data(rank, numel, dtype, seed=0):
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def make(kernel, way=None):
+    comm = Collectives(scratch=Scratch(poison=True), reduce=kernel_of(kernel))
+    if way is not None:
+        comm._backends = {"cpu": WAYS[way]}
+    return comm
+
+
+def check_close(got, want, magnitude, out_dtype, travel_dtype, n, what):
+    """One rounding to out's dtype, and n roundings to the dtype that the sum runs in (a backend sums in what travels)."""
+    bound = torch.finfo(out_dtype).eps * want.abs() + n * torch.finfo(travel_dtype).eps * magnitude + 1e-7
+    error = (got.double() - want).abs()
+    worst = int((error - bound).argmax()) if error.numel() else 0
+    assert bool((error <= bound).all()), (
+        f"{what}: element {worst} is {got[worst].item()!r}, fp64 gives {want[worst].item()!r}, bound {bound[worst].item():.3e}"
+    )
+
+
+def reduce_scatter_body(rank, world, kernel, way):
+    comm = make(kernel, way)
+    for dtype in DTYPES:
+        for out_dtype in {dtype, torch.float32}:
+            for numel in SLICES:
+                for scale, accumulate in [(1.0, False), (0.5, True), (1 / 3, False), (1.0, True)]:
+                    inputs = [data(r, world * numel, dtype) for r in range(world)]
+                    flat = inputs[rank].clone()
+                    out = data(rank, numel, out_dtype, seed=9)
+                    begin = out.clone().double()
+                    comm.reduce_scatter(flat, out, scale=scale, accumulate=accumulate).wait()
+                    mine = [x[rank * numel : (rank + 1) * numel].double() for x in inputs]
+                    want = scale * sum(mine) + (begin if accumulate else 0)
+                    magnitude = abs(scale) * sum(x.abs() for x in mine) + begin.abs()
+                    travel = torch.float32 if way == "gloo" or world == 1 else dtype
+                    what = f"{way} {dtype}->{out_dtype} world {world} slice {numel} scale {scale} accumulate {accumulate}"
+                    check_close(out, want, magnitude, out_dtype, travel, world, what)
+                    assert torch.equal(flat, inputs[rank]), f"{what}: the input was written"
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("world", WORLDS)
+def test_reduce_scatter_equals_fp64(run_ranks, world, way, kernel):
+    run_ranks(world, reduce_scatter_body, kernel, way)
+
+
+def in_place_body(rank, world, kernel):
+    """out may be the rank's own slice of flat, as at ZeRO stage 1."""
+    comm = make(kernel)
+    for dtype in DTYPES:
+        for numel in SLICES:
+            inputs = [data(r, world * numel, dtype) for r in range(world)]
+            flat = inputs[rank].clone()
+            comm.reduce_scatter(flat, comm.own_slice(flat), scale=0.25).wait()
+            mine = [x[rank * numel : (rank + 1) * numel] for x in inputs]
+            want = torch.empty(numel, dtype=dtype)
+            plain_reduce(mine, 0.25, False, want)
+            got = comm.own_slice(flat)
+            assert torch.equal(got, want), f"{dtype} slice {numel}: {got} instead of {want}"
+            expected = inputs[rank].clone()
+            comm.own_slice(expected).copy_(want)
+            assert torch.equal(flat, expected), f"{dtype} slice {numel}: other ranks' slices were written"
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_reduce_scatter_into_own_slice(run_ranks, world, kernel):
+    run_ranks(world, in_place_body, kernel)
+
+
+def all_gather_body(rank, world, way, use_broadcast):
+    comm = make("plain", way)
+    for dtype in [*DTYPES, torch.float64, torch.int64, torch.uint8]:
+        for numel in SLICES:
+            whole = torch.arange(world * numel, dtype=torch.int64).remainder(251).to(dtype)
+            flat = torch.full_like(whole, 3)
+            comm.own_slice(flat).copy_(comm.own_slice(whole))
+            comm.all_gather(flat, use_broadcast=use_broadcast).wait()
+            assert torch.equal(flat, whole), f"{dtype} slice {numel}: {flat} instead of {whole}"
+
+
+@pytest.mark.parametrize("use_broadcast", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("world", WORLDS)
+def test_all_gather_fills_every_slice(run_ranks, world, way, use_broadcast):
+    run_ranks(world, all_gather_body, way, use_broadcast)
+
+
+def all_reduce_body(rank, world, kernel, way):
+    comm = make(kernel, way)
+    for dtype in DTYPES:
+        for numel in [0, 1, 2, 3, 5, 17, 4099, 12289]:  # among them fewer elements than ranks
+            for scale in (1.0, 1 / 3):
+                inputs = [data(r, numel, dtype) for r in range(world)]
+                flat = inputs[rank].clone()
+                comm.all_reduce(flat, scale=scale).wait()
+                want = scale * sum(x.double() for x in inputs)
+                magnitude = scale * sum(x.double().abs() for x in inputs)
+                ours = way == "gloo" and dtype != torch.float32
+                travel = torch.float32 if ours or world == 1 else dtype
+                what = f"{way} {dtype} world {world} numel {numel} scale {scale}"
+                check_close(flat, want, magnitude, dtype, travel, world, what)
+                bits = flat.view(torch.uint8).tolist()
+                assert all(other == bits for other in comm.gather_objects(bits)), f"{what}: ranks got different bits"
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("world", WORLDS)
+def test_all_reduce_equals_fp64_and_ranks_agree(run_ranks, world, way, kernel):
+    run_ranks(world, all_reduce_body, kernel, way)
+
+
+def same_bits_body(rank, world):
+    comm = make("plain")
+    results = []
+    for _ in range(3):
+        inputs = [data(r, 3001, torch.bfloat16) for r in range(world)]
+        flat, sharded = inputs[rank].clone(), torch.cat([inputs[rank], torch.zeros(-3001 % world, dtype=torch.bfloat16)])
+        comm.all_reduce(flat).wait()
+        out = torch.empty(sharded.numel() // world, dtype=torch.bfloat16)
+        comm.reduce_scatter(sharded, out).wait()
+        whole = torch.cat(comm.all_gather_list(out))[:3001]
+        assert torch.equal(flat, whole), "all_reduce and reduce_scatter of the same gradients differ in bits"
+        results.append(flat)
+    assert all(torch.equal(results[0], other) for other in results[1:]), "three runs gave different bits"
+
+
+def test_sums_of_16_bit_gradients_have_the_same_bits_at_every_stage(run_ranks):
+    run_ranks(3, same_bits_body)
+
+
+def special_values_body(rank, world):
+    comm = make("plain")
+    for dtype in DTYPES:
+        biggest = torch.finfo(dtype).max
+        tiny = torch.finfo(dtype).smallest_normal / 2
+        rows = [[1.0, float("inf")], [float("inf"), float("-inf")], [float("nan"), 0.0], [-0.0, -0.0], [tiny, tiny], [biggest, 0.0]]
+        flat = torch.tensor([row[rank] for row in rows], dtype=dtype)
+        comm.all_reduce(flat).wait()
+        got = flat.tolist()
+        assert got[0] == float("inf") and got[1] != got[1] and got[2] != got[2], f"{dtype}: {got}"
+        assert got[3] == 0.0 and got[4] == 2 * tiny and got[5] == biggest, f"{dtype}: {got}"
+
+
+def test_infinities_nan_and_subnormals_survive(run_ranks):
+    run_ranks(2, special_values_body)
+
+
+def in_flight_body(rank, world):
+    """Many works at once, waited for late and twice, sharing a scratch pool."""
+    comm = make("plain")
+    numel, n = 501, 8
+    flats = [data(rank, world * numel, torch.float32, seed=i) for i in range(n)]
+    outs = [torch.empty(numel) for _ in range(n)]
+    works = [comm.reduce_scatter(flat, out) for flat, out in zip(flats, outs)]
+    gathered = torch.zeros(world * 5)
+    comm.own_slice(gathered).fill_(rank + 1)
+    works.append(comm.all_gather(gathered))
+    ran = []
+    works[0].then(lambda: ran.append("first")).then(lambda: ran.append("second"))
+    for work in works:
+        work.wait()
+        work.wait()
+    assert ran == ["first", "second"], ran
+    works[0].then(lambda: ran.append("at once"))
+    assert ran[-1] == "at once"
+    for i, out in enumerate(outs):
+        mine = [data(r, world * numel, torch.float32, seed=i)[rank * numel : (rank + 1) * numel] for r in range(world)]
+        want = sum(x.double() for x in mine)
+        check_close(out, want, sum(x.double().abs() for x in mine), torch.float32, torch.float32, world, f"work {i}")
+    assert gathered.tolist() == [float(r + 1) for r in range(world) for _ in range(5)]
+    bytes_after_first = comm.scratch.nbytes
+    for flat, out in zip(flats, outs):
+        comm.reduce_scatter(flat, out).wait()
+    assert comm.scratch.nbytes == bytes_after_first, (comm.scratch.nbytes, bytes_after_first)
+    comm.close()
+    assert comm.scratch.nbytes == 0
+
+
+def test_many_works_in_flight(run_ranks):
+    run_ranks(3, in_flight_body)
+
+
+def numbers_body(rank, world):
+    comm = make("plain")
+    assert comm.gather_numbers(rank * 10**15) == [r * 10**15 for r in range(world)]
+    assert comm.gather_numbers(rank + 0.5) == [r + 0.5 for r in range(world)]
+    assert all(isinstance(n, int) for n in comm.gather_numbers(rank))
+    sums = comm.sum_numbers([1.0, rank, 1e300, float("inf") if rank == 0 else 0.0])
+    assert sums == [world, world * (world - 1) / 2, world * 1e300, float("inf")], sums
+    assert comm.sum_numbers([]) == []
+    assert comm.gather_objects({"rank": rank}) == [{"rank": r} for r in range(world)]
+    tensor = torch.full((2, 3), float(rank), dtype=torch.bfloat16)
+    assert [t.tolist() for t in comm.all_gather_list(tensor)] == [[[float(r)] * 3] * 2 for r in range(world)]
+    sent = torch.full((2, 2), rank, dtype=torch.int32)
+    comm.broadcast(sent, world - 1)
+    assert sent.tolist() == [[world - 1] * 2] * 2
+    comm.broadcast(torch.empty(0), 0)
+    comm.barrier()
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_numbers_objects_and_broadcast(run_ranks, world):
+    run_ranks(world, numbers_body)
+
+
+def bits_body(rank, world):
+    comm = make("plain")
+    for dtype in [torch.float32, torch.bfloat16, torch.float64]:
+        whole = torch.tensor([1.5, -0.0, float("nan"), float("-inf"), 3e-39, -7.0, 0.1], dtype=dtype)
+        mine = torch.zeros_like(whole)
+        mine[rank::world] = whole[rank::world]
+        comm.sum_disjoint_bits(mine)
+        assert mine.view(torch.uint8).tolist() == whole.view(torch.uint8).tolist(), (dtype, mine, whole)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_sum_disjoint_bits_is_exact(run_ranks, world):
+    run_ranks(world, bits_body)
+
+
+def subgroup_body(rank, world):
+    group = dist.new_group([2, 0])
+    if rank in (0, 2):
+        comm = Collectives(group, scratch=Scratch(poison=True), reduce=plain_reduce)
+        assert comm.world_size == 2 and comm.global_ranks == dist.get_process_group_ranks(group)
+        flat = torch.tensor([1.0, 2.0]) * (rank + 1)
+        out = torch.empty(1)
+        comm.reduce_scatter(flat, out).wait()
+        assert out.item() == [4.0, 8.0][comm.rank], out
+        gathered = torch.full((2,), float("nan"))
+        comm.own_slice(gathered).copy_(out)
+        comm.all_gather(gathered).wait()
+        assert gathered.tolist() == [4.0, 8.0], gathered
+        sent = torch.tensor([float(rank)])
+        comm.broadcast(sent, 1)
+        assert sent.item() == comm.global_ranks[1]
+    else:
+        with pytest.raises(CommError, match="not part of the group"):
+            Collectives(group, reduce=plain_reduce)
+    dist.barrier()
+
+
+def test_a_subgroup_talks_among_itself(run_ranks):
+    run_ranks(3, subgroup_body)
+
+
+def silent_body(rank, world):
+    comm = make("plain")
+    names = ("broadcast", "all_reduce", "all_to_all_single", "all_gather_object")
+    saved = {name: getattr(dist, name) for name in names}
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("one rank talked to torch.distributed")
+
+    for name in names:
+        setattr(dist, name, refuse)
+    try:
+        flat = torch.ones(5)
+        comm.all_reduce(flat, scale=0.5).wait()
+        assert flat.tolist() == [0.5] * 5
+        out = torch.ones(5)
+        comm.reduce_scatter(flat, out, accumulate=True).wait()
+        assert out.tolist() == [1.5] * 5
+        comm.all_gather(flat).wait()
+        comm.broadcast(flat, 0)
+        comm.sum_disjoint_bits(flat)
+        assert comm.gather_numbers(4) == [4] and comm.sum_numbers([2]) == [2.0] and comm.gather_objects("x") == ["x"]
+    finally:
+        for name, function in saved.items():
+            setattr(dist, name, function)
+
+
+def test_one_rank_sends_nothing(run_ranks):
+    run_ranks(1, silent_body)
+
+
+def misuse_body(rank, world):
+    comm = make("plain")
+    with pytest.raises(ValueError, match="flat has 5 elements; 2 ranks times 2"):
+        comm.reduce_scatter(torch.ones(5), torch.ones(2))
+    with pytest.raises(ValueError, match="5 elements, no multiple of 2 ranks"):
+        comm.all_gather(torch.ones(5))
+    with pytest.raises(ValueError, match="contiguous one-dimensional"):
+        comm.all_reduce(torch.ones(4, 2))
+    with pytest.raises(ValueError, match="contiguous one-dimensional"):
+        comm.all_reduce(torch.ones(8)[::2])
+    with pytest.raises(CommError, match="no backend for meta tensors"):
+        comm.all_reduce(torch.ones(4, device="meta"))
+
+
+def test_wrong_arguments_are_refused_before_anything_is_sent(run_ranks):
+    run_ranks(2, misuse_body)
+
+
+def dying_body(rank, world):
+    comm = make("plain")
+    comm.barrier()
+    if rank == 1:
+        import os
+
+        os._exit(7)
+    begin = time.monotonic()
+    work = comm.reduce_scatter(torch.ones(2 << 20), torch.ones(1 << 20))
+    with pytest.raises(CommError, match="reduce_scatter of 2097152 torch.float32 failed") as caught:
+        work.wait()
+    assert "look at the output of the other ranks" in str(caught.value)
+    with pytest.raises(CommError):
+        work.wait()
+    assert time.monotonic() - begin < 30
+
+
+def test_a_dead_rank_is_an_error_and_no_hang(run_ranks):
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(2, dying_body, fresh=True, timeout=50, grace=40)
+    kinds = [outcome.kind for outcome in failed.value.outcomes]
+    assert kinds == ["returned", "died"], str(failed.value)
+
+
+def test_scratch_reuses_and_replaces():
+    cpu = torch.device("cpu")
+    scratch = Scratch()
+    small = scratch.take(10, torch.float32, cpu)
+    assert small.shape == (10,) and small.dtype == torch.float32
+    address = small.data_ptr()
+    scratch.give(small)
+    again = scratch.take(20, torch.bfloat16, cpu)
+    assert again.data_ptr() == address, "a buffer that fits was not reused"
+    scratch.give(again)
+    held = scratch.nbytes
+    large = scratch.take(100_000, torch.float32, cpu)
+    assert scratch.nbytes >= 400_000 and scratch.nbytes < 400_000 + held + 4096
+    other = scratch.take(1, torch.float16, cpu)
+    assert other.data_ptr() != large.data_ptr()
+    scratch.give(large)
+    scratch.give(other)
+    assert scratch.take(0, torch.float32, cpu).numel() == 0
+    scratch.clear()
+    poisoned = Scratch(poison=True)
+    for dtype in DTYPES:
+        assert poisoned.take(33, dtype, cpu).isnan().all(), dtype
+
+
+def test_scratch_never_lends_the_same_bytes_twice():
+    import random
+
+    rng = random.Random(5)
+    scratch, lent = Scratch(), []
+    for step in range(500):
+        if lent and rng.random() < 0.5:
+            tensor, value = lent.pop(rng.randrange(len(lent)))
+            assert (tensor == value).all(), f"step {step}: somebody wrote to a lent buffer"
+            scratch.give(tensor)
+        else:
+            tensor = scratch.take(rng.randrange(1, 5000), torch.float32, torch.device("cpu")).fill_(step)
+            lent.append((tensor, step))
+
+
+class _Handle:
+    def __init__(self, error=None):
+        self.error, self.n_waits = error, 0
+
+    def wait(self):
+        self.n_waits += 1
+        if self.error is not None:
+            raise self.error
+
+
+def test_work_waits_once_and_for_every_handle():
+    handles, ran = [_Handle(), _Handle()], []
+    work = Work(handles, finish=lambda: ran.append(1))
+    work.then(lambda: ran.append(2))
+    work.wait()
+    work.wait()
+    assert [h.n_waits for h in handles] == [1, 1] and ran == [1, 2]
+    bad = [_Handle(RuntimeError("peer gone")), _Handle()]
+    work = Work(bad, finish=lambda: ran.append(3), what="all_gather")
+    for _ in range(2):
+        with pytest.raises(CommError, match="all_gather failed: peer gone"):
+            work.wait()
+    assert [h.n_waits for h in bad] == [1, 1] and ran == [1, 2]
+    with pytest.raises(CommError, match="peer gone"):
+        work.then(lambda: ran.append(4))
+    ran.clear()
+    Work.done().then(lambda: ran.append(5)).wait()
+    assert ran == [5]
+
+
+def test_new_names_are_used_where_torch_has_them():
+    if hasattr(dist, "all_gather_single"):
+        assert collectives.all_gather_single is dist.all_gather_single
+        assert collectives.reduce_scatter_single is dist.reduce_scatter_single
+    else:
+        assert collectives.all_gather_single is dist.all_gather_into_tensor
+
+
+def test_without_a_group_the_error_says_what_to_call():
+    if dist.is_initialized():
+        pytest.skip("another test left a group in this process")
+    with pytest.raises(CommError, match="init_distributed"):
+        Collectives()
