@@ -30,8 +30,15 @@ def nearest(word: str, names: Iterable[str]) -> list[str]:
     def plain(name: str) -> str:
         return name.lower().replace("-", "_")
 
-    scored = [(distance(plain(word), plain(name)), name) for name in dict.fromkeys(names)]
-    best = min((score for score, _ in scored), default=0)
-    if not scored or best > max(1, len(word) // 3):
-        return []
-    return sorted(name for score, name in scored if score == best)
+    best, hits = max(1, len(word) // 3), []
+    target = plain(word)
+    for name in dict.fromkeys(names):
+        # Words whose lengths differ by more than the edits allowed need not be compared.
+        if abs(len(name) - len(word)) > best:
+            continue
+        edits = distance(target, plain(name))
+        if edits < best:
+            best, hits = edits, [name]
+        elif edits == best:
+            hits.append(name)
+    return sorted(hits)
