@@ -1,0 +1,15 @@
+/* Prints the instruction sets that this build holds and this processor runs, one a line: what the runners loop over. */
+#include "dsc/kernels.h"
+
+#include <stdio.h>
+
+int main(void)
+{
+    bool is_runnable;
+    const char *name;
+
+    for (int32_t i = 0; (name = dsc_cpu_isa_at(i, &is_runnable)) != NULL; i++)
+        if (is_runnable)
+            puts(name);
+    return 0;
+}
