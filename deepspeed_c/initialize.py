@@ -82,7 +82,7 @@ def initialize(
     log_dist(settings.summary_line(), ranks=[0])
 
     check_same_text(
-        "the configuration", settings.lines(), comm, "start all ranks with the same configuration file"
+        "the configuration", settings.table(everything=True).splitlines(), comm, "start all ranks with the same configuration file"
     )
     check_same_model(model, comm)
     device = torch.device(get_accelerator().current_device_name())
@@ -135,14 +135,12 @@ def _shard(
     """Lays the trained parameters out in units, hooks their gradients, and points the optimizer at this rank's shards."""
     sharding = STAGES[config.zero.stage]
     names = {id(p): (name, i) for i, (name, p) in enumerate(model.named_parameters())}
-    # One list of buckets serves both directions, so the smaller limit holds.
-    bucket_elems = min(config.zero.reduce_bucket_size, config.zero.allgather_bucket_size or config.zero.reduce_bucket_size)
     units = build_units(
         [group["params"] for group in base.param_groups],
         names,
         n_shards=comm.world_size if sharding.optimizer else 1,
         shard_rank=comm.rank if sharding.optimizer else 0,
-        bucket_elems=bucket_elems,
+        bucket_elems=_bucket_elems(config, base),
         dtypes_of=precision.dtypes_of,
     )
     overlap = config.zero.overlap_comm
@@ -171,6 +169,22 @@ def _shard(
         allow_untested=config.zero_allow_untested_optimizer,
         ignores_unused=config.zero.ignore_unused_parameters,
     )
+
+
+# Unless the user sizes the buckets, a model fills at least this many: what is reduced while backward runs is all but the last one,
+# and stage 2 holds one or two of them beside its shard. Smaller ones than the floor cost more in latency than they hide.
+DEFAULT_BUCKETS = 16
+DEFAULT_BUCKET_FLOOR_ELEMS = 1 << 20
+
+
+def _bucket_elems(config: Config, base: torch.optim.Optimizer) -> int:
+    """Most elements of a bucket. One list of buckets serves both directions, so the smaller limit of the two keys holds."""
+    zero = config.zero
+    limit = min(zero.reduce_bucket_size, zero.allgather_bucket_size or zero.reduce_bucket_size)
+    if config.source_of("zero_optimization.reduce_bucket_size") in ("default", "auto"):
+        n_elems = sum(p.numel() for group in base.param_groups for p in group["params"])
+        limit = min(limit, max(n_elems // DEFAULT_BUCKETS, DEFAULT_BUCKET_FLOOR_ELEMS))
+    return limit
 
 
 def _build_scheduler(config: Config, client: Any, base: torch.optim.Optimizer | None) -> Any:

@@ -17,6 +17,7 @@ from deepspeed_c.data.loader import DeepSpeedDataLoader
 from deepspeed_c.engine.boundary import scale_outputs, watch_outputs
 from deepspeed_c.engine.getters import ConfigGetters
 from deepspeed_c.engine.precision import Precision
+from deepspeed_c.env import read_env
 from deepspeed_c.errors import BackwardError, BatchSizeError, FeatureError, ModelError, StateError
 from deepspeed_c.logging import log_dist, logger
 from deepspeed_c.profile.timers import EngineTimers, see_memory_usage
@@ -60,7 +61,7 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
         self.optimizer, self.lr_scheduler, self.training_dataloader = optimizer, lr_scheduler, training_dataloader
         self.config = config.as_dict()
         self.dp_world_size, self.global_rank, self.world_size = comm.world_size, comm.rank, comm.world_size
-        self.local_rank = config.env.local_rank
+        self.local_rank = read_env().local_rank
         self._batch = config.batch
         self.global_steps = self.micro_steps = self.global_samples = self.skipped_steps = 0
         self._boundary_override: bool | None = None
@@ -241,7 +242,7 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
                 fix=f"choose a multiple of {per_step}",
             )
         self._require_window_start("set_train_batch_size")
-        self._batch = self._batch.replace(
+        self._batch = self._batch._replace(
             train_batch_size=train_batch_size, accumulation_steps=train_batch_size // per_step
         )
 
@@ -253,7 +254,7 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
             )
         self._require_window_start("set_train_micro_batch_size")
         gas = self.gradient_accumulation_steps()
-        self._batch = self._batch.replace(
+        self._batch = self._batch._replace(
             train_batch_size=micro_batch_size * gas * self.dp_world_size, micro_batch_size=micro_batch_size
         )
 

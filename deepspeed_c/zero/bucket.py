@@ -75,7 +75,7 @@ class Bucket:
         self._is_replicated, self._use_reduce_scatter = is_replicated, use_reduce_scatter
         self._pre_factor = pre_factor
         self._position = {slot: i for i, slot in enumerate(self.slots)}
-        self._begin = unit.bucket_begin(index)
+        self._begin = unit.bucket_begin[index]
         self._streams: set = set()
         self.reset()
 

@@ -7,7 +7,7 @@ weights. A fused base of ours does unscale, clip, decay, moments, update and 16-
 from __future__ import annotations
 
 import math
-from typing import Any, Callable, Iterable, NamedTuple
+from typing import Any, Callable, Iterable
 
 import torch
 
@@ -17,49 +17,14 @@ from deepspeed_c.errors import LossScaleError, NonFiniteLossError, OptimizerErro
 from deepspeed_c.logging import logger
 from deepspeed_c.ops.muon import Muon
 from deepspeed_c.ops.optim import FusedOptimizer
+from deepspeed_c.zero.entries import Entry, point_at_shards
 from deepspeed_c.zero.reducer import GradientReducer, WindowFacts
 from deepspeed_c.zero.unit import Fragment, Slot, Unit
 
 __all__ = ["DeepSpeedOptimizer", "ZeroOptimizer"]
 
-# torch's own elementwise optimizers: a slice of a parameter may be updated without the rest of it.
-ELEMENTWISE = (
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.Adamax,
-    torch.optim.ASGD,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
-)
-
-
 class DeepSpeedOptimizer:
     """What every optimizer that an engine returns is an instance of."""
-
-
-class Entry(NamedTuple):
-    """One tensor that the base optimizer sees: this rank's slice of a bucket, or its piece of one parameter."""
-
-    param: torch.nn.Parameter
-    unit: Unit
-    bucket: int
-    fragment: Fragment | None
-
-    def part_of(self, slices: list[torch.Tensor]) -> torch.Tensor:
-        """The same elements in another list of slices (gradients, parameters)."""
-        if self.fragment is None:
-            return slices[self.bucket]
-        return self.unit.piece(slices, self.fragment).view(self.param.shape)
-
-
-def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    return getattr(optimizer, "is_elementwise", None) or (
-        type(optimizer) in ELEMENTWISE or type(optimizer) is torch.optim.AdamW
-    )
 
 
 class ZeroOptimizer(DeepSpeedOptimizer):
@@ -91,93 +56,12 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         self.overflow = False
         self._norm: float | None = None
         self._has_bad_loss: torch.Tensor | bool = False
-        self._point_base_at_shards(allow_untested)
-
-    # -- building ---------------------------------------------------------------------------------------------------
-
-    def _point_base_at_shards(self, allow_untested: bool) -> None:
-        base = self.optimizer
-        if is_elementwise(base):
-            by_fragment = False
-        elif not self.is_sharded or isinstance(base, FusedOptimizer):
-            by_fragment = True
-        elif allow_untested and type(base).__module__.split(".")[0] != "torch":
-            by_fragment = False
-        else:
-            raise OptimizerError(
-                f"{type(base).__name__} is not known to be elementwise, so it cannot be applied to pieces of parameters",
-                where="optimizer with zero_optimization.stage >= 1",
-                fix="use stage 0, or an elementwise optimizer (Adam, AdamW, SGD, ...); for a class of your own that is elementwise set"
-                ' "zero_allow_untested_optimizer": true',
-            )
-        old_state = dict(base.state)
-        base.state.clear()
-        self.entries: list[Entry] = []
-        for index, group in enumerate(base.param_groups):
-            mine: list[Entry] = []
-            for unit in self.units:
-                if unit.group != index:
-                    continue
-                for bucket in range(unit.n_buckets):
-                    if by_fragment:
-                        for fragment in unit.fragments:
-                            if fragment.slot.bucket == bucket:
-                                piece = unit.piece(unit.master, fragment)
-                                if fragment.numel == fragment.slot.numel:
-                                    piece = piece.view(fragment.slot.shape)
-                                mine.append(Entry(torch.nn.Parameter(piece), unit, bucket, fragment))
-                    elif unit.slice_numel(bucket):
-                        mine.append(Entry(torch.nn.Parameter(unit.master[bucket]), unit, bucket, None))
-            group["params"] = [entry.param for entry in mine]
-            self.entries += mine
+        self.entries = point_at_shards(base, units, is_sharded=self.is_sharded, allow_untested=allow_untested)
         self._by_bucket: dict[tuple[Unit, int], list[Entry]] = {}
         for entry in self.entries:
             self._by_bucket.setdefault((entry.unit, entry.bucket), []).append(entry)
         # Forward order of use: what the next forward needs first is updated and gathered first.
-        self._order = [(b.unit, b.index) for b in reversed(self.reducer.buckets)]
-        if old_state:
-            self._adopt_state(old_state)
-
-    def _adopt_state(self, old: dict[torch.nn.Parameter, dict[str, Any]]) -> None:
-        """Carries what the base optimizer already knew about whole parameters over to the slices (resumed or eagerly made state)."""
-        for entry in self.entries:
-            fragments = (
-                [entry.fragment]
-                if entry.fragment is not None
-                else [f for f in entry.unit.fragments if f.slot.bucket == entry.bucket]
-            )
-            known = [f for f in fragments if old.get(f.slot.param)]
-            if not known:
-                continue
-            if len(known) < len(fragments):
-                missing = next(f.slot.name for f in fragments if f not in known)
-                raise OptimizerError(
-                    "the optimizer has state for some parameters and none for others, which share a bucket",
-                    where=missing,
-                    fix="pass a fresh optimizer, or one that has stepped all of its parameters",
-                )
-            new = self.optimizer.state[entry.param]
-            begin = entry.unit.layout.shard_offset[entry.bucket]
-            for key, value in old[known[0].slot.param].items():
-                if torch.is_tensor(value) and value.shape == known[0].slot.shape and value.dim() > 0:
-                    whole = torch.zeros(entry.param.numel(), dtype=value.dtype, device=entry.param.device)
-                    for f in fragments:
-                        at = 0 if entry.fragment is not None else f.shard_begin - begin
-                        piece = old[f.slot.param][key].reshape(-1).narrow(0, f.begin, f.numel)
-                        whole.narrow(0, at, f.numel).copy_(piece)
-                    new[key] = whole.view(entry.param.shape)
-                    continue
-                for f in known[1:]:
-                    other = old[f.slot.param][key]
-                    if (torch.is_tensor(value) and not torch.equal(value, other)) or (
-                        not torch.is_tensor(value) and value != other
-                    ):
-                        raise OptimizerError(
-                            f"the optimizer's {key!r} differs between parameters ({value} and {other})",
-                            where=f.slot.name,
-                            fix="pass a fresh optimizer, or one that has stepped all of its parameters equally often",
-                        )
-                new[key] = value
+        self._order = [(b.unit, b.index) for b in reversed(reducer.buckets)]
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
@@ -336,7 +220,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         params, grads, copies = self._tensors(entries)
         base.momentum_tensors(unit.group, params, grads, [e.part_of(own) for e in entries], grad_scale)
         self.comm.all_gather(whole).wait()
-        begin = unit.bucket_begin(bucket)
+        begin = unit.bucket_begin[bucket]
         updates = []
         for entry in entries:
             fragment = entry.fragment
@@ -357,7 +241,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         for unit, bucket in self._order:
             for entry in self._by_bucket.get((unit, bucket), []):
                 entry.param.grad = None
-            if not unit.master_is_param and unit.slice_numel(bucket):
+            if not unit.master_is_param and unit.slice_elems[bucket]:
                 torch.ops.deepspeed_c.flat_cast_(unit.master[bucket], unit.param_slice(bucket))
             kept.restore(unit, bucket)
             works.append(self._gather(unit, bucket))
@@ -394,7 +278,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
     @staticmethod
     def _at(fragment: Fragment) -> int:
         """First element of a fragment within this rank's slice of its bucket."""
-        return fragment.shard_begin - fragment.slot.unit.layout.shard_offset[fragment.slot.bucket]
+        return fragment.shard_begin - fragment.slot.unit.shard_offset[fragment.slot.bucket]
 
     def _entry_of(self, slot: Slot) -> Entry:
         entries = self._by_bucket[slot.unit, slot.bucket]
@@ -505,13 +389,13 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         return {
             "base_optimizer_state": self.optimizer.state_dict(),
             "masters": [None if u.master_flat is None else u.master_flat for u in self.units],
-            "shard_elems": [u.layout.shard_elems for u in self.units],
+            "shard_elems": [u.shard_elems for u in self.units],
             "world_size": self.comm.world_size,
             "loss_scaler": None if self.scaler is None else self.scaler.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        mine = [u.layout.shard_elems for u in self.units]
+        mine = [u.shard_elems for u in self.units]
         if state["world_size"] != self.comm.world_size or list(state["shard_elems"]) != mine:
             raise StateError(
                 f"the state was saved on {state['world_size']} ranks with shards of {state['shard_elems']} elements;"

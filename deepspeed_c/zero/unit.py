@@ -84,20 +84,26 @@ class Unit:
         self.device = params[0][2].device
         self.dtype, self.comm_dtype, self.master_dtype, self.is_sparse = dtypes
         self.n_shards, self.shard_rank = n_shards, shard_rank
-        self.layout = _C.ZeroLayout([p.numel() for _, _, p in params], n_shards, bucket_elems, ALIGN_ELEMS)
+        layout = _C.ZeroLayout([p.numel() for _, _, p in params], n_shards, bucket_elems, ALIGN_ELEMS)
+        # Read once: each look at an attribute of the layout makes a list anew.
+        self.flat_elems: int = layout.flat_elems
+        self.shard_elems: int = layout.shard_elems
+        self.bucket_begin: list[int] = layout.bucket_begin
+        self.slice_elems: list[int] = layout.slice_elems
+        self.shard_offset: list[int] = layout.shard_offset
         self.slots = [
-            Slot(p, name, self, i, order, self.layout.bucket_of[i], self.layout.offsets[i], p.numel(), p.shape)
-            for i, (name, order, p) in enumerate(params)
+            Slot(p, name, self, i, order, bucket, offset, p.numel(), p.shape)
+            for i, ((name, order, p), bucket, offset) in enumerate(zip(params, layout.bucket_of, layout.offsets))
         ]
-        self.n_buckets: int = self.layout.n_buckets
+        self.n_buckets = len(self.bucket_begin)
         self.bucket_slots: list[list[Slot]] = [[] for _ in range(self.n_buckets)]
         for slot in self.slots:
             self.bucket_slots[slot.bucket].append(slot)
-        fragments: list[tuple[int, int, int, int, int]] = self.layout.fragments(shard_rank)
+        fragments: list[tuple[int, int, int, int, int]] = layout.fragments(shard_rank)
         self.fragments = [Fragment(self.slots[i], *rest) for i, *rest in fragments]
         self.fragment_of: dict[Slot, Fragment] = {f.slot: f for f in self.fragments}
 
-        self.flat_param = torch.zeros(self.layout.flat_elems, dtype=self.dtype, device=self.device)
+        self.flat_param = torch.zeros(self.flat_elems, dtype=self.dtype, device=self.device)
         self.master_is_param = self.master_dtype == self.dtype
         self._fill()
 
@@ -110,7 +116,7 @@ class Unit:
             self.master_flat = (
                 None
                 if self.master_is_param
-                else torch.zeros(self.layout.shard_elems, dtype=self.master_dtype, device=self.device)
+                else torch.zeros(self.shard_elems, dtype=self.master_dtype, device=self.device)
             )
             for fragment in self.fragments:
                 if self.master_flat is not None:
@@ -127,27 +133,21 @@ class Unit:
 
     # -- places -----------------------------------------------------------------------------------------------------
 
-    def bucket_begin(self, bucket: int) -> int:
-        return self.layout.bucket_begin[bucket]
-
     def bucket_numel(self, bucket: int) -> int:
-        return self.layout.slice_elems[bucket] * self.n_shards
-
-    def slice_numel(self, bucket: int) -> int:
-        return self.layout.slice_elems[bucket]
+        return self.slice_elems[bucket] * self.n_shards
 
     def bucket_view(self, flat: torch.Tensor, bucket: int) -> torch.Tensor:
         """Bucket of a flat buffer of the whole unit."""
-        return flat.narrow(0, self.bucket_begin(bucket), self.bucket_numel(bucket))
+        return flat.narrow(0, self.bucket_begin[bucket], self.bucket_numel(bucket))
 
     def own_slice(self, bucket_buffer: torch.Tensor, bucket: int) -> torch.Tensor:
         """This rank's slice of a buffer that holds one bucket."""
-        n = self.slice_numel(bucket)
+        n = self.slice_elems[bucket]
         return bucket_buffer.narrow(0, self.shard_rank * n, n)
 
     def shard_slice(self, shard: torch.Tensor, bucket: int) -> torch.Tensor:
         """Bucket's slice within a buffer that holds this rank's shard."""
-        return shard.narrow(0, self.layout.shard_offset[bucket], self.slice_numel(bucket))
+        return shard.narrow(0, self.shard_offset[bucket], self.slice_elems[bucket])
 
     def param_slice(self, bucket: int) -> torch.Tensor:
         """This rank's slice of the parameters themselves."""
@@ -156,7 +156,7 @@ class Unit:
     def piece(self, slices: Sequence[torch.Tensor], fragment: Fragment) -> torch.Tensor:
         """A fragment's elements in a list of this rank's slices, one per bucket."""
         bucket = fragment.slot.bucket
-        return slices[bucket].narrow(0, fragment.shard_begin - self.layout.shard_offset[bucket], fragment.numel)
+        return slices[bucket].narrow(0, fragment.shard_begin - self.shard_offset[bucket], fragment.numel)
 
     # -- upkeep -----------------------------------------------------------------------------------------------------
 

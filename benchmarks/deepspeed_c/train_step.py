@@ -1,0 +1,136 @@
+"""How long is a training step of a 29M-parameter GPT on 2 gloo ranks, against DDP with torch's fused AdamW, and how much memory does a rank hold?
+
+Ours (stages 0, 1, 2) and DDP run alternately in the same processes, fp32 and bf16, with the same clipping; each round times one step of each.
+Memory is measured by ``--memory``, which runs one contender per pair of processes: the growth of the proportional set size from before the model exists
+to the peak after three steps, less the activations (the growth during forward and backward of a bare model); the bound is the ZeRO paper's formula.
+Run: python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.deepspeed_c.train_step [--dtype bf16]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+import deepspeed_c
+from benchmarks.measure import machine, median_spread
+
+VOCAB, WIDTH, LAYERS, HEADS, LENGTH, BATCH = 8192, 512, 8, 8, 128, 2
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        b, t, c = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, HEADS, c // HEADS).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, c)
+        x = x + self.proj(y)
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Gpt(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.place = nn.Embedding(VOCAB, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.embed(tokens) + self.place.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits[:, :-1].reshape(-1, VOCAB).float(), tokens[:, 1:].reshape(-1))
+
+
+def make_ddp(dtype: torch.dtype):
+    torch.manual_seed(0)
+    model = Gpt().to(dtype)
+    ddp = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step(tokens):
+        ddp(tokens).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def make_ours(dtype: torch.dtype, stage: int):
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 4_000_000},
+    }
+    engine = deepspeed_c.initialize(model=Gpt(), config=config)[0]
+
+    def step(tokens):
+        engine.backward(engine(tokens))
+        engine.step()
+
+    return step
+
+
+def pss_bytes() -> int:
+    with open("/proc/self/smaps_rollup") as f:
+        return next(int(line.split()[1]) for line in f if line.startswith("Pss:")) * 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only", help="one contender, e.g. stage2, to profile")
+    args = parser.parse_args()
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.dtype]
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    contenders = {"ddp": lambda: make_ddp(dtype)}
+    contenders |= {f"stage{s}": (lambda s=s: make_ours(dtype, s)) for s in (0, 1, 2)}
+    if args.only:
+        contenders = {args.only: contenders[args.only]}
+    steps = {name: make() for name, make in contenders.items()}
+    n = sum(p.numel() for p in Gpt().parameters())
+    tokens = torch.randint(0, VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(rank))
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for round_ in range(args.rounds + 2):
+        for name, step in steps.items():
+            dist.barrier()
+            start = time.perf_counter()
+            step(tokens)
+            dist.barrier()
+            if round_ >= 2:
+                times[name].append(time.perf_counter() - start)
+    if rank == 0:
+        for name in steps:
+            line = {"benchmark": "train_step", "contender": name, "dtype": args.dtype, "params": n, "ranks": dist.get_world_size()}
+            line["ms"] = round(median_spread(times[name])[0] * 1e3, 1)
+            if "ddp" in times:
+                ratio, low, high = median_spread([a / b for a, b in zip(times[name], times["ddp"])])
+                line |= {"ratio_to_ddp": round(ratio, 3), "ratio_min": round(low, 3), "ratio_max": round(high, 3)}
+            line |= {"threads": torch.get_num_threads(), "machine": machine()}
+            print(json.dumps(line), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""DeepSpeed's engine answers some hundred questions about its configuration by methods; here each is a row of a table."""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+__all__ = ["ConfigGetters", "GETTERS"]
+
+# Method of the engine -> path in the configuration.
+GETTERS: dict[str, str] = {
+    "wall_clock_breakdown": "wall_clock_breakdown",
+    "memory_breakdown": "memory_breakdown",
+    "dump_state": "dump_state",
+    "steps_per_print": "steps_per_print",
+    "log_level": "log_level",
+    "gradient_clipping": "gradient_clipping",
+    "gradient_predivide_factor": "gradient_predivide_factor",
+    "managed_gradient_accumulation": "managed_gradient_accumulation",
+    "sparse_gradients_enabled": "sparse_gradients",
+    "graph_harvesting": "graph_harvesting",
+    "dataloader_drop_last": "dataloader_drop_last",
+    "fp16_enabled": "fp16.enabled",
+    "fp16_auto_cast": "fp16.auto_cast",
+    "fp16_master_weights_and_gradients": "fp16.fp16_master_weights_and_grads",
+    "dynamic_loss_scale": "fp16.is_dynamic",
+    "initial_dynamic_scale": "fp16.initial_scale",
+    "bfloat16_enabled": "bf16.enabled",
+    "bf16_master_weights_and_gradients": "bf16.bf16_master_weights_and_grads",
+    "bf16_optimizer_states": "bf16.bf16_optimizer_states",
+    "torch_autocast_enabled": "torch_autocast.enabled",
+    "torch_autocast_lower_precision_safe_modules": "torch_autocast.lower_precision_safe_modules",
+    "amp_enabled": "amp.enabled",
+    "amp_params": "amp",
+    "zero_optimization_stage": "zero.stage",
+    "zero_allow_untested_optimizer": "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer": "zero_force_ds_cpu_optimizer",
+    "zero_reduce_scatter": "zero.reduce_scatter",
+    "zero_overlap_comm": "zero.overlap_comm",
+    "zero_offload_optimizer": "zero.offload_optimizer",
+    "zero_offload_param": "zero.offload_param",
+    "zero_sub_group_size": "zero.sub_group_size",
+    "zero_reduce_bucket_size": "zero.reduce_bucket_size",
+    "zero_multi_rank_bucket_allreduce": "zero.use_multi_rank_bucket_allreduce",
+    "zero_allgather_bucket_size": "zero.allgather_bucket_size",
+    "zero_allgather_partitions": "zero.allgather_partitions",
+    "zero_contiguous_gradients": "zero.contiguous_gradients",
+    "zero_load_from_fp32_weights": "zero.load_from_fp32_weights",
+    "zero_elastic_checkpoint": "zero.elastic_checkpoint",
+    "zero_max_live_parameters": "zero.stage3_max_live_parameters",
+    "zero_max_reuse_distance": "zero.stage3_max_reuse_distance",
+    "zero_prefetch_bucket_size": "zero.stage3_prefetch_bucket_size",
+    "zero_module_granularity_threshold": "zero.stage3_module_granularity_threshold",
+    "zero_param_persistence_threshold": "zero.stage3_param_persistence_threshold",
+    "zero_model_persistence_threshold": "zero.stage3_model_persistence_threshold",
+    "zero_gather_16bit_weights_on_model_save": "zero.stage3_gather_16bit_weights_on_model_save",
+    "zero_grad_hooks": "zero.grad_hooks",
+    "zero_legacy_stage1": "zero.legacy_stage1",
+    "zero_ignore_unused_parameters": "zero.ignore_unused_parameters",
+    "zero_save_muon_momentum_buffer_in_memory": "zero.save_muon_momentum_buffer_in_memory",
+    "zero_round_robin_gradients": "zero.round_robin_gradients",
+    "zero_hpz_partition_size": "zero.zero_hpz_partition_size",
+    "zero_quantized_weights": "zero.zero_quantized_weights",
+    "zero_quantized_nontrainable_weights": "zero.zero_quantized_nontrainable_weights",
+    "zero_quantized_gradients": "zero.zero_quantized_gradients",
+    "zeropp_loco_param": "zero.zeropp_loco_param",
+    "zero_log_trace_cache_warnings": "zero.log_trace_cache_warnings",
+    "zero_allgather_sequential": "zero.stage3_allgather_sequential",
+    "is_sanity_checks_enabled": "zero.enable_sanity_checks",
+    "mics_shard_size": "zero.mics_shard_size",
+    "zenflow_config": "zero.zenflow",
+    "super_offload": "zero.offload_optimizer.super_offload",
+    "cpuadam_cores_perc": "zero.offload_optimizer.cpuadam_cores_perc",
+    "zero_partial_offload": "zero.offload_optimizer.ratio",
+    "tensor_parallel_config": "tensor_parallel",
+    "autotp_size": "tensor_parallel.autotp_size",
+    "aio_config": "aio",
+    "load_universal_checkpoint": "checkpoint.load_universal",
+    "use_node_local_storage": "checkpoint.use_node_local_storage",
+    "checkpoint_serialization_enabled": "checkpoint.checkpoint_serialization",
+    "elasticity_enabled": "elasticity.enabled",
+    "pld_enabled": "progressive_layer_drop.enabled",
+    "pld_params": "progressive_layer_drop",
+    "pld_theta": "progressive_layer_drop.theta",
+    "pld_gamma": "progressive_layer_drop.gamma",
+    "eigenvalue_enabled": "eigenvalue.enabled",
+    "eigenvalue_verbose": "eigenvalue.verbose",
+    "eigenvalue_max_iter": "eigenvalue.max_iter",
+    "eigenvalue_tol": "eigenvalue.tol",
+    "eigenvalue_stability": "eigenvalue.stability",
+    "eigenvalue_gas_boundary_resolution": "eigenvalue.gas_boundary_resolution",
+    "eigenvalue_layer_name": "eigenvalue.layer_name",
+    "eigenvalue_layer_num": "eigenvalue.layer_num",
+    "curriculum_enabled_legacy": "curriculum_learning.enabled",
+    "curriculum_params_legacy": "curriculum_learning",
+    "data_efficiency_enabled": "data_efficiency.enabled",
+    "data_efficiency_config": "data_efficiency",
+    "data_sampling_enabled": "data_efficiency.data_sampling.enabled",
+    "data_sampling_config": "data_efficiency.data_sampling",
+    "random_ltd_enabled": "data_efficiency.data_routing.random_ltd.enabled",
+    "random_ltd_config": "data_efficiency.data_routing.random_ltd",
+    "flops_profiler_enabled": "flops_profiler.enabled",
+    "flops_profiler_recompute_fwd_factor": "flops_profiler.recompute_fwd_factor",
+    "flops_profiler_profile_step": "flops_profiler.profile_step",
+    "flops_profiler_module_depth": "flops_profiler.module_depth",
+    "flops_profiler_top_modules": "flops_profiler.top_modules",
+    "flops_profiler_detailed": "flops_profiler.detailed",
+    "flops_profiler_output_file": "flops_profiler.output_file",
+    "autotuning_enabled": "autotuning.enabled",
+    "autotuning_metric": "autotuning.metric",
+    "is_deepcompile_enabled": "compile.deepcompile",
+}
+
+
+def _getter(name: str, path: str):
+    parts = path.split(".")
+
+    def get(self) -> Any:
+        return reduce(getattr, parts, self._config)
+
+    get.__name__ = name
+    get.__doc__ = f"The configuration's ``{path}``."
+    return get
+
+
+class ConfigGetters:
+    """The rows of ``GETTERS`` as methods, and the few answers that are more than a look-up."""
+
+    def optimizer_name(self) -> str | None:
+        return None if self._config.optimizer is None else self._config.optimizer.type.lower()
+
+    def optimizer_params(self) -> dict[str, Any] | None:
+        return None if self._config.optimizer is None else dict(self._config.optimizer.params)
+
+    def scheduler_name(self) -> str | None:
+        return None if self._config.scheduler is None else self._config.scheduler.type
+
+    def scheduler_params(self) -> dict[str, Any] | None:
+        return None if self._config.scheduler is None else dict(self._config.scheduler.params)
+
+    def zero_optimization(self) -> bool:
+        return self._config.zero.stage > 0
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        return self._config.zero.stage >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        return self._config.zero.stage >= 3
+
+    def postscale_gradients(self) -> bool:
+        return not self._config.prescale_gradients
+
+    def loss_scale(self) -> float:
+        """The present loss scale; 1.0 where none is used."""
+        return 1.0 if self.optimizer is None else self.optimizer.loss_scale
+
+    def get_data_parallel_rank(self) -> int:
+        return self.global_rank
+
+    def get_model_parallel_rank(self) -> int:
+        return 0
+
+    get_tensor_parallel_rank = get_model_parallel_rank
+
+
+for _name, _path in GETTERS.items():
+    setattr(ConfigGetters, _name, _getter(_name, _path))
