@@ -1,0 +1,72 @@
+# The commands of this project. `make` alone lists them.
+
+PYTHON ?= python3
+VENV ?= .venv
+NPROC ?= 2
+STAGE ?=
+STEPS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+TRAIN_FLAGS := $(if $(STAGE),--stage $(STAGE)) $(if $(STEPS),--steps $(STEPS))
+
+# Each stamp says that one step of the set-up is done, and is older than its sources when it has to be done again.
+# They lie in the environment, so that deleting it deletes them.
+ENV := $(VENV)/.made
+BUILT := $(VENV)/.built
+TESTS := $(VENV)/.tests
+
+# Python files are installed as links (-e) and need no new build.
+SOURCES := setup.py pyproject.toml $(shell find csrc ops/binding -type f \
+	\( -name '*.c' -o -name '*.h' -o -name '*.inc' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' -o -name '*.mk' -o -name Makefile \) \
+	-not -path '*/build/*')
+
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+.PHONY: help
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo "variables: PYTHON=$(PYTHON) VENV=$(VENV) NPROC=$(NPROC) STAGE=0|1|2 STEPS=n"
+
+.PHONY: train
+train: $(BUILT) ## set up what is missing, then train a GPT on the Python standard library with ZeRO
+	$(BIN)/deepspeed_c --num_procs $(NPROC) examples/train_gpt.py \
+		--deepspeed --deepspeed_config examples/ds_config.json $(TRAIN_FLAGS)
+
+.PHONY: test
+test: $(TESTS) ## everything that CI runs
+	$(BIN)/ruff check .
+	@if command -v nvcc >/dev/null || [ -x /usr/local/cuda/bin/nvcc ]; then $(MAKE) -C csrc cuda; \
+		else echo "no nvcc: the CUDA kernels are not compiled"; fi
+	$(BIN)/python -m pytest -n 2
+
+.PHONY: bench
+bench: $(TESTS) ## measure everything, alone on the machine, and write docs/performance.md
+	$(BIN)/python -m benchmarks.run
+
+.PHONY: docs
+docs: $(BUILT) ## write the documents that are made from the code: docs/config.md
+	$(BIN)/python -m deepspeed_c.config.docs
+
+.PHONY: build
+build: $(BUILT) ## environment and compiled extension only
+
+.PHONY: clean
+clean: ## remove what was built, but keep the environment's packages
+	rm -rf build dist out logs *.egg-info deepspeed_c/*.so $(BUILT) $(TESTS)
+	$(MAKE) -C csrc clean
+
+$(ENV): constraints.txt scripts/system_packages.sh
+	scripts/system_packages.sh $(PYTHON)
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -c constraints.txt torch setuptools wheel
+	@touch $@
+
+$(BUILT): $(ENV) $(SOURCES)
+	$(PIP) install --no-build-isolation -c constraints.txt -e ".[examples]"
+	@touch $@
+
+$(TESTS): $(BUILT)
+	$(PIP) install --no-build-isolation -c constraints.txt -e ".[examples,test]"
+	@touch $@

@@ -1,0 +1,125 @@
+"""Turns the JSON lines of benchmarks/results into docs/performance.md, and the few main ones into the README's table."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+from typing import Any, Iterable, Sequence
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+README_BEGIN, README_END = "<!-- figures: written by benchmarks/report.py -->", "<!-- /figures -->"
+
+Line = dict[str, Any]
+
+# The README's rows: what is asked, the goal, the results file, which of its lines, and the key of the ratio.
+FIGURES: list[tuple[str, str, str, Line, str]] = [
+    (
+        f"`engine.step()`, 67M parameters, bf16, stage {stage}: over the memory bound",
+        "<= 1.25",
+        "engine_step",
+        {"stage": stage},
+        "ratio_to_bound",
+    )
+    for stage in (1, 2)
+] + [
+    (
+        f"training step, 29M GPT, {dtype}, 2 ranks, stage {stage}: over DDP with torch's fused AdamW",
+        "<= 1",
+        f"train_step_{dtype}",
+        {"contender": f"stage{stage}"},
+        "ratio_to_ddp",
+    )
+    for dtype in ("fp32", "bf16")
+    for stage in (0, 1, 2)
+]
+
+
+def write(benchmarks: Iterable[Any]) -> None:
+    """Writes both documents from whatever results are there; ``benchmarks`` is the table of ``benchmarks/run.py``."""
+    (ROOT / "docs" / "performance.md").write_text(performance(list(benchmarks)))
+    readme = ROOT / "README.md"
+    readme.write_text(with_figures(readme.read_text()))
+
+
+def performance(benchmarks: Sequence[Any]) -> str:
+    parts = [
+        "# Performance",
+        "<!-- Written by `make bench` from the JSON lines of the scripts named below. Do not edit. -->",
+        "Each ratio is the median over rounds of one run in which ours and the peer, or the bound, alternate; `min` and `max` are the\n"
+        "smallest and the largest round. Absolute times hold for one machine in one hour; the ratios are what to compare.",
+    ]
+    for benchmark in benchmarks:
+        lines = load(benchmark.name)
+        if not lines:
+            continue
+        machines = sorted({line["machine"] for line in lines if "machine" in line})
+        command = " ".join(Path(word).name if word.startswith("/") else word for word in benchmark.command)
+        parts += [f"## {benchmark.name}", question(ROOT / benchmark.source), f"`{command}`, source `{benchmark.source}`"]
+        parts += [f"Machine: {machine}." for machine in machines]
+        parts.append(kernel_table(lines) if "kernel" in lines[0] else plain_table(lines))
+    return "\n\n".join(parts) + "\n"
+
+
+def load(name: str) -> list[Line]:
+    path = RESULTS / f"{name}.jsonl"
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def question(source: Path) -> str:
+    """What a benchmark asks: the first paragraph of its docstring, or of its leading C comment."""
+    text = source.read_text()
+    if source.suffix == ".py":
+        comment = ast.get_docstring(ast.parse(text)) or ""
+    else:
+        comment = re.sub(r"^ ?\* ?", "", text[text.index("/*") + 2 : text.index("*/")], flags=re.MULTILINE)
+    return " ".join(comment.strip().split("\n\n")[0].split())
+
+
+def plain_table(lines: list[Line]) -> str:
+    """One row a line, the machine left to the text above."""
+    keys = list(dict.fromkeys(key for line in lines for key in line if key not in ("machine", "benchmark")))
+    return table(keys, [[cell(line.get(key)) for key in keys] for line in lines])
+
+
+def kernel_table(lines: list[Line]) -> str:
+    """The cores' lines, with the instruction sets side by side: ns per element, and how near the best is to the bound."""
+    isas = list(dict.fromkeys(line["isa"] for line in lines))
+    rows: dict[tuple[str, ...], dict[str, Line]] = {}
+    for line in lines:
+        rows.setdefault((line["kernel"], line["dtypes"], line["case"]), {})[line["isa"]] = line
+    body = []
+    for key, by_isa in rows.items():
+        best = min(by_isa.values(), key=lambda line: line["ns_per_elem"])
+        times = [cell(by_isa[isa]["ns_per_elem"]) if isa in by_isa else "" for isa in isas]
+        body.append([*key, *times, cell(best["gbps"]), cell(best.get("bound_ratio"))])
+    return table(["kernel", "dtypes", "case", *(f"{isa}, ns/elem" for isa in isas), "best, GB/s", "of the bound"], body)
+
+
+def with_figures(readme: str) -> str:
+    """The README with the rows of FIGURES that have results between its two marks."""
+    rows = []
+    for what, goal, name, chosen, key in FIGURES:
+        for line in load(name):
+            if all(line.get(k) == v for k, v in chosen.items()) and key in line:
+                spread = f"{cell(line[key])} ({cell(line['ratio_min'])} to {cell(line['ratio_max'])})"
+                rows.append([what, goal, spread])
+    body = table(["figure", "goal", "measured: median (min to max)"], rows) + "\n" if rows else ""
+    head, rest = readme.split(README_BEGIN)
+    return f"{head}{README_BEGIN}\n{body}{README_END}{rest.split(README_END)[1]}"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join("| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows])
+
+
+def cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+    return str(value)

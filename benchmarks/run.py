@@ -1,0 +1,89 @@
+"""Runs the benchmarks one at a time, keeps their JSON lines in benchmarks/results, and has the documents written from them.
+
+    python -m benchmarks.run              all of them
+    python -m benchmarks.run NAME ...     some; the documents are written from the newest results of each
+    python -m benchmarks.run --list
+
+Times mean something only when nothing else runs on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks import report
+
+ROOT = Path(__file__).resolve().parents[1]
+PYTHON = sys.executable
+TWO_RANKS = [PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]
+
+
+class Benchmark(NamedTuple):
+    """One run of one script. Its standard output holds JSON objects, one a line."""
+
+    name: str  # of its results file
+    source: str  # whose first line, or first sentence, is the question that it answers
+    command: list[str]
+
+
+BENCHMARKS = [
+    Benchmark("cores", "benchmarks/csrc/bench.c", ["make", "-s", "-C", "csrc", "bench"]),
+    Benchmark("engine_step", "benchmarks/deepspeed_c/engine_step.py", [PYTHON, "-m", "benchmarks.deepspeed_c.engine_step"]),
+    *(
+        Benchmark(
+            f"train_step_{dtype}",
+            "benchmarks/deepspeed_c/train_step.py",
+            [*TWO_RANKS, "benchmarks.deepspeed_c.train_step", "--dtype", dtype],
+        )
+        for dtype in ("fp32", "bf16")
+    ),
+]
+
+
+def run(benchmark: Benchmark) -> bool:
+    """Runs one benchmark and stores its lines; False when it fails, and then the earlier results stay."""
+    print(f"{benchmark.name}: {' '.join(benchmark.command)}", flush=True)
+    begin = time.perf_counter()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(benchmark.command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    print(done.stdout, end="")
+    if done.returncode or not lines:
+        print(f"{benchmark.name}: exit code {done.returncode}, {len(lines)} results", file=sys.stderr)
+        return False
+    for line in lines:
+        json.loads(line)
+    report.RESULTS.mkdir(exist_ok=True)
+    (report.RESULTS / f"{benchmark.name}.jsonl").write_text("\n".join(lines) + "\n")
+    print(f"{benchmark.name}: {time.perf_counter() - begin:.0f} s", flush=True)
+    return True
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Run benchmarks and write docs/performance.md.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
+    parser.add_argument("--list", action="store_true", help="print the names")
+    args = parser.parse_args()
+    known = {benchmark.name: benchmark for benchmark in BENCHMARKS}
+    if args.list:
+        print("\n".join(known))
+        return 0
+    unknown = sorted(set(args.names) - set(known))
+    if unknown:
+        parser.error(f"no benchmark {', '.join(unknown)}; there are {', '.join(known)}")
+    failed = [name for name in args.names or known if not run(known[name])]
+    report.write(BENCHMARKS)
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

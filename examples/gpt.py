@@ -1,0 +1,111 @@
+"""A byte-level GPT, kept to what a reader needs: pre-norm blocks, rotary positions, GELU, one tied embedding."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+VOCAB = 256  # one token is one byte
+
+
+def compute_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """The dtype to multiply in: the parameter's own, or fp32 on a CPU that has no fast 16-bit products.
+
+    PyTorch's bf16 matmul on a CPU below AVX-512 takes 4 to 40 times as long as its fp32 one. There we keep
+    parameters, gradients and communication in bf16, and only the products run in fp32.
+    """
+    if parameter.device.type == "cpu" and not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
+        return torch.float32
+    return parameter.dtype
+
+
+class Linear(nn.Linear):
+    """``x @ weight.T`` in the dtype of ``x``; the cast is a no-op when the weight has that dtype already."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+class Norm(nn.RMSNorm):
+    """Root-mean-square normalisation in the dtype of ``x``."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+def rotate(x: torch.Tensor) -> torch.Tensor:
+    """Rotary positions (RoFormer, arXiv 2104.09864) for ``x`` of shape (..., time, head width).
+
+    At 400 thousand bytes of training, learned absolute positions are still at the bigram entropy; rotary ones are not.
+    """
+    T, D = x.shape[-2:]
+    frequency = 1000.0 ** (-torch.arange(0, D, 2, device=x.device) / D)
+    angle = torch.outer(torch.arange(T, device=x.device), frequency)
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+
+
+class Block(nn.Module):
+    """``x + attention(norm(x))``, then ``x + mlp(norm(x))``."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = Norm(width), Norm(width)
+        self.qkv = Linear(width, 3 * width, bias=False)
+        self.out = Linear(width, width, bias=False)
+        self.up = Linear(width, 4 * width, bias=False)
+        self.down = Linear(4 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        B, T, C = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(B, T, 3, self.heads, C // self.heads).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(B, T, C))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """``loss = GPT(...)(tokens)`` for ``tokens`` of shape (batch, up to context + 1) and any integer dtype."""
+
+    def __init__(self, layers: int, width: int, heads: int, context: int) -> None:
+        super().__init__()
+        self.context = context
+        self.embedding = nn.Embedding(VOCAB, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = Norm(width)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                # GPT-2: what adds to the residual stream is scaled down by the number of additions.
+                residual = name.endswith(("out.weight", "down.weight"))
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if residual else 0.02)
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Scores of the next byte, (batch, time, 256), for tokens of shape (batch, time <= context)."""
+        tokens = tokens.long()
+        x = self.embedding(tokens)
+        x = x.to(compute_dtype(x))
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x), self.embedding.weight.to(x.dtype))  # tied: the embedding is the output layer
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The mean cross entropy, in nats per byte, of predicting every byte from those before it."""
+        logits = self.logits(tokens[:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten().long())
+
+    @torch.no_grad()
+    def sample(self, prompt: bytes, n_bytes: int, temperature: float, seed: int) -> bytes:
+        """``prompt`` continued by ``n_bytes`` bytes drawn at ``temperature``."""
+        device = self.embedding.weight.device
+        random = torch.Generator(device).manual_seed(seed)
+        tokens = torch.tensor([list(prompt)], device=device)
+        for _ in range(n_bytes):
+            scores = self.logits(tokens[:, -self.context :])[0, -1].float() / temperature
+            token = torch.multinomial(scores.softmax(-1), 1, generator=random)
+            tokens = torch.cat([tokens, token[None]], dim=1)
+        return bytes(tokens[0].tolist())

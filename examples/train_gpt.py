@@ -1,0 +1,199 @@
+"""Trains a byte-level GPT of 10M parameters on the Python standard library's source.
+
+    deepspeed_c --num_procs 2 examples/train_gpt.py --deepspeed --deepspeed_config examples/ds_config.json
+    python examples/train_gpt.py --deepspeed_config examples/ds_config.json          # the same in one process
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import sys
+import time
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from gpt import GPT
+from text import Windows, bits, standard_library, unigram_entropy
+from tqdm import tqdm
+
+import deepspeed_c
+from deepspeed_c import comm
+
+
+def main() -> None:
+    args = parse_arguments()
+    config = load_config(args)
+    torch.manual_seed(args.seed)
+
+    train_text, held_out_text = standard_library()
+    model = GPT(args.layers, args.width, args.heads, args.context)
+    n_parameters = sum(p.numel() for p in model.parameters())
+
+    engine, _, loader, _ = deepspeed_c.initialize(
+        model=model,
+        model_parameters=model.parameters(),
+        training_data=Windows(train_text, args.context),
+        config=config,
+    )
+    with engine:
+        say(f"{n_parameters / 1e6:.1f}M parameters, {len(train_text) / 1e6:.1f} MB of Python to train on")
+        run = Run(engine, Windows(held_out_text, args.context), entropy=unigram_entropy(held_out_text))
+        run.train(loader, args.steps)
+        run.report(args)
+
+
+class Run:
+    """One training run: the loop itself, and what it measures on the way."""
+
+    def __init__(self, engine: deepspeed_c.DeepSpeedEngine, held_out: Windows, entropy: float) -> None:
+        self.engine = engine
+        self.held_out = held_out
+        self.entropy = entropy  # of the held-out text's single bytes, nats
+        self.seconds = Counter()  # by phase, this rank
+        self.losses: list[float] = []  # by step, mean over ranks, nats per byte
+        self.held_out_losses: list[tuple[int, float]] = []  # (step, nats per byte)
+
+    def train(self, loader, steps: int) -> None:
+        engine = self.engine
+        micro_steps = engine.gradient_accumulation_steps()
+        step_bytes = engine.train_batch_size() * self.held_out.context
+        batches = iter(deepspeed_c.utils.RepeatingLoader(loader))
+        progress = tqdm(range(1, steps + 1), unit="step", disable=comm.get_rank() != 0, mininterval=0.5)
+        for step in progress:
+            begin, loss_sum = time.perf_counter(), 0.0
+            for _ in range(micro_steps):
+                with self.phase("data"):
+                    batch = next(batches).to(engine.device)
+                with self.phase("forward"):
+                    loss = engine(batch)
+                with self.phase("backward"):
+                    engine.backward(loss)
+                with self.phase("step"):
+                    engine.step()  # updates the weights at the last micro-batch of the step
+                loss_sum += loss.item()
+            self.losses.append(self.mean_over_ranks(loss_sum / micro_steps))
+            progress.set_postfix(
+                loss=f"{self.losses[-1]:.3f}",
+                lr=f"{engine.get_lr()[0]:.1e}",
+                grad_norm=f"{engine.get_global_grad_norm():.2f}",
+                tokens_per_s=f"{step_bytes / (time.perf_counter() - begin):.0f}",
+                refresh=False,
+            )
+            if step % max(1, steps // 5) == 0 and step < steps:
+                self.held_out_losses.append((step, self.evaluate(n_windows=64)))
+        self.held_out_losses.append((steps, self.evaluate(n_windows=256)))
+
+    @contextmanager
+    def phase(self, name: str):
+        begin = time.perf_counter()
+        yield
+        self.seconds[name] += time.perf_counter() - begin
+
+    @torch.no_grad()
+    def evaluate(self, n_windows: int) -> float:
+        """Nats per byte over ``n_windows`` windows spread evenly over the held-out text, shared among the ranks."""
+        n_windows = min(n_windows, len(self.held_out)) // comm.get_world_size() * comm.get_world_size()
+        chosen = [i * len(self.held_out) // n_windows for i in range(n_windows)]
+        mine = torch.stack([self.held_out[i] for i in chosen[comm.get_rank() :: comm.get_world_size()]])
+        self.engine.eval()
+        losses = [self.engine(batch.to(self.engine.device)).item() * len(batch) for batch in mine.split(8)]
+        self.engine.train()
+        return self.mean_over_ranks(sum(losses) / len(mine))
+
+    def mean_over_ranks(self, value: float) -> float:
+        total = torch.tensor(value, device=self.engine.device)
+        comm.all_reduce(total)
+        return total.item() / comm.get_world_size()
+
+    def max_over_ranks(self, value: float) -> float:
+        largest = torch.tensor(value, device=self.engine.device)
+        comm.all_reduce(largest, op=comm.ReduceOp.MAX)
+        return largest.item()
+
+    def report(self, args: argparse.Namespace) -> None:
+        """Prints what was learned and what it cost, and draws the curve."""
+        loss, prompt = self.held_out_losses[-1][1], b"def "
+        peak_mib = self.max_over_ranks(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024.0)
+        n_bytes = len(self.losses) * self.engine.train_batch_size() * self.held_out.context
+        phases = ", ".join(f"{k} {1e3 * s / len(self.losses):.0f} ms" for k, s in self.seconds.items())
+        self.engine.eval()
+        sample = self.engine.module.sample(prompt, n_bytes=args.sample_bytes, temperature=0.7, seed=args.seed)
+
+        say(f"\nsample: {sample.decode('utf-8', 'replace')}\n")
+        say(f"held-out loss   {loss:.3f} nats/byte ({bits(loss):.3f} bits/byte)")
+        say(
+            f"unigram entropy {self.entropy:.3f} nats/byte ({bits(self.entropy):.3f} bits/byte): "
+            f"the loss is {loss / self.entropy:.2f} of it"
+        )
+        say(
+            f"summary: peak memory {peak_mib:.0f} MiB per rank, per step {phases}, "
+            f"{n_bytes / sum(self.seconds.values()):.0f} tokens/s over {len(self.losses)} steps"
+        )
+        if comm.get_rank() == 0:
+            args.out.mkdir(parents=True, exist_ok=True)
+            self.draw(args.out / "loss.png")
+            say(f"curve: {args.out / 'loss.png'}")
+
+    def draw(self, path: Path) -> None:
+        import matplotlib
+
+        matplotlib.use("Agg")  # no display needed
+        from matplotlib import pyplot as plt
+
+        figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+        axes.plot(range(1, len(self.losses) + 1), self.losses, lw=0.8, label="train")
+        axes.plot(*zip(*self.held_out_losses), "o-", label="held out")
+        axes.axhline(self.entropy, color="grey", ls="--", label="unigram entropy")
+        axes.set(xlabel="step", ylabel="nats per byte", title="Byte-level GPT on the Python standard library")
+        axes.legend()
+        figure.savefig(path, dpi=150)
+
+
+def say(text: str) -> None:
+    if comm.get_rank() == 0:
+        print(text, flush=True)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train a byte-level GPT on the Python standard library's source.")
+    parser.add_argument("--steps", type=int, help="optimizer steps (default: the schedule's total_num_steps)")
+    parser.add_argument("--stage", type=int, help="ZeRO stage (default: the configuration's)")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=448)
+    parser.add_argument("--heads", type=int, default=7)
+    parser.add_argument("--context", type=int, default=128, help="bytes that the model sees at once")
+    parser.add_argument("--sample-bytes", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for loss.png")
+    parser.add_argument("--local_rank", type=int, help="given by launchers that set no environment")
+    deepspeed_c.add_config_arguments(parser)
+    args = parser.parse_args()
+    if args.deepspeed_config is None:
+        parser.error("--deepspeed_config FILE is needed, for example examples/ds_config.json")
+    return args
+
+
+def load_config(args: argparse.Namespace) -> dict:
+    """The configuration file, with what the command line says about steps and stage put in."""
+    config = json.loads(Path(args.deepspeed_config).read_text())
+    schedule = config["scheduler"]["params"]
+    if args.stage is not None:
+        config["zero_optimization"]["stage"] = args.stage
+    if args.steps is None:
+        args.steps = schedule["total_num_steps"]
+    else:
+        # As much of a short run is warm-up as of the full one.
+        schedule["warmup_num_steps"] = max(1, schedule["warmup_num_steps"] * args.steps // schedule["total_num_steps"])
+        schedule["total_num_steps"] = args.steps
+    return config
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)  # the usual code of a program that Ctrl-C ended

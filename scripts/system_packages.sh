@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Installs what a build needs from the system and a fresh Debian or Ubuntu lacks: a C and a C++ compiler, make, and
+# Python's headers and venv module. Touches nothing, and needs no privileges, where all of it is there.
+#
+# usage: scripts/system_packages.sh [PYTHON]
+set -euo pipefail
+
+python=${1:-python3}
+
+missing() {
+    local have
+    command -v gcc >/dev/null || echo gcc
+    command -v g++ >/dev/null || echo g++
+    command -v make >/dev/null || echo make
+    if ! command -v "$python" >/dev/null; then
+        echo python3 python3-dev python3-venv
+        return
+    fi
+    have=$("$python" -c 'import os, sysconfig; print(os.path.exists(sysconfig.get_path("include") + "/Python.h"))')
+    [ "$have" = True ] || echo python3-dev
+    "$python" -c 'import ensurepip, venv' 2>/dev/null || echo python3-venv
+}
+
+needed=$(missing | tr '\n' ' ')
+[ -n "$needed" ] || exit 0
+
+fail() {
+    echo "missing on this system: $needed" >&2
+    echo "$1" >&2
+    exit 1
+}
+
+command -v apt-get >/dev/null || fail "Install a C and C++ compiler, make, and Python's headers and venv module, then run make again."
+if [ "$(id -u)" = 0 ]; then
+    as_root=()
+elif command -v sudo >/dev/null && sudo -n true 2>/dev/null; then
+    as_root=(sudo -n)
+else
+    fail "Ask an administrator for: apt-get install $needed"
+fi
+echo "installing from the system: $needed"
+"${as_root[@]}" apt-get update -qq
+# shellcheck disable=SC2086  # one word a package
+"${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $needed >/dev/null
+needed=$(missing | tr '\n' ' ')
+[ -z "$needed" ] || fail "apt-get installed them, but $python does not find them: is it the system's Python? Try make PYTHON=/usr/bin/python3"
