@@ -1,0 +1,316 @@
+"""Reading a configuration: "auto", dotted and parked keys, old names, overrides, sources, and that nothing is changed."""
+
+import copy
+from pathlib import Path
+
+import pytest
+
+from deepspeed_c.config import load_config, problems_of
+from deepspeed_c.config.aliases import OLD_KEYS
+from deepspeed_c.config.schema import find
+from deepspeed_c.errors import BatchSizeError, ConfigError, UnsupportedConfigError
+
+# What the Hugging Face Trainer's documentation tells its users to write.
+HF = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "steps_per_print": float("inf"),
+    "zero_allow_untested_optimizer": True,
+    "fp16": {"enabled": "auto", "auto_cast": True, "loss_scale": 0, "initial_scale_power": 16, "hysteresis": 2, "min_loss_scale": 1},
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"},
+    },
+    "zero_optimization": {
+        "stage": "auto",
+        "offload_optimizer": {"device": "auto", "nvme_path": "auto"},
+        "offload_param": {"device": "auto", "nvme_path": "auto"},
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": "auto",
+    },
+    "msamp": {"enabled": False, "opt_level": "O1"},
+    "checkpoint": {"use_node_local_storage": False},
+    "wall_clock_breakdown": False,
+}
+FILLED = {"train_micro_batch_size_per_gpu": 4, "scheduler.params.total_num_steps": 100}
+
+
+def test_every_auto_of_hugging_face_is_accepted():
+    config = load_config(HF, world_size=2, overrides=FILLED)
+    assert config.batch == (8, 4, 1, 2)
+    assert (config.zero.stage, config.zero.reduce_bucket_size, config.gradient_clipping) == (0, 500_000_000, 1.0)
+    assert dict(config.optimizer.params) == {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+    assert config.scheduler.params["total_num_steps"] == 100
+    for path in (
+        "gradient_clipping gradient_accumulation_steps fp16.enabled bf16.enabled optimizer.params.lr optimizer.params.betas "
+        "optimizer.params.eps optimizer.params.weight_decay scheduler.params.warmup_min_lr scheduler.params.warmup_max_lr "
+        "scheduler.params.warmup_num_steps zero_optimization.stage zero_optimization.reduce_bucket_size "
+        "zero_optimization.stage3_prefetch_bucket_size zero_optimization.stage3_param_persistence_threshold "
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save zero_optimization.offload_param.device "
+        "zero_optimization.offload_optimizer.nvme_path"
+    ).split():
+        assert config.source_of(path) == "auto", path
+    assert config.source_of("train_batch_size") == "derived"
+    assert config.source_of("train_micro_batch_size_per_gpu") == "override"
+    assert config.source_of("scheduler.params.total_num_steps") == "override"
+
+
+def test_auto_that_nobody_resolves_is_an_error_that_names_the_key():
+    problems = problems_of(HF, world_size=2)
+    assert {problem.where for problem in problems} == {
+        "scheduler.params.total_num_steps",
+        "train_batch_size, train_micro_batch_size_per_gpu",
+    }
+    assert any(isinstance(problem, BatchSizeError) for problem in problems)
+
+
+def test_skip_leaves_batch_and_schedule_to_the_caller():
+    config = load_config(HF, world_size=1, batch="skip")
+    assert config.batch is None and config.train_batch_size is None
+    assert "total_num_steps" not in config.scheduler.params
+    assert config.source_of("scheduler.params.total_num_steps") == "auto"
+
+
+@pytest.mark.parametrize("key", ["wall_clock_breakdown", "steps_per_print", "communication_data_type", "seed", "optimizer", "scheduler"])
+def test_auto_elsewhere_is_an_error(key):
+    (problem,) = problems_of({key: "auto"}, batch="skip")
+    assert problem.where == key and "auto" in problem.what
+
+
+@pytest.mark.parametrize("key", ["select_interval", "update_interval", "select_strategy"])
+def test_auto_that_is_a_value_stays_one(key):
+    problems = problems_of({"zero_optimization": {"zenflow": {key: "auto"}}}, batch="skip")
+    assert [problem.where for problem in problems] == ["zero_optimization.zenflow"]
+
+
+OLD_FORMS = {
+    "zero_optimization": {"stage": 1, "cpu_offload": False, "prefetch_bucket_size": 3},
+    "zero_optimization.reduce_bucket_size": 921.6,
+    "bfloat16": {"enabled": True},
+    "x-old": {"anything": [1, {"b": 2}]},
+    "fp16.loss_scale": 2,
+    "train_batch_size": 2,
+    "allgather_size": 5,
+}
+
+
+@pytest.mark.parametrize("source, overrides", [(HF, FILLED), (OLD_FORMS, {"optimizer": {"type": "SGD", "params": {"lr": 1}}})])
+def test_input_is_never_changed(source, overrides):
+    before, overrides_before = copy.deepcopy(source), copy.deepcopy(overrides)
+    config = load_config(source, world_size=1, overrides=overrides)
+    assert source == before and overrides == overrides_before
+    assert config.as_dict() == before
+    config.as_dict()["train_batch_size"] = 0
+    config.resolved_dict()["zero_optimization"]["stage"] = 9
+    assert config.as_dict() == before and config.zero.stage != 9
+
+
+def test_dotted_key_means_its_place_and_wins():
+    nested = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 7}}
+    config = load_config({**nested, "zero_optimization.reduce_bucket_size": 1024.0}, world_size=1, batch="skip")
+    assert (config.zero.stage, config.zero.reduce_bucket_size) == (1, 1024)
+    assert any("1024" in note and "7" in note for note in config.notes)
+    alone = load_config({"zero_optimization.offload_param.buffer_count": 3}, world_size=1, batch="skip")
+    assert alone.zero.offload_param.buffer_count == 3
+    equal = load_config({**nested, "zero_optimization.reduce_bucket_size": 7}, world_size=1, batch="skip")
+    assert equal.notes == ()
+
+
+def test_what_trl_writes_at_stage_3_is_read():
+    hidden = 32
+    keys = {
+        "zero_optimization.reduce_bucket_size": hidden * hidden,
+        "zero_optimization.stage3_param_persistence_threshold": 10 * hidden,
+        "zero_optimization.stage3_prefetch_bucket_size": 0.9 * hidden * hidden,
+    }
+    config = load_config({"zero_optimization": {"stage": 2}, **keys}, world_size=1, batch="skip")
+    assert config.zero.stage3_prefetch_bucket_size == 921
+
+
+@pytest.mark.parametrize("tree", [{"fp16": 1, "fp16.enabled": True}, {"a.b": 1}, {".": 1}, {"fp16.": 1}, {".fp16": {}}, {"fp16..enabled": 1}])
+def test_dotted_key_that_leads_nowhere(tree):
+    assert problems_of(tree, batch="skip")
+
+
+def test_parked_keys_are_ignored_at_every_depth_and_reported():
+    tree = {
+        "x-zero_optimization": {"stage": 77},
+        "x-a.b": object(),
+        "zero_optimization": {"x-stage": 3, "stage": 1, "offload_param": {"x-device": "moon"}},
+        "optimizer": {"type": "AdamW", "params": {"x-lr": "fast"}, "x-type": 1},
+    }
+    config = load_config(tree, world_size=1, batch="skip")
+    assert config.zero.stage == 1 and config.optimizer.params == {}
+    for name in ("x-zero_optimization", "x-a.b", "zero_optimization.x-stage", "optimizer.params.x-lr", "optimizer.x-type"):
+        assert any(note.startswith(name) for note in config.notes), (name, config.notes)
+
+
+def some_value(key):
+    """A value that the old key can have, other than the default."""
+    if key.convert is not None or key.new is None:
+        return False
+    field = find(key.new)
+    if field.section is not None:
+        return {}
+    return {bool: not field.default, int: 3, type(None): "somewhere"}[type(field.default)]
+
+
+@pytest.mark.parametrize("key", OLD_KEYS, ids=lambda key: key.old)
+def test_old_name_is_read_as_the_new_one(key):
+    value = some_value(key)
+    tree = {}
+    place = tree
+    *sections, last = key.old.split(".")
+    for section in sections:
+        place = place.setdefault(section, {})
+    place[last] = value
+    config = load_config(tree, world_size=1, batch="skip")
+    assert any(note.startswith(key.old) for note in config.notes)
+    if key.new is not None and key.convert is None and not isinstance(value, dict):
+        result = config.resolved_dict()
+        for part in key.new.split("."):
+            result = result[part]
+        assert result == value
+        assert config.source_of(key.new) == "user"
+
+
+def test_old_and_new_name_together():
+    tree = {"bf16": {"enabled": True}, "bfloat16": {"enabled": False}}
+    (problem,) = problems_of(tree, batch="skip")
+    assert problem.where == "bfloat16" and "bf16" in problem.what
+    same = {"bf16": {"enabled": True}, "bfloat16": {"enabled": True}}
+    assert load_config(same, world_size=1, batch="skip").bf16.enabled
+
+
+def test_error_under_an_old_name_says_how_it_was_spelt():
+    (problem,) = problems_of({"bfloat16": {"enabled": 7}}, batch="skip")
+    assert problem.where == "bf16.enabled (given as bfloat16)"
+    (problem,) = problems_of({"zero_optimization": {"cpu_offload": True}}, batch="skip")
+    assert isinstance(problem, UnsupportedConfigError)
+    assert problem.where == "zero_optimization.offload_optimizer.device (given as zero_optimization.cpu_offload)"
+    (problem,) = problems_of({"zero_optimization": {"cpu_offload": "maybe"}}, batch="skip")
+    assert "given as zero_optimization.cpu_offload" in problem.where
+
+
+@pytest.mark.parametrize("switch, stage", [(True, 1), (False, 0)])
+def test_zero_as_a_switch(switch, stage):
+    config = load_config({"zero_optimization": switch, "allgather_size": 9}, world_size=1, batch="skip")
+    assert (config.zero.stage, config.zero.allgather_bucket_size) == (stage, 9)
+
+
+def test_null_section_is_absent_and_null_value_is_not():
+    tree = {name: None for name in ("fp16", "optimizer", "scheduler", "zero_optimization", "aio", "amp")}
+    config = load_config(tree, world_size=1, batch="skip")
+    assert config.optimizer is None and config.zero.stage == 0
+    (problem,) = problems_of({"gradient_clipping": None}, batch="skip")
+    assert problem.where == "gradient_clipping"
+
+
+def test_overrides_replace_and_are_marked():
+    tree = {"optimizer": {"type": "AdamW", "params": {"lr": 1, "eps": 1e-6}}, "seed": 5}
+    config = load_config(
+        tree, world_size=1, batch="skip", overrides={"optimizer": {"params": {"lr": 2}}, "bf16.enabled": True}
+    )
+    assert config.optimizer.params == {"lr": 2.0, "eps": 1e-6}
+    sources = {path: config.source_of(path) for path in ("optimizer.params.lr", "optimizer.params.eps", "bf16.enabled", "seed", "fp16.enabled")}
+    assert sources == {
+        "optimizer.params.lr": "override",
+        "optimizer.params.eps": "user",
+        "bf16.enabled": "override",
+        "seed": "user",
+        "fp16.enabled": "default",
+    }
+    assert config.as_dict() == tree
+
+
+def test_all_problems_are_reported_in_one_error():
+    tree = {"fp16": {"enabeld": 1}, "zero_optimization": {"stage": 7}, "train_batch_size": "many", "seed": "auto"}
+    with pytest.raises(ConfigError) as error:
+        load_config(tree, world_size=1)
+    for text in ("4 problems", "fp16.enabled?", "zero_optimization.stage", '"many"', "seed"):
+        assert text in str(error.value), (text, str(error.value))
+    assert type(error.value) is ConfigError
+    assert len(problems_of(tree)) == 4
+
+
+def test_type_of_the_error_is_kept_when_all_problems_share_it():
+    with pytest.raises(UnsupportedConfigError):
+        load_config({"hybrid_engine": {"enabled": True}, "amp": {"enabled": True}}, world_size=1, batch="skip")
+    with pytest.raises(BatchSizeError):
+        load_config({}, world_size=1)
+
+
+@pytest.mark.parametrize("world_size", [0, -1, 1.5, "2", None, True])
+def test_world_size_must_be_a_number_of_ranks(world_size):
+    with pytest.raises(ConfigError, match="world_size"):
+        load_config({"train_batch_size": 1}, world_size=world_size)
+
+
+def test_unknown_batch_mode():
+    with pytest.raises(ConfigError, match="batch"):
+        load_config({}, world_size=1, batch="later")
+
+
+def test_dict_that_contains_itself():
+    tree = {"fp16": {}}
+    tree["fp16"]["fp16"] = tree
+    with pytest.raises(ConfigError, match="deep"):
+        load_config(tree, world_size=1)
+
+
+def test_keys_must_be_strings():
+    with pytest.raises(ConfigError, match="1"):
+        load_config({1: 2}, world_size=1)
+    with pytest.raises(ConfigError, match="None"):
+        load_config({"fp16": {None: 2}}, world_size=1)
+
+
+def test_sections_in_containers():
+    tree = {
+        "tensor_parallel": {"partition_config": {"layer_specs": [{"patterns": ["a"], "shape": [[1, 2], -1]}, {"partition_type": "ROW"}]}},
+        "compression_training": {"row_pruning": {"different_groups": {"a.b": {"params": {"dense_ratio": "0.5"}, "modules": "m"}}}},
+    }
+    config = load_config(tree, world_size=1, batch="skip")
+    specs = config.tensor_parallel.partition_config.layer_specs
+    assert specs[0].shape == ((1, 2), -1) and specs[1].partition_type == "row"
+    group = config.compression_training.row_pruning.different_groups["a.b"]
+    assert group.params.dense_ratio == 0.5 and group.modules == ("m",)
+    assert config.source_of("tensor_parallel.partition_config.layer_specs[0].shape") == "user"
+    bad = {"tensor_parallel": {"partition_config": {"layer_specs": [{}, 3]}}}
+    (problem,) = problems_of(bad, batch="skip")
+    assert problem.where == "tensor_parallel.partition_config.layer_specs[1]"
+    (problem,) = problems_of({"tensor_parallel": {"partition_config": {"layer_specs": {}}}}, batch="skip")
+    assert problem.where == "tensor_parallel.partition_config.layer_specs"
+    (problem,) = problems_of({"compression_training": {"row_pruning": {"different_groups": [1]}}}, batch="skip")
+    assert problem.where == "compression_training.row_pruning.different_groups"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_overlap_comm_follows_from_the_stage(stage):
+    config = load_config({"zero_optimization": {"stage": stage}}, world_size=1, batch="skip")
+    assert config.zero.overlap_comm is False
+    assert config.source_of("zero_optimization.overlap_comm") == "derived"
+    config = load_config({"zero_optimization": {"overlap_comm": True}}, world_size=1, batch="skip")
+    assert config.zero.overlap_comm and config.source_of("zero_optimization.overlap_comm") == "user"
+
+
+def test_file_and_dict_give_the_same(tmp_path: Path):
+    import json
+
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps({**HF, "steps_per_print": 10}))
+    from_file = load_config(path, world_size=2, overrides=FILLED)
+    from_dict = load_config({**HF, "steps_per_print": 10}, world_size=2, overrides=FILLED)
+    assert from_file.lines() == from_dict.lines()
+    assert (from_file.origin, from_dict.origin) == (str(path), "dict")
