@@ -124,7 +124,7 @@ static dsc_status load(const struct entry *entry, const char *library_dir, void 
 
 dsc_status dsc_accel_open(const char *name, const char *library_dir, const struct dsc_accel **out_accel)
 {
-    const struct entry *entry;
+    const struct entry *entry = NULL;
     dsc_accel_entry get_table;
     const struct dsc_accel *accel;
     void *library = NULL;

@@ -4,6 +4,8 @@
  */
 #include "dsc/accel.h"
 
+#include "base/fail.h"
+
 const struct dsc_accel *dsc_accel_host_entry(dsc_accel_report *report);
 
 static dsc_status device_count(int32_t *out_n_devices)
@@ -69,6 +71,8 @@ static dsc_status flat_sumsq(const struct dsc_span *spans, int64_t n_spans, doub
 
     (void)scratch;
     (void)stream;
+    if (out == NULL)
+        return dsc_fail(DSC_EINVAL, "flat_sumsq: out is NULL");
     DSC_TRY(dsc_flat_sumsq(spans, n_spans, NULL, &sumsq, &n_nonfinite));
     add_stats(out, sumsq, n_nonfinite);
     return DSC_OK;
