@@ -57,6 +57,8 @@ class _Stderr(logging.StreamHandler):
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
+        # Known by name and not by type: a module that is loaded twice has two types.
+        self.set_name(logger.name)
 
     @property
     def stream(self):
@@ -84,7 +86,7 @@ class _Settings:
         logger.setLevel(default if self.asked is None else self.asked)
         formatter = _Json(self.rank) if self.as_json else _Text(self.rank)
         for handler in logger.handlers:
-            if isinstance(handler, _Stderr):
+            if handler.name == logger.name:
                 handler.setFormatter(formatter)
 
 
@@ -139,7 +141,7 @@ def _level(level: str | int, where: str) -> int:
 
 def _start() -> None:
     """Once, at import, which must neither fail nor write: a malformed variable is reported by who uses it later."""
-    if not any(isinstance(handler, _Stderr) for handler in logger.handlers):
+    if not any(handler.name == logger.name for handler in logger.handlers):
         logger.addHandler(_Stderr())
     logger.propagate = False
     try:

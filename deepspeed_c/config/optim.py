@@ -1,6 +1,5 @@
 """Section optimizer: the optimizers that can be named, and the parameters that each takes."""
 
-import sys
 from typing import Annotated, ClassVar, NamedTuple
 
 import msgspec
@@ -200,13 +199,10 @@ def find_torch_optimizer(name: str) -> Kind | None:
 
     This imports torch, and is therefore only called for a name that would otherwise be an error.
     """
-    if "torch" not in sys.modules:
-        from importlib.util import find_spec
-
-        if find_spec("torch") is None:
-            return None
-    import torch.optim
-
+    try:
+        import torch.optim
+    except ImportError:
+        return None
     for known in dir(torch.optim):
         candidate = getattr(torch.optim, known)
         if known.lower() == name.lower() and known != "Optimizer" and isinstance(candidate, type):

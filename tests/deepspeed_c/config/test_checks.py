@@ -1,0 +1,67 @@
+"""Values that contradict each other: each pair is found, and each neighbouring pair that is fine is accepted."""
+
+import pytest
+
+from deepspeed_c.config import problems_of
+from deepspeed_c.config.features import FEATURES
+
+ON = {"enabled": True}
+
+
+def found(tree):
+    return [problem.where for problem in problems_of(tree, batch="skip")]
+
+
+@pytest.mark.parametrize(
+    "tree, where",
+    [
+        ({"fp16": ON, "bf16": ON}, "fp16.enabled, bf16.enabled"),
+        ({"fp16": {**ON, "loss_scale_window": 0}}, "fp16.loss_scale_window"),
+        ({"fp16": {**ON, "min_loss_scale": 0}}, "fp16.min_loss_scale"),
+        ({"fp16": {**ON, "initial_scale_power": 3, "min_loss_scale": 9}}, "fp16.initial_scale_power, fp16.min_loss_scale"),
+        ({"bf16": {**ON, "bf16_optimizer_states": True}, "zero_optimization": {"stage": 1}}, "bf16.bf16_optimizer_states"),
+        ({"bf16": {**ON, "bf16_master_weights_and_grads": True}}, "bf16.bf16_master_weights_and_grads"),
+        ({"fp16": ON, "data_types": {"param_dtype": "bf16"}}, "data_types.param_dtype"),
+        ({"bf16": ON, "data_types": {"param_dtype": "fp32"}}, "data_types.param_dtype"),
+        ({"data_types": {"param_dtype": "fp16"}}, "data_types.param_dtype"),
+        (
+            {"managed_gradient_accumulation": False, "zero_optimization": {"stage": 1, "overlap_comm": True}},
+            "managed_gradient_accumulation",
+        ),
+        ({"optimizer": {"type": "AdamW", "params": {"amsgrad": True}}}, "optimizer.params.amsgrad"),
+        ({"optimizer": {"type": "Adam", "params": {"foreach": True}}}, "optimizer.params.foreach"),
+    ],
+)
+def test_conflict(tree, where):
+    assert found(tree) == [where]
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"fp16": ON, "bf16": {"enabled": False}},
+        {"fp16": {"loss_scale_window": 0, "min_loss_scale": 0}},
+        {"fp16": {**ON, "loss_scale": 128, "loss_scale_window": 0, "min_loss_scale": 0}},
+        {"fp16": {**ON, "initial_scale_power": 3, "min_loss_scale": 8}},
+        {
+            "bf16": {**ON, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
+            "zero_optimization": {"stage": 1},
+        },
+        {"bf16": ON, "data_types": {"param_dtype": "bfloat16"}},
+        {"data_types": {"param_dtype": "fp32"}},
+        {"managed_gradient_accumulation": False, "zero_optimization": {"stage": 2, "overlap_comm": True}},
+        {"managed_gradient_accumulation": False, "zero_optimization": {"stage": 1}},
+        {"optimizer": {"type": "AdamW", "params": {"amsgrad": True, "torch_adam": True, "foreach": False}}},
+        {"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 2}},
+    ],
+)
+def test_no_conflict(tree):
+    assert found(tree) == []
+
+
+def test_conflicts_that_wait_for_a_feature(monkeypatch):
+    for name in ("stage3", "amp"):
+        monkeypatch.setitem(FEATURES, name, FEATURES[name]._replace(is_built=True))
+    assert found({"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 3}}) == ["gradient_allreduce_op"]
+    assert found({"amp": ON, "bf16": ON}) == ["amp.enabled"]
+    assert found({"amp": ON}) == []

@@ -1,0 +1,144 @@
+"""Keys of features that do not exist: refused when they ask for one, accepted at their off values and when they only tune."""
+
+import typing
+
+import msgspec
+import pytest
+
+from deepspeed_c.config import load_config, problems_of
+from deepspeed_c.config.features import FEATURES
+from deepspeed_c.config.keys import Section
+from deepspeed_c.config.schema import arms, bare, kinds_of, walk
+from deepspeed_c.errors import UnsupportedConfigError
+
+
+def tree_of(path, value):
+    """The configuration with this one key; containers get one entry."""
+    tree = value
+    for part in reversed(path.replace("<name>", "g1").replace("[]", ".[]").split(".")):
+        tree = [tree] if part == "[]" else {part: tree}
+    return tree
+
+
+def written(path):
+    return path.replace("<name>", "g1").replace("[]", "[0]")
+
+
+def other_values(field):
+    """Values that ask for the feature: for each type of the key, one that is neither the default nor off."""
+    for arm in arms(field.hint):
+        kind = bare(arm)
+        if isinstance(kind, type) and issubclass(kind, Section):
+            yield {}
+        elif kind is bool:
+            yield not field.default
+        elif kind is int:
+            yield 8
+        elif kind is float:
+            yield 0.5
+        elif typing.get_origin(kind) is typing.Literal:
+            yield from (word for word in typing.get_args(kind) if word != field.default and word not in field.info.off)
+
+
+PLAIN = [(path, field) for path, field in walk() if not path.startswith(("optimizer.params.", "scheduler.params."))]
+SWITCHES = [(path, field) for path, field in PLAIN if field.info.is_switch]
+TUNING = [(path, field) for path, field in PLAIN if field.info.feature and not field.info.is_switch and field.section is None]
+
+
+def test_there_are_switches_and_tuning_keys():
+    assert len(SWITCHES) > 50 and len(TUNING) > 200
+
+
+@pytest.mark.parametrize("path, field", SWITCHES, ids=[path for path, _ in SWITCHES])
+def test_switch_is_refused_when_on_and_accepted_when_off(path, field):
+    if field.info.is_built:
+        pytest.skip(f"{FEATURES[field.info.feature].title} is built")
+    values = list(other_values(field))
+    assert values, path
+    for value in values:
+        problems = [problem for problem in problems_of(tree_of(path, value), batch="skip") if problem.where == written(path)]
+        assert len(problems) == 1, (path, value)
+        assert isinstance(problems[0], UnsupportedConfigError) and isinstance(problems[0], NotImplementedError)
+        feature = FEATURES[field.info.feature]
+        assert feature.title in problems[0].what and problems[0].fix == feature.instead
+    for value in (field.default, *field.info.off):
+        if field.section is None or value is None:
+            assert problems_of(tree_of(path, value), batch="skip") == [], (path, value)
+
+
+@pytest.mark.parametrize("path, field", TUNING, ids=[path for path, _ in TUNING])
+def test_tuning_key_is_accepted_and_reported_as_unused(path, field):
+    value = {bool: True, int: 5, float: 0.5, str: "text", dict: {"a": 1}}.get(_first(field))
+    if value is None:
+        value = _example(field)
+    problems = [problem for problem in problems_of(tree_of(path, value), batch="skip") if problem.where == written(path)]
+    assert problems == [], (path, value)
+    if any(part in path for part in ("zenflow.", "zeropp", "sparse_attention.", "weight_quantization.", "datastates", "writer.")):
+        return  # inside a section whose presence asks for the feature: refused there
+    config = load_config(tree_of(path, value), world_size=1, batch="skip")
+    assert written(path) in config.summary_line(), path
+    row = next(row for row in config.rows() if row.key.split("[")[0] == written(path).split("[")[0])
+    assert FEATURES[field.info.feature].title in row.note
+
+
+def _first(field):
+    kind = bare(next(arm for arm in arms(field.hint) if arm is not type(None)))
+    return dict if isinstance(kind, type) and issubclass(kind, dict) else kind
+
+
+def _example(field):
+    """The last word of a list of words; a list of one for lists."""
+    kind = _first(field)
+    if typing.get_origin(kind) is typing.Literal:
+        return typing.get_args(kind)[-1]
+    entry = bare(typing.get_args(kind)[0])
+    if typing.get_origin(entry) is typing.Literal:
+        return [typing.get_args(entry)[0]]
+    return [{int: 5, str: "text"}.get(entry, "any")]
+
+
+def test_what_hugging_face_writes_for_other_stages_is_harmless_at_stage_2():
+    zero = {
+        "stage": 2,
+        "offload_optimizer": {"device": "none", "nvme_path": None, "pin_memory": True},
+        "offload_param": {"device": "none", "nvme_path": None},
+        "stage3_gather_16bit_weights_on_model_save": True,
+        "stage3_max_live_parameters": 1e9,
+        "stage3_prefetch_bucket_size": 5e7,
+        "sub_group_size": 1e12,
+    }
+    config = load_config({"zero_optimization": zero}, world_size=1, batch="skip")
+    assert config.zero.stage == 2
+    assert "unused" in config.summary_line()
+
+
+def test_stage_3_is_refused_and_one_line_enables_it(monkeypatch):
+    tree = {"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 1e8}}
+    (problem,) = problems_of(tree, batch="skip")
+    assert isinstance(problem, UnsupportedConfigError) and problem.where == "zero_optimization.stage"
+    assert '"stage": 2' in problem.fix
+    monkeypatch.setitem(FEATURES, "stage3", FEATURES["stage3"]._replace(is_built=True))
+    config = load_config(tree, world_size=1, batch="skip")
+    assert config.zero.stage == 3 and config.zero.overlap_comm is True
+    assert "unused" not in config.summary_line()
+    assert not any(row.note for row in config.rows() if row.key.startswith("zero_optimization.stage3_"))
+
+
+@pytest.mark.parametrize("section", ["weight_quantization"])
+def test_section_that_is_switched_off_is_accepted(section):
+    assert problems_of({section: {"enabled": False, "num_bits": 4}}, batch="skip") == []
+
+
+def test_every_type_of_a_missing_feature_is_refused():
+    for section, field in ((path, field) for path, field in walk() if kinds_of(field.section)):
+        for kind in kinds_of(field.section).values():
+            problems = problems_of({section: {"type": kind.name}}, batch="skip")
+            refused = [problem for problem in problems if isinstance(problem, UnsupportedConfigError)]
+            assert len(refused) == (kind.feature is not None), (section, kind.name)
+            assert all(problem.where == f"{section}.type" for problem in refused)
+
+
+def test_features_are_asked_for_in_the_default_of_nothing():
+    """No default asks for anything: an empty configuration is good."""
+    assert problems_of({}, batch="skip") == []
+    assert all(field.default is not msgspec.NODEFAULT for _, field in SWITCHES)

@@ -1,0 +1,122 @@
+"""The logger: which rank says what, at which level, on which stream; nothing at import; no doubled lines."""
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# In processes of their own: the logger belongs to the process.
+SPEAK = """
+from deepspeed_c.logging import log_dist, logger, set_level, set_rank
+{before}
+for level in ("debug", "info", "warning", "error", "critical"):
+    getattr(logger, level)("own-" + level)
+log_dist("dist-default")
+log_dist("dist-1", ranks=[1])
+log_dist("dist-all", ranks=[-1])
+log_dist("dist-0-debug", ranks=[0], level=10)
+log_dist("dist-1-debug", ranks=[1], level=10)
+"""
+
+
+def speak(before="", **env):
+    code = SPEAK.format(before=before)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, env={"PYTHONPATH": str(ROOT), **env}
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    return done.stderr.splitlines()
+
+
+def said(lines):
+    return [line.split("] ")[-1] for line in lines]
+
+
+OWN = ["own-debug", "own-info", "own-warning", "own-error", "own-critical"]
+
+
+@pytest.mark.parametrize(
+    "env, before, expected",
+    [
+        ({}, "", [*OWN[1:], "dist-default", "dist-all"]),
+        ({"RANK": "0"}, "", [*OWN[1:], "dist-default", "dist-all"]),
+        ({"RANK": "1"}, "", [*OWN[2:], "dist-1", "dist-all"]),
+        ({"RANK": "2"}, "", [*OWN[2:], "dist-all"]),
+        ({}, "set_rank(1)", [*OWN[2:], "dist-1", "dist-all"]),
+        ({"RANK": "1"}, "set_rank(0)", [*OWN[1:], "dist-default", "dist-all"]),
+        ({}, "set_level('debug')", [*OWN, "dist-default", "dist-all", "dist-0-debug"]),
+        ({"RANK": "1"}, "set_level('DEBUG')", [*OWN, "dist-1", "dist-all", "dist-1-debug"]),
+        ({"RANK": "1"}, "set_level('error')", OWN[3:]),
+        ({}, "set_level('error'); set_level(None)", [*OWN[1:], "dist-default", "dist-all"]),
+        ({"DSC_LOG": "warning"}, "", OWN[2:]),
+        ({"DSC_LOG": "warning"}, "set_level('debug')", OWN[2:]),
+        ({"DSC_LOG": "error", "RANK": "1"}, "set_rank(0)", OWN[3:]),
+        ({"RANK": "1"}, "logger.setLevel(40)", OWN[3:]),
+        ({}, "logger.setLevel(10)", [*OWN, "dist-default", "dist-all", "dist-0-debug"]),
+        ({"RANK": "junk"}, "", [*OWN[1:], "dist-default", "dist-all"]),
+    ],
+)
+def test_who_says_what(env, before, expected):
+    assert said(speak(before, **env)) == expected
+
+
+def test_line_has_level_and_rank():
+    (line,) = [line for line in speak(RANK="3") if "own-error" in line]
+    assert "[ERROR] [rank 3] own-error" in line
+
+
+def test_json_lines():
+    lines = [json.loads(line) for line in speak(DSC_LOG="info,json", RANK="0")]
+    assert [line["message"] for line in lines] == [*OWN[1:], "dist-default", "dist-all"]
+    assert {line["rank"] for line in lines} == {0} and lines[0]["level"] == "info"
+    assert all(line["where"].startswith("<string>:") for line in lines), lines
+    assert all(isinstance(line["time"], float) for line in lines)
+
+
+def test_json_holds_the_exception():
+    before = "try:\n    1 / 0\nexcept ZeroDivisionError:\n    logger.exception('x')"
+    line = json.loads(speak(before, DSC_LOG="json")[0])
+    assert "ZeroDivisionError" in line["exception"]
+
+
+def test_bad_dsc_log_is_refused_when_the_level_is_set_and_not_at_import():
+    before = "from deepspeed_c.errors import ConfigError\ntry:\n    set_level(None)\nexcept ConfigError as e:\n    logger.error(str(e).replace(chr(10), ' '))"
+    assert "DSC_LOG: 'loud' is not a level" in speak(before, DSC_LOG="loud")[0]
+
+
+def test_importing_again_does_not_double_the_lines():
+    before = "import importlib, deepspeed_c.logging as again\nimportlib.reload(again)\nimportlib.reload(again)"
+    lines = said(speak(before))
+    assert lines.count("own-error") == 1
+
+
+def test_root_logger_does_not_repeat():
+    assert said(speak("import logging; logging.basicConfig(level=0)")).count("own-error") == 1
+
+
+def test_writes_to_the_stderr_of_the_moment(capsys):
+    from deepspeed_c.logging import logger
+
+    logger.error("captured")
+    assert "captured" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("level", ["loud", "", 1.5, True])
+def test_unknown_level(level):
+    from deepspeed_c.errors import ConfigError
+    from deepspeed_c.logging import set_level
+
+    with pytest.raises(ConfigError, match="level"):
+        set_level(level)
+
+
+def test_logger_is_an_ordinary_one():
+    from deepspeed_c.logging import logger
+
+    assert type(logger) is logging.Logger and logger.name == "deepspeed_c"
