@@ -12,8 +12,8 @@
 
 [Note: zygote] Importing torch costs seconds, so one process per test session, the zygote, imports it once and forks
 the ranks of every group from there (it never runs an operator, hence owns no threads that a fork would lose).
-A group of ranks then costs milliseconds, and killing one after a failure is cheap. The zygote is the parent of all ranks:
-when its connection to the test session closes, for whatever reason, it kills every process group that it made.
+A group of ranks then costs milliseconds, and killing one after a failure is cheap. The zygote is the parent of all
+ranks: when its connection to the test session closes, for whatever reason, it kills every process group that it made.
 """
 
 from __future__ import annotations
@@ -86,11 +86,12 @@ def run_ranks(
 ) -> list[Any]:
     """Calls ``fn(rank, world, *args)`` on every rank of a gloo group and returns the results by rank.
 
-    ``fn`` is a top-level function; ``args`` and results are pickled. Every body starts from seed 0, one thread, the default dtype,
-    the environment and working directory that the group was started with, and with ``torch.distributed`` initialised.
-    ``fresh=True`` gives the call a group of its own, which ends with it: for bodies that kill ranks or change global state.
-    ``timeout`` (seconds) covers the whole call; when it is over, ranks that are still busy dump their stacks and are killed.
-    After one rank has failed, the others get ``grace`` seconds. Raises ``RanksFailed``; the next call finds a new group.
+    ``fn`` is a top-level function; ``args`` and results are pickled. Every body starts from seed 0, one thread, the
+    default dtype, the environment and working directory that the group was started with, and with ``torch.distributed``
+    initialised. ``fresh=True`` gives the call a group of its own, which ends with it: for bodies that kill ranks or
+    change global state. ``timeout`` (seconds) covers the whole call; when it is over, ranks that are still busy dump
+    their stacks and are killed. After one rank has failed, the others get ``grace`` seconds. Raises ``RanksFailed``;
+    the next call finds a new group.
     """
     if "<" in fn.__qualname__ or "." in fn.__qualname__:
         raise TypeError(f"{fn.__qualname__} is not a top-level function, so a rank cannot import it")

@@ -278,7 +278,9 @@ def test_all_ends_when_the_session_is_killed(tmp_path):
         "time.sleep(1000)\n"
     )
     env = dict(os.environ, PYTHONPATH=str(ROOT))
-    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=env, cwd=tmp_path) as session:
+    with subprocess.Popen(
+        [sys.executable, script], stdout=subprocess.PIPE, text=True, env=env, cwd=tmp_path
+    ) as session:
         pids = [int(word) for word in session.stdout.readline().split()]
         session.kill()
     assert len(pids) == 3, pids

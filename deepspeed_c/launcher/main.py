@@ -1,0 +1,62 @@
+"""The command line: finds the sub-command by its first word, and turns typed errors into a message and an exit code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from deepspeed_c.errors import DeepSpeedCError
+from deepspeed_c.launcher.options import parse_options
+
+__all__ = ["main"]
+
+EXIT_USAGE = 2  # nothing was started; as argparse
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell says it
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs ``deepspeed_c`` with ``argv`` (without the program's name; default: ``sys.argv[1:]``) and returns its exit
+    code.
+
+    A launch returns 0 when every rank did, otherwise the exit code of the rank that failed first (128 + n for a rank
+    that signal n ended), or 128 + n when signal n stopped the launcher. What cannot be started returns 2, with the
+    reason on stderr.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = _COMMANDS.get(arguments[0]) if arguments else None
+    try:
+        return command(arguments[1:]) if command else _launch(arguments)
+    except DeepSpeedCError as error:
+        print(f"deepspeed_c: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED  # before the ranks' supervisor took over: there is nothing to stop
+    except SystemExit as stop:
+        # argparse has printed its help (0) or its message (2)
+        return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else EXIT_USAGE
+
+
+# Each imports what it needs when it runs: help, errors and the configuration commands must not wait for torch.
+
+
+def _launch(arguments: list[str]) -> int:
+    options = parse_options(arguments)
+    from deepspeed_c.launcher.plan import make_plan
+    from deepspeed_c.launcher.run import launch
+
+    return launch(make_plan(options))
+
+
+def _report(arguments: list[str]) -> int:
+    from deepspeed_c.launcher.report import main as report
+
+    return report(arguments)
+
+
+def _config(arguments: list[str]) -> int:
+    from deepspeed_c.config.cli import main as config
+
+    return config(arguments)
+
+
+_COMMANDS: dict[str, Callable[[list[str]], int]] = {"report": _report, "config": _config}

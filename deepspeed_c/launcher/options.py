@@ -1,0 +1,288 @@
+"""The launcher's own options, as a table, and where they end: everything after the script belongs to the script."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from deepspeed_c.errors import LaunchError
+
+__all__ = ["DEFAULT_HOSTFILE", "Options", "parse_options"]
+
+DEFAULT_HOSTFILE = "/job/hostfile"  # where DeepSpeed looks, too; it need not exist
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """A launch as the user asked for it."""
+
+    script: str
+    """Path of the script; with ``module`` a module's name, with ``no_python`` a program."""
+    script_args: tuple[str, ...]
+    module: bool
+    no_python: bool
+    no_local_rank: bool
+    """Do not pass ``--local_rank=N`` as the first argument."""
+    num_procs: int | None
+    num_nodes: int | None
+    include: str
+    exclude: str
+    hostfile: str | None
+    """None: ``DEFAULT_HOSTFILE`` if it exists."""
+    master_addr: str | None
+    master_port: int | None
+    """None: any free port."""
+    bind_cores_to_rank: bool
+    bind_core_list: str | None
+    enable_each_rank_log: str | None
+    """Folder of one log file a rank."""
+    tag_output: bool
+    grace: float
+    """Seconds that ranks have after a signal."""
+    save_pid: bool
+    log_level: str
+
+
+def parse_options(argv: Sequence[str]) -> Options:
+    """The options of a launch from the command line.
+
+    Raises ``LaunchError`` for what this version cannot do and for options that exclude each other; as any argparse
+    program it exits with code 2 (0 for help) on what it does not understand.
+    """
+    parser = _parser()
+    end = _script_index(argv)
+    values = vars(parser.parse_args(argv[:end]))
+    if end == len(argv):
+        parser.error("which script? (deepspeed_c --help shows how to call it)")
+    for names, what in _ELSEWHERE:
+        for name in names:
+            if values.pop(name):
+                raise LaunchError(f"{what}", where=f"--{name}", fix=_INSTEAD.get(name, _INSTEAD_OF_HOSTS))
+    if values.pop("quiet"):
+        values["log_level"] = "error"
+    if values["enable_each_rank_log"] == "None":  # DeepSpeed's word for "no"
+        values["enable_each_rank_log"] = None
+    options = Options(script=argv[end], script_args=tuple(argv[end + 1 :]), **values)
+    _check(options)
+    return options
+
+
+def _check(options: Options) -> None:
+    if options.module and options.no_python:
+        raise LaunchError("--module and --no_python exclude each other", fix="drop one of them")
+    if options.include and options.exclude:
+        raise LaunchError("--include and --exclude exclude each other", fix="drop one of them")
+    if (options.include or options.exclude) and (options.num_procs is not None or options.num_nodes is not None):
+        raise LaunchError(
+            "--include and --exclude say how many processes to start, and so do --num_procs, --num_gpus and --num_nodes",
+            fix="drop one of them",
+        )
+    if options.num_procs is not None and options.num_procs < 1:
+        raise LaunchError(f"is {options.num_procs}", where="--num_procs", fix="start at least one process")
+    if options.num_nodes is not None and options.num_nodes != 1:
+        raise LaunchError(
+            f"is {options.num_nodes}: this version launches one host", where="--num_nodes", fix=_INSTEAD_OF_HOSTS
+        )
+    if options.master_port is not None and not 0 < options.master_port < 1 << 16:
+        raise LaunchError(f"is {options.master_port}", where="--master_port", fix="ports run from 1 to 65535")
+    if options.bind_core_list is not None and not options.bind_cores_to_rank:
+        raise LaunchError(
+            "is given without --bind_cores_to_rank", where="--bind_core_list", fix="add --bind_cores_to_rank"
+        )
+    if not 0 <= options.grace < float("inf"):
+        raise LaunchError(f"is {options.grace:g}", where="--grace", fix="give a number of seconds, 0 or more")
+
+
+_INSTEAD_OF_HOSTS = (
+    "start the script on every host with `torchrun --nnodes N --nproc-per-node M --rdzv-backend c10d "
+    "--rdzv-endpoint HOST0:29500 SCRIPT ...` or, under Slurm, with `srun python SCRIPT ...`; it needs no change"
+)
+_INSTEAD = {
+    "autotuning": "choose the micro-batch size and the ZeRO stage in the configuration file",
+    "elastic_training": "start the script with `torchrun --nnodes MIN:MAX --max-restarts R SCRIPT ...`",
+}
+
+# Options that DeepSpeed knows and that ask for something this version does not do.
+_ELSEWHERE: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("autotuning",), "there is no autotuner in this version"),
+    (("elastic_training", "min_elastic_nodes", "max_elastic_nodes"), "there is no elastic agent in this version"),
+    (
+        (
+            *("launcher", "launcher_args", "no_ssh", "no_ssh_check", "force_multi", "ssh_port", "venv_script"),
+            "node_rank",
+        ),
+        "this version launches one host, and this option is for several",
+    ),
+)
+
+# Sections of the help text: (title, ((flags, argparse keywords), ...)). An option takes a value unless it is a flag.
+_FLAG = {"action": "store_true"}
+_HIDDEN = {"help": argparse.SUPPRESS}
+_OPTIONS = (
+    (
+        "How many processes, and on what",
+        (
+            (
+                ("--num_procs", "--num_gpus", "--num_accelerators"),
+                dict(type=int, metavar="N", help="processes to start (default: one a device; without devices one)"),
+            ),
+            (
+                ("-i", "--include"),
+                dict(
+                    default="", metavar="HOST:SLOTS", help="one process on each of these devices, as in localhost:0,2"
+                ),
+            ),
+            (("-e", "--exclude"), dict(default="", metavar="HOST:SLOTS", help="... on each device but these")),
+            (
+                ("-H", "--hostfile"),
+                dict(
+                    metavar="FILE",
+                    help=f"lines of `HOST slots=N` (default: {DEFAULT_HOSTFILE} if there); one host only",
+                ),
+            ),
+            (("--num_nodes",), dict(type=int, metavar="1", help="hosts to use: this version launches one")),
+        ),
+    ),
+    (
+        "How they find each other",
+        (
+            (("--master_addr",), dict(metavar="ADDR", help="an address of this host (default: 127.0.0.1)")),
+            (("--master_port",), dict(type=int, metavar="PORT", help="default: a port that is free")),
+        ),
+    ),
+    (
+        "What is started",
+        (
+            (("--module",), dict(_FLAG, help="SCRIPT is a module, as with python -m")),
+            (("--no_python",), dict(_FLAG, help="SCRIPT is a program, started as it is")),
+            (("--no_local_rank",), dict(_FLAG, help="do not pass --local_rank=N before ARGS")),
+        ),
+    ),
+    (
+        "Cores",
+        (
+            (
+                ("--bind_cores_to_rank",),
+                dict(_FLAG, help="give each process cores of its own, equally many, next to each other"),
+            ),
+            (
+                ("--bind_core_list",),
+                dict(metavar="CORES", help="... out of these, as in 0,2-5 (default: all that are allowed)"),
+            ),
+        ),
+    ),
+    (
+        "Output and end",
+        (
+            (
+                ("--enable_each_rank_log",),
+                dict(metavar="DIR", help="write what rank N prints to DIR/TIME_rankN.log, not to the terminal"),
+            ),
+            (("--tag_output",), dict(_FLAG, help="begin each line with the rank it comes from")),
+            (
+                ("--grace",),
+                dict(
+                    type=float,
+                    default=30.0,
+                    metavar="SECONDS",
+                    help="after SIGINT or SIGTERM, until SIGKILL (default: 30)",
+                ),
+            ),
+            (
+                ("--save_pid",),
+                dict(_FLAG, help="write the launcher's process id to TMPDIR/PID.deepspeed while it runs"),
+            ),
+            (
+                ("--log_level",),
+                dict(
+                    default="warning",
+                    choices=("debug", "info", "warning", "error", "critical"),
+                    help="what the launcher itself tells (default: warning)",
+                ),
+            ),
+            (("-q", "--quiet"), dict(_FLAG, help="same as --log_level error")),
+        ),
+    ),
+    (
+        None,
+        (
+            (("--launcher",), _HIDDEN),
+            (("--launcher_args",), _HIDDEN),
+            (("--no_ssh",), dict(_FLAG, **_HIDDEN)),
+            (("--no_ssh_check",), dict(_FLAG, **_HIDDEN)),
+            (("--force_multi",), dict(_FLAG, **_HIDDEN)),
+            (("--ssh_port",), _HIDDEN),
+            (("--venv_script",), _HIDDEN),
+            (("--node_rank",), _HIDDEN),
+            (("--autotuning",), _HIDDEN),
+            (("--elastic_training",), dict(_FLAG, **_HIDDEN)),
+            (("--min_elastic_nodes",), _HIDDEN),
+            (("--max_elastic_nodes",), _HIDDEN),
+        ),
+    ),
+)
+
+_TAKES_VALUE = {
+    flag for _, options in _OPTIONS for flags, keywords in options if "action" not in keywords for flag in flags
+}
+
+_DESCRIPTION = """\
+Trains on the devices of this host: starts SCRIPT once a device (or --num_procs times), with RANK, LOCAL_RANK,
+WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, and stops all when one fails.
+
+  deepspeed_c train.py --deepspeed --deepspeed_config ds_config.json
+  deepspeed_c --num_procs 2 --bind_cores_to_rank train.py --lr 0.1
+  deepspeed_c --include localhost:0,2 --module package.train
+
+Other commands:
+  deepspeed_c report              what was built, what was found on this machine, versions
+  deepspeed_c config show FILE    every value of a configuration and where it comes from
+  deepspeed_c config check FILE   what is wrong with a configuration
+"""
+
+_EPILOG = """\
+Everything after SCRIPT belongs to the script. The exit code is that of the rank that failed first (128 + n when signal
+n ended it, and when signal n ended the launcher), 2 when nothing could be started.
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="deepspeed_c",
+        usage="deepspeed_c [OPTIONS] SCRIPT [ARGS ...]\n       deepspeed_c report | config",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=_HelpFormatter,
+        # A prefix of an option would be one to argparse and the script's own to _script_index
+        allow_abbrev=False,
+        add_help=False,
+    )
+    for title, options in _OPTIONS:
+        group = parser.add_argument_group(title) if title else parser
+        for flags, keywords in options:
+            group.add_argument(*flags, **keywords)
+    parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
+    return parser
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Wide enough for a flag and its meaning on one line; only the first of several names for the same."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=36, width=120)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        names = "/".join(action.option_strings)
+        return names if action.nargs == 0 else f"{names} {action.metavar or '{' + ','.join(action.choices) + '}'}"
+
+
+def _script_index(argv: Sequence[str]) -> int:
+    """Where the script stands: at the first word that is neither an option nor the value of one.
+
+    argparse itself cannot tell: it drops a ``--`` among the script's arguments and takes their options for its own.
+    """
+    i = 0
+    while i < len(argv) and argv[i].startswith("-") and argv[i] != "-":
+        i += 2 if argv[i] in _TAKES_VALUE else 1
+    return min(i, len(argv))

@@ -1,0 +1,175 @@
+"""Carries what ranks print to the terminal or to their log files as it comes, and remembers the end of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import BinaryIO
+
+from deepspeed_c.errors import LaunchError
+
+__all__ = ["Output"]
+
+TAIL_BYTES = 16 << 10
+TAIL_LINES = 30
+READ_BYTES = 64 << 10
+DRAIN_READS = 32  # at the end, for each pipe: more than a pipe holds, and yet an end
+
+
+@dataclass(slots=True, eq=False)
+class _Stream:
+    """One pipe from one rank, and where its bytes go."""
+
+    rank: int
+    read_fd: int
+    target: int
+    """File descriptor; -1 once it cannot be written any more (the terminal is gone, the disk is full)."""
+    label: bytes = b""
+    """What every line begins with; then only whole lines are passed on, so that ranks do not mix within one."""
+    is_remembered: bool = True
+    pending: bytearray = field(default_factory=bytearray)
+
+
+class Output:
+    """The pipes of all ranks and the thread that empties them.
+
+    By default a rank's stdout is the launcher's own, and only stderr goes through here, for the message after a
+    failure. With labels both do, and with a log folder both go to ``DIR/TIME_rankN.log``, in the order in which the
+    rank wrote. ``paths(rank)`` are what the rank's stdout and stderr are to be opened as ("" for the launcher's own).
+    A context manager; after it, all that ranks wrote before they ended is written and no descriptor is left.
+    """
+
+    def __init__(self, n_ranks: int, *, log_dir: str | None = None, has_labels: bool = False) -> None:
+        self._streams: list[_Stream] = []
+        self._paths: list[tuple[str, str]] = []
+        self._write_fds: list[int] = []
+        self._tails = [bytearray() for _ in range(n_ranks)]
+        self._logs: list[BinaryIO] = []
+        self.log_paths: list[str] = []
+        self._selector = selectors.DefaultSelector()
+        self._thread: threading.Thread | None = None
+        self._wake_read, self._wake_write = os.pipe()
+        stamp = time.strftime("%Y%m%d%H%M%S")
+        try:
+            for rank in range(n_ranks):
+                label = f"[rank{rank}]: ".encode() if has_labels else b""
+                if log_dir is not None:
+                    path = os.path.join(log_dir, f"{stamp}_rank{rank}.log")
+                    self._logs.append(open(path, "wb", buffering=0))  # noqa: SIM115  closed by close()
+                    self.log_paths.append(path)
+                    both = self._pipe(_Stream(rank, -1, self._logs[-1].fileno(), label))
+                    self._paths.append((both, both))
+                else:
+                    out = self._pipe(_Stream(rank, -1, 1, label, is_remembered=False)) if has_labels else ""
+                    self._paths.append((out, self._pipe(_Stream(rank, -1, 2, label))))
+        except OSError as error:
+            self.close()
+            raise LaunchError(f"the ranks' output cannot be set up: {error}", where=log_dir or "pipes") from error
+
+    def _pipe(self, stream: _Stream) -> str:
+        """Adds a pipe; returns the name under which its writing end can be opened, until ``close``."""
+        stream.read_fd, write_fd = os.pipe()
+        self._streams.append(stream)
+        self._write_fds.append(write_fd)
+        os.set_blocking(stream.read_fd, False)
+        self._selector.register(stream.read_fd, selectors.EVENT_READ, stream)
+        return f"/dev/fd/{write_fd}"
+
+    def paths(self, rank: int) -> tuple[str, str]:
+        """What to open as the rank's stdout and stderr; "" is the launcher's own."""
+        return self._paths[rank]
+
+    def __enter__(self) -> Output:
+        self._selector.register(self._wake_read, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._carry, name="dsc_output", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.finish()
+        self.close()
+
+    def finish(self) -> None:
+        """Waits until all that the ranks have written is passed on. For when they have ended; may be called twice."""
+        if self._thread is None:
+            return
+        os.write(self._wake_write, b"x")
+        self._thread.join()
+        self._thread = None
+
+    def close(self) -> None:
+        self._selector.close()
+        for fd in (self._wake_read, self._wake_write, *self._write_fds, *(s.read_fd for s in self._streams)):
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        for log in self._logs:
+            log.close()
+        self._write_fds, self._streams, self._logs = [], [], []
+
+    def tail(self, rank: int) -> str:
+        """The last lines of the rank's stderr (of both its streams where they go to one log file). After ``finish``."""
+        lines = self._tails[rank].decode(errors="replace").splitlines()
+        if len(self._tails[rank]) >= TAIL_BYTES:
+            lines = lines[1:]  # the first of them is cut
+        return "\n".join(lines[-TAIL_LINES:])
+
+    def _carry(self) -> None:
+        while True:
+            events = self._selector.select()
+            is_over = False
+            for key, _ in events:
+                if key.data is None:
+                    is_over = True  # what is in the pipes now was written by ranks that have ended: empty them, then go
+                else:
+                    self._read(key.data)
+            if is_over:
+                for stream in self._streams:
+                    for _ in range(DRAIN_READS):  # a process that a rank left behind may write for ever
+                        if not self._read(stream):
+                            break
+                    if stream.pending:
+                        self._pass_on(stream, stream.label + bytes(stream.pending) + b"\n")
+                return
+
+    def _read(self, stream: _Stream) -> bool:
+        """Passes on what is in the pipe now; whether there was anything."""
+        try:
+            data = os.read(stream.read_fd, READ_BYTES)
+        except BlockingIOError:
+            return False
+        if stream.is_remembered:
+            tail = self._tails[stream.rank]
+            tail += data
+            del tail[:-TAIL_BYTES]
+        if not stream.label:
+            self._pass_on(stream, data)
+            return bool(data)
+        stream.pending += data
+        # A progress bar ends its lines with \r: they are lines, too
+        end = max(stream.pending.rfind(b"\n"), stream.pending.rfind(b"\r")) + 1
+        lines = bytes(stream.pending[:end]).splitlines(keepends=True)
+        del stream.pending[:end]
+        self._pass_on(stream, b"".join(stream.label + line for line in lines))
+        return bool(data)
+
+    def _pass_on(self, stream: _Stream, data: bytes) -> None:
+        view = memoryview(data)
+        while view and stream.target >= 0:
+            try:
+                view = view[os.write(stream.target, view) :]
+            except BlockingIOError:
+                time.sleep(0.01)  # someone made the terminal non-blocking
+            except OSError as error:
+                # The rank's work is worth more than its words: go on reading, or it would wait for us for ever
+                where = "its log file" if self._logs else "the terminal"
+                stream.target = -1
+                with contextlib.suppress(OSError):
+                    print(f"deepspeed_c: rank {stream.rank} can no longer write to {where}: {error}", file=sys.stderr)

@@ -1,0 +1,204 @@
+"""From the user's options to what is started: one command and one environment a rank, checked before anything runs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.machinery import BuiltinImporter, FrozenImporter, ModuleSpec, PathFinder
+from pathlib import Path
+
+from deepspeed_c.errors import LaunchError
+from deepspeed_c.launcher.cores import split_cores, threads_per_rank
+from deepspeed_c.launcher.hostfile import is_this_host, select_slots
+from deepspeed_c.launcher.options import Options
+
+__all__ = ["Devices", "Plan", "RankPlan", "find_devices", "make_plan"]
+
+LOOPBACK = "127.0.0.1"
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+BIND = str(Path(__file__).with_name("bind.py"))
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """The accelerators that a process started now would see."""
+
+    kind: str
+    """torch's name of the device type: "cuda", "xpu", ..."""
+    names: tuple[str, ...]
+    """How CUDA_VISIBLE_DEVICES names them. If those are numbers, they number the slots, too."""
+
+    @property
+    def slots(self) -> list[int]:
+        return (
+            [int(name) for name in self.names] if all(map(str.isdecimal, self.names)) else list(range(len(self.names)))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """One process: its command and what its environment has beyond the launcher's."""
+
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """All that ``run.launch`` needs to know."""
+
+    ranks: tuple[RankPlan, ...]
+    master_addr: str
+    master_port: int | None
+    """None: any free port."""
+    log_dir: str | None
+    tag_output: bool
+    grace: float
+    """Seconds between a signal that is passed on and SIGKILL."""
+    save_pid: bool
+    log_level: str
+
+
+def make_plan(options: Options, devices: Devices | str | None = "find") -> Plan:
+    """Decides what to start. ``devices`` is for tests: None stands for a host without accelerators.
+
+    Raises ``LaunchError`` for all that can be known to be wrong: a script that is not there, a host or slot that is not
+    there, too few cores, an address that is not this host's, a log folder that cannot be made.
+    """
+    command = _command(options)
+    if options.master_addr is not None and not is_this_host(options.master_addr):
+        raise LaunchError(
+            "is not an address of this host", where=f"--master_addr {options.master_addr}", fix="leave it out"
+        )
+    if devices == "find":
+        devices = find_devices()
+    slots = select_slots(options, None if devices is None else devices.slots)
+    shared = _shared_environment(devices, slots)
+    n_ranks = len(slots)
+    cores = split_cores(n_ranks, options.bind_core_list) if options.bind_cores_to_rank else None
+    n_threads = len(cores[0]) if cores else threads_per_rank(n_ranks)
+    if not os.environ.get("OMP_NUM_THREADS"):
+        # torchrun sets 1, which leaves the optimizer's loops and every CPU operator on one core
+        shared["OMP_NUM_THREADS"] = str(n_threads)
+    ranks = []
+    for rank in range(n_ranks):
+        words = command if options.no_local_rank else (*command, f"--local_rank={rank}")
+        if cores:
+            words = (sys.executable, "-I", "-S", BIND, ",".join(map(str, cores[rank])), *words)
+        ranks.append(RankPlan((*words, *options.script_args), {**shared, **_rank_environment(rank, n_ranks)}))
+    return Plan(
+        ranks=tuple(ranks),
+        master_addr=options.master_addr or LOOPBACK,
+        master_port=options.master_port,
+        log_dir=_log_dir(options.enable_each_rank_log),
+        tag_output=options.tag_output,
+        grace=options.grace,
+        save_pid=options.save_pid,
+        log_level=options.log_level,
+    )
+
+
+def find_devices() -> Devices | None:
+    """The accelerators that torch sees, or None. Creates no context on them."""
+    import torch
+
+    if not torch.accelerator.is_available():
+        return None
+    kind, count = torch.accelerator.current_accelerator().type, torch.accelerator.device_count()
+    visible = [name.strip() for name in os.environ.get(VISIBLE_DEVICES, "").split(",") if name.strip()]
+    if kind != "cuda" or len(visible) < count:
+        visible = [str(i) for i in range(count)]
+    return Devices(kind, tuple(visible[:count]))
+
+
+def _command(options: Options) -> tuple[str, ...]:
+    if options.no_python:
+        program = shutil.which(options.script)
+        if program is None:
+            raise LaunchError(
+                "is not a program that can be run",
+                where=options.script,
+                fix="check the path and its x permission, or drop --no_python",
+            )
+        return (program,)
+    if options.module:
+        _check_module(options.script)
+        return (sys.executable, "-u", "-m", options.script)
+    if not os.path.exists(options.script):
+        raise LaunchError(
+            f"there is no such script (in {os.getcwd()})",
+            where=options.script,
+            fix="check the path; the launcher's own options come before it",
+        )
+    if os.path.isdir(options.script) and not os.path.isfile(os.path.join(options.script, "__main__.py")):
+        raise LaunchError("is a folder without a __main__.py", where=options.script, fix="name the script in it")
+    return (sys.executable, "-u", options.script)
+
+
+def _check_module(name: str) -> None:
+    """Looks for the module as ``python -m`` would, without importing its packages."""
+    path: Iterable[str] | None = [os.getcwd(), *sys.path]
+    spec: ModuleSpec | None = None
+    parts = name.split(".")
+    for i in range(len(parts)):
+        full = ".".join(parts[: i + 1])
+        spec = PathFinder.find_spec(full, path) or (
+            i == 0 and (FrozenImporter.find_spec(full) or BuiltinImporter.find_spec(full))
+        )
+        if not spec:
+            raise LaunchError(
+                f"there is no module {full!r}", where=f"--module {name}", fix="check its name and PYTHONPATH"
+            )
+        path = spec.submodule_search_locations
+        if path is None and i < len(parts) - 1:
+            raise LaunchError(f"{full!r} is no package", where=f"--module {name}", fix="check the module's name")
+
+
+def _shared_environment(devices: Devices | None, slots: Sequence[int]) -> dict[str, str]:
+    if devices is None:
+        return {}
+    if devices.kind == "cuda":
+        name_of = dict(zip(devices.slots, devices.names, strict=True))
+        return {VISIBLE_DEVICES: ",".join(name_of[slot] for slot in slots)}
+    if list(slots) != devices.slots[: len(slots)]:
+        raise LaunchError(
+            f"this version can choose among CUDA devices only, not {devices.kind}",
+            where="--include/--exclude",
+            fix="use --num_gpus",
+        )
+    return {}
+
+
+def _rank_environment(rank: int, n_ranks: int) -> dict[str, str]:
+    """What torch's launcher sets and the names that only DeepSpeed has; address and port come from ``run.launch``."""
+    number, count = str(rank), str(n_ranks)
+    return {
+        "RANK": number,
+        "LOCAL_RANK": number,
+        "ROLE_RANK": number,
+        "WORLD_SIZE": count,
+        "LOCAL_WORLD_SIZE": count,
+        "ROLE_WORLD_SIZE": count,
+        "LOCAL_SIZE": count,
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "CROSS_RANK": "0",
+        "CROSS_SIZE": "1",
+        "ROLE_NAME": "default",
+    }
+
+
+def _log_dir(path: str | None) -> str | None:
+    if path is not None:
+        try:
+            os.makedirs(path, exist_ok=True)
+        except OSError as error:
+            raise LaunchError(
+                f"cannot be made: {error}", where=f"--enable_each_rank_log {path}", fix="name a folder"
+            ) from error
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise LaunchError("cannot be written", where=f"--enable_each_rank_log {path}", fix="name another folder")
+    return path

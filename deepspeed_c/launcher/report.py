@@ -1,0 +1,188 @@
+"""``deepspeed_c report``: what was built, what was found on this machine, and the versions that a bug report needs."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from deepspeed_c._version import __version__
+from deepspeed_c.launcher.cores import allowed_cpus, as_ranges, threads_per_rank
+
+__all__ = ["gather", "main"]
+
+EXIT_NOT_BUILT = 1
+PROBE_SECONDS = 10
+CUDA_LIBRARY = "libdsc_cuda.so"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the report; 0, or 1 if the compiled part of the package is missing or does not load."""
+    parser = argparse.ArgumentParser(
+        prog="deepspeed_c report", description="Says what was built, what was found on this machine, and versions."
+    )
+    parser.add_argument("--json", action="store_true", help="as one JSON object")
+    options = parser.parse_args(argv)
+    report, is_built = gather()
+    print(json.dumps(report, indent=2) if options.json else _as_text(report))
+    return 0 if is_built else EXIT_NOT_BUILT
+
+
+def gather() -> tuple[dict[str, dict[str, Any]], bool]:
+    """The report as sections of plain values, and whether the compiled part of the package is there and loads."""
+    import torch
+
+    extension, problem = _extension()
+    sections = {
+        "package": {
+            "deepspeed_c": __version__,
+            "folder": str(Path(__file__).resolve().parent.parent),
+            "extension": problem or extension.__file__,
+            "python": f"{platform.python_version()} ({sys.executable})",
+            "torch": torch.__version__,
+            "system": platform.platform(),
+        },
+        "built": _built(extension) if extension else {},
+        "cpu": _cpu(extension),
+        "memory": _memory(),
+        "devices": _devices(torch),
+        "cuda library": _cuda_library(extension),
+        "communication": _communication(torch),
+    }
+    return {title: values for title, values in sections.items() if values}, extension is not None
+
+
+def _extension() -> tuple[ModuleType | None, str]:
+    try:
+        import torch  # noqa: F401  the extension needs its libraries to be loaded
+
+        return importlib.import_module("deepspeed_c._C"), ""
+    except ImportError as error:  # a missing file and one that does not link both end here
+        return None, f"missing or does not load ({error}). Fix: build it with `pip install --no-build-isolation .`"
+
+
+def _built(extension: ModuleType) -> dict[str, Any]:
+    """What the build said about itself; the version is in the first section."""
+    return {name: value for name, value in extension.build_info().items() if name not in ("version", "cuda")}
+
+
+def _cpu(extension: ModuleType | None) -> dict[str, Any]:
+    cpus = allowed_cpus()
+    values: dict[str, Any] = {
+        "model": _cpu_model(),
+        "cores": f"{os.cpu_count()}, allowed: {as_ranges(cpus)}",
+        "threads of one process": threads_per_rank(1),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "not set"),
+    }
+    if extension:
+        isas = extension.cpu_isas()
+        values["instruction sets built"] = ", ".join(name for name, _ in isas)
+        values["... that run here"] = ", ".join(name for name, is_runnable in isas if is_runnable)
+        values["... in use"] = extension.cpu_isa()
+    return values
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _memory() -> dict[str, Any]:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return {}
+    kib = {line.split(":")[0]: int(line.split()[1]) for line in lines}
+    values = {"total": _gib(kib["MemTotal"] << 10), "available": _gib(kib["MemAvailable"] << 10)}
+    try:
+        values["/dev/shm free"] = _gib(shutil.disk_usage("/dev/shm").free)
+    except OSError:
+        values["/dev/shm free"] = "not there"
+    return values
+
+
+def _gib(n_bytes: int) -> str:
+    return f"{n_bytes / (1 << 30):.1f} GiB"
+
+
+def _devices(torch: ModuleType) -> dict[str, Any]:
+    values: dict[str, Any] = {"torch built for CUDA": torch.version.cuda or "no", "nvcc": _nvcc()}
+    if not torch.accelerator.is_available():
+        return {**values, "accelerators": "none"}
+    kind = torch.accelerator.current_accelerator().type
+    values["accelerators"] = f"{torch.accelerator.device_count()} ({kind})"
+    if kind == "cuda":
+        for i in range(torch.cuda.device_count()):
+            device = torch.cuda.get_device_properties(i)
+            values[f"cuda:{i}"] = f"{device.name}, {_gib(device.total_memory)}, compute {device.major}.{device.minor}"
+    return values
+
+
+def _nvcc() -> str:
+    program = shutil.which("nvcc")
+    if program is None:
+        return "not found"
+    try:
+        shown = subprocess.run(
+            [program, "--version"], capture_output=True, text=True, timeout=PROBE_SECONDS, check=True
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"{program} does not run: {error}"
+    release = [line for line in shown.stdout.splitlines() if "release" in line]
+    return f"{release[0].split('release')[1].split(',')[0].strip() if release else 'unknown version'} ({program})"
+
+
+def _cuda_library(extension: ModuleType | None) -> dict[str, Any]:
+    if extension is None:
+        return {}
+    path = Path(extension.__file__).with_name(CUDA_LIBRARY)
+    values: dict[str, Any] = {"built": bool(extension.build_info()["cuda"])}
+    if not path.is_file():
+        return {**values, "file": "not there"}
+    try:
+        ctypes.CDLL(str(path))
+        return {**values, "file": str(path), "loads": True}
+    except OSError as error:
+        return {**values, "file": str(path), "loads": f"no: {error}"}
+
+
+def _communication(torch: ModuleType) -> dict[str, Any]:
+    dist = torch.distributed
+    if not dist.is_available():
+        return {"torch.distributed": "not built"}
+    values: dict[str, Any] = {
+        "gloo": dist.is_gloo_available(),
+        "nccl": dist.is_nccl_available(),
+        "mpi": dist.is_mpi_available(),
+    }
+    if values["nccl"]:
+        values["nccl version"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return values
+
+
+def _as_text(report: Mapping[str, Mapping[str, Any]]) -> str:
+    width = max(len(name) for values in report.values() for name in values)
+    lines = []
+    for title, values in report.items():
+        lines += ["", title] if lines else [title]
+        lines += [f"  {name:<{width}}  {_word(value)}" for name, value in values.items()]
+    return "\n".join(lines)
+
+
+def _word(value: Any) -> str:
+    return {True: "yes", False: "no"}.get(value, str(value)) if isinstance(value, bool) else str(value)

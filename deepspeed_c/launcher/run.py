@@ -1,0 +1,269 @@
+"""Starts the ranks of a plan, stands by until they end, and says which one failed and why.
+
+Processes, their groups, and their end after a failure or a signal are torchelastic's (``torch.distributed.elastic``),
+as with ``torch.distributed.run``, and so is the store at MASTER_PORT that the ranks meet at: the launcher holds it, so
+its port cannot be lost to somebody else between choosing it and using it. There is one host and no restart, so there is
+no rendezvous of agents.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch.distributed import DistNetworkError, TCPStore
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, SubprocessContext
+
+from deepspeed_c.errors import LaunchError
+from deepspeed_c.launcher.output import Output
+from deepspeed_c.launcher.plan import Plan
+
+__all__ = ["launch"]
+
+POLL_SECONDS = 0.02
+FAILURE_GRACE_SECONDS = 5  # what the other ranks get after SIGTERM when one has failed: they most likely wait for it
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # torchelastic's default
+
+logger = logging.getLogger("deepspeed_c.launcher")
+
+
+def launch(plan: Plan) -> int:
+    """Runs the plan to its end and returns the exit code (see ``main.main``).
+
+    On return all ranks have ended and are reaped; after a failure or a signal, so have the processes that they had
+    started. Raises ``LaunchError`` when the ranks could not be started; then none is left running.
+    """
+    _set_up_logging(plan.log_level)
+    store = _open_store(plan)
+    with (
+        _pid_file(plan.save_pid),
+        Output(len(plan.ranks), log_dir=plan.log_dir, has_labels=plan.tag_output) as output,
+        tempfile.TemporaryDirectory(prefix="deepspeed_c_") as folder,
+    ):
+        handlers = {number: signal.getsignal(number) for number in SIGNALS}
+        ranks = _Ranks(plan, store.port, output, folder)
+        try:
+            code = _supervise(ranks, plan, output)
+        finally:
+            ranks.abandon()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        for path in output.log_paths:
+            logger.info("log: %s", path)
+        return code
+
+
+def _supervise(ranks: _Ranks, plan: Plan, output: Output) -> int:
+    try:
+        ranks.start()
+        for rank, pid in ranks.pids().items():
+            logger.info("rank %d is process %d: %s", rank, pid, shlex.join(plan.ranks[rank].command))
+        result = ranks.wait(period=POLL_SECONDS)
+        _ignore_signals()  # all have ended, and so shall we: nothing to pass on
+    except SignalException as stop:
+        print(f"deepspeed_c: {stop.sigval.name}: passed on to the ranks, which have {plan.grace:g} s", file=sys.stderr)
+        ranks.stop(stop.sigval, plan.grace)
+        output.finish()
+        return 128 + stop.sigval
+    if not result.failures:
+        return 0
+    # The others failed, or were stopped, after the first: in the order in which they were seen, not by their
+    # time stamps, which are whole seconds
+    rank, failure = next(iter(result.failures.items()))
+    ranks.kill_groups()
+    output.finish()
+    _explain(rank, failure.pid, failure.exitcode, len(plan.ranks), output)
+    return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
+
+
+def _explain(rank: int, pid: int, exitcode: int, n_ranks: int, output: Output) -> None:
+    if exitcode >= 0:
+        how = f"failed with exit code {exitcode}"
+    else:
+        how = f"was ended by {signal.Signals(-exitcode).name}"
+        if exitcode == -signal.SIGKILL:
+            how += " (the kernel does that when memory runs out)"
+    others = (
+        "" if n_ranks == 1 else "; the other rank was stopped" if n_ranks == 2 else "; the other ranks were stopped"
+    )
+    lines = [f"deepspeed_c: rank {rank} (process {pid}) {how}{others}"]
+    if output.log_paths:
+        lines.append(f"Its log is {output.log_paths[rank]}")
+    if tail := output.tail(rank):
+        lines += [
+            f"Last lines of {'its log' if output.log_paths else 'its stderr'}:",
+            *(f"  {t}" for t in tail.splitlines()),
+        ]
+    print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+class _Ranks(SubprocessContext):
+    """torchelastic's group of processes, started and ended without gaps."""
+
+    def __init__(self, plan: Plan, port: int, output: Output, folder: str) -> None:
+        self._run_id = str(uuid.uuid4())
+        # nohup, and a shell that starts a command with &: what was ignored stays ignored, here and in the ranks
+        self._ignored = [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_IGN]
+        shared = {
+            "MASTER_ADDR": plan.master_addr,
+            "MASTER_PORT": str(port),
+            # torch's env:// rendezvous then joins the launcher's store instead of opening one of its own at that port
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_RUN_ID": self._run_id,
+            **_terminal_size(),
+        }
+        super().__init__(
+            name="rank",
+            entrypoint=plan.ranks[0].command[0],
+            args={i: rank.command[1:] for i, rank in enumerate(plan.ranks)},
+            envs={i: {**shared, **rank.environment} for i, rank in enumerate(plan.ranks)},
+            logs_specs=_LogsSpecs(output, folder),
+        )
+
+    def _start(self) -> None:
+        for number in self._ignored:  # torchelastic has just installed its handlers
+            signal.signal(number, signal.SIG_IGN)
+        try:
+            with _deferred_signals():
+                super()._start()
+        except (OSError, ValueError) as error:
+            # Ranks that were started before the one that cannot be are in no list: super()._start() makes it at its end
+            for pid in _processes_of_run(self._run_id):
+                _kill_group(pid)
+            raise LaunchError(f"a rank cannot be started: {error}", where=self.entrypoint) from error
+
+    def close(self, death_sig: signal.Signals | None = None, timeout: int = FAILURE_GRACE_SECONDS) -> None:
+        """As torchelastic's, which calls it when a rank has failed, with a time that suits this case."""
+        super().close(death_sig, timeout)
+
+    def stop(self, death_sig: signal.Signals, grace: float) -> None:
+        """Passes the signal on; after ``grace`` seconds, or at once on a second signal, kills. Then nothing is left."""
+        try:
+            self.close(death_sig, grace)
+        except SignalException as again:
+            print(f"deepspeed_c: {again.sigval.name} once more: killing the ranks", file=sys.stderr)
+        _ignore_signals()
+        self.close(signal.SIGKILL)
+        self.kill_groups()
+
+    def kill_groups(self) -> None:
+        """Kills what ended ranks have started and left behind (each rank is the leader of a process group)."""
+        for pid in self.pids().values():
+            _kill_group(pid)
+
+    def abandon(self) -> None:
+        """Kills all, in case that an error of the launcher itself ends it; nothing to do otherwise."""
+        for handler in self.subprocess_handlers.values():
+            if handler.proc.poll() is None:
+                _kill_group(handler.proc.pid)
+                handler.proc.wait()
+
+
+class _LogsSpecs(DefaultLogsSpecs):
+    """torchelastic's folders (for the error file of ``@record``), with the streams going to ``Output``."""
+
+    def __init__(self, output: Output, folder: str) -> None:
+        super().__init__(log_dir=folder)
+        self._output = output
+
+    def reify(self, envs):  # torch's signature
+        destination = super().reify(envs)
+        for rank in envs:
+            destination.stdouts[rank], destination.stderrs[rank] = self._output.paths(rank)
+        return destination
+
+
+@contextlib.contextmanager
+def _deferred_signals() -> Iterator[None]:
+    """Delivers the signals of the meantime at its end (between two ranks, one would leave the first behind)."""
+    pending: list[int] = []
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    for number, handler in handlers.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, lambda n, _: pending.append(n))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    if pending:
+        signal.raise_signal(pending[0])
+
+
+def _ignore_signals() -> None:
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _processes_of_run(run_id: str) -> list[int]:
+    """Ids of the processes that carry the run's id in their environment (where /proc tells)."""
+    mark = f"TORCHELASTIC_RUN_ID={run_id}".encode()
+    found = []
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark in environment.read_bytes().split(b"\0"):
+                found.append(int(environment.parent.name))
+    return found
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _open_store(plan: Plan) -> TCPStore:
+    try:
+        return TCPStore(plan.master_addr, plan.master_port or 0, is_master=True, wait_for_workers=False)
+    except (DistNetworkError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise LaunchError(
+            f"cannot be used: {reason}",
+            where=f"port {plan.master_port or ''} of {plan.master_addr}",
+            fix="leave out --master_port, and a free one is chosen",
+        ) from error
+
+
+def _terminal_size() -> dict[str, str]:
+    """Ranks write stderr to a pipe: a progress bar cannot ask it for the terminal's width, but looks at COLUMNS."""
+    if not sys.stderr.isatty():
+        return {}
+    columns, lines = shutil.get_terminal_size()
+    return {"COLUMNS": str(columns), "LINES": str(lines)}
+
+
+@contextlib.contextmanager
+def _pid_file(is_wanted: bool) -> Iterator[None]:
+    if not is_wanted:
+        yield
+        return
+    path = os.path.join(tempfile.gettempdir(), f"{os.getpid()}.deepspeed")
+    with open(path, "w", encoding="ascii") as file:
+        file.write(str(os.getpid()))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(path)
+
+
+def _set_up_logging(level: str) -> None:
+    logger.setLevel(level.upper())
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("deepspeed_c: %(message)s"))
+        logger.addHandler(handler)
+        logger.propagate = False
+    if level != "debug":
+        # "Sending process N closing signal", "failed (exitcode: ...)": said here in one message
+        logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
