@@ -47,6 +47,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=10)
 ARRIVAL_TIMEOUT = timedelta(seconds=60)
 
 _MAX_RANKS_NAMED = 16
+_LINGER = timedelta(seconds=2)
 
 
 def init_distributed(
@@ -277,6 +278,7 @@ def _meet(store: dist.Store, place: Placement, timeout: timedelta) -> tuple[dist
             )
         outcome = store.get(verdict).decode()
         if outcome != "all":
+            _linger(store, prefix, rank)
             raise CommError(
                 outcome,
                 where=f"rank {rank}, {_address(place)}",
@@ -295,6 +297,17 @@ def _meet(store: dist.Store, place: Placement, timeout: timedelta) -> tuple[dist
             fix="look at rank 0's output: it has stopped",
         ) from error
     return dist.PrefixStore(f"{prefix}/group", store), n_before
+
+
+def _linger(store: dist.Store, prefix: str, rank: int) -> None:
+    """Keeps rank 0, with which the store may end, until those who came have read why they stop."""
+    if store.add(f"{prefix}/n_read", 1) == store.add(f"{prefix}/n_here", 0):
+        store.set(f"{prefix}/all_read", "")
+    if rank == 0:
+        try:
+            store.wait([f"{prefix}/all_read"], _LINGER)
+        except dist.DistStoreError:
+            return  # somebody came and went; nobody is left to tell
 
 
 def _publish(place: Placement, local_rank: int) -> None:
