@@ -137,7 +137,7 @@ static void test_bad_plans(void)
     REFUSED(plan.sizes[0] = 7, DSC_EINVAL, "parameter 0");
     REFUSED(plan.sizes[1] = INT64_MAX, DSC_EINVAL, "parameter 1");
     REFUSED(plan.bucket_of[0] = 1, DSC_EINVAL, "parameter 0");
-    REFUSED((plan.bucket_of[0] = 1, plan.bucket_of[1] = 0, plan.offset[0] = 6), DSC_EINVAL, "bucket_of[1]");
+    REFUSED((plan.bucket_of[0] = 1, plan.bucket_of[1] = 0, plan.offset[0] = 6, plan.sizes[0] = 1), DSC_EINVAL, "bucket_of[1]");
     REFUSED(plan.offset[1] = 5, DSC_EINVAL, "parameter 1");
     REFUSED(plan.offset[0] = -1, DSC_EINVAL, "parameter 0");
     REFUSED(plan.begin[1] = 5, DSC_EINVAL, "bucket_begin_elems[1]");
