@@ -55,7 +55,13 @@ def _find(root: Root) -> Iterator[tuple[str, str, str]]:
             "set zero_optimization.overlap_comm to false, or use stage 2",
         )
     optimizer = root.optimizer
-    if optimizer is not None and optimizer.type in ("Adam", "AdamW") and not optimizer.params.get("torch_adam", False):
-        for name in ("amsgrad", "foreach"):
-            if optimizer.params.get(name):
-                yield f"optimizer.params.{name}", "is only known to torch's Adam", "set optimizer.params.torch_adam to true"
+    if optimizer is not None and optimizer.type in ("Adam", "AdamW"):
+        params = optimizer.params
+        is_torch = params.get("torch_adam", False)
+        for name, is_torchs in (("amsgrad", True), ("foreach", True), ("bias_correction", False)):
+            if name in params and is_torchs != is_torch and (name == "foreach" or params[name] == is_torchs):
+                yield (
+                    f"optimizer.params.{name}",
+                    f"is {'only' if is_torchs else 'not'} known to torch's Adam",
+                    f"remove it, or set optimizer.params.torch_adam to {'true' if is_torchs else 'false'}",
+                )

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from .keys import DTYPE_NAMES, FrozenDict, KeyInfo, Section
+from .keys import DTYPE_NAMES, FrozenDict, Infinity, KeyInfo, Section
 from .schema import arms, bare
 
 __all__ = ["BadValue", "coerce", "describe", "freeze", "show"]
@@ -201,6 +201,8 @@ def _describe_arm(arm: Any, info: KeyInfo) -> str:
         return f"a list of {len(args)}, each {_describe_arm(args[0], info)}"
     if isinstance(kind, type) and issubclass(kind, (Section, dict)) or origin is dict:
         return "an object {...}"
+    if arm == Infinity:
+        return "Infinity"
     name = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}.get(kind, "any value")
     bounds = []
     for meta in getattr(arm, "__metadata__", ()):

@@ -42,6 +42,7 @@ class Config(Root, kw_only=True, rename={"zero": "zero_optimization"}):
     notes: tuple[str, ...]
     """What the user may want to know: old names, parked keys, keys that were given twice."""
     _sources: FrozenDict
+    _unpassed: FrozenDict
     _given: dict[str, Any]
 
     def source_of(self, path: str) -> str:
@@ -66,7 +67,11 @@ class Config(Root, kw_only=True, rename={"zero": "zero_optimization"}):
 
     def resolved_dict(self) -> dict[str, Any]:
         """Every key under its JSON name with the value that holds, as plain dicts and lists that may be changed."""
-        return _thaw_section(self, Root)
+        tree = _thaw_section(self, Root)
+        for path, value in self._unpassed.items():
+            section, params, name = path.split(".")
+            tree[section][params][name] = _thaw(value)
+        return tree
 
     def summary_line(self) -> str:
         """One line for rank 0 at the start: the batch sizes, and what is not a default with where it came from."""
@@ -96,7 +101,8 @@ class Config(Root, kw_only=True, rename={"zero": "zero_optimization"}):
 
     def _all_rows(self, limit: int = 60) -> list[Row]:
         return [
-            Row(key, show(value, limit), self.source_of(key), _note(field)) for key, field, value in _leaves(self, Root, "")
+            Row(key, show(self._unpassed.get(key, value), limit), self.source_of(key), _note(field))
+            for key, field, value in _leaves(self, Root, "")
         ]
 
     def lines(self) -> list[str]:

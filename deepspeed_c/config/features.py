@@ -42,6 +42,13 @@ FEATURES: dict[str, Feature] = {
     "onebit": _later("1-bit optimizers", 'use "Adam" or "Lamb"'),
     "mup": _later("muP optimizers", "build the optimizer with the mup package and pass it to initialize(optimizer=...)"),
     "closure_optimizer": _later("optimizers that call the model themselves", "use one that takes gradients, such as AdamW"),
+    "optimizer_states_by_params": _later(
+        "16-bit moments asked for in the optimizer's params", "set it to true, and use bf16.bf16_optimizer_states"
+    ),
+    "adagrad_variants": _later(
+        "this option of Adagrad", "set it to its default, or pass initialize(optimizer=torch.optim.Adagrad(...))"
+    ),
+    "muon_variants": _later("another rule for Muon's non-matrices", "set it to its default: they take AdamW"),
     "lamb_variants": _later("this variant of LAMB", "set it to false"),
     "torch_schedules": _later(
         "schedules of torch.optim.lr_scheduler named in the configuration",

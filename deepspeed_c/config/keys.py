@@ -1,5 +1,6 @@
 """What one configuration key is: its meaning, its status, and how "auto" and unusual values are read."""
 
+import sys
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -11,6 +12,7 @@ __all__ = [
     "DType",
     "Fraction",
     "FrozenDict",
+    "Infinity",
     "KeyInfo",
     "NonNeg",
     "NonNegFloat",
@@ -28,6 +30,7 @@ NonNeg = Annotated[int, msgspec.Meta(ge=0)]
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
 NonNegFloat = Annotated[float, msgspec.Meta(ge=0)]
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Infinity = Annotated[float, msgspec.Meta(gt=sys.float_info.max)]
 
 DType = Literal["fp32", "fp16", "bf16"]
 """A floating-point format under its short name; DTYPE_NAMES lists the other spellings that are read."""

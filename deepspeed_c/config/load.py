@@ -98,6 +98,7 @@ def _load(source: Any, *, world_size: int, overrides: Any, batch: str) -> tuple[
         origin=origin,
         notes=tuple(reader.notes),
         _sources=FrozenDict(reader.sources),
+        _unpassed=FrozenDict(reader.unpassed),
         _given=given,
     )
     return config, reader.problems
@@ -113,6 +114,8 @@ class _Reader:
         self.sources: dict[str, str] = {}
         # Path of a key -> how it was spelt, where that differs.
         self.spelt: dict[str, str] = {}
+        # Parameters of optimizer and schedule that were written and have no effect.
+        self.unpassed: dict[str, Any] = {}
         # Paths that came from the caller's overrides.
         self.overridden: set[str] = set()
 
@@ -332,14 +335,17 @@ class _Reader:
                     self.mark(f"{where}.{name}", "user" if name in passed else "auto")
             return coerce(passed, FrozenDict, fields_of(Optimizer)["params"].info)
         read = self.section(kind.params, given, where + ".")
-        # "auto" becomes the default that the schema shows, so that what is reported is what is used.
-        return FrozenDict(
-            {
-                field.name: getattr(read, field.attribute)
-                for field in fields_of(kind.params).values()
-                if f"{where}.{field.name}" in self.sources and getattr(read, field.attribute) is not None
-            }
-        )
+        # "auto" becomes the default that the schema shows, so that what is reported is what is used. A key without
+        # effect is not passed on: the constructor need not know it.
+        passed = {}
+        for field in fields_of(kind.params).values():
+            value, place = getattr(read, field.attribute), f"{where}.{field.name}"
+            if place in self.sources and value is not None:
+                if field.info.status == "acts":
+                    passed[field.name] = value
+                else:
+                    self.unpassed[place] = value
+        return FrozenDict(passed)
 
     # Batch sizes
 

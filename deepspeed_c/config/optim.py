@@ -1,6 +1,6 @@
 """Section optimizer: the optimizers that can be named, and the parameters that each takes."""
 
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import msgspec
 
@@ -35,7 +35,7 @@ class AdamParams(Params, kw_only=True):
     torch_adam: Annotated[bool, acts("Use torch's optimizer in place of the fused one.")] = False
     amsgrad: Annotated[bool, acts("The AMSGrad variant; only with torch_adam.")] = False
     set_grad_none: Annotated[bool, inherent("Drop gradients in zero_grad.", "gradients are always dropped")] = True
-    fp32_optimizer_states: Annotated[bool, acts("Keep moments in fp32.")] = True
+    fp32_optimizer_states: Annotated[bool, asks("Keep moments in fp32.", "optimizer_states_by_params")] = True
     foreach: Annotated[bool | None, acts("torch's foreach form; only with torch_adam.")] = None
 
 
@@ -66,11 +66,11 @@ class AdagradParams(Params, kw_only=True):
     """Adagrad, as torch.optim.Adagrad."""
 
     lr: Annotated[NonNegFloat, _LR] = 1e-2
-    lr_decay: Annotated[NonNegFloat, acts("Decay of the learning rate per step.")] = 0.0
+    lr_decay: Annotated[NonNegFloat, asks("Decay of the learning rate per step.", "adagrad_variants")] = 0.0
     weight_decay: Annotated[NonNegFloat, _DECAY] = 0.0
-    initial_accumulator_value: Annotated[NonNegFloat, acts("First value of the sums.")] = 0.0
+    initial_accumulator_value: Annotated[NonNegFloat, asks("First value of the sums.", "adagrad_variants")] = 0.0
     eps: Annotated[NonNegFloat, _EPS] = 1e-10
-    maximize: Annotated[bool, acts("Turn the gradient's sign.")] = False
+    maximize: Annotated[bool, asks("Turn the gradient's sign.", "adagrad_variants")] = False
     foreach: Annotated[bool | None, inherent("torch's foreach form.", "the fused loop does the same")] = None
     fused: Annotated[bool | None, inherent("torch's fused form.", "the loop is always fused")] = None
 
@@ -98,10 +98,12 @@ class MuonParams(Params, kw_only=True):
     betas: Annotated[Betas, acts("Adam's factors, for the rest.")] = (0.9, 0.999)
     eps: Annotated[NonNegFloat, acts("Adam's denominator, for the rest.")] = 1e-8
     weight_decay: Annotated[NonNegFloat, _DECAY] = 0.0
-    ns_method: Annotated[str, acts("Newton-Schulz flavour: gram or standard.")] = "gram"
-    adam_w_mode: Annotated[bool, acts("Decoupled decay for the rest.")] = True
-    torch_adam: Annotated[bool, acts("Use torch's optimizer for the rest.")] = False
-    fp32_optimizer_states: Annotated[bool, acts("Keep moments in fp32.")] = True
+    ns_method: Annotated[
+        Literal["gram", "standard"], inherent("Newton-Schulz flavour.", "both compute the same polynomial of the matrix")
+    ] = "gram"
+    adam_w_mode: Annotated[bool, asks("Decoupled decay for the rest.", "muon_variants")] = True
+    torch_adam: Annotated[bool, asks("Use torch's optimizer for the rest.", "muon_variants")] = False
+    fp32_optimizer_states: Annotated[bool, asks("Keep moments in fp32.", "optimizer_states_by_params")] = True
 
 
 class _OneBitParams(Params, kw_only=True):
@@ -188,7 +190,7 @@ class Optimizer(Section, kw_only=True):
     kinds: ClassVar[dict[str, Kind]] = OPTIMIZERS
 
     type: Annotated[str, acts("The optimizer: a name of the table below, or of torch.optim, in any case.")]
-    params: Annotated[FrozenDict, acts("What is passed to its constructor: only what was written; defaults are its own.")] = (
+    params: Annotated[FrozenDict, acts("What is passed to its constructor: what was written and acts; defaults are its own.")] = (
         FrozenDict()
     )
     legacy_fusion: Annotated[bool, inherent("Use the old fused fp16 path.", "there is one path")] = False

@@ -112,6 +112,6 @@ class Scheduler(Section, kw_only=True):
     kinds: ClassVar[dict[str, Kind]] = SCHEDULES
 
     type: Annotated[str, acts("The schedule: a name of the table below, in any case.")]
-    params: Annotated[FrozenDict, acts("What is passed to its constructor: only what was written; defaults are its own.")] = (
+    params: Annotated[FrozenDict, acts("What is passed to its constructor: what was written and acts; defaults are its own.")] = (
         FrozenDict()
     )

@@ -12,7 +12,7 @@ from .checkpoint import ActivationCheckpointing, Checkpoint, DataStates, Nebula
 from .compiler import Compile
 from .compression import Compression
 from .data import Curriculum, DataEfficiency
-from .keys import DType, KeyInfo, NonNegFloat, Positive, PositiveFloat, Section, acts, asks, inherent, tunes
+from .keys import DType, Infinity, KeyInfo, NonNegFloat, Positive, PositiveFloat, Section, acts, asks, inherent, tunes
 from .model import Eigenvalue, ProgressiveLayerDrop, QuantizeTraining, SparseAttention, WeightQuantization
 from .monitor import Comet, CommsLogger, CsvMonitor, FlopsProfiler, TensorBoard, Timers, Wandb
 from .offload import Aio
@@ -76,7 +76,7 @@ class Root(Section, kw_only=True, rename={"zero": "zero_optimization"}):
 
     # Reports
     steps_per_print: Annotated[
-        PositiveFloat | None, acts("Steps between progress lines; null or infinity: none.", allow_inf=True)
+        Positive | Infinity | None, acts("Steps between progress lines; null or infinity: none.", allow_inf=True)
     ] = None
     wall_clock_breakdown: Annotated[bool, acts("Time the phases of a step and log them.")] = False
     dump_state: Annotated[bool, acts("Log the engine's state after it is made.")] = False

@@ -30,6 +30,11 @@ def found(tree):
         ),
         ({"optimizer": {"type": "AdamW", "params": {"amsgrad": True}}}, "optimizer.params.amsgrad"),
         ({"optimizer": {"type": "Adam", "params": {"foreach": True}}}, "optimizer.params.foreach"),
+        ({"optimizer": {"type": "Adam", "params": {"foreach": False}}}, "optimizer.params.foreach"),
+        (
+            {"optimizer": {"type": "Adam", "params": {"torch_adam": True, "bias_correction": False}}},
+            "optimizer.params.bias_correction",
+        ),
     ],
 )
 def test_conflict(tree, where):
@@ -52,6 +57,7 @@ def test_conflict(tree, where):
         {"managed_gradient_accumulation": False, "zero_optimization": {"stage": 2, "overlap_comm": True}},
         {"managed_gradient_accumulation": False, "zero_optimization": {"stage": 1}},
         {"optimizer": {"type": "AdamW", "params": {"amsgrad": True, "torch_adam": True, "foreach": False}}},
+        {"optimizer": {"type": "AdamW", "params": {"amsgrad": False, "bias_correction": False, "foreach": None}}},
         {"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 2}},
     ],
 )

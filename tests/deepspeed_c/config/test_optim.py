@@ -1,12 +1,15 @@
 """Optimizers and schedules by name: which names are known, and how their parameters are checked."""
 
+import ast
 import inspect
+from pathlib import Path
 
 import pytest
 
 from deepspeed_c.config import load_config, problems_of
 from deepspeed_c.config.optim import OPTIMIZERS, Kind, find_torch_optimizer
 from deepspeed_c.config.schedule import SCHEDULES
+from deepspeed_c.config.schema import fields_of
 
 
 def optimizer(kind, **params):
@@ -163,3 +166,41 @@ def test_warmup_of_no_steps_is_allowed_and_less_is_not():
 )
 def test_schedule_params_are_checked(kind, params, key):
     assert problem("scheduler", kind, **params).where == f"scheduler.params.{key}"
+
+
+def test_keys_without_effect_are_shown_and_not_passed_on():
+    tree = {"optimizer": {"type": "SGD", "params": {"lr": 1, "foreach": True, "fused": None}}}
+    config = load_config(tree, world_size=1, batch="skip")
+    assert dict(config.optimizer.params) == {"lr": 1.0}
+    (row,) = [row for row in config.rows() if row.key == "optimizer.params.foreach"]
+    assert (row.value, row.source) == ("true", "user") and row.note.startswith("no effect")
+    assert config.resolved_dict()["optimizer"]["params"]["foreach"] is True
+    again = load_config(config.resolved_dict(), world_size=1, batch="skip")
+    assert again.lines() == config.lines()
+
+
+def constructor_arguments(file, name):
+    """The arguments of a class of ops, read from its source: importing it needs the compiled extension."""
+    path = Path(__file__).resolve().parents[3] / "ops" / file
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            (init,) = [part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "__init__"]
+            return {argument.arg for argument in (*init.args.args, *init.args.kwonlyargs)}
+    raise AssertionError(f"ops/{file} has no class {name}")
+
+
+@pytest.mark.parametrize(
+    "kind, file, name, by_the_engine",
+    [
+        ("AdamW", "adam.py", "FusedAdam", {"torch_adam", "foreach"}),
+        ("Lamb", "lamb.py", "FusedLamb", set()),
+        ("Lion", "lion.py", "FusedLion", set()),
+        ("Adagrad", "adagrad.py", "DeepSpeedCPUAdagrad", set()),
+        ("SGD", "sgd.py", "FusedSGD", set()),
+        ("Muon", "muon.py", "Muon", {"muon_lr", "adam_lr"}),
+    ],
+)
+def test_what_acts_is_what_the_constructor_takes(kind, file, name, by_the_engine):
+    acting = {key for key, field in fields_of(OPTIMIZERS[kind.lower()].params).items() if field.info.status == "acts"}
+    assert acting - by_the_engine <= constructor_arguments(file, name)
+    assert by_the_engine <= acting
