@@ -1,0 +1,87 @@
+"""The public names, each imported when it is first used: ``import deepspeed_c`` itself costs nothing and needs no torch."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from typing import Any
+
+from deepspeed_c._version import __version__
+
+# Name -> the module that defines it. A test holds this table still: growing it is a decision.
+PUBLIC_NAMES: dict[str, str] = {
+    "initialize": "deepspeed_c.initialize",
+    "DeepSpeedEngine": "deepspeed_c.engine.engine",
+    "DeepSpeedOptimizer": "deepspeed_c.zero.optimizer",
+    "init_distributed": "deepspeed_c.comm",
+    "add_config_arguments": "deepspeed_c.arguments",
+    "get_accelerator": "deepspeed_c.accelerator",
+    "DeepSpeedCError": "deepspeed_c.errors",
+    "ConfigError": "deepspeed_c.errors",
+    "UnsupportedConfigError": "deepspeed_c.errors",
+    "BatchSizeError": "deepspeed_c.errors",
+    "ModelError": "deepspeed_c.errors",
+    "OptimizerError": "deepspeed_c.errors",
+    "RankMismatchError": "deepspeed_c.errors",
+    "BackwardError": "deepspeed_c.errors",
+    "NonFiniteLossError": "deepspeed_c.errors",
+    "LossScaleError": "deepspeed_c.errors",
+    "StateError": "deepspeed_c.errors",
+    "CommError": "deepspeed_c.errors",
+    "LaunchError": "deepspeed_c.errors",
+    "BuildError": "deepspeed_c.errors",
+}
+
+# Submodules that are reached as attributes without an import of their own.
+PUBLIC_MODULES: tuple[str, ...] = ("accelerator", "comm", "config", "errors", "lr_schedules", "ops", "utils", "zero")
+
+__all__ = ["__version__", *PUBLIC_NAMES, *PUBLIC_MODULES]
+
+
+def _load_compiled() -> types.ModuleType:
+    """The extension module; torch comes first, because its libraries are what the extension is linked against."""
+    import torch  # noqa: F401
+
+    try:
+        return importlib.import_module("deepspeed_c._C")
+    except ImportError as error:
+        from deepspeed_c.errors import BuildError
+
+        raise BuildError(
+            f"the compiled part cannot be loaded: {error}",
+            where="deepspeed_c._C",
+            fix=f"build it against the installed torch ({torch.__version__}): pip install --no-build-isolation . (or -e .) in the source tree",
+        ) from error
+
+
+class _Package(types.ModuleType):
+    """A package one of whose functions has the name of the submodule that defines it (``initialize``, as in DeepSpeed).
+
+    The import system binds a submodule to its parent's attribute; under a name of the table the object of that name is kept instead.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, types.ModuleType) and PUBLIC_NAMES.get(name) == value.__name__:
+            value = getattr(value, name)
+        super().__setattr__(name, value)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "_C":
+        value: Any = _load_compiled()
+    elif name in PUBLIC_NAMES:
+        value = getattr(importlib.import_module(PUBLIC_NAMES[name]), name)
+    elif name in PUBLIC_MODULES:
+        value = importlib.import_module(f"{__name__}.{name}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+sys.modules[__name__].__class__ = _Package

@@ -1,0 +1,6 @@
+"""Where C meets torch: the operators of ``torch.ops.deepspeed_c``, and the optimizers made of them. Importing this loads the compiled part."""
+
+from deepspeed_c import _C  # noqa: F401  (registers the operators)
+from deepspeed_c.ops import adagrad, adam, fake, flat, lamb, lion, muon, optim, sgd  # noqa: F401
+
+__all__ = ["adagrad", "adam", "flat", "lamb", "lion", "muon", "optim", "sgd"]

@@ -1,0 +1,38 @@
+"""Adagrad (Duchi, Hazan and Singer 2011)."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from deepspeed_c.ops.optim import FusedOptimizer
+
+__all__ = ["DeepSpeedCPUAdagrad"]
+
+
+class DeepSpeedCPUAdagrad(FusedOptimizer):
+    """Adagrad with a float32 sum (``fp32_optimizer_states=False``: in the parameters' dtype).
+
+    State: ``step``, ``sum``, as in torch.optim.Adagrad, whose state dicts load here (``lr_decay`` and ``maximize`` included) and the other way round.
+    """
+
+    kind = "adagrad"
+    state_names: ClassVar[tuple[str, ...]] = ("sum",)
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        if amsgrad:
+            raise self._error("there is no AMSGrad variant of Adagrad", fix="set amsgrad=False")
+        super().__init__(
+            model_params,
+            {"lr": lr, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad},
+            state_dtype=torch.float32 if fp32_optimizer_states else None,
+        )

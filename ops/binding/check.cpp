@@ -1,0 +1,141 @@
+/* The checks behind check.h, and where the accelerator's library is found. */
+#include "check.h"
+
+#include <dlfcn.h>
+
+namespace dsc {
+
+std::string Checker::where(const char *name, int index, int64_t i) const
+{
+    std::string text = std::string("deepspeed_c::") + op_ + ": argument " + std::to_string(index) + " (" + name;
+
+    if (i >= 0)
+        text += "[" + std::to_string(i) + "]";
+    return text + ")";
+}
+
+void Checker::begin(const TensorList &list, const char *name, int index)
+{
+    if (!has_lengths_) {
+        first_name_ = name;
+        references_.reserve(static_cast<size_t>(list.size()));
+        n_elems_.reserve(static_cast<size_t>(list.size()));
+        is_contiguous_.reserve(static_cast<size_t>(list.size()));
+        return;
+    }
+    if (!is_free_ && static_cast<size_t>(list.size()) != references_.size())
+        fail(DSC_EINVAL, where(name, index, -1) + " has " + std::to_string(list.size()) + " tensors, but " + first_name_ + " has " +
+                             std::to_string(references_.size()));
+}
+
+View Checker::read_one(AtenTensorHandle tensor, const char *name, int index, int64_t i, int32_t *dtype)
+{
+    const View view = view_of(tensor);
+
+    if (!view.is_strided)
+        fail(DSC_EINVAL, where(name, index, i) + " is sparse; a dense tensor is needed");
+    if (*dtype < 0) {
+        if (to_dsc_dtype(view.dtype) < 0)
+            fail(DSC_EINVAL,
+                 where(name, index, i) + " is of " + dtype_name(view.dtype) + "; float32, bfloat16 and float16 are supported");
+        *dtype = view.dtype;
+    }
+    if (view.dtype != *dtype)
+        fail(DSC_EINVAL, where(name, index, i) + " is of " + dtype_name(view.dtype) + ", the tensors before it of " + dtype_name(*dtype));
+    if (like_ == nullptr) {
+        like_ = tensor;
+        device_type_ = view.device_type;
+        device_index_ = view.device_index;
+    }
+    if (view.device_type != device_type_ || view.device_index != device_index_)
+        fail(DSC_EINVAL, where(name, index, i) + " is on " + device_name(view.device_type) + ":" + std::to_string(view.device_index) +
+                             ", the tensors before it on " + device_name(device_type_) + ":" + std::to_string(device_index_));
+    check_length(tensor, view, name, index, i);
+    return view;
+}
+
+void Checker::check_length(AtenTensorHandle tensor, const View &view, const char *name, int index, int64_t i)
+{
+    if (is_free_) {
+        if (!view.is_contiguous && !has_same_dense_layout(tensor, tensor))
+            fail(DSC_EINVAL, where(name, index, i) + " has gaps or overlaps in memory; a dense tensor is needed");
+        return;
+    }
+    if (!has_lengths_) {
+        if (!view.is_contiguous && !has_same_dense_layout(tensor, tensor))
+            fail(DSC_EINVAL, where(name, index, i) + " has gaps or overlaps in memory; a dense tensor is needed");
+        references_.push_back(tensor);
+        n_elems_.push_back(view.n_elems);
+        is_contiguous_.push_back(view.is_contiguous);
+        return;
+    }
+    const auto at = static_cast<size_t>(i);
+    if (view.n_elems != n_elems_[at])
+        fail(DSC_EINVAL, where(name, index, i) + " has " + std::to_string(view.n_elems) + " elements, but " + first_name_ + "[" +
+                             std::to_string(i) + "] has " + std::to_string(n_elems_[at]));
+    /* Elementwise work needs the same order in memory, not one order in particular: channels_last weights pass as they are. */
+    if (view.is_contiguous && is_contiguous_[at])
+        return;
+    if (!has_same_dense_layout(references_[at], tensor))
+        fail(DSC_EINVAL, where(name, index, i) + " has other strides than " + first_name_ + "[" + std::to_string(i) + "]");
+}
+
+struct dsc_span Checker::read_first(const Tensor &tensor, const char *name, int index)
+{
+    first_name_ = name;
+    const struct dsc_span span = read_like_first(tensor, name, index);
+    has_lengths_ = true;
+    return span;
+}
+
+struct dsc_span Checker::read_like_first(const Tensor &tensor, const char *name, int index)
+{
+    int32_t dtype = -1;
+    const View view = read_one(tensor.get(), name, index, 0, &dtype);
+
+    return {view.data, view.n_elems, static_cast<dsc_dtype>(to_dsc_dtype(view.dtype))};
+}
+
+std::vector<struct dsc_span> Checker::read_free(const TensorList &list, const char *name, int index)
+{
+    std::vector<struct dsc_span> spans;
+
+    is_free_ = true;
+    spans.reserve(static_cast<size_t>(list.size()));
+    for (int64_t i = 0; i < list.size(); i++) {
+        int32_t dtype = -1; /* each span says its own */
+        const View view = read_one(list[i], name, index, i, &dtype);
+
+        spans.push_back({view.data, view.n_elems, static_cast<dsc_dtype>(to_dsc_dtype(view.dtype))});
+    }
+    return spans;
+}
+
+const std::string &module_dir()
+{
+    static const std::string dir = [] {
+        Dl_info info{};
+
+        if (dladdr(reinterpret_cast<void *>(&module_dir), &info) == 0 || info.dli_fname == nullptr)
+            return std::string(".");
+        const std::string file = info.dli_fname;
+        const size_t slash = file.rfind('/');
+        return slash == std::string::npos ? std::string(".") : file.substr(0, slash);
+    }();
+
+    return dir;
+}
+
+const struct dsc_accel &cuda_accel()
+{
+    static const struct dsc_accel *accel = [] {
+        const struct dsc_accel *opened = nullptr;
+
+        check(dsc_accel_open("cuda", module_dir().c_str(), &opened), "deepspeed_c on CUDA tensors");
+        return opened;
+    }();
+
+    return *accel;
+}
+
+}  // namespace dsc

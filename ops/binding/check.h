@@ -1,0 +1,82 @@
+/* From the tensors of an operator call to checked pointers and counts. */
+#ifndef DSC_CHECK_H
+#define DSC_CHECK_H
+
+#include "dsc/dsc.h"
+#include "dsc_torch.h"
+#include "status.h"
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace dsc {
+
+/*
+ * Checks the tensors of one operator call against one another. The first list (or tensor) that is read fixes the device and the
+ * lengths, and each later one has to match it; nothing has been written when one does not. A mismatch is a ValueError that names the operator,
+ * the argument and both values.
+ */
+class Checker {
+  public:
+    explicit Checker(const char *op) : op_(op) {}
+
+    /*
+     * Reads argument number `index` of the schema: calls visit(i, data, n_elems) for each tensor and returns the dtype that all of them
+     * share, DSC_DTYPE_F32 for an empty list.
+     */
+    template <class Visit>
+    dsc_dtype read(const TensorList &list, const char *name, int index, Visit visit)
+    {
+        int32_t dtype = -1;
+
+        begin(list, name, index);
+        for (int64_t i = 0; i < list.size(); i++) {
+            const View view = read_one(list[i], name, index, i, &dtype);
+
+            visit(i, view.data, view.n_elems);
+        }
+        has_lengths_ = has_lengths_ || list.size() > 0;
+        return dtype < 0 ? DSC_DTYPE_F32 : static_cast<dsc_dtype>(to_dsc_dtype(dtype));
+    }
+
+    /* A single tensor: the first that is read, or one that has to match the first. */
+    struct dsc_span read_first(const Tensor &tensor, const char *name, int index);
+    struct dsc_span read_like_first(const Tensor &tensor, const char *name, int index);
+
+    /* All tensors of the list as spans; lengths are free, and later arguments are not compared with them. */
+    std::vector<struct dsc_span> read_free(const TensorList &list, const char *name, int index);
+
+    /* The first tensor that was read. Only after a non-empty read. */
+    AtenTensorHandle like() const { return like_; }
+    bool is_empty() const { return like_ == nullptr; }
+    bool is_on_cpu() const { return is_cpu(device_type_); }
+    int32_t device_index() const { return device_index_; }
+
+  private:
+    std::string where(const char *name, int index, int64_t i) const;
+    void begin(const TensorList &list, const char *name, int index);
+    View read_one(AtenTensorHandle tensor, const char *name, int index, int64_t i, int32_t *dtype);
+    void check_length(AtenTensorHandle tensor, const View &view, const char *name, int index, int64_t i);
+
+    const char *op_;
+    AtenTensorHandle like_ = nullptr;
+    int32_t device_type_ = 0;
+    int32_t device_index_ = 0;
+    const char *first_name_ = nullptr;
+    bool has_lengths_ = false;                 /* the first list has been read to its end */
+    bool is_free_ = false;                     /* lengths do not matter */
+    std::vector<AtenTensorHandle> references_; /* the tensors of the first list; kept alive by the caller's TensorList */
+    std::vector<int64_t> n_elems_;
+    std::vector<bool> is_contiguous_;
+};
+
+/* The vtable of libdsc_cuda.so, which lies beside this module; opened once. NotImplementedError where there is none or no device. */
+const struct dsc_accel &cuda_accel();
+
+/* The folder of this module. */
+const std::string &module_dir();
+
+}  // namespace dsc
+
+#endif

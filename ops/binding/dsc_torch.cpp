@@ -1,0 +1,212 @@
+/* Tensors, lists, the lent parallel-for and the current CUDA stream, in terms of torch's C shim. */
+#include "dsc_torch.h"
+
+#include "check.h"
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <string>
+
+namespace dsc {
+
+namespace {
+
+void check_shim(AOTITorchError error, const char *call)
+{
+    if (error != AOTI_TORCH_SUCCESS)
+        throw std::runtime_error(std::string("deepspeed_c: torch's ") + call + " failed");
+}
+
+}  // namespace
+
+View view_of(AtenTensorHandle tensor)
+{
+    View view{};
+    int32_t layout = 0;
+
+    check_shim(aoti_torch_get_layout(tensor, &layout), "get_layout");
+    check_shim(aoti_torch_get_dtype(tensor, &view.dtype), "get_dtype");
+    check_shim(aoti_torch_get_device_type(tensor, &view.device_type), "get_device_type");
+    check_shim(aoti_torch_get_device_index(tensor, &view.device_index), "get_device_index");
+    check_shim(aoti_torch_get_numel(tensor, &view.n_elems), "get_numel");
+    view.is_strided = layout == aoti_torch_layout_strided();
+    if (view.is_strided) {
+        check_shim(aoti_torch_is_contiguous(tensor, &view.is_contiguous), "is_contiguous");
+        check_shim(aoti_torch_get_data_ptr(tensor, &view.data), "get_data_ptr");
+    }
+    return view;
+}
+
+bool has_same_dense_layout(AtenTensorHandle a, AtenTensorHandle b)
+{
+    int64_t n_dims = 0;
+    int64_t other_dims = 0;
+    int64_t *sizes = nullptr;
+    int64_t *strides = nullptr;
+    int64_t *other_sizes = nullptr;
+    int64_t *other_strides = nullptr;
+
+    check_shim(aoti_torch_get_dim(a, &n_dims), "get_dim");
+    check_shim(aoti_torch_get_dim(b, &other_dims), "get_dim");
+    check_shim(aoti_torch_get_sizes(a, &sizes), "get_sizes");
+    check_shim(aoti_torch_get_strides(a, &strides), "get_strides");
+    check_shim(aoti_torch_get_sizes(b, &other_sizes), "get_sizes");
+    check_shim(aoti_torch_get_strides(b, &other_strides), "get_strides");
+    if (n_dims != other_dims || !std::equal(sizes, sizes + n_dims, other_sizes))
+        return false;
+
+    std::vector<std::pair<int64_t, int64_t>> dims; /* (stride, size), of the dimensions that have more than one element */
+    for (int64_t i = 0; i < n_dims; i++) {
+        if (sizes[i] == 1)
+            continue;
+        if (strides[i] != other_strides[i])
+            return false;
+        dims.emplace_back(strides[i], sizes[i]);
+    }
+    std::sort(dims.begin(), dims.end());
+    int64_t expected = 1;
+    for (const auto &[stride, size] : dims) {
+        if (stride != expected)
+            return false;
+        expected *= size;
+    }
+    return true;
+}
+
+int32_t to_dsc_dtype(int32_t torch_dtype)
+{
+    if (torch_dtype == aoti_torch_dtype_float32())
+        return DSC_DTYPE_F32;
+    if (torch_dtype == aoti_torch_dtype_bfloat16())
+        return DSC_DTYPE_BF16;
+    if (torch_dtype == aoti_torch_dtype_float16())
+        return DSC_DTYPE_F16;
+    return -1;
+}
+
+const char *dtype_name(int32_t torch_dtype)
+{
+    static const struct {
+        int32_t (*code)();
+        const char *name;
+    } names[] = {
+        {aoti_torch_dtype_float32, "float32"}, {aoti_torch_dtype_bfloat16, "bfloat16"}, {aoti_torch_dtype_float16, "float16"},
+        {aoti_torch_dtype_float64, "float64"}, {aoti_torch_dtype_int64, "int64"},       {aoti_torch_dtype_int32, "int32"},
+        {aoti_torch_dtype_int16, "int16"},     {aoti_torch_dtype_int8, "int8"},         {aoti_torch_dtype_uint8, "uint8"},
+        {aoti_torch_dtype_bool, "bool"},
+    };
+
+    for (const auto &entry : names)
+        if (entry.code() == torch_dtype)
+            return entry.name;
+    return "a dtype";
+}
+
+const char *device_name(int32_t device_type)
+{
+    if (device_type == aoti_torch_device_type_cpu())
+        return "cpu";
+    if (device_type == aoti_torch_device_type_cuda())
+        return "cuda";
+    if (device_type == aoti_torch_device_type_meta())
+        return "meta";
+    return "another device";
+}
+
+bool is_cpu(int32_t device_type)
+{
+    return device_type == aoti_torch_device_type_cpu();
+}
+
+TensorList::TensorList(StableListHandle list)
+{
+    size_t n = 0;
+    AOTITorchError error = torch_list_size(list, &n);
+
+    if (error == AOTI_TORCH_SUCCESS) {
+        handles_.resize(n);
+        for (size_t i = 0; i < n; i++) {
+            StableIValue item = 0;
+
+            error = torch_list_get_item(list, i, &item);
+            if (error != AOTI_TORCH_SUCCESS)
+                break;
+            handles_[i] = torch::stable::detail::to<AtenTensorHandle>(item);
+        }
+    }
+    /* The list is ours to delete; its items are now held here. */
+    const AOTITorchError delete_error = torch_delete_list(list);
+    if (error != AOTI_TORCH_SUCCESS || delete_error != AOTI_TORCH_SUCCESS) {
+        release();
+        throw std::runtime_error("deepspeed_c: torch could not hand over a list of tensors");
+    }
+}
+
+void TensorList::release() noexcept
+{
+    for (AtenTensorHandle handle : handles_)
+        if (handle != nullptr)
+            (void)aoti_torch_delete_tensor_object(handle); /* fails only on a handle that is none */
+    handles_.clear();
+}
+
+void LentPar::run(void *, int64_t n_chunks, dsc_par_body body, void *arg)
+{
+    struct Work {
+        dsc_par_body body;
+        void *arg;
+    } work{body, arg};
+    const auto run_range = [](int64_t first, int64_t last, void *ctx) {
+        const auto *range_work = static_cast<const Work *>(ctx);
+
+        range_work->body(range_work->arg, first, last);
+    };
+
+    /* A body is C and throws nothing, so an error means that no thread pool could be had: nothing was run yet. */
+    if (n_chunks == 1 || torch_parallel_for(0, n_chunks, 1, run_range, &work) != AOTI_TORCH_SUCCESS)
+        body(arg, 0, n_chunks);
+}
+
+namespace {
+
+using CurrentStream = AOTITorchError (*)(int32_t, void **);
+
+/* libtorch_cuda has this symbol and a CPU build of torch does not: it is looked up where CUDA tensors exist, and never linked. */
+CurrentStream find_current_stream()
+{
+    void *library = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
+    void *symbol = library == nullptr ? nullptr : dlsym(library, "aoti_torch_get_current_cuda_stream");
+
+    if (symbol == nullptr)
+        fail(DSC_ENOTSUP, "CUDA tensors need torch's libtorch_cuda.so, which is not loaded in this process");
+    return reinterpret_cast<CurrentStream>(symbol);
+}
+
+}  // namespace
+
+CudaScope::CudaScope(int32_t device_index) : guard_(device_index)
+{
+    static const CurrentStream current_stream = find_current_stream();
+
+    check_shim(current_stream(device_index, &stream_), "get_current_cuda_stream");
+}
+
+Tensor new_f64(AtenTensorHandle like, std::initializer_list<int64_t> sizes, bool is_zeroed)
+{
+    AtenTensorHandle owned = nullptr;
+
+    check_shim(aoti_torch_new_tensor_handle(like, &owned), "new_tensor_handle");
+    const Tensor reference(owned);
+    const torch::headeronly::IntHeaderOnlyArrayRef shape(sizes.begin(), sizes.size());
+    constexpr auto f64 = torch::headeronly::ScalarType::Double;
+
+    return is_zeroed ? torch::stable::new_zeros(reference, shape, f64) : torch::stable::new_empty(reference, shape, f64);
+}
+
+double *f64_data(const Tensor &tensor)
+{
+    return static_cast<double *>(tensor.mutable_data_ptr());
+}
+
+}  // namespace dsc

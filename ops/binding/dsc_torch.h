@@ -1,0 +1,111 @@
+/* The only file that names PyTorch: tensors, lists of tensors, the lent parallel-for and operator registration, over the LibTorch stable ABI. */
+#ifndef DSC_TORCH_H
+#define DSC_TORCH_H
+
+#include "dsc/dsc.h"
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <initializer_list>
+#include <utility>
+#include <vector>
+
+namespace dsc {
+
+using Tensor = torch::stable::Tensor;
+
+/* What the cores need to know of a tensor, read in one go. */
+struct View {
+    void *data;
+    int64_t n_elems;
+    int32_t dtype; /* as torch numbers it; see to_dsc_dtype */
+    int32_t device_type;
+    int32_t device_index;
+    bool is_contiguous;
+    bool is_strided; /* false: sparse and the like, which have no data pointer */
+};
+
+View view_of(AtenTensorHandle tensor);
+
+/* True when the two have the same strides and these leave no gap and no overlap: then memory order is as good as element order. */
+bool has_same_dense_layout(AtenTensorHandle a, AtenTensorHandle b);
+
+/* -1 for a dtype that the cores have no number for. */
+int32_t to_dsc_dtype(int32_t torch_dtype);
+const char *dtype_name(int32_t torch_dtype);
+const char *device_name(int32_t device_type);
+bool is_cpu(int32_t device_type);
+
+/*
+ * A list argument. It holds a reference to each tensor for the call, as std::vector<Tensor> would, without the shared_ptr around each: a step over many
+ * small tensors is bound by what a tensor costs here.
+ */
+class TensorList {
+  public:
+    TensorList() = default;
+    explicit TensorList(StableListHandle list);
+    TensorList(TensorList &&other) noexcept : handles_(std::exchange(other.handles_, {})) {}
+    TensorList &operator=(TensorList &&) = delete;
+    TensorList(const TensorList &) = delete;
+    TensorList &operator=(const TensorList &) = delete;
+    ~TensorList() { release(); }
+
+    int64_t size() const { return static_cast<int64_t>(handles_.size()); }
+    AtenTensorHandle operator[](int64_t i) const { return handles_[static_cast<size_t>(i)]; }
+
+  private:
+    void release() noexcept;
+
+    std::vector<AtenTensorHandle> handles_;
+};
+
+/* The parallel-for of torch's own thread pool, lent to a core for one call. Runs serially inside a parallel region. */
+class LentPar {
+  public:
+    LentPar() : par_{this, &LentPar::run} {}
+    LentPar(const LentPar &) = delete;
+    LentPar &operator=(const LentPar &) = delete;
+
+    const struct dsc_par *get() const { return &par_; }
+
+  private:
+    static void run(void *ctx, int64_t n_chunks, dsc_par_body body, void *arg);
+
+    struct dsc_par par_;
+};
+
+/* Makes a CUDA device current for its lifetime, and says which stream torch is on. */
+class CudaScope {
+  public:
+    explicit CudaScope(int32_t device_index);
+
+    void *stream() const { return stream_; }
+
+  private:
+    torch::stable::accelerator::DeviceGuard guard_;
+    void *stream_ = nullptr;
+};
+
+/* f64 tensors for results, on the device of `like`. */
+Tensor new_f64(AtenTensorHandle like, std::initializer_list<int64_t> sizes, bool is_zeroed);
+double *f64_data(const Tensor &tensor);
+
+}  // namespace dsc
+
+template <>
+struct torch::stable::detail::ToImpl<dsc::TensorList> {
+    static dsc::TensorList call(StableIValue value, uint64_t, bool) {
+        return dsc::TensorList(torch::stable::detail::to<StableListHandle>(value));
+    }
+};
+
+/* Operators of the namespace deepspeed_c: schemas, and one implementation that serves host and CUDA tensors. */
+#define DSC_OPS(m) STABLE_TORCH_LIBRARY_FRAGMENT(deepspeed_c, m)
+#define DSC_OPS_CPU(m) STABLE_TORCH_LIBRARY_IMPL(deepspeed_c, CPU, m)
+#define DSC_OPS_CUDA(m) STABLE_TORCH_LIBRARY_IMPL(deepspeed_c, CUDA, m)
+#define DSC_BOX(function) TORCH_BOX(function)
+
+#endif

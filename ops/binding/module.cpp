@@ -1,0 +1,11 @@
+/* The extension module deepspeed_c._C: handles here, one line a file; operators register themselves when the library is loaded. */
+#include "handles.h"
+
+PYBIND11_MODULE(_C, m)
+{
+    m.doc() = "The compiled part of deepspeed_c: operators in torch.ops.deepspeed_c, handles here.";
+    dsc::bind_zero(m);
+    dsc::bind_scaler(m);
+    dsc::bind_cpu(m);
+    dsc::bind_build_info(m);
+}

@@ -1,0 +1,147 @@
+/* Passes over flat buffers as operators: norm and finite check, reduction, scale, cast. */
+#include "check.h"
+#include "dsc_torch.h"
+
+#include <vector>
+
+namespace {
+
+using dsc::Checker;
+using dsc::Tensor;
+using dsc::TensorList;
+
+int64_t size_of(const std::vector<struct dsc_span> &spans)
+{
+    return static_cast<int64_t>(spans.size());
+}
+
+/* [sum of squares, non-finite elements] as the f64 tensor that the operators return. */
+Tensor stats_tensor(AtenTensorHandle like, double sumsq, int64_t n_nonfinite)
+{
+    const Tensor stats = dsc::new_f64(like, {2}, false);
+    double *data = dsc::f64_data(stats);
+
+    data[0] = sumsq;
+    data[1] = static_cast<double>(n_nonfinite);
+    return stats;
+}
+
+Tensor flat_sumsq(const TensorList &spans)
+{
+    const char *const op = "flat_sumsq";
+    Checker checker(op);
+    const std::vector<struct dsc_span> read = checker.read_free(spans, "spans", 0);
+
+    if (checker.is_on_cpu()) {
+        const dsc::LentPar par;
+        double sumsq = 0.0;
+        int64_t n_nonfinite = 0;
+
+        dsc::check(dsc_flat_sumsq(read.data(), size_of(read), par.get(), &sumsq, &n_nonfinite), op);
+        return stats_tensor(checker.like(), sumsq, n_nonfinite);
+    }
+    const dsc::CudaScope scope(checker.device_index());
+    const Tensor stats = dsc::new_f64(checker.like(), {2}, true);
+    const Tensor scratch = dsc::new_f64(checker.like(), {DSC_ACCEL_SCRATCH_ELEMS}, false);
+
+    dsc::check(dsc::cuda_accel().flat_sumsq(read.data(), size_of(read), dsc::f64_data(stats), dsc::f64_data(scratch), scope.stream()), op);
+    return stats;
+}
+
+Tensor flat_reduce(const TensorList &srcs, double scale, bool accumulate, const Tensor &acc)
+{
+    const char *const op = "flat_reduce_";
+    Checker checker(op);
+    std::vector<struct dsc_span> read(static_cast<size_t>(srcs.size()));
+    struct dsc_span to{};
+    int64_t n_elems = -1;
+
+    const dsc_dtype dtype = checker.read(srcs, "srcs", 0, [&](int64_t i, void *data, int64_t n) {
+        if (n_elems >= 0 && n != n_elems)
+            dsc::fail(DSC_EINVAL, "deepspeed_c::flat_reduce_: argument 0 (srcs[" + std::to_string(i) + "]) has " + std::to_string(n) +
+                                      " elements, but srcs[0] has " + std::to_string(n_elems));
+        n_elems = n;
+        read[static_cast<size_t>(i)] = {data, n, DSC_DTYPE_F32};
+    });
+    for (struct dsc_span &span : read)
+        span.dtype = dtype;
+    to = checker.read_like_first(acc, "acc", 3);
+    if (checker.is_on_cpu()) {
+        const dsc::LentPar par;
+        double sumsq = 0.0;
+        int64_t n_nonfinite = 0;
+
+        dsc::check(dsc_flat_reduce(read.data(), size_of(read), static_cast<float>(scale), accumulate, &to, par.get(), &sumsq, &n_nonfinite),
+                   op);
+        return stats_tensor(checker.like(), sumsq, n_nonfinite);
+    }
+    const dsc::CudaScope scope(checker.device_index());
+    const Tensor stats = dsc::new_f64(checker.like(), {2}, true);
+    const Tensor scratch = dsc::new_f64(checker.like(), {DSC_ACCEL_SCRATCH_ELEMS}, false);
+
+    dsc::check(dsc::cuda_accel().flat_reduce(read.data(), size_of(read), static_cast<float>(scale), accumulate, &to, dsc::f64_data(stats),
+                                             dsc::f64_data(scratch), scope.stream()),
+               op);
+    return stats;
+}
+
+void flat_scale(const TensorList &spans, double scale)
+{
+    const char *const op = "flat_scale_";
+    Checker checker(op);
+    const std::vector<struct dsc_span> read = checker.read_free(spans, "spans", 0);
+
+    if (checker.is_on_cpu()) {
+        const dsc::LentPar par;
+
+        dsc::check(dsc_flat_scale(read.data(), size_of(read), static_cast<float>(scale), par.get()), op);
+    } else {
+        const dsc::CudaScope scope(checker.device_index());
+
+        dsc::check(dsc::cuda_accel().flat_scale(read.data(), size_of(read), static_cast<float>(scale), scope.stream()), op);
+    }
+}
+
+void flat_cast(const Tensor &src, const Tensor &dst)
+{
+    const char *const op = "flat_cast_";
+    Checker checker(op);
+    const struct dsc_span from = checker.read_first(src, "src", 0);
+    const struct dsc_span to = checker.read_like_first(dst, "dst", 1);
+
+    if (checker.is_on_cpu()) {
+        const dsc::LentPar par;
+
+        dsc::check(dsc_flat_cast(&from, &to, par.get()), op);
+    } else {
+        const dsc::CudaScope scope(checker.device_index());
+
+        dsc::check(dsc::cuda_accel().flat_cast(&from, &to, scope.stream()), op);
+    }
+}
+
+}  // namespace
+
+DSC_OPS(m)
+{
+    m.def("flat_sumsq(Tensor[] spans) -> Tensor");
+    m.def("flat_reduce_(Tensor[] srcs, float scale, bool accumulate, Tensor(a!) acc) -> Tensor");
+    m.def("flat_scale_(Tensor(a!)[] spans, float scale) -> ()");
+    m.def("flat_cast_(Tensor src, Tensor(a!) dst) -> ()");
+}
+
+#define IMPLEMENTATIONS(m)                         \
+    m.impl("flat_sumsq", DSC_BOX(&flat_sumsq));    \
+    m.impl("flat_reduce_", DSC_BOX(&flat_reduce)); \
+    m.impl("flat_scale_", DSC_BOX(&flat_scale));   \
+    m.impl("flat_cast_", DSC_BOX(&flat_cast))
+
+DSC_OPS_CPU(m)
+{
+    IMPLEMENTATIONS(m);
+}
+
+DSC_OPS_CUDA(m)
+{
+    IMPLEMENTATIONS(m);
+}

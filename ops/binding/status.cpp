@@ -1,0 +1,57 @@
+/* The exceptions behind status.h. */
+#include "status.h"
+
+#include <pybind11/pybind11.h>
+
+#include <new>
+#include <stdexcept>
+#include <utility>
+
+namespace dsc {
+
+namespace {
+
+/* std::bad_alloc with a sentence: torch and pybind11 turn it into MemoryError. */
+class OutOfMemory : public std::bad_alloc {
+  public:
+    explicit OutOfMemory(std::string message) : message_(std::move(message)) {}
+    const char *what() const noexcept override { return message_.c_str(); }
+
+  private:
+    std::string message_;
+};
+
+/* Both torch's and our pybind11 translate a builtin_exception by asking it; one that did not know the class would still make it a RuntimeError. */
+class NotSupported : public pybind11::builtin_exception {
+  public:
+    using pybind11::builtin_exception::builtin_exception;
+    void set_error() const override { PyErr_SetString(PyExc_NotImplementedError, what()); }
+};
+
+}  // namespace
+
+void fail(dsc_status status, const std::string &message)
+{
+    switch (status) {
+    case DSC_EINVAL:
+    case DSC_EOVERFLOW:
+    case DSC_ENOTFOUND:
+        throw std::invalid_argument(message);
+    case DSC_ENOMEM:
+        throw OutOfMemory(message);
+    case DSC_ENOTSUP:
+        throw NotSupported(message);
+    default:
+        throw std::runtime_error(message);
+    }
+}
+
+void check(dsc_status status, const char *op)
+{
+    if (status == DSC_OK)
+        return;
+    const char *sentence = dsc_last_error();
+    fail(status, std::string(op) + ": " + (sentence[0] != '\0' ? sentence : dsc_status_text(status)));
+}
+
+}  // namespace dsc

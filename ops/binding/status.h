@@ -1,0 +1,22 @@
+/* From a core's status to the Python exception that says what was wrong; for files that see no torch header. */
+#ifndef DSC_STATUS_TO_EXCEPTION_H
+#define DSC_STATUS_TO_EXCEPTION_H
+
+#include "dsc/status.h"
+
+#include <string>
+
+namespace dsc {
+
+/*
+ * Throws what Python sees as ValueError (EINVAL, EOVERFLOW, ENOTFOUND), MemoryError, NotImplementedError (ENOTSUP) or RuntimeError (the rest).
+ * The GIL need not be held.
+ */
+[[noreturn]] void fail(dsc_status status, const std::string &message);
+
+/* Nothing for DSC_OK; otherwise throws, with `op` and the core's own sentence. */
+void check(dsc_status status, const char *op);
+
+}  // namespace dsc
+
+#endif

@@ -1,0 +1,67 @@
+"""Norm, clip, scale, reduce and cast over lists of tensors, each in one pass over memory."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["Norm", "cast", "clip_", "norm", "reduce_", "scale_"]
+
+
+class Norm(NamedTuple):
+    """L2 norm of what is finite, and how many elements are inf or NaN. Reading either waits for the device."""
+
+    sumsq: Tensor  # float64 [2]: sum of squares, number of non-finite elements
+
+    @property
+    def value(self) -> float:
+        """The norm; inf when an element is not finite."""
+        sumsq, n_nonfinite = self.sumsq.tolist()
+        return float("inf") if n_nonfinite else sumsq**0.5
+
+    @property
+    def n_nonfinite(self) -> int:
+        return int(self.sumsq[1])
+
+
+def norm(tensors: Sequence[Tensor]) -> Norm:
+    """The global L2 norm of float32, bfloat16 or float16 tensors on one device, accumulated in float64. ValueError for sparse or strided tensors with gaps."""
+    if len(tensors) == 0:
+        return Norm(torch.zeros(2, dtype=torch.float64))
+    return Norm(torch.ops.deepspeed_c.flat_sumsq(tensors))
+
+
+def scale_(tensors: Sequence[Tensor], factor: float) -> None:
+    """tensor *= factor for each, computed in float32 and rounded once."""
+    if len(tensors) > 0:
+        torch.ops.deepspeed_c.flat_scale_(tensors, factor)
+        torch.autograd.graph.increment_version(tensors)
+
+
+def clip_(tensors: Sequence[Tensor], max_norm: float) -> float:
+    """Scales ``tensors`` so that their global norm is at most ``max_norm``; returns the norm before.
+
+    As torch.nn.utils.clip_grad_norm_: the factor is max_norm / (norm + 1e-6). Left as they are when an element is not finite; the returned norm is inf then.
+    """
+    total = norm(tensors).value
+    if total != float("inf") and max_norm < total + 1e-6:
+        scale_(tensors, max_norm / (total + 1e-6))
+    return total
+
+
+def reduce_(sources: Sequence[Tensor], into: Tensor, *, scale: float = 1.0, accumulate: bool = False) -> Norm:
+    """into = (into if accumulate else 0) + scale * (sources[0] + sources[1] + ...), summed in float32 in this order and rounded once.
+
+    Sources share a dtype and have ``into``'s length. Returns the norm of ``into`` as written, which cost no pass of its own.
+    """
+    stats = torch.ops.deepspeed_c.flat_reduce_(sources, scale, accumulate, into)
+    torch.autograd.graph.increment_version(into)
+    return Norm(stats)
+
+
+def cast(source: Tensor, target: Tensor) -> None:
+    """target = source, rounded to nearest even; inf and NaN stay what they are. Equal lengths, any two of float32, bfloat16 and float16."""
+    torch.ops.deepspeed_c.flat_cast_(source, target)
+    torch.autograd.graph.increment_version(target)

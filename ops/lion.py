@@ -1,0 +1,68 @@
+"""Lion (arXiv 2302.06675, algorithm 2)."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, ClassVar
+
+import torch
+
+from deepspeed_c.ops.optim import FusedOptimizer
+
+__all__ = ["DeepSpeedCPULion", "FusedLion"]
+
+
+class FusedLion(FusedOptimizer):
+    """Lion over parameters on any device, momentum in the parameters' dtype. State: ``step``, ``exp_avg``."""
+
+    kind = "lion"
+    state_names: ClassVar[tuple[str, ...]] = ("exp_avg",)
+    option_names: ClassVar[tuple[str, ...]] = ("state_dtype", "set_grad_none")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+    ) -> None:
+        self.set_grad_none = set_grad_none
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    @torch.no_grad()
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        grads: Any = None,
+        output_params: Any = None,
+        scale: Any = None,
+        grad_norms: Any = None,
+        grad_scaler: Any = None,
+    ) -> Any:
+        """One step over ``p.grad``. The arguments after ``closure`` are there for the signature; ``fused_step`` does what they once did."""
+        self._refuse_arguments(grads=grads, output_params=output_params, scale=scale, grad_norms=grad_norms)
+        return super().step(closure)
+
+
+class DeepSpeedCPULion(FusedOptimizer):
+    """Lion with a float32 momentum (``fp32_optimizer_states=False``: in the parameters' dtype). State: ``step``, ``exp_avg``."""
+
+    kind = "lion"
+    state_names: ClassVar[tuple[str, ...]] = ("exp_avg",)
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        super().__init__(
+            model_params,
+            {"lr": lr, "betas": betas, "weight_decay": weight_decay},
+            state_dtype=torch.float32 if fp32_optimizer_states else None,
+        )

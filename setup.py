@@ -1,0 +1,169 @@
+"""Builds the one extension module: the C cores by make, the binding by the C++ compiler, the CUDA library when nvcc is there.
+
+Settings, from the environment:
+  CC, CXX, NVCC       compilers
+  MAX_JOBS            parallel compilations; all processors by default
+  DSC_BUILD_CUDA      0: never build the CUDA library; 1: fail without nvcc; unset: build it when nvcc is found
+"""
+
+import importlib.metadata
+import importlib.util
+import os
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+BINDING = Path("ops/binding")
+
+# The oldest torch whose stable ABI has what the binding uses: 2.10. One binary then serves all later ones.
+TORCH_TARGET_VERSION = "0x020a000000000000"
+TORCH_MINIMUM = (2, 10)
+
+# errors.py stands alone, so it can be read before the package can be imported.
+BuildError = runpy.run_path(str(ROOT / "deepspeed_c" / "errors.py"))["BuildError"]
+
+
+def find_program(variable: str, default: str, purpose: str) -> list[str]:
+    """The command that ``variable`` names, or ``default``; with arguments ("ccache gcc")."""
+    command = shlex.split(os.environ.get(variable, default))
+    if not command or shutil.which(command[0]) is None:
+        raise BuildError(
+            f"no {purpose}: {' '.join(command) or variable!r} is not on PATH",
+            where="building deepspeed_c",
+            fix=f"install gcc, g++ and make (Debian: apt-get install build-essential), or name another in {variable}",
+        )
+    return command
+
+
+def find_torch() -> Path:
+    """The installed torch's folder. Found without importing it, which would cost seconds."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        raise BuildError(
+            "no torch to build against",
+            where="building deepspeed_c",
+            fix="pip install 'torch>=2.10', then pip install --no-build-isolation .",
+        )
+    version = importlib.metadata.version("torch")
+    if tuple(int(part) for part in version.split("+")[0].split(".")[:2]) < TORCH_MINIMUM:
+        raise BuildError(
+            f"torch {version} is too old", where="building deepspeed_c", fix="pip install 'torch>=2.10' (the stable ABI that is used)"
+        )
+    return Path(spec.submodule_search_locations[0])
+
+
+def find_nvcc() -> str | None:
+    wish = os.environ.get("DSC_BUILD_CUDA", "")
+    if wish not in ("", "0", "1"):
+        raise BuildError(f"DSC_BUILD_CUDA is {wish!r}", where="building deepspeed_c", fix="set it to 0 or 1, or leave it unset")
+    if wish == "0":
+        return None
+    nvcc = os.environ.get("NVCC") or shutil.which("nvcc")
+    if nvcc is None and wish == "1":
+        raise BuildError("DSC_BUILD_CUDA=1 and no nvcc", where="building deepspeed_c", fix="put nvcc on PATH, or name it in NVCC")
+    return nvcc
+
+
+def run(command: list[str]) -> None:
+    print("$", shlex.join(command), flush=True)
+    try:
+        subprocess.run(command, cwd=ROOT, check=True)
+    except subprocess.CalledProcessError as error:
+        raise BuildError(
+            f"{command[0]} ended with status {error.returncode}; its messages are above",
+            where=shlex.join(command),
+            fix="see the first error above",
+        ) from error
+
+
+def names_torch(source: str) -> bool:
+    """Operators and what carries them; the handles and the exceptions know Python only."""
+    return not Path(source).stem.startswith(("handles_", "module", "status"))
+
+
+class BuildExtension(build_ext):
+    """make for the C cores, then the binding."""
+
+    def build_extension(self, ext: Extension) -> None:
+        jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
+        torch_dir = find_torch()
+        cc = find_program("CC", "gcc", "C compiler")
+        cxx = find_program("CXX", "g++", "C++ compiler")
+        make = find_program("MAKE", "make", "make")
+        build = (ROOT / self.build_temp / "csrc").resolve()
+        make_csrc = [*make, "-C", "csrc", f"-j{jobs}", f"BUILD={build}", f"CC={shlex.join(cc)}"]
+        run(make_csrc)
+        has_cuda = self._build_cuda(make_csrc, build)
+
+        import pybind11
+
+        flags = [
+            *("-std=c++17", "-O2", "-g0", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"),
+            f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}",
+            f'-DDSC_BUILD_TORCH_TARGET="{TORCH_TARGET_VERSION}"',
+            f'-DDSC_BUILD_TORCH="{importlib.metadata.version("torch")}"',
+            f'-DDSC_BUILD_COMPILER="{Path(cxx[-1]).name}"',
+            f"-DDSC_BUILD_CUDA={int(has_cuda)}",
+            *(f"-I{ROOT / folder}" for folder in ("csrc/include", BINDING)),
+            *shlex.split(os.environ.get("CXXFLAGS", "")),
+        ]
+        # Others' headers: their warnings are not ours. Only files that name torch see its headers, which bring a pybind11 of their own.
+        torch_headers = ["-isystem", str(torch_dir / "include")]
+        python_headers = [part for folder in (pybind11.get_include(), *self.include_dirs) for part in ("-isystem", folder)]
+        objects = [build.parent / "binding" / f"{Path(source).stem}.o" for source in ext.sources]
+        objects[0].parent.mkdir(parents=True, exist_ok=True)
+        with ThreadPoolExecutor(jobs) as pool:
+            commands = [
+                [*cxx, *flags, *(torch_headers if names_torch(source) else python_headers), "-c", source, "-o", str(o)]
+                for source, o in zip(ext.sources, objects)
+            ]
+            list(pool.map(run, commands))
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        run(
+            [
+                *(*cxx, "-shared", "-o", str(target), *map(str, objects), str(build / "libdsc.a")),
+                # The cores stay inside; torch is found by its soname in the process that has imported it.
+                *("-Wl,--exclude-libs,ALL", "-Wl,-s", f"-L{torch_dir / 'lib'}", "-ltorch_cpu", "-lpthread", "-ldl", "-lm"),
+                *shlex.split(os.environ.get("LDFLAGS", "")),
+            ]
+        )
+        if has_cuda:
+            shutil.copyfile(build / CUDA_LIBRARY, target.parent / CUDA_LIBRARY)
+
+    @staticmethod
+    def _build_cuda(make_csrc: list[str], build: Path) -> bool:
+        nvcc = find_nvcc()
+        if nvcc is None or not (ROOT / "csrc" / "cuda" / "cuda.mk").is_file():
+            return False
+        run([*make_csrc, f"NVCC={nvcc}", "cuda"])
+        return (build / CUDA_LIBRARY).is_file()
+
+    def copy_extensions_to_source(self) -> None:
+        super().copy_extensions_to_source()
+        package = ROOT / "deepspeed_c"
+        built = Path(self.build_lib) / "deepspeed_c" / CUDA_LIBRARY
+        if built.is_file():
+            shutil.copyfile(built, package / CUDA_LIBRARY)
+        elif (package / CUDA_LIBRARY).is_file():
+            (package / CUDA_LIBRARY).unlink()  # of an earlier build that had nvcc
+
+
+CUDA_LIBRARY = "libdsc_cuda.so"
+
+if sys.platform != "linux" and {"build_ext", "bdist_wheel", "editable_wheel"} & set(sys.argv):
+    raise BuildError(f"{sys.platform} is not supported", where="building deepspeed_c", fix="build on Linux")
+
+setup(
+    packages=[*find_packages(include=["deepspeed_c", "deepspeed_c.*"]), "deepspeed_c.ops"],
+    ext_modules=[Extension("deepspeed_c._C", sorted(str(path.relative_to(ROOT)) for path in (ROOT / BINDING).glob("*.cpp")))],
+    cmdclass={"build_ext": BuildExtension},
+)
