@@ -1,4 +1,4 @@
-"""Every environment variable that the package itself reads, in one dataclass. (Launchers' own variables are in comm/discover.py.)"""
+"""Every environment variable that the package itself reads, in one dataclass. (Launchers' own: comm/discover.py.)"""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Env:
     """OMP_NUM_THREADS: threads of one process; launchers set it to 1 where the user did not."""
 
     cpu_isa: str | None = _variable("DSC_CPU_ISA", None, str, words=("scalar", "avx2", "avx512", "neon"))
-    """DSC_CPU_ISA: instruction set of the CPU loops, instead of the best one. The C core reads it by itself; here it is reported."""
+    """DSC_CPU_ISA: instruction set of the CPU loops, instead of the best one. The C core reads it by itself."""
 
     log: str | None = _variable("DSC_LOG", None, str)
     """DSC_LOG: level of the logger and, with "json", one JSON object a line; for example "debug" or "info,json"."""

@@ -21,8 +21,8 @@ LEVELS = {
 }
 
 logger = logging.getLogger("deepspeed_c")
-"""Level INFO on rank 0 and WARNING on the others, unless DSC_LOG, the configuration's log_level or ``logger.setLevel`` say
-otherwise. It writes to standard error and hands nothing on to the root logger."""
+"""Level INFO on rank 0 and WARNING on the others, unless DSC_LOG, the configuration's log_level or ``logger.setLevel``
+say otherwise. It writes to standard error and hands nothing on to the root logger."""
 
 
 class _Text(logging.Formatter):
@@ -94,7 +94,7 @@ _settings = _Settings()
 
 
 def set_level(level: str | int | None) -> None:
-    """Sets the logger's level on this rank, by name ("debug" to "critical") or number; None gives the rank's default back.
+    """Sets the logger's level on this rank, by name ("debug" to "critical") or number; None gives its default back.
 
     DSC_LOG, if it names a level, wins.
 

@@ -29,7 +29,7 @@ BatchSources = dict[str, str]
 def resolve_batch(
     train: int | None, micro: int | None, steps: int | None, world_size: int
 ) -> tuple[Batch, BatchSources]:
-    """Fills in what was not given, as DeepSpeed does: any two give the third; one size alone means one accumulation step.
+    """Fills in what was not given, as DeepSpeed does: any two give the third, one size alone one accumulation step.
 
     Raises:
         BatchSizeError: no size was given, a division leaves a rest, or three given numbers do not multiply.
@@ -39,7 +39,7 @@ def resolve_batch(
         raise BatchSizeError(
             f"neither of the two sizes is given{given}",
             where=f"{_TRAIN}, {_MICRO}",
-            fix=f'write {_MICRO} (samples per rank and forward), or {_TRAIN}; a value of "auto" must have been replaced by now',
+            fix=f'write {_MICRO} (samples per rank and forward), or {_TRAIN}; an "auto" must have been replaced by now',
         )
     sources: BatchSources = {}
     if steps is None and (train is None or micro is None):
@@ -49,17 +49,21 @@ def resolve_batch(
         train = micro * steps * world_size
         sources[_TRAIN] = "derived"
     elif micro is None:
-        micro = _divide(train, steps * world_size, f"{_TRAIN} {train} = {_MICRO} x {_STEPS} {steps} x {world_size} ranks")
+        micro = _divide(
+            train, steps * world_size, f"{_TRAIN} {train} = {_MICRO} x {_STEPS} {steps} x {world_size} ranks"
+        )
         sources[_MICRO] = "derived"
     elif steps is None:
-        steps = _divide(train, micro * world_size, f"{_TRAIN} {train} = {_MICRO} {micro} x {_STEPS} x {world_size} ranks")
+        steps = _divide(
+            train, micro * world_size, f"{_TRAIN} {train} = {_MICRO} {micro} x {_STEPS} x {world_size} ranks"
+        )
         sources[_STEPS] = "derived"
     if train != micro * steps * world_size:
         raise BatchSizeError(
             f"{_TRAIN} {train} is not {_MICRO} {micro} x {_STEPS} {steps} x {world_size} ranks "
             f"= {micro * steps * world_size}",
             where=f"{_TRAIN}, {_MICRO}, {_STEPS}",
-            fix=f"remove one of the three, and it follows from the others; or set {_TRAIN} to {micro * steps * world_size}",
+            fix=f"remove one of the three: it follows from the others; or set {_TRAIN} to {micro * steps * world_size}",
         )
     return Batch(train, micro, steps, world_size), sources
 

@@ -16,7 +16,9 @@ class Compile(Section, kw_only=True):
 
     deepcompile: Annotated[bool, asks("Switch of the section.", _C)] = False
     free_activation: Annotated[bool, tunes("Free activations early.", _C)] = False
-    free_activation_threshold: Annotated[NonNeg, tunes("Bytes an activation must have for that.", _C, floor=True)] = 10 << 20
+    free_activation_threshold: Annotated[NonNeg, tunes("Bytes an activation must have for that.", _C, floor=True)] = (
+        10 << 20
+    )
     offload_activation: Annotated[bool, tunes("Move activations to the host.", _C)] = False
     offload_activation_pin_memory: Annotated[bool, tunes("Use page-locked memory for them.", _C)] = True
     offload_opt_states: Annotated[bool, tunes("Move optimizer state to the host.", _C)] = False

@@ -167,7 +167,9 @@ class Compression(Section, kw_only=True):
 
     layer_reduction: Annotated[LayerReduction, tunes("Fewer layers.", _C)] = LayerReduction()
     weight_quantization: Annotated[WeightTechnique, tunes("Fewer bits for weights.", _C)] = WeightTechnique()
-    activation_quantization: Annotated[ActivationTechnique, tunes("Fewer bits for activations.", _C)] = ActivationTechnique()
+    activation_quantization: Annotated[ActivationTechnique, tunes("Fewer bits for activations.", _C)] = (
+        ActivationTechnique()
+    )
     sparse_pruning: Annotated[SparseTechnique, tunes("Single weights go.", _C)] = SparseTechnique()
     row_pruning: Annotated[PruneTechnique, tunes("Rows go.", _C)] = PruneTechnique()
     head_pruning: Annotated[HeadTechnique, tunes("Attention heads go.", _C)] = HeadTechnique()

@@ -58,7 +58,9 @@ class Config(Root, kw_only=True, rename={"zero": "zero_optimization"}):
             return self._sources[path]
         if find(path) is None:
             near = nearest(path, (known for known, _ in walk()))
-            raise ConfigError("is not a known key", where=path, fix=f"did you mean {' or '.join(near)}?" if near else "")
+            raise ConfigError(
+                "is not a known key", where=path, fix=f"did you mean {' or '.join(near)}?" if near else ""
+            )
         return "default"
 
     def as_dict(self) -> dict[str, Any]:
@@ -86,11 +88,18 @@ class Config(Root, kw_only=True, rename={"zero": "zero_optimization"}):
             )
         # Always said: DeepSpeed changed this default, and a clipping that one did not ask for is easily overlooked.
         parts.append(f"gradient_clipping {self.gradient_clipping:g} ({self.source_of('gradient_clipping')})")
-        skip = {"gradient_clipping", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}
+        skip = {
+            "gradient_clipping",
+            "train_batch_size",
+            "train_micro_batch_size_per_gpu",
+            "gradient_accumulation_steps",
+        }
         for row in self.rows():
             if row.key not in skip and row.source != "default" and not row.note:
                 parts.append(f"{row.key} {row.value}" + ("" if row.source == "user" else f" ({row.source})"))
-        unused = [row.key for row in self.rows() if row.source not in ("default", "derived") and row.note.startswith("unused")]
+        unused = [
+            row.key for row in self.rows() if row.source not in ("default", "derived") and row.note.startswith("unused")
+        ]
         if unused:
             parts.append(f"unused: {', '.join(unused)}")
         return f"configuration from {self.origin}: " + "; ".join(parts)
@@ -159,7 +168,9 @@ def _thaw_section(section: Section, cls: type[Section]) -> dict[str, Any]:
     for field in fields_of(cls).values():
         value = getattr(section, field.attribute)
         if field.name == "params" and kinds_of(cls) is not None:
-            result[field.name] = {key.rsplit(".", 1)[-1]: _thaw(value) for key, _, value in _param_leaves(section, cls, "")}
+            result[field.name] = {
+                key.rsplit(".", 1)[-1]: _thaw(value) for key, _, value in _param_leaves(section, cls, "")
+            }
         else:
             result[field.name] = _thaw(value)
     return result

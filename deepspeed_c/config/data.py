@@ -38,7 +38,9 @@ class Metric(Section, kw_only=True):
     index_to_sample_path: Annotated[str | None, tunes("File: index to samples.", _D)] = None
     index_to_metric_path: Annotated[str | None, tunes("File: index to difficulty.", _D)] = None
     difficulty_type: Annotated[Literal["value", "percentile"] | None, tunes("Unit of difficulty.", _D)] = None
-    clustering_type: Annotated[Literal["schedule_based", "single_cluster"] | None, tunes("How samples are pooled.", _D)] = None
+    clustering_type: Annotated[
+        Literal["schedule_based", "single_cluster"] | None, tunes("How samples are pooled.", _D)
+    ] = None
     min_difficulty: Annotated[NonNeg | None, tunes("First difficulty.", _D)] = None
     max_difficulty: Annotated[NonNeg | None, tunes("Last difficulty.", _D)] = None
     schedule_type: Annotated[Schedule | None, tunes("Shape of the growth.", _D)] = None
@@ -58,10 +60,14 @@ class DynamicBatching(Section, kw_only=True):
 
     enabled: Annotated[bool, asks("Switch of the section.", _D)] = False
     metrics_path: Annotated[str | None, tunes("Directory of the sequence lengths.", _D)] = None
-    lr_scaling_method: Annotated[Literal["linear", "sqrt", "none"], tunes("How the rate follows the batch.", _D)] = "linear"
+    lr_scaling_method: Annotated[Literal["linear", "sqrt", "none"], tunes("How the rate follows the batch.", _D)] = (
+        "linear"
+    )
     min_batch_size: Annotated[Positive, tunes("Fewest samples.", _D)] = 1
     max_batch_size: Annotated[Positive | None, tunes("Most samples.", _D)] = None
-    sequence_picking_order: Annotated[Literal["random", "seqlen", "dataloader"], tunes("Order of sequences.", _D)] = "dataloader"
+    sequence_picking_order: Annotated[Literal["random", "seqlen", "dataloader"], tunes("Order of sequences.", _D)] = (
+        "dataloader"
+    )
     max_tokens: Annotated[Positive | None, tunes("Most tokens.", _D)] = None
     verbose: Annotated[bool, tunes("Report.", _D)] = False
 
@@ -113,7 +119,9 @@ class RandomLtd(Section, kw_only=True):
     model_type: Annotated[Literal["encoder", "decoder"] | None, tunes("Kind of model.", _D)] = None
     micro_batch_size: Annotated[Positive | None, tunes("Micro batch, in samples.", _D)] = None
     global_batch_size: Annotated[Positive | None, tunes("Global batch, in samples.", _D)] = None
-    hidden_state_order: Annotated[Literal["batch_seq_dim", "seq_batch_dim"] | None, tunes("Order of dimensions.", _D)] = None
+    hidden_state_order: Annotated[
+        Literal["batch_seq_dim", "seq_batch_dim"] | None, tunes("Order of dimensions.", _D)
+    ] = None
     random_ltd_schedule: Annotated[LtdSchedule, tunes("Tokens kept.", _D)] = LtdSchedule()
     layer_token_lr_schedule: Annotated[LtdTokenLr, tunes("Learning rate by tokens.", _D)] = LtdTokenLr()
 

@@ -19,26 +19,30 @@ __all__ = ["main", "render"]
 _HEAD = """\
 # Configuration
 
-<!-- Written by `python -m deepspeed_c.config.docs docs/config.md` from the schema in deepspeed_c/config. Do not edit. -->
+<!-- Written by `python -m deepspeed_c.config.docs docs/config.md` from deepspeed_c/config. Do not edit. -->
 
-The configuration is DeepSpeed's JSON (names, types and defaults are those of DeepSpeed 0.19.6), given as a dict, as the path of a
-JSON file, or as base64-encoded JSON. `deepspeed_c config check FILE` says what is wrong with a file and `deepspeed_c config show
-FILE` what holds and where it came from; neither needs a GPU or torch.
+The configuration is DeepSpeed's JSON (names, types and defaults are those of DeepSpeed 0.19.6), given as a dict, as
+the path of a JSON file, or as base64-encoded JSON. `deepspeed_c config check FILE` says what is wrong with a file
+and `deepspeed_c config show FILE` what holds and where it came from; neither needs a GPU or torch.
 
 ## Rules
 
-- **Unknown keys are errors** at every depth, and the error names the nearest known key. To park a key without deleting it, put `x-`
-  in front of its name: such keys are ignored, with everything below them, and reported as parked.
-- **Dotted keys** at the top level mean the place they spell: `"zero_optimization.stage": 2` is `"zero_optimization": {"stage": 2}`.
-  They win over the nested form, and a note says so when the two differ.
-- **Known keys whose feature does not exist yet** are errors when their value asks for the feature, and accepted at the value that
-  turns it off. Numbers that only tune such a feature are accepted and have no effect; `config show` marks them *unused*.
-- **`"auto"`** is for a caller (such as the Hugging Face Trainer) to replace. Where it is left, it means the default: for the keys
-  of `zero_optimization`, `fp16`, `bf16` and the other sections marked below, for the parameters of optimizer and schedule, and
-  for `gradient_clipping`; a batch size is derived from the others. Anywhere else it is an error.
-- **Types.** An integer may be written as a whole float or a string (`5e8`, `"8"`); counts of elements that other tools compute as
-  floats are rounded down. A number may be a string (`"1e-3"`); NaN is never accepted, infinity only for `steps_per_print`. A
-  boolean may be 0, 1, `"true"` or `"false"`. Words are read in any case. Formats may be spelt {dtypes}.
+- **Unknown keys are errors** at every depth, and the error names the nearest known key. To park a key without
+  deleting it, put `x-` in front of its name: such keys are ignored, with everything below them, and reported as
+  parked.
+- **Dotted keys** at the top level mean the place they spell: `"zero_optimization.stage": 2` is
+  `"zero_optimization": {"stage": 2}`. They win over the nested form, and a note says so when the two differ.
+- **Known keys whose feature does not exist yet** are errors when their value asks for the feature, and accepted at
+  the value that turns it off. Numbers that only tune such a feature are accepted and have no effect; `config show`
+  marks them *unused*.
+- **`"auto"`** is for a caller (such as the Hugging Face Trainer) to replace. Where it is left, it means the
+  default: for the keys of `zero_optimization`, `fp16`, `bf16` and the other sections marked below, for the
+  parameters of optimizer and schedule, and for `gradient_clipping`; a batch size is derived from the others.
+  Anywhere else it is an error.
+- **Types.** An integer may be written as a whole float or a string (`5e8`, `"8"`); counts of elements that other
+  tools compute as floats are rounded down. A number may be a string (`"1e-3"`); NaN is never accepted, infinity
+  only for `steps_per_print`. A boolean may be 0, 1, `"true"` or `"false"`. Words are read in any case. Formats may
+  be spelt {dtypes}.
 - **`null`** for a section is as if it were not there; for a single key it must be one of its values.
 - **Conflicts** between keys that are each right (fp16 and bf16 both enabled, ...) are errors too. All errors of a
   configuration are reported together.
@@ -46,9 +50,9 @@ FILE` what holds and where it came from; neither needs a GPU or torch.
 
 ## Batch sizes
 
-`train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data-parallel ranks`. Any two of the three
-give the third, which must be a whole number; either size alone means one accumulation step; three that do not multiply, or no
-size at all, are an error with all the numbers in it.
+`train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data-parallel ranks`. Any two of
+the three give the third, which must be a whole number; either size alone means one accumulation step; three that do
+not multiply, or no size at all, are an error with all the numbers in it.
 
 ## Status of a key
 
@@ -56,7 +60,7 @@ size at all, are an error with all the numbers in it.
 | --- | --- |
 | acts | does what it says |
 | inherent | accepted at any value, and changes nothing: the reason is given |
-| later | belongs to a feature that this version does not have: *asks* marks a key that is an error when it asks for it |
+| later | belongs to a feature that does not exist yet: *asks* marks a key that is an error when it asks for it |
 """
 
 
@@ -67,7 +71,9 @@ def render() -> str:
         spellings.setdefault(short, []).append(f"`{spelling}`")
     parts = [_HEAD.replace("{dtypes}", "; ".join(", ".join(names) for names in spellings.values()))]
     parts += _section(Root, "", "Top level")
-    parts += _kinds("optimizer.params", OPTIMIZERS, "Any other class of torch.optim may be named; its parameters are passed on.")
+    parts += _kinds(
+        "optimizer.params", OPTIMIZERS, "Any other class of torch.optim may be named; its parameters are passed on."
+    )
     parts += _kinds("scheduler.params", SCHEDULES, "")
     parts += _old_keys()
     parts += _features()

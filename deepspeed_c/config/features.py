@@ -1,4 +1,4 @@
-"""The features that configuration keys ask for or tune: what exists in this version, what does not, and what to do instead."""
+"""The features that configuration keys ask for or tune: which exist, and what to do without the others."""
 
 from typing import NamedTuple
 
@@ -40,8 +40,12 @@ FEATURES: dict[str, Feature] = {
     "msamp": _later("MS-AMP", 'use "bf16", "fp16" or "torch_autocast"'),
     # Optimizers and schedules
     "onebit": _later("1-bit optimizers", 'use "Adam" or "Lamb"'),
-    "mup": _later("muP optimizers", "build the optimizer with the mup package and pass it to initialize(optimizer=...)"),
-    "closure_optimizer": _later("optimizers that call the model themselves", "use one that takes gradients, such as AdamW"),
+    "mup": _later(
+        "muP optimizers", "build the optimizer with the mup package and pass it to initialize(optimizer=...)"
+    ),
+    "closure_optimizer": _later(
+        "optimizers that call the model themselves", "use one that takes gradients, such as AdamW"
+    ),
     "optimizer_states_by_params": _later(
         "16-bit moments asked for in the optimizer's params", "set it to true, and use bf16.bf16_optimizer_states"
     ),

@@ -1,4 +1,4 @@
-"""From what the user wrote to a checked, immutable Config: names, "auto", types, ranges, features, and where each value came from."""
+"""From what the user wrote to a checked, immutable Config: names, "auto", types, ranges, features, sources."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -70,7 +70,9 @@ def _join(problems: list[ConfigError]) -> ConfigError:
     if len(problems) == 1:
         return problems[0]
     kinds = {type(problem) for problem in problems}
-    lines = "".join(f"\n  {number}. " + str(problem).replace("\n", "\n     ") for number, problem in enumerate(problems, 1))
+    lines = "".join(
+        f"\n  {number}. " + str(problem).replace("\n", "\n     ") for number, problem in enumerate(problems, 1)
+    )
     kind = kinds.pop() if len(kinds) == 1 else ConfigError
     return kind(f"{len(problems)} problems{lines}", where="configuration")
 
@@ -122,7 +124,7 @@ class _Reader:
     # Names
 
     def undot(self, tree: dict[str, Any]) -> dict[str, Any]:
-        """Moves top-level keys such as "zero_optimization.stage" to the place that they spell; they win over what is there."""
+        """Moves top-level keys such as "zero_optimization.stage" to the place that they spell, where they win."""
         result = {name: value for name, value in tree.items() if "." not in name or name.startswith(_PARKED)}
         for name, value in tree.items():
             if name in result:
@@ -149,7 +151,7 @@ class _Reader:
     def rename(self, tree: dict[str, Any]) -> dict[str, Any]:
         """Moves old and second names to the ones of the schema."""
         if isinstance(tree.get("zero_optimization"), bool):
-            self.notes.append("zero_optimization as a switch is old: write {\"stage\": 1}")
+            self.notes.append('zero_optimization as a switch is old: write {"stage": 1}')
             tree["zero_optimization"] = stage_from_switch(tree["zero_optimization"])
         for key in OLD_KEYS:
             *sections, old = key.old.split(".")
@@ -246,7 +248,9 @@ class _Reader:
         """Reads sections by name, or a list of them."""
         wanted = dict if field.container == "dict" else (list, tuple)
         if not isinstance(value, wanted):
-            self.fail(f"{show(value)} is not {'an object' if wanted is dict else 'a list'} of sections", where, "write one")
+            self.fail(
+                f"{show(value)} is not {'an object' if wanted is dict else 'a list'} of sections", where, "write one"
+            )
             return None
         named = value.items() if wanted is dict else enumerate(value)
         read = {}
@@ -259,7 +263,7 @@ class _Reader:
         return FrozenDict(read) if wanted is dict else tuple(read.values())
 
     def auto(self, field: Field, where: str, auto_is_default: bool) -> None:
-        """"auto": the default holds where there is one to hold."""
+        """ "auto": the default holds where there is one to hold."""
         allowed = field.info.auto or auto_is_default
         if allowed and field.default is not msgspec.NODEFAULT:
             self.mark(where, "auto")
@@ -323,7 +327,11 @@ class _Reader:
             self.fail(f"{show(given)} is not a section", where, "write an object {...}")
             return FrozenDict()
         if "max_grad_norm" in given:
-            self.fail("is not a parameter of the optimizer", where + ".max_grad_norm", "set gradient_clipping at the top level")
+            self.fail(
+                "is not a parameter of the optimizer",
+                where + ".max_grad_norm",
+                "set gradient_clipping at the top level",
+            )
             given = {name: value for name, value in given.items() if name != "max_grad_norm"}
         if kind is None:
             return FrozenDict()

@@ -14,7 +14,9 @@ _WQ = "inference_quantization"
 class SparseAttention(Section, kw_only=True):
     """Block-sparse attention patterns."""
 
-    mode: Annotated[Literal["dense", "fixed", "variable", "bigbird", "bslongformer"], tunes("The pattern.", _SA)] = "fixed"
+    mode: Annotated[Literal["dense", "fixed", "variable", "bigbird", "bslongformer"], tunes("The pattern.", _SA)] = (
+        "fixed"
+    )
     block: Annotated[Positive, tunes("Edge of a block, in tokens.", _SA)] = 16
     different_layout_per_head: Annotated[bool, tunes("A layout of its own for each head.", _SA)] = False
     num_local_blocks: Annotated[NonNeg, tunes("Blocks of the local window.", _SA)] = 4

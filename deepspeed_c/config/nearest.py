@@ -23,8 +23,8 @@ def distance(a: str, b: str) -> int:
 def nearest(word: str, names: Iterable[str]) -> list[str]:
     """The names with the fewest edits to ``word``, sorted; none when even those are unlike it.
 
-    Case and the difference of ``-`` and ``_`` count for nothing. Unlike means more than a third of the letters (but one edit
-    is always near, so that short names are found).
+    Case and the difference of ``-`` and ``_`` count for nothing. Unlike means more than a third of the letters
+    (but one edit is always near, so that short names are found).
     """
 
     def plain(name: str) -> str:

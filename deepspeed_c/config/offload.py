@@ -21,9 +21,9 @@ class OffloadParam(Section, kw_only=True):
     nvme_path: Annotated[str | None, tunes("Directory on the NVMe device.", "offload_param")] = None
     buffer_count: Annotated[NonNeg, tunes("Buffers that parameters are read into.", "offload_param")] = 5
     buffer_size: Annotated[NonNeg, tunes("Elements of one buffer.", "offload_param", floor=True)] = 100_000_000
-    max_in_cpu: Annotated[NonNeg, tunes("Elements kept in host memory when the device is nvme.", "offload_param", floor=True)] = (
-        1_000_000_000
-    )
+    max_in_cpu: Annotated[
+        NonNeg, tunes("Elements kept in host memory when the device is nvme.", "offload_param", floor=True)
+    ] = 1_000_000_000
     pin_memory: Annotated[bool, tunes("Use page-locked host memory.", "offload_param")] = True
 
 
@@ -36,8 +36,12 @@ class OffloadOptimizer(Section, kw_only=True):
     nvme_path: Annotated[str | None, tunes("Directory on the NVMe device.", "offload_optimizer")] = None
     buffer_count: Annotated[NonNeg, tunes("Buffers that state is read into.", "offload_optimizer")] = 4
     pin_memory: Annotated[bool, tunes("Use page-locked host memory.", "offload_optimizer")] = True
-    pipeline_read: Annotated[bool, tunes("Read the next piece during the update of this one.", "offload_optimizer")] = False
-    pipeline_write: Annotated[bool, tunes("Write the last piece during the update of this one.", "offload_optimizer")] = False
+    pipeline_read: Annotated[bool, tunes("Read the next piece during the update of this one.", "offload_optimizer")] = (
+        False
+    )
+    pipeline_write: Annotated[
+        bool, tunes("Write the last piece during the update of this one.", "offload_optimizer")
+    ] = False
     fast_init: Annotated[bool, tunes("Quick start of state on NVMe.", "offload_optimizer")] = False
     ratio: Annotated[Fraction, asks("Part of the state that is offloaded.", "partial_offload")] = 1.0
     super_offload: Annotated[bool, asks("Speculative update on tightly coupled hosts.", "super_offload")] = False

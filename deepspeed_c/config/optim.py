@@ -99,7 +99,8 @@ class MuonParams(Params, kw_only=True):
     eps: Annotated[NonNegFloat, acts("Adam's denominator, for the rest.")] = 1e-8
     weight_decay: Annotated[NonNegFloat, _DECAY] = 0.0
     ns_method: Annotated[
-        Literal["gram", "standard"], inherent("Newton-Schulz flavour.", "both compute the same polynomial of the matrix")
+        Literal["gram", "standard"],
+        inherent("Newton-Schulz flavour.", "both compute the same polynomial of the matrix"),
     ] = "gram"
     adam_w_mode: Annotated[bool, asks("Decoupled decay for the rest.", "muon_variants")] = True
     torch_adam: Annotated[bool, asks("Use torch's optimizer for the rest.", "muon_variants")] = False
@@ -190,9 +191,9 @@ class Optimizer(Section, kw_only=True):
     kinds: ClassVar[dict[str, Kind]] = OPTIMIZERS
 
     type: Annotated[str, acts("The optimizer: a name of the table below, or of torch.optim, in any case.")]
-    params: Annotated[FrozenDict, acts("What is passed to its constructor: what was written and acts; defaults are its own.")] = (
-        FrozenDict()
-    )
+    params: Annotated[
+        FrozenDict, acts("What is passed to its constructor: what was written and acts; defaults are its own.")
+    ] = FrozenDict()
     legacy_fusion: Annotated[bool, inherent("Use the old fused fp16 path.", "there is one path")] = False
 
 

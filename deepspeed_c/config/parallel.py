@@ -112,9 +112,9 @@ class ExpertParallel(Section, kw_only=True):
     moe_layer_pattern: Annotated[str | None, tunes("Regular expression of MoE modules.", _EP)] = None
     router_pattern: Annotated[str | None, tunes("Name of the router child.", _EP)] = None
     expert_pattern: Annotated[str | None, tunes("Name of the experts child.", _EP)] = None
-    score_func: Annotated[
-        Literal["auto", "softmax", "sigmoid"], tunes("Router scores.", _EP, auto_is_value=True)
-    ] = "auto"
+    score_func: Annotated[Literal["auto", "softmax", "sigmoid"], tunes("Router scores.", _EP, auto_is_value=True)] = (
+        "auto"
+    )
     score_apply: Annotated[
         Literal["auto", "pre", "post"], tunes("Scores applied before or after the experts.", _EP, auto_is_value=True)
     ] = "auto"

@@ -68,7 +68,9 @@ class TorchAutocast(Section, kw_only=True):
 class DataTypes(Section, kw_only=True):
     """Formats that do not follow from fp16 or bf16."""
 
-    grad_accum_dtype: Annotated[DType | None, acts("Format gradients are accumulated in; null: that of the weights.")] = None
+    grad_accum_dtype: Annotated[
+        DType | None, acts("Format gradients are accumulated in; null: that of the weights.")
+    ] = None
     param_dtype: Annotated[DType | None, acts("Format of the weights; must be that of fp16, bf16 or neither.")] = None
     buffer_dtype: Annotated[DType | None, acts("Format that buffers are cast to; null leaves them.")] = None
 

@@ -88,10 +88,23 @@ class WarmupCosineLRParams(Params, kw_only=True):
 
 
 # The schedules of torch.optim.lr_scheduler, which DeepSpeed would look up by name: refused with the way to pass one.
-_TORCH = (
-    "ChainedScheduler ConstantLR CosineAnnealingLR CosineAnnealingWarmRestarts CyclicLR ExponentialLR LambdaLR LinearLR "
-    "MultiStepLR MultiplicativeLR OneCycleLR PolynomialLR ReduceLROnPlateau SequentialLR StepLR"
-).split()
+_TORCH = [
+    "ChainedScheduler",
+    "ConstantLR",
+    "CosineAnnealingLR",
+    "CosineAnnealingWarmRestarts",
+    "CyclicLR",
+    "ExponentialLR",
+    "LambdaLR",
+    "LinearLR",
+    "MultiStepLR",
+    "MultiplicativeLR",
+    "OneCycleLR",
+    "PolynomialLR",
+    "ReduceLROnPlateau",
+    "SequentialLR",
+    "StepLR",
+]
 
 SCHEDULES: dict[str, Kind] = {
     kind.name.lower(): kind
@@ -112,6 +125,6 @@ class Scheduler(Section, kw_only=True):
     kinds: ClassVar[dict[str, Kind]] = SCHEDULES
 
     type: Annotated[str, acts("The schedule: a name of the table below, in any case.")]
-    params: Annotated[FrozenDict, acts("What is passed to its constructor: what was written and acts; defaults are its own.")] = (
-        FrozenDict()
-    )
+    params: Annotated[
+        FrozenDict, acts("What is passed to its constructor: what was written and acts; defaults are its own.")
+    ] = FrozenDict()

@@ -3,7 +3,7 @@
 import types
 import typing
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -31,7 +31,8 @@ class Root(Section, kw_only=True, rename={"zero": "zero_optimization"}):
 
     # Batch sizes
     train_batch_size: Annotated[
-        Positive | None, acts("Samples of one optimizer step over all ranks: micro batch x accumulation x ranks.", auto=True)
+        Positive | None,
+        acts("Samples of one optimizer step over all ranks: micro batch x accumulation x ranks.", auto=True),
     ] = None
     train_micro_batch_size_per_gpu: Annotated[
         Positive | None, acts("Samples of one forward and backward on one rank.", auto=True)
@@ -50,17 +51,23 @@ class Root(Section, kw_only=True, rename={"zero": "zero_optimization"}):
     ] = None
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], acts("How gradients of the ranks are combined.")] = "mean"
     prescale_gradients: Annotated[bool, acts("Divide gradients before the reduction, not after it.")] = False
-    gradient_predivide_factor: Annotated[PositiveFloat, acts("Part of the division that is done before the reduction.")] = 1.0
+    gradient_predivide_factor: Annotated[
+        PositiveFloat, acts("Part of the division that is done before the reduction.")
+    ] = 1.0
     sparse_gradients: Annotated[bool, acts("Reduce gradients of embeddings as rows.")] = False
     disable_allgather: Annotated[bool, acts("Broadcast updated weights where all-gather would be used.")] = False
 
     # Optimizer and schedule
     optimizer: Annotated[Optimizer | None, acts("The optimizer that the engine builds.")] = None
-    scheduler: Annotated[Scheduler | None, acts("The learning-rate schedule that the engine builds and advances.")] = None
+    scheduler: Annotated[Scheduler | None, acts("The learning-rate schedule that the engine builds and advances.")] = (
+        None
+    )
     zero_allow_untested_optimizer: Annotated[
         bool, acts("Accept any client optimizer with ZeRO; false accepts those that are elementwise and tested.")
     ] = False
-    zero_force_ds_cpu_optimizer: Annotated[bool, tunes("With offload, demand our CPU optimizer.", "offload_optimizer")] = True
+    zero_force_ds_cpu_optimizer: Annotated[
+        bool, tunes("With offload, demand our CPU optimizer.", "offload_optimizer")
+    ] = True
 
     # Precision
     fp16: Annotated[Fp16, acts("fp16 training.")] = Fp16()
@@ -99,8 +106,12 @@ class Root(Section, kw_only=True, rename={"zero": "zero_optimization"}):
         DType | None, tunes("Format gradients are reduced in over the sequence group.", "sequence_parallel")
     ] = "fp32"
     sequence_parallel_size: Annotated[Positive, asks("Ranks that share one sequence.", "sequence_parallel")] = 1
-    data_parallel_size: Annotated[Positive | None, tunes("Data-parallel ranks, with the key above.", "sequence_parallel")] = None
-    use_data_before_expert_parallelism: Annotated[bool, tunes("Order of ranks in expert groups.", "expert_parallel")] = False
+    data_parallel_size: Annotated[
+        Positive | None, tunes("Data-parallel ranks, with the key above.", "sequence_parallel")
+    ] = None
+    use_data_before_expert_parallelism: Annotated[
+        bool, tunes("Order of ranks in expert groups.", "expert_parallel")
+    ] = False
     tensor_parallel: Annotated[TensorParallel, tunes("Tensor parallelism.", "tensor_parallel")] = TensorParallel()
     expert_parallel: Annotated[ExpertParallel, tunes("Expert parallelism.", "expert_parallel")] = ExpertParallel()
     pipeline: Annotated[Pipeline, tunes("Pipeline parallelism.", "pipeline")] = Pipeline()
@@ -122,17 +133,19 @@ class Root(Section, kw_only=True, rename={"zero": "zero_optimization"}):
     csv_monitor: Annotated[CsvMonitor, tunes("CSV files.", "monitors")] = CsvMonitor()
     comms_logger: Annotated[CommsLogger, tunes("Log of collectives.", "comms_logger")] = CommsLogger()
     sparse_attention: Annotated[SparseAttention | None, asks("Block-sparse attention.", "sparse_attention")] = None
-    progressive_layer_drop: Annotated[
-        ProgressiveLayerDrop, tunes("Layer drop.", "progressive_layer_drop")
-    ] = ProgressiveLayerDrop()
+    progressive_layer_drop: Annotated[ProgressiveLayerDrop, tunes("Layer drop.", "progressive_layer_drop")] = (
+        ProgressiveLayerDrop()
+    )
     eigenvalue: Annotated[Eigenvalue, tunes("Curvature.", "eigenvalue")] = Eigenvalue()
     quantize_training: Annotated[QuantizeTraining, tunes("Old section.", "eigenvalue")] = QuantizeTraining()
     curriculum_learning: Annotated[Curriculum, tunes("Old form of curriculum learning.", "curriculum")] = Curriculum()
-    data_efficiency: Annotated[DataEfficiency, tunes("Sampling and token dropping.", "data_efficiency")] = DataEfficiency()
+    data_efficiency: Annotated[DataEfficiency, tunes("Sampling and token dropping.", "data_efficiency")] = (
+        DataEfficiency()
+    )
     compression_training: Annotated[Compression, tunes("Compression during training.", "compression")] = Compression()
-    weight_quantization: Annotated[
-        WeightQuantization | None, asks("Quantized weights.", "inference_quantization")
-    ] = None
+    weight_quantization: Annotated[WeightQuantization | None, asks("Quantized weights.", "inference_quantization")] = (
+        None
+    )
 
 
 class Field(NamedTuple):
@@ -153,7 +166,7 @@ class Field(NamedTuple):
     """"" for a plain key or section, "dict" for sections by name, "list" for a list of sections."""
 
 
-@lru_cache(maxsize=None)
+@cache
 def fields_of(cls: type[Section]) -> dict[str, Field]:
     """The keys of a section by their JSON names, in the order of the struct."""
     fields = {}
@@ -162,7 +175,9 @@ def fields_of(cls: type[Section]) -> dict[str, Field]:
         if info is None:
             raise TypeError(f"{cls.__name__}.{field.name} has no acts(), inherent(), asks() or tunes()")
         section, container = _section_of(field.type)
-        fields[field.encode_name] = Field(field.encode_name, field.name, field.type, field.default, info, section, container)
+        fields[field.encode_name] = Field(
+            field.encode_name, field.name, field.type, field.default, info, section, container
+        )
     return fields
 
 

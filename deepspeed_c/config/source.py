@@ -46,7 +46,9 @@ def copy_plain(value: Any, where: str, depth: int = 0) -> Any:
         ConfigError: a key is not a string, or the nesting never ends.
     """
     if depth > _MAX_DEPTH:
-        raise ConfigError(f"is nested more than {_MAX_DEPTH} deep", where=where, fix="flatten it; does it contain itself?")
+        raise ConfigError(
+            f"is nested more than {_MAX_DEPTH} deep", where=where, fix="flatten it; does it contain itself?"
+        )
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
@@ -69,13 +71,17 @@ def _read_text(text: str) -> tuple[Any, str]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"is not UTF-8 text ({error.reason})", where=text, fix="save it as UTF-8") from None
     except FileNotFoundError:
-        missing = ConfigError("there is no such file", where=text, fix="check the path; it is taken from the working directory")
+        missing = ConfigError(
+            "there is no such file", where=text, fix="check the path; it is taken from the working directory"
+        )
     except (OSError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
         # Long or odd text is no path at all: it may still be base64.
         missing = ConfigError(
-            f"cannot be read ({getattr(error, 'strerror', None) or error})", where=_cut(text), fix="check the path and its permissions"
+            f"cannot be read ({getattr(error, 'strerror', None) or error})",
+            where=_cut(text),
+            fix="check the path and its permissions",
         )
     if not _BASE64.match(text):
         if text.lstrip().startswith("{"):
@@ -102,9 +108,13 @@ def _parse(text: str, where: str) -> Any:
         line = lines[error.lineno - 1].strip() if error.lineno <= len(lines) else ""
         hint = "correct that line" if text.strip() else "write at least {}"
         if re.search(r"(^|\s)(//|#|/\*)", text) or re.search(r",\s*[}\]]", text):
-            hint += "; JSON knows no comments and no comma before a closing bracket (to park a key, put x- in front of it)"
+            hint += (
+                "; JSON knows no comments and no comma before a closing bracket (to park a key, put x- in front of it)"
+            )
         raise ConfigError(
-            f"line {error.lineno}, column {error.colno} is not JSON ({error.msg}): {_cut(line)!r}", where=where, fix=hint
+            f"line {error.lineno}, column {error.colno} is not JSON ({error.msg}): {_cut(line)!r}",
+            where=where,
+            fix=hint,
         ) from None
     except RecursionError:
         raise ConfigError("is nested too deep", where=where, fix="flatten it") from None
@@ -112,7 +122,9 @@ def _parse(text: str, where: str) -> Any:
         if isinstance(error, ConfigError):
             raise
         # json.loads has one more: an integer of thousands of digits.
-        raise ConfigError(f"holds a number that cannot be read ({error})", where=where, fix="write a shorter one") from None
+        raise ConfigError(
+            f"holds a number that cannot be read ({error})", where=where, fix="write a shorter one"
+        ) from None
 
 
 def _without_doubles(where: str):

@@ -15,7 +15,11 @@ class Elasticity(Section, kw_only=True):
 
     enabled: Annotated[bool, asks("Switch of the section.", _E)] = False
     max_train_batch_size: Annotated[Positive, tunes("Largest global batch, in samples.", _E)] = 2000
-    micro_batch_sizes: Annotated[tuple[Positive, ...], tunes("Micro batches to choose from, in samples.", _E)] = (2, 4, 6)
+    micro_batch_sizes: Annotated[tuple[Positive, ...], tunes("Micro batches to choose from, in samples.", _E)] = (
+        2,
+        4,
+        6,
+    )
     min_gpus: Annotated[Positive, tunes("Fewest devices.", _E)] = 1
     max_gpus: Annotated[Positive, tunes("Most devices.", _E)] = 10000
     min_time: Annotated[NonNeg, tunes("Minutes between scalings.", _E)] = 0
@@ -44,7 +48,9 @@ class Autotuning(Section, kw_only=True):
     results_dir: Annotated[str, tunes("Directory of the results.", _A)] = "autotuning_results"
     exps_dir: Annotated[str, tunes("Directory of the experiments.", _A)] = "autotuning_exps"
     overwrite: Annotated[bool, tunes("Overwrite old results.", _A)] = True
-    metric: Annotated[Literal["throughput", "latency", "flops", "forward", "step"], tunes("What is tuned.", _A)] = "throughput"
+    metric: Annotated[Literal["throughput", "latency", "flops", "forward", "step"], tunes("What is tuned.", _A)] = (
+        "throughput"
+    )
     metric_path: Annotated[str | None, tunes("File of the metric.", _A)] = None
     fast: Annotated[bool, tunes("Tune the micro batch only.", _A)] = True
     max_train_batch_size: Annotated[Positive | None, tunes("Largest global batch.", _A)] = None

@@ -60,10 +60,15 @@ class Zero(Section, kw_only=True):
     ] = True
     round_robin_gradients: Annotated[
         bool,
-        inherent("Spread the copying of gradients evenly over ranks.", "the layout already gives every rank an equal part"),
+        inherent(
+            "Spread the copying of gradients evenly over ranks.", "the layout already gives every rank an equal part"
+        ),
     ] = False
     use_multi_rank_bucket_allreduce: Annotated[
-        bool, inherent("Reduce the buckets of several ranks together.", "a bucket may always span the shards of several ranks")
+        bool,
+        inherent(
+            "Reduce the buckets of several ranks together.", "a bucket may always span the shards of several ranks"
+        ),
     ] = True
     grad_hooks: Annotated[
         bool, inherent("Reduce from backward hooks (stage 1).", "stages share one implementation, driven by hooks")
@@ -90,20 +95,22 @@ class Zero(Section, kw_only=True):
     offload_param: Annotated[OffloadParam, acts("Where parameters live (stage 3).")] = OffloadParam()
     offload_optimizer: Annotated[OffloadOptimizer, acts("Where optimizer state lives.")] = OffloadOptimizer()
     zenflow: Annotated[ZenFlow | None, asks("Selective updates with offload.", "zenflow")] = None
-    save_muon_momentum_buffer_in_memory: Annotated[
-        bool, tunes("Keep Muon's momentum off NVMe.", "nvme")
-    ] = False
+    save_muon_momentum_buffer_in_memory: Annotated[bool, tunes("Keep Muon's momentum off NVMe.", "nvme")] = False
 
     # Stage 3
     sub_group_size: Annotated[NonNeg, tunes("Elements updated at a time.", "stage3", floor=True)] = 1_000_000_000
-    stage3_prefetch_bucket_size: Annotated[NonNeg, tunes("Elements gathered ahead of use.", "stage3", floor=True)] = 50_000_000
+    stage3_prefetch_bucket_size: Annotated[NonNeg, tunes("Elements gathered ahead of use.", "stage3", floor=True)] = (
+        50_000_000
+    )
     stage3_param_persistence_threshold: Annotated[
         NonNeg, tunes("Parameters with fewer elements stay whole.", "stage3", floor=True)
     ] = 100_000
     stage3_model_persistence_threshold: Annotated[
         NonNeg, tunes("Most elements that stay whole.", "stage3", floor=True)
     ] = sys.maxsize
-    stage3_max_live_parameters: Annotated[NonNeg, tunes("Most elements gathered at once.", "stage3", floor=True)] = 1_000_000_000
+    stage3_max_live_parameters: Annotated[NonNeg, tunes("Most elements gathered at once.", "stage3", floor=True)] = (
+        1_000_000_000
+    )
     stage3_max_reuse_distance: Annotated[
         NonNeg, tunes("Keep what is used again within this many elements.", "stage3", floor=True)
     ] = 1_000_000_000
@@ -115,7 +122,9 @@ class Zero(Section, kw_only=True):
     ] = 0
     stage3_use_all_reduce_for_fetch_params: Annotated[bool, tunes("Gather by all-reduce.", "stage3")] = False
     stage3_allgather_sequential: Annotated[bool, tunes("Gather parameters one after another.", "stage3")] = False
-    memory_efficient_linear: Annotated[bool, tunes("A linear layer that does not keep its weight for backward.", "stage3")] = True
+    memory_efficient_linear: Annotated[
+        bool, tunes("A linear layer that does not keep its weight for backward.", "stage3")
+    ] = True
     override_module_apply: Annotated[bool, tunes("Make Module.apply see whole parameters.", "stage3")] = True
     log_trace_cache_warnings: Annotated[bool, tunes("Say when the order of use changes.", "stage3")] = False
     enable_sanity_checks: Annotated[bool, tunes("Extra checks.", "stage3")] = False
@@ -124,8 +133,14 @@ class Zero(Section, kw_only=True):
     # ZeRO++ and MiCS
     zero_hpz_partition_size: Annotated[NonNeg, asks("Ranks of the secondary shards' group.", "hpz", off=(0, 1))] = 1
     zero_quantized_weights: Annotated[bool, asks("Gather weights as int8.", "quantized_collectives")] = False
-    zero_quantized_nontrainable_weights: Annotated[bool, asks("Keep frozen weights quantized.", "quantized_collectives")] = False
+    zero_quantized_nontrainable_weights: Annotated[
+        bool, asks("Keep frozen weights quantized.", "quantized_collectives")
+    ] = False
     zero_quantized_gradients: Annotated[bool, asks("Reduce gradients quantized.", "quantized_collectives")] = False
-    zeropp_loco_param: Annotated[LoCo | None, asks("Error feedback of quantized gradients.", "quantized_collectives")] = None
-    mics_shard_size: Annotated[ShardGroup, asks("Ranks that hold one copy of the shards; -1 for all.", "mics", off=(0,))] = -1
+    zeropp_loco_param: Annotated[
+        LoCo | None, asks("Error feedback of quantized gradients.", "quantized_collectives")
+    ] = None
+    mics_shard_size: Annotated[
+        ShardGroup, asks("Ranks that hold one copy of the shards; -1 for all.", "mics", off=(0,))
+    ] = -1
     mics_hierarchical_params_gather: Annotated[bool, tunes("Gather within a node, then between nodes.", "mics")] = False

@@ -1,6 +1,7 @@
-"""Compares the schema's defaults with those of an installed DeepSpeed; run by hand: ``python compare_defaults.py PYTHON``.
+"""Compares the schema's defaults with those of an installed DeepSpeed, by hand: ``python compare_defaults.py PYTHON``.
 
-PYTHON is an interpreter whose environment has DeepSpeed. Prints one line for each difference and ends with 1 if there is one.
+PYTHON is an interpreter whose environment has DeepSpeed. Prints one line for each difference; ends with 1 if there is
+one.
 Not a test: DeepSpeed is a peer and not needed to develop this package.
 """
 
@@ -10,7 +11,7 @@ import json
 import subprocess
 import sys
 
-_PEER = r"""
+_PEER = r'''
 import inspect, json, sys
 import deepspeed
 from deepspeed.runtime.config import DeepSpeedConfig
@@ -28,12 +29,17 @@ import torch
 c = DeepSpeedConfig({"train_batch_size": 1, "optimizer": {"type": "Adam"}})
 def model(m): return json.loads(json.dumps(m.model_dump(by_alias=True), default=str))
 def plain(o): return {k: v for k, v in vars(o).items() if not k.startswith("_")}
-def signature(f): return {n: p.default for n, p in inspect.signature(f).parameters.items() if p.default is not inspect.Parameter.empty}
+def signature(f):
+    parameters = inspect.signature(f).parameters.items()
+    return {n: p.default for n, p in parameters if p.default is not inspect.Parameter.empty}
 compression = c.compression_config
+top = """managed_gradient_accumulation gradient_clipping communication_data_type gradient_allreduce_op
+    prescale_gradients gradient_predivide_factor disable_allgather zero_allow_untested_optimizer
+    zero_force_ds_cpu_optimizer steps_per_print wall_clock_breakdown dump_state memory_breakdown log_level
+    dataloader_drop_last graph_harvesting"""
+shared = {k: v["shared_parameters"] for k, v in compression.items() if "shared_parameters" in v}
 out = {
-    "": {k: getattr(c, k) for k in ("managed_gradient_accumulation gradient_clipping communication_data_type gradient_allreduce_op "
-         "prescale_gradients gradient_predivide_factor disable_allgather zero_allow_untested_optimizer zero_force_ds_cpu_optimizer "
-         "steps_per_print wall_clock_breakdown dump_state memory_breakdown log_level dataloader_drop_last graph_harvesting").split()},
+    "": {k: getattr(c, k) for k in top.split()},
     "zero_optimization": model(c.zero_config),
     "zero_optimization.offload_param": model(DeepSpeedZeroOffloadParamConfig()),
     "zero_optimization.offload_optimizer": model(DeepSpeedZeroOffloadOptimizerConfig()),
@@ -45,25 +51,30 @@ out = {
     "comet": model(c.monitor_config.comet), "csv_monitor": model(c.monitor_config.csv_monitor),
     "comms_logger": model(CommsLoggerConfig()), "weight_quantization": model(WeightQuantConfig()),
     "aio": c.aio_config, "pipeline": c.pipeline, "activation_checkpointing": plain(c.activation_checkpointing_config),
-    "flops_profiler": plain(c.flops_profiler_config), "autotuning": plain(c.autotuning_config), "nebula": plain(c.nebula_config),
+    "flops_profiler": plain(c.flops_profiler_config), "autotuning": plain(c.autotuning_config),
+    "nebula": plain(c.nebula_config),
     "elasticity": plain(ElasticityConfig({})), "expert_parallel": plain(c.expert_parallel_config),
     "data_efficiency": {"enabled": c.data_efficiency_config["enabled"], "seed": c.data_efficiency_config["seed"]},
     "data_efficiency.data_sampling": c.data_efficiency_config["data_sampling"],
     "data_efficiency.data_sampling.dynamic_batching": c.data_efficiency_config["data_sampling"]["dynamic_batching"],
-    **{f"compression_training.{k}.shared_parameters": v["shared_parameters"] for k, v in compression.items() if "shared_parameters" in v},
+    **{f"compression_training.{k}.shared_parameters": v for k, v in shared.items()},
     "compression_training.layer_reduction": compression["layer_reduction"],
     **{f"scheduler:{n}": signature(getattr(lr_schedules, n)) for n in lr_schedules.VALID_LR_SCHEDULES},
-    "optimizer:Adam": signature(FusedAdam), "optimizer:Lamb": signature(FusedLamb), "optimizer:Lion": signature(FusedLion),
+    "optimizer:Adam": signature(FusedAdam), "optimizer:Lamb": signature(FusedLamb),
+    "optimizer:Lion": signature(FusedLion),
     "optimizer:Adagrad": signature(torch.optim.Adagrad), "optimizer:SGD": signature(torch.optim.SGD),
 }
 print("JSON" + json.dumps(out, default=str))
-"""
+'''
 
 # What the peer's objects hold besides keys of the configuration.
 _NOT_KEYS = {
-    "pipeline", "mpu", "tp_group", "injection_policy_tuple", "max_acceptable_batch_size", "micro_batches", "prefer_larger_batch_size",
-    "load_path", "start_step", "end_step", "max_grad_norm", "params", "leaf_module", "offload_param", "offload_optimizer",
-    "cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory", "stage3_gather_fp16_weights_on_model_save", "kernel_inject",
+    "pipeline", "mpu", "tp_group", "injection_policy_tuple", "max_acceptable_batch_size", "micro_batches",
+    "prefer_larger_batch_size",
+    "load_path", "start_step", "end_step", "max_grad_norm", "params", "leaf_module", "offload_param",
+    "offload_optimizer",
+    "cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory", "stage3_gather_fp16_weights_on_model_save",
+    "kernel_inject",
     "differentiable", "tp", "expert_w3", "curriculum_learning", "dynamic_batching",
     "fp16_mixed_quantize", "quantize_change_ratio",  # a section, which the peer flattens
 }  # fmt: skip
@@ -73,7 +84,7 @@ def main(python: str) -> int:
     """Prints the differences; 1 when there are any."""
     from deepspeed_c.config import load_config
 
-    run = subprocess.run([python, "-c", _PEER], capture_output=True, text=True)
+    run = subprocess.run([python, "-c", _PEER], capture_output=True, text=True, check=False)
     line = next((line for line in run.stdout.splitlines() if line.startswith("JSON")), None)
     if line is None:
         print(run.stdout, run.stderr, file=sys.stderr)
@@ -102,7 +113,9 @@ def _ours(load_config, section: str) -> dict:
         from deepspeed_c.config.schema import fields_of
 
         if key == "scheduler":
-            needed = {name: value for name, value in needed.items() if name in fields_of(SCHEDULES[kind.lower()].params)}
+            needed = {
+                name: value for name, value in needed.items() if name in fields_of(SCHEDULES[kind.lower()].params)
+            }
         tree = load_config({key: {"type": kind, "params": needed}}, world_size=1, batch="skip").resolved_dict()
         return tree[key]["params"]
     if section in ("zero_optimization.zenflow", "weight_quantization"):

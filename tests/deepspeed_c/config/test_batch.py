@@ -11,7 +11,7 @@ SIZES = (None, 1, 2, 3, 4, 6, 7, 12)
 
 
 def by_search(train, micro, steps, world):
-    """The only (train, micro, steps) that fits what is given; None if there is none, or if DeepSpeed refuses to guess."""
+    """The only (train, micro, steps) that fits what is given; None if there is none, or DeepSpeed refuses to guess."""
     if train is None and micro is None:
         return None
     if steps is None and (train is None or micro is None):
@@ -51,7 +51,9 @@ def test_error_has_all_the_numbers():
     assert "24" in error.value.fix
 
 
-@pytest.mark.parametrize("train, steps, world, near", [(7, None, 2, "6 or 8"), (1, None, 3, "such as 3"), (10, 3, 2, "6 or 12")])
+@pytest.mark.parametrize(
+    "train, steps, world, near", [(7, None, 2, "6 or 8"), (1, None, 3, "such as 3"), (10, 3, 2, "6 or 12")]
+)
 def test_division_with_a_rest_names_what_would_work(train, steps, world, near):
     with pytest.raises(BatchSizeError) as error:
         resolve_batch(train, None, steps, world)

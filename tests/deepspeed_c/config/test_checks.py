@@ -18,8 +18,14 @@ def found(tree):
         ({"fp16": ON, "bf16": ON}, "fp16.enabled, bf16.enabled"),
         ({"fp16": {**ON, "loss_scale_window": 0}}, "fp16.loss_scale_window"),
         ({"fp16": {**ON, "min_loss_scale": 0}}, "fp16.min_loss_scale"),
-        ({"fp16": {**ON, "initial_scale_power": 3, "min_loss_scale": 9}}, "fp16.initial_scale_power, fp16.min_loss_scale"),
-        ({"bf16": {**ON, "bf16_optimizer_states": True}, "zero_optimization": {"stage": 1}}, "bf16.bf16_optimizer_states"),
+        (
+            {"fp16": {**ON, "initial_scale_power": 3, "min_loss_scale": 9}},
+            "fp16.initial_scale_power, fp16.min_loss_scale",
+        ),
+        (
+            {"bf16": {**ON, "bf16_optimizer_states": True}, "zero_optimization": {"stage": 1}},
+            "bf16.bf16_optimizer_states",
+        ),
         ({"bf16": {**ON, "bf16_master_weights_and_grads": True}}, "bf16.bf16_master_weights_and_grads"),
         ({"fp16": ON, "data_types": {"param_dtype": "bf16"}}, "data_types.param_dtype"),
         ({"bf16": ON, "data_types": {"param_dtype": "fp32"}}, "data_types.param_dtype"),

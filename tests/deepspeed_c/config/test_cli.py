@@ -72,7 +72,9 @@ def test_missing_file(capsys):
     assert "no such file" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("argv", [[], ["show"], ["tell", "x"], ["check", "a", "b"], ["check", "a", "--world-size", "two"]])
+@pytest.mark.parametrize(
+    "argv", [[], ["show"], ["tell", "x"], ["check", "a", "b"], ["check", "a", "--world-size", "two"]]
+)
 def test_wrong_command_line(argv, capsys):
     assert main(argv) == 2
     assert "usage" in capsys.readouterr().err
@@ -89,6 +91,8 @@ def test_as_a_module_without_torch(file):
         "import sys; sys.modules['torch'] = None; sys.argv = ['x', 'check', sys.argv[1]];"
         "import runpy; runpy.run_module('deepspeed_c.config', run_name='__main__')"
     )
-    run = subprocess.run([sys.executable, "-c", code, file(GOOD)], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    run = subprocess.run(
+        [sys.executable, "-c", code, file(GOOD)], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
     assert (run.returncode, run.stderr) == (0, "")
     assert "zero_optimization.stage 2" in run.stdout

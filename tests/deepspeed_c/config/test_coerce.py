@@ -91,7 +91,28 @@ def test_accepted(path, value, expected):
 @pytest.mark.parametrize(
     "path, value",
     [
-        *((INTEGER, value) for value in (0, -1, 8.5, "8.5", "eight", "", True, False, NAN, INF, -INF, "inf", "nan", [8], {}, 2**63, 1e30)),
+        *(
+            (INTEGER, value)
+            for value in (
+                0,
+                -1,
+                8.5,
+                "8.5",
+                "eight",
+                "",
+                True,
+                False,
+                NAN,
+                INF,
+                -INF,
+                "inf",
+                "nan",
+                [8],
+                {},
+                2**63,
+                1e30,
+            )
+        ),
         *((ELEMENTS, value) for value in (0, 0.5, -5e8, NAN, INF, True, None, 2**63)),
         *((NUMBER, value) for value in (-1e-9, NAN, INF, "inf", "x", True, None, [1.0])),
         *((BOOLEAN, value) for value in (2, -1, "yes", "", None, [], 0.5, 1.0)),

@@ -178,7 +178,13 @@ def test_inherent_key_says_why_it_has_no_effect():
 
 
 def test_lines_are_equal_for_equal_configurations_only(config):
-    same = load_config({"optimizer": {"params": {"betas": (0.9, "0.99"), "lr": 0.1}, "type": "adamw"}, **{k: v for k, v in TREE.items() if k != "optimizer"}}, world_size=2)
+    same = load_config(
+        {
+            "optimizer": {"params": {"betas": (0.9, "0.99"), "lr": 0.1}, "type": "adamw"},
+            **{k: v for k, v in TREE.items() if k != "optimizer"},
+        },
+        world_size=2,
+    )
     assert same.lines() == config.lines()
     other = load_config({**TREE, "seed": 1}, world_size=2)
     assert [pair for pair in zip(config.lines(), other.lines()) if pair[0] != pair[1]] == [("seed = 1234", "seed = 1")]

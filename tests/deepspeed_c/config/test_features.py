@@ -1,4 +1,4 @@
-"""Keys of features that do not exist: refused when they ask for one, accepted at their off values and when they only tune."""
+"""Keys of features that do not exist: refused when they ask for one, accepted when off and when they only tune."""
 
 import typing
 
@@ -42,7 +42,9 @@ def other_values(field):
 
 PLAIN = [(path, field) for path, field in walk() if not path.startswith(("optimizer.params.", "scheduler.params."))]
 SWITCHES = [(path, field) for path, field in PLAIN if field.info.is_switch]
-TUNING = [(path, field) for path, field in PLAIN if field.info.feature and not field.info.is_switch and field.section is None]
+TUNING = [
+    (path, field) for path, field in PLAIN if field.info.feature and not field.info.is_switch and field.section is None
+]
 
 
 def test_there_are_switches_and_tuning_keys():
@@ -56,7 +58,9 @@ def test_switch_is_refused_when_on_and_accepted_when_off(path, field):
     values = list(other_values(field))
     assert values, path
     for value in values:
-        problems = [problem for problem in problems_of(tree_of(path, value), batch="skip") if problem.where == written(path)]
+        problems = [
+            problem for problem in problems_of(tree_of(path, value), batch="skip") if problem.where == written(path)
+        ]
         assert len(problems) == 1, (path, value)
         assert isinstance(problems[0], UnsupportedConfigError) and isinstance(problems[0], NotImplementedError)
         feature = FEATURES[field.info.feature]
@@ -71,9 +75,14 @@ def test_tuning_key_is_accepted_and_reported_as_unused(path, field):
     value = {bool: True, int: 5, float: 0.5, str: "text", dict: {"a": 1}}.get(_first(field))
     if value is None:
         value = _example(field)
-    problems = [problem for problem in problems_of(tree_of(path, value), batch="skip") if problem.where == written(path)]
+    problems = [
+        problem for problem in problems_of(tree_of(path, value), batch="skip") if problem.where == written(path)
+    ]
     assert problems == [], (path, value)
-    if any(part in path for part in ("zenflow.", "zeropp", "sparse_attention.", "weight_quantization.", "datastates", "writer.")):
+    if any(
+        part in path
+        for part in ("zenflow.", "zeropp", "sparse_attention.", "weight_quantization.", "datastates", "writer.")
+    ):
         return  # inside a section whose presence asks for the feature: refused there
     config = load_config(tree_of(path, value), world_size=1, batch="skip")
     assert written(path) in config.summary_line(), path

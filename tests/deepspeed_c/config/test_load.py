@@ -1,4 +1,4 @@
-"""Reading a configuration: "auto", dotted and parked keys, old names, overrides, sources, and that nothing is changed."""
+"""Reading a configuration: "auto", dotted and parked keys, old names, overrides, sources; nothing is changed."""
 
 import copy
 from pathlib import Path
@@ -18,12 +18,24 @@ HF = {
     "gradient_clipping": "auto",
     "steps_per_print": float("inf"),
     "zero_allow_untested_optimizer": True,
-    "fp16": {"enabled": "auto", "auto_cast": True, "loss_scale": 0, "initial_scale_power": 16, "hysteresis": 2, "min_loss_scale": 1},
+    "fp16": {
+        "enabled": "auto",
+        "auto_cast": True,
+        "loss_scale": 0,
+        "initial_scale_power": 16,
+        "hysteresis": 2,
+        "min_loss_scale": 1,
+    },
     "bf16": {"enabled": "auto"},
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
     "scheduler": {
         "type": "WarmupDecayLR",
-        "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"},
+        "params": {
+            "warmup_min_lr": "auto",
+            "warmup_max_lr": "auto",
+            "warmup_num_steps": "auto",
+            "total_num_steps": "auto",
+        },
     },
     "zero_optimization": {
         "stage": "auto",
@@ -52,14 +64,26 @@ def test_every_auto_of_hugging_face_is_accepted():
     assert (config.zero.stage, config.zero.reduce_bucket_size, config.gradient_clipping) == (0, 500_000_000, 1.0)
     assert dict(config.optimizer.params) == {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
     assert config.scheduler.params["total_num_steps"] == 100
-    for path in (
-        "gradient_clipping gradient_accumulation_steps fp16.enabled bf16.enabled optimizer.params.lr optimizer.params.betas "
-        "optimizer.params.eps optimizer.params.weight_decay scheduler.params.warmup_min_lr scheduler.params.warmup_max_lr "
-        "scheduler.params.warmup_num_steps zero_optimization.stage zero_optimization.reduce_bucket_size "
-        "zero_optimization.stage3_prefetch_bucket_size zero_optimization.stage3_param_persistence_threshold "
-        "zero_optimization.stage3_gather_16bit_weights_on_model_save zero_optimization.offload_param.device "
-        "zero_optimization.offload_optimizer.nvme_path"
-    ).split():
+    for path in [
+        "gradient_clipping",
+        "gradient_accumulation_steps",
+        "fp16.enabled",
+        "bf16.enabled",
+        "optimizer.params.lr",
+        "optimizer.params.betas",
+        "optimizer.params.eps",
+        "optimizer.params.weight_decay",
+        "scheduler.params.warmup_min_lr",
+        "scheduler.params.warmup_max_lr",
+        "scheduler.params.warmup_num_steps",
+        "zero_optimization.stage",
+        "zero_optimization.reduce_bucket_size",
+        "zero_optimization.stage3_prefetch_bucket_size",
+        "zero_optimization.stage3_param_persistence_threshold",
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+        "zero_optimization.offload_param.device",
+        "zero_optimization.offload_optimizer.nvme_path",
+    ]:
         assert config.source_of(path) == "auto", path
     assert config.source_of("train_batch_size") == "derived"
     assert config.source_of("train_micro_batch_size_per_gpu") == "override"
@@ -82,7 +106,9 @@ def test_skip_leaves_batch_and_schedule_to_the_caller():
     assert config.source_of("scheduler.params.total_num_steps") == "auto"
 
 
-@pytest.mark.parametrize("key", ["wall_clock_breakdown", "steps_per_print", "communication_data_type", "seed", "optimizer", "scheduler"])
+@pytest.mark.parametrize(
+    "key", ["wall_clock_breakdown", "steps_per_print", "communication_data_type", "seed", "optimizer", "scheduler"]
+)
 def test_auto_elsewhere_is_an_error(key):
     (problem,) = problems_of({key: "auto"}, batch="skip")
     assert problem.where == key and "auto" in problem.what
@@ -105,7 +131,9 @@ OLD_FORMS = {
 }
 
 
-@pytest.mark.parametrize("source, overrides", [(HF, FILLED), (OLD_FORMS, {"optimizer": {"type": "SGD", "params": {"lr": 1}}})])
+@pytest.mark.parametrize(
+    "source, overrides", [(HF, FILLED), (OLD_FORMS, {"optimizer": {"type": "SGD", "params": {"lr": 1}}})]
+)
 def test_input_is_never_changed(source, overrides):
     before, overrides_before = copy.deepcopy(source), copy.deepcopy(overrides)
     config = load_config(source, world_size=1, overrides=overrides)
@@ -138,7 +166,9 @@ def test_what_trl_writes_at_stage_3_is_read():
     assert config.zero.stage3_prefetch_bucket_size == 921
 
 
-@pytest.mark.parametrize("tree", [{"fp16": 1, "fp16.enabled": True}, {"a.b": 1}, {".": 1}, {"fp16.": 1}, {".fp16": {}}, {"fp16..enabled": 1}])
+@pytest.mark.parametrize(
+    "tree", [{"fp16": 1, "fp16.enabled": True}, {"a.b": 1}, {".": 1}, {"fp16.": 1}, {".fp16": {}}, {"fp16..enabled": 1}]
+)
 def test_dotted_key_that_leads_nowhere(tree):
     assert problems_of(tree, batch="skip")
 
@@ -152,7 +182,13 @@ def test_parked_keys_are_ignored_at_every_depth_and_reported():
     }
     config = load_config(tree, world_size=1, batch="skip")
     assert config.zero.stage == 1 and config.optimizer.params == {}
-    for name in ("x-zero_optimization", "x-a.b", "zero_optimization.x-stage", "optimizer.params.x-lr", "optimizer.x-type"):
+    for name in (
+        "x-zero_optimization",
+        "x-a.b",
+        "zero_optimization.x-stage",
+        "optimizer.params.x-lr",
+        "optimizer.x-type",
+    ):
         assert any(note.startswith(name) for note in config.notes), (name, config.notes)
 
 
@@ -223,7 +259,10 @@ def test_overrides_replace_and_are_marked():
         tree, world_size=1, batch="skip", overrides={"optimizer": {"params": {"lr": 2}}, "bf16.enabled": True}
     )
     assert config.optimizer.params == {"lr": 2.0, "eps": 1e-6}
-    sources = {path: config.source_of(path) for path in ("optimizer.params.lr", "optimizer.params.eps", "bf16.enabled", "seed", "fp16.enabled")}
+    sources = {
+        path: config.source_of(path)
+        for path in ("optimizer.params.lr", "optimizer.params.eps", "bf16.enabled", "seed", "fp16.enabled")
+    }
     assert sources == {
         "optimizer.params.lr": "override",
         "optimizer.params.eps": "user",
@@ -278,8 +317,12 @@ def test_keys_must_be_strings():
 
 def test_sections_in_containers():
     tree = {
-        "tensor_parallel": {"partition_config": {"layer_specs": [{"patterns": ["a"], "shape": [[1, 2], -1]}, {"partition_type": "ROW"}]}},
-        "compression_training": {"row_pruning": {"different_groups": {"a.b": {"params": {"dense_ratio": "0.5"}, "modules": "m"}}}},
+        "tensor_parallel": {
+            "partition_config": {"layer_specs": [{"patterns": ["a"], "shape": [[1, 2], -1]}, {"partition_type": "ROW"}]}
+        },
+        "compression_training": {
+            "row_pruning": {"different_groups": {"a.b": {"params": {"dense_ratio": "0.5"}, "modules": "m"}}}
+        },
     }
     config = load_config(tree, world_size=1, batch="skip")
     specs = config.tensor_parallel.partition_config.layer_specs

@@ -58,8 +58,12 @@ def test_all_kinds_of_places_are_walked():
     assert {"", "fp16", "zero_optimization.offload_param", "optimizer.params", "scheduler.params"} <= paths
     assert "tensor_parallel.partition_config.layer_specs[0]" in paths
     assert "compression_training.row_pruning.different_groups.g1.params" in paths
-    assert len([1 for path, _, _ in ALL if path == "optimizer.params"]) == sum(k.params is not None for k in OPTIMIZERS.values())
-    assert len([1 for path, _, _ in ALL if path == "scheduler.params"]) == sum(k.params is not None for k in SCHEDULES.values())
+    assert len([1 for path, _, _ in ALL if path == "optimizer.params"]) == sum(
+        k.params is not None for k in OPTIMIZERS.values()
+    )
+    assert len([1 for path, _, _ in ALL if path == "scheduler.params"]) == sum(
+        k.params is not None for k in SCHEDULES.values()
+    )
 
 
 @pytest.mark.parametrize("path, names, place", ALL, ids=[f"{i}-{path or 'top'}" for i, (path, _, _) in enumerate(ALL)])
@@ -79,7 +83,9 @@ def test_misspelt_key_raises_and_names_the_right_one(path, names, place):
     assert n_tried >= len(names)
 
 
-@pytest.mark.parametrize("junk", ["zzzzzz", "-", "_", "_comment", "//", "0", "stage ", "Stagé", "x" * 500, "fp16,enabled"])
+@pytest.mark.parametrize(
+    "junk", ["zzzzzz", "-", "_", "_comment", "//", "0", "stage ", "Stagé", "x" * 500, "fp16,enabled"]
+)
 @pytest.mark.parametrize("path", ["", "zero_optimization", "fp16"])
 def test_junk_key_raises(path, junk):
     problems = problems_of({path: {junk: 1}} if path else {junk: 1}, batch="skip")

@@ -21,14 +21,18 @@ def problem(section, kind, **params):
     return only
 
 
-@pytest.mark.parametrize("kind", ["Adam", "AdamW", "Lamb", "Lion", "Adagrad", "SGD", "Muon", "RMSprop", "NAdam", "Adafactor"])
+@pytest.mark.parametrize(
+    "kind", ["Adam", "AdamW", "Lamb", "Lion", "Adagrad", "SGD", "Muon", "RMSprop", "NAdam", "Adafactor"]
+)
 def test_name_in_any_case(kind):
     for spelt in (kind, kind.lower(), kind.upper()):
         assert optimizer(spelt, lr=0.1).type == kind
         assert dict(optimizer(spelt, lr="0.1", weight_decay="auto").params)["lr"] in (0.1, "0.1")
 
 
-@pytest.mark.parametrize("wrong, right", [("AdmW", "AdamW"), ("Adaw", "Adam"), ("SDG", "SGD"), ("Loin", "Lion"), ("Muoon", "Muon")])
+@pytest.mark.parametrize(
+    "wrong, right", [("AdmW", "AdamW"), ("Adaw", "Adam"), ("SDG", "SGD"), ("Loin", "Lion"), ("Muoon", "Muon")]
+)
 def test_unknown_optimizer_names_the_nearest(wrong, right):
     error = problem("optimizer", wrong)
     assert error.where == "optimizer.type" and right in error.fix, str(error)
@@ -136,7 +140,9 @@ def test_params_of_torch_optimizers_are_those_of_torch():
             assert getattr(ours, field) == theirs[field].default, (name, field)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in SCHEDULES.values() if kind.params is not None], ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    "kind", [kind for kind in SCHEDULES.values() if kind.params is not None], ids=lambda kind: kind.name
+)
 def test_schedule(kind):
     required = {"total_num_steps": 10, "cycle_min_lr": 0.1, "cycle_max_lr": [0.2, 0.3]}
     params = {name: value for name, value in required.items() if name in kind.params.__struct_fields__}
@@ -149,7 +155,9 @@ def test_schedule(kind):
 
 
 def test_warmup_of_no_steps_is_allowed_and_less_is_not():
-    config = load_config({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}}, world_size=1, batch="skip")
+    config = load_config(
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}}, world_size=1, batch="skip"
+    )
     assert config.scheduler.params["warmup_num_steps"] == 0
     assert problem("scheduler", "WarmupLR", warmup_num_steps=-1).where == "scheduler.params.warmup_num_steps"
 

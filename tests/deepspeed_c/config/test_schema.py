@@ -28,11 +28,19 @@ ROWS = {
     ("inference", "inference.tensor_parallel.tp_size"): ["inference.tensor_parallel.tp_size"],
     ("quantize_training / timers / misc", "pipeline.*"): [
         f"pipeline.{name}"
-        for name in "stages partition seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned use_reentrant".split()
+        for name in [
+            "stages",
+            "partition",
+            "seed_layers",
+            "activation_checkpoint_interval",
+            "pipe_partitioned",
+            "grad_partitioned",
+            "use_reentrant",
+        ]
     ],
     ("data_efficiency", "data_sampling.curriculum_learning.curriculum_metrics.<m>.schedule_config.*"): [
         f"data_efficiency.data_sampling.curriculum_learning.curriculum_metrics.<m>.schedule_config.{name}"
-        for name in "total_curriculum_step difficulty_step root_degree difficulty max_step".split()
+        for name in ["total_curriculum_step", "difficulty_step", "root_degree", "difficulty", "max_step"]
     ],
 }
 
@@ -104,7 +112,9 @@ def test_every_default_may_be_written_out():
     assert full.lines() == empty.lines()
 
 
-@pytest.mark.parametrize("path", ["", "nothing", "fp16.nothing", "fp16.enabled.deeper", "optimizer.params.lr.deeper", "fp16."])
+@pytest.mark.parametrize(
+    "path", ["", "nothing", "fp16.nothing", "fp16.enabled.deeper", "optimizer.params.lr.deeper", "fp16."]
+)
 def test_find_returns_none_for_what_is_not_there(path):
     assert find(path) is None
 

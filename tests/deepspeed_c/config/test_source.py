@@ -111,7 +111,9 @@ def test_json_text_is_pointed_to_json_loads():
     assert "json.loads" in failure('{"train_batch_size": 8}')
 
 
-@pytest.mark.parametrize("text", ["AAAA", "abc", base64.b64encode(b"\xff\xfe").decode(), base64.b64encode(b"[1]").decode()])
+@pytest.mark.parametrize(
+    "text", ["AAAA", "abc", base64.b64encode(b"\xff\xfe").decode(), base64.b64encode(b"[1]").decode()]
+)
 def test_text_that_is_no_base64_json(text):
     assert "no such file" in failure(text)
 
