@@ -1,0 +1,100 @@
+"""examples/train_gpt.py as a user starts it: 2 processes through the launcher, or one; it learns, draws, reports and stops."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = [str(ROOT / "examples" / "train_gpt.py"), "--deepspeed", "--deepspeed_config", str(ROOT / "examples" / "ds_config.json")]
+TINY = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--sample-bytes", "20"]
+LAUNCH = [sys.executable, "-m", "deepspeed_c", "--num_procs", "2"]
+
+
+def train(command: list[str], folder: Path) -> str:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout + done.stderr
+
+
+def number(pattern: str, text: str) -> float:
+    found = re.findall(pattern, text)
+    assert len(found) == 1, f"{pattern!r} stands {len(found)} times in:\n{text}"
+    return float(found[0])
+
+
+def check_report(text: str, steps: int, picture: Path) -> None:
+    held_out = number(r"held-out loss +([\d.]+) nats/byte", text)
+    entropy = number(r"unigram entropy +([\d.]+) nats/byte", text)
+    assert 2.5 < entropy < 3.5, entropy
+    # Between nothing learned (uniform over 256 bytes) and more than so few steps can teach.
+    assert entropy / 2 < held_out < math.log(256) - 0.3, held_out
+    assert number(r"the loss is ([\d.]+) of it", text) == pytest.approx(held_out / entropy, abs=0.01)
+    assert text.count("sample: def ") == 1
+    assert 100 < number(r"summary: peak memory (\d+) MiB per rank", text) < 4000
+    for phase in ("data", "forward", "backward", "step"):
+        assert number(rf"{phase} (\d+) ms", text) < 10_000
+    assert number(r"([\d.]+) tokens/s over", text) > 0
+    assert f"over {steps} steps" in text
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n") and picture.stat().st_size > 10_000
+
+
+def test_two_processes_with_the_configuration_as_it_is(tmp_path):
+    text = train([*LAUNCH, *SCRIPT, *TINY, "--steps", "25"], tmp_path)
+    check_report(text, steps=25, picture=tmp_path / "out" / "loss.png")
+    assert "loss=" in text and "grad_norm=" in text and "lr=" in text and "tokens_per_s=" in text
+
+
+def test_one_process_without_the_launcher_at_another_stage(tmp_path):
+    text = train([sys.executable, *SCRIPT, *TINY, "--steps", "25", "--stage", "0", "--out", "here"], tmp_path)
+    check_report(text, steps=25, picture=tmp_path / "here" / "loss.png")
+
+
+def test_without_a_configuration_it_says_which_file_to_give(tmp_path):
+    done = subprocess.run([sys.executable, SCRIPT[0]], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "--deepspeed_config FILE is needed" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_ctrl_c_ends_it_quietly_and_leaves_no_process(tmp_path):
+    process = subprocess.Popen(
+        [*LAUNCH, *SCRIPT, *TINY, "--steps", "100000"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        seen = ""
+        while "loss=" not in seen:
+            piece = process.stdout.read(1)
+            assert piece, f"ended before the first step:\n{seen}"
+            seen += piece
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: launcher and ranks alike
+        rest, _ = process.communicate(timeout=60)
+        assert process.returncode == 130, f"exit code {process.returncode}\n{seen + rest}"
+        assert "Traceback" not in seen + rest, seen + rest
+        time.sleep(0.5)
+        with pytest.raises(ProcessLookupError):
+            os.killpg(process.pid, 0)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def test_the_configuration_shows_what_the_example_is_about():
+    config = json.loads((ROOT / "examples" / "ds_config.json").read_text())
+    assert config["bf16"]["enabled"] and config["zero_optimization"]["stage"] == 2
+    assert config["gradient_accumulation_steps"] > 1 and config["gradient_clipping"] > 0
+    assert config["optimizer"]["type"] == "AdamW" and "warmup_num_steps" in config["scheduler"]["params"]
