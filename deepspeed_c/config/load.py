@@ -378,8 +378,12 @@ class _Reader:
         old = [key.old[len(path) :] for key in OLD_KEYS if key.old.startswith(path) and "." not in key.old[len(path) :]]
         near = [path + hit for hit in nearest(name, known + old)]
         if not near:
-            elsewhere = sorted({place for place, field in walk() if field.name == name})
-            near = elsewhere[:3] or [place for place in nearest(path + name, (place for place, _ in walk()))][:3]
+            # In another section: by its exact name, else by a near one.
+            places: dict[str, list[str]] = {}
+            for place, field in walk():
+                places.setdefault(field.name, []).append(place)
+            hits = [name] if name in places else nearest(name, places)
+            near = sorted({place for hit in hits for place in places[hit]})[:3]
         if near:
             fix = f"did you mean {_either(near)}?"
         else:
