@@ -42,9 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _launch(arguments: list[str]) -> int:
     options = parse_options(arguments)
     from deepspeed_c.launcher.plan import make_plan
+
+    plan = make_plan(options)
     from deepspeed_c.launcher.run import launch
 
-    return launch(make_plan(options))
+    return launch(plan)
 
 
 def _report(arguments: list[str]) -> int:

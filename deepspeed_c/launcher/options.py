@@ -52,7 +52,7 @@ def parse_options(argv: Sequence[str]) -> Options:
     """
     parser = _parser()
     end = _script_index(argv)
-    values = vars(parser.parse_args(argv[:end]))
+    values = vars(parser.parse_args([word for word in argv[:end] if word != "--"]))
     if end == len(argv):
         parser.error("which script? (deepspeed_c --help shows how to call it)")
     for names, what in _ELSEWHERE:
@@ -75,7 +75,7 @@ def _check(options: Options) -> None:
         raise LaunchError("--include and --exclude exclude each other", fix="drop one of them")
     if (options.include or options.exclude) and (options.num_procs is not None or options.num_nodes is not None):
         raise LaunchError(
-            "--include and --exclude say how many processes to start, and so do --num_procs, --num_gpus and --num_nodes",
+            "--include and --exclude say how many processes to start, and so do --num_procs, --num_gpus, --num_nodes",
             fix="drop one of them",
         )
     if options.num_procs is not None and options.num_procs < 1:
@@ -284,5 +284,7 @@ def _script_index(argv: Sequence[str]) -> int:
     """
     i = 0
     while i < len(argv) and argv[i].startswith("-") and argv[i] != "-":
+        if argv[i] == "--":
+            return min(i + 1, len(argv))
         i += 2 if argv[i] in _TAKES_VALUE else 1
     return min(i, len(argv))

@@ -118,7 +118,7 @@ class Output:
         """The last lines of the rank's stderr (of both its streams where they go to one log file). After ``finish``."""
         lines = self._tails[rank].decode(errors="replace").splitlines()
         if len(self._tails[rank]) >= TAIL_BYTES:
-            lines = lines[1:]  # the first of them is cut
+            lines = lines[1:] or lines  # the first of them is cut
         return "\n".join(lines[-TAIL_LINES:])
 
     def _carry(self) -> None:

@@ -143,16 +143,17 @@ def _check_module(name: str) -> None:
     path: Iterable[str] | None = [os.getcwd(), *sys.path]
     spec: ModuleSpec | None = None
     parts = name.split(".")
-    for i in range(len(parts)):
+    for i, part in enumerate(parts):
         full = ".".join(parts[: i + 1])
-        spec = PathFinder.find_spec(full, path) or (
-            i == 0 and (FrozenImporter.find_spec(full) or BuiltinImporter.find_spec(full))
-        )
+        # By its last part: for a dotted name, the finder would ask the package, which is not imported
+        spec = PathFinder.find_spec(part, path)
+        if i == 0:
+            spec = spec or FrozenImporter.find_spec(part) or BuiltinImporter.find_spec(part)
         if not spec:
             raise LaunchError(
                 f"there is no module {full!r}", where=f"--module {name}", fix="check its name and PYTHONPATH"
             )
-        path = spec.submodule_search_locations
+        path = spec.submodule_search_locations and list(spec.submodule_search_locations)
         if path is None and i < len(parts) - 1:
             raise LaunchError(f"{full!r} is no package", where=f"--module {name}", fix="check the module's name")
 

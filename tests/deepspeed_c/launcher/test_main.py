@@ -1,0 +1,364 @@
+"""The command line as a user calls it: real launches, judged by their output, their exit code and what they leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from deepspeed_c.launcher.main import main
+
+ROOT = Path(__file__).resolve().parents[3]
+TIMEOUT_SECONDS = 60
+
+# Prints what a rank sees, as one line of JSON.
+SHOW = """
+import json, os, sys
+names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS EXTRA".split()
+seen = {name: os.environ.get(name) for name in names}
+line = json.dumps({**seen, "args": sys.argv[1:], "cores": sorted(os.sched_getaffinity(0)), "pid": os.getpid()})
+os.write(1, (line + chr(10)).encode())
+"""
+
+# Records its process id (and that of a child that would outlive it), then waits. Signals in argv[2] are only noted.
+WAIT = """
+import os, signal, subprocess, sys, time
+rank, folder = os.environ["RANK"], sys.argv[1]
+def note(number, frame):
+    with open(os.path.join(folder, "signal" + rank), "a") as file:
+        file.write(str(number) + " ")
+    if sys.argv[3] == "exit":
+        sys.exit(0)
+for number in sys.argv[2].split(","):
+    signal.signal(int(number), note)
+child = subprocess.Popen(["sleep", "1000"])
+with open(os.path.join(folder, "tmp" + rank), "w") as file:
+    file.write(str(os.getpid()) + " " + str(child.pid))
+os.rename(os.path.join(folder, "tmp" + rank), os.path.join(folder, "pids" + rank))
+while True:
+    time.sleep(0.05)
+    if rank == sys.argv[4] and all(os.path.exists(os.path.join(folder, "pids" + r)) for r in "01"):
+        sys.stderr.write("the reason is here" + chr(10))
+        sys.exit(7)
+"""
+
+
+def start(*argv, cwd=None, env=None, **keywords):
+    environment = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")}
+    # Slots are processes then, on a machine with accelerators, too
+    environment.update(PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="", **(env or {}))
+    return subprocess.Popen(
+        [sys.executable, "-m", "deepspeed_c", *map(str, argv)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=cwd,
+        env=environment,
+        **keywords,
+    )
+
+
+def end(process):
+    try:
+        out, err = process.communicate(timeout=TIMEOUT_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return process.returncode, out, err
+
+
+def run(*argv, **keywords):
+    return end(start(*argv, **keywords))
+
+
+def shown(*argv, **keywords):
+    """What the ranks of a launch of SHOW saw, by rank."""
+    code, out, err = run(*argv, **keywords)
+    assert code == 0, err
+    return sorted(map(json.loads, out.splitlines()), key=lambda seen: int(seen["RANK"]))
+
+
+def wait_for(condition, what):
+    limit = time.monotonic() + TIMEOUT_SECONDS
+    while not (value := condition()):
+        assert time.monotonic() < limit, f"{what} did not happen"
+        time.sleep(0.02)
+    return value
+
+
+def pids_in(folder, n_ranks=2):
+    def read():
+        files = [folder / f"pids{rank}" for rank in range(n_ranks)]
+        return all(file.exists() for file in files) and [int(p) for file in files for p in file.read_text().split()]
+
+    return wait_for(read, "the start of the ranks")
+
+
+def assert_gone(pids):
+    def exists(pid):
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+
+    wait_for(lambda: not any(map(exists, pids)), f"the end of {pids}")
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Writes a script and returns its path."""
+
+    def write(text, name="t.py"):
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return write
+
+
+# ---- in this process: what is refused before anything starts ----
+
+
+def test_no_script(capsys):
+    assert main([]) == 2
+    assert "which script?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["no_such.py"], "deepspeed_c: no_such.py: there is no such script"),
+        (["--num_nodes", "2", __file__], "torchrun"),
+        (["--include", "localhost:x", __file__], "is not of the form"),
+        (["--hostfile", "none", __file__], "--hostfile none: cannot be read"),
+    ],
+)
+def test_refused_with_what_where_and_fix(argv, text, capsys):
+    assert main(argv) == 2
+    err = capsys.readouterr().err
+    assert text in err and "Traceback" not in err, err
+
+
+def test_help_and_errors_need_no_torch():
+    code = (
+        "import sys; from deepspeed_c.launcher.main import main\n"
+        "assert main(['--help']) == 0 and main(['no_such.py']) == 2 and main(['--num_gpus', '0', 'x.py']) == 2\n"
+        "assert main(['config', '--help']) == 0\n"
+        "assert 'torch' not in sys.modules, 'torch was imported'\n"
+    )
+    env = dict(os.environ, PYTHONPATH=str(ROOT))
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_config_command(tmp_path, capsys):
+    file = tmp_path / "ds.json"
+    file.write_text('{"train_batch_sise": 4}')
+    assert main(["config", "check", str(file)]) != 0
+    shown_text = capsys.readouterr()
+    assert "train_batch_size" in shown_text.out + shown_text.err
+
+
+# ---- what a rank sees ----
+
+
+def test_environment_and_arguments(script, tmp_path):
+    path = script(SHOW, "with space.py")
+    words = ["--deepspeed", "a b", "", "--", "-x", "$HOME", "'q\"", "--num_gpus", "ä"]
+    ranks = shown("--num_procs", 2, path, *words, env={"EXTRA": "kept"}, cwd=tmp_path)
+    assert [r["args"] for r in ranks] == [[f"--local_rank={rank}", *words] for rank in (0, 1)]
+    assert [(r["RANK"], r["LOCAL_RANK"], r["WORLD_SIZE"], r["LOCAL_WORLD_SIZE"]) for r in ranks] == [
+        ("0", "0", "2", "2"),
+        ("1", "1", "2", "2"),
+    ]
+    assert [r["EXTRA"] for r in ranks] == ["kept"] * 2
+    assert {r["MASTER_ADDR"] for r in ranks} == {"127.0.0.1"}
+    assert len({r["MASTER_PORT"] for r in ranks}) == 1 and int(ranks[0]["MASTER_PORT"]) > 0
+    threads = max(len(os.sched_getaffinity(0)) // 2, 1)
+    assert {int(r["OMP_NUM_THREADS"]) for r in ranks} <= set(range(1, threads + 1))
+    assert len({r["pid"] for r in ranks}) == 2
+
+
+def test_one_process_without_accelerators_and_omp_of_the_user(script):
+    (rank,) = shown("--no_local_rank", script(SHOW), env={"OMP_NUM_THREADS": "11"})
+    assert (rank["WORLD_SIZE"], rank["args"], rank["OMP_NUM_THREADS"]) == ("1", [], "11")
+
+
+def test_module_slots_and_port(script, tmp_path):
+    script("", "pkg.py")
+    script(SHOW, "mod.py")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = shown("--include", "localhost:0,2", "--master_port", port, "--module", "mod", "x", cwd=tmp_path)
+    assert [r["args"] for r in ranks] == [["--local_rank=0", "x"], ["--local_rank=1", "x"]]
+    assert {r["MASTER_PORT"] for r in ranks} == {str(port)}
+
+
+def test_program_and_hostfile(script, tmp_path):
+    path = script('#!/bin/sh\necho "$RANK/$WORLD_SIZE $1 $2"\n', "prog")
+    path.chmod(0o755)
+    hosts = script("localhost slots=2\n", "hosts")
+    code, out, err = run("--no_python", "--hostfile", hosts, "./prog", "a b", cwd=tmp_path)
+    assert (code, sorted(out.splitlines())) == (0, ["0/2 --local_rank=0 a b", "1/2 --local_rank=1 a b"]), err
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core cannot be divided")
+def test_bound_cores(script):
+    first, second = sorted(os.sched_getaffinity(0))[:2]
+    cores = f"{first},{second}"
+    ranks = shown("--num_procs", 2, "--bind_cores_to_rank", "--bind_core_list", cores, script(SHOW))
+    assert [(r["cores"], r["OMP_NUM_THREADS"]) for r in ranks] == [([first], "1"), ([second], "1")]
+
+
+def test_ranks_meet_at_the_launchers_store_and_two_launches_do_not_collide(script):
+    path = script(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "t = torch.ones(1) * (dist.get_rank() + 1)\n"
+        "dist.all_reduce(t)\n"
+        "print('sum', int(t), flush=True)\n"
+        "dist.destroy_process_group()\n"
+    )
+    launches = [start("--num_procs", 2, path, env={"GLOO_SOCKET_IFNAME": "lo"}) for _ in range(2)]
+    for code, out, err in map(end, launches):
+        assert (code, out) == (0, "sum 3\nsum 3\n"), err
+
+
+def test_port_in_use(script, tmp_path):
+    path = script(f"open({str(tmp_path / 'started')!r}, 'w')")
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        code, _, err = run("--master_port", other.getsockname()[1], path)
+    assert code == 2 and "cannot be used" in err and "leave out --master_port" in err, err
+    assert "Traceback" not in err
+    assert not (tmp_path / "started").exists()
+
+
+# ---- output ----
+
+
+def test_output_is_live(script, tmp_path):
+    path = script(
+        "import os, sys, time\n"
+        "print('out', flush=True); print('err', file=sys.stderr)\n"
+        "while not os.path.exists(sys.argv[1]): time.sleep(0.01)\n"
+    )
+    process = start("--no_local_rank", path, tmp_path / "go")
+    assert (process.stdout.readline(), process.stderr.readline()) == ("out\n", "err\n")
+    assert process.poll() is None
+    (tmp_path / "go").touch()
+    assert end(process) == (0, "", "")
+
+
+def test_logs_and_labels(script, tmp_path):
+    path = script("import os, sys\nprint('to', sys.argv, flush=True)\nsys.exit('no ' + os.environ['RANK'])")
+    logs = tmp_path / "logs"
+    code, out, err = run("--num_procs", 1, "--enable_each_rank_log", logs, path)
+    (log,) = logs.iterdir()
+    assert log.name.endswith("_rank0.log") and log.read_text().splitlines()[1] == "no 0"
+    assert (code, out) == (1, "")
+    assert f"Its log is {log}" in err and "  no 0" in err, err
+
+    code, out, err = run("--num_procs", 1, "--tag_output", "--no_local_rank", path)
+    assert out == f"[rank0]: to ['{path}']\n" and "[rank0]: no 0\n" in err, (out, err)
+
+
+# ---- the end ----
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "text"),
+    [
+        ("sys.exit(3)", 3, "failed with exit code 3"),
+        ("os.kill(os.getpid(), 9)", 137, "was ended by SIGKILL"),
+        ("ctypes.string_at(0)", 139, "was ended by SIGSEGV"),
+    ],
+)
+def test_exit_code_of_the_rank(script, how, code, text):
+    path = script(f"import ctypes, os, sys\nos.environ['RANK'] == '1' and {how}\n")
+    got, _, err = run("--num_procs", 2, path)
+    assert got == code and "rank 1 (process" in err and text in err, (got, err)
+
+
+def test_failure_ends_all_and_says_why(script, tmp_path):
+    # rank 0 only takes note of SIGTERM and has to be killed; both have started a process of their own
+    process = start("--num_procs", 2, "--no_local_rank", script(WAIT), tmp_path, signal.SIGTERM.value, "stay", "1")
+    pids = pids_in(tmp_path)
+    began = time.monotonic()
+    code, _, err = end(process)
+    assert time.monotonic() - began < 30
+    assert code == 7, err
+    report = err[err.index("deepspeed_c: ") :]
+    assert report.splitlines()[0].startswith(f"deepspeed_c: rank 1 (process {pids[2]}) failed with exit code 7"), err
+    assert "  the reason is here" in report
+    assert (tmp_path / "signal0").read_text() == "15 "
+    assert_gone(pids)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_are_passed_on(script, tmp_path, number):
+    process = start("--num_procs", 2, "--no_local_rank", script(WAIT), tmp_path, number.value, "exit", "-")
+    pids = pids_in(tmp_path)
+    process.send_signal(number)
+    code, _, err = end(process)
+    assert code == 128 + number and "Traceback" not in err, err
+    assert [(tmp_path / f"signal{rank}").read_text() for rank in (0, 1)] == [f"{number.value} "] * 2
+    assert_gone(pids)
+
+
+def test_grace_ends_with_sigkill(script, tmp_path):
+    process = start("--num_procs", 2, "--grace", 0.3, "--no_local_rank", script(WAIT), tmp_path, "15", "stay", "-")
+    pids = pids_in(tmp_path)
+    process.send_signal(signal.SIGTERM)
+    code, _, err = end(process)
+    assert code == 143, err
+    assert [(tmp_path / f"signal{rank}").read_text() for rank in (0, 1)] == ["15 "] * 2
+    assert_gone(pids)
+
+
+def test_second_signal_kills_at_once(script, tmp_path):
+    process = start("--num_procs", 2, "--grace", 1000, "--no_local_rank", script(WAIT), tmp_path, "2,15", "stay", "-")
+    pids = pids_in(tmp_path)
+    process.send_signal(signal.SIGINT)
+    wait_for(lambda: all((tmp_path / f"signal{rank}").exists() for rank in (0, 1)), "passing on")
+    process.send_signal(signal.SIGTERM)
+    code, _, err = end(process)
+    assert code == 130 and "killing the ranks" in err, err
+    assert_gone(pids)
+
+
+def test_nohup_is_respected(script, tmp_path):
+    def ignore():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    path = script(
+        "import os, sys, time\n"
+        "open(sys.argv[1], 'w').close()\n"
+        "while not os.path.exists(sys.argv[2]): time.sleep(0.01)\n"
+    )
+    process = start("--no_local_rank", path, tmp_path / "up", tmp_path / "go", preexec_fn=ignore)
+    wait_for((tmp_path / "up").exists, "the start")
+    process.send_signal(signal.SIGHUP)
+    time.sleep(0.2)
+    assert process.poll() is None
+    (tmp_path / "go").touch()
+    assert end(process)[0] == 0
+
+
+def test_pid_file(script, tmp_path):
+    path = script("import glob, sys\nprint(open(glob.glob(sys.argv[1] + '/*.deepspeed')[0]).read())")
+    process = start("--save_pid", "--no_local_rank", path, tmp_path, env={"TMPDIR": str(tmp_path)})
+    code, out, err = end(process)
+    assert (code, out.strip()) == (0, str(process.pid)), err
+    assert [entry.name for entry in tmp_path.iterdir()] == ["t.py"]

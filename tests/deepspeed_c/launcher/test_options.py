@@ -1,0 +1,104 @@
+"""The launcher's options: where they end, what excludes what, and that nothing asked for is silently ignored."""
+
+from __future__ import annotations
+
+import pytest
+
+from deepspeed_c.errors import LaunchError
+from deepspeed_c.launcher.options import parse_options
+
+
+@pytest.mark.parametrize(
+    ("argv", "script", "args"),
+    [
+        (["train.py"], "train.py", ()),
+        (["train.py", "--deepspeed", "--num_gpus", "7"], "train.py", ("--deepspeed", "--num_gpus", "7")),
+        (["--num_gpus", "2", "train.py", "--", "--x", "--"], "train.py", ("--", "--x", "--")),
+        (["--num_gpus=2", "--module", "pkg.train", "-h"], "pkg.train", ("-h",)),
+        (["-i", "localhost:0", "-q", "train.py", "", "a b", "-"], "train.py", ("", "a b", "-")),
+        (["--bind_cores_to_rank", "--bind_core_list", "0-1", "train.py"], "train.py", ()),
+        (["--", "train.py", "-x"], "train.py", ("-x",)),
+        (["-q", "--", "-train.py", "--"], "-train.py", ("--",)),
+    ],
+)
+def test_everything_after_the_script_is_the_scripts(argv, script, args):
+    options = parse_options(argv)
+    assert (options.script, options.script_args) == (script, args)
+
+
+@pytest.mark.parametrize("flag", ["--num_gpus", "--num_procs", "--num_accelerators"])
+def test_three_names_for_the_number(flag):
+    assert parse_options([flag, "3", "t.py"]).num_procs == 3
+
+
+def test_defaults():
+    options = parse_options(["t.py"])
+    assert (options.num_procs, options.num_nodes, options.master_port, options.hostfile) == (None,) * 4
+    assert (options.enable_each_rank_log, options.log_level, options.grace) == (None, "warning", 30.0)
+
+
+def test_deepspeeds_none_is_no_log():
+    assert parse_options(["--enable_each_rank_log", "None", "t.py"]).enable_each_rank_log is None
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["--num_gpus", "2"], ["--num_gpus"], ["--num_gpus", "two", "t.py"], ["--nope", "t.py"]]
+)
+def test_what_is_not_understood_exits_with_2(argv, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse_options(argv)
+    assert stop.value.code == 2
+    assert "usage: deepspeed_c" in capsys.readouterr().err
+
+
+def test_no_abbreviations(capsys):
+    # --num_g is a prefix of one option, and would swallow the script as its value
+    with pytest.raises(SystemExit):
+        parse_options(["--num_g", "2", "t.py"])
+    assert "--num_g" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["--module", "--no_python"], "exclude each other"),
+        (["-i", "localhost", "-e", "localhost:0"], "exclude each other"),
+        (["-i", "localhost", "--num_gpus", "1"], "drop one"),
+        (["-e", "localhost", "--num_nodes", "1"], "drop one"),
+        (["--num_gpus", "0"], "at least one"),
+        (["--num_gpus", "-1"], "at least one"),
+        (["--num_nodes", "2"], "one host"),
+        (["--master_port", "0"], "65535"),
+        (["--master_port", "65536"], "65535"),
+        (["--bind_core_list", "0"], "--bind_cores_to_rank"),
+        (["--grace", "-1"], "--grace"),
+        (["--grace", "nan"], "--grace"),
+        (["--autotuning", "tune"], "no autotuner"),
+        (["--elastic_training"], "torchrun --nnodes MIN:MAX"),
+        (["--min_elastic_nodes", "1"], "no elastic agent"),
+        (["--launcher", "pdsh"], "torchrun --nnodes N"),
+        (["--launcher_args=-x"], "torchrun"),
+        (["--no_ssh"], "srun python"),
+        (["--no_ssh_check"], "one host"),
+        (["--force_multi"], "one host"),
+        (["--ssh_port", "22"], "one host"),
+        (["--venv_script", "x"], "one host"),
+        (["--node_rank", "0"], "one host"),
+    ],
+)
+def test_typed_errors(argv, text):
+    with pytest.raises(LaunchError) as caught:
+        parse_options([*argv, "t.py"])
+    assert text in str(caught.value), caught.value
+    assert caught.value.fix
+
+
+def test_help_is_complete(capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse_options(["--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    for word in ("--num_gpus", "--include", "--bind_cores_to_rank", "--enable_each_rank_log", "deepspeed_c report"):
+        assert word in text, word
+    assert "--no_ssh" not in text
+    assert max(map(len, text.splitlines())) <= 132, [line for line in text.splitlines() if len(line) > 132]

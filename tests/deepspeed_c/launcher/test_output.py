@@ -1,0 +1,119 @@
+"""The pipes between ranks and terminal: every byte arrives, in order and at once; a broken output stops nobody."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from deepspeed_c.errors import LaunchError
+from deepspeed_c.launcher import output as output_module
+from deepspeed_c.launcher.output import Output
+
+
+def write(path, data):
+    with open(path, "wb", buffering=0) as pipe:
+        view = memoryview(data)
+        while view:
+            view = view[pipe.write(view) :]
+
+
+def test_stderr_arrives_and_is_remembered(capfd):
+    with Output(2) as output:
+        assert [output.paths(rank)[0] for rank in (0, 1)] == ["", ""]
+        write(output.paths(1)[1], b"one\nno end")
+        output.finish()
+        assert (output.tail(0), output.tail(1)) == ("", "one\nno end")
+    assert capfd.readouterr() == ("", "one\nno end")
+
+
+def test_output_comes_while_the_rank_runs(tmp_path):
+    with Output(1, log_dir=str(tmp_path)) as output:
+        write(output.paths(0)[1], b"now")
+        end = time.monotonic() + 10
+        while not (text := Path(output.log_paths[0]).read_bytes()) and time.monotonic() < end:
+            time.sleep(0.01)
+        assert text == b"now"
+
+
+def test_much_more_than_a_pipe_holds(tmp_path):
+    data = os.urandom(3 << 20) + b"end"
+    with Output(1, log_dir=str(tmp_path)) as output:
+        write(output.paths(0)[0], data)
+        output.finish()
+        assert Path(output.log_paths[0]).read_bytes() == data
+
+
+def test_log_has_both_streams_in_order(tmp_path, capfd):
+    with Output(2, log_dir=str(tmp_path)) as output:
+        out, err = output.paths(1)
+        with open(out, "wb", buffering=0) as o, open(err, "wb", buffering=0) as e:
+            for i in range(100):
+                (o if i % 2 else e).write(b"%d\n" % i)
+    assert Path(output.log_paths[1]).read_text() == "".join(f"{i}\n" for i in range(100))
+    assert Path(output.log_paths[0]).read_text() == ""
+    assert [os.path.basename(path)[-10:] for path in output.log_paths] == ["_rank0.log", "_rank1.log"]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_labels(capfd):
+    with Output(2, has_labels=True) as output:
+        write(output.paths(0)[0], b"a\nb")
+        write(output.paths(1)[1], b"10%\r20%\r")
+        output.finish()
+    out, err = capfd.readouterr()
+    assert out == "[rank0]: a\n[rank0]: b\n"
+    assert err == "[rank1]: 10%\r[rank1]: 20%\r"
+
+
+def test_tail_is_bounded_and_of_whole_lines():
+    with Output(1) as output:
+        # 4,000 lines of 16 bytes to a place that takes nothing: only the tail is looked at
+        output._streams[0].target = -1
+        write(output.paths(0)[1], b"".join(b"line %010d\n" % i for i in range(4000)))
+        output.finish()
+        lines = output.tail(0).splitlines()
+    assert len(lines) == output_module.TAIL_LINES
+    assert lines[-1] == "line 0000003999"
+
+
+def test_tail_of_one_endless_line_and_of_bytes_that_are_no_text():
+    with Output(1) as output:
+        output._streams[0].target = -1
+        write(output.paths(0)[1], b"\xff\xfe bad\nend")
+        output.finish()
+        assert output.tail(0) == "�� bad\nend"
+
+
+def test_broken_log_does_not_block_the_rank(tmp_path, capfd):
+    with Output(1, log_dir=str(tmp_path)) as output:
+        with open("/dev/full", "wb") as full:
+            os.dup2(full.fileno(), output._streams[0].target)
+        write(output.paths(0)[1], b"x" * (1 << 20))  # returns only if somebody reads
+        output.finish()
+        assert output.tail(0).endswith("x")
+    assert capfd.readouterr().err.count("rank 0 can no longer write to its log file") == 1
+
+
+def test_no_descriptor_is_left(tmp_path):
+    before = sorted(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with Output(4, log_dir=str(tmp_path)) as output:
+            write(output.paths(3)[1], b"x")
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def test_end_does_not_wait_for_a_process_that_was_left_behind():
+    with Output(1) as output:
+        output._streams[0].target = -1
+        with open(output.paths(0)[1], "wb"):  # still open for writing, as by a daemon that the rank started
+            start = time.monotonic()
+            output.finish()
+            assert time.monotonic() - start < 5
+
+
+def test_log_folder_that_is_gone(tmp_path):
+    with pytest.raises(LaunchError, match="cannot be set up"):
+        Output(1, log_dir=str(tmp_path / "none"))

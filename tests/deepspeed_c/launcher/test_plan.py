@@ -1,0 +1,136 @@
+"""The plan of a launch: command, environment and devices of every rank, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+from deepspeed_c.errors import LaunchError
+from deepspeed_c.launcher import plan as plan_module
+from deepspeed_c.launcher.options import parse_options
+from deepspeed_c.launcher.plan import Devices, make_plan
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (tmp_path / "t.py").write_text("")
+    return tmp_path
+
+
+def plan(*argv, devices=None):
+    return make_plan(parse_options(argv), devices)
+
+
+def cuda(*names):
+    return Devices("cuda", names)
+
+
+def test_commands():
+    ranks = plan("--num_procs", "2", "t.py", "--x", "a b").ranks
+    assert [r.command for r in ranks] == [
+        (sys.executable, "-u", "t.py", f"--local_rank={i}", "--x", "a b") for i in (0, 1)
+    ]
+    assert plan("--no_local_rank", "t.py", "--x").ranks[0].command == (sys.executable, "-u", "t.py", "--x")
+    assert plan("--module", "json.tool", "f").ranks[0].command[1:] == ("-u", "-m", "json.tool", "--local_rank=0", "f")
+    program, *rest = plan("--no_python", "--no_local_rank", "sh", "-c", ":").ranks[0].command
+    assert os.path.isabs(program) and rest == ["-c", ":"]
+
+
+def test_environment():
+    for rank, planned in enumerate(plan("--num_procs", "3", "t.py").ranks):
+        env = planned.environment
+        assert [env[k] for k in ("RANK", "LOCAL_RANK", "CROSS_RANK", "GROUP_RANK")] == [str(rank), str(rank), "0", "0"]
+        assert [env[k] for k in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE")] == ["3"] * 3
+        assert "CUDA_VISIBLE_DEVICES" not in env
+
+
+@pytest.mark.parametrize(
+    ("argv", "devices", "visible", "world"),
+    [
+        ([], cuda("0", "1"), "0,1", 2),
+        (["--num_gpus", "1"], cuda("0", "1"), "0", 1),
+        (["--include", "localhost:3,1"], cuda("0", "1", "2", "3"), "1,3", 2),
+        (["--exclude", "localhost:0"], cuda("0", "1", "2"), "1,2", 2),
+        (["--num_gpus", "1"], cuda("2", "5"), "2", 1),  # CUDA_VISIBLE_DEVICES=2,5 is there already
+        (["--include", "localhost:5"], cuda("2", "5"), "5", 1),
+        (["--include", "localhost:1"], cuda("GPU-aa", "GPU-bb"), "GPU-bb", 1),
+    ],
+)
+def test_devices(argv, devices, visible, world):
+    ranks = plan(*argv, "t.py", devices=devices).ranks
+    assert [r.environment["CUDA_VISIBLE_DEVICES"] for r in ranks] == [visible] * world
+
+
+def test_device_that_is_hidden_is_not_taken():
+    with pytest.raises(LaunchError, match="no slot 0; it has 2, 5"):
+        plan("--include", "localhost:0", "t.py", devices=cuda("2", "5"))
+
+
+def test_other_accelerators_cannot_be_chosen_among():
+    xpu = Devices("xpu", ("0", "1", "2"))
+    assert len(plan("--num_gpus", "2", "t.py", devices=xpu).ranks) == 2
+    with pytest.raises(LaunchError, match="not xpu"):
+        plan("--include", "localhost:1", "t.py", devices=xpu)
+
+
+def test_threads(monkeypatch):
+    monkeypatch.setattr(plan_module, "threads_per_rank", lambda n: 12 // n)
+    assert plan("--num_procs", "3", "t.py").ranks[2].environment["OMP_NUM_THREADS"] == "4"
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert "OMP_NUM_THREADS" not in plan("--num_procs", "3", "t.py").ranks[0].environment
+
+
+def test_bound_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    ranks = plan("--num_procs", "2", "--bind_cores_to_rank", "--bind_core_list", "0-2,5-7", "t.py").ranks
+    for rank, cores in enumerate(("0,1,2", "5,6,7")):
+        python, _, _, shim, bound, again = ranks[rank].command[:6]
+        assert (python, os.path.basename(shim), bound, again) == (sys.executable, "bind.py", cores, sys.executable)
+        assert ranks[rank].command[6:] == ("-u", "t.py", f"--local_rank={rank}")
+        assert ranks[rank].environment["OMP_NUM_THREADS"] == "3"
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["none.py"], "none.py: there is no such script"),
+        (["."], "folder without a __main__.py"),
+        (["--no_python", "./t.py"], "not a program that can be run"),  # no x permission
+        (["--no_python", "no-such-program"], "not a program that can be run"),
+        (["--module", "no_such_module"], "no module 'no_such_module'"),
+        (["--module", "json.no_such_module"], "no module 'json.no_such_module'"),
+        (["--module", "this.that"], "'this' is no package"),
+        (["--module", "t.py"], "'t' is no package"),
+        (["--master_addr", "192.0.2.1", "t.py"], "not an address of this host"),
+        (["--enable_each_rank_log", "t.py", "t.py"], "--enable_each_rank_log t.py: cannot be made"),
+        (["--num_procs", "4096", "--bind_cores_to_rank", "t.py"], "4096 processes cannot have a core each"),
+    ],
+)
+def test_refused(argv, text):
+    with pytest.raises(LaunchError) as caught:
+        plan(*argv)
+    assert text in str(caught.value), caught.value
+
+
+def test_modules_are_found_and_not_imported(folder):
+    (folder / "pkg" / "sub").mkdir(parents=True)
+    (folder / "pkg" / "__init__.py").write_text("raise RuntimeError('imported')")
+    (folder / "pkg" / "sub" / "train.py").write_text("")
+    assert plan("--module", "pkg.sub.train").ranks[0].command[3] == "pkg.sub.train"
+    assert plan("--module", "t").ranks[0].command[3] == "t"
+
+
+def test_folders_and_archives_are_scripts_too(folder):
+    (folder / "app").mkdir()
+    (folder / "app" / "__main__.py").write_text("")
+    assert plan("app").ranks[0].command[2] == "app"
+
+
+def test_log_folder_is_made(folder):
+    assert plan("--enable_each_rank_log", "a/b", "t.py").log_dir == "a/b"
+    assert (folder / "a" / "b").is_dir()

@@ -1,0 +1,91 @@
+"""`deepspeed_c report`, with and without the compiled part."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import types
+
+import pytest
+import torch
+
+from deepspeed_c.launcher import report
+
+
+@pytest.fixture
+def extension(monkeypatch, tmp_path):
+    """A stand-in for the compiled module, so that the report is tested where it is not built, too."""
+    module = types.ModuleType("deepspeed_c._C")
+    module.__file__ = str(tmp_path / "_C.so")
+    module.build_info = lambda: {
+        "version": "9.9.9",
+        "compiler": "cc 1",
+        "cuda": True,
+        "libaio": False,
+        "liburing": True,
+    }
+    module.cpu_isas = lambda: [("scalar", True), ("avx2", True), ("avx512", False)]
+    module.cpu_isa = lambda: "avx2"
+    monkeypatch.setitem(sys.modules, "deepspeed_c._C", module)
+    return module
+
+
+def test_text(extension, capsys):
+    assert report.main([]) == 0
+    text = capsys.readouterr().out
+    values = {
+        line[2:].split("  ")[0].strip(): line.rsplit("  ", 1)[1] for line in text.splitlines() if line[:2] == "  "
+    }
+    assert values["torch"] == torch.__version__
+    assert values["instruction sets built"] == "scalar, avx2, avx512"
+    assert values["... that run here"] == "scalar, avx2"
+    assert values["... in use"] == "avx2"
+    assert (values["libaio"], values["liburing"]) == ("no", "yes")
+    assert values["gloo"] == ("yes" if torch.distributed.is_gloo_available() else "no")
+    columns = {
+        line.index(value) for line in text.splitlines() for value in [line.rsplit("  ", 1)[-1]] if line[:2] == "  "
+    }
+    assert len(columns) == 1, text
+
+
+def test_json(extension, capsys):
+    assert report.main(["--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["package"]["extension"] == extension.__file__
+    assert values["cuda library"] == {"built": True, "file": "not there"}
+    assert values["cpu"]["cores"].startswith(f"{os.cpu_count()}, ")
+
+
+def test_cuda_library_that_does_not_load(extension, tmp_path):
+    (tmp_path / report.CUDA_LIBRARY).write_bytes(b"no ELF file")
+    values, _ = report.gather()
+    assert values["cuda library"]["loads"].startswith("no: "), values["cuda library"]
+
+
+def test_missing_extension(monkeypatch, capsys):
+    def refuse(name):
+        raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr(importlib, "import_module", refuse)
+    assert report.main([]) == report.EXIT_NOT_BUILT
+    text = capsys.readouterr().out
+    assert "missing or does not load" in text and "pip install" in text
+    assert "torch" in text and "total" in text  # the rest is there all the same
+
+
+def test_nvcc_that_does_not_run(monkeypatch, tmp_path):
+    program = tmp_path / "nvcc"
+    program.write_text("#!/bin/sh\nexit 3\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "does not run" in report._nvcc()
+    program.unlink()
+    assert report._nvcc() == "not found"
+
+
+def test_bad_option(capsys):
+    with pytest.raises(SystemExit):
+        report.main(["--nope"])
+    assert "--nope" in capsys.readouterr().err
