@@ -18,7 +18,7 @@ TESTS := $(VENV)/.tests
 
 # Python files are installed as links (-e) and need no new build.
 SOURCES := setup.py pyproject.toml $(shell find csrc ops/binding -type f \
-	\( -name '*.c' -o -name '*.h' -o -name '*.inc' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' -o -name '*.mk' -o -name Makefile \) \
+	\( -name '*.c' -o -name '*.h' -o -name '*.inc' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' -o -name '*.mk' -o -name '*.map' -o -name Makefile \) \
 	-not -path '*/build/*')
 
 .DELETE_ON_ERROR:
@@ -37,8 +37,7 @@ train: $(BUILT) ## set up what is missing, then train a GPT on the Python standa
 .PHONY: test
 test: $(TESTS) ## everything that CI runs
 	$(BIN)/ruff check .
-	@if command -v nvcc >/dev/null || [ -x /usr/local/cuda/bin/nvcc ]; then $(MAKE) -C csrc cuda; \
-		else echo "no nvcc: the CUDA kernels are not compiled"; fi
+	@if $(MAKE) -s -C csrc has-cuda; then $(MAKE) -C csrc cuda; else echo "no nvcc: the CUDA kernels are not compiled"; fi
 	$(BIN)/python -m pytest -n 2
 
 .PHONY: bench
@@ -60,7 +59,7 @@ clean: ## remove what was built, but keep the environment's packages
 $(ENV): constraints.txt scripts/system_packages.sh
 	scripts/system_packages.sh $(PYTHON)
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install -c constraints.txt torch setuptools wheel
+	$(PIP) install -c constraints.txt torch setuptools pybind11
 	@touch $@
 
 $(BUILT): $(ENV) $(SOURCES)
@@ -68,5 +67,5 @@ $(BUILT): $(ENV) $(SOURCES)
 	@touch $@
 
 $(TESTS): $(BUILT)
-	$(PIP) install --no-build-isolation -c constraints.txt -e ".[examples,test]"
+	$(PIP) install --no-build-isolation -c constraints.txt -e ".[examples,test]" ruff
 	@touch $@

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Iterable, Sequence
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -48,8 +49,8 @@ def performance(benchmarks: Sequence[Any]) -> str:
     parts = [
         "# Performance",
         "<!-- Written by `make bench` from the JSON lines of the scripts named below. Do not edit. -->",
-        "Each ratio is the median over rounds of one run in which ours and the peer, or the bound, alternate; `min` and `max` are the\n"
-        "smallest and the largest round. Absolute times hold for one machine in one hour; the ratios are what to compare.",
+        "Each ratio is the median over rounds of one run in which ours and the peer, or the bound, alternate.",
+        "Absolute times hold for one machine in one hour; the ratios are what to compare.",
     ]
     for benchmark in benchmarks:
         lines = load(benchmark.name)
@@ -57,7 +58,11 @@ def performance(benchmarks: Sequence[Any]) -> str:
             continue
         machines = sorted({line["machine"] for line in lines if "machine" in line})
         command = " ".join(Path(word).name if word.startswith("/") else word for word in benchmark.command)
-        parts += [f"## {benchmark.name}", question(ROOT / benchmark.source), f"`{command}`, source `{benchmark.source}`"]
+        parts += [
+            f"## {benchmark.name}",
+            question(ROOT / benchmark.source),
+            f"`{command}`, source `{benchmark.source}`",
+        ]
         parts += [f"Machine: {machine}." for machine in machines]
         parts.append(kernel_table(lines) if "kernel" in lines[0] else plain_table(lines))
     return "\n\n".join(parts) + "\n"

@@ -1,7 +1,9 @@
-"""Trains a byte-level GPT of 10M parameters on the Python standard library's source.
+"""Trains a byte-level GPT of 10M parameters on the Python standard library's source. To start it:
 
     deepspeed_c --num_procs 2 examples/train_gpt.py --deepspeed --deepspeed_config examples/ds_config.json
-    python examples/train_gpt.py --deepspeed_config examples/ds_config.json          # the same in one process
+    python examples/train_gpt.py --deepspeed_config examples/ds_config.json    # the same in one process
+
+Read ``main`` and ``Run.train``: those are what a program needs to train with this package. The rest reports.
 """
 
 from __future__ import annotations

@@ -16,7 +16,9 @@ def make(seed: int = 0, **sizes: int) -> GPT:
 
 
 def test_size_is_what_the_example_says():
-    assert sum(p.numel() for p in GPT(layers=4, width=448, heads=7, context=128).parameters()) == pytest.approx(10e6, rel=0.05)
+    assert sum(p.numel() for p in GPT(layers=4, width=448, heads=7, context=128).parameters()) == pytest.approx(
+        10e6, rel=0.05
+    )
 
 
 def test_a_byte_does_not_see_those_after_it():
