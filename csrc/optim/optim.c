@@ -159,6 +159,8 @@ static dsc_status check_args(const struct dsc_optim_kind *kind, const struct dsc
 #define TOUCHES_PARAM (READS_PARAM | WRITES_PARAM)
 #define TOUCHES_STATE (READS_STATE | WRITES_STATE)
 
+static const char *const state_fields[DSC_OPTIM_MAX_STATES] = {"state[0]", "state[1]"};
+
 static dsc_status check_tensors(const struct dsc_optim_kind *kind, const struct dsc_optim_tensor *tensors, int64_t n_tensors,
                                 int32_t n_states, unsigned operands)
 {
@@ -166,22 +168,23 @@ static dsc_status check_tensors(const struct dsc_optim_kind *kind, const struct 
         return dsc_fail(DSC_EINVAL, "%s: n_tensors is %lld, must not be negative", kind->name, (long long)n_tensors);
     if (tensors == NULL && n_tensors > 0)
         return dsc_fail(DSC_EINVAL, "%s: tensors is NULL for %lld entries", kind->name, (long long)n_tensors);
+
+    int64_t total = 0;
+
     for (int64_t i = 0; i < n_tensors; i++) {
         const struct dsc_optim_tensor *tensor = &tensors[i];
         const char *missing = NULL;
-        char state[16];
 
         if (tensor->n_elems < 0)
             return dsc_fail(DSC_EINVAL, "%s: tensors[%lld].n_elems is %lld, must not be negative", kind->name, (long long)i,
                             (long long)tensor->n_elems);
+        if (__builtin_add_overflow(total, tensor->n_elems, &total))
+            return dsc_fail(DSC_EOVERFLOW, "%s: the first %lld tensors hold more elements than int64_t counts", kind->name, (long long)(i + 1));
         if (tensor->n_elems == 0)
             continue;
-        for (int32_t slot = 0; slot < n_states && (operands & TOUCHES_STATE) != 0; slot++) {
-            if (tensor->state[slot] == NULL) {
-                snprintf(state, sizeof state, "state[%d]", (int)slot);
-                missing = state;
-            }
-        }
+        for (int32_t slot = 0; slot < n_states && (operands & TOUCHES_STATE) != 0; slot++)
+            if (tensor->state[slot] == NULL)
+                missing = state_fields[slot];
         if (tensor->copy == NULL && (operands & REQUIRES_COPY) != 0)
             missing = "copy";
         if (tensor->grad == NULL && (operands & READS_GRAD) != 0)

@@ -22,10 +22,12 @@
 static long test_n_checks;
 static long test_n_failures;
 
-/* Where a check stands: what a loop was doing when it failed. Set with TEST_CASE, printed with each failure. */
+/* Where a check stands: what the loops around it were doing. Printed with each failure. TEST_AT is for the innermost one, and costs nothing. */
 static char test_case[256];
+static int64_t test_at = -1;
 
-#define TEST_CASE(...) ((void)snprintf(test_case, sizeof test_case, __VA_ARGS__))
+#define TEST_CASE(...) ((void)(snprintf(test_case, sizeof test_case, __VA_ARGS__), test_at = -1))
+#define TEST_AT(i) ((void)(test_at = (i)))
 
 __attribute__((format(printf, 4, 5))) static inline bool test_report(bool is_good, const char *file, int line, const char *format, ...)
 {
@@ -38,7 +40,10 @@ __attribute__((format(printf, 4, 5))) static inline bool test_report(bool is_goo
         va_start(args, format);
         fprintf(stderr, "%s:%d: ", file, line);
         vfprintf(stderr, format, args);
-        fprintf(stderr, "%s%s%s\n", test_case[0] ? " [" : "", test_case, test_case[0] ? "]" : "");
+        fprintf(stderr, " (%s", test_case);
+        if (test_at >= 0)
+            fprintf(stderr, ", at %" PRId64, test_at);
+        fprintf(stderr, ")\n");
         va_end(args);
     }
     return false;

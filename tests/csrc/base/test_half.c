@@ -63,7 +63,7 @@ static void check_narrow(const struct format *format, uint32_t bits)
     float value = dsc_f32_from_bits(bits);
     uint16_t got = format->narrow(value);
 
-    TEST_CASE("%s of 0x%08x = %a", format->name, bits, (double)value);
+    TEST_AT(bits);
     if (isnan(value)) {
         CHECK((got & 0x7fffu) > format->infinity);
         CHECK_EQ(got >> 15, bits >> 31);
@@ -74,11 +74,12 @@ static void check_narrow(const struct format *format, uint32_t bits)
 
 static void check_format(const struct format *format)
 {
+    TEST_CASE("%s", format->name);
     for (uint32_t half = 0; half < 0x10000; half++) {
         float wide = format->widen((uint16_t)half);
         double wanted = reference_widen(format, (uint16_t)half);
 
-        TEST_CASE("%s 0x%04x", format->name, half);
+        TEST_AT(half);
         if (isnan(wanted))
             CHECK(isnan(wide));
         else

@@ -1,0 +1,78 @@
+/* The optimizers of this library: what a source file gives for each, and the scalars that they work with. */
+#ifndef DSC_CUDA_KINDS_H
+#define DSC_CUDA_KINDS_H
+
+#include "dsc/optim.h"
+
+namespace dsc_cuda {
+
+/* What the formulas multiply with: csrc/optim/loops.h, same names, same rounding. */
+struct scalars {
+    float grad_scale;
+    float lr;
+    float weight_decay;
+    float decay;
+    float beta1;
+    float one_minus_beta1;
+    float beta2;
+    float one_minus_beta2;
+    float eps;
+    float corrected_one;
+    float corrected_lr;
+    float corrected_eps;
+    float momentum;
+    float one_minus_dampening;
+    float decayed_lr;
+    bool is_nesterov;
+    bool is_first_step;
+    bool has_momentum;
+};
+
+scalars scalars_of(const struct dsc_optim_args *args);
+
+/* Which of dsc_optim_args an optimizer uses beyond lr, weight_decay and grad_scale. */
+constexpr unsigned USES_BETAS = 1u << 0;
+constexpr unsigned USES_EPS = 1u << 1;
+constexpr unsigned USES_MOMENTUM = 1u << 2;
+constexpr unsigned USES_LR_DECAY = 1u << 3;
+constexpr unsigned USES_COEFFS = 1u << 4;
+
+/* Which operands of a tensor a call needs. */
+constexpr unsigned NEEDS_PARAM = 1u << 0;
+constexpr unsigned NEEDS_GRAD = 1u << 1;
+constexpr unsigned NEEDS_STATE = 1u << 2;
+constexpr unsigned NEEDS_COPY = 1u << 3;
+
+/* A launcher: its arguments have been checked. */
+typedef dsc_status step_launcher(const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors, int64_t n_tensors, void *stream);
+
+struct kind {
+    const char *name;
+    int32_t n_states;
+    unsigned uses;
+    step_launcher *step; /* NULL for a kind with norms */
+};
+
+/* The checks of dsc_optim_step, with its sentences. */
+dsc_status check_args(const kind &kind, const struct dsc_optim_args *args);
+dsc_status check_tensors(const kind &kind, const struct dsc_optim_tensor *tensors, int64_t n_tensors,
+                         int32_t n_states, unsigned needs);
+
+step_launcher adam_step, adamw_step, lion_step, adagrad_step, sgd_step, muon_momentum, muon_apply;
+
+dsc_status lamb_step(const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors, int64_t n_tensors, double *scratch,
+                     void *stream);
+dsc_status lamb_norms(const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors, int64_t n_tensors, double *out_sumsq,
+                      double *scratch, void *stream);
+dsc_status lamb_apply(const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors, int64_t n_tensors, const double *ratios,
+                      void *stream);
+
+dsc_status flat_sumsq(const struct dsc_span *spans, int64_t n_spans, double *out, double *scratch, void *stream);
+dsc_status flat_reduce(const struct dsc_span *srcs, int64_t n_srcs, float scale, bool accumulate, const struct dsc_span *acc, double *out,
+                       double *scratch, void *stream);
+dsc_status flat_scale(const struct dsc_span *spans, int64_t n_spans, float scale, void *stream);
+dsc_status flat_cast(const struct dsc_span *src, const struct dsc_span *dst, void *stream);
+
+}  // namespace dsc_cuda
+
+#endif
