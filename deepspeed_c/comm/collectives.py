@@ -1,12 +1,13 @@
 """The few collectives that the engine runs on, each by the fastest way that a backend has (``BACKENDS``).
 
-Gradients travel unsummed and are added by our own kernel: in rank order, in f32, rounded once. So a sum has the same bits in
-every run, and 16-bit gradients lose nothing on the way. With one rank nothing is sent.
+Gradients travel unsummed and are added by our own kernel: in rank order, in f32, rounded once. So a sum has the same
+bits in every run, and 16-bit gradients lose nothing on the way. With one rank nothing is sent.
 """
 
 from __future__ import annotations
 
-from typing import Any, Callable, NamedTuple, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,21 +15,32 @@ import torch.distributed as dist
 from deepspeed_c.comm.groups import get_all_ranks_from_group, get_rank, get_world_size
 from deepspeed_c.errors import CommError
 
-__all__ = ["BACKENDS", "Backend", "Collectives", "GENERIC", "GLOO", "Scratch", "Work", "all_gather_single", "reduce_scatter_single"]
+__all__ = [
+    "BACKENDS",
+    "GENERIC",
+    "GLOO",
+    "Backend",
+    "Collectives",
+    "Scratch",
+    "Work",
+    "all_gather_single",
+    "reduce_scatter_single",
+]
 
 # torch 2.13 renamed these two and warns about the old names; torch 2.10 has only the old ones.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# (sources of one dtype and length, scale, accumulate, out): out = (out if accumulate else 0) + scale * (sum of sources in order).
+# (sources of one dtype and length, scale, accumulate, out): out = (out if accumulate else 0) + scale * (sum of sources
+# in order).
 ReduceKernel = Callable[[Sequence[torch.Tensor], float, bool, torch.Tensor], Any]
 
 
 class Work:
     """Something that was started and is finished by ``wait``.
 
-    Finishing may send as well (``all_reduce`` of 16-bit tensors over gloo), so all ranks wait for their works in the same order,
-    and between the same other collectives.
+    Finishing may send as well (``all_reduce`` of 16-bit tensors over gloo), so all ranks wait for their works in the
+    same order, and between the same other collectives.
     """
 
     __slots__ = ("_error", "_handles", "_kept", "_steps", "_what")
@@ -41,7 +53,7 @@ class Work:
         kept: Sequence[torch.Tensor] = (),
         what: str = "",
     ) -> None:
-        """handles: of ``torch.distributed``, to be waited for; then ``finish`` runs. kept: tensors in use until then."""
+        """handles: of ``torch.distributed``; when they are done, ``finish`` runs. kept: tensors in use until then."""
         self._handles = tuple(handles)
         self._steps: tuple[Callable[[], None], ...] = () if finish is None else (finish,)
         self._kept = tuple(kept)
@@ -49,12 +61,12 @@ class Work:
         self._error: BaseException | None = None
 
     @classmethod
-    def done(cls) -> "Work":
+    def done(cls) -> Work:
         """Work that is finished already."""
         return cls()
 
-    def then(self, step: Callable[[], None]) -> "Work":
-        """Runs ``step`` once, when this work has been waited for, after earlier steps; at once if there is nothing to wait for."""
+    def then(self, step: Callable[[], None]) -> Work:
+        """Runs ``step`` once, after earlier steps, when this work has been waited for (at once if it has been)."""
         if self._error is not None:
             raise self._error
         if self._handles or self._steps:
@@ -101,7 +113,8 @@ def _wait_all(handles: Sequence[Any], what: str) -> None:
 class Scratch:
     """Buffers that one owner borrows again and again, so that a step allocates nothing.
 
-    Kept buffers are as many as were borrowed at once, each as large as the largest request that it served. Not for several threads.
+    Kept buffers are as many as were borrowed at once, each as large as the largest request that it served. Not for
+    several threads.
     """
 
     # Whole cache lines and more, so that requests of nearly equal size share a buffer.
@@ -147,8 +160,9 @@ class Scratch:
 class Collectives:
     """One process group, as the engine uses it.
 
-    Tensors are contiguous and one-dimensional unless a method says otherwise. All ranks of the group call the same methods in the same order
-    with the same sizes and dtypes. Methods that return ``Work`` leave their tensors in use until it has been waited for.
+    Tensors are contiguous and one-dimensional unless a method says otherwise. All ranks of the group call the same
+    methods in the same order with the same sizes and dtypes. Methods that return ``Work`` leave their tensors in use
+    until it has been waited for.
     """
 
     def __init__(
@@ -158,7 +172,9 @@ class Collectives:
         scratch: Scratch | None = None,
         reduce: ReduceKernel | None = None,
     ) -> None:
-        """group: by default all ranks. scratch: buffers to share with others. reduce: another kernel for the sums than ours."""
+        """group: by default all ranks. scratch: buffers to share with others. reduce: another kernel for the sums than
+        ours.
+        """
         self.group = group
         self.world_size = get_world_size(group)
         self.rank = get_rank(group)
@@ -172,7 +188,11 @@ class Collectives:
         self.scratch = Scratch() if scratch is None else scratch
         self.reduce: ReduceKernel = _kernel() if reduce is None else reduce
         # {"cpu": "gloo", "cuda": "nccl"}
-        names = dict(part.split(":", 1) for part in dist.get_backend_config(group).split(",")) if self.world_size > 1 else {}
+        names = (
+            dict(part.split(":", 1) for part in dist.get_backend_config(group).split(","))
+            if self.world_size > 1
+            else {}
+        )
         self._backends = {device: BACKENDS.get(name, GENERIC) for device, name in names.items()}
         # Numbers travel on the CPU where they can, else on the accelerator.
         self._number_device = torch.device("cpu" if "cpu" in names or not names else next(iter(names)))
@@ -181,20 +201,22 @@ class Collectives:
         """Frees the scratch buffers; the group is not ours to end."""
         self.scratch.clear()
 
-    # -- flat buffers -----------------------------------------------------------------------------------------------
+    # -- flat buffers
 
     def reduce_scatter(
         self, flat: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False
     ) -> Work:
         """Sums every rank's ``flat`` [n * s] and leaves this rank's slice of the sum in ``out`` [s].
 
-        out = (out if accumulate else 0) + scale * sum, the sum held in f32 and rounded once to out's dtype. f32, bf16, f16; out may have another
-        of these than flat, and may be this rank's own slice of flat.
+        out = (out if accumulate else 0) + scale * sum, the sum held in f32 and rounded once to out's dtype. f32, bf16,
+        f16; out may have another of these than flat, and may be this rank's own slice of flat.
         """
         _check_flat(flat)
         _check_flat(out)
         if flat.numel() != self.world_size * out.numel():
-            raise ValueError(f"flat has {flat.numel()} elements; {self.world_size} ranks times {out.numel()} are needed")
+            raise ValueError(
+                f"flat has {flat.numel()} elements; {self.world_size} ranks times {out.numel()} are needed"
+            )
         if flat.numel() == 0:
             return Work.done()
         if self.world_size == 1:
@@ -216,7 +238,10 @@ class Collectives:
         return (_broadcast_slices if use_broadcast else self._backend(flat).all_gather)(self, flat)
 
     def all_reduce(self, flat: torch.Tensor, *, scale: float = 1.0) -> Work:
-        """flat = scale * (sum of every rank's ``flat``), in place, the same bits on every rank. f32, bf16, f16; any length."""
+        """flat = scale * (sum of every rank's ``flat``), in place, the same bits on every rank.
+
+        f32, bf16, f16; any length.
+        """
         _check_flat(flat)
         if flat.numel() == 0:
             return Work.done()
@@ -242,7 +267,10 @@ class Collectives:
         return [row.view(tensor.shape) for row in whole]
 
     def sum_disjoint_bits(self, tensor: torch.Tensor) -> None:
-        """Sums contiguous tensors of which at most one rank's is other than zero at each element, in place and exactly (-0.0 and NaN too)."""
+        """Sums contiguous tensors of which at most one rank's is other than zero at each element.
+
+        In place and exactly, -0.0 and NaN too.
+        """
         if self.world_size == 1 or tensor.numel() == 0:
             return
         # Integers add without rounding, and zero bits add nothing.
@@ -250,9 +278,9 @@ class Collectives:
         bits = flat.view(torch.int32 if flat.element_size() % 4 == 0 else torch.uint8)
         _wait_all([dist.all_reduce(bits, group=self.group, async_op=True)], "all_reduce")
 
-    # -- numbers and objects ----------------------------------------------------------------------------------------
+    # -- numbers and objects
 
-    def gather_numbers(self, number: int | float) -> list[Any]:
+    def gather_numbers(self, number: float) -> list[Any]:
         """Every rank's ``number`` by rank: all int (64 bit) or all float on all ranks."""
         if self.world_size == 1:
             return [number]
@@ -280,13 +308,14 @@ class Collectives:
         """Returns when every rank has come here."""
         self.gather_numbers(0)
 
-    # -- parts of the ways below ------------------------------------------------------------------------------------
+    # -- parts of the ways below
 
-    def _backend(self, flat: torch.Tensor) -> "Backend":
+    def _backend(self, flat: torch.Tensor) -> Backend:
         backend = self._backends.get(flat.device.type)
         if backend is None:
             raise CommError(
-                f"the group has no backend for {flat.device.type} tensors (it has {dist.get_backend_config(self.group)})",
+                f"the group has no backend for {flat.device.type} tensors"
+                f" (it has {dist.get_backend_config(self.group)})",
                 where=f"rank {self.rank}",
                 fix="leave dist_backend unset in init_distributed, or name one backend for each device",
             )
@@ -306,14 +335,16 @@ def _kernel() -> ReduceKernel:
 
 def _check_flat(tensor: torch.Tensor) -> None:
     if tensor.dim() != 1 or not tensor.is_contiguous():
-        raise ValueError(f"a contiguous one-dimensional tensor is needed, not {tuple(tensor.shape)} with strides {tensor.stride()}")
+        raise ValueError(
+            f"a contiguous one-dimensional tensor is needed, not {tuple(tensor.shape)} with strides {tensor.stride()}"
+        )
 
 
 def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype
 
 
-# -- ways to do it ------------------------------------------------------------------------------------------------------
+# -- ways to do it
 
 
 def _exchange_then_reduce(
@@ -369,7 +400,7 @@ def _all_reduce_by_backend(comm: Collectives, flat: torch.Tensor, scale: float) 
 
 
 def _exchange_reduce_broadcast(comm: Collectives, flat: torch.Tensor, scale: float) -> Work:
-    """Each rank sums one piece (as ``_exchange_then_reduce``) and sends it to all. The pieces differ by at most one element."""
+    """Each rank sums one piece (as ``_exchange_then_reduce``) and sends it to all; pieces differ by at most 1 element."""
     n, rank, numel = comm.world_size, comm.rank, flat.numel()
     sizes = [numel // n + (r < numel % n) for r in range(n)]
     pieces = flat.split(sizes)
@@ -394,7 +425,7 @@ def _exchange_reduce_broadcast(comm: Collectives, flat: torch.Tensor, scale: flo
 
 
 def _all_reduce_gloo(comm: Collectives, flat: torch.Tensor, scale: float) -> Work:
-    """gloo's ring sums 16-bit numbers one by one and rounds at each rank; in f32 it is as fast as ours and takes no scratch."""
+    """gloo's ring sums 16-bit numbers one by one and rounds at each rank; in f32 it is fast, and takes no scratch."""
     way = _all_reduce_by_backend if flat.dtype == torch.float32 else _exchange_reduce_broadcast
     return way(comm, flat, scale)
 
@@ -407,9 +438,9 @@ class Backend(NamedTuple):
     all_reduce: Callable[[Collectives, torch.Tensor, float], Work]
 
 
-# Measured over gloo with 48 MiB, 2 / 3 ranks on 2 cores: reduce_scatter 38 / 51 ms by all_to_all (its own reduce_scatter: 120 ms for
-# 64 MiB and 2 ranks), all_gather 20-28 / 32 ms by broadcasts (its own: 75-109 / 93-230), all_reduce f32 55 / 79 ms by its ring (ours 56 / 85),
-# fp16 104 / 129 ms by its ring, 68 / 89 by ours.
+# Measured over gloo with 48 MiB, 2 / 3 ranks on 2 cores: reduce_scatter 38 / 51 ms by all_to_all (its own
+# reduce_scatter: 120 ms for 64 MiB and 2 ranks), all_gather 20-28 / 32 ms by broadcasts (its own: 75-109 / 93-230),
+# all_reduce f32 55 / 79 ms by its ring (ours 56 / 85), fp16 104 / 129 ms by its ring, 68 / 89 by ours.
 GLOO = Backend(_exchange_then_reduce, _broadcast_slices, _all_reduce_gloo)
 # What a backend made for large machines does best itself.
 GENERIC = Backend(_reduce_scatter_by_backend, _all_gather_by_backend, _all_reduce_by_backend)

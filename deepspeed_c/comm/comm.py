@@ -1,7 +1,7 @@
 """DeepSpeed's communication calls, by their names and signatures, over ``torch.distributed``.
 
-Each function takes what its namesake of ``torch.distributed`` takes, and also ``prof``, ``log_name`` and ``debug`` for the
-communication log. An operation that fails raises ``CommError`` (a RuntimeError), with the reason that torch gave.
+Each function takes what its namesake of ``torch.distributed`` takes, and also ``prof``, ``log_name`` and ``debug`` for
+the communication log. An operation that fails raises ``CommError`` (a RuntimeError), with the reason that torch gave.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import inspect
 import os
 import sys
 import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Callable, Sequence, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -74,7 +75,8 @@ __all__ = [
     "set_backend",
 ]
 
-# One log a process, as there is one default group a process: ``configure`` and ``log_summary`` take no object to work on.
+# One log a process, as there is one default group a process: ``configure`` and ``log_summary`` take no object to work
+# on.
 comms_logger = CommsLogger()
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -127,7 +129,7 @@ def _failed(name: str, error: RuntimeError) -> CommError:
     return CommError(
         f"{name} failed: {error}",
         where=f"rank {dist.get_rank()}" if is_initialized() else "",
-        fix="look at the output of the other ranks (one has stopped, or runs something else), and at the tensors passed",
+        fix="look at the other ranks' output (one has stopped, or runs something else), and at the tensors passed",
     )
 
 
@@ -163,7 +165,7 @@ def _n_bytes(sent: Any) -> int:
     return 0
 
 
-# -- the log ------------------------------------------------------------------------------------------------------------
+# -- the log
 
 
 def configure(
@@ -174,7 +176,9 @@ def configure(
     verbose: bool | None = None,
     debug: bool | None = None,
 ) -> None:
-    """Sets the communication log: first from a configuration's ``comms_logger`` section (a dict or an object), then by argument."""
+    """Sets the communication log: first from a configuration's ``comms_logger`` section (a dict or an object), then by
+    argument.
+    """
     given = {"enabled": enabled, "prof_all": prof_all, "prof_ops": prof_ops, "verbose": verbose, "debug": debug}
     section = None
     if deepspeed_config is not None:
@@ -193,8 +197,8 @@ def _read(holder: Any, name: str) -> Any:
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
     """Logs on rank 0 what has been recorded; every rank calls it.
 
-    Returns, if asked, {"summary": {name: {bytes: statistics}}, "straggler_analysis": the same or None, "metadata": ...}; times in ms,
-    bandwidths in Gbit/s.
+    Returns, if asked, {"summary": {name: {bytes: statistics}}, "straggler_analysis": the same or None, "metadata":
+    ...}; times in ms, bandwidths in Gbit/s.
     """
     require_initialized("log_summary")
     world_size, rank = dist.get_world_size(), dist.get_rank()
@@ -239,7 +243,7 @@ def get_logged_comm_ops() -> list[str]:
     return comms_logger.get_operation_names()
 
 
-# -- one to all, all to one ---------------------------------------------------------------------------------------------
+# -- one to all, all to one
 
 
 @_operation
@@ -260,7 +264,9 @@ def broadcast(
 def broadcast_object_list(
     object_list: list[Any], src: int, group: ProcessGroup | None = None, device: torch.device | None = None
 ) -> None:
-    """Global rank ``src`` sends a list of objects that pickle; the other ranks' lists, of equal length, are overwritten."""
+    """Global rank ``src`` sends a list of objects that pickle; the other ranks' lists, of equal length, are
+    overwritten.
+    """
     return dist.broadcast_object_list(object_list, src, group=group, device=device)
 
 
@@ -309,7 +315,7 @@ def scatter(
     return dist.scatter(tensor, scatter_list, src, group=group, async_op=async_op)
 
 
-# -- all to all ---------------------------------------------------------------------------------------------------------
+# -- all to all
 
 
 @_operation
@@ -524,7 +530,7 @@ def _together(handles: Sequence[Any], async_op: bool) -> _Together | None:
     return None
 
 
-# -- point to point -----------------------------------------------------------------------------------------------------
+# -- point to point
 
 
 @_operation
@@ -583,7 +589,7 @@ def irecv(
     return dist.irecv(tensor, src, group=group, tag=tag)
 
 
-# -- waiting for each other ---------------------------------------------------------------------------------------------
+# -- waiting for each other
 
 
 @_operation
@@ -612,7 +618,7 @@ def monitored_barrier(
     return dist.monitored_barrier(group=group, timeout=timeout, wait_all_ranks=wait_all_ranks)
 
 
-# -- what there is ------------------------------------------------------------------------------------------------------
+# -- what there is
 
 
 def has_all_gather_into_tensor() -> bool:
@@ -640,7 +646,9 @@ def set_backend() -> None:
 
 
 def init_deepspeed_backend(ds_backend: str, timeout: timedelta | None = None, init_method: str | None = None) -> None:
-    """Checks that torch has the backend ``ds_backend``: there are none besides those of torch, and ``init_distributed`` starts them."""
+    """Checks that torch has the backend ``ds_backend``: there are none besides those of torch, and ``init_distributed``
+    starts them.
+    """
     if not dist.is_backend_available(ds_backend):
         raise CommError(
             f"this torch has no {ds_backend!r} backend",
@@ -657,7 +665,7 @@ def enable_symm_mem_for_group(group_name: str) -> None:
     _symmetric_memory.enable_symm_mem_for_group(group_name)
 
 
-# -- cloud services that start ranks by MPI -----------------------------------------------------------------------------
+# -- cloud services that start ranks by MPI
 
 
 def in_aml() -> bool:
@@ -676,7 +684,9 @@ def in_dlts() -> bool:
 
 
 def patch_aml_env_for_torch_nccl_backend(master_port: int = 6105, verbose: bool = True) -> None:
-    """Sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from Azure ML's, and keeps NCCL off Docker's bridge."""
+    """Sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from Azure ML's, and keeps NCCL off Docker's
+    bridge.
+    """
     _publish_mpi(master_port, "Azure ML", verbose)
     os.environ["NCCL_SOCKET_IFNAME"] = "^docker0,lo"
 
@@ -706,4 +716,3 @@ def _publish_mpi(port: int, service: str, verbose: bool) -> None:
     )
     if verbose:
         logger.info("%s: rank %d of %d, rank 0 at %s", service, place.rank, place.world_size, place.master_addr)
-

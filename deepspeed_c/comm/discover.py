@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import socket
-from typing import Mapping, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from deepspeed_c.errors import CommError
 
@@ -12,7 +13,8 @@ __all__ = ["DEFAULT_PORT", "LAUNCHERS", "Launcher", "Placement", "discover", "fi
 
 DEFAULT_PORT = 29500  # that of torch.distributed and of DeepSpeed
 
-# Slurm jobs that share a node must not share a port: it is taken from the job's id, below Linux's ephemeral range (32768...).
+# Slurm jobs that share a node must not share a port: it is taken from the job's id, below Linux's ephemeral range
+# (32768...).
 _SLURM_PORT_BEGIN, _SLURM_PORT_END = 12000, 32000
 
 
@@ -35,7 +37,9 @@ class Launcher(NamedTuple):
     world_size: str
     local_rank: str
     local_world_size: str
-    is_explicit: bool = False  # set by a person or a launcher for torch: half of it is a mistake; others may be left-overs
+    is_explicit: bool = (
+        False  # set by a person or a launcher for torch: half of it is a mistake; others may be left-overs
+    )
 
 
 LAUNCHERS = (
@@ -66,7 +70,8 @@ def discover(
 ) -> Placement:
     """The first launcher of ``LAUNCHERS`` that left its variables; with none, this is the only process.
 
-    ``distributed_port`` is used where the environment names none; ``auto_mpi_discovery`` False looks at RANK and WORLD_SIZE only.
+    ``distributed_port`` is used where the environment names none; ``auto_mpi_discovery`` False looks at RANK and
+    WORLD_SIZE only.
     Raises ``CommError`` when the variables are incomplete, malformed or contradict each other.
     """
     for launcher in LAUNCHERS:

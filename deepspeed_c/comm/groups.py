@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Sequence
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -41,7 +42,8 @@ __all__ = [
     "require_initialized",
 ]
 
-# How long a collective may take, where nobody says otherwise: 10 minutes as in DeepSpeed 0.19.6. DEEPSPEED_TIMEOUT (minutes) overrides it.
+# How long a collective may take, where nobody says otherwise: 10 minutes as in DeepSpeed 0.19.6. DEEPSPEED_TIMEOUT
+# (minutes) overrides it.
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 # How long init_distributed waits for all ranks to come, where nobody says otherwise.
 ARRIVAL_TIMEOUT = timedelta(seconds=60)
@@ -64,19 +66,22 @@ def init_distributed(
 ) -> None:
     """Starts ``torch.distributed`` unless it runs already; every process of the job calls it.
 
-    The place of this process comes from ``rank`` and ``world_size`` if given, else from the environment of torchrun, the
-    deepspeed_c launcher, Open MPI, MVAPICH2, PMI (MPICH, Intel MPI) or Slurm; with none of them it is the only process, which takes
-    no port. RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set in the environment where they were not, as other
-    libraries read them.
+    The place of this process comes from ``rank`` and ``world_size`` if given, else from the environment of torchrun,
+    the deepspeed_c launcher, Open MPI, MVAPICH2, PMI (MPICH, Intel MPI) or Slurm; with none of them it is the only
+    process, which takes no port. RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set in the environment
+    where they were not, as other libraries read them.
 
-    dist_backend: a ``torch.distributed`` backend; by default gloo, with an accelerator ``cpu:gloo,cuda:nccl`` (or its own backend).
+    dist_backend: a ``torch.distributed`` backend; by default gloo, with an accelerator ``cpu:gloo,cuda:nccl`` (or its
+    own backend).
     distributed_port: port of rank 0 where MASTER_PORT is not set.
-    timeout: limit of one collective and of waiting for the ranks to come; by default ``DEFAULT_TIMEOUT`` and ``ARRIVAL_TIMEOUT``.
+    timeout: limit of one collective and of waiting for the ranks to come; by default ``DEFAULT_TIMEOUT`` and
+    ``ARRIVAL_TIMEOUT``.
     init_method: ``env://``, ``tcp://host:port`` or ``file:///path``.
     dist_init_required: False means that it must have been started before.
     config: a configuration with a ``comms_logger`` section (see ``configure``).
 
-    Raises ``CommError`` when the environment is incomplete or contradictory, the port is taken, or ranks do not come in time.
+    Raises ``CommError`` when the environment is incomplete or contradictory, the port is taken, or ranks do not come in
+    time.
     """
     if config is not None:
         from deepspeed_c.comm.comm import configure  # comm.py stands on this module
@@ -233,19 +238,23 @@ def _open_store(place: Placement, init_method: str | None, timeout: timedelta) -
             raise CommError(
                 f"rank 0 cannot listen on port {place.master_port}: {error}",
                 where=_address(place),
-                fix="another process holds the port (an earlier run?): end it, or choose another with MASTER_PORT or --master_port",
+                fix="another process (an earlier run?) holds the port: end it, or choose another"
+                " with MASTER_PORT or --master_port",
             ) from error
         raise CommError(
-            f"rank {place.rank} of {place.world_size} could not reach rank 0 within {timeout.total_seconds():g} s: {error}",
+            f"rank {place.rank} of {place.world_size} could not reach rank 0"
+            f" within {timeout.total_seconds():g} s: {error}",
             where=_address(place),
-            fix="check that rank 0 runs and that MASTER_ADDR and MASTER_PORT name its host; pass a longer timeout= for slow starts",
+            fix="check that rank 0 runs and that MASTER_ADDR and MASTER_PORT name its host;"
+            " pass a longer timeout= for slow starts",
         ) from error
 
 
 def _meet(store: dist.Store, place: Placement, timeout: timedelta) -> tuple[dist.Store, int]:
     """Waits until all ranks have signed in; returns the store for the group, and how many lower ranks share this host.
 
-    A store can outlive a group (that of torchrun's agent does), so each group of a process's life gets a round of its own.
+    A store can outlive a group (that of torchrun's agent does), so each group of a process's life gets a round of its
+    own.
     """
     rank, world_size = place.rank, place.world_size
     me = f"{socket.gethostname()} pid {os.getpid()}"
@@ -256,7 +265,8 @@ def _meet(store: dist.Store, place: Placement, timeout: timedelta) -> tuple[dist
             raise CommError(
                 f"two processes say that they are rank {rank}: {owner} and {me}",
                 where=_address(place),
-                fix="give every process its own RANK; if an earlier run is still alive, end it or choose another MASTER_PORT",
+                fix="give every process its own RANK; if an earlier run is still alive, end it"
+                " or choose another MASTER_PORT",
             )
         round_ = store.add(f"deepspeed_c/round/{rank}", 1)
         prefix = f"deepspeed_c/{round_}"
@@ -320,7 +330,8 @@ def _publish(place: Placement, local_rank: int) -> None:
 
 
 def mpi_discovery(distributed_port: int = DEFAULT_PORT, verbose: bool = True) -> None:
-    """Sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from what MPI, PMI or Slurm left in the environment.
+    """Sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from what MPI, PMI or Slurm left in the
+    environment.
 
     One process of its own gets rank 0 of 1. Raises ``CommError`` as ``init_distributed`` does.
     """
@@ -364,7 +375,9 @@ def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
 
 
 def new_group(ranks: Sequence[int] | None = None, timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """A group of global ``ranks``; all ranks of the world call it, in the same order. ``timeout`` as in ``init_distributed``."""
+    """A group of global ``ranks``; all ranks of the world call it, in the same order. ``timeout`` as in
+    ``init_distributed``.
+    """
     require_initialized("new_group")
     world_size = dist.get_world_size()
     ranks = list(range(world_size)) if ranks is None else list(ranks)
@@ -397,7 +410,9 @@ def get_rank(group: dist.ProcessGroup | None = None) -> int:
 
 
 def get_local_rank() -> int:
-    """This process's number among those on its host: LOCAL_RANK, which ``init_distributed`` sets where the launcher did not."""
+    """This process's number among those on its host: LOCAL_RANK, which ``init_distributed`` sets where the launcher did
+    not.
+    """
     require_initialized("get_local_rank")
     return local_rank_of(os.environ)
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Callable, Sequence
+from typing import Any
 
 from deepspeed_c.logging import logger
 
 __all__ = ["CommsLogger", "bandwidths_gbps", "trim_mean"]
 
-# How many times its message an operation moves, as (n ranks) -> (factor of the algorithm's bandwidth, factor of the bus's).
-# The conventions are those of nccl-tests (PERFORMANCE.md) and DeepSpeed, whose tables count a gathered message whole.
+# How many times its message an operation moves, as (n ranks) -> (factor of the algorithm's bandwidth, factor of the
+# bus's). The conventions are those of nccl-tests (PERFORMANCE.md) and DeepSpeed, whose tables count a gathered message
+# whole.
 _GATHERING = frozenset({"all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor"})
 _REDUCING = frozenset({"all_reduce", "all_reduce_coalesced", "inference_all_reduce"})
 _EXCHANGING = frozenset({"all_to_all", "all_to_all_single"})
@@ -113,7 +115,8 @@ class CommsLogger:
         return table
 
     def stragglers(self, gather: Callable[[Any], list[Any]]) -> dict[str, dict[int, dict[str, Any]]]:
-        """Splits latencies into what the fastest rank took and what this rank waited more. ``gather`` collects every rank's object.
+        """Splits latencies into what the fastest rank took and what this rank waited more. ``gather`` collects every
+        rank's object.
 
         Records that some rank does not have, or has fewer of, are compared as far as all ranks have them.
         """

@@ -1,4 +1,6 @@
-"""comm/collectives.py against sums in fp64, for every dtype, worlds 1 to 3, awkward lengths and both ways a backend can go."""
+"""comm/collectives.py against sums in fp64, for every dtype, worlds 1 to 3, awkward lengths and both ways a backend can
+go.
+"""
 
 from __future__ import annotations
 
@@ -56,12 +58,13 @@ def make(kernel, way=None):
 
 
 def check_close(got, want, magnitude, out_dtype, travel_dtype, n, what):
-    """One rounding to out's dtype, and n roundings to the dtype that the sum runs in (a backend sums in what travels)."""
+    """One rounding to out's dtype, and n roundings to the dtype that the sum runs in (for a backend: what travels)."""
     bound = torch.finfo(out_dtype).eps * want.abs() + n * torch.finfo(travel_dtype).eps * magnitude + 1e-7
     error = (got.double() - want).abs()
     worst = int((error - bound).argmax()) if error.numel() else 0
     assert bool((error <= bound).all()), (
-        f"{what}: element {worst} is {got[worst].item()!r}, fp64 gives {want[worst].item()!r}, bound {bound[worst].item():.3e}"
+        f"{what}: element {worst} is {got[worst].item()!r}, fp64 gives {want[worst].item()!r},"
+        f" bound {bound[worst].item():.3e}"
     )
 
 
@@ -80,7 +83,9 @@ def reduce_scatter_body(rank, world, kernel, way):
                     want = scale * sum(mine) + (begin if accumulate else 0)
                     magnitude = abs(scale) * sum(x.abs() for x in mine) + begin.abs()
                     travel = torch.float32 if way == "gloo" or world == 1 else dtype
-                    what = f"{way} {dtype}->{out_dtype} world {world} slice {numel} scale {scale} accumulate {accumulate}"
+                    what = (
+                        f"{way} {dtype}->{out_dtype} world {world} slice {numel} scale {scale} accumulate {accumulate}"
+                    )
                     check_close(out, want, magnitude, out_dtype, travel, world, what)
                     assert torch.equal(flat, inputs[rank]), f"{what}: the input was written"
 
@@ -161,7 +166,10 @@ def same_bits_body(rank, world):
     results = []
     for _ in range(3):
         inputs = [data(r, 3001, torch.bfloat16) for r in range(world)]
-        flat, sharded = inputs[rank].clone(), torch.cat([inputs[rank], torch.zeros(-3001 % world, dtype=torch.bfloat16)])
+        flat, sharded = (
+            inputs[rank].clone(),
+            torch.cat([inputs[rank], torch.zeros(-3001 % world, dtype=torch.bfloat16)]),
+        )
         comm.all_reduce(flat).wait()
         out = torch.empty(sharded.numel() // world, dtype=torch.bfloat16)
         comm.reduce_scatter(sharded, out).wait()
@@ -180,7 +188,14 @@ def special_values_body(rank, world):
     for dtype in DTYPES:
         biggest = torch.finfo(dtype).max
         tiny = torch.finfo(dtype).smallest_normal / 2
-        rows = [[1.0, float("inf")], [float("inf"), float("-inf")], [float("nan"), 0.0], [-0.0, -0.0], [tiny, tiny], [biggest, 0.0]]
+        rows = [
+            [1.0, float("inf")],
+            [float("inf"), float("-inf")],
+            [float("nan"), 0.0],
+            [-0.0, -0.0],
+            [tiny, tiny],
+            [biggest, 0.0],
+        ]
         flat = torch.tensor([row[rank] for row in rows], dtype=dtype)
         comm.all_reduce(flat).wait()
         got = flat.tolist()

@@ -40,7 +40,10 @@ def test_torchrun():
         ({**OPEN_MPI, "AZ_BATCH_MASTER_NODE": "10.0.0.4:6000"}, (1, 2, 1, "10.0.0.4", DEFAULT_PORT)),
         ({**OPEN_MPI, "AZ_BATCHAI_MPI_MASTER_NODE": "b"}, (1, 2, 1, "b", DEFAULT_PORT)),
         (
-            {f"MV2_COMM_WORLD_{k}": v for k, v in dict(RANK="0", SIZE="2", LOCAL_RANK="0", LOCAL_SIZE="2").items()},
+            {
+                f"MV2_COMM_WORLD_{k}": v
+                for k, v in {"RANK": "0", "SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}.items()
+            },
             (0, 2, 0, "127.0.0.1", DEFAULT_PORT),
         ),
         (
