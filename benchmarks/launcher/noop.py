@@ -1,0 +1,81 @@
+"""How long does it take to launch 2 processes that do nothing, against torch.distributed.run (and DeepSpeed)?
+launcher)?
+
+The contenders alternate, in an order that changes each round, and each launch is timed from the outside, until its
+process has ended; a ratio is that of two launches of the same round. DSC_PEER_PYTHON, the interpreter of an environment
+with DeepSpeed, adds that. Run: python -m benchmarks.launcher.noop [--rounds 7]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.measure import machine, median_spread
+
+ROOT = Path(__file__).resolve().parents[2]
+WORLD = 2
+TIMEOUT_SECONDS = 120
+
+
+def contenders(script: str) -> dict[str, list[str]]:
+    """Name -> command."""
+    commands = {
+        "deepspeed_c": [sys.executable, "-m", "deepspeed_c", "--num_procs", str(WORLD), script],
+        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(WORLD), script],
+    }
+    if peer := os.environ.get("DSC_PEER_PYTHON"):
+        commands["deepspeed"] = [peer, "-m", "deepspeed.launcher.runner", "--num_gpus", str(WORLD), script]
+    return commands
+
+
+def seconds_of(command: list[str]) -> float:
+    """Wall time of one launch. DS_ACCELERATOR lets DeepSpeed start without a device; the others do not read it."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+    begin = time.perf_counter()
+    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=TIMEOUT_SECONDS)
+    return time.perf_counter() - begin
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Time launches of a no-op.")
+    parser.add_argument("--rounds", type=int, default=7)
+    n_rounds = parser.parse_args().rounds
+    with tempfile.TemporaryDirectory() as folder:
+        script = os.path.join(folder, "noop.py")
+        Path(script).write_text("")
+        commands = contenders(script)
+        for command in commands.values():
+            seconds_of(command)  # files into the page cache, modules compiled
+        times: dict[str, list[float]] = {name: [] for name in commands}
+        for round_ in range(n_rounds):
+            names = list(commands)
+            for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
+                times[name].append(seconds_of(commands[name]))
+    for name, taken in times.items():
+        seconds, least, most = median_spread(taken)
+        ratio, ratio_least, ratio_most = median_spread([a / b for a, b in zip(taken, times["torchrun"], strict=True)])
+        line = {
+            "benchmark": "launcher/noop",
+            "contender": name,
+            "processes": WORLD,
+            "rounds": n_rounds,
+            "seconds": round(seconds, 3),
+            "seconds_min": round(least, 3),
+            "seconds_max": round(most, 3),
+            "ratio_to_torchrun": round(ratio, 3),
+            "ratio_min": round(ratio_least, 3),
+            "ratio_max": round(ratio_most, 3),
+            "machine": machine(),
+        }
+        print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()
