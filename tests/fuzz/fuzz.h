@@ -39,7 +39,9 @@ static inline uint8_t take_byte(struct input *input)
 /* In [0, n). */
 static inline int64_t take_below(struct input *input, int64_t n)
 {
-    return (take_byte(input) | take_byte(input) << 8) % n;
+    int64_t low = take_byte(input); /* one after the other: the order of operands is the compiler's */
+
+    return (low | (int64_t)take_byte(input) << 8) % n;
 }
 
 /* Any bits; one time in eight near an end of the type, where sums overflow. */

@@ -17,8 +17,8 @@ struct dsc_span {
 };
 
 /*
- * Sum of squares of all elements of n_spans spans, and how many are inf or NaN, in one pass. Elements are squared in f32 and
- * summed in f64 per chunk (an f32 square that overflows is counted in as the f64 square). Non-finite elements are counted and left out of the sum.
+ * Sum of squares of all elements of n_spans spans, and how many are inf or NaN, in one pass. Elements are squared and summed in f64, where no
+ * square of an f32 is lost: gradients of 1e-30 have a norm. Non-finite elements are counted and left out of the sum.
  */
 DSC_API dsc_status dsc_flat_sumsq(const struct dsc_span *spans, int64_t n_spans, const struct dsc_par *par,
                                   double *out_sumsq, int64_t *out_n_nonfinite);

@@ -11,7 +11,8 @@ extern "C" {
 
 /*
  * The best table that this processor runs, by name: "scalar", "avx2", "avx512", "neon". The environment variable DSC_CPU_ISA overrides it
- * (read once, at the first use); a name that is not built or not runnable here is DSC_ENOTSUP from every call that needs a kernel, never a crash.
+ * (read once, at the first use); a name that is not built or not runnable here is DSC_ENOTSUP from every call that needs a kernel, never a crash,
+ * and NULL from this one.
  */
 DSC_API const char *dsc_cpu_isa_name(void);
 

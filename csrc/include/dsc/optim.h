@@ -70,7 +70,9 @@ struct dsc_optim_args {
 
 /*
  * One step over tensors. par is borrowed, may be NULL. All arguments are checked before anything is written:
- * DSC_EINVAL names the field or the tensor; then nothing has changed.
+ * DSC_EINVAL names the field or the tensor; then nothing has changed. DSC_EOVERFLOW: the elements do not add up in int64_t.
+ *
+ * Fields that a kind does not use need only be finite. sgd's first step (step == 1) sets its state to the gradient and does not read it.
  */
 DSC_API dsc_status dsc_optim_step(const struct dsc_optim_kind *kind, const struct dsc_optim_args *args,
                                   const struct dsc_optim_tensor *tensors, int64_t n_tensors, const struct dsc_par *par);
@@ -91,7 +93,7 @@ DSC_API dsc_status dsc_optim_apply(const struct dsc_optim_kind *kind, const stru
 
 /*
  * Muon's elementwise halves (Jordan 2024); the orthogonalisation between them is a few matrix products and belongs to the caller.
- * First half: momentum = mu * momentum + grad, then out_update = nesterov ? grad + mu * momentum : momentum (out_update in state_dtype's
+ * First half, with mu = args->momentum: momentum = mu * momentum + grad, then out_update = nesterov ? grad + mu * momentum : momentum (out_update in state_dtype's
  * place is f32; written through tensors[i].copy with copy_dtype). param is not read. Second half: param = param * (1 - lr * weight_decay) - lr * update,
  * where update is read through tensors[i].grad with grad_dtype.
  */

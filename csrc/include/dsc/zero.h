@@ -95,8 +95,8 @@ DSC_API dsc_status dsc_bucket_tracker_init(struct dsc_bucket_tracker *tracker, c
 DSC_API void dsc_bucket_tracker_reset(struct dsc_bucket_tracker *tracker);
 
 /*
- * Marks a parameter. *out_is_late is true when it had been marked in this window already and its bucket has been launched: its
- * contribution has to be reduced by itself. Marking one twice before its bucket is launched is fine (contributions add up).
+ * Marks a parameter. *out_is_late is true when its bucket has been launched in this window, with an earlier contribution of its or by
+ * force without: this one has to be reduced by itself. Marking one twice before its bucket is launched is fine (contributions add up).
  */
 DSC_API dsc_status dsc_bucket_tracker_mark(struct dsc_bucket_tracker *tracker, int64_t param, bool *out_is_late);
 

@@ -72,9 +72,11 @@ static void test_histories(void)
     uint64_t random = 23;
 
     for (int round = 0; round < 300; round++) {
-        struct dsc_scaler_config config =
-            config_of(ldexp(1.0, (int)test_below(&random, 12)), ldexp(1.0, (int)test_below(&random, 4)), 1 + test_below(&random, 9),
-                      (int32_t)(1 + test_below(&random, 4)), test_below(&random, 2) == 1);
+        double initial = ldexp(1.0, (int)test_below(&random, 12));
+        double min = ldexp(1.0, (int)test_below(&random, 4));
+        int64_t window = 1 + test_below(&random, 9);
+        int32_t hysteresis = (int32_t)(1 + test_below(&random, 4));
+        struct dsc_scaler_config config = config_of(initial, min, window, hysteresis, test_below(&random, 2) == 1);
         int64_t one_in = 2 + test_below(&random, 12);
         struct dsc_scaler scaler;
         double scale = config.initial_scale;

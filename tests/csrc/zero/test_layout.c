@@ -110,7 +110,11 @@ static void test_random_cases(void)
 
         for (int64_t i = 0; i < n_params; i++)
             sizes[i] = test_below(&random, limit);
-        check_plan(sizes, n_params, (int32_t)(1 + test_below(&random, 9)), 1 + test_below(&random, 2 * limit + 3), aligns[test_below(&random, 4)]);
+
+        int32_t n_ranks = (int32_t)(1 + test_below(&random, 9));
+        int64_t bucket_elems = 1 + test_below(&random, 2 * limit + 3);
+
+        check_plan(sizes, n_params, n_ranks, bucket_elems, aligns[test_below(&random, 4)]);
     }
 }
 

@@ -78,12 +78,16 @@ static void check_fragments(const struct plan *plan)
 
 static struct plan random_plan(uint64_t *random, int64_t limit)
 {
-    struct plan plan = {.n_params = test_below(random, MAX_PARAMS + 1), .n_ranks = (int32_t)(1 + test_below(random, 9))};
+    struct plan plan = {.n_params = test_below(random, MAX_PARAMS + 1)};
+    int64_t bucket_elems = 1 + test_below(random, 3 * limit);
+    int64_t align = INT64_C(1) << test_below(random, 4);
+
+    plan.n_ranks = (int32_t)(1 + test_below(random, 9));
 
     for (int64_t i = 0; i < plan.n_params; i++)
         plan.sizes[i] = test_below(random, 3) == 0 ? 0 : test_below(random, limit);
-    CHECK_STATUS(dsc_layout_plan(plan.sizes, plan.n_params, plan.n_ranks, 1 + test_below(random, 3 * limit), INT64_C(1) << test_below(random, 4),
-                                 MAX_PARAMS, plan.bucket_of, plan.offset, plan.begin, plan.slice, &plan.n_buckets, &plan.flat_elems),
+    CHECK_STATUS(dsc_layout_plan(plan.sizes, plan.n_params, plan.n_ranks, bucket_elems, align, MAX_PARAMS, plan.bucket_of, plan.offset,
+                                 plan.begin, plan.slice, &plan.n_buckets, &plan.flat_elems),
                  DSC_OK);
     return plan;
 }

@@ -1,0 +1,113 @@
+"""Holds the direction of dependencies in C and C++: what a file in one folder may include, and that each public header stands alone."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+CSRC = ROOT / "csrc"
+INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
+SOURCES = {".c", ".h", ".inc", ".cpp", ".cu", ".cuh"}
+
+# folder below csrc -> what its files may include in quotes: a folder of ours, or one header.
+MAY_INCLUDE: dict[str, tuple[str, ...]] = {
+    "include": ("dsc/status.h", "dsc/types.h"),
+    "base": ("base/", "dsc/"),
+    "cpu": ("cpu/", "base/", "dsc/"),
+    "zero": ("zero/", "base/", "dsc/"),
+    "scale": ("scale/", "base/", "dsc/"),
+    "optim": ("optim/", "cpu/", "base/", "dsc/"),
+    "accel": ("accel/", "base/", "dsc/"),
+    "cuda": ("cuda/", "dsc/"),
+}
+
+# An accelerator's table speaks of spans and tensors; the umbrella header is all of them.
+MAY_INCLUDE_TOO: dict[str, tuple[str, ...]] = {
+    "include/dsc/accel.h": ("dsc/flat.h", "dsc/optim.h"),
+    "include/dsc/dsc.h": ("dsc/",),
+}
+
+# <header> that only some files may name -> those files, as globs from the root. Everything else in <> is libc, or the C++ library in C++ files.
+ONLY_IN: dict[str, tuple[str, ...]] = {
+    r"(torch|ATen|c10)/": ("ops/binding/dsc_torch.*",),
+    r"(pybind11/|Python\.h)": ("ops/binding/*",),
+    r"(cuda|nccl|cub/|thrust/)": ("csrc/cuda/*",),
+    r"dlfcn\.h": ("csrc/accel/*", "ops/binding/*"),
+    r"pthread\.h": ("csrc/cpu/dispatch.c",),
+    r"immintrin\.h": ("csrc/cpu/*",),
+    r"(libaio|liburing)\.h": (),
+}
+
+
+def includes(path: Path) -> list[tuple[bool, str]]:
+    """(is in quotes, what is included) of every include line."""
+    return [(mark == '"', name) for mark, name in INCLUDE.findall(path.read_text())]
+
+
+def sources(*folders: str) -> list[Path]:
+    found = [path for folder in folders for path in sorted((ROOT / folder).rglob("*")) if path.suffix in SOURCES]
+    return [path for path in found if "build" not in path.relative_to(ROOT).parts]
+
+
+def test_every_folder_has_its_rule() -> None:
+    folders = {path.relative_to(CSRC).parts[0] for path in sources("csrc")}
+    assert folders <= set(MAY_INCLUDE), f"no rule for {sorted(folders - set(MAY_INCLUDE))}"
+    assert {"include", "base", "cpu", "zero", "scale", "optim"} <= folders
+
+
+def test_cores_include_only_what_lies_below_them() -> None:
+    wrong = []
+    for path in sources("csrc"):
+        name = path.relative_to(CSRC).as_posix()
+        allowed = MAY_INCLUDE[name.split("/")[0]] + MAY_INCLUDE_TOO.get(name, ())
+        for is_quoted, included in includes(path):
+            if is_quoted and not any(included == rule or (rule.endswith("/") and included.startswith(rule)) for rule in allowed):
+                wrong.append(f"csrc/{name} includes {included}; it may include {', '.join(allowed)}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_public_headers_name_no_library() -> None:
+    for path in sources("csrc/include"):
+        named = {included for is_quoted, included in includes(path) if not is_quoted}
+        assert named <= {"stddef.h", "stdint.h", "stdbool.h"}, f"{path.name} includes {sorted(named)}"
+
+
+def test_the_binding_reaches_the_cores_through_their_headers() -> None:
+    local = {path.name for path in sources("ops/binding")}
+    for path in sources("ops/binding"):
+        for is_quoted, included in includes(path):
+            assert not is_quoted or included in local or re.fullmatch(r"dsc/\w+\.h", included), f"{path.name} includes {included}"
+
+
+@pytest.mark.parametrize("pattern", ONLY_IN)
+def test_libraries_are_named_only_where_they_belong(pattern: str) -> None:
+    for path in sources("csrc", "ops/binding"):
+        name = path.relative_to(ROOT)
+        if any(name.match(glob) for glob in ONLY_IN[pattern]):
+            continue
+        wrong = [included for is_quoted, included in includes(path) if not is_quoted and re.match(pattern, included)]
+        assert not wrong, f"{name} includes {wrong}; only {ONLY_IN[pattern]} may"
+
+
+@pytest.mark.parametrize("language", ["c11", "c++17"])
+@pytest.mark.parametrize("header", sorted(path.name for path in sources("csrc/include")))
+def test_public_headers_stand_alone(header: str, language: str) -> None:
+    tool = os.environ.get("CXX", "c++") if language == "c++17" else os.environ.get("CC", "cc")
+    if shutil.which(tool.split()[0]) is None:
+        pytest.skip(f"no {tool} on PATH")
+    kind = "c++" if language == "c++17" else "c"
+    done = subprocess.run(
+        [*tool.split(), f"-std={language}", "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-fsyntax-only", f"-I{CSRC / 'include'}", "-x", kind, "-"],
+        input=f'#include "dsc/{header}"\n#include "dsc/{header}"\n',
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
