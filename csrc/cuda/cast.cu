@@ -75,7 +75,6 @@ template <bool IS_SCALED>
 static dsc_status run_cast(const char *what, const struct dsc_span *srcs, const struct dsc_span *dsts, int64_t n_spans, float scale, void *stream)
 {
     const dsc_cuda_limits limits = {CAST_CHUNK_ELEMS, CAST_MAX_PIECES, MAX_BLOCKS};
-    const auto size_of = [srcs](int64_t i) { return srcs[i].n_elems; };
     dsc_cuda_cursor cursor = {0, 0};
     dsc_cuda_piece pieces[CAST_MAX_PIECES];
     cast_params params;
@@ -83,7 +82,7 @@ static dsc_status run_cast(const char *what, const struct dsc_span *srcs, const 
 
     params.scale = scale;
     for (;;) {
-        params.n_pieces = dsc_cuda_plan_next(limits, n_spans, size_of, &cursor, pieces, &n_blocks);
+        params.n_pieces = dsc_cuda_plan_next(&limits, n_spans, size_of_span, srcs, &cursor, pieces, &n_blocks);
         if (params.n_pieces == 0)
             return DSC_OK;
         for (int32_t i = 0; i < params.n_pieces; i++) {

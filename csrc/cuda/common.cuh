@@ -20,8 +20,16 @@ namespace dsc_cuda {
 constexpr int N_THREADS = 256;
 /* A kernel's parameters may take this much on every architecture and toolkit. */
 constexpr int MAX_PARAM_BYTES = 4096;
+
+/* The emulated build sets these to a few, so that tests of a bearable size cross them. */
+#ifndef DSC_CUDA_MAX_BLOCKS
+#define DSC_CUDA_MAX_BLOCKS (1 << 30)
+#define DSC_CUDA_MAX_PARTIALS 6656
+#endif
 /* Blocks of a launch that leaves nothing behind; the hardware's limit is 2^31 - 1. */
-constexpr int32_t MAX_BLOCKS = 1 << 30;
+constexpr int32_t MAX_BLOCKS = DSC_CUDA_MAX_BLOCKS;
+/* Blocks of a launch that leaves two sums a block in scratch. What scratch holds beyond them is lamb's. */
+constexpr int32_t MAX_PARTIALS = DSC_CUDA_MAX_PARTIALS;
 
 /* Hands the sentence to the host library and returns status. */
 dsc_status fail(dsc_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));
@@ -37,6 +45,17 @@ dsc_status check_pointer(const void *data, const char *what);
 
 /* The list checks that the host's functions make, with their sentences. */
 dsc_status check_spans(const struct dsc_span *spans, int64_t n_spans, const char *list);
+
+/* dsc_cuda_size_of over the two kinds of lists. */
+inline int64_t size_of_tensor(const void *tensors, int64_t i)
+{
+    return ((const struct dsc_optim_tensor *)tensors)[i].n_elems;
+}
+
+inline int64_t size_of_span(const void *spans, int64_t i)
+{
+    return ((const struct dsc_span *)spans)[i].n_elems;
+}
 
 template <class Params>
 dsc_status launch(const char *what, void (*kernel)(Params), int32_t n_blocks, const Params &params, void *stream)
@@ -217,9 +236,6 @@ __device__ inline void sum_partials(const double *partials, int32_t first, int32
     }
     block_sum(sums);
 }
-
-/* Where partials end when the whole scratch is theirs. */
-constexpr int32_t MAX_PARTIALS = DSC_ACCEL_SCRATCH_ELEMS / 2;
 
 /* A square of two 24-bit numbers is exact in f64, so the fused operation rounds as the separate ones do. */
 __device__ inline double add_square(double sum, float value)

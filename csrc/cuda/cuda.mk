@@ -1,21 +1,22 @@
-# Builds libdsc_cuda.so, a library of its own over the static CUDA runtime, wherever there is an nvcc. Included by csrc/Makefile.
+# Builds libdsc_cuda.so, a library of its own over the static CUDA runtime, wherever there is an nvcc; and what the tests of accel and cuda load.
+# Included by csrc/Makefile.
 #
-#   make cuda [NVCC=nvcc] [CUDA_ARCHS="80 90"]     an error when there is no nvcc: who calls it asks `make has-cuda` first
+#   make cuda [NVCC=nvcc] [CUDA_ARCHS="80 90"]     fails when there is no nvcc; `make has-cuda` asks, and prints nothing
 
 NVCC ?= $(or $(shell command -v nvcc 2> /dev/null),$(wildcard $(CUDA_HOME)/bin/nvcc))
-NVCC_MAJOR = $(shell $(NVCC) --version | sed -n 's/.*release \([0-9]*\)\..*/\1/p')
+NVCC_MAJOR = $(shell $(NVCC) --version 2> /dev/null | sed -n 's/.*release \([0-9]*\)\..*/\1/p')
 
-# Machine code for these, and PTX of the last for what comes after.
-CUDA_ARCHS ?= 80 90
-CUDA_GENCODE = $(foreach arch,$(CUDA_ARCHS),-gencode=arch=compute_$(arch),code=sm_$(arch)) \
-	-gencode=arch=compute_$(lastword $(CUDA_ARCHS)),code=compute_$(lastword $(CUDA_ARCHS))
+# Machine code for these, and PTX of 9.0 or, if there is none, of the last, for what comes after.
+CUDA_ARCHS ?= 80 90$(if $(filter-out 9 10 11 12,$(NVCC_MAJOR)), 100)
+CUDA_PTX = $(or $(filter 90,$(CUDA_ARCHS)),$(lastword $(CUDA_ARCHS)))
+CUDA_GENCODE = $(foreach arch,$(CUDA_ARCHS),-gencode=arch=compute_$(arch),code=sm_$(arch)) -gencode=arch=compute_$(CUDA_PTX),code=compute_$(CUDA_PTX)
 
 # -fmad=false: the host's loops do not contract either (Note: Same bits as the host).
-CUDA_FLAGS := -std=c++17 -O3 -fmad=false -I$(ROOT) -I$(ROOT)/include \
+CUDA_FLAGS := -std=c++17 -O3 -fmad=false --threads 0 -I$(ROOT) -I$(ROOT)/include \
 	-Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off,-Wall,-Wextra,-Werror
 
 CUDA_SRCS := $(sort $(wildcard $(ROOT)/cuda/*.cu))
-CUDA_OBJS := $(CUDA_SRCS:$(ROOT)/%.cu=$(BUILD)/%.o)
+CUDA_HEADERS := $(wildcard $(ROOT)/cuda/*.h $(ROOT)/cuda/*.cuh $(ROOT)/include/dsc/*.h)
 CUDA_LIB := $(BUILD)/libdsc_cuda.so
 
 cuda: $(CUDA_LIB)
@@ -23,16 +24,42 @@ cuda: $(CUDA_LIB)
 has-cuda:
 	@test -n "$(NVCC)"
 
-$(BUILD)/cuda/%.o: $(ROOT)/cuda/%.cu $(ROOT)/cuda/cuda.mk
-	@test -n "$(NVCC)" || { echo "no nvcc on PATH or in CUDA_HOME: the CUDA library cannot be built" >&2; exit 1; }
+# All sources as one: a third of the time of one by one, as each would parse the toolkit's headers for each architecture.
+$(BUILD)/cuda/all.cu: $(ROOT)/cuda/cuda.mk $(CUDA_SRCS)
 	@mkdir -p $(@D)
-	@echo "NVCC $(@:$(BUILD)/%=%)"
-	@$(NVCC) $(CUDA_FLAGS) $(CUDA_GENCODE) -MMD -MP -c $< -o $@
+	@printf '#include "%s"\n' $(CUDA_SRCS:$(ROOT)/%=%) > $@
 
-$(CUDA_LIB): $(CUDA_OBJS) $(ROOT)/cuda/exports.map
+$(CUDA_LIB): $(BUILD)/cuda/all.cu $(CUDA_HEADERS) $(ROOT)/cuda/exports.map
+	@test -n "$(NVCC)" || { echo "no nvcc on PATH or in CUDA_HOME: the CUDA library cannot be built" >&2; exit 1; }
 	@echo "NVCC $(@:$(BUILD)/%=%)"
-	@$(NVCC) -shared -cudart static -Xlinker=--version-script=$(ROOT)/cuda/exports.map,-z,defs,--as-needed $(CUDA_OBJS) -o $@
-
--include $(CUDA_OBJS:.o=.d)
+	@$(NVCC) $(CUDA_FLAGS) $(CUDA_GENCODE) -c $< -o $(BUILD)/cuda/all.o
+	@$(NVCC) -shared -cudart static -Xlinker=--version-script=$(ROOT)/cuda/exports.map,-z,defs,-s $(BUILD)/cuda/all.o -o $@
 
 .PHONY: cuda has-cuda
+
+# For the tests: libraries that are wrong in one way each, and the CUDA sources over an emulated device. They bear the real library's name and lie in
+# folders of their own beside the test program.
+
+ACCEL_TESTS := $(BUILD)/tests/csrc/accel
+FAKES := no_entry no_table old_abi other_size no_hook no_device broken_device good
+FAKE_LIBS := $(FAKES:%=$(ACCEL_TESTS)/%/libdsc_cuda.so)
+
+$(FAKE_LIBS): $(ACCEL_TESTS)/%/libdsc_cuda.so: $(TESTS)/csrc/accel/fake/fake.c $(ROOT)/include/dsc/accel.h
+	@mkdir -p $(@D)
+	@$(CC) $(DSC_CFLAGS) $(CFLAGS) -shared -DFAKE_$* $< -o $@
+
+$(ACCEL_TESTS)/test_accel: | $(FAKE_LIBS)
+
+# The emulator's threads are coroutines, which the thread sanitizer does not follow; and it has to be a compiler for the same machine.
+CUDA_EMULATED := $(BUILD)/tests/csrc/cuda/emulated/libdsc_cuda.so
+CAN_EMULATE = $(if $(findstring thread,$(SAN)),,$(filter $(shell $(CC) -dumpmachine),$(shell $(CXX) -dumpmachine 2> /dev/null)))
+
+$(CUDA_EMULATED): $(BUILD)/cuda/all.cu $(CUDA_HEADERS) $(wildcard $(TESTS)/csrc/cuda/emulator/*.h)
+	@mkdir -p $(@D)
+	@echo "CXX $(@:$(BUILD)/%=%)"
+	@$(CXX) -x c++ -std=c++17 -O1 -g1 -fPIC -shared -fno-strict-aliasing -ffp-contract=off -fvisibility=hidden -Wall -Wextra -Werror \
+		-DDSC_CUDA_MAX_BLOCKS=5 -DDSC_CUDA_MAX_PARTIALS=3 \
+		$(if $(SAN),-fsanitize=$(SAN) -fno-sanitize-recover=all -fno-omit-frame-pointer) \
+		-I$(TESTS)/csrc/cuda/emulator -I$(ROOT) -I$(ROOT)/include $< -o $@
+
+$(BUILD)/tests/csrc/cuda/test_twins: | $(if $(CAN_EMULATE),$(CUDA_EMULATED))

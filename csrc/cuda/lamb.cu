@@ -8,7 +8,7 @@ namespace dsc_cuda {
 
 /* scratch: partials, then, for a whole step, the sums and the ratios of a group of tensors. */
 constexpr int64_t GROUP_TENSORS = 1024;
-constexpr int32_t NORMS_MAX_BLOCKS = (DSC_ACCEL_SCRATCH_ELEMS - 3 * GROUP_TENSORS) / 2;
+static_assert(2 * MAX_PARTIALS + 3 * GROUP_TENSORS <= DSC_ACCEL_SCRATCH_ELEMS, "scratch holds it all");
 constexpr int32_t NORMS_MAX_PIECES = 64;
 constexpr int NORMS_CHUNK_ELEMS = 16 * N_THREADS;
 
@@ -156,8 +156,7 @@ struct apply_update {
 dsc_status lamb_norms(const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors, int64_t n_tensors, double *out_sumsq,
                       double *scratch, void *stream)
 {
-    const dsc_cuda_limits limits = {NORMS_CHUNK_ELEMS, NORMS_MAX_PIECES, NORMS_MAX_BLOCKS};
-    const auto size_of = [tensors](int64_t i) { return tensors[i].n_elems; };
+    const dsc_cuda_limits limits = {NORMS_CHUNK_ELEMS, NORMS_MAX_PIECES, MAX_PARTIALS};
     const scalars s = scalars_of(args);
     dsc_cuda_cursor cursor = {0, 0};
     dsc_cuda_piece pieces[NORMS_MAX_PIECES];
@@ -178,7 +177,7 @@ dsc_status lamb_norms(const struct dsc_optim_args *args, const struct dsc_optim_
     totals.partials = scratch;
     totals.out_sumsq = out_sumsq;
     for (;;) {
-        norms.n_pieces = dsc_cuda_plan_next(limits, n_tensors, size_of, &cursor, pieces, &n_blocks);
+        norms.n_pieces = dsc_cuda_plan_next(&limits, n_tensors, size_of_tensor, tensors, &cursor, pieces, &n_blocks);
         if (norms.n_pieces == 0)
             return DSC_OK;
         for (int32_t i = 0; i < norms.n_pieces; i++) {
@@ -206,7 +205,7 @@ dsc_status lamb_apply(const struct dsc_optim_args *args, const struct dsc_optim_
 dsc_status lamb_step(const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors, int64_t n_tensors, double *scratch,
                      void *stream)
 {
-    double *sumsq = scratch + 2 * NORMS_MAX_BLOCKS;
+    double *sumsq = scratch + 2 * MAX_PARTIALS;
     double *ratios = sumsq + 2 * GROUP_TENSORS;
 
     for (int64_t first = 0; first < n_tensors; first += GROUP_TENSORS) {

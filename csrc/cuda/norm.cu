@@ -63,7 +63,6 @@ __global__ void __launch_bounds__(N_THREADS) sumsq_kernel(const __grid_constant_
 dsc_status flat_sumsq(const struct dsc_span *spans, int64_t n_spans, double *out, double *scratch, void *stream)
 {
     const dsc_cuda_limits limits = {SUMSQ_CHUNK_ELEMS, SUMSQ_MAX_PIECES, MAX_PARTIALS};
-    const auto size_of = [spans](int64_t i) { return spans[i].n_elems; };
     dsc_cuda_cursor cursor = {0, 0};
     dsc_cuda_piece pieces[SUMSQ_MAX_PIECES];
     sumsq_params params;
@@ -71,7 +70,7 @@ dsc_status flat_sumsq(const struct dsc_span *spans, int64_t n_spans, double *out
 
     params.partials = scratch;
     for (;;) {
-        params.n_pieces = dsc_cuda_plan_next(limits, n_spans, size_of, &cursor, pieces, &n_blocks);
+        params.n_pieces = dsc_cuda_plan_next(&limits, n_spans, size_of_span, spans, &cursor, pieces, &n_blocks);
         if (params.n_pieces == 0)
             return DSC_OK;
         for (int32_t i = 0; i < params.n_pieces; i++) {

@@ -37,33 +37,37 @@ struct dsc_cuda_cursor {
     int64_t begin_elems;
 };
 
+/* Tensor i's length in elements, >= 0. */
+typedef int64_t dsc_cuda_size_of(const void *ctx, int64_t i);
+
 /*
- * Fills the pieces of the next launch (max_pieces entries are enough) and moves the cursor on. size_of(ctx, i) is tensor i's length in
- * elements, >= 0. Returns the number of pieces, 0 when all tensors are done; *out_n_blocks is the launch's grid.
+ * Fills the pieces of the next launch (max_pieces entries are enough) and moves the cursor on. Returns the number of pieces, 0 when all
+ * tensors are done; *out_n_blocks is the launch's grid.
  */
-template <class SizeOf>
-int32_t dsc_cuda_plan_next(const struct dsc_cuda_limits &limits, int64_t n_tensors, SizeOf size_of, struct dsc_cuda_cursor *cursor,
-                           struct dsc_cuda_piece *out_pieces, int32_t *out_n_blocks) {
+static inline int32_t dsc_cuda_plan_next(const struct dsc_cuda_limits *limits, int64_t n_tensors, dsc_cuda_size_of *size_of, const void *ctx,
+                                         struct dsc_cuda_cursor *cursor, struct dsc_cuda_piece *out_pieces, int32_t *out_n_blocks)
+{
     int32_t n_pieces = 0;
     int64_t n_blocks = 0;
 
-    while (cursor->tensor < n_tensors && n_pieces < limits.max_pieces && n_blocks < limits.max_blocks) {
-        const int64_t left_elems = size_of(cursor->tensor) - cursor->begin_elems;
+    while (cursor->tensor < n_tensors && n_pieces < limits->max_pieces && n_blocks < limits->max_blocks) {
+        const int64_t left_elems = size_of(ctx, cursor->tensor) - cursor->begin_elems;
+
         if (left_elems <= 0) {
             cursor->tensor += 1;
             cursor->begin_elems = 0;
             continue;
         }
-        /* Not (left + chunk - 1) / chunk, which overflows near INT64_MAX. */
-        const int64_t left_chunks = left_elems / limits.chunk_elems + (left_elems % limits.chunk_elems != 0);
-        const int64_t room = limits.max_blocks - n_blocks;
-        const int64_t n_chunks = left_chunks < room ? left_chunks : room;
-        const bool is_rest = n_chunks == left_chunks;
 
+        /* Not (left + chunk - 1) / chunk, which overflows near INT64_MAX. */
+        const int64_t left_chunks = left_elems / limits->chunk_elems + (left_elems % limits->chunk_elems != 0);
+        const int64_t room = limits->max_blocks - n_blocks;
+        const int64_t n_chunks = left_chunks < room ? left_chunks : room;
         struct dsc_cuda_piece *piece = &out_pieces[n_pieces++];
+
         piece->tensor = cursor->tensor;
         piece->begin_elems = cursor->begin_elems;
-        piece->n_elems = is_rest ? left_elems : n_chunks * limits.chunk_elems;
+        piece->n_elems = n_chunks == left_chunks ? left_elems : n_chunks * limits->chunk_elems;
         piece->first_block = (int32_t)n_blocks;
         n_blocks += n_chunks;
         cursor->begin_elems += piece->n_elems;
@@ -73,10 +77,13 @@ int32_t dsc_cuda_plan_next(const struct dsc_cuda_limits &limits, int64_t n_tenso
 }
 
 /* The piece that block belongs to: the last one whose first_block is not behind it. n_pieces >= 1, first_block[0] == 0. */
-DSC_HD inline int32_t dsc_cuda_piece_of(const int32_t *first_block, int32_t n_pieces, int32_t block) {
+DSC_HD static inline int32_t dsc_cuda_piece_of(const int32_t *first_block, int32_t n_pieces, int32_t block)
+{
     int32_t low = 0, high = n_pieces - 1;
+
     while (low < high) {
         const int32_t middle = (low + high + 1) / 2;
+
         if (first_block[middle] <= block)
             low = middle;
         else

@@ -106,7 +106,6 @@ dsc_status flat_reduce(const struct dsc_span *srcs, int64_t n_srcs, float scale,
                        double *scratch, void *stream)
 {
     const dsc_cuda_limits limits = {REDUCE_CHUNK_ELEMS, 1, out == nullptr ? MAX_BLOCKS : MAX_PARTIALS};
-    const auto size_of = [acc](int64_t) { return acc->n_elems; };
     dsc_cuda_cursor cursor = {0, 0};
     dsc_cuda_piece piece;
     reduce_params params;
@@ -119,7 +118,7 @@ dsc_status flat_reduce(const struct dsc_span *srcs, int64_t n_srcs, float scale,
     params.src_dtype = srcs[0].dtype;
     params.acc_dtype = acc->dtype;
     params.n_srcs = (int32_t)n_srcs;
-    while (dsc_cuda_plan_next(limits, 1, size_of, &cursor, &piece, &n_blocks) > 0) {
+    while (dsc_cuda_plan_next(&limits, 1, size_of_span, acc, &cursor, &piece, &n_blocks) > 0) {
         params.n_elems = piece.n_elems;
         params.acc = at(acc->data, acc->dtype, piece.begin_elems);
         for (int64_t i = 0; i < n_srcs; i++)

@@ -177,7 +177,6 @@ dsc_status run_step(const char *what, const Op &op, const struct dsc_optim_args 
                     int64_t n_tensors, const double *ratios, void *stream)
 {
     const dsc_cuda_limits limits = {STEP_CHUNK_ELEMS, STEP_MAX_PIECES, MAX_BLOCKS};
-    const auto size_of = [tensors](int64_t i) { return tensors[i].n_elems; };
     dsc_cuda_cursor cursor = {0, 0};
     dsc_cuda_piece pieces[STEP_MAX_PIECES];
     int32_t n_blocks;
@@ -186,7 +185,7 @@ dsc_status run_step(const char *what, const Op &op, const struct dsc_optim_args 
         step_params<Op> params;
         bool has_copies = false;
 
-        params.n_pieces = dsc_cuda_plan_next(limits, n_tensors, size_of, &cursor, pieces, &n_blocks);
+        params.n_pieces = dsc_cuda_plan_next(&limits, n_tensors, size_of_tensor, tensors, &cursor, pieces, &n_blocks);
         if (params.n_pieces == 0)
             return DSC_OK;
         params.op = op;
