@@ -14,7 +14,7 @@ _ROOT = str(Path(__file__).resolve().parent.parent)
 if _ROOT not in sys.path:
     sys.path.insert(0, _ROOT)
 
-from tests import ranks  # noqa: E402
+from tests import ranks
 
 
 @pytest.fixture(scope="session")

@@ -376,7 +376,7 @@ def _rank_main(connection: Connection) -> None:
             os.setpgid(0, 0)
         _serve(connection)
         code = 0
-    except BaseException:
+    except BaseException:  # noqa: BLE001  the process ends here: the last chance to say why
         traceback.print_exc()
     finally:
         sys.stdout.flush()
@@ -420,7 +420,7 @@ def _serve(connection: Connection) -> None:
             value = fn(rank, world, *pickle.loads(args))
             kind, payload, text = "returned", pickle.dumps(value), ""
             del value
-        except BaseException as error:  # a harness reports whatever a body raises, SystemExit and KeyboardInterrupt too
+        except BaseException as error:  # noqa: BLE001  whatever a body raises is reported, SystemExit too
             kind, payload, text = "raised", _pickled(error), traceback.format_exc()
         # Whatever a body leaves behind in torch.distributed (a group not destroyed, the world destroyed)
         # would be there for the next one: such a group of ranks is not used again.

@@ -125,30 +125,36 @@ _OPTIONS = (
         (
             (
                 ("--num_procs", "--num_gpus", "--num_accelerators"),
-                dict(type=int, metavar="N", help="processes to start (default: one a device; without devices one)"),
+                {
+                    "type": int,
+                    "metavar": "N",
+                    "help": "processes to start (default: one a device; without devices one)",
+                },
             ),
             (
                 ("-i", "--include"),
-                dict(
-                    default="", metavar="HOST:SLOTS", help="one process on each of these devices, as in localhost:0,2"
-                ),
+                {
+                    "default": "",
+                    "metavar": "HOST:SLOTS",
+                    "help": "one process on each of these devices, as in localhost:0,2",
+                },
             ),
-            (("-e", "--exclude"), dict(default="", metavar="HOST:SLOTS", help="... on each device but these")),
+            (("-e", "--exclude"), {"default": "", "metavar": "HOST:SLOTS", "help": "... on each device but these"}),
             (
                 ("-H", "--hostfile"),
-                dict(
-                    metavar="FILE",
-                    help=f"lines of `HOST slots=N` (default: {DEFAULT_HOSTFILE} if there); one host only",
-                ),
+                {
+                    "metavar": "FILE",
+                    "help": f"lines of `HOST slots=N` (default: {DEFAULT_HOSTFILE} if there); one host only",
+                },
             ),
-            (("--num_nodes",), dict(type=int, metavar="1", help="hosts to use: this version launches one")),
+            (("--num_nodes",), {"type": int, "metavar": "1", "help": "hosts to use: this version launches one"}),
         ),
     ),
     (
         "How they find each other",
         (
-            (("--master_addr",), dict(metavar="ADDR", help="an address of this host (default: 127.0.0.1)")),
-            (("--master_port",), dict(type=int, metavar="PORT", help="default: a port that is free")),
+            (("--master_addr",), {"metavar": "ADDR", "help": "an address of this host (default: 127.0.0.1)"}),
+            (("--master_port",), {"type": int, "metavar": "PORT", "help": "default: a port that is free"}),
         ),
     ),
     (
@@ -168,7 +174,7 @@ _OPTIONS = (
             ),
             (
                 ("--bind_core_list",),
-                dict(metavar="CORES", help="... out of these, as in 0,2-5 (default: all that are allowed)"),
+                {"metavar": "CORES", "help": "... out of these, as in 0,2-5 (default: all that are allowed)"},
             ),
         ),
     ),
@@ -177,17 +183,17 @@ _OPTIONS = (
         (
             (
                 ("--enable_each_rank_log",),
-                dict(metavar="DIR", help="write what rank N prints to DIR/TIME_rankN.log, not to the terminal"),
+                {"metavar": "DIR", "help": "write what rank N prints to DIR/TIME_rankN.log, not to the terminal"},
             ),
             (("--tag_output",), dict(_FLAG, help="begin each line with the rank it comes from")),
             (
                 ("--grace",),
-                dict(
-                    type=float,
-                    default=30.0,
-                    metavar="SECONDS",
-                    help="after SIGINT or SIGTERM, until SIGKILL (default: 30)",
-                ),
+                {
+                    "type": float,
+                    "default": 30.0,
+                    "metavar": "SECONDS",
+                    "help": "after SIGINT or SIGTERM, until SIGKILL (default: 30)",
+                },
             ),
             (
                 ("--save_pid",),
@@ -195,11 +201,11 @@ _OPTIONS = (
             ),
             (
                 ("--log_level",),
-                dict(
-                    default="warning",
-                    choices=("debug", "info", "warning", "error", "critical"),
-                    help="what the launcher itself tells (default: warning)",
-                ),
+                {
+                    "default": "warning",
+                    "choices": ("debug", "info", "warning", "error", "critical"),
+                    "help": "what the launcher itself tells (default: warning)",
+                },
             ),
             (("-q", "--quiet"), dict(_FLAG, help="same as --log_level error")),
         ),

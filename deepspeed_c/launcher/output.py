@@ -10,7 +10,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import BinaryIO
+from typing import BinaryIO, final
 
 from deepspeed_c.errors import LaunchError
 
@@ -36,6 +36,7 @@ class _Stream:
     pending: bytearray = field(default_factory=bytearray)
 
 
+@final
 class Output:
     """The pipes of all ranks and the thread that empties them.
 

@@ -72,8 +72,9 @@ def _extension() -> tuple[ModuleType | None, str]:
 
 
 def _built(extension: ModuleType) -> dict[str, Any]:
-    """What the build said about itself; the version is in the first section."""
-    return {name: value for name, value in extension.build_info().items() if name not in ("version", "cuda")}
+    """What the build said about itself, but for what other sections tell."""
+    elsewhere = ("version", "isas", "cuda")
+    return {name: value for name, value in extension.build_info().items() if name not in elsewhere}
 
 
 def _cpu(extension: ModuleType | None) -> dict[str, Any]:

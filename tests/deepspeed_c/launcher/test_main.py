@@ -155,7 +155,7 @@ def test_help_and_errors_need_no_torch():
     )
     env = dict(os.environ, PYTHONPATH=str(ROOT))
     done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
+        [sys.executable, "-c", code], check=False, env=env, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
     )
     assert done.returncode == 0, done.stderr
 
@@ -226,7 +226,7 @@ def test_ranks_meet_at_the_launchers_store_and_two_launches_do_not_collide(scrip
         "dist.init_process_group('gloo')\n"
         "t = torch.ones(1) * (dist.get_rank() + 1)\n"
         "dist.all_reduce(t)\n"
-        "print('sum', int(t), flush=True)\n"
+        "import os; os.write(1, b'sum %d\\n' % int(t))  # in one piece: print would mix with the other rank's\n"
         "dist.destroy_process_group()\n"
     )
     launches = [start("--num_procs", 2, path, env={"GLOO_SOCKET_IFNAME": "lo"}) for _ in range(2)]
@@ -261,34 +261,7 @@ def test_output_is_live(script, tmp_path):
     assert end(process) == (0, "", "")
 
 
-def test_logs_and_labels(script, tmp_path):
-    path = script("import os, sys\nprint('to', sys.argv, flush=True)\nsys.exit('no ' + os.environ['RANK'])")
-    logs = tmp_path / "logs"
-    code, out, err = run("--num_procs", 1, "--enable_each_rank_log", logs, path)
-    (log,) = logs.iterdir()
-    assert log.name.endswith("_rank0.log") and log.read_text().splitlines()[1] == "no 0"
-    assert (code, out) == (1, "")
-    assert f"Its log is {log}" in err and "  no 0" in err, err
-
-    code, out, err = run("--num_procs", 1, "--tag_output", "--no_local_rank", path)
-    assert out == f"[rank0]: to ['{path}']\n" and "[rank0]: no 0\n" in err, (out, err)
-
-
 # ---- the end ----
-
-
-@pytest.mark.parametrize(
-    ("how", "code", "text"),
-    [
-        ("sys.exit(3)", 3, "failed with exit code 3"),
-        ("os.kill(os.getpid(), 9)", 137, "was ended by SIGKILL"),
-        ("ctypes.string_at(0)", 139, "was ended by SIGSEGV"),
-    ],
-)
-def test_exit_code_of_the_rank(script, how, code, text):
-    path = script(f"import ctypes, os, sys\nos.environ['RANK'] == '1' and {how}\n")
-    got, _, err = run("--num_procs", 2, path)
-    assert got == code and "rank 1 (process" in err and text in err, (got, err)
 
 
 def test_failure_ends_all_and_says_why(script, tmp_path):
@@ -354,11 +327,3 @@ def test_nohup_is_respected(script, tmp_path):
     assert process.poll() is None
     (tmp_path / "go").touch()
     assert end(process)[0] == 0
-
-
-def test_pid_file(script, tmp_path):
-    path = script("import glob, sys\nprint(open(glob.glob(sys.argv[1] + '/*.deepspeed')[0]).read())")
-    process = start("--save_pid", "--no_local_rank", path, tmp_path, env={"TMPDIR": str(tmp_path)})
-    code, out, err = end(process)
-    assert (code, out.strip()) == (0, str(process.pid)), err
-    assert [entry.name for entry in tmp_path.iterdir()] == ["t.py"]

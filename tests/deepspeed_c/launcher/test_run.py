@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,52 @@ def test_first_failure_is_reported_not_the_lowest_rank(capfd):
     python = [sys.executable, "-c"]
     assert launch(plan_of([*python, code.format(0.7, 4)], [*python, code.format(0, 5)])) == 5
     assert "rank 1" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "text"),
+    [
+        ("sys.exit(3)", 3, "failed with exit code 3"),
+        ("os.kill(os.getpid(), 9)", 137, "was ended by SIGKILL (the kernel does that when memory runs out)"),
+        ("ctypes.string_at(0)", 139, "was ended by SIGSEGV"),
+    ],
+)
+def test_exit_code_of_the_rank(how, code, text, capfd):
+    python = [sys.executable, "-c", f"import ctypes, os, sys\nif os.environ['RANK'] == '1': {how}"]
+    assert launch(plan_of(python, python)) == code
+    err = capfd.readouterr().err
+    assert "rank 1 (process" in err and text in err, err
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "t.py"
+    path.write_text("import os, sys\nprint('to', sys.argv[1:], flush=True)\nsys.exit('no ' + os.environ['RANK'])")
+    return str(path)
+
+
+def test_logs(script, tmp_path, capfd):
+    logs = tmp_path / "logs"
+    assert (
+        launch(make_plan(parse_options(["--num_procs", "2", "--enable_each_rank_log", str(logs), script]), None)) == 1
+    )
+    out, err = capfd.readouterr()
+    first, second = sorted(logs.iterdir())
+    assert first.name.endswith("_rank0.log") and second.name.endswith("_rank1.log")
+    rank = 0 if "rank 0 (process" in err else 1
+    assert (first, second)[rank].read_text() == f"to ['--local_rank={rank}']\nno {rank}\n"
+    assert out == "" and f"Its log is {(first, second)[rank]}" in err and f"  no {rank}" in err, err
+
+
+def test_labels(script, capfd):
+    assert launch(make_plan(parse_options(["--tag_output", "--no_local_rank", script, "x"]), None)) == 1
+    out, err = capfd.readouterr()
+    assert out == "[rank0]: to ['x']\n" and "[rank0]: no 0\n" in err, (out, err)
+
+
+def test_pid_file(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    code = "import glob, sys; (name,) = glob.glob(sys.argv[1] + '/*.deepspeed'); sys.exit(open(name).read() != sys.argv[2])"
+    python = [sys.executable, "-c", code, str(tmp_path), str(os.getpid())]
+    assert launch(replace(plan_of(python), save_pid=True)) == 0
+    assert list(tmp_path.iterdir()) == []
