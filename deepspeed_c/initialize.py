@@ -80,9 +80,11 @@ def initialize(
     settings = load_config(source, world_size=comm.world_size)
     set_level(settings.log_level)
     log_dist(settings.summary_line(), ranks=[0])
+    for note in settings.notes:
+        log_dist(note, ranks=[0])
 
     check_same_text(
-        "the configuration", settings.table(everything=True).splitlines(), comm, "start all ranks with the same configuration file"
+        "the configuration", settings.lines(), comm, "start all ranks with the same configuration file"
     )
     check_same_model(model, comm)
     device = torch.device(get_accelerator().current_device_name())
@@ -143,13 +145,12 @@ def _shard(
         bucket_elems=_bucket_elems(config, base),
         dtypes_of=precision.dtypes_of,
     )
-    overlap = config.zero.overlap_comm
     reducer = GradientReducer(
         units,
         sharding,
         comm,
         ReduceSettings(
-            overlap_comm=True if overlap is None else overlap,
+            overlap_comm=bool(config.zero.overlap_comm),
             reduce_scatter=config.zero.reduce_scatter,
             prescale_gradients=config.prescale_gradients,
             gradient_predivide_factor=config.gradient_predivide_factor,

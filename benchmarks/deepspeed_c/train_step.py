@@ -77,7 +77,7 @@ def make_ours(dtype: torch.dtype, stage: int):
         "bf16": {"enabled": dtype == torch.bfloat16},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},
         "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 4_000_000},
+        "zero_optimization": {"stage": stage, "overlap_comm": True},
     }
     engine = deepspeed_c.initialize(model=Gpt(), config=config)[0]
 

@@ -14,11 +14,15 @@ def _in_graph(value: Any) -> bool:
     return torch.is_tensor(value) and value.requires_grad and value.grad_fn is not None
 
 
-def watch_outputs(outputs: Any, on_enter: Callable[[], None]) -> None:
+def watch_outputs(outputs: Any, on_enter: Callable[[], Any]) -> None:
     """Calls ``on_enter`` whenever a backward pass reaches one of ``outputs`` (any nest of lists, dicts, registered classes)."""
+
+    def hook(grad: torch.Tensor) -> None:
+        on_enter()
+
     for value in tree_flatten(outputs)[0]:
         if _in_graph(value):
-            value.register_hook(lambda grad: on_enter())
+            value.register_hook(hook)
 
 
 class _Scale(torch.autograd.Function):

@@ -146,16 +146,33 @@ def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) ->
 # -- optimizer state ----------------------------------------------------------------------------------------------------
 
 
+def _state_piece(handle: ParamHandle, key: str) -> torch.Tensor | None:
+    """This rank's piece of a named state. Where any rank has none of that name, all ranks raise: those that own nothing
+    of the parameter cannot know by themselves, and would wait for the others."""
+    optimizer = handle.optimizer
+    error: StateError | None = None
+    piece: torch.Tensor | None = None
+    try:
+        piece = optimizer.local_piece(handle.slot, key)
+    except StateError as raised:
+        error = raised
+    if any(optimizer.comm.gather_numbers(int(error is not None)) if optimizer.is_sharded else [error is not None]):
+        raise error or StateError(
+            f"the optimizer keeps no state {key!r}", where=handle.slot.name, fix="look at the ranks that own the parameter"
+        )
+    return piece
+
+
 def safe_get_full_optimizer_state(param: torch.nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """The whole optimizer state of that name ("exp_avg", "exp_avg_sq", "momentum_buffer", ...), fp32 in the parameter's shape."""
     handle = _find(param)
-    return None if handle is None else _whole(handle, handle.optimizer.local_piece(handle.slot, optim_state_key))
+    return None if handle is None else _whole(handle, _state_piece(handle, optim_state_key))
 
 
 def safe_set_full_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     """Overwrites the optimizer state of that name."""
     if (handle := _find(param)) is not None:
-        _write(handle, handle.optimizer.local_piece(handle.slot, optim_state_key), value, optim_state_key)
+        _write(handle, _state_piece(handle, optim_state_key), value, optim_state_key)
 
 
 def safe_get_local_optimizer_state(param: torch.nn.Parameter, optim_state_key: str) -> torch.Tensor | None:

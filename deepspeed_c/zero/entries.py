@@ -10,7 +10,7 @@ from deepspeed_c.errors import OptimizerError
 from deepspeed_c.ops.optim import FusedOptimizer
 from deepspeed_c.zero.unit import Fragment, Unit
 
-__all__ = ["Entry", "point_at_shards"]
+__all__ = ["Entry", "point_at_shards", "split_entry"]
 
 # torch's own elementwise optimizers: a slice of a parameter may be updated without the rest of it.
 ELEMENTWISE = (
@@ -86,13 +86,36 @@ def _entries_of(unit: Unit, sees_pieces: bool) -> list[Entry]:
             for bucket in range(unit.n_buckets)
             if unit.slice_elems[bucket]
         ]
-    entries = []
-    for fragment in unit.fragments:
-        piece = unit.piece(unit.master, fragment)
-        if fragment.numel == fragment.slot.numel:
-            piece = piece.view(fragment.slot.shape)
-        entries.append(Entry(torch.nn.Parameter(piece), unit, fragment.slot.bucket, fragment))
-    return entries
+    return [_piece_entry(unit, fragment) for fragment in unit.fragments]
+
+
+def _piece_entry(unit: Unit, fragment: Fragment) -> Entry:
+    piece = unit.piece(unit.master, fragment)
+    if fragment.numel == fragment.slot.numel:
+        piece = piece.view(fragment.slot.shape)
+    return Entry(torch.nn.Parameter(piece), unit, fragment.slot.bucket, fragment)
+
+
+def split_entry(base: torch.optim.Optimizer, entry: Entry) -> list[Entry]:
+    """Replaces the entry of a slice by one for each piece in it, with its state: views of the tensors, copies of the counters."""
+    unit = entry.unit
+    pieces = [_piece_entry(unit, f) for f in unit.fragments if f.slot.bucket == entry.bucket]
+    state = base.state.pop(entry.param, {})
+    begin = unit.shard_offset[entry.bucket]
+    for piece in pieces:
+        for key, value in state.items():
+            if not torch.is_tensor(value):
+                base.state[piece.param][key] = value
+            elif value.dim() == 1 and value.numel() == entry.param.numel():
+                part = value.narrow(0, piece.fragment.shard_begin - begin, piece.fragment.numel)
+                base.state[piece.param][key] = part.view(piece.param.shape)
+            else:
+                base.state[piece.param][key] = value.clone()
+    for group in base.param_groups:
+        at = next((i for i, p in enumerate(group["params"]) if p is entry.param), None)
+        if at is not None:
+            group["params"][at : at + 1] = [piece.param for piece in pieces]
+    return pieces
 
 
 def _adopt_state(

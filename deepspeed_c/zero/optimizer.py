@@ -7,7 +7,7 @@ weights. A fused base of ours does unscale, clip, decay, moments, update and 16-
 from __future__ import annotations
 
 import math
-from typing import Any, Callable, Iterable
+from typing import Any, Callable
 
 import torch
 
@@ -17,7 +17,7 @@ from deepspeed_c.errors import LossScaleError, NonFiniteLossError, OptimizerErro
 from deepspeed_c.logging import logger
 from deepspeed_c.ops.muon import Muon
 from deepspeed_c.ops.optim import FusedOptimizer
-from deepspeed_c.zero.entries import Entry, point_at_shards
+from deepspeed_c.zero.entries import Entry, point_at_shards, split_entry
 from deepspeed_c.zero.reducer import GradientReducer, WindowFacts
 from deepspeed_c.zero.unit import Fragment, Slot, Unit
 
@@ -153,31 +153,47 @@ class ZeroOptimizer(DeepSpeedOptimizer):
             )
 
     def _update(self, grad_scale: float, unused: list[Slot]) -> None:
-        kept = self._keep(unused)
+        """Updates every parameter that some rank gave a gradient; the others stay as they are, as in plain torch."""
+        skipped = set(unused)
+        for unit, bucket in {(slot.unit, slot.bucket) for slot in unused if slot in slot.unit.fragment_of}:
+            self._split(unit, bucket)
         with torch.no_grad():
-            if isinstance(self.optimizer, FusedOptimizer):
-                works = self._update_fused(grad_scale, kept)
-            else:
-                works = self._update_plain(grad_scale, kept)
+            works = (self._update_fused if isinstance(self.optimizer, FusedOptimizer) else self._update_plain)(
+                grad_scale, skipped
+            )
         for work in works:
             work.wait()
 
-    def _update_fused(self, grad_scale: float, kept: "_Kept") -> list[Work]:
+    def _split(self, unit: Unit, bucket: int) -> None:
+        """From now on the base sees each parameter of a bucket by itself, with a step count of its own."""
+        entries = self._by_bucket[unit, bucket]
+        if entries[0].fragment is None:
+            pieces = split_entry(self.optimizer, entries[0])
+            at = self.entries.index(entries[0])
+            self.entries[at : at + 1] = pieces
+            self._by_bucket[unit, bucket] = pieces
+
+    def _used_entries(self, unit: Unit, bucket: int, skipped: set[Slot]) -> list[Entry]:
+        entries = self._by_bucket.get((unit, bucket), [])
+        if not skipped:
+            return entries
+        return [entry for entry in entries if entry.fragment is None or entry.fragment.slot not in skipped]
+
+    def _update_fused(self, grad_scale: float, skipped: set[Slot]) -> list[Work]:
         base = self.optimizer
-        base.begin_step()
-        ratios = self._trust_ratios(grad_scale) if base.needs_norms else None
+        used = {key: self._used_entries(*key, skipped) for key in self._order}
+        base.begin_step([entry.param for entries in used.values() for entry in entries] if skipped else None)
+        ratios = self._trust_ratios(grad_scale, used) if base.needs_norms else None
         works: list[Work] = []
-        for unit, bucket in self._order:
-            entries = self._by_bucket.get((unit, bucket), [])
-            if entries:
+        for (unit, bucket), entries in used.items():
+            if isinstance(base, Muon) and base.param_groups[unit.group].get("use_muon"):
+                self._update_muon(unit, bucket, entries, grad_scale)
+            elif entries:
                 params, grads, copies = self._tensors(entries)
                 if ratios is not None:
                     base.apply(unit.group, params, grads, copies, grad_scale, ratios[unit, bucket])
-                elif isinstance(base, Muon) and base.param_groups[unit.group].get("use_muon"):
-                    self._update_muon(unit, bucket, entries, grad_scale)
                 else:
                     base.step_tensors(unit.group, params, grads, copies, grad_scale)
-            kept.restore(unit, bucket)
             works.append(self._gather(unit, bucket))
         return works
 
@@ -194,12 +210,16 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         slices = {bucket: unit.param_slice(bucket)}
         return params, grads, [entry.part_of(slices) for entry in entries]  # type: ignore[arg-type]
 
-    def _trust_ratios(self, grad_scale: float) -> dict[tuple[Unit, int], torch.Tensor]:
+    def _trust_ratios(
+        self, grad_scale: float, used: dict[tuple[Unit, int], list[Entry]]
+    ) -> dict[tuple[Unit, int], torch.Tensor]:
         """LAMB: norms of whole parameters, whose pieces lie on several ranks, in one small collective."""
         base = self.optimizer
         table = torch.zeros(len(self.reducer.slots), 2, dtype=torch.float64)
         places: dict[tuple[Unit, int], list[int]] = {}
-        for (unit, bucket), entries in self._by_bucket.items():
+        for (unit, bucket), entries in used.items():
+            if not entries:
+                continue
             params, grads, copies = self._tensors(entries)
             at = [entry.fragment.slot.tracker_index for entry in entries]
             table[at] = base.norms(unit.group, params, grads, copies, grad_scale).to(table.device)
@@ -228,13 +248,14 @@ class ZeroOptimizer(DeepSpeedOptimizer):
             updates.append(matrix.reshape(-1).narrow(0, fragment.begin, fragment.numel).view(entry.param.shape))
         base.apply_tensors(unit.group, params, updates, copies)
 
-    def _update_plain(self, grad_scale: float, kept: "_Kept") -> list[Work]:
+    def _update_plain(self, grad_scale: float, skipped: set[Slot]) -> list[Work]:
         """Any ``torch.optim`` optimizer: scaled gradients in the masters' dtype, its own step, then the 16-bit copies."""
-        for entry in self.entries:
-            grad = entry.part_of(self.reducer.results[entry.unit]).to(entry.param.dtype)
-            if grad_scale != 1.0:
-                torch.ops.deepspeed_c.flat_scale_([grad], grad_scale)
-            entry.param.grad = grad
+        for unit, bucket in self._order:
+            for entry in self._used_entries(unit, bucket, skipped):
+                grad = entry.part_of(self.reducer.results[unit]).to(entry.param.dtype)
+                if grad_scale != 1.0:
+                    torch.ops.deepspeed_c.flat_scale_([grad], grad_scale)
+                entry.param.grad = grad
         with torch.enable_grad():
             self.optimizer.step()
         works: list[Work] = []
@@ -243,7 +264,6 @@ class ZeroOptimizer(DeepSpeedOptimizer):
                 entry.param.grad = None
             if not unit.master_is_param and unit.slice_elems[bucket]:
                 torch.ops.deepspeed_c.flat_cast_(unit.master[bucket], unit.param_slice(bucket))
-            kept.restore(unit, bucket)
             works.append(self._gather(unit, bucket))
         return works
 
@@ -251,27 +271,6 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         if not self.is_sharded:
             return Work.done()
         return self.comm.all_gather(unit.bucket_view(unit.flat_param, bucket), use_broadcast=not self._uses_all_gather)
-
-    def _keep(self, unused: Iterable[Slot]) -> "_Kept":
-        kept = _Kept()
-        for slot in unused:
-            fragment = slot.unit.fragment_of.get(slot)
-            if fragment is not None:
-                kept.keep(self._state_pieces(slot, fragment), slot)
-        return kept
-
-    def _state_pieces(self, slot: Slot, fragment: Fragment) -> list[torch.Tensor]:
-        unit = slot.unit
-        pieces = [unit.piece(unit.master, fragment)]
-        if not unit.master_is_param:
-            pieces.append(unit.param_slice(slot.bucket).narrow(0, self._at(fragment), fragment.numel))
-        entry = self._entry_of(slot)
-        if isinstance(self.optimizer, FusedOptimizer):
-            self.optimizer.init_state(unit.group, entry.param)
-        for value in self.optimizer.state.get(entry.param, {}).values():
-            if torch.is_tensor(value) and value.dim() > 0 and value.numel() == entry.param.numel():
-                pieces.append(self._piece_of_state(value, entry, fragment))
-        return pieces
 
     # -- looking up -------------------------------------------------------------------------------------------------
 
@@ -419,21 +418,3 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         for group in self.optimizer.param_groups:
             group["params"] = []
         self.units = []
-
-
-class _Kept:
-    """What a step must leave alone: the state of parameters that no rank gave a gradient, as plain torch leaves them.
-
-    Slices are updated whole; these pieces are put back afterwards, before the bucket is gathered.
-    """
-
-    def __init__(self) -> None:
-        self._saved: dict[tuple[Unit, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
-
-    def keep(self, pieces: list[torch.Tensor], slot: Slot) -> None:
-        saved = self._saved.setdefault((slot.unit, slot.bucket), [])
-        saved += [(piece, piece.clone()) for piece in pieces]
-
-    def restore(self, unit: Unit, bucket: int) -> None:
-        for piece, before in self._saved.pop((unit, bucket), []):
-            piece.copy_(before)

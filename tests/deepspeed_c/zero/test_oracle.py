@@ -1,8 +1,8 @@
 """The parity oracle: every stage, precision, accumulation, world size and model trait against one plain-torch fp32 process.
 
 Tolerances. fp32: sums over ranks and micro-batches are taken in another order, so a few ulp a step: 2e-5 relative plus 2e-6.
-bf16 and fp16 compute in 8 and 11 bits of mantissa: losses and norms to 4 % and 1 %, weights to 0.02 and 0.005 after four steps of
-size 0.02 each. A contribution lost or counted twice moves the norm by a third and more.
+bf16 and fp16 compute in 8 and 11 bits of mantissa: losses and norms to 4 % and 1 %; weights, after four steps of size 0.02 each, to
+0.004 and 0.001 on average and to ten times that where they differ most. A contribution lost or counted twice moves the norm by a third and more.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.ranks import run_ranks
 
 DTYPES = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}}}
 LOSS = {"fp32": dict(rtol=2e-5, atol=2e-6), "bf16": dict(rtol=4e-2, atol=4e-3), "fp16": dict(rtol=1e-2, atol=1e-3)}
-PARAM = {"fp32": dict(rtol=2e-5, atol=2e-6), "bf16": dict(rtol=0, atol=2e-2), "fp16": dict(rtol=0, atol=5e-3)}
+PARAM = {"fp32": dict(rtol=2e-5, atol=2e-6), "bf16": dict(rtol=0, atol=4e-2), "fp16": dict(rtol=0, atol=1e-2)}
 
 
 def make_config(stage: int, dtype: str, gas: int, extra: dict) -> dict:
@@ -29,7 +29,6 @@ def make_config(stage: int, dtype: str, gas: int, extra: dict) -> dict:
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": gas,
         "gradient_clipping": CLIP,
-        "steps_per_print": 0,
         "zero_optimization": {"stage": stage},
         **copy.deepcopy(DTYPES[dtype]),
     }
@@ -86,6 +85,8 @@ def check(label: str, got: Run, want: Run, want_losses: list[float], dtype: str)
         assert a.shape == b.shape, f"{label}: {name} has shape {tuple(a.shape)}, want {tuple(b.shape)}"
         worst = (a - b).abs().max().item() if b.numel() else 0.0
         assert torch.allclose(a, b, **PARAM[dtype]), f"{label}: {name} is off by {worst:g}\n  got  {a}\n  want {b}"
+        mean = (a - b).abs().mean().item() if b.numel() else 0.0
+        assert mean <= PARAM[dtype]["atol"] / 10 + 2e-6, f"{label}: {name} is off by {mean:g} on average\n  got  {a}\n  want {b}"
 
 
 def check_cells(trait: str, dtype: str, world: int, extra: dict | None = None, make_optimizer=None, gases=(1, 3)) -> None:

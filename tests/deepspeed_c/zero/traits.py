@@ -167,7 +167,8 @@ def make_groups(model: nn.Module, n: int) -> list[dict]:
 
 def batch(step: int, micro: int, rank: int, part: int) -> tuple[torch.Tensor, torch.Tensor]:
     g = torch.Generator().manual_seed(1000 * step + 100 * micro + 10 * rank + part)
-    return torch.randn(BATCH, WIDTH, generator=g), torch.randn(BATCH, 5, generator=g)
+    # Inputs that bf16 holds exactly, so that all precisions see the same numbers.
+    return torch.randn(BATCH, WIDTH, generator=g).bfloat16().float(), torch.randn(BATCH, 5, generator=g)
 
 
 class Run(NamedTuple):
