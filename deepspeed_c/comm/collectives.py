@@ -400,7 +400,7 @@ def _all_reduce_by_backend(comm: Collectives, flat: torch.Tensor, scale: float) 
 
 
 def _exchange_reduce_broadcast(comm: Collectives, flat: torch.Tensor, scale: float) -> Work:
-    """Each rank sums one piece (as ``_exchange_then_reduce``) and sends it to all; pieces differ by at most 1 element."""
+    """Each rank sums one piece (as ``_exchange_then_reduce``) and sends it to all. Pieces differ by at most 1."""
     n, rank, numel = comm.world_size, comm.rank, flat.numel()
     sizes = [numel // n + (r < numel % n) for r in range(n)]
     pieces = flat.split(sizes)

@@ -45,10 +45,8 @@ from deepspeed_c.errors import CommError
         ("configure", "deepspeed_config enabled prof_all prof_ops verbose debug"),
         (
             "init_distributed",
-            (
-                "dist_backend auto_mpi_discovery distributed_port verbose timeout init_method dist_init_required config "
-                "rank world_size"
-            ),
+            "dist_backend auto_mpi_discovery distributed_port verbose timeout init_method dist_init_required config"
+            " rank world_size",
         ),
         ("new_group", "ranks timeout"),
         ("get_world_size", "group"),

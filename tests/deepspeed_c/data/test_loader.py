@@ -1,0 +1,260 @@
+"""data/loader.py: every sample once an epoch over all ranks, tails, tiny data sets, positions that resume, mistakes."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from deepspeed_c.data import DeepSpeedDataLoader, RepeatingLoader
+from deepspeed_c.errors import ConfigError, StateError, UnsupportedConfigError
+
+
+def make(n, batch, rank=0, world=1, **kwargs):
+    return DeepSpeedDataLoader(
+        range(n), batch, False, 0, None, data_parallel_world_size=world, data_parallel_rank=rank, **kwargs
+    )
+
+
+def epoch(loader):
+    return [batch.tolist() for batch in loader]
+
+
+def flat(batches):
+    return [sample for batch in batches for sample in batch]
+
+
+SIZES = [0, 1, 2, 3, 7, 12, 13, 101]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+@pytest.mark.parametrize("batch", [1, 3, 8])
+@pytest.mark.parametrize("n", SIZES)
+def test_every_sample_once_an_epoch(n, batch, world, drop_last):
+    loaders = [make(n, batch, rank, world, dataloader_drop_last=drop_last) for rank in range(world)]
+    for _ in range(2):
+        shares = [epoch(loader) for loader in loaders]
+        assert len({len(share) for share in shares}) == 1, "ranks have different numbers of batches: they would hang"
+        assert all(len(share) == len(loader) for share, loader in zip(shares, loaders))
+        per_rank = n // world if drop_last else -(-n // world)
+        seen = Counter(sample for share in shares for sample in flat(share))
+        if drop_last:
+            assert all(len(b) == batch for share in shares for b in share)
+            assert not seen or max(seen.values()) == 1
+            assert sum(seen.values()) == world * (per_rank // batch) * batch
+        else:
+            assert set(seen) == set(range(n)), "a sample was left out"
+            assert sum(seen.values()) == world * per_rank
+            if n >= world:
+                assert not seen or max(seen.values()) <= 2
+                assert sum(count - 1 for count in seen.values()) == world * per_rank - n
+            sizes = [len(b) for b in shares[0]]
+            assert sizes == [batch] * (per_rank // batch) + ([per_rank % batch] if per_rank % batch else [])
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_each_epoch_has_its_own_order_which_the_seed_decides(world):
+    loader, same, other = make(100, 5, 0, world), make(100, 5, 0, world), make(100, 5, 0, world, seed=7)
+    first, second = epoch(loader), epoch(loader)
+    assert first != second and [first, second] == [epoch(same), epoch(same)]
+    assert epoch(other) != first
+    same.set_epoch(0)
+    assert epoch(same) == first and epoch(same) == second
+    assert same.epoch == 1
+
+
+def test_without_shuffle_the_order_stays():
+    loader = make(10, 4, 1, 2, shuffle=False)
+    assert epoch(loader) == epoch(loader) == [[1, 3, 5, 7], [9]]
+    assert epoch(make(5, 2, shuffle=False)) == [[0, 1], [2, 3], [4]]
+
+
+def test_iter_without_a_batch_skips_no_epoch():
+    loader, plain = make(20, 4), make(20, 4)
+    iter(loader)
+    iter(loader)
+    repeating = RepeatingLoader(loader)
+    assert [next(repeating).tolist() for _ in range(12)] == (epoch(plain) + epoch(plain) + epoch(plain))[:12]
+
+
+def test_an_epoch_that_was_left_early_is_over():
+    loader, plain = make(20, 4), make(20, 4)
+    for batch in loader:
+        assert batch.tolist() == epoch(plain)[0]
+        break
+    assert epoch(loader) == epoch(plain)
+
+
+def test_next_works_without_iter():
+    loader = make(4, 2)
+    assert len(next(loader)) == 2 and len(next(loader)) == 2
+    with pytest.raises(StopIteration):
+        next(loader)
+    assert len(epoch(loader)) == 2
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("given", [0, 1, 4, 5, 6, 13])
+def test_a_saved_position_resumes(given, workers):
+    def get(loader, n):
+        repeating = RepeatingLoader(loader)
+        return [next(repeating).tolist() for _ in range(n)]
+
+    straight = get(make(29, 3, 1, 2), given + 8)
+    first = make(29, 3, 1, 2, num_local_io_workers=workers)
+    get(first, given)
+    resumed = make(29, 3, 1, 2, num_local_io_workers=workers)
+    resumed.load_state_dict(first.state_dict())
+    assert get(resumed, 8) == straight[given:]
+
+
+def test_a_position_loaded_under_a_running_iterator_counts():
+    loader, reference = make(30, 3), make(30, 3)
+    batches = epoch(reference)
+    repeating = RepeatingLoader(loader)
+    for _ in range(7):
+        next(repeating)
+    repeating.load_state_dict({"epoch": 0, "batch": 2, "batch_size": 3})
+    assert next(repeating).tolist() == batches[2]
+    assert repeating.state_dict() == {"epoch": 0, "batch": 3, "batch_size": 3}
+
+
+def test_a_position_loads_only_what_it_needs():
+    loaded = []
+
+    class Recording:
+        def __len__(self):
+            return 10
+
+        def __getitem__(self, i):
+            loaded.append(i)
+            return i
+
+    loader = DeepSpeedDataLoader(Recording(), 2, False, 0, None, shuffle=False)
+    loader.load_state_dict({"epoch": 3, "batch": 4, "batch_size": 2})
+    assert epoch(loader) == [[8, 9]] and loaded == [8, 9]
+
+
+def test_positions_of_another_batch_size_are_refused():
+    with pytest.raises(StateError, match="batches of 4 samples, this loader's have 2"):
+        make(8, 2).load_state_dict({"epoch": 0, "batch": 1, "batch_size": 4})
+
+
+def test_a_users_sampler_is_used_as_it_is():
+    sampler = DistributedSampler(range(12), 2, 0, seed=3)
+    loader = make(12, 2, data_sampler=sampler)
+    expected = list(sampler)
+    assert flat(epoch(loader)) == expected and flat(epoch(loader)) == expected
+    loader.set_epoch(5)
+    assert sampler.epoch == 5 and flat(epoch(loader)) == list(sampler) != expected
+    assert flat(epoch(make(5, 2, data_sampler=SequentialSampler(range(5))))) == [0, 1, 2, 3, 4]
+
+
+def test_collate_and_timer():
+    class Timer:
+        n = 0
+
+        def start(self):
+            self.n += 1
+
+    timer = Timer()
+    loader = DeepSpeedDataLoader(
+        [torch.tensor([float(i)]) for i in range(4)], 2, False, -1, timer, collate_fn=lambda samples: tuple(samples)
+    )
+    batches = list(loader)
+    assert all(isinstance(batch, tuple) and len(batch) == 2 for batch in batches) and len(batches) == 2
+    assert timer.n == 3  # two batches, and the attempt that found the end
+
+
+def test_a_single_process_shares_with_nobody():
+    loader = DeepSpeedDataLoader(range(6), 2, False, -1, None, data_parallel_world_size=3, data_parallel_rank=1)
+    assert sorted(flat(epoch(loader))) == list(range(6))
+
+
+class Stream(IterableDataset):
+    def __init__(self, n):
+        self.n = n
+
+    def __iter__(self):
+        return iter(range(self.n))
+
+
+def test_streams():
+    loader = DeepSpeedDataLoader(Stream(5), 2, False, 0, None)
+    assert epoch(loader) == [[0, 1], [2, 3], [4]]
+    loader.load_state_dict({"epoch": 1, "batch": 2, "batch_size": 2})
+    assert epoch(loader) == [[4]]
+    with pytest.raises(TypeError):
+        len(loader)
+    with pytest.raises(ConfigError, match="all 2 ranks would train on the same samples"):
+        DeepSpeedDataLoader(Stream(5), 2, False, 0, None, data_parallel_world_size=2, data_parallel_rank=0)
+    sharded = Stream(5)
+    sharded.is_sharded = True
+    DeepSpeedDataLoader(sharded, 2, False, 0, None, data_parallel_world_size=2, data_parallel_rank=0)
+    with pytest.raises(ConfigError, match="takes no sampler"):
+        DeepSpeedDataLoader(Stream(5), 2, False, 0, None, data_sampler=SequentialSampler(range(5)))
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "kwargs"),
+    [
+        (ConfigError, "batch_size: is 0", {"batch_size": 0}),
+        (ConfigError, "batch_size: is 2.0", {"batch_size": 2.0}),
+        (ConfigError, "num_local_io_workers: is -1", {"num_local_io_workers": -1}),
+        (ConfigError, "rank 2 does not exist among 2", {"data_parallel_world_size": 2, "data_parallel_rank": 2}),
+        (ConfigError, "without a length", {"dataset": iter([1])}),
+        (UnsupportedConfigError, "curriculum", {"deepspeed_dataloader_config": {"curriculum_learning": True}}),
+    ],
+)
+def test_mistakes(error, message, kwargs):
+    arguments = {"dataset": range(4), "batch_size": 2, "pin_memory": False, "local_rank": 0, "tput_timer": None}
+    with pytest.raises(error, match=message) as caught:
+        DeepSpeedDataLoader(**{**arguments, **kwargs})
+    assert caught.value.fix
+
+
+def test_repeating_nothing_is_an_error_and_no_end():
+    with pytest.raises(ConfigError, match="yields no batch"):
+        next(RepeatingLoader(make(0, 2)))
+    with pytest.raises(ConfigError, match="yields no batch"):
+        next(RepeatingLoader([]))
+    assert [next(r) for r in [RepeatingLoader([1, 2])] for _ in range(5)] == [1, 2, 1, 2, 1]
+
+
+def ranks_body(rank, world):
+    loader = DeepSpeedDataLoader(range(10), 2, False, 0, None)
+    return flat(epoch(loader)), len(loader)
+
+
+def test_ranks_are_found_by_themselves(run_ranks):
+    shares = run_ranks(3, ranks_body)
+    assert set(flat(share for share, _ in shares)) == set(range(10))
+    assert [n for _, n in shares] == [2, 2, 2]
+
+
+def engine_body(rank, world):
+    from deepspeed_c.comm.collectives import Collectives
+
+    comm = Collectives(reduce=lambda *_: None)
+    loader = DeepSpeedDataLoader.for_engine(list(range(9)), batch_size=2, comm=comm, route="eval")
+    with pytest.raises(ConfigError, match="route"):
+        DeepSpeedDataLoader.for_engine([1], batch_size=2, comm=comm, route="test")
+    return epoch(loader)
+
+
+def test_for_engine(run_ranks):
+    assert run_ranks(2, engine_body) == [[[0, 2], [4, 6], [8]], [[1, 3], [5, 7], [0]]]
+
+
+def test_signature_is_deepspeeds():
+    names = (
+        "dataset batch_size pin_memory local_rank tput_timer collate_fn num_local_io_workers data_sampler "
+        "data_parallel_world_size data_parallel_rank dataloader_drop_last deepspeed_dataloader_config seed shuffle"
+    )
+    assert list(inspect.signature(DeepSpeedDataLoader).parameters) == names.split()
+    assert list(inspect.signature(RepeatingLoader).parameters) == ["loader"]
