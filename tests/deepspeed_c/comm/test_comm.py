@@ -13,6 +13,11 @@ from deepspeed_c import comm
 from deepspeed_c.comm.comm import comms_logger
 from deepspeed_c.errors import CommError
 
+INIT_DISTRIBUTED = (
+    "dist_backend auto_mpi_discovery distributed_port verbose timeout init_method dist_init_required config rank"
+    " world_size"
+)
+
 
 @pytest.mark.parametrize(
     ("name", "parameters"),
@@ -45,8 +50,7 @@ from deepspeed_c.errors import CommError
         ("configure", "deepspeed_config enabled prof_all prof_ops verbose debug"),
         (
             "init_distributed",
-            "dist_backend auto_mpi_discovery distributed_port verbose timeout init_method dist_init_required config"
-            " rank world_size",
+            INIT_DISTRIBUTED,
         ),
         ("new_group", "ranks timeout"),
         ("get_world_size", "group"),
