@@ -1,7 +1,7 @@
 """Builds the one extension module: the C cores by make, the binding by the C++ compiler, the CUDA library when nvcc is there.
 
 Settings, from the environment:
-  CC, CXX, NVCC       compilers
+  CC, CXX, NVCC       compilers; nvcc is looked for in CUDA_HOME too
   MAX_JOBS            parallel compilations; all processors by default
   DSC_BUILD_CUDA      0: never build the CUDA library; 1: fail without nvcc; unset: build it when nvcc is found
 """
@@ -66,14 +66,15 @@ def find_nvcc() -> str | None:
         raise BuildError(f"DSC_BUILD_CUDA is {wish!r}", where="building deepspeed_c", fix="set it to 0 or 1, or leave it unset")
     if wish == "0":
         return None
-    nvcc = os.environ.get("NVCC") or shutil.which("nvcc")
+    in_cuda_home = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "nvcc"
+    nvcc = os.environ.get("NVCC") or shutil.which("nvcc") or (str(in_cuda_home) if in_cuda_home.is_file() else None)
     if nvcc is None and wish == "1":
         raise BuildError("DSC_BUILD_CUDA=1 and no nvcc", where="building deepspeed_c", fix="put nvcc on PATH, or name it in NVCC")
     return nvcc
 
 
-def run(command: list[str]) -> None:
-    print("$", shlex.join(command), flush=True)
+def run(command: list[str], says: str) -> None:
+    print(says, flush=True)
     try:
         subprocess.run(command, cwd=ROOT, check=True)
     except subprocess.CalledProcessError as error:
@@ -100,7 +101,7 @@ class BuildExtension(build_ext):
         make = find_program("MAKE", "make", "make")
         build = (ROOT / self.build_temp / "csrc").resolve()
         make_csrc = [*make, "-C", "csrc", f"-j{jobs}", f"BUILD={build}", f"CC={shlex.join(cc)}"]
-        run(make_csrc)
+        run(make_csrc, "make -C csrc")
         has_cuda = self._build_cuda(make_csrc, build)
 
         import pybind11
@@ -125,7 +126,7 @@ class BuildExtension(build_ext):
                 [*cxx, *flags, *(torch_headers if names_torch(source) else python_headers), "-c", source, "-o", str(o)]
                 for source, o in zip(ext.sources, objects)
             ]
-            list(pool.map(run, commands))
+            list(pool.map(run, commands, [f"CXX {source}" for source in ext.sources]))
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         run(
@@ -134,7 +135,8 @@ class BuildExtension(build_ext):
                 # The cores stay inside; torch is found by its soname in the process that has imported it.
                 *("-Wl,--exclude-libs,ALL", "-Wl,-s", f"-L{torch_dir / 'lib'}", "-ltorch_cpu", "-lpthread", "-ldl", "-lm"),
                 *shlex.split(os.environ.get("LDFLAGS", "")),
-            ]
+            ],
+            f"LINK {target.name}",
         )
         if has_cuda:
             shutil.copyfile(build / CUDA_LIBRARY, target.parent / CUDA_LIBRARY)
@@ -144,7 +146,7 @@ class BuildExtension(build_ext):
         nvcc = find_nvcc()
         if nvcc is None or not (ROOT / "csrc" / "cuda" / "cuda.mk").is_file():
             return False
-        run([*make_csrc, f"NVCC={nvcc}", "cuda"])
+        run([*make_csrc, f"NVCC={nvcc}", "cuda"], "make -C csrc cuda")
         return (build / CUDA_LIBRARY).is_file()
 
     def copy_extensions_to_source(self) -> None:

@@ -90,7 +90,7 @@ class Muon(FusedOptimizer):
 
     def orthogonalize(self, update: Tensor, ns_steps: int | None = None) -> Tensor:
         """What is to be subtracted, times lr, for a momentum ``update`` [rows, ...] of a whole matrix: float32, in the same shape."""
-        matrix = update.reshape(update.size(0), -1)
+        matrix = update.flatten(1)
         if matrix.numel() == 0:
             return torch.zeros_like(update, dtype=torch.float32)
         steps = self.defaults["ns_steps"] if ns_steps is None else ns_steps

@@ -19,6 +19,9 @@ MAXIMIZE = 4
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+# How an operator refuses a call before it writes anything: its own checks, or the dispatcher (sparse tensors, devices without a kernel).
+REFUSALS = (ValueError, NotImplementedError)
+
 
 class Call(NamedTuple):
     """The lists of one operator call. ``state`` holds one list a state slot; ``copies`` is empty or as long as ``params``."""
@@ -159,7 +162,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         steps = self._advance(index, params)
         try:
             self._update(index, params, grads, (), steps, 1.0)
-        except ValueError:
+        except REFUSALS:
             # Refused before anything was written, so the step that was counted did not happen.
             self._steps[index].retreat()
             raise
@@ -259,7 +262,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _states(self, group: int, params: Sequence[Tensor]) -> list[list[Tensor]]:
         names = self._names(group)
         states = list(map(self.state.__getitem__, params))
-        if not all(states) or not all(name in state for name in names for state in states):
+        if not all(name in state for name in ("step", *names) for state in states):
             for param in params:
                 self.init_state(group, param)
         return [[state[name] for state in states] for name in names]
@@ -328,17 +331,20 @@ class FusedOptimizer(torch.optim.Optimizer):
             )
 
         is_uniform = len(steps) == 1 and all(copy is not None for copy in call.copies)
-        refusal: ValueError | None = None
+        refusal: Exception | None = None
         if is_uniform:
             try:
                 result = invoke(call, steps[0], ratios)
                 self._note_writes(call)
                 return result
-            except ValueError as error:
+            except REFUSALS as error:
                 refusal = error
         rows: list[tuple[list[int], Tensor | None]] = []
         for indices, part, step in self._untangle(index, call, steps, refusal):
-            rows.append((indices, invoke(part, step, None if ratios is None else ratios[indices])))
+            try:
+                rows.append((indices, invoke(part, step, None if ratios is None else ratios[indices])))
+            except ValueError as error:
+                raise self._error(str(error), group=index, fix="see the message") from error
         self._note_writes(call)
         if not rows or rows[0][1] is None:
             return None
@@ -355,7 +361,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             torch.autograd.graph.increment_version([copy for copy in call.copies if copy is not None])
 
     def _untangle(
-        self, index: int, call: Call, steps: list[int], refusal: ValueError | None
+        self, index: int, call: Call, steps: list[int], refusal: Exception | None
     ) -> list[tuple[list[int], Call, int]]:
         """Parts of ``call`` that one operator call each can do: one device, one set of dtypes, one step number, and gradients in memory
         order of their parameters. Raises OptimizerError where no such parts exist, before any of them is run."""
@@ -363,6 +369,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         has_moved = False
         by_key: dict[tuple[Any, ...], list[int]] = {}
         for i, param in enumerate(call.params):
+            self._check_dense(index, i, param)
             if grads:
                 fitting = self._fitting_gradient(index, i, param, grads[i])
                 has_moved = has_moved or fitting is not grads[i]
@@ -375,6 +382,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             key = (param.device, *(t.dtype for t in members), copy is None, step)
             by_key.setdefault(key, []).append(i)
         if refusal is not None and len(by_key) == 1 and not has_moved:
+            if not isinstance(refusal, ValueError):
+                raise refusal
             raise self._error(str(refusal), group=index, fix="see the message; nothing was changed") from refusal
         call = call._replace(grads=grads)
         parts = []
@@ -401,6 +410,16 @@ class FusedOptimizer(torch.optim.Optimizer):
                 fix="pass gradients in the shape of their parameters",
             )
         return torch.empty_like(param, dtype=grad.dtype, memory_format=torch.preserve_format).copy_(grad)
+
+    def _check_dense(self, index: int, i: int, param: Tensor) -> None:
+        # preserve_format keeps the strides of just those tensors that have neither gaps nor overlaps.
+        is_dense = param.is_contiguous() or torch.empty_like(param, device="meta").stride() == param.stride()
+        if not is_dense:
+            raise self._error(
+                f"parameter {i} (shape {tuple(param.shape)}, strides {param.stride()}) has gaps or overlaps in memory",
+                group=index,
+                fix="make it contiguous before it is given to the optimizer",
+            )
 
     def _check_member(self, index: int, i: int, param: Tensor, tensor: Tensor) -> None:
         if tensor.dtype not in SUPPORTED_DTYPES:

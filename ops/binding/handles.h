@@ -8,8 +8,7 @@ namespace dsc {
 
 void bind_zero(pybind11::module_ &m);
 void bind_scaler(pybind11::module_ &m);
-void bind_cpu(pybind11::module_ &m);
-void bind_build_info(pybind11::module_ &m);
+void bind_build(pybind11::module_ &m);
 
 }  // namespace dsc
 

@@ -1,9 +1,16 @@
-/* What was built, by what, and what the build found. */
+/* What was built, by what, what it found, which optimizers it has, and which instruction set runs here. */
 #include "handles.h"
 
 #include "dsc/dsc.h"
+#include "status.h"
 
+#include <pybind11/stl.h>
+
+#include <optional>
 #include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
 
 #if defined(__has_include)
 #if __has_include(<libaio.h>)
@@ -24,6 +31,43 @@ namespace py = pybind11;
 
 namespace {
 
+std::string isa_name()
+{
+    return dsc_cpu_isa_name();
+}
+
+std::vector<std::pair<std::string, bool>> isas()
+{
+    std::vector<std::pair<std::string, bool>> found;
+    bool is_runnable = false;
+
+    for (int32_t i = 0;; i++) {
+        const char *name = dsc_cpu_isa_at(i, &is_runnable);
+
+        if (name == nullptr)
+            return found;
+        found.emplace_back(name, is_runnable);
+    }
+}
+
+void force_isa(const std::optional<std::string> &name)
+{
+    dsc::check(dsc_cpu_isa_force(name.has_value() ? name->c_str() : nullptr), "cpu_isa_force");
+}
+
+std::vector<std::tuple<std::string, int32_t, bool>> optim_kinds()
+{
+    std::vector<std::tuple<std::string, int32_t, bool>> kinds;
+
+    for (int32_t i = 0;; i++) {
+        const struct dsc_optim_kind *kind = dsc_optim_at(i);
+
+        if (kind == nullptr)
+            return kinds;
+        kinds.emplace_back(dsc_optim_name(kind), dsc_optim_n_states(kind), dsc_optim_needs_norms(kind));
+    }
+}
+
 py::dict build_info()
 {
     py::dict info;
@@ -34,15 +78,10 @@ py::dict build_info()
     info["torch_built_with"] = DSC_BUILD_TORCH;
     info["pybind11"] = std::to_string(PYBIND11_VERSION_MAJOR) + "." + std::to_string(PYBIND11_VERSION_MINOR) + "." +
                        std::to_string(PYBIND11_VERSION_PATCH);
-    info["isas"] = py::list();
-    for (int32_t i = 0;; i++) {
-        bool is_runnable = false;
-        const char *name = dsc_cpu_isa_at(i, &is_runnable);
-
-        if (name == nullptr)
-            break;
-        info["isas"].attr("append")(name);
-    }
+    py::list names;
+    for (const auto &isa : isas())
+        names.append(isa.first);
+    info["isas"] = names;
     info["cuda"] = static_cast<bool>(DSC_BUILD_CUDA);
     info["libaio"] = DSC_FOUND_LIBAIO;
     info["liburing"] = DSC_FOUND_LIBURING;
@@ -51,7 +90,12 @@ py::dict build_info()
 
 }  // namespace
 
-void dsc::bind_build_info(py::module_ &m)
+void dsc::bind_build(py::module_ &m)
 {
+    m.def("cpu_isa", &isa_name, "The instruction set whose loops run, by name.");
+    m.def("cpu_isas", &isas, "[(name, whether this processor runs it)] of the instruction sets that this build has.");
+    m.def("cpu_isa_force", &force_isa, py::arg("name"),
+          "Forces an instruction set by name for the whole process (tests and benchmarks); None goes back to the automatic choice.");
+    m.def("optim_kinds", &optim_kinds, "[(name, state slots, whether it needs norms)] of the optimizers that this build has.");
     m.def("build_info", &build_info, "How this module was built: version, compiler, torch, whether the CUDA library was made, headers found.");
 }

@@ -6,6 +6,5 @@ PYBIND11_MODULE(_C, m)
     m.doc() = "The compiled part of deepspeed_c: operators in torch.ops.deepspeed_c, handles here.";
     dsc::bind_zero(m);
     dsc::bind_scaler(m);
-    dsc::bind_cpu(m);
-    dsc::bind_build_info(m);
+    dsc::bind_build(m);
 }

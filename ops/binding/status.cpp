@@ -1,7 +1,8 @@
 /* The exceptions behind status.h. */
 #include "status.h"
 
-#include <pybind11/pybind11.h>
+/* Just builtin_exception: the whole of pybind11 takes seconds to compile. */
+#include <pybind11/detail/common.h>
 
 #include <new>
 #include <stdexcept>

@@ -1,0 +1,53 @@
+"""What _C says about itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import deepspeed_c
+from deepspeed_c import _C
+
+
+def test_build_info():
+    info = _C.build_info()
+    assert info["version"] == deepspeed_c.__version__
+    assert info["torch_target_version"] == "0x020a000000000000"
+    assert info["isas"] == [name for name, _ in _C.cpu_isas()]
+    for key in ("cuda", "libaio", "liburing"):
+        assert isinstance(info[key], bool)
+    assert info["compiler"] and info["torch_built_with"] and info["pybind11"]
+    library = os.path.join(os.path.dirname(_C.__file__), "libdsc_cuda.so")
+    assert os.path.exists(library) == info["cuda"]
+
+
+def test_isa_can_be_forced_and_released():
+    automatic = _C.cpu_isa()
+    runnable = [name for name, is_runnable in _C.cpu_isas() if is_runnable]
+    assert automatic in runnable and "scalar" in runnable
+    try:
+        for name in runnable:
+            _C.cpu_isa_force(name)
+            assert _C.cpu_isa() == name
+        with pytest.raises((ValueError, NotImplementedError), match="mmx"):
+            _C.cpu_isa_force("mmx")
+        assert _C.cpu_isa() == runnable[-1]
+    finally:
+        _C.cpu_isa_force(None)
+    assert _C.cpu_isa() == automatic
+
+
+def test_an_isa_in_the_environment_that_does_not_exist_is_an_error_and_no_crash():
+    code = (
+        "import torch, deepspeed_c.ops.flat as f\n"
+        "try: f.norm([torch.ones(3)])\n"
+        "except NotImplementedError as e: print('refused', e)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "DSC_CPU_ISA": "mmx"}, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert "refused" in done.stdout and "mmx" in done.stdout

@@ -1,0 +1,119 @@
+"""ZeroLayout, BucketTracker and the planners as Python sees them: the same numbers as brute force, and ValueError for bad ones."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from deepspeed_c import _C
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2, 3, 7])
+@pytest.mark.parametrize("bucket_elems", [1, 64, 1000, 10**9])
+@pytest.mark.parametrize("align_elems", [1, 32])
+def test_fragments_tile_every_parameter(n_ranks, bucket_elems, align_elems):
+    sizes = [random.Random(n_ranks).choice([0, 1, 5, 31, 32, 33, 700]) for _ in range(25)] + [0, 2000]
+    layout = _C.ZeroLayout(sizes, n_ranks, bucket_elems, align_elems)
+    assert layout.sizes == sizes and layout.n_ranks == n_ranks
+    assert layout.n_buckets == len(layout.bucket_begin) == len(layout.slice_elems) == len(layout.shard_offset)
+    assert layout.shard_elems == sum(layout.slice_elems)
+    assert layout.shard_offset == [sum(layout.slice_elems[:b]) for b in range(layout.n_buckets)]
+    assert layout.flat_elems == n_ranks * layout.shard_elems
+    seen = {i: set() for i in range(len(sizes))}
+    for rank in range(n_ranks):
+        for param, begin, flat, shard, n in layout.fragments(rank):
+            bucket = layout.bucket_of[param]
+            assert n > 0 and flat == layout.offsets[param] + begin
+            own = layout.bucket_begin[bucket] + rank * layout.slice_elems[bucket]
+            assert own <= flat and flat + n <= own + layout.slice_elems[bucket]
+            assert shard == layout.shard_offset[bucket] + flat - own
+            new = set(range(begin, begin + n))
+            assert not new & seen[param]
+            seen[param] |= new
+    assert {i: len(s) for i, s in seen.items()} == dict(enumerate(sizes))
+
+
+def test_layout_of_nothing():
+    layout = _C.ZeroLayout([], 2, 100, 1)
+    assert (layout.n_buckets, layout.flat_elems, layout.shard_elems, layout.fragments(1)) == (0, 0, 0, [])
+    layout = _C.ZeroLayout([0, 0], 2, 100, 1)
+    assert (layout.n_buckets, layout.flat_elems, layout.fragments(0)) == (1, 0, [])
+
+
+@pytest.mark.parametrize(
+    "arguments", [([-1], 1, 1, 1), ([1], 0, 1, 1), ([1], 1, 0, 1), ([1], 1, 1, 3), ([2**62, 2**62], 2, 10, 1)], ids=str
+)
+def test_bad_layouts(arguments):
+    with pytest.raises(ValueError, match="ZeroLayout"):
+        _C.ZeroLayout(*arguments)
+
+
+def test_bad_rank():
+    with pytest.raises(ValueError, match="rank"):
+        _C.ZeroLayout([5], 2, 10, 1).fragments(2)
+
+
+def test_tracker_launches_in_order():
+    tracker = _C.BucketTracker([0, 0, 1, 2], 3)
+    assert tracker.next() == -1
+    assert tracker.mark(2) is False
+    assert tracker.next() == -1  # bucket 1 is complete, and waits for bucket 0
+    tracker.mark(0)
+    tracker.mark(0)  # contributions add up
+    assert tracker.next() == -1
+    tracker.mark(1)
+    assert [tracker.next(), tracker.next(), tracker.next()] == [0, 1, -1]
+    assert tracker.mark(0) is True  # late: its bucket is on its way
+    assert tracker.next(force=True) == 2
+    assert tracker.next(True) == -1
+    tracker.reset()
+    assert tracker.mark(3) is False and tracker.next() == -1
+
+
+def test_tracker_keeps_its_own_arrays():
+    buckets = [0, 1]
+    tracker = _C.BucketTracker(buckets, 2)
+    buckets[0] = 77
+    del buckets
+    tracker.mark(0)
+    assert tracker.next() == 0
+
+
+@pytest.mark.parametrize("arguments", [([0], -1), ([1], 1), ([-1], 1)])
+def test_bad_trackers(arguments):
+    with pytest.raises(ValueError, match="BucketTracker"):
+        _C.BucketTracker(*arguments)
+
+
+def test_marking_what_does_not_exist():
+    tracker = _C.BucketTracker([0], 1)
+    for param in (-1, 1):
+        with pytest.raises(ValueError, match="mark"):
+            tracker.mark(param)
+
+
+@pytest.mark.parametrize("n_elems", [0, 1, 6, 7, 100])
+@pytest.mark.parametrize("n_ranks", [1, 3, 8])
+def test_even_split(n_elems, n_ranks):
+    ranges = [_C.shard_range(n_elems, n_ranks, rank) for rank in range(n_ranks)]
+    assert [i for begin, end in ranges for i in range(begin, end)] == list(range(n_elems))
+    lengths = [end - begin for begin, end in ranges]
+    assert max(lengths) - min(lengths) <= 1
+    for element in range(n_elems):
+        begin, end = ranges[_C.shard_owner(n_elems, n_ranks, element)]
+        assert begin <= element < end
+    with pytest.raises(ValueError):
+        _C.shard_range(n_elems, n_ranks, n_ranks)
+    with pytest.raises(ValueError):
+        _C.shard_owner(n_elems, n_ranks, n_elems)
+
+
+def test_balance():
+    assert _C.balance([], 3) == []
+    assert _C.balance([5, 4, 3, 3, 3], 2) == [0, 1, 1, 0, 1]
+    for n_ranks in (0, -1):
+        with pytest.raises(ValueError):
+            _C.balance([1], n_ranks)
+    with pytest.raises(ValueError):
+        _C.balance([-1], 1)

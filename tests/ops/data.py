@@ -1,0 +1,27 @@
+"""Inputs for the operator tests: sizes that hurt, values that hurt, and buffers that start at odd addresses."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+# 0, 1, around the vector widths, primes, and one that is several chunks long.
+SIZES = (0, 1, 3, 7, 8, 9, 15, 16, 17, 31, 33, 127, 1009, 4095, 4097, 100_003)
+
+
+def normal(n: int, seed: int, dtype: torch.dtype = torch.float32, scale: float = 1.0, offset: int = 0) -> Tensor:
+    """n normal numbers that begin ``offset`` elements into their allocation."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(n + offset, generator=generator) * scale
+    return values.to(dtype)[offset:]
+
+
+def positive(n: int, seed: int, dtype: torch.dtype = torch.float32, scale: float = 1.0, offset: int = 0) -> Tensor:
+    return normal(n, seed, torch.float32, scale, offset).abs().add_(0.01 * scale).to(dtype)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The tensor's bytes: comparing these tells -0 from 0 and one NaN from another."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)

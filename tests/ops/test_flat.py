@@ -1,0 +1,132 @@
+"""Norm, scale, reduce and cast over flat buffers against float64 and against torch's own."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tests.ops.data import DTYPES, SIZES, bits, normal
+
+from deepspeed_c import _C
+from deepspeed_c.ops import flat, reference
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("offset", [0, 1])
+def test_norm_is_the_float64_norm(dtype, offset):
+    tensors = [normal(n, n, dtype, offset=offset) for n in SIZES]
+    sumsq, n_nonfinite = reference.sumsq(tensors)
+    got = flat.norm(tensors)
+    assert got.sumsq.tolist() == pytest.approx([sumsq, 0.0], rel=1e-6)
+    assert got.value == pytest.approx(math.sqrt(sumsq), rel=1e-6)
+    assert n_nonfinite == got.n_nonfinite == 0
+
+
+def test_norm_of_mixed_dtypes_and_of_nothing():
+    tensors = [normal(1009, i, dtype) for i, dtype in enumerate(DTYPES)]
+    assert flat.norm(tensors).sumsq.tolist() == pytest.approx([reference.sumsq(tensors)[0], 0.0], rel=1e-6)
+    assert flat.norm([]).value == 0.0
+    assert flat.norm([torch.zeros(0)]).sumsq.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("at", [0, 7, 8, 4095, 4096, 10_006])
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_every_non_finite_element_is_counted(dtype, at, value):
+    tensor = normal(10_007, 1, dtype)
+    tensor[at] = value
+    tensor[5000] = math.nan
+    got = flat.norm([tensor])
+    assert got.n_nonfinite == 2 and got.value == math.inf
+    assert float(got.sumsq[0]) == pytest.approx(reference.sumsq([tensor])[0], rel=1e-6)
+
+
+def test_squares_that_overflow_float32_are_finite():
+    assert flat.norm([torch.full((4,), 3e38)]).value == pytest.approx(6e38, rel=1e-6)
+
+
+def test_large_sum_does_not_lose_small_ones():
+    tensor = torch.full((2_000_003,), 1e-3)
+    tensor[0] = 1000.0
+    assert float(flat.norm([tensor]).sumsq[0]) == pytest.approx(1e6 + 2_000_002 * float(torch.tensor(1e-3)) ** 2, rel=1e-12)
+
+
+def test_norm_has_the_same_bits_for_any_thread_count_and_instruction_set():
+    tensors = [normal(n, n, torch.bfloat16) for n in (5, 700_001, 33)]
+    n_before = torch.get_num_threads()
+    seen = set()
+    try:
+        for isa in [name for name, is_runnable in _C.cpu_isas() if is_runnable]:
+            for n_threads in (1, 2, 5):
+                _C.cpu_isa_force(isa)
+                torch.set_num_threads(n_threads)
+                seen.add(float(flat.norm(tensors).sumsq[0]).hex())
+    finally:
+        torch.set_num_threads(n_before)
+        _C.cpu_isa_force(None)
+    assert len(seen) == 1, seen
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e9])
+def test_clip_is_torchs(max_norm):
+    params = [torch.nn.Parameter(torch.zeros(n)) for n in SIZES]
+    for i, p in enumerate(params):
+        p.grad = normal(p.numel(), i)
+    mine = [p.grad.clone() for p in params]
+    total = torch.nn.utils.clip_grad_norm_(params, max_norm)
+    assert flat.clip_(mine, max_norm) == pytest.approx(float(total), rel=1e-6)
+    for a, p in zip(mine, params):
+        torch.testing.assert_close(a, p.grad, rtol=1e-5, atol=1e-9)
+
+
+def test_clip_leaves_non_finite_gradients_alone():
+    grads = [torch.tensor([1.0, math.inf])]
+    assert flat.clip_(grads, 0.1) == math.inf
+    assert grads[0].tolist() == [1.0, math.inf]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scale(dtype):
+    tensors = [normal(n, n, dtype, offset=1) for n in SIZES]
+    want = [(t.float() * 0.3).to(dtype) for t in tensors]
+    flat.scale_(tensors, 0.3)
+    for got, wanted in zip(tensors, want):
+        torch.testing.assert_close(got, wanted, rtol=1e-6 if dtype == torch.float32 else 0, atol=0)
+    flat.scale_([], 2.0)
+
+
+@pytest.mark.parametrize("source", DTYPES)
+@pytest.mark.parametrize("target", DTYPES)
+def test_cast_is_torchs(source, target):
+    values = torch.cat(
+        [normal(4097, 1), torch.tensor([0.0, -0.0, 1e-45, 6e-8, 65504.0, 65520.0, 3e38, math.inf, -math.inf, math.nan])]
+    ).to(source)
+    got = torch.zeros(len(values), dtype=target)
+    flat.cast(values, got)
+    want = values.to(target)
+    is_nan = torch.isnan(want)
+    assert torch.equal(torch.isnan(got), is_nan)
+    assert torch.equal(bits(got[~is_nan]), bits(want[~is_nan]))
+
+
+@pytest.mark.parametrize("source", DTYPES)
+@pytest.mark.parametrize("target", DTYPES)
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("n_sources", [1, 2, 5])
+def test_reduce(source, target, accumulate, n_sources):
+    for n in (0, 1, 17, 4097):
+        sources = [normal(n, i, source) for i in range(n_sources)]
+        into = normal(n, 99, target)
+        want = reference.reduce(sources, 0.5, accumulate, into)
+        stats = flat.reduce_(sources, into, scale=0.5, accumulate=accumulate)
+        rtol = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}[target]
+        torch.testing.assert_close(into, want, rtol=rtol, atol=1e-6)
+        assert stats.sumsq.tolist() == pytest.approx(list(reference.sumsq([into])), rel=1e-6, abs=1e-12)
+
+
+def test_reduce_in_place_of_a_source():
+    a, b = normal(1000, 1), normal(1000, 2)
+    want = 0.5 * (a + b)
+    flat.reduce_([a, b], a, scale=0.5)
+    torch.testing.assert_close(a, want)
