@@ -46,6 +46,10 @@ BENCHMARKS = [
         )
         for dtype in ("fp32", "bf16")
     ),
+    Benchmark(
+        "import_time", "benchmarks/deepspeed_c/import_time.py", [PYTHON, "-m", "benchmarks.deepspeed_c.import_time"]
+    ),
+    Benchmark("launch", "benchmarks/launcher/noop.py", [PYTHON, "-m", "benchmarks.launcher.noop"]),
 ]
 
 
