@@ -13,6 +13,7 @@ from deepspeed_c.ops.adam import FusedAdam
 from deepspeed_c.ops.lamb import FusedLamb
 from deepspeed_c.ops.lion import FusedLion
 from deepspeed_c.ops.muon import Muon
+from deepspeed_c.ops.optim import FusedOptimizer
 from deepspeed_c.ops.sgd import FusedSGD
 
 __all__ = ["build_optimizer", "trainable_groups", "muon_groups"]
@@ -110,9 +111,12 @@ def _from_config(config: Config, model: torch.nn.Module, groups: Groups) -> torc
         if kind.lower() == "muon":
             groups = muon_groups(model, groups, params)
             params = {k: v for k, v in params.items() if k not in ("muon_lr", "adam_lr")}
-        return make(groups, params)
+        optimizer = make(groups, params)
     except (TypeError, ValueError) as error:
         raise ConfigError(str(error), where=f"optimizer.params ({kind})", fix="see docs/config.md") from error
+    if isinstance(optimizer, FusedOptimizer) and config.bf16.bf16_master_weights_and_grads:
+        optimizer.state_dtype = torch.bfloat16 if config.bf16.bf16_optimizer_states else torch.float32
+    return optimizer
 
 
 def build_optimizer(

@@ -239,12 +239,13 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         own = {bucket: unit.own_slice(whole, bucket)}
         params, grads, copies = self._tensors(entries)
         base.momentum_tensors(unit.group, params, grads, [e.part_of(own) for e in entries], grad_scale)
-        self.comm.all_gather(whole).wait()
+        if self.is_sharded:
+            self.comm.all_gather(whole).wait()
         begin = unit.bucket_begin[bucket]
         updates = []
         for entry in entries:
             fragment = entry.fragment
-            matrix = base.orthogonalize(fragment.slot.view(whole, begin))
+            matrix = base.orthogonalize(fragment.slot.view(whole, begin), base.param_groups[unit.group]["ns_steps"])
             updates.append(matrix.reshape(-1).narrow(0, fragment.begin, fragment.numel).view(entry.param.shape))
         base.apply_tensors(unit.group, params, updates, copies)
 
