@@ -80,7 +80,14 @@ static int scalar_request(void)
 
 static int empty_request(void)
 {
-    CHECK(dsc_cpu_isa_name() != NULL);
+    const char *best = NULL;
+    const char *name;
+    bool is_runnable;
+
+    for (int32_t i = 0; (name = dsc_cpu_isa_at(i, &is_runnable)) != NULL; i++)
+        if (is_runnable)
+            best = name; /* the walk is from the slowest to the fastest */
+    CHECK_STR(dsc_cpu_isa_name(), best);
     return test_n_failures > 0;
 }
 

@@ -3,6 +3,7 @@
  */
 #include "harness.h"
 
+#include "base/par.h"
 #include "pool.h"
 
 /* The whole tensor in f64, in place. */
@@ -198,6 +199,47 @@ static void test_many_tensors(void)
     free(tensors);
 }
 
+/* Tensors that a chunk border cuts after their first and before their last element, and one that covers whole chunks: norms of each, in f64. */
+static void test_cut_tensors(void)
+{
+    static const int64_t lengths[] = {DSC_MIN_CHUNK_ELEMS - 1, DSC_MIN_CHUNK_ELEMS + 2, 3 * DSC_MIN_CHUNK_ELEMS, DSC_MIN_CHUNK_ELEMS - 2, 2, 5, 0};
+    enum { N = sizeof lengths / sizeof lengths[0] };
+    struct dsc_optim_args args = DSC_OPTIM_ARGS_INIT;
+    struct model models[N];
+    struct dsc_optim_tensor tensors[N];
+    double sumsq[2 * N];
+    uint64_t random = 57;
+    struct pool pool;
+
+    pool_init(&pool, 3, 1);
+    args.flags = 0;
+    for (int i = 0; i < N; i++) {
+        models[i] = model_create(&args, lengths[i], 0);
+        model_fill(&models[i], false, &random);
+        tensors[i] = model_tensor(&models[i], 2);
+        sumsq[2 * i] = sumsq[2 * i + 1] = -7;
+    }
+    CHECK_STATUS(dsc_optim_norms(find_kind("lamb"), &args, tensors, N, &pool.par, sumsq), DSC_OK);
+    for (int i = 0; i < N; i++) {
+        double param_sumsq = 0;
+        double update_sumsq = 0;
+
+        for (int64_t e = 0; e < lengths[i]; e++) {
+            double param = (double)array_get(&models[i].param, e);
+            double update = (double)array_get(&models[i].state[0], e) / (sqrt((double)array_get(&models[i].state[1], e)) + args.eps);
+
+            param_sumsq += param * param;
+            update_sumsq += update * update;
+        }
+        TEST_CASE("cut tensors: %d", i);
+        test_report(fabs(sumsq[2 * i] - param_sumsq) <= 1e-12 * param_sumsq, __FILE__, __LINE__, "param: %.17g and %.17g", sumsq[2 * i], param_sumsq);
+        test_report(fabs(sumsq[2 * i + 1] - update_sumsq) <= 1e-6 * update_sumsq, __FILE__, __LINE__, "update: %.9g and %.9g", sumsq[2 * i + 1],
+                    update_sumsq);
+        model_destroy(&models[i]);
+    }
+    pool_clear(&pool);
+}
+
 static void test_trust_ratio(void)
 {
     struct dsc_optim_args args = DSC_OPTIM_ARGS_INIT;
@@ -250,6 +292,7 @@ int main(void)
     test_formula();
     test_stored_states();
     test_many_tensors();
+    test_cut_tensors();
     test_trust_ratio();
     test_errors();
     return test_finish(__FILE__);
