@@ -196,13 +196,15 @@ __host__ __device__ inline char *at(const void *data, int dtype, int64_t i)
     return data == nullptr ? nullptr : (char *)data + i * bytes_of(dtype);
 }
 
-/* Two f64 sums over a block's threads, in an order that depends on nothing. The result is thread 0's. Every thread of the block calls it. */
+/*
+ * Two f64 sums over a block's threads, in an order that depends on nothing. The result is thread 0's. Every thread of the block
+ * calls it, once a kernel.
+ */
 __device__ inline void block_sum(double sums[2])
 {
     __shared__ double lanes[2][N_THREADS];
     const int lane = (int)threadIdx.x;
 
-    __syncthreads(); /* an earlier call's reads are done */
     lanes[0][lane] = sums[0];
     lanes[1][lane] = sums[1];
     for (int half = N_THREADS / 2; half > 0; half /= 2) {

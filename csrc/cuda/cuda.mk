@@ -59,7 +59,7 @@ $(CUDA_EMULATED): $(BUILD)/cuda/all.cu $(CUDA_HEADERS) $(wildcard $(TESTS)/csrc/
 	@echo "CXX $(@:$(BUILD)/%=%)"
 	@$(CXX) -x c++ -std=c++17 -O1 -g1 -fPIC -shared -fno-strict-aliasing -ffp-contract=off -fvisibility=hidden -Wall -Wextra -Werror \
 		-DDSC_CUDA_MAX_BLOCKS=5 -DDSC_CUDA_MAX_PARTIALS=3 \
-		$(if $(SAN),-fsanitize=$(SAN) -fno-sanitize-recover=all -fno-omit-frame-pointer) \
+		$(if $(SAN),-fsanitize=$(SAN) -fno-sanitize-recover=all -fno-omit-frame-pointer,-fsanitize=alignment -fsanitize-undefined-trap-on-error) \
 		-I$(TESTS)/csrc/cuda/emulator -I$(ROOT) -I$(ROOT)/include $< -o $@
 
 $(BUILD)/tests/csrc/cuda/test_twins: | $(if $(CAN_EMULATE),$(CUDA_EMULATED))

@@ -34,20 +34,21 @@ static void write_f32(dsc_dtype dtype, void *data, int64_t i, float value)
 struct operand {
     dsc_dtype dtype;
     int64_t n_elems;
-    size_t n_bytes; /* with the guards */
+    int64_t shift_elems; /* off the alignment that memory comes with */
+    size_t n_bytes;      /* with the guards */
     char *host;
     char *device;
 };
 
-/* shift_elems moves every tensor off its alignment. */
-static char *begin_of(const struct operand *operand, char *memory, int64_t shift_elems)
+/* Where the elements begin in its host memory, its device memory or a copy of either. */
+static char *begin_of(const struct operand *operand, char *memory)
 {
-    return memory + GUARD_BYTES + (size_t)shift_elems * dsc_dtype_bytes(operand->dtype);
+    return memory + GUARD_BYTES + (size_t)operand->shift_elems * dsc_dtype_bytes(operand->dtype);
 }
 
-static struct operand make_operand(const struct device *device, dsc_dtype dtype, int64_t n_elems)
+static struct operand make_operand(const struct device *device, dsc_dtype dtype, int64_t n_elems, int64_t shift_elems)
 {
-    struct operand operand = {.dtype = dtype, .n_elems = n_elems};
+    struct operand operand = {.dtype = dtype, .n_elems = n_elems, .shift_elems = shift_elems};
 
     operand.n_bytes = (size_t)(n_elems + 1) * dsc_dtype_bytes(dtype) + 2 * GUARD_BYTES;
     operand.host = test_alloc(operand.n_bytes);
@@ -68,14 +69,14 @@ static void free_operand(const struct device *device, struct operand *operand)
 }
 
 /* Equal bits, or both NaN: which NaN comes out of an operation is the processor's choice. */
-static void check_same(const struct device *device, const struct operand *operand, const char *what, int64_t shift_elems)
+static void check_same(const struct device *device, const struct operand *operand, const char *what)
 {
     char *memory = test_alloc(operand->n_bytes);
     int64_t n_different = 0, first = -1;
 
     device_download(device, memory, operand->device, operand->n_bytes);
 
-    const char *got = begin_of(operand, memory, shift_elems), *wanted = begin_of(operand, operand->host, shift_elems);
+    const char *got = begin_of(operand, memory), *wanted = begin_of(operand, operand->host);
     size_t head_bytes = (size_t)(got - memory), tail = head_bytes + (size_t)operand->n_elems * dsc_dtype_bytes(operand->dtype);
 
     for (int64_t i = 0; i < operand->n_elems; i++) {
@@ -93,15 +94,15 @@ static void check_same(const struct device *device, const struct operand *operan
 }
 
 /* |device - host| is at most ulps units of the dtype's last place. */
-static void check_near_operand(const struct device *device, const struct operand *operand, double ulps, int64_t shift_elems)
+static void check_near_operand(const struct device *device, const struct operand *operand, double ulps)
 {
     static const double steps[] = {1, 65536, 8192};
     char *memory = test_alloc(operand->n_bytes);
 
     device_download(device, memory, operand->device, operand->n_bytes);
     for (int64_t i = 0; i < operand->n_elems; i++)
-        CHECK_NEAR(read_as_f32(operand->dtype, begin_of(operand, memory, shift_elems), i),
-                   read_as_f32(operand->dtype, begin_of(operand, operand->host, shift_elems), i), ulps * steps[operand->dtype], 1e-3);
+        CHECK_NEAR(read_as_f32(operand->dtype, begin_of(operand, memory), i),
+                   read_as_f32(operand->dtype, begin_of(operand, operand->host), i), ulps * steps[operand->dtype], 1e-3);
     free(memory);
 }
 
@@ -109,10 +110,10 @@ static const float specials[] = {0.0f,      -0.0f,     INFINITY,  -INFINITY, NAN
                                  3.4e38f,   -3.4e38f,  65504.0f,  65520.0f,  6e-8f,   5.9e-5f, 1.0f,    -1.0f};
 
 /* Values of training's size; with specials, one in eight is hostile. */
-static void fill_random(const struct operand *operand, uint64_t *seed, double scale, double shift, bool has_specials)
+static void fill_random(const struct operand *operand, uint64_t *seed, double scale, double middle, bool has_specials)
 {
     for (int64_t i = 0; i <= operand->n_elems; i++) {
-        float value = (float)(test_uniform(seed) * scale + shift);
+        float value = (float)(test_uniform(seed) * scale + middle);
 
         if (has_specials && test_below(seed, 8) == 0)
             value = specials[test_below(seed, sizeof specials / sizeof specials[0])];
@@ -123,7 +124,6 @@ static void fill_random(const struct operand *operand, uint64_t *seed, double sc
 /* A list of tensors with all its operands, and the same list twice: over host memory and over device memory. */
 struct list {
     int64_t n_tensors;
-    int64_t shift_elems;
     int64_t n_elems[MAX_TENSORS];
     struct operand param, grad, state[DSC_OPTIM_MAX_STATES], copy;
     struct dsc_optim_tensor on_host[MAX_TENSORS], on_device[MAX_TENSORS];
@@ -132,7 +132,7 @@ struct list {
 /* copy_every: 0 no copies, 1 all tensors have one, 2 every other tensor. */
 static void place(struct list *list, bool is_on_device, int copy_every, struct dsc_optim_tensor *out_tensors)
 {
-#define AT(operand) (begin_of(&list->operand, is_on_device ? list->operand.device : list->operand.host, list->shift_elems) + \
+#define AT(operand) (begin_of(&list->operand, is_on_device ? list->operand.device : list->operand.host) + \
                      (size_t)offset * dsc_dtype_bytes(list->operand.dtype))
     int64_t offset = 0;
 
@@ -157,21 +157,23 @@ static struct operand *operands_of(struct list *list, int i)
     return i < 5 ? operands[i] : NULL;
 }
 
-static void make_list(const struct device *device, struct list *list, const int64_t *sizes, int64_t n_tensors, int64_t shift_elems,
+/* Bit i of shifted moves operand i off its alignment. */
+#define ALL_SHIFTED 31u
+
+static void make_list(const struct device *device, struct list *list, const int64_t *sizes, int64_t n_tensors, unsigned shifted,
                       const struct dsc_optim_args *args, int copy_every, bool has_specials)
 {
     uint64_t seed = 7;
     int64_t n_elems = 0;
 
     list->n_tensors = n_tensors;
-    list->shift_elems = shift_elems;
     for (int64_t i = 0; i < n_tensors; i++)
         n_elems += list->n_elems[i] = sizes[i];
-    list->param = make_operand(device, args->param_dtype, n_elems);
-    list->grad = make_operand(device, args->grad_dtype, n_elems);
-    list->state[0] = make_operand(device, args->state_dtype, n_elems);
-    list->state[1] = make_operand(device, args->state_dtype, n_elems);
-    list->copy = make_operand(device, args->copy_dtype, n_elems);
+    list->param = make_operand(device, args->param_dtype, n_elems, shifted >> 0 & 1);
+    list->grad = make_operand(device, args->grad_dtype, n_elems, shifted >> 1 & 1);
+    list->state[0] = make_operand(device, args->state_dtype, n_elems, shifted >> 2 & 1);
+    list->state[1] = make_operand(device, args->state_dtype, n_elems, shifted >> 3 & 1);
+    list->copy = make_operand(device, args->copy_dtype, n_elems, shifted >> 4 & 1);
     fill_random(&list->param, &seed, 1.0, 0.0, has_specials);
     fill_random(&list->grad, &seed, 0.1, 0.0, has_specials);
     fill_random(&list->state[0], &seed, 0.1, 0.0, false);
@@ -193,7 +195,7 @@ static void check_list(const struct device *device, struct list *list)
     static const char *const names[] = {"param", "grad", "state[0]", "state[1]", "copy"};
 
     for (int i = 0; operands_of(list, i) != NULL; i++)
-        check_same(device, operands_of(list, i), names[i], list->shift_elems);
+        check_same(device, operands_of(list, i), names[i]);
 }
 
 static struct dsc_optim_args some_args(int64_t step)
@@ -214,7 +216,7 @@ static const int64_t short_sizes[] = {1, 0, 131, 5};
 #define N_SHORT ((int64_t)(sizeof short_sizes / sizeof short_sizes[0]))
 
 static void run_steps(const struct device *device, const char *kind, struct dsc_optim_args args, const int64_t *sizes, int64_t n_tensors,
-                      int64_t shift_elems, int copy_every, bool has_specials)
+                      unsigned shifted, int copy_every, bool has_specials)
 {
     static struct list list;
     const struct dsc_optim_kind *found;
@@ -222,17 +224,17 @@ static void run_steps(const struct device *device, const char *kind, struct dsc_
 
     if (!CHECK_STATUS(dsc_optim_find(kind, &found), DSC_OK))
         return;
-    make_list(device, &list, sizes, n_tensors, shift_elems, &args, copy_every, has_specials);
+    make_list(device, &list, sizes, n_tensors, shifted, &args, copy_every, has_specials);
     for (int step = 0; step < 2; step++, args.step++) {
         CHECK_STATUS(dsc_optim_step(found, &args, list.on_host, n_tensors, NULL), DSC_OK);
         CHECK_STATUS(device->accel->optim_step(kind, &args, list.on_device, n_tensors, scratch, NULL), DSC_OK);
     }
     if (dsc_optim_needs_norms(found)) { /* the sums' order shows in the ratio's last place */
-        check_same(device, &list.state[0], "state[0]", shift_elems);
-        check_same(device, &list.state[1], "state[1]", shift_elems);
-        check_near_operand(device, &list.param, 2.0, shift_elems);
+        check_same(device, &list.state[0], "state[0]");
+        check_same(device, &list.state[1], "state[1]");
+        check_near_operand(device, &list.param, 2.0);
         if (copy_every == 1)
-            check_near_operand(device, &list.copy, 2.0, shift_elems);
+            check_near_operand(device, &list.copy, 2.0);
     } else {
         check_list(device, &list);
     }
@@ -253,7 +255,7 @@ static void test_dtypes(const struct device *device, const char *kind)
         args.copy_dtype = dtypes[i / 27];
         TEST_CASE("%s %s: param %s, grad %s, state %s, copy %s", device->name, kind, dtype_names[args.param_dtype],
                   dtype_names[args.grad_dtype], dtype_names[args.state_dtype], dtype_names[args.copy_dtype]);
-        run_steps(device, kind, args, short_sizes, N_SHORT, i % 2, 1, false);
+        run_steps(device, kind, args, short_sizes, N_SHORT, i % 2 ? ALL_SHIFTED : 0, 1, false);
     }
 }
 
@@ -265,9 +267,10 @@ static void test_sizes(const struct device *device, const char *kind)
     } cases[] = {{DSC_DTYPE_F32, DSC_DTYPE_F32, DSC_DTYPE_F32},
                  {DSC_DTYPE_BF16, DSC_DTYPE_BF16, DSC_DTYPE_F32},
                  {DSC_DTYPE_F16, DSC_DTYPE_F16, DSC_DTYPE_BF16}};
+    static const unsigned shifts[] = {0, 1, 2, 4, 8, 16, ALL_SHIFTED};
     const bool is_lamb = strcmp(kind, "lamb") == 0;
 
-    for (int i = 0; i < 12; i++) {
+    for (int i = 0; i < 14; i++) {
         struct dsc_optim_args args = some_args(1);
 
         args.grad_dtype = cases[i % 3].grad;
@@ -278,7 +281,7 @@ static void test_sizes(const struct device *device, const char *kind)
                      (args.momentum > 0.0 && i % 4 == 1 ? DSC_OPTIM_NESTEROV : 0);
         args.dampening = args.momentum > 0.0 && i % 4 == 2 ? 0.5 : 0.0;
         TEST_CASE("%s %s: hard sizes, case %d", device->name, kind, i);
-        run_steps(device, kind, args, hard_sizes, N_HARD, i / 6, i / 3 % 3, i % 4 == 0 && !is_lamb);
+        run_steps(device, kind, args, hard_sizes, N_HARD, shifts[i % 7], i / 3 % 3, i % 4 == 0 && !is_lamb);
     }
 }
 
@@ -364,7 +367,7 @@ static void test_muon(const struct device *device)
         args.copy_dtype = args.param_dtype = dtypes[i / 9];
         TEST_CASE("%s muon: grad %s, state %s, update and param %s", device->name, dtype_names[args.grad_dtype], dtype_names[args.state_dtype],
                   dtype_names[args.copy_dtype]);
-        make_list(device, &list, i % 5 ? short_sizes : hard_sizes, i % 5 ? N_SHORT : N_HARD, i % 2, &args, 1, i % 4 == 0);
+        make_list(device, &list, i % 5 ? short_sizes : hard_sizes, i % 5 ? N_SHORT : N_HARD, (unsigned)i & ALL_SHIFTED, &args, 1, i % 4 == 0);
         CHECK_STATUS(dsc_muon_momentum(&args, list.on_host, list.n_tensors, NULL), DSC_OK);
         CHECK_STATUS(device->accel->muon_momentum(&args, list.on_device, list.n_tensors, NULL), DSC_OK);
         check_list(device, &list);
@@ -392,11 +395,11 @@ static void test_sumsq(const struct device *device, bool has_specials)
     for (int i = 0; i < N_SPANS; i++) {
         int64_t n = i == 0 ? 70001 : hard_sizes[i % N_HARD] / (i < 20 ? 1 : 16);
 
-        operands[i] = make_operand(device, dtypes[i % 3], n);
+        operands[i] = make_operand(device, dtypes[i % 3], n, i % 2);
         fill_random(&operands[i], &seed, 2.0, 0.0, has_specials);
         upload(device, &operands[i]);
-        on_host[i] = (struct dsc_span){begin_of(&operands[i], operands[i].host, i % 2), n, dtypes[i % 3]};
-        on_device[i] = (struct dsc_span){begin_of(&operands[i], operands[i].device, i % 2), n, dtypes[i % 3]};
+        on_host[i] = (struct dsc_span){begin_of(&operands[i], operands[i].host), n, dtypes[i % 3]};
+        on_device[i] = (struct dsc_span){begin_of(&operands[i], operands[i].device), n, dtypes[i % 3]};
     }
     CHECK_STATUS(dsc_flat_sumsq(on_host, N_SPANS, NULL, &sumsq, &n_nonfinite), DSC_OK);
     for (int run = 0; run < 2; run++) {
@@ -428,9 +431,9 @@ static void run_reduce(const struct device *device, dsc_dtype from, dsc_dtype to
     static struct dsc_span on_host[MAX_SRCS], on_device[MAX_SRCS];
     const float scale = n_srcs % 2 ? 1.0f : 1.0f / (float)n_srcs;
     double zeros[2] = {0.0, 0.0}, out[2], sumsq = 0.0;
-    int64_t n_nonfinite = 0, shift = n % 2;
+    int64_t n_nonfinite = 0;
     uint64_t seed = 5;
-    struct operand own = make_operand(device, to, n);
+    struct operand own = make_operand(device, to, n, n % 5 == 1);
     struct operand *acc = is_aliased ? &srcs[0] : &own;
 
     TEST_CASE("%s reduce: %d x %d of %s into %s, %s%s", device->name, n_srcs, (int)n, dtype_names[from], dtype_names[to],
@@ -438,21 +441,21 @@ static void run_reduce(const struct device *device, dsc_dtype from, dsc_dtype to
     fill_random(&own, &seed, 1.0, 0.0, false);
     upload(device, &own);
     for (int i = 0; i < n_srcs; i++) {
-        srcs[i] = make_operand(device, from, n);
+        srcs[i] = make_operand(device, from, n, n % 2 == 1 && i == n_srcs - 1);
         fill_random(&srcs[i], &seed, 1.0, 0.0, n_srcs == 3);
         upload(device, &srcs[i]);
-        on_host[i] = (struct dsc_span){begin_of(&srcs[i], srcs[i].host, shift), n, from};
-        on_device[i] = (struct dsc_span){begin_of(&srcs[i], srcs[i].device, shift), n, from};
+        on_host[i] = (struct dsc_span){begin_of(&srcs[i], srcs[i].host), n, from};
+        on_device[i] = (struct dsc_span){begin_of(&srcs[i], srcs[i].device), n, from};
     }
 
-    const struct dsc_span acc_on_host = {begin_of(acc, acc->host, shift), n, to}, acc_on_device = {begin_of(acc, acc->device, shift), n, to};
+    const struct dsc_span acc_on_host = {begin_of(acc, acc->host), n, to}, acc_on_device = {begin_of(acc, acc->device), n, to};
 
     device_upload(device, stats, zeros, sizeof zeros);
     CHECK_STATUS(dsc_flat_reduce(on_host, n_srcs, scale, is_accumulating, &acc_on_host, NULL, &sumsq, &n_nonfinite), DSC_OK);
     CHECK_STATUS(device->accel->flat_reduce(on_device, n_srcs, scale, is_accumulating, &acc_on_device, has_stats ? stats : NULL,
                                             has_stats ? scratch : NULL, NULL),
                  DSC_OK);
-    check_same(device, acc, "acc", shift);
+    check_same(device, acc, "acc");
     device_download(device, out, stats, sizeof out);
     CHECK_EQ(out[1], has_stats ? n_nonfinite : 0);
     test_report(fabs(out[0] - (has_stats ? sumsq : 0.0)) <= 1e-12 * sumsq, __FILE__, __LINE__, "sum of squares %.17g and on the host %.17g", out[0],
@@ -464,7 +467,7 @@ static void run_reduce(const struct device *device, dsc_dtype from, dsc_dtype to
 
 static void test_reduce(const struct device *device)
 {
-    static const int64_t sizes[] = {0, 1, 3, 4, 257, 4097, 32771};
+    static const int64_t sizes[] = {0, 1, 3, 4, 256, 4097, 32771};
     double *scratch = device_alloc(device, DSC_ACCEL_SCRATCH_ELEMS * sizeof *scratch);
     double *stats = device_alloc(device, 2 * sizeof *stats);
     struct dsc_span srcs[MAX_SRCS], acc = {scratch, 1, DSC_DTYPE_F32};
@@ -495,16 +498,16 @@ static void test_scale(const struct device *device)
     for (int i = 0; i < N_SPANS; i++) {
         int64_t n = hard_sizes[i % N_HARD] / (i < 16 ? 1 : 16);
 
-        operands[i] = make_operand(device, dtypes[i % 3], n);
+        operands[i] = make_operand(device, dtypes[i % 3], n, i % 2);
         fill_random(&operands[i], &seed, 2.0, 0.0, true);
         upload(device, &operands[i]);
-        on_host[i] = (struct dsc_span){begin_of(&operands[i], operands[i].host, i % 2), n, dtypes[i % 3]};
-        on_device[i] = (struct dsc_span){begin_of(&operands[i], operands[i].device, i % 2), n, dtypes[i % 3]};
+        on_host[i] = (struct dsc_span){begin_of(&operands[i], operands[i].host), n, dtypes[i % 3]};
+        on_device[i] = (struct dsc_span){begin_of(&operands[i], operands[i].device), n, dtypes[i % 3]};
     }
     CHECK_STATUS(dsc_flat_scale(on_host, N_SPANS, 0.3f, NULL), DSC_OK);
     CHECK_STATUS(device->accel->flat_scale(on_device, N_SPANS, 0.3f, NULL), DSC_OK);
     for (int i = 0; i < N_SPANS; i++) {
-        check_same(device, &operands[i], "span", i % 2);
+        check_same(device, &operands[i], "span");
         free_operand(device, &operands[i]);
     }
 }
@@ -516,8 +519,7 @@ static void test_cast(const struct device *device)
     uint64_t seed = 11;
 
     for (int i = 0; i < 9; i++) {
-        struct operand src = make_operand(device, dtypes[i % 3], N), dst = make_operand(device, dtypes[i / 3], N);
-        const int64_t shift = i % 2;
+        struct operand src = make_operand(device, dtypes[i % 3], N, i % 2), dst = make_operand(device, dtypes[i / 3], N, i % 4 == 2);
         char *got = test_alloc(dst.n_bytes);
 
         TEST_CASE("%s cast: %s to %s", device->name, dtype_names[src.dtype], dtype_names[dst.dtype]);
@@ -530,9 +532,9 @@ static void test_cast(const struct device *device)
         upload(device, &src);
         upload(device, &dst);
 
-        const struct dsc_span from = {begin_of(&src, src.host, shift), N, src.dtype}, to = {begin_of(&dst, dst.host, shift), N, dst.dtype};
-        const struct dsc_span from_device = {begin_of(&src, src.device, shift), N, src.dtype},
-                              to_device = {begin_of(&dst, dst.device, shift), N, dst.dtype};
+        const struct dsc_span from = {begin_of(&src, src.host), N, src.dtype}, to = {begin_of(&dst, dst.host), N, dst.dtype};
+        const struct dsc_span from_device = {begin_of(&src, src.device), N, src.dtype},
+                              to_device = {begin_of(&dst, dst.device), N, dst.dtype};
 
         CHECK_STATUS(dsc_flat_cast(&from, &to, NULL), DSC_OK);
         CHECK_STATUS(device->accel->flat_cast(&from_device, &to_device, NULL), DSC_OK);

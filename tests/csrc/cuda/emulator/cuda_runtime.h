@@ -30,11 +30,12 @@ struct dim3 {
     explicit dim3(unsigned n) : x(n), y(1), z(1) {}
 };
 
-struct uint2 {
+/* Aligned as on a device, where anything else is a fault. */
+struct alignas(8) uint2 {
     uint32_t x, y;
 };
 
-struct uint4 {
+struct alignas(16) uint4 {
     uint32_t x, y, z, w;
 };
 
