@@ -604,7 +604,7 @@ static void test_refused_args(const struct device *device, struct dsc_optim_tens
     refuse_args(device, "lion", args, tensor);
     refuse_args(device, "sgd", args, tensor);
     args = some_args(1);
-    memset(&args.state_dtype, 0x7f, sizeof args.state_dtype);
+    args.state_dtype = DSC_DTYPE_COUNT;
     refuse_args(device, "adam", args, tensor);
 }
 
