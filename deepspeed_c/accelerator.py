@@ -1,0 +1,330 @@
+"""The device that this process trains on, under the method names of DeepSpeed's accelerators; CUDA and the CPU through one table.
+
+DeepSpeed has a class of 70 methods for each device. Here there is one class, which asks a *backend* with the function names of ``torch.cuda``: that
+module itself, or :class:`_Host` for the CPU. Importing this file creates no context on a device.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from .env import read_env
+from .errors import BuildError, ConfigError, StateError
+
+__all__ = ["Accelerator", "HostEvent", "get_accelerator"]
+
+
+class HostEvent:
+    """What ``torch.cuda.Event`` is on a device: a point in time, here on the host's clock. Everything before it is done when it is recorded."""
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+        self._at_ns: int | None = None
+
+    def record(self, stream: Any = None) -> None:
+        self._at_ns = time.perf_counter_ns()
+
+    def wait(self, stream: Any = None) -> None:
+        """Returns at once, as do ``synchronize`` and ``query``."""
+
+    def synchronize(self) -> None:
+        """Returns at once."""
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end_event: HostEvent) -> float:
+        """Milliseconds from this event to ``end_event``. Raises StateError when one of them has not been recorded."""
+        if self._at_ns is None or end_event._at_ns is None:
+            raise StateError("an event has not been recorded", where="HostEvent.elapsed_time", fix="call record() on both first")
+        return (end_event._at_ns - self._at_ns) / 1e6
+
+
+def _proc(path: str, key: str) -> int:
+    """Bytes that the line ``key`` of a file in /proc says, which counts in kB."""
+    try:
+        with open(path, encoding="ascii") as file:
+            for line in file:
+                name, _, rest = line.partition(":")
+                if name == key:
+                    return int(rest.split()[0]) * 1024
+    except OSError as error:
+        raise StateError(f"memory cannot be read: {error}", where=path, fix="mount /proc (Linux)") from error
+    raise StateError(f"has no line {key}", where=path, fix="use a Linux kernel that reports it")
+
+
+class _Host:
+    """The CPU under ``torch.cuda``'s names. Memory is this process' resident memory, in bytes; a device index is ignored, as there is one CPU."""
+
+    Stream = torch.cpu.Stream
+    Event = HostEvent
+    stream = staticmethod(torch.cpu.stream)
+    current_stream = default_stream = staticmethod(torch.cpu.current_stream)
+    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
+    initial_seed = staticmethod(torch.initial_seed)
+    is_available = staticmethod(lambda: True)
+    synchronize = set_device = empty_cache = staticmethod(lambda device=None: None)
+    memory_allocated = memory_reserved = staticmethod(lambda device=None: _proc("/proc/self/status", "VmRSS"))
+    max_memory_allocated = max_memory_reserved = staticmethod(lambda device=None: _proc("/proc/self/status", "VmHWM"))
+    is_bf16_supported = staticmethod(lambda: True)
+    _lazy_call = staticmethod(lambda callback: callback())
+
+    @staticmethod
+    def current_device() -> int:
+        return read_env().local_rank
+
+    @staticmethod
+    def device_count() -> int:
+        """Processes of the job on this host, so that each local rank has a device of its number."""
+        return read_env().local_world_size
+
+    @staticmethod
+    def get_rng_state(device: Any = None) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    @staticmethod
+    def set_rng_state(new_state: torch.Tensor, device: Any = None) -> None:
+        torch.set_rng_state(new_state)
+
+    @staticmethod
+    def mem_get_info(device: Any = None) -> tuple[int, int]:
+        return _proc("/proc/meminfo", "MemAvailable"), _proc("/proc/meminfo", "MemTotal")
+
+    @staticmethod
+    def memory_stats(device: Any = None) -> dict[str, int]:
+        return {
+            "allocated_bytes.all.current": _Host.memory_allocated(),
+            "allocated_bytes.all.peak": _Host.max_memory_allocated(),
+        }
+
+    @staticmethod
+    def reset_peak_memory_stats(device: Any = None) -> None:
+        # proc(5): 5 sets VmHWM to VmRSS.
+        path = "/proc/self/clear_refs"
+        try:
+            with open(path, "w", encoding="ascii") as file:
+                file.write("5")
+        except OSError as error:
+            raise StateError(f"the peak cannot be reset: {error}", where=path, fix="mount /proc for writing") from error
+
+
+# DeepSpeed's name -> the backend's, for what is passed on with its arguments. Memory is in bytes.
+_FORWARDED = {
+    "current_device": "current_device",
+    "device_count": "device_count",
+    "is_available": "is_available",
+    "synchronize": "synchronize",
+    "set_device": "set_device",
+    "set_rng_state": "set_rng_state",
+    "get_rng_state": "get_rng_state",
+    "manual_seed": "manual_seed",
+    "manual_seed_all": "manual_seed_all",
+    "initial_seed": "initial_seed",
+    "stream": "stream",
+    "current_stream": "current_stream",
+    "default_stream": "default_stream",
+    "empty_cache": "empty_cache",
+    "memory_allocated": "memory_allocated",
+    "max_memory_allocated": "max_memory_allocated",
+    "memory_reserved": "memory_reserved",
+    "max_memory_reserved": "max_memory_reserved",
+    "memory_cached": "memory_reserved",
+    "max_memory_cached": "max_memory_reserved",
+    "memory_stats": "memory_stats",
+    "reset_peak_memory_stats": "reset_peak_memory_stats",
+    "reset_max_memory_allocated": "reset_peak_memory_stats",
+    "reset_max_memory_cached": "reset_peak_memory_stats",
+    "is_bf16_supported": "is_bf16_supported",
+    "lazy_call": "_lazy_call",
+}
+
+_TENSOR_TYPES = {
+    "BFloat16Tensor": torch.bfloat16,
+    "ByteTensor": torch.uint8,
+    "DoubleTensor": torch.float64,
+    "FloatTensor": torch.float32,
+    "HalfTensor": torch.float16,
+    "IntTensor": torch.int32,
+    "LongTensor": torch.int64,
+}
+
+
+def _forward(name: str, target: str) -> Callable[..., Any]:
+    def method(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
+        if "device_index" in kwargs:
+            kwargs["device"] = kwargs.pop("device_index")
+        return self._ask(target)(*args, **kwargs)
+
+    method.__name__, method.__qualname__ = name, f"Accelerator.{name}"
+    method.__doc__ = f"``torch.cuda.{target}``, or the same of this device."
+    return method
+
+
+class Accelerator:
+    """One kind of device. ``device_index`` is a number on this host, None for the current device. Errors: StateError where this kind of device has no such thing."""
+
+    def __init__(self, device_type: str) -> None:
+        self._type = device_type
+        self._backend: Any = _Host if device_type == "cpu" else torch.get_device_module(device_type)
+        self._compile_backend = "inductor"
+
+    def __repr__(self) -> str:
+        return f"Accelerator({self._type!r})"
+
+    def _ask(self, name: str) -> Any:
+        found = getattr(self._backend, name, None)
+        if found is None:
+            raise StateError(f"{self._type} devices have no {name.strip('_')}", where="get_accelerator()", fix="use a CUDA device")
+        return found
+
+    @property
+    def _is_host(self) -> bool:
+        return self._type == "cpu"
+
+    # -- which device ----------------------------------------------------------------------------------------------------
+
+    def device_name(self, device_index: int | str | None = None) -> str:
+        """"cuda:1", or "cuda" without an index; "cpu" whatever the index."""
+        return self._type if device_index is None or self._is_host else f"{self._type}:{device_index}"
+
+    def device(self, device_index: int | None = None) -> Any:
+        """A context manager that makes the device current."""
+        return torch.device(self._type) if self._is_host else self._ask("device")(device_index)
+
+    def current_device_name(self) -> str:
+        return self.device_name(self.current_device())
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == self._type
+
+    def communication_backend_name(self) -> str:
+        """The ``torch.distributed`` backend for tensors of this device: "nccl", "gloo"."""
+        return torch.distributed.get_default_backend_for_device(self._type)
+
+    # -- how it behaves --------------------------------------------------------------------------------------------------
+
+    def is_synchronized_device(self) -> bool:
+        """True when a call has done its work as it returns: the CPU."""
+        return self._is_host
+
+    use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
+
+    def is_fp16_supported(self) -> bool:
+        """The CPU computes with fp16; CUDA devices from compute capability 5.3."""
+        return self._is_host or self._type != "cuda" or torch.cuda.get_device_capability() >= (5, 3)
+
+    def supported_dtypes(self) -> list[torch.dtype]:
+        half = [torch.half] if self.is_fp16_supported() else []
+        return [torch.float, *half, *([torch.bfloat16] if self.is_bf16_supported() else [])]
+
+    def is_triton_supported(self) -> bool:
+        return self._type == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
+
+    def prefer_triton_grouped_mm(self) -> bool:
+        """False: no kernel of this package is in Triton."""
+        return False
+
+    # -- random numbers, streams, memory ---------------------------------------------------------------------------------
+
+    def random(self) -> Any:
+        return torch.random
+
+    def default_generator(self, device_index: int) -> torch.Generator:
+        return torch.default_generator if self._is_host else self._ask("default_generators")[device_index]
+
+    @property
+    def Stream(self) -> type:
+        return self._ask("Stream")
+
+    @property
+    def Event(self) -> type:
+        return self._ask("Event")
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        return self._ask("mem_get_info")(device_index)[1]
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        return self._ask("mem_get_info")(device_index)[0]
+
+    def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
+        """A copy of the host tensor in page-locked memory; the tensor itself on the CPU, to which all memory is near."""
+        return tensor if self._is_host else tensor.pin_memory()
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return not self._is_host and tensor.is_pinned()
+
+    def unpin_memory(self, tensor: torch.Tensor) -> None:
+        """Does nothing: page-locked memory goes back to its pool with the last tensor over it."""
+
+    # -- graphs, ranges, compilation -------------------------------------------------------------------------------------
+
+    def create_graph(self) -> Any:
+        return self._ask("CUDAGraph")()
+
+    def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> AbstractContextManager[Any]:
+        return self._ask("graph")(graph, pool, stream)
+
+    def replay_graph(self, graph: Any) -> None:
+        self._ask("CUDAGraph")
+        graph.replay()
+
+    def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> None:
+        """Opens a named range for a profiler: NVTX on CUDA; the CPU has none that listens."""
+        if self._type == "cuda":
+            torch.cuda.nvtx.range_push(msg)
+
+    def range_pop(self, domain: str | None = None) -> None:
+        if self._type == "cuda":
+            torch.cuda.nvtx.range_pop()
+
+    def get_compile_backend(self) -> str:
+        return self._compile_backend
+
+    def set_compile_backend(self, backend: str) -> None:
+        """Raises ConfigError unless ``torch.compile`` knows the backend."""
+        known = torch.compiler.list_backends(exclude_tags=())
+        if backend not in known:
+            raise ConfigError(f"{backend!r} is no backend of torch.compile", where="compile backend", fix=f"use one of {', '.join(known)}")
+        self._compile_backend = backend
+
+    # -- the launcher's questions ----------------------------------------------------------------------------------------
+
+    def export_envs(self) -> list[str]:
+        """Prefixes of variables that other hosts need."""
+        return ["NCCL"] if self._type == "cuda" else []
+
+    def visible_devices_envs(self) -> list[str]:
+        return ["CUDA_VISIBLE_DEVICES"] if self._type == "cuda" else []
+
+    def set_visible_devices_envs(self, current_env: dict[str, str], local_accelerator_ids: Sequence[int]) -> None:
+        for name in self.visible_devices_envs():
+            current_env[name] = ",".join(map(str, local_accelerator_ids))
+
+    # -- what there is not -----------------------------------------------------------------------------------------------
+
+    def _no_op_builder(self, *args: Any) -> Any:
+        raise BuildError(
+            "operators are compiled when the package is installed; there is nothing to build at run time",
+            where="get_accelerator()",
+            fix="call the operators of deepspeed_c.ops",
+        )
+
+    op_builder_dir = create_op_builder = get_op_builder = build_extension = _no_op_builder
+
+
+for _name, _target in _FORWARDED.items():
+    setattr(Accelerator, _name, _forward(_name, _target))
+for _name, _dtype in _TENSOR_TYPES.items():
+    setattr(Accelerator, _name, property(lambda self, dtype=_dtype: functools.partial(torch.tensor, dtype=dtype, device=self._type)))
+
+
+@functools.cache
+def get_accelerator() -> Accelerator:
+    """The accelerator of this machine, the CPU where there is none; the same object each time."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return Accelerator("cpu" if found is None else found.type)
