@@ -55,7 +55,9 @@ def find_torch() -> Path:
     version = importlib.metadata.version("torch")
     if tuple(int(part) for part in version.split("+")[0].split(".")[:2]) < TORCH_MINIMUM:
         raise BuildError(
-            f"torch {version} is too old", where="building deepspeed_c", fix="pip install 'torch>=2.10' (the stable ABI that is used)"
+            f"torch {version} is too old",
+            where="building deepspeed_c",
+            fix="pip install 'torch>=2.10' (the stable ABI that is used)",
         )
     return Path(spec.submodule_search_locations[0])
 
@@ -63,13 +65,17 @@ def find_torch() -> Path:
 def find_nvcc() -> str | None:
     wish = os.environ.get("DSC_BUILD_CUDA", "")
     if wish not in ("", "0", "1"):
-        raise BuildError(f"DSC_BUILD_CUDA is {wish!r}", where="building deepspeed_c", fix="set it to 0 or 1, or leave it unset")
+        raise BuildError(
+            f"DSC_BUILD_CUDA is {wish!r}", where="building deepspeed_c", fix="set it to 0 or 1, or leave it unset"
+        )
     if wish == "0":
         return None
     in_cuda_home = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "nvcc"
     nvcc = os.environ.get("NVCC") or shutil.which("nvcc") or (str(in_cuda_home) if in_cuda_home.is_file() else None)
     if nvcc is None and wish == "1":
-        raise BuildError("DSC_BUILD_CUDA=1 and no nvcc", where="building deepspeed_c", fix="put nvcc on PATH, or name it in NVCC")
+        raise BuildError(
+            "DSC_BUILD_CUDA=1 and no nvcc", where="building deepspeed_c", fix="put nvcc on PATH, or name it in NVCC"
+        )
     return nvcc
 
 
@@ -118,7 +124,9 @@ class BuildExtension(build_ext):
         ]
         # Others' headers: their warnings are not ours. Only files that name torch see its headers, which bring a pybind11 of their own.
         torch_headers = ["-isystem", str(torch_dir / "include")]
-        python_headers = [part for folder in (pybind11.get_include(), *self.include_dirs) for part in ("-isystem", folder)]
+        python_headers = [
+            part for folder in (pybind11.get_include(), *self.include_dirs) for part in ("-isystem", folder)
+        ]
         objects = [build.parent / "binding" / f"{Path(source).stem}.o" for source in ext.sources]
         objects[0].parent.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor(jobs) as pool:
@@ -133,7 +141,15 @@ class BuildExtension(build_ext):
             [
                 *(*cxx, "-shared", "-o", str(target), *map(str, objects), str(build / "libdsc.a")),
                 # The cores stay inside; torch is found by its soname in the process that has imported it.
-                *("-Wl,--exclude-libs,ALL", "-Wl,-s", f"-L{torch_dir / 'lib'}", "-ltorch_cpu", "-lpthread", "-ldl", "-lm"),
+                *(
+                    "-Wl,--exclude-libs,ALL",
+                    "-Wl,-s",
+                    f"-L{torch_dir / 'lib'}",
+                    "-ltorch_cpu",
+                    "-lpthread",
+                    "-ldl",
+                    "-lm",
+                ),
                 *shlex.split(os.environ.get("LDFLAGS", "")),
             ],
             f"LINK {target.name}",
@@ -166,6 +182,8 @@ if sys.platform != "linux" and {"build_ext", "bdist_wheel", "editable_wheel"} & 
 
 setup(
     packages=[*find_packages(include=["deepspeed_c", "deepspeed_c.*"]), "deepspeed_c.ops"],
-    ext_modules=[Extension("deepspeed_c._C", sorted(str(path.relative_to(ROOT)) for path in (ROOT / BINDING).glob("*.cpp")))],
+    ext_modules=[
+        Extension("deepspeed_c._C", sorted(str(path.relative_to(ROOT)) for path in (ROOT / BINDING).glob("*.cpp")))
+    ],
     cmdclass={"build_ext": BuildExtension},
 )

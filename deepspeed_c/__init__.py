@@ -31,17 +31,18 @@ PUBLIC_NAMES: dict[str, str] = {
     "CommError": "deepspeed_c.errors",
     "LaunchError": "deepspeed_c.errors",
     "BuildError": "deepspeed_c.errors",
+    "FeatureError": "deepspeed_c.errors",
 }
 
 # Submodules that are reached as attributes without an import of their own.
 PUBLIC_MODULES: tuple[str, ...] = ("accelerator", "comm", "config", "errors", "lr_schedules", "ops", "utils", "zero")
 
-__all__ = ["__version__", *PUBLIC_NAMES, *PUBLIC_MODULES]
+__all__ = ["__version__", *PUBLIC_NAMES, *PUBLIC_MODULES]  # noqa: PLE0604  (they are strings)
 
 
 def _load_compiled() -> types.ModuleType:
     """The extension module; torch comes first, because its libraries are what the extension is linked against."""
-    import torch  # noqa: F401
+    import torch
 
     try:
         return importlib.import_module("deepspeed_c._C")

@@ -34,9 +34,14 @@ class DeepSpeedCPUAdagrad(FusedOptimizer):
         super().__init__(
             model_params,
             {
-                **{"lr": lr, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad},
+                "lr": lr,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "amsgrad": amsgrad,
                 # torch.optim.Adagrad takes these from a state dict that it loads.
-                **{"lr_decay": 0.0, "initial_accumulator_value": 0.0, "maximize": False},
+                "lr_decay": 0.0,
+                "initial_accumulator_value": 0.0,
+                "maximize": False,
             },
             state_dtype=torch.float32 if fp32_optimizer_states else None,
         )

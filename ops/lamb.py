@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, ClassVar, Iterable
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -39,7 +40,9 @@ class FusedLamb(NormedOptimizer):
         if amsgrad:
             raise self._error("there is no AMSGrad variant of LAMB", fix="set amsgrad=False")
         if eps_inside_sqrt:
-            raise self._error("eps_inside_sqrt is not supported", fix="set eps_inside_sqrt=False; eps is added to the root")
+            raise self._error(
+                "eps_inside_sqrt is not supported", fix="set eps_inside_sqrt=False; eps is added to the root"
+            )
         self._ratios: list[Tensor] = []
         defaults = {
             "lr": lr,

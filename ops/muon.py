@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from deepspeed_c.errors import OptimizerError
-from deepspeed_c.ops.optim import NESTEROV, FusedOptimizer
+from deepspeed_c.ops.optim import NESTEROV, Call, FusedOptimizer
 
 __all__ = ["Muon", "newton_schulz"]
 
@@ -124,7 +125,12 @@ class Muon(FusedOptimizer):
             self._close(params)
 
     def _momentum(
-        self, index: int, params: Sequence[Tensor], grads: Sequence[Tensor], updates: Sequence[Tensor], grad_scale: float
+        self,
+        index: int,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        updates: Sequence[Tensor],
+        grad_scale: float,
     ) -> None:
         group = self.param_groups[index]
         (buffers,) = self._states(index, params)
@@ -162,19 +168,12 @@ class Muon(FusedOptimizer):
     def _flags(self, group: dict[str, Any]) -> int:
         return super()._flags({**group, "nesterov": False})
 
-    def _update(
-        self,
-        index: int,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        copies: Sequence[Tensor | None],
-        steps: list[int],
-        grad_scale: float,
-    ) -> None:
+    def _update(self, index: int, call: Call, steps: list[int], grad_scale: float) -> None:
         group = self.param_groups[index]
         if not group["use_muon"]:
-            super()._update(index, params, grads, copies, steps, grad_scale)
+            super()._update(index, call, steps, grad_scale)
             return
+        params, grads, _, copies = call
         fitting = [self._fitting_gradient(index, i, p, g) for i, (p, g) in enumerate(zip(params, grads))]
         updates = [torch.empty_like(p, dtype=torch.float32, memory_format=torch.preserve_format) for p in params]
         self._momentum(index, params, fitting, updates, grad_scale)

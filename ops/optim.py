@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from operator import is_
-from typing import Any, Callable, ClassVar, Iterable, NamedTuple, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
+from operator import is_, is_not
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +33,7 @@ class Call(NamedTuple):
     state: Sequence[Sequence[Tensor]]
     copies: Sequence[Tensor]
 
-    def take(self, indices: Sequence[int]) -> "Call":
+    def take(self, indices: Sequence[int]) -> Call:
         def pick(tensors: Sequence[Tensor]) -> list[Tensor]:
             return [tensors[i] for i in indices] if len(tensors) > 0 else []
 
@@ -153,31 +155,22 @@ class FusedOptimizer(torch.optim.Optimizer):
     @staticmethod
     def _with_gradient(params: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[Tensor]]:
         grads = [p.grad for p in params]
-        if all(g is not None for g in grads):
+        if all(map(is_not, grads, repeat(None))):
             return params, grads
         return [p for p, g in zip(params, grads) if g is not None], [g for g in grads if g is not None]
 
     def _step_group(self, index: int, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        self._states(index, params)
-        steps = self._advance(index, params)
+        counts, *state = self._entries(index, params)
+        steps = self._advance(index, params, counts)
         try:
-            self._update(index, params, grads, (), steps, 1.0)
+            self._update(index, Call(params, grads, state, ()), steps, 1.0)
         except REFUSALS:
             # Refused before anything was written, so the step that was counted did not happen.
             self._steps[index].retreat()
             raise
 
-    def _update(
-        self,
-        index: int,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        copies: Sequence[Tensor | None],
-        steps: list[int],
-        grad_scale: float,
-    ) -> None:
+    def _update(self, index: int, call: Call, steps: list[int], grad_scale: float) -> None:
         """The update itself, of members of one group; ``steps`` has one number, or one a parameter."""
-        call = Call(params, grads, self._states(index, params), copies)
         self._run("optim_step_", index, call, steps, grad_scale)
 
     # -- the engine's face -----------------------------------------------------------------------------------------------
@@ -193,8 +186,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             members = group["params"] if chosen is None else [p for p in group["params"] if id(p) in chosen]
             if not members:
                 continue
-            self._states(index, members)
-            steps = self._advance(index, members)
+            steps = self._advance(index, members, self._entries(index, members)[0])
             ids = list(map(id, members))
             self._open.update(dict.fromkeys(ids, steps[0]) if len(steps) == 1 else zip(ids, steps))
 
@@ -213,7 +205,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         ``begin_step`` has opened each parameter and it has not been updated since.
         """
         if params:
-            self._update(group, params, grads, copies, self._opened(params), grad_scale)
+            call = Call(params, grads, self._states(group, params), copies)
+            self._update(group, call, self._opened(params), grad_scale)
             self._close(params)
 
     def fused_step(
@@ -224,12 +217,15 @@ class FusedOptimizer(torch.optim.Optimizer):
     ) -> None:
         """One whole step with gradients from outside: ``grads[i][j]`` is for parameter j of group i, None leaves it alone. So for ``copies``."""
         if len(grads) != len(self.param_groups):
-            raise self._error(f"{len(grads)} lists of gradients for {len(self.param_groups)} groups", fix="pass one list a group")
+            raise self._error(
+                f"{len(grads)} lists of gradients for {len(self.param_groups)} groups", fix="pass one list a group"
+            )
         chosen: list[list[int]] = []
         for index, (group, given) in enumerate(zip(self.param_groups, grads)):
             if len(given) != len(group["params"]):
                 raise self._error(
-                    f"{len(given)} gradients for {len(group['params'])} parameters of group {index}", fix="pass one each, or None"
+                    f"{len(given)} gradients for {len(group['params'])} parameters of group {index}",
+                    fix="pass one each, or None",
                 )
             chosen.append([j for j, grad in enumerate(given) if grad is not None])
         self.begin_step(g["params"][j] for g, members in zip(self.param_groups, chosen) for j in members)
@@ -249,7 +245,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             state["step"] = torch.tensor(1.0 if any(name in state for name in self.state_names) else 0.0)
         for name in self._names(group):
             if name not in state:
-                state[name] = torch.zeros_like(param, dtype=self._dtype_of_state(param), memory_format=torch.preserve_format)
+                state[name] = torch.zeros_like(
+                    param, dtype=self._dtype_of_state(param), memory_format=torch.preserve_format
+                )
         return state
 
     def _names(self, group: int) -> tuple[str, ...]:
@@ -259,19 +257,24 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _dtype_of_state(self, param: Tensor) -> torch.dtype:
         return param.dtype if self.state_dtype is None else self.state_dtype
 
-    def _states(self, group: int, params: Sequence[Tensor]) -> list[list[Tensor]]:
-        names = self._names(group)
+    def _entries(self, group: int, params: Sequence[Tensor]) -> list[list[Any]]:
+        """The states of ``params``, a list an entry: ``step`` first, then the slots in use. States that do not exist yet are made."""
         states = list(map(self.state.__getitem__, params))
-        if not all(name in state for name in ("step", *names) for state in states):
-            for param in params:
-                self.init_state(group, param)
-        return [[state[name] for state in states] for name in names]
+        names = ("step", *self._names(group))
+        try:
+            return [[state[name] for state in states] for name in names]
+        except KeyError:
+            states = [self.init_state(group, param) for param in params]
+            return [[state[name] for state in states] for name in names]
 
-    def _advance(self, index: int, params: Sequence[Tensor]) -> list[int]:
-        states = list(map(self.state.__getitem__, params))
+    def _states(self, group: int, params: Sequence[Tensor]) -> list[list[Tensor]]:
+        return self._entries(group, params)[1:]
+
+    def _advance(self, index: int, params: Sequence[Tensor], counts: Sequence[Any]) -> list[int]:
+        """Counts a step for ``params``, whose ``step`` entries are ``counts``."""
         steps = self._steps.get(index)
-        if steps is None or not steps.fits([state["step"] for state in states]):
-            steps = self._steps[index] = Steps(states)
+        if steps is None or not steps.fits(counts):
+            steps = self._steps[index] = Steps([self.state[param] for param in params])
         return steps.advance()
 
     def _opened(self, params: Sequence[Tensor]) -> list[int]:
@@ -293,7 +296,11 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _flags(self, group: dict[str, Any]) -> int:
         flags = MAXIMIZE if group.get("maximize") else 0
-        return flags | (NESTEROV if group.get("nesterov") else 0) | (BIAS_CORRECTION if group.get("bias_correction", True) else 0)
+        return (
+            flags
+            | (NESTEROV if group.get("nesterov") else 0)
+            | (BIAS_CORRECTION if group.get("bias_correction", True) else 0)
+        )
 
     def _hyper(self, group: dict[str, Any]) -> tuple[float, ...]:
         """The operators' hyper-parameters from lr to max_coeff; what the kind has no use for keeps a value that is always in range."""
@@ -330,7 +337,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 self.kind, part.params, part.grads, state0, state1, part.copies, step, *before, *after, *last
             )
 
-        is_uniform = len(steps) == 1 and all(copy is not None for copy in call.copies)
+        is_uniform = len(steps) == 1 and all(map(is_not, call.copies, repeat(None)))
         refusal: Exception | None = None
         if is_uniform:
             try:
@@ -348,7 +355,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._note_writes(call)
         if not rows or rows[0][1] is None:
             return None
-        result = torch.empty((len(call.params), *rows[0][1].shape[1:]), dtype=rows[0][1].dtype, device=rows[0][1].device)
+        result = torch.empty(
+            (len(call.params), *rows[0][1].shape[1:]), dtype=rows[0][1].dtype, device=rows[0][1].device
+        )
         for indices, rows_of_part in rows:
             result[indices] = rows_of_part.to(result.device)
         return result
@@ -440,7 +449,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         given = [name for name, value in arguments.items() if value is not None]
         if given:
             raise self._error(
-                f"step() takes no {', '.join(given)}", fix="use fused_step(grads, copies, grad_scale) for gradients from outside"
+                f"step() takes no {', '.join(given)}",
+                fix="use fused_step(grads, copies, grad_scale) for gradients from outside",
             )
 
     def _error(self, what: str, *, fix: str, group: int | None = None) -> OptimizerError:
@@ -470,7 +480,9 @@ class NormedOptimizer(FusedOptimizer):
         """
         if not params:
             return torch.zeros(0, 2, dtype=torch.float64)
-        return self._norms(group, params, grads, copies, self._opened(params), grad_scale)
+        return self._norms(
+            group, Call(params, grads, self._states(group, params), copies), self._opened(params), grad_scale
+        )
 
     @torch.no_grad()
     def apply(
@@ -484,7 +496,7 @@ class NormedOptimizer(FusedOptimizer):
     ) -> None:
         """Second half: applies lr * ratio * update, with ``ratios`` float64 [n] as :meth:`trust_ratios` gives them; ``grads`` are not read."""
         if params:
-            self._apply(group, params, copies, self._opened(params), ratios)
+            self._apply(group, Call(params, [], self._states(group, params), copies), self._opened(params), ratios)
             self._close(params)
 
     def trust_ratios(self, group: int, sumsq: Tensor) -> Tensor:
@@ -497,37 +509,17 @@ class NormedOptimizer(FusedOptimizer):
         ratio = (param_norm / update_norm).clamp(low, high)
         return torch.where((param_norm == 0) | (update_norm == 0), torch.ones_like(ratio), ratio)
 
-    def _norms(
-        self,
-        index: int,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        copies: Sequence[Tensor | None],
-        steps: list[int],
-        grad_scale: float,
-    ) -> Tensor:
-        call = Call(params, grads, self._states(index, params), copies)
+    def _norms(self, index: int, call: Call, steps: list[int], grad_scale: float) -> Tensor:
         return self._run("optim_norms_", index, call, steps, grad_scale)
 
-    def _apply(
-        self, index: int, params: Sequence[Tensor], copies: Sequence[Tensor | None], steps: list[int], ratios: Tensor
-    ) -> None:
-        call = Call(params, [], self._states(index, params), copies)
-        self._run("optim_apply_", index, call, steps, 1.0, ratios)
+    def _apply(self, index: int, call: Call, steps: list[int], ratios: Tensor) -> None:
+        self._run("optim_apply_", index, call._replace(grads=[]), steps, 1.0, ratios)
 
-    def _update(
-        self,
-        index: int,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        copies: Sequence[Tensor | None],
-        steps: list[int],
-        grad_scale: float,
-    ) -> None:
+    def _update(self, index: int, call: Call, steps: list[int], grad_scale: float) -> None:
         """Both halves at once, for parameters that are whole."""
-        ratios = self.trust_ratios(index, self._norms(index, params, grads, copies, steps, grad_scale))
+        ratios = self.trust_ratios(index, self._norms(index, call, steps, grad_scale))
         self._note_ratios(ratios)
-        self._apply(index, params, copies, steps, ratios)
+        self._apply(index, call, steps, ratios)
 
     def _note_ratios(self, ratios: Tensor) -> None:
         """Called with the trust ratios of each update; a subclass may keep them."""

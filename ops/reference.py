@@ -6,13 +6,26 @@ operation gives. Nothing here is in place, and nothing is fused.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Callable, NamedTuple, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["STEPS", "Hyper", "Updated", "lamb_norms", "muon_apply", "muon_momentum", "newton_schulz", "reduce", "step", "sumsq", "trust_ratio"]
+__all__ = [
+    "STEPS",
+    "Hyper",
+    "Updated",
+    "lamb_norms",
+    "muon_apply",
+    "muon_momentum",
+    "newton_schulz",
+    "reduce",
+    "step",
+    "sumsq",
+    "trust_ratio",
+]
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,8 @@ class FusedSGD(FusedOptimizer):
     ) -> None:
         if nesterov and (momentum <= 0 or dampening != 0):
             raise self._error(
-                f"nesterov with momentum {momentum} and dampening {dampening}", fix="nesterov needs momentum > 0 and dampening 0"
+                f"nesterov with momentum {momentum} and dampening {dampening}",
+                fix="nesterov needs momentum > 0 and dampening 0",
             )
         defaults = {
             "lr": lr,

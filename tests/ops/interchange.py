@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Callable
+from collections.abc import Callable
 
 import torch
 
@@ -26,7 +26,7 @@ def train(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter], se
 
 def assert_equal(got: list[torch.Tensor], want: list[torch.Tensor], what: str) -> None:
     for i, (a, b) in enumerate(zip(got, want)):
-        torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-6, msg=lambda m: f"{what}, parameter {i}: {m}")
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-6, msg=lambda m, i=i: f"{what}, parameter {i}: {m}")
 
 
 def check_parity(ours: Maker, theirs: Maker) -> None:

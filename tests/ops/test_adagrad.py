@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.ops.interchange import check_interchange, check_parity, fresh_params
 
 from deepspeed_c.errors import OptimizerError
 from deepspeed_c.ops.adagrad import DeepSpeedCPUAdagrad
+from tests.ops.interchange import check_interchange, check_parity, fresh_params
 
 
 @pytest.mark.parametrize("options", [{"lr": 0.1}, {"lr": 0.05, "eps": 1e-6, "weight_decay": 0.1}], ids=str)

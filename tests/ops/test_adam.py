@@ -6,10 +6,10 @@ import inspect
 
 import pytest
 import torch
-from tests.ops.interchange import check_interchange, check_parity, fresh_params, train
 
 from deepspeed_c.errors import OptimizerError
 from deepspeed_c.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from tests.ops.interchange import check_interchange, check_parity, fresh_params, train
 
 OPTIONS = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 
@@ -35,7 +35,10 @@ def test_maximize_comes_with_the_state_dict():
 
 def test_groups_keep_their_own_options():
     def make(cls, params, **kwargs):
-        return cls([{"params": params[:2], "lr": 0.1, "weight_decay": 0.0}, {"params": params[2:], "betas": (0.5, 0.9)}], **kwargs)
+        return cls(
+            [{"params": params[:2], "lr": 0.1, "weight_decay": 0.0}, {"params": params[2:], "betas": (0.5, 0.9)}],
+            **kwargs,
+        )
 
     check_parity(lambda p: make(FusedAdam, p, **OPTIONS), lambda p: make(torch.optim.AdamW, p, **OPTIONS))
 

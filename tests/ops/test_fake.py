@@ -14,7 +14,13 @@ def lists(n_states, has_copies):
     def make(dtype=torch.float32):
         return [torch.rand(n, dtype=torch.float32).to(dtype) for n in (3, 17)]
 
-    return (make(), make(torch.bfloat16), make(), make() if n_states == 2 else [], make(torch.bfloat16) if has_copies else [])
+    return (
+        make(),
+        make(torch.bfloat16),
+        make(),
+        make() if n_states == 2 else [],
+        make(torch.bfloat16) if has_copies else [],
+    )
 
 
 def cases():
@@ -43,7 +49,9 @@ def test_opcheck(op, arguments):
 def test_every_operator_is_covered():
     covered = {op for _, op, _ in cases()}
     registered = {
-        name.removeprefix("deepspeed_c::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("deepspeed_c::")
+        name.removeprefix("deepspeed_c::")
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("deepspeed_c::")
     }
     assert registered == covered
 

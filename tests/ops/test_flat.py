@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
-from tests.ops.data import DTYPES, SIZES, bits, normal
 
 from deepspeed_c import _C
 from deepspeed_c.ops import flat, reference
+from tests.ops.data import DTYPES, SIZES, bits, normal
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -49,7 +49,9 @@ def test_squares_that_overflow_float32_are_finite():
 def test_large_sum_does_not_lose_small_ones():
     tensor = torch.full((2_000_003,), 1e-3)
     tensor[0] = 1000.0
-    assert float(flat.norm([tensor]).sumsq[0]) == pytest.approx(1e6 + 2_000_002 * float(torch.tensor(1e-3)) ** 2, rel=1e-12)
+    assert float(flat.norm([tensor]).sumsq[0]) == pytest.approx(
+        1e6 + 2_000_002 * float(torch.tensor(1e-3)) ** 2, rel=1e-12
+    )
 
 
 def test_norm_has_the_same_bits_for_any_thread_count_and_instruction_set():

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.ops.data import bits
-from tests.ops.interchange import assert_equal, fresh_params, train
 
 from deepspeed_c.errors import OptimizerError, StateError
 from deepspeed_c.ops import reference
 from deepspeed_c.ops.lamb import FusedLamb
 from deepspeed_c.ops.reference import Hyper
+from tests.ops.data import bits
+from tests.ops.interchange import assert_equal, fresh_params, train
 
 OPTIONS = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1, "max_coeff": 5.0, "min_coeff": 0.5}
 HYPER = {"lr": 0.01, "beta1": 0.8, "beta2": 0.95, "eps": 1e-6, "weight_decay": 0.1, "max_coeff": 5.0, "min_coeff": 0.5}

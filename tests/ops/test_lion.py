@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.ops.interchange import assert_equal, fresh_params, train
 
 from deepspeed_c.errors import OptimizerError
 from deepspeed_c.ops.lion import DeepSpeedCPULion, FusedLion
+from tests.ops.interchange import assert_equal, fresh_params, train
 
 
 @pytest.mark.parametrize("cls", [FusedLion, DeepSpeedCPULion])

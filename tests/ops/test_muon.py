@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.ops.interchange import assert_equal
 
 from deepspeed_c.errors import OptimizerError, StateError
 from deepspeed_c.ops import reference
 from deepspeed_c.ops.muon import Muon, newton_schulz
+from tests.ops.interchange import assert_equal
 
 
 def params_of(*shapes):
@@ -72,7 +72,9 @@ def test_everything_else_is_adamw():
 def test_groups_are_split_by_what_fits():
     matrix, vector, head, bias = params_of((4, 5), (5,), (6, 5), (6,))
     optimizer = Muon(
-        [{"params": [matrix, vector], "lr": 0.5}, {"params": [head, bias], "use_muon": False, "lr": 0.1}], lr=0.02, adam_lr=0.003
+        [{"params": [matrix, vector], "lr": 0.5}, {"params": [head, bias], "use_muon": False, "lr": 0.1}],
+        lr=0.02,
+        adam_lr=0.003,
     )
     facts = [(g["use_muon"], g["lr"], [tuple(p.shape) for p in g["params"]]) for g in optimizer.param_groups]
     assert facts == [(True, 0.5, [(4, 5)]), (False, 0.003, [(5,)]), (False, 0.1, [(6, 5), (6,)])]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import io
+import itertools
 import pickle
 
 import pytest
 import torch
-from tests.ops.data import DTYPES, SIZES, bits, normal, positive
 
 from deepspeed_c import _C, ops
 from deepspeed_c.errors import OptimizerError, StateError
@@ -20,8 +20,9 @@ from deepspeed_c.ops.lamb import FusedLamb
 from deepspeed_c.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed_c.ops.muon import Muon
 from deepspeed_c.ops.optim import BIAS_CORRECTION, MAXIMIZE, NESTEROV, Steps
-from deepspeed_c.ops.sgd import FusedSGD
 from deepspeed_c.ops.reference import Hyper
+from deepspeed_c.ops.sgd import FusedSGD
+from tests.ops.data import DTYPES, SIZES, bits, normal, positive
 
 KINDS = [name for name, _, _ in _C.optim_kinds()]
 
@@ -102,7 +103,9 @@ def compare(kind, params, states, copies, want, what):
         for slot, (state, wanted) in enumerate(zip(states, updated.states)):
             assert_close(state[i], wanted, f"{where}, state {slot}")
         if copies:
-            assert torch.equal(bits(copies[i]), bits(param.to(copies[i].dtype))), f"{where}: copy is not the rounded param"
+            assert torch.equal(bits(copies[i]), bits(param.to(copies[i].dtype))), (
+                f"{where}: copy is not the rounded param"
+            )
 
 
 def clear_of_sign_changes(kind, grads, states, h):
@@ -185,7 +188,7 @@ def test_same_bits_for_any_thread_count_and_instruction_set(kind):
                     kind, (1009, 300_007, 5), torch.float32, torch.bfloat16, torch.float32, torch.bfloat16
                 )
                 call_step(kind, params, grads, states, copies, dataclasses.replace(HYPER[kind], step=2))
-                results[isa, n_threads] = torch.cat([bits(t) for t in (*params, *sum(states, []), *copies)])
+                results[isa, n_threads] = torch.cat([bits(t) for t in (*params, *itertools.chain(*states), *copies)])
     finally:
         torch.set_num_threads(n_before)
         _C.cpu_isa_force(None)
@@ -478,7 +481,11 @@ def test_autograd_sees_that_weights_changed():
 @pytest.mark.parametrize("name", ["DeepSpeedCPUAdam", "DeepSpeedCPULion", "DeepSpeedCPUAdagrad"])
 @pytest.mark.parametrize("is_fp32", [True, False])
 def test_state_dtype(name, is_fp32):
-    cls = {"DeepSpeedCPUAdam": DeepSpeedCPUAdam, "DeepSpeedCPULion": DeepSpeedCPULion, "DeepSpeedCPUAdagrad": DeepSpeedCPUAdagrad}[name]
+    cls = {
+        "DeepSpeedCPUAdam": DeepSpeedCPUAdam,
+        "DeepSpeedCPULion": DeepSpeedCPULion,
+        "DeepSpeedCPUAdagrad": DeepSpeedCPUAdagrad,
+    }[name]
     params = model_params(torch.bfloat16)
     optimizer = cls(params, fp32_optimizer_states=is_fp32)
     run_steps(optimizer, params, (1,))

@@ -11,7 +11,10 @@ from deepspeed_c.ops import reference
 from deepspeed_c.ops.reference import Hyper
 
 CASES = {
-    "adam": (Hyper(lr=0.1, beta1=0.8, beta2=0.95, weight_decay=0.1), lambda p: torch.optim.Adam(p, lr=0.1, betas=(0.8, 0.95), weight_decay=0.1)),
+    "adam": (
+        Hyper(lr=0.1, beta1=0.8, beta2=0.95, weight_decay=0.1),
+        lambda p: torch.optim.Adam(p, lr=0.1, betas=(0.8, 0.95), weight_decay=0.1),
+    ),
     "adamw": (Hyper(lr=0.1, weight_decay=0.1), lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1)),
     "adagrad": (
         Hyper(lr=0.1, eps=1e-10, lr_decay=0.2, weight_decay=0.1),
@@ -36,7 +39,9 @@ def test_formula_is_torchs(kind, maximize):
     states = tuple(torch.zeros_like(mine) for _ in range(reference.STEPS[kind][1]))
     for step in range(1, 6):
         param.grad = torch.randn(50, dtype=torch.float64)
-        mine, states = reference.step(kind, mine, param.grad, states, dataclasses.replace(hyper, step=step, maximize=maximize))
+        mine, states = reference.step(
+            kind, mine, param.grad, states, dataclasses.replace(hyper, step=step, maximize=maximize)
+        )
         optimizer.step()
         torch.testing.assert_close(mine, param.detach(), rtol=1e-12, atol=1e-12)
 

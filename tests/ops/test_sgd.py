@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.ops.interchange import check_interchange, check_parity, fresh_params, train
 
 from deepspeed_c.errors import OptimizerError
 from deepspeed_c.ops.sgd import FusedSGD
+from tests.ops.interchange import check_interchange, check_parity, fresh_params, train
 
 CASES = [
     {"lr": 0.1},

@@ -30,7 +30,10 @@ def replaced(name, i, tensor):
 @pytest.mark.parametrize(
     "given, words",
     [
-        (replaced("grads", 1, torch.ones(5)), ["optim_step_", "argument 2", "grads[1]", "5 elements", "params[1] has 6"]),
+        (
+            replaced("grads", 1, torch.ones(5)),
+            ["optim_step_", "argument 2", "grads[1]", "5 elements", "params[1] has 6"],
+        ),
         (replaced("state1", 0, torch.ones(5)), ["argument 4", "state1[0]", "5 elements", "has 4"]),
         (replaced("copies", 0, torch.ones(3)), ["argument 5", "copies[0]", "3 elements", "has 4"]),
         (replaced("grads", 1, torch.ones(6).half()), ["grads[1]", "float16", "float32"]),
@@ -57,7 +60,15 @@ def test_bad_tensors(given, words):
 
 @pytest.mark.parametrize(
     "at, value, word",
-    [(0, 0, "step"), (1, -1.0, "lr"), (1, float("nan"), "lr"), (2, 1.0, "beta1"), (3, -0.1, "beta2"), (5, float("inf"), "weight_decay"), (12, 64, "flags")],
+    [
+        (0, 0, "step"),
+        (1, -1.0, "lr"),
+        (1, float("nan"), "lr"),
+        (2, 1.0, "beta1"),
+        (3, -0.1, "beta2"),
+        (5, float("inf"), "weight_decay"),
+        (12, 64, "flags"),
+    ],
 )
 def test_bad_hyper_parameters(at, value, word):
     hyper = list(HYPER)
@@ -83,7 +94,9 @@ def test_halves_for_a_kind_without_norms_are_not_implemented():
         CALLS.optim_norms_("adamw", *lists().values(), *HYPER)
 
 
-@pytest.mark.parametrize("ratios", [torch.ones(3, dtype=torch.float64), torch.ones(2), torch.ones(4, dtype=torch.float64)[::2]])
+@pytest.mark.parametrize(
+    "ratios", [torch.ones(3, dtype=torch.float64), torch.ones(2), torch.ones(4, dtype=torch.float64)[::2]]
+)
 def test_bad_ratios(ratios):
     with pytest.raises(ValueError, match="ratios.*must be 2 contiguous float64"):
         CALLS.optim_apply_("lamb", *lists().values(), *HYPER, ratios)

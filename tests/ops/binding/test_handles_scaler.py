@@ -45,7 +45,11 @@ class Model:
 @pytest.mark.parametrize("window", [1, 4])
 def test_follows_the_rule(consecutive, hysteresis, window):
     scaler = _C.LossScaler(
-        initial_scale=64.0, min_scale=2.0, window_steps=window, hysteresis=hysteresis, consecutive_hysteresis=consecutive
+        initial_scale=64.0,
+        min_scale=2.0,
+        window_steps=window,
+        hysteresis=hysteresis,
+        consecutive_hysteresis=consecutive,
     )
     model = Model(64.0, 2.0, 2.0, window, hysteresis, consecutive)
     rng = random.Random(0)
@@ -88,7 +92,9 @@ def test_state_dict_goes_back():
     assert scaler.state_dict() == saved
 
 
-@pytest.mark.parametrize("change", [{"scale": -1.0}, {"scale": math.nan}, {"step": -1}, {"hysteresis_left": 0}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{"scale": -1.0}, {"scale": math.nan}, {"step": -1}, {"hysteresis_left": 0}], ids=str
+)
 def test_bad_state_changes_nothing(change):
     scaler = worn_scaler()
     before = scaler.state_dict()
@@ -101,7 +107,14 @@ def test_bad_state_changes_nothing(change):
 
 @pytest.mark.parametrize(
     "config",
-    [{"initial_scale": 0.0}, {"initial_scale": math.inf}, {"factor": 1.0}, {"min_scale": 0.0}, {"window_steps": 0}, {"hysteresis": 0}],
+    [
+        {"initial_scale": 0.0},
+        {"initial_scale": math.inf},
+        {"factor": 1.0},
+        {"min_scale": 0.0},
+        {"window_steps": 0},
+        {"hysteresis": 0},
+    ],
     ids=str,
 )
 def test_bad_config(config):

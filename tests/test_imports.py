@@ -1,0 +1,208 @@
+"""Holds the direction of imports in Python (docs/architecture.md), and that importing the package is cheap, silent and free of side effects."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# A part of the package -> the parts it may import. A part is a folder or a file directly below deepspeed_c/; ops/ is the part "ops".
+# Every part may import itself, "errors" and "_version"; a part that is not listed here may import nothing of ours else.
+LEAVES = {"errors", "_version", "env"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "_version": set(),
+    "env": set(),
+    "arguments": set(),
+    "_C": set(),
+    "ops": {"_C"},
+    "config": set(),
+    "logging": {"config"},
+    "accelerator": {"config", "_C"},
+    "comm": {"config", "logging", "accelerator", "ops", "_C"},
+    "lr_schedules": {"config", "logging"},
+    "data": {"config", "logging", "comm", "accelerator"},
+    "profile": {"config", "logging", "comm", "accelerator"},
+    "zero": {"config", "logging", "comm", "accelerator", "ops", "_C"},
+    "utils": {"config", "logging", "comm", "accelerator", "zero", "data", "profile"},
+    "engine": {
+        "config",
+        "logging",
+        "comm",
+        "accelerator",
+        "ops",
+        "_C",
+        "zero",
+        "lr_schedules",
+        "data",
+        "profile",
+        "utils",
+    },
+    "launcher": {"config", "logging"},
+}
+# The top: what puts the parts together. Nothing imports these but one another.
+TOP = {"__init__", "__main__", "initialize"}
+
+
+def python_files() -> list[Path]:
+    return [p for top in ("deepspeed_c", "ops") for p in sorted((ROOT / top).rglob("*.py"))]
+
+
+def part_of(path: Path) -> str:
+    relative = path.relative_to(ROOT).parts
+    return "ops" if relative[0] == "ops" else relative[1].removesuffix(".py")
+
+
+def names_imported(path: Path) -> list[tuple[str, int]]:
+    """(absolute dotted name, line) of every import, also those inside functions; `from a import b` gives a.b."""
+    package = (
+        ["deepspeed_c", *path.relative_to(ROOT).parts[:-1]]
+        if path.is_relative_to(ROOT / "ops")
+        else list(path.relative_to(ROOT).parts[:-1])
+    )
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, node.lineno) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            found += [(f"{module}.{alias.name}", node.lineno) for alias in node.names]
+    return found
+
+
+def parts_imported(path: Path) -> list[tuple[str, int]]:
+    known = set(MAY_IMPORT) | TOP
+    parts = []
+    for name, line in names_imported(path):
+        top, *rest = name.split(".")
+        if top == "deepspeed_c":
+            # `from deepspeed_c import x` of something that is no part is a public name, which lives at the top.
+            parts.append((rest[0] if rest and rest[0] in known else "__init__", line))
+    return parts
+
+
+def forbidden(path: Path) -> list[str]:
+    part = part_of(path)
+    if part in TOP:
+        return []
+    allowed = MAY_IMPORT[part] | LEAVES | {part}
+    where = path.relative_to(ROOT)
+    return [f"{where}:{line} imports {found}" for found, line in parts_imported(path) if found not in allowed]
+
+
+def test_every_part_has_its_rule():
+    parts = {part_of(path) for path in python_files()}
+    assert parts <= set(MAY_IMPORT) | TOP, f"no rule for {sorted(parts - set(MAY_IMPORT) - TOP)}"
+
+
+@pytest.mark.parametrize("path", python_files(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_point_downwards(path):
+    assert forbidden(path) == []
+
+
+def test_rules_have_no_cycle():
+    def reaches(part: str, seen: frozenset[str] = frozenset()) -> set[str]:
+        assert part not in seen, f"{part} imports itself by way of {sorted(seen)}"
+        return set().union(*({p} | reaches(p, seen | {part}) for p in MAY_IMPORT[part])) if MAY_IMPORT[part] else set()
+
+    for part in MAY_IMPORT:
+        assert part not in reaches(part)
+
+
+def test_the_check_finds_what_it_should(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    bad = tmp_path / "deepspeed_c" / "comm" / "bad.py"
+    bad.parent.mkdir(parents=True)
+    bad.write_text(
+        "def f():\n    from deepspeed_c.engine import engine\n    from ..zero import unit\n    from deepspeed_c import initialize\n"
+    )
+    assert [line.split(" imports ")[1] for line in forbidden(bad)] == ["engine", "zero", "initialize"]
+
+
+# Parts that work without torch. launcher/run.py starts the ranks, and is loaded when all arguments have been checked.
+TORCH_FREE = {"errors", "_version", "env", "arguments", "config", "launcher", "logging"}
+LOADED_LATE = {ROOT / "deepspeed_c" / "launcher" / "run.py"}
+
+
+def test_what_starts_without_torch_does_not_name_it():
+    # Inside functions it may: `deepspeed_c report` says which torch is there.
+    found = []
+    for path in python_files():
+        if part_of(path) not in TORCH_FREE or path in LOADED_LATE:
+            continue
+        at_top = [
+            node.lineno for node in ast.parse(path.read_text()).body if isinstance(node, (ast.Import, ast.ImportFrom))
+        ]
+        found += [
+            f"{path.relative_to(ROOT)}:{line} imports {name}"
+            for name, line in names_imported(path)
+            if line in at_top and name.split(".")[0] in ("torch", "numpy")
+        ]
+    assert found == []
+
+
+def run(code: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **environment},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "", done.stderr
+    return done.stdout
+
+
+def test_import_needs_no_torch_and_says_nothing():
+    assert run("import deepspeed_c, sys; assert 'torch' not in sys.modules and 'numpy' not in sys.modules") == ""
+
+
+def test_import_loads_next_to_nothing():
+    out = run("import sys; before = set(sys.modules); import deepspeed_c; print(*sorted(set(sys.modules) - before))")
+    ours = {name for name in out.split() if name.startswith("deepspeed_c")}
+    assert ours == {"deepspeed_c", "deepspeed_c._version"}
+
+
+@pytest.mark.parametrize("name", ["errors", "config", "launcher.main", "arguments", "logging", "env"])
+def test_part_without_torch(name):
+    assert run(f"import deepspeed_c.{name}, sys; assert 'torch' not in sys.modules") == ""
+
+
+def test_all_of_it_says_nothing_and_starts_nothing():
+    """No output, no child process, no thread of ours, no CUDA context, no file left open."""
+    code = (
+        "import os, subprocess, sys, threading, torch\n"
+        "def audit(event, args):\n"
+        "    if event in ('subprocess.Popen', 'os.system', 'os.fork', 'os.posix_spawn', 'os.exec'): raise AssertionError(event)\n"
+        "sys.addaudithook(audit)\n"
+        "files = len(os.listdir('/proc/self/fd'))\n"
+        "import deepspeed_c\n"
+        "deepspeed_c.initialize, deepspeed_c.ops, deepspeed_c.zero, deepspeed_c.utils, deepspeed_c._C\n"
+        "assert threading.active_count() == 1, threading.enumerate()\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "assert len(os.listdir('/proc/self/fd')) == files, os.listdir('/proc/self/fd')\n"
+    )
+    assert run(code) == ""
+
+
+def test_missing_extension_is_a_build_error_that_says_what_to_do():
+    code = (
+        "import sys, deepspeed_c\n"
+        "class Hide:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'deepspeed_c._C': raise ModuleNotFoundError('hidden', name=name)\n"
+        "sys.meta_path.insert(0, Hide())\n"
+        "try: from deepspeed_c.ops.adam import FusedAdam\n"
+        "except deepspeed_c.BuildError as error: print(error)\n"
+    )
+    out = run(code)
+    assert "cannot be loaded" in out and "pip install --no-build-isolation" in out
