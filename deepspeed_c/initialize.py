@@ -98,6 +98,8 @@ def initialize(
         zero_optimizer = _shard(model, base, settings, precision, comm)
     trained = {id(slot.param) for slot in zero_optimizer.reducer.slots} if zero_optimizer is not None else set()
     precision.cast_frozen(model, trained)
+    # The weights as they were given are gone now; the allocator may keep their memory unless it is told to return it.
+    get_accelerator().empty_cache()
 
     scheduler = _build_scheduler(settings, lr_scheduler, base)
     engine = DeepSpeedEngine(model, settings, comm, precision, device, zero_optimizer, scheduler)

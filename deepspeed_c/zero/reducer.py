@@ -3,7 +3,7 @@
 A *window* is the run of micro-batches between two optimizer steps. Within it:
 
 * every parameter's hook moves its gradient into a bucket and clears ``param.grad``;
-* buckets are launched in one fixed order on all ranks, each as soon as its members are there (overlap) or when backward ends;
+* buckets are launched in one fixed order on all ranks, each as soon as its members are there, at the latest when backward ends;
 * ``finish`` waits for everything and returns the facts that all ranks agree on.
 
 A parameter whose hook fires again after its bucket was launched is *late*: its contribution gathers by itself and ``finish`` reduces it.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import deque
 from contextlib import contextmanager
 from functools import partial
 from typing import Iterator, NamedTuple, Sequence
@@ -28,6 +29,9 @@ from deepspeed_c.logging import logger
 from deepspeed_c.zero.bucket import Bucket, StagingPool
 from deepspeed_c.zero.stages import Sharding
 from deepspeed_c.zero.unit import Slot, Unit
+
+# Reductions that run while backward goes on (overlap_comm): one on the wire and one behind it.
+MAX_IN_FLIGHT = 2
 
 __all__ = ["GradientReducer", "ReduceSettings", "WindowFacts"]
 
@@ -62,7 +66,8 @@ class GradientReducer:
         # Autograd runs one thread per device, so hooks may come from several threads.
         self._lock = threading.RLock()
         self._pool = StagingPool()
-        self._works: list[Work] = []
+        self._works: deque[Work] = deque()
+        self._depth = MAX_IN_FLIGHT if settings.overlap_comm else 0
         world = comm.world_size
         if settings.prescale_gradients:
             self._pre_factor, self.post_factor = 1.0 / world, 1.0
@@ -194,7 +199,7 @@ class GradientReducer:
             self._contributed[slot.tracker_index] = 1
             if self._tracker.mark(slot.tracker_index):
                 self._n_late[bucket_index] = 1
-            elif will_reduce and self.settings.overlap_comm:
+            elif will_reduce:
                 self._launch(force=False)
 
     # The engine sets these: what a pass that began inside the module belongs to.
@@ -227,13 +232,21 @@ class GradientReducer:
         self.discard()
 
     def _launch(self, force: bool) -> None:
+        """Starts every reduction that is due, and lets ``_depth`` of them run while backward goes on.
+
+        Each holds buffers, so an unbounded number would cost as much memory as stage 2 saves. The oldest is waited for before the next one starts, in
+        the same place of the same order on all ranks.
+        """
         while (i := self._tracker.next(force)) >= 0:
+            while self._works and len(self._works) >= self._depth:
+                self._works.popleft().wait()
             self._works.append(self.buckets[i].reduce())
+            if self._depth == 0:
+                self._wait()
 
     def _wait(self) -> None:
-        works, self._works = self._works, []
-        for work in works:
-            work.wait()
+        while self._works:
+            self._works.popleft().wait()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -282,8 +295,7 @@ class GradientReducer:
         if any(late):
             for bucket, is_late in zip(self.buckets, late):
                 if is_late:
-                    self._works.append(bucket.reduce())
-            self._wait()
+                    bucket.reduce().wait()
             self._n_late = [0] * len(self.buckets)
             self._saw_late = True
             facts = self._exchange(has_bad_loss)
@@ -333,10 +345,9 @@ class GradientReducer:
 
     def discard(self) -> None:
         """Drops everything that has gathered in this window."""
-        works, self._works = self._works, []
-        for work in works:
+        while self._works:
             try:
-                work.wait()
+                self._works.popleft().wait()
             except CommError as error:
                 logger.warning("a reduction of the dropped window failed: %s", error)
         self.is_in_backward = False
