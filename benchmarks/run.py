@@ -46,6 +46,8 @@ BENCHMARKS = [
         )
         for dtype in ("fp32", "bf16")
     ),
+    Benchmark("memory", "benchmarks/deepspeed_c/memory.py", [PYTHON, "-m", "benchmarks.deepspeed_c.memory"]),
+    Benchmark("adam_step", "benchmarks/ops/adam_step.py", [PYTHON, "-m", "benchmarks.ops.adam_step"]),
     Benchmark(
         "import_time", "benchmarks/deepspeed_c/import_time.py", [PYTHON, "-m", "benchmarks.deepspeed_c.import_time"]
     ),

@@ -6,6 +6,7 @@ module itself, or :class:`_Host` for the CPU. Importing this file creates no con
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -68,7 +69,7 @@ class _Host:
     manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
     initial_seed = staticmethod(torch.initial_seed)
     is_available = staticmethod(lambda: True)
-    synchronize = set_device = empty_cache = staticmethod(lambda device=None: None)
+    synchronize = set_device = staticmethod(lambda device=None: None)
     memory_allocated = memory_reserved = staticmethod(lambda device=None: _proc("/proc/self/status", "VmRSS"))
     max_memory_allocated = max_memory_reserved = staticmethod(lambda device=None: _proc("/proc/self/status", "VmHWM"))
     is_bf16_supported = staticmethod(lambda: True)
@@ -77,6 +78,13 @@ class _Host:
     @staticmethod
     def current_device() -> int:
         return read_env().local_rank
+
+    @staticmethod
+    def empty_cache() -> None:
+        """Has the C library return to the system what was freed but kept, where it can (glibc)."""
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
 
     @staticmethod
     def device_count() -> int:
