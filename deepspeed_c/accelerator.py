@@ -1,7 +1,8 @@
-"""The device that this process trains on, under the method names of DeepSpeed's accelerators; CUDA and the CPU through one table.
+"""The device that this process trains on, under the method names of DeepSpeed's accelerators.
 
-DeepSpeed has a class of 70 methods for each device. Here there is one class, which asks a *backend* with the function names of ``torch.cuda``: that
-module itself, or :class:`_Host` for the CPU. Importing this file creates no context on a device.
+DeepSpeed has a class of 70 methods for each kind of device. Here there is one class, which asks a *backend* with the
+function names of ``torch.cuda``: that module itself, or :class:`_Host` for the CPU. Importing this file creates no context
+on a device.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ __all__ = ["Accelerator", "HostEvent", "get_accelerator"]
 
 
 class HostEvent:
-    """What ``torch.cuda.Event`` is on a device: a point in time, here on the host's clock. Everything before it is done when it is recorded."""
+    """What ``torch.cuda.Event`` is on a device: a point in time, here on the host's clock.
+
+    Everything before it is done when it is recorded, so that nothing has to be waited for.
+    """
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
         self._at_ns: int | None = None
@@ -42,7 +46,9 @@ class HostEvent:
     def elapsed_time(self, end_event: HostEvent) -> float:
         """Milliseconds from this event to ``end_event``. Raises StateError when one of them has not been recorded."""
         if self._at_ns is None or end_event._at_ns is None:
-            raise StateError("an event has not been recorded", where="HostEvent.elapsed_time", fix="call record() on both first")
+            raise StateError(
+                "an event has not been recorded", where="HostEvent.elapsed_time", fix="call record() on both first"
+            )
         return (end_event._at_ns - self._at_ns) / 1e6
 
 
@@ -60,7 +66,11 @@ def _proc(path: str, key: str) -> int:
 
 
 class _Host:
-    """The CPU under ``torch.cuda``'s names. Memory is this process' resident memory, in bytes; a device index is ignored, as there is one CPU."""
+    """The CPU under ``torch.cuda``'s names. A device index is ignored, as there is one CPU.
+
+    Memory is this process' resident memory, in bytes. The kernel counts it by processor and adds up now and then, so that
+    a number may lag by a few MiB. StateError where /proc cannot be read.
+    """
 
     Stream = torch.cpu.Stream
     Event = HostEvent
@@ -174,7 +184,10 @@ def _forward(name: str, target: str) -> Callable[..., Any]:
 
 
 class Accelerator:
-    """One kind of device. ``device_index`` is a number on this host, None for the current device. Errors: StateError where this kind of device has no such thing."""
+    """One kind of device. ``device_index`` is a number on this host, None for the current device.
+
+    Errors: StateError where this kind of device has no such thing (graphs on the CPU), BuildError from the op builders.
+    """
 
     def __init__(self, device_type: str) -> None:
         self._type = device_type
@@ -187,17 +200,19 @@ class Accelerator:
     def _ask(self, name: str) -> Any:
         found = getattr(self._backend, name, None)
         if found is None:
-            raise StateError(f"{self._type} devices have no {name.strip('_')}", where="get_accelerator()", fix="use a CUDA device")
+            raise StateError(
+                f"{self._type} devices have no {name.strip('_')}", where="get_accelerator()", fix="use a CUDA device"
+            )
         return found
 
     @property
     def _is_host(self) -> bool:
         return self._type == "cpu"
 
-    # -- which device ----------------------------------------------------------------------------------------------------
+    # -- which device ------------------------------------------------------------------------------------------------
 
     def device_name(self, device_index: int | str | None = None) -> str:
-        """"cuda:1", or "cuda" without an index; "cpu" whatever the index."""
+        """ "cuda:1", or "cuda" without an index; "cpu" whatever the index."""
         return self._type if device_index is None or self._is_host else f"{self._type}:{device_index}"
 
     def device(self, device_index: int | None = None) -> Any:
@@ -214,7 +229,7 @@ class Accelerator:
         """The ``torch.distributed`` backend for tensors of this device: "nccl", "gloo"."""
         return torch.distributed.get_default_backend_for_device(self._type)
 
-    # -- how it behaves --------------------------------------------------------------------------------------------------
+    # -- how it behaves ----------------------------------------------------------------------------------------------
 
     def is_synchronized_device(self) -> bool:
         """True when a call has done its work as it returns: the CPU."""
@@ -237,7 +252,7 @@ class Accelerator:
         """False: no kernel of this package is in Triton."""
         return False
 
-    # -- random numbers, streams, memory ---------------------------------------------------------------------------------
+    # -- random numbers, streams, memory -----------------------------------------------------------------------------
 
     def random(self) -> Any:
         return torch.random
@@ -260,7 +275,7 @@ class Accelerator:
         return self._ask("mem_get_info")(device_index)[0]
 
     def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
-        """A copy of the host tensor in page-locked memory; the tensor itself on the CPU, to which all memory is near."""
+        """A copy of the host tensor in page-locked memory; on the CPU, to which all memory is near, the tensor."""
         return tensor if self._is_host else tensor.pin_memory()
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
@@ -269,7 +284,7 @@ class Accelerator:
     def unpin_memory(self, tensor: torch.Tensor) -> None:
         """Does nothing: page-locked memory goes back to its pool with the last tensor over it."""
 
-    # -- graphs, ranges, compilation -------------------------------------------------------------------------------------
+    # -- graphs, ranges, compilation ---------------------------------------------------------------------------------
 
     def create_graph(self) -> Any:
         return self._ask("CUDAGraph")()
@@ -297,10 +312,14 @@ class Accelerator:
         """Raises ConfigError unless ``torch.compile`` knows the backend."""
         known = torch.compiler.list_backends(exclude_tags=())
         if backend not in known:
-            raise ConfigError(f"{backend!r} is no backend of torch.compile", where="compile backend", fix=f"use one of {', '.join(known)}")
+            raise ConfigError(
+                f"{backend!r} is no backend of torch.compile",
+                where="compile backend",
+                fix=f"use one of {', '.join(known)}",
+            )
         self._compile_backend = backend
 
-    # -- the launcher's questions ----------------------------------------------------------------------------------------
+    # -- the launcher's questions ------------------------------------------------------------------------------------
 
     def export_envs(self) -> list[str]:
         """Prefixes of variables that other hosts need."""
@@ -313,7 +332,7 @@ class Accelerator:
         for name in self.visible_devices_envs():
             current_env[name] = ",".join(map(str, local_accelerator_ids))
 
-    # -- what there is not -----------------------------------------------------------------------------------------------
+    # -- what there is not -------------------------------------------------------------------------------------------
 
     def _no_op_builder(self, *args: Any) -> Any:
         raise BuildError(
@@ -328,7 +347,11 @@ class Accelerator:
 for _name, _target in _FORWARDED.items():
     setattr(Accelerator, _name, _forward(_name, _target))
 for _name, _dtype in _TENSOR_TYPES.items():
-    setattr(Accelerator, _name, property(lambda self, dtype=_dtype: functools.partial(torch.tensor, dtype=dtype, device=self._type)))
+    setattr(
+        Accelerator,
+        _name,
+        property(lambda self, dtype=_dtype: functools.partial(torch.tensor, dtype=dtype, device=self._type)),
+    )
 
 
 @functools.cache
