@@ -1,8 +1,8 @@
 """The device that this process trains on, under the method names of DeepSpeed's accelerators.
 
 DeepSpeed has a class of 70 methods for each kind of device. Here there is one class, which asks a *backend* with the
-function names of ``torch.cuda``: that module itself, or :class:`_Host` for the CPU. Importing this file creates no context
-on a device.
+function names of ``torch.cuda``: that module itself, or :class:`_Host` for the CPU. Importing this file creates no
+context on a device.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def _proc(path: str, key: str) -> int:
 class _Host:
     """The CPU under ``torch.cuda``'s names. A device index is ignored, as there is one CPU.
 
-    Memory is this process' resident memory, in bytes. The kernel counts it by processor and adds up now and then, so that
-    a number may lag by a few MiB. StateError where /proc cannot be read.
+    Memory is this process' resident memory, in bytes. The kernel counts it by processor and adds up now and then, so
+    that a number may lag by a few MiB. StateError where /proc cannot be read.
     """
 
     Stream = torch.cpu.Stream

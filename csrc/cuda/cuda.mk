@@ -11,9 +11,9 @@ CUDA_ARCHS ?= 80 90$(if $(filter-out 9 10 11 12,$(NVCC_MAJOR)), 100)
 CUDA_PTX = $(or $(filter 90,$(CUDA_ARCHS)),$(lastword $(CUDA_ARCHS)))
 CUDA_GENCODE = $(foreach arch,$(CUDA_ARCHS),-gencode=arch=compute_$(arch),code=sm_$(arch)) -gencode=arch=compute_$(CUDA_PTX),code=compute_$(CUDA_PTX)
 
-# -fmad=false: the host's loops do not contract either (Note: Same bits as the host).
+# -fmad=false: the host's loops do not contract either (Note: Same bits as the host). No -Werror: the host compiler sees what nvcc generates, too.
 CUDA_FLAGS := -std=c++17 -O3 -fmad=false --threads 0 -I$(ROOT) -I$(ROOT)/include \
-	-Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off,-Wall,-Wextra,-Werror
+	-Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off,-Wall,-Wextra
 
 CUDA_SRCS := $(sort $(wildcard $(ROOT)/cuda/*.cu))
 CUDA_HEADERS := $(wildcard $(ROOT)/cuda/*.h $(ROOT)/cuda/*.cuh $(ROOT)/include/dsc/*.h)
