@@ -114,7 +114,7 @@ class Embedded(nn.Module):
         self.mlp = Mlp()
 
     def forward(self, x, y):
-        index = (x.abs() * 7).long().clamp(max=18)[:, :3]
+        index = (x.float().abs() * 7).long().clamp(max=18)[:, :3]
         return self.mlp(x + self.embed(index).sum(1).to(x.dtype), y)
 
 
