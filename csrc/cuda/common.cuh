@@ -38,8 +38,9 @@ dsc_status fail(dsc_status status, const char *format, ...) __attribute__((forma
 dsc_status check_cuda(cudaError_t error, const char *what);
 
 /*
- * DSC_EINVAL unless data (the first operand of a call that is not empty) is memory of the current device, or memory that every device sees. A host
- * pointer in a kernel would end the process' context, and with it everything that lives on the device.
+ * DSC_EINVAL when data (the first operand of a call that is not empty) is memory that no device sees. A host pointer in a kernel would end the
+ * process' context, and with it everything that lives on the device. Which device is current is not compared: this library's own runtime need not know
+ * what another copy of it, torch's, has set; the driver does, and launches follow the driver.
  */
 dsc_status check_pointer(const void *data, const char *what);
 

@@ -49,14 +49,10 @@ dsc_status check_cuda(cudaError_t error, const char *what)
 dsc_status check_pointer(const void *data, const char *what)
 {
     cudaPointerAttributes attributes;
-    int device;
 
     DSC_TRY(check_cuda(cudaPointerGetAttributes(&attributes, data), what));
     if (attributes.type == cudaMemoryTypeUnregistered)
         return fail(DSC_EINVAL, "%s: %p is host memory that no CUDA device sees", what, data);
-    DSC_TRY(check_cuda(cudaGetDevice(&device), what));
-    if (attributes.type == cudaMemoryTypeDevice && attributes.device != device)
-        return fail(DSC_EINVAL, "%s: %p lies on CUDA device %d, and device %d is the current one", what, data, attributes.device, device);
     return DSC_OK;
 }
 

@@ -5,14 +5,13 @@
 #include <stdint.h>
 
 struct dsc_emulator {
-    int32_t driver_version;       /* 0: no driver */
+    int32_t driver_version;   /* 0: no driver */
     int32_t n_devices;
-    int32_t fail_at_launch;       /* the launch that fails, counted from 1; 0: none */
-    const void *host_pointer;     /* memory that no device sees */
-    const void *foreign_pointer;  /* memory of another device than the current one */
-    int64_t n_launches;           /* so far */
-    int64_t n_blocks;             /* so far */
-    int32_t max_param_bytes;      /* of any launch so far */
+    int32_t fail_at_launch;   /* the launch that fails, counted from 1; 0: none */
+    const void *host_pointer; /* memory that no device sees */
+    int64_t n_launches;       /* so far */
+    int64_t n_blocks;         /* so far */
+    int32_t max_param_bytes;  /* of any launch so far */
 };
 
 #endif

@@ -89,11 +89,10 @@ typedef enum { cudaMemcpyDeviceToDevice = 3 } cudaMemcpyKind;
 
 struct cudaPointerAttributes {
     cudaMemoryType type;
-    int device;
 };
 
 extern "C" __attribute__((visibility("default"))) struct dsc_emulator dsc_emulator;
-struct dsc_emulator dsc_emulator = {12000, 1, 0, nullptr, nullptr, 0, 0, 0};
+struct dsc_emulator dsc_emulator = {12000, 1, 0, nullptr, 0, 0, 0};
 
 static inline cudaError_t cudaGetLastError()
 {
@@ -124,16 +123,9 @@ static inline cudaError_t cudaGetDeviceCount(int *n_devices)
     return dsc_emulator.n_devices > 0 ? cudaSuccess : cudaErrorNoDevice;
 }
 
-static inline cudaError_t cudaGetDevice(int *device)
-{
-    *device = 0;
-    return cudaSuccess;
-}
-
 static inline cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *attributes, const void *data)
 {
     attributes->type = data == dsc_emulator.host_pointer ? cudaMemoryTypeUnregistered : cudaMemoryTypeDevice;
-    attributes->device = data == dsc_emulator.foreign_pointer ? 1 : 0;
     return cudaSuccess;
 }
 
