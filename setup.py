@@ -16,12 +16,14 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 BINDING = Path("ops/binding")
+CUDA_LIBRARY = "libdsc_cuda.so"
 
 # The oldest torch whose stable ABI has what the binding uses: 2.10. One binary then serves all later ones.
 TORCH_TARGET_VERSION = "0x020a000000000000"
@@ -62,6 +64,17 @@ def find_torch() -> Path:
     return Path(spec.submodule_search_locations[0])
 
 
+def find_pybind11() -> str:
+    """The folder of pybind11's headers; a build requirement only."""
+    try:
+        import pybind11
+    except ImportError as error:
+        raise BuildError(
+            "no pybind11 to build with", where="building deepspeed_c", fix="pip install pybind11"
+        ) from error
+    return pybind11.get_include()
+
+
 def find_nvcc() -> str | None:
     wish = os.environ.get("DSC_BUILD_CUDA", "")
     if wish not in ("", "0", "1"):
@@ -96,86 +109,98 @@ def names_torch(source: str) -> bool:
     return not Path(source).stem.startswith(("handles_", "module", "status"))
 
 
+class Tools(NamedTuple):
+    """Everything that the build needs, looked for before any of it starts."""
+
+    jobs: int
+    make: list[str]
+    cc: list[str]
+    cxx: list[str]
+    nvcc: str | None  # None: no CUDA library
+    torch: Path
+    pybind11: str  # folder of its headers
+
+    @staticmethod
+    def find() -> "Tools":
+        return Tools(
+            jobs=int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1),
+            make=find_program("MAKE", "make", "make"),
+            cc=find_program("CC", "gcc", "C compiler"),
+            cxx=find_program("CXX", "g++", "C++ compiler"),
+            nvcc=find_nvcc(),
+            torch=find_torch(),
+            pybind11=find_pybind11(),
+        )
+
+
 class BuildExtension(build_ext):
-    """make for the C cores, then the binding."""
+    """make for the C cores and the CUDA library, then the binding."""
 
     def build_extension(self, ext: Extension) -> None:
-        jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
-        torch_dir = find_torch()
-        cc = find_program("CC", "gcc", "C compiler")
-        cxx = find_program("CXX", "g++", "C++ compiler")
-        make = find_program("MAKE", "make", "make")
-        build = (ROOT / self.build_temp / "csrc").resolve()
-        make_csrc = [*make, "-C", "csrc", f"-j{jobs}", f"BUILD={build}", f"CC={shlex.join(cc)}"]
+        tools = Tools.find()
+        build = (ROOT / self.build_temp).resolve()
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        make_csrc = [
+            *tools.make,
+            "-C",
+            "csrc",
+            f"-j{tools.jobs}",
+            f"BUILD={build / 'csrc'}",
+            f"CC={shlex.join(tools.cc)}",
+        ]
         run(make_csrc, "make -C csrc")
-        has_cuda = self._build_cuda(make_csrc, build)
+        cuda_library = target.parent / CUDA_LIBRARY
+        cuda_library.unlink(missing_ok=True)  # of an earlier build
+        if tools.nvcc is not None:
+            run([*make_csrc, f"NVCC={tools.nvcc}", "cuda"], "make -C csrc cuda")
+            shutil.copyfile(build / "csrc" / CUDA_LIBRARY, cuda_library)
+        self._link(tools, self._compile(tools, ext.sources, build / "binding"), build / "csrc" / "libdsc.a", target)
 
-        import pybind11
-
+    def _compile(self, tools: Tools, sources: list[str], folder: Path) -> list[Path]:
         flags = [
             *("-std=c++17", "-O2", "-g0", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"),
             f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}",
             f'-DDSC_BUILD_TORCH_TARGET="{TORCH_TARGET_VERSION}"',
             f'-DDSC_BUILD_TORCH="{importlib.metadata.version("torch")}"',
-            f'-DDSC_BUILD_COMPILER="{Path(cxx[-1]).name}"',
-            f"-DDSC_BUILD_CUDA={int(has_cuda)}",
-            *(f"-I{ROOT / folder}" for folder in ("csrc/include", BINDING)),
+            f'-DDSC_BUILD_COMPILER="{shlex.join(tools.cxx)}"',
+            f"-DDSC_BUILD_CUDA={int(tools.nvcc is not None)}",
+            *(f"-I{ROOT / part}" for part in ("csrc/include", BINDING)),
             *shlex.split(os.environ.get("CXXFLAGS", "")),
         ]
         # Others' headers: their warnings are not ours. Only files that name torch see its headers, which bring a pybind11 of their own.
-        torch_headers = ["-isystem", str(torch_dir / "include")]
-        python_headers = [
-            part for folder in (pybind11.get_include(), *self.include_dirs) for part in ("-isystem", folder)
-        ]
-        objects = [build.parent / "binding" / f"{Path(source).stem}.o" for source in ext.sources]
-        objects[0].parent.mkdir(parents=True, exist_ok=True)
-        with ThreadPoolExecutor(jobs) as pool:
+        torch_headers = ["-isystem", str(tools.torch / "include")]
+        python_headers = [part for path in (tools.pybind11, *self.include_dirs) for part in ("-isystem", path)]
+        folder.mkdir(parents=True, exist_ok=True)
+        objects = [folder / f"{Path(source).stem}.o" for source in sources]
+        with ThreadPoolExecutor(tools.jobs) as pool:
             commands = [
-                [*cxx, *flags, *(torch_headers if names_torch(source) else python_headers), "-c", source, "-o", str(o)]
-                for source, o in zip(ext.sources, objects)
+                [*tools.cxx, *flags, *(torch_headers if names_torch(source) else python_headers), "-c", source]
+                for source in sources
             ]
-            list(pool.map(run, commands, [f"CXX {source}" for source in ext.sources]))
-        target = Path(self.get_ext_fullpath(ext.name))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        run(
-            [
-                *(*cxx, "-shared", "-o", str(target), *map(str, objects), str(build / "libdsc.a")),
-                # The cores stay inside; torch is found by its soname in the process that has imported it.
-                *(
-                    "-Wl,--exclude-libs,ALL",
-                    "-Wl,-s",
-                    f"-L{torch_dir / 'lib'}",
-                    "-ltorch_cpu",
-                    "-lpthread",
-                    "-ldl",
-                    "-lm",
-                ),
-                *shlex.split(os.environ.get("LDFLAGS", "")),
-            ],
-            f"LINK {target.name}",
-        )
-        if has_cuda:
-            shutil.copyfile(build / CUDA_LIBRARY, target.parent / CUDA_LIBRARY)
+            for command, made in zip(commands, objects):
+                command += ["-o", str(made)]
+            list(pool.map(run, commands, [f"CXX {source}" for source in sources]))
+        return objects
 
     @staticmethod
-    def _build_cuda(make_csrc: list[str], build: Path) -> bool:
-        nvcc = find_nvcc()
-        if nvcc is None or not (ROOT / "csrc" / "cuda" / "cuda.mk").is_file():
-            return False
-        run([*make_csrc, f"NVCC={nvcc}", "cuda"], "make -C csrc cuda")
-        return (build / CUDA_LIBRARY).is_file()
+    def _link(tools: Tools, objects: list[Path], archive: Path, target: Path) -> None:
+        # The cores' symbols stay inside; torch's library is found by its name in the process, which has imported torch by then.
+        libraries = [f"-L{tools.torch / 'lib'}", "-ltorch_cpu", "-lpthread", "-ldl", "-lm"]
+        command = [
+            *(*tools.cxx, "-shared", "-Wl,--exclude-libs,ALL", "-Wl,-s", "-o", str(target), *map(str, objects)),
+            *(str(archive), *libraries, *shlex.split(os.environ.get("LDFLAGS", ""))),
+        ]
+        run(command, f"LINK {target.name}")
 
     def copy_extensions_to_source(self) -> None:
         super().copy_extensions_to_source()
-        package = ROOT / "deepspeed_c"
+        installed = ROOT / "deepspeed_c" / CUDA_LIBRARY
         built = Path(self.build_lib) / "deepspeed_c" / CUDA_LIBRARY
+        installed.unlink(missing_ok=True)
         if built.is_file():
-            shutil.copyfile(built, package / CUDA_LIBRARY)
-        elif (package / CUDA_LIBRARY).is_file():
-            (package / CUDA_LIBRARY).unlink()  # of an earlier build that had nvcc
+            shutil.copyfile(built, installed)
 
-
-CUDA_LIBRARY = "libdsc_cuda.so"
 
 if sys.platform != "linux" and {"build_ext", "bdist_wheel", "editable_wheel"} & set(sys.argv):
     raise BuildError(f"{sys.platform} is not supported", where="building deepspeed_c", fix="build on Linux")
