@@ -90,6 +90,19 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
                 raise
             optimizer.reducer.next_is_boundary = self.is_gradient_accumulation_boundary
             optimizer.reducer.next_factor = self._factor_of_unseen_backward
+        if config.dump_state:
+            log_dist("state of the engine:\n" + self.describe(), ranks=[0])
+
+    def describe(self) -> str:
+        """The resolved configuration, and how this rank's states are laid out (``dump_state`` logs it)."""
+        lines = [self._config.table()]
+        for i, unit in enumerate(self.optimizer.units if self.optimizer is not None else []):
+            lines.append(
+                f"unit {i}: group {unit.group}, {len(unit.slots)} parameters, {unit.flat_elems} elements of {unit.dtype},"
+                f" reduced in {unit.comm_dtype}, masters in {unit.master_dtype}; {unit.n_buckets} buckets,"
+                f" shard {unit.shard_rank + 1} of {unit.n_shards} with {unit.shard_elems} elements"
+            )
+        return "\n".join(lines)
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -317,8 +330,9 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
         return n * self.train_micro_batch_size_per_gpu() * self.dp_world_size
 
     def _report(self) -> None:
-        every = self._config.steps_per_print
-        if every and every != float("inf") and self.global_steps % int(every) == 0:
+        # Phases that somebody asked to have timed are told even where no interval was given.
+        every = self._config.steps_per_print or (1 if self._config.wall_clock_breakdown else float("inf"))
+        if every != float("inf") and self.global_steps % int(every) == 0:
             log_dist(
                 f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}"
                 + self.timers.report(),

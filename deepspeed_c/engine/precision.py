@@ -48,6 +48,8 @@ class Precision:
         comm = config.communication_data_type
         self._comm_dtype = DTYPES[comm] if comm else None
         accum = config.data_types.grad_accum_dtype
+        if accum is None and config.bf16.enabled and config.bf16.immediate_grad_update:
+            accum = "fp32"
         self.accum_dtype = DTYPES[accum] if accum else None
         buffers = config.data_types.buffer_dtype
         self._buffer_dtype = DTYPES[buffers] if buffers else None

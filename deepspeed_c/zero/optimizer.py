@@ -143,7 +143,8 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         if found is not None:
             name, n_inf, n_nan = found
             logger.warning(
-                "rank %d: step skipped, gradients are not finite: %d elements in all; first in %s (%d inf, %d NaN)%s",
+                "rank %d: step skipped, the sum of gradients over ranks is not finite: %d elements in all;"
+                " the first in this rank's shard is in %s (%d inf, %d NaN)%s",
                 self.comm.rank,
                 facts.n_nonfinite,
                 name,
