@@ -6,12 +6,12 @@ import os
 import platform
 import statistics
 import time
-from functools import lru_cache
+from functools import cache, lru_cache
 
 __all__ = ["machine", "median_spread", "triad_gbps"]
 
 
-@lru_cache(maxsize=None)
+@cache
 def machine() -> str:
     """Processor, cores that this process may use, and memory, in one line."""
     model = platform.processor() or platform.machine()

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 __all__ = [
-    "DeepSpeedCError",
-    "ConfigError",
-    "UnsupportedConfigError",
+    "BackwardError",
     "BatchSizeError",
+    "BuildError",
+    "CommError",
+    "ConfigError",
+    "DeepSpeedCError",
+    "FeatureError",
+    "LaunchError",
+    "LossScaleError",
     "ModelError",
+    "NonFiniteLossError",
     "OptimizerError",
     "RankMismatchError",
-    "BackwardError",
-    "NonFiniteLossError",
-    "LossScaleError",
     "StateError",
-    "CommError",
-    "LaunchError",
-    "BuildError",
-    "FeatureError",
+    "UnsupportedConfigError",
 ]
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -67,7 +68,9 @@ def initialize(
     """
     if not isinstance(model, torch.nn.Module):
         raise ModelError(
-            f"model must be a torch.nn.Module, not {type(model).__name__}", where="initialize(model=...)", fix="pass the model"
+            f"model must be a torch.nn.Module, not {type(model).__name__}",
+            where="initialize(model=...)",
+            fix="pass the model",
         )
     if mesh_param is not None:
         raise FeatureError(
@@ -83,9 +86,7 @@ def initialize(
     for note in settings.notes:
         log_dist(note, ranks=[0])
 
-    check_same_text(
-        "the configuration", settings.lines(), comm, "start all ranks with the same configuration file"
-    )
+    check_same_text("the configuration", settings.lines(), comm, "start all ranks with the same configuration file")
     check_same_model(model, comm)
     device = torch.device(get_accelerator().current_device_name())
     model.to(device)
@@ -122,7 +123,11 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Any:
 def _data_parallel_group(mpu: Any) -> Any:
     if mpu is None:
         return None
-    for name in ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size", "get_sequence_parallel_world_size"):
+    for name in (
+        "get_model_parallel_world_size",
+        "get_tensor_model_parallel_world_size",
+        "get_sequence_parallel_world_size",
+    ):
         size = getattr(mpu, name, lambda: 1)()
         if size != 1:
             raise FeatureError(

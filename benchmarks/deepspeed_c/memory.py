@@ -51,7 +51,11 @@ def rank_main(stage: int, n_params: int) -> None:
     if dist.get_rank() == 0:
         bound = FORMULA[stage](dist.get_world_size())
         line = {"benchmark": "memory", "stage": stage, "ranks": dist.get_world_size(), "params": n}
-        line |= {"bytes_per_param": round(max(peaks), 2), "formula": round(bound, 2), "ratio": round(max(peaks) / bound, 3)}
+        line |= {
+            "bytes_per_param": round(max(peaks), 2),
+            "formula": round(bound, 2),
+            "ratio": round(max(peaks) / bound, 3),
+        }
         print(json.dumps(line | {"machine": machine()}), flush=True)
     engine.close()
     dist.barrier()

@@ -120,7 +120,13 @@ def main() -> None:
                 times[name].append(time.perf_counter() - start)
     if rank == 0:
         for name in steps:
-            line = {"benchmark": "train_step", "contender": name, "dtype": args.dtype, "params": n, "ranks": dist.get_world_size()}
+            line = {
+                "benchmark": "train_step",
+                "contender": name,
+                "dtype": args.dtype,
+                "params": n,
+                "ranks": dist.get_world_size(),
+            }
             line["ms"] = round(median_spread(times[name])[0] * 1e3, 1)
             if "ddp" in times:
                 ratio, low, high = median_spread([a / b for a, b in zip(times[name], times["ddp"])])

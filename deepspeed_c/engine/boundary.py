@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-__all__ = ["watch_outputs", "scale_outputs"]
+__all__ = ["scale_outputs", "watch_outputs"]
 
 
 def _in_graph(value: Any) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from deepspeed_c.ops.muon import Muon
 from deepspeed_c.ops.optim import FusedOptimizer
 from deepspeed_c.ops.sgd import FusedSGD
 
-__all__ = ["build_optimizer", "trainable_groups", "muon_groups"]
+__all__ = ["build_optimizer", "muon_groups", "trainable_groups"]
 
 Groups = list[dict[str, Any]]
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]

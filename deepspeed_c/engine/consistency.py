@@ -9,7 +9,7 @@ import torch
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import RankMismatchError
 
-__all__ = ["check_same_model", "check_same_text", "broadcast_model"]
+__all__ = ["broadcast_model", "check_same_model", "check_same_text"]
 
 
 def check_same_text(what: str, lines: list[str], comm: Collectives, fix: str) -> None:
@@ -28,7 +28,9 @@ def check_same_text(what: str, lines: list[str], comm: Collectives, fix: str) ->
     theirs = everyone[first]
     for a, b in zip(mine, theirs):
         if a != b:
-            raise RankMismatchError(f"{what} differs: rank 0 has {a!r}, rank {first} has {b!r}", where="initialize", fix=fix)
+            raise RankMismatchError(
+                f"{what} differs: rank 0 has {a!r}, rank {first} has {b!r}", where="initialize", fix=fix
+            )
     longer, rank = (mine, 0) if len(mine) > len(theirs) else (theirs, first)
     extra = longer[min(len(mine), len(theirs))]
     raise RankMismatchError(

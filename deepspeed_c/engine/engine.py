@@ -6,10 +6,12 @@ measure. It decides only when: which micro-batch ends a window, whether the sche
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Iterator
+from typing import Any
 
 import torch
+from typing_extensions import Self
 
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.config import Config
@@ -18,7 +20,7 @@ from deepspeed_c.engine.boundary import scale_outputs, watch_outputs
 from deepspeed_c.engine.getters import ConfigGetters
 from deepspeed_c.engine.precision import Precision
 from deepspeed_c.env import read_env
-from deepspeed_c.errors import BackwardError, BatchSizeError, FeatureError, ModelError, StateError
+from deepspeed_c.errors import BackwardError, BatchSizeError, FeatureError, StateError
 from deepspeed_c.logging import log_dist, logger
 from deepspeed_c.profile.timers import EngineTimers, see_memory_usage
 from deepspeed_c.zero.access import attach, detach
@@ -409,12 +411,16 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
         if self.optimizer is not None:
             self.optimizer.refresh_fp32_params()
 
-    def compile(self, backend: str = "inductor", compile_kwargs: dict[str, Any] | None = None, **unsupported: Any) -> None:
+    def compile(
+        self, backend: str = "inductor", compile_kwargs: dict[str, Any] | None = None, **unsupported: Any
+    ) -> None:
         """Compiles the module in place with ``torch.compile``."""
         wanted = sorted(name for name, value in unsupported.items() if value)
         if wanted:
             raise FeatureError(
-                f"engine.compile does not take {', '.join(wanted)} yet", where="compile", fix="pass backend and compile_kwargs"
+                f"engine.compile does not take {', '.join(wanted)} yet",
+                where="compile",
+                fix="pass backend and compile_kwargs",
             )
         self.module.compile(backend=backend, **(compile_kwargs or {}))
         self._is_compiled = True
@@ -442,7 +448,9 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
 
     def _require_open(self) -> None:
         if self._is_closed:
-            raise StateError("the engine is closed", where="DeepSpeedEngine", fix="make a new one with deepspeed_c.initialize")
+            raise StateError(
+                "the engine is closed", where="DeepSpeedEngine", fix="make a new one with deepspeed_c.initialize"
+            )
 
     def _require_optimizer(self, what: str) -> ZeroOptimizer:
         self._require_open()
@@ -473,10 +481,10 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
 
     destroy = close
 
-    def __enter__(self) -> "DeepSpeedEngine":
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

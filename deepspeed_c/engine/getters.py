@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import reduce
 from typing import Any
 
-__all__ = ["ConfigGetters", "GETTERS"]
+__all__ = ["GETTERS", "ConfigGetters"]
 
 # Method of the engine -> path in the configuration.
 GETTERS: dict[str, str] = {

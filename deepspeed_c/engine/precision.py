@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import Any, ContextManager
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -104,7 +104,7 @@ class Precision:
             torch.Tensor, lambda t: t.to(self.dtype) if t.is_floating_point() else t, value
         )
 
-    def autocast(self, device: torch.device) -> ContextManager:
+    def autocast(self, device: torch.device) -> AbstractContextManager:
         if self.autocast_dtype is None:
             return nullcontext()
         return torch.autocast(device.type, dtype=self.autocast_dtype)

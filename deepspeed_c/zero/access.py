@@ -6,7 +6,8 @@ The ``full`` functions are collective when states are sharded: call them on all 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Callable, Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,21 +18,21 @@ if TYPE_CHECKING:
     from deepspeed_c.zero.unit import Slot
 
 __all__ = [
-    "safe_get_full_fp32_param",
-    "safe_set_full_fp32_param",
-    "safe_get_full_optimizer_state",
-    "safe_set_full_optimizer_state",
-    "safe_get_full_grad",
-    "safe_set_full_grad",
-    "safe_get_local_fp32_param",
-    "safe_set_local_fp32_param",
-    "safe_get_local_optimizer_state",
-    "safe_set_local_optimizer_state",
-    "safe_get_local_grad",
-    "safe_set_local_grad",
-    "safe_update_full_grad_vectorized",
     "attach",
     "detach",
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized",
 ]
 
 _ATTRIBUTE = "_dsc_handle"
@@ -40,7 +41,7 @@ _ATTRIBUTE = "_dsc_handle"
 class ParamHandle:
     """Ties a parameter to its place in an engine. Copies and pickles of the parameter do not carry it along."""
 
-    def __init__(self, optimizer: "ZeroOptimizer", slot: "Slot") -> None:
+    def __init__(self, optimizer: ZeroOptimizer, slot: Slot) -> None:
         self.optimizer, self.slot = optimizer, slot
 
     def __reduce__(self):
@@ -50,7 +51,7 @@ class ParamHandle:
         return None
 
 
-def attach(optimizer: "ZeroOptimizer", slot: "Slot") -> None:
+def attach(optimizer: ZeroOptimizer, slot: Slot) -> None:
     if getattr(slot.param, _ATTRIBUTE, None) is not None:
         raise StateError(
             "the parameter is trained by another engine already",
@@ -60,7 +61,7 @@ def attach(optimizer: "ZeroOptimizer", slot: "Slot") -> None:
     setattr(slot.param, _ATTRIBUTE, ParamHandle(optimizer, slot))
 
 
-def detach(slot: "Slot") -> None:
+def detach(slot: Slot) -> None:
     if hasattr(slot.param, _ATTRIBUTE):
         delattr(slot.param, _ATTRIBUTE)
 
@@ -158,7 +159,9 @@ def _state_piece(handle: ParamHandle, key: str) -> torch.Tensor | None:
         error = raised
     if any(optimizer.comm.gather_numbers(int(error is not None)) if optimizer.is_sharded else [error is not None]):
         raise error or StateError(
-            f"the optimizer keeps no state {key!r}", where=handle.slot.name, fix="look at the ranks that own the parameter"
+            f"the optimizer keeps no state {key!r}",
+            where=handle.slot.name,
+            fix="look at the ranks that own the parameter",
         )
     return piece
 

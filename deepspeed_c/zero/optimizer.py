@@ -7,7 +7,8 @@ weights. A fused base of ours does unscale, clip, decay, moments, update and 16-
 from __future__ import annotations
 
 import math
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -22,6 +23,7 @@ from deepspeed_c.zero.reducer import GradientReducer, WindowFacts
 from deepspeed_c.zero.unit import Fragment, Slot, Unit
 
 __all__ = ["DeepSpeedOptimizer", "ZeroOptimizer"]
+
 
 class DeepSpeedOptimizer:
     """What every optimizer that an engine returns is an instance of."""
@@ -43,7 +45,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         *,
         clip: float = 0.0,
         checks_overflow: bool = True,
-        scaler: "_C.LossScaler | None" = None,
+        scaler: _C.LossScaler | None = None,
         uses_all_gather: bool = True,
         allow_untested: bool = False,
         ignores_unused: bool = True,
@@ -95,7 +97,9 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         loss scale cannot fall further; both on all ranks alike, with the weights, moments and masters unchanged and the window dropped.
         """
         if closure is not None:
-            raise OptimizerError("closures cannot be re-evaluated over sharded gradients", where="step", fix="call step()")
+            raise OptimizerError(
+                "closures cannot be re-evaluated over sharded gradients", where="step", fix="call step()"
+            )
         facts = self.complete_gradients()
         post = self._post_factor()
         self.overflow = facts.n_nonfinite > 0 and self.checks_overflow
@@ -198,9 +202,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
             works.append(self._gather(unit, bucket))
         return works
 
-    def _tensors(
-        self, entries: list[Entry]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    def _tensors(self, entries: list[Entry]) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
         """(masters, gradients, 16-bit copies) of entries of one bucket; no copies where the master is the parameter."""
         unit, bucket = entries[0].unit, entries[0].bucket
         results = self.reducer.results[unit]
@@ -228,9 +230,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         if self.is_sharded:
             summed = self.comm.sum_numbers(table.view(-1).tolist())
             table = torch.tensor(summed, dtype=torch.float64).view(-1, 2)
-        return {
-            key: base.trust_ratios(key[0].group, table[at]).to(key[0].device) for key, at in places.items()
-        }
+        return {key: base.trust_ratios(key[0].group, table[at]).to(key[0].device) for key, at in places.items()}
 
     def _update_muon(self, unit: Unit, bucket: int, entries: list[Entry], grad_scale: float) -> None:
         """Muon needs whole matrices: momentum runs on the shard, its result is gathered, and each rank
@@ -365,8 +365,14 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         """This rank's fp32 masters, one flat tensor a group (a copy where they lie in several places)."""
         flat: list[torch.Tensor] = []
         for index in range(len(self.param_groups)):
-            parts = [u.master_flat if u.master_flat is not None else torch.cat(u.master) for u in self.units if u.group == index]
-            flat.append(parts[0] if len(parts) == 1 else torch.cat([p.float() for p in parts]) if parts else torch.empty(0))
+            parts = [
+                u.master_flat if u.master_flat is not None else torch.cat(u.master)
+                for u in self.units
+                if u.group == index
+            ]
+            flat.append(
+                parts[0] if len(parts) == 1 else torch.cat([p.float() for p in parts]) if parts else torch.empty(0)
+            )
         return flat
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -15,9 +15,10 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Iterator, NamedTuple, Sequence
+from typing import NamedTuple
 
 import torch
 from torch.autograd import Variable
@@ -59,9 +60,7 @@ class WindowFacts(NamedTuple):
 class GradientReducer:
     """Owns the gradient buffers and hooks of a list of units."""
 
-    def __init__(
-        self, units: Sequence[Unit], sharding: Sharding, comm: Collectives, settings: ReduceSettings = ReduceSettings()
-    ) -> None:
+    def __init__(self, units: Sequence[Unit], sharding: Sharding, comm: Collectives, settings: ReduceSettings) -> None:
         self.units, self.sharding, self.comm, self.settings = list(units), sharding, comm, settings
         # Autograd runs one thread per device, so hooks may come from several threads.
         self._lock = threading.RLock()

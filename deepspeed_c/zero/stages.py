@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Sharding", "STAGES"]
+__all__ = ["STAGES", "Sharding"]
 
 
 class Sharding(NamedTuple):

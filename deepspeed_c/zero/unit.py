@@ -6,8 +6,9 @@ parameters a model is cut into. Where an element lies is decided by the C core `
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Callable, NamedTuple, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -34,7 +35,7 @@ class Dtypes(NamedTuple):
 class Fragment(NamedTuple):
     """The piece of one parameter that this rank owns."""
 
-    slot: "Slot"
+    slot: Slot
     begin: int  # first element within the parameter
     flat_begin: int  # first element within the unit's flat buffer
     shard_begin: int  # first element within this rank's shard
@@ -47,7 +48,7 @@ class Slot:
 
     param: torch.nn.Parameter
     name: str
-    unit: "Unit"
+    unit: Unit
     index: int  # position within the unit, which is the order in which gradients are expected
     order: int  # position within the model, in order of registration
     bucket: int  # bucket of the unit
@@ -186,7 +187,7 @@ def build_units(
     n_shards: int,
     shard_rank: int,
     bucket_elems: int,
-    dtypes_of: Callable[[str, torch.nn.Parameter], "Dtypes"],
+    dtypes_of: Callable[[str, torch.nn.Parameter], Dtypes],
 ) -> list[Unit]:
     """Makes the units of all optimizer groups.
 

@@ -53,8 +53,8 @@ def state_of(engine) -> dict[str, torch.Tensor]:
 
 def assert_same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
     assert a.keys() == b.keys()
-    for name in a:
-        assert torch.equal(a[name], b[name]), f"{name} changed:\n  before {a[name]}\n  after  {b[name]}"
+    for name, before in a.items():
+        assert torch.equal(before, b[name]), f"{name} changed:\n  before {before}\n  after  {b[name]}"
 
 
 # -- one process --------------------------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ def bad_calls_body(rank: int, world: int) -> None:
         with pytest.raises(errors.FeatureError, match="save_checkpoint"):
             engine.save_checkpoint("x")
         with pytest.raises(AttributeError, match="neither the engine nor its module"):
-            engine.no_such_thing
+            _ = engine.no_such_thing
         assert engine.gain is engine.module.gain
     with pytest.raises(errors.StateError, match="closed"):
         engine(x, y)
@@ -314,7 +314,7 @@ test_an_engine_without_optimizer_evaluates = one_rank(eval_only_body)
 
 def loader_and_scheduler_body(rank: int, world: int) -> None:
     data = [batch(0, i, 0, 0) for i in range(8)]
-    engine, optimizer, loader, scheduler = deepspeed_c.initialize(
+    engine, _optimizer, loader, scheduler = deepspeed_c.initialize(
         model=Mlp(),
         optimizer=lambda params: torch.optim.SGD(params, lr=0.5, momentum=0.9),
         lr_scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5),

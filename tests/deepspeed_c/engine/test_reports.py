@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import operator
 
 import pytest
 import torch
@@ -60,7 +62,9 @@ def test_steps_per_print() -> None:
 
 @pytest.mark.parametrize("every", [None, 2])
 def test_wall_clock_breakdown_times_the_phases(every) -> None:
-    lines = [line for line in said({"wall_clock_breakdown": True, "steps_per_print": every})[0] if line.startswith("step=")]
+    lines = [
+        line for line in said({"wall_clock_breakdown": True, "steps_per_print": every})[0] if line.startswith("step=")
+    ]
     assert len(lines) == (4 if every is None else 2), lines
     for phase in ("forward=", "backward=", "step="):
         assert phase in lines[0].split("mom=")[1], lines[0]
@@ -80,7 +84,7 @@ def test_throughput_can_be_switched_off() -> None:
 
 
 def test_an_overflow_names_the_first_bad_parameter() -> None:
-    both = sum(run_ranks(2, overflow_body), [])
+    both = functools.reduce(operator.iadd, run_ranks(2, overflow_body), [])
     said_so = [line for line in both if "step skipped" in line]
     assert len(said_so) == 1 and "mid.weight" in said_so[0] and "1 inf" in said_so[0], both
 

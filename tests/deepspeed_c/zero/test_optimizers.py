@@ -41,7 +41,9 @@ def test_ours(name: str, trait: str, world: int) -> None:
 
 def muon_body(rank: int, world: int, stage: int) -> Run:
     model = make_model(TRAITS["tied"])
-    config = make_config(stage, "fp32", 1, {"optimizer": {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 0.01}}})
+    config = make_config(
+        stage, "fp32", 1, {"optimizer": {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 0.01}}}
+    )
     losses, norms = [], []
     with deepspeed_c.initialize(model=model, config=config)[0] as engine:
         for step in range(STEPS):
@@ -70,7 +72,13 @@ def test_muon_orthogonalises_whole_matrices(stage: int, world: int) -> None:
         # The matrix products of Newton-Schulz see the same numbers; gradients differ by the order of their sums, and the iteration, which brings
         # all singular values to about one, amplifies that where they are small.
         loose = Run(got.losses, got.norms, {})
-        check(f"muon stage {stage} world {world}", loose, want._replace(params={}), by_rank(want.losses, world, 1, 1, rank), "bf16")
+        check(
+            f"muon stage {stage} world {world}",
+            loose,
+            want._replace(params={}),
+            by_rank(want.losses, world, 1, 1, rank),
+            "bf16",
+        )
         for name, b in want.params.items():
             worst = (got.params[name] - b).abs().max().item()
             assert worst < 5e-3, f"{name} is off by {worst:g}"
@@ -118,6 +126,7 @@ def prestep(model, optimizer, step: int) -> None:
 @pytest.mark.parametrize("name", list(CLIENTS))
 def test_client_optimizers_fresh_or_with_state(name: str, world: int, presteps: int) -> None:
     for trait in ("tied", "unused") if presteps == 0 else ("tied",):
+
         def make(groups):
             model_params = groups[0]["params"]
             return CLIENTS[name](model_params)

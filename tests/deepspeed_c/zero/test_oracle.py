@@ -15,15 +15,37 @@ import torch
 import deepspeed_c
 from deepspeed_c.utils import safe_get_full_fp32_param
 from tests.deepspeed_c.zero.traits import (
-    CLIP, OPTIMIZER, STEPS, TRAITS, Run, batch, make_groups, make_model, plain_run,
+    CLIP,
+    OPTIMIZER,
+    STEPS,
+    TRAITS,
+    Run,
+    batch,
+    make_groups,
+    make_model,
+    plain_run,
 )
 from tests.ranks import run_ranks
 
-DTYPES = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}}}
-LOSS = {"fp32": dict(rtol=2e-5, atol=2e-6), "bf16_masters": dict(rtol=4e-2, atol=4e-3), "bf16": dict(rtol=4e-2, atol=4e-3), "fp16": dict(rtol=1e-2, atol=1e-3)}
+DTYPES = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
+}
+LOSS = {
+    "fp32": {"rtol": 2e-5, "atol": 2e-6},
+    "bf16_masters": {"rtol": 4e-2, "atol": 4e-3},
+    "bf16": {"rtol": 4e-2, "atol": 4e-3},
+    "fp16": {"rtol": 1e-2, "atol": 1e-3},
+}
 # How far weights may be off on average. bf16 masters are themselves rounded to 8 bits in every step.
 MEAN = {"fp32": 2e-5, "bf16": 4e-3, "fp16": 1e-3, "bf16_masters": 1e-2}
-PARAM = {"fp32": dict(rtol=2e-5, atol=2e-6), "bf16_masters": dict(rtol=0, atol=4e-2), "bf16": dict(rtol=0, atol=4e-2), "fp16": dict(rtol=0, atol=1e-2)}
+PARAM = {
+    "fp32": {"rtol": 2e-5, "atol": 2e-6},
+    "bf16_masters": {"rtol": 0, "atol": 4e-2},
+    "bf16": {"rtol": 0, "atol": 4e-2},
+    "fp16": {"rtol": 0, "atol": 1e-2},
+}
 
 
 def make_config(stage: int, dtype: str, gas: int, extra: dict) -> dict:
@@ -45,9 +67,7 @@ def engine_run(rank: int, world: int, trait_name: str, stage: int, dtype: str, g
     trait = TRAITS[trait_name]
     model = make_model(trait)
     config = make_config(stage, dtype, gas, {**trait.config, **extra})
-    engine, *_ = deepspeed_c.initialize(
-        model=model, model_parameters=make_groups(model, trait.groups), config=config
-    )
+    engine, *_ = deepspeed_c.initialize(model=model, model_parameters=make_groups(model, trait.groups), config=config)
     to = next(model.parameters()).dtype
     losses, norms = [], []
     with engine:
@@ -69,7 +89,9 @@ def engine_run(rank: int, world: int, trait_name: str, stage: int, dtype: str, g
     return Run(losses, norms, {n: p.detach().clone() for n, p in params.items()})
 
 
-def engine_runs(rank: int, world: int, trait_name: str, dtype: str, cells: list[tuple[int, int]], extra: dict) -> list[Run]:
+def engine_runs(
+    rank: int, world: int, trait_name: str, dtype: str, cells: list[tuple[int, int]], extra: dict
+) -> list[Run]:
     return [engine_run(rank, world, trait_name, stage, dtype, gas, extra) for stage, gas in cells]
 
 
@@ -91,7 +113,9 @@ def check(label: str, got: Run, want: Run, want_losses: list[float], dtype: str)
         assert mean <= MEAN[dtype], f"{label}: {name} is off by {mean:g} on average\n  got  {a}\n  want {b}"
 
 
-def check_cells(trait: str, dtype: str, world: int, extra: dict | None = None, make_optimizer=None, gases=(1, 3)) -> None:
+def check_cells(
+    trait: str, dtype: str, world: int, extra: dict | None = None, make_optimizer=None, gases=(1, 3)
+) -> None:
     cells = [(stage, gas) for stage in (0, 1, 2) for gas in gases]
     oracles = {gas: plain_run(TRAITS[trait], world, gas, make_optimizer) for gas in gases}
     results = run_ranks(world, engine_runs, trait, dtype, cells, extra or {}, timeout=120)

@@ -79,7 +79,8 @@ def low_precision_body(rank: int, world: int, stage: int, kind: str) -> Run:
     extra = {
         "autocast_bf16": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
         "autocast_fp16": {
-            "torch_autocast": {"enabled": True, "dtype": "float16"}, "fp16": {"initial_scale_power": 8},
+            "torch_autocast": {"enabled": True, "dtype": "float16"},
+            "fp16": {"initial_scale_power": 8},
         },
         "bf16_masters": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
         "bf16_states": {

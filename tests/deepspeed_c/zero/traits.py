@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Callable, NamedTuple
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -123,7 +125,7 @@ class Trait(NamedTuple):
     n_backwards: int = 1  # backward calls in a micro-batch, each over its own forward
     user_backward: bool = False  # loss.backward() instead of engine.backward(loss)
     groups: int = 1
-    config: dict = {}
+    config: Mapping = MappingProxyType({})
 
 
 TRAITS: dict[str, Trait] = {
