@@ -14,7 +14,6 @@ TRAIN_FLAGS := $(if $(STAGE),--stage $(STAGE)) $(if $(STEPS),--steps $(STEPS))
 # They lie in the environment, so that deleting it deletes them.
 ENV := $(VENV)/.made
 BUILT := $(VENV)/.built
-TESTS := $(VENV)/.tests
 
 # Python files are installed as links (-e) and need no new build.
 SOURCES := setup.py pyproject.toml $(shell find csrc ops/binding -type f \
@@ -35,13 +34,13 @@ train: $(BUILT) ## set up what is missing, then train a GPT on the Python standa
 		--deepspeed --deepspeed_config examples/ds_config.json $(TRAIN_FLAGS)
 
 .PHONY: test
-test: $(TESTS) ## everything that CI runs
+test: $(BUILT) ## everything that CI runs
 	$(BIN)/ruff check .
 	@if $(MAKE) -s -C csrc has-cuda; then $(MAKE) -C csrc cuda; else echo "no nvcc: the CUDA kernels are not compiled"; fi
 	$(BIN)/python -m pytest -n 2
 
 .PHONY: bench
-bench: $(TESTS) ## measure everything, alone on the machine, and write docs/performance.md
+bench: $(BUILT) ## measure everything, alone on the machine, and write docs/performance.md
 	$(BIN)/python -m benchmarks.run
 
 .PHONY: docs
@@ -53,7 +52,7 @@ build: $(BUILT) ## environment and compiled extension only
 
 .PHONY: clean
 clean: ## remove what was built, but keep the environment's packages
-	rm -rf build dist out logs *.egg-info deepspeed_c/*.so $(BUILT) $(TESTS)
+	rm -rf build dist out logs *.egg-info deepspeed_c/*.so $(BUILT)
 	$(MAKE) -C csrc clean
 
 $(ENV): constraints.txt scripts/system_packages.sh
@@ -62,10 +61,7 @@ $(ENV): constraints.txt scripts/system_packages.sh
 	$(PIP) install -c constraints.txt torch setuptools pybind11
 	@touch $@
 
+# What the tests need is small, and a second install would compile everything again.
 $(BUILT): $(ENV) $(SOURCES)
-	$(PIP) install --no-build-isolation -c constraints.txt -e ".[examples]"
-	@touch $@
-
-$(TESTS): $(BUILT)
 	$(PIP) install --no-build-isolation -c constraints.txt -e ".[examples,test]" ruff
 	@touch $@
