@@ -1,8 +1,6 @@
-"""How long is a training step of a 29M-parameter GPT on 2 gloo ranks, against DDP with torch's fused AdamW, and how much memory does a rank hold?
+"""How long is a training step of a 29M-parameter GPT on 2 gloo ranks, against DDP with torch's fused AdamW?
 
-Ours (stages 0, 1, 2) and DDP run alternately in the same processes, fp32 and bf16, with the same clipping; each round times one step of each.
-Memory is measured by ``--memory``, which runs one contender per pair of processes: the growth of the proportional set size from before the model exists
-to the peak after three steps, less the activations (the growth during forward and backward of a bare model); the bound is the ZeRO paper's formula.
+Ours (stages 0, 1, 2) and DDP run alternately in the same processes, fp32 or bf16, with the same clipping; each round times one step of each.
 Run: python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.deepspeed_c.train_step [--dtype bf16]
 """
 
@@ -86,11 +84,6 @@ def make_ours(dtype: torch.dtype, stage: int):
         engine.step()
 
     return step
-
-
-def pss_bytes() -> int:
-    with open("/proc/self/smaps_rollup") as f:
-        return next(int(line.split()[1]) for line in f if line.startswith("Pss:")) * 1024
 
 
 def main() -> None:

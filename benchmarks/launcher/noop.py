@@ -1,5 +1,4 @@
 """How long does it take to launch 2 processes that do nothing, against torch.distributed.run (and DeepSpeed)?
-launcher)?
 
 The contenders alternate, in an order that changes each round, and each launch is timed from the outside, until its
 process has ended; a ratio is that of two launches of the same round. DSC_PEER_PYTHON, the interpreter of an environment
