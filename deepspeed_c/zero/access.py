@@ -213,13 +213,7 @@ def safe_get_full_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
 
 def safe_set_full_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
     """Overwrites the gradient that the next ``engine.step()`` uses; the same moment and meaning as ``safe_get_full_grad``."""
-    handle = _find(param)
-    if handle is None:
-        return
-    _require_gradients(handle)
-    piece, factor = _gradient(handle)
-    _write(handle, piece, value.detach().float() / factor, "a gradient")
-    handle.optimizer.reducer.measure_again()
+    _set_gradient(param, value, _write, "a gradient")
 
 
 def safe_get_local_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
@@ -233,13 +227,7 @@ def safe_get_local_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
 
 def safe_set_local_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
     """Overwrites this rank's piece of the gradient; call it on all ranks."""
-    handle = _find(param)
-    if handle is None:
-        return
-    _require_gradients(handle)
-    piece, factor = _gradient(handle)
-    _write_local(handle, piece, value.detach().float() / factor, "gradient")
-    handle.optimizer.reducer.measure_again()
+    _set_gradient(param, value, _write_local, "gradient")
 
 
 def safe_update_full_grad_vectorized(
@@ -253,10 +241,17 @@ def safe_update_full_grad_vectorized(
             safe_set_full_grad(param, update_func(grad, param))
 
 
-def _require_gradients(handle: ParamHandle) -> None:
+def _set_gradient(param: torch.nn.Parameter, value: torch.Tensor, write: Callable[..., None], name: str) -> None:
+    """Writes a gradient with ``write``, in the scale that sums are stored in, and has the norm taken anew."""
+    handle = _find(param)
+    if handle is None:
+        return
     if not handle.optimizer.can_read_gradients:
         raise StateError(
             "there is no gradient to overwrite",
             where=handle.slot.name,
             fix="call it between the backward pass of the last micro-batch and engine.step()",
         )
+    piece, factor = _gradient(handle)
+    write(handle, piece, value.detach().float() / factor, name)
+    handle.optimizer.reducer.measure_again()

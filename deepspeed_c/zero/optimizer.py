@@ -81,7 +81,8 @@ class ZeroOptimizer(DeepSpeedOptimizer):
 
     cur_scale = loss_scale
 
-    def _post_factor(self) -> float:
+    @property
+    def gradient_factor(self) -> float:
         """Stored sums times this are the averaged, unscaled gradients."""
         factor = 1.0 if self.reducer.factor is None else self.reducer.factor
         return self.reducer.post_factor * factor / self.loss_scale
@@ -101,7 +102,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
                 "closures cannot be re-evaluated over sharded gradients", where="step", fix="call step()"
             )
         facts = self.complete_gradients()
-        post = self._post_factor()
+        post = self.gradient_factor
         self.overflow = facts.n_nonfinite > 0 and self.checks_overflow
         self._norm = math.inf if facts.n_nonfinite else facts.norm * post
         try:
@@ -325,10 +326,6 @@ class ZeroOptimizer(DeepSpeedOptimizer):
     def can_read_gradients(self) -> bool:
         """The window's last backward has ended and its step has not begun."""
         return self.reducer.is_complete and not self.reducer.is_in_backward
-
-    @property
-    def gradient_factor(self) -> float:
-        return self._post_factor()
 
     def write_back(self, slot: Slot) -> None:
         """A master was edited: brings the weights that forward uses in line, on every rank (collective when sharded)."""
