@@ -18,10 +18,10 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
 
 from torch.distributed import DistNetworkError, TCPStore
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, SubprocessContext
+from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
 
 from deepspeed_c.errors import LaunchError
 from deepspeed_c.launcher.output import Output
@@ -110,7 +110,6 @@ class _Ranks(SubprocessContext):
     """torchelastic's group of processes, started and ended without gaps."""
 
     def __init__(self, plan: Plan, port: int, output: Output, folder: str) -> None:
-        self._run_id = str(uuid.uuid4())
         # nohup, and a shell that starts a command with &: what was ignored stays ignored, here and in the ranks
         self._ignored = [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_IGN]
         shared = {
@@ -120,7 +119,7 @@ class _Ranks(SubprocessContext):
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_MAX_RESTARTS": "0",
-            "TORCHELASTIC_RUN_ID": self._run_id,
+            "TORCHELASTIC_RUN_ID": str(uuid.uuid4()),
             **_terminal_size(),
         }
         super().__init__(
@@ -136,11 +135,20 @@ class _Ranks(SubprocessContext):
             signal.signal(number, signal.SIG_IGN)
         try:
             with _deferred_signals():
-                super()._start()
+                # One by one into the list, as torchelastic's own _start does not: where one cannot be started, those
+                # before it must be known. (Looking for them in /proc is no way: a process that has just begun to run
+                # its program has an empty environment there for a moment.)
+                for rank in range(self.nprocs):
+                    self.subprocess_handlers[rank] = get_subprocess_handler(
+                        entrypoint=self.entrypoint,
+                        args=self.args[rank],
+                        env=self.envs[rank],
+                        stdout=self.stdouts[rank],
+                        stderr=self.stderrs[rank],
+                        local_rank_id=rank,
+                    )
         except (OSError, ValueError) as error:
-            # Ranks that were started before the one that cannot be are in no list: super()._start() makes it at its end
-            for pid in _processes_of_run(self._run_id):
-                _kill_group(pid)
+            self.abandon()
             raise LaunchError(f"a rank cannot be started: {error}", where=self.entrypoint) from error
 
     def close(self, death_sig: signal.Signals | None = None, timeout: int = FAILURE_GRACE_SECONDS) -> None:
@@ -204,17 +212,6 @@ def _deferred_signals() -> Iterator[None]:
 def _ignore_signals() -> None:
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-
-
-def _processes_of_run(run_id: str) -> list[int]:
-    """Ids of the processes that carry the run's id in their environment (where /proc tells)."""
-    mark = f"TORCHELASTIC_RUN_ID={run_id}".encode()
-    found = []
-    for environment in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if mark in environment.read_bytes().split(b"\0"):
-                found.append(int(environment.parent.name))
-    return found
 
 
 def _kill_group(pid: int) -> None:
