@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_c.comm.groups import get_all_ranks_from_group, get_rank, get_world_size
+from deepspeed_c.comm.ledger import ENTERED, Entry, ledger_of
 from deepspeed_c.errors import CommError
 
 __all__ = [
@@ -43,7 +44,7 @@ class Work:
     same order, and between the same other collectives.
     """
 
-    __slots__ = ("_error", "_handles", "_kept", "_steps", "_what")
+    __slots__ = ("_entry", "_error", "_handles", "_kept", "_steps", "_what")
 
     def __init__(
         self,
@@ -58,6 +59,7 @@ class Work:
         self._steps: tuple[Callable[[], None], ...] = () if finish is None else (finish,)
         self._kept = tuple(kept)
         self._what = what
+        self._entry: Entry | None = None
         self._error: BaseException | None = None
 
     @classmethod
@@ -85,16 +87,22 @@ class Work:
         handles, self._handles = self._handles, ()
         steps, self._steps = self._steps, ()
         kept, self._kept = self._kept, ()  # noqa: F841  alive until this call returns
+        entry, self._entry = self._entry, None
+        if entry is not None:
+            entry.begin_wait()
         try:
-            _wait_all(handles, self._what)
+            _wait_all(handles, self._what, entry)
             for step in steps:
                 step()
         except BaseException as error:
             self._error = error
             raise
+        finally:
+            if entry is not None:
+                entry.end()
 
 
-def _wait_all(handles: Sequence[Any], what: str) -> None:
+def _wait_all(handles: Sequence[Any], what: str, entry: Entry | None = None) -> None:
     """Waits for every handle even when one fails: a buffer must not be freed while a transfer still runs in it."""
     first: RuntimeError | None = None
     for handle in handles:
@@ -103,9 +111,10 @@ def _wait_all(handles: Sequence[Any], what: str) -> None:
         except RuntimeError as error:
             first = first or error
     if first is not None:
+        at = [f"rank {dist.get_rank()}"] if dist.is_initialized() else []
         raise CommError(
             f"{what} failed: {first}",
-            where=f"rank {dist.get_rank()}" if dist.is_initialized() else "",
+            where=", ".join(at if entry is None else [*at, str(entry)]),
             fix="look at the output of the other ranks: one of them has stopped, or runs something else",
         ) from first
 
@@ -163,6 +172,9 @@ class Collectives:
     Tensors are contiguous and one-dimensional unless a method says otherwise. All ranks of the group call the same
     methods in the same order with the same sizes and dtypes. Methods that return ``Work`` leave their tensors in use
     until it has been waited for.
+
+    Every collective that sends something is entered in ``ledger``, with the ``label`` that its caller gives it: a short
+    text, the same on all ranks, that says whose data it carries (parameter names, say). It is read when a rank hangs.
     """
 
     def __init__(
@@ -185,6 +197,7 @@ class Collectives:
                 fix="pass a group that this rank belongs to",
             )
         self.global_ranks = get_all_ranks_from_group(group)
+        self.ledger = ledger_of(group)
         self.scratch = Scratch() if scratch is None else scratch
         self.reduce: ReduceKernel = _kernel() if reduce is None else reduce
         # {"cpu": "gloo", "cuda": "nccl"}
@@ -204,7 +217,7 @@ class Collectives:
     # -- flat buffers
 
     def reduce_scatter(
-        self, flat: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False
+        self, flat: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False, label: str = ""
     ) -> Work:
         """Sums every rank's ``flat`` [n * s] and leaves this rank's slice of the sum in ``out`` [s].
 
@@ -223,21 +236,26 @@ class Collectives:
             if accumulate or scale != 1.0 or not _is_same(flat, out):
                 self.reduce([flat], scale, accumulate, out)
             return Work.done()
-        return self._backend(flat).reduce_scatter(self, flat, out, scale, accumulate)
+        way = self._backend(flat).reduce_scatter
+        return self._start("reduce-scatter", flat, label, way, flat, out, scale, accumulate)
 
-    def all_gather(self, flat: torch.Tensor, *, use_broadcast: bool = False) -> Work:
+    def all_gather(self, flat: torch.Tensor, *, use_broadcast: bool = False, label: str = "") -> Work:
         """Each rank's slice of ``flat`` [n * s] goes to all ranks, in place. Any dtype.
 
         use_broadcast: one broadcast a slice on every backend (``allgather_partitions: false``).
         """
+        return self._all_gather("all-gather", flat, label, use_broadcast=use_broadcast)
+
+    def _all_gather(self, op: str, flat: torch.Tensor, label: str, *, use_broadcast: bool = False) -> Work:
         _check_flat(flat)
         if flat.numel() % self.world_size:
             raise ValueError(f"flat has {flat.numel()} elements, no multiple of {self.world_size} ranks")
         if flat.numel() == 0 or self.world_size == 1:
             return Work.done()
-        return (_broadcast_slices if use_broadcast else self._backend(flat).all_gather)(self, flat)
+        way = _broadcast_slices if use_broadcast else self._backend(flat).all_gather
+        return self._start(op, flat, label, way, flat)
 
-    def all_reduce(self, flat: torch.Tensor, *, scale: float = 1.0) -> Work:
+    def all_reduce(self, flat: torch.Tensor, *, scale: float = 1.0, label: str = "") -> Work:
         """flat = scale * (sum of every rank's ``flat``), in place, the same bits on every rank.
 
         f32, bf16, f16; any length.
@@ -249,24 +267,28 @@ class Collectives:
             if scale != 1.0:
                 self.reduce([flat], scale, False, flat)
             return Work.done()
-        return self._backend(flat).all_reduce(self, flat, scale)
+        return self._start("all-reduce", flat, label, self._backend(flat).all_reduce, flat, scale)
 
-    def broadcast(self, tensor: torch.Tensor, src: int) -> None:
+    def broadcast(self, tensor: torch.Tensor, src: int, *, label: str = "") -> None:
         """Rank ``src`` of the group sends its contiguous ``tensor`` (any shape and dtype) to all."""
         if self.world_size > 1 and tensor.numel():
-            handle = dist.broadcast(tensor, self.global_ranks[src], group=self.group, async_op=True)
-            _wait_all([handle], "broadcast")
+            with self.ledger.enter("broadcast", tensor.nbytes, label) as entry:
+                handle = dist.broadcast(tensor, self.global_ranks[src], group=self.group, async_op=True)
+                _wait_all([handle], "broadcast", entry)
 
-    def all_gather_list(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+    def all_gather_list(self, tensor: torch.Tensor, *, label: str = "") -> list[torch.Tensor]:
         """Every rank's ``tensor`` (any shape, the same everywhere), by rank."""
+        return self._all_gather_list("all-gather", tensor, label or "all_gather_list")
+
+    def _all_gather_list(self, op: str, tensor: torch.Tensor, label: str) -> list[torch.Tensor]:
         if self.world_size == 1:
             return [tensor]
         whole = tensor.new_empty((self.world_size, tensor.numel()))
         whole[self.rank].copy_(tensor.reshape(-1))
-        self.all_gather(whole.view(-1)).wait()
+        self._all_gather(op, whole.view(-1), label).wait()
         return [row.view(tensor.shape) for row in whole]
 
-    def sum_disjoint_bits(self, tensor: torch.Tensor) -> None:
+    def sum_disjoint_bits(self, tensor: torch.Tensor, *, label: str = "") -> None:
         """Sums contiguous tensors of which at most one rank's is other than zero at each element.
 
         In place and exactly, -0.0 and NaN too.
@@ -276,39 +298,59 @@ class Collectives:
         # Integers add without rounding, and zero bits add nothing.
         flat = tensor.view(-1)
         bits = flat.view(torch.int32 if flat.element_size() % 4 == 0 else torch.uint8)
-        _wait_all([dist.all_reduce(bits, group=self.group, async_op=True)], "all_reduce")
+        self._all_reduce_now(bits, label or "sum_disjoint_bits")
+
+    def _all_reduce_now(self, tensor: torch.Tensor, label: str) -> None:
+        with self.ledger.enter("all-reduce", tensor.nbytes, label) as entry:
+            _wait_all([dist.all_reduce(tensor, group=self.group, async_op=True)], "all_reduce", entry)
 
     # -- numbers and objects
 
-    def gather_numbers(self, number: float) -> list[Any]:
+    def gather_numbers(self, number: float, *, label: str = "") -> list[Any]:
         """Every rank's ``number`` by rank: all int (64 bit) or all float on all ranks."""
+        return self._gather_numbers("all-gather", number, label or "gather_numbers")
+
+    def _gather_numbers(self, op: str, number: float, label: str) -> list[Any]:
         if self.world_size == 1:
             return [number]
         dtype = torch.int64 if isinstance(number, int) else torch.float64
         mine = torch.tensor([number], dtype=dtype, device=self._number_device)
-        return torch.cat(self.all_gather_list(mine)).tolist()
+        return torch.cat(self._all_gather_list(op, mine, label)).tolist()
 
-    def sum_numbers(self, numbers: Sequence[float]) -> list[float]:
+    def sum_numbers(self, numbers: Sequence[float], *, label: str = "") -> list[float]:
         """Sums lists of equal length over ranks, element by element, in f64; the same bits on every rank."""
         if self.world_size == 1 or not numbers:
             return [float(number) for number in numbers]
         table = torch.tensor(numbers, dtype=torch.float64, device=self._number_device)
-        _wait_all([dist.all_reduce(table, group=self.group, async_op=True)], "all_reduce")
+        self._all_reduce_now(table, label or "sum_numbers")
         return table.tolist()
 
-    def gather_objects(self, value: Any) -> list[Any]:
+    def gather_objects(self, value: Any, *, label: str = "") -> list[Any]:
         """Every rank's ``value`` (anything that pickles) by rank."""
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.group)
+        with self.ledger.enter("all-gather", 0, label or "gather_objects"):
+            dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def barrier(self) -> None:
+    def barrier(self, *, label: str = "") -> None:
         """Returns when every rank has come here."""
-        self.gather_numbers(0)
+        self._gather_numbers("barrier", 0, label)
 
     # -- parts of the ways below
+
+    def _start(self, op: str, flat: torch.Tensor, label: str, way: Callable[..., Work], *args: Any) -> Work:
+        """Enters ``op`` on ``flat`` in the ledger and starts it by ``way``."""
+        entry = self.ledger.enter(op, flat.nbytes, label)
+        try:
+            work = way(self, *args)
+        except BaseException:
+            entry.end()
+            raise
+        entry.state = ENTERED
+        work._entry = entry
+        return work
 
     def _backend(self, flat: torch.Tensor) -> Backend:
         backend = self._backends.get(flat.device.type)

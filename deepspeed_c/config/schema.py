@@ -92,6 +92,10 @@ class Root(Section, kw_only=True, rename={"zero": "zero_optimization"}):
         Literal["debug", "info", "warning", "error", "critical"] | None, acts("Level of the logger; null leaves it.")
     ] = None
     timers: Annotated[Timers, acts("Timers.")] = Timers()
+    collective_timeout_s: Annotated[
+        NonNegFloat,
+        acts("Seconds a rank waits in a collective before all ranks compare where they are; 0: never."),
+    ] = 30.0
     vocabulary_size: Annotated[
         Positive | None, inherent("Size of the vocabulary.", "informational: nothing is computed from it")
     ] = None

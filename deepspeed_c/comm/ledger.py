@@ -1,0 +1,182 @@
+"""The ledger of a process group: which collectives this rank has entered, in which order, and in which it waits.
+
+All ranks of a group enter the same collectives in the same order, so entry number n of one rank must be entry number n of
+every other. ``watchdog.py`` compares them when a rank waits for long; ``totals`` counts what goes over the wire.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple, final
+
+import torch.distributed as dist
+
+from deepspeed_c.comm.groups import get_all_ranks_from_group
+
+__all__ = ["DONE", "ENTERED", "STARTING", "WAITING", "Entry", "Ledger", "Total", "ledger_of"]
+
+# The states of an entry, in their order. What starts a collective may itself block: NCCL meets the other ranks at the first one.
+STARTING, ENTERED, WAITING, DONE = "starting", "entered", "waiting", "done"
+
+# Entries kept. Ranks can be apart by as many collectives as are in flight at once, which are tens.
+_N_KEPT = 1024
+
+
+class Total(NamedTuple):
+    """What one operation has moved since the ledger was made or reset."""
+
+    count: int
+    n_bytes: int
+    """Payload: the whole buffer, as every rank has it after an all-gather or before a reduce-scatter. What is pickled counts as 0."""
+    wire_bytes: int
+    """What a rank sends, averaged over the ranks, by the best algorithm known (a ring): n_bytes * (N-1)/N over N ranks, twice that for an
+    all-reduce, which is a reduce-scatter and an all-gather. A broadcast of B bytes arrives at N-1 ranks, which is B * (N-1)/N a rank. A
+    message between two ranks is counted whole, by its sender."""
+
+
+@final
+class Entry:
+    """One collective that this rank has entered.
+
+    A context manager too: inside, the rank waits for it. Ranks must agree on ``op``, ``n_bytes`` and ``label``.
+    """
+
+    __slots__ = ("_ledger", "label", "module", "n_bytes", "op", "phase", "seq", "since", "state")
+
+    def __init__(self, ledger: Ledger, seq: int, op: str, n_bytes: int, label: str) -> None:
+        self._ledger = ledger
+        self.seq = seq
+        self.op = op
+        self.n_bytes = n_bytes
+        self.label = label
+        self.phase = ledger.phase
+        self.module = ledger.module
+        self.state = STARTING
+        self.since = time.monotonic()
+
+    def begin_wait(self) -> None:
+        """From here on this rank waits for it; ``since`` becomes the time (``time.monotonic``) of this call."""
+        self.since = time.monotonic()
+        self.state = WAITING
+        self._ledger.waiting[self] = None
+
+    def end(self) -> None:
+        """It is over, well or not."""
+        self.state = DONE
+        self._ledger.waiting.pop(self, None)
+
+    def __enter__(self) -> Entry:
+        self.begin_wait()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.end()
+
+    def __str__(self) -> str:
+        return describe(self.op, self.seq, self.label, self.phase, self.module)
+
+
+def describe(op: str, seq: int, label: str, phase: str, module: str) -> str:
+    """``all-gather #812 of layers.7.mlp.w1 (forward)``; what is empty is left out, and so is a number below 1."""
+    number = f" #{seq}" if seq > 0 else ""
+    of = f" of {label}" if label else ""
+    at = ", ".join(part for part in (phase, module) if part)
+    return f"{op}{number}{of}{f' ({at})' if at else ''}"
+
+
+class Ledger:
+    """The collectives of one process group, as this rank entered them. ``ledger_of`` gives the one of a group.
+
+    ``phase`` ("forward", "backward", "step" or "") and ``module`` (the path of the module at work, or "") are copied into every entry; who drives
+    the step sets them. Entering costs about a microsecond and sends nothing. Any thread may enter.
+    """
+
+    def __init__(self, name: str, ranks: Sequence[int]) -> None:
+        """name: of the group, the same on its ranks. ranks: its members by their numbers in the world."""
+        self.name = name
+        self.ranks = tuple(ranks)
+        self.phase = ""
+        self.module = ""
+        self.waiting: dict[Entry, None] = {}
+        """What some thread of this rank waits for now, oldest first."""
+        self._ring: list[Entry | None] = [None] * _N_KEPT
+        self._numbers = itertools.count(1)  # next() is one step, whichever threads take it
+        self._last = 0
+        self._totals: dict[str, list[int]] = {}
+
+    @property
+    def last(self) -> int:
+        """The number of the newest entry; 0 for none."""
+        return self._last
+
+    def enter(self, op: str, n_bytes: int, label: str = "") -> Entry:
+        """Enters a collective that starts now. ``n_bytes`` as in ``Total``."""
+        seq = next(self._numbers)
+        entry = self._ring[seq % _N_KEPT] = Entry(self, seq, op, n_bytes, label)
+        self._last = seq
+        self._count(op, n_bytes)
+        return entry
+
+    def enter_message(self, op: str, n_bytes: int, label: str = "") -> Entry:
+        """A message between two ranks: it takes no number (0), since the other ranks know nothing of it."""
+        self._count(op, n_bytes)
+        return Entry(self, 0, op, n_bytes, label)
+
+    def recent(self, n: int) -> list[Entry]:
+        """The ``n`` newest entries that are kept, oldest first."""
+        last = self._last
+        kept = (self._ring[seq % _N_KEPT] for seq in range(max(1, last - min(n, _N_KEPT) + 1), last + 1))
+        return [entry for entry in kept if entry is not None]
+
+    def blocking(self) -> list[Entry]:
+        """What this rank waits for: for its end, or for it to start. Oldest first."""
+        starting = [entry for entry in self.recent(1) if entry.state == STARTING]
+        return sorted([*list(self.waiting), *starting], key=lambda entry: entry.since)
+
+    @property
+    def totals(self) -> dict[str, Total]:
+        """By operation. They count all who use the group: engines, and the calls of ``deepspeed_c.comm``."""
+        n = len(self.ranks)
+        return {
+            op: Total(count, n_bytes, _wire_bytes(op, n_bytes, n)) for op, (count, n_bytes) in list(self._totals.items())
+        }
+
+    def reset_totals(self) -> None:
+        """Counts from zero again."""
+        self._totals = {}
+
+    def _count(self, op: str, n_bytes: int) -> None:
+        total = self._totals.get(op)
+        if total is None:
+            total = self._totals.setdefault(op, [0, 0])
+        total[0] += 1
+        total[1] += n_bytes
+
+
+_TWICE = frozenset({"all-reduce", "comm.all_reduce", "comm.all_reduce_coalesced", "comm.inference_all_reduce"})
+_SENT = frozenset({"comm.send", "comm.isend"})
+_RECEIVED = frozenset({"comm.recv", "comm.irecv"})
+
+
+def _wire_bytes(op: str, n_bytes: int, n_ranks: int) -> int:
+    if op in _SENT:
+        return n_bytes
+    if op in _RECEIVED:
+        return 0
+    return n_bytes * (2 if op in _TWICE else 1) * (n_ranks - 1) // n_ranks
+
+
+# One ledger a group, however many engines use it: they take turns on it, in an order that all ranks share. It goes with the group.
+_ledgers: weakref.WeakKeyDictionary[Any, Ledger] = weakref.WeakKeyDictionary()
+
+
+def ledger_of(group: dist.ProcessGroup | None = None) -> Ledger:
+    """The ledger of ``group``, by default of all ranks."""
+    group = dist.group.WORLD if group is None else group
+    ledger = _ledgers.get(group)
+    if ledger is None:
+        ledger = _ledgers[group] = Ledger(group.group_name, get_all_ranks_from_group(group))
+    return ledger
