@@ -1,0 +1,212 @@
+/* A trace, sizes and limits become a plan: when each step's unit is gathered, and whether it stays live until its next use. */
+#include "dsc/fetch.h"
+
+#include "base/fail.h"
+
+/* Where a unit stands while the plan is walked. */
+enum { NOT_LIVE, LIVE, LIVE_AHEAD /* gathered, and not used yet */ };
+
+/* Sums over prefixes of positions (a Fenwick tree). sums has n + 1 entries. */
+static void add_at(int64_t *sums, int64_t n, int64_t position, int64_t elems)
+{
+    for (int64_t i = position + 1; i <= n; i += i & -i)
+        sums[i] += elems;
+}
+
+static int64_t sum_below(const int64_t *sums, int64_t position)
+{
+    int64_t sum = 0;
+
+    for (int64_t i = position; i > 0; i -= i & -i)
+        sum += sums[i];
+    return sum;
+}
+
+/*
+ * Fills next, and keep with 1 where the reuse distance allows to keep the unit until then. Marks the last use so far of each unit with its elements: between two
+ * uses of a unit the marks are then the distinct units used there, each once. sums: n_steps + 1 entries; last: n_units entries.
+ */
+static void find_reuse(const int32_t *steps, int64_t n_steps, const int64_t *unit_elems, int32_t n_units, int64_t max_reuse_elems,
+                       int64_t *sums, int64_t *last, int64_t *next, uint8_t *keep)
+{
+    for (int64_t i = 0; i <= n_steps; i++)
+        sums[i] = 0;
+    for (int32_t u = 0; u < n_units; u++)
+        last[u] = -1;
+    for (int64_t i = 0; i < n_steps; i++) {
+        int64_t elems = unit_elems[steps[i]];
+        int64_t previous = last[steps[i]];
+
+        next[i] = n_steps;
+        keep[i] = 0;
+        last[steps[i]] = i;
+        if (previous >= 0) {
+            next[previous] = i;
+            keep[previous] = sum_below(sums, i) - sum_below(sums, previous + 1) <= max_reuse_elems;
+            add_at(sums, n_steps, previous, -elems);
+        }
+        add_at(sums, n_steps, i, elems);
+    }
+}
+
+/*
+ * What each step needs at the least: its own unit, and the units that are kept over it. A tree of maxima to which ranges are added: a node holds the maximum of its
+ * range, less what was added to ranges that hold its own, so that a whole range takes one addition. Leaf i of n_leaves (a power of two) is node n_leaves + i.
+ */
+struct floor {
+    int64_t *nodes; /* 2 * n_leaves */
+    int64_t n_leaves;
+};
+
+static int64_t max_of(int64_t a, int64_t b)
+{
+    return a > b ? a : b;
+}
+
+static struct floor floor_of(const int32_t *steps, int64_t n_steps, const int64_t *unit_elems, int64_t *nodes)
+{
+    struct floor floor = {.nodes = nodes, .n_leaves = 1};
+
+    while (floor.n_leaves < n_steps)
+        floor.n_leaves *= 2;
+    for (int64_t i = 0; i < floor.n_leaves; i++)
+        nodes[floor.n_leaves + i] = i < n_steps ? unit_elems[steps[i]] : 0;
+    for (int64_t i = floor.n_leaves - 1; i > 0; i--)
+        nodes[i] = max_of(nodes[2 * i], nodes[2 * i + 1]);
+    return floor;
+}
+
+/* The maximum over steps [begin, end) of those of the node, which are [low, low + n); 0 for none. */
+static int64_t floor_max(const struct floor *floor, int64_t node, int64_t low, int64_t n, int64_t begin, int64_t end)
+{
+    if (end <= low || low + n <= begin)
+        return 0;
+    if (begin <= low && low + n <= end)
+        return floor->nodes[node];
+
+    int64_t added = floor->nodes[node] - max_of(floor->nodes[2 * node], floor->nodes[2 * node + 1]);
+
+    return added + max_of(floor_max(floor, 2 * node, low, n / 2, begin, end), floor_max(floor, 2 * node + 1, low + n / 2, n / 2, begin, end));
+}
+
+static void floor_add(struct floor *floor, int64_t node, int64_t low, int64_t n, int64_t begin, int64_t end, int64_t elems)
+{
+    if (end <= low || low + n <= begin)
+        return;
+    if (begin <= low && low + n <= end) {
+        floor->nodes[node] += elems;
+        return;
+    }
+
+    int64_t added = floor->nodes[node] - max_of(floor->nodes[2 * node], floor->nodes[2 * node + 1]);
+
+    floor_add(floor, 2 * node, low, n / 2, begin, end, elems);
+    floor_add(floor, 2 * node + 1, low + n / 2, n / 2, begin, end, elems);
+    floor->nodes[node] = added + max_of(floor->nodes[2 * node], floor->nodes[2 * node + 1]);
+}
+
+static dsc_status check_plan_args(const int32_t *steps, int64_t n_steps, const int64_t *unit_elems, int32_t n_units,
+                                  const struct dsc_prefetch_limits *limits, const int64_t *scratch)
+{
+    int64_t total = 0;
+
+    if (n_steps < 0 || n_units < 0)
+        return dsc_fail(DSC_EINVAL, "n_steps is %lld and n_units is %d, neither may be negative", (long long)n_steps, (int)n_units);
+    if (steps == NULL && n_steps > 0)
+        return dsc_fail(DSC_EINVAL, "steps is NULL for %lld steps", (long long)n_steps);
+    if (unit_elems == NULL && n_units > 0)
+        return dsc_fail(DSC_EINVAL, "unit_elems is NULL for %d units", (int)n_units);
+    if (scratch == NULL && (n_steps > 0 || n_units > 0))
+        return dsc_fail(DSC_EINVAL, "scratch is NULL for %lld steps and %d units", (long long)n_steps, (int)n_units);
+    if (limits == NULL)
+        return dsc_fail(DSC_EINVAL, "limits is NULL");
+    if (limits->size != sizeof *limits)
+        return dsc_fail(DSC_EINVAL, "limits.size is %u, this library expects %u; start from DSC_PREFETCH_LIMITS_INIT",
+                        (unsigned)limits->size, (unsigned)sizeof *limits);
+    if (limits->max_live_elems < 0 || limits->ahead_elems < 0 || limits->max_reuse_elems < 0)
+        return dsc_fail(DSC_EINVAL, "max_live_elems is %lld, ahead_elems %lld and max_reuse_elems %lld; none may be negative",
+                        (long long)limits->max_live_elems, (long long)limits->ahead_elems, (long long)limits->max_reuse_elems);
+    for (int32_t u = 0; u < n_units; u++) {
+        if (unit_elems[u] < 0)
+            return dsc_fail(DSC_EINVAL, "unit_elems[%d] is %lld, must not be negative", (int)u, (long long)unit_elems[u]);
+        if (__builtin_add_overflow(total, unit_elems[u], &total))
+            return dsc_fail(DSC_EOVERFLOW, "the elements of units 0 to %d together do not fit int64_t", (int)u);
+    }
+    for (int64_t i = 0; i < n_steps; i++)
+        if (steps[i] < 0 || steps[i] >= n_units)
+            return dsc_fail(DSC_EINVAL, "steps[%lld] is %d, must be 0 to %d", (long long)i, (int)steps[i], (int)n_units - 1);
+    return DSC_OK;
+}
+
+/*
+ * Why no limit is broken later: what is live at a step was live at the step before or is issued at this one, and all but the step's own gather is checked as it is
+ * issued. A step's own gather finds nothing live but units that are kept over it (whatever else was live had been issued for it or for a later step, after it), so
+ * it is enough that those and the step's own unit fit, which is what the floor says. Sums of distinct units fit int64_t, since the sum of all does.
+ */
+dsc_status dsc_prefetch_plan(const int32_t *steps, int64_t n_steps, const int64_t *unit_elems, int32_t n_units,
+                             const struct dsc_prefetch_limits *limits, int64_t *scratch, int64_t *out_until, int64_t *out_next,
+                             uint8_t *out_keep, int64_t *out_peak_elems)
+{
+    DSC_TRY(check_plan_args(steps, n_steps, unit_elems, n_units, limits, scratch));
+    if (out_peak_elems == NULL)
+        return dsc_fail(DSC_EINVAL, "out_peak_elems is NULL");
+    if (n_steps > 0 && (out_until == NULL || out_next == NULL || out_keep == NULL))
+        return dsc_fail(DSC_EINVAL, "an output array is NULL for %lld steps", (long long)n_steps);
+    *out_peak_elems = 0;
+    if (n_steps == 0)
+        return DSC_OK;
+
+    int64_t *states = scratch;
+    int64_t *last = scratch + n_units;
+    int64_t *nodes = scratch + 2 * (int64_t)n_units; /* 2 * n_leaves < 4 * n_steps entries; n_steps + 1 for the sums before that */
+
+    find_reuse(steps, n_steps, unit_elems, n_units, limits->max_reuse_elems, nodes, last, out_next, out_keep);
+
+    struct floor floor = floor_of(steps, n_steps, unit_elems, nodes);
+    int64_t live_elems = 0;
+    int64_t ahead_elems = 0;
+    int64_t issued = 0;
+
+    for (int32_t u = 0; u < n_units; u++)
+        states[u] = NOT_LIVE;
+    for (int64_t i = 0; i < n_steps; i++) {
+        int32_t own = steps[i];
+
+        if (issued == i) {
+            issued++;
+            if (states[own] == NOT_LIVE)
+                live_elems += unit_elems[own];
+        } else if (states[own] == LIVE_AHEAD) {
+            ahead_elems -= unit_elems[own];
+        }
+        states[own] = LIVE;
+        for (; issued < n_steps; issued++) {
+            int32_t unit = steps[issued];
+
+            if (states[unit] != NOT_LIVE)
+                continue;
+            if (unit_elems[unit] > limits->ahead_elems - ahead_elems || unit_elems[unit] > limits->max_live_elems - live_elems)
+                break;
+            states[unit] = LIVE_AHEAD;
+            ahead_elems += unit_elems[unit];
+            live_elems += unit_elems[unit];
+        }
+        out_until[i] = issued;
+        *out_peak_elems = max_of(*out_peak_elems, live_elems);
+
+        if (out_next[i] < issued) {
+            out_keep[i] = 1;
+        } else if (out_keep[i]) {
+            int64_t needed = floor_max(&floor, 1, 0, floor.n_leaves, i + 1, out_next[i]);
+
+            out_keep[i] = unit_elems[own] <= limits->max_live_elems - needed;
+            if (out_keep[i])
+                floor_add(&floor, 1, 0, floor.n_leaves, i + 1, out_next[i], unit_elems[own]);
+        }
+        if (!out_keep[i]) {
+            states[own] = NOT_LIVE;
+            live_elems -= unit_elems[own];
+        }
+    }
+    return DSC_OK;
+}
