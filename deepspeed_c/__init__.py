@@ -28,6 +28,7 @@ PUBLIC_NAMES: dict[str, str] = {
     "NonFiniteLossError": "deepspeed_c.errors",
     "LossScaleError": "deepspeed_c.errors",
     "StateError": "deepspeed_c.errors",
+    "CheckpointError": "deepspeed_c.errors",
     "CommError": "deepspeed_c.errors",
     "LaunchError": "deepspeed_c.errors",
     "BuildError": "deepspeed_c.errors",

@@ -6,6 +6,7 @@ __all__ = [
     "BackwardError",
     "BatchSizeError",
     "BuildError",
+    "CheckpointError",
     "CommError",
     "ConfigError",
     "DeepSpeedCError",
@@ -81,6 +82,10 @@ class LossScaleError(DeepSpeedCError, OverflowError):
 
 class StateError(DeepSpeedCError, RuntimeError):
     """The object is not in a state that allows the call (closed, not initialised, no optimizer)."""
+
+
+class CheckpointError(DeepSpeedCError, RuntimeError):
+    """A weight file or checkpoint cannot be written or read as asked."""
 
 
 class CommError(DeepSpeedCError, RuntimeError):
