@@ -58,12 +58,10 @@ static void pass_step(struct dsc_fetch *fetch, struct actions *actions, bool is_
     fetch->cursor++;
 }
 
-static dsc_status check_room(const struct dsc_fetch *fetch, int64_t n_records, int64_t n_gathers, int64_t capacity,
+/* Room for n_records more steps in the record and for n_needed actions: the call goes through, or changes nothing. */
+static dsc_status check_room(const struct dsc_fetch *fetch, int64_t n_records, int64_t n_needed, int64_t capacity,
                              const struct dsc_fetch_action *actions)
 {
-    /* Nothing is released that is not live now or gathered by this call. */
-    int64_t n_needed = fetch->n_live + 2 * n_gathers;
-
     if (capacity < n_needed || (actions == NULL && n_needed > 0))
         return dsc_fail(DSC_EINVAL, "capacity is %lld, this call may need %lld; 2 * n_steps + n_units = %lld are always enough",
                         actions == NULL ? 0LL : (long long)capacity, (long long)n_needed,
@@ -170,7 +168,7 @@ static dsc_status check_call(const struct dsc_fetch *fetch, int64_t capacity, co
 
 static dsc_status use_unexpected(struct dsc_fetch *fetch, int32_t unit, int64_t capacity, struct actions *actions)
 {
-    DSC_TRY(check_room(fetch, 1, 1, capacity, actions->entries));
+    DSC_TRY(check_room(fetch, 1, fetch->unexpected_unit >= 0 ? 2 : 1, capacity, actions->entries));
     release_unexpected(fetch, actions);
     gather(fetch, actions, unit);
     fetch->unexpected_unit = unit;
@@ -182,7 +180,8 @@ static dsc_status pass_until(struct dsc_fetch *fetch, int64_t end, bool is_last_
 {
     int64_t n_gathers = end > fetch->cursor ? fetch->plan.until[end - 1] - fetch->issued : 0;
 
-    DSC_TRY(check_room(fetch, end - fetch->cursor, n_gathers, capacity, actions->entries));
+    /* What is released is live now, or gathered by this call. */
+    DSC_TRY(check_room(fetch, end - fetch->cursor, fetch->n_live + 2 * n_gathers, capacity, actions->entries));
     while (fetch->cursor < end)
         pass_step(fetch, actions, is_last_used && fetch->cursor == end - 1);
     return DSC_OK;
@@ -246,7 +245,7 @@ dsc_status dsc_fetch_abort(struct dsc_fetch *fetch, int64_t capacity, struct dsc
 
     DSC_TRY(check_call(fetch, capacity, out_n));
     if (fetch->is_active) {
-        DSC_TRY(check_room(fetch, 0, 0, capacity, out_actions));
+        DSC_TRY(check_room(fetch, 0, fetch->n_live, capacity, out_actions));
         dsc_trace_clear(fetch->record);
         finish(fetch, -1, &actions);
     }
