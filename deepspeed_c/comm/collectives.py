@@ -198,6 +198,7 @@ class Collectives:
             )
         self.global_ranks = get_all_ranks_from_group(group)
         self.ledger = ledger_of(group)
+        self._on_close: list[Callable[[], None]] = []
         self.scratch = Scratch() if scratch is None else scratch
         self.reduce: ReduceKernel = _kernel() if reduce is None else reduce
         # {"cpu": "gloo", "cuda": "nccl"}
@@ -210,9 +211,15 @@ class Collectives:
         # Numbers travel on the CPU where they can, else on the accelerator.
         self._number_device = torch.device("cpu" if "cpu" in names or not names else next(iter(names)))
 
+    def call_on_close(self, function: Callable[[], None]) -> None:
+        """Has ``close`` call ``function``, once."""
+        self._on_close.append(function)
+
     def close(self) -> None:
-        """Frees the scratch buffers; the group is not ours to end."""
+        """Frees the scratch buffers and ends what watches; the group is not ours to end."""
         self.scratch.clear()
+        while self._on_close:
+            self._on_close.pop()()
 
     # -- flat buffers
 

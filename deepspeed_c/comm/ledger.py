@@ -7,6 +7,7 @@ every other. ``watchdog.py`` compares them when a rank waits for long; ``totals`
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -16,7 +17,18 @@ import torch.distributed as dist
 
 from deepspeed_c.comm.groups import get_all_ranks_from_group
 
-__all__ = ["DONE", "ENTERED", "STARTING", "WAITING", "Entry", "Ledger", "Total", "ledger_of"]
+__all__ = [
+    "DONE",
+    "ENTERED",
+    "STARTING",
+    "WAITING",
+    "Entry",
+    "Ledger",
+    "Total",
+    "all_ledgers",
+    "describe",
+    "ledger_of",
+]
 
 # The states of an entry, in their order. What starts a collective may itself block: NCCL meets the other ranks at the first one.
 STARTING, ENTERED, WAITING, DONE = "starting", "entered", "waiting", "done"
@@ -141,7 +153,8 @@ class Ledger:
         """By operation. They count all who use the group: engines, and the calls of ``deepspeed_c.comm``."""
         n = len(self.ranks)
         return {
-            op: Total(count, n_bytes, _wire_bytes(op, n_bytes, n)) for op, (count, n_bytes) in list(self._totals.items())
+            op: Total(count, n_bytes, _wire_bytes(op, n_bytes, n))
+            for op, (count, n_bytes) in list(self._totals.items())
         }
 
     def reset_totals(self) -> None:
@@ -171,6 +184,7 @@ def _wire_bytes(op: str, n_bytes: int, n_ranks: int) -> int:
 
 # One ledger a group, however many engines use it: they take turns on it, in an order that all ranks share. It goes with the group.
 _ledgers: weakref.WeakKeyDictionary[Any, Ledger] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
 
 
 def ledger_of(group: dist.ProcessGroup | None = None) -> Ledger:
@@ -178,5 +192,13 @@ def ledger_of(group: dist.ProcessGroup | None = None) -> Ledger:
     group = dist.group.WORLD if group is None else group
     ledger = _ledgers.get(group)
     if ledger is None:
-        ledger = _ledgers[group] = Ledger(group.group_name, get_all_ranks_from_group(group))
+        made = Ledger(group.group_name, get_all_ranks_from_group(group))
+        with _lock:
+            ledger = _ledgers.setdefault(group, made)
     return ledger
+
+
+def all_ledgers() -> list[Ledger]:
+    """Those of all groups that there are and in which something was entered."""
+    with _lock:
+        return list(_ledgers.values())

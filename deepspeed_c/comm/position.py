@@ -1,0 +1,212 @@
+"""Where a rank is: what it has entered and waits for, where its main thread runs, and which processes of its host are alive."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Literal
+
+import msgspec
+import torch.distributed as dist
+
+from deepspeed_c.comm.ledger import Entry, Ledger, describe
+
+__all__ = [
+    "Call",
+    "GroupPosition",
+    "Life",
+    "Position",
+    "Presence",
+    "life_of",
+    "locate",
+    "own_presence",
+    "take_position",
+]
+
+# Entries of a group that a rank tells the others: more than are in flight at once, so that the first entry that differs is among them.
+_N_TOLD = 64
+
+Life = Literal["gone", "stopped", "traced", "runs"]
+"""Of a process: has ended; stopped by a signal; held by a debugger; anything else."""
+
+
+class Call(msgspec.Struct, frozen=True, array_like=True):
+    """An entry of a ledger as others are told of it."""
+
+    seq: int
+    op: str
+    n_bytes: int
+    label: str
+    phase: str
+    module: str
+    state: str
+    seconds: float
+    """How long its rank has been in this state."""
+
+    def __str__(self) -> str:
+        return describe(self.op, self.seq, self.label, self.phase, self.module)
+
+
+class GroupPosition(msgspec.Struct, frozen=True):
+    """Where a rank is among the collectives of one group."""
+
+    name: str
+    ranks: list[int]
+    """The members by their numbers in the world; empty: all ranks."""
+    blocking: list[Call]
+    """What it waits for, oldest first."""
+    recent: list[Call]
+    """The newest entries, oldest first."""
+
+    @property
+    def last(self) -> int:
+        """The number of the newest entry; 0 for none."""
+        return self.recent[-1].seq if self.recent else 0
+
+
+class Position(msgspec.Struct, frozen=True):
+    """Where a rank is."""
+
+    rank: int
+    groups: list[GroupPosition]
+    where: str
+    """Source line of the main thread."""
+    dist_call: str
+    """The function of ``torch.distributed`` that the main thread is in, or ""."""
+    neighbours: dict[int, Life] = {}
+    """Other ranks of its host, by what the system says of their processes."""
+
+    def group(self, name: str) -> GroupPosition | None:
+        """Its position in the group of that name, if it has entered anything there."""
+        return next((group for group in self.groups if group.name == name), None)
+
+
+class Presence(msgspec.Struct, frozen=True):
+    """Which process a rank is, and whether it still watches."""
+
+    host: str
+    """The same for processes that can look each other up by ``pid``."""
+    pid: int
+    started: int
+    """In the system's ticks; tells the process from a later one with its number."""
+    state: Literal["watching", "closed", "ended"] = "watching"
+    why: str = ""
+
+
+def take_position(rank: int, world_size: int, ledgers: Iterable[Ledger], neighbours: dict[int, Life]) -> Position:
+    """This rank's position now."""
+    now = time.monotonic()
+    groups = [
+        GroupPosition(
+            name=ledger.name,
+            ranks=[] if len(ledger.ranks) == world_size else list(ledger.ranks),
+            blocking=[_told(entry, now) for entry in ledger.blocking()],
+            recent=[_told(entry, now) for entry in ledger.recent(_N_TOLD)],
+        )
+        for ledger in ledgers
+    ]
+    where, dist_call = locate()
+    return Position(rank, groups, where, dist_call, neighbours)
+
+
+def _told(entry: Entry, now: float) -> Call:
+    return Call(
+        entry.seq,
+        entry.op,
+        entry.n_bytes,
+        entry.label,
+        entry.phase,
+        entry.module,
+        entry.state,
+        max(0.0, now - entry.since),
+    )
+
+
+# -- the main thread
+
+_C10D = dist.distributed_c10d.__file__
+_TORCH = str(Path(dist.__file__).parents[1]) + os.sep
+_STDLIB = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
+_PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
+
+
+def locate() -> tuple[str, str]:
+    """(line that the main thread is at, function of ``torch.distributed`` that it is in or "").
+
+    The line is the innermost one outside torch and the standard library, followed by the innermost one of all where that is another and
+    no such function.
+    """
+    inner = sys._current_frames().get(threading.main_thread().ident or 0)
+    if inner is None:
+        return "an unknown place", ""
+    stack = [inner]
+    while stack[-1].f_back is not None:
+        stack.append(stack[-1].f_back)
+    user = next((frame for frame in stack if _is_users(frame.f_code.co_filename)), inner)
+    where, dist_call = _line(user), _dist_call(stack)
+    if user is not inner and not dist_call:
+        where += f" (in {_line(inner)})"
+    return where, dist_call
+
+
+def _dist_call(stack: Sequence[FrameType]) -> str:
+    """Only where the innermost line is one of torch's collectives: those that write files or start processes do not wait for ranks."""
+    name = ""
+    for frame in stack:
+        if frame.f_code.co_filename == _C10D:
+            name = frame.f_code.co_name
+        elif not name or not frame.f_code.co_filename.startswith(os.path.dirname(_C10D)):
+            break
+    return name
+
+
+def _is_users(filename: str) -> bool:
+    if filename.startswith((_TORCH, "<frozen")):
+        return False
+    return not filename.startswith(_STDLIB) or any(part in filename for part in _PACKAGES)
+
+
+def _line(frame: FrameType) -> str:
+    path = frame.f_code.co_filename
+    shown = path.removeprefix(os.getcwd() + os.sep)
+    return f"{shown}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+# -- processes
+
+
+def own_presence() -> Presence:
+    """This process, as others find it."""
+    pid = os.getpid()
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        # Two containers on one machine number their processes separately.
+        host = f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
+        started = int(_stat(pid)[19])
+    except OSError:
+        # No /proc: nobody can look this process up.
+        return Presence(f"{socket.gethostname()} {pid}", pid, 0)
+    return Presence(host, pid, started)
+
+
+def life_of(presence: Presence) -> Life:
+    """What the system says of a process of this host."""
+    try:
+        fields = _stat(presence.pid)
+    except (FileNotFoundError, ProcessLookupError):
+        return "gone"
+    if int(fields[19]) != presence.started or fields[0] in "ZXx":
+        return "gone"
+    return "stopped" if fields[0] == "T" else "traced" if fields[0] == "t" else "runs"
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the third on (proc(5)); the second may hold spaces."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,0 +1,372 @@
+"""The thread that notices when a rank waits for long, has all ranks compare where they are, and ends a run that cannot go on.
+
+[Note: alarms] Ranks talk through the store of the default group, over a connection of their own. A rank that has waited for its timeout raises
+alarm k: the first to write the key ``alarm/k`` is its judge. Every watchdog looks for alarms every few seconds and answers with its rank's
+position. The judge collects the answers, has a divergence confirmed by a second round (positions of two rounds that agree held at one
+moment between them), and writes one report that all ranks read. A judge that dies is replaced: the next rank that waits raises alarm k + 1.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from typing import Literal
+
+import msgspec
+import torch.distributed as dist
+
+from deepspeed_c.comm import ledger as ledgers
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.comm.position import Life, Position, Presence, life_of, own_presence, take_position
+from deepspeed_c.comm.verdict import EXIT_CODE, Verdict, judge
+from deepspeed_c.errors import ConfigError
+from deepspeed_c.logging import logger
+
+__all__ = ["EXIT_CODE", "Watch", "watch"]
+
+_PREFIX = "deepspeed_c/watch"
+# Seconds. A live watchdog answers an alarm within _POLL_S (a sixth of the timeout, if that is less); _GRACE_S more and it is taken for lost.
+_POLL_S = 5.0
+_GRACE_S = 5.0
+# Before the second round.
+_CONFIRM_S = 1.0
+# Before the process ends: the others print too, and rank 0 may hold the store that they read the report from.
+_LINGER_S = 2.0
+# What the store may take for one request before it counts as lost.
+_STORE_TIMEOUT = timedelta(seconds=10)
+# Between looks at the store during an alarm: a thousand ranks make some thousand requests a second.
+_STEP_S = 0.1
+_STEP_S_PER_RANK = 0.0005
+
+
+class _Report(msgspec.Struct, frozen=True):
+    kind: Literal["diverged", "slow", "transfer"]
+    text: str
+    speaker: int
+    """The rank that says it, unless all do."""
+
+
+class Watch:
+    """One watched ``Collectives``; ``close`` ends it, and the thread with the last one."""
+
+    def __init__(self, dog: _Watchdog | None, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._dog = dog
+
+    def close(self) -> None:
+        """Stops watching. May be called twice."""
+        dog, self._dog = self._dog, None
+        if dog is not None:
+            dog.remove(self)
+
+
+def watch(comm: Collectives, timeout_s: float) -> Watch:
+    """Watches this rank's collectives until ``comm.close()`` (or until ``comm`` is gone).
+
+    All ranks call it. A rank that waits in a collective for ``timeout_s`` (seconds; 0: nothing is watched) has all ranks report where they
+    are. If they have diverged, each prints the same text to standard error and the process ends with ``EXIT_CODE``, by ``os._exit``: its main
+    thread is stuck in a call that nothing interrupts. If one is merely late, the text is a warning and the run goes on.
+
+    Raises:
+        ConfigError: timeout_s is negative or no number.
+    """
+    if not 0 <= timeout_s < float("inf"):
+        raise ConfigError(
+            f"{timeout_s} is no number of seconds",
+            where="collective_timeout_s",
+            fix="pass a positive number, or 0 for off",
+        )
+    if timeout_s == 0 or comm.world_size == 1:
+        return Watch(None, timeout_s)
+    with _lock:
+        dog = _dogs.get("it")
+        if dog is None or not dog.serves(dist.group.WORLD):
+            if dog is not None:
+                dog.stop()  # of a default group that was destroyed
+            dog = _dogs["it"] = _Watchdog()
+        watched = dog.add(timeout_s)
+    comm.call_on_close(watched.close)
+    # Nothing of ``comm`` is held here: an engine that is dropped without close() is not kept alive.
+    weakref.finalize(comm, watched.close).atexit = False
+    return watched
+
+
+# One thread a process, as there is one default group a process. Reentrant: a garbage collection may close a watch while another is made.
+_dogs: dict[str, _Watchdog] = {}
+_lock = threading.RLock()
+
+
+class _StopRequested(Exception):
+    """No error: leaves the exchange when the thread is to end."""
+
+
+class _Watchdog:
+    """The thread and its connection to the store."""
+
+    def __init__(self) -> None:
+        self._group = weakref.ref(dist.group.WORLD)
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._pid = os.getpid()
+        self._store = _own_store()
+        self._watches: set[Watch] = set()
+        self._timeout_s = float("inf")
+        self._stop = threading.Event()
+        self._step_s = max(_STEP_S, _STEP_S_PER_RANK * self._world_size)
+        self._quiet_until = 0.0
+        self._next = 1
+        self._presence = own_presence()
+        self._has_store = True
+        # The thread that made the engine says who this rank is before any collective can hang.
+        before = self._presence_of(self._rank)
+        self._say_presence("watching")
+        if before is None or before.pid != self._pid:
+            host = self._presence.host
+            self._store.set(f"on/{host}/{self._store.add(f'n_on/{host}', 1)}", str(self._rank))
+        self._thread = threading.Thread(target=self._run, name="deepspeed_c watchdog", daemon=True)
+        atexit.register(self._at_exit)
+
+    def serves(self, group: dist.ProcessGroup | None) -> bool:
+        """Whether it runs, and over the store of ``group``."""
+        return self._group() is group and not self._stop.is_set()
+
+    def add(self, timeout_s: float) -> Watch:
+        watched = Watch(self, timeout_s)
+        self._watches.add(watched)
+        self._timeout_s = min(w.timeout_s for w in self._watches)
+        if not self._thread.ident:
+            self._thread.start()
+        return watched
+
+    def remove(self, watched: Watch) -> None:
+        if os.getpid() != self._pid:
+            return  # a fork has neither the thread nor a right to the connection
+        with _lock:
+            self._watches.discard(watched)
+            if self._watches:
+                self._timeout_s = min(w.timeout_s for w in self._watches)
+                return
+            self.stop()
+            if _dogs.get("it") is self:
+                del _dogs["it"]
+
+    def stop(self) -> None:
+        """Ends the thread, which says that it has closed; returns when it has, except where that could not be."""
+        atexit.unregister(self._at_exit)
+        self._stop.set()
+        if threading.current_thread() is not self._thread and self._thread.ident:
+            self._thread.join(2 * self._step_s + _LINGER_S)
+
+    def _at_exit(self) -> None:
+        if os.getpid() != self._pid:
+            return
+        self._stop.set()
+        self._thread.join(2 * self._step_s)
+        error = getattr(sys, "last_value", None)
+        how = f" with {type(error).__name__}: {error}".splitlines()[0] if error is not None else ""
+        if self._has_store:
+            with self._store_errors():
+                self._say_presence("ended", how)
+
+    # -- the thread
+
+    def _run(self) -> None:
+        with self._store_errors():
+            self._next = self._first_alarm()
+            while not self._stop.wait(self._pause()):
+                try:
+                    if self._store.check([f"alarm/{self._next}"]) or self._is_due():
+                        self._attend(self._next)
+                        self._next += 1
+                except _StopRequested:
+                    break
+        if not self._has_store:
+            self._watch_alone()
+        else:
+            with self._store_errors():
+                self._say_presence("closed")
+
+    def _first_alarm(self) -> int:
+        """The one that is under way, else the next."""
+        newest = self._store.add("n_alarms", 0)
+        while self._store.check([f"alarm/{newest + 1}"]):
+            newest += 1
+        return newest + 1 if newest == 0 or self._store.check([f"report/{newest}"]) else newest
+
+    @property
+    def _poll_s(self) -> float:
+        return min(_POLL_S, self._timeout_s / 6)
+
+    @property
+    def _grace_s(self) -> float:
+        return min(_GRACE_S, max(1.0, self._timeout_s / 2))
+
+    def _pause(self) -> float:
+        return max(0.01, min(self._poll_s, self._due_at() - time.monotonic()))
+
+    def _is_due(self) -> bool:
+        return time.monotonic() >= self._due_at()
+
+    def _due_at(self) -> float:
+        """When this rank has waited for its timeout, and the last report is as old; never if it does not wait."""
+        since = [entry.since for book in ledgers.all_ledgers() for entry in book.blocking()]
+        return max(min(since) + self._timeout_s, self._quiet_until) if since else float("inf")
+
+    # -- an alarm
+
+    def _attend(self, k: int) -> None:
+        """Takes part in alarm ``k``, which this rank raises if no other has."""
+        is_judge = self._store.compare_set(f"alarm/{k}", "", str(self._rank)).decode() == str(self._rank)
+        if is_judge:
+            self._store.add("n_alarms", 1)
+        self._answer(k, 1)
+        report = self._judge(k) if is_judge else self._follow(k)
+        self._quiet_until = time.monotonic() + (self._timeout_s if report is not None else 0.0)
+        if report is not None:
+            self._act_on(report)
+
+    def _answer(self, k: int, round_: int) -> None:
+        position = take_position(self._rank, self._world_size, ledgers.all_ledgers(), self._neighbours())
+        self._store.set(f"at/{k}/{round_}/{self._rank}", msgspec.json.encode(position))
+        self._store.add(f"n_at/{k}/{round_}", 1)
+
+    def _neighbours(self) -> dict[int, Life]:
+        host = self._presence.host
+        lives: dict[int, Life] = {}
+        for i in range(1, self._store.add(f"n_on/{host}", 0) + 1):
+            if self._store.check([f"on/{host}/{i}"]):
+                rank = int(self._store.get(f"on/{host}/{i}"))
+                presence = self._presence_of(rank)
+                if rank != self._rank and presence is not None and presence.host == host:
+                    lives[rank] = life_of(presence)
+        return lives
+
+    def _follow(self, k: int) -> _Report | None:
+        """Answers until the judge has reported; None if it never does."""
+        is_asked_again = False
+        for _ in self._steps(2 * (self._poll_s + self._grace_s) + _CONFIRM_S + _LINGER_S):
+            if self._store.check([f"report/{k}"]):
+                return msgspec.json.decode(self._store.get(f"report/{k}"), type=_Report)
+            if not is_asked_again and self._store.check([f"again/{k}"]):
+                is_asked_again = True
+                self._answer(k, 2)
+        logger.debug("watchdog: the judge of alarm %d has gone", k)
+        return None
+
+    def _judge(self, k: int) -> _Report:
+        positions = self._collect(k, 1, self._world_size)
+        verdict = self._verdict(positions)
+        if verdict.kind == "diverged" and not verdict.lasting:
+            for _ in self._steps(min(_CONFIRM_S, self._timeout_s / 2)):
+                pass
+            self._store.set(f"again/{k}", "")
+            self._answer(k, 2)
+            positions = self._collect(k, 2, len(positions))
+            second = self._verdict(positions)
+            if second.kind == "diverged" and not second.lasting and not (second.passing & verdict.passing):
+                second = second._replace(kind="transfer")  # everything has moved in between
+            verdict = second
+        report = _Report(verdict.kind, verdict.text, min(positions))
+        self._store.set(f"report/{k}", msgspec.json.encode(report))
+        for round_ in (1, 2):
+            for rank in positions:
+                self._store.delete_key(f"at/{k}/{round_}/{rank}")
+        return report
+
+    def _verdict(self, positions: dict[int, Position]) -> Verdict:
+        silent = [rank for rank in range(self._world_size) if rank not in positions]
+        presences = {rank: presence for rank in silent if (presence := self._presence_of(rank)) is not None}
+        return judge(positions, presences, self._world_size, 0.8 * self._timeout_s)
+
+    def _collect(self, k: int, round_: int, n_expected: int) -> dict[int, Position]:
+        """The answers by rank, of those that come in time."""
+        for _ in self._steps(self._poll_s + self._grace_s):
+            if self._store.add(f"n_at/{k}/{round_}", 0) >= n_expected:
+                break
+        keys = {rank: f"at/{k}/{round_}/{rank}" for rank in range(self._world_size)}
+        return {
+            rank: msgspec.json.decode(self._store.get(key), type=Position)
+            for rank, key in keys.items()
+            if self._store.check([key])
+        }
+
+    def _steps(self, seconds: float) -> Iterator[None]:
+        """Yields every step for so long. Steps are counted, not timed: a process that was stopped and continued has not waited for others."""
+        for _ in range(max(1, round(seconds / self._step_s))):
+            yield
+            if self._stop.wait(self._step_s):
+                raise _StopRequested
+
+    # -- what follows
+
+    def _act_on(self, report: _Report) -> None:
+        if report.kind == "transfer":
+            logger.debug("watchdog: %s", report.text)
+        elif report.kind == "slow":
+            if report.speaker == self._rank:
+                logger.warning("%s", report.text)
+        else:
+            logger.critical("%s\nThis process ends with exit code %d", report.text, EXIT_CODE)
+            _end_process()
+
+    def _watch_alone(self) -> None:
+        """Without the store: it was lost together with the process that held it, so what this rank waits for will not come."""
+        while not self._stop.wait(self._pause()):
+            if self._is_due():
+                position = take_position(self._rank, self._world_size, ledgers.all_ledgers(), {})
+                waits = [str(call) for group in position.groups for call in group.blocking]
+                logger.critical(
+                    "rank %d waits in %s, and the store of the ranks cannot be reached: the process that held it (rank 0, or the launcher"
+                    " on its host) has ended. This process ends with exit code %d",
+                    self._rank,
+                    ", ".join(waits),
+                    EXIT_CODE,
+                )
+                _end_process()
+
+    # -- the store
+
+    def _say_presence(self, state: Literal["watching", "closed", "ended"], why: str = "") -> None:
+        said = msgspec.structs.replace(self._presence, state=state, why=why)
+        self._store.set(f"rank/{self._rank}", msgspec.json.encode(said))
+
+    def _presence_of(self, rank: int) -> Presence | None:
+        if not self._store.check([f"rank/{rank}"]):
+            return None
+        return msgspec.json.decode(self._store.get(f"rank/{rank}"), type=Presence)
+
+    @contextlib.contextmanager
+    def _store_errors(self) -> Iterator[None]:
+        """A store that is gone is no error of its own: it goes with the process that holds it, and those are to end at some time."""
+        try:
+            yield
+        except RuntimeError as error:  # what torch raises for a connection that is lost, and its own kinds derive from
+            self._has_store = False
+            logger.debug("watchdog: the store is lost: %s", error)
+
+
+def _own_store() -> dist.Store:
+    """The default group's store over a connection of its own, so that the training thread never waits for this one."""
+    store = dist.distributed_c10d._get_default_store().clone()
+    store.set_timeout(_STORE_TIMEOUT)
+    return dist.PrefixStore(_PREFIX, store)
+
+
+def _flush(streams: Iterable) -> None:
+    for stream in streams:
+        # Closed, or replaced by something that is no file: there is nothing to flush then.
+        with contextlib.suppress(ValueError, OSError, AttributeError):
+            stream.flush()
+
+
+def _end_process() -> None:
+    _flush([sys.stdout, sys.stderr])
+    time.sleep(_LINGER_S)
+    _flush([sys.stdout, sys.stderr])
+    os._exit(EXIT_CODE)
