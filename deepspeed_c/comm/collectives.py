@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_c.comm.groups import get_all_ranks_from_group, get_rank, get_world_size
-from deepspeed_c.comm.ledger import ENTERED, Entry, ledger_of
+from deepspeed_c.comm.ledger import Entry, ledger_of
 from deepspeed_c.errors import CommError
 
 __all__ = [
@@ -355,7 +355,7 @@ class Collectives:
         except BaseException:
             entry.end()
             raise
-        entry.state = ENTERED
+        entry.started()
         work._entry = entry
         return work
 

@@ -22,6 +22,7 @@ from torch.distributed import GradBucket, ProcessGroup, ReduceOp
 from deepspeed_c.comm import collectives
 from deepspeed_c.comm.discover import DEFAULT_PORT, discover
 from deepspeed_c.comm.groups import is_initialized, require_initialized
+from deepspeed_c.comm.ledger import Entry, Ledger, ledger_of
 from deepspeed_c.comm.log import CommsLogger
 from deepspeed_c.errors import CommError
 from deepspeed_c.logging import logger
@@ -85,10 +86,20 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _PAYLOADS = ("tensor", "tensors", "input_list", "input_tensor_list", "input_tensors", "object_list")
 
 
+# Where that is one rank's piece of what the collective moves.
+_OF_PIECES = frozenset({"all_gather", "all_gather_coalesced", "all_gather_into_tensor", "gather", "scatter"})
+_MESSAGES = frozenset({"send", "recv", "isend", "irecv"})
+
+
 def _operation(function: _F) -> _F:
-    """Checks that there is a group, records the call if the log wants it, and types what goes wrong."""
+    """Checks that there is a group, enters the call in the group's ledger, records it if the log wants it, and types what
+    goes wrong.
+    """
     signature = inspect.signature(function)
-    payload = next((name for name in _PAYLOADS if name in signature.parameters), None)
+    names = list(signature.parameters)
+    payload = next((name for name in _PAYLOADS if name in names), None)
+    payload_at = names.index(payload) if payload else 0
+    group_at = names.index("group")
     default_name = function.__name__
     if "log_name" in signature.parameters:
         default_name = signature.parameters["log_name"].default
@@ -99,17 +110,24 @@ def _operation(function: _F) -> _F:
         log_name = kwargs.get("log_name", default_name)
         is_logged = comms_logger.wants(log_name, bool(kwargs.get("prof", False)))
         begin = time.perf_counter() if is_logged else 0.0
+        sent = (args[payload_at] if len(args) > payload_at else kwargs.get(payload)) if payload else None
+        group = args[group_at] if len(args) > group_at else kwargs.get("group")
+        caller = sys._getframe(1)
+        entry = _enter(function.__name__, sent, group, f"{caller.f_code.co_filename}:{caller.f_lineno}")
         try:
-            result = function(*args, **kwargs)
+            with entry:
+                result = function(*args, **kwargs)
         except NotImplementedError:
             raise
         except RuntimeError as error:
             raise _failed(function.__name__, error) from error
+        is_handle = result is not None and hasattr(result, "wait")
+        if is_handle:
+            entry.started()
         if not is_logged:
-            return result
-        sent = signature.bind(*args, **kwargs).arguments.get(payload) if payload else None
+            return _Handle(result, entry) if is_handle else result
         if comms_logger.debug:
-            log_name = f"{log_name} | [Caller Func: {sys._getframe(1).f_code.co_name}]"
+            log_name = f"{log_name} | [Caller Func: {caller.f_code.co_name}]"
 
         def record() -> None:
             _synchronize(sent)
@@ -117,12 +135,24 @@ def _operation(function: _F) -> _F:
                 function.__name__, log_name, time.perf_counter() - begin, _n_bytes(sent), dist.get_world_size()
             )
 
-        if result is not None and hasattr(result, "wait"):
-            return _Timed(result, record)
+        if is_handle:
+            return _Handle(result, entry, record)
         record()
         return result
 
     return call  # type: ignore[return-value]
+
+
+def _enter(name: str, sent: Any, group: Any, line: str) -> Entry:
+    """Enters a call that was made at ``line`` of a source."""
+    # What torch gives a rank for a group that it is not part of: no group, and nothing is sent.
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        return Ledger("", ()).enter_message(name, 0)
+    ledger = ledger_of(group)
+    n_bytes = _n_bytes(sent) * (len(ledger.ranks) if name in _OF_PIECES else 1)
+    entry = (ledger.enter_message if name in _MESSAGES else ledger.enter)(f"comm.{name}", n_bytes)
+    entry.module = line
+    return entry
 
 
 def _failed(name: str, error: RuntimeError) -> CommError:
@@ -133,18 +163,18 @@ def _failed(name: str, error: RuntimeError) -> CommError:
     )
 
 
-class _Timed:
-    """A handle whose operation is recorded when it has been waited for."""
+class _Handle:
+    """A handle whose operation ends in the ledger, and is recorded, when it has been waited for."""
 
-    def __init__(self, handle: Any, record: Callable[[], None]) -> None:
-        self._handle, self._record = handle, record
-        self._is_recorded = False
+    def __init__(self, handle: Any, entry: Entry, record: Callable[[], None] | None = None) -> None:
+        self._handle, self._entry, self._record = handle, entry, record
 
     def wait(self, *args: Any) -> Any:
-        result = self._handle.wait(*args)
-        if not self._is_recorded:
-            self._is_recorded = True
-            self._record()
+        with self._entry:
+            result = self._handle.wait(*args)
+        record, self._record = self._record, None
+        if record is not None:
+            record()
         return result
 
     def __getattr__(self, name: str) -> Any:
@@ -219,7 +249,8 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
 
 def _gather_objects(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    with ledger_of().enter("comm.log_summary", 0):
+        dist.all_gather_object(values, value)
     return values
 
 

@@ -75,6 +75,11 @@ class Entry:
         self.state = WAITING
         self._ledger.waiting[self] = None
 
+    def started(self) -> None:
+        """It is under way; this rank does something else until it waits for it."""
+        self.state = ENTERED
+        self._ledger.waiting.pop(self, None)
+
     def end(self) -> None:
         """It is over, well or not."""
         self.state = DONE
