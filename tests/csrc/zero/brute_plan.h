@@ -1,0 +1,201 @@
+/*
+ * The rules of dsc/fetch.h the slow way, for the tests and the fuzz target: sets as arrays of flags, sums and distances taken anew each time. A check returns NULL, or
+ * the rule that is broken, with the numbers.
+ */
+#ifndef DSC_TEST_BRUTE_PLAN_H
+#define DSC_TEST_BRUTE_PLAN_H
+
+#include "dsc/fetch.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#define BRUTE_MAX_UNITS 512
+
+/* A planning problem and its answer. */
+struct brute_plan {
+    const int32_t *steps;
+    int64_t n_steps;
+    const int64_t *unit_elems;
+    int32_t n_units;
+    struct dsc_prefetch_limits limits;
+    const int64_t *until;
+    const int64_t *next;
+    const uint8_t *keep;
+    int64_t peak_elems;
+};
+
+static char brute_text[256];
+
+#define BRUTE_RULE(condition, ...)                                     \
+    do {                                                               \
+        if (!(condition)) {                                            \
+            snprintf(brute_text, sizeof brute_text, __VA_ARGS__);      \
+            return brute_text;                                         \
+        }                                                              \
+    } while (0)
+
+static inline int64_t brute_sum(const struct brute_plan *p, const bool *is_in)
+{
+    int64_t sum = 0;
+
+    for (int32_t u = 0; u < p->n_units; u++)
+        sum += is_in[u] ? p->unit_elems[u] : 0;
+    return sum;
+}
+
+/* a + b <= limit, wherever the sum would lie. */
+static inline bool brute_fits(int64_t a, int64_t b, int64_t limit)
+{
+    return (__int128)a + b <= limit;
+}
+
+/* Walks the plan as a runner that uses every step would: the two limits at each step, until as large as they allow, the peak. */
+static inline const char *brute_walk(const struct brute_plan *p)
+{
+    bool is_live[BRUTE_MAX_UNITS] = {false};
+    bool is_ahead[BRUTE_MAX_UNITS] = {false};
+    int64_t issued = 0;
+    int64_t peak = 0;
+
+    for (int64_t i = 0; i < p->n_steps; i++) {
+        int32_t own = p->steps[i];
+
+        if (i > 0 && !p->keep[i - 1])
+            is_live[p->steps[i - 1]] = false;
+        BRUTE_RULE(p->until[i] > i && p->until[i] <= p->n_steps && p->until[i] >= issued, "until[%lld] is %lld after %lld, of %lld steps",
+                   (long long)i, (long long)p->until[i], (long long)issued, (long long)p->n_steps);
+        for (; issued < p->until[i]; issued++) {
+            int32_t unit = p->steps[issued];
+
+            is_ahead[unit] = is_ahead[unit] || !is_live[unit];
+            is_live[unit] = true;
+        }
+        BRUTE_RULE(is_live[own], "unit %d is not live at its step %lld", (int)own, (long long)i);
+        is_ahead[own] = false;
+
+        int64_t live = brute_sum(p, is_live);
+        int64_t ahead = brute_sum(p, is_ahead);
+
+        BRUTE_RULE(ahead <= p->limits.ahead_elems, "%lld elements are ahead of step %lld, %lld may be", (long long)ahead, (long long)i,
+                   (long long)p->limits.ahead_elems);
+        if (live > p->limits.max_live_elems)
+            for (int32_t u = 0; u < p->n_units; u++)
+                BRUTE_RULE(!is_live[u] || u == own, "%lld elements are live at step %lld, unit %d among them; %lld may be", (long long)live,
+                           (long long)i, (int)u, (long long)p->limits.max_live_elems);
+        if (issued < p->n_steps) {
+            int32_t unit = p->steps[issued];
+
+            BRUTE_RULE(!is_live[unit] && !(brute_fits(ahead, p->unit_elems[unit], p->limits.ahead_elems) &&
+                                           brute_fits(live, p->unit_elems[unit], p->limits.max_live_elems)),
+                       "until[%lld] is %lld, but unit %d has room: %lld live, %lld ahead", (long long)i, (long long)issued, (int)unit,
+                       (long long)live, (long long)ahead);
+        }
+        peak = live > peak ? live : peak;
+    }
+    BRUTE_RULE(peak == p->peak_elems, "the peak is %lld, the plan says %lld", (long long)peak, (long long)p->peak_elems);
+    return NULL;
+}
+
+/* Whether keeping the unit of step i until its next step breaks max_live_elems in between, given what was decided for the steps before i. */
+static inline bool brute_is_too_much(const struct brute_plan *p, int64_t i)
+{
+    for (int64_t s = i + 1; s < p->next[i]; s++) {
+        bool is_in[BRUTE_MAX_UNITS] = {false};
+
+        for (int64_t a = 0; a < i; a++)
+            if (p->keep[a] && p->next[a] > s)
+                is_in[p->steps[a]] = true;
+        is_in[p->steps[i]] = true;
+        is_in[p->steps[s]] = true;
+        if (brute_sum(p, is_in) > p->limits.max_live_elems)
+            return true;
+    }
+    return false;
+}
+
+/* next and keep of each step. Costs n_steps to the third. */
+static inline const char *brute_reuse(const struct brute_plan *p)
+{
+    for (int64_t i = 0; i < p->n_steps; i++) {
+        bool is_between[BRUTE_MAX_UNITS] = {false};
+        int64_t next = i + 1;
+
+        for (; next < p->n_steps && p->steps[next] != p->steps[i]; next++)
+            is_between[p->steps[next]] = true;
+        BRUTE_RULE(p->next[i] == next, "next[%lld] is %lld and not %lld", (long long)i, (long long)p->next[i], (long long)next);
+
+        bool is_near = brute_sum(p, is_between) <= p->limits.max_reuse_elems;
+        bool keep = next < p->n_steps && (next < p->until[i] || (is_near && !brute_is_too_much(p, i)));
+
+        BRUTE_RULE(p->keep[i] == keep, "keep[%lld] is %d and not %d: next %lld, until %lld, %lld elements in between", (long long)i,
+                   (int)p->keep[i], (int)keep, (long long)next, (long long)p->until[i], (long long)brute_sum(p, is_between));
+    }
+    return NULL;
+}
+
+/* The GATHER actions of a whole pass with the units of is_live (NULL: none) live when it begins. out_units: n_steps entries. Returns their number. */
+static inline int64_t brute_gathers(const struct brute_plan *p, const uint8_t *is_live_first, int32_t *out_units)
+{
+    bool is_live[BRUTE_MAX_UNITS] = {false};
+    int64_t n = 0;
+
+    for (int32_t u = 0; u < p->n_units; u++)
+        is_live[u] = is_live_first != NULL && is_live_first[u];
+    for (int64_t i = 0; i < p->n_steps; i++) {
+        if (i > 0 && !p->keep[i - 1])
+            is_live[p->steps[i - 1]] = false;
+        for (int64_t k = i == 0 ? 0 : p->until[i - 1]; k < p->until[i]; k++) {
+            if (!is_live[p->steps[k]])
+                out_units[n++] = p->steps[k];
+            is_live[p->steps[k]] = true;
+        }
+    }
+    return n;
+}
+
+/* What the actions of a pass come to. */
+struct brute_book {
+    bool is_live[BRUTE_MAX_UNITS];
+    int32_t *gathers; /* in order */
+    int64_t n_gathers;
+    int64_t capacity;
+};
+
+static inline void brute_book_begin(struct brute_book *book, const uint8_t *is_live, int32_t n_units, int32_t *gathers, int64_t capacity)
+{
+    *book = (struct brute_book){.gathers = gathers, .capacity = capacity};
+    for (int32_t u = 0; u < n_units; u++)
+        book->is_live[u] = is_live != NULL && is_live[u];
+}
+
+/* Books the actions of one call, and compares the runner's own book. */
+static inline const char *brute_book_take(struct brute_book *book, const struct dsc_fetch *fetch, const struct dsc_fetch_action *actions,
+                                          int64_t n)
+{
+    int64_t live_elems = 0;
+
+    for (int64_t i = 0; i < n; i++) {
+        bool is_gather = actions[i].kind == DSC_FETCH_GATHER;
+        int32_t unit = actions[i].unit;
+
+        BRUTE_RULE(is_gather || actions[i].kind == DSC_FETCH_RELEASE, "action %lld is of kind %d", (long long)i, (int)actions[i].kind);
+        BRUTE_RULE(unit >= 0 && unit < fetch->n_units, "action %lld is for unit %d", (long long)i, (int)unit);
+        BRUTE_RULE(book->is_live[unit] != is_gather, "%s of unit %d, which is%s live", is_gather ? "GATHER" : "RELEASE", (int)unit,
+                   book->is_live[unit] ? "" : " not");
+        book->is_live[unit] = is_gather;
+        if (is_gather) {
+            BRUTE_RULE(book->n_gathers < book->capacity, "more than %lld gathers", (long long)book->capacity);
+            book->gathers[book->n_gathers++] = unit;
+        }
+    }
+    for (int32_t u = 0; u < fetch->n_units; u++) {
+        BRUTE_RULE(fetch->units[u].is_live == book->is_live[u], "the runner has unit %d as%s live", (int)u, book->is_live[u] ? " not" : "");
+        live_elems += book->is_live[u] ? fetch->unit_elems[u] : 0;
+    }
+    BRUTE_RULE(fetch->live_elems == live_elems && fetch->peak_elems >= live_elems, "%lld elements are live; the runner has %lld, peak %lld",
+               (long long)live_elems, (long long)fetch->live_elems, (long long)fetch->peak_elems);
+    return NULL;
+}
+
+#endif
