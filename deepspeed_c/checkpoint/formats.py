@@ -203,6 +203,7 @@ def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 def _stand_in(where: str, entry: Entry, key: str) -> _Tensor:
     # Torch itself says how it pickles a tensor of this dtype; only storage, sizes and strides are ours.
     # device: the caller may be under `with torch.device(...)`.
+    # Asked for each tensor anew: what is shared here, as the dictionary of hooks, the loaded tensors would share.
     rebuild, (storage, offset, _, _, *rest) = torch.empty(0, dtype=entry.dtype, device="cpu").__reduce_ex__(2)
     if isinstance(storage, torch.UntypedStorage):
         ours = _Storage(key, torch.UntypedStorage, entry.n_bytes)

@@ -132,6 +132,7 @@ def test_safetensors_beyond_4_gib(tmp_path):
         assert file.get_slice("large")[5 * GIB // 2 - 2 :].tolist() == [0, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_tensors", [65531, 65532, 65533])
 def test_more_records_than_16_bits_count(tmp_path, n_tensors):
     # Three records are not tensors: 65534, 65535 and 65536 records in all.
@@ -143,8 +144,10 @@ def test_more_records_than_16_bits_count(tmp_path, n_tensors):
     with zipfile.ZipFile(path) as archive:
         assert len(archive.infolist()) == n_tensors + 3
         assert archive.read(f"archive/data/{n_tensors - 1}") == bytes([(n_tensors - 1) % 251])
-    loaded = torch.load(path, weights_only=True, mmap=True)
-    assert torch.equal(torch.cat([*loaded.values()]), (torch.arange(n_tensors) % 251).to(torch.uint8))
+    # torch takes seconds to load so many: only where the plain count is the very number that means "look at the other record".
+    if n_tensors + 3 == 0xFFFF:
+        loaded = torch.load(path, weights_only=True, mmap=True)
+        assert torch.equal(torch.cat([*loaded.values()]), (torch.arange(n_tensors) % 251).to(torch.uint8))
 
 
 def test_safetensors_header_that_readers_refuse(monkeypatch):

@@ -146,6 +146,19 @@ class Meaning(pickle.Unpickler):
         return ("persistent", pid)
 
 
+def test_loaded_tensors_share_nothing_but_what_is_tied(tmp_path):
+    save(tmp_path / "model.bin", {"a": torch.ones(2), "b": torch.ones(2)}, {"tied": "a"})
+    loaded = torch.load(tmp_path / "model.bin", weights_only=True)
+    seen = []
+    for tensor in loaded.values():
+        tensor.requires_grad_()
+    loaded["a"].register_hook(seen.append)
+    loaded["b"].sum().backward()
+    assert seen == []
+    loaded["tied"].sum().backward()
+    assert len(seen) == 1
+
+
 @pytest.mark.parametrize("mode", ["meta", "fake"])
 def test_loading_without_data_finds_the_payloads(tmp_path, mode):
     # torch then says where each payload is, by offsets that it takes from the zip.
