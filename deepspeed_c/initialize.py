@@ -19,10 +19,11 @@ from deepspeed_c.engine.engine import DeepSpeedEngine
 from deepspeed_c.engine.precision import Precision
 from deepspeed_c.errors import ConfigError, FeatureError, ModelError
 from deepspeed_c.logging import log_dist, set_level
+from deepspeed_c.zero.layout import Layout, gather_for_good, lay_out, mark_leaves
 from deepspeed_c.zero.optimizer import ZeroOptimizer
+from deepspeed_c.zero.partition_parameters import Init, materialize
 from deepspeed_c.zero.reducer import GradientReducer, ReduceSettings
 from deepspeed_c.zero.stages import STAGES
-from deepspeed_c.zero.unit import build_units
 
 __all__ = ["initialize"]
 
@@ -89,21 +90,29 @@ def initialize(
     check_same_text("the configuration", settings.lines(), comm, "start all ranks with the same configuration file")
     check_same_model(model, comm)
     device = torch.device(get_accelerator().current_device_name())
+    sharding = STAGES[settings.zero.stage]
+    if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+        _materialize(model, device, settings, comm)
+    if not sharding.parameters:
+        gather_for_good(model)
     model.to(device)
     broadcast_model(model, comm)
 
     precision = Precision(settings, model)
     base = build_optimizer(settings, model, optimizer, model_parameters)
-    zero_optimizer = None
+    zero_optimizer, layout = None, Layout([], [], None)
     if base is not None:
-        zero_optimizer = _shard(model, base, settings, precision, comm)
-    trained = {id(slot.param) for slot in zero_optimizer.reducer.slots} if zero_optimizer is not None else set()
-    precision.cast_frozen(model, trained)
+        zero_optimizer, layout = _shard(model, base, settings, precision, comm)
+    elif sharding.parameters:
+        mark_leaves(model, settings)
+        layout = lay_out(model, [], settings, precision, comm)
+    placed = {id(slot.param) for unit in (*layout.trained, *layout.frozen) for slot in unit.slots}
+    precision.cast_frozen(model, placed)
     # The weights as they were given are gone now; the allocator may keep their memory unless it is told to return it.
     get_accelerator().empty_cache()
 
     scheduler = _build_scheduler(settings, lr_scheduler, base)
-    engine = DeepSpeedEngine(model, settings, comm, precision, device, zero_optimizer, scheduler)
+    engine = DeepSpeedEngine(model, settings, comm, precision, device, zero_optimizer, scheduler, layout=layout)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
     return engine, zero_optimizer, engine.training_dataloader, scheduler
@@ -138,22 +147,24 @@ def _data_parallel_group(mpu: Any) -> Any:
     return mpu.get_data_parallel_group()
 
 
+def _materialize(model: torch.nn.Module, device: torch.device, config: Config, comm: Collectives) -> None:
+    """Makes a model's meta parameters: shard by shard where the stage shards them, whole otherwise."""
+    if not STAGES[config.zero.stage].parameters:
+        materialize(model, device)
+    else:
+        Init(module=model, config_dict_or_path=config.as_dict(), data_parallel_group=comm.group)
+
+
 def _shard(
     model: torch.nn.Module, base: torch.optim.Optimizer, config: Config, precision: Precision, comm: Collectives
-) -> ZeroOptimizer:
-    """Lays the trained parameters out in units, hooks their gradients, and points the optimizer at this rank's shards."""
+) -> tuple[ZeroOptimizer, Layout]:
+    """Lays the model out in units, hooks the trained parameters' gradients, and points the optimizer at this rank's shards."""
     sharding = STAGES[config.zero.stage]
-    names = {id(p): (name, i) for i, (name, p) in enumerate(model.named_parameters())}
-    units = build_units(
-        [group["params"] for group in base.param_groups],
-        names,
-        n_shards=comm.world_size if sharding.optimizer else 1,
-        shard_rank=comm.rank if sharding.optimizer else 0,
-        bucket_elems=_bucket_elems(config, base),
-        dtypes_of=precision.dtypes_of,
-    )
+    if sharding.parameters:
+        mark_leaves(model, config)
+    layout = lay_out(model, [group["params"] for group in base.param_groups], config, precision, comm)
     reducer = GradientReducer(
-        units,
+        layout.trained,
         sharding,
         comm,
         ReduceSettings(
@@ -165,9 +176,11 @@ def _shard(
             accum_dtype=precision.accum_dtype,
         ),
     )
-    return ZeroOptimizer(
+    if layout.fetcher is not None and layout.fetcher.groups:
+        reducer.connect(layout.fetcher)
+    optimizer = ZeroOptimizer(
         base,
-        units,
+        layout.trained,
         reducer,
         comm,
         clip=config.gradient_clipping,
@@ -176,23 +189,9 @@ def _shard(
         uses_all_gather=config.zero.allgather_partitions and not config.disable_allgather,
         allow_untested=config.zero_allow_untested_optimizer,
         ignores_unused=config.zero.ignore_unused_parameters,
+        fetcher=layout.fetcher,
     )
-
-
-# Unless the user sizes the buckets, a model fills at least this many: what is reduced while backward runs is all but the last one,
-# and stage 2 holds one or two of them beside its shard. Smaller ones than the floor cost more in latency than they hide.
-DEFAULT_BUCKETS = 16
-DEFAULT_BUCKET_FLOOR_ELEMS = 1 << 20
-
-
-def _bucket_elems(config: Config, base: torch.optim.Optimizer) -> int:
-    """Most elements of a bucket. One list of buckets serves both directions, so the smaller limit of the two keys holds."""
-    zero = config.zero
-    limit = min(zero.reduce_bucket_size, zero.allgather_bucket_size or zero.reduce_bucket_size)
-    if config.source_of("zero_optimization.reduce_bucket_size") in ("default", "auto"):
-        n_elems = sum(p.numel() for group in base.param_groups for p in group["params"])
-        limit = min(limit, max(n_elems // DEFAULT_BUCKETS, DEFAULT_BUCKET_FLOOR_ELEMS))
-    return limit
+    return optimizer, layout
 
 
 def _build_scheduler(config: Config, client: Any, base: torch.optim.Optimizer | None) -> Any:

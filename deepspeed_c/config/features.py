@@ -19,11 +19,15 @@ def _later(title: str, instead: str) -> Feature:
     return Feature(title, False, instead)
 
 
+def _built(title: str) -> Feature:
+    return Feature(title, True, "")
+
+
 _REMOVE = "remove the key, or set it to its default"
 
 FEATURES: dict[str, Feature] = {
     # ZeRO and where its shards live
-    "stage3": _later("ZeRO stage 3", 'use "stage": 2 (or 0, 1): optimizer state and gradients are sharded there'),
+    "stage3": _built("ZeRO stage 3"),
     "offload_optimizer": _later("optimizer offload", 'set "device": "none"; stages 1 and 2 shard the state over ranks'),
     "offload_param": _later("parameter offload", 'set "device": "none"'),
     "nvme": _later("NVMe offload", _REMOVE),

@@ -8,6 +8,7 @@ import torch
 
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import RankMismatchError
+from deepspeed_c.zero.sharded import shape_of, state_of
 
 __all__ = ["broadcast_model", "check_same_model", "check_same_text"]
 
@@ -43,7 +44,7 @@ def check_same_text(what: str, lines: list[str], comm: Collectives, fix: str) ->
 def check_same_model(model: torch.nn.Module, comm: Collectives) -> None:
     """Names, shapes, dtypes and requires_grad of all parameters and buffers must agree."""
     lines = [
-        f"{name} {tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
+        f"{name} {tuple(shape_of(p))} {p.dtype}{'' if p.requires_grad else ' frozen'}"
         for name, p in model.named_parameters()
     ]
     lines += [f"{name} {tuple(b.shape)} {b.dtype} buffer" for name, b in model.named_buffers()]
@@ -56,6 +57,8 @@ def broadcast_model(model: torch.nn.Module, comm: Collectives) -> None:
         return
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
+            if state_of(tensor) is not None:
+                continue  # sharded under zero.Init, from rank 0's values
             data = tensor.data
             if data.numel() == 0:
                 continue

@@ -24,6 +24,8 @@ from deepspeed_c.errors import BackwardError, BatchSizeError, FeatureError, Stat
 from deepspeed_c.logging import log_dist, logger
 from deepspeed_c.profile.timers import EngineTimers, see_memory_usage
 from deepspeed_c.zero.access import attach, detach
+from deepspeed_c.zero.hooks import ModuleHooks
+from deepspeed_c.zero.layout import Layout
 from deepspeed_c.zero.optimizer import ZeroOptimizer
 
 __all__ = ["DeepSpeedEngine"]
@@ -56,6 +58,7 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
         optimizer: ZeroOptimizer | None = None,
         lr_scheduler: Any = None,
         training_dataloader: DeepSpeedDataLoader | None = None,
+        layout: Layout = Layout([], [], None),  # noqa: B008  (immutable)
     ) -> None:
         super().__init__()
         self.module = model
@@ -74,6 +77,8 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
         self._n_backwards = 0
         self._is_compiled = False
         self._is_closed = False
+        self._layout, self._fetcher = layout, layout.fetcher
+        self._is_generating = False
         self.timers = EngineTimers(
             enabled=config.wall_clock_breakdown,
             throughput=config.timers.throughput.enabled,
@@ -92,15 +97,18 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
                 raise
             optimizer.reducer.next_is_boundary = self.is_gradient_accumulation_boundary
             optimizer.reducer.next_factor = self._factor_of_unseen_backward
+        if self._fetcher is not None and self._fetcher.groups:
+            self._fetcher.hooks = ModuleHooks(model, self._fetcher, self._name_of_pass)
         if config.dump_state:
             log_dist("state of the engine:\n" + self.describe(), ranks=[0])
 
     def describe(self) -> str:
         """The resolved configuration, and how this rank's states are laid out (``dump_state`` logs it)."""
         lines = [self._config.table()]
-        for i, unit in enumerate(self.optimizer.units if self.optimizer is not None else []):
+        for i, unit in enumerate((*self._layout.trained, *self._layout.frozen)):
+            what = "frozen" if unit in self._layout.frozen else f"group {unit.group}"
             lines.append(
-                f"unit {i}: group {unit.group}, {len(unit.slots)} parameters, {unit.flat_elems} elements of {unit.dtype},"
+                f"unit {i}: {what}, weights {'sharded' if unit.is_sharded else 'whole'}, {len(unit.slots)} parameters, {unit.flat_elems} elements of {unit.dtype},"
                 f" reduced in {unit.comm_dtype}, masters in {unit.master_dtype}; {unit.n_buckets} buckets,"
                 f" shard {unit.shard_rank + 1} of {unit.n_shards} with {unit.shard_elems} elements"
             )
@@ -113,6 +121,7 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
         self._require_open()
         if self.optimizer is not None:
             self._recover_from_aborted_backward()
+        self._comm.ledger.phase = "forward"
         with self.timers.measure("forward"), self._precision.autocast(self.device):
             outputs = self.module(*self._precision.cast_inputs(inputs), **self._precision.cast_inputs(kwargs))
         if self.optimizer is None or not torch.is_grad_enabled():
@@ -121,6 +130,11 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
             return scale_outputs(outputs, self._on_backward_enters)
         watch_outputs(outputs, self._on_backward_enters)
         return outputs
+
+    def _name_of_pass(self) -> str:
+        if torch.is_grad_enabled():
+            return "train"
+        return "generate" if self._is_generating else "eval"
 
     def _recover_from_aborted_backward(self) -> None:
         reducer = self.optimizer.reducer
@@ -158,6 +172,7 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
         is_fp16 = self._precision.scaler is not None
         if not self._in_engine_backward and not reducer.is_in_backward:
             self._n_backwards += 1
+            self._comm.ledger.phase = "backward"
             factor = self._factor()
             reducer.begin_backward_in_graph(
                 is_boundary=self.is_gradient_accumulation_boundary(), factor=1.0 if is_fp16 else factor
@@ -200,6 +215,7 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
         factor = self._factor(scale_wrt_gas)
         is_fp16 = self._precision.scaler is not None
         optimizer.note_loss(loss)
+        self._comm.ledger.phase = "backward"
         with self.timers.measure("backward"):
             optimizer.reducer.begin_backward(
                 is_boundary=self.is_gradient_accumulation_boundary(), factor=1.0 if is_fp16 else factor
@@ -311,6 +327,7 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
             return
         if self._config.memory_breakdown:
             see_memory_usage("before step", force=True)
+        self._comm.ledger.phase = "step"
         try:
             with self.timers.measure("step"):
                 optimizer.step()
@@ -320,6 +337,7 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
             self.micro_steps += 1
             self.global_steps += 1
             self.global_samples += self._samples_of_window()
+            self._comm.ledger.phase = ""
         if self._step_applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self.timers.end_step(self.global_steps)
@@ -463,19 +481,28 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
         return self.optimizer
 
     def close(self) -> None:
-        """Removes hooks and frees buffers and optimizer state. The module keeps its weights and works on its own. May be called twice."""
+        """Removes hooks and frees buffers and optimizer state. May be called twice.
+
+        The module keeps its weights and works on its own. What stage 3 has sharded stays sharded, as under ``zero.Init``: no rank could
+        be sure to hold all of it; ``zero.GatheredParameters`` and another ``initialize`` take it from there.
+        """
         if self._is_closed:
             return
         self._is_closed = True
         if self.optimizer is not None:
             for slot in self.optimizer.reducer.slots:
                 detach(slot)
-            units = list(self.optimizer.units)
             self.optimizer.reducer.close()
             self.optimizer.close()
-            for unit in units:
-                unit.release()
             self.optimizer = None
+        if self._fetcher is not None:
+            if self._fetcher.hooks is not None:
+                self._fetcher.hooks.remove()
+            self._fetcher.close()
+            self._fetcher = None
+        for unit in (*self._layout.trained, *self._layout.frozen):
+            unit.release()
+        self._layout = Layout([], [], None)
         self.lr_scheduler = self.training_dataloader = None
         self._comm.close()
 

@@ -19,6 +19,7 @@ from deepspeed_c.logging import logger
 from deepspeed_c.ops.muon import Muon
 from deepspeed_c.ops.optim import FusedOptimizer
 from deepspeed_c.zero.entries import Entry, point_at_shards, split_entry
+from deepspeed_c.zero.fetch import Fetcher
 from deepspeed_c.zero.reducer import GradientReducer, WindowFacts
 from deepspeed_c.zero.unit import Fragment, Slot, Unit
 
@@ -49,8 +50,10 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         uses_all_gather: bool = True,
         allow_untested: bool = False,
         ignores_unused: bool = True,
+        fetcher: Fetcher | None = None,
     ) -> None:
         self._ignores_unused = ignores_unused
+        self.fetcher = fetcher
         self.optimizer, self.units, self.reducer, self.comm = base, units, reducer, comm
         self.clip, self.checks_overflow, self.scaler = float(clip), checks_overflow, scaler
         self._uses_all_gather = uses_all_gather
@@ -169,13 +172,15 @@ class ZeroOptimizer(DeepSpeedOptimizer):
             )
         for work in works:
             work.wait()
+        if self.fetcher is not None:
+            self.fetcher.weights_changed()
 
     def _split(self, unit: Unit, bucket: int) -> None:
         """From now on the base sees each parameter of a bucket by itself, with a step count of its own."""
         entries = self._by_bucket[unit, bucket]
         if entries[0].fragment is None:
             pieces = split_entry(self.optimizer, entries[0])
-            at = self.entries.index(entries[0])
+            at = next(i for i, entry in enumerate(self.entries) if entry is entries[0])  # == would compare tensors
             self.entries[at : at + 1] = pieces
             self._by_bucket[unit, bucket] = pieces
 
@@ -271,7 +276,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         return works
 
     def _gather(self, unit: Unit, bucket: int) -> Work:
-        if not self.is_sharded:
+        if not self.is_sharded or unit.is_sharded:
             return Work.done()
         return self.comm.all_gather(unit.bucket_view(unit.flat_param, bucket), use_broadcast=not self._uses_all_gather)
 
@@ -333,6 +338,8 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         if not unit.master_is_param:
             torch.ops.deepspeed_c.flat_cast_(unit.master[bucket], unit.param_slice(bucket))
         self._gather(unit, bucket).wait()
+        if unit.is_sharded:
+            self.fetcher.weights_changed(self.fetcher.group_at(unit, bucket))
 
     def refresh_fp32_params(self) -> None:
         """Takes the masters anew from the weights (after ``load_state_dict`` on the module)."""

@@ -8,6 +8,9 @@ A *window* is the run of micro-batches between two optimizer steps. Within it:
 
 A parameter whose hook fires again after its bucket was launched is *late*: its contribution gathers by itself and ``finish`` reduces it.
 From then on nothing is launched before ``finish``, so that lateness costs an extra collective once and not in every step.
+
+Where parameters are sharded as well, their gathers and these reductions must come in one order on all ranks: the fetcher then says when which bucket is
+launched (``launch_bucket``), by how far backward has come and not by which gradients this rank has seen; a bucket that was late once waits for the end of backward.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.autograd import Variable
@@ -30,6 +33,9 @@ from deepspeed_c.logging import logger
 from deepspeed_c.zero.bucket import Bucket, StagingPool
 from deepspeed_c.zero.stages import Sharding
 from deepspeed_c.zero.unit import Slot, Unit
+
+if TYPE_CHECKING:
+    from deepspeed_c.zero.fetch import Fetcher
 
 # Reductions that run while backward goes on (overlap_comm): one on the wire and one behind it.
 MAX_IN_FLIGHT = 2
@@ -94,6 +100,8 @@ class GradientReducer:
         self._is_boundary = True
         self._is_coalescing = False  # within coalesce_grad_reduction
         self._saw_late = False  # decided by all ranks together
+        self._fetcher: Fetcher | None = None
+        self._waits_for_end: set[int] = set()  # buckets that were late, where the fetcher paces
         self._reset_window()
 
     def _make_buckets(self) -> None:
@@ -151,6 +159,11 @@ class GradientReducer:
         for bucket in self.buckets:
             bucket.reset()
 
+    def connect(self, fetcher: Fetcher) -> None:
+        """From now on ``fetcher`` is told of backward passes, and says when a bucket is launched."""
+        self._fetcher = fetcher
+        fetcher.connect(self)
+
     # -- a backward pass --------------------------------------------------------------------------------------------
 
     @property
@@ -177,6 +190,8 @@ class GradientReducer:
         self._ratio = factor / self.factor
         if self.sharding.gradients:
             self._tracker.reset()
+        if self._fetcher is not None:
+            self._fetcher.begin_backward()
 
     def begin_backward_in_graph(self, *, is_boundary: bool, factor: float) -> None:
         """As ``begin_backward``, from within autograd (``loss.backward()`` called by the user): ends itself with the pass."""
@@ -196,9 +211,12 @@ class GradientReducer:
             self.buckets[bucket_index].add(slot, grad, self._ratio, will_reduce=will_reduce)
             param.grad = None
             self._contributed[slot.tracker_index] = 1
-            if self._tracker.mark(slot.tracker_index):
+            is_late = self._tracker.mark(slot.tracker_index)
+            if self._fetcher is not None:
+                is_late = self.buckets[bucket_index].is_launched
+            if is_late:
                 self._n_late[bucket_index] = 1
-            elif will_reduce:
+            elif will_reduce and self._fetcher is None:
                 self._launch(force=False)
 
     # The engine sets these: what a pass that began inside the module belongs to.
@@ -213,10 +231,12 @@ class GradientReducer:
     def end_backward(self) -> None:
         """Called when a backward pass has ended: reduces what is due."""
         with self._lock:
+            if self._fetcher is not None:
+                self._fetcher.end_backward()
             self.is_in_backward = False
             self.is_complete = self._is_boundary
             if self._reduces_this_backward:
-                self._launch(force=True)
+                self._launch_rest()
                 self._has_unreduced = False
                 if self.sharding.gradients:
                     self._wait()  # gives the staging buffers back
@@ -227,7 +247,6 @@ class GradientReducer:
 
     def abort_backward(self) -> None:
         """Called when a backward pass raised: the window's gradients are incomplete and are dropped."""
-        self.is_in_backward = False
         self.discard()
 
     def _launch(self, force: bool) -> None:
@@ -237,11 +256,25 @@ class GradientReducer:
         the same place of the same order on all ranks.
         """
         while (i := self._tracker.next(force)) >= 0:
-            while self._works and len(self._works) >= self._depth:
-                self._works.popleft().wait()
-            self._works.append(self.buckets[i].reduce())
-            if self._depth == 0:
-                self._wait()
+            self._start(i)
+
+    def _launch_rest(self) -> None:
+        """At the end of a backward: what the fetcher has launched on the way is not launched again."""
+        while (i := self._tracker.next(True)) >= 0:
+            if self._fetcher is None or not self.buckets[i].is_launched:
+                self._start(i)
+
+    def _start(self, i: int) -> None:
+        while self._works and len(self._works) >= self._depth:
+            self._works.popleft().wait()
+        self._works.append(self.buckets[i].reduce())
+        if self._depth == 0:
+            self._wait()
+
+    def launch_bucket(self, i: int) -> None:
+        """The backward has gone past a bucket's parameters: starts its reduction, on every rank at the same point of the plan."""
+        if self._reduces_this_backward and i not in self._waits_for_end and not self.buckets[i].is_launched:
+            self._start(i)
 
     def _wait(self) -> None:
         while self._works:
@@ -296,7 +329,10 @@ class GradientReducer:
                 if is_late:
                     bucket.reduce().wait()
             self._n_late = [0] * len(self.buckets)
-            self._saw_late = True
+            if self._fetcher is None:
+                self._saw_late = True
+            else:
+                self._waits_for_end.update(i for i, is_late in enumerate(late) if is_late)
             facts = self._exchange(has_bad_loss)
         flags = facts[3 + len(self.buckets) :]
         self.facts = WindowFacts(
@@ -344,6 +380,8 @@ class GradientReducer:
 
     def discard(self) -> None:
         """Drops everything that has gathered in this window."""
+        if self._fetcher is not None and self._fetcher.is_in_backward:
+            self._fetcher.abort()
         while self._works:
             try:
                 self._works.popleft().wait()

@@ -19,4 +19,5 @@ STAGES: dict[int, Sharding] = {
     0: Sharding(optimizer=False, gradients=False, parameters=False),
     1: Sharding(optimizer=True, gradients=False, parameters=False),
     2: Sharding(optimizer=True, gradients=True, parameters=False),
+    3: Sharding(optimizer=True, gradients=True, parameters=True),
 }

@@ -1,4 +1,4 @@
-"""A unit: the flat buffers of all trainable parameters that share an optimizer group, a dtype and a reduction dtype.
+"""A unit: the flat buffers of all parameters that share an optimizer group, a dtype and a reduction dtype.
 
 Everything that the engine does per step is done on a unit's buckets and slices, so its cost does not depend on how many
 parameters a model is cut into. Where an element lies is decided by the C core ``csrc/zero`` (see ``dsc/zero.h``).
@@ -14,6 +14,7 @@ import torch
 
 from deepspeed_c import _C
 from deepspeed_c.errors import ModelError
+from deepspeed_c.zero.sharded import shape_of, take_over, whole_of
 
 __all__ = ["ALIGN_ELEMS", "Dtypes", "Fragment", "Slot", "Unit", "build_units"]
 
@@ -64,11 +65,12 @@ class Slot:
 
 
 class Unit:
-    """One flat buffer and its shard of master weights.
+    """The parameters of one layout, and this rank's shard of their master weights.
 
-    ``flat_param`` ([flat_elems], the parameters' dtype) backs ``param.data`` of every member. ``master`` holds this rank's slice of each
-    bucket, in fp32 (or in the parameters' own dtype when that is what is trained); where the master is the parameter itself,
-    the slices are views of ``flat_param`` and no second copy exists.
+    The weights themselves are either whole on every rank, ``flat_param`` ([flat_elems], the parameters' dtype) backing ``param.data`` of every member, or
+    sharded: ``param_shard`` ([shard_elems]) is then all that is kept, and a bucket is put together while it is used (``fetch.py``).
+    ``master`` holds this rank's slice of each bucket, in fp32 (or in the parameters' own dtype when that is what is trained); where the master is the
+    parameter itself, the slices are views of the weights and no second copy exists.
     """
 
     def __init__(
@@ -80,12 +82,13 @@ class Unit:
         shard_rank: int,
         bucket_elems: int,
         dtypes: Dtypes,
+        is_sharded: bool = False,
     ) -> None:
-        self.group = group
+        self.group, self.is_sharded = group, is_sharded
         self.device = params[0][2].device
         self.dtype, self.comm_dtype, self.master_dtype, self.is_sparse = dtypes
         self.n_shards, self.shard_rank = n_shards, shard_rank
-        layout = _C.ZeroLayout([p.numel() for _, _, p in params], n_shards, bucket_elems, ALIGN_ELEMS)
+        layout = _C.ZeroLayout([shape_of(p).numel() for _, _, p in params], n_shards, bucket_elems, ALIGN_ELEMS)
         # Read once: each look at an attribute of the layout makes a list anew.
         self.flat_elems: int = layout.flat_elems
         self.shard_elems: int = layout.shard_elems
@@ -93,7 +96,7 @@ class Unit:
         self.slice_elems: list[int] = layout.slice_elems
         self.shard_offset: list[int] = layout.shard_offset
         self.slots = [
-            Slot(p, name, self, i, order, bucket, offset, p.numel(), p.shape)
+            Slot(p, name, self, i, order, bucket, offset, shape_of(p).numel(), shape_of(p))
             for i, ((name, order, p), bucket, offset) in enumerate(zip(params, layout.bucket_of, layout.offsets))
         ]
         self.n_buckets = len(self.bucket_begin)
@@ -104,14 +107,21 @@ class Unit:
         self.fragments = [Fragment(self.slots[i], *rest) for i, *rest in fragments]
         self.fragment_of: dict[Slot, Fragment] = {f.slot: f for f in self.fragments}
 
-        self.flat_param = torch.zeros(self.flat_elems, dtype=self.dtype, device=self.device)
         self.master_is_param = self.master_dtype == self.dtype
+        self.flat_param: torch.Tensor | None = None
+        self.param_shard: torch.Tensor | None = None
+        weights = torch.zeros(self.shard_elems if is_sharded else self.flat_elems, dtype=self.dtype, device=self.device)
+        if is_sharded:
+            self.param_shard = weights
+        else:
+            self.flat_param = weights
         self._fill()
 
     def _fill(self) -> None:
-        """Moves the members into the flat buffer, casting them, and makes the master slices.
+        """Moves the members' weights into the buffers, casting them, and makes the master slices.
 
-        Masters start from the weights as they were given, not from their 16-bit image.
+        Masters start from the weights as they were given, not from their 16-bit image. One parameter at a time: a sharded one's own storage is
+        given up before the next is looked at. Collective where members are sharded already (``zero.Init``).
         """
         with torch.no_grad():
             self.master_flat = (
@@ -119,14 +129,20 @@ class Unit:
                 if self.master_is_param
                 else torch.zeros(self.shard_elems, dtype=self.master_dtype, device=self.device)
             )
-            for fragment in self.fragments:
-                if self.master_flat is not None:
-                    piece = fragment.slot.param.data.reshape(-1).narrow(0, fragment.begin, fragment.numel)
-                    self.master_flat.narrow(0, fragment.shard_begin, fragment.numel).copy_(piece)
             for slot in self.slots:
-                view = slot.view(self.flat_param)
-                view.copy_(slot.param.data)
-                slot.param.data = view
+                whole = whole_of(slot.param)
+                fragment = self.fragment_of.get(slot)
+                if fragment is not None:
+                    piece = whole.reshape(-1).narrow(0, fragment.begin, fragment.numel)
+                    for shard in (self.master_flat, self.param_shard):
+                        if shard is not None:
+                            shard.narrow(0, fragment.shard_begin, fragment.numel).copy_(piece)
+                if self.flat_param is not None:
+                    view = slot.view(self.flat_param)
+                    view.copy_(whole)
+                    take_over(slot.param, view)
+                else:
+                    take_over(slot.param, whole.new_empty(0, dtype=self.dtype))
         self.master: list[torch.Tensor] = [
             self.param_slice(b) if self.master_flat is None else self.shard_slice(self.master_flat, b)
             for b in range(self.n_buckets)
@@ -152,6 +168,8 @@ class Unit:
 
     def param_slice(self, bucket: int) -> torch.Tensor:
         """This rank's slice of the parameters themselves."""
+        if self.param_shard is not None:
+            return self.shard_slice(self.param_shard, bucket)
         return self.own_slice(self.bucket_view(self.flat_param, bucket), bucket)
 
     def piece(self, slices: Sequence[torch.Tensor], fragment: Fragment) -> torch.Tensor:
@@ -168,16 +186,28 @@ class Unit:
                 for bucket in range(self.n_buckets):
                     self.master[bucket].copy_(self.param_slice(bucket))
 
+    def ranges_of(self, slot: Slot) -> tuple[list[int], list[int]]:
+        """Which elements of a parameter each rank's shard holds: (first ones, counts), by rank."""
+        begins, numels = [], []
+        first, slice_elems = self.bucket_begin[slot.bucket], self.slice_elems[slot.bucket]
+        for rank in range(self.n_shards):
+            low = min(max(first + rank * slice_elems - slot.offset, 0), slot.numel)
+            high = min(max(first + (rank + 1) * slice_elems - slot.offset, 0), slot.numel)
+            begins.append(low)
+            numels.append(high - low)
+        return begins, numels
+
     def release(self) -> None:
         """Gives every parameter storage of its own again, so that the model outlives the unit."""
         with torch.no_grad():
-            for slot in self.slots:
-                slot.param.data = slot.param.data.clone()
+            if self.flat_param is not None:
+                for slot in self.slots:
+                    slot.param.data = slot.param.data.clone()
         self.master.clear()
         self.fragments.clear()
         self.fragment_of.clear()
         self.master_flat = None
-        self.flat_param = torch.empty(0, dtype=self.dtype, device=self.device)
+        self.flat_param = self.param_shard = None
 
 
 def build_units(
@@ -188,12 +218,14 @@ def build_units(
     shard_rank: int,
     bucket_elems: int,
     dtypes_of: Callable[[str, torch.nn.Parameter], Dtypes],
+    is_sharded: Callable[[torch.nn.Parameter], bool] = lambda param: False,
 ) -> list[Unit]:
     """Makes the units of all optimizer groups.
 
     ``names`` maps ``id(param)`` to (name, order of registration). Members are laid out in reverse order of registration, which is about the order
     in which backward produces their gradients, so that the first buckets fill first.
-    ``dtypes_of(name, param)`` gives the dtypes of the weights, of what is reduced, and of the masters.
+    ``dtypes_of(name, param)`` gives the dtypes of the weights, of what is reduced, and of the masters; ``is_sharded(param)`` whether its weights are
+    (masters are, wherever ``n_shards`` is more than 1).
     """
     units: list[Unit] = []
     for index, group in enumerate(groups):
@@ -201,14 +233,14 @@ def build_units(
         for p in group:
             name, order = names[id(p)]
             dtypes = dtypes_of(name, p)
-            if dtypes.param not in SUPPORTED_DTYPES:
+            if p.requires_grad and dtypes.param not in SUPPORTED_DTYPES:
                 raise ModelError(
                     f"trainable parameter has dtype {dtypes.param}; the optimizer step works on fp32, bf16 and fp16",
                     where=name,
                     fix="cast the parameter, or freeze it with requires_grad_(False)",
                 )
-            by_kind.setdefault((p.device, dtypes), []).append((name, order, p))
-        for (_, dtypes), members in by_kind.items():
+            by_kind.setdefault((p.device, dtypes, is_sharded(p)), []).append((name, order, p))
+        for (_, dtypes, sharded), members in by_kind.items():
             members.sort(key=lambda member: -member[1])
             units.append(
                 Unit(
@@ -218,6 +250,7 @@ def build_units(
                     shard_rank=shard_rank,
                     bucket_elems=bucket_elems,
                     dtypes=dtypes,
+                    is_sharded=sharded,
                 )
             )
     return units

@@ -84,8 +84,12 @@ def engine_run(rank: int, world: int, trait_name: str, stage: int, dtype: str, g
                 engine.step()
             norms.append(engine.get_global_grad_norm())
             assert engine.was_step_applied()
-        params = {n: safe_get_full_fp32_param(p) for n, p in model.named_parameters()}
-        params = {n: p if p is not None else dict(model.named_parameters())[n].float() for n, p in params.items()}
+        params = {}
+        for name, p in model.named_parameters():
+            params[name] = safe_get_full_fp32_param(p)
+            if params[name] is None:
+                with deepspeed_c.zero.GatheredParameters(p):
+                    params[name] = p.detach().float().clone()
     return Run(losses, norms, {n: p.detach().clone() for n, p in params.items()})
 
 

@@ -1,0 +1,751 @@
+"""Puts sharded parameters together just before use and lets go of them just after, along a plan made from the recorded order of use.
+
+The unit of all of it is a *gather unit*: one bucket of a sharded unit, so small neighbours share one collective and Python is touched once for all of them. A
+*pass* is one forward (each mode has its own record) or one backward. The C core ``csrc/zero`` plans and runs passes: every rank issues the gathers of a plan in the
+plan's order whatever part of it its own control flow uses, so a branch that one rank does not take stops nobody.
+
+What autograd saves of a gathered parameter is not the data but where it lies; it is put together again when backward asks for it. So nothing ever
+points at memory that was given up, whatever a model does with its weights.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from deepspeed_c import _C
+from deepspeed_c.comm.collectives import Collectives, Work
+from deepspeed_c.errors import StateError
+from deepspeed_c.logging import logger
+from deepspeed_c.zero.sharded import (
+    ShardState,
+    StandaloneShard,
+    ZeroParamStatus,
+    adopt_shape,
+    make_sharded,
+    point_at,
+    point_at_nothing,
+    state_of,
+    take_over,
+)
+from deepspeed_c.zero.unit import Slot, Unit
+
+if TYPE_CHECKING:
+    from deepspeed_c.zero.hooks import ModuleHooks
+    from deepspeed_c.zero.reducer import GradientReducer
+
+__all__ = ["FetchLimits", "FetchStats", "Fetcher", "GatherUnit"]
+
+# A bucket's gradients are sent when the backward has gone on by this many gather units: those of its own parameters have come by then, on every rank.
+PACE_STEPS = 2
+STEP = getattr(_C.Fetch, "STEP", -1)
+# Backward plans that are remembered, one for each order of the forwards before it.
+MAX_BACKWARD_PLANS = 64
+
+
+class FetchLimits(NamedTuple):
+    """In elements; the configuration keys ``stage3_max_live_parameters``, ``stage3_prefetch_bucket_size``, ``stage3_max_reuse_distance``."""
+
+    max_live: int
+    ahead: int
+    max_reuse: int
+
+
+class FetchStats:
+    """Counts since the engine was made."""
+
+    def __init__(self) -> None:
+        self.n_gathers = 0
+        self.n_passes = 0
+        self.n_unexpected = 0  # uses that the plan did not hold
+        self.n_replans = 0  # passes after which the plan was made anew
+        self.max_live_elems = 0
+
+    def as_dict(self) -> dict[str, int]:
+        return dict(vars(self))
+
+
+class BufferPool:
+    """Buffers for gathered weights, used again when nothing else holds them (a view that autograd or the user kept may)."""
+
+    def __init__(self) -> None:
+        self._free: list[torch.Tensor] = []
+        self._alone = _use_count(torch.empty(1)) if hasattr(torch._C, "_storage_Use_Count") else None
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if device.type == "cpu" and self._alone is not None:
+            fitting = [
+                i
+                for i, buffer in enumerate(self._free)
+                if buffer.dtype == dtype and buffer.numel() >= numel and _use_count(buffer) == self._alone
+            ]
+            if fitting:
+                return self._free.pop(min(fitting, key=lambda i: self._free[i].numel()))
+            self._free = [b for b in self._free if b.numel() >= numel and b.dtype == dtype]
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def give(self, buffer: torch.Tensor) -> None:
+        # An accelerator's own allocator keeps memory at hand; the C library's hands large pieces back and has to clear them anew.
+        if buffer.device.type == "cpu" and self._alone is not None:
+            self._free.append(buffer)
+
+    def clear(self) -> None:
+        self._free.clear()
+
+
+def _use_count(tensor: torch.Tensor) -> int:
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+class GatherUnit:
+    """One bucket of a sharded unit: the parameters that are gathered by one collective."""
+
+    def __init__(self, index: int, unit: Unit, bucket: int, fetcher: Fetcher) -> None:
+        self.index, self.unit, self.bucket, self._fetcher = index, unit, bucket, fetcher
+        self.slots: list[Slot] = unit.bucket_slots[bucket]
+        self.trained = [slot.param for slot in self.slots if slot.param.requires_grad]
+        self.numel = unit.bucket_numel(bucket)
+        first = min(self.slots, key=lambda slot: slot.order)
+        self.label = first.name if len(self.slots) == 1 else f"{first.name} (+{len(self.slots) - 1} more)"
+        self.base: torch.Tensor | None = None  # what the pool gave
+        self.buffer: torch.Tensor | None = None  # [numel] of it
+        self.storage = 0  # identity of the storage, while live
+        self._work: Work | None = None
+        self.is_ready = False  # the parameters point into the buffer
+        self.pins = 0
+        self.is_leaving = False  # released by the plan while pinned
+        self._begin = unit.bucket_begin[bucket]
+
+    @property
+    def status(self) -> ZeroParamStatus:
+        if self.is_ready:
+            return ZeroParamStatus.AVAILABLE
+        return ZeroParamStatus.NOT_AVAILABLE if self.buffer is None else ZeroParamStatus.INFLIGHT
+
+    def start(self) -> None:
+        """Issues the gather. In place where the unit is here already (its weights were updated, or a plan asks for it again)."""
+        fetcher = self._fetcher
+        self.wait()
+        with fetcher.on_gather_stream(self.unit.device), torch.inference_mode(False), torch.no_grad():
+            if self.buffer is None:
+                self.base = fetcher.pool.take(self.numel, self.unit.dtype, self.unit.device)
+                self.buffer = self.base.narrow(0, 0, self.numel)
+                self.storage = self.base.untyped_storage()._cdata
+                fetcher.by_storage[self.storage] = self
+                fetcher.count_live(self.numel)
+            self.unit.own_slice(self.buffer, self.bucket).copy_(self.unit.param_slice(self.bucket))
+            self._work = fetcher.comm.all_gather(self.buffer, use_broadcast=fetcher.use_broadcast, label=self.label)
+        self.is_leaving = False
+
+    def wait(self) -> None:
+        if self._work is not None:
+            work, self._work = self._work, None
+            with torch.inference_mode(False), torch.no_grad():
+                work.wait()
+                self._fetcher.after_gather(self.buffer)
+
+    def finish(self) -> None:
+        """Waits for the gather and makes the parameters available."""
+        self.wait()
+        if not self.is_ready:
+            with torch.inference_mode(False), torch.no_grad():
+                for slot in self.slots:
+                    point_at(slot.param, slot.view(self.buffer, self._begin))
+            self.is_ready = True
+
+    def let_go(self, *, expects_grads: bool) -> None:
+        """Releases the parameters and the buffer."""
+        self.wait()
+        for slot in self.slots:
+            if expects_grads and slot.param.requires_grad:
+                adopt_shape(slot.param)
+            else:
+                point_at_nothing(slot.param)
+        fetcher = self._fetcher
+        del fetcher.by_storage[self.storage]
+        fetcher.count_live(-self.numel)
+        self.buffer = None
+        fetcher.pool.give(self.base)
+        self.base = None
+        self.is_ready = self.is_leaving = False
+
+
+class PlacedShard(ShardState):
+    """The state of a parameter that lies in a gather unit of an engine."""
+
+    def __init__(self, slot: Slot, group: GatherUnit, fetcher: Fetcher) -> None:
+        super().__init__(slot.param, slot.name, fetcher.comm, slot.shape, persists=False)
+        self.slot, self.group, self.fetcher = slot, group, fetcher
+        self._ranges: tuple[list[int], list[int]] | None = None
+
+    def _find_ranges(self) -> tuple[list[int], list[int]]:
+        if self._ranges is None:
+            self._ranges = self.slot.unit.ranges_of(self.slot)
+        return self._ranges
+
+    @property
+    def begins(self) -> Sequence[int]:
+        return self._find_ranges()[0]
+
+    @property
+    def numels(self) -> Sequence[int]:
+        return self._find_ranges()[1]
+
+    @property
+    def piece(self) -> torch.Tensor:
+        unit = self.slot.unit
+        fragment = unit.fragment_of.get(self.slot)
+        return self.empty if fragment is None else unit.param_shard.narrow(0, fragment.shard_begin, fragment.numel)
+
+    @property
+    def status(self) -> ZeroParamStatus:
+        return self.group.status
+
+    def acquire(self, params: Sequence[torch.nn.Parameter]) -> None:
+        self.fetcher.pin([state_of(param).group for param in params])
+
+    def give_back(self, params: Sequence[torch.nn.Parameter]) -> None:
+        self.fetcher.unpin([state_of(param).group for param in params])
+
+    def store(self, param: torch.nn.Parameter) -> None:
+        unit, fragment = self.slot.unit, self.slot.unit.fragment_of.get(self.slot)
+        if fragment is not None:
+            with torch.no_grad():
+                mine = self.own_part(param.data.reshape(-1))
+                if not unit.master_is_param:
+                    unit.piece(unit.master, fragment).copy_(mine)
+                self.piece.copy_(mine)
+
+    @property
+    def view(self) -> torch.Tensor:
+        """The parameter's place in what is gathered."""
+        return self.slot.view(self.group.buffer, self.slot.unit.bucket_begin[self.slot.bucket])
+
+    def point_back(self, param: torch.nn.Parameter) -> None:
+        """Makes an available parameter that somebody gave other storage a view of the gathered unit again."""
+        view = self.view
+        if param.data.data_ptr() != view.data_ptr():
+            with torch.no_grad():
+                view.copy_(param.data)
+            point_at(param, view)
+
+
+class WholeShard(ShardState):
+    """The state of a parameter that stays whole on every rank (below the persistence threshold, or on a single rank)."""
+
+    def __init__(self, slot: Slot, comm: Collectives) -> None:
+        super().__init__(slot.param, slot.name, comm, slot.shape, persists=True)
+        self.slot = slot
+        self.begins, self.numels = [0] * comm.world_size, [self.numel] * comm.world_size
+
+    @property
+    def piece(self) -> torch.Tensor:
+        return self.slot.view(self.slot.unit.flat_param).reshape(-1)
+
+    @property
+    def status(self) -> ZeroParamStatus:
+        return ZeroParamStatus.AVAILABLE
+
+    def acquire(self, params: Sequence[torch.nn.Parameter]) -> None:
+        pass
+
+    def give_back(self, params: Sequence[torch.nn.Parameter]) -> None:
+        pass
+
+    def store(self, param: torch.nn.Parameter) -> None:
+        unit, fragment = self.slot.unit, self.slot.unit.fragment_of.get(self.slot)
+        with torch.no_grad():
+            if fragment is not None and not unit.master_is_param:
+                mine = param.data.reshape(-1).narrow(0, fragment.begin, fragment.numel)
+                unit.piece(unit.master, fragment).copy_(mine)
+
+    def point_back(self, param: torch.nn.Parameter) -> None:
+        view = self.slot.view(self.slot.unit.flat_param)
+        if param.data.data_ptr() != view.data_ptr():
+            with torch.no_grad():
+                view.copy_(param.data)
+            point_at(param, view)
+
+
+class _Reference:
+    """What autograd keeps in place of a gathered weight."""
+
+    __slots__ = ("group", "offset", "shape", "stride")
+
+    def __init__(self, group: GatherUnit, tensor: torch.Tensor) -> None:
+        self.group = group
+        self.shape, self.stride, self.offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+class _Mode:
+    """The plan of one mode, and what it was learnt from."""
+
+    def __init__(self, steps: list[int], plan: Any) -> None:
+        self.steps, self.plan = steps, plan
+        self.n_passes = 0
+
+
+class Fetcher:
+    """Gathers and releases the sharded units of one engine.
+
+    ``use`` is what hooks call; passes are begun and ended by the hooks of the root module (``hooks.py``) and by the gradient reducer.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        whole_units: Sequence[Unit],
+        comm: Collectives,
+        limits: FetchLimits,
+        *,
+        use_broadcast: bool = False,
+    ) -> None:
+        self.comm, self.limits, self.use_broadcast = comm, limits, use_broadcast
+        self.stats = FetchStats()
+        self.pool = BufferPool()
+        self.by_storage: dict[int, GatherUnit] = {}
+        self.live_elems = 0
+        self.lock = threading.RLock()  # autograd runs one thread per device
+        self._stream: Any = None
+        places = [(unit, b) for unit in units for b in range(unit.n_buckets) if unit.bucket_slots[b]]
+        places.sort(key=lambda place: min(slot.order for slot in place[0].bucket_slots[place[1]]))
+        self.groups = [GatherUnit(i, unit, bucket, self) for i, (unit, bucket) in enumerate(places)]
+        for group in self.groups:
+            for slot in group.slots:
+                make_sharded(slot.param, PlacedShard(slot, group, self))
+                point_at_nothing(slot.param)
+        self._whole_slots = [slot for unit in whole_units for slot in unit.slots]
+        for slot in self._whole_slots:
+            make_sharded(slot.param, WholeShard(slot, comm))
+        self._elems = [group.numel for group in self.groups]
+        self._run = _C.Fetch(self._elems)
+        self._modes: OrderedDict[Any, _Mode] = OrderedDict()
+        self._mode: Any = None
+        self._is_forward = self._expects_grads = False
+        self.is_in_backward = False
+        self._since: list[tuple[int, ...]] = []  # records of the forwards that no backward has followed yet
+        self._forward_used: set[int] = set()
+        self.hooks: ModuleHooks | None = None  # set by the engine that drives this fetcher
+        self._reducer: GradientReducer | None = None
+        self._bucket_of: dict[int, int] = {}
+        self._paced = 0
+        self._last_use: dict[int, int] = {}
+        self._held: dict[object, Sequence[GatherUnit]] = {}
+        self._is_synced = False
+        self._keeps_all = False  # within a pass nothing is let go
+        self._is_closed = False
+        self._no_plan = self._make_plan([])
+        self._rest()
+
+    # -- streams (accelerators) -------------------------------------------------------------------------------------
+
+    @contextmanager
+    def on_gather_stream(self, device: torch.device) -> Iterator[None]:
+        """Gathers run beside the computation: after what wrote the shards, before what reads the weights."""
+        if device.type == "cpu":
+            yield
+            return
+        if self._stream is None:
+            self._stream = torch.Stream(device)
+        self._stream.wait_stream(torch.accelerator.current_stream(device))
+        with self._stream:
+            yield
+
+    def after_gather(self, buffer: torch.Tensor) -> None:
+        if buffer.device.type != "cpu":
+            current = torch.accelerator.current_stream(buffer.device)
+            current.wait_stream(self._stream)
+            buffer.record_stream(current)
+
+    # -- passes -----------------------------------------------------------------------------------------------------
+
+    def count_live(self, n_elems: int) -> None:
+        self.live_elems += n_elems
+        self.stats.max_live_elems = max(self.stats.max_live_elems, self.live_elems)
+
+    def _make_plan(self, steps: list[int]) -> Any:
+        return _C.FetchPlan(steps, self._elems, self.limits.max_live, self.limits.ahead, self.limits.max_reuse)
+
+    def _live(self) -> list[int]:
+        return [group.index for group in self.groups if group.buffer is not None and not group.is_leaving]
+
+    def _rest(self) -> None:
+        """Between passes: every use is gathered on the spot."""
+        self._mode = None
+        self._is_forward = self._expects_grads = False
+        self._run.abort()
+        self._run.begin(self._no_plan, self._live())
+
+    def _apply(self, actions: Sequence[tuple[int, int]]) -> None:
+        for kind, index in actions:
+            if kind == STEP:
+                if self.is_in_backward:
+                    self._pace(index - PACE_STEPS)
+                continue
+            group = self.groups[index]
+            if kind == _C.Fetch.GATHER:
+                if not (self._keeps_all and group.buffer is not None):
+                    group.start()
+                    self.stats.n_gathers += 1
+                group.is_leaving = False
+            elif group.pins or self._keeps_all:
+                group.is_leaving = True
+            elif group.buffer is not None:
+                group.let_go(expects_grads=self._expects_grads)
+
+    def _begin(self, key: Any, first_steps: Callable[[], list[int]]) -> None:
+        mode = self._modes.get(key)
+        if mode is None:
+            steps = first_steps()
+            mode = self._modes[key] = _Mode(steps, self._make_plan(steps))
+        self._mode = mode
+        # What is left over from before stays if it comes first now.
+        keep = mode.steps[0] if mode.steps else -1
+        for group in self.groups:
+            if group.buffer is not None and group.index != keep and not group.pins:
+                group.let_go(expects_grads=self._expects_grads)
+        self._run.abort()
+        self._run.begin(mode.plan, self._live())
+        self.stats.n_passes += 1
+
+    def _end(self, may_drop: Callable[[], list[bool]], keep: int) -> tuple[list[int], list[bool]]:
+        """Runs the rest of the plan, and learns from the pass. Returns its record."""
+        mode = self._mode
+        self._apply(self._run.end(keep))
+        steps, used = self._run.record
+        mode.n_passes += 1
+        self.stats.n_unexpected += self._run.n_unexpected
+        is_new = self._run.n_unexpected > 0
+        # What all ranks did is the same in the record; what they used is not. They tell one another now and then, all at the same time.
+        if mode.n_passes & (mode.n_passes - 1) == 0 and steps:
+            used = [n > 0 for n in self.comm.sum_numbers([float(u) for u in used], label="order of use")]
+            pruned = _C.trace_prune(steps, used, may_drop())
+            is_new = is_new or pruned != list(mode.steps)
+        else:
+            pruned = steps
+        if is_new:
+            mode.steps = list(pruned)
+            mode.plan = self._make_plan(mode.steps)
+            self.stats.n_replans += mode.n_passes > 1
+        return steps, used
+
+    def begin_forward(self, name: str) -> None:
+        """A forward of the root module begins. ``name``: train, eval or generate."""
+        if self.is_in_backward:
+            return  # recomputed within backward: part of that pass
+        self._drop_pass()
+        self._expects_grads = name == "train"
+        with self.lock:
+            if self._is_synced:
+                self.comm.sum_numbers([1.0], label="ranks that go on generating")
+                name = "generate"
+            self._begin(name, self._first_forward)
+        self._is_forward = True
+
+    def _first_forward(self) -> list[int]:
+        """What a mode is taken to use before its first pass: what another mode used, or all in order of registration."""
+        for name in ("generate", "eval", "train"):
+            if name in self._modes:
+                return list(self._modes[name].steps)
+        return list(range(len(self.groups)))
+
+    def end_forward(self) -> None:
+        if self._mode is None or not self._is_forward:
+            return
+        with self.lock:
+            if self._is_synced:
+                self._end_synced()
+                return
+            is_train = self._expects_grads
+            # Backward begins with what forward ended with.
+            keep = self._mode.steps[-1] if is_train and self._mode.steps else -1
+            if keep >= 0 and self._elems[keep] > min(self.limits.max_reuse, self.limits.max_live):
+                keep = -1
+            n = len(self.groups)
+            steps, used = self._end(lambda: [False] * n, keep)
+            if is_train:
+                self._since.append(tuple(steps))
+                self._forward_used.update(u for u, is_used in zip(steps, used) if is_used)
+            self._rest()
+
+    @contextmanager
+    def synced(self) -> Iterator[None]:
+        """Lets ranks run different numbers of forwards: one that is done serves the others' gathers until all are."""
+        if self._is_synced:
+            yield
+            return
+        learnt = any(self._modes[name].n_passes for name in ("generate", "eval", "train") if name in self._modes)
+        # The plan must hold every use, or those who serve could not know of it. An order that was only guessed may not:
+        # what it has gathered then stays until the forward ends, so that a second use finds it.
+        self._is_synced, self._keeps_all = True, not learnt
+        try:
+            yield
+            while self.comm.sum_numbers([0.0], label="ranks that go on generating")[0]:
+                with self.lock:
+                    self._begin("generate", self._first_forward)
+                    self._end_synced()
+        finally:
+            self._is_synced = self._keeps_all = False
+
+    def _end_synced(self) -> None:
+        """Ends a forward whose record may differ between ranks: nothing is learnt from it."""
+        self._apply(self._run.end(-1))
+        for group in self.groups:
+            if group.buffer is not None and not group.pins:
+                group.let_go(expects_grads=False)
+        self._rest()
+
+    def begin_backward(self) -> None:
+        """A backward pass begins: gradients may arrive at released parameters, which take on their shape for it."""
+        if self.is_in_backward:
+            return
+        with self.lock:
+            self._drop_pass()
+            self._expects_grads = self.is_in_backward = True
+            for group in self.groups:
+                if group.buffer is None:
+                    for param in group.trained:
+                        adopt_shape(param)
+            key = ("backward", *self._since)
+            self._begin(key, self._reversed_forwards)
+            while len(self._modes) > MAX_BACKWARD_PLANS + 3:
+                self._modes.pop(next(k for k in self._modes if isinstance(k, tuple) and k != key))
+            self._paced = 0
+            self._last_use = {unit: i for i, unit in enumerate(self._mode.steps)}
+            self._paced_steps = list(self._mode.steps)
+
+    def _reversed_forwards(self) -> list[int]:
+        steps: list[int] = []
+        for record in reversed(self._since):
+            for unit in reversed(record):
+                if not steps or steps[-1] != unit:
+                    steps.append(unit)
+        return steps
+
+    def end_backward(self) -> None:
+        if not self.is_in_backward:
+            return
+        with self.lock:
+            self._let_held_go()
+            used = self._forward_used
+            self._end(lambda: [i in used for i in range(len(self.groups))], -1)
+            self._since.clear()
+            self._leave_backward()
+
+    def _leave_backward(self) -> None:
+        self.is_in_backward = False
+        self._rest()
+        for group in self.groups:
+            if group.buffer is None:
+                for param in group.trained:
+                    point_at_nothing(param)
+
+    def abort(self) -> None:
+        """A pass raised (on all ranks alike): releases everything, learns nothing."""
+        with self.lock:
+            was_in_backward, self.is_in_backward = self.is_in_backward, False
+            self._let_held_go()
+            self._drop_pass()
+            self._since.clear()
+            for group in self.groups:
+                if group.buffer is not None and not group.pins:
+                    group.let_go(expects_grads=False)
+            if was_in_backward:
+                self._leave_backward()
+            else:
+                self._rest()
+
+    def _drop_pass(self) -> None:
+        if self._mode is not None:
+            self._apply(self._run.abort())
+            self._rest()
+
+    # -- use --------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_active(self) -> bool:
+        """Within a forward of the root module or a backward pass."""
+        return self._mode is not None
+
+    def use(self, index: int) -> None:
+        """Makes a gather unit available now; collective unless the plan has gathered it already."""
+        with self.lock:
+            actions = self._run.use(index)
+            if actions:
+                if self._is_closed:
+                    raise self._closed_error()
+                self._apply(actions)
+            group = self.groups[index]
+            if not group.is_ready:
+                group.finish()
+
+    @staticmethod
+    def _closed_error() -> StateError:
+        return StateError(
+            "the engine is closed, so its weights cannot be gathered any more",
+            where="backward",
+            fix="run backward before engine.close()",
+        )
+
+    def pin(self, groups: Sequence[GatherUnit]) -> None:
+        """Makes gather units available until ``unpin``. Collective."""
+        with self.lock:
+            if self._is_closed:
+                raise self._closed_error()
+            wanted = sorted(groups, key=lambda group: group.index)
+            for group in wanted:
+                if group.buffer is None:
+                    group.start()
+                    self.stats.n_gathers += 1
+                group.pins += 1
+            for group in wanted:
+                group.finish()
+            if self._mode is None:
+                self._rest()
+
+    def unpin(self, groups: Sequence[GatherUnit]) -> None:
+        with self.lock:
+            live = set(self._run.live) if self._mode is not None else set()
+            for group in groups:
+                group.pins -= 1
+                if group.pins == 0 and group.buffer is not None and group.index not in live:
+                    group.let_go(expects_grads=self._expects_grads)
+            if self._mode is None:
+                self._rest()
+
+    def hold(self, group: GatherUnit) -> None:
+        """Keeps an available unit while a module runs, whatever the plan says."""
+        group.pins += 1
+
+    def unhold(self, group: GatherUnit) -> None:
+        group.pins -= 1
+        if group.pins == 0 and group.is_leaving and group.buffer is not None:
+            with self.lock:
+                group.let_go(expects_grads=self._expects_grads)
+
+    def hold_in_backward(
+        self, groups: Sequence[GatherUnit], inputs: list[torch.Tensor], outputs: list[torch.Tensor]
+    ) -> None:
+        """Makes units available when a backward reaches ``outputs``, whatever of them it goes through, until it has passed ``inputs``."""
+        if not outputs:
+            return
+        token = object()
+
+        def enter(*_: Any) -> None:
+            with self.lock:
+                if self.is_in_backward and token not in self._held:
+                    self._held[token] = groups
+                    for group in groups:
+                        self.use(group.index)
+                        self.hold(group)
+
+        def leave(*_: Any) -> None:
+            for group in self._held.pop(token, ()):
+                self.unhold(group)
+
+        torch.autograd.graph.register_multi_grad_hook(outputs, enter, mode="any")
+        if inputs:
+            torch.autograd.graph.register_multi_grad_hook(inputs, leave, mode="all")
+
+    def _let_held_go(self) -> None:
+        while self._held:
+            for group in self._held.popitem()[1]:
+                self.unhold(group)
+
+    def weights_changed(self, group: GatherUnit | None = None) -> None:
+        """The shards were written to: what is gathered is out of date. Collective where units are pinned."""
+        with self.lock:
+            for g in self.groups if group is None else [group]:
+                if g.buffer is None:
+                    continue
+                if g.pins:
+                    g.start()
+                    g.finish()
+                else:
+                    g.let_go(expects_grads=self._expects_grads)
+            if self._mode is None:
+                self._rest()
+
+    def group_at(self, unit: Unit, bucket: int) -> GatherUnit | None:
+        return next((g for g in self.groups if g.unit is unit and g.bucket == bucket), None)
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    def connect(self, reducer: GradientReducer) -> None:
+        """Lets the passes drive when ``reducer`` sends which bucket: in the plan's order, the same on all ranks."""
+        self._reducer = reducer
+        place = {(bucket.unit, bucket.index): i for i, bucket in enumerate(reducer.buckets)}
+        self._bucket_of = {
+            group.index: place[group.unit, group.bucket] for group in self.groups if (group.unit, group.bucket) in place
+        }
+
+    def _pace(self, passed: int) -> None:
+        """Sends the gradients of the units whose last step lies before step ``passed``."""
+        if self._reducer is None:
+            return
+        while self._paced < passed:
+            unit = self._paced_steps[self._paced]
+            if self._last_use[unit] == self._paced and unit in self._bucket_of:
+                self._reducer.launch_bucket(self._bucket_of[unit])
+            self._paced += 1
+
+    # -- what autograd saves ------------------------------------------------------------------------------------------
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        try:
+            group = self.by_storage.get(tensor.untyped_storage()._cdata)
+        except (RuntimeError, NotImplementedError):  # sparse and wrapped tensors have no storage
+            group = None
+        if group is None or tensor.dtype != group.unit.dtype or tensor.is_conj() or tensor.is_neg():
+            return tensor, tensor._version
+        return _Reference(group, tensor)
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        if type(packed) is not _Reference:
+            tensor, version = packed
+            if tensor._version != version:
+                # Autograd checks this by itself only where nobody else does the saving.
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} instead"
+                )
+            return tensor
+        group = packed.group
+        self.use(group.index)
+        return group.buffer.as_strided(packed.shape, packed.stride, packed.offset)
+
+    # -- the end --------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Leaves every sharded parameter released and on its own, in the pieces that it has, and whole ones ordinary."""
+        if self._is_closed:
+            return
+        self.is_in_backward = False
+        for group in self.groups:
+            group.pins = 0
+            if group.buffer is not None:
+                group.let_go(expects_grads=False)
+        for group in self.groups:
+            for slot in group.slots:
+                state = state_of(slot.param)
+                alone = StandaloneShard(
+                    slot.param,
+                    slot.name,
+                    self.comm,
+                    shape=slot.shape,
+                    piece=state.piece.clone(),
+                    ranges=(list(state.begins), list(state.numels)),
+                )
+                make_sharded(slot.param, alone)
+                point_at_nothing(slot.param)
+        for slot in self._whole_slots:
+            take_over(slot.param, slot.param.data)
+        self._is_closed = True
+        self._reducer = None
+        self.pool.clear()
+        logger.debug("stage 3: %s", self.stats.as_dict())

@@ -1,0 +1,206 @@
+"""Whole parameters for a while: reading and editing what stage 3 has sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from deepspeed_c.errors import StateError
+from deepspeed_c.zero.fetch import PlacedShard, WholeShard
+from deepspeed_c.zero.hooks import external_parameters
+from deepspeed_c.zero.sharded import ShardState, point_at, state_of
+
+__all__ = [
+    "GatheredParameters",
+    "register_external_parameter",
+    "unregister_external_parameter",
+    "unwrap_model_for_generation",
+]
+
+
+def _fingerprint(param: torch.nn.Parameter) -> tuple[int, ...]:
+    """Position-dependent sums of a tensor's bits: equal before and after unless somebody wrote to it (up to a chance of about 2^-64)."""
+    data = param.data
+    if data.numel() == 0:
+        return (data.data_ptr(),)
+    bits = data.detach().contiguous().view(-1)
+    bits = bits.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[bits.element_size()])
+    width = min(bits.numel(), 4099)  # prime: rows start at ever other offsets of what repeats
+    n_rows = bits.numel() // width
+    rows = bits.narrow(0, 0, n_rows * width).view(n_rows, width)
+    by_column, by_row = rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64)
+    rest = bits.narrow(0, n_rows * width, bits.numel() - n_rows * width).to(torch.int64)
+
+    def weigh(sums: torch.Tensor) -> torch.Tensor:
+        # Odd weights, so that no change of one sum is lost modulo 2^64.
+        weights = torch.arange(sums.numel(), device=sums.device, dtype=torch.int64)
+        return (sums * (weights * 0x1E3779B97F4A7C15 + 1)).sum() if sums.numel() else sums.new_zeros(())
+
+    return tuple(torch.stack([weigh(by_column), weigh(by_row), weigh(rest)]).tolist())
+
+
+class GatheredParameters:
+    """Context in which sharded parameters are whole. Collective: enter it on all ranks, with the same parameters.
+
+    Args:
+        params: a parameter, or any iterable of tensors; what is not sharded is left alone.
+        modifier_rank: the rank (global) whose edits count: on exit its values go to every rank's shard and master weights. None: parameters are only read; a write
+            raises StateError on all ranks, and is not kept.
+        fwd_module: the module that will read ``params`` in its forward although they are another's (see ``register_external_parameter``).
+        enabled: False makes the context do nothing.
+    """
+
+    def __init__(
+        self,
+        params: torch.Tensor | Iterable[torch.Tensor],
+        modifier_rank: int | None = None,
+        fwd_module: torch.nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        self._params: list[torch.nn.Parameter] = []
+        if not enabled:
+            return
+        given = [params] if torch.is_tensor(params) else list(params)
+        seen: set[int] = set()
+        for param in given:
+            if state_of(param) is not None and id(param) not in seen:
+                seen.add(id(param))
+                self._params.append(param)
+        self._modifier_rank = modifier_rank
+        if fwd_module is not None:
+            for param in self._params:
+                register_external_parameter(fwd_module, param)
+
+    def __enter__(self) -> None:
+        for params in self._together():
+            state_of(params[0]).acquire(params)
+        if self._params and self._modifier_rank is None:
+            # A parameter that stays whole has no shards to come back from: small ones are copied.
+            self._before = [
+                p.data.clone() if isinstance(state_of(p), WholeShard) else _fingerprint(p) for p in self._params
+            ]
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        if not self._params:
+            return False
+        try:
+            if self._modifier_rank is None:
+                self._forbid_edits(raises=kind is None)
+            elif kind is None:
+                self._keep_edits()
+        finally:
+            for params in self._together():
+                state_of(params[0]).give_back(params)
+        return False
+
+    def _together(self) -> list[list[torch.nn.Parameter]]:
+        """Parameters that are gathered together: those of one engine; those of none."""
+        sets: dict[Any, list[torch.nn.Parameter]] = {}
+        for param in self._params:
+            state = state_of(param)
+            sets.setdefault(state.fetcher if isinstance(state, PlacedShard) else type(state), []).append(param)
+        return list(sets.values())
+
+    def _keep_edits(self) -> None:
+        for param in self._params:
+            state = state_of(param)
+            self._check_shape(param, state)
+            whole = param.data.contiguous()
+            state.comm.broadcast(whole, state.comm.global_ranks.index(self._modifier_rank), label=state.name)
+            if whole.data_ptr() != param.data.data_ptr():
+                param.data.copy_(whole)
+            state.store(param)
+            if isinstance(state, (PlacedShard, WholeShard)):
+                state.point_back(param)
+
+    def _check_shape(self, param: torch.nn.Parameter, state: ShardState) -> None:
+        bad = int(param.data.shape != state.shape)
+        if any(state.comm.gather_numbers(bad)):
+            raise StateError(
+                f"its data was replaced by a tensor of shape {tuple(param.data.shape)}; the parameter has {tuple(state.shape)}",
+                where=state.name,
+                fix="keep the shape, or make a new Parameter and give it to the module before deepspeed_c.initialize",
+            )
+
+    def _is_written(self, param: torch.nn.Parameter, before: Any) -> bool:
+        if torch.is_tensor(before):
+            now = param.data
+            return now.shape != before.shape or not torch.equal(_bits(now), _bits(before))
+        return _fingerprint(param) != before
+
+    def _forbid_edits(self, raises: bool) -> None:
+        written = [i for i, (p, before) in enumerate(zip(self._params, self._before)) if self._is_written(p, before)]
+        state = state_of(self._params[0])
+        firsts = state.comm.gather_numbers(written[0] if written else -1)
+        if all(first < 0 for first in firsts):
+            return
+        for i in written:
+            param = self._params[i]
+            if torch.is_tensor(self._before[i]):
+                state_of(param).point_back(param)
+                param.data.copy_(self._before[i])
+        for param in self._params:
+            state = state_of(param)
+            if isinstance(state, PlacedShard):
+                point_at(param, state.view)
+        for fetcher in {
+            id(s.fetcher): s.fetcher for s in map(state_of, self._params) if isinstance(s, PlacedShard)
+        }.values():
+            fetcher.weights_changed()  # whole again from the shards, for contexts around this one
+        if raises:
+            rank = next(r for r, first in enumerate(firsts) if first >= 0)
+            raise StateError(
+                f"rank {rank} wrote to the parameter within GatheredParameters without modifier_rank; the edit was not kept",
+                where=state_of(self._params[firsts[rank]]).name,
+                fix="pass modifier_rank=0 (the rank whose edits count) to GatheredParameters",
+            )
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0)
+
+
+def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
+    """Says that ``module`` reads a parameter of another module in its forward.
+
+    An access as an attribute (``other.weight``) is noticed by itself; this is for one that is not, such as a parameter kept in a list.
+    """
+    if not isinstance(parameter, torch.nn.Parameter):
+        raise StateError(
+            f"a {type(parameter).__name__} is no parameter",
+            where="register_external_parameter",
+            fix="pass a torch.nn.Parameter",
+        )
+    external_parameters(module)[id(parameter)] = parameter
+    state = state_of(parameter)
+    if isinstance(state, PlacedShard) and state.fetcher.hooks is not None:
+        state.fetcher.hooks.watch(module)
+
+
+def unregister_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
+    """Undoes ``register_external_parameter``."""
+    if external_parameters(module).pop(id(parameter), None) is None:
+        raise StateError(
+            "the parameter was not registered with the module",
+            where="unregister_external_parameter",
+            fix="call register_external_parameter first",
+        )
+
+
+@contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[torch.nn.Module]:
+    """Yields the plain module of an engine with all parameters whole and no hooks, for a fast ``generate``. Collective; takes the memory of the whole model."""
+    module = getattr(model, "module", model)
+    fetchers = {state.fetcher for p in module.parameters() if isinstance(state := state_of(p), PlacedShard)}
+    hooks = [f.hooks for f in fetchers if f.hooks is not None]
+    with GatheredParameters(module.parameters()):
+        for h in hooks:
+            h.remove()
+        try:
+            yield module
+        finally:
+            for h in hooks:
+                h.install()

@@ -1,0 +1,204 @@
+"""The hooks that tell a fetcher which module is about to run, and the look-ups of parameters that no hook foresees."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+from deepspeed_c.zero.fetch import Fetcher, GatherUnit, PlacedShard
+from deepspeed_c.zero.leaf import is_leaf
+from deepspeed_c.zero.sharded import state_of
+
+__all__ = ["ModuleHooks", "external_parameters"]
+
+_EXTERNAL = "_dsc_external_parameters"
+
+# Counts registrations of modules and parameters in this process: hooks look for newcomers when it has moved.
+_n_registrations = 0
+
+
+def _count_registration(*_: Any) -> None:
+    global _n_registrations
+    _n_registrations += 1
+
+
+def external_parameters(module: torch.nn.Module) -> dict[int, torch.nn.Parameter]:
+    """Parameters that ``module`` reads although they are another module's (``register_external_parameter``), by id."""
+    return module.__dict__.setdefault(_EXTERNAL, {})
+
+
+def _outside_of_graphs(hook: Callable) -> Callable:
+    """Keeps a compiler that is in use from tracing into the hook."""
+    dynamo = sys.modules.get("torch._dynamo")
+    return hook if dynamo is None else dynamo.disable(hook)
+
+
+class _Parameters(dict):
+    """A module's ``_parameters`` that gathers what is read while the engine runs, whoever reads it: tied weights, a parent that uses
+    its child's weight, a functional call. Iterating (``named_parameters``) gathers nothing."""
+
+    fetcher: Fetcher
+
+    def __getitem__(self, name: str) -> Any:
+        param = dict.__getitem__(self, name)
+        state = state_of(param)
+        if type(state) is PlacedShard and not state.group.is_ready and self.fetcher.is_active:
+            self.fetcher.use(state.group.index)
+        return param
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        return dict, (dict(self),)
+
+
+class ModuleHooks:
+    """Hooks of one engine on one root module."""
+
+    def __init__(self, root: torch.nn.Module, fetcher: Fetcher, name_of_pass: Callable[[], str]) -> None:
+        self.module, self._fetcher, self._name_of_pass = root, fetcher, name_of_pass
+        # DeepSpeed's names, and lists, because callers take the hooks out through them.
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+        self._watched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._depth = 0
+        self._saving: Any = None
+        self._failing: BaseException | None = None
+        self._counters: list[Any] = []
+        self.install()
+
+    def install(self) -> None:
+        """Hooks the root and every module that reads a sharded parameter; again after ``remove``."""
+        self._counters = [
+            torch.nn.modules.module.register_module_module_registration_hook(_count_registration),
+            torch.nn.modules.module.register_module_parameter_registration_hook(_count_registration),
+        ]
+        self.forward_hooks += [
+            self.module.register_forward_pre_hook(_outside_of_graphs(self._enter_root), prepend=True),
+            self.module.register_forward_hook(_outside_of_graphs(self._leave_root), always_call=True),
+        ]
+        self._scan()
+
+    _register_deepspeed_module = lambda self, module, *_: self.install() if not self.forward_hooks else self._scan()
+
+    def _scan(self) -> None:
+        """Watches modules that were attached since the last look."""
+        self._n_registrations = _n_registrations
+        skipped: set[torch.nn.Module] = set()
+        for module in self.module.modules():
+            if module in skipped:
+                continue
+            if is_leaf(module):
+                skipped.update(m for m in module.modules() if m is not module)
+            if module not in self._watched:
+                self.watch(module)
+
+    def watch(self, module: torch.nn.Module) -> None:
+        """Hooks ``module`` if it reads sharded parameters of its own, external ones, or (a leaf) its subtree's."""
+        leaf = is_leaf(module)
+        sources = [m for m in (module.modules() if leaf else [module])]
+        groups: dict[int, GatherUnit] = {}
+        for source in sources:
+            found = False
+            for param in (*source._parameters.values(), *external_parameters(source).values()):
+                state = state_of(param)
+                if type(state) is PlacedShard and state.fetcher is self._fetcher:
+                    groups[state.group.index] = state.group
+                    found = True
+            if found and type(source._parameters) is not _Parameters:
+                watched = _Parameters(source._parameters)
+                watched.fetcher = self._fetcher
+                source._parameters = watched
+        if not groups:
+            return
+        self._watched.add(module)
+        wanted = [groups[i] for i in sorted(groups)]
+        # Only where something else may run in between can a unit be released while the module still reads it.
+        if leaf or len(wanted) > 1 or any(True for _ in module.children()):
+            self._hook_holding(module, wanted, leaf)
+        else:
+            index, use = wanted[0].index, self._fetcher.use
+            self.forward_hooks.append(
+                module.register_forward_pre_hook(_outside_of_graphs(lambda *_: use(index)), prepend=True)
+            )
+
+    def _hook_holding(self, module: torch.nn.Module, groups: Sequence[GatherUnit], leaf: bool) -> None:
+        fetcher = self._fetcher
+
+        def enter(*_: Any) -> None:
+            for group in groups:
+                fetcher.use(group.index)
+                fetcher.hold(group)
+
+        def leave(_: torch.nn.Module, args: Any, output: Any) -> None:
+            for group in groups:
+                fetcher.unhold(group)
+            if leaf:
+                fetcher.hold_in_backward(groups, _in_graph(args), _in_graph(output))
+
+        self.forward_hooks += [
+            module.register_forward_pre_hook(_outside_of_graphs(enter), prepend=True),
+            module.register_forward_hook(_outside_of_graphs(leave), always_call=True),
+        ]
+
+    # -- the root ---------------------------------------------------------------------------------------------------
+
+    def _enter_root(self, *_: Any) -> None:
+        self._depth += 1
+        fetcher = self._fetcher
+        if self._depth > 1 or fetcher.is_in_backward:
+            return
+        if self._n_registrations != _n_registrations:
+            self._scan()
+        self._failing = sys.exc_info()[1]
+        fetcher.begin_forward(self._name_of_pass())
+        if torch.is_grad_enabled():
+            self._saving = torch.autograd.graph.saved_tensors_hooks(fetcher.pack, fetcher.unpack)
+            self._saving.__enter__()
+
+    def _leave_root(self, *_: Any) -> None:
+        self._depth -= 1
+        if self._depth > 0:
+            return
+        if self._saving is not None:
+            self._saving.__exit__(None, None, None)
+            self._saving = None
+        if self._fetcher.is_in_backward:
+            return
+        # The hook is called when forward raised, too.
+        if sys.exc_info()[1] is not self._failing:
+            self._fetcher.abort()
+        else:
+            self._fetcher.end_forward()
+        self._failing = None
+
+    # -- taking them out --------------------------------------------------------------------------------------------
+
+    def remove(self) -> None:
+        """Takes all hooks out, and gives modules their plain dictionaries back."""
+        for handle in (*self.forward_hooks, *self.backward_hooks, *self._counters):
+            handle.remove()
+        self.forward_hooks.clear()
+        self.backward_hooks.clear()
+        self._counters.clear()
+        self._watched.clear()
+        self._depth = 0
+        for module in self.module.modules():
+            if type(module._parameters) is _Parameters and module._parameters.fetcher is self._fetcher:
+                module._parameters = dict(module._parameters)
+
+    @contextmanager
+    def removed(self) -> Iterator[None]:
+        self.remove()
+        try:
+            yield
+        finally:
+            self.install()
+
+
+def _in_graph(value: Any) -> list[torch.Tensor]:
+    return [v for v in tree_flatten(value)[0] if torch.is_tensor(v) and v.requires_grad]
