@@ -196,7 +196,7 @@ dsc_status dsc_fetch_use(struct dsc_fetch *fetch, int32_t unit, int64_t capacity
         return dsc_fail(DSC_ESTATE, "unit %d is used outside a pass; begin one first", (int)unit);
     if (unit < 0 || unit >= fetch->n_units)
         return dsc_fail(DSC_EINVAL, "unit is %d, must be 0 to %d", (int)unit, (int)fetch->n_units - 1);
-    if (unit != fetch->running_unit && unit != fetch->unexpected_unit) {
+    if (unit != fetch->running_unit) {
         struct dsc_fetch_unit *book = &fetch->units[unit];
         bool is_near = book->step == fetch->cursor || book->step < fetch->issued;
 

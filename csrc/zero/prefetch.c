@@ -23,8 +23,8 @@ static int64_t sum_below(const int64_t *sums, int64_t position)
 }
 
 /*
- * Fills next, and keep with 1 where the reuse distance allows to keep the unit until then. Marks the last use so far of each unit with its elements: between two
- * uses of a unit the marks are then the distinct units used there, each once. sums: n_steps + 1 entries; last: n_units entries.
+ * Fills next, and keep with 1 where the reuse distance allows to keep the unit until then. Marks the last use so far of each unit with its elements:
+ * between two uses of a unit the marks are then the distinct units used there, each once. sums: n_steps + 1 entries; last: n_units entries.
  */
 static void find_reuse(const int32_t *steps, int64_t n_steps, const int64_t *unit_elems, int32_t n_units, int64_t max_reuse_elems,
                        int64_t *sums, int64_t *last, int64_t *next, uint8_t *keep)
@@ -50,8 +50,9 @@ static void find_reuse(const int32_t *steps, int64_t n_steps, const int64_t *uni
 }
 
 /*
- * What each step needs at the least: its own unit, and the units that are kept over it. A tree of maxima to which ranges are added: a node holds the maximum of its
- * range, less what was added to ranges that hold its own, so that a whole range takes one addition. Leaf i of n_leaves (a power of two) is node n_leaves + i.
+ * What each step needs at the least: its own unit, and the units that are kept over it. A tree of maxima to which ranges are added: a node holds the
+ * maximum of its range, less what was added to ranges that hold its own, so that a whole range takes one addition. Leaf i of n_leaves (a power of
+ * two) is node n_leaves + i.
  */
 struct floor {
     int64_t *nodes; /* 2 * n_leaves */
@@ -139,9 +140,10 @@ static dsc_status check_plan_args(const int32_t *steps, int64_t n_steps, const i
 }
 
 /*
- * Why no limit is broken later: what is live at a step was live at the step before or is issued at this one, and all but the step's own gather is checked as it is
- * issued. A step's own gather finds nothing live but units that are kept over it (whatever else was live had been issued for it or for a later step, after it), so
- * it is enough that those and the step's own unit fit, which is what the floor says. Sums of distinct units fit int64_t, since the sum of all does.
+ * Why no limit is broken later: what is live at a step was live at the step before or is issued at this one, and all but the step's own gather is
+ * checked as it is issued. A step's own gather finds nothing live but units that are kept over it (whatever else was live had been issued for it or
+ * for a later step, after it), so it is enough that those and the step's own unit fit, which is what the floor says. Sums of distinct units fit
+ * int64_t, since the sum of all does.
  */
 dsc_status dsc_prefetch_plan(const int32_t *steps, int64_t n_steps, const int64_t *unit_elems, int32_t n_units,
                              const struct dsc_prefetch_limits *limits, int64_t *scratch, int64_t *out_until, int64_t *out_next,

@@ -68,10 +68,8 @@ dsc_status dsc_trace_prune(struct dsc_trace *trace, const uint8_t *may_drop, int
 
         if (!trace->is_used[i] && (may_drop[unit] || has_use[unit]))
             continue;
-        if (n_left > 0 && trace->units[n_left - 1] == unit) {
-            trace->is_used[n_left - 1] |= trace->is_used[i];
+        if (n_left > 0 && trace->units[n_left - 1] == unit) /* both are used, or neither: an unused one beside a used one is gone by now */
             continue;
-        }
         trace->units[n_left] = unit;
         trace->is_used[n_left] = trace->is_used[i];
         n_left++;

@@ -223,8 +223,8 @@ void dsc::bind_fetch(py::module_ &m)
 {
     py::class_<FetchPlan, std::shared_ptr<FetchPlan>>(
         m, "FetchPlan",
-        "When each step's gather unit is gathered, and whether it stays live until its next use (dsc/fetch.h). steps: unit of each use in order; unit_elems: "
-        "elements of each unit; the limits are elements as well. ValueError names the bad entry.")
+        "When each step's gather unit is gathered, and whether it stays live until its next use (dsc/fetch.h). steps: unit of each use in "
+        "order; unit_elems: elements of each unit; the limits are elements as well. ValueError names the bad entry.")
         .def(py::init<Units, Elems, int64_t, int64_t, int64_t>(), py::arg("steps"), py::arg("unit_elems"), py::arg("max_live_elems"),
              py::arg("ahead_elems"), py::arg("max_reuse_elems"))
         .def_readonly("steps", &FetchPlan::steps)
@@ -235,9 +235,9 @@ void dsc::bind_fetch(py::module_ &m)
 
     py::class_<Fetch> fetch(
         m, "Fetch",
-        "Follows a FetchPlan through a pass: each use of a unit becomes the actions that are due, [(kind, unit), ...] with kind GATHER or RELEASE, to be done "
-        "in that order (dsc/fetch.h); an empty tuple when there are none. For one plan the sequence of GATHER is the same on all ranks, whatever "
-        "subsequence of it each of them uses. ValueError for bad arguments, RuntimeError outside a pass.");
+        "Follows a FetchPlan through a pass: each use of a unit becomes the actions that are due, [(kind, unit), ...] with kind GATHER or "
+        "RELEASE, to be done in that order (dsc/fetch.h); an empty tuple when there are none. For one plan the sequence of GATHER is the same on "
+        "all ranks, whatever subsequence of it each of them uses. ValueError for bad arguments, RuntimeError outside a pass.");
     fetch.def(py::init<Elems>(), py::arg("unit_elems"))
         .def("begin", &Fetch::begin, py::arg("plan").none(false), py::arg("live") = Units(),
              "Begins a pass. live: units that are live already; the same on all ranks.")
@@ -258,8 +258,8 @@ void dsc::bind_fetch(py::module_ &m)
     fetch.attr("RELEASE") = static_cast<int>(DSC_FETCH_RELEASE);
 
     m.def("trace_prune", &trace_prune, py::arg("units"), py::arg("used"), py::arg("may_drop"),
-          "The steps that the next plan should have: without those that were not used and whose unit may be dropped (may_drop, one flag a unit) or is used by another "
-          "step, and without repetitions side by side. used has to be the same on all ranks: combine it with OR first.");
+          "The steps that the next plan should have: without those that were not used and whose unit may be dropped (may_drop, one flag a unit) or "
+          "is used by another step, and without repetitions side by side. used has to be the same on all ranks: combine it with OR first.");
     m.def("trace_compare", &trace_compare, py::arg("a"), py::arg("b"),
           "The first step at which two sequences of units differ (the length of the shorter, if it begins the longer); -1 when they are equal.");
 }

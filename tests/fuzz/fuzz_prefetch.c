@@ -1,6 +1,6 @@
 /*
- * dsc_prefetch_plan and dsc_fetch: a plan keeps its limits and is as far ahead as they allow; ranks that use other subsequences of it gather the same in the same order;
- * any other use is served too, and what a runner refuses changes nothing.
+ * dsc_prefetch_plan and dsc_fetch: a plan keeps its limits and is as far ahead as they allow; ranks that use other subsequences of it gather the same
+ * in the same order; any other use is served too, and what a runner refuses changes nothing.
  */
 #include "fuzz.h"
 

@@ -1,6 +1,6 @@
 /*
- * The rules of dsc/fetch.h the slow way, for the tests and the fuzz target: sets as arrays of flags, sums and distances taken anew each time. A check returns NULL, or
- * the rule that is broken, with the numbers.
+ * The rules of dsc/fetch.h the slow way, for the tests and the fuzz target: sets as arrays of flags, sums and distances taken anew each time. A check
+ * returns NULL, or the rule that is broken, with the numbers.
  */
 #ifndef DSC_TEST_BRUTE_PLAN_H
 #define DSC_TEST_BRUTE_PLAN_H

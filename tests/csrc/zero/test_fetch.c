@@ -1,6 +1,6 @@
 /*
- * zero/fetch.c: whatever subsequence of a plan is used, the gathers are those of a walk over the whole plan, a used unit is live, and nothing stays behind.
- * The actions are booked by the test, and each call is compared with the runner's own book.
+ * zero/fetch.c: whatever subsequence of a plan is used, the gathers are those of a walk over the whole plan, a used unit is live, and nothing stays
+ * behind. The actions are booked by the test, and each call is compared with the runner's own book.
  */
 #include "test.h"
 
@@ -387,7 +387,47 @@ static void test_known_passes(void)
     check_actions(&b, "-1 +2 -2 -0");
     check_record(&b, "0 1 2? 0"); /* the use counts for the step that it was live for */
 
+    TEST_CASE("the next step counts as used, and not the one after it");
+    plan_steps(&b, "01020", 0, 10);
+    begin(&b, NULL);
+    use(&b, 0);
+    use(&b, 1);
+    use(&b, 3);
+    use(&b, 0); /* at the cursor */
+    end(&b, -1);
+    check_record(&b, "0 1 3 0 2? 0?");
+    plan_steps(&b, "012030", 0, 20);
+    begin(&b, NULL);
+    use(&b, 0);
+    use(&b, 1);
+    use(&b, 0); /* step 3 is further away */
+    end(&b, -1);
+    check_record(&b, "0 1 2? 0 3? 0?");
+
+    TEST_CASE("skipped within what is issued ahead: the steps in between go");
+    plan_steps(&b, "0123", INT64_MAX, 0);
+    begin(&b, NULL);
+    use(&b, 0);
+    use(&b, 2);
+    check_actions(&b, "-0 -1");
+    CHECK_EQ(b.fetch.cursor, 3);
+    end(&b, -1);
+    check_record(&b, "0 1? 2 3?");
+
+    TEST_CASE("what counted as used in a pass that was given up does not in the next one");
+    plan_steps(&b, "0120", 0, 20);
+    begin(&b, NULL);
+    use(&b, 0);
+    use(&b, 1);
+    use(&b, 0);
+    CHECK_STATUS(dsc_fetch_abort(&b.fetch, capacity_of(&b), b.actions, &b.n_actions), DSC_OK);
+    begin(&b, NULL);
+    use(&b, 1);
+    end(&b, -1);
+    check_record(&b, "0? 1 2? 0?");
+
     TEST_CASE("live and at the cursor, not issued yet");
+    plan_steps(&b, "0120", 0, 20);
     begin(&b, NULL);
     use(&b, 0);
     use(&b, 2);
