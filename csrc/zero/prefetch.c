@@ -140,10 +140,10 @@ static dsc_status check_plan_args(const int32_t *steps, int64_t n_steps, const i
 }
 
 /*
- * Why no limit is broken later: what is live at a step was live at the step before or is issued at this one, and all but the step's own gather is
- * checked as it is issued. A step's own gather finds nothing live but units that are kept over it (whatever else was live had been issued for it or
- * for a later step, after it), so it is enough that those and the step's own unit fit, which is what the floor says. Sums of distinct units fit
- * int64_t, since the sum of all does.
+ * Why no limit is broken later: what is live at a step was live at the step before or is issued at this one, and every gather is checked as it is
+ * issued, except that of the step itself. Such a gather is issued at its own step only when nothing is ahead, so that what it finds live are the units
+ * kept over it: it is enough that those and the step's own unit fit, which is what the floor says. Sums of distinct units fit int64_t, since the sum
+ * of all does.
  */
 dsc_status dsc_prefetch_plan(const int32_t *steps, int64_t n_steps, const int64_t *unit_elems, int32_t n_units,
                              const struct dsc_prefetch_limits *limits, int64_t *scratch, int64_t *out_until, int64_t *out_next,
