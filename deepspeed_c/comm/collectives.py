@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_c.comm.groups import get_all_ranks_from_group, get_rank, get_world_size
-from deepspeed_c.comm.ledger import Entry, ledger_of
+from deepspeed_c.comm.ledger import ENTERED, Entry, ledger_of
 from deepspeed_c.errors import CommError
 
 __all__ = [
@@ -112,10 +112,12 @@ def _wait_all(handles: Sequence[Any], what: str, entry: Entry | None = None) -> 
             first = first or error
     if first is not None:
         at = [f"rank {dist.get_rank()}"] if dist.is_initialized() else []
+        why = "" if entry is None else entry.explain()
         raise CommError(
             f"{what} failed: {first}",
             where=", ".join(at if entry is None else [*at, str(entry)]),
-            fix="look at the output of the other ranks: one of them has stopped, or runs something else",
+            fix=f"{why + '; ' if why else ''}look at the output of the other ranks: one of them has stopped, or runs"
+            " something else",
         ) from first
 
 
@@ -355,7 +357,7 @@ class Collectives:
         except BaseException:
             entry.end()
             raise
-        entry.started()
+        entry.state = ENTERED
         work._entry = entry
         return work
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from time import monotonic
 from typing import Any, NamedTuple, final
 
 import torch.distributed as dist
@@ -67,11 +67,11 @@ class Entry:
         self.phase = ledger.phase
         self.module = ledger.module
         self.state = STARTING
-        self.since = time.monotonic()
+        self.since = monotonic()
 
     def begin_wait(self) -> None:
         """From here on this rank waits for it; ``since`` becomes the time (``time.monotonic``) of this call."""
-        self.since = time.monotonic()
+        self.since = monotonic()
         self.state = WAITING
         self._ledger.waiting[self] = None
 
@@ -84,6 +84,10 @@ class Entry:
         """It is over, well or not."""
         self.state = DONE
         self._ledger.waiting.pop(self, None)
+
+    def explain(self) -> str:
+        """Why it may have failed, in words; "" if that is not known."""
+        return self._ledger.explain()
 
     def __enter__(self) -> Entry:
         self.begin_wait()
@@ -119,6 +123,8 @@ class Ledger:
         self.module = ""
         self.waiting: dict[Entry, None] = {}
         """What some thread of this rank waits for now, oldest first."""
+        self.explain: Callable[[], str] = str
+        """Says which ranks have ended, for the message of a collective that fails; "" where nobody watches."""
         self._ring: list[Entry | None] = [None] * _N_KEPT
         self._numbers = itertools.count(1)  # next() is one step, whichever threads take it
         self._last = 0

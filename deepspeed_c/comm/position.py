@@ -97,7 +97,8 @@ class Presence(msgspec.Struct, frozen=True):
     started: int
     """In the system's ticks; tells the process from a later one with its number."""
     state: Literal["watching", "closed", "ended"] = "watching"
-    why: str = ""
+    how: str = ""
+    """How it ended, and after which collective."""
 
 
 def take_position(rank: int, world_size: int, ledgers: Iterable[Ledger], neighbours: dict[int, Life]) -> Position:

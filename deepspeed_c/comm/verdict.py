@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from deepspeed_c.comm.ledger import DONE
+from deepspeed_c.comm.ledger import ENTERED
 from deepspeed_c.comm.position import Call, GroupPosition, Life, Position, Presence
 
-__all__ = ["EXIT_CODE", "Verdict", "judge"]
+__all__ = ["EXIT_CODE", "Verdict", "ended_ranks", "judge"]
 
 EXIT_CODE = 76
 """Of a run that the watchdog ends; EX_PROTOCOL of sysexits.h."""
@@ -68,6 +68,12 @@ def judge(
     long_s: a rank that has waited this long (seconds) counts as one that needs an explanation.
     """
     return _Judge(positions, presences, world_size, long_s).verdict()
+
+
+def ended_ranks(presences: Mapping[int, Presence | None], lives: Mapping[int, Life]) -> list[str]:
+    """A sentence for each rank that has ended or is stopped: it said so itself, or its neighbours see it."""
+    absent = {rank: _absent(presence, lives.get(rank, "runs")) for rank, presence in presences.items()}
+    return [f"rank {rank} {_singular(a.text, 1)}" for rank, a in sorted(absent.items()) if a.is_lost]
 
 
 class _Judge:
@@ -179,13 +185,13 @@ class _Judge:
         for by_rank in self._groups.values():
             waits = defaultdict(list)
             for rank, group in by_rank.items():
-                for call in group.blocking:
-                    if call.seq and call.seconds >= self._long_s:
-                        waits[call.seq].append(rank)
+                first = group.blocking[0] if group.blocking else None
+                if first is not None and first.seq and first.seconds >= self._long_s:
+                    waits[first.seq].append(rank)
             # One of each number stands for all: they are in the same place.
             firsts = [(seq, min(ranks)) for seq, ranks in sorted(waits.items())]
             for (seq_a, a), (seq_b, b) in pairwise(firsts):
-                if a != b and _is_open(by_rank[a], seq_b) and _is_open(by_rank[b], seq_a):
+                if _is_put_off(by_rank[a], seq_b) and _is_put_off(by_rank[b], seq_a):
                     pairs.append((a, b))
         return pairs
 
@@ -268,7 +274,7 @@ def _absent(presence: Presence | None, life: Life | None) -> _Absent:
         return _Absent(False, "have not come to deepspeed_c.initialize() yet")
     who = f"process {presence.pid} on {presence.host.split()[0]}"
     if presence.state == "ended":
-        return _Absent(True, f"have ended{presence.why} ({who})")
+        return _Absent(True, f"have ended{presence.how} ({who})")
     if life == "gone":
         return _Absent(True, f"have ended without a word ({who})")
     if life == "stopped":
@@ -276,7 +282,7 @@ def _absent(presence: Presence | None, life: Life | None) -> _Absent:
     if life == "traced":
         return _Absent(False, f"are held by a debugger ({who})")
     if presence.state == "closed":
-        return _Absent(False, f"have closed every engine ({who})")
+        return _Absent(False, f"have closed every engine{presence.how} ({who})")
     if life == "runs":
         return _Absent(False, f"give no answer: something holds Python's interpreter lock ({who})")
     return _Absent(True, f"do not answer ({who})")
@@ -288,8 +294,8 @@ def _blocking(position: Position) -> list[tuple[GroupPosition, Call]]:
     return sorted(calls, key=lambda pair: -pair[1].seconds)
 
 
-def _is_open(group: GroupPosition, seq: int) -> bool:
-    return any(call.seq == seq and call.state != DONE for call in group.recent)
+def _is_put_off(group: GroupPosition, seq: int) -> bool:
+    return any(call.seq == seq and call.state == ENTERED for call in group.recent)
 
 
 def _agree(a: Call, b: Call) -> bool:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from deepspeed_c.comm import ledger as ledgers
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.position import Life, Position, Presence, life_of, own_presence, take_position
-from deepspeed_c.comm.verdict import EXIT_CODE, Verdict, judge
+from deepspeed_c.comm.verdict import EXIT_CODE, Verdict, ended_ranks, judge
 from deepspeed_c.errors import ConfigError
 from deepspeed_c.logging import logger
 
@@ -44,6 +44,8 @@ _STORE_TIMEOUT = timedelta(seconds=10)
 # Between looks at the store during an alarm: a thousand ranks make some thousand requests a second.
 _STEP_S = 0.1
 _STEP_S_PER_RANK = 0.0005
+# At processes when a collective has failed: a process that is killed closes its connections before it counts as gone.
+_N_LOOKS = 3
 
 
 class _Report(msgspec.Struct, frozen=True):
@@ -91,7 +93,7 @@ def watch(comm: Collectives, timeout_s: float) -> Watch:
             if dog is not None:
                 dog.stop()  # of a default group that was destroyed
             dog = _dogs["it"] = _Watchdog()
-        watched = dog.add(timeout_s)
+        watched = dog.add(timeout_s, comm.ledger)
     comm.call_on_close(watched.close)
     # Nothing of ``comm`` is held here: an engine that is dropped without close() is not kept alive.
     weakref.finalize(comm, watched.close).atexit = False
@@ -116,6 +118,7 @@ class _Watchdog:
         self._pid = os.getpid()
         self._store = _own_store()
         self._watches: set[Watch] = set()
+        self._ledgers: weakref.WeakSet[ledgers.Ledger] = weakref.WeakSet()
         self._timeout_s = float("inf")
         self._stop = threading.Event()
         self._step_s = max(_STEP_S, _STEP_S_PER_RANK * self._world_size)
@@ -123,9 +126,12 @@ class _Watchdog:
         self._next = 1
         self._presence = own_presence()
         self._has_store = True
+        self._is_ending = False
+        self._leaves_as: tuple[Literal["closed", "ended"], str] = ("closed", "")
         # The thread that made the engine says who this rank is before any collective can hang.
         before = self._presence_of(self._rank)
         self._say_presence("watching")
+        self._store.add("n_watching", 1)
         if before is None or before.pid != self._pid:
             host = self._presence.host
             self._store.set(f"on/{host}/{self._store.add(f'n_on/{host}', 1)}", str(self._rank))
@@ -136,9 +142,11 @@ class _Watchdog:
         """Whether it runs, and over the store of ``group``."""
         return self._group() is group and not self._stop.is_set()
 
-    def add(self, timeout_s: float) -> Watch:
+    def add(self, timeout_s: float, ledger: ledgers.Ledger) -> Watch:
         watched = Watch(self, timeout_s)
         self._watches.add(watched)
+        self._ledgers.add(ledger)
+        ledger.explain = self.who_has_ended
         self._timeout_s = min(w.timeout_s for w in self._watches)
         if not self._thread.ident:
             self._thread.start()
@@ -159,6 +167,8 @@ class _Watchdog:
     def stop(self) -> None:
         """Ends the thread, which says that it has closed; returns when it has, except where that could not be."""
         atexit.unregister(self._at_exit)
+        for ledger in self._ledgers:
+            ledger.explain = str
         self._stop.set()
         if threading.current_thread() is not self._thread and self._thread.ident:
             self._thread.join(2 * self._step_s + _LINGER_S)
@@ -166,13 +176,36 @@ class _Watchdog:
     def _at_exit(self) -> None:
         if os.getpid() != self._pid:
             return
-        self._stop.set()
-        self._thread.join(2 * self._step_s)
         error = getattr(sys, "last_value", None)
-        how = f" with {type(error).__name__}: {error}".splitlines()[0] if error is not None else ""
-        if self._has_store:
+        self._leaves_as = "ended", f" with {type(error).__name__}: {error}".splitlines()[0] if error is not None else ""
+        self._stop.set()
+        self._thread.join(2 * self._step_s + _LINGER_S)
+        if self._has_store and not self._thread.is_alive():
             with self._store_errors():
-                self._say_presence("ended", how)
+                # The store may end with rank 0, and torch complains at length of a store that is gone.
+                n_steps = round(_LINGER_S / self._step_s) if self._rank == 0 and error is None else 0
+                for _ in range(n_steps):
+                    if self._store.add("n_watching", 0) <= 0:
+                        break
+                    time.sleep(self._step_s)
+
+    def who_has_ended(self) -> str:
+        """``rank 1 has ended with ValueError: ... (process 7 on host)``; "" if none has, as far as is known. For any thread."""
+        if self._is_ending:
+            # The other ranks have ended a moment earlier. Their connections are lost because of the report, which says what matters.
+            time.sleep(2 * _LINGER_S)
+        if self._stop.is_set() or not self._has_store:
+            return ""
+        for _ in range(_N_LOOKS):
+            try:
+                presences = {rank: self._presence_of(rank) for rank in range(self._world_size)}
+                ended = ended_ranks(presences, self._neighbours())
+            except RuntimeError as error:  # see _store_errors
+                return f"the store of the ranks is gone: {error}"
+            if ended:
+                return "; ".join(ended)
+            time.sleep(_STEP_S)
+        return ""
 
     # -- the thread
 
@@ -190,7 +223,7 @@ class _Watchdog:
             self._watch_alone()
         else:
             with self._store_errors():
-                self._say_presence("closed")
+                self._leave(*self._leaves_as)
 
     def _first_alarm(self) -> int:
         """The one that is under way, else the next."""
@@ -312,8 +345,7 @@ class _Watchdog:
             if report.speaker == self._rank:
                 logger.warning("%s", report.text)
         else:
-            logger.critical("%s\nThis process ends with exit code %d", report.text, EXIT_CODE)
-            _end_process()
+            self._end_process(report.text)
 
     def _watch_alone(self) -> None:
         """Without the store: it was lost together with the process that held it, so what this rank waits for will not come."""
@@ -321,20 +353,29 @@ class _Watchdog:
             if self._is_due():
                 position = take_position(self._rank, self._world_size, ledgers.all_ledgers(), {})
                 waits = [str(call) for group in position.groups for call in group.blocking]
-                logger.critical(
-                    "rank %d waits in %s, and the store of the ranks cannot be reached: the process that held it (rank 0, or the launcher"
-                    " on its host) has ended. This process ends with exit code %d",
-                    self._rank,
-                    ", ".join(waits),
-                    EXIT_CODE,
+                self._end_process(
+                    f"rank {self._rank} waits in {', '.join(waits)}, and the store of the ranks cannot be reached: the process that held"
+                    " it (rank 0, or the launcher on its host) has ended"
                 )
-                _end_process()
+
+    def _end_process(self, text: str) -> None:
+        self._is_ending = True
+        logger.critical("%s\nThis process ends with exit code %d", text, EXIT_CODE)
+        time.sleep(_LINGER_S)
+        _flush([sys.stdout, sys.stderr])
+        os._exit(EXIT_CODE)
 
     # -- the store
 
-    def _say_presence(self, state: Literal["watching", "closed", "ended"], why: str = "") -> None:
-        said = msgspec.structs.replace(self._presence, state=state, why=why)
+    def _say_presence(self, state: Literal["watching", "closed", "ended"], how: str = "") -> None:
+        said = msgspec.structs.replace(self._presence, state=state, how=how)
         self._store.set(f"rank/{self._rank}", msgspec.json.encode(said))
+
+    def _leave(self, state: Literal["closed", "ended"], how: str = "") -> None:
+        newest = [entry for book in ledgers.all_ledgers() for entry in book.recent(1)]
+        after = f", after {max(newest, key=lambda entry: entry.since)}" if newest else ""
+        self._say_presence(state, how + after)
+        self._store.add("n_watching", -1)
 
     def _presence_of(self, rank: int) -> Presence | None:
         if not self._store.check([f"rank/{rank}"]):
@@ -363,10 +404,3 @@ def _flush(streams: Iterable) -> None:
         # Closed, or replaced by something that is no file: there is nothing to flush then.
         with contextlib.suppress(ValueError, OSError, AttributeError):
             stream.flush()
-
-
-def _end_process() -> None:
-    _flush([sys.stdout, sys.stderr])
-    time.sleep(_LINGER_S)
-    _flush([sys.stdout, sys.stderr])
-    os._exit(EXIT_CODE)

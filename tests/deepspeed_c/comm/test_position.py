@@ -1,0 +1,101 @@
+"""comm/position.py: what a rank says of itself, and what it finds out about the processes beside it."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import msgspec
+import pytest
+import torch.distributed as dist
+
+from deepspeed_c.comm.ledger import Ledger
+from deepspeed_c.comm.position import Position, Presence, life_of, locate, own_presence, take_position
+
+needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="no /proc: processes are not looked up")
+
+
+def from_a_thread(function):
+    """What ``function`` returns in a thread, while the main thread waits for it here."""
+    answers = queue.Queue()
+    thread = threading.Thread(target=lambda: (time.sleep(0.05), answers.put(function())))
+    thread.start()
+    answer = answers.get(timeout=10)
+    thread.join()
+    return answer
+
+
+def test_the_users_line_comes_first_and_then_where_it_leads():
+    where, dist_call = from_a_thread(locate)
+    assert "test_position.py:" in where and " in from_a_thread (in " in where, where
+    assert "in get)" in where or "in wait)" in where, where
+    assert dist_call == ""
+
+
+def test_a_call_of_torch_is_known():
+    # A function that waits, compiled as if it stood in the source of torch's collectives.
+    scope = {"seen": []}
+    code = "def barrier():\n    while not seen:\n        pass\n"
+    exec(compile(code, dist.distributed_c10d.__file__, "exec"), scope)  # noqa: S102
+    thread = threading.Thread(target=lambda: (time.sleep(0.05), scope["seen"].append(locate())))
+    thread.start()
+    scope["barrier"]()
+    thread.join()
+    where, dist_call = scope["seen"][0]
+    assert dist_call == "barrier", (where, dist_call)
+    assert "test_position.py:" in where and "(in " not in where, "the line that called it, and not where it waits"
+
+
+def test_a_position_travels():
+    ledger = Ledger("0", [0, 1])
+    for i in range(100):
+        ledger.enter("all-gather", i, "w").end()
+    ledger.phase = "step"
+    waiting = ledger.enter("all-reduce", 8, "v")
+    waiting.begin_wait()
+    sub = Ledger("5", [1])
+    position = take_position(1, 2, [ledger, sub], {0: "runs"})
+    back = msgspec.json.decode(msgspec.json.encode(position), type=Position)
+    assert back == position
+    group = back.group("0")
+    assert group is not None and group.ranks == [] and group.last == 101 and len(group.recent) == 64
+    assert [(c.seq, c.op, c.label, c.phase, c.state) for c in group.blocking] == [
+        (101, "all-reduce", "v", "step", "waiting")
+    ]
+    assert 0 <= group.blocking[0].seconds < 10
+    assert back.group("5") is not None and back.group("5").ranks == [1] and back.group("5").last == 0
+    assert back.group("6") is None and back.neighbours == {0: "runs"}
+
+
+@needs_proc
+def test_life_of_a_process():
+    me = own_presence()
+    assert me.pid == os.getpid() and life_of(me) == "runs"
+    assert life_of(msgspec.structs.replace(me, started=me.started + 1)) == "gone", "another process got its number"
+    child = subprocess.Popen(
+        [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"], stdout=subprocess.PIPE
+    )
+    try:
+        child.stdout.readline()
+        with open(f"/proc/{child.pid}/stat") as f:
+            theirs = Presence(me.host, child.pid, int(f.read().rpartition(")")[2].split()[19]))
+        assert life_of(theirs) == "runs"
+        child.send_signal(signal.SIGSTOP)
+        deadline = time.monotonic() + 10
+        while life_of(theirs) != "stopped" and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert life_of(theirs) == "stopped"
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert life_of(theirs) == "gone", "a zombie has ended"
+        child.wait()
+        assert life_of(theirs) == "gone"
+    finally:
+        child.kill()
+        child.wait()
+        child.stdout.close()

@@ -1,0 +1,536 @@
+"""comm/watchdog.py on real ranks: each way to diverge ends the run with a text that names it, and nothing else ends it.
+
+``hang`` stands for a backend that does not notice a lost rank, as NCCL: gloo's connections do.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deepspeed_c import comm as ds_comm
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.comm.verdict import EXIT_CODE
+from deepspeed_c.comm.watchdog import _own_store, watch
+from deepspeed_c.errors import CommError, ConfigError
+from tests.ranks import RanksFailed
+
+ROOT = Path(__file__).resolve().parents[3]
+TIMEOUT_S = 1.0
+# What a rank may take to end after it began to wait: the timeout, and 12 s as with the default of 30 s. Starting is not in it.
+LIMIT_S = TIMEOUT_S + 12
+
+
+def make(folder, rank, group=None, timeout_s=TIMEOUT_S):
+    """A watched group whose watchdog writes to a file of this rank, after two collectives that all ranks share."""
+    sys.stderr = open(os.path.join(folder, str(rank)), "w")  # noqa: SIM115  the rank ends with it
+    comm = Collectives(group, reduce=lambda *_: None)
+    watch(comm, timeout_s)
+    comm.barrier()
+    comm.ledger.phase = "forward"
+    gather(comm, "layers.0.w")
+    return comm
+
+
+def gather(comm, label):
+    comm.all_gather(torch.zeros(4 * comm.world_size), label=label).wait()
+
+
+def scatter(comm, label):
+    comm.reduce_scatter(torch.zeros(4 * comm.world_size), torch.zeros(4), label=label).wait()
+
+
+def hang(comm, label, op="all-gather", n_bytes=16):
+    with comm.ledger.enter(op, n_bytes, label):
+        time.sleep(60)
+
+
+def diverge(run_ranks, tmp_path, world, body, *args, others=(), grace=LIMIT_S):
+    """Runs ``body``, which all ranks but ``others`` leave with EXIT_CODE; returns what they said, once it is the same for all."""
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(world, body, str(tmp_path), *args, fresh=True, timeout=30 + LIMIT_S, grace=grace)
+    told = []
+    for outcome in failed.value.outcomes:
+        if outcome.rank in others:
+            continue
+        assert outcome.kind == "died" and f"exit code {EXIT_CODE}" in outcome.text, str(failed.value)
+        text = (tmp_path / str(outcome.rank)).read_text()
+        assert text.count("ranks have diverged") == 1, text
+        assert f"[CRITICAL] [rank {outcome.rank}]" in text and f"exit code {EXIT_CODE}" in text, text
+        told.append(text[text.index("ranks have diverged") :])
+    assert len(set(told)) == 1, told
+    for seconds in re.findall(r"for (\d+) s\n", told[0]):
+        assert int(seconds) < LIMIT_S, told[0]
+    return told[0]
+
+
+# ---- ranks that go different ways
+
+
+def other_collective_body(rank, world, folder):
+    comm = make(folder, rank)
+    if rank == 1:
+        comm.ledger.phase = "backward"
+        scatter(comm, "layers.8.mlp.w2 (+3 more)")
+    gather(comm, "layers.7.mlp.w1")
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_another_collective(run_ranks, tmp_path, world):
+    text = diverge(run_ranks, tmp_path, world, other_collective_body)
+    assert "collective #3 is not the same on all ranks" in text
+    who = "rank 0" if world == 2 else "ranks 0, 2"
+    n_bytes = 16 * world
+    assert f"{who} entered all-gather #3 of layers.7.mlp.w1 (forward), {n_bytes} bytes" in text, text
+    assert f"rank 1 entered reduce-scatter #3 of layers.8.mlp.w2 (+3 more) (backward), {n_bytes} bytes" in text, text
+    waits = "waits" if world == 2 else "wait"
+    assert re.search(rf"{who} {waits} in all-gather #3 of layers.7.mlp.w1 \(forward\) for \d+ s", text), text
+    assert "Fix: " in text
+
+
+def other_data_body(rank, world, folder, label, n_bytes):
+    comm = make(folder, rank)
+    hang(comm, *((label, "all-gather", n_bytes) if rank == 1 else ("w", "all-gather", 16)))
+
+
+@pytest.mark.parametrize(("label", "n_bytes"), [("w", 24), ("v", 16)])
+def test_the_same_collective_with_other_data(run_ranks, tmp_path, label, n_bytes):
+    text = diverge(run_ranks, tmp_path, 2, other_data_body, label, n_bytes)
+    assert "rank 0 entered all-gather #3 of w (forward), 16 bytes" in text, text
+    assert f"rank 1 entered all-gather #3 of {label} (forward), {n_bytes} bytes" in text, text
+
+
+def extra_body(rank, world, folder):
+    comm = make(folder, rank)
+    for i in range(5):
+        if rank == 0 and i == 2:
+            # Sent and received like its neighbours: the ranks go on for a while, each with the other's data.
+            gather(comm, "expert.3")
+        gather(comm, f"layers.{i}.w")
+    time.sleep(60)
+
+
+def test_one_collective_more(run_ranks, tmp_path):
+    text = diverge(run_ranks, tmp_path, 2, extra_body)
+    assert "rank 0 entered all-gather #5 of expert.3 (forward)" in text, text
+    assert "rank 1 entered all-gather #5 of layers.2.w (forward)" in text, text
+
+
+def barrier_body(rank, world, folder, is_ours):
+    comm = make(folder, rank)
+    if rank == 1:
+        (ds_comm.barrier if is_ours else dist.barrier)()
+    gather(comm, "layers.1.w")
+
+
+def test_a_call_of_torch_on_one_rank(run_ranks, tmp_path):
+    text = diverge(run_ranks, tmp_path, 2, barrier_body, False)
+    assert re.search(
+        r"rank 1 is in torch.distributed.barrier, called at \S*test_watchdog.py:\d+ in barrier_body", text
+    ), text
+    assert "rank 0 waits in all-gather #3 of layers.1.w (forward)" in text, text
+
+
+def test_a_call_of_the_user_on_one_rank(run_ranks, tmp_path):
+    text = diverge(run_ranks, tmp_path, 2, barrier_body, True)
+    assert re.search(r"rank 1 entered comm.barrier #3 \(forward, \S*test_watchdog.py:\d+\), 0 bytes", text), text
+
+
+# ---- groups
+
+
+def test_a_group_of_some_ranks_is_named_and_all_ranks_end(run_ranks, tmp_path):
+    text = diverge(run_ranks, tmp_path, 3, kept_world_body)
+    assert "collective #3 of the group of ranks 0, 2 is not the same on all ranks" in text, text
+    assert "rank 0 waits in all-gather #3 of experts.0.w (forward) of the group of ranks 0, 2 for" in text, text
+    assert re.search(r"rank 1 is at \S*test_watchdog.py:\d+ in kept_world_body", text), text
+
+
+def kept_world_body(rank, world, folder):
+    group = dist.new_group([0, 2])
+    if rank != 1:
+        comm = make(folder, rank, group)
+        (scatter if rank == 2 else gather)(comm, f"experts.{rank}.w")
+    else:
+        sys.stderr = open(os.path.join(folder, str(rank)), "w")  # noqa: SIM115  the rank ends with it
+        comm = Collectives(reduce=lambda *_: None)
+        watch(comm, TIMEOUT_S)
+        time.sleep(60)
+
+
+def crossed_groups_body(rank, world, folder):
+    group = dist.new_group([0, 1])
+    comm = make(folder, rank)
+    if rank < 2:
+        sub = Collectives(group, reduce=lambda *_: None)
+    if rank == 0:
+        gather(sub, "experts.0.w")
+    gather(comm, "layers.1.w")
+
+
+def test_groups_that_wait_for_each_other(run_ranks, tmp_path):
+    text = diverge(run_ranks, tmp_path, 3, crossed_groups_body)
+    assert "ranks 0-1 wait for each other" in text, text
+    assert "rank 0 waits in all-gather #1 of experts.0.w of the group of ranks 0-1 for" in text, text
+    assert "ranks 1-2 wait in all-gather #3 of layers.1.w (forward) for" in text, text
+
+
+# ---- ranks that are lost
+
+
+def killed_body(rank, world, folder, signum):
+    comm = make(folder, rank)
+    if rank == 1:
+        os.kill(os.getpid(), signum)
+    hang(comm, "layers.1.w")
+
+
+@pytest.mark.parametrize(
+    ("signum", "text"), [(signal.SIGKILL, "has ended without a word"), (signal.SIGSTOP, "is stopped by a signal")]
+)
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_rank_that_is_killed_or_stopped(run_ranks, tmp_path, world, signum, text):
+    # A stopped one is there to the end, and is not waited for.
+    grace = LIMIT_S if signum == signal.SIGKILL else 3.0
+    told = diverge(run_ranks, tmp_path, world, killed_body, signum, others=[1], grace=grace)
+    assert "rank 1 will not come" in told and f"rank 1 {text} (process " in told, told
+    assert "in all-gather #3 of layers.1.w (forward) for" in told, told
+
+
+def noticed_body(rank, world, folder):
+    comm = make(folder, rank)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(CommError) as caught:
+        for _ in range(1000):
+            gather(comm, "layers.1.w")
+            time.sleep(0.01)
+    comm.close()
+    return str(caught.value)
+
+
+def test_an_error_of_the_backend_names_the_rank_and_the_parameter(run_ranks, tmp_path):
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(2, noticed_body, str(tmp_path), fresh=True, grace=LIMIT_S)
+    kinds = [outcome.kind for outcome in failed.value.outcomes]
+    assert kinds == ["returned", "died"], str(failed.value)
+    text = failed.value.outcomes[0].value
+    assert re.search(
+        r"rank 0, all-gather #\d+ of layers.1.w \(forward\): all_gather of 8 torch.float32 failed", text
+    ), text
+    assert re.search(r"Fix: rank 1 has ended without a word \(process \d+ on ", text), text
+
+
+def stale_alarm_body(rank, world, folder):
+    store = _own_store()
+    comm = make(folder, rank)
+    if rank == 0:
+        # An alarm whose judge never reports.
+        store.set("alarm/1", "7")
+        store.add("n_alarms", 1)
+    dist.barrier()
+    hang(comm, f"layers.{rank}.w")
+
+
+def test_a_judge_that_is_lost_is_replaced(run_ranks, tmp_path):
+    assert "rank 1 entered all-gather #3 of layers.1.w" in diverge(run_ranks, tmp_path, 2, stale_alarm_body)
+
+
+# ---- ranks that are merely late
+
+
+def late_body(rank, world, folder, late):
+    comm = make(folder, rank)
+    if rank == late:
+        time.sleep(3.5 * TIMEOUT_S)
+    gather(comm, "layers.1.w")
+    comm.close()
+    sys.stderr.flush()
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_late_rank_is_reported_again_and_again_and_the_run_goes_on(run_ranks, tmp_path, late):
+    run_ranks(2, late_body, str(tmp_path), late, fresh=True)
+    said = (tmp_path / "0").read_text()
+    assert said.count(f"rank {late} lets others wait") in (2, 3), said
+    assert f"rank {1 - late} waits in all-gather #3 of layers.1.w (forward) for 1 s" in said, said
+    assert re.search(
+        rf"rank {late} is at \S*test_watchdog.py:\d+ in late_body, after all-gather #2 of layers.0.w", said
+    ), said
+    assert "[WARNING] [rank 0]" in said and "diverged" not in said, said
+    assert (tmp_path / "1").read_text() == "", "one rank says it for all"
+
+
+def busy_body(rank, world, folder):
+    comm = make(folder, rank)
+    if rank == 1:
+        begin = time.monotonic()
+        sum(range(10_000_000))
+        # One call of C that holds the interpreter for about four timeouts and graces.
+        n = int(10_000_000 * 6 * TIMEOUT_S / (time.monotonic() - begin))
+        sum(range(n))
+    gather(comm, "layers.1.w")
+    comm.close()
+    sys.stderr.flush()
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="no /proc: a rank that is silent counts as lost")
+def test_a_rank_that_holds_the_interpreter_is_late_and_not_lost(run_ranks, tmp_path):
+    run_ranks(2, busy_body, str(tmp_path), fresh=True)
+    said = (tmp_path / "0").read_text()
+    assert "rank 1 gives no answer: something holds Python's interpreter lock (process " in said, said
+    assert "diverged" not in said, said
+
+
+def absent_body(rank, world, folder):
+    sys.stderr = open(os.path.join(folder, str(rank)), "w")  # noqa: SIM115  the rank ends with it
+    if rank == 1:
+        time.sleep(4 * TIMEOUT_S)
+    comm = Collectives(reduce=lambda *_: None)
+    watch(comm, TIMEOUT_S)
+    gather(comm, "model")
+    comm.close()
+    sys.stderr.flush()
+
+
+def test_a_rank_that_has_not_started_is_waited_for(run_ranks, tmp_path):
+    run_ranks(2, absent_body, str(tmp_path), fresh=True)
+    said = (tmp_path / "0").read_text()
+    assert "rank 1 has not come to deepspeed_c.initialize() yet" in said and "diverged" not in said, said
+
+
+def quiet_body(rank, world, folder):
+    comm = make(folder, rank)
+    second = Collectives(reduce=lambda *_: None)
+    watch(second, TIMEOUT_S)
+    for i in range(3):
+        time.sleep(1.5 * TIMEOUT_S)
+        work = comm.all_gather(torch.zeros(4 * world), label=f"layers.{i}.w")
+        time.sleep(0.2 * rank)
+        work.wait()
+        scatter(second, f"layers.{i}.w")
+        ds_comm.all_reduce(torch.zeros(3))
+    comm.close()
+    second.close()
+    sys.stderr.flush()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_normal_run_with_long_computations_says_nothing(run_ranks, tmp_path, world):
+    run_ranks(world, quiet_body, str(tmp_path), fresh=True)
+    assert [(tmp_path / str(r)).read_text() for r in range(world)] == [""] * world
+
+
+# ---- the thread
+
+
+def dogs():
+    return [thread for thread in threading.enumerate() if thread.name == "deepspeed_c watchdog"]
+
+
+def life_body(rank, world):
+    one, two = Collectives(reduce=lambda *_: None), Collectives(reduce=lambda *_: None)
+    watch(one, 0.0)
+    assert dogs() == [], "0 is off"
+    for wrong in (-1.0, float("inf"), float("nan")):
+        with pytest.raises(ConfigError, match="collective_timeout_s"):
+            watch(one, wrong)
+    watch(one, 5.0)
+    watch(two, 3.0)
+    (thread,) = dogs()
+    assert thread.daemon
+    one.close()
+    one.close()
+    assert dogs() == [thread] and thread.is_alive(), "the second one is still watched"
+    two.close()
+    assert dogs() == [] and not thread.is_alive()
+    third = Collectives(reduce=lambda *_: None)
+    watched = watch(third, 5.0)
+    assert len(dogs()) == 1
+    watched.close()
+    assert dogs() == []
+    # Dropped and not closed.
+    watch(third, 5.0)
+    assert len(dogs()) == 1
+    del third, watched
+    gc.collect()
+    assert dogs() == []
+    dist.barrier()
+
+
+def test_one_thread_that_ends_with_the_last_who_is_watched(run_ranks):
+    run_ranks(2, life_body)
+
+
+def n_files():
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+def leak_body(rank, world):
+    comm = Collectives(reduce=lambda *_: None)
+
+    def cycle():
+        for _ in range(10):
+            watch(comm, 5.0)
+            comm.barrier()
+            comm.close()
+
+    cycle()
+    before = n_files(), threading.active_count()
+    cycle()
+    cycle()
+    assert (n_files(), threading.active_count()) == before
+    assert comm.ledger.explain() == ""
+    dist.barrier()
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="no /proc: open files are not counted")
+def test_watching_again_and_again_leaks_nothing(run_ranks):
+    run_ranks(2, leak_body)
+
+
+def alone_body(rank, world):
+    comm = Collectives(reduce=lambda *_: None)
+    watch(comm, 1.0)
+    assert dogs() == []
+    comm.close()
+
+
+def test_one_rank_needs_no_watchdog(run_ranks):
+    run_ranks(1, alone_body)
+
+
+def new_world_body(rank, world, folder):
+    comm = make(folder, rank)
+    (old,) = dogs()
+    dist.destroy_process_group()
+    store = dist.FileStore(os.path.join(folder, "again"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    again = Collectives(reduce=lambda *_: None)
+    watch(again, TIMEOUT_S)
+    assert dogs() != [old] and len(dogs()) == 1, "the group that the first one watched is gone"
+    assert again.ledger is not comm.ledger and again.ledger.last == 0
+    again.barrier()
+    comm.close()
+    assert len(dogs()) == 1, "closing what was watched before leaves the new one alone"
+    hang(again, f"layers.{rank}.w")
+
+
+def test_a_world_that_is_made_anew(run_ranks, tmp_path):
+    assert "rank 1 entered all-gather #2 of layers.1.w, 16 bytes" in diverge(run_ranks, tmp_path, 2, new_world_body)
+
+
+# ---- whole processes: how they end, and what the launcher makes of it
+
+SCRIPT = """
+import os, sys, time, torch
+sys.path.insert(0, {root!r})
+import deepspeed_c
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.comm.watchdog import watch
+from tests.deepspeed_c.comm.test_watchdog import gather, hang, scatter
+deepspeed_c.init_distributed(verbose=False)
+comm = Collectives(reduce=lambda *_: None)
+watch(comm, 1.0)
+comm.barrier()
+rank = comm.rank
+{body}
+"""
+
+
+def write_script(tmp_path, body):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT.format(root=str(ROOT), body=body))
+    return str(path)
+
+
+def run_pair(tmp_path, body):
+    """Two processes without a launcher, so that nobody ends one of them for the other: (exit code, standard error) of each."""
+    script = write_script(tmp_path, body)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    env = {
+        **os.environ,
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+    env["GLOO_SOCKET_IFNAME"] = "lo"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, script],
+            env={**env, "RANK": str(r), "LOCAL_RANK": str(r)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for r in range(2)
+    ]
+    try:
+        return [(p.wait(), err) for p, err in [(p, p.communicate(timeout=90)[1]) for p in processes]]
+    finally:
+        for p in processes:
+            p.kill()
+            p.wait()
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "how"),
+    [("sys.exit(0)", 0, ""), ("raise ValueError('boom\\nand more')", 1, " with ValueError: boom")],
+    ids=["ends early", "raises"],
+)
+def test_a_rank_that_ends(tmp_path, end, code, how):
+    body = f"if rank == 1:\n    {end}\nhang(comm, 'layers.1.w')"
+    (code_0, text_0), (code_1, text_1) = run_pair(tmp_path, body)
+    assert (code_0, code_1) == (EXIT_CODE, code), (text_0, text_1)
+    assert f"rank 1 has ended{how}, after barrier #1 (process " in text_0, text_0
+    assert "rank 0 waits in all-gather #2 of layers.1.w for" in text_0, text_0
+    assert "diverged" not in text_1, text_1
+
+
+def test_the_error_of_a_rank_is_told_by_the_others(tmp_path):
+    body = "if rank == 1:\n    raise ValueError('boom')\nfor _ in range(1000):\n    gather(comm, 'layers.1.w'); time.sleep(0.01)"
+    (code_0, text_0), (code_1, _) = run_pair(tmp_path, body)
+    assert (code_0, code_1) == (1, 1), text_0
+    assert "of layers.1.w" in text_0 and "rank 1 has ended with ValueError: boom, after" in text_0, text_0
+
+
+def test_the_store_goes_with_rank_0(tmp_path):
+    body = "if rank == 0:\n    os._exit(3)\nhang(comm, 'layers.1.w')"
+    (code_0, _), (code_1, text_1) = run_pair(tmp_path, body)
+    assert (code_0, code_1) == (3, EXIT_CODE), text_1
+    assert "rank 1 waits in all-gather #2 of layers.1.w, and the store of the ranks cannot be reached" in text_1, text_1
+
+
+def test_a_run_that_ends_well_says_nothing(tmp_path):
+    # Rank 1 goes on for a while after rank 0, with which the store ends.
+    assert run_pair(tmp_path, "gather(comm, 'w')\ntime.sleep(rank)") == [(0, ""), (0, "")]
+
+
+def test_the_launcher_ends_with_the_ranks_exit_code(tmp_path):
+    script = write_script(tmp_path, "(scatter if rank else gather)(comm, f'layers.{rank}.w')")
+    done = subprocess.run(
+        [sys.executable, "-m", "deepspeed_c", "--num_procs", "2", script],
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.returncode == EXIT_CODE, (done.returncode, done.stderr)
+    assert "rank 1 entered reduce-scatter #2 of layers.1.w, 32 bytes" in done.stderr, done.stderr
