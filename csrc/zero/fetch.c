@@ -48,6 +48,7 @@ static void pass_step(struct dsc_fetch *fetch, struct actions *actions, bool is_
     for (; fetch->issued < plan->until[fetch->cursor]; fetch->issued++)
         if (!fetch->units[plan->steps[fetch->issued]].is_live)
             gather(fetch, actions, plan->steps[fetch->issued]);
+    actions->entries[actions->n++] = (struct dsc_fetch_action){DSC_FETCH_STEP, unit};
 
     fetch->record->units[fetch->record->n_steps] = unit;
     fetch->record->is_used[fetch->record->n_steps] = is_used || book->is_touched;
@@ -63,9 +64,9 @@ static dsc_status check_room(const struct dsc_fetch *fetch, int64_t n_records, i
                              const struct dsc_fetch_action *actions)
 {
     if (capacity < n_needed || (actions == NULL && n_needed > 0))
-        return dsc_fail(DSC_EINVAL, "capacity is %lld, this call may need %lld; 2 * n_steps + n_units = %lld are always enough",
+        return dsc_fail(DSC_EINVAL, "capacity is %lld, this call may need %lld; 3 * n_steps + n_units = %lld are always enough",
                         actions == NULL ? 0LL : (long long)capacity, (long long)n_needed,
-                        (long long)(2 * fetch->plan.n_steps + fetch->n_units));
+                        (long long)(3 * fetch->plan.n_steps + fetch->n_units));
     if (n_records > fetch->record->capacity - fetch->record->n_steps)
         return dsc_fail(DSC_EOVERFLOW, "the record holds %lld of at most %lld steps, %lld more have been passed",
                         (long long)fetch->record->n_steps, (long long)fetch->record->capacity, (long long)n_records);
@@ -181,7 +182,7 @@ static dsc_status pass_until(struct dsc_fetch *fetch, int64_t end, bool is_last_
     int64_t n_gathers = end > fetch->cursor ? fetch->plan.until[end - 1] - fetch->issued : 0;
 
     /* What is released is live now, or gathered by this call. */
-    DSC_TRY(check_room(fetch, end - fetch->cursor, fetch->n_live + 2 * n_gathers, capacity, actions->entries));
+    DSC_TRY(check_room(fetch, end - fetch->cursor, fetch->n_live + 2 * n_gathers + (end - fetch->cursor), capacity, actions->entries));
     while (fetch->cursor < end)
         pass_step(fetch, actions, is_last_used && fetch->cursor == end - 1);
     return DSC_OK;

@@ -6,8 +6,9 @@ measure. It decides only when: which micro-batch ends a window, whether the sche
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
+from collections.abc import Container, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +19,9 @@ from deepspeed_c.config import Config
 from deepspeed_c.data.loader import DeepSpeedDataLoader
 from deepspeed_c.engine.boundary import scale_outputs, watch_outputs
 from deepspeed_c.engine.getters import ConfigGetters
+from deepspeed_c.engine.offload import OffloadDeviceEnum, OffloadedStates, OffloadStateTypeEnum
 from deepspeed_c.engine.precision import Precision
+from deepspeed_c.engine.weights import consolidate, load_custom, load_weights, save_weights
 from deepspeed_c.env import read_env
 from deepspeed_c.errors import BackwardError, BatchSizeError, FeatureError, StateError
 from deepspeed_c.logging import log_dist, logger
@@ -32,12 +35,8 @@ __all__ = ["DeepSpeedEngine"]
 
 # Names of DeepSpeed's engine whose features this version does not have yet, with what to use instead.
 LATER = {
-    "save_checkpoint": "engine.module.state_dict() and engine.optimizer.state_dict() hold everything, per rank",
+    "save_checkpoint": "engine.save_16bit_model() saves the weights; engine.optimizer.state_dict() holds the rest, per rank",
     "load_checkpoint": "engine.load_module_state_dict() and engine.optimizer.load_state_dict() take it back",
-    "save_16bit_model": "torch.save(engine.module.state_dict(), path) writes the 16-bit weights",
-    "save_fp16_model": "torch.save(engine.module.state_dict(), path) writes the 16-bit weights",
-    "offload_states": "states stay where they are",
-    "reload_states": "states stay where they are",
 }
 
 
@@ -79,6 +78,7 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
         self._is_closed = False
         self._layout, self._fetcher = layout, layout.fetcher
         self._is_generating = False
+        self._offloaded = OffloadedStates(layout, optimizer)
         self.timers = EngineTimers(
             enabled=config.wall_clock_breakdown,
             throughput=config.timers.throughput.enabled,
@@ -119,6 +119,7 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module, under autocast and with cast inputs where the configuration says so."""
         self._require_open()
+        self._require_states("forward")
         if self.optimizer is not None:
             self._recover_from_aborted_backward()
         self._comm.ledger.phase = "forward"
@@ -317,6 +318,7 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
         as for a skipped step, so that a caller who catches it goes on with the next window.
         """
         optimizer = self._require_optimizer("step")
+        self._require_states("step")
         if self._is_inside_no_sync:
             raise BackwardError(
                 "step() was called within no_sync()", where="engine.step", fix="leave the context before the step"
@@ -412,7 +414,19 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
     def module_state_dict(
         self, destination=None, prefix: str = "", keep_vars: bool = False, exclude_frozen_parameters: bool = False
     ) -> dict[str, Any]:
-        """The module's state dict: whole tensors in the dtype that is trained in."""
+        """The module's state dict: whole tensors in the dtype that is trained in.
+
+        Where parameters are sharded it is collective and puts the whole model into the host memory of every rank; ``save_16bit_model`` and
+        ``_zero3_consolidated_16bit_state_dict`` do with less.
+        """
+        if self._shards_parameters:
+            state = consolidate(
+                self.module, self._fetcher, self._comm, exclude_frozen=exclude_frozen_parameters, on_all_ranks=True
+            )
+            named = {prefix + name: value for name, value in state.items()}
+            if destination is not None:
+                destination.update(named)
+            return named if destination is None else destination
         state = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         if exclude_frozen_parameters:
             for name, p in self.module.named_parameters():
@@ -422,12 +436,95 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
 
     def load_module_state_dict(self, checkpoint, strict: bool = True, custom_load_fn=None, **_: Any) -> None:
         """Loads weights into the module, on every rank alike, and takes the fp32 masters anew from them."""
+        self._require_open()
         if custom_load_fn is not None:
-            custom_load_fn(src=checkpoint, dst=self.module)
+            load_custom(self.module, custom_load_fn, checkpoint)
+        elif self._shards_parameters:
+            load_weights(self.module, checkpoint, strict)
         else:
             self.module.load_state_dict(checkpoint, strict=strict)
         if self.optimizer is not None:
             self.optimizer.refresh_fp32_params()
+        if self._fetcher is not None:
+            self._fetcher.weights_changed()
+
+    @property
+    def _shards_parameters(self) -> bool:
+        return self._fetcher is not None and bool(self._fetcher.groups)
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Writes the weights, in the dtype that is trained in, to one file that ``torch.load`` (or safetensors, by the suffix) reads.
+
+        Collective at stage 3; rank 0 writes, one tensor at a time, and the file appears only when it is complete. Returns True. Raises CheckpointError on all ranks
+        when it cannot be written. Needs no ``stage3_gather_16bit_weights_on_model_save``: nothing is ever whole in memory.
+        """
+        self._require_open()
+        path = os.path.join(save_dir, save_filename)
+        save_weights(self.module, self._fetcher, self._comm, path, exclude_frozen=exclude_frozen_parameters)
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def offload_states(
+        self,
+        include: Container[OffloadStateTypeEnum] | None = None,
+        device: OffloadDeviceEnum = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Moves states (all kinds, or those in ``include``) out of the accelerator's memory until ``reload_states``; the engine cannot run meanwhile.
+
+        At every stage; weights that are whole on each rank stay. Raises StateError within an accumulation window.
+        """
+        self._require_open()
+        self._require_window_start("offload_states")
+        if self._fetcher is not None:
+            self._fetcher.abort()
+        self._offloaded.offload(include, device, pin_memory, non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Brings back what ``offload_states`` moved out."""
+        self._require_open()
+        self._offloaded.reload(non_blocking)
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
+        """The module's state dict of whole tensors in host memory on rank 0, None on the others. Collective; ValueError below stage 3."""
+        if not self.zero_optimization_partition_weights():
+            raise ValueError("this function requires ZeRO stage 3; below it module.state_dict() is whole")
+        return self._consolidated_16bit_state_dict(exclude_frozen_parameters)
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
+        self._require_open()
+        return consolidate(
+            self.module, self._fetcher, self._comm, exclude_frozen=exclude_frozen_parameters, on_all_ranks=False
+        )
+
+    def generate(self, *args: Any, synced: bool = False, **kwargs: Any) -> Any:
+        """Calls the module's ``generate``. ``synced``: ranks may stop after different numbers of forwards (see ``synced_generation``)."""
+        self._require_open()
+        generate = self.module.generate
+        with self.synced_generation() if synced else nullcontext():
+            before, self._is_generating = self._is_generating, True
+            try:
+                return generate(*args, **kwargs)
+            finally:
+                self._is_generating = before
+
+    @contextmanager
+    def synced_generation(self) -> Iterator[None]:
+        """Context in which ranks may run different numbers of forwards: a rank that leaves it serves the others until all have left.
+
+        Collective to enter. One forward in evaluation or training mode should have run before, so that the order of use is known; without it whatever has
+        been gathered stays until each forward ends.
+        """
+        before, self._is_generating = self._is_generating, True
+        try:
+            with self._fetcher.synced() if self._shards_parameters else nullcontext():
+                yield
+        finally:
+            self._is_generating = before
 
     def compile(
         self, backend: str = "inductor", compile_kwargs: dict[str, Any] | None = None, **unsupported: Any
@@ -470,6 +567,14 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
                 "the engine is closed", where="DeepSpeedEngine", fix="make a new one with deepspeed_c.initialize"
             )
 
+    def _require_states(self, what: str) -> None:
+        if self._offloaded.kinds:
+            raise StateError(
+                f"{', '.join(sorted(kind.value for kind in self._offloaded.kinds))} have been offloaded",
+                where=f"engine.{what}",
+                fix="call engine.reload_states() first",
+            )
+
     def _require_optimizer(self, what: str) -> ZeroOptimizer:
         self._require_open()
         if self.optimizer is None:
@@ -489,6 +594,7 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
         if self._is_closed:
             return
         self._is_closed = True
+        self._offloaded.reload(non_blocking=False)
         if self.optimizer is not None:
             for slot in self.optimizer.reducer.slots:
                 detach(slot)

@@ -11,7 +11,7 @@ from deepspeed_c.errors import OptimizerError
 from deepspeed_c.ops.optim import FusedOptimizer
 from deepspeed_c.zero.unit import Fragment, Unit
 
-__all__ = ["Entry", "point_at_shards", "split_entry"]
+__all__ = ["Entry", "must_see_pieces", "point_at_shards", "split_entry"]
 
 # torch's own elementwise optimizers: a slice of a parameter may be updated without the rest of it.
 ELEMENTWISE = (
@@ -47,8 +47,11 @@ class Entry(NamedTuple):
         return self.unit.piece(slices, self.fragment).view(self.param.shape)
 
 
-def _sees_pieces(base: torch.optim.Optimizer, is_sharded: bool, allow_untested: bool) -> bool:
-    """Whether the base must see parameter by parameter (True), or may be given whole slices that hold many (False)."""
+def must_see_pieces(base: torch.optim.Optimizer, *, is_sharded: bool, allow_untested: bool) -> bool:
+    """Whether the base must see parameter by parameter (True), or may be given whole slices that hold many (False).
+
+    Raises OptimizerError where it may be given neither: not known to be elementwise, and parameters are cut over ranks.
+    """
     if getattr(base, "is_elementwise", False) or type(base) in ELEMENTWISE:
         return False
     if not is_sharded or isinstance(base, FusedOptimizer):
@@ -67,7 +70,7 @@ def point_at_shards(
     base: torch.optim.Optimizer, units: Sequence[Unit], *, is_sharded: bool, allow_untested: bool
 ) -> list[Entry]:
     """Replaces the parameters in the base optimizer's groups by entries over this rank's master weights, and carries its state over."""
-    sees_pieces = _sees_pieces(base, is_sharded, allow_untested)
+    sees_pieces = must_see_pieces(base, is_sharded=is_sharded, allow_untested=allow_untested)
     old_state = dict(base.state)
     base.state.clear()
     entries: list[Entry] = []

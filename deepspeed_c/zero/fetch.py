@@ -43,7 +43,6 @@ __all__ = ["FetchLimits", "FetchStats", "Fetcher", "GatherUnit"]
 
 # A bucket's gradients are sent when the backward has gone on by this many gather units: those of its own parameters have come by then, on every rank.
 PACE_STEPS = 2
-STEP = getattr(_C.Fetch, "STEP", -1)
 # Backward plans that are remembered, one for each order of the forwards before it.
 MAX_BACKWARD_PLANS = 64
 
@@ -333,7 +332,7 @@ class Fetcher:
         self.hooks: ModuleHooks | None = None  # set by the engine that drives this fetcher
         self._reducer: GradientReducer | None = None
         self._bucket_of: dict[int, int] = {}
-        self._paced = 0
+        self._n_passed = 0
         self._last_use: dict[int, int] = {}
         self._held: dict[object, Sequence[GatherUnit]] = {}
         self._is_synced = False
@@ -383,9 +382,9 @@ class Fetcher:
 
     def _apply(self, actions: Sequence[tuple[int, int]]) -> None:
         for kind, index in actions:
-            if kind == STEP:
+            if kind == _C.Fetch.STEP:
                 if self.is_in_backward:
-                    self._pace(index - PACE_STEPS)
+                    self._pace()
                 continue
             group = self.groups[index]
             if kind == _C.Fetch.GATHER:
@@ -515,9 +514,8 @@ class Fetcher:
             self._begin(key, self._reversed_forwards)
             while len(self._modes) > MAX_BACKWARD_PLANS + 3:
                 self._modes.pop(next(k for k in self._modes if isinstance(k, tuple) and k != key))
-            self._paced = 0
+            self._n_passed = 0
             self._last_use = {unit: i for i, unit in enumerate(self._mode.steps)}
-            self._paced_steps = list(self._mode.steps)
 
     def _reversed_forwards(self) -> list[int]:
         steps: list[int] = []
@@ -684,15 +682,15 @@ class Fetcher:
             group.index: place[group.unit, group.bucket] for group in self.groups if (group.unit, group.bucket) in place
         }
 
-    def _pace(self, passed: int) -> None:
-        """Sends the gradients of the units whose last step lies before step ``passed``."""
-        if self._reducer is None:
+    def _pace(self) -> None:
+        """A step of the backward plan has been passed: sends the gradients of the unit whose last step lies ``PACE_STEPS`` behind it."""
+        passed = self._n_passed - PACE_STEPS
+        self._n_passed += 1
+        if self._reducer is None or passed < 0:
             return
-        while self._paced < passed:
-            unit = self._paced_steps[self._paced]
-            if self._last_use[unit] == self._paced and unit in self._bucket_of:
-                self._reducer.launch_bucket(self._bucket_of[unit])
-            self._paced += 1
+        unit = self._mode.steps[passed]
+        if self._last_use[unit] == passed and unit in self._bucket_of:
+            self._reducer.launch_bucket(self._bucket_of[unit])
 
     # -- what autograd saves ------------------------------------------------------------------------------------------
 

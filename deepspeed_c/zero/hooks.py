@@ -72,7 +72,11 @@ class ModuleHooks:
         self.install()
 
     def install(self) -> None:
-        """Hooks the root and every module that reads a sharded parameter; again after ``remove``."""
+        """Hooks the root and every module that reads a sharded parameter; again after ``remove`` (or after callers took the hooks out)."""
+        for counter in self._counters:
+            counter.remove()
+        self._watched.clear()
+        self._depth = 0
         self._counters = [
             torch.nn.modules.module.register_module_module_registration_hook(_count_registration),
             torch.nn.modules.module.register_module_parameter_registration_hook(_count_registration),

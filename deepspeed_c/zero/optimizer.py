@@ -346,6 +346,13 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         for unit in self.units:
             unit.refresh_master()
 
+    @property
+    def parameter_offload(self) -> Any:
+        """DeepSpeed's name for what hooks the module under stage 3: an object with ``module``, ``forward_hooks``, ``backward_hooks``."""
+        if self.fetcher is None or self.fetcher.hooks is None:
+            raise AttributeError("parameter_offload exists where parameters are sharded (stage 3, more than one rank)")
+        return self.fetcher.hooks
+
     # -- the torch.optim face ---------------------------------------------------------------------------------------
 
     @property

@@ -392,6 +392,11 @@ class GradientReducer:
             slot.param.grad = None
         self._reset_window()
 
+    def drop_spare_buffers(self) -> None:
+        """Frees the staging buffers that no gradient is in."""
+        self._pool.clear()
+        self.comm.scratch.clear()
+
     def close(self) -> None:
         """Removes the hooks and frees the buffers."""
         for hook in self._hooks:

@@ -260,8 +260,34 @@ class _Face:
         return state.numels[state.comm.rank]
 
 
+class _ReleasedTensor(torch.Tensor):
+    """What ``detach`` of a released parameter gives, as in a module's ``state_dict()``: it has a dtype and a device, and no data to copy or save."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def of(cls, state: ShardState) -> torch.Tensor:
+        tensor = torch.Tensor._make_subclass(cls, state.empty)
+        tensor._dsc_shard_of = state
+        return tensor
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise self._dsc_shard_of.describe_released()
+
+    clone = cpu = cuda = to = numpy = tolist = item = contiguous = __array__ = _refuse
+    __reduce_ex__ = __deepcopy__ = _refuse
+
+
 class _Released(_Face):
     """The face while the data is not here."""
+
+    def detach(self) -> torch.Tensor:
+        return _ReleasedTensor.of(self._dsc_shard)
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise self._dsc_shard.describe_released()
+
+    clone = numpy = tolist = item = __array__ = _refuse
 
     @property
     def data(self) -> torch.Tensor:

@@ -100,7 +100,7 @@ class Fetch {
                 dsc::fail(DSC_EINVAL, "Fetch.begin: live unit " + std::to_string(unit) + " must be 0 to " + std::to_string(fetch_.n_units - 1));
             is_live[static_cast<size_t>(unit)] = 1;
         }
-        actions_.resize(std::max(actions_.size(), 2 * plan->steps.size() + unit_elems_.size()));
+        actions_.resize(std::max(actions_.size(), 3 * plan->steps.size() + unit_elems_.size()));
         dsc::check(dsc_fetch_begin(&fetch_, &view, is_live.data(), &record_), "Fetch.begin");
         plan_ = std::move(plan);
     }
@@ -235,9 +235,9 @@ void dsc::bind_fetch(py::module_ &m)
 
     py::class_<Fetch> fetch(
         m, "Fetch",
-        "Follows a FetchPlan through a pass: each use of a unit becomes the actions that are due, [(kind, unit), ...] with kind GATHER or "
-        "RELEASE, to be done in that order (dsc/fetch.h); an empty tuple when there are none. For one plan the sequence of GATHER is the same on "
-        "all ranks, whatever subsequence of it each of them uses. ValueError for bad arguments, RuntimeError outside a pass.");
+        "Follows a FetchPlan through a pass: each use of a unit becomes the actions that are due, [(kind, unit), ...] with kind GATHER, "
+        "RELEASE or STEP (a step has been passed), to be done in that order (dsc/fetch.h); an empty tuple when there are none. For one plan the "
+        "sequence of GATHER and STEP is the same on all ranks, whatever subsequence of it each of them uses. ValueError for bad arguments, RuntimeError outside a pass.");
     fetch.def(py::init<Elems>(), py::arg("unit_elems"))
         .def("begin", &Fetch::begin, py::arg("plan").none(false), py::arg("live") = Units(),
              "Begins a pass. live: units that are live already; the same on all ranks.")
@@ -256,6 +256,7 @@ void dsc::bind_fetch(py::module_ &m)
                                "(units, used) of this pass, or of the last one: the steps passed in order, unexpected ones where they came.");
     fetch.attr("GATHER") = static_cast<int>(DSC_FETCH_GATHER);
     fetch.attr("RELEASE") = static_cast<int>(DSC_FETCH_RELEASE);
+    fetch.attr("STEP") = static_cast<int>(DSC_FETCH_STEP);
 
     m.def("trace_prune", &trace_prune, py::arg("units"), py::arg("used"), py::arg("may_drop"),
           "The steps that the next plan should have: without those that were not used and whose unit may be dropped (may_drop, one flag a unit) or "

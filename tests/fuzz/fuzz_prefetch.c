@@ -29,9 +29,9 @@ struct storage {
     struct dsc_fetch_unit units[MAX_UNITS];
     int32_t record_units[MAX_RECORD];
     uint8_t record_is_used[MAX_RECORD];
-    struct dsc_fetch_action actions[2 * MAX_STEPS + MAX_UNITS];
-    int32_t wanted[MAX_STEPS];
-    int32_t gathers[MAX_STEPS + MAX_RECORD];
+    struct dsc_fetch_action actions[3 * MAX_STEPS + MAX_UNITS];
+    int32_t wanted[2 * MAX_STEPS];
+    int32_t gathers[2 * MAX_STEPS + MAX_RECORD];
 };
 
 /* Wild numbers: a plan comes out only of good ones, and keeps the rules whatever the sizes. */
@@ -83,14 +83,14 @@ static void run_rank(struct input *input, struct storage *s, const struct brute_
                      const uint8_t *is_live)
 {
     const struct dsc_fetch_plan view = {s->steps, s->until, s->next, s->keep, p->n_steps};
-    int64_t capacity = 2 * p->n_steps + p->n_units;
+    int64_t capacity = 3 * p->n_steps + p->n_units;
     int64_t n_wanted = brute_gathers(p, is_live, s->wanted);
     int32_t keep_unit = (int32_t)take_below(input, p->n_units + 1) - 1;
     struct brute_book book;
     int64_t n = 0;
 
     REQUIRE(dsc_fetch_begin(fetch, &view, is_live, record) == DSC_OK);
-    brute_book_begin(&book, is_live, p->n_units, s->gathers, MAX_STEPS);
+    brute_book_begin(&book, is_live, p->n_units, s->gathers, 2 * MAX_STEPS);
     for (int64_t i = 0; i < p->n_steps; i++)
         if (take_byte(input) % 2 == 0) {
             REQUIRE(dsc_fetch_use(fetch, s->steps[i], capacity, s->actions, &n) == DSC_OK);
@@ -111,14 +111,14 @@ static void run_rank(struct input *input, struct storage *s, const struct brute_
 static void run_wild(struct input *input, struct storage *s, const struct brute_plan *p, struct dsc_fetch *fetch, struct dsc_trace *record)
 {
     const struct dsc_fetch_plan view = {s->steps, s->until, s->next, s->keep, p->n_steps};
-    int64_t capacity = 2 * p->n_steps + p->n_units;
+    int64_t capacity = 3 * p->n_steps + p->n_units;
     uint8_t may_drop[MAX_UNITS] = {0};
     uint8_t scratch[MAX_UNITS];
     struct brute_book book;
     int64_t n = 0;
 
     REQUIRE(dsc_fetch_begin(fetch, &view, NULL, record) == DSC_OK);
-    brute_book_begin(&book, NULL, p->n_units, s->gathers, MAX_STEPS + MAX_RECORD);
+    brute_book_begin(&book, NULL, p->n_units, s->gathers, 2 * MAX_STEPS + MAX_RECORD);
     while (input->n_left > 0) {
         int32_t unit = (int32_t)(take_byte(input) % (p->n_units + 2)) - 1;
         int64_t room = take_byte(input) % 8 == 0 ? take_byte(input) % 8 : capacity;

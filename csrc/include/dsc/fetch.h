@@ -11,7 +11,7 @@
  * order, and ranks need not do the same work: one skips a layer, another gives no token to an expert. What everything rests on is therefore
  *
  *   [The order of gathers] For one plan and one set of units that are live when the pass begins, the sequence of GATHER actions from begin to end is
- *   the same whatever subsequence of the plan's steps a rank uses. Steps that a rank skips are passed all the same: gathered, and released again.
+ *   the same whatever subsequence of the plan's steps a rank uses, and so are the STEPs between them. Steps that a rank skips are passed all the same: gathered, and released again.
  *
  * It holds because the set of live units is a function of the last step passed, and of nothing that a rank does besides. The exception is a use that
  * the plan does not have (*unexpected*): it is gathered on the spot, which is correct only when all ranks do it at the same point of the plan.
@@ -95,9 +95,12 @@ struct dsc_fetch_plan {
     int64_t n_steps;
 };
 
-enum dsc_fetch_kind { DSC_FETCH_GATHER = 0, DSC_FETCH_RELEASE = 1 };
+enum dsc_fetch_kind { DSC_FETCH_GATHER = 0, DSC_FETCH_RELEASE = 1, DSC_FETCH_STEP = 2 };
 
-/* What the caller has to do, in the order given. GATHER: of a unit that is not live. RELEASE: of one that is. */
+/*
+ * What the caller has to do, in the order given. GATHER: of a unit that is not live. RELEASE: of one that is. STEP: a step of the plan, of that unit, has been passed
+ * and its gathers are issued; other collectives that must come at the same place between the gathers on all ranks (reductions of gradients) are started here.
+ */
 struct dsc_fetch_action {
     int32_t kind; /* enum dsc_fetch_kind */
     int32_t unit;
@@ -152,7 +155,7 @@ DSC_API dsc_status dsc_fetch_begin(struct dsc_fetch *fetch, const struct dsc_fet
  * 4. Not live, and no step left: it is unexpected. RELEASE the unexpected unit before it, but not that of the running step, which goes on; GATHER it
  *    and record it as used.
  *
- * Writes *out_n actions to out_actions. 2 * n_steps + n_units entries are always enough, for end and abort too. With nothing changed: DSC_EINVAL when
+ * Writes *out_n actions to out_actions. 3 * n_steps + n_units entries are always enough, for end and abort too. With nothing changed: DSC_EINVAL when
  * capacity is less than the call could need, or for a bad unit; DSC_EOVERFLOW when the record has no room; DSC_ESTATE outside a pass.
  */
 DSC_API dsc_status dsc_fetch_use(struct dsc_fetch *fetch, int32_t unit, int64_t capacity, struct dsc_fetch_action *out_actions,

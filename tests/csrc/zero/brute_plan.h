@@ -134,7 +134,10 @@ static inline const char *brute_reuse(const struct brute_plan *p)
     return NULL;
 }
 
-/* The GATHER actions of a whole pass with the units of is_live (NULL: none) live when it begins. out_units: n_steps entries. Returns their number. */
+/*
+ * The GATHER and STEP actions of a whole pass with the units of is_live (NULL: none) live when it begins: a unit for its gather, ~unit for its step. out_units:
+ * 2 * n_steps entries. Returns their number.
+ */
 static inline int64_t brute_gathers(const struct brute_plan *p, const uint8_t *is_live_first, int32_t *out_units)
 {
     bool is_live[BRUTE_MAX_UNITS] = {false};
@@ -150,6 +153,7 @@ static inline int64_t brute_gathers(const struct brute_plan *p, const uint8_t *i
                 out_units[n++] = p->steps[k];
             is_live[p->steps[k]] = true;
         }
+        out_units[n++] = ~p->steps[i];
     }
     return n;
 }
@@ -157,7 +161,7 @@ static inline int64_t brute_gathers(const struct brute_plan *p, const uint8_t *i
 /* What the actions of a pass come to. */
 struct brute_book {
     bool is_live[BRUTE_MAX_UNITS];
-    int32_t *gathers; /* in order */
+    int32_t *gathers; /* in order, and ~unit for each STEP */
     int64_t n_gathers;
     int64_t capacity;
 };
@@ -179,8 +183,14 @@ static inline const char *brute_book_take(struct brute_book *book, const struct 
         bool is_gather = actions[i].kind == DSC_FETCH_GATHER;
         int32_t unit = actions[i].unit;
 
-        BRUTE_RULE(is_gather || actions[i].kind == DSC_FETCH_RELEASE, "action %lld is of kind %d", (long long)i, (int)actions[i].kind);
         BRUTE_RULE(unit >= 0 && unit < fetch->n_units, "action %lld is for unit %d", (long long)i, (int)unit);
+        if (actions[i].kind == DSC_FETCH_STEP) {
+            BRUTE_RULE(book->is_live[unit], "STEP of unit %d, which is not live", (int)unit);
+            BRUTE_RULE(book->n_gathers < book->capacity, "more than %lld gathers and steps", (long long)book->capacity);
+            book->gathers[book->n_gathers++] = ~unit;
+            continue;
+        }
+        BRUTE_RULE(is_gather || actions[i].kind == DSC_FETCH_RELEASE, "action %lld is of kind %d", (long long)i, (int)actions[i].kind);
         BRUTE_RULE(book->is_live[unit] != is_gather, "%s of unit %d, which is%s live", is_gather ? "GATHER" : "RELEASE", (int)unit,
                    book->is_live[unit] ? "" : " not");
         book->is_live[unit] = is_gather;

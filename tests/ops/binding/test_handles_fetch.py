@@ -50,6 +50,9 @@ class Book:
                 assert unit not in self.live
                 self.live.add(unit)
                 self.gathers.append(unit)
+            elif kind == Fetch.STEP:
+                assert unit in self.live
+                self.gathers.append(~unit)
             else:
                 assert kind == Fetch.RELEASE
                 self.live.remove(unit)
@@ -107,23 +110,23 @@ def test_ranks_gather_the_same_whatever_they_use():
 
 def test_a_pass_by_eye():
     fetch = Fetch([10, 10, 10, 10])
-    assert (Fetch.GATHER, Fetch.RELEASE) == (0, 1)
+    assert (Fetch.GATHER, Fetch.RELEASE, Fetch.STEP) == (0, 1, 2)
     assert not fetch.is_active
     fetch.begin(plan_of([0, 1, 2], [10] * 4, ahead=10, max_reuse=0), live=[])
     assert fetch.is_active and (fetch.cursor, fetch.issued, fetch.live) == (0, 0, [])
-    assert fetch.use(0) == [(0, 0), (0, 1)]
+    assert fetch.use(0) == [(0, 0), (0, 1), (2, 0)]
     assert fetch.use(0) is fetch.use(0) == ()  # nothing to do: no list is made
     assert (fetch.cursor, fetch.issued, fetch.live, fetch.live_elems) == (1, 2, [0, 1], 20)
     assert fetch.use(3) == [(0, 3)]
     assert fetch.n_unexpected == 1
-    assert fetch.use(2) == [(1, 0), (1, 3), (0, 2), (1, 1)]
+    assert fetch.use(2) == [(1, 0), (1, 3), (0, 2), (2, 1), (1, 1), (2, 2)]
     assert fetch.end(keep_unit=2) == ()
     assert fetch.live == [2] and fetch.peak_elems == 30
     assert fetch.record == ([0, 3, 1, 2], [True, True, False, True])
     fetch.begin(plan_of([2, 1], [10] * 4, ahead=0), live=[2])
     assert fetch.record == ([], [])
-    assert fetch.use(2) == ()
-    assert fetch.use(1) == [(1, 2), (0, 1)]
+    assert fetch.use(2) == [(2, 2)]
+    assert fetch.use(1) == [(1, 2), (0, 1), (2, 1)]
     assert fetch.abort() == [(1, 1)]
     assert fetch.abort() == ()
     assert fetch.record == ([], []) and fetch.live == [] and not fetch.is_active
@@ -149,9 +152,9 @@ def test_a_pass_keeps_its_plan_alive():
     fetch.begin(plan_of([0, 1, 2] * 1000, [1, 2, 3], ahead=0, max_reuse=0))
     gc.collect()
     filler = [plan_of([2, 1, 0] * 1000, [1, 2, 3]) for _ in range(10)]
-    assert fetch.use(0) == [(0, 0)]
-    assert fetch.use(1) == [(1, 0), (0, 1)]
-    assert fetch.use(0) == [(1, 1), (0, 2), (1, 2), (0, 0)]
+    assert fetch.use(0) == [(0, 0), (2, 0)]
+    assert fetch.use(1) == [(1, 0), (0, 1), (2, 1)]
+    assert fetch.use(0) == [(1, 1), (0, 2), (2, 2), (1, 2), (0, 0), (2, 0)]
     fetch.end()
     assert fetch.record[0] == [0, 1, 2] * 1000
     del filler
@@ -231,8 +234,8 @@ def test_bad_calls():
     for unit in (2**31, 0.5, None):
         with pytest.raises(TypeError):
             fetch.use(unit)
-    assert fetch.use(0) == [(0, 0)]  # nothing has been changed by all this
-    assert fetch.end() == [(1, 0), (0, 1), (1, 1)]
+    assert fetch.use(0) == [(0, 0), (2, 0)]  # nothing has been changed by all this
+    assert fetch.end() == [(1, 0), (0, 1), (2, 1), (1, 1)]
     with pytest.raises(RuntimeError, match="begin one first"):
         fetch.use(0)
     for elems in ([-1], [2**62, 2**62]):

@@ -1,0 +1,151 @@
+"""The whole model's weights, in and out of an engine, one gather unit at a time."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from deepspeed_c.checkpoint.stream import TensorFileWriter
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.errors import CheckpointError, StateError
+from deepspeed_c.zero.fetch import Fetcher, PlacedShard
+from deepspeed_c.zero.gathered import GatheredParameters
+from deepspeed_c.zero.sharded import shape_of, state_of
+
+__all__ = ["consolidate", "load_custom", "load_weights", "save_weights"]
+
+
+def _tensors(module: torch.nn.Module, exclude_frozen: bool) -> dict[str, torch.Tensor]:
+    """What a state dict holds, by name: parameters as objects, whether they are here or not."""
+    state = module.state_dict(keep_vars=True)
+    if exclude_frozen:
+        frozen = {name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        state = {name: value for name, value in state.items() if name not in frozen}
+    return {name: value for name, value in state.items() if torch.is_tensor(value)}
+
+
+def _stream(tensors: Mapping[str, torch.Tensor], fetcher: Fetcher | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each different tensor once, under the first of its names, while it is whole. Collective: go through to the end."""
+    names: dict[int, str] = {}
+    sharded: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in tensors.items():
+        if id(tensor) in names:
+            continue
+        names[id(tensor)] = name
+        state = state_of(tensor)
+        if isinstance(state, PlacedShard):
+            sharded.setdefault(state.group.index, []).append((name, tensor))
+        else:
+            yield name, tensor.detach()
+    for index in sorted(sharded):
+        group = fetcher.groups[index]
+        fetcher.pin([group])
+        try:
+            for name, tensor in sharded[index]:
+                yield name, tensor.detach()
+        finally:
+            fetcher.unpin([group])
+
+
+def _aliases(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Other names of tied weights: name -> first name."""
+    first: dict[int, str] = {}
+    return {name: first[id(t)] for name, t in tensors.items() if first.setdefault(id(t), name) != name}
+
+
+def consolidate(
+    module: torch.nn.Module, fetcher: Fetcher | None, comm: Collectives, *, exclude_frozen: bool, on_all_ranks: bool
+) -> OrderedDict[str, torch.Tensor] | None:
+    """The module's state dict of whole tensors in host memory, on rank 0 (None elsewhere) or on all ranks. Collective."""
+    tensors = _tensors(module, exclude_frozen)
+    keeps = on_all_ranks or comm.rank == 0
+    whole: dict[str, torch.Tensor] = {}
+    for name, tensor in _stream(tensors, fetcher):
+        if keeps:
+            whole[name] = tensor.to("cpu", copy=True)
+    if not keeps:
+        return None
+    aliases = _aliases(tensors)
+    return OrderedDict((name, whole[aliases.get(name, name)]) for name in tensors)
+
+
+def save_weights(
+    module: torch.nn.Module, fetcher: Fetcher | None, comm: Collectives, path: str, *, exclude_frozen: bool
+) -> None:
+    """Rank 0 writes the module's weights to ``path``; no rank holds more of them than one gather unit.
+
+    Raises CheckpointError on all ranks when the file cannot be written; an older file of that name is intact then.
+    """
+    tensors = _tensors(module, exclude_frozen)
+    error: Exception | None = None
+    writer: TensorFileWriter | None = None
+    if comm.rank == 0:
+        aliases = _aliases(tensors)
+        entries = {name: (shape_of(t), t.dtype) for name, t in tensors.items() if name not in aliases}
+        try:
+            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+            writer = TensorFileWriter(path, entries, aliases)
+            writer.__enter__()
+        except (OSError, CheckpointError) as raised:
+            error, writer = raised, None
+    # A rank that cannot write still takes part in every gather: the others wait for it.
+    for name, tensor in _stream(tensors, fetcher):
+        if writer is not None and error is None:
+            try:
+                writer.write(name, tensor)
+            except (OSError, CheckpointError) as raised:
+                error = raised
+    if writer is not None:
+        try:
+            writer.__exit__(type(error) if error else None, error, None)
+        except (OSError, CheckpointError) as raised:
+            error = error or raised
+    if any(comm.gather_numbers(int(error is not None), label="weights written")):
+        raise CheckpointError(
+            f"the weights could not be written{f': {error}' if error else ' by rank 0'}",
+            where=path,
+            fix="look at rank 0's message: the folder must be writable and have room",
+        ) from error
+
+
+def load_weights(module: torch.nn.Module, checkpoint: Mapping[str, Any], strict: bool) -> None:
+    """Loads a state dict of whole tensors, the same on every rank, into a module of which parameters are sharded.
+
+    Each rank copies its own pieces; nothing is sent. All names and shapes are checked before anything is written: StateError says what does not fit.
+    """
+    own = module.state_dict(keep_vars=True)
+    problems: list[str] = []
+    if strict:
+        problems += [f"missing: {name}" for name in own if name not in checkpoint]
+        problems += [f"unexpected: {name}" for name in checkpoint if name not in own]
+    for name, tensor in own.items():
+        value = checkpoint.get(name)
+        if torch.is_tensor(tensor) and torch.is_tensor(value) and value.shape != shape_of(tensor):
+            problems.append(f"{name} has shape {tuple(value.shape)}, the model's has {tuple(shape_of(tensor))}")
+    if problems:
+        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise StateError(
+            f"the state dict does not fit the model: {'; '.join(problems[:5])}{more}",
+            where="load_module_state_dict",
+            fix="load the state dict of this model, or pass strict=False for what is missing or unexpected",
+        )
+    with torch.no_grad():
+        for name, tensor in own.items():
+            value = checkpoint.get(name)
+            if not torch.is_tensor(tensor) or not torch.is_tensor(value):
+                continue
+            state = state_of(tensor)
+            if isinstance(state, PlacedShard):
+                state.piece.copy_(state.own_part(value.detach().reshape(-1)))
+            else:
+                tensor.detach().copy_(value)
+
+
+def load_custom(module: torch.nn.Module, load: Any, checkpoint: Any) -> None:
+    """Lets the caller's function load into the whole module; rank 0's result counts."""
+    with GatheredParameters(module.parameters(), modifier_rank=0):
+        load(src=checkpoint, dst=module)
