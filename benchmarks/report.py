@@ -48,6 +48,17 @@ FIGURES: list[tuple[str, str, str, Line, str]] = [
         for dtype in ("fp32", "bf16")
         for stage in (0, 1, 2)
     ),
+    *(
+        (
+            f"the collective ledger: part of an fp32 training step of {model}, 2 ranks, stage {stage}",
+            "<= 0.01",
+            "ledger_cost",
+            {"contender": model, "stage": stage},
+            "share_of_step",
+        )
+        for model in ("29M GPT", "200 layers of 64 x 64")
+        for stage in (2, 3)
+    ),
     (
         "launching a no-op on 2 processes: over `torch.distributed.run`",
         "<= 1.1",

@@ -46,6 +46,11 @@ BENCHMARKS = [
         )
         for dtype in ("fp32", "bf16")
     ),
+    Benchmark(
+        "ledger_cost",
+        "benchmarks/deepspeed_c/ledger_cost.py",
+        [*TWO_RANKS, "benchmarks.deepspeed_c.ledger_cost"],
+    ),
     Benchmark("memory", "benchmarks/deepspeed_c/memory.py", [PYTHON, "-m", "benchmarks.deepspeed_c.memory"]),
     Benchmark("adam_step", "benchmarks/ops/adam_step.py", [PYTHON, "-m", "benchmarks.ops.adam_step"]),
     Benchmark(

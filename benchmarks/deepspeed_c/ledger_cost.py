@@ -1,0 +1,127 @@
+"""What part of a training step does the collective ledger take, and what does its watchdog do meanwhile?
+
+Counted, not subtracted: a difference of 1 % is less than a step's own spread. The time of one entry (entered, waited for, done) is measured by
+itself, and multiplied by the entries of a step of the 29M-parameter GPT, and of 200 layers of 64 x 64, where steps are short. The watchdog, which looks
+at the store every 5 s, is charged with what one look takes as a part of these. Two gloo ranks, fp32.
+Run: python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.deepspeed_c.ledger_cost
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+
+import torch
+import torch.distributed as dist
+
+import deepspeed_c
+from benchmarks.deepspeed_c.train_step import BATCH, LENGTH, VOCAB, Gpt
+from benchmarks.measure import machine, median_spread
+from deepspeed_c.comm.ledger import ENTERED, Ledger, ledger_of
+from deepspeed_c.comm.watchdog import _POLL_S, _own_store
+
+N_ENTRIES = 20_000
+N_LOOKS = 200
+
+
+class Small(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(200)])
+
+    def forward(self, x):
+        return self.layers(x).square().mean()
+
+
+def entry_seconds() -> float:
+    """Of one entry, as ``Collectives`` and ``Work`` make it."""
+    ledger = Ledger("benchmark", range(2))
+    ledger.phase = "forward"
+    begin = time.perf_counter()
+    for _ in range(N_ENTRIES):
+        entry = ledger.enter("all-gather", 1 << 20, "layers.7.mlp.w1 (+3 more)")
+        entry.state = ENTERED
+        entry.begin_wait()
+        entry.end()
+    return (time.perf_counter() - begin) / N_ENTRIES
+
+
+def look_seconds() -> float:
+    """Of one look for an alarm."""
+    store = _own_store()
+    begin = time.perf_counter()
+    for i in range(N_LOOKS):
+        store.check([f"benchmark/{i}"])
+    return (time.perf_counter() - begin) / N_LOOKS
+
+
+def make_step(model: torch.nn.Module, stage: int, batch: torch.Tensor):
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": {"stage": stage, "overlap_comm": True},
+    }
+    engine = deepspeed_c.initialize(model=model, config=config)[0]
+
+    def step() -> None:
+        engine.backward(engine(batch))
+        engine.step()
+
+    return engine, step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--stages", type=int, nargs="+", default=[2, 3])
+    args = parser.parse_args()
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(rank)
+    contenders = {
+        "29M GPT": (Gpt, torch.randint(0, VOCAB, (BATCH, LENGTH), generator=generator)),
+        "200 layers of 64 x 64": (Small, torch.randn(BATCH, 64, generator=generator)),
+    }
+    look = median_spread([look_seconds() for _ in range(args.rounds)])[0]
+    for name, (make, batch) in contenders.items():
+        for stage in args.stages:
+            engine, step = make_step(make(), stage, batch)
+            for _ in range(3):
+                step()
+            seconds, entries, shares = [], [], []
+            first, n_steps = ledger_of().last, 0
+            for _ in range(args.rounds):
+                begin = time.perf_counter()
+                step()
+                seconds.append(time.perf_counter() - begin)
+                n_steps += 1
+                entries.append(entry_seconds())
+            per_step = (ledger_of().last - first) / n_steps
+            shares = [per_step * entry / s + look / _POLL_S for entry, s in zip(entries, seconds)]
+            share, low, high = median_spread(shares)
+            if rank == 0:
+                line = {
+                    "benchmark": "ledger_cost",
+                    "contender": name,
+                    "stage": stage,
+                    "ranks": dist.get_world_size(),
+                    "ns_per_entry": round(median_spread(entries)[0] * 1e9),
+                    "entries_per_step": round(per_step, 1),
+                    "ms_per_step": round(median_spread(seconds)[0] * 1e3, 1),
+                    "us_per_look": round(look * 1e6, 1),
+                    "share_of_step": round(share, 6),
+                    "ratio_min": round(low, 6),
+                    "ratio_max": round(high, 6),
+                    "machine": machine(),
+                }
+                print(json.dumps(line), flush=True)
+            engine.close()
+            dist.barrier()
+    dist.destroy_process_group()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
