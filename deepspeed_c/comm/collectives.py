@@ -96,10 +96,11 @@ class Work:
                 step()
         except BaseException as error:
             self._error = error
-            raise
-        finally:
             if entry is not None:
                 entry.end()
+            raise
+        if entry is not None:
+            entry.finish()
 
 
 def _wait_all(handles: Sequence[Any], what: str, entry: Entry | None = None) -> None:
@@ -281,7 +282,7 @@ class Collectives:
     def broadcast(self, tensor: torch.Tensor, src: int, *, label: str = "") -> None:
         """Rank ``src`` of the group sends its contiguous ``tensor`` (any shape and dtype) to all."""
         if self.world_size > 1 and tensor.numel():
-            with self.ledger.enter("broadcast", tensor.nbytes, label) as entry:
+            with self.ledger.enter("broadcast", tensor.nbytes, label, tensor.device) as entry:
                 handle = dist.broadcast(tensor, self.global_ranks[src], group=self.group, async_op=True)
                 _wait_all([handle], "broadcast", entry)
 
@@ -310,7 +311,7 @@ class Collectives:
         self._all_reduce_now(bits, label or "sum_disjoint_bits")
 
     def _all_reduce_now(self, tensor: torch.Tensor, label: str) -> None:
-        with self.ledger.enter("all-reduce", tensor.nbytes, label) as entry:
+        with self.ledger.enter("all-reduce", tensor.nbytes, label, tensor.device) as entry:
             _wait_all([dist.all_reduce(tensor, group=self.group, async_op=True)], "all_reduce", entry)
 
     # -- numbers and objects
@@ -351,7 +352,7 @@ class Collectives:
 
     def _start(self, op: str, flat: torch.Tensor, label: str, way: Callable[..., Work], *args: Any) -> Work:
         """Enters ``op`` on ``flat`` in the ledger and starts it by ``way``."""
-        entry = self.ledger.enter(op, flat.nbytes, label)
+        entry = self.ledger.enter(op, flat.nbytes, label, flat.device)
         try:
             work = way(self, *args)
         except BaseException:

@@ -115,15 +115,18 @@ def _operation(function: _F) -> _F:
         caller = sys._getframe(1)
         entry = _enter(function.__name__, sent, group, f"{caller.f_code.co_filename}:{caller.f_lineno}")
         try:
-            with entry:
-                result = function(*args, **kwargs)
-        except NotImplementedError:
+            entry.begin_wait()
+            result = function(*args, **kwargs)
+        except BaseException as error:
+            entry.end()
+            if isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError):
+                raise _failed(function.__name__, error) from error
             raise
-        except RuntimeError as error:
-            raise _failed(function.__name__, error) from error
         is_handle = result is not None and hasattr(result, "wait")
         if is_handle:
             entry.started()
+        else:
+            entry.finish()
         if not is_logged:
             return _Handle(result, entry) if is_handle else result
         if comms_logger.debug:
@@ -150,7 +153,9 @@ def _enter(name: str, sent: Any, group: Any, line: str) -> Entry:
         return Ledger("", ()).enter_message(name, 0)
     ledger = ledger_of(group)
     n_bytes = _n_bytes(sent) * (len(ledger.ranks) if name in _OF_PIECES else 1)
-    entry = (ledger.enter_message if name in _MESSAGES else ledger.enter)(f"comm.{name}", n_bytes)
+    enter = ledger.enter_message if name in _MESSAGES else ledger.enter
+    first = sent[0] if isinstance(sent, (list, tuple)) and sent else sent
+    entry = enter(f"comm.{name}", n_bytes, device=first.device if isinstance(first, torch.Tensor) else None)
     entry.module = line
     return entry
 

@@ -2,6 +2,9 @@
 
 All ranks of a group enter the same collectives in the same order, so entry number n of one rank must be entry number n of
 every other. ``watchdog.py`` compares them when a rank waits for long; ``totals`` counts what goes over the wire.
+
+[Note: devices] Waiting for a collective of an accelerator makes a stream wait and returns at once; the rank hangs later, wherever it next needs a
+result. So an event is recorded behind such a collective, and its entry counts as waited for until the event has come.
 """
 
 from __future__ import annotations
@@ -9,10 +12,12 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any, NamedTuple, final
 
+import torch
 import torch.distributed as dist
 
 from deepspeed_c.comm.groups import get_all_ranks_from_group
@@ -56,10 +61,13 @@ class Entry:
     A context manager too: inside, the rank waits for it. Ranks must agree on ``op``, ``n_bytes`` and ``label``.
     """
 
-    __slots__ = ("_ledger", "label", "module", "n_bytes", "op", "phase", "seq", "since", "state")
+    __slots__ = ("_device", "_ledger", "label", "module", "n_bytes", "op", "phase", "seq", "since", "state")
 
-    def __init__(self, ledger: Ledger, seq: int, op: str, n_bytes: int, label: str) -> None:
+    def __init__(
+        self, ledger: Ledger, seq: int, op: str, n_bytes: int, label: str, device: torch.device | None = None
+    ) -> None:
         self._ledger = ledger
+        self._device = device
         self.seq = seq
         self.op = op
         self.n_bytes = n_bytes
@@ -80,6 +88,13 @@ class Entry:
         self.state = ENTERED
         self._ledger.waiting.pop(self, None)
 
+    def finish(self) -> None:
+        """The call that waits for it has returned: it is over, or will be when the stream gets there (see [Note: devices])."""
+        if self._device is None or self._device.type == "cpu":
+            self.end()
+        else:
+            self._ledger.finish_on_device(self, self._device)
+
     def end(self) -> None:
         """It is over, well or not."""
         self.state = DONE
@@ -93,8 +108,11 @@ class Entry:
         self.begin_wait()
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.end()
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        if kind is None:
+            self.finish()
+        else:
+            self.end()
 
     def __str__(self) -> str:
         return describe(self.op, self.seq, self.label, self.phase, self.module)
@@ -129,24 +147,41 @@ class Ledger:
         self._numbers = itertools.count(1)  # next() is one step, whichever threads take it
         self._last = 0
         self._totals: dict[str, list[int]] = {}
+        self._on_device: deque[tuple[Entry, torch.Event]] = deque()
+        self._device_lock = threading.Lock()
 
     @property
     def last(self) -> int:
         """The number of the newest entry; 0 for none."""
         return self._last
 
-    def enter(self, op: str, n_bytes: int, label: str = "") -> Entry:
-        """Enters a collective that starts now. ``n_bytes`` as in ``Total``."""
+    def enter(self, op: str, n_bytes: int, label: str = "", device: torch.device | None = None) -> Entry:
+        """Enters a collective that starts now. ``n_bytes`` as in ``Total``; device: where its data is, by default the CPU."""
         seq = next(self._numbers)
-        entry = self._ring[seq % _N_KEPT] = Entry(self, seq, op, n_bytes, label)
+        entry = self._ring[seq % _N_KEPT] = Entry(self, seq, op, n_bytes, label, device)
         self._last = seq
         self._count(op, n_bytes)
         return entry
 
-    def enter_message(self, op: str, n_bytes: int, label: str = "") -> Entry:
+    def enter_message(self, op: str, n_bytes: int, label: str = "", device: torch.device | None = None) -> Entry:
         """A message between two ranks: it takes no number (0), since the other ranks know nothing of it."""
         self._count(op, n_bytes)
-        return Entry(self, 0, op, n_bytes, label)
+        return Entry(self, 0, op, n_bytes, label, device)
+
+    def finish_on_device(self, entry: Entry, device: torch.device) -> None:
+        """``entry`` is over when the current stream of ``device`` has done what it was given so far."""
+        event = record_event(device)
+        if event is None:
+            entry.end()
+            return
+        self._on_device.append((entry, event))
+        self._settle()
+
+    def _settle(self) -> None:
+        """Ends what has come to its end on the device."""
+        with self._device_lock:
+            while self._on_device and self._on_device[0][1].query():
+                self._on_device.popleft()[0].end()
 
     def recent(self, n: int) -> list[Entry]:
         """The ``n`` newest entries that are kept, oldest first."""
@@ -156,6 +191,8 @@ class Ledger:
 
     def blocking(self) -> list[Entry]:
         """What this rank waits for: for its end, or for it to start. Oldest first."""
+        if self._on_device:
+            self._settle()
         starting = [entry for entry in self.recent(1) if entry.state == STARTING]
         return sorted([*list(self.waiting), *starting], key=lambda entry: entry.since)
 
@@ -191,6 +228,15 @@ def _wire_bytes(op: str, n_bytes: int, n_ranks: int) -> int:
     if op in _RECEIVED:
         return 0
     return n_bytes * (2 if op in _TWICE else 1) * (n_ranks - 1) // n_ranks
+
+
+def record_event(device: torch.device) -> torch.Event | None:
+    """An event on the current stream of ``device``; None while a graph is captured, which no event may be asked about."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return None
+    event = torch.Event(device)
+    event.record(torch.accelerator.current_stream(device))
+    return event
 
 
 # One ledger a group, however many engines use it: they take turns on it, in an order that all ranks share. It goes with the group.

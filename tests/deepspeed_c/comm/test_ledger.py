@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_c import comm as ds_comm
+from deepspeed_c.comm import ledger as ledger_module
 from deepspeed_c.comm.collectives import GENERIC, GLOO, Collectives
 from deepspeed_c.comm.ledger import DONE, ENTERED, STARTING, WAITING, Ledger, Total, all_ledgers, describe, ledger_of
 from deepspeed_c.errors import CommError
@@ -63,6 +64,53 @@ def test_states_and_what_blocks():
         assert failed.state == WAITING
         raise KeyError
     assert failed.state == DONE and ledger.blocking() == []
+
+
+class Event:
+    """One on a device, that comes when the test says so."""
+
+    def __init__(self):
+        self.has_come = False
+
+    def query(self):
+        return self.has_come
+
+
+def test_what_a_device_has_not_done_yet_is_waited_for(monkeypatch):
+    events = []
+    monkeypatch.setattr(ledger_module, "record_event", lambda device: events.append(Event()) or events[-1])
+    ledger, device = Ledger("g", [0, 1]), torch.device("cuda", 0)
+    entries = [ledger.enter("all-gather", 8, label, device) for label in "abc"]
+    for entry in entries[:2]:
+        entry.started()
+        entry.begin_wait()
+        entry.finish()
+    with entries[2]:
+        pass
+    assert len(events) == 3 and ledger.blocking() == entries, "the calls have returned, and the streams wait"
+    events[0].has_come = True
+    assert ledger.blocking() == entries[1:] and entries[0].state == DONE
+    # What is behind it on the stream cannot have come before it.
+    events[1].has_come = events[2].has_come = True
+    assert ledger.blocking() == [] and [entry.state for entry in entries] == [DONE] * 3
+    failed = ledger.enter("all-gather", 8, "d", device)
+    with pytest.raises(KeyError), failed:
+        raise KeyError
+    assert failed.state == DONE and len(events) == 3
+    monkeypatch.setattr(ledger_module, "record_event", lambda device: None)  # a graph is captured
+    with ledger.enter("all-gather", 8, "e", device):
+        pass
+    assert ledger.blocking() == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_stream_that_waits():
+    ledger, device = Ledger("g", [0, 1]), torch.device("cuda", 0)
+    with ledger.enter("all-gather", 8, "w", device) as entry:
+        torch.cuda._sleep(1_000_000_000)
+    assert ledger.blocking() == [entry]
+    torch.cuda.synchronize()
+    assert ledger.blocking() == [] and entry.state == DONE
 
 
 def test_the_ring_keeps_the_newest():
