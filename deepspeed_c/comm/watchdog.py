@@ -46,6 +46,8 @@ _STEP_S = 0.1
 _STEP_S_PER_RANK = 0.0005
 # At processes when a collective has failed: a process that is killed closes its connections before it counts as gone.
 _N_LOOKS = 3
+# Ranks named in the message of a collective that failed. The first to end is the cause; the others follow.
+_MAX_ENDED = 4
 
 
 class _Report(msgspec.Struct, frozen=True):
@@ -198,8 +200,10 @@ class _Watchdog:
             return ""
         for _ in range(_N_LOOKS):
             try:
-                presences = {rank: self._presence_of(rank) for rank in range(self._world_size)}
-                ended = ended_ranks(presences, self._neighbours())
+                # Not all presences: every rank asks this at the same moment.
+                lives = self._neighbours()
+                known = [int(self._store.get(f"ended/{i}")) for i in range(1, self._n_ended() + 1)]
+                ended = ended_ranks({rank: self._presence_of(rank) for rank in {*known, *lives}}, lives)
             except RuntimeError as error:  # see _store_errors
                 return f"the store of the ranks is gone: {error}"
             if ended:
@@ -375,7 +379,15 @@ class _Watchdog:
         newest = [entry for book in ledgers.all_ledgers() for entry in book.recent(1)]
         after = f", after {max(newest, key=lambda entry: entry.since)}" if newest else ""
         self._say_presence(state, how + after)
+        if state == "ended":
+            i = self._store.add("n_ended", 1)
+            self._store.set(f"ended/{i}", str(self._rank))
         self._store.add("n_watching", -1)
+
+    def _n_ended(self) -> int:
+        """How many ranks have said that they end, as far as all of it is written; the first few will do."""
+        n = min(self._store.add("n_ended", 0), _MAX_ENDED)
+        return next((i - 1 for i in range(1, n + 1) if not self._store.check([f"ended/{i}"])), n)
 
     def _presence_of(self, rank: int) -> Presence | None:
         if not self._store.check([f"rank/{rank}"]):
