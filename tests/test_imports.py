@@ -46,7 +46,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "profile",
         "utils",
     },
-    "launcher": {"config", "logging"},
+    "plan": {"config", "ops", "_C", "zero", "engine"},
+    "launcher": {"config", "logging", "plan"},
 }
 # The top: what puts the parts together. Nothing imports these but one another.
 TOP = {"__init__", "__main__", "initialize"}

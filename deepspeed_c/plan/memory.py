@@ -1,0 +1,567 @@
+"""Plans the memory of one rank: lays the model out with the engine's own layout on the meta device, then walks through a run in bytes.
+
+What is walked through is what the engine does, in its order: ``initialize`` replaces the weights by flat buffers or shards; a forward gathers and releases
+along the C core's plan; a backward gathers again, stages gradients bucket by bucket and reduces them, a bounded number at a time; the step
+makes optimizer state. The pools in which the engine keeps buffers for the next time are kept here as well (``book``).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from deepspeed_c import _C
+from deepspeed_c.config import Config
+from deepspeed_c.engine.precision import Precision
+from deepspeed_c.plan.book import Book, Buffer, GatherBook, Phase, ScratchBook, StagingBook
+from deepspeed_c.plan.sizes import ModelSizes, OptimizerSizes, ParamSize, model_of
+from deepspeed_c.zero.fetch import PACE_STEPS, FetchLimits, GatherUnit
+from deepspeed_c.zero.layout import Layout, lay_out
+from deepspeed_c.zero.reducer import MAX_IN_FLIGHT
+from deepspeed_c.zero.stages import STAGES, Sharding
+from deepspeed_c.zero.unit import Dtypes, Slot, Unit
+
+__all__ = ["KINDS", "PHASES", "MemoryPlan", "Offload", "plan_memory"]
+
+PHASES = ("initialize", "forward", "backward", "step")
+
+WEIGHTS = "weights"
+MASTERS = "master weights"
+STATE = "optimizer state"
+GRADIENTS = "gradients"
+GATHERED = "gathered weights"
+STAGING = "gradient staging"
+SCRATCH = "collective scratch"
+INCOMING = "new gradients"
+UPDATE = "step transients"
+GIVEN = "weights as given"
+BUFFERS = "module buffers"
+ACTIVATIONS = "activations"
+
+# What each kind of bytes is, in the order in which tables show them.
+KINDS: dict[str, str] = {
+    WEIGHTS: "what forward computes with: whole, or this rank's shard",
+    MASTERS: "the weights that the optimizer updates, where they are not the weights themselves",
+    STATE: "moments and the like",
+    GRADIENTS: "sums of gradients: whole, or this rank's shard",
+    GATHERED: "gather units of stage 3 that are put together, and buffers kept for the next ones",
+    STAGING: "buckets whose gradients gather, or are on their way",
+    SCRATCH: "what collectives receive into, and casts of what they send",
+    INCOMING: "gradients of one module, as autograd hands them over",
+    UPDATE: "copies that the optimizer makes in a step",
+    GIVEN: "the weights as they were given to initialize, until they are moved",
+    BUFFERS: "buffers of modules",
+    ACTIVATIONS: "what --activations says",
+}
+
+# Windows that are walked through: the first makes what later ones find in the pools.
+N_WINDOWS = 3
+
+
+class Offload(NamedTuple):
+    """What lies in host memory between its uses. A plan only: the engine of this version keeps all states on the device."""
+
+    optimizer: bool = False  # master weights, optimizer state, and the gradients' shard
+    params: bool = False  # the weights' shard (stage 3)
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        return frozenset(((MASTERS, STATE, GRADIENTS) if self.optimizer else ()) + ((WEIGHTS,) if self.params else ()))
+
+    def fits(self, stage: int) -> bool:
+        """Whether the stage shards what is to be offloaded."""
+        sharding = STAGES[stage]
+        return (sharding.gradients or not self.optimizer) and (sharding.parameters or not self.params)
+
+    def __str__(self) -> str:
+        parts = [name for name, is_on in (("optimizer", self.optimizer), ("parameters", self.params)) if is_on]
+        return " and ".join(parts) or "none"
+
+
+class MemoryPlan(NamedTuple):
+    """What one rank holds at one stage."""
+
+    stage: int
+    n_ranks: int
+    offload: Offload
+    phases: dict[str, Phase]  # by name, in order
+    n_buckets: int
+    largest_unit: str  # of the gather units, or where there are none the buckets: its first parameter
+    largest_unit_bytes: int
+    window_elems: int  # most elements that the plan of gathers has live; 0 below stage 3
+
+    @property
+    def peak(self) -> Phase:
+        """The phase that holds most."""
+        return max(self.phases.values(), key=lambda phase: (phase.nbytes, phase.host_nbytes))
+
+
+class _Ranks(NamedTuple):
+    """As much of a group of ranks as a layout asks for."""
+
+    world_size: int
+    rank: int = 0
+
+
+class _Policy:
+    """The engine's precision, for parameters whose modules are not known: what they said stands in the sizes."""
+
+    def __init__(self, precision: Precision, sizes: ModelSizes) -> None:
+        self._precision = precision
+        self._comm_dtype = {p.name: p.comm_dtype for p in sizes.params if p.comm_dtype is not None}
+
+    def dtypes_of(self, name: str, param: torch.nn.Parameter) -> Dtypes:
+        dtypes = self._precision.dtypes_of(name, param)
+        comm_dtype = self._comm_dtype.get(name)
+        return dtypes if comm_dtype is None else dtypes._replace(comm=comm_dtype)
+
+
+def plan_memory(
+    sizes: ModelSizes,
+    config: Config,
+    n_ranks: int,
+    optimizer: OptimizerSizes | None,
+    *,
+    device_type: str = "cpu",
+    offload: Offload = Offload(),  # noqa: B008  (immutable)
+    activation_bytes: int = 0,
+) -> MemoryPlan:
+    """Bytes of one rank of ``n_ranks``, at the peak of each phase, for the stage that ``config`` names.
+
+    ``optimizer`` None plans an engine that only evaluates. ``device_type`` decides how collectives work ("cpu": over gloo, anything else: as NCCL does) and whether
+    gathered buffers are kept. ``activation_bytes`` are added to forward and backward. Nothing is allocated. Raises what ``initialize`` would raise for
+    the same layout (ModelError).
+    """
+    walk = _Walk(sizes, config, n_ranks, optimizer, device_type == "cpu", offload)
+    walk.initialize()
+    held = {ACTIVATIONS: activation_bytes}
+    for _ in range(N_WINDOWS):
+        walk.book.begin("forward", held)
+        walk.forward()
+        if optimizer is not None:
+            walk.book.begin("backward", held)
+            walk.backward()
+            walk.book.begin("step")
+            walk.step()
+    walk.book.end()
+    units = [(group.slots, group.numel * group.unit.dtype.itemsize) for group in walk.groups] or [
+        (bucket.slots, bucket.numel * bucket.unit.dtype.itemsize) for bucket in walk.buckets
+    ]
+    slots, nbytes = max(units, key=lambda unit: unit[1], default=([], 0))
+    return MemoryPlan(
+        config.zero.stage,
+        n_ranks,
+        offload,
+        {name: walk.book.phases[name] for name in PHASES if name in walk.book.phases},
+        len(walk.buckets),
+        _label(slots),
+        nbytes,
+        walk.window_elems,
+    )
+
+
+def _label(slots: Sequence[Slot]) -> str:
+    if not slots:
+        return ""
+    first = min(slots, key=lambda slot: slot.order).name
+    return first if len(slots) == 1 else f"{first} (+{len(slots) - 1} more)"
+
+
+class _Bucket:
+    """A bucket of gradients, as the reducer handles it."""
+
+    def __init__(self, unit: Unit, index: int, has_home: bool) -> None:
+        self.unit, self.index, self.has_home = unit, index, has_home
+        self.slots = unit.bucket_slots[index]
+        self.numel = unit.bucket_numel(index)
+        self.reset()
+
+    def reset(self) -> None:
+        self.n_missing = len(self.slots)
+        self.is_launched = False
+        self.is_open = False
+        self.staging: Buffer | None = None  # None while open: the gradients gather in the home
+
+
+class _Work(NamedTuple):
+    """A reduction on its way, and what it holds."""
+
+    scratch: int | None
+    sent_copy: int  # bytes
+    staging: Buffer | None
+
+
+class _Module(NamedTuple):
+    """A module that has parameters of its own."""
+
+    slots: list[Slot]  # its own, trained or not
+    groups: list[int]  # their gather units
+    children: list[_Module]
+
+    def in_order(self) -> Iterator[_Module]:
+        """It and what is below it, in the order of forward."""
+        yield self
+        for child in self.children:
+            yield from child.in_order()
+
+
+class _Walk:
+    """One rank's run, in bytes."""
+
+    def __init__(
+        self,
+        sizes: ModelSizes,
+        config: Config,
+        n_ranks: int,
+        optimizer: OptimizerSizes | None,
+        is_host: bool,
+        offload: Offload,
+    ) -> None:
+        self.book = Book(offload.kinds)
+        self._sizes, self._config, self._n_ranks, self._optimizer = sizes, config, n_ranks, optimizer
+        self._is_host = is_host
+        self._sharding: Sharding = STAGES[config.zero.stage]
+        model, groups = model_of(sizes)
+        self._precision = Precision(config, model)
+        policy = _Policy(self._precision, sizes)
+        layout: Layout = lay_out(model, groups if optimizer is not None else [], config, policy, _Ranks(n_ranks))
+        self._trained, self._frozen = layout.trained, layout.frozen
+        self._size_of = {p.name: p for p in sizes.params}
+        placed = {slot.name for unit in (*self._trained, *self._frozen) for slot in unit.slots}
+        self._cast = [p for p in sizes.params if p.name not in placed]  # what no unit holds
+        self.groups: list[GatherUnit] = [] if layout.fetcher is None else layout.fetcher.groups
+        self._limits = FetchLimits(0, 0, 0) if layout.fetcher is None else layout.fetcher.limits
+        self._elems = [group.numel for group in self.groups]
+        self._run = _C.Fetch(self._elems)
+        self.window_elems = 0
+        self._plan = self._make_plan(list(range(len(self.groups)))) if self.groups else None
+        self._gather_pool = GatherBook(self.book, GATHERED, keeps=is_host)
+        self._staging_pool = StagingBook(self.book, STAGING)
+        self._scratch = ScratchBook(self.book, SCRATCH)
+        self._live: dict[int, Buffer] = {}  # gathered units
+        self._pins = [0] * len(self.groups)
+        self._leaving: set[int] = set()
+        self._make_buckets()
+        self._roots = self._make_modules()
+        self._read_in_backward = self._find_read_in_backward()
+        self._has_learnt = False
+        self._works: deque[_Work] = deque()
+        self._depth = MAX_IN_FLIGHT if config.zero.overlap_comm else 0
+        self._has_state = False
+
+    # -- what there is ----------------------------------------------------------------------------------------------
+
+    def _make_plan(self, steps: list[int]) -> Any:
+        plan = _C.FetchPlan(steps, self._elems, *self._limits)
+        self.window_elems = max(self.window_elems, plan.peak_elems)
+        return plan
+
+    def _accum_dtype(self, unit: Unit) -> torch.dtype:
+        return self._precision.accum_dtype or unit.dtype
+
+    def _make_buckets(self) -> None:
+        """In the order of the reducer: a bucket is full when the gradient of the parameter registered first has come."""
+        self._has_homes = not self._sharding.gradients or self._n_ranks == 1
+        entries = [
+            (-min((slot.order for slot in unit.bucket_slots[b]), default=0), unit, b)
+            for unit in self._trained
+            for b in range(unit.n_buckets)
+        ]
+        entries.sort(key=lambda entry: entry[0])
+        self.buckets = [_Bucket(unit, b, self._has_homes) for _, unit, b in entries]
+        self._bucket_of = {slot: i for i, bucket in enumerate(self.buckets) for slot in bucket.slots}
+        place = {(bucket.unit, bucket.index): i for i, bucket in enumerate(self.buckets)}
+        self._bucket_of_group = {
+            group.index: place[group.unit, group.bucket] for group in self.groups if (group.unit, group.bucket) in place
+        }
+
+    def _make_modules(self) -> list[_Module]:
+        """The modules that have parameters, as a tree, from the parameters' names."""
+        group_of = {slot: group.index for group in self.groups for slot in group.slots}
+        slots = sorted((s for unit in (*self._trained, *self._frozen) for s in unit.slots), key=lambda s: s.order)
+        modules: dict[str, _Module] = {}
+        for slot in slots:
+            path = self._size_of[slot.name].module
+            module = modules.setdefault(path, _Module([], [], []))
+            module.slots.append(slot)
+            if slot in group_of and group_of[slot] not in module.groups:
+                module.groups.append(group_of[slot])
+        roots: list[_Module] = []
+        for path, module in modules.items():
+            module.groups.sort()
+            parent = path
+            while parent:
+                parent = parent.rpartition(".")[0]
+                if parent in modules:
+                    modules[parent].children.append(module)
+                    break
+            else:
+                roots.append(module)
+        return roots
+
+    def _find_read_in_backward(self) -> set[int]:
+        """Gather units whose weights a backward reads: of the modules behind the first that is trained, whose input needs no gradient."""
+        found: set[int] = set()
+        is_behind = False
+        for root in self._roots:
+            for module in root.in_order():
+                if is_behind:
+                    found.update(module.groups)
+                is_behind = is_behind or any(slot in self._bucket_of for slot in module.slots)
+        return found
+
+    # -- initialize -------------------------------------------------------------------------------------------------
+
+    def _given_bytes(self, size: ParamSize) -> int:
+        if not self._sizes.is_sharded:
+            return size.numel * size.dtype.itemsize
+        begin, end = _C.shard_range(size.numel, self._n_ranks, 0)
+        return (end - begin) * size.dtype.itemsize
+
+    def initialize(self) -> None:
+        book = self.book
+        book.begin("initialize")
+        book.take(BUFFERS, self._sizes.buffer_bytes)
+        given = {p.name: self._given_bytes(p) for p in self._sizes.params}
+        for nbytes in given.values():
+            book.take(GIVEN, nbytes)
+        if self._sizes.is_sharded and not self._sharding.parameters:
+            for p in self._sizes.params:  # gathered for good: these stages keep weights whole
+                whole = p.numel * p.dtype.itemsize
+                book.take(GIVEN, whole)
+                book.free(GIVEN, given[p.name])
+                given[p.name] = whole
+        for unit in (*self._trained, *self._frozen):
+            book.take(WEIGHTS, (unit.shard_elems if unit.is_sharded else unit.flat_elems) * unit.dtype.itemsize)
+            if not unit.master_is_param:
+                book.take(MASTERS, unit.shard_elems * unit.master_dtype.itemsize)
+            for slot in unit.slots:
+                size = self._size_of[slot.name]
+                is_put_together = self._sizes.is_sharded and self._sharding.parameters
+                whole = size.numel * size.dtype.itemsize if is_put_together else 0
+                book.take(GIVEN, whole)
+                book.free(GIVEN, whole + given[slot.name])
+        for p in self._cast:
+            dtype = (
+                self._precision.dtype if self._precision.dtype is not None and p.dtype.is_floating_point else p.dtype
+            )
+            if dtype != p.dtype:
+                book.take(WEIGHTS, p.numel * dtype.itemsize)
+                book.free(GIVEN, given[p.name])
+            else:
+                book.free(GIVEN, given[p.name])
+                book.take(WEIGHTS, given[p.name])
+        if self._optimizer is None:
+            return
+        for unit in self._trained:
+            elems = unit.flat_elems if self._has_homes else unit.shard_elems
+            book.take(GRADIENTS, elems * self._accum_dtype(unit).itemsize)
+
+    # -- gathers ----------------------------------------------------------------------------------------------------
+
+    def _apply(self, actions: Sequence[tuple[int, int]]) -> None:
+        for kind, index in actions:
+            if kind == _C.Fetch.STEP:
+                self._n_passed += 1
+                if self._is_in_backward and self._n_passed > PACE_STEPS:
+                    self._pace(self._n_passed - 1 - PACE_STEPS)
+            elif kind == _C.Fetch.GATHER:
+                if index not in self._live:
+                    group = self.groups[index]
+                    self._live[index] = self._gather_pool.take(group.numel, group.unit.dtype.itemsize)
+                self._leaving.discard(index)
+            elif self._pins[index]:
+                self._leaving.add(index)
+            else:
+                self._let_go(index)
+
+    def _let_go(self, index: int) -> None:
+        if index in self._live:
+            self._gather_pool.give(self._live.pop(index))
+        self._leaving.discard(index)
+
+    def _begin_pass(self, plan: Any, keep: int) -> None:
+        self._n_passed = 0
+        for index in [i for i in self._live if i != keep]:
+            self._let_go(index)
+        self._run.abort()
+        self._run.begin(plan, sorted(self._live))
+
+    def _enter(self, module: _Module) -> bool:
+        """Gathers what a module reads; True where it is held until the module is left."""
+        holds = len(module.groups) > 1 or bool(module.children)
+        for index in module.groups:
+            self._apply(self._run.use(index))
+            if holds:
+                self._pins[index] += 1
+        return holds
+
+    def _leave(self, module: _Module) -> None:
+        for index in module.groups:
+            self._pins[index] -= 1
+            if self._pins[index] == 0 and index in self._leaving:
+                self._let_go(index)
+
+    def forward(self) -> None:
+        if self._plan is None:
+            return
+        self._is_in_backward = False
+        self._begin_pass(self._plan, keep=0)
+        for module in self._roots:
+            self._forward_of(module)
+        last = len(self.groups) - 1
+        is_kept = self._optimizer is not None and self._elems[last] <= min(
+            self._limits.max_reuse, self._limits.max_live
+        )
+        self._apply(self._run.end(last if is_kept else -1))
+
+    def _forward_of(self, module: _Module) -> None:
+        holds = self._enter(module)
+        for child in module.children:
+            self._forward_of(child)
+        if holds:
+            self._leave(module)
+
+    # -- gradients --------------------------------------------------------------------------------------------------
+
+    def backward(self) -> None:
+        if self._plan is not None:
+            # What the first backward turned out not to use is in no later plan.
+            is_first, self._has_learnt = not self._has_learnt, True
+            units = range(len(self.groups)) if is_first else sorted(self._read_in_backward)
+            self._steps = list(reversed(units))
+            self._is_in_backward = True
+            self._begin_pass(self._make_plan(self._steps), keep=self._steps[0] if self._steps else -1)
+        for bucket in self.buckets:
+            bucket.reset()
+        self._next = 0
+        for module in reversed(self._roots):
+            self._backward_of(module)
+        if self._plan is not None:
+            self._apply(self._run.end(-1))
+        for i, bucket in enumerate(self.buckets):
+            if not bucket.is_launched:
+                self._start(i)
+        self._wait()
+
+    def _backward_of(self, module: _Module) -> None:
+        for child in reversed(module.children):
+            self._backward_of(child)
+        for index in reversed(module.groups):
+            if index in self._read_in_backward:
+                self._apply(self._run.use(index))
+        trained = [slot for slot in reversed(module.slots) if slot in self._bucket_of]
+        for slot in trained:
+            self.book.take(INCOMING, slot.numel * slot.unit.dtype.itemsize)
+        for slot in trained:
+            self._add(slot)
+            self.book.free(INCOMING, slot.numel * slot.unit.dtype.itemsize)
+
+    def _add(self, slot: Slot) -> None:
+        i = self._bucket_of[slot]
+        bucket = self.buckets[i]
+        if not bucket.is_open:
+            bucket.is_open = True
+            if not bucket.has_home:
+                bucket.staging = self._staging_pool.take(i, bucket.numel, bucket.unit.comm_dtype.itemsize)
+        bucket.n_missing -= 1
+        if self._plan is None:
+            while self._next < len(self.buckets) and self.buckets[self._next].n_missing == 0:
+                self._start(self._next)
+                self._next += 1
+
+    def _pace(self, step: int) -> None:
+        """Sends the gradients of the gather unit of a step of the backward."""
+        i = self._bucket_of_group.get(self._steps[step])
+        if i is not None and not self.buckets[i].is_launched:
+            self._start(i)
+
+    def _start(self, i: int) -> None:
+        while self._works and len(self._works) >= self._depth:
+            self._finish(self._works.popleft())
+        self._works.append(self._reduce(i))
+        if self._depth == 0:
+            self._wait()
+
+    def _reduce(self, i: int) -> _Work:
+        bucket, n = self.buckets[i], self._n_ranks
+        unit = bucket.unit
+        bucket.is_launched = True
+        if n == 1 or bucket.numel == 0:
+            return _Work(None, 0, bucket.staging)
+        comm_bytes = unit.comm_dtype.itemsize
+        gathers_in = self._accum_dtype(unit) if bucket.has_home else unit.comm_dtype
+        sent_copy = 0 if gathers_in == unit.comm_dtype else bucket.numel * comm_bytes
+        self.book.take(SCRATCH, sent_copy)
+        scratch_bytes = 0
+        if self._sharding.optimizer and self._config.zero.reduce_scatter:
+            accumulates = self._sharding.gradients and _accumulates(self._config)
+            if self._is_host:
+                scratch_bytes = bucket.numel * comm_bytes
+            elif accumulates or self._accum_dtype(unit) != unit.comm_dtype:
+                scratch_bytes = bucket.numel // n * comm_bytes
+        elif self._is_host and unit.comm_dtype != torch.float32:
+            scratch_bytes = n * -(-bucket.numel // n) * comm_bytes
+        scratch = self._scratch.take(scratch_bytes) if scratch_bytes else None
+        return _Work(scratch, sent_copy, bucket.staging)
+
+    def _finish(self, work: _Work) -> None:
+        if work.scratch is not None:
+            self._scratch.give(work.scratch)
+        self.book.free(SCRATCH, work.sent_copy)
+        if work.staging is not None:
+            self._staging_pool.give(work.staging)
+
+    def _wait(self) -> None:
+        while self._works:
+            self._finish(self._works.popleft())
+
+    # -- the step ---------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        optimizer = self._optimizer
+        if not self._has_state:
+            self._has_state = True
+            for unit in self._trained:
+                elems = unit.shard_elems if optimizer.sees_slices else sum(f.numel for f in unit.fragments)
+                for state in optimizer.states[unit.group]:
+                    self.book.take(STATE, elems * (state.dtype or unit.master_dtype).itemsize)
+        transient = self._copies_of_gradients() + self._largest_update()
+        self.book.take(UPDATE, transient)
+        self.book.free(UPDATE, transient)
+        for index in list(self._live):
+            self._let_go(index)  # out of date
+
+    def _copies_of_gradients(self) -> int:
+        """Bytes of the gradients that another optimizer than ours gets in its own dtype."""
+        if self._optimizer.is_fused:
+            return 0
+        return sum(
+            unit.shard_elems * unit.master_dtype.itemsize
+            for unit in self._trained
+            if self._accum_dtype(unit) != unit.master_dtype
+        )
+
+    def _largest_update(self) -> int:
+        """Bytes that the update of one entry takes beside its states: torch's loops make up to two temporaries of its size; Muon puts a bucket together."""
+        largest = 0
+        for unit in self._trained:
+            for b in range(unit.n_buckets):
+                if unit.group in self._optimizer.muon_groups:
+                    matrices = [f.slot.numel for f in unit.fragments if f.slot.bucket == b]
+                    # The momentum of the bucket, a result for each matrix of ours, and three matrices of the iteration (ops/muon.py).
+                    nbytes = 4 * (unit.bucket_numel(b) + sum(matrices) + 3 * max(matrices, default=0))
+                elif self._optimizer.is_fused:
+                    nbytes = 0
+                else:
+                    nbytes = 2 * unit.slice_elems[b] * unit.master_dtype.itemsize
+                largest = max(largest, nbytes)
+        return largest
+
+
+def _accumulates(config: Config) -> bool:
+    steps = config.gradient_accumulation_steps
+    return isinstance(steps, int) and steps > 1

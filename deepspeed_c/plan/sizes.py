@@ -1,0 +1,196 @@
+"""What a planner has to know of a model and its optimizer: parameters in order of registration, and bytes of state per element."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from deepspeed_c.errors import ModelError, OptimizerError
+from deepspeed_c.ops.muon import Muon
+from deepspeed_c.ops.optim import FusedOptimizer
+from deepspeed_c.zero.entries import must_see_pieces
+from deepspeed_c.zero.sharded import shape_of, state_of
+
+__all__ = [
+    "ModelSizes",
+    "OptimizerSizes",
+    "ParamSize",
+    "StateSize",
+    "group_sizes",
+    "guess_layers",
+    "model_of",
+    "sizes_of",
+    "stack_of",
+]
+
+# Elements of the tensor that an unknown optimizer is tried on.
+PROBE_ELEMS = 64
+
+
+class ParamSize(NamedTuple):
+    """One parameter."""
+
+    name: str  # dotted: what comes before the last dot is the module that reads it
+    numel: int
+    dtype: torch.dtype  # as it is given to ``initialize``
+    group: int | None = 0  # optimizer group; None: frozen
+    comm_dtype: torch.dtype | None = (
+        None  # what its gradient travels in, where that does not follow from the configuration
+    )
+
+    @property
+    def module(self) -> str:
+        return self.name.rpartition(".")[0]
+
+
+class ModelSizes(NamedTuple):
+    """A model as far as memory goes."""
+
+    params: tuple[ParamSize, ...]  # each once, in order of registration
+    buffer_bytes: int = 0
+    is_sharded: bool = False  # built under ``zero.Init``
+
+    @property
+    def numel(self) -> int:
+        return sum(p.numel for p in self.params)
+
+    @property
+    def n_trained(self) -> int:
+        return sum(p.numel for p in self.params if p.group is not None)
+
+
+class StateSize(NamedTuple):
+    """One tensor of optimizer state per parameter."""
+
+    dtype: torch.dtype | None  # None: that of the masters
+
+
+class OptimizerSizes(NamedTuple):
+    """What an optimizer keeps and makes, by group."""
+
+    name: str
+    states: tuple[tuple[StateSize, ...], ...]  # by group
+    is_fused: bool  # reads gradients in any dtype, makes nothing on the way
+    sees_slices: bool  # state lies over whole slices of buckets, padding included; else over each parameter's piece
+    muon_groups: frozenset[int] = frozenset()  # groups whose whole matrices are put together in the step
+
+
+# -- a model ------------------------------------------------------------------------------------------------------------
+
+
+def guess_layers(n_params: int) -> int:
+    """How many layers a transformer of that size has: 12 width^2 parameters a layer, and a width of 128 times the number of layers."""
+    return max(1, round((n_params / (12 * 128**2)) ** (1 / 3)))
+
+
+def stack_of(n_params: int, n_layers: int, dtype: torch.dtype = torch.float32) -> ModelSizes:
+    """A stack of equal layers, each of the four matrices of a transformer layer: 3, 1, 4 and 4 of its 12 parts. Sums to ``n_params`` exactly."""
+    if n_params < 1 or n_layers < 1 or n_layers * 4 > n_params:
+        raise ModelError(
+            f"{n_params} parameters cannot be cut into {n_layers} layers",
+            where="--params, --layers",
+            fix="give at least 4 a layer",
+        )
+    names = (("attention.qkv", 3), ("attention.out", 1), ("mlp.up", 4), ("mlp.down", 4))
+    params: list[ParamSize] = []
+    given = done = 0
+    for layer in range(n_layers):
+        for name, parts in names:
+            done += parts
+            end = n_params * done // (12 * n_layers)
+            params.append(ParamSize(f"layers.{layer}.{name}.weight", end - given, dtype))
+            given = end
+    return ModelSizes(tuple(params))
+
+
+def sizes_of(
+    model: torch.nn.Module,
+    groups: Iterable[Iterable[torch.nn.Parameter]],
+    *,
+    low_precision: torch.dtype | None = None,
+    low_precision_ids: Iterable[int] = (),
+) -> ModelSizes:
+    """The sizes of ``model``, on the meta device or not, sharded or not, whose optimizer groups are ``groups``.
+
+    Parameters that require a gradient and are in no group are the caller's own; they are counted as frozen. ``low_precision`` is what gradients of the
+    parameters with ``low_precision_ids`` travel in.
+    """
+    group_of = {id(p): i for i, group in enumerate(groups) for p in group}
+    low = set(low_precision_ids)
+    params = tuple(
+        ParamSize(name, shape_of(p).numel(), p.dtype, group_of.get(id(p)), low_precision if id(p) in low else None)
+        for name, p in model.named_parameters()
+    )
+    is_sharded = any(state_of(p) is not None for p in model.parameters())
+    return ModelSizes(params, sum(b.nbytes for b in model.buffers()), is_sharded)
+
+
+def model_of(sizes: ModelSizes) -> tuple[torch.nn.Module, list[list[torch.nn.Parameter]]]:
+    """(a model of these sizes on the meta device, its optimizer groups): what the engine's own layout is asked about. It takes no memory."""
+    root = torch.nn.Module()
+    n_groups = 1 + max((p.group for p in sizes.params if p.group is not None), default=-1)
+    groups: list[list[torch.nn.Parameter]] = [[] for _ in range(n_groups)]
+    for size in sizes.params:
+        *path, last = size.name.split(".")
+        module = root
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, torch.nn.Module())
+            module = module._modules[part]
+        data = torch.empty(size.numel, dtype=size.dtype, device="meta")
+        param = torch.nn.Parameter(data, requires_grad=size.group is not None)
+        module.register_parameter(last, param)
+        if size.group is not None:
+            groups[size.group].append(param)
+    return root, groups
+
+
+# -- an optimizer -------------------------------------------------------------------------------------------------------
+
+
+def group_sizes(base: torch.optim.Optimizer, *, is_sharded: bool, allow_untested: bool = False) -> OptimizerSizes:
+    """What ``base`` keeps per element, by group: read off a fused optimizer of ours, tried on a small tensor for any other.
+
+    Raises OptimizerError where it cannot be applied to shards, as ``initialize`` does, or cannot be tried.
+    """
+    is_fused = isinstance(base, FusedOptimizer)
+    states = []
+    muon: set[int] = set()
+    for index, group in enumerate(base.param_groups):
+        if is_fused:
+            states.append(tuple(StateSize(base.state_dtype) for _ in base._names(index)))
+            if isinstance(base, Muon) and group.get("use_muon"):
+                muon.add(index)
+        else:
+            states.append(_try_out(base, group))
+    return OptimizerSizes(
+        type(base).__name__,
+        tuple(states),
+        is_fused,
+        not must_see_pieces(base, is_sharded=is_sharded, allow_untested=allow_untested),
+        frozenset(muon),
+    )
+
+
+def _try_out(base: torch.optim.Optimizer, group: dict) -> tuple[StateSize, ...]:
+    """States that one step of ``base`` makes for a parameter of fp32."""
+    param = torch.nn.Parameter(torch.ones(PROBE_ELEMS, device="cpu"))
+    param.grad = torch.ones(PROBE_ELEMS, device="cpu")
+    trial = copy.copy(base)
+    trial.state = defaultdict(dict)
+    trial.param_groups = [{**group, "params": [param]}]
+    try:
+        with torch.device("cpu"), torch.enable_grad():
+            type(trial).step(trial)  # not the instance's own, which a schedule may have wrapped
+    except (RuntimeError, TypeError, ValueError, KeyError, AttributeError) as error:
+        raise OptimizerError(
+            f"{type(base).__name__} could not be tried on a tensor of {PROBE_ELEMS} elements: {error}",
+            where="deepspeed_c plan",
+            fix="name an optimizer in the configuration that keeps as much state",
+        ) from error
+    kept = [v for v in trial.state[param].values() if torch.is_tensor(v) and v.numel() == PROBE_ELEMS]
+    return tuple(StateSize(None if v.dtype == torch.float32 else v.dtype) for v in kept)
