@@ -11,6 +11,7 @@ from deepspeed_c import lr_schedules
 from deepspeed_c.accelerator import get_accelerator
 from deepspeed_c.comm import init_distributed, is_initialized
 from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.comm.watchdog import watch
 from deepspeed_c.config import Config, load_config
 from deepspeed_c.data.loader import DeepSpeedDataLoader
 from deepspeed_c.engine.build import OptimizerFactory, build_optimizer
@@ -83,6 +84,7 @@ def initialize(
     comm = Collectives(group=_data_parallel_group(mpu))
     settings = load_config(source, world_size=comm.world_size)
     set_level(settings.log_level)
+    watch(comm, settings.collective_timeout_s)
     log_dist(settings.summary_line(), ranks=[0])
     for note in settings.notes:
         log_dist(note, ranks=[0])

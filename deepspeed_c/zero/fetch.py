@@ -572,13 +572,15 @@ class Fetcher:
 
     def use(self, index: int) -> None:
         """Makes a gather unit available now; collective unless the plan has gathered it already."""
+        group = self.groups[index]
+        if group.pins and group.is_ready:
+            return  # held: whatever part of it this rank goes through, the plan stands still
         with self.lock:
             actions = self._run.use(index)
             if actions:
                 if self._is_closed:
                     raise self._closed_error()
                 self._apply(actions)
-            group = self.groups[index]
             if not group.is_ready:
                 group.finish()
 
@@ -638,7 +640,7 @@ class Fetcher:
             with self.lock:
                 if self.is_in_backward and token not in self._held:
                     self._held[token] = groups
-                    for group in groups:
+                    for group in reversed(groups):  # about the order of backward
                         self.use(group.index)
                         self.hold(group)
 

@@ -53,7 +53,8 @@ def make_config(stage: int, dtype: str, gas: int, extra: dict) -> dict:
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": gas,
         "gradient_clipping": CLIP,
-        "zero_optimization": {"stage": stage},
+        # The models are small: without the threshold all of their parameters would stay whole at stage 3.
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         **copy.deepcopy(DTYPES[dtype]),
     }
     for key, value in copy.deepcopy(extra).items():
@@ -118,9 +119,15 @@ def check(label: str, got: Run, want: Run, want_losses: list[float], dtype: str)
 
 
 def check_cells(
-    trait: str, dtype: str, world: int, extra: dict | None = None, make_optimizer=None, gases=(1, 3)
+    trait: str,
+    dtype: str,
+    world: int,
+    extra: dict | None = None,
+    make_optimizer=None,
+    gases=(1, 3),
+    stages=(0, 1, 2, 3),
 ) -> None:
-    cells = [(stage, gas) for stage in (0, 1, 2) for gas in gases]
+    cells = [(stage, gas) for stage in stages for gas in gases]
     oracles = {gas: plain_run(TRAITS[trait], world, gas, make_optimizer) for gas in gases}
     results = run_ranks(world, engine_runs, trait, dtype, cells, extra or {}, timeout=120)
     parts = TRAITS[trait].n_backwards
@@ -129,6 +136,32 @@ def check_cells(
             want = oracles[gas]
             label = f"{trait} stage {stage} {dtype} accumulation {gas} world {world} rank {rank}"
             check(label, got, want, by_rank(want.losses, world, gas, parts, rank), dtype)
+
+
+# Each layer in a gather unit of its own or cut across several, gathered ahead or not, kept for reuse or not.
+FINE = {
+    "units": {"reduce_bucket_size": 60},
+    "eager": {"reduce_bucket_size": 60, "stage3_prefetch_bucket_size": 10_000},
+    "frugal": {
+        "reduce_bucket_size": 150,
+        "stage3_prefetch_bucket_size": 0,
+        "stage3_max_reuse_distance": 0,
+        "stage3_max_live_parameters": 0,
+    },
+    "half_whole": {"reduce_bucket_size": 60, "stage3_param_persistence_threshold": 30},
+}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("fine", list(FINE))
+@pytest.mark.parametrize("trait", list(TRAITS))
+def test_parity_of_fine_units(trait: str, fine: str, world: int) -> None:
+    """Stage 3 with several gather units. The trait whose ranks take different branches is a leaf: that is what leaves are for."""
+    zero = dict(FINE[fine])
+    if trait == "unused":
+        zero["leaf_module"] = {"classes": ["tests.deepspeed_c.zero.traits.Unused"]}
+    gases = (3,) if fine != "units" else (1, 3)
+    check_cells(trait, "fp32", world, {"zero_optimization": zero}, stages=(3,), gases=gases)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
