@@ -18,12 +18,12 @@ from deepspeed_c.engine.build import OptimizerFactory, build_optimizer
 from deepspeed_c.engine.consistency import broadcast_model, check_same_model, check_same_text
 from deepspeed_c.engine.engine import DeepSpeedEngine
 from deepspeed_c.engine.precision import Precision
+from deepspeed_c.engine.shard import shard_model
 from deepspeed_c.errors import ConfigError, FeatureError, ModelError
 from deepspeed_c.logging import log_dist, set_level
 from deepspeed_c.zero.layout import Layout, gather_for_good, lay_out, mark_leaves
 from deepspeed_c.zero.optimizer import ZeroOptimizer
 from deepspeed_c.zero.partition_parameters import Init, materialize
-from deepspeed_c.zero.reducer import GradientReducer, ReduceSettings
 from deepspeed_c.zero.stages import STAGES
 
 __all__ = ["initialize"]
@@ -104,7 +104,7 @@ def initialize(
     base = build_optimizer(settings, model, optimizer, model_parameters)
     zero_optimizer, layout = None, Layout([], [], None)
     if base is not None:
-        zero_optimizer, layout = _shard(model, base, settings, precision, comm)
+        zero_optimizer, layout = shard_model(model, base, settings, precision, comm)
     elif sharding.parameters:
         mark_leaves(model, settings)
         layout = lay_out(model, [], settings, precision, comm)
@@ -155,45 +155,6 @@ def _materialize(model: torch.nn.Module, device: torch.device, config: Config, c
         materialize(model, device)
     else:
         Init(module=model, config_dict_or_path=config.as_dict(), data_parallel_group=comm.group)
-
-
-def _shard(
-    model: torch.nn.Module, base: torch.optim.Optimizer, config: Config, precision: Precision, comm: Collectives
-) -> tuple[ZeroOptimizer, Layout]:
-    """Lays the model out in units, hooks the trained parameters' gradients, and points the optimizer at this rank's shards."""
-    sharding = STAGES[config.zero.stage]
-    if sharding.parameters:
-        mark_leaves(model, config)
-    layout = lay_out(model, [group["params"] for group in base.param_groups], config, precision, comm)
-    reducer = GradientReducer(
-        layout.trained,
-        sharding,
-        comm,
-        ReduceSettings(
-            overlap_comm=bool(config.zero.overlap_comm),
-            reduce_scatter=config.zero.reduce_scatter,
-            prescale_gradients=config.prescale_gradients,
-            gradient_predivide_factor=config.gradient_predivide_factor,
-            is_mean=config.gradient_allreduce_op == "mean",
-            accum_dtype=precision.accum_dtype,
-        ),
-    )
-    if layout.fetcher is not None and layout.fetcher.groups:
-        reducer.connect(layout.fetcher)
-    optimizer = ZeroOptimizer(
-        base,
-        layout.trained,
-        reducer,
-        comm,
-        clip=config.gradient_clipping,
-        checks_overflow=precision.checks_overflow,
-        scaler=precision.scaler,
-        uses_all_gather=config.zero.allgather_partitions and not config.disable_allgather,
-        allow_untested=config.zero_allow_untested_optimizer,
-        ignores_unused=config.zero.ignore_unused_parameters,
-        fetcher=layout.fetcher,
-    )
-    return optimizer, layout
 
 
 def _build_scheduler(config: Config, client: Any, base: torch.optim.Optimizer | None) -> Any:

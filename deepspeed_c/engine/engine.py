@@ -7,7 +7,7 @@ measure. It decides only when: which micro-batch ends a window, whether the sche
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -21,6 +21,8 @@ from deepspeed_c.engine.boundary import scale_outputs, watch_outputs
 from deepspeed_c.engine.getters import ConfigGetters
 from deepspeed_c.engine.offload import OffloadDeviceEnum, OffloadedStates, OffloadStateTypeEnum
 from deepspeed_c.engine.precision import Precision
+from deepspeed_c.engine.shard import shard_model
+from deepspeed_c.engine.trainable import KeptState, assign_groups, match_names, put_states, take_states
 from deepspeed_c.engine.weights import consolidate, load_custom, load_weights, save_weights
 from deepspeed_c.env import read_env
 from deepspeed_c.errors import BackwardError, BatchSizeError, FeatureError, StateError
@@ -76,15 +78,23 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
         self._n_backwards = 0
         self._is_compiled = False
         self._is_closed = False
-        self._layout, self._fetcher = layout, layout.fetcher
         self._is_generating = False
-        self._offloaded = OffloadedStates(layout, optimizer)
+        self._dormant: dict[torch.nn.Parameter, KeptState] = {}  # states of parameters that were frozen in mid-run
         self.timers = EngineTimers(
             enabled=config.wall_clock_breakdown,
             throughput=config.timers.throughput.enabled,
             batch_size=self._batch.train_batch_size,
             device=device,
         )
+        self._adopt(layout)
+        if config.dump_state:
+            log_dist("state of the engine:\n" + self.describe(), ranks=[0])
+
+    def _adopt(self, layout: Layout) -> None:
+        """Ties parameters, hooks and passes of a layout to this engine."""
+        self._layout, self._fetcher = layout, layout.fetcher
+        optimizer = self.optimizer
+        self._offloaded = OffloadedStates(layout, optimizer)
         if optimizer is not None:
             attached = []
             try:
@@ -98,9 +108,22 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
             optimizer.reducer.next_is_boundary = self.is_gradient_accumulation_boundary
             optimizer.reducer.next_factor = self._factor_of_unseen_backward
         if self._fetcher is not None and self._fetcher.groups:
-            self._fetcher.hooks = ModuleHooks(model, self._fetcher, self._name_of_pass)
-        if config.dump_state:
-            log_dist("state of the engine:\n" + self.describe(), ranks=[0])
+            self._fetcher.hooks = ModuleHooks(self.module, self._fetcher, self._name_of_pass)
+
+    def _release(self) -> None:
+        """Takes hooks and buffers away; the parameters stay, sharded ones on their own."""
+        if self.optimizer is not None:
+            for slot in self.optimizer.reducer.slots:
+                detach(slot)
+            self.optimizer.reducer.close()
+        if self._fetcher is not None:
+            if self._fetcher.hooks is not None:
+                self._fetcher.hooks.remove()
+            self._fetcher.close()
+            self._fetcher = None
+        for unit in (*self._layout.trained, *self._layout.frozen):
+            unit.release()
+        self._layout = Layout([], [], None)
 
     def describe(self) -> str:
         """The resolved configuration, and how this rank's states are laid out (``dump_state`` logs it)."""
@@ -467,6 +490,31 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
 
     save_fp16_model = save_16bit_model
 
+    def set_trainable(self, names: Iterable[str], keep_state: bool = True) -> list[str]:
+        """From now on exactly the parameters that ``names`` give are trained; all others are frozen. Returns the names of the trained ones.
+
+        names: full parameter names or shell patterns ("layers.*.bias"), each of which must fit a parameter. Collective, between two accumulation windows; the optimizer
+        object stays the same. keep_state: a frozen parameter's master weight and optimizer state wait (in this rank's memory) for the day it is trained
+        again; otherwise they are dropped. A parameter that was never trained joins the first group (with Muon, the group for its shape).
+        """
+        optimizer = self._require_optimizer("set_trainable")
+        self._require_window_start("set_trainable")
+        self._require_states("set_trainable")
+        chosen = match_names(self.module, names)
+        kept, groups = take_states(optimizer, self._dormant)
+        self._release()
+        for name, param in self.module.named_parameters():
+            param.requires_grad_(name in chosen)
+        assign_groups(self.module, optimizer.optimizer, groups)
+        new, layout = shard_model(self.module, optimizer.optimizer, self._config, self._precision, self._comm)
+        optimizer.take_over(new)
+        self._adopt(layout)
+        put_states(optimizer, kept)
+        self._dormant = {p: state for p, state in kept.items() if keep_state and not p.requires_grad}
+        if self._fetcher is not None:
+            self._fetcher.weights_changed()
+        return sorted(chosen)
+
     def offload_states(
         self,
         include: Container[OffloadStateTypeEnum] | None = None,
@@ -595,20 +643,11 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
             return
         self._is_closed = True
         self._offloaded.reload(non_blocking=False)
+        self._release()
         if self.optimizer is not None:
-            for slot in self.optimizer.reducer.slots:
-                detach(slot)
-            self.optimizer.reducer.close()
             self.optimizer.close()
             self.optimizer = None
-        if self._fetcher is not None:
-            if self._fetcher.hooks is not None:
-                self._fetcher.hooks.remove()
-            self._fetcher.close()
-            self._fetcher = None
-        for unit in (*self._layout.trained, *self._layout.frozen):
-            unit.release()
-        self._layout = Layout([], [], None)
+        self._dormant.clear()
         self.lr_scheduler = self.training_dataloader = None
         self._comm.close()
 

@@ -61,4 +61,10 @@ def _config(arguments: list[str]) -> int:
     return config(arguments)
 
 
-_COMMANDS: dict[str, Callable[[list[str]], int]] = {"report": _report, "config": _config}
+def _plan(arguments: list[str]) -> int:
+    from deepspeed_c.plan.cli import main as plan
+
+    return plan(arguments)
+
+
+_COMMANDS: dict[str, Callable[[list[str]], int]] = {"report": _report, "config": _config, "plan": _plan}

@@ -245,6 +245,7 @@ Other commands:
   deepspeed_c report              what was built, what was found on this machine, versions
   deepspeed_c config show FILE    every value of a configuration and where it comes from
   deepspeed_c config check FILE   what is wrong with a configuration
+  deepspeed_c plan --help         the memory that each rank of a run will take, for each ZeRO stage
 """
 
 _EPILOG = """\
@@ -256,7 +257,7 @@ n ended it, and when signal n ended the launcher), 2 when nothing could be start
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="deepspeed_c",
-        usage="deepspeed_c [OPTIONS] SCRIPT [ARGS ...]\n       deepspeed_c report | config",
+        usage="deepspeed_c [OPTIONS] SCRIPT [ARGS ...]\n       deepspeed_c report | config | plan",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=_HelpFormatter,

@@ -67,9 +67,15 @@ class Offload(NamedTuple):
     optimizer: bool = False  # master weights, optimizer state, and the gradients' shard
     params: bool = False  # the weights' shard (stage 3)
 
-    @property
-    def kinds(self) -> frozenset[str]:
-        return frozenset(((MASTERS, STATE, GRADIENTS) if self.optimizer else ()) + ((WEIGHTS,) if self.params else ()))
+    def kinds(self, stage: int) -> frozenset[str]:
+        """What lies on the host: of gradients and weights, only what is a shard."""
+        sharding = STAGES[stage]
+        found = {MASTERS, STATE} if self.optimizer else set()
+        if self.optimizer and sharding.gradients:
+            found.add(GRADIENTS)
+        if self.params and sharding.parameters:
+            found.add(WEIGHTS)
+        return frozenset(found)
 
     def fits(self, stage: int) -> bool:
         """Whether the stage shards what is to be offloaded."""
@@ -220,7 +226,7 @@ class _Walk:
         is_host: bool,
         offload: Offload,
     ) -> None:
-        self.book = Book(offload.kinds)
+        self.book = Book(offload.kinds(config.zero.stage))
         self._sizes, self._config, self._n_ranks, self._optimizer = sizes, config, n_ranks, optimizer
         self._is_host = is_host
         self._sharding: Sharding = STAGES[config.zero.stage]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -110,19 +110,16 @@ def stack_of(n_params: int, n_layers: int, dtype: torch.dtype = torch.float32) -
 def sizes_of(
     model: torch.nn.Module,
     groups: Iterable[Iterable[torch.nn.Parameter]],
-    *,
-    low_precision: torch.dtype | None = None,
-    low_precision_ids: Iterable[int] = (),
+    comm_dtype_of: Callable[[str, torch.nn.Parameter], torch.dtype | None] = lambda name, param: None,
 ) -> ModelSizes:
     """The sizes of ``model``, on the meta device or not, sharded or not, whose optimizer groups are ``groups``.
 
-    Parameters that require a gradient and are in no group are the caller's own; they are counted as frozen. ``low_precision`` is what gradients of the
-    parameters with ``low_precision_ids`` travel in.
+    Parameters that require a gradient and are in no group are the caller's own; they are counted as frozen. ``comm_dtype_of`` says what a gradient travels
+    in, where the configuration alone does not.
     """
     group_of = {id(p): i for i, group in enumerate(groups) for p in group}
-    low = set(low_precision_ids)
     params = tuple(
-        ParamSize(name, shape_of(p).numel(), p.dtype, group_of.get(id(p)), low_precision if id(p) in low else None)
+        ParamSize(name, shape_of(p).numel(), p.dtype, group_of.get(id(p)), comm_dtype_of(name, p))
         for name, p in model.named_parameters()
     )
     is_sharded = any(state_of(p) is not None for p in model.parameters())

@@ -11,7 +11,7 @@ from deepspeed_c.errors import OptimizerError
 from deepspeed_c.ops.optim import FusedOptimizer
 from deepspeed_c.zero.unit import Fragment, Unit
 
-__all__ = ["Entry", "must_see_pieces", "point_at_shards", "split_entry"]
+__all__ = ["COUNTERS", "Entry", "must_see_pieces", "point_at_shards", "split_entry"]
 
 # torch's own elementwise optimizers: a slice of a parameter may be updated without the rest of it.
 ELEMENTWISE = (

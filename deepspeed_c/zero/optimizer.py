@@ -18,7 +18,7 @@ from deepspeed_c.errors import LossScaleError, NonFiniteLossError, OptimizerErro
 from deepspeed_c.logging import logger
 from deepspeed_c.ops.muon import Muon
 from deepspeed_c.ops.optim import FusedOptimizer
-from deepspeed_c.zero.entries import Entry, point_at_shards, split_entry
+from deepspeed_c.zero.entries import COUNTERS, Entry, point_at_shards, split_entry
 from deepspeed_c.zero.fetch import Fetcher
 from deepspeed_c.zero.reducer import GradientReducer, WindowFacts
 from deepspeed_c.zero.unit import Fragment, Slot, Unit
@@ -28,6 +28,17 @@ __all__ = ["DeepSpeedOptimizer", "ZeroOptimizer"]
 
 class DeepSpeedOptimizer:
     """What every optimizer that an engine returns is an instance of."""
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if torch.is_tensor(value) else value
+
+
+def _alike(a: tuple[dict, dict], b: tuple[dict, dict]) -> bool:
+    """Whether two parameters' states have the same names and counts, so that one tensor can hold both."""
+    return (
+        a[0].keys() == b[0].keys() and a[1].keys() == b[1].keys() and all(bool(a[1][key] == b[1][key]) for key in a[1])
+    )
 
 
 class ZeroOptimizer(DeepSpeedOptimizer):
@@ -320,6 +331,49 @@ class ZeroOptimizer(DeepSpeedOptimizer):
             )
         return self._piece_of_state(value, entry, fragment)
 
+    def named_state(self, slot: Slot) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """This rank's piece of each state of a parameter (flat views), and what is counted for it as a whole; empty where it owns nothing."""
+        fragment = slot.unit.fragment_of.get(slot)
+        if fragment is None:
+            return {}, {}
+        entry = self._entry_of(slot)
+        pieces, counts = {}, {}
+        for key, value in self.optimizer.state.get(entry.param, {}).items():
+            if torch.is_tensor(value) and value.numel() == entry.param.numel() and key not in COUNTERS:
+                pieces[key] = self._piece_of_state(value, entry, fragment)
+            else:
+                counts[key] = value
+        return pieces, counts
+
+    def put_state(
+        self, unit: Unit, bucket: int, states: dict[Slot, tuple[dict[str, torch.Tensor], dict[str, Any]]]
+    ) -> None:
+        """Gives the base optimizer the states of a bucket's parameters (as ``named_state`` names them); those that are not in ``states`` begin anew."""
+        fragments = [f for f in unit.fragments if f.slot.bucket == bucket]
+        known = [states[f.slot] for f in fragments if f.slot in states]
+        if not fragments or not known:
+            return
+        if self._by_bucket[unit, bucket][0].fragment is None and not (
+            len(known) == len(fragments) and all(_alike(known[0], other) for other in known)
+        ):
+            self._split(unit, bucket)
+        for entry in self._by_bucket[unit, bucket]:
+            if entry.fragment is not None:
+                if entry.fragment.slot in states:
+                    pieces, counts = states[entry.fragment.slot]
+                    self.optimizer.state[entry.param] = {
+                        **{key: _copy(value) for key, value in counts.items()},
+                        **{key: piece.clone().view(entry.param.shape) for key, piece in pieces.items()},
+                    }
+                continue
+            state = {key: _copy(value) for key, value in known[0][1].items()}
+            for key, like in known[0][0].items():
+                state[key] = torch.zeros(entry.param.numel(), dtype=like.dtype, device=entry.param.device)
+                for fragment in fragments:
+                    at = self._at(fragment)
+                    state[key].narrow(0, at, fragment.numel).copy_(states[fragment.slot][0][key])
+            self.optimizer.state[entry.param] = state
+
     def local_gradient(self, slot: Slot) -> torch.Tensor | None:
         """This rank's piece of the summed gradient as stored (see ``gradient_factor``); None where it owns nothing."""
         fragment = slot.unit.fragment_of.get(slot)
@@ -428,6 +482,10 @@ class ZeroOptimizer(DeepSpeedOptimizer):
                     unit.master_flat.copy_(master)
         if self.scaler is not None and state["loss_scaler"] is not None:
             self.scaler.load_state_dict(state["loss_scaler"])
+
+    def take_over(self, other: ZeroOptimizer) -> None:
+        """Goes on as ``other``, made for another set of parameters: what callers hold stays the same object."""
+        self.__dict__ = {**other.__dict__, "_norm": self._norm, "overflow": self.overflow}
 
     def close(self) -> None:
         self.entries.clear()

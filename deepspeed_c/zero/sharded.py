@@ -24,6 +24,7 @@ __all__ = [
     "ZeroParamStatus",
     "ZeroParamType",
     "adopt_shape",
+    "join_pieces",
     "make_sharded",
     "point_at",
     "point_at_nothing",
@@ -157,11 +158,7 @@ class StandaloneShard(ShardState):
 
     def whole(self) -> torch.Tensor:
         """The parameter put together from all ranks' pieces: a new tensor in its shape. Collective."""
-        whole = torch.empty(self.numel, dtype=self.dtype, device=self.device)
-        self.own_part(whole).copy_(self.piece)
-        for rank, (begin, numel) in enumerate(zip(self.begins, self.numels)):
-            self.comm.broadcast(whole.narrow(0, begin, numel), rank, label=self.name)
-        return whole.view(self.shape)
+        return join_pieces(self.piece, self.begins, self.numels, self.comm, self.device, self.name).view(self.shape)
 
     def acquire(self, params: Sequence[torch.nn.Parameter]) -> None:
         for param in params:
@@ -180,6 +177,25 @@ class StandaloneShard(ShardState):
     def store(self, param: torch.nn.Parameter) -> None:
         with torch.no_grad():
             self.piece.copy_(self.own_part(_DATA.__get__(param).reshape(-1)))
+
+
+def join_pieces(
+    piece: torch.Tensor,
+    begins: Sequence[int],
+    numels: Sequence[int],
+    comm: Collectives,
+    device: torch.device,
+    label: str,
+) -> torch.Tensor:
+    """All ranks' pieces in one flat tensor. ``begins`` and ``numels`` say which elements each rank has; one rank has all where every rank has. Collective."""
+    numel = max((begin + n for begin, n in zip(begins, numels)), default=0)
+    whole = torch.empty(numel, dtype=piece.dtype, device=device)
+    if len(begins) == 1:  # a copy on every rank
+        return whole.copy_(piece)
+    whole.narrow(0, begins[comm.rank], numels[comm.rank]).copy_(piece)
+    for rank, (begin, n) in enumerate(zip(begins, numels)):
+        comm.broadcast(whole.narrow(0, begin, n), rank, label=label)
+    return whole
 
 
 # -- the parameter's two faces ------------------------------------------------------------------------------------------

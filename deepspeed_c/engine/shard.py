@@ -1,0 +1,54 @@
+"""Puts the ZeRO parts together for one model and base optimizer: layout, gradient reducer, sharded optimizer."""
+
+from __future__ import annotations
+
+import torch
+
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.config import Config
+from deepspeed_c.engine.precision import Precision
+from deepspeed_c.zero.layout import Layout, lay_out, mark_leaves
+from deepspeed_c.zero.optimizer import ZeroOptimizer
+from deepspeed_c.zero.reducer import GradientReducer, ReduceSettings
+from deepspeed_c.zero.stages import STAGES
+
+__all__ = ["shard_model"]
+
+
+def shard_model(
+    model: torch.nn.Module, base: torch.optim.Optimizer, config: Config, precision: Precision, comm: Collectives
+) -> tuple[ZeroOptimizer, Layout]:
+    """Lays the model out in units, hooks the trained parameters' gradients, and points the optimizer at this rank's shards."""
+    sharding = STAGES[config.zero.stage]
+    if sharding.parameters:
+        mark_leaves(model, config)
+    layout = lay_out(model, [group["params"] for group in base.param_groups], config, precision, comm)
+    reducer = GradientReducer(
+        layout.trained,
+        sharding,
+        comm,
+        ReduceSettings(
+            overlap_comm=bool(config.zero.overlap_comm),
+            reduce_scatter=config.zero.reduce_scatter,
+            prescale_gradients=config.prescale_gradients,
+            gradient_predivide_factor=config.gradient_predivide_factor,
+            is_mean=config.gradient_allreduce_op == "mean",
+            accum_dtype=precision.accum_dtype,
+        ),
+    )
+    if layout.fetcher is not None and layout.fetcher.groups:
+        reducer.connect(layout.fetcher)
+    optimizer = ZeroOptimizer(
+        base,
+        layout.trained,
+        reducer,
+        comm,
+        clip=config.gradient_clipping,
+        checks_overflow=precision.checks_overflow,
+        scaler=precision.scaler,
+        uses_all_gather=config.zero.allgather_partitions and not config.disable_allgather,
+        allow_untested=config.zero_allow_untested_optimizer,
+        ignores_unused=config.zero.ignore_unused_parameters,
+        fetcher=layout.fetcher,
+    )
+    return optimizer, layout

@@ -1,0 +1,137 @@
+"""Freezing and unfreezing in mid-run: which parameters are trained changes, and with it the layout; masters and optimizer state move along."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import torch
+
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.errors import ModelError
+from deepspeed_c.zero.optimizer import ZeroOptimizer
+from deepspeed_c.zero.sharded import join_pieces, shape_of
+
+__all__ = ["KeptState", "assign_groups", "match_names", "put_states", "take_states"]
+
+
+class KeptState(NamedTuple):
+    """What one parameter has learnt: this rank's pieces, flat, in the cut of the layout that it was in."""
+
+    name: str
+    group: int
+    begins: list[int]
+    numels: list[int]
+    master: torch.Tensor
+    pieces: dict[str, torch.Tensor]
+    counts: dict[str, Any]
+
+
+def match_names(model: torch.nn.Module, names: Iterable[str]) -> set[str]:
+    """The parameters that names and shell patterns fit. Raises ModelError for one that fits none, and when none is left."""
+    known = [name for name, _ in model.named_parameters()]
+    chosen: set[str] = set()
+    patterns = [names] if isinstance(names, str) else list(names)
+    for pattern in patterns:
+        found = {name for name in known if name == pattern or fnmatchcase(name, pattern)}
+        if not found:
+            raise ModelError(
+                f"no parameter is named {pattern!r}",
+                where="set_trainable",
+                fix=f"names are as model.named_parameters() gives them, such as {known[0]!r}" if known else "",
+            )
+        chosen |= found
+    if not chosen:
+        raise ModelError(
+            "nothing would be left to train", where="set_trainable", fix="name at least one parameter or pattern"
+        )
+    return chosen
+
+
+def take_states(
+    optimizer: ZeroOptimizer, dormant: Mapping[torch.nn.Parameter, KeptState]
+) -> tuple[dict[torch.nn.Parameter, KeptState], dict[torch.nn.Parameter, int]]:
+    """Copies of everything that is known about trained and formerly trained parameters, and the group of each."""
+    kept = dict(dormant)
+    for slot in sorted(optimizer.reducer.slots, key=lambda slot: slot.order):
+        begins, numels = slot.unit.ranges_of(slot)
+        master = optimizer.local_piece(slot, None)
+        pieces, counts = optimizer.named_state(slot)
+        kept[slot.param] = KeptState(
+            slot.name,
+            slot.unit.group,
+            begins,
+            numels,
+            torch.empty(0, dtype=slot.unit.master_dtype) if master is None else master.detach().clone(),
+            {key: piece.detach().clone() for key, piece in pieces.items()},
+            {key: value.clone() if torch.is_tensor(value) else value for key, value in counts.items()},
+        )
+    return kept, {param: state.group for param, state in kept.items()}
+
+
+def assign_groups(
+    model: torch.nn.Module, base: torch.optim.Optimizer, groups: Mapping[torch.nn.Parameter, int]
+) -> None:
+    """Gives the base optimizer's groups the parameters that now require gradients, and no state."""
+    base.state.clear()
+    for group in base.param_groups:
+        group["params"] = []
+    for param in model.parameters():
+        if not param.requires_grad:
+            continue
+        index = groups.get(param)
+        if index is None:
+            is_matrix = len(shape_of(param)) >= 2
+            fitting = [i for i, g in enumerate(base.param_groups) if bool(g.get("use_muon", is_matrix)) == is_matrix]
+            index = fitting[0] if fitting else 0
+        base.param_groups[index]["params"].append(param)
+
+
+def _states_everywhere(
+    kept: Mapping[torch.nn.Parameter, KeptState], comm: Collectives
+) -> dict[str, tuple[dict[str, torch.dtype], dict[str, Any]]]:
+    """Names and dtypes of the states and the counts of every parameter: a rank that owned nothing of one knows neither."""
+    mine = {
+        state.name: ({key: piece.dtype for key, piece in state.pieces.items()}, state.counts)
+        for state in kept.values()
+        if state.pieces or state.counts
+    }
+    merged: dict[str, tuple[dict[str, torch.dtype], dict[str, Any]]] = {}
+    for theirs in comm.gather_objects(mine, label="optimizer states"):
+        for name, known in theirs.items():
+            merged.setdefault(name, known)
+    return merged
+
+
+def put_states(optimizer: ZeroOptimizer, kept: Mapping[torch.nn.Parameter, KeptState]) -> None:
+    """Gives masters and states to the parameters that are trained in the new layout, one parameter at a time. Collective."""
+    comm = optimizer.comm
+    known = _states_everywhere(kept, comm)
+    states: dict[Any, tuple[dict[str, torch.Tensor], dict[str, Any]]] = {}
+    for slot in sorted(optimizer.reducer.slots, key=lambda slot: slot.order):
+        state = kept.get(slot.param)
+        if state is None:
+            continue
+        fragment = slot.unit.fragment_of.get(slot)
+
+        def mine(piece: torch.Tensor) -> torch.Tensor | None:
+            whole = join_pieces(piece, state.begins, state.numels, comm, slot.unit.device, state.name)  # noqa: B023
+            return None if fragment is None else whole.narrow(0, fragment.begin, fragment.numel)  # noqa: B023
+
+        master = mine(state.master)
+        if master is not None:
+            present = optimizer.local_piece(slot, None)
+            with torch.no_grad():
+                # Weights that somebody replaced while they were frozen are newer than the master.
+                if torch.equal(master.to(slot.unit.dtype), present.to(slot.unit.dtype)):
+                    present.copy_(master)
+        dtypes, counts = known.get(state.name, ({}, {}))
+        pieces = {}
+        for key, dtype in dtypes.items():
+            pieces[key] = mine(state.pieces.get(key, torch.empty(0, dtype=dtype, device=slot.unit.device)))
+        if fragment is not None and (pieces or counts):
+            states[slot] = pieces, counts
+    for unit in optimizer.units:
+        for bucket in range(unit.n_buckets):
+            optimizer.put_state(unit, bucket, states)

@@ -1,0 +1,138 @@
+"""The command ``deepspeed_c plan``: what a rank of a run will hold, before anything is allocated."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+
+import torch
+
+from deepspeed_c.errors import ConfigError
+from deepspeed_c.plan.script import find_model
+from deepspeed_c.plan.sizes import guess_layers, stack_of
+from deepspeed_c.plan.table import as_json, as_text, plan_table
+
+__all__ = ["main", "parse_bytes", "parse_count"]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+_BYTE_UNITS = {"": 1} | {f"{u}b": 1000**n for n, u in enumerate(("", "k", "m", "g", "t"))}
+_BYTE_UNITS |= {f"{u}ib": 1024**n for n, u in enumerate(("k", "m", "g", "t"), 1)}
+_NUMBER = re.compile(r"(\d+(?:\.\d*)?(?:e\+?\d+)?|\.\d+)\s*([a-z]*)", re.IGNORECASE)
+
+_DESCRIPTION = """\
+Bytes per rank, phase by phase, for each ZeRO stage and offload choice, without allocating them.
+
+  deepspeed_c plan --config ds_config.json --ranks 64 train.py --lr 0.1     the model that train.py passes to initialize
+  deepspeed_c plan --config ds_config.json --ranks 64 --params 7e9          a stack of equal layers of that many parameters
+"""
+
+
+def _parse(text: str, units: dict[str, int], where: str, fix: str) -> int:
+    match = _NUMBER.fullmatch(text.strip())
+    factor = None if match is None else units.get(match[2].lower())
+    if match is None or factor is None:
+        raise ConfigError(f"{text!r} is not understood", where=where, fix=fix)
+    return round(float(match[1]) * factor)
+
+
+def parse_count(text: str, where: str = "--params") -> int:
+    """A number such as 7e9, 7B, 350M or 124000; raises ConfigError."""
+    return _parse(text, _COUNT_UNITS, where, "write a number such as 7e9, 7B or 350M")
+
+
+def parse_bytes(text: str, where: str = "--activations") -> int:
+    """A number of bytes such as 2e9, 4GB or 1.5GiB; raises ConfigError."""
+    return _parse(text, _BYTE_UNITS, where, "write a number of bytes such as 2e9, 4GB or 1.5GiB")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs ``deepspeed_c plan`` with the words after it; 0 when a plan was printed. Raises ConfigError, ModelError, OptimizerError."""
+    parser = _parser()
+    n_own = _script_index(parser, argv)
+    options = parser.parse_args(argv[:n_own])
+    script, *arguments = [*argv[n_own:]] or [""]
+    if bool(script) == (options.params is not None):
+        raise ConfigError(
+            "both a script and --params were given" if script else "neither a script nor --params was given",
+            where="deepspeed_c plan",
+            fix="give one of them: SCRIPT [ARGS ...], or --params COUNT",
+        )
+    n_ranks = options.ranks
+    if n_ranks < 1:
+        raise ConfigError(f"{n_ranks} is not a number of ranks", where="--ranks", fix="write an integer >= 1")
+    shared = {"device_type": options.device, "activation_bytes": parse_bytes(options.activations)}
+    if script:
+        found = find_model(script, arguments, n_ranks)
+        source = options.config if options.config is not None else found.config
+        _require_config(source, f"--config, or {script}")
+        table = plan_table(
+            source,
+            n_ranks,
+            model=found.model,
+            optimizer=found.optimizer,
+            model_parameters=found.model_parameters,
+            is_sharded=found.is_sharded,
+            **shared,
+        )
+    else:
+        _require_config(options.config, "--config")
+        n_params = parse_count(options.params)
+        n_layers = guess_layers(n_params) if options.layers is None else options.layers
+        sizes = stack_of(n_params, n_layers, DTYPES[options.given])
+        table = plan_table(options.config, n_ranks, sizes=sizes._replace(is_sharded=options.zero_init), **shared)
+        table.notes.append(f"a stack of {n_layers} equal layers (--layers), given in {options.given} (--given)")
+    print(json.dumps(as_json(table)) if options.json else as_text(table))
+    return 0
+
+
+def _require_config(source: object, where: str) -> None:
+    if source is None:
+        raise ConfigError("no configuration was given", where=where, fix="pass --config FILE")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="deepspeed_c plan",
+        usage="deepspeed_c plan --ranks N [OPTIONS] SCRIPT [ARGS ...]\n       deepspeed_c plan --ranks N --config FILE --params COUNT [OPTIONS]",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="data-parallel ranks")
+    parser.add_argument("--config", metavar="FILE", help="configuration; default: what the script passes to initialize")
+    parser.add_argument(
+        "--params", metavar="COUNT", help="parameters of the model, in place of a script: 7e9, 7B, 350M"
+    )
+    parser.add_argument(
+        "--layers", type=int, metavar="N", help="equal layers of --params; default: as a transformer of that size has"
+    )
+    parser.add_argument(
+        "--given",
+        choices=DTYPES,
+        default="fp32",
+        help="what weights are given to initialize in (--params); default fp32",
+    )
+    parser.add_argument("--zero-init", action="store_true", help="the model is built under zero.Init (--params)")
+    parser.add_argument(
+        "--activations", default="0", metavar="BYTES", help="added to forward and backward: 2e9, 1.5GiB"
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="where ranks train: decides how collectives work; default: what this machine has",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, in bytes")
+    return parser
+
+
+def _script_index(parser: argparse.ArgumentParser, argv: Sequence[str]) -> int:
+    """Where the script stands: at the first word that is neither an option nor the value of one. All behind it is the script's."""
+    takes_value = {flag for action in parser._actions if action.nargs != 0 for flag in action.option_strings}
+    i = 0
+    while i < len(argv) and argv[i].startswith("-"):
+        i += 2 if argv[i] in takes_value else 1
+    return min(i, len(argv))

@@ -1,0 +1,177 @@
+"""Finds the model that a training script passes to ``initialize``: runs the script on the meta device up to that call, and no further."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from typing_extensions import Self
+
+from deepspeed_c.errors import ModelError
+from deepspeed_c.zero import partition_parameters
+
+__all__ = ["Found", "find_model"]
+
+ADVICE = (
+    "make the script reach deepspeed_c.initialize on its main path (tensors have no data before it: what reads values, loads weights or moves tensors must"
+    " come after it), or plan from sizes with --params and --layers"
+)
+
+
+class Found(NamedTuple):
+    """What a script passed to ``initialize``; the model's parameters are on the meta device."""
+
+    model: torch.nn.Module
+    optimizer: Any
+    model_parameters: Any
+    config: Any  # None where it passed none
+    is_sharded: bool  # it was built under ``zero.Init``
+
+
+class _Reached(BaseException):
+    """Thrown by the stand-in for ``initialize``: past handlers of errors, which are not meant for it."""
+
+    def __init__(self, found: Found) -> None:
+        super().__init__("initialize was reached")
+        self.found = found
+
+
+def find_model(script: str, arguments: Sequence[str], n_ranks: int) -> Found:
+    """Runs ``script`` as rank 0 of ``n_ranks`` (with a process group that sends nothing) until it calls ``deepspeed_c.initialize``.
+
+    Tensors are made on the meta device and moving a module between devices does nothing, so that no memory is taken. Raises ModelError where there is no such
+    file, the script ends before it calls initialize, or fails on tensors without data.
+    """
+    if not os.path.isfile(script):
+        raise ModelError(
+            "there is no such script", where=script, fix="give the path of a Python file, after all options"
+        )
+    try:
+        with _stand_ins(script, arguments, n_ranks):
+            runpy.run_path(script, run_name="__main__")
+    except _Reached as reached:
+        return reached.found
+    except SystemExit as stop:
+        raise ModelError(
+            f"the script ended with exit code {stop.code!r} before it called deepspeed_c.initialize",
+            where=script,
+            fix=ADVICE,
+        ) from stop
+    except (RuntimeError, TypeError, ValueError) as error:
+        if getattr(error, "where", None) is not None:
+            raise  # an error of ours says what it is
+        raise ModelError(
+            f"the script failed before it called deepspeed_c.initialize: {type(error).__name__}: {error}",
+            where=_line_of(error, script),
+            fix=ADVICE,
+        ) from error
+    raise ModelError("the script ended and did not call deepspeed_c.initialize", where=script, fix=ADVICE)
+
+
+def _line_of(error: BaseException, script: str) -> str:
+    """The last line of the script itself on the way to the error."""
+    path = os.path.abspath(script)
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if os.path.abspath(f.filename) == path]
+    return f"{script}:{lines[-1]}" if lines else script
+
+
+@contextmanager
+def _stand_ins(script: str, arguments: Sequence[str], n_ranks: int) -> Iterator[None]:
+    """Replaces what would allocate or talk to other ranks while the script runs."""
+    package = sys.modules[__name__.partition(".")[0]]  # its public names are looked up by the script
+    folder = os.path.dirname(os.path.abspath(script))
+    notes = {"is_sharded": False}
+    stop = _stopping(package.initialize, notes)
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(n_ranks), "LOCAL_WORLD_SIZE": str(n_ranks)}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(sys, "argv", [script, *arguments]))
+        stack.enter_context(mock.patch.object(sys, "path", [folder, *sys.path]))
+        stack.enter_context(mock.patch.dict(os.environ, place))
+        stack.enter_context(mock.patch.object(package, "initialize", stop))
+        stack.enter_context(mock.patch.object(sys.modules[f"{package.__name__}.initialize"], "initialize", stop))
+        init = _stand_in_for_init(notes)
+        for owner in (package.zero, partition_parameters):
+            stack.enter_context(mock.patch.object(owner, "Init", init))
+        for name in ("to", "cpu", "cuda"):
+            stack.enter_context(mock.patch.object(torch.nn.Module, name, _staying(name)))
+        stack.enter_context(_silent_group(n_ranks))
+        stack.enter_context(torch.device("meta"))
+        yield
+
+
+def _stopping(initialize: Callable, notes: dict[str, bool]) -> Callable:
+    signature = inspect.signature(initialize)
+
+    def stop(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs).arguments
+        model = given.get("model")
+        if not isinstance(model, torch.nn.Module):
+            raise ModelError(
+                f"model must be a torch.nn.Module, not {type(model).__name__}",
+                where="initialize(model=...)",
+                fix="pass the model",
+            )
+        configs = (
+            given.get("config"),
+            given.get("config_params"),
+            getattr(given.get("args"), "deepspeed_config", None),
+        )
+        config = next((c for c in configs if c is not None), None)
+        raise _Reached(Found(model, given.get("optimizer"), given.get("model_parameters"), config, notes["is_sharded"]))
+
+    return stop
+
+
+def _stand_in_for_init(notes: dict[str, bool]) -> type:
+    class Init:
+        """``zero.Init`` of a run that is only planned: remembers that it was used."""
+
+        def __init__(
+            self, module: torch.nn.Module | None = None, *args: Any, enabled: bool = True, **kwargs: Any
+        ) -> None:
+            self.enabled = enabled
+            notes["is_sharded"] = notes["is_sharded"] or enabled
+
+        def __enter__(self) -> Self:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            return None
+
+    return Init
+
+
+def _staying(name: str) -> Callable:
+    """``Module.to`` and its like without the change of device."""
+    original = torch.nn.Module.to
+
+    def move(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        if name != "to":
+            return module
+        _, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        return module if dtype is None else original(module, dtype=dtype)
+
+    return move
+
+
+@contextmanager
+def _silent_group(n_ranks: int) -> Iterator[None]:
+    """A process group of ``n_ranks`` whose collectives return at once."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=n_ranks)
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
