@@ -400,7 +400,8 @@ class _Walk:
         """Gathers what a module reads; True where it is held until the module is left."""
         holds = len(module.groups) > 1 or bool(module.children)
         for index in module.groups:
-            self._apply(self._run.use(index))
+            if not (self._pins[index] and index in self._live):  # held: the plan stands still
+                self._apply(self._run.use(index))
             if holds:
                 self._pins[index] += 1
         return holds

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import deepspeed_c
+from benchmarks.live_bytes import LiveBytes
 from deepspeed_c.config import load_config
 from deepspeed_c.engine.build import build_optimizer
 from deepspeed_c.plan.memory import plan_memory
 from deepspeed_c.plan.sizes import group_sizes, sizes_of
 from deepspeed_c.zero import fetch
-from tests.deepspeed_c.plan.measured import MemoryLog
 
 TOLERANCE = 0.05
 N_STEPS = 3
@@ -108,20 +108,20 @@ class PatientPool(fetch.BufferPool):
 
 def run_engine(rank: int, world: int, case: Case) -> dict[str, int]:
     """Peaks by phase of a real run; the batch is one row, so that activations are some kilobytes."""
-    with MemoryLog() as log, mock.patch.object(fetch, "BufferPool", PatientPool):
-        with log.phase("initialize"):
+    with LiveBytes() as live, mock.patch.object(fetch, "BufferPool", PatientPool):
+        with live.phase("initialize"):
             engine, *_ = deepspeed_c.initialize(model=make_model(case), config=case.config)
         dtype = next(engine.module.parameters()).dtype
         for _ in range(N_STEPS * case.micro_batches):
-            with log.phase("forward"):
+            with live.phase("forward"):
                 loss = engine(torch.ones(1, case.widths[0], dtype=dtype)).float().square().mean()
-            with log.phase("backward"):
+            with live.phase("backward"):
                 engine.backward(loss)
             del loss
-            with log.phase("step"):
+            with live.phase("step"):
                 engine.step()
     engine.close()
-    return log.peaks
+    return live.peaks
 
 
 def planned(case: Case) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""What an engine really allocates: bytes of live tensor storages at the peak of each phase, looked at after every operator."""
+"""What a program really allocates: bytes of live tensor storages at the peak of each phase, looked at after every operator."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["MemoryLog"]
+__all__ = ["LiveBytes"]
 
 
-class MemoryLog(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):
     """Knows every storage that an operator has returned since it was entered, by weak references, and how many bytes of them live.
 
     Exact and repeatable, unlike the resident set. Not seen is what a kernel allocates and frees within one call. The profiler's memory events
