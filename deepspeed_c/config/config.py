@@ -110,7 +110,7 @@ class Config(Root, kw_only=True, rename={"zero": "zero_optimization"}):
 
     def _all_rows(self, limit: int = 60) -> list[Row]:
         return [
-            Row(key, show(self._unpassed.get(key, value), limit), self.source_of(key), _note(field))
+            Row(key, show(self._unpassed.get(key, value), limit), self.source_of(key), _note(field, self))
             for key, field, value in _leaves(self, Root, "")
         ]
 
@@ -126,11 +126,14 @@ class Config(Root, kw_only=True, rename={"zero": "zero_optimization"}):
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
-def _note(field: Field) -> str:
-    if field.info.inherent:
-        return f"no effect: {field.info.inherent}"
-    if field.info.status == "later":
-        return f"unused: {FEATURES[field.info.feature].title} only"
+def _note(field: Field, root: Root) -> str:
+    info = field.info
+    if info.inherent:
+        return f"no effect: {info.inherent}"
+    if info.status == "later" or (
+        info.feature is not None and not info.is_switch and not FEATURES[info.feature].is_on(root)
+    ):
+        return f"unused: {FEATURES[info.feature].title} only"
     return ""
 
 

@@ -1,6 +1,7 @@
 """The features that configuration keys ask for or tune: which exist, and what to do without the others."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 __all__ = ["FEATURES", "Feature"]
 
@@ -13,21 +14,24 @@ class Feature(NamedTuple):
     """Flip to True in the change that builds the feature: its keys then act and nothing else has to be edited here."""
     instead: str
     """What a user can do while the feature is missing."""
+    is_on: Callable[[Any], bool] = lambda root: True
+    """Whether a configuration uses it, once it is built: keys that only tune it have no effect otherwise."""
 
 
 def _later(title: str, instead: str) -> Feature:
     return Feature(title, False, instead)
 
 
-def _built(title: str) -> Feature:
-    return Feature(title, True, "")
-
-
 _REMOVE = "remove the key, or set it to its default"
 
 FEATURES: dict[str, Feature] = {
     # ZeRO and where its shards live
-    "stage3": _built("ZeRO stage 3"),
+    "stage3": Feature(
+        "ZeRO stage 3",
+        True,
+        'use "stage": 2 (or 0, 1): optimizer state and gradients are sharded there',
+        is_on=lambda root: root.zero.stage == 3,
+    ),
     "offload_optimizer": _later("optimizer offload", 'set "device": "none"; stages 1 and 2 shard the state over ranks'),
     "offload_param": _later("parameter offload", 'set "device": "none"'),
     "nvme": _later("NVMe offload", _REMOVE),

@@ -98,10 +98,18 @@ class Zero(Section, kw_only=True):
     save_muon_momentum_buffer_in_memory: Annotated[bool, tunes("Keep Muon's momentum off NVMe.", "nvme")] = False
 
     # Stage 3
-    sub_group_size: Annotated[NonNeg, tunes("Elements updated at a time.", "stage3", floor=True)] = 1_000_000_000
-    stage3_prefetch_bucket_size: Annotated[NonNeg, tunes("Elements gathered ahead of use.", "stage3", floor=True)] = (
-        50_000_000
-    )
+    sub_group_size: Annotated[
+        NonNeg,
+        tunes(
+            "Most elements of a bucket, and so of what is gathered, reduced and updated at a time.",
+            "stage3",
+            floor=True,
+        ),
+    ] = 1_000_000_000
+    stage3_prefetch_bucket_size: Annotated[
+        NonNeg,
+        tunes("Elements gathered ahead of use; where it is not given, the largest bucket.", "stage3", floor=True),
+    ] = 50_000_000
     stage3_param_persistence_threshold: Annotated[
         NonNeg, tunes("Parameters with fewer elements stay whole.", "stage3", floor=True)
     ] = 100_000
@@ -115,19 +123,35 @@ class Zero(Section, kw_only=True):
         NonNeg, tunes("Keep what is used again within this many elements.", "stage3", floor=True)
     ] = 1_000_000_000
     stage3_gather_16bit_weights_on_model_save: Annotated[
-        bool, tunes("Allow a whole 16-bit state dict to be put together.", "stage3")
+        bool,
+        tunes(
+            "Whether callers (Hugging Face) put a whole 16-bit state dict together when they save; engine.save_16bit_model always works.",
+            "stage3",
+        ),
     ] = False
     stage3_module_granularity_threshold: Annotated[
         NonNeg, tunes("Gather modules finer than this (parameters per submodule) as one.", "stage3", floor=True)
     ] = 0
-    stage3_use_all_reduce_for_fetch_params: Annotated[bool, tunes("Gather by all-reduce.", "stage3")] = False
-    stage3_allgather_sequential: Annotated[bool, tunes("Gather parameters one after another.", "stage3")] = False
+    stage3_use_all_reduce_for_fetch_params: Annotated[
+        bool, inherent("Gather by all-reduce.", "buckets are gathered in place, which no reduction could better")
+    ] = False
+    stage3_allgather_sequential: Annotated[
+        bool, inherent("Gather parameters one after another.", "neighbours share one gather")
+    ] = False
     memory_efficient_linear: Annotated[
-        bool, tunes("A linear layer that does not keep its weight for backward.", "stage3")
+        bool,
+        inherent(
+            "A linear layer that does not keep its weight for backward.",
+            "no gathered weight is kept, whatever the layer",
+        ),
     ] = True
-    override_module_apply: Annotated[bool, tunes("Make Module.apply see whole parameters.", "stage3")] = True
-    log_trace_cache_warnings: Annotated[bool, tunes("Say when the order of use changes.", "stage3")] = False
-    enable_sanity_checks: Annotated[bool, tunes("Extra checks.", "stage3")] = False
+    override_module_apply: Annotated[
+        bool, tunes("Make Module.apply see whole parameters within zero.Init.", "stage3")
+    ] = True
+    log_trace_cache_warnings: Annotated[
+        bool, inherent("Say when the order of use changes.", "it is counted, and planned anew")
+    ] = False
+    enable_sanity_checks: Annotated[bool, inherent("Extra checks.", "checks are always on")] = False
     leaf_module: Annotated[LeafModule, tunes("Modules that are gathered as one piece.", "stage3")] = LeafModule()
 
     # ZeRO++ and MiCS

@@ -121,16 +121,24 @@ def test_what_hugging_face_writes_for_other_stages_is_harmless_at_stage_2():
     assert "unused" in config.summary_line()
 
 
-def test_stage_3_is_refused_and_one_line_enables_it(monkeypatch):
+def test_keys_of_stage_3_act_at_stage_3_only():
     tree = {"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 1e8}}
-    (problem,) = problems_of(tree, batch="skip")
-    assert isinstance(problem, UnsupportedConfigError) and problem.where == "zero_optimization.stage"
-    assert '"stage": 2' in problem.fix
-    monkeypatch.setitem(FEATURES, "stage3", FEATURES["stage3"]._replace(is_built=True))
     config = load_config(tree, world_size=1, batch="skip")
     assert config.zero.stage == 3 and config.zero.overlap_comm is True
     assert "unused" not in config.summary_line()
-    assert not any(row.note for row in config.rows() if row.key.startswith("zero_optimization.stage3_"))
+    acting = [row for row in config.rows() if row.key.startswith("zero_optimization.stage3_max")]
+    assert acting and not any(row.note for row in acting), acting
+    tree["zero_optimization"]["stage"] = 2
+    config = load_config(tree, world_size=1, batch="skip")
+    assert "unused: zero_optimization.stage3_max_live_parameters" in config.summary_line()
+
+
+def test_a_missing_feature_is_refused_and_one_line_enables_it(monkeypatch):
+    tree = {"amp": {"enabled": True}}
+    (problem,) = problems_of(tree, batch="skip")
+    assert isinstance(problem, UnsupportedConfigError) and problem.where == "amp.enabled"
+    monkeypatch.setitem(FEATURES, "amp", FEATURES["amp"]._replace(is_built=True))
+    assert problems_of(tree, batch="skip") == []
 
 
 @pytest.mark.parametrize("section", ["weight_quantization"])
