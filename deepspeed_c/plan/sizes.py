@@ -154,6 +154,7 @@ def group_sizes(base: torch.optim.Optimizer, *, is_sharded: bool, allow_untested
 
     Raises OptimizerError where it cannot be applied to shards, as ``initialize`` does, or cannot be tried.
     """
+    sees_slices = not must_see_pieces(base, is_sharded=is_sharded, allow_untested=allow_untested)
     is_fused = isinstance(base, FusedOptimizer)
     states = []
     muon: set[int] = set()
@@ -164,13 +165,7 @@ def group_sizes(base: torch.optim.Optimizer, *, is_sharded: bool, allow_untested
                 muon.add(index)
         else:
             states.append(_try_out(base, group))
-    return OptimizerSizes(
-        type(base).__name__,
-        tuple(states),
-        is_fused,
-        not must_see_pieces(base, is_sharded=is_sharded, allow_untested=allow_untested),
-        frozenset(muon),
-    )
+    return OptimizerSizes(type(base).__name__, tuple(states), is_fused, sees_slices, frozenset(muon))
 
 
 def _try_out(base: torch.optim.Optimizer, group: dict) -> tuple[StateSize, ...]:

@@ -1,0 +1,119 @@
+"""The command ``deepspeed_c plan``: sizes and scripts, text and JSON, and every wrong way to call it."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepspeed_c.errors import ConfigError
+from deepspeed_c.launcher.main import main
+from deepspeed_c.plan.cli import parse_bytes, parse_count
+
+ROOT = Path(__file__).resolve().parents[3]
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "zero_optimization": {"stage": 3},
+}
+SCRIPT = """
+import sys, torch, deepspeed_c
+assert sys.argv[1:] == ["--ranks", "5", "--config", "x", "-h"], sys.argv
+deepspeed_c.initialize(model=torch.nn.Linear(1 << 18, 1 << 18), config={})
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "train.py").write_text(SCRIPT)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("7e9", 7_000_000_000), ("7B", 7_000_000_000), ("350M", 350_000_000), ("1.5k", 1500), ("124000", 124_000)],
+)
+def test_counts(text, number):
+    assert parse_count(text) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("0", 0), ("2e9", 2 * 10**9), ("4GB", 4 * 10**9), ("1.5GiB", 3 << 29), ("512 MiB", 512 << 20), ("7b", 7)],
+)
+def test_bytes(text, number):
+    assert parse_bytes(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "many", "-3", "1e", "3 bytes", "0x10", "nan", "1e-3"])
+def test_what_is_no_number_is_refused(text):
+    with pytest.raises(ConfigError, match="is not understood"):
+        parse_count(text)
+    with pytest.raises(ConfigError, match="is not understood"):
+        parse_bytes(text)
+
+
+def test_sizes(folder, capsys):
+    assert (
+        main(["plan", "--params", "7e9", "--config", str(folder / "ds.json"), "--ranks", "64", "--layers", "32"]) == 0
+    )
+    out = capsys.readouterr().out
+    assert "7B parameters in 128 tensors (all trained), 64 ranks, bf16" in out
+    assert "  * 3" in out and "gather unit" in out and "stack of 32 equal layers" in out
+
+
+def test_a_script_whose_arguments_are_its_own(folder, capsys):
+    words = ["plan", "--config", str(folder / "ds.json"), "--ranks", "3", "--json", str(folder / "train.py")]
+    assert main([*words, "--ranks", "5", "--config", "x", "-h"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (
+        found["params"] == (1 << 36) + (1 << 18) and found["ranks"] == 3
+    )  # 256 GiB in fp32, which nobody has allocated
+    assert [row["stage"] for row in found["rows"] if row["is_chosen"]] == [3]
+
+
+def test_the_example_in_a_process_of_its_own():
+    """As a user types it; the configuration is the one that the script itself reads."""
+    command = [sys.executable, "-m", "deepspeed_c", "plan", "--ranks", "2", "--json", "examples/train_gpt.py"]
+    command += ["--deepspeed_config", "examples/ds_config.json", "--stage", "3", "--layers", "2"]
+    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    chosen = next(row for row in found["rows"] if row["is_chosen"])
+    assert chosen["stage"] == 3 and found["optimizer"] == "FusedAdam"
+    gpt = runpy.run_path(str(ROOT / "examples" / "gpt.py"))
+    with torch.device("meta"):
+        model = gpt["GPT"](2, 448, 7, 128)
+    assert found["params"] == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--ranks", "2", "--params", "7e9"], "no configuration was given"),
+        (["--ranks", "2", "--config", "{ds}"], "neither a script nor --params"),
+        (["--ranks", "2", "--config", "{ds}", "--params", "1e6", "train.py"], "both a script and --params"),
+        (["--ranks", "0", "--config", "{ds}", "--params", "1e6"], "0 is not a number of ranks"),
+        (["--ranks", "2", "--config", "{ds}", "--params", "lots"], "'lots' is not understood"),
+        (["--ranks", "2", "--config", "{ds}", "--params", "10", "--layers", "9"], "cannot be cut into 9 layers"),
+        (["--ranks", "2", "--config", "{ds}", "--params", "1e6", "--activations", "x"], "'x' is not understood"),
+        (["--ranks", "2", "--config", "nothing.json", "--params", "1e6"], "nothing.json"),
+        (["--ranks", "2", "nothing.py"], "no such script"),
+        (["--config", "{ds}", "--params", "1e6"], "--ranks"),
+    ],
+)
+def test_wrong_calls(folder, capsys, words, message):
+    assert main(["plan", *(word.format(ds=folder / "ds.json") for word in words)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help(capsys):
+    assert main(["plan", "--help"]) == 0
+    assert "--activations" in capsys.readouterr().out

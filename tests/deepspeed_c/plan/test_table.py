@@ -1,0 +1,164 @@
+"""Tables of plans: every stage and offload choice, the chosen one marked, refusals where the engine would refuse, the same numbers as JSON."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from deepspeed_c.errors import ConfigError, ModelError
+from deepspeed_c.plan.memory import KINDS, Offload
+from deepspeed_c.plan.sizes import stack_of
+from deepspeed_c.plan.table import as_json, as_text, plan_table
+
+P = 1_000_000_000
+N = 64
+ADAM = {"type": "AdamW", "params": {"lr": 1e-3}}
+BF16 = {"bf16": {"enabled": True}, "optimizer": ADAM, "train_micro_batch_size_per_gpu": 1}
+
+
+def config(stage: int, **more) -> dict:
+    return {**BF16, "zero_optimization": {"stage": stage, **more.pop("zero", {})}, **more}
+
+
+def plans(table) -> dict:
+    return {(row.stage, str(row.offload)): row.plan for row in table.rows}
+
+
+def states(plan) -> int:
+    kinds = plan.phases["step"].kinds
+    return sum(kinds.get(kind, 0) for kind in ("weights", "master weights", "optimizer state", "gradients"))
+
+
+def test_states_are_the_papers_formulas():
+    # arXiv 1910.02054, section 5; padding of slices is less than a thousandth
+    table = plan_table(config(2), N, sizes=stack_of(P, 16))
+    for stage, formula in ((0, 16), (1, 4 + 12 / N), (2, 2 + 14 / N), (3, 16 / N)):
+        found = states(plans(table)[stage, "none"]) / P
+        assert found == pytest.approx(formula, rel=1e-3), (stage, found, formula)
+
+
+def test_rows_and_the_chosen_one():
+    table = plan_table(config(2), N, sizes=stack_of(P, 16))
+    assert list(plans(table)) == [
+        (0, "none"),
+        (1, "none"),
+        (2, "none"),
+        (2, "optimizer"),
+        (3, "none"),
+        (3, "optimizer"),
+        (3, "optimizer and parameters"),
+    ]
+    assert (table.rows[table.chosen].stage, table.rows[table.chosen].offload) == (2, Offload())
+    marked = [line for line in as_text(table).splitlines() if line.startswith("  * ")]
+    assert len(marked) == 1 and marked[0].split()[:3] == ["*", "2", "none"]
+
+
+def test_offload_that_is_asked_for_is_planned_and_noted():
+    zero = {"offload_optimizer": {"device": "cpu"}}
+    table = plan_table(config(3, zero=zero), N, sizes=stack_of(P, 16), device_type="cuda")
+    assert table.rows[table.chosen].offload == Offload(optimizer=True)
+    assert any("offload is planned only" in note for note in table.notes)
+    found = plans(table)
+    whole, part = found[3, "none"].phases["step"], found[3, "optimizer"].phases["step"]
+    # masters, moments and the gradients' shard: 14 bytes a parameter
+    assert part.host_nbytes == pytest.approx(14 * P / N, rel=1e-3)
+    assert whole.nbytes - part.nbytes == part.host_nbytes
+    assert found[3, "optimizer and parameters"].phases["step"].host_nbytes == pytest.approx(16 * P / N, rel=1e-3)
+
+
+def test_a_stage_without_shards_has_no_more_on_the_host_than_it_could():
+    zero = {"offload_optimizer": {"device": "cpu"}}
+    table = plan_table(config(1, zero=zero), N, sizes=stack_of(P, 16))
+    plan = table.rows[table.chosen].plan
+    assert plan.offload == Offload(optimizer=True)
+    assert plan.phases["step"].host_nbytes == pytest.approx(12 * P / N, rel=1e-3)
+
+
+def test_stages_that_the_configuration_excludes_say_why():
+    # Summing, not averaging, is no stage-3 configuration; bf16 masters are none at stage 0.
+    table = plan_table(config(1, gradient_allreduce_op="sum"), N, sizes=stack_of(P, 16))
+    refused = {row.stage: row.refusal for row in table.rows if row.plan is None}
+    assert set(refused) == {3} and "gradient_allreduce_op" in refused[3]
+    assert "refused: gradient_allreduce_op" in as_text(table)
+    assert [row["stage"] for row in as_json(table)["rows"] if "refused" in row] == [3, 3, 3]
+
+
+def test_an_optimizer_that_cannot_be_cut_is_refused_where_it_would_be():
+    with torch.device("meta"):
+        model = torch.nn.Linear(512, 512)
+    table = plan_table(
+        {"train_micro_batch_size_per_gpu": 1},
+        4,
+        model=model,
+        optimizer=torch.optim.Adafactor(model.parameters()),
+    )
+    assert [row.stage for row in table.rows if row.plan is not None] == [0]
+    assert "not known to be elementwise" in table.rows[1].refusal
+
+
+def test_evaluation_has_weights_alone():
+    with torch.device("meta"):
+        model = torch.nn.Linear(1024, 1024)
+    table = plan_table({"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}}, 4, model=model)
+    plan = plans(table)[0, "none"]
+    assert set(plan.phases) == {"initialize", "forward"}
+    assert plan.phases["forward"].kinds == {"weights": 2 * (1024 * 1024 + 1024)}
+    assert "evaluation only" in as_text(table)
+
+
+def test_no_optimizer_for_sizes_is_said():
+    table = plan_table({"train_micro_batch_size_per_gpu": 1}, 2, sizes=stack_of(10_000, 2))
+    assert any("AdamW is assumed" in note for note in table.notes)
+
+
+def test_zero_init_takes_the_whole_model_out_of_the_start():
+    whole = plan_table(config(3), N, sizes=stack_of(P, 16))
+    shards = plan_table(config(3), N, sizes=stack_of(P, 16, torch.bfloat16)._replace(is_sharded=True))
+    begin = [plans(table)[3, "none"].phases["initialize"].nbytes for table in (whole, shards)]
+    largest = 2 * P // 16 // 3
+    assert begin[0] > 4 * P
+    assert begin[1] < (2 + 2 + 4) * P / N + 1.1 * largest
+    # A stage that keeps weights whole has to put them together.
+    assert plans(shards)[2, "none"].phases["initialize"].nbytes > 4 * P
+
+
+def test_activations_are_added_where_they_live():
+    plain, more = (plan_table(config(3), N, sizes=stack_of(P, 16), activation_bytes=n) for n in (0, 1 << 30))
+    a, b = plans(plain)[3, "none"].phases, plans(more)[3, "none"].phases
+    grown = {name: b[name].nbytes - a[name].nbytes for name in a}
+    assert grown == {"initialize": 0, "forward": 1 << 30, "backward": 1 << 30, "step": 0}
+    assert "activations are not known" in as_text(plain) and "1.00 of activations" in as_text(more)
+
+
+def test_limits_of_the_configuration_make_the_window():
+    def window(**zero) -> int:
+        table = plan_table(config(3, zero={"reduce_bucket_size": 5_000_000, **zero}), N, sizes=stack_of(P, 16))
+        return plans(table)[3, "none"].window_elems
+
+    one = window(stage3_prefetch_bucket_size=0)
+    assert window(stage3_prefetch_bucket_size=100_000_000) > 4 * one
+    assert window(stage3_prefetch_bucket_size=100_000_000, stage3_max_live_parameters=40_000_000) <= 40_000_000
+
+
+def test_json_says_what_the_text_says():
+    table = plan_table(config(3), N, sizes=stack_of(P, 16))
+    found = json.loads(json.dumps(as_json(table)))
+    assert found["params"] == P and found["ranks"] == N
+    chosen = next(row for row in found["rows"] if row["is_chosen"])
+    assert chosen["stage"] == 3
+    for name, phase in chosen["phases"].items():
+        assert sum(phase["kinds"].values()) == phase["bytes"] + phase["host_bytes"], name
+        assert set(phase["kinds"]) <= set(KINDS)
+    assert chosen["peak_bytes"] == max(phase["bytes"] for phase in chosen["phases"].values())
+    assert f"{chosen['phases']['backward']['bytes'] / 2**30:12.2f}" in as_text(table)
+
+
+def test_what_is_wrong_is_an_error_of_its_own():
+    with pytest.raises(ConfigError, match="reduce_bukket_size"):
+        plan_table(config(3, zero={"reduce_bukket_size": 5}), N, sizes=stack_of(P, 16))
+    with torch.device("meta"):
+        model = torch.nn.Linear(3, 3).requires_grad_(False)
+    with pytest.raises(ModelError, match="no parameter to train"):
+        plan_table(config(3), N, model=model)
