@@ -15,6 +15,7 @@ from deepspeed_c.config import load_config
 from deepspeed_c.engine.build import build_optimizer
 from deepspeed_c.plan.memory import plan_memory
 from deepspeed_c.plan.sizes import group_sizes, sizes_of
+from deepspeed_c.plan.table import plan_table
 from deepspeed_c.zero import fetch
 
 TOLERANCE = 0.05
@@ -149,4 +150,80 @@ def test_planned_peaks_are_what_an_engine_allocates(run_ranks, name):
         shown = " ".join(f"{peak / 1e6:8.2f}" for peak in peaks)
         lines.append(f"  {phase:10s} {expected[phase] / 1e6:8.2f} {shown}  {ratio:.3f}")
     print("\n".join(lines))
+    assert worst <= TOLERANCE, "\n".join(lines)
+
+
+class Block(torch.nn.Module):
+    """A residual block whose parameters lie at two levels, with a norm and a parameter of its own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(width))
+        self.norm = torch.nn.LayerNorm(width)
+        self.up, self.down = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.scale * self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Nested(torch.nn.Module):
+    """Embedding, blocks and a head."""
+
+    def __init__(self, width: int = 512, n_blocks: int = 4, n_tokens: int = 4096) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(n_tokens, width)
+        self.blocks = torch.nn.ModuleList(Block(width) for _ in range(n_blocks))
+        self.head = torch.nn.Linear(width, n_tokens, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+NESTED = {
+    "defaults": config(3),
+    "several matrices a bucket": config(
+        3,
+        zero={"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 3 << 20, "stage3_prefetch_bucket_size": 0},
+    ),
+    "norms stay whole": config(3, zero={"reduce_bucket_size": 1 << 20}),
+}
+
+
+def run_nested(rank: int, world: int, settings: dict, under_init: bool) -> dict[str, int]:
+    with LiveBytes() as live, mock.patch.object(fetch, "BufferPool", PatientPool):
+        with live.phase("build"), deepspeed_c.zero.Init(config_dict_or_path=settings, enabled=under_init):
+            model = Nested()
+        with live.phase("initialize"):
+            engine, *_ = deepspeed_c.initialize(model=model, config=settings)
+        tokens = torch.arange(3).view(1, 3)
+        for _ in range(N_STEPS):
+            with live.phase("forward"):
+                loss = engine(tokens).float().square().mean()
+            with live.phase("backward"):
+                engine.backward(loss)
+            del loss
+            with live.phase("step"):
+                engine.step()
+    engine.close()
+    return live.peaks
+
+
+@pytest.mark.parametrize("under_init", [False, True], ids=["given whole", "zero.Init"])
+@pytest.mark.parametrize("name", NESTED)
+def test_nested_modules_are_planned_as_they_run(run_ranks, name, under_init):
+    settings = load_config(NESTED[name], world_size=2)
+    with torch.device("meta"):
+        model = Nested()
+    table = plan_table(NESTED[name], 2, model=model, is_sharded=under_init)
+    assert settings.zero.stage == table.rows[table.chosen].stage
+    expected = {n: phase.nbytes for n, phase in table.rows[table.chosen].plan.phases.items()}
+    measured = run_ranks(2, run_nested, NESTED[name], under_init, timeout=120)
+    lines = [f"{name}: MB planned, measured on each rank"]
+    for phase in expected:
+        lines.append(f"  {phase:10s} {expected[phase] / 1e6:8.2f} {[round(p[phase] / 1e6, 2) for p in measured]}")
+    print("\n".join(lines))
+    worst = max(abs(expected[phase] / max(p[phase] for p in measured) - 1) for phase in expected)
     assert worst <= TOLERANCE, "\n".join(lines)

@@ -27,7 +27,7 @@ def script(tmp_path):
 
 WIDTH = 1 << 20  # a matrix of 4 TiB
 
-USUAL = f"""
+USUAL = """
     import sys, torch, deepspeed_c
     from torch import distributed as dist
     import helper
@@ -41,7 +41,7 @@ USUAL = f"""
         model.to("cuda" if "--cuda" in sys.argv else "cpu").cuda()
         model.to(torch.bfloat16)
         try:
-            engine, *_ = deepspeed_c.initialize(model=model, config={{"zero_optimization": {{"stage": 3}}}})
+            engine, *_ = deepspeed_c.initialize(model=model, config={"zero_optimization": {"stage": 3}})
         except Exception:
             print("an error handler is not for the planner")
         raise AssertionError("initialize returned")
