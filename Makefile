@@ -26,7 +26,7 @@ SOURCES := setup.py pyproject.toml $(shell find csrc ops/binding -type f \
 .PHONY: help
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo "variables: PYTHON=$(PYTHON) VENV=$(VENV) NPROC=$(NPROC) STAGE=0|1|2 STEPS=n"
+	@echo "variables: PYTHON=$(PYTHON) VENV=$(VENV) NPROC=$(NPROC) STAGE=0|1|2|3 STEPS=n"
 
 .PHONY: train
 train: $(BUILT) ## set up what is missing, then train a GPT on the Python standard library with ZeRO

@@ -123,7 +123,9 @@ class Run:
         n_bytes = len(self.losses) * self.engine.train_batch_size() * self.held_out.context
         phases = ", ".join(f"{k} {1e3 * s / len(self.losses):.0f} ms" for k, s in self.seconds.items())
         self.engine.eval()
-        sample = self.engine.module.sample(prompt, n_bytes=args.sample_bytes, temperature=0.7, seed=args.seed)
+        # Whole weights on every rank, also where the stage shards them.
+        with deepspeed_c.zero.unwrap_model_for_generation(self.engine) as model:
+            sample = model.sample(prompt, n_bytes=args.sample_bytes, temperature=0.7, seed=args.seed)
 
         say(f"\nsample: {sample.decode('utf-8', 'replace')}\n")
         say(f"held-out loss   {loss:.3f} nats/byte ({bits(loss):.3f} bits/byte)")
