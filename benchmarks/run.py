@@ -52,6 +52,11 @@ BENCHMARKS = [
         [*TWO_RANKS, "benchmarks.deepspeed_c.ledger_cost"],
     ),
     Benchmark("memory", "benchmarks/deepspeed_c/memory.py", [PYTHON, "-m", "benchmarks.deepspeed_c.memory"]),
+    Benchmark(
+        "memory_by_stage",
+        "benchmarks/deepspeed_c/memory_by_stage.py",
+        [PYTHON, "-m", "benchmarks.deepspeed_c.memory_by_stage"],
+    ),
     Benchmark("adam_step", "benchmarks/ops/adam_step.py", [PYTHON, "-m", "benchmarks.ops.adam_step"]),
     Benchmark(
         "import_time", "benchmarks/deepspeed_c/import_time.py", [PYTHON, "-m", "benchmarks.deepspeed_c.import_time"]
