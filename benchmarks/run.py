@@ -46,6 +46,19 @@ BENCHMARKS = [
         )
         for dtype in ("fp32", "bf16")
     ),
+    *(
+        Benchmark(
+            f"stage3_step_{model}",
+            "benchmarks/deepspeed_c/stage3_step.py",
+            [*TWO_RANKS, "benchmarks.deepspeed_c.stage3_step", "--model", model],
+        )
+        for model in ("gpt", "mlp", "small")
+    ),
+    Benchmark(
+        "init_memory",
+        "benchmarks/deepspeed_c/init_memory.py",
+        [*TWO_RANKS[:-2], "4", "-m", "benchmarks.deepspeed_c.init_memory"],
+    ),
     Benchmark(
         "ledger_cost",
         "benchmarks/deepspeed_c/ledger_cost.py",

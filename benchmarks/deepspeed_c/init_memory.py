@@ -62,6 +62,8 @@ def main() -> None:
             "shard_mb": round(shard / 1e6, 1),
             "largest_tensor_mb": round(largest / 1e6, 1),
             "ratio_to_bound": round(max(rises) / (shard + largest), 3),
+            "ratio_min": round(min(rises) / (shard + largest), 3),
+            "ratio_max": round(max(rises) / (shard + largest), 3),
             "machine": machine(),
         }
         print(json.dumps(line), flush=True)

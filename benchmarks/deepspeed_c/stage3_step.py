@@ -125,8 +125,8 @@ def main() -> None:
                     ratio, low, high = median_spread([a / b for a, b in zip(times[name], times[peer])])
                     line |= {
                         f"ratio_to_{peer}": round(ratio, 3),
-                        f"min_to_{peer}": round(low, 3),
-                        f"max_to_{peer}": round(high, 3),
+                        f"ratio_to_{peer}_min": round(low, 3),
+                        f"ratio_to_{peer}_max": round(high, 3),
                     }
             line |= {"ranks": dist.get_world_size(), "threads": torch.get_num_threads(), "machine": machine()}
             print(json.dumps(line), flush=True)
