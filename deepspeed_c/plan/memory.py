@@ -559,8 +559,10 @@ class _Walk:
             for b in range(unit.n_buckets):
                 if unit.group in self._optimizer.muon_groups:
                     matrices = [f.slot.numel for f in unit.fragments if f.slot.bucket == b]
-                    # The momentum of the bucket, a result for each matrix of ours, and three matrices of the iteration (ops/muon.py).
-                    nbytes = 4 * (unit.bucket_numel(b) + sum(matrices) + 3 * max(matrices, default=0))
+                    # The momentum of the bucket, the results so far, and six matrices of an iteration: as large as the matrix where it is
+                    # square, smaller elsewhere. They are in bf16 on a device (newton_schulz in ops/muon.py).
+                    iterated = 6 * (4 if self._is_host else 2) * max(matrices, default=0)
+                    nbytes = 4 * (unit.bucket_numel(b) + sum(matrices) - max(matrices, default=0)) + iterated
                 elif self._optimizer.is_fused:
                     nbytes = 0
                 else:

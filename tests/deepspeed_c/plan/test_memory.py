@@ -32,13 +32,15 @@ class Case(NamedTuple):
     micro_batches: int = 1
 
 
-def config(stage: int, optimizer: str = "AdamW", precision: str = "bf16", micro_batches: int = 1, **more: Any) -> dict:
+def config(
+    stage: int, optimizer: str | dict = "AdamW", precision: str = "bf16", micro_batches: int = 1, **more: Any
+) -> dict:
     params = {"lr": 1e-3, **({"momentum": 0.9} if optimizer == "SGD" else {})}
     zero = {"stage": stage, **more.pop("zero", {})}
     settings = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": micro_batches,
-        "optimizer": {"type": optimizer, "params": params},
+        "optimizer": optimizer if isinstance(optimizer, dict) else {"type": optimizer, "params": params},
         "zero_optimization": zero,
         "steps_per_print": None,
         **more,
@@ -83,6 +85,17 @@ CASES: dict[str, Case] = {
         WIDE,
         micro_batches=2,
     ),
+}
+
+# What others keep and make on the way; torch's own optimizers get gradients in their masters' dtype.
+OPTIMIZERS: dict[str, Case] = {
+    "stage 2, bf16, torch's AdamW": Case(
+        2, config(2, {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}), EVEN
+    ),
+    "stage 3, fp32, torch's RMSprop": Case(2, config(3, {"type": "RMSprop", "params": {"lr": 1e-3}}, "fp32"), EVEN),
+    "stage 1, bf16, LAMB": Case(2, config(1, {"type": "Lamb", "params": {"lr": 1e-3}}), WIDE),
+    "stage 2, fp16, Adagrad": Case(2, config(2, {"type": "Adagrad", "params": {"lr": 1e-3}}, "fp16"), WIDE),
+    "stage 2, bf16, Muon": Case(2, config(2, {"type": "Muon", "params": {"lr": 1e-3, "momentum": 0.9}}), EVEN),
 }
 
 
@@ -136,9 +149,9 @@ def planned(case: Case) -> dict[str, int]:
     return {name: phase.nbytes for name, phase in plan.phases.items()}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *OPTIMIZERS])
 def test_planned_peaks_are_what_an_engine_allocates(run_ranks, name):
-    case = CASES[name]
+    case = {**CASES, **OPTIMIZERS}[name]
     expected = planned(case)
     worst = 0.0
     lines = [f"{name}: MB planned, measured on each rank, planned / measured"]
