@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -206,6 +207,7 @@ class _Module(NamedTuple):
     slots: list[Slot]  # its own, trained or not
     groups: list[int]  # their gather units
     children: list[_Module]
+    is_leaf: bool = False  # all below it belong to it, and are gathered at once
 
     def in_order(self) -> Iterator[_Module]:
         """It and what is below it, in the order of forward."""
@@ -291,7 +293,8 @@ class _Walk:
         modules: dict[str, _Module] = {}
         for slot in slots:
             path = self._size_of[slot.name].module
-            module = modules.setdefault(path, _Module([], [], []))
+            leaf = self._leaf_above(path)
+            module = modules.setdefault(path if leaf is None else leaf, _Module([], [], [], leaf is not None))
             module.slots.append(slot)
             if slot in group_of and group_of[slot] not in module.groups:
                 module.groups.append(group_of[slot])
@@ -307,6 +310,12 @@ class _Walk:
             else:
                 roots.append(module)
         return roots
+
+    def _leaf_above(self, path: str) -> str | None:
+        """The outermost leaf that a module is, or lies in."""
+        parts = path.split(".")
+        outward = ["", *(".".join(parts[: i + 1]) for i in range(len(parts)))]
+        return next((name for name in outward if name in self._sizes.leaves), None)
 
     def _find_read_in_backward(self) -> set[int]:
         """Gather units whose weights a backward reads: of the modules behind the first that is trained, whose input needs no gradient."""
@@ -398,7 +407,7 @@ class _Walk:
 
     def _enter(self, module: _Module) -> bool:
         """Gathers what a module reads; True where it is held until the module is left."""
-        holds = len(module.groups) > 1 or bool(module.children)
+        holds = module.is_leaf or len(module.groups) > 1 or bool(module.children)
         for index in module.groups:
             if not (self._pins[index] and index in self._live):  # held: the plan stands still
                 self._apply(self._run.use(index))
@@ -406,8 +415,8 @@ class _Walk:
                 self._pins[index] += 1
         return holds
 
-    def _leave(self, module: _Module) -> None:
-        for index in module.groups:
+    def _leave(self, groups: Sequence[int]) -> None:
+        for index in groups:
             self._pins[index] -= 1
             if self._pins[index] == 0 and index in self._leaving:
                 self._let_go(index)
@@ -430,7 +439,7 @@ class _Walk:
         for child in module.children:
             self._forward_of(child)
         if holds:
-            self._leave(module)
+            self._leave(module.groups)
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
@@ -459,13 +468,21 @@ class _Walk:
             self._backward_of(child)
         for index in reversed(module.groups):
             if index in self._read_in_backward:
-                self._apply(self._run.use(index))
+                if not (self._pins[index] and index in self._live):
+                    self._apply(self._run.use(index))
+                if module.is_leaf:
+                    self._pins[index] += 1
         trained = [slot for slot in reversed(module.slots) if slot in self._bucket_of]
-        for slot in trained:
-            self.book.take(INCOMING, slot.numel * slot.unit.dtype.itemsize)
-        for slot in trained:
-            self._add(slot)
-            self.book.free(INCOMING, slot.numel * slot.unit.dtype.itemsize)
+        # One operator hands over the gradients of one module, not those of all in a leaf.
+        for _, slots in groupby(trained, key=lambda slot: self._size_of[slot.name].module):
+            slots = list(slots)
+            for slot in slots:
+                self.book.take(INCOMING, slot.numel * slot.unit.dtype.itemsize)
+            for slot in slots:
+                self._add(slot)
+                self.book.free(INCOMING, slot.numel * slot.unit.dtype.itemsize)
+        if module.is_leaf:
+            self._leave([index for index in module.groups if index in self._read_in_backward])
 
     def _add(self, slot: Slot) -> None:
         i = self._bucket_of[slot]

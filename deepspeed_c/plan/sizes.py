@@ -13,6 +13,7 @@ from deepspeed_c.errors import ModelError, OptimizerError
 from deepspeed_c.ops.muon import Muon
 from deepspeed_c.ops.optim import FusedOptimizer
 from deepspeed_c.zero.entries import must_see_pieces
+from deepspeed_c.zero.leaf import is_leaf
 from deepspeed_c.zero.sharded import shape_of, state_of
 
 __all__ = [
@@ -53,6 +54,7 @@ class ModelSizes(NamedTuple):
     params: tuple[ParamSize, ...]  # each once, in order of registration
     buffer_bytes: int = 0
     is_sharded: bool = False  # built under ``zero.Init``
+    leaves: frozenset[str] = frozenset()  # modules that stage 3 gathers as one piece
 
     @property
     def numel(self) -> int:
@@ -123,7 +125,8 @@ def sizes_of(
         for name, p in model.named_parameters()
     )
     is_sharded = any(state_of(p) is not None for p in model.parameters())
-    return ModelSizes(params, sum(b.nbytes for b in model.buffers()), is_sharded)
+    leaves = frozenset(name for name, module in model.named_modules() if is_leaf(module))
+    return ModelSizes(params, sum(b.nbytes for b in model.buffers()), is_sharded, leaves)
 
 
 def model_of(sizes: ModelSizes) -> tuple[torch.nn.Module, list[list[torch.nn.Parameter]]]:

@@ -12,6 +12,7 @@ from deepspeed_c.engine.precision import Precision
 from deepspeed_c.errors import DeepSpeedCError, UnsupportedConfigError
 from deepspeed_c.plan.memory import KINDS, PHASES, MemoryPlan, Offload, plan_memory
 from deepspeed_c.plan.sizes import ModelSizes, group_sizes, model_of, sizes_of
+from deepspeed_c.zero.layout import mark_leaves
 from deepspeed_c.zero.stages import STAGES
 
 __all__ = ["Row", "Table", "as_json", "as_text", "plan_table"]
@@ -86,6 +87,7 @@ def plan_table(
         model, _ = model_of(sizes)
     base = build_optimizer(config, model, optimizer, model_parameters)
     if not is_given_sizes:
+        mark_leaves(model, config)
         sizes = _sizes_of(model, base, Precision(config, model), is_sharded)
     rows: list[Row] = []
     for stage in STAGES:

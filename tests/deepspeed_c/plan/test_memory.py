@@ -202,6 +202,14 @@ NESTED = {
         zero={"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 3 << 20, "stage3_prefetch_bucket_size": 0},
     ),
     "norms stay whole": config(3, zero={"reduce_bucket_size": 1 << 20}),
+    "two blocks are leaves": config(
+        3,
+        zero={
+            "reduce_bucket_size": 1 << 19,
+            "stage3_prefetch_bucket_size": 0,
+            "leaf_module": {"name_suffixes": ["1", "3"]},
+        },
+    ),
 }
 
 
