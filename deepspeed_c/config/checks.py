@@ -48,11 +48,11 @@ def _find(root: Root) -> Iterator[tuple[str, str, str]]:
             )
     if root.gradient_allreduce_op == "sum" and zero.stage == 3:
         yield "gradient_allreduce_op", "is sum at ZeRO stage 3", 'use "mean", or a stage below 3'
-    if not root.managed_gradient_accumulation and zero.overlap_comm and zero.stage != 2:
+    if not root.managed_gradient_accumulation and zero.overlap_comm and zero.stage not in (2, 3):
         yield (
             "managed_gradient_accumulation",
             f"is false with overlap_comm at ZeRO stage {zero.stage}",
-            "set zero_optimization.overlap_comm to false, or use stage 2",
+            "set zero_optimization.overlap_comm to false, or use stage 2 or 3",
         )
     optimizer = root.optimizer
     if optimizer is not None and optimizer.type in ("Adam", "AdamW"):

@@ -12,7 +12,7 @@ from torch import nn
 import deepspeed_c
 from deepspeed_c import errors
 from deepspeed_c.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from tests.deepspeed_c.zero.traits import Mlp, Tied, batch
+from tests.deepspeed_c.zero.traits import Mlp, Tied, batch, whole_params
 from tests.ranks import RanksFailed, run_ranks
 
 
@@ -20,7 +20,7 @@ def config(stage: int = 2, **extra) -> dict:
     return {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         **extra,
     }
 
@@ -40,9 +40,8 @@ def train_step(engine, step: int = 0, rank: int = 0) -> float:
 
 def state_of(engine) -> dict[str, torch.Tensor]:
     """Every bit that training changes."""
-    state = {}
+    state = whole_params(engine.module)
     for slot in engine.optimizer.reducer.slots:
-        state[slot.name] = slot.param.detach().clone()
         state[slot.name + " master"] = safe_get_full_fp32_param(slot.param)
         for key in ("exp_avg", "exp_avg_sq"):
             state[slot.name + key] = safe_get_full_optimizer_state(slot.param, key)
@@ -100,7 +99,7 @@ def skipped_steps_body(rank: int, world: int, stage: int, precision: str) -> dic
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_skipped_step_changes_no_bit_and_not_the_schedule(world, stage, precision):
     run_ranks(world, skipped_steps_body, stage, precision)
@@ -124,7 +123,7 @@ def nan_loss_body(rank: int, world: int, stage: int, precision: str) -> str:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_nan_loss_is_an_error_on_every_rank_that_names_the_rank(stage, precision):
     for message in run_ranks(2, nan_loss_body, stage, precision):
         assert "rank 1" in message and "unchanged" in message, message
@@ -243,7 +242,7 @@ def aborted_body(rank: int, world: int, stage: int, own_backward: bool) -> None:
 
 
 @pytest.mark.parametrize("own_backward", [False, True])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_an_exception_in_backward_drops_the_window_and_nothing_else(stage, own_backward):
     run_ranks(2, aborted_body, stage, own_backward)
 
@@ -453,7 +452,7 @@ def dead_rank_body(rank: int, world: int, stage: int) -> None:
             train_step(engine, step, rank)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_dead_rank_is_an_error_on_the_others_and_no_hang(stage):
     with pytest.raises(RanksFailed) as caught:
         run_ranks(2, dead_rank_body, stage, timeout=60)

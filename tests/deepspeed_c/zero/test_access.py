@@ -7,8 +7,9 @@ import torch
 
 import deepspeed_c
 from deepspeed_c import errors, utils
+from deepspeed_c.zero.sharded import shape_of
 from tests.deepspeed_c.zero.test_oracle import make_config
-from tests.deepspeed_c.zero.traits import TRAITS, batch, make_model
+from tests.deepspeed_c.zero.traits import TRAITS, batch, make_model, whole_params
 from tests.ranks import run_ranks
 
 FULL = {
@@ -34,10 +35,10 @@ def round_trip_body(rank: int, world: int, stage: int, precision: str) -> None:
         run_backward(engine, rank)
         engine.step()
         for i, (name, p) in enumerate(model.named_parameters()):
-            value = torch.full(p.shape, float(i) + 1 / 3)
+            value = torch.full(shape_of(p), float(i) + 1 / 3)
             utils.safe_set_full_fp32_param(p, value)
             assert torch.equal(utils.safe_get_full_fp32_param(p), value), name
-            assert torch.equal(p.detach().float(), value.to(p.dtype).float()), name
+            assert torch.equal(whole_params(model)[name].float(), value.to(p.dtype).float()), name
             for key in ("exp_avg", "exp_avg_sq"):
                 utils.safe_set_full_optimizer_state(p, value + 1, key)
                 assert torch.equal(utils.safe_get_full_optimizer_state(p, key), value + 1), (name, key)
@@ -48,7 +49,7 @@ def round_trip_body(rank: int, world: int, stage: int, precision: str) -> None:
             utils.safe_set_local_optimizer_state(p, local * 2, "exp_avg")
             assert torch.equal(utils.safe_get_full_optimizer_state(p, "exp_avg"), (value + 1) * 2), name
         p = model.inp.weight
-        special = torch.full(p.shape, -0.0)
+        special = torch.full(shape_of(p), -0.0)
         special[0, 0], special[0, 1] = float("nan"), float("inf")
         utils.safe_set_full_fp32_param(p, special)
         back = utils.safe_get_full_fp32_param(p)
@@ -64,7 +65,7 @@ def round_trip_body(rank: int, world: int, stage: int, precision: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("world", [1, 3])
 def test_round_trip(world, stage, precision):
     run_ranks(world, round_trip_body, stage, precision)
@@ -85,7 +86,7 @@ def gradient_body(rank: int, world: int, stage: int, gas: int) -> dict[str, torc
 
 
 @pytest.mark.parametrize("gas", [1, 2])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_gradients_are_the_average_over_ranks_and_micro_batches(stage, gas):
     model = make_model(TRAITS["zero_size"])
     for rank in range(2):
@@ -122,7 +123,7 @@ def edited_gradient_body(rank: int, world: int, stage: int) -> tuple:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_gradients_can_be_read_edited_and_added_to(stage, world):
     for norm, once, twice in run_ranks(world, edited_gradient_body, stage):
         assert norm == pytest.approx(3.0 * 5**0.5), norm

@@ -18,7 +18,7 @@ from deepspeed_c.ops.lion import FusedLion
 from deepspeed_c.ops.muon import Muon
 from deepspeed_c.ops.sgd import FusedSGD
 from tests.deepspeed_c.zero.test_oracle import by_rank, check, check_cells, make_config
-from tests.deepspeed_c.zero.traits import CLIP, STEPS, TRAITS, Run, batch, make_model, plain_run
+from tests.deepspeed_c.zero.traits import CLIP, STEPS, TRAITS, Run, batch, make_model, plain_run, whole_params
 from tests.ranks import run_ranks
 
 OURS = {
@@ -52,11 +52,11 @@ def muon_body(rank: int, world: int, stage: int) -> Run:
             engine.backward(loss)
             engine.step()
             norms.append(engine.get_global_grad_norm())
-    return Run(losses, norms, {n: p.detach().clone() for n, p in model.named_parameters()})
+        return Run(losses, norms, whole_params(model))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_muon_orthogonalises_whole_matrices(stage: int, world: int) -> None:
     def make(groups):
         params = groups[0]["params"]
@@ -132,7 +132,7 @@ def test_client_optimizers_fresh_or_with_state(name: str, world: int, presteps: 
             return CLIENTS[name](model_params)
 
         want = plain_with_presteps(trait, world, make, presteps)
-        for stage in (0, 1, 2):
+        for stage in (0, 1, 2, 3):
             for rank, got in enumerate(run_ranks(world, client_body, name, trait, stage, "fp32", presteps)):
                 label = f"torch {name} {trait} stage {stage} world {world} presteps {presteps}"
                 check(label, got, want, by_rank(want.losses, world, 1, 1, rank), "fp32")
@@ -157,7 +157,7 @@ def plain_with_presteps(trait: str, world: int, make, presteps: int) -> Run:
 
 def test_a_client_optimizer_trains_in_bf16_over_fp32_masters() -> None:
     want = plain_with_presteps("plain", 2, lambda g: CLIENTS["SGD"](g[0]["params"]), 0)
-    for stage in (0, 2):
+    for stage in (0, 2, 3):
         for rank, got in enumerate(run_ranks(2, client_body, "SGD", "plain", stage, "bf16", 0)):
             check(f"SGD bf16 stage {stage}", got, want, by_rank(want.losses, 2, 1, 1, rank), "bf16")
 
