@@ -225,14 +225,6 @@ class PlacedShard(ShardState):
         """The parameter's place in what is gathered."""
         return self.slot.view(self.group.buffer, self.slot.unit.bucket_begin[self.slot.bucket])
 
-    def point_back(self, param: torch.nn.Parameter) -> None:
-        """Makes an available parameter that somebody gave other storage a view of the gathered unit again."""
-        view = self.view
-        if param.data.data_ptr() != view.data_ptr():
-            with torch.no_grad():
-                view.copy_(param.data)
-            point_at(param, view)
-
 
 class WholeShard(ShardState):
     """The state of a parameter that stays whole on every rank (below the persistence threshold, or on a single rank)."""
@@ -244,7 +236,7 @@ class WholeShard(ShardState):
 
     @property
     def piece(self) -> torch.Tensor:
-        return self.slot.view(self.slot.unit.flat_param).reshape(-1)
+        return self.view.reshape(-1)
 
     @property
     def status(self) -> ZeroParamStatus:
@@ -263,12 +255,10 @@ class WholeShard(ShardState):
                 mine = param.data.reshape(-1).narrow(0, fragment.begin, fragment.numel)
                 unit.piece(unit.master, fragment).copy_(mine)
 
-    def point_back(self, param: torch.nn.Parameter) -> None:
-        view = self.slot.view(self.slot.unit.flat_param)
-        if param.data.data_ptr() != view.data_ptr():
-            with torch.no_grad():
-                view.copy_(param.data)
-            point_at(param, view)
+    @property
+    def view(self) -> torch.Tensor:
+        """The parameter's place in the unit's weights."""
+        return self.slot.view(self.slot.unit.flat_param)
 
 
 class _Reference:

@@ -11,7 +11,7 @@ import torch
 from deepspeed_c.errors import StateError
 from deepspeed_c.zero.fetch import PlacedShard, WholeShard
 from deepspeed_c.zero.hooks import external_parameters
-from deepspeed_c.zero.sharded import ShardState, point_at, state_of
+from deepspeed_c.zero.sharded import check_edit, point_at, state_of
 
 __all__ = [
     "GatheredParameters",
@@ -61,6 +61,7 @@ class GatheredParameters:
         enabled: bool = True,
     ) -> None:
         self._params: list[torch.nn.Parameter] = []
+        self._modifier_rank = modifier_rank
         if not enabled:
             return
         given = [params] if torch.is_tensor(params) else list(params)
@@ -69,7 +70,8 @@ class GatheredParameters:
             if state_of(param) is not None and id(param) not in seen:
                 seen.add(id(param))
                 self._params.append(param)
-        self._modifier_rank = modifier_rank
+        # A set comes in another order on each rank; states are made in the same order on all.
+        self._params.sort(key=lambda param: state_of(param).ds_id)
         if fwd_module is not None:
             for param in self._params:
                 register_external_parameter(fwd_module, param)
@@ -77,11 +79,10 @@ class GatheredParameters:
     def __enter__(self) -> None:
         for params in self._together():
             state_of(params[0]).acquire(params)
-        if self._params and self._modifier_rank is None:
-            # A parameter that stays whole has no shards to come back from: small ones are copied.
-            self._before = [
-                p.data.clone() if isinstance(state_of(p), WholeShard) else _fingerprint(p) for p in self._params
-            ]
+        # A parameter that stays whole has no shards to come back from: small ones are copied.
+        self._copies = [p.data.clone() if isinstance(state_of(p), WholeShard) else None for p in self._params]
+        if self._modifier_rank is None:
+            self._before = [None if c is not None else _fingerprint(p) for p, c in zip(self._params, self._copies)]
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
         if not self._params:
@@ -89,11 +90,12 @@ class GatheredParameters:
         try:
             if self._modifier_rank is None:
                 self._forbid_edits(raises=kind is None)
-            elif kind is None:
-                self._keep_edits()
+            else:
+                self._keep_edits(raises=kind is None)
         finally:
             for params in self._together():
                 state_of(params[0]).give_back(params)
+            self._copies = self._before = None
         return False
 
     def _together(self) -> list[list[torch.nn.Parameter]]:
@@ -104,52 +106,64 @@ class GatheredParameters:
             sets.setdefault(state.fetcher if isinstance(state, PlacedShard) else type(state), []).append(param)
         return list(sets.values())
 
-    def _keep_edits(self) -> None:
+    def _keep_edits(self, raises: bool) -> None:
+        # An exception on one rank must not leave the others in a broadcast.
+        failed = state_of(self._params[0]).comm.gather_numbers(int(not raises), label="edits of parameters")
+        if any(failed):
+            self._restore()
+            if raises:
+                raise StateError(
+                    f"rank {failed.index(1)} raised within GatheredParameters; the edits were not kept",
+                    where=state_of(self._params[0]).name,
+                    fix="look at that rank's exception",
+                )
+            return
+        try:
+            for param in self._params:
+                check_edit(state_of(param), param.data)
+        except StateError:
+            self._restore()
+            raise
         for param in self._params:
             state = state_of(param)
-            self._check_shape(param, state)
-            whole = param.data.contiguous()
+            # What replaced the data may have another dtype, other strides, or be a view of what it replaced.
+            whole = param.data.to(device=state.device, dtype=state.dtype).contiguous()
             state.comm.broadcast(whole, state.comm.global_ranks.index(self._modifier_rank), label=state.name)
-            if whole.data_ptr() != param.data.data_ptr():
-                param.data.copy_(whole)
-            state.store(param)
             if isinstance(state, (PlacedShard, WholeShard)):
-                state.point_back(param)
+                if whole.data_ptr() != state.view.data_ptr():
+                    state.view.copy_(whole)
+                whole = state.view
+            point_at(param, whole)
+            state.store(param)
 
-    def _check_shape(self, param: torch.nn.Parameter, state: ShardState) -> None:
-        bad = int(param.data.shape != state.shape)
-        if any(state.comm.gather_numbers(bad)):
-            raise StateError(
-                f"its data was replaced by a tensor of shape {tuple(param.data.shape)}; the parameter has {tuple(state.shape)}",
-                where=state.name,
-                fix="keep the shape, or make a new Parameter and give it to the module before deepspeed_c.initialize",
-            )
+    def _restore(self) -> None:
+        """Makes the parameters what they were, for contexts around this one as well. Collective."""
+        fetchers: dict[int, Any] = {}
+        for param, copy in zip(self._params, self._copies):
+            state = state_of(param)
+            if copy is not None:
+                point_at(param, state.view)
+                param.data.copy_(copy)
+            elif isinstance(state, PlacedShard):
+                point_at(param, state.view)
+                fetchers[id(state.fetcher)] = state.fetcher
+            elif state.is_shared:
+                point_at(param, state.whole())
+        for fetcher in fetchers.values():
+            fetcher.weights_changed()
 
-    def _is_written(self, param: torch.nn.Parameter, before: Any) -> bool:
-        if torch.is_tensor(before):
-            now = param.data
-            return now.shape != before.shape or not torch.equal(_bits(now), _bits(before))
+    def _is_written(self, param: torch.nn.Parameter, before: Any, copy: torch.Tensor | None) -> bool:
+        if copy is not None:
+            return param.data.shape != copy.shape or not torch.equal(_bits(param.data), _bits(copy))
         return _fingerprint(param) != before
 
     def _forbid_edits(self, raises: bool) -> None:
-        written = [i for i, (p, before) in enumerate(zip(self._params, self._before)) if self._is_written(p, before)]
-        state = state_of(self._params[0])
-        firsts = state.comm.gather_numbers(written[0] if written else -1)
+        looked_at = enumerate(zip(self._params, self._before, self._copies))
+        first = next((i for i, seen in looked_at if self._is_written(*seen)), -1)
+        firsts = state_of(self._params[0]).comm.gather_numbers(first, label="edits of parameters")
         if all(first < 0 for first in firsts):
             return
-        for i in written:
-            param = self._params[i]
-            if torch.is_tensor(self._before[i]):
-                state_of(param).point_back(param)
-                param.data.copy_(self._before[i])
-        for param in self._params:
-            state = state_of(param)
-            if isinstance(state, PlacedShard):
-                point_at(param, state.view)
-        for fetcher in {
-            id(s.fetcher): s.fetcher for s in map(state_of, self._params) if isinstance(s, PlacedShard)
-        }.values():
-            fetcher.weights_changed()  # whole again from the shards, for contexts around this one
+        self._restore()
         if raises:
             rank = next(r for r, first in enumerate(firsts) if first >= 0)
             raise StateError(

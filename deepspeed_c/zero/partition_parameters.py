@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils import _device
 from typing_extensions import Self
 
 from deepspeed_c.accelerator import get_accelerator
@@ -28,6 +29,8 @@ from deepspeed_c.zero.sharded import (
     StandaloneShard,
     ZeroParamStatus,
     ZeroParamType,
+    check_edit,
+    is_data_held,
     make_sharded,
     point_at_nothing,
     state_of,
@@ -86,7 +89,8 @@ def zero_wrapper_for_fp_tensor_constructor(
 
 def _is_placed_by_context() -> bool:
     """Within ``with torch.device(...)``, which decides by itself where tensors go (the meta device above all)."""
-    return torch.get_default_device().type != "cpu"
+    # Not torch.get_default_device(), which asks torch.tensor, which is replaced.
+    return _orig_torch_empty(0).device.type != "cpu"
 
 
 # The contexts that are open, innermost last. One stack a process, as the names that they replace are the process's.
@@ -178,7 +182,8 @@ class Init:
                 fix='use "none"',
             )
         self.dtype = dtype or _dtype_of(next((c for c in (config_dict_or_path, config, param_dict) if c), None))
-        self._depth = 0
+        # What constructors have touched after it was sharded, whole until nobody holds its data.
+        self._edited: list[torch.nn.Parameter] = []
         if module is not None:
             materialize(module, self.device, self._shard_module)
             for name, each in module.named_modules():
@@ -194,17 +199,63 @@ class Init:
             _patch_constructors(self)
         return self
 
-    def __exit__(self, *_: object) -> bool:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
         if self.enabled:
             if not _open or _open[-1] is not self:
                 raise StateError("contexts were left in another order than entered", where="zero.Init", fix="nest them")
-            _open.pop()
-            if _open:
-                _patch_constructors(_open[-1])
-            else:
-                _unpatch_constructors()
-                _unpatch_modules()
+            try:
+                self._shard_edited(keep=kind is None)
+            finally:
+                _open.pop()
+                if _open:
+                    _patch_constructors(_open[-1])
+                else:
+                    _unpatch_constructors()
+                    _unpatch_modules()
         return False
+
+    # -- constructors that edit what is sharded already ---------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        return self in _open
+
+    def open_for_edit(self, param: torch.nn.Parameter) -> None:
+        """Makes a parameter of this context whole; rank 0's values count when it is sharded again. Collective, as construction is the same on all ranks."""
+        self._shard_unused()
+        state_of(param).acquire([param])
+        self._edited.append(param)
+
+    def _shard_unused(self) -> None:
+        """Shards the edited parameters again of whose data no rank holds a reference: an edit through one would be lost."""
+        if not self._edited:
+            return
+        held = self.comm.sum_numbers([float(is_data_held(param)) for param in self._edited], label="edited parameters")
+        edited, self._edited = self._edited, []
+        for param, n_holders in zip(edited, held):
+            if n_holders:
+                self._edited.append(param)
+            else:
+                self._shard_again(param)
+
+    def _shard_edited(self, keep: bool) -> None:
+        """Shards all of them. Without ``keep`` (something raised, perhaps on one rank only) edits are dropped and nothing is sent."""
+        while self._edited:
+            param = self._edited.pop(0)
+            if keep:
+                self._shard_again(param)
+            else:
+                state_of(param).give_back([param])
+
+    def _shard_again(self, param: torch.nn.Parameter) -> None:
+        state = state_of(param)
+        with torch.no_grad():
+            whole = param.data.to(device=self.device, dtype=state.dtype).contiguous()
+            check_edit(state, whole)
+            self.comm.broadcast(whole, 0, label=state.name)
+            param.data = whole
+        state.store(param)
+        state.give_back([param])
 
     # -- sharding -----------------------------------------------------------------------------------------------------
 
@@ -223,7 +274,9 @@ class Init:
                 data = data.contiguous()
                 self.comm.broadcast(data, 0, label=full)
                 param.data = data
-            make_sharded(param, StandaloneShard(param, full, self.comm))
+            state = StandaloneShard(param, full, self.comm)
+            state.builder = self
+            make_sharded(param, state)
             point_at_nothing(param)
 
 
@@ -244,7 +297,8 @@ def _dtype_of(source: Any) -> torch.dtype | None:
 
 # -- what is replaced while a context is open -----------------------------------------------------------------------------
 
-_patched: dict[type, Callable] = {}
+_patched: dict[type, tuple[Callable, Callable]] = {}  # class -> its own __init__, and what stands in its place
+_replaced: dict[str, Callable] = {}  # what stood in torch under the names of _CONSTRUCTORS
 _orig_init_subclass = torch.nn.Module.__dict__.get("__init_subclass__")
 _BUILDING = "_dsc_building"
 
@@ -267,9 +321,10 @@ def _wrap_init(cls: type) -> None:
             else:
                 module.__dict__.pop(_BUILDING, None)
         if depth == 0 and _open:
+            _open[-1]._shard_unused()
             _open[-1]._shard_module(module)
 
-    _patched[cls] = original
+    _patched[cls] = original, construct
     cls.__init__ = construct
 
 
@@ -297,8 +352,9 @@ def _patch_modules() -> None:
 
 def _unpatch_modules() -> None:
     while _patched:
-        cls, original = _patched.popitem()
-        cls.__init__ = original
+        cls, (original, construct) = _patched.popitem()
+        if cls.__dict__.get("__init__") is construct:  # nobody has put another in its place meanwhile
+            cls.__init__ = original
     if _orig_init_subclass is None:
         del torch.nn.Module.__init_subclass__
     else:
@@ -307,6 +363,9 @@ def _unpatch_modules() -> None:
 
 def _patch_constructors(init: Init) -> None:
     _unpatch_constructors()
+    # A set of constructors that torch makes at its first look and keeps: it must not hold ours.
+    _device._device_constructors()
+    _replaced.update((name, getattr(torch, name)) for name in _CONSTRUCTORS)
     if init.dtype is None and init.device.type == "cpu":
         return
     dtype = init.dtype or torch.get_default_dtype()
@@ -317,12 +376,14 @@ def _patch_constructors(init: Init) -> None:
 
 
 def _unpatch_constructors() -> None:
-    for name, original in _CONSTRUCTORS.items():
-        setattr(torch, name, original)
+    while _replaced:
+        setattr(torch, *_replaced.popitem())
 
 
 def shutdown_init_context() -> None:
     """Suspends the open contexts: what is made next is not sharded. Undone by ``restore_init_context``."""
+    for context in _open:
+        context._shard_edited(keep=True)
     _suspended.append(list(_open))
     if _open:
         _open.clear()
@@ -343,8 +404,8 @@ def materialize(
     device: torch.device,
     then: Callable[[torch.nn.Module, str], None] = lambda module, name: None,
 ) -> None:
-    """Makes parameters and buffers that are on the meta device, module by module, by each module's own ``reset_parameters`` (or Hugging Face's
-    ``_init_weights`` of the model), and calls ``then(module, name)`` after each.
+    """Makes parameters and buffers that are on the meta device, module by module, by each module's own ``reset_parameters`` and then Hugging Face's
+    ``_init_weights`` of the model, and calls ``then(module, name)`` after each.
 
     Raises ModelError where a module has no such method: its values would be whatever memory held.
     """
@@ -375,9 +436,8 @@ def materialize(
             if buffer is not None and buffer.is_meta:
                 module._buffers[key] = torch.empty_like(buffer, device=device)
         with torch.no_grad():
-            if reset is not None:
-                if made or any(b is not None for b in module._buffers.values()):
-                    reset()
-            else:
+            if reset is not None and (made or any(b is not None for b in module._buffers.values())):
+                reset()
+            if init_weights is not None:  # the model's own distribution; what it does not know keeps the module's
                 init_weights(module)
         then(module, name)

@@ -7,10 +7,11 @@ either stands alone (a model under ``zero.Init`` that no engine has yet) or belo
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -24,6 +25,8 @@ __all__ = [
     "ZeroParamStatus",
     "ZeroParamType",
     "adopt_shape",
+    "check_edit",
+    "is_data_held",
     "join_pieces",
     "make_sharded",
     "point_at",
@@ -114,6 +117,15 @@ class ShardState:
         rank = self.comm.rank
         return flat.narrow(0, self.begins[rank], self.numels[rank])
 
+    def open_for_edit(self, param: torch.nn.Parameter) -> bool:
+        """Makes a released ``param`` available because somebody touches it, where that is legal; False where it is not."""
+        return False
+
+    def change_dtype(self, dtype: torch.dtype) -> None:
+        """The module is cast as a whole (``half()``, ``to(dtype)``) while the parameter is released."""
+        if dtype != self.dtype:
+            raise self.describe_released()
+
     def describe_released(self) -> StateError:
         return StateError(
             f"the parameter of shape {tuple(self.shape)} is sharded over {self.comm.world_size} ranks and released: its data is not here",
@@ -128,6 +140,14 @@ class ShardState:
 
     def __reduce__(self):
         raise self.describe_released()
+
+
+class Builder(Protocol):
+    """The ``zero.Init`` under which a parameter was sharded: while it is open, constructors may edit what is sharded already."""
+
+    is_open: bool
+
+    def open_for_edit(self, param: torch.nn.Parameter) -> None: ...
 
 
 class StandaloneShard(ShardState):
@@ -151,10 +171,16 @@ class StandaloneShard(ShardState):
         # A copy: a view would keep the whole parameter alive.
         self.piece = self.own_part(_DATA.__get__(param).reshape(-1)).clone() if piece is None else piece
         self._depth = 0
+        self.builder: Builder | None = None
 
     @property
     def status(self) -> ZeroParamStatus:
         return ZeroParamStatus.AVAILABLE if self._depth else ZeroParamStatus.NOT_AVAILABLE
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several ``acquire`` are under way, so that somebody else looks at the data."""
+        return self._depth > 1
 
     def whole(self) -> torch.Tensor:
         """The parameter put together from all ranks' pieces: a new tensor in its shape. Collective."""
@@ -177,6 +203,16 @@ class StandaloneShard(ShardState):
     def store(self, param: torch.nn.Parameter) -> None:
         with torch.no_grad():
             self.piece.copy_(self.own_part(_DATA.__get__(param).reshape(-1)))
+
+    def open_for_edit(self, param: torch.nn.Parameter) -> bool:
+        if self.builder is None or not self.builder.is_open:
+            return False
+        self.builder.open_for_edit(param)
+        return True
+
+    def change_dtype(self, dtype: torch.dtype) -> None:
+        self.piece, self.empty, self.dtype = self.piece.to(dtype), self.empty.to(dtype), dtype
+        self._stand_in = None
 
 
 def join_pieces(
@@ -277,44 +313,66 @@ class _Face:
 
 
 class _ReleasedTensor(torch.Tensor):
-    """What ``detach`` of a released parameter gives, as in a module's ``state_dict()``: it has a dtype and a device, and no data to copy or save."""
+    """What ``detach``, ``to`` and the like give of a released parameter, as in a module's ``state_dict()``: it has a dtype and a device, and no data to read."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
-    def of(cls, state: ShardState) -> torch.Tensor:
-        tensor = torch.Tensor._make_subclass(cls, state.empty)
+    def of(cls, state: ShardState, empty: torch.Tensor | None = None) -> torch.Tensor:
+        tensor = torch.Tensor._make_subclass(cls, state.empty if empty is None else empty)
         tensor._dsc_shard_of = state
         return tensor
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise self._dsc_shard_of.describe_released()
 
-    clone = cpu = cuda = to = numpy = tolist = item = contiguous = __array__ = _refuse
     __reduce_ex__ = __deepcopy__ = _refuse
 
 
 class _Released(_Face):
-    """The face while the data is not here."""
+    """The face while the data is not here. What reads or writes it raises; in an open ``zero.Init`` it makes the parameter available instead."""
 
     def detach(self) -> torch.Tensor:
+        if self._dsc_shard.open_for_edit(self):
+            return self.detach()
         return _ReleasedTensor.of(self._dsc_shard)
-
-    def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise self._dsc_shard.describe_released()
-
-    clone = numpy = tolist = item = __array__ = _refuse
 
     @property
     def data(self) -> torch.Tensor:
-        raise self._dsc_shard.describe_released()
+        _open_or_refuse(self)
+        return _DATA.__get__(self)
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        # Module.to() and the like put back what they were given: nothing.
         state = self._dsc_shard
-        if value.numel() or value.dtype != state.dtype:
-            raise state.describe_released()
+        if value.numel():
+            _open_or_refuse(self)
+            _DATA.__set__(self, value)
+        else:
+            # Module.to() and the like put back what they were given: nothing, in another dtype perhaps.
+            state.change_dtype(value.dtype)
+            _DATA.__set__(self, state.empty)
+
+    # The whole parameter's, so that what asks for sizes (``torch.nn.init``, Muon's choice of matrices, counts of parameters) goes on as with a plain model.
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._dsc_shard.shape
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    ndimension, nelement = dim, numel
 
     def __repr__(self) -> str:
         state = self._dsc_shard
@@ -327,6 +385,126 @@ class _Released(_Face):
 
     def __reduce_ex__(self, protocol: int) -> Any:
         raise self._dsc_shard.describe_released()
+
+
+def _open_or_refuse(param: torch.nn.Parameter) -> None:
+    state = state_of(param)
+    if not state.open_for_edit(param):
+        raise state.describe_released()
+
+
+def _touching(name: str) -> Callable:
+    @functools.wraps(getattr(torch.Tensor, name))
+    def call(self: torch.nn.Parameter, *args: Any, **kwargs: Any) -> Any:
+        _open_or_refuse(self)
+        return getattr(self, name)(*args, **kwargs)
+
+    return call
+
+
+def _converting(name: str) -> Callable:
+    @functools.wraps(getattr(torch.Tensor, name))
+    def call(self: torch.nn.Parameter, *args: Any, **kwargs: Any) -> Any:
+        state = self._dsc_shard
+        return _ReleasedTensor.of(state, getattr(state.empty, name)(*args, **kwargs))
+
+    return call
+
+
+# What ``Module.to``, ``half`` and the like call on every parameter.
+_CONVERSIONS = ("bfloat16", "cpu", "cuda", "double", "float", "half", "ipu", "to", "type", "xpu")
+# Methods that ask about the object and not about its elements.
+_HARMLESS = frozenset(
+    [
+        "as_subclass",
+        "data_ptr",
+        "detach_",
+        "element_size",
+        "get_device",
+        "has_names",
+        "is_complex",
+        "is_conj",
+        "is_contiguous",
+        "is_floating_point",
+        "is_inference",
+        "is_neg",
+        "is_pinned",
+        "is_set_to",
+        "is_shared",
+        "is_signed",
+        "new",
+        "new_empty",
+        "new_empty_strided",
+        "new_full",
+        "new_ones",
+        "new_tensor",
+        "new_zeros",
+        "record_stream",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "requires_grad_",
+        "retain_grad",
+        "share_memory_",
+        "storage",
+        "storage_offset",
+        "storage_type",
+        "stride",
+        "untyped_storage",
+    ]
+)
+_OPERATORS = [
+    "abs",
+    "add",
+    "array",
+    "bool",
+    "float",
+    "ge",
+    "getitem",
+    "gt",
+    "iadd",
+    "imul",
+    "index",
+    "int",
+    "isub",
+    "iter",
+    "itruediv",
+    "le",
+    "len",
+    "lt",
+    "matmul",
+    "mul",
+    "neg",
+    "pow",
+    "radd",
+    "rmatmul",
+    "rmul",
+    "rpow",
+    "rsub",
+    "rtruediv",
+    "setitem",
+    "sub",
+    "truediv",
+]
+
+
+def _refuse_access() -> None:
+    methods = [
+        name
+        for name in dir(torch.Tensor)
+        if not name.startswith("_")
+        and name not in _HARMLESS
+        and type(getattr(torch.Tensor, name)).__name__ in ("method_descriptor", "function")
+    ]
+    for name in (*methods, *(f"__{operator}__" for operator in _OPERATORS)):
+        if name in _CONVERSIONS:
+            setattr(_Released, name, _converting(name))
+        elif name not in vars(_Released):
+            setattr(_Released, name, _touching(name))
+        if name not in ("dim", "size", "numel", "nelement", "ndimension", "detach"):
+            setattr(_ReleasedTensor, name, _ReleasedTensor._refuse)
+
+
+_refuse_access()
 
 
 class _Available(_Face):
@@ -393,6 +571,27 @@ def unmake_sharded(param: torch.nn.Parameter) -> None:
     param.__dict__.pop(_ATTRIBUTE, None)
     if isinstance(param, _Face):
         param.__class__ = type(param)._dsc_base
+
+
+def check_edit(state: ShardState, data: torch.Tensor) -> None:
+    """Raises StateError on all ranks alike where an edit left a parameter with another shape on any of them. Collective."""
+    shapes = state.comm.gather_numbers(int(data.shape != state.shape), label=state.name)
+    if any(shapes):
+        raise StateError(
+            f"rank {shapes.index(1)} replaced its data by a tensor of another shape"
+            f"{f' ({tuple(data.shape)})' if data.shape != state.shape else ''}; the parameter has {tuple(state.shape)}",
+            where=state.name,
+            fix="keep the shape, or make a new Parameter and give it to the module before deepspeed_c.initialize",
+        )
+
+
+def is_data_held(param: torch.nn.Parameter) -> bool:
+    """Whether anything but ``param`` refers to its storage; True where torch does not tell."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    if count is None:
+        return True
+    mine = _DATA.__get__(torch.nn.Parameter(torch.empty(1)))
+    return count(_DATA.__get__(param).untyped_storage()._cdata) > count(mine.untyped_storage()._cdata)
 
 
 def point_at(param: torch.nn.Parameter, whole: torch.Tensor) -> None:
