@@ -160,12 +160,14 @@ class GatherUnit:
     def let_go(self, *, expects_grads: bool) -> None:
         """Releases the parameters and the buffer."""
         self.wait()
+        fetcher = self._fetcher
+        # Where nothing is trained no backward is announced: a gradient may arrive whenever a graph is left.
+        expects_grads = expects_grads or not fetcher.is_trained
         for slot in self.slots:
             if expects_grads and slot.param.requires_grad:
                 adopt_shape(slot.param)
             else:
                 point_at_nothing(slot.param)
-        fetcher = self._fetcher
         del fetcher.by_storage[self.storage]
         fetcher.count_live(-self.numel)
         self.buffer = None
@@ -219,6 +221,13 @@ class PlacedShard(ShardState):
                 if not unit.master_is_param:
                     unit.piece(unit.master, fragment).copy_(mine)
                 self.piece.copy_(mine)
+
+    def open_for_edit(self, param: torch.nn.Parameter) -> bool:
+        """What a pass reads of a parameter that nobody announced, or that was released since it was looked up, is gathered on the spot."""
+        if not self.fetcher.is_active:
+            return False
+        self.fetcher.use(self.group.index)
+        return True
 
     @property
     def view(self) -> torch.Tensor:
@@ -556,6 +565,11 @@ class Fetcher:
     # -- use --------------------------------------------------------------------------------------------------------
 
     @property
+    def is_trained(self) -> bool:
+        """Whether a reducer takes the gradients, or the engine is closed and none come."""
+        return self._reducer is not None or self._is_closed
+
+    @property
     def is_active(self) -> bool:
         """Within a forward of the root module or a backward pass."""
         return self._mode is not None
@@ -716,6 +730,7 @@ class Fetcher:
         if self._is_closed:
             return
         self.is_in_backward = False
+        self._is_closed = True
         for group in self.groups:
             group.pins = 0
             if group.buffer is not None:
@@ -735,7 +750,6 @@ class Fetcher:
                 point_at_nothing(slot.param)
         for slot in self._whole_slots:
             take_over(slot.param, slot.param.data)
-        self._is_closed = True
         self._reducer = None
         self.pool.clear()
         logger.debug("stage 3: %s", self.stats.as_dict())

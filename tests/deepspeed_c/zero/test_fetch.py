@@ -1,0 +1,301 @@
+"""zero/fetch.py: what is gathered when, how much is live, what goes over the wire, and that ranks may skip what others use."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import deepspeed_c
+from deepspeed_c.utils import safe_get_full_fp32_param
+
+WIDTH, LAYERS, STEPS = 16, 6, 8
+LAYER_ELEMS = WIDTH * WIDTH
+
+
+class Stack(nn.Module):
+    """Layers without bias, each of which fills a bucket: as many gather units as layers."""
+
+    def __init__(self, n_layers: int = LAYERS) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(n_layers))
+        self.order = list(range(n_layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i in self.order:
+            x = torch.tanh(self.layers[i](x))
+        return x
+
+
+def make_engine(model: nn.Module, bf16: bool = False, **zero: Any) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "eps": 1e-3, "weight_decay": 0.0}},
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_param_persistence_threshold": 0,
+            "reduce_bucket_size": LAYER_ELEMS,
+            "stage3_max_reuse_distance": 0,
+            **zero,
+        },
+        "bf16": {"enabled": bf16},
+    }
+    return deepspeed_c.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def train(engine: Any, step: int, rank: int, dtype: torch.dtype = torch.float32) -> None:
+    # An input that wants a gradient: otherwise the first layer's weight is not needed in backward, and the plan learns to leave it out.
+    x = batch(step, rank).to(dtype).requires_grad_()
+    engine.backward(engine(x).float().square().mean())
+    engine.step()
+    fetcher = engine._fetcher
+    assert fetcher.live_elems == 0 and not fetcher.by_storage
+    assert all(group.buffer is None and group.base is None for group in fetcher.groups)
+
+
+def since(engine: Any, before: dict[str, int]) -> dict[str, int]:
+    return {key: n - before[key] for key, n in engine._fetcher.stats.as_dict().items()}
+
+
+def stable_body(rank: int, world: int, ahead: int) -> None:
+    with make_engine(Stack(), stage3_prefetch_bucket_size=ahead) as engine:
+        fetcher = engine._fetcher
+        assert len(fetcher.groups) == LAYERS
+        for step in range(4):
+            train(engine, step, rank)
+        before = fetcher.stats.as_dict()
+        for step in range(4, 4 + STEPS):
+            train(engine, step, rank)
+        got = since(engine, before)
+        # Each unit once in a forward and once in a backward.
+        assert got["n_gathers"] == 2 * LAYERS * STEPS, got
+        assert got["n_passes"] == 2 * STEPS, got
+        assert got["n_replans"] == got["n_unexpected"] == 0, got
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("ahead", [0, LAYER_ELEMS, 100 * LAYER_ELEMS])
+def test_once_learnt_each_unit_is_gathered_once_a_pass(run_ranks, world: int, ahead: int) -> None:
+    run_ranks(world, stable_body, ahead, timeout=60)
+
+
+def changed_order_body(rank: int, world: int) -> None:
+    model = Stack()
+    with make_engine(model) as engine:
+        for step in range(4):
+            train(engine, step, rank)
+        before = engine._fetcher.stats.as_dict()
+        model.order = [3, 0, 5, 1, 2, 4]
+        train(engine, 4, rank)
+        changed = since(engine, before)
+        assert changed["n_unexpected"] > 0 and changed["n_replans"] > 0, changed
+        for step in range(5, 9):  # the ranks speak of the order at passes 1, 2, 4, 8
+            train(engine, step, rank)
+        before = engine._fetcher.stats.as_dict()
+        for step in range(9, 13):
+            train(engine, step, rank)
+        settled = since(engine, before)
+        assert settled["n_unexpected"] == settled["n_replans"] == 0, settled
+        assert settled["n_gathers"] == 2 * LAYERS * 4, settled
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_changed_order_is_counted_replanned_and_not_printed(run_ranks, capfd, world: int) -> None:
+    run_ranks(world, changed_order_body, timeout=60)
+    said = [line for line in "".join(capfd.readouterr()).splitlines() if "[INFO]" not in line]
+    assert not said, said
+
+
+class Modal(Stack):
+    def forward(self, x):
+        order = self.order if torch.is_grad_enabled() else self.order[::2] if self.training else self.order[::-1]
+        for i in order:
+            x = torch.tanh(self.layers[i](x))
+        return x
+
+    def generate(self, x):
+        with torch.no_grad():
+            return self(self(x))
+
+
+def modes_body(rank: int, world: int) -> None:
+    model = Modal()
+    with make_engine(model) as engine:
+
+        def a_round(step: int) -> None:
+            train(engine, step, rank)
+            model.eval()
+            with torch.no_grad():
+                engine(batch(step, rank))
+            model.train()
+            engine.generate(batch(step, rank))
+
+        for step in range(9):
+            a_round(step)
+        modes = engine._fetcher._modes
+        assert modes["train"].steps == list(range(LAYERS)), modes["train"].steps
+        assert modes["eval"].steps == list(range(LAYERS))[::-1], modes["eval"].steps
+        # A mode starts from what another one has learnt. A unit that it does not use stays in its plan, since some rank may come to use it.
+        generate = modes["generate"].steps
+        assert [i for i in generate if i % 2 == 0] == [0, 2, 4] and len(generate) == LAYERS, generate
+        before = engine._fetcher.stats.as_dict()
+        for step in range(9, 12):
+            a_round(step)
+        got = since(engine, before)
+        assert got["n_unexpected"] == got["n_replans"] == 0, got
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_each_mode_has_its_plan(run_ranks, world: int) -> None:
+    run_ranks(world, modes_body, timeout=60)
+
+
+def limited_body(rank: int, world: int) -> None:
+    for max_live in (0, LAYER_ELEMS, 2 * LAYER_ELEMS, 3 * LAYER_ELEMS + 1):
+        with make_engine(
+            Stack(),
+            stage3_max_live_parameters=max_live,
+            stage3_max_reuse_distance=10**6,
+            stage3_prefetch_bucket_size=10**6,
+        ) as engine:
+            for step in range(5):
+                train(engine, step, rank)
+            fetcher = engine._fetcher
+            planned = max(mode.plan.peak_elems for mode in fetcher._modes.values())
+            assert fetcher.stats.max_live_elems <= planned, (max_live, fetcher.stats.max_live_elems, planned)
+            assert planned <= max(max_live, LAYER_ELEMS), (max_live, planned)
+
+
+@pytest.mark.parametrize("world", [2])
+def test_no_more_is_live_than_the_plan_states(run_ranks, world: int) -> None:
+    run_ranks(world, limited_body, timeout=60)
+
+
+def wire_body(rank: int, world: int) -> tuple[int, int]:
+    with make_engine(Stack(), bf16=True) as engine:
+        ledger = engine._comm.ledger
+        for step in range(4):
+            train(engine, step, rank, torch.bfloat16)
+        ledger.reset_totals()
+        for step in range(4, 4 + STEPS):
+            train(engine, step, rank, torch.bfloat16)
+        totals = ledger.totals
+        wire = totals["all-gather"].wire_bytes + totals["reduce-scatter"].wire_bytes
+        units = {group.unit for group in engine._fetcher.groups}
+        return wire, sum(unit.flat_elems for unit in units)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_bytes_on_the_wire(run_ranks, world: int) -> None:
+    """A gather in forward, one in backward and a reduce-scatter move each bf16 parameter: 3 x 2 bytes x parameters x (N-1)/N a step.
+
+    Padding travels too and is counted: a bucket is a whole number of slices of 32 elements (a 64-byte line of bf16) per rank. It is nothing on
+    two ranks here, and 32 of 288 elements a layer on three.
+    """
+    for wire, padded in run_ranks(world, wire_body, timeout=60):
+        n = LAYERS * LAYER_ELEMS
+        assert padded == LAYERS * -(-LAYER_ELEMS // (32 * world)) * 32 * world and padded >= n, padded
+        assert wire == STEPS * 3 * 2 * padded * (world - 1) // world, (wire, padded)
+
+
+def tensors_alive() -> int:
+    gc.collect()
+    return sum(1 for o in gc.get_objects() if issubclass(type(o), torch.Tensor))
+
+
+def leak_body(rank: int, world: int) -> None:
+    with make_engine(Stack()) as engine:
+        sizes = []
+        for step in range(60):
+            train(engine, step, rank)
+            sizes.append((tensors_alive(), len(engine._fetcher.pool._free)))
+        tensors, buffers = zip(*sizes)
+        assert max(tensors[-20:]) <= max(tensors[20:40]), tensors
+        assert max(buffers) <= LAYERS, buffers
+        assert max(buffers[-20:]) <= max(buffers[20:40]), buffers
+    del engine
+    counts = []
+    for _ in range(11):
+        with make_engine(Stack()) as engine:
+            train(engine, 0, rank)
+        del engine
+        counts.append(tensors_alive())
+    assert counts[-1] <= counts[0], counts
+
+
+def test_nothing_is_left_over(run_ranks) -> None:
+    run_ranks(2, leak_body, timeout=60)
+
+
+# ---- ranks that do not do the same ------------------------------------------------------------------------------------
+
+
+class Skips(Stack):
+    """One rank leaves a layer out, or lets no gradient through it."""
+
+    skipped: tuple[str, int] | None = None
+
+    def forward(self, x):
+        for i in self.order:
+            if self.skipped == ("forward", i):
+                continue
+            y = torch.tanh(self.layers[i](x))
+            x = x + y.detach() if self.skipped == ("backward", i) else y
+        return x
+
+
+PLAN = [
+    None,
+    None,
+    ("forward", 2),
+    ("backward", 3),
+    None,
+    ("forward", 4),
+    ("forward", 0),
+    ("backward", 0),
+    ("forward", 5),
+    None,
+]
+
+
+def skip_body(rank: int, world: int, zero: dict) -> list[torch.Tensor]:
+    torch.manual_seed(7)
+    model = Skips()
+    with make_engine(model, **zero) as engine:
+        for step, skipped in enumerate(PLAN):
+            model.skipped = skipped if rank == step % world else None
+            train(engine, step, rank)
+        return [safe_get_full_fp32_param(p) for p in model.parameters()]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    "zero",
+    [{}, {"stage3_max_live_parameters": 0, "stage3_prefetch_bucket_size": 0}, {"stage3_max_reuse_distance": 10**6}],
+    ids=["default", "frugal", "reuse"],
+)
+def test_a_rank_that_skips_along_the_plan(run_ranks, world: int, zero: dict) -> None:
+    results = run_ranks(world, skip_body, zero, timeout=60)
+    torch.manual_seed(7)
+    model = Skips()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3, weight_decay=0.0)
+    for step, skipped in enumerate(PLAN):
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        for rank in range(world):
+            model.skipped = skipped if rank == step % world else None
+            (model(batch(step, rank)).square().mean() / world).backward()
+        optimizer.step()
+    for rank, weights in enumerate(results):
+        for i, (got, want) in enumerate(zip(weights, model.parameters())):
+            assert torch.allclose(got, want, rtol=2e-5, atol=2e-6), (
+                f"rank {rank} layer {i}: {(got - want).abs().max():g}"
+            )
