@@ -11,6 +11,7 @@ points at memory that was given up, whatever a model does with its weights.
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -78,15 +79,25 @@ class BufferPool:
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if device.type == "cpu" and self._alone is not None:
-            fitting = [
-                i
-                for i, buffer in enumerate(self._free)
-                if buffer.dtype == dtype and buffer.numel() >= numel and _use_count(buffer) == self._alone
-            ]
-            if fitting:
-                return self._free.pop(min(fitting, key=lambda i: self._free[i].numel()))
-            self._free = [b for b in self._free if b.numel() >= numel and b.dtype == dtype]
+            fitting = sorted(
+                (b for b in self._free if b.dtype == dtype and b.numel() >= numel),
+                key=lambda b: (_use_count(b) != self._alone, b.numel()),
+            )
+            for buffer in fitting:
+                # A buffer that somebody keeps is left to him.
+                self._free = [b for b in self._free if b is not buffer]
+                if self._becomes_alone(buffer):
+                    return buffer
+            # Too small, or of another dtype: room for their successor.
+            self._free.clear()
         return torch.empty(numel, dtype=dtype, device=device)
+
+    def _becomes_alone(self, buffer: torch.Tensor) -> bool:
+        """gloo's threads hold on to a buffer for some microseconds after they have said that they are done."""
+        until = time.monotonic() + 0.002
+        while (is_held := _use_count(buffer) != self._alone) and time.monotonic() < until:
+            time.sleep(0)
+        return not is_held
 
     def give(self, buffer: torch.Tensor) -> None:
         # An accelerator's own allocator keeps memory at hand; the C library's hands large pieces back and has to clear them anew.
@@ -427,6 +438,8 @@ class Fetcher:
         else:
             pruned = steps
         if is_new:
+            if self.is_in_backward and self._reducer is not None:
+                self._reducer.forget_lateness()
             mode.steps = list(pruned)
             mode.plan = self._make_plan(mode.steps)
             self.stats.n_replans += mode.n_passes > 1

@@ -82,6 +82,9 @@ def bucket_elems(config: Config, n_elems: int) -> int:
         limit = min(limit, zero.sub_group_size)
     if config.source_of("zero_optimization.reduce_bucket_size") in ("default", "auto"):
         limit = min(limit, max(n_elems // DEFAULT_BUCKETS, DEFAULT_BUCKET_FLOOR_ELEMS))
+        if STAGES[zero.stage].parameters:
+            # Two or three of them are live at a time, which must not outgrow a shard of a large model on many ranks.
+            limit = min(limit, max(zero.stage3_prefetch_bucket_size, DEFAULT_BUCKET_FLOOR_ELEMS))
     return max(limit, 1)
 
 

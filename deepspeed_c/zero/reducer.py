@@ -188,7 +188,8 @@ class GradientReducer:
         if self.factor is None:
             self.factor = factor
         self._ratio = factor / self.factor
-        if self.sharding.gradients:
+        # What earlier micro-batches have marked says nothing of this one, unless its bucket has gone already in this window.
+        if self.sharding.gradients or not any(bucket.has_result for bucket in self.buckets):
             self._tracker.reset()
         if self._fetcher is not None:
             self._fetcher.begin_backward()
@@ -257,6 +258,10 @@ class GradientReducer:
         """
         while (i := self._tracker.next(force)) >= 0:
             self._start(i)
+
+    def forget_lateness(self) -> None:
+        """The order of backward is planned anew (on all ranks): what was late by the old one need not be by the new one."""
+        self._waits_for_end.clear()
 
     def _launch_rest(self) -> None:
         """At the end of a backward: what the fetcher has launched on the way is not launched again."""

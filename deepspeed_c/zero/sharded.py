@@ -332,6 +332,15 @@ class _ReleasedTensor(torch.Tensor):
 class _Released(_Face):
     """The face while the data is not here. What reads or writes it raises; in an open ``zero.Init`` it makes the parameter available instead."""
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Functions that are no methods (``F.linear``, ``torch.cat``): an empty tensor would give an empty result, or an error about sizes."""
+        if func.__name__ not in _HARMLESS_FUNCTIONS:
+            for param in _released_in([*args, *(kwargs or {}).values()]):
+                _open_or_refuse(param)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
     def detach(self) -> torch.Tensor:
         if self._dsc_shard.open_for_edit(self):
             return self.detach()
@@ -385,6 +394,16 @@ class _Released(_Face):
 
     def __reduce_ex__(self, protocol: int) -> Any:
         raise self._dsc_shard.describe_released()
+
+
+def _released_in(values: Sequence[Any]) -> list[torch.nn.Parameter]:
+    found = []
+    for value in values:
+        if isinstance(value, _Released):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _released_in(value)
+    return found
 
 
 def _open_or_refuse(param: torch.nn.Parameter) -> None:
@@ -451,6 +470,30 @@ _HARMLESS = frozenset(
         "stride",
         "untyped_storage",
     ]
+)
+# Functions, and the reading and writing of attributes such as ``grad`` and ``dtype``, of which the same is true.
+_HARMLESS_FUNCTIONS = frozenset(
+    {
+        *_HARMLESS,
+        *_CONVERSIONS,
+        "__get__",
+        "__set__",
+        "__delete__",
+        "__hash__",
+        "__repr__",
+        "_has_compatible_shallow_copy_type",
+    }
+    | {
+        "empty_like",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "rand_like",
+        "randn_like",
+        "detach",
+        "is_tensor",
+        "is_storage",
+    }
 )
 _OPERATORS = [
     "abs",

@@ -133,16 +133,18 @@ class Unit:
                 whole = whole_of(slot.param)
                 fragment = self.fragment_of.get(slot)
                 if fragment is not None:
-                    piece = whole.reshape(-1).narrow(0, fragment.begin, fragment.numel)
                     for shard in (self.master_flat, self.param_shard):
                         if shard is not None:
-                            shard.narrow(0, fragment.shard_begin, fragment.numel).copy_(piece)
+                            shard.narrow(0, fragment.shard_begin, fragment.numel).copy_(
+                                whole.reshape(-1).narrow(0, fragment.begin, fragment.numel)
+                            )
                 if self.flat_param is not None:
                     view = slot.view(self.flat_param)
                     view.copy_(whole)
                     take_over(slot.param, view)
                 else:
                     take_over(slot.param, whole.new_empty(0, dtype=self.dtype))
+                del whole  # before the next is put together
         self.master: list[torch.Tensor] = [
             self.param_slice(b) if self.master_flat is None else self.shard_slice(self.master_flat, b)
             for b in range(self.n_buckets)

@@ -1,0 +1,131 @@
+"""Freezing and unfreezing in mid-run, against plain torch where requires_grad flips."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import deepspeed_c
+from deepspeed_c.errors import ModelError, StateError
+from deepspeed_c.utils import safe_get_full_fp32_param
+from tests.deepspeed_c.zero.test_oracle import make_config
+from tests.deepspeed_c.zero.traits import CLIP, OPTIMIZER, TRAITS, batch, make_model, whole_params
+from tests.ranks import run_ranks
+
+# Which parameters are trained, phase by phase; two steps each.
+PHASES = (None, ["out.*", "gain"], ["inp.weight", "gain"], None)
+STEPS = 2
+
+
+def chosen(model, patterns):
+    return {
+        n
+        for n, _ in model.named_parameters()
+        if patterns is None or n in patterns or n.split(".")[0] + ".*" in patterns
+    }
+
+
+def plain(world: int, keep_state: bool) -> dict[str, torch.Tensor]:
+    model = make_model(TRAITS["plain"])
+    optimizer = torch.optim.AdamW(model.parameters(), **OPTIMIZER)
+    step = 0
+    for patterns in PHASES:
+        names = chosen(model, patterns)
+        for name, p in model.named_parameters():
+            p.requires_grad_(name in names)
+            if name not in names and not keep_state:
+                optimizer.state.pop(p, None)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            for rank in range(world):
+                (model(*batch(step, 0, rank, 0)) / world).backward()
+            torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], CLIP)
+            optimizer.step()
+            step += 1
+    return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def body(rank: int, world: int, stage: int, dtype: str, keep_state: bool, zero: dict) -> dict[str, torch.Tensor]:
+    model = make_model(TRAITS["plain"])
+    config = make_config(stage, dtype, 1, {"zero_optimization": zero})
+    engine, optimizer, *_ = deepspeed_c.initialize(model=model, config=config)
+    step = 0
+    with engine:
+        for i, patterns in enumerate(PHASES):
+            if i:
+                trained = engine.set_trainable(["*"] if patterns is None else patterns, keep_state=keep_state)
+                assert set(trained) == chosen(model, patterns)
+                assert {n for n, p in model.named_parameters() if p.requires_grad} == set(trained)
+                assert engine.optimizer is optimizer, "what the caller holds stays the optimizer"
+                assert bool(engine._dormant) == (keep_state and patterns is not None)
+                n_held = sum(unit.flat_elems for unit in optimizer.units)
+                n_trained = sum(slot.numel for slot in optimizer.reducer.slots)
+                assert len(optimizer.reducer.slots) == len(trained) and n_held >= n_trained
+            for _ in range(STEPS):
+                x, y = batch(step, 0, rank, 0)
+                engine.backward(engine(x.to(next(model.parameters()).dtype), y))
+                engine.step()
+                step += 1
+        weights = {n: p.float() for n, p in whole_params(model).items()}
+        masters = {n: safe_get_full_fp32_param(p) for n, p in model.named_parameters()}
+        for name, master in masters.items():
+            assert torch.allclose(master, weights[name], rtol=1e-2, atol=1e-3), name
+        return masters
+
+
+@pytest.mark.parametrize("keep_state", [True, False])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("world, stage", [(1, 2), (2, 0), (2, 2), (2, 3), (3, 3)])
+def test_what_is_trained_changes(world: int, stage: int, dtype: str, keep_state: bool) -> None:
+    want = plain(world, keep_state)
+    zero = {"reduce_bucket_size": 60} if keep_state else {}
+    for rank, got in enumerate(run_ranks(world, body, stage, dtype, keep_state, zero, timeout=60)):
+        for name, b in want.items():
+            a = got[name]
+            close = {"rtol": 3e-5, "atol": 3e-6} if dtype == "fp32" else {"rtol": 0, "atol": 4e-2}
+            assert torch.allclose(a, b, **close), f"rank {rank}, {name}: off by {(a - b).abs().max():g}\n{a}\n{b}"
+
+
+def refusals_body(rank: int, world: int) -> None:
+    model = make_model(TRAITS["plain"])
+    engine = deepspeed_c.initialize(model=model, config=make_config(3, "fp32", 2, {}))[0]
+    with engine:
+        before = copy.deepcopy(whole_params(model))
+        with pytest.raises(ModelError, match="no parameter is named 'nope'"):
+            engine.set_trainable(["out.weight", "nope"])
+        with pytest.raises(ModelError, match="nothing would be left"):
+            engine.set_trainable([])
+        engine.backward(engine(*batch(0, 0, rank, 0)))
+        engine.step()
+        with pytest.raises(StateError, match="within an accumulation window"):
+            engine.set_trainable(["out.weight"])
+        engine.backward(engine(*batch(0, 1, rank, 0)))
+        engine.step()
+        assert engine.was_step_applied() and all(p.requires_grad for p in model.parameters())
+        after = whole_params(model)
+        assert any(not torch.equal(before[n], after[n]) for n in after)
+
+
+def test_refusals_change_nothing() -> None:
+    run_ranks(2, refusals_body)
+
+
+def schedule_body(rank: int, world: int) -> list[float]:
+    model = make_model(TRAITS["plain"])
+    extra = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": 0.01}}}
+    rates = []
+    with deepspeed_c.initialize(model=model, config=make_config(3, "fp32", 1, extra))[0] as engine:
+        for step in range(4):
+            if step == 2:
+                engine.set_trainable(["out.*"])
+            engine.backward(engine(*batch(step, 0, rank, 0)))
+            engine.step()
+            rates.append(engine.get_lr()[0])
+    return rates
+
+
+def test_the_schedule_goes_on() -> None:
+    for rates in run_ranks(2, schedule_body):
+        assert rates == sorted(rates) and len(set(rates)) == 4, rates
