@@ -240,6 +240,10 @@ class PlacedShard(ShardState):
         self.fetcher.use(self.group.index)
         return True
 
+    def hold(self) -> Callable[[], None]:
+        self.fetcher.hold(self.group)
+        return lambda: self.fetcher.unhold(self.group)
+
     @property
     def view(self) -> torch.Tensor:
         """The parameter's place in what is gathered."""

@@ -121,6 +121,10 @@ class ShardState:
         """Makes a released ``param`` available because somebody touches it, where that is legal; False where it is not."""
         return False
 
+    def hold(self) -> Callable[[], None]:
+        """Keeps an available parameter so until the returned function is called."""
+        return lambda: None
+
     def change_dtype(self, dtype: torch.dtype) -> None:
         """The module is cast as a whole (``half()``, ``to(dtype)``) while the parameter is released."""
         if dtype != self.dtype:
@@ -335,11 +339,19 @@ class _Released(_Face):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Functions that are no methods (``F.linear``, ``torch.cat``): an empty tensor would give an empty result, or an error about sizes."""
-        if func.__name__ not in _HARMLESS_FUNCTIONS:
-            for param in _released_in([*args, *(kwargs or {}).values()]):
-                _open_or_refuse(param)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        held: list[Callable[[], None]] = []
+        try:
+            if func.__name__ not in _HARMLESS_FUNCTIONS:
+                for param in _sharded_in([*args, *(kwargs or {}).values()]):
+                    if isinstance(param, _Released):
+                        _open_or_refuse(param)
+                    # Making the next one available must not release this one.
+                    held.append(state_of(param).hold())
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        finally:
+            for let_go in held:
+                let_go()
 
     def detach(self) -> torch.Tensor:
         if self._dsc_shard.open_for_edit(self):
@@ -396,13 +408,13 @@ class _Released(_Face):
         raise self._dsc_shard.describe_released()
 
 
-def _released_in(values: Sequence[Any]) -> list[torch.nn.Parameter]:
+def _sharded_in(values: Sequence[Any]) -> list[torch.nn.Parameter]:
     found = []
     for value in values:
-        if isinstance(value, _Released):
+        if isinstance(value, _Face):
             found.append(value)
         elif isinstance(value, (list, tuple)):
-            found += _released_in(value)
+            found += _sharded_in(value)
     return found
 
 

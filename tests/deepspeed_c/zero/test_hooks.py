@@ -192,6 +192,15 @@ class ParentReads(Net):
         return super().body(x) + x @ self.b.weight + self.a.bias * self.c.weight.sum()
 
 
+class SeveralAtOnce(Net):
+    """One operation on weights of several gather units, each of which would be released for the next."""
+
+    def body(self, x):
+        both = torch.cat([self.a.weight, self.b.weight, self.a.weight])
+        mixed = self.a.bias * self.b.bias - torch.stack([self.b.bias, self.a.bias]).mean(0)
+        return super().body(x) + F.linear(x, both).view(3, len(x), WIDTH).mean(0) + mixed
+
+
 class Listed(Net):
     def prepare(self):
         self.held = [self.a.weight, self.b.bias]
@@ -510,6 +519,7 @@ SCENARIOS: dict[str, tuple[type[nn.Module], Micro]] = {
     "used_twice": (UsedTwice, once),
     "tied": (Tied, once),
     "parent_reads": (ParentReads, once),
+    "several_at_once": (SeveralAtOnce, once),
     "listed": (Listed, once),
     "functional_call": (Functional, once),
     "functional_changed": (FunctionalChanged, once),
