@@ -1,0 +1,79 @@
+"""Generation at stage 3: ranks that stop after different numbers of forwards, with and without a learnt order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import deepspeed_c
+from tests.deepspeed_c.zero.test_oracle import make_config
+from tests.ranks import run_ranks
+
+VOCAB, WIDTH = 17, 9
+FORWARDS = (0, 5, 1)
+
+
+class Writer(nn.Module):
+    """The head comes first in order of registration and last in order of use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, VOCAB)
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, tokens):
+        x = self.embed(tokens).mean(0)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+    @torch.no_grad()
+    def generate(self, tokens, n):
+        for _ in range(n):
+            tokens = torch.cat([tokens, self(tokens).argmax().view(1)])
+        return tokens
+
+
+def make() -> Writer:
+    torch.manual_seed(11)
+    return Writer()
+
+
+def body(rank: int, world: int, is_learnt: bool, is_synced: bool) -> list[list[int]]:
+    zero = {"reduce_bucket_size": 60, "stage3_prefetch_bucket_size": 100}
+    engine = deepspeed_c.initialize(model=make(), config=make_config(3, "fp32", 1, {"zero_optimization": zero}))[0]
+    start = torch.tensor([rank + 1, 3])
+    results = []
+    with engine:
+        if is_learnt:
+            engine.eval()
+            with torch.no_grad():
+                engine(start)
+        for turn in range(3):
+            n = FORWARDS[(rank + turn) % 3] if is_synced else turn
+            results.append(engine.generate(start, n, synced=is_synced).tolist())
+        assert engine._fetcher.live_elems == 0
+        # Training goes on as if nothing had been.
+        loss = engine(start).square().mean()
+        engine.backward(loss)
+        engine.step()
+        assert engine.was_step_applied()
+    return results
+
+
+@pytest.mark.parametrize("is_learnt", [True, False])
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_stop_after_different_numbers_of_forwards(world: int, is_learnt: bool) -> None:
+    plain = make()
+    for rank, got in enumerate(run_ranks(world, body, is_learnt, True, timeout=60)):
+        want = [plain.generate(torch.tensor([rank + 1, 3]), FORWARDS[(rank + t) % 3]).tolist() for t in range(3)]
+        assert got == want, f"rank {rank}: {got} is not {want}"
+
+
+def test_equal_numbers_need_no_sync() -> None:
+    plain = make()
+    for rank, got in enumerate(run_ranks(2, body, False, False, timeout=60)):
+        want = [plain.generate(torch.tensor([rank + 1, 3]), n).tolist() for n in range(3)]
+        assert got == want, f"rank {rank}: {got} is not {want}"
