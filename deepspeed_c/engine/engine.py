@@ -316,7 +316,7 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
     def _require_window_start(self, what: str) -> None:
         if self.micro_steps % self.gradient_accumulation_steps():
             raise StateError(
-                "batch sizes cannot change within an accumulation window", where=what, fix="call it right after a step"
+                "called within an accumulation window", where=what, fix="call it right after a step that updates"
             )
 
     def train_batch_size(self) -> int:
