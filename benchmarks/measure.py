@@ -6,9 +6,11 @@ import os
 import platform
 import statistics
 import time
+from collections.abc import Callable
 from functools import cache, lru_cache
+from typing import Any
 
-__all__ = ["machine", "median_spread", "triad_gbps"]
+__all__ = ["machine", "median_spread", "time_alternately", "triad_gbps"]
 
 
 @cache
@@ -27,6 +29,24 @@ def machine() -> str:
 def median_spread(values: list[float]) -> tuple[float, float, float]:
     """(median, smallest, largest)"""
     return statistics.median(values), min(values), max(values)
+
+
+def time_alternately(
+    steps: dict[str, Callable[[Any], None]], batch: Any, rounds: int, warmup: int
+) -> dict[str, list[float]]:
+    """Seconds of each contender's step in each round, one step of each a round, between barriers of all ranks. The first ``warmup`` rounds do not count."""
+    import torch.distributed as dist
+
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for i in range(rounds + warmup):
+        for name, step in steps.items():
+            dist.barrier()
+            start = time.perf_counter()
+            step(batch)
+            dist.barrier()
+            if i >= warmup:
+                times[name].append(time.perf_counter() - start)
+    return times
 
 
 def triad_gbps(n_elems: int = 1 << 25, repeats: int = 3) -> float:

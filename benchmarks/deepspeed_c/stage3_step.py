@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import time
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 import deepspeed_c
 from benchmarks.deepspeed_c.train_step import BATCH, LENGTH, VOCAB, Gpt
-from benchmarks.measure import machine, median_spread
+from benchmarks.measure import machine, median_spread, time_alternately
 
 
 class Mlp(nn.Module):
@@ -106,15 +105,7 @@ def main() -> None:
     make, make_batch = MODELS[args.model]
     steps = {name: CONTENDERS[name](make) for name in args.only}
     batch = make_batch(torch.Generator().manual_seed(rank))
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for round_ in range(args.rounds + 3):
-        for name, step in steps.items():
-            dist.barrier()
-            start = time.perf_counter()
-            step(batch)
-            dist.barrier()
-            if round_ >= 3:
-                times[name].append(time.perf_counter() - start)
+    times = time_alternately(steps, batch, args.rounds, warmup=3)
     if rank == 0:
         n = sum(p.numel() for p in make().parameters())
         for name in steps:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import time
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import deepspeed_c
-from benchmarks.measure import machine, median_spread
+from benchmarks.measure import machine, median_spread, time_alternately
 
 VOCAB, WIDTH, LAYERS, HEADS, LENGTH, BATCH = 8192, 512, 8, 8, 128, 2
 
@@ -102,15 +101,7 @@ def main() -> None:
     steps = {name: make() for name, make in contenders.items()}
     n = sum(p.numel() for p in Gpt().parameters())
     tokens = torch.randint(0, VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(rank))
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for round_ in range(args.rounds + 2):
-        for name, step in steps.items():
-            dist.barrier()
-            start = time.perf_counter()
-            step(tokens)
-            dist.barrier()
-            if round_ >= 2:
-                times[name].append(time.perf_counter() - start)
+    times = time_alternately(steps, tokens, args.rounds, warmup=2)
     if rank == 0:
         for name in steps:
             line = {

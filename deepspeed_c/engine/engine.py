@@ -171,7 +171,7 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
 
     def _abandon_window(self) -> None:
         """Drops a window that cannot be completed and starts it over."""
-        self.optimizer.reducer.abort_backward()
+        self.optimizer.reducer.discard()
         self.optimizer.forget_losses()
         self._in_engine_backward = self._loss_is_scaled = False
         self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()

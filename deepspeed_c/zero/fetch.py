@@ -411,6 +411,12 @@ class Fetcher:
             elif group.buffer is not None:
                 group.let_go(expects_grads=self._expects_grads)
 
+    def _let_all_go(self, expects_grads: bool, keep: int = -1) -> None:
+        """Releases what is gathered and not held, except unit ``keep``."""
+        for group in self.groups:
+            if group.buffer is not None and group.index != keep and not group.pins:
+                group.let_go(expects_grads=expects_grads)
+
     def _begin(self, key: Any, first_steps: Callable[[], list[int]]) -> None:
         mode = self._modes.get(key)
         if mode is None:
@@ -419,9 +425,7 @@ class Fetcher:
         self._mode = mode
         # What is left over from before stays if it comes first now.
         keep = mode.steps[0] if mode.steps else -1
-        for group in self.groups:
-            if group.buffer is not None and group.index != keep and not group.pins:
-                group.let_go(expects_grads=self._expects_grads)
+        self._let_all_go(self._expects_grads, keep)
         self._run.abort()
         self._run.begin(mode.plan, self._live())
         self.stats.n_passes += 1
@@ -510,9 +514,7 @@ class Fetcher:
     def _end_synced(self) -> None:
         """Ends a forward whose record may differ between ranks: nothing is learnt from it."""
         self._apply(self._run.end(-1))
-        for group in self.groups:
-            if group.buffer is not None and not group.pins:
-                group.let_go(expects_grads=False)
+        self._let_all_go(expects_grads=False)
         self._rest()
 
     def begin_backward(self) -> None:
@@ -566,9 +568,7 @@ class Fetcher:
             self._let_held_go()
             self._drop_pass()
             self._since.clear()
-            for group in self.groups:
-                if group.buffer is not None and not group.pins:
-                    group.let_go(expects_grads=False)
+            self._let_all_go(expects_grads=False)
             if was_in_backward:
                 self._leave_backward()
             else:
@@ -720,7 +720,7 @@ class Fetcher:
     def pack(self, tensor: torch.Tensor) -> Any:
         try:
             group = self.by_storage.get(tensor.untyped_storage()._cdata)
-        except (RuntimeError, NotImplementedError):  # sparse and wrapped tensors have no storage
+        except RuntimeError:  # sparse and wrapped tensors have no storage
             group = None
         if group is None or tensor.dtype != group.unit.dtype or tensor.is_conj() or tensor.is_neg():
             return tensor, tensor._version

@@ -246,10 +246,6 @@ class GradientReducer:
             else:
                 self._has_unreduced = True
 
-    def abort_backward(self) -> None:
-        """Called when a backward pass raised: the window's gradients are incomplete and are dropped."""
-        self.discard()
-
     def _launch(self, force: bool) -> None:
         """Starts every reduction that is due, and lets ``_depth`` of them run while backward goes on.
 
@@ -384,7 +380,7 @@ class GradientReducer:
         self._reset_window()
 
     def discard(self) -> None:
-        """Drops everything that has gathered in this window."""
+        """Drops everything that has gathered in this window, also when a backward pass raised and it is incomplete."""
         if self._fetcher is not None and self._fetcher.is_in_backward:
             self._fetcher.abort()
         while self._works:
