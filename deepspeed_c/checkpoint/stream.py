@@ -1,4 +1,4 @@
-"""Writes a whole-model weight file one tensor at a time, so that no more than one tensor has to be in memory, and never a half one under its name."""
+"""Writes a whole-model weight file one tensor, or part of one, at a time, so that no more has to be in memory, and never a half one under its name."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class TensorFileWriter:
 
     When the block ends the file is complete and on disk. If it ends by an exception, or if tensors are missing, nothing of this file is left
     and a file that had the name before is as it was; so it is after a crash, which may leave a hidden ``.NAME.*.tmp`` in the folder.
-    Nothing is kept of a tensor after :meth:`write` returns.
+    Nothing is kept of a tensor after :meth:`write` or :meth:`write_part` returns.
 
     Attributes: ``path`` as given, ``total_bytes``, the size of the complete file.
 
@@ -83,6 +83,8 @@ class TensorFileWriter:
         self.total_bytes = self._plan.total_bytes
         # Name -> CRC-32 of its payload, or 0 if the format has no use for it; a name is here when it has been written.
         self._written: dict[str, int] = {}
+        # Name -> (elements written, CRC-32 of them) of what came in parts and is not whole yet.
+        self._begun: dict[str, tuple[int, int]] = {}
         self._staging = bytearray()
         self._file = self._folder = -1
         self._temporary = ""
@@ -95,17 +97,55 @@ class TensorFileWriter:
         alias or written already, another shape or dtype, a tensor without memory of its own (meta, sparse), and
         what the file system refuses, after which the same tensor may be written again; StateError outside the ``with`` block.
         """
-        if self._file < 0:
-            raise StateError("is not open", where=self.path, fix="write inside `with TensorFileWriter(...) as file:`")
-        entry = self._expected(name, tensor)
-        offset = self._plan.payload_offset[name]
-        crc32 = 0
-        for payload in self._payload(entry, tensor):
+        entry = self._expected(name)
+        where = f"{self.path}, {name}"
+        if name in self._begun:
+            raise CheckpointError("was begun in parts", where=where, fix="write the rest of it by write_part")
+        if tuple(tensor.shape) != entry.shape or tensor.dtype != entry.dtype:
+            raise CheckpointError(
+                f"is {tuple(tensor.shape)}, {tensor.dtype}, and {entry.shape}, {entry.dtype} was announced",
+                where=where,
+                fix="a sharded parameter is gathered before it is written, and converted to the announced dtype",
+            )
+        self._written[name] = self._append(entry, tensor, 0, 0)
+
+    def write_part(self, name: str, part: torch.Tensor) -> None:
+        """Writes the next ``part.numel()`` elements, in row-major order, of a tensor that need not be in memory as a whole.
+
+        Parts of different tensors may alternate; a tensor of no elements is written by one empty part. ``part`` has the announced dtype, and its
+        shape says nothing. Raises as :meth:`write` does, also for more elements than were announced; a part that was refused may be written again.
+        """
+        entry = self._expected(name)
+        begin, crc32 = self._begun.get(name, (0, 0))
+        end = begin + part.numel()
+        if part.dtype != entry.dtype or end > entry.n_elems:
+            raise CheckpointError(
+                f"elements {begin} to {end} of {part.dtype} do not belong to it: {entry.shape}, {entry.dtype} was announced",
+                where=f"{self.path}, {name}",
+                fix="write parts in order, without overlap, converted to the announced dtype",
+            )
+        crc32 = self._append(entry, part, begin, crc32)
+        if end < entry.n_elems:
+            self._begun[name] = end, crc32
+        else:
+            self._begun.pop(name, None)
+            self._written[name] = crc32
+
+    def _append(self, entry: Entry, tensor: torch.Tensor, begin: int, crc32: int) -> int:
+        """Writes ``tensor`` as the elements of ``entry`` from ``begin`` on; the checksum ``crc32`` carried on over them."""
+        if tensor.is_meta or tensor.layout != torch.strided:
+            raise CheckpointError(
+                f"has no plain memory to be written (device {tensor.device}, layout {tensor.layout})",
+                where=f"{self.path}, {entry.name}",
+                fix="materialise the tensor first",
+            )
+        offset = self._plan.payload_offset[entry.name] + begin * entry.dtype.itemsize
+        for payload in self._payload(tensor):
             if self._plan.needs_crc32:
                 crc32 = zlib.crc32(payload, crc32)
             self._write_at(offset, payload)
             offset += len(payload)
-        self._written[name] = crc32
+        return crc32
 
     def __enter__(self) -> Self:
         if self._is_used:
@@ -165,8 +205,10 @@ class TensorFileWriter:
                 f"the name {name!r} is no text (a lone surrogate)", where=self.path, fix="rename it"
             ) from error
 
-    def _expected(self, name: str, tensor: torch.Tensor) -> Entry:
-        """What was announced under ``name``, which ``tensor`` is."""
+    def _expected(self, name: str) -> Entry:
+        """What was announced under ``name``, if it may be written now."""
+        if self._file < 0:
+            raise StateError("is not open", where=self.path, fix="write inside `with TensorFileWriter(...) as file:`")
         where = f"{self.path}, {name}"
         if name in self._aliases:
             raise CheckpointError(
@@ -178,30 +220,17 @@ class TensorFileWriter:
             )
         if name in self._written:
             raise CheckpointError("was written already", where=where, fix="write each tensor once")
-        entry = self._entries[name]
-        if tuple(tensor.shape) != entry.shape or tensor.dtype != entry.dtype:
-            raise CheckpointError(
-                f"is {tuple(tensor.shape)}, {tensor.dtype}, and {entry.shape}, {entry.dtype} was announced",
-                where=where,
-                fix="a sharded parameter is gathered before it is written, and converted to the announced dtype",
-            )
-        if tensor.is_meta or tensor.layout != torch.strided:
-            raise CheckpointError(
-                f"has no plain memory to be written (device {tensor.device}, layout {tensor.layout})",
-                where=where,
-                fix="materialise the tensor first",
-            )
-        return entry
+        return self._entries[name]
 
-    def _payload(self, entry: Entry, tensor: torch.Tensor) -> Iterator[memoryview]:
+    def _payload(self, tensor: torch.Tensor) -> Iterator[memoryview]:
         """The bytes of ``tensor`` in row-major order, each piece valid until the next is asked for."""
-        if entry.n_bytes == 0:
+        if tensor.numel() == 0:
             return
         # Made anew each time: under torch.inference_mode it could not be written to outside it.
         staging = torch.frombuffer(self._staging, dtype=torch.uint8)
-        for piece in _pieces(tensor.detach(), len(self._staging) // entry.dtype.itemsize):
-            n_bytes = piece.numel() * entry.dtype.itemsize
-            staging[:n_bytes].view(entry.dtype).view(piece.shape).copy_(piece)
+        for piece in _pieces(tensor.detach(), len(self._staging) // tensor.dtype.itemsize):
+            n_bytes = piece.numel() * tensor.dtype.itemsize
+            staging[:n_bytes].view(tensor.dtype).view(piece.shape).copy_(piece)
             yield memoryview(self._staging)[:n_bytes]
 
     def _complete(self) -> None:

@@ -745,3 +745,49 @@ def test_tensors_on_a_device(tmp_path, file_name):
         file.write("b", tensors["b"].t().contiguous().cuda().t())
         file.write("c", tensors["c"].cuda())
     check_same(tmp_path / file_name, tensors)
+
+
+# --- in parts ---
+
+
+@pytest.mark.parametrize("file_name", FORMATS)
+@pytest.mark.parametrize("cuts", [[0], [7], [1, 0, 6], [3, 4], [1] * 7])
+def test_parts_make_the_same_file_as_the_whole(tmp_path, monkeypatch, file_name, cuts):
+    monkeypatch.setattr(stream, "STAGING_BYTES", 24)
+    n_elems = sum(cuts)
+    tensors = {"a": random_bits((n_elems,), torch.float64), "b": random_bits((n_elems, 1), torch.bfloat16, 1)}
+    save(tmp_path / file_name, tensors)
+    whole = (tmp_path / file_name).read_bytes()
+    with TensorFileWriter(tmp_path / file_name, announced(tensors)) as file:
+        at = 0
+        for n in cuts:
+            for name, tensor in tensors.items():
+                file.write_part(name, tensor.view(-1)[at : at + n])
+            at += n
+    assert (tmp_path / file_name).read_bytes() == whole
+
+
+def test_parts_that_do_not_belong_are_refused(tmp_path):
+    path = tmp_path / "m.bin"
+    with (
+        pytest.raises(CheckpointError, match="1 of 1 tensors were not written: x"),
+        TensorFileWriter(path, {"x": ((2, 2), torch.float32)}) as file,
+    ):
+        file.write_part("x", torch.ones(3))
+        with pytest.raises(CheckpointError, match="elements 3 to 5"):
+            file.write_part("x", torch.ones(2))
+        with pytest.raises(CheckpointError, match="torch.int32"):
+            file.write_part("x", torch.ones(1, dtype=torch.int32))
+        with pytest.raises(CheckpointError, match="begun in parts"):
+            file.write("x", torch.ones(2, 2))
+        with pytest.raises(CheckpointError, match="no plain memory"):
+            file.write_part("x", torch.ones(1, device="meta"))
+        with pytest.raises(CheckpointError, match="not among"):
+            file.write_part("y", torch.ones(1))
+    assert os.listdir(tmp_path) == []
+    with TensorFileWriter(path, {"x": ((2, 2), torch.float32)}) as file:
+        file.write_part("x", torch.ones(4))
+        with pytest.raises(CheckpointError, match="already"):
+            file.write_part("x", torch.ones(0))
+    with pytest.raises(StateError, match="not open"):
+        file.write_part("x", torch.ones(1))
