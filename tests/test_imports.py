@@ -27,11 +27,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "accelerator": {"config", "_C"},
     "comm": {"config", "logging", "accelerator", "ops", "_C"},
     "lr_schedules": {"config", "logging"},
-    "checkpoint": set(),
+    "checkpoint": {"config", "logging", "_C"},
     "data": {"config", "logging", "comm", "accelerator"},
     "profile": {"config", "logging", "comm", "accelerator"},
     "zero": {"config", "logging", "comm", "accelerator", "ops", "_C"},
-    "utils": {"config", "logging", "comm", "accelerator", "zero", "data", "profile"},
+    "utils": {"config", "logging", "comm", "accelerator", "zero", "data", "profile", "checkpoint"},
     "engine": {
         "config",
         "logging",
@@ -47,7 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "utils",
     },
     "plan": {"config", "ops", "_C", "zero", "engine"},
-    "launcher": {"config", "logging", "plan"},
+    "launcher": {"config", "logging", "plan", "checkpoint"},
 }
 # The top: what puts the parts together. Nothing imports these but one another.
 TOP = {"__init__", "__main__", "initialize"}
