@@ -1,0 +1,147 @@
+"""The small state beside the tensors (schedule, random numbers, the caller's own): written and read so that no code of a stranger ever runs.
+
+Files are those of ``torch.save``, and are read by ``torch.load(weights_only=True)`` alone: numbers, text, bytes, containers, tensors, and the few harmless classes
+below. What would not come back is refused when it is saved, by name, and not when it is too late.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import datetime
+import io
+import pathlib
+import pickle
+import sys
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from deepspeed_c.errors import CheckpointError
+
+__all__ = ["pack", "random_state", "restore_random_state", "unpack"]
+
+_PATH_TYPES = (pathlib.PurePosixPath, pathlib.PosixPath)
+_HARMLESS: list[Any] = [
+    argparse.Namespace,
+    SimpleNamespace,
+    collections.deque,
+    datetime.datetime,
+    datetime.date,
+    datetime.timedelta,
+    datetime.timezone,
+    *_PATH_TYPES,
+    set,
+    frozenset,
+    complex,
+    slice,
+    range,
+]
+
+
+def _harmless() -> list[Any]:
+    """Classes that only hold values, and what pickles of them call. numpy's are among them where it is loaded."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return _HARMLESS
+    core = getattr(numpy, "_core", None) or numpy.core
+    dtypes = {type(numpy.dtype(kind)) for kind in numpy.sctypeDict.values()}
+    return [
+        *_HARMLESS,
+        numpy.dtype,
+        numpy.ndarray,
+        core.multiarray._reconstruct,
+        core.multiarray.scalar,
+        # Under the older and the newer name of the module that holds it.
+        (core.multiarray._reconstruct, "numpy.core.multiarray._reconstruct"),
+        (core.multiarray._reconstruct, "numpy._core.multiarray._reconstruct"),
+        (core.multiarray.scalar, "numpy.core.multiarray.scalar"),
+        (core.multiarray.scalar, "numpy._core.multiarray.scalar"),
+        *dtypes,
+    ]
+
+
+def pack(value: Mapping[str, Any], where: str) -> bytes:
+    """``value`` as bytes that ``unpack`` gives back. Raises CheckpointError, naming entry and class, for what it would not give back."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        content = buffer.getvalue()
+        unpack(content, where)
+    except (pickle.PicklingError, TypeError, AttributeError, CheckpointError) as error:
+        path, culprit = _find_culprit(value, "")
+        raise CheckpointError(
+            f"{path or 'the value'} is a {type(culprit).__module__}.{type(culprit).__qualname__}, which cannot be saved safely",
+            where=where,
+            fix="save numbers, text, bytes, tensors, numpy arrays, and dicts, lists, tuples or sets of them; for an object save its state_dict() or vars()",
+        ) from error
+    return content
+
+
+def unpack(content: bytes, where: str) -> Any:
+    """What ``pack`` was given; tensors are in host memory. Raises CheckpointError for anything that is not plain data."""
+    try:
+        with torch.serialization.safe_globals(_harmless()):
+            return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"cannot be read as plain data: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
+            where=where,
+            fix="load another tag; the file is damaged, or holds objects that would run code when loaded",
+        ) from error
+
+
+def _find_culprit(value: Any, path: str) -> tuple[str, Any]:
+    """The innermost entry that does not survive, for the message."""
+    if isinstance(value, Mapping):
+        parts = [(f"{path}[{key!r}]", part) for key, part in value.items()]
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        parts = [(f"{path}[{i}]", part) for i, part in enumerate(value)]
+    elif isinstance(value, (argparse.Namespace, SimpleNamespace)):
+        parts = [(f"{path}.{key}", part) for key, part in vars(value).items()]
+    else:
+        return path, value
+    for part_path, part in parts:
+        buffer = io.BytesIO()
+        try:
+            torch.save(part, buffer)
+            unpack(buffer.getvalue(), part_path)
+        except (pickle.PicklingError, TypeError, AttributeError, CheckpointError):
+            return _find_culprit(part, part_path)
+    return path, value
+
+
+# -- random number generators --------------------------------------------------------------------------------------------
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """The generators of Python, numpy (where it is loaded), torch, and ``device``."""
+    import random
+
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, position, has_gauss, cached = numpy.random.get_state()
+        state["numpy"] = (kind, torch.from_numpy(keys.astype("int64")), position, has_gauss, cached)
+    if device.type != "cpu":
+        state[device.type] = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Puts back what ``random_state`` gave, as far as it is known here."""
+    import random
+
+    if "python" in state:
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(words), gauss))
+    if "torch" in state:
+        torch.set_rng_state(state["torch"])
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in state:
+        kind, keys, position, has_gauss, cached = state["numpy"]
+        numpy.random.set_state((kind, keys.numpy().astype("uint32"), position, has_gauss, cached))
+    if device.type != "cpu" and device.type in state:
+        torch.get_device_module(device).set_rng_state(state[device.type], device)
