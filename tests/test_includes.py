@@ -24,6 +24,7 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
     "scale": ("scale/", "base/", "dsc/"),
     "optim": ("optim/", "cpu/", "base/", "dsc/"),
     "accel": ("accel/", "base/", "dsc/"),
+    "ckpt": ("ckpt/", "base/", "dsc/"),
     "cuda": ("cuda/", "dsc/"),
 }
 
@@ -39,7 +40,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     r"(pybind11/|Python\.h)": ("ops/binding/*",),
     r"(cuda|nccl|cub/|thrust/)": ("csrc/cuda/*",),
     r"dlfcn\.h": ("csrc/accel/*", "ops/binding/*"),
-    r"pthread\.h": ("csrc/cpu/dispatch.c",),
+    r"pthread\.h": ("csrc/cpu/dispatch.c", "csrc/ckpt/crc32c.c"),
     r"immintrin\.h": ("csrc/cpu/*",),
     r"(libaio|liburing)\.h": (),
 }
