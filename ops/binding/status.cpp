@@ -29,6 +29,13 @@ class NotSupported : public pybind11::builtin_exception {
     void set_error() const override { PyErr_SetString(PyExc_NotImplementedError, what()); }
 };
 
+/* A transfer that failed: OSError, which callers of file functions expect. */
+class TransferFailed : public pybind11::builtin_exception {
+  public:
+    using pybind11::builtin_exception::builtin_exception;
+    void set_error() const override { PyErr_SetString(PyExc_OSError, what()); }
+};
+
 }  // namespace
 
 void fail(dsc_status status, const std::string &message)
@@ -42,6 +49,8 @@ void fail(dsc_status status, const std::string &message)
         throw OutOfMemory(message);
     case DSC_ENOTSUP:
         throw NotSupported(message);
+    case DSC_EIO:
+        throw TransferFailed(message);
     default:
         throw std::runtime_error(message);
     }

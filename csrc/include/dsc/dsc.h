@@ -7,6 +7,7 @@
 #define DSC_VERSION_PATCH 0
 
 #include "dsc/accel.h"
+#include "dsc/aio.h"
 #include "dsc/ckpt.h"
 #include "dsc/fetch.h"
 #include "dsc/flat.h"

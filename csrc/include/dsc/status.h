@@ -18,7 +18,9 @@ extern "C" {
     X(ENOTSUP, 5, "not supported by this build or device")     \
     X(ESTATE, 6, "not allowed in the object's present state")  \
     X(EDEVICE, 7, "the accelerator reported an error")         \
-    X(EAGAIN, 8, "try again")
+    X(EAGAIN, 8, "try again")                                  \
+    X(EIO, 9, "a transfer failed")                             \
+    X(ECORRUPT, 10, "stored data is not what was written")
 
 typedef enum dsc_status {
 #define DSC_STATUS_ENUM(name, value, text) DSC_##name = value,

@@ -1,0 +1,161 @@
+/*
+ * Asynchronous file I/O: requests of any size, offset and alignment, at the disk's speed, with every transfer's result checked.
+ *
+ * A *file* is opened once and may serve any number of engines. An *engine* takes *requests* (read or write so many bytes at an offset), cuts them into
+ * *blocks*, keeps up to queue_depth blocks in flight on its *backend* (io_uring, Linux AIO, threads, or plain system calls), continues what comes
+ * back short, and says of each request how it ended. Nothing is done behind the caller's back: blocks are started inside submit, poll and wait only.
+ *
+ *   dsc_aio_open -> file      dsc_aio_create -> engine      dsc_aio_submit_read(engine, file, ...) -> id ... dsc_aio_wait(engine, id) -> bytes
+ *
+ * O_DIRECT. A file opened with uses_direct has two descriptors, one with O_DIRECT and one without. What is aligned, in the file (dsc_aio_alignment) and in memory
+ * (as the file system asks for, often 4 or 512 bytes), goes directly and without a copy. Where memory is not aligned for the place in the file,
+ * blocks go directly through a small ring of aligned buffers. The unaligned head and tail of a write go through the page cache, never through read-modify-write:
+ * requests that share a page do not harm one another. A file system that refuses O_DIRECT is served through the page cache, and dsc_aio_file_note says so.
+ *
+ * An engine belongs to one thread at a time. Files may be shared by engines in several threads; requests in flight must not overlap unless all of them read.
+ */
+#ifndef DSC_AIO_H
+#define DSC_AIO_H
+
+#include "dsc/status.h"
+#include "dsc/types.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct dsc_aio dsc_aio;
+typedef struct dsc_aio_file dsc_aio_file;
+
+/* Names a request of one engine from its submission until it has been waited for. Never 0. */
+typedef uint64_t dsc_aio_id;
+
+enum dsc_aio_flag {
+    DSC_AIO_READ = 1,
+    DSC_AIO_WRITE = 2,
+    DSC_AIO_CREATE = 4,    /* create the file (mode 0666 less the umask) when it does not exist */
+    DSC_AIO_TRUNCATE = 8,  /* to nothing */
+    DSC_AIO_EXCLUSIVE = 16 /* with CREATE: fail when the file exists */
+};
+
+struct dsc_aio_config {
+    uint32_t size;        /* sizeof(struct dsc_aio_config) */
+    const char *backend;  /* borrowed: "uring", "libaio", "threads", "sync"; NULL or "auto": the first of these that this kernel allows */
+    size_t block_bytes;   /* 1 to 1 GiB; the longest single transfer. Rounded up to a multiple of dsc_aio_alignment */
+    int32_t queue_depth;  /* 1 to 4096; blocks in flight */
+    int32_t n_threads;    /* 1 to 256; "threads" runs up to eight workers for each, and never more than queue_depth. Other backends start none */
+    bool single_submit;   /* hand blocks to the kernel one by one */
+    bool overlap_events;  /* false: a full batch of blocks is awaited before the next is started */
+    bool uses_direct;     /* false: this engine goes through the page cache, whatever the file allows */
+};
+
+#define DSC_AIO_CONFIG_INIT \
+    { sizeof(struct dsc_aio_config), NULL, (size_t)1 << 20, 32, 1, false, true, true }
+
+/*
+ * DSC_EINVAL names the field that is out of range; DSC_ENOTFOUND: no backend of that name; DSC_ENOTSUP: the kernel does not allow that one, and why.
+ * Costs tens of microseconds; the ring of buffers is allocated when a request first needs it.
+ */
+DSC_API dsc_status dsc_aio_create(const struct dsc_aio_config *config, dsc_aio **out_aio);
+
+/* Cancels what has not been started, waits for what has, and forgets all requests. NULL is fine. */
+DSC_API void dsc_aio_destroy(dsc_aio *aio);
+
+/* The backend in use, never "auto". Static storage. */
+DSC_API const char *dsc_aio_backend_name(const dsc_aio *aio);
+
+/* The backends of this build, in the order in which "auto" tries them; NULL from the first index past the end. Static storage. */
+DSC_API const char *dsc_aio_backend_at(int32_t index);
+
+/* DSC_OK when this kernel lets the backend work now; else as dsc_aio_create. */
+DSC_API dsc_status dsc_aio_backend_probe(const char *name);
+
+/* Bytes. Offsets and buffers that are multiples of it always go directly. A power of two, at least 4096, the same for the whole process. */
+DSC_API size_t dsc_aio_alignment(void);
+
+/*
+ * Opens path; flags are DSC_AIO_* and include READ or WRITE. uses_direct asks for O_DIRECT; where that is refused the file is open all the same. Neither
+ * descriptor is inherited across exec. DSC_EIO with the errno's text.
+ */
+DSC_API dsc_status dsc_aio_open(const char *path, int flags, bool uses_direct, dsc_aio_file **out_file);
+
+/*
+ * Closes and frees the file, also when it reports DSC_EIO (an error of earlier writes that the kernel reports now). DSC_ESTATE, with
+ * nothing closed, while a request on it has not been waited for. NULL is fine. Does not sync.
+ */
+DSC_API dsc_status dsc_aio_close(dsc_aio_file *file);
+
+/* Bytes that the file holds now (a block device: its capacity). */
+DSC_API dsc_status dsc_aio_file_bytes(const dsc_aio_file *file, int64_t *out_n_bytes);
+
+/* fsync: what has been waited for is on the medium when this returns DSC_OK. Blocks. */
+DSC_API dsc_status dsc_aio_sync(dsc_aio_file *file);
+
+/* Whether aligned blocks go directly. May turn from true to false when the file system refuses the first of them. */
+DSC_API bool dsc_aio_file_is_direct(const dsc_aio_file *file);
+
+/* Why a file that was opened with uses_direct is not direct, as a sentence; "" when it is, or was not to be. Borrowed: lives as long as the file. */
+DSC_API const char *dsc_aio_file_note(const dsc_aio_file *file);
+
+/* The path that the file was opened by. Borrowed: lives as long as the file. */
+DSC_API const char *dsc_aio_file_path(const dsc_aio_file *file);
+
+/*
+ * Starts a transfer of n_bytes (0 is fine) between buf and the file at offset.
+ *
+ * file and buf are kept until the request has been waited for. Returns without waiting for the transfer, but what the kernel does at once (the page cache under
+ * "libaio", everything under "sync") is done before it returns. Any number of requests may be pending. A write past the end of a direct file reserves
+ * its space first, so the file may come to have its new length before the data, and a lack of space shows early.
+ *
+ * DSC_EINVAL (the file is not open for that, negative offset, NULL), DSC_EOVERFLOW (offset + n_bytes), DSC_ENOMEM: nothing was started. What
+ * goes wrong in the transfer itself is reported by wait.
+ */
+DSC_API dsc_status dsc_aio_submit_read(dsc_aio *aio, dsc_aio_file *file, int64_t offset, void *buf, size_t n_bytes, dsc_aio_id *out_id);
+DSC_API dsc_status dsc_aio_submit_write(dsc_aio *aio, dsc_aio_file *file, int64_t offset, const void *buf, size_t n_bytes, dsc_aio_id *out_id);
+
+/*
+ * Waits for one request and forgets it. *out_res (may be NULL) is always written: the bytes transferred, or -errno. A write that is not complete is a failure; a
+ * read that meets the end of the file succeeds with fewer bytes, those up to the first that the file did not have, and the caller decides.
+ *
+ * DSC_EIO: it failed; dsc_last_error says which file, offset, length and errno, dsc_aio_last_failure the same in fields. What a failed read left in buf is
+ * undefined. A cancelled request fails with ECANCELED. Other requests are not affected. DSC_ENOTFOUND: no such request (waited for already), *out_res is
+ * -ENOENT then.
+ */
+DSC_API dsc_status dsc_aio_wait(dsc_aio *aio, dsc_aio_id id, int64_t *out_res);
+
+/*
+ * Waits for all pending requests and forgets them. *out_n_done (may be NULL) is always written: how many of them were transferred whole; 0 when nothing was pending.
+ * DSC_EIO when one or more failed, with the sentence of the first that was submitted and the number of others. As lengths are not reported here, a read that
+ * met the end of its file is a failure too, with ENODATA. Cancelled requests count neither as done nor as failed.
+ */
+DSC_API dsc_status dsc_aio_wait_all(dsc_aio *aio, int64_t *out_n_done);
+
+/* Starts and finishes what can be without blocking. *out_is_done: dsc_aio_wait(id) would return at once. DSC_ENOTFOUND: no such request. */
+DSC_API dsc_status dsc_aio_poll(dsc_aio *aio, dsc_aio_id id, bool *out_is_done);
+
+/*
+ * Asks that a request be given up: blocks that have not been started never will be. It still has to be waited for (buf is in use until then) and ends with
+ * ECANCELED, or as if nothing had been asked when all its blocks had been started. DSC_ENOTFOUND: no such request.
+ */
+DSC_API dsc_status dsc_aio_cancel(dsc_aio *aio, dsc_aio_id id);
+
+/* Requests that have not been waited for, finished ones among them. */
+DSC_API int64_t dsc_aio_pending(const dsc_aio *aio);
+
+/* The last DSC_EIO of this module in this thread, in fields. */
+struct dsc_aio_failure {
+    const char *path;  /* borrowed: until the next failure in this thread; "" before any */
+    const char *verb;  /* "read", "write", "open", "sync", ...; static */
+    int64_t offset;    /* of the request; -1 where there is none, as for open */
+    int64_t n_bytes;   /* of the request; -1 where there is none */
+    int64_t at;        /* the offset of the block that failed; -1 where there is none */
+    int32_t err;       /* errno; ENODATA for the end of the file */
+    int64_t n_others;  /* failed requests of the same dsc_aio_wait_all that are not described */
+};
+
+DSC_API void dsc_aio_last_failure(struct dsc_aio_failure *out_failure);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
