@@ -1,0 +1,140 @@
+"""Opens any checkpoint for reading, and recognises its format by what lies there."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+
+from deepspeed_c.checkpoint.commit import find_tag, read_latest
+from deepspeed_c.checkpoint.huggingface import INDEX_FILE, SINGLE_FILE, HuggingFaceSource
+from deepspeed_c.checkpoint.manifest import MANIFEST
+from deepspeed_c.checkpoint.native import NativeSource
+from deepspeed_c.checkpoint.source import Source
+from deepspeed_c.errors import CheckpointError
+
+__all__ = ["FORMATS", "find_checkpoint", "format_of", "open_checkpoint"]
+
+LATEST_UNIVERSAL = "latest_universal"
+DCP_METADATA = ".metadata"
+_OUR_PAYLOAD = re.compile(r"rank_\d{5}\.safetensors")
+
+
+# A reader is imported when its format is there: each brings in what it needs.
+
+
+def _open_deepspeed(folder: str) -> Source:
+    from deepspeed_c.checkpoint.deepspeed import open_deepspeed
+
+    return open_deepspeed(folder)
+
+
+def _open_dcp(folder: str) -> Source:
+    from deepspeed_c.checkpoint.dcp import DcpSource
+
+    return DcpSource(folder)
+
+
+# Name of the format -> how one of it is opened.
+FORMATS: dict[str, Callable[[str], Source]] = {
+    "deepspeed_c": NativeSource,
+    "deepspeed": _open_deepspeed,
+    "deepspeed-universal": _open_deepspeed,
+    "torch-dcp": _open_dcp,
+    "huggingface": HuggingFaceSource,
+}
+
+
+def format_of(path: str) -> str | None:
+    """The format of the checkpoint that ``path`` itself is, by the names of its files; None if it is none, or a folder of several tags."""
+    if os.path.isfile(path):
+        return "huggingface" if path.endswith((".safetensors", ".safetensors.index.json")) else None
+    try:
+        names = set(os.listdir(path))
+    except OSError:
+        return None
+    # Also what has lost its manifest: then that is what is said.
+    if MANIFEST in names or any(_OUR_PAYLOAD.fullmatch(name) for name in names):
+        return "deepspeed_c"
+    if DCP_METADATA in names:
+        return "torch-dcp"
+    if "zero" in names and os.path.isdir(os.path.join(path, "zero")):
+        return "deepspeed-universal"
+    if any(name.endswith(("_model_states.pt", "_optim_states.pt")) for name in names):
+        return "deepspeed"
+    if names & {SINGLE_FILE, INDEX_FILE}:
+        return "huggingface"
+    return None
+
+
+def find_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> tuple[str, str]:
+    """(folder or file of one checkpoint, its format): ``path`` itself, ``tag`` below it, or without a tag the one that ``latest`` names.
+
+    Raises CheckpointError where none of the formats is found.
+    """
+    where = os.fspath(path)
+    if tag is None:
+        found = format_of(where)
+        if found is not None:
+            return where, found
+        tag = read_latest(where) or _read_latest_universal(where)
+    if tag is not None:
+        folder = find_tag(where, tag)
+        found = format_of(folder)
+        if found is not None:
+            return folder, found
+        raise CheckpointError(
+            "is no checkpoint" if os.path.exists(folder) else "does not exist",
+            where=folder,
+            fix=f"there are {_tags(where)}" if _tags(where) else _LOOKED_FOR,
+        )
+    if _tags(where):
+        raise CheckpointError(
+            "has no file `latest` that names one of its checkpoints",
+            where=where,
+            fix=f"name a tag: there are {_tags(where)}",
+        )
+    what = (
+        "holds no checkpoint"
+        if os.path.isdir(where)
+        else "is no checkpoint"
+        if os.path.exists(where)
+        else "does not exist"
+    )
+    raise CheckpointError(what, where=where, fix=_LOOKED_FOR)
+
+
+_LOOKED_FOR = (
+    f"name a folder with `latest`, {MANIFEST} (deepspeed_c), *_model_states.pt (DeepSpeed), zero/ (DeepSpeed's universal format), "
+    f"{DCP_METADATA} (torch DCP), {SINGLE_FILE} or {INDEX_FILE} (Hugging Face), or a .safetensors file"
+)
+
+
+def open_checkpoint(path: str | os.PathLike[str], tag: str | None = None, *, form: str | None = None) -> Source:
+    """The checkpoint at ``path`` (see ``find_checkpoint``), open for reading. ``form``, a key of ``FORMATS``, is what it must be.
+
+    Raises CheckpointError where there is none, where it is of another format, and for what is wrong with it.
+    """
+    folder, found = find_checkpoint(path, tag)
+    if form is not None and form != found:
+        raise CheckpointError(f"is a checkpoint of format {found}, not {form}", where=folder, fix=f"read it as {found}")
+    return FORMATS[found](folder)
+
+
+def _read_latest_universal(folder: str) -> str | None:
+    try:
+        with open(os.path.join(folder, LATEST_UNIVERSAL), encoding="utf-8") as file:
+            return file.read(4096).strip() or None
+    except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
+        return None
+
+
+def _tags(folder: str) -> str:
+    """The checkpoints below ``folder``, for a message."""
+    try:
+        names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
+    except OSError:
+        return ""
+    return ", ".join(
+        name for name in names if os.path.isdir(os.path.join(folder, name)) and format_of(os.path.join(folder, name))
+    )
