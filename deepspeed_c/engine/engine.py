@@ -19,6 +19,7 @@ from deepspeed_c.config import Config
 from deepspeed_c.data.loader import DeepSpeedDataLoader
 from deepspeed_c.engine.boundary import scale_outputs, watch_outputs
 from deepspeed_c.engine.getters import ConfigGetters
+from deepspeed_c.engine.model_files import save_model
 from deepspeed_c.engine.offload import OffloadDeviceEnum, OffloadedStates, OffloadStateTypeEnum
 from deepspeed_c.engine.precision import Precision
 from deepspeed_c.engine.shard import shard_model
@@ -489,6 +490,31 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
         return True
 
     save_fp16_model = save_16bit_model
+
+    def save_model(
+        self,
+        save_dir: str,
+        max_shard_size: int | str = "5GB",
+        exclude_frozen_parameters: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Writes the model as Hugging Face lays it out: ``model.safetensors``, or files of at most ``max_shard_size`` and their index, and config.json where
+        the module has a configuration of transformers. ``AutoModel.from_pretrained(save_dir)`` reads it.
+
+        Collective, at every stage; rank 0 writes, and no rank holds more than one gather unit of the model. ``dtype`` is that of floating-point parameters, by
+        default the one that is trained in; another one is taken from the fp32 masters. A new folder appears when it is complete; in one that has been there the
+        model is replaced and other files stay. Raises CheckpointError on all ranks when it cannot be written; everything is as it was then.
+        """
+        self._require_open()
+        save_model(
+            self.module,
+            self._fetcher,
+            self._comm,
+            save_dir,
+            max_shard_size=max_shard_size,
+            exclude_frozen=exclude_frozen_parameters,
+            dtype=dtype,
+        )
 
     def set_trainable(self, names: Iterable[str], keep_state: bool = True) -> list[str]:
         """From now on exactly the parameters that ``names`` give are trained; all others are frozen. Returns the names of the trained ones.

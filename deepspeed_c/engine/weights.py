@@ -16,10 +16,19 @@ from deepspeed_c.zero.fetch import Fetcher, PlacedShard
 from deepspeed_c.zero.gathered import GatheredParameters
 from deepspeed_c.zero.sharded import shape_of, state_of
 
-__all__ = ["consolidate", "load_custom", "load_weights", "save_weights"]
+__all__ = [
+    "aliases_of",
+    "consolidate",
+    "load_custom",
+    "load_weights",
+    "named_tensors",
+    "save_weights",
+    "stream",
+    "stream_order",
+]
 
 
-def _tensors(module: torch.nn.Module, exclude_frozen: bool) -> dict[str, torch.Tensor]:
+def named_tensors(module: torch.nn.Module, exclude_frozen: bool) -> dict[str, torch.Tensor]:
     """What a state dict holds, by name: parameters as objects, whether they are here or not."""
     state = module.state_dict(keep_vars=True)
     if exclude_frozen:
@@ -28,30 +37,39 @@ def _tensors(module: torch.nn.Module, exclude_frozen: bool) -> dict[str, torch.T
     return {name: value for name, value in state.items() if torch.is_tensor(value)}
 
 
-def _stream(tensors: Mapping[str, torch.Tensor], fetcher: Fetcher | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each different tensor once, under the first of its names, while it is whole. Collective: go through to the end."""
-    names: dict[int, str] = {}
-    sharded: dict[int, list[tuple[str, torch.Tensor]]] = {}
+def stream_order(tensors: Mapping[str, torch.Tensor]) -> tuple[list[str], dict[int, list[str]]]:
+    """Each different tensor once, under the first of its names: those that are whole here, and those of each gather unit."""
+    seen: set[int] = set()
+    whole: list[str] = []
+    sharded: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
-        if id(tensor) in names:
+        if id(tensor) in seen:
             continue
-        names[id(tensor)] = name
+        seen.add(id(tensor))
         state = state_of(tensor)
         if isinstance(state, PlacedShard):
-            sharded.setdefault(state.group.index, []).append((name, tensor))
+            sharded.setdefault(state.group.index, []).append(name)
         else:
-            yield name, tensor.detach()
-    for index in sorted(sharded):
+            whole.append(name)
+    return whole, dict(sorted(sharded.items()))
+
+
+def stream(tensors: Mapping[str, torch.Tensor], fetcher: Fetcher | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each different tensor in the order of ``stream_order``, while it is whole. Collective: go through to the end."""
+    whole, sharded = stream_order(tensors)
+    for name in whole:
+        yield name, tensors[name].detach()
+    for index, names in sharded.items():
         group = fetcher.groups[index]
         fetcher.pin([group])
         try:
-            for name, tensor in sharded[index]:
-                yield name, tensor.detach()
+            for name in names:
+                yield name, tensors[name].detach()
         finally:
             fetcher.unpin([group])
 
 
-def _aliases(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+def aliases_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Other names of tied weights: name -> first name."""
     first: dict[int, str] = {}
     return {name: first[id(t)] for name, t in tensors.items() if first.setdefault(id(t), name) != name}
@@ -61,15 +79,15 @@ def consolidate(
     module: torch.nn.Module, fetcher: Fetcher | None, comm: Collectives, *, exclude_frozen: bool, on_all_ranks: bool
 ) -> OrderedDict[str, torch.Tensor] | None:
     """The module's state dict of whole tensors in host memory, on rank 0 (None elsewhere) or on all ranks. Collective."""
-    tensors = _tensors(module, exclude_frozen)
+    tensors = named_tensors(module, exclude_frozen)
     keeps = on_all_ranks or comm.rank == 0
     whole: dict[str, torch.Tensor] = {}
-    for name, tensor in _stream(tensors, fetcher):
+    for name, tensor in stream(tensors, fetcher):
         if keeps:
             whole[name] = tensor.to("cpu", copy=True)
     if not keeps:
         return None
-    aliases = _aliases(tensors)
+    aliases = aliases_of(tensors)
     return OrderedDict((name, whole[aliases.get(name, name)]) for name in tensors)
 
 
@@ -80,11 +98,11 @@ def save_weights(
 
     Raises CheckpointError on all ranks when the file cannot be written; an older file of that name is intact then.
     """
-    tensors = _tensors(module, exclude_frozen)
+    tensors = named_tensors(module, exclude_frozen)
     error: Exception | None = None
     writer: TensorFileWriter | None = None
     if comm.rank == 0:
-        aliases = _aliases(tensors)
+        aliases = aliases_of(tensors)
         entries = {name: (shape_of(t), t.dtype) for name, t in tensors.items() if name not in aliases}
         try:
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
@@ -93,7 +111,7 @@ def save_weights(
         except (OSError, CheckpointError) as raised:
             error, writer = raised, None
     # A rank that cannot write still takes part in every gather: the others wait for it.
-    for name, tensor in _stream(tensors, fetcher):
+    for name, tensor in stream(tensors, fetcher):
         if writer is not None and error is None:
             try:
                 writer.write(name, tensor)
