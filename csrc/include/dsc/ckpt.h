@@ -1,5 +1,6 @@
 /*
- * What checkpoints need below their format: checksums, the map from one arrangement's pieces of a tensor to another's, and an atomic swap of names.
+ * What checkpoints need below their format: checksums, the map from one arrangement's pieces of a tensor to another's, an atomic swap of names, and
+ * files that are written and read at the disk's speed with a checksum a block.
  */
 #ifndef DSC_CKPT_H
 #define DSC_CKPT_H
@@ -54,6 +55,82 @@ DSC_API dsc_status dsc_reshape_plan(const int64_t *shape, int32_t n_dims, const 
  * -ENOSYS, -EINVAL and -ENOTSUP are a kernel or file system without it (-EINVAL also when one of them lies inside the other).
  */
 DSC_API int dsc_exchange_paths(const char *a, const char *b);
+
+/*
+ * A *block file* is any file, of which the CRC32C of each block_bytes is kept elsewhere (the last block may be shorter). It is written and read through a
+ * ring of buffers and an I/O engine (dsc/aio.h), so that the disk, the checksums and the copies go on at the same time.
+ */
+struct dsc_block_config {
+    uint32_t size;        /* sizeof(struct dsc_block_config) */
+    size_t block_bytes;   /* 1 to 1 GiB; what one checksum covers. Multiples of dsc_aio_alignment() go to the disk as they are */
+    const char *backend;  /* of dsc_aio_config */
+    size_t buffer_bytes;  /* 1 to 1 GiB, rounded up to dsc_aio_alignment() (a reader: to whole blocks): the largest request */
+    int32_t n_buffers;    /* 2 to 1024. The ring takes n_buffers * buffer_bytes of memory */
+};
+
+#define DSC_BLOCK_CONFIG_INIT \
+    { sizeof(struct dsc_block_config), (size_t)256 << 10, NULL, (size_t)2 << 20, 4 }
+
+/* Writes one file, from its beginning to its end. For one thread at a time. */
+typedef struct dsc_block_writer dsc_block_writer;
+
+/*
+ * Creates path, which must not exist (mode 0666 less the umask). DSC_EINVAL names the bad field; DSC_ENOTFOUND or DSC_ENOTSUP: the backend, and no file has been
+ * created; DSC_ENOMEM; DSC_EIO: dsc_aio_last_failure has the errno.
+ */
+DSC_API dsc_status dsc_block_writer_create(const char *path, const struct dsc_block_config *config, dsc_block_writer **out_writer);
+
+/*
+ * Appends n_bytes, which are borrowed for the call. DSC_EIO (dsc_aio_last_failure has the errno) and DSC_ENOMEM may be about what earlier calls gave; from then on, as
+ * after finish and in a process forked from the one that created the writer, every call is DSC_ESTATE.
+ */
+DSC_API dsc_status dsc_block_writer_write(dsc_block_writer *writer, const void *data, size_t n_bytes);
+
+/* Bytes given so far. */
+DSC_API int64_t dsc_block_writer_bytes(const dsc_block_writer *writer);
+
+/*
+ * Writes what is left, syncs the file and closes it. *out_crcs is the checksum of each block in order, *out_n_blocks of them; borrowed, until destroy.
+ * Fails as write does. Syncs the file, not its folder.
+ */
+DSC_API dsc_status dsc_block_writer_finish(dsc_block_writer *writer, const uint32_t **out_crcs, int64_t *out_n_blocks);
+
+/*
+ * Waits for what the disk is doing, closes and frees; a file that has not been finished stays behind, incomplete. NULL is fine. In a forked process
+ * it does nothing at all: engine and file are the parent's.
+ */
+DSC_API void dsc_block_writer_destroy(dsc_block_writer *writer);
+
+/* What is to be read: n_bytes from offset of the file to into. */
+struct dsc_block_copy {
+    int64_t offset;
+    int64_t n_bytes;
+    void *into;
+};
+
+/* What is known of a file that is to be read. */
+struct dsc_block_file {
+    const char *path;
+    int64_t n_bytes;      /* its length */
+    const uint32_t *crcs; /* of each block in order; NULL: nothing is checked */
+    int64_t n_crcs;       /* the number of blocks; 0 with NULL */
+};
+
+/*
+ * Makes the copies, which it sorts by offset; they may overlap in the file. Reads each block that one of them touches, once and whole, and no other; checks it, then
+ * copies from it. *out_n_bytes_read (may be NULL) is what has been read from the file. With nothing to copy, the file is not opened.
+ *
+ * DSC_EINVAL names a copy that does not lie in the file, a bad field, or n_crcs; DSC_EIO as above; DSC_ECORRUPT when the file's length is not n_bytes (*out_bad_block
+ * is -1) or a block does not match its checksum (*out_bad_block is its index): nothing of that block has been copied, blocks before it may have been.
+ */
+DSC_API dsc_status dsc_blocks_read(const struct dsc_block_file *file, const struct dsc_block_config *config, struct dsc_block_copy *copies,
+                                   int64_t n_copies, int64_t *out_n_bytes_read, int64_t *out_bad_block);
+
+/*
+ * Reads the whole file and lists the blocks that do not match their checksums, ascending, in out_bad, which has n_crcs entries. crcs may not be NULL unless the file is
+ * to be empty. Fails as dsc_blocks_read does, except that a bad block is a result and no failure.
+ */
+DSC_API dsc_status dsc_blocks_verify(const struct dsc_block_file *file, const struct dsc_block_config *config, int64_t *out_bad, int64_t *out_n_bad);
 
 #ifdef __cplusplus
 }

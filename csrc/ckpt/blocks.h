@@ -1,0 +1,14 @@
+/* What the writer and the reader of block files share: checked settings, and the engine for them. */
+#ifndef DSC_CKPT_BLOCKS_H
+#define DSC_CKPT_BLOCKS_H
+
+#include "dsc/aio.h"
+#include "dsc/ckpt.h"
+
+/* DSC_EINVAL names the field that is out of range. */
+dsc_status dsc_block_config_check(const struct dsc_block_config *config);
+
+/* An engine that keeps n_bytes in flight, and a ring of that many bytes, aligned. Neither is left behind on failure. */
+dsc_status dsc_block_ring_create(const char *backend, size_t n_bytes, dsc_aio **out_aio, unsigned char **out_memory);
+
+#endif
