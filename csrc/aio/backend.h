@@ -8,7 +8,6 @@
 struct dsc_aio_op {
     int fd;
     bool is_write;
-    bool is_in_ring;          /* buf lies in the region that was given to lend_ring */
     int64_t offset;
     void *buf;
     size_t n_bytes;           /* > 0 */
@@ -40,12 +39,6 @@ struct dsc_aio_backend {
      * Goes on after EINTR. A negative -errno means that results can no longer be had: the engine gives itself up. Required.
      */
     int64_t (*reap)(void *state, struct dsc_aio_op **out_ops, int64_t capacity, bool wait);
-
-    /*
-     * Tells of the region that ops with is_in_ring lie in, once and before the first of them, so that it can be registered with the kernel. It outlives the state. Failure
-     * is no error: such ops then go the ordinary way. Not required.
-     */
-    void (*lend_ring)(void *state, void *region, size_t n_bytes);
 };
 
 #endif

@@ -333,7 +333,10 @@ static void fail_request(dsc_aio *aio, struct request *request, int32_t err, int
 
 /* ---- blocks ---- */
 
-/* False when there is no memory for the ring: what needs it then goes through the page cache. */
+/*
+ * False when there is no memory for the ring: what needs it then goes through the page cache. Registering the ring with io_uring and backing it by huge
+ * pages have both been timed, and did not help: copies of a megabyte hide what they save.
+ */
 static bool make_ring(dsc_aio *aio)
 {
     size_t n_bytes = (size_t)aio->n_ring_blocks * aio->ring_block_bytes;
@@ -348,8 +351,6 @@ static bool make_ring(dsc_aio *aio)
     for (int32_t i = 0; i < aio->n_ring_blocks; i++)
         aio->free_ring_blocks[i] = aio->ring + (size_t)(aio->n_ring_blocks - 1 - i) * aio->ring_block_bytes;
     aio->n_free_ring_blocks = aio->n_ring_blocks;
-    if (aio->backend->lend_ring != NULL)
-        aio->backend->lend_ring(aio->state, ring, n_bytes);
     return true;
 }
 
@@ -358,7 +359,6 @@ static void drop_ring_block(dsc_aio *aio, struct block *block)
     if (block->ring_block != NULL)
         aio->free_ring_blocks[aio->n_free_ring_blocks++] = block->ring_block;
     block->ring_block = NULL;
-    block->op.is_in_ring = false;
 }
 
 static void point(struct block *block, int fd, int64_t offset, void *buf, size_t n_bytes)
@@ -387,48 +387,48 @@ static void point_buffered(dsc_aio *aio, struct block *block)
  * read: the first and last aligned pages are read whole into the ring and the wanted bytes copied out. What lies between goes straight to or from
  * the caller's memory if its address suits, else through a block of the ring, shorter if need be.
  */
-static void point_direct(dsc_aio *aio, struct block *block, size_t memory_align)
+static bool point_direct(dsc_aio *aio, struct block *block, size_t memory_align)
 {
     const bool is_write = block->request->is_write;
     const int64_t end = block->position + (int64_t)block->n_wanted;
     const int64_t inner_begin = align_up(block->position);
     const int64_t inner_end = align_down(end);
-    bool suits = inner_begin == block->position && ((uintptr_t)block->memory & (memory_align - 1)) == 0;
+    const bool is_aligned = inner_begin == block->position;
+    bool suits = is_aligned && ((uintptr_t)block->memory & (memory_align - 1)) == 0;
     int64_t direct_end = end;
 
-    if (is_write && inner_begin != block->position) { /* the head */
-        block->n_wanted = (size_t)(min64(inner_begin, end) - block->position);
+    if (is_write && (!is_aligned || inner_begin >= inner_end)) { /* the head, the tail, or less than a page */
+        block->n_wanted = (size_t)((is_aligned ? end : min64(inner_begin, end)) - block->position);
         point_buffered(aio, block);
-        return;
+        return true;
     }
-    if (!is_write && inner_begin != block->position && inner_begin < inner_end &&
-        ((uintptr_t)(block->memory + (inner_begin - block->position)) & (memory_align - 1)) == 0) {
-        direct_end = inner_begin; /* only the head needs the ring */
-    } else if (suits || is_write) {
+    if (is_write || (suits && inner_begin < inner_end))
         direct_end = inner_end;
-        if (direct_end == block->position) { /* the tail */
-            if (is_write) {
-                point_buffered(aio, block);
-                return;
-            }
-            suits = false;
-            direct_end = end;
-        }
-    }
-    block->is_direct = true;
+    else if (inner_begin < inner_end && ((uintptr_t)(block->memory + (inner_begin - block->position)) & (memory_align - 1)) == 0)
+        direct_end = inner_begin; /* only the head of the read needs the ring */
+    else
+        suits = false;
     if (suits) {
+        block->is_direct = true;
         block->n_wanted = (size_t)(direct_end - block->position);
         point(block, block->request->file->direct_fd, block->position, block->memory, block->n_wanted);
-        return;
+        return true;
     }
+    if (!make_ring(aio)) { /* no memory for it */
+        point_buffered(aio, block);
+        return true;
+    }
+    if (aio->n_free_ring_blocks == 0)
+        return false;
     direct_end = min64(direct_end, align_down(block->position) + (int64_t)aio->ring_block_bytes);
+    block->is_direct = true;
     block->n_wanted = (size_t)(direct_end - block->position);
     block->ring_block = aio->free_ring_blocks[--aio->n_free_ring_blocks];
-    block->op.is_in_ring = true;
     if (is_write)
         memcpy(block->ring_block, block->memory, block->n_wanted);
     point(block, block->request->file->direct_fd, align_down(block->position), block->ring_block,
           (size_t)(align_up(direct_end) - align_down(block->position)));
+    return true;
 }
 
 /* Cuts the next block of the request. False when it has to wait for room in the ring. */
@@ -437,22 +437,19 @@ static bool cut(dsc_aio *aio, struct request *request)
     dsc_aio_file *file = request->file;
     const int64_t block_bytes = (int64_t)aio->config.block_bytes;
     const int64_t position = request->offset + request->n_cut;
-    const int64_t to_border = block_bytes - position % block_bytes;
-    const bool is_direct = aio->config.uses_direct && atomic_load(&file->is_direct) && position < INT64_MAX - 2 * block_bytes && make_ring(aio);
     struct block *block = aio->free_blocks;
 
-    if (is_direct && aio->n_free_ring_blocks == 0) /* whether it needs one shows later; with a full ring there is enough in flight to wait for */
-        return false;
-    aio->free_blocks = block->next;
     block->request = request;
     block->memory = request->buf + request->n_cut;
     block->position = position;
-    block->n_wanted = (size_t)min64(to_border, request->n_bytes - request->n_cut);
+    block->n_wanted = (size_t)min64(block_bytes - position % block_bytes, request->n_bytes - request->n_cut);
     block->n_retries = 0;
-    if (is_direct)
-        point_direct(aio, block, atomic_load(&file->memory_align));
-    else
+    /* Next to the end of the type, rounding up would overflow; no file system is that large. */
+    if (!aio->config.uses_direct || !atomic_load(&file->is_direct) || position > INT64_MAX - 2 * block_bytes)
         point_buffered(aio, block);
+    else if (!point_direct(aio, block, atomic_load(&file->memory_align)))
+        return false;
+    aio->free_blocks = block->next;
     request->n_cut += (int64_t)block->n_wanted;
     request->n_blocks++;
     aio->ready[aio->n_ready++] = &block->op;

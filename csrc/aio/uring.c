@@ -9,7 +9,6 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
-#include <sys/uio.h>
 #include <unistd.h>
 
 /* A region shared with the kernel. */
@@ -20,7 +19,6 @@ struct mapping {
 
 struct state {
     int fd;
-    bool has_ring_region; /* registered as buffer 0 */
     struct mapping sq_ring;
     struct mapping cq_ring;
     struct mapping sqe_array;
@@ -134,24 +132,10 @@ static dsc_status uring_open(const struct dsc_aio_config *config, void **out_sta
     return DSC_OK;
 }
 
-/* Saves pinning the pages of each transfer. Needs RLIMIT_MEMLOCK; without, the addresses do. */
-static void uring_lend_ring(void *opaque, void *region, size_t n_bytes)
+static void fill(struct io_uring_sqe *sqe, struct dsc_aio_op *op)
 {
-    struct state *state = opaque;
-    struct iovec buffer = {region, n_bytes};
-
-    state->has_ring_region = syscall(SYS_io_uring_register, state->fd, IORING_REGISTER_BUFFERS, &buffer, 1) == 0;
-}
-
-static void fill(const struct state *state, struct io_uring_sqe *sqe, struct dsc_aio_op *op)
-{
-    bool is_fixed = op->is_in_ring && state->has_ring_region;
-
     memset(sqe, 0, sizeof *sqe);
-    if (op->is_write)
-        sqe->opcode = is_fixed ? IORING_OP_WRITE_FIXED : IORING_OP_WRITE;
-    else
-        sqe->opcode = is_fixed ? IORING_OP_READ_FIXED : IORING_OP_READ;
+    sqe->opcode = op->is_write ? IORING_OP_WRITE : IORING_OP_READ;
     sqe->fd = op->fd;
     sqe->off = (uint64_t)op->offset;
     sqe->addr = (uintptr_t)op->buf;
@@ -169,7 +153,7 @@ static int64_t uring_submit(void *opaque, struct dsc_aio_op *const *ops, int64_t
     for (uint32_t i = 0; i < n; i++) {
         uint32_t at = (tail + i) & state->sq_mask;
 
-        fill(state, &state->sqes[at], ops[i]);
+        fill(&state->sqes[at], ops[i]);
         state->sq_array[at] = at;
     }
     __atomic_store_n(state->sq_tail, tail + n, __ATOMIC_RELEASE);
@@ -209,5 +193,4 @@ const struct dsc_aio_backend dsc_aio_backend_uring = {
     .close = uring_close,
     .submit = uring_submit,
     .reap = uring_reap,
-    .lend_ring = uring_lend_ring,
 };
