@@ -94,7 +94,7 @@ def read_header(path: str) -> Header:
 
 
 def _stored(path: str, name: str, value: Any, payload: int) -> StoredTensor:
-    if not isinstance(value, dict) or value.keys() < {"dtype", "shape", "data_offsets"}:
+    if not isinstance(value, dict) or not value.keys() >= {"dtype", "shape", "data_offsets"}:
         raise _malformed(path, f"{name} lacks dtype, shape or data_offsets")
     shape, offsets = value["shape"], value["data_offsets"]
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
