@@ -6,9 +6,19 @@ import os
 
 from deepspeed_c.checkpoint.deepspeed.read import DeepSpeedSource, is_deepspeed
 from deepspeed_c.checkpoint.deepspeed.universal import UniversalSource, is_universal
+from deepspeed_c.checkpoint.deepspeed.write import write_deepspeed, write_rank_files, write_universal
 from deepspeed_c.errors import CheckpointError
 
-__all__ = ["DeepSpeedSource", "UniversalSource", "is_deepspeed", "is_universal", "open_deepspeed"]
+__all__ = [
+    "DeepSpeedSource",
+    "UniversalSource",
+    "is_deepspeed",
+    "is_universal",
+    "open_deepspeed",
+    "write_deepspeed",
+    "write_rank_files",
+    "write_universal",
+]
 
 
 def open_deepspeed(path: str, tag: str | None = None) -> DeepSpeedSource | UniversalSource:

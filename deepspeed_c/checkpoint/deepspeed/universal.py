@@ -16,7 +16,7 @@ from deepspeed_c.checkpoint.deepspeed.unpickle import StoredTensor, TorchFile, m
 from deepspeed_c.checkpoint.source import BUFFER, MASTER, PARAM, ParamInfo, Topology
 from deepspeed_c.errors import CheckpointError
 
-__all__ = ["MASTER_FILE", "OPTIMIZER_FILE", "UniversalSource", "is_universal"]
+__all__ = ["MASTER_FILE", "OPTIMIZER_FILE", "STATES_FOLDER", "UniversalSource", "is_universal"]
 
 STATES_FOLDER = "zero"
 OPTIMIZER_FILE = "optimizer_state.pt"

@@ -67,10 +67,10 @@ def _stand_in(path: str) -> type:
         if args:
             self.value = args[0]
 
-    def __reduce__(self: Any) -> Any:
+    def __reduce_ex__(self: Any, protocol: int) -> Any:
         if set(vars(self)) == {"value"}:
             return type(self), (self.value,)
-        return super(cls, self).__reduce_ex__(2)
+        return object.__reduce_ex__(self, 2)
 
     def __repr__(self: Any) -> str:
         return f"<{path} {vars(self)}>"
@@ -79,12 +79,11 @@ def _stand_in(path: str) -> type:
         "__module__": module,
         "__qualname__": name,
         "__init__": __init__,
-        "__reduce__": __reduce__,
+        "__reduce_ex__": __reduce_ex__,
         "__repr__": __repr__,
         "__doc__": f"Holds the attributes of a pickled {path}, and does nothing.",
     }
-    cls = _Frozen(name, (), body)
-    return cls
+    return _Frozen(name, (), body)
 
 
 # Classes of DeepSpeed that its checkpoints hold, by the path that their pickles name. Each is a class with attributes and no behaviour.
