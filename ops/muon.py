@@ -162,7 +162,7 @@ class Muon(FusedOptimizer):
 
     # -- the shared body ----------------------------------------------------------------------------------------------------
 
-    def _names(self, group: int) -> tuple[str, ...]:
+    def names_of_states(self, group: int) -> tuple[str, ...]:
         return ("momentum_buffer",) if self.param_groups[group]["use_muon"] else ("exp_avg", "exp_avg_sq")
 
     def _flags(self, group: dict[str, Any]) -> int:

@@ -129,7 +129,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
         for key, param in zip(keys, params):
-            dtype = self._dtype_of_state(param)
+            dtype = self.dtype_of_state(param)
             if param.dtype == dtype:
                 continue
             for name in self.state_names:
@@ -243,24 +243,25 @@ class FusedOptimizer(torch.optim.Optimizer):
         if "step" not in state:
             # A momentum without a count comes from torch.optim.SGD: it has had its first step.
             state["step"] = torch.tensor(1.0 if any(name in state for name in self.state_names) else 0.0)
-        for name in self._names(group):
+        for name in self.names_of_states(group):
             if name not in state:
                 state[name] = torch.zeros_like(
-                    param, dtype=self._dtype_of_state(param), memory_format=torch.preserve_format
+                    param, dtype=self.dtype_of_state(param), memory_format=torch.preserve_format
                 )
         return state
 
-    def _names(self, group: int) -> tuple[str, ...]:
+    def names_of_states(self, group: int) -> tuple[str, ...]:
         """The state slots that the group's hyper-parameters make use of."""
         return self.state_names
 
-    def _dtype_of_state(self, param: Tensor) -> torch.dtype:
+    def dtype_of_state(self, param: Tensor) -> torch.dtype:
+        """What the states of ``param`` are held in."""
         return param.dtype if self.state_dtype is None else self.state_dtype
 
     def _entries(self, group: int, params: Sequence[Tensor]) -> list[list[Any]]:
         """The states of ``params``, a list an entry: ``step`` first, then the slots in use. States that do not exist yet are made."""
         states = list(map(self.state.__getitem__, params))
-        names = ("step", *self._names(group))
+        names = ("step", *self.names_of_states(group))
         try:
             return [[state[name] for state in states] for name in names]
         except KeyError:

@@ -44,5 +44,5 @@ class FusedSGD(FusedOptimizer):
         }
         super().__init__(params, defaults)
 
-    def _names(self, group: int) -> tuple[str, ...]:
+    def names_of_states(self, group: int) -> tuple[str, ...]:
         return self.state_names if self.param_groups[group]["momentum"] != 0 else ()

@@ -29,8 +29,10 @@ class Ranks:
     def connect(self) -> None:
         """Makes the group, if there is anybody to talk to. From the main thread, on all ranks."""
         if self.world_size > 1 and self._group is None:
+            # Ranks outside of the group do not come here. (Where there are none, the usual way: the other one hangs on a FileStore.)
+            is_part = self.world_size < dist.get_world_size()
             self._group = dist.new_group(
-                self._global_ranks, timeout=TIMEOUT, backend="gloo", use_local_synchronization=True
+                self._global_ranks, timeout=TIMEOUT, backend="gloo", use_local_synchronization=is_part
             )
 
     def all_gather(self, value: Any) -> list[Any]:

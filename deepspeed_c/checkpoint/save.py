@@ -348,7 +348,7 @@ def _merge(
         block_bytes=BLOCK_BYTES,
         topology=TopologyEntry(ranks.world_size, contents.stage),
         counters=dict(contents.counters),
-        versions={"deepspeed_c": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        versions={"deepspeed_c": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
         excludes_frozen=contents.excludes_frozen,
         files=[],
         states=[],

@@ -2,18 +2,17 @@
 
 from typing import Annotated, Literal
 
-from .keys import NonNeg, Positive, Section, asks, tunes
+from .keys import NonNeg, Positive, Section, acts, asks, inherent, tunes
 
 __all__ = ["ActivationCheckpointing", "Checkpoint", "DataStates", "Nebula"]
 
-_CK = "checkpoint"
 _ACT = "activation_checkpointing"
 
 
 class ParallelWrite(Section, kw_only=True):
     """Which ranks write at the same time."""
 
-    pipeline_stage: Annotated[bool, tunes("Pipeline stages write in parallel.", _CK)] = False
+    pipeline_stage: Annotated[bool, tunes("Pipeline stages write in parallel.", "pipeline")] = False
 
 
 class Writer(Section, kw_only=True):
@@ -30,17 +29,48 @@ class Writer(Section, kw_only=True):
     decoupled: Annotated[bool, tunes("Write in another process.", "checkpoint_writer")] = False
 
 
-class Checkpoint(Section, kw_only=True):
+class Preemption(Section, kw_only=True):
+    """What SIGTERM does, which clusters send before they take a machine away."""
+
+    enabled: Annotated[
+        bool, acts("On SIGTERM to any rank, save after the step under way and end all ranks with exit code 0.")
+    ] = False
+    save_dir: Annotated[str | None, acts("Folder to save to; null: the one that was last saved to or loaded from.")] = (
+        None
+    )
+    signals: Annotated[
+        tuple[Literal["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"], ...],
+        acts("The signals that mean it.", one_or_many=True),
+    ] = ("SIGTERM",)
+
+
+class Checkpoint(Section, kw_only=True, rename={"is_async": "async"}):
     """Saving and loading the engine's state."""
 
-    tag_validation: Annotated[
-        Literal["WARN", "IGNORE", "FAIL"], tunes("What to do when ranks use different tags.", _CK)
-    ] = "WARN"
-    load_universal: Annotated[bool, asks("Load the universal format.", _CK)] = False
-    use_node_local_storage: Annotated[bool, tunes("Each node writes its own files.", _CK)] = False
-    parallel_write: Annotated[ParallelWrite, tunes("Which ranks write at the same time.", _CK)] = ParallelWrite()
+    is_async: Annotated[bool, acts("save_checkpoint returns when the state has been copied; a thread writes it.")] = (
+        False
+    )
+    format: Annotated[
+        Literal["deepspeed_c", "deepspeed"],
+        acts('Layout of what is saved; "deepspeed" writes what DeepSpeed 0.19 loads.'),
+    ] = "deepspeed_c"
+    keep_last: Annotated[Positive | None, acts("Checkpoints that stay in a folder; null: all.")] = None
+    keep_every: Annotated[
+        Positive | None, acts("Of the older ones, those stay whose step is a multiple of this, besides keep_last.")
+    ] = None
+    preemption: Annotated[Preemption, acts("What SIGTERM does.")] = Preemption()
+    tag_validation: Annotated[Literal["WARN", "IGNORE", "FAIL"], acts("What to do when ranks use different tags.")] = (
+        "WARN"
+    )
+    load_universal: Annotated[
+        bool, inherent("Load the universal format.", "every format is recognised by what lies in the folder")
+    ] = False
+    use_node_local_storage: Annotated[bool, acts("Each node writes and commits its own folder.")] = False
+    parallel_write: Annotated[ParallelWrite, tunes("Which ranks write at the same time.", "pipeline")] = ParallelWrite()
     writer: Annotated[Writer | None, asks("Options of the fast writer.", "checkpoint_writer")] = None
-    checkpoint_serialization: Annotated[bool, tunes("Serialise tensors as objects.", _CK)] = True
+    checkpoint_serialization: Annotated[
+        bool, inherent("Serialise tensors as objects.", "tensors are always written as bytes")
+    ] = True
 
 
 class Nebula(Section, kw_only=True):

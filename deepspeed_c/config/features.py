@@ -81,7 +81,6 @@ FEATURES: dict[str, Feature] = {
     "compile": _later("the graph-pass compiler", "set deepcompile to false; torch.compile works on the model itself"),
     "graph_harvesting": _later("CUDA graph capture", "set it to false"),
     # Checkpoints and elasticity
-    "checkpoint": _later("checkpoint saving and loading", _REMOVE),
     "checkpoint_writer": _later("the configurable checkpoint writer", _REMOVE),
     "nebula": _later("Nebula checkpoints", 'set "enabled": false'),
     "datastates": _later("DataStates checkpoints", "remove the section"),

@@ -125,7 +125,7 @@ class Root(Section, kw_only=True, rename={"zero": "zero_optimization"}):
     activation_checkpointing: Annotated[
         ActivationCheckpointing, tunes("Activations for backward.", "activation_checkpointing")
     ] = ActivationCheckpointing()
-    checkpoint: Annotated[Checkpoint, tunes("Saving and loading.", "checkpoint")] = Checkpoint()
+    checkpoint: Annotated[Checkpoint, acts("Saving and loading.")] = Checkpoint()
     nebula: Annotated[Nebula, tunes("Nebula.", "nebula")] = Nebula()
     datastates_ckpt: Annotated[DataStates | None, asks("DataStates.", "datastates")] = None
     flops_profiler: Annotated[FlopsProfiler, tunes("Operations of the model.", "flops_profiler")] = FlopsProfiler()

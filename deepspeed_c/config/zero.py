@@ -83,12 +83,14 @@ class Zero(Section, kw_only=True):
 
     # Checkpoints
     load_from_fp32_weights: Annotated[
-        bool, tunes("Restore master weights from fp32 pieces; false uses the 16-bit weights.", "checkpoint")
+        bool, acts("Restore master weights from the checkpoint's; false takes them from its 16-bit weights.")
     ] = True
     elastic_checkpoint: Annotated[
-        bool, tunes("Save so that another world size can load (every checkpoint of ours will).", "checkpoint")
+        bool, inherent("Save so that another world size can load.", "every checkpoint loads on any world size")
     ] = False
-    pipeline_loading_checkpoint: Annotated[bool, tunes("Read shards one rank after the other.", "checkpoint")] = False
+    pipeline_loading_checkpoint: Annotated[
+        bool, inherent("Read shards one rank after the other.", "ranks read at once, each within a fixed buffer")
+    ] = False
     legacy_stage1: Annotated[bool, asks("Use the old stage 1.", "legacy_stage1")] = False
 
     # Where shards live

@@ -7,21 +7,25 @@ measure. It decides only when: which micro-batch ends a window, whether the sche
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from typing_extensions import Self
 
+from deepspeed_c.checkpoint.background import BackgroundSave
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.config import Config
 from deepspeed_c.data.loader import DeepSpeedDataLoader
 from deepspeed_c.engine.boundary import scale_outputs, watch_outputs
+from deepspeed_c.engine.checkpoints import Checkpoints
 from deepspeed_c.engine.getters import ConfigGetters
 from deepspeed_c.engine.model_files import save_model
 from deepspeed_c.engine.offload import OffloadDeviceEnum, OffloadedStates, OffloadStateTypeEnum
 from deepspeed_c.engine.precision import Precision
+from deepspeed_c.engine.preemption import Preemption
 from deepspeed_c.engine.shard import shard_model
 from deepspeed_c.engine.trainable import KeptState, assign_groups, match_names, put_states, take_states
 from deepspeed_c.engine.weights import consolidate, load_custom, load_weights, save_weights
@@ -35,12 +39,6 @@ from deepspeed_c.zero.layout import Layout
 from deepspeed_c.zero.optimizer import ZeroOptimizer
 
 __all__ = ["DeepSpeedEngine"]
-
-# Names of DeepSpeed's engine whose features this version does not have yet, with what to use instead.
-LATER = {
-    "save_checkpoint": "engine.save_16bit_model() saves the weights; engine.optimizer.state_dict() holds the rest, per rank",
-    "load_checkpoint": "engine.load_module_state_dict() and engine.optimizer.load_state_dict() take it back",
-}
 
 
 class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
@@ -87,6 +85,8 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
             batch_size=self._batch.train_batch_size,
             device=device,
         )
+        self._checkpoints = Checkpoints(self)
+        self._preemption = Preemption(config.checkpoint.preemption)
         self._adopt(layout)
         if config.dump_state:
             log_dist("state of the engine:\n" + self.describe(), ranks=[0])
@@ -108,6 +108,7 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
                 raise
             optimizer.reducer.next_is_boundary = self.is_gradient_accumulation_boundary
             optimizer.reducer.next_factor = self._factor_of_unseen_backward
+            optimizer.wants_stop = self._preemption.is_requested
         if self._fetcher is not None and self._fetcher.groups:
             self._fetcher.hooks = ModuleHooks(self.module, self._fetcher, self._name_of_pass)
 
@@ -366,8 +367,11 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
             self._comm.ledger.phase = ""
         if self._step_applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
+        self._checkpoints.note_step()
         self.timers.end_step(self.global_steps)
         self._report()
+        if optimizer.is_stopping:
+            self._preemption.end_run(self)
 
     def _samples_of_window(self) -> int:
         n, self._n_backwards = self._n_backwards, 0
@@ -516,6 +520,75 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
             dtype=dtype,
         )
 
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] = MappingProxyType({}),
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        *,
+        is_async: bool | None = None,
+    ) -> BackgroundSave | bool:
+        """Saves everything that training goes on from, so that any number of ranks at any stage can load it. Collective.
+
+        Args:
+            save_dir: folder of all checkpoints; this one is ``save_dir/tag``. On a file system that all ranks share.
+            tag: default ``global_step<n>``; a tag that exists is replaced at one instant.
+            client_state: the caller's own, given back by ``load_checkpoint``: numbers, text, tensors, numpy arrays, containers of them; rank 0's counts.
+            save_latest: make it the one that is loaded when no tag is named.
+            exclude_frozen_parameters: leave the weights of frozen parameters out (with LoRA: of the base model).
+            is_async: return when the state has been copied to host memory, and write it meanwhile; default: the key ``checkpoint.async``.
+
+        Returns True when it is durable; if it is asynchronous, an object with ``wait()``, which raises what went wrong (the next call on this engine that
+        saves, loads or closes does, too). Raises CheckpointError on all ranks alike when it cannot be written: the checkpoints before it are untouched then.
+        """
+        self._require_open()
+        self._require_states("save_checkpoint")
+        return self._checkpoints.save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters, is_async)
+
+    def wait_checkpoint(self) -> None:
+        """Returns when no save is under way. Raises CheckpointError if the last one failed."""
+        self._require_open()
+        self._checkpoints.wait()
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Goes on from a checkpoint of ours or of DeepSpeed's, saved by any number of ranks at any stage. Collective.
+
+        Args:
+            load_dir: what ``save_checkpoint`` was given.
+            tag: default: what the file ``latest`` names; where that one is broken, the newest complete one before it is loaded, and the log says why.
+            load_module_strict: names that the checkpoint lacks or has in excess are an error.
+            load_optimizer_states: moments, step counts, hyper-parameters of the groups, loss scale, and random-number generators.
+            load_lr_scheduler_states: the schedule.
+            load_module_only: weights (and master weights) and nothing else.
+            custom_load_fn: called as ``custom_load_fn(src=state_dict, dst=module)`` with whole weights instead of loading them here.
+
+        Returns (path, client_state), or (None, None) where there is no checkpoint. Raises CheckpointError on all ranks alike for one that is broken (its message names
+        what, and why) and StateError for one that does not fit this model or optimizer; nothing is changed in the second case.
+        """
+        self._require_open()
+        if self._offloaded.kinds:
+            self._offloaded.reload(non_blocking=False)
+        return self._checkpoints.load(
+            load_dir,
+            tag,
+            strict=load_module_strict,
+            load_optimizer=load_optimizer_states,
+            load_scheduler=load_lr_scheduler_states,
+            module_only=load_module_only,
+            custom_load_fn=custom_load_fn,
+        )
+
     def set_trainable(self, names: Iterable[str], keep_state: bool = True) -> list[str]:
         """From now on exactly the parameters that ``names`` give are trained; all others are frozen. Returns the names of the trained ones.
 
@@ -622,8 +695,6 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name in LATER:
-                return _Later(name)
             module = self.__dict__.get("_modules", {}).get("module")
             if module is None:
                 raise
@@ -642,6 +713,12 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
             )
 
     def _require_states(self, what: str) -> None:
+        if self._checkpoints.is_half_loaded:
+            raise StateError(
+                "a checkpoint could not be read to its end and has overwritten a part of the weights or states",
+                where=f"engine.{what}",
+                fix="load another checkpoint with engine.load_checkpoint()",
+            )
         if self._offloaded.kinds:
             raise StateError(
                 f"{', '.join(sorted(kind.value for kind in self._offloaded.kinds))} have been offloaded",
@@ -668,6 +745,13 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
         if self._is_closed:
             return
         self._is_closed = True
+        self._preemption.close()
+        try:
+            self._checkpoints.close()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
         self._offloaded.reload(non_blocking=False)
         self._release()
         if self.optimizer is not None:
@@ -684,13 +768,3 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class _Later:
-    """A name that DeepSpeed's engine has and this version does not: says so when it is called."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __call__(self, *_: Any, **__: Any) -> None:
-        raise FeatureError(f"{self._name} is not part of this version", where="engine", fix=LATER[self._name])

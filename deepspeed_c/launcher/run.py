@@ -73,6 +73,9 @@ def _supervise(ranks: _Ranks, plan: Plan, output: Output) -> int:
         print(f"deepspeed_c: {stop.sigval.name}: passed on to the ranks, which have {plan.grace:g} s", file=sys.stderr)
         ranks.stop(stop.sigval, plan.grace)
         output.finish()
+        if all(code == 0 for code in ranks.exit_codes()):
+            print("deepspeed_c: all ranks ended by themselves, with exit code 0", file=sys.stderr)
+            return 0
         return 128 + stop.sigval
     if not result.failures:
         return 0
@@ -164,6 +167,10 @@ class _Ranks(SubprocessContext):
         _ignore_signals()
         self.close(signal.SIGKILL)
         self.kill_groups()
+
+    def exit_codes(self) -> list[int | None]:
+        """By rank, as ``Popen.returncode`` has them."""
+        return [handler.proc.poll() for handler in self.subprocess_handlers.values()]
 
     def kill_groups(self) -> None:
         """Kills what ended ranks have started and left behind (each rank is the leader of a process group)."""

@@ -163,7 +163,7 @@ def group_sizes(base: torch.optim.Optimizer, *, is_sharded: bool, allow_untested
     muon: set[int] = set()
     for index, group in enumerate(base.param_groups):
         if is_fused:
-            states.append(tuple(StateSize(base.state_dtype) for _ in base._names(index)))
+            states.append(tuple(StateSize(base.state_dtype) for _ in base.names_of_states(index)))
             if isinstance(base, Muon) and group.get("use_muon"):
                 muon.add(index)
         else:

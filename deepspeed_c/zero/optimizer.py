@@ -7,7 +7,7 @@ weights. A fused base of ours does unscale, clip, decay, moments, update and 16-
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -34,11 +34,9 @@ def _copy(value: Any) -> Any:
     return value.clone() if torch.is_tensor(value) else value
 
 
-def _alike(a: tuple[dict, dict], b: tuple[dict, dict]) -> bool:
-    """Whether two parameters' states have the same names and counts, so that one tensor can hold both."""
-    return (
-        a[0].keys() == b[0].keys() and a[1].keys() == b[1].keys() and all(bool(a[1][key] == b[1][key]) for key in a[1])
-    )
+def _alike(a: tuple[Mapping, Mapping], b: tuple[Mapping, Mapping]) -> bool:
+    """Whether two parameters' states have the same names, dtypes and counts, so that one tensor can hold both."""
+    return a[0] == b[0] and a[1].keys() == b[1].keys() and all(bool(a[1][key] == b[1][key]) for key in a[1])
 
 
 class ZeroOptimizer(DeepSpeedOptimizer):
@@ -72,6 +70,9 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         self.overflow = False
         self._norm: float | None = None
         self._has_bad_loss: torch.Tensor | bool = False
+        # Whether this rank has been asked to end; what ranks agree on with the other facts of a step stands in `is_stopping`.
+        self.wants_stop: Callable[[], bool] = lambda: False
+        self.is_stopping = False
         self.entries = point_at_shards(base, units, is_sharded=self.is_sharded, allow_untested=allow_untested)
         self._by_bucket: dict[tuple[Unit, int], list[Entry]] = {}
         for entry in self.entries:
@@ -103,7 +104,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
 
     def complete_gradients(self) -> WindowFacts:
         """Finishes the window's reductions, once; gradients may then be read and edited until ``step``."""
-        return self.reducer.finish(has_bad_loss=bool(self._has_bad_loss))
+        return self.reducer.finish(has_bad_loss=bool(self._has_bad_loss), wants_stop=self.wants_stop())
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Updates the weights from the window's gradients, or skips and leaves every bit of state as it was.
@@ -117,6 +118,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
             )
         facts = self.complete_gradients()
         post = self.gradient_factor
+        self.is_stopping = facts.n_stops > 0
         self.overflow = facts.n_nonfinite > 0 and self.checks_overflow
         self._norm = math.inf if facts.n_nonfinite else facts.norm * post
         try:
@@ -345,34 +347,53 @@ class ZeroOptimizer(DeepSpeedOptimizer):
                 counts[key] = value
         return pieces, counts
 
-    def put_state(
-        self, unit: Unit, bucket: int, states: dict[Slot, tuple[dict[str, torch.Tensor], dict[str, Any]]]
+    def make_state(
+        self, unit: Unit, bucket: int, known: Mapping[Slot, tuple[Mapping[str, torch.dtype], Mapping[str, Any]]]
     ) -> None:
-        """Gives the base optimizer the states of a bucket's parameters (as ``named_state`` names them); those that are not in ``states`` begin anew."""
-        fragments = [f for f in unit.fragments if f.slot.bucket == bucket]
-        known = [states[f.slot] for f in fragments if f.slot in states]
-        if not fragments or not known:
+        """Makes the states of a bucket's parameters anew: zeros of the names and dtypes in ``known``, and copies of its counts; ``local_piece``
+        then gives the places to be filled. Parameters that are not in ``known`` begin anew."""
+        slots = [f.slot for f in unit.fragments if f.slot.bucket == bucket]
+        if not slots:
+            return
+        present = [known[slot] for slot in slots if slot in known]
+        for entry in self._by_bucket[unit, bucket]:
+            self.optimizer.state.pop(entry.param, None)
+        if not present:
             return
         if self._by_bucket[unit, bucket][0].fragment is None and not (
-            len(known) == len(fragments) and all(_alike(known[0], other) for other in known)
+            len(present) == len(slots) and all(_alike(present[0], other) for other in present)
         ):
             self._split(unit, bucket)
         for entry in self._by_bucket[unit, bucket]:
-            if entry.fragment is not None:
-                if entry.fragment.slot in states:
-                    pieces, counts = states[entry.fragment.slot]
-                    self.optimizer.state[entry.param] = {
-                        **{key: _copy(value) for key, value in counts.items()},
-                        **{key: piece.clone().view(entry.param.shape) for key, piece in pieces.items()},
-                    }
-                continue
-            state = {key: _copy(value) for key, value in known[0][1].items()}
-            for key, like in known[0][0].items():
-                state[key] = torch.zeros(entry.param.numel(), dtype=like.dtype, device=entry.param.device)
-                for fragment in fragments:
-                    at = self._at(fragment)
-                    state[key].narrow(0, at, fragment.numel).copy_(states[fragment.slot][0][key])
-            self.optimizer.state[entry.param] = state
+            slot = slots[0] if entry.fragment is None else entry.fragment.slot
+            if slot in known:
+                dtypes, counts = known[slot]
+                self.optimizer.state[entry.param] = {
+                    **{key: _copy(value) for key, value in counts.items()},
+                    **{key: torch.zeros_like(entry.param, dtype=dtype) for key, dtype in dtypes.items()},
+                }
+
+    def add_state(self, slot: Slot, key: str, value: torch.Tensor) -> None:
+        """Gives a parameter a state that is not in its shape; where nothing is sharded."""
+        self.optimizer.state[self._entry_of(slot).param][key] = value
+
+    def put_state(
+        self, unit: Unit, bucket: int, states: Mapping[Slot, tuple[Mapping[str, torch.Tensor], Mapping[str, Any]]]
+    ) -> None:
+        """Gives the base optimizer the states of a bucket's parameters (as ``named_state`` names them); those that are not in ``states`` begin anew."""
+        self.make_state(
+            unit,
+            bucket,
+            {
+                slot: ({k: piece.dtype for k, piece in pieces.items()}, counts)
+                for slot, (pieces, counts) in states.items()
+            },
+        )
+        with torch.no_grad():
+            for slot, (pieces, _) in states.items():
+                if slot.unit is unit and slot.bucket == bucket and slot in unit.fragment_of:
+                    for key, piece in pieces.items():
+                        self.local_piece(slot, key).copy_(piece)
 
     def local_gradient(self, slot: Slot) -> torch.Tensor | None:
         """This rank's piece of the summed gradient as stored (see ``gradient_factor``); None where it owns nothing."""

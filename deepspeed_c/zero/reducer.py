@@ -61,6 +61,7 @@ class WindowFacts(NamedTuple):
     n_nonfinite: int  # inf or NaN elements over all ranks
     n_bad_losses: int  # ranks whose loss was inf or NaN
     unused: list[Slot]  # parameters that no rank gave a gradient
+    n_stops: int = 0  # ranks that have been asked to end after this step
 
 
 class GradientReducer:
@@ -304,7 +305,7 @@ class GradientReducer:
 
     # -- the end of a window ----------------------------------------------------------------------------------------
 
-    def finish(self, *, has_bad_loss: bool = False) -> WindowFacts:
+    def finish(self, *, has_bad_loss: bool = False, wants_stop: bool = False) -> WindowFacts:
         """Completes every sum and exchanges the window's facts in one small collective. ``results`` holds the sums afterwards.
 
         May be called again; it does something only after a further backward.
@@ -323,8 +324,8 @@ class GradientReducer:
             self._launch(force=True)
             self._has_unreduced = False
         self._wait()
-        facts = self._exchange(has_bad_loss)
-        late = facts[3 : 3 + len(self.buckets)]
+        facts = self._exchange(has_bad_loss, wants_stop)
+        late = facts[4 : 4 + len(self.buckets)]
         if any(late):
             for bucket, is_late in zip(self.buckets, late):
                 if is_late:
@@ -334,26 +335,26 @@ class GradientReducer:
                 self._saw_late = True
             else:
                 self._waits_for_end.update(i for i, is_late in enumerate(late) if is_late)
-            facts = self._exchange(has_bad_loss)
-        flags = facts[3 + len(self.buckets) :]
+            facts = self._exchange(has_bad_loss, wants_stop)
+        flags = facts[4 + len(self.buckets) :]
         self.facts = WindowFacts(
             norm=math.sqrt(facts[0]),
             n_nonfinite=int(facts[1]),
             n_bad_losses=int(facts[2]),
             unused=[slot for slot, flag in zip(self.slots, flags) if not flag],
+            n_stops=int(facts[3]),
         )
         return self.facts
 
-    def _exchange(self, has_bad_loss: bool) -> list[float]:
-        """[sum of squares, non-finite elements, bad losses, late buckets..., used parameters...], summed over ranks."""
+    def _exchange(self, has_bad_loss: bool, wants_stop: bool) -> list[float]:
+        """[sum of squares, non-finite elements, bad losses, stops, late buckets..., used parameters...], summed over ranks."""
         # Where every rank holds all sums, one speaks for all.
         speaks = self.sharding.optimizer or self.comm.rank == 0
         results = [r for unit in self.units for r in self.results[unit] if r.numel()]
-        facts = [0.0] * 3
+        facts = [0.0, 0.0, float(has_bad_loss), float(wants_stop)]
         if speaks and results:
             stats = torch.ops.deepspeed_c.flat_sumsq(results)
             facts[0], facts[1] = stats.tolist()
-        facts[2] = float(has_bad_loss)
         facts += [float(n) for n in self._n_late]
         facts += [float(c) for c in self._contributed]
         return self.comm.sum_numbers(facts)
@@ -361,7 +362,7 @@ class GradientReducer:
     def measure_again(self) -> None:
         """Somebody wrote to the finished results: takes their norm anew (collective)."""
         if self.facts is not None:
-            numbers = self._exchange(False)
+            numbers = self._exchange(False, False)
             self.facts = self.facts._replace(norm=math.sqrt(numbers[0]), n_nonfinite=int(numbers[1]), unused=[])
 
     def first_nonfinite(self) -> tuple[str, int, int] | None:

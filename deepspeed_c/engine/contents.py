@@ -1,0 +1,201 @@
+"""What of an engine goes into a checkpoint, and which rank writes which bytes of it: each exactly once, no rank much more than another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from deepspeed_c.checkpoint.save import OwnedPiece
+from deepspeed_c.checkpoint.source import BUFFER, MASTER, PARAM, ParamInfo
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.engine.trainable import KeptState
+from deepspeed_c.errors import CheckpointError
+from deepspeed_c.zero.layout import Layout
+from deepspeed_c.zero.optimizer import ZeroOptimizer
+from deepspeed_c.zero.sharded import shape_of
+from deepspeed_c.zero.unit import Slot, Unit
+
+__all__ = ["Named", "names_of", "owned_pieces", "param_infos"]
+
+# A copy on every rank is cut up among them only above this: small ones are not worth two entries.
+UNCUT_BYTES = 1 << 16
+
+
+class Named(NamedTuple):
+    """The tensors of a module's state dict."""
+
+    tensors: dict[str, torch.Tensor]
+    """By first name: parameters as objects, and persistent buffers."""
+    aliases: dict[str, str]
+    """Other names of tied weights, name -> first name."""
+    names: list[str]
+    """First names, in the module's order."""
+    others: dict[str, Any]
+    """What a module's state dict holds besides tensors (``get_extra_state``)."""
+
+
+def names_of(module: torch.nn.Module) -> Named:
+    """The tensors of a module under the names of its state dict, tied ones once."""
+    first: dict[int, str] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    aliases: dict[str, str] = {}
+    others: dict[str, Any] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if not torch.is_tensor(value):
+            others[name] = value
+        elif first.setdefault(id(value), name) == name:
+            tensors[name] = value
+        else:
+            aliases[name] = first[id(value)]
+    return Named(tensors, aliases, list(tensors), others)
+
+
+class _Whole(NamedTuple):
+    """A tensor of which every rank has a copy."""
+
+    kind: str
+    name: str
+    tensor: torch.Tensor
+
+
+def owned_pieces(
+    named: Named,
+    layout: Layout,
+    optimizer: ZeroOptimizer | None,
+    dormant: Mapping[torch.nn.Parameter, KeptState],
+    comm: Collectives,
+    *,
+    exclude_frozen: bool,
+) -> list[OwnedPiece]:
+    """This rank's share of everything: its shards, and its part of what is the same on all ranks.
+
+    Buffers may differ between ranks (running means); rank 0's are saved, as everywhere.
+    """
+    pieces: list[OwnedPiece] = []
+    copies: list[_Whole] = []
+    placed: set[int] = set()
+    for unit in (*layout.trained, *layout.frozen):
+        is_frozen = unit in layout.frozen
+        for slot in unit.slots:
+            placed.add(id(slot.param))
+            if not (is_frozen and exclude_frozen):
+                _add_unit_weights(unit, slot, pieces, copies)
+            if not is_frozen:
+                _add_states(unit, slot, optimizer, pieces, copies)
+    for param, state in dormant.items():
+        if not (exclude_frozen and not param.requires_grad):
+            pieces += _dormant_pieces(param, state, comm.rank)
+    for name, tensor in named.tensors.items():
+        if id(tensor) in placed:
+            continue
+        if not isinstance(tensor, torch.nn.Parameter):
+            if comm.rank == 0:
+                pieces.append(OwnedPiece(BUFFER, name, tuple(tensor.shape), 0, tensor.detach().reshape(-1)))
+        elif not exclude_frozen or tensor.requires_grad:
+            copies.append(_Whole(PARAM, name, tensor.detach()))
+    pieces += _share_out(copies, comm.rank, comm.world_size)
+    return pieces
+
+
+def _add_unit_weights(unit: Unit, slot: Slot, pieces: list[OwnedPiece], copies: list[_Whole]) -> None:
+    if unit.n_shards == 1:
+        weights = unit.flat_param if unit.flat_param is not None else unit.param_shard
+        copies.append(_Whole(PARAM, slot.name, slot.view(weights)))
+        return
+    fragment = unit.fragment_of.get(slot)
+    if fragment is None:
+        # A parameter without elements belongs to nobody: one rank notes that it exists.
+        if slot.numel == 0 and unit.shard_rank == 0:
+            pieces.append(OwnedPiece(PARAM, slot.name, tuple(slot.shape), 0, torch.empty(0, dtype=unit.dtype)))
+        return
+    if unit.param_shard is not None:
+        data = unit.param_shard.narrow(0, fragment.shard_begin, fragment.numel)
+    else:
+        data = unit.flat_param.narrow(0, fragment.flat_begin, fragment.numel)
+    pieces.append(OwnedPiece(PARAM, slot.name, tuple(slot.shape), fragment.begin, data))
+
+
+def _add_states(
+    unit: Unit, slot: Slot, optimizer: ZeroOptimizer, pieces: list[OwnedPiece], copies: list[_Whole]
+) -> None:
+    fragment = unit.fragment_of.get(slot)
+    shape = tuple(slot.shape)
+    if fragment is None:
+        return
+    found: dict[str, torch.Tensor] = {}
+    if not unit.master_is_param:
+        found[MASTER] = optimizer.local_piece(slot, None)
+    states, counts = optimizer.named_state(slot)
+    for key in states:
+        if key in (PARAM, MASTER, BUFFER):
+            raise CheckpointError(
+                f"the optimizer calls a state {key!r}", where=slot.name, fix="such a name is taken; rename it"
+            )
+    found.update(states)
+    for kind, data in found.items():
+        if unit.n_shards == 1:
+            copies.append(_Whole(kind, slot.name, data.view(shape)))
+        else:
+            pieces.append(OwnedPiece(kind, slot.name, shape, fragment.begin, data))
+    for key, value in counts.items():
+        # States of another shape than the parameter's (Adafactor's rows and columns): whole, where nothing is cut.
+        if torch.is_tensor(value) and value.numel() != 1 and unit.n_shards == 1:
+            copies.append(_Whole(key, slot.name, value))
+
+
+def _dormant_pieces(param: torch.nn.Parameter, state: KeptState, rank: int) -> Iterator[OwnedPiece]:
+    """What a parameter that was frozen in mid-run waits with, in the cut of the layout that it left."""
+    at = min(rank, len(state.begins) - 1)
+    if len(state.begins) == 1 and rank > 0:
+        return  # a copy on every rank
+    shape = tuple(shape_of(param))
+    if state.master.numel():
+        yield OwnedPiece(MASTER, state.name, shape, state.begins[at], state.master)
+    for key, piece in state.pieces.items():
+        if piece.numel():
+            yield OwnedPiece(key, state.name, shape, state.begins[at], piece)
+
+
+def _share_out(copies: Iterable[_Whole], rank: int, n_ranks: int) -> Iterator[OwnedPiece]:
+    """This rank's part of tensors that all ranks hold alike: a run of their bytes, cut within a tensor only where that is large."""
+    copies = list(copies)
+    total = sum(copy.tensor.nbytes for copy in copies)
+    low, high = total * rank // n_ranks, total * (rank + 1) // n_ranks
+    at = 0
+    for kind, name, tensor in copies:
+        begin, at = at, at + tensor.nbytes
+        if tensor.nbytes <= UNCUT_BYTES:
+            if low <= begin < high if tensor.nbytes else rank == 0:
+                yield OwnedPiece(kind, name, tuple(tensor.shape), 0, tensor.reshape(-1))
+            continue
+        itemsize = tensor.element_size()
+        first = min(max(-(-(low - begin) // itemsize), 0), tensor.numel())
+        last = min(max(-(-(high - begin) // itemsize), 0), tensor.numel())
+        if last > first:
+            flat = tensor.reshape(-1)
+            yield OwnedPiece(kind, name, tuple(tensor.shape), first, flat.narrow(0, first, last - first))
+
+
+def param_infos(
+    layout: Layout, optimizer: ZeroOptimizer | None, dormant: Mapping[torch.nn.Parameter, KeptState], rank: int
+) -> dict[str, ParamInfo]:
+    """Groups and counts of the trained parameters of which this rank owns something, and on rank 0 of all others too."""
+    infos: dict[str, ParamInfo] = {}
+    if optimizer is None:
+        return infos
+    for unit in layout.trained:
+        for slot in unit.slots:
+            if slot in unit.fragment_of:
+                counts = optimizer.named_state(slot)[1]
+                kept = {
+                    k: v for k, v in counts.items() if not torch.is_tensor(v) or v.numel() == 1 or unit.n_shards > 1
+                }
+                infos[slot.name] = ParamInfo(group=unit.group, counts=kept)
+            elif rank == 0:
+                infos[slot.name] = ParamInfo(group=unit.group)
+    for state in dormant.values():
+        if state.counts or rank == 0:
+            infos.setdefault(state.name, ParamInfo(group=state.group, counts=dict(state.counts)))
+    return infos
