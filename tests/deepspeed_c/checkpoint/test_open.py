@@ -69,6 +69,7 @@ def test_our_own(tmp_path):
         open_checkpoint(tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_those_of_others(tmp_path):
     export(adam_checkpoint(), tmp_path / "hf", max_shard_size=1)
     for path in (
