@@ -144,6 +144,7 @@ class DeepSpeedDataLoader:
             _check_stream(dataset, data_sampler, world_size)
         elif data_sampler is None:
             self.data_sampler = _sampler(dataset, rank, world_size, dataloader_drop_last, seed, shuffle)
+        self._worker_seed = seed * world_size + rank
         self._epoch = 0
         self._n_given = 0  # batches of this epoch that the user has got
         self._batches: Iterator[Any] | None = None
@@ -226,6 +227,9 @@ class DeepSpeedDataLoader:
             "collate_fn": self.collate_fn,
             "num_workers": self.num_local_io_workers,
             "persistent_workers": False,
+            # What workers are seeded with. By default torch draws it from the global generator, so that a run which resumes in mid-epoch, and begins
+            # its loader once more, would draw other numbers from there on.
+            "generator": torch.Generator().manual_seed(hash((self._worker_seed, self._epoch)) & (2**63 - 1)),
         }
         if self._is_stream:
             loader = DataLoader(self.dataset, self.batch_size, drop_last=self.dataloader_drop_last, **common)

@@ -257,10 +257,13 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         base: Muon = self.optimizer
         whole = torch.zeros(unit.bucket_numel(bucket), dtype=torch.float32, device=unit.device)
         own = {bucket: unit.own_slice(whole, bucket)}
-        params, grads, copies = self._tensors(entries)
-        base.momentum_tensors(unit.group, params, grads, [e.part_of(own) for e in entries], grad_scale)
+        if entries:
+            params, grads, copies = self._tensors(entries)
+            base.momentum_tensors(unit.group, params, grads, [e.part_of(own) for e in entries], grad_scale)
         if self.is_sharded:
             self.comm.all_gather(whole).wait()
+        if not entries:  # nothing of the bucket but padding lies here, yet the others wait for this rank's slice
+            return
         begin = unit.bucket_begin[bucket]
         updates = []
         for entry in entries:
