@@ -1,6 +1,7 @@
 /* Linux AIO by its system calls. Asynchronous for O_DIRECT only: through the page cache, io_submit makes the transfer before it returns. */
 #include "aio/backend.h"
 
+#include "aio/transfer.h"
 #include "base/fail.h"
 
 #include <errno.h>
@@ -13,35 +14,40 @@
 #define SUBMIT_BATCH 64
 #define REAP_BATCH 64
 
+struct state {
+    aio_context_t context;
+    struct dsc_aio_op *plain; /* done by a plain system call, and not reaped */
+};
+
 static dsc_status libaio_open(const struct dsc_aio_config *config, void **out_state)
 {
-    aio_context_t *context = calloc(1, sizeof *context);
+    struct state *state = calloc(1, sizeof *state);
 
-    if (context == NULL)
+    if (state == NULL)
         return dsc_fail(DSC_ENOMEM, "no memory for the libaio backend");
-    if (syscall(SYS_io_setup, config->queue_depth, context) != 0) {
+    if (syscall(SYS_io_setup, config->queue_depth, &state->context) != 0) {
         int err = errno;
         char text[96];
 
-        free(context);
+        free(state);
         return dsc_fail(DSC_ENOTSUP, "libaio backend: io_setup of depth %d: %s%s", (int)config->queue_depth, strerror_r(err, text, sizeof text),
                         err == EAGAIN ? " (the kernel's limit is in /proc/sys/fs/aio-max-nr)" : "");
     }
-    *out_state = context;
+    *out_state = state;
     return DSC_OK;
 }
 
-static void libaio_close(void *state)
+static void libaio_close(void *opaque)
 {
-    aio_context_t *context = state;
+    struct state *state = opaque;
 
-    (void)syscall(SYS_io_destroy, *context);
-    free(context);
+    (void)syscall(SYS_io_destroy, state->context);
+    free(state);
 }
 
-static int64_t libaio_submit(void *state, struct dsc_aio_op *const *ops, int64_t n_ops)
+static int64_t libaio_submit(void *opaque, struct dsc_aio_op *const *ops, int64_t n_ops)
 {
-    const aio_context_t *context = state;
+    struct state *state = opaque;
     struct iocb iocbs[SUBMIT_BATCH]; /* the kernel copies them */
     struct iocb *pointers[SUBMIT_BATCH];
     int64_t n = n_ops < SUBMIT_BATCH ? n_ops : SUBMIT_BATCH;
@@ -58,20 +64,32 @@ static int64_t libaio_submit(void *state, struct dsc_aio_op *const *ops, int64_t
         };
         pointers[i] = &iocbs[i];
     }
-    taken = syscall(SYS_io_submit, *context, n, pointers);
+    taken = syscall(SYS_io_submit, state->context, n, pointers);
+    if (taken < 0 && errno == EINVAL) { /* some files, devices mostly, have no asynchronous transfers */
+        dsc_aio_transfer(ops[0]);
+        ops[0]->next = state->plain;
+        state->plain = ops[0];
+        return 1;
+    }
     return taken < 0 ? -errno : taken;
 }
 
-static int64_t libaio_reap(void *state, struct dsc_aio_op **out_ops, int64_t capacity, bool wait)
+static int64_t libaio_reap(void *opaque, struct dsc_aio_op **out_ops, int64_t capacity, bool wait)
 {
-    const aio_context_t *context = state;
+    struct state *state = opaque;
     struct io_event events[REAP_BATCH];
     struct timespec now = {0, 0};
     int64_t most = capacity < REAP_BATCH ? capacity : REAP_BATCH;
-    long n;
+    long n = 0;
 
+    for (; state->plain != NULL && n < most; n++) {
+        out_ops[n] = state->plain;
+        state->plain = state->plain->next;
+    }
+    if (n > 0)
+        return n;
     do
-        n = syscall(SYS_io_getevents, *context, wait ? 1L : 0L, most, events, wait ? NULL : &now);
+        n = syscall(SYS_io_getevents, state->context, wait ? 1L : 0L, most, events, wait ? NULL : &now);
     while (n < 0 && errno == EINTR);
     if (n < 0)
         return -errno;
