@@ -583,7 +583,7 @@ static void send(dsc_aio *aio)
     }
 }
 
-/* The backend gives no more results. The kernel may still write to the buffers, so nothing of them is freed. */
+/* The backend gives no more results. The kernel may still write to the ring, which is therefore never freed. */
 static void give_up(dsc_aio *aio, int32_t err)
 {
     aio->broken = err;
@@ -821,9 +821,7 @@ void dsc_aio_destroy(dsc_aio *aio)
         forget(aio, aio->requests[i]);
     }
     aio->backend->close(aio->state);
-    if (aio->broken != 0) { /* see give_up */
-        aio->ring = NULL;
-        aio->blocks = NULL;
-    }
+    if (aio->broken != 0)
+        aio->ring = NULL; /* see give_up */
     free_engine(aio);
 }

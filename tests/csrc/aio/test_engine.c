@@ -71,6 +71,13 @@ static void write_and_check(dsc_aio *aio, dsc_aio_file *file, int64_t offset, un
     CHECK_BYTES(buf, wanted + offset, n_bytes);
     CHECK_EQ(buf[-1], GUARD);
     CHECK_EQ(buf[n_bytes], GUARD);
+
+    /* An old id is not taken for the request that has its place now. */
+    dsc_aio_id later = 0;
+
+    CHECK_STATUS(dsc_aio_submit_read(aio, file, offset, buf, n_bytes, &later), DSC_OK);
+    CHECK_ERROR(dsc_aio_wait(aio, id, &res), DSC_ENOTFOUND, "no I/O request");
+    CHECK_STATUS(dsc_aio_wait(aio, later, &res), DSC_OK);
 }
 
 /* Each size at each offset in the file and in memory, over what the ones before left there. */
