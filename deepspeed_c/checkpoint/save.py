@@ -6,9 +6,9 @@ import base64
 import os
 import platform
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -47,6 +47,8 @@ from deepspeed_c.errors import CheckpointError
 from deepspeed_c.logging import logger
 
 __all__ = ["Contents", "Destination", "OwnedPiece", "save", "write_native"]
+
+_T = TypeVar("_T")
 
 # What is copied at once from an accelerator to be written.
 STAGING_BYTES = 32 << 20
@@ -99,6 +101,8 @@ class Destination:
     keep_last: int | None = None
     keep_every: int | None = None
     is_node_local: bool = False
+    convert: Callable[[str, str, int], None] | None = None
+    """Writes this rank's files of another format: (folder of a complete checkpoint of ours, folder to write into, rank)."""
     leads: bool = True
     """Whether this rank makes and commits the folder: rank 0, or the first of each node where folders are node-local."""
 
@@ -119,40 +123,48 @@ class _RankIndex(msgspec.Struct):
 def save(contents: Contents, destination: Destination, ranks: Ranks) -> None:
     """Writes and commits a checkpoint. Collective. Returns when it is durable; raises CheckpointError on all ranks alike, with nothing changed then."""
     check_tag(destination.tag)
-    folder = _agree_on_folder(destination, ranks)
-    problem, index = contents.problem, b""
+    made: list[str] = []
+    where, leads = destination.path, destination.leads
     try:
-        if not problem:
-            index = msgspec.msgpack.encode(_write_rank(folder, contents, ranks))
+        folder = _agree_on_folder(destination, ranks)
+        made.append(folder)
+        index = _together(ranks, where, lambda: msgspec.msgpack.encode(_write_rank(folder, contents, ranks)))
+        gathered = ranks.gather(index)
+        merged = _together(
+            ranks, where, lambda: _merge(gathered, contents, destination.tag, ranks.world_size) if gathered else None
+        )
+        manifest = ranks.broadcast(merged) if destination.is_node_local else merged
+        _together(ranks, where, lambda: write_manifest(folder, manifest, write_durably) if leads else None)
+        if destination.convert is not None:
+            native, folder = folder, _agree_on_folder(destination, ranks)
+            made.append(folder)
+            _together(ranks, where, lambda: destination.convert(native, folder, ranks.rank))
+        _together(ranks, where, lambda: _commit(folder, destination) if leads else None)
+    finally:
+        if leads:
+            for path in made:  # what was committed has another name by now
+                remove_tree(path)
+
+
+def _together(ranks: Ranks, where: str, action: Callable[[], _T]) -> _T:
+    """Does something on every rank. Raises CheckpointError on all of them when it has failed on one."""
+    # Said to the others whatever happens here: they would wait for this rank.
+    problem = f"rank {ranks.rank} ended unexpectedly"
+    try:
+        result = action()
+        problem = ""
     except (OSError, CheckpointError) as error:
         problem = _explain(error, ranks.rank)
-    try:
-        merged, problem = _merge(ranks.gather((problem, index)), contents, destination.tag, ranks)
-        shared, problem = ranks.broadcast((merged if destination.is_node_local else None, problem))
-        manifest = merged or shared
-        if destination.leads:
-            try:
-                if problem:
-                    remove_tree(folder)
-                else:
-                    write_manifest(folder, manifest, write_durably)
-                    commit_folder(folder, destination.save_dir, destination.tag)
-                    _finish_folder(destination)
-            except (OSError, CheckpointError) as error:
-                problem = _explain(error, ranks.rank)
-                remove_tree(folder)
-        problem = next((p for p in ranks.all_gather(problem) if p), "")
-    except CheckpointError:
-        # A rank is gone: nobody will complete this folder.
-        if destination.leads:
-            remove_tree(folder)
-        raise
+    finally:
+        problems = ranks.all_gather(problem)
+    problem = next((p for p in problems if p), "")
     if problem:
         raise CheckpointError(
             f"the checkpoint was not written: {problem}",
-            where=destination.path,
+            where=where,
             fix="free space or repair the file system there, or save elsewhere; the checkpoints before this one are untouched",
         )
+    return result
 
 
 def _agree_on_folder(destination: Destination, ranks: Ranks) -> str:
@@ -192,17 +204,17 @@ def _agree_on_folder(destination: Destination, ranks: Ranks) -> str:
 
 def _explain(error: Exception, rank: int) -> str:
     if isinstance(error, CheckpointError):
-        return f"rank {rank}: {error.where}: {error.what}"
+        return f"rank {rank}: {error.where}: {error.what}" if error.where else error.what
     return f"rank {rank}: {error.filename or ''}: {error.strerror or error}"
 
 
-def _finish_folder(destination: Destination) -> None:
-    """What follows a commit. The checkpoint is good already, so that nothing here may fail it except ``latest``."""
+def _commit(folder: str, destination: Destination) -> None:
+    commit_folder(folder, destination.save_dir, destination.tag)
     if destination.save_latest:
         write_latest(destination.save_dir, destination.tag)
     from deepspeed_c.checkpoint.zero_to_fp32_script import write_script
 
-    try:
+    try:  # the checkpoint is good already: nothing of this may fail it
         write_script(destination.save_dir)
         removed = apply_retention(destination.save_dir, destination.tag, destination.keep_last, destination.keep_every)
     except OSError as error:
@@ -216,6 +228,8 @@ def _finish_folder(destination: Destination) -> None:
 
 
 def _write_rank(folder: str, contents: Contents, ranks: Ranks) -> _RankIndex:
+    if contents.problem:
+        raise CheckpointError(contents.problem)
     index = _RankIndex([], [], [], {name: _param_entry(name, info) for name, info in contents.params.items()})
     if contents.pieces:
         name = f"rank_{ranks.rank:05d}.safetensors"
@@ -332,21 +346,14 @@ def _entries(pieces: Sequence[OwnedPiece], offsets: Sequence[int]) -> list[Tenso
 # -- the manifest --------------------------------------------------------------------------------------------------------
 
 
-def _merge(
-    gathered: list[tuple[str, bytes]], contents: Contents, tag: str, ranks: Ranks
-) -> tuple[Manifest | None, str]:
-    """Rank 0: the manifest of what all ranks have written, or why there is none."""
-    if not gathered:
-        return None, ""
-    problem = next((problem for problem, _ in gathered if problem), "")
-    if problem:
-        return None, problem
+def _merge(gathered: Sequence[bytes], contents: Contents, tag: str, n_ranks: int) -> Manifest:
+    """The manifest of what all ranks have written. Raises CheckpointError where that is not the whole of it."""
     manifest = Manifest(
         format=FORMAT,
         version=VERSION,
         tag=tag,
         block_bytes=BLOCK_BYTES,
-        topology=TopologyEntry(ranks.world_size, contents.stage),
+        topology=TopologyEntry(n_ranks, contents.stage),
         counters=dict(contents.counters),
         versions={"deepspeed_c": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
         excludes_frozen=contents.excludes_frozen,
@@ -358,7 +365,7 @@ def _merge(
         config=contents.config,
     )
     tensors: dict[tuple[str, str], TensorEntry] = {}
-    for _, encoded in gathered:
+    for encoded in gathered:
         index = msgspec.msgpack.decode(encoded, type=_RankIndex)
         at = len(manifest.files)
         manifest.files += index.files
@@ -373,9 +380,9 @@ def _merge(
             if known is entry:
                 entry.pieces = pieces
             elif known.shape != entry.shape or known.dtype != entry.dtype:
-                return None, (
-                    f"ranks disagree on the {entry.kind} of {entry.name}:"
-                    f" {known.shape} {known.dtype} and {entry.shape} {entry.dtype}"
+                raise CheckpointError(
+                    f"ranks disagree: {known.shape} {known.dtype} and {entry.shape} {entry.dtype}",
+                    where=f"{entry.kind} of {entry.name}",
                 )
             else:
                 known.pieces += pieces
@@ -388,8 +395,10 @@ def _merge(
     for entry in manifest.tensors:
         saved = sum(piece.n_elems for piece in entry.pieces)
         if saved < _numel(entry.shape):
-            return None, f"the ranks hold {saved} of {_numel(entry.shape)} elements of the {entry.kind} of {entry.name}"
-    return manifest, ""
+            raise CheckpointError(
+                f"the ranks hold {saved} of its {_numel(entry.shape)} elements", where=f"{entry.kind} of {entry.name}"
+            )
+    return manifest
 
 
 # -- from any other checkpoint -------------------------------------------------------------------------------------------
@@ -429,9 +438,7 @@ def write_native(source: Source, save_dir: str, tag: str) -> None:
             if mine is not None:
                 name = f"rank_{rank:05d}.pt"
                 index.states.append(_write_state(folder, name, state_files.pack(mine, name)))
-        manifest, problem = _merge([("", msgspec.msgpack.encode(index))], contents, tag, ranks)
-        if problem:
-            raise CheckpointError(problem, where=destination.path)
+        manifest = _merge([msgspec.msgpack.encode(index)], contents, tag, 1)
         manifest.topology = TopologyEntry(
             source.topology.world_size,
             source.topology.stage,
@@ -439,8 +446,7 @@ def write_native(source: Source, save_dir: str, tag: str) -> None:
             source.topology.pipeline_parallel,
         )
         write_manifest(folder, manifest, write_durably)
-        commit_folder(folder, save_dir, tag)
-        _finish_folder(destination)
+        _commit(folder, destination)
     except OSError as error:
         remove_tree(folder)
         raise CheckpointError(_explain(error, 0), where=destination.path, fix="write elsewhere") from error

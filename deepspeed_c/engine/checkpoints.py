@@ -11,6 +11,8 @@ import torch
 from deepspeed_c.checkpoint import state as state_files
 from deepspeed_c.checkpoint.background import BackgroundSave, Snapshot
 from deepspeed_c.checkpoint.commit import check_tag, read_latest, tags_by_age
+from deepspeed_c.checkpoint.deepspeed.write import write_rank_files
+from deepspeed_c.checkpoint.native import NativeSource
 from deepspeed_c.checkpoint.open import open_checkpoint
 from deepspeed_c.checkpoint.ranks import Ranks
 from deepspeed_c.checkpoint.save import Contents, Destination, save
@@ -72,6 +74,7 @@ class Checkpoints:
             keep_last=config.keep_last,
             keep_every=config.keep_every,
             is_node_local=config.use_node_local_storage,
+            convert=self._convert_to_deepspeed if config.format == "deepspeed" else None,
             leads=leads,
         )
         self._ranks.connect()
@@ -84,6 +87,18 @@ class Checkpoints:
         contents.pieces = self._snapshot.take(contents.pieces)
         self._pending = BackgroundSave(lambda: save(contents, destination, self._ranks), destination.path)
         return self._pending
+
+    def _convert_to_deepspeed(self, native: str, folder: str, rank: int) -> None:
+        engine = self._engine
+        with NativeSource(native) as source:
+            write_rank_files(
+                source,
+                folder,
+                world_size=self._ranks.world_size,
+                stage=engine.zero_optimization_stage(),
+                dtype=engine._precision.dtype or torch.float32,
+                ranks=[rank],
+            )
 
     def wait(self) -> None:
         """Returns when no save is under way; raises what the last one failed with, once."""

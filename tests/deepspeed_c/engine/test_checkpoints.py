@@ -48,7 +48,9 @@ class Net(nn.Module):
         return self.head(hidden + self.frozen(hidden)).float().pow(2).mean()
 
 
-def make(stage: int, dtype: str = "fp32", seed: int = 0, model: nn.Module | None = None, data: Any = None, **config: Any):
+def make(
+    stage: int, dtype: str = "fp32", seed: int = 0, model: nn.Module | None = None, data: Any = None, **config: Any
+):
     torch.manual_seed(seed)
     settings = {
         "train_micro_batch_size_per_gpu": 2,
@@ -76,7 +78,9 @@ def train(engine, steps: range) -> list[float]:
 def whole_state(engine) -> dict[str, Any]:
     """Everything that a checkpoint has to bring back, whole, by ways that know nothing of checkpoints. Collective."""
     state: dict[str, Any] = {f"weight {name}": value for name, value in whole_params(engine.module).items()}
-    state.update({f"buffer {name}": value.clone() for name, value in engine.module.named_buffers() if name == "n_calls"})
+    state.update(
+        {f"buffer {name}": value.clone() for name, value in engine.module.named_buffers() if name == "n_calls"}
+    )
     for name, param in engine.module.named_parameters():
         if not param.requires_grad:
             continue
@@ -88,7 +92,9 @@ def whole_state(engine) -> dict[str, Any]:
                 state[f"{key} {name}"] = None
     counts: dict[str, float] = {}
     for slot in engine.optimizer.reducer.slots:
-        counts.update({f"step {slot.name}": float(v) for k, v in engine.optimizer.named_state(slot)[1].items() if k == "step"})
+        counts.update(
+            {f"step {slot.name}": float(v) for k, v in engine.optimizer.named_state(slot)[1].items() if k == "step"}
+        )
     for theirs in engine._comm.gather_objects(counts):
         state.update(theirs)
     state["lr"] = engine.get_lr()
@@ -123,7 +129,9 @@ def save_all(rank: int, world: int, folder: str) -> list[dict[str, Any]]:
     for stage in STAGES:
         with make(stage, dtype_of(stage, world), seed=10 * world + stage) as engine:
             train(engine, range(3))
-            engine.save_checkpoint(folder, tag=f"world{world}_stage{stage}", client_state={"world": world, "stage": stage})
+            engine.save_checkpoint(
+                folder, tag=f"world{world}_stage{stage}", client_state={"world": world, "stage": stage}
+            )
             states.append(whole_state(engine))
     return states
 
@@ -463,3 +471,35 @@ def test_states_in_another_shape_are_saved_where_nothing_is_sharded(tmp_path):
     actual = run_ranks(2, odd_states, str(tmp_path), True, timeout=60)
     for a, b in zip(expected[0], actual[1]):
         assert torch.equal(a, b), (a, b)
+
+
+# -- in DeepSpeed's layout ----------------------------------------------------------------------------------------------
+
+
+def save_for_deepspeed(rank: int, world: int, stage: int, dtype: str, folder: str) -> Any:
+    with make(stage, dtype, checkpoint={"format": "deepspeed"}) as engine:
+        train(engine, range(3))
+        engine.save_checkpoint(folder, client_state={"epoch": 3})
+        return whole_state(engine), train(engine, range(3, 5))
+
+
+def load_from_deepspeed(rank: int, world: int, stage: int, dtype: str, folder: str) -> Any:
+    with make(stage, dtype, seed=8) as engine:
+        _, client_state = engine.load_checkpoint(folder)
+        return whole_state(engine), client_state.get("epoch")
+
+
+@pytest.mark.parametrize("stage, dtype", [(1, "bf16"), (2, "fp16"), (3, "bf16")])
+def test_deepspeeds_layout_goes_out_and_comes_back(tmp_path, stage, dtype):
+    expected = run_ranks(2, save_for_deepspeed, stage, dtype, str(tmp_path), timeout=60)
+    files = sorted(path.name for path in (tmp_path / "global_step3").iterdir())
+    prefix = "bf16_" if dtype == "bf16" else ""
+    assert f"{prefix}zero_pp_rank_1_mp_rank_00_optim_states.pt" in files, files
+    assert (tmp_path / "latest").read_text() == "global_step3"
+    for target in (stage, (stage + 1) % 4):
+        for (state, _), (got, epoch) in zip(
+            expected, run_ranks(2, load_from_deepspeed, target, dtype, str(tmp_path), timeout=60)
+        ):
+            assert epoch == 3
+            # DeepSpeed keeps states in one flat tensor with one count of steps, also of what was never updated.
+            assert [text for text in differences(state, got) if " unused" not in text] == []
