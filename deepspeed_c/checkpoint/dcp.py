@@ -256,8 +256,8 @@ class DcpSource(Source):
         self.topology = Topology(world_size=_world_size(entries))
         try:
             self._take_own_state(entries)
-            options, steps = self._sort(entries)
-            self._take_groups(options, steps)
+            options, counts = self._sort(entries)
+            self._take_groups(options, counts)
         except BaseException:
             self.close()
             raise
@@ -293,10 +293,11 @@ class DcpSource(Source):
         found = state_files.unpack(buffer, f"{self.where}, {OWN_STATE}")
         self.state = found if isinstance(found, dict) else {}
 
-    def _sort(self, entries: dict[str, Stored]) -> tuple[dict[tuple[str | int, ...], Stored], dict[str, Stored]]:
-        """Lists the tensors. Returns the optimizer's options by (group or weight, option), and the step counts by weight."""
+    def _sort(
+        self, entries: dict[str, Stored]
+    ) -> tuple[dict[tuple[str | int, ...], Stored], dict[str, dict[str, Stored]]]:
+        """Lists the tensors. Returns the optimizer's options by (group or weight, option), and what counts for a weight as a whole, by weight and state."""
         options: dict[tuple[str | int, ...], Stored] = {}
-        steps: dict[str, Stored] = {}
         states: list[tuple[str, str, Stored]] = []
         weights: dict[str, Stored] = {}
         for name, stored in entries.items():
@@ -306,15 +307,18 @@ class DcpSource(Source):
                     weights[name] = stored
             elif place[0] == "param_groups":
                 options[place[1:]] = stored
-            elif stored.dtype is not None:
-                if stored.shape in ((), (1,)) and place[2] == "step":
-                    steps[place[1]] = stored
-                else:
-                    states.append((place[1], place[2], stored))
+            else:
+                states.append((place[1], place[2], stored))
         self._list_weights(weights)
+        counts: dict[str, dict[str, Stored]] = {}
         for weight, kind, stored in states:
-            self._list(kind, weight, stored)
-        return options, steps
+            own = self._stored.get((PARAM, weight))
+            is_single = stored.shape in ((), (1,))
+            if is_single and (kind == "step" or own is None or stored.shape != own.shape or stored.dtype is None):
+                counts.setdefault(weight, {})[kind] = stored
+            else:
+                self._list(kind, weight, stored)
+        return options, counts
 
     def _list_weights(self, weights: dict[str, Stored]) -> None:
         containers: dict[tuple[str | int, ...], int] = {}
@@ -339,35 +343,42 @@ class DcpSource(Source):
         self._stored[kind, name] = stored
         self.tensors[kind, name] = LogicalTensor(name=name, kind=kind, shape=stored.shape, dtype=stored.dtype)
 
-    def _take_groups(self, options: dict[tuple[str | int, ...], Stored], steps: dict[str, Stored]) -> None:
+    def _take_groups(self, options: dict[tuple[str | int, ...], Stored], counts: dict[str, dict[str, Stored]]) -> None:
         values: dict[str | int, dict[str, Any]] = {}
         for (owner, option), stored in options.items():
             try:
-                values.setdefault(owner, {})[str(option)] = self._load(stored.chunks[0])
+                values.setdefault(owner, {})[str(option)] = self._value(option, stored)
             except CheckpointError as error:
                 logger.warning("%s: the optimizer's option %s is left out: %s", self.where, option, error.what)
         group_of: dict[str, int] = {}
-        for owner, found in values.items():
+        # Groups by their index; where options stand by weight, in the order in which they come.
+        for owner in sorted(values, key=lambda o: o if isinstance(o, int) else 0):
+            found = values[owner]
             names = found.pop("params", None) if isinstance(owner, int) else [owner]
             if found in self.groups and not isinstance(owner, int):
                 index = self.groups.index(found)
             else:
                 index = len(self.groups)
                 self.groups.append(found)
-            group_of.update(dict.fromkeys((n for n in names or () if isinstance(n, str)), index))
-        stated = {name for kind, name in self.tensors if kind not in (PARAM, MASTER, BUFFER)} | steps.keys()
+            if isinstance(names, (list, tuple)):
+                group_of.update(dict.fromkeys((n for n in names if isinstance(n, str)), index))
+        stated = {name for kind, name in self.tensors if kind not in (PARAM, MASTER, BUFFER)} | counts.keys()
         if stated and not self.groups:
             self.groups.append({})
-        if not stated and not self.groups:
+        if not self.groups:
             return
         for _, name in [key for key in self.tensors if key[0] == PARAM]:
-            counts = {}
-            if name in steps:
-                count = torch.empty(math.prod(steps[name].shape), dtype=steps[name].dtype)
-                self._fetch(name, steps[name], 0, count)
-                counts["step"] = count.reshape(())
+            own = {kind: self._value(f"{kind} of {name}", stored) for kind, stored in counts.get(name, {}).items()}
             group = group_of.get(name, 0 if name in stated else None)
-            self.params[name] = ParamInfo(group=group, counts=counts)
+            self.params[name] = ParamInfo(group=group, counts=own)
+
+    def _value(self, what: str | int, stored: Stored) -> Any:
+        """A small value: a tensor of one element without dimensions, any other as it is, or what is no tensor."""
+        if stored.dtype is None:
+            return self._load(stored.chunks[0])
+        value = torch.empty(math.prod(stored.shape), dtype=stored.dtype)
+        self._fetch(str(what), stored, 0, value)
+        return value.reshape(()) if stored.shape == (1,) else value.reshape(stored.shape)
 
     # -- bytes
 
@@ -631,7 +642,9 @@ def _options(source: Source) -> Iterator[tuple[tuple[str | int, ...], Any]]:
     """What torch's optimizer state dict holds besides the tensors of its states."""
     for name, info in source.params.items():
         for key, value in info.counts.items():
-            yield ("optim", "state", name, key), value
+            # As torch's optimizers have it: it cannot load a plain number into the tensor that is there.
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            yield ("optim", "state", name, key), torch.tensor(float(value)) if is_number else value
     for i, group in enumerate(source.groups):
         for key, value in group.items():
             if not torch.is_tensor(value):

@@ -67,4 +67,15 @@ def _plan(arguments: list[str]) -> int:
     return plan(arguments)
 
 
-_COMMANDS: dict[str, Callable[[list[str]], int]] = {"report": _report, "config": _config, "plan": _plan}
+def _checkpoint(arguments: list[str]) -> int:
+    from deepspeed_c.checkpoint.cli import main as checkpoint
+
+    return checkpoint(arguments)
+
+
+_COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "report": _report,
+    "config": _config,
+    "plan": _plan,
+    "checkpoint": _checkpoint,
+}
