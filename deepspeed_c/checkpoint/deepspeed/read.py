@@ -32,7 +32,7 @@ OPTIMIZER_FILE = re.compile(r"(?P<dtype>bf16_|fp16_|)zero_pp_rank_(?P<rank>\d+)_
 EXPERT_FILE = re.compile(
     r"(layer_-?\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_mp_rank_\d+_optim_states\.pt"
 )
-PIPELINE_FILE = re.compile(r"layer_\d+-model.*_model_states\.pt")
+PIPELINE_FILE = re.compile(r"layer_\d+-.*model_states\.pt")
 
 # What the engine puts into its model file; the rest is the user's client_state.
 ENGINE_KEYS = frozenset(
