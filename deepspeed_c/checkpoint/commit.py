@@ -39,15 +39,22 @@ __all__ = [
 ]
 
 LATEST = "latest"
-# .TAG.NONCE.HOST.PID.KIND: "tmp" is being written, "old" has been replaced, "gone" is being deleted.
-_HIDDEN = re.compile(r"^\.(?P<tag>.+)\.(?P<nonce>[0-9a-f]{16})\.(?P<host>[^.]+)\.(?P<pid>\d+)\.(?P<kind>tmp|old|gone)$")
+# .TAG.NONCE.HOST.PID-START.KIND: "tmp" is being written, "old" has been replaced, "gone" is being deleted.
+_HIDDEN = re.compile(
+    r"^\.(?P<tag>.+)\.(?P<nonce>[0-9a-f]{16})\.(?P<host>[^.]+)\.(?P<pid>\d+)-(?P<start>\d+)\.(?P<kind>tmp|old|gone)$"
+)
 FILE_NAME_LIMIT_BYTES = 255
+# What is written beside the tags, and so cannot be one.
+_TAKEN = frozenset({"latest", "latest_universal", "zero_to_fp32.py"})
+# How often a commit tries again when other processes rename the same tag between its steps.
+COMMIT_ATTEMPTS = 100
 
 
 def check_tag(tag: str) -> str:
     """``tag`` as text, if it can name a folder. Raises CheckpointError."""
     tag = str(tag)
-    if tag != os.path.basename(tag) or tag in ("", ".", "..") or tag.startswith(".") or "\0" in tag:
+    # Not printable: control characters, which a damaged `latest` may hold too, and what is no text at all (lone surrogates).
+    if tag in ("", *_TAKEN) or "/" in tag or tag.startswith(".") or tag != tag.strip() or not tag.isprintable():
         raise CheckpointError(
             f"{tag!r} cannot name a checkpoint",
             where="save_checkpoint(tag=...)",
@@ -59,16 +66,40 @@ def check_tag(tag: str) -> str:
 
 
 def _hidden_name(tag: str, kind: str) -> str:
-    host = re.sub(r"[^A-Za-z0-9_-]", "_", socket.gethostname())[:32] or "host"
-    return f".{tag}.{secrets.token_hex(8)}.{host}.{os.getpid()}.{kind}"
+    return f".{tag}.{secrets.token_hex(8)}.{_host()}.{os.getpid()}-{_start_of(os.getpid())}.{kind}"
+
+
+def _host() -> str:
+    return re.sub(r"[^A-Za-z0-9_-]", "_", socket.gethostname())[:32] or "host"
+
+
+def _start_of(pid: int) -> int:
+    """When a process began, in the kernel's ticks; 0 where that is not told. A container that is started again gives its processes the ids of before."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # The name in parentheses may hold anything; the start is field 22, the 20th after it.
+            return int(file.read().rpartition(b")")[2].split()[19])
+    except (OSError, IndexError, ValueError):
+        return 0
 
 
 def make_temporary(save_dir: str, tag: str) -> str:
     """Makes ``save_dir`` where it is missing, and in it the hidden folder that ``tag`` is written into. Returns its path."""
-    os.makedirs(save_dir, exist_ok=True)
+    _make_folders(os.path.abspath(save_dir))
     path = os.path.join(save_dir, _hidden_name(tag, "tmp"))
     os.mkdir(path)
     return path
+
+
+def _make_folders(path: str) -> None:
+    """As ``os.makedirs``, each new name on disk."""
+    if os.path.isdir(path):
+        return
+    parent = os.path.dirname(path)
+    _make_folders(parent)
+    with contextlib.suppress(FileExistsError):  # another rank or run was faster
+        os.mkdir(path)
+    sync_folder(parent)
 
 
 def sync_folder(path: str) -> None:
@@ -114,26 +145,51 @@ def commit_folder(temporary: str, save_dir: str, tag: str) -> None:
     """Gives a complete folder its name; what had the name before is deleted afterwards. See [Note: commit]."""
     final = os.path.join(save_dir, tag)
     sync_folder(temporary)
-    if not os.path.lexists(final):
+    for attempt in range(COMMIT_ATTEMPTS):
         try:
-            os.rename(temporary, final)
+            replaced = _take_name(temporary, final, tag)
+            break
         except OSError as error:
-            # Another run has committed the same tag since.
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            # Another run has given the name to its own, or has deleted what had it, between two of these steps.
+            is_race = error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT) and os.path.isdir(temporary)
+            if not is_race or attempt == COMMIT_ATTEMPTS - 1:
                 raise
-        else:
-            sync_folder(save_dir)
-            return
-    if os.path.isdir(final) and not os.path.islink(final) and _C.exchange_paths(temporary, final):
-        sync_folder(save_dir)
-        remove_tree(temporary)
-        return
-    # Without the exchange there is an instant without the name; readers then take the "old" one (see find_tag).
-    old = os.path.join(save_dir, _hidden_name(tag, "old"))
-    os.rename(final, old)
-    os.rename(temporary, final)
     sync_folder(save_dir)
-    remove_tree(old)
+    if replaced is not None:
+        _discard(replaced, save_dir, tag)
+
+
+def _take_name(temporary: str, final: str, tag: str) -> str | None:
+    """Renames. Returns where what had the name before is now, None if nothing had it."""
+    if not os.path.lexists(final):
+        os.rename(temporary, final)
+        return None
+    if os.path.isdir(final) and not os.path.islink(final) and _C.exchange_paths(temporary, final):
+        return temporary
+    # Without the exchange there is an instant without the name; readers then take the "old" one (see find_tag).
+    old = os.path.join(os.path.dirname(final), _hidden_name(tag, "old"))
+    os.rename(final, old)
+    try:
+        os.rename(temporary, final)
+    except OSError:
+        if os.path.lexists(final):  # somebody else has taken the name: it has been replaced all the same
+            _discard(old, os.path.dirname(final), tag)
+        else:
+            with contextlib.suppress(OSError):
+                os.rename(old, final)
+        raise
+    return old
+
+
+def _discard(path: str, save_dir: str, tag: str) -> None:
+    """Deletes what a checkpoint was; first it gets a name under which nobody looks for one, however little is left of it."""
+    gone = os.path.join(save_dir, _hidden_name(tag, "gone"))
+    try:
+        os.rename(path, gone)
+    except OSError as error:
+        logger.warning("%s: cannot be deleted: %s", path, error.strerror)
+        return
+    remove_tree(gone)
 
 
 def remove_tree(path: str) -> None:
@@ -155,12 +211,19 @@ def write_latest(save_dir: str, tag: str) -> None:
 
 
 def read_latest(save_dir: str) -> str | None:
-    """The tag that ``latest`` names; None where there is no such file, or nothing in it."""
+    """The tag that ``latest`` names; None where there is no such file, or no text in it (files that a machine lost its power over are full of zeros)."""
     try:
         with open(os.path.join(save_dir, LATEST), encoding="utf-8") as file:
-            return file.read(4096).strip() or None
-    except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
+            tag = file.read(4096).strip()
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except (OSError, UnicodeDecodeError) as error:
+        logger.warning("%s: cannot be read: %s", os.path.join(save_dir, LATEST), error)
+        return None
+    if not tag.isprintable():
+        logger.warning("%s: holds no tag but %r", os.path.join(save_dir, LATEST), tag[:40])
+        return None
+    return tag or None
 
 
 def find_tag(save_dir: str, tag: str) -> str:
@@ -206,23 +269,15 @@ def apply_retention(save_dir: str, newest: str, keep_last: int | None, keep_ever
     for tag, manifest in tags[max(keep_last - 1, 0) :]:
         if tag in kept or (keep_every and manifest.counters.get("global_steps", 0) % keep_every == 0):
             continue
-        # First it loses its name: a crash leaves no half checkpoint under it.
-        gone = os.path.join(save_dir, _hidden_name(tag, "gone"))
-        try:
-            os.rename(os.path.join(save_dir, tag), gone)
-        except OSError as error:
-            logger.warning("%s: cannot be deleted: %s", os.path.join(save_dir, tag), error.strerror)
-            continue
-        remove_tree(gone)
+        _discard(os.path.join(save_dir, tag), save_dir, tag)
         removed.append(tag)
     return removed
 
 
 def remove_stale(save_dir: str) -> None:
     """Deletes what processes of this host that have ended left in hidden folders; an "old" one only when its tag is there again."""
-    host = re.sub(r"[^A-Za-z0-9_-]", "_", socket.gethostname())[:32] or "host"
     for name, hidden in _hidden(save_dir):
-        if hidden["host"] != host or _is_alive(int(hidden["pid"])):
+        if hidden["host"] != _host() or _is_alive(int(hidden["pid"]), int(hidden["start"])):
             continue
         if hidden["kind"] == "old" and not os.path.isdir(os.path.join(save_dir, hidden["tag"])):
             with contextlib.suppress(OSError):
@@ -242,11 +297,12 @@ def _hidden(save_dir: str) -> Iterator[tuple[str, dict[str, str]]]:
             yield name, match.groupdict()
 
 
-def _is_alive(pid: int) -> bool:
+def _is_alive(pid: int, start: int) -> bool:
+    """Whether the process of this id is there, and the one that began at ``start``."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True
-    return True
+        pass
+    return start == 0 or _start_of(pid) in (0, start)
