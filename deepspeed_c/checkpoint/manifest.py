@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import math
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,6 +31,7 @@ __all__ = [
     "StateFile",
     "TensorEntry",
     "dtype_name",
+    "read_checksum",
     "read_manifest",
     "write_manifest",
 ]
@@ -39,6 +41,9 @@ MANIFEST_CRC = "manifest.crc32c"
 FORMAT, VERSION = "deepspeed_c", 1
 # What one checksum of a payload file covers, and so the least that is read of it.
 BLOCK_BYTES = 1 << 18
+# The longest block that the core reads, and more ranks than anybody has: numbers beyond them are nobody's.
+BLOCK_LIMIT_BYTES = 1 << 30
+RANKS_LIMIT = 1 << 20
 # Longer ones are refused before they are read into memory.
 MANIFEST_LIMIT_BYTES = 4 << 30
 
@@ -143,10 +148,13 @@ def write_manifest(folder: str, manifest: Manifest, write: Callable[[str, bytes]
     write(os.path.join(folder, MANIFEST_CRC), f"{_C.crc32c(content):08x}\n".encode())
 
 
-def read_manifest(folder: str) -> Manifest:
-    """Reads and checks a manifest. Raises CheckpointError, naming the file and what is wrong with it."""
+def read_manifest(folder: str, opened: int | None = None) -> Manifest:
+    """Reads and checks a manifest; ``opened`` is a descriptor of the folder, which may have another name by now.
+
+    Raises CheckpointError, naming the file and what is wrong with it.
+    """
     path = os.path.join(folder, MANIFEST)
-    content, expected = _read(path), _read(os.path.join(folder, MANIFEST_CRC))
+    content, expected = _read(folder, MANIFEST, opened), _read(folder, MANIFEST_CRC, opened)
     actual = f"{_C.crc32c(content):08x}"
     if expected.strip() != actual.encode():
         raise CheckpointError(
@@ -163,7 +171,7 @@ def read_manifest(folder: str) -> Manifest:
                 fix="update deepspeed_c",
             )
         manifest = msgspec.json.decode(content, type=Manifest)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"is no manifest: {error}", where=path, fix="load another tag") from error
     problem = next(_problems(manifest), None)
     if problem:
@@ -171,14 +179,24 @@ def read_manifest(folder: str) -> Manifest:
     return manifest
 
 
+def read_checksum(folder: str, opened: int) -> str:
+    """The checksum that belongs to a manifest: it covers those of all files, so two checkpoints that have the same are the same."""
+    return _read(folder, MANIFEST_CRC, opened).strip().decode("ascii", "replace")
+
+
 class _Head(msgspec.Struct):
     format: str
     version: int
 
 
-def _read(path: str) -> bytes:
+def _read(folder: str, name: str, opened: int | None) -> bytes:
+    path = os.path.join(folder, name)
     try:
-        with open(path, "rb") as file:
+        with (
+            open(path, "rb")
+            if opened is None
+            else open(name, "rb", opener=lambda name, flags: os.open(name, flags, dir_fd=opened))
+        ) as file:
             if os.fstat(file.fileno()).st_size > MANIFEST_LIMIT_BYTES:
                 raise CheckpointError(f"is longer than {MANIFEST_LIMIT_BYTES} bytes", where=path)
             return file.read()
@@ -190,9 +208,16 @@ def _read(path: str) -> bytes:
 
 def _problems(manifest: Manifest) -> Iterator[str]:
     """What contradicts itself, each as a sentence. Coverage of tensors is checked where they are read (``reshape_plan``)."""
-    if manifest.block_bytes <= 0:
+    if not 0 < manifest.block_bytes <= BLOCK_LIMIT_BYTES:
         yield f"blocks of {manifest.block_bytes} bytes"
         return
+    topology = manifest.topology
+    for count in (topology.world_size, topology.tensor_parallel, topology.pipeline_parallel):
+        if not 0 < count <= RANKS_LIMIT:
+            yield f"{count} ranks"
+    for name, number in manifest.counters.items():
+        if not 0 <= number < 1 << 63:
+            yield f"{name} is {number}"
     seen: set[str] = set()
     for file in (*manifest.files, *manifest.states):
         if not file.name or file.name != os.path.basename(file.name) or file.name in (".", ".."):
@@ -218,8 +243,9 @@ def _problems(manifest: Manifest) -> Iterator[str]:
         if tensor.dtype not in DTYPES:
             yield f"{where} has the unknown dtype {tensor.dtype!r}"
             continue
-        if any(size < 0 for size in tensor.shape):
+        if any(size < 0 for size in tensor.shape) or math.prod(size or 1 for size in tensor.shape) >= 1 << 60:
             yield f"{where} has shape {tensor.shape}"
+            continue
         itemsize, n_dims = DTYPES[tensor.dtype].itemsize, len(tensor.shape)
         for piece in tensor.pieces:
             if not 0 <= piece.file < len(manifest.files):
@@ -242,11 +268,23 @@ def _problems(manifest: Manifest) -> Iterator[str]:
                     for low, size, whole in zip(piece.start, shape, tensor.shape)
                 ):
                     yield f"{where} has a box outside its shape"
-            numel = 1
-            for size in shape:
-                numel *= size
+            numel = math.prod(shape)
             if piece.begin < 0 or piece.begin + piece.n_elems > numel:
                 yield f"{where} has a piece outside its box"
+    for name, param in manifest.params.items():
+        for key, (value, dtype) in param.counts.items():
+            if dtype and dtype not in DTYPES:
+                yield f"{key} of {name} has the unknown dtype {dtype!r}"
+            elif dtype and not _can_hold(DTYPES[dtype], value):
+                yield f"{key} of {name} is {value}, which {dtype} cannot hold"
     for alias, name in manifest.aliases.items():
         if alias == name or name in manifest.aliases:
             yield f"the alias {alias!r} leads to {name!r}"
+
+
+def _can_hold(dtype: torch.dtype, value: float) -> bool:
+    if dtype.is_complex or dtype == torch.bool:
+        return True
+    if dtype.is_floating_point:
+        return abs(value) <= torch.finfo(dtype).max
+    return torch.iinfo(dtype).min <= value <= torch.iinfo(dtype).max

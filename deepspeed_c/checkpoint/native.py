@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from deepspeed_c.checkpoint.manifest import (
     Piece,
     StateFile,
     TensorEntry,
+    read_checksum,
     read_manifest,
 )
 from deepspeed_c.checkpoint.source import Box, LogicalTensor, ParamInfo, Read, Source, Topology
@@ -34,6 +36,10 @@ __all__ = ["NativeSource", "is_native", "open_native"]
 CONVERSION_BYTES = 32 << 20
 # Tensors that a message names before it only counts.
 NAMES_SHOWN = 5
+# How often a folder is opened again that is replaced while it is being opened.
+OPEN_ATTEMPTS = 10
+# Descriptors that one checkpoint takes; the usual limit of a process is 1024.
+FILES_KEPT_OPEN = 64
 
 
 def is_native(path: str) -> bool:
@@ -60,52 +66,76 @@ def open_native(path: str, tag: str | None = None) -> NativeSource:
 
 
 class NativeSource(Source):
-    """One checkpoint of ours. The files are found through the folder as it was when it was opened: a save that replaces it meanwhile does no harm
-    until it deletes them."""
+    """One checkpoint of ours, as it was when it was opened: a save that replaces it meanwhile does no harm. (Of more than ``FILES_KEPT_OPEN`` files
+    the rest may have been deleted when they are asked for; ``was_replaced`` then tells that opening it again is worth while.)"""
 
     format = "deepspeed_c"
 
     def __init__(self, folder: str) -> None:
         self.where = folder
-        self.manifest: Manifest = read_manifest(folder)
+        self._folder, self._files = -1, {}
+        for attempt in range(OPEN_ATTEMPTS):
+            try:
+                self._open()
+                return
+            except BaseException as error:
+                was_replaced = self._folder >= 0 and self.was_replaced
+                self.close()
+                if not (isinstance(error, CheckpointError) and was_replaced and attempt < OPEN_ATTEMPTS - 1):
+                    raise
+
+    def _open(self) -> None:
+        # The folder first: everything else is found through it, whatever gets its name meanwhile.
         try:
-            self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            self._folder = os.open(self.where, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
-            raise CheckpointError(f"cannot be opened: {error.strerror}", where=folder) from error
-        self._files: dict[str, int] = {}
-        try:
-            self._check_files()
-            self._entries = {(entry.kind, entry.name): entry for entry in self.manifest.tensors}
-            self.tensors = {
-                key: LogicalTensor(
-                    name=entry.name, kind=entry.kind, shape=tuple(entry.shape), dtype=DTYPES[entry.dtype]
-                )
-                for key, entry in self._entries.items()
-            }
-            self.aliases = dict(self.manifest.aliases)
-            self.params = {
-                name: ParamInfo(group=entry.group, counts=_counts_of(entry))
-                for name, entry in self.manifest.params.items()
-            }
-            topology = self.manifest.topology
-            self.topology = Topology(
-                world_size=topology.world_size,
-                stage=topology.stage,
-                tensor_parallel=topology.tensor_parallel,
-                pipeline_parallel=topology.pipeline_parallel,
+            raise CheckpointError(
+                f"cannot be opened: {error.strerror}", where=self.where, fix="load another tag"
+            ) from error
+        self.manifest: Manifest = read_manifest(self.where, self._folder)
+        self.identity = read_checksum(self.where, self._folder)
+        self._check_files()
+        self._entries = {(entry.kind, entry.name): entry for entry in self.manifest.tensors}
+        self.tensors = {
+            key: LogicalTensor(name=entry.name, kind=entry.kind, shape=tuple(entry.shape), dtype=DTYPES[entry.dtype])
+            for key, entry in self._entries.items()
+        }
+        self.aliases = dict(self.manifest.aliases)
+        self.params = {
+            name: ParamInfo(group=entry.group, counts=_counts_of(entry)) for name, entry in self.manifest.params.items()
+        }
+        topology = self.manifest.topology
+        self.topology = Topology(
+            world_size=topology.world_size,
+            stage=topology.stage,
+            tensor_parallel=topology.tensor_parallel,
+            pipeline_parallel=topology.pipeline_parallel,
+        )
+        common = self._state("state.pt") or {}
+        if not isinstance(common, dict):
+            raise CheckpointError(
+                f"holds a {type(common).__name__} and no dict",
+                where=os.path.join(self.where, "state.pt"),
+                fix="load another tag",
             )
-            common = self._state("state.pt") or {}
-            self.groups = common.pop("groups", [])
-            self.state = {
-                **common,
-                "counters": dict(self.manifest.counters),
-                "config": self.manifest.config,
-                "versions": dict(self.manifest.versions),
-                "excludes_frozen": self.manifest.excludes_frozen,
-            }
-        except BaseException:
-            self.close()
-            raise
+        self.groups = common.pop("groups", [])
+        self.state = {
+            **common,
+            "counters": dict(self.manifest.counters),
+            "config": self.manifest.config,
+            "versions": dict(self.manifest.versions),
+            "excludes_frozen": self.manifest.excludes_frozen,
+        }
+
+    @property
+    def was_replaced(self) -> bool:
+        """Whether the name that it was opened by leads to another folder now, or to none: a save has replaced it, or retention deleted it."""
+        try:
+            there = os.stat(self.where)
+        except OSError:
+            return True
+        here = os.fstat(self._folder)
+        return (there.st_dev, there.st_ino) != (here.st_dev, here.st_ino)
 
     def close(self) -> None:
         for file in self._files.values():
@@ -116,19 +146,29 @@ class NativeSource(Source):
             os.close(folder)
 
     def _check_files(self) -> None:
-        """All files are there and have their sizes: known before anything is loaded."""
-        for file in (*self.manifest.files, *self.manifest.states):
+        """All files are there and have their sizes: known before anything is loaded. As many as may be are kept open, so that nobody deletes them under a reader."""
+        for i, file in enumerate((*self.manifest.files, *self.manifest.states)):
             try:
-                n_bytes = os.stat(file.name, dir_fd=self._folder).st_size
+                if i < FILES_KEPT_OPEN:
+                    self._files[file.name] = os.open(
+                        file.name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=self._folder
+                    )
+                    found = os.fstat(self._files[file.name])
+                else:
+                    found = os.stat(file.name, dir_fd=self._folder)
             except OSError as error:
                 raise CheckpointError(
                     f"cannot be read: {error.strerror}",
                     where=os.path.join(self.where, file.name),
                     fix="the checkpoint is incomplete: load another tag, or put the file back",
                 ) from error
-            if n_bytes != file.n_bytes:
+            if not stat.S_ISREG(found.st_mode):
                 raise CheckpointError(
-                    f"has {n_bytes} bytes, and {file.n_bytes} were written",
+                    "is no regular file", where=os.path.join(self.where, file.name), fix="load another tag"
+                )
+            if found.st_size != file.n_bytes:
+                raise CheckpointError(
+                    f"has {found.st_size} bytes, and {file.n_bytes} were written",
                     where=os.path.join(self.where, file.name),
                     fix="the checkpoint is damaged: load another tag, or put the file back",
                 )
@@ -283,7 +323,7 @@ class NativeSource(Source):
     def _content(self, file: StateFile) -> bytes:
         path = os.path.join(self.where, file.name)
         try:
-            with open(file.name, "rb", opener=lambda name, flags: os.open(name, flags, dir_fd=self._folder)) as opened:
+            with open(self._path_of(file.name), "rb") as opened:
                 content = opened.read()
         except OSError as error:
             raise CheckpointError(f"cannot be read: {error.strerror}", where=path, fix="load another tag") from error

@@ -97,6 +97,13 @@ class Source(ABC):
     groups: list[dict[str, Any]]
     topology: Topology
     state: dict[str, Any]
+    identity: str = ""
+    """What two processes that opened the same name compare, where a save may replace what has the name; "" where that is not known."""
+
+    @property
+    def was_replaced(self) -> bool:
+        """Whether the name that it was opened by stands for another checkpoint by now, or for none, so that opening it again is worth while."""
+        return False
 
     @abstractmethod
     def read(self, reads: Sequence[Read]) -> None:
