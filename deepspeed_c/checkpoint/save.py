@@ -87,8 +87,6 @@ class Contents:
     common: bytes = b""
     mine: bytes | None = None
     excludes_frozen: bool = False
-    problem: str = ""
-    """Why this rank has nothing to save; all ranks then fail together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,8 +226,6 @@ def _commit(folder: str, destination: Destination) -> None:
 
 
 def _write_rank(folder: str, contents: Contents, ranks: Ranks) -> _RankIndex:
-    if contents.problem:
-        raise CheckpointError(contents.problem)
     index = _RankIndex([], [], [], {name: _param_entry(name, info) for name, info in contents.params.items()})
     if contents.pieces:
         name = f"rank_{ranks.rank:05d}.safetensors"

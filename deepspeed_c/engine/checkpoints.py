@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Checkpoints"]
 
+# How often a checkpoint is opened again that another run replaces while it is being loaded.
+LOAD_ATTEMPTS = 5
+
 
 class Checkpoints:
     """Saves and loads one engine. Every method is collective."""
@@ -63,7 +66,13 @@ class Checkpoints:
     ) -> BackgroundSave | bool:
         engine, config = self._engine, self._engine._config.checkpoint
         self.wait()
-        tag, save_dir = self._agree_on_tag(tag or f"global_step{engine.global_steps}", os.path.abspath(save_dir))
+        tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
+        contents, error = None, None
+        try:
+            contents = self._contents(dict(client_state), exclude_frozen)
+        except DeepSpeedCError as raised:
+            error = raised
+        tag, save_dir = self._agree(tag, os.path.abspath(save_dir), error)
         leads = self._ranks.rank == 0
         if config.use_node_local_storage:
             leads = read_env().local_rank == 0
@@ -79,7 +88,6 @@ class Checkpoints:
         )
         self._ranks.connect()
         self.last_dir = save_dir
-        contents = self._contents(client_state, exclude_frozen)
         if not (config.is_async if is_async is None else is_async):
             save(contents, destination, self._ranks)
             log_dist(f"saved {destination.path}", ranks=[0])
@@ -106,38 +114,44 @@ class Checkpoints:
         if pending is not None:
             pending.wait()
 
-    def _agree_on_tag(self, tag: str, save_dir: str) -> tuple[str, str]:
-        """Rank 0's tag and folder. Through the engine's own collectives: a rank that does not come here is named by the watchdog."""
-        offers = self._engine._comm.gather_objects((str(tag), save_dir), label="save_checkpoint")
+    def _agree(self, tag: str, save_dir: str, error: DeepSpeedCError | None) -> tuple[str, str]:
+        """Rank 0's tag and folder; raises on all ranks what hinders one, before anything is written.
+
+        Through the engine's own collectives: a rank that does not come here is named by the watchdog.
+        """
+        offers = self._engine._comm.gather_objects((tag, save_dir, error), label="save_checkpoint")
+        for rank, (_, _, hindrance) in enumerate(offers):
+            if hindrance is not None:
+                raise CheckpointError(hindrance.what, where=f"rank {rank}: {hindrance.where}", fix=hindrance.fix)
         rule = self._engine._config.checkpoint.tag_validation
-        other = next((rank for rank, offer in enumerate(offers) if offer[0] != offers[0][0]), None)
+        first_tag, first_dir, _ = offers[0]
+        other = next((rank for rank, offer in enumerate(offers) if offer[0] != first_tag), None)
         if other is not None and rule != "IGNORE":
-            message = f"rank 0 saves {offers[0][0]!r}, rank {other} {offers[other][0]!r}"
+            message = f"rank 0 saves {first_tag!r}, rank {other} {offers[other][0]!r}"
             if rule == "FAIL":
                 raise CheckpointError(message, where="save_checkpoint", fix="pass the same tag on all ranks")
             logger.warning("save_checkpoint: %s; rank 0's is taken", message)
-        return check_tag(offers[0][0]), save_dir if self._engine._config.checkpoint.use_node_local_storage else offers[
-            0
-        ][1]
+        is_node_local = self._engine._config.checkpoint.use_node_local_storage
+        return check_tag(first_tag), save_dir if is_node_local else first_dir
 
     def _contents(self, client_state: Mapping[str, Any], exclude_frozen: bool) -> Contents:
+        """What this rank saves. Raises DeepSpeedCError for what cannot be saved."""
         engine = self._engine
         layout, optimizer, rank = engine._layout, engine.optimizer, self._ranks.rank
-        contents = Contents(pieces=[], stage=engine.zero_optimization_stage(), excludes_frozen=exclude_frozen)
-        try:
-            named = names_of(engine.module)
-            contents.pieces = owned_pieces(
-                named, layout, optimizer, engine._dormant, engine._comm, exclude_frozen=exclude_frozen
-            )
-            contents.params = param_infos(layout, optimizer, engine._dormant, rank)
-            contents.names, contents.aliases = named.names, named.aliases
-            contents.counters = self._counters()
-            contents.config = engine.config
-            contents.mine = state_files.pack(self._rank_state(), f"rank {rank}")
-            if rank == 0:
-                contents.common = state_files.pack(self._common_state(client_state, named.others), "save_checkpoint")
-        except DeepSpeedCError as error:
-            contents.problem = f"rank {rank}: {error}"
+        named = names_of(engine.module)
+        contents = Contents(
+            pieces=owned_pieces(named, layout, optimizer, engine._dormant, engine._comm, exclude_frozen=exclude_frozen),
+            stage=engine.zero_optimization_stage(),
+            params=param_infos(layout, optimizer, engine._dormant, rank),
+            names=named.names,
+            aliases=named.aliases,
+            counters=self._counters(),
+            config=engine.config,
+            mine=state_files.pack(self._rank_state(), f"rank {rank}"),
+            excludes_frozen=exclude_frozen,
+        )
+        if rank == 0:
+            contents.common = state_files.pack(self._common_state(client_state, named.others), "save_checkpoint")
         return contents
 
     def _counters(self) -> dict[str, int]:
@@ -211,13 +225,19 @@ class Checkpoints:
             return None, None
         reasons: list[str] = []
         for place, name in candidates:
-            source, problem = self._open(place, name)
-            if source is not None:
-                with source:
-                    problem = self._load_from(source, options, custom_load_fn)
-                    if not problem:
-                        client_state = self._restore_state(source, options, load_scheduler, module_only)
-                        path = source.where
+            for _ in range(LOAD_ATTEMPTS):
+                was_replaced = False
+                source, problem = self._open(place, name, options)
+                if source is not None:
+                    with source:
+                        problem = self._load_from(source, options, custom_load_fn)
+                        if not problem:
+                            client_state = self._restore_state(source, options, load_scheduler, module_only)
+                            path = source.where
+                        else:
+                            was_replaced = any(self._ranks.all_gather(source.was_replaced))
+                if not was_replaced:
+                    break
             if not problem:
                 if reasons:
                     logger.error("load_checkpoint: loaded %s, because %s", path, "; ".join(reasons))
@@ -250,18 +270,29 @@ class Checkpoints:
         everyone = self._engine._comm.gather_objects(found, label="load_checkpoint")
         return everyone[0]
 
-    def _open(self, place: str, tag: str | None) -> tuple[Source | None, str]:
-        """The checkpoint, open on all ranks, or why it is broken."""
-        source, problem = None, ""
-        try:
-            source = open_checkpoint(place, tag)
-        except CheckpointError as error:
-            problem = str(error).splitlines()[0]
-        problem = next((p for p in self._ranks.all_gather(problem) if p), "")
-        if problem and source is not None:
-            source.close()
-            source = None
-        return source, problem
+    def _open(self, place: str, tag: str | None, options: LoadOptions) -> tuple[Source | None, str]:
+        """The checkpoint, the same one open on all ranks, or why it is broken."""
+        for _ in range(LOAD_ATTEMPTS):
+            source, problem, identity = None, "", ""
+            try:
+                source = open_checkpoint(place, tag)
+                identity = source.identity
+                if options.optimizer:
+                    # They are restored when everything else has been: that they are damaged has to be known before.
+                    for rank in {0, self._ranks.rank}:
+                        source.rank_state(rank)
+            except CheckpointError as error:
+                problem = str(error).splitlines()[0]
+            replies = self._ranks.all_gather((problem, identity))
+            problem = next((p for p, _ in replies if p), "")
+            is_same = len({its for _, its in replies}) == 1
+            if not problem and is_same:
+                return source, ""
+            if source is not None:
+                source.close()
+            if problem:
+                return None, problem
+        return None, f"{os.path.join(place, tag or '')}: is replaced by another save whenever it is opened"
 
     def _load_from(self, source: Source, options: LoadOptions, custom_load_fn: Any) -> str:
         """Fills the engine. Returns why it could not be read, the same on all ranks; raises StateError where it does not fit (nothing is changed then)."""
