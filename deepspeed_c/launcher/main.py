@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     code.
 
     A launch returns 0 when every rank did, otherwise the exit code of the rank that failed first (128 + n for a rank
-    that signal n ended), or 128 + n when signal n stopped the launcher. What cannot be started returns 2, with the
+    that signal n ended), or 128 + n when signal n stopped the launcher and the ranks did not all end with 0 by themselves. What cannot be started returns 2, with the
     reason on stderr.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)

@@ -285,7 +285,8 @@ def test_signals_are_passed_on(script, tmp_path, number):
     pids = pids_in(tmp_path)
     process.send_signal(number)
     code, _, err = end(process)
-    assert code == 128 + number and "Traceback" not in err, err
+    # These ranks end with 0 when they are asked to, as after a preemption that was saved.
+    assert code == 0 and "all ranks ended by themselves" in err and "Traceback" not in err, err
     assert [(tmp_path / f"signal{rank}").read_text() for rank in (0, 1)] == [f"{number.value} "] * 2
     assert_gone(pids)
 
