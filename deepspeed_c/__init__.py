@@ -17,6 +17,7 @@ PUBLIC_NAMES: dict[str, str] = {
     "init_distributed": "deepspeed_c.comm",
     "add_config_arguments": "deepspeed_c.arguments",
     "get_accelerator": "deepspeed_c.accelerator",
+    "AioError": "deepspeed_c.errors",
     "DeepSpeedCError": "deepspeed_c.errors",
     "ConfigError": "deepspeed_c.errors",
     "UnsupportedConfigError": "deepspeed_c.errors",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 __all__ = [
+    "AioError",
     "BackwardError",
     "BatchSizeError",
     "BuildError",
@@ -86,6 +87,39 @@ class StateError(DeepSpeedCError, RuntimeError):
 
 class CheckpointError(DeepSpeedCError, RuntimeError):
     """A weight file or checkpoint cannot be written or read as asked."""
+
+
+class AioError(DeepSpeedCError, OSError):
+    """A transfer between memory and a file failed. An ``OSError`` too: ``errno`` and ``filename`` are those of the system.
+
+    ``offset`` and ``n_bytes`` are the request's, in bytes; None where there is none, as when a file cannot be opened. A read that
+    meets the end of its file has ``errno.ENODATA``.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str = "",
+        fix: str = "",
+        path: str | None = None,
+        offset: int | None = None,
+        n_bytes: int | None = None,
+        errno: int | None = None,
+    ) -> None:
+        super().__init__(what, where=where, fix=fix)
+        self.filename, self.offset, self.n_bytes, self.errno = path, offset, n_bytes, errno
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # OSError's own would be made of errno and filename only
+
+    def __reduce__(self):
+        fields = {"path": self.filename, "offset": self.offset, "n_bytes": self.n_bytes, "errno": self.errno}
+        return _rebuild_aio, (type(self), self.what, self.where, self.fix, fields)
+
+
+def _rebuild_aio(cls: type, what: str, where: str, fix: str, fields: dict[str, object]) -> AioError:
+    return cls(what, where=where, fix=fix, **fields)
 
 
 class CommError(DeepSpeedCError, RuntimeError):

@@ -21,6 +21,7 @@ NAMES = {
 MODULES = {"accelerator", "comm", "config", "errors", "lr_schedules", "ops", "utils", "zero"}
 
 OPS = {
+    "aio": {"AsyncIOBuilder", "PinnedPool", "aio_handle", "backends"},
     "adam": {"DeepSpeedCPUAdam", "FusedAdam"},
     "adagrad": {"DeepSpeedCPUAdagrad"},
     "lamb": {"FusedLamb"},

@@ -154,6 +154,8 @@ dsc_status dsc_aio_open(const char *path, int flags, bool uses_direct, dsc_aio_f
     file->fd = open_again(path, access | O_CLOEXEC | (flags & DSC_AIO_CREATE ? O_CREAT : 0) | (flags & DSC_AIO_TRUNCATE ? O_TRUNC : 0) |
                                     (flags & DSC_AIO_EXCLUSIVE ? O_EXCL : 0));
     status = file->fd < 0 ? fail_file("open", path, errno) : DSC_OK;
+    if (status == DSC_OK && lseek(file->fd, 0, SEEK_CUR) < 0) /* a pipe has no offsets, and some backends would wait on it for ever */
+        status = fail_file("open", path, errno);
     if (status == DSC_OK && uses_direct)
         status = add_direct(file, access);
     if (status != DSC_OK) {

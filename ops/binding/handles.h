@@ -10,6 +10,7 @@ void bind_zero(pybind11::module_ &m);
 void bind_fetch(pybind11::module_ &m);
 void bind_scaler(pybind11::module_ &m);
 void bind_ckpt(pybind11::module_ &m);
+void bind_aio(pybind11::module_ &m);
 void bind_build(pybind11::module_ &m);
 
 }  // namespace dsc

@@ -8,5 +8,6 @@ PYBIND11_MODULE(_C, m)
     dsc::bind_fetch(m);
     dsc::bind_scaler(m);
     dsc::bind_ckpt(m);
+    dsc::bind_aio(m);
     dsc::bind_build(m);
 }

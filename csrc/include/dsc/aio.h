@@ -75,7 +75,7 @@ DSC_API size_t dsc_aio_alignment(void);
 
 /*
  * Opens path; flags are DSC_AIO_* and include READ or WRITE. uses_direct asks for O_DIRECT; where that is refused the file is open all the same. Neither
- * descriptor is inherited across exec. DSC_EIO with the errno's text.
+ * descriptor is inherited across exec. DSC_EIO with the errno's text; a file without offsets, as a pipe, is ESPIPE.
  */
 DSC_API dsc_status dsc_aio_open(const char *path, int flags, bool uses_direct, dsc_aio_file **out_file);
 
@@ -154,6 +154,30 @@ struct dsc_aio_failure {
 };
 
 DSC_API void dsc_aio_last_failure(struct dsc_aio_failure *out_failure);
+
+/*
+ * A pool of page-aligned buffers that are locked in memory: what goes directly whatever the file system asks of addresses, and what a device can be given.
+ * Buffers have the size asked for, rounded up to pages and not to a power of two. A pool belongs to one thread at a time.
+ */
+typedef struct dsc_aio_pool dsc_aio_pool;
+
+/* budget_bytes >= 0: the most that the pool holds at once, buffers that were given back among them. */
+DSC_API dsc_status dsc_aio_pool_create(int64_t budget_bytes, dsc_aio_pool **out_pool);
+
+/* Frees all buffers, those that were not given back too. NULL is fine. */
+DSC_API void dsc_aio_pool_destroy(dsc_aio_pool *pool);
+
+/*
+ * Hands out n_bytes (> 0), zeroed the first time and as they were left when the buffer has been in use before. *out_is_locked (may be NULL): false when the
+ * kernel did not let it be locked (RLIMIT_MEMLOCK), which costs nothing but the promise. DSC_ENOMEM, with the numbers, when it does not fit the budget beside what is in use.
+ */
+DSC_API dsc_status dsc_aio_pool_take(dsc_aio_pool *pool, size_t n_bytes, void **out_buf, bool *out_is_locked);
+
+/* Takes a buffer back, and keeps it for the next of its size. DSC_EINVAL when buf is not the pool's, or not in use. */
+DSC_API dsc_status dsc_aio_pool_give(dsc_aio_pool *pool, void *buf);
+
+/* Bytes in use, and bytes held (in use or kept), both in whole pages. */
+DSC_API void dsc_aio_pool_bytes(const dsc_aio_pool *pool, int64_t *out_used_bytes, int64_t *out_held_bytes);
 
 #ifdef __cplusplus
 }

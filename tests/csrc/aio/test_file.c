@@ -34,6 +34,10 @@ static void test_errors(void)
     CHECK_STATUS(dsc_aio_open(path, DSC_AIO_WRITE | DSC_AIO_CREATE | DSC_AIO_EXCLUSIVE, true, &file), DSC_OK);
     CHECK_STATUS(dsc_aio_close(file), DSC_OK);
     CHECK_ERROR(dsc_aio_open(path, DSC_AIO_WRITE | DSC_AIO_CREATE | DSC_AIO_EXCLUSIVE, true, &file), DSC_EIO, "File exists");
+    unlink(path);
+    CHECK_EQ(mkfifo(path, 0600), 0);
+    CHECK_ERROR(dsc_aio_open(path, DSC_AIO_READ | DSC_AIO_WRITE, true, &file), DSC_EIO, "Illegal seek");
+    unlink(path);
     CHECK_EQ(folder_count_fds(), n_fds);
 }
 
@@ -57,7 +61,7 @@ static void test_truncate_and_size(void)
     CHECK_STATUS(dsc_aio_close(file), DSC_OK);
 }
 
-/* A pipe and a device have no O_DIRECT of this kind: the file is open all the same, and has a note. */
+/* A device has no O_DIRECT of this kind: the file is open all the same, and has a note. */
 static void test_refusal(void)
 {
     dsc_aio_file *file = NULL;

@@ -1,0 +1,360 @@
+"""Tensors to and from files, asynchronously: DeepSpeed's ``aio_handle`` over the engine of ``dsc/aio.h``, and a pool of locked buffers."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import weakref
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from deepspeed_c import _C
+from deepspeed_c.errors import AioError, FeatureError
+
+__all__ = ["AsyncIOBuilder", "PinnedPool", "aio_handle", "backends"]
+
+_NO_BUDGET = (1 << 63) - 1
+_VALIDATE_BYTES = 16 << 20
+_FIXES = {
+    errno.ENOSPC: "free space there, or name another folder",
+    errno.EDQUOT: "free space there, or name another folder",
+    errno.EFBIG: "raise the limit on file sizes (ulimit -f), or name another folder",
+    errno.ENODATA: "read no more than was written; the file may be incomplete",
+    errno.EIO: "the device failed; the kernel's log says how",
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
+}
+
+
+class Backend(NamedTuple):
+    """An I/O backend of this build."""
+
+    name: str
+    is_usable: bool  # whether this kernel allows it now
+    reason: str  # why not; "" when it is
+
+
+def backends() -> list[Backend]:
+    """The backends in the order in which "auto" tries them."""
+    return [Backend(*entry) for entry in _C.aio_backends()]
+
+
+class PinnedPool:
+    """Host tensors on page-aligned memory that is locked (not swapped out), of exact sizes and under a budget.
+
+    A tensor's memory goes back to the pool when the last view of it is gone, and is kept for the next tensor of its size.
+    Where ``RLIMIT_MEMLOCK`` does not allow locking, the memory is aligned all the same.
+
+    Args:
+        budget_bytes: the most that the pool holds at once, in bytes.
+    """
+
+    def __init__(self, budget_bytes: int) -> None:
+        self._pool = _C.PinnedPool(budget_bytes)
+        self._buffers: weakref.WeakValueDictionary[int, _C.PinnedBuffer] = weakref.WeakValueDictionary()
+
+    def new_tensor(self, n_elems: int, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of shape ``[n_elems]`` whose contents are undefined. MemoryError, with the numbers, when it does not fit the budget."""
+        if n_elems < 0:
+            raise ValueError(f"n_elems is {n_elems}, must not be negative")
+        if n_elems == 0:
+            return torch.empty(0, dtype=dtype)
+        buffer = self._pool.take(n_elems * dtype.itemsize)
+        tensor = torch.frombuffer(buffer, dtype=dtype, count=n_elems)
+        self._buffers[tensor.data_ptr()] = buffer
+        return tensor
+
+    def forget(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` starts a buffer of this pool; if so the pool takes it for an ordinary tensor from now on."""
+        return self._buffers.pop(tensor.data_ptr(), None) is not None
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` starts a buffer of this pool."""
+        return tensor.data_ptr() in self._buffers
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that tensors use, in whole pages."""
+        return self._pool.used_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes in use or kept for the next tensor of their size."""
+        return self._pool.held_bytes
+
+
+class _Pending(NamedTuple):
+    id: int
+    tensor: torch.Tensor
+    path: str
+    file_offset: int
+    validate: bool
+
+
+class aio_handle:
+    """Reads tensors from files and writes them, whole and checked, at the disk's speed. The interface is DeepSpeed's.
+
+    Tensors are contiguous and on the CPU, of any dtype, alignment and size; a file may be larger than its tensor, and is never
+    truncated. A tensor belongs to the handle from an ``async_`` call until ``wait``. Any thread may call; one is served at a time.
+
+    Every method that transfers raises `AioError` when the transfer, or opening the file, fails, and ValueError or `FeatureError` for a
+    tensor that it cannot take. Nothing comes back short: a read that the file is too short for is an `AioError`.
+
+    Args:
+        block_size: bytes of the longest single transfer.
+        queue_depth: transfers in flight.
+        single_submit: hand transfers to the kernel one by one.
+        overlap_events: start new transfers while others are in flight, not batch by batch.
+        intra_op_parallelism: scales the workers of the backend "threads"; the kernel's queues need none.
+        backend: "uring", "libaio", "threads", "sync", or "auto": the first of these that the kernel allows.
+    """
+
+    def __init__(
+        self,
+        block_size: int = 1 << 20,
+        queue_depth: int = 128,
+        single_submit: bool = False,
+        overlap_events: bool = False,
+        intra_op_parallelism: int = 1,
+        *,
+        backend: str = "auto",
+    ) -> None:
+        self._engine = _C.AioEngine(
+            backend, block_size, queue_depth, intra_op_parallelism, single_submit, overlap_events, True
+        )
+        self._block_size, self._queue_depth, self._intra_op_parallelism = block_size, queue_depth, intra_op_parallelism
+        self._single_submit, self._overlap_events = single_submit, overlap_events
+        self._pending: list[_Pending] = []
+        self._pinned = PinnedPool(_NO_BUDGET)
+
+    @property
+    def backend(self) -> str:
+        """The backend in use; never "auto"."""
+        return self._engine.backend
+
+    def get_block_size(self) -> int:
+        """Bytes."""
+        return self._block_size
+
+    def get_queue_depth(self) -> int:
+        """Transfers in flight."""
+        return self._queue_depth
+
+    def get_single_submit(self) -> bool:
+        """Whether transfers are handed to the kernel one by one."""
+        return self._single_submit
+
+    def get_overlap_events(self) -> bool:
+        """Whether new transfers are started while others are in flight."""
+        return self._overlap_events
+
+    def get_intra_op_parallelism(self) -> int:
+        """As it was given."""
+        return self._intra_op_parallelism
+
+    def get_alignment(self) -> int:
+        """Bytes: tensors and file offsets that are multiples of it are always transferred without a copy. Others may be."""
+        return _C.aio_alignment()
+
+    def sync_pread(self, buffer: torch.Tensor, filename: str | os.PathLike[str], file_offset: int = 0) -> int:
+        """Fills ``buffer`` from ``filename`` at ``file_offset`` bytes; returns 1."""
+        return self.pread(buffer, filename, False, False, file_offset)
+
+    def sync_pwrite(self, buffer: torch.Tensor, filename: str | os.PathLike[str], file_offset: int = 0) -> int:
+        """Writes ``buffer`` to ``filename`` at ``file_offset`` bytes; returns 1."""
+        return self.pwrite(buffer, filename, False, False, file_offset)
+
+    def async_pread(self, buffer: torch.Tensor, filename: str | os.PathLike[str], file_offset: int = 0) -> int:
+        """Starts to fill ``buffer`` from ``filename`` at ``file_offset`` bytes; returns 0."""
+        return self.pread(buffer, filename, False, True, file_offset)
+
+    def async_pwrite(self, buffer: torch.Tensor, filename: str | os.PathLike[str] | int, file_offset: int = 0) -> int:
+        """Starts to write ``buffer`` to ``filename`` (a path, or the descriptor of an open file) at ``file_offset`` bytes; returns 0."""
+        return self.pwrite(buffer, filename, False, True, file_offset)
+
+    def read(
+        self, buffer: torch.Tensor, filename: str | os.PathLike[str], validate: bool = False, file_offset: int = 0
+    ) -> int:
+        """As `sync_pread`, and with ``validate`` compares with what a plain read gives."""
+        return self.pread(buffer, filename, validate, False, file_offset)
+
+    def write(
+        self, buffer: torch.Tensor, filename: str | os.PathLike[str], validate: bool = False, file_offset: int = 0
+    ) -> int:
+        """As `sync_pwrite`, and with ``validate`` compares with what a plain read gives."""
+        return self.pwrite(buffer, filename, validate, False, file_offset)
+
+    def pread(
+        self,
+        buffer: torch.Tensor,
+        filename: str | os.PathLike[str],
+        validate: bool = False,
+        async_: bool = False,
+        file_offset: int = 0,
+        **options: bool,
+    ) -> int:
+        """Reads: at once (returns 1), or with ``async_`` until `wait` (returns 0). DeepSpeed's keyword ``async`` is taken too."""
+        return self._transfer("read", buffer, filename, validate, _async_of(async_, options), file_offset)
+
+    def pwrite(
+        self,
+        buffer: torch.Tensor,
+        filename: str | os.PathLike[str] | int,
+        validate: bool = False,
+        async_: bool = False,
+        file_offset: int = 0,
+        **options: bool,
+    ) -> int:
+        """Writes: at once (returns 1), or with ``async_`` until `wait` (returns 0). DeepSpeed's keyword ``async`` is taken too."""
+        return self._transfer("write", buffer, filename, validate, _async_of(async_, options), file_offset)
+
+    def wait(self) -> int:
+        """Waits for all that was started with ``async`` and returns how many transfers that were; 0 when there were none.
+
+        When some fail, all are waited for, and the first that was started is raised.
+        """
+        pending, self._pending = self._pending, []
+        errors: list[AioError] = []
+        for request in pending:
+            try:
+                self._finish(request)
+            except AioError as error:
+                errors.append(error)
+        if len(errors) > 1:
+            first = errors[0]
+            what = f"{first.what}; {len(errors) - 1} other transfers failed too"
+            raise _error(what, first.filename, first.offset, first.n_bytes, first.errno) from first
+        if errors:
+            raise errors[0]
+        return len(pending)
+
+    def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of shape ``[num_elem]`` and of the example's dtype on page-aligned, locked memory."""
+        return self._pinned.new_tensor(num_elem, example_tensor.dtype)
+
+    def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` was made by `new_cpu_locked_tensor`. Its memory is freed when the last view of it is gone."""
+        return self._pinned.forget(tensor)
+
+    def is_pinned(self, buffer: torch.Tensor) -> bool:
+        """Whether the memory is locked, by `new_cpu_locked_tensor` or by torch."""
+        return self._pinned.has(buffer) or buffer.is_pinned()
+
+    def close(self) -> None:
+        """Gives up what has not been started, and waits for the rest. Done when the handle is deleted, too."""
+        self._pending = []
+        self._engine.close()
+
+    def _transfer(
+        self,
+        verb: str,
+        tensor: torch.Tensor,
+        filename: str | os.PathLike[str] | int,
+        validate: bool,
+        is_async: bool,
+        file_offset: int,
+    ) -> int:
+        _check_tensor(verb, tensor)
+        path = f"/proc/self/fd/{filename}" if isinstance(filename, int) else os.fspath(filename)
+        flags = _C.AIO_READ if verb == "read" else _C.AIO_WRITE | _C.AIO_CREATE
+        with _as_aio_error():
+            file = _C.AioFile(path, flags)
+            submit = self._engine.submit_read if verb == "read" else self._engine.submit_write
+            n_bytes = tensor.numel() * tensor.element_size()
+            request_id = submit(file, file_offset, tensor.data_ptr(), n_bytes, tensor)
+        request = _Pending(request_id, tensor, path, file_offset, validate)
+        if is_async:
+            self._pending.append(request)
+            return 0
+        self._finish(request)
+        return 1
+
+    def _finish(self, request: _Pending) -> None:
+        n_bytes = request.tensor.numel() * request.tensor.element_size()
+        with _as_aio_error():
+            n_done = self._engine.wait(request.id)
+        if n_done != n_bytes:
+            raise _error(
+                f"the file ends {n_bytes - n_done} bytes short of a read of {n_bytes} bytes at offset {request.file_offset}",
+                request.path,
+                request.file_offset,
+                n_bytes,
+                errno.ENODATA,
+            )
+        if request.validate:
+            _compare_with_file(request, n_bytes)
+
+
+class AsyncIOBuilder:
+    """Stands for DeepSpeed's builder of this operator: everything is built already."""
+
+    NAME = "async_io"
+
+    def load(self, verbose: bool = True) -> type[AsyncIOBuilder]:
+        """What has ``aio_handle`` as an attribute."""
+        return type(self)
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Always: the backends "threads" and "sync" need nothing of the kernel."""
+        return True
+
+    aio_handle = aio_handle
+
+
+def _async_of(async_: bool, options: dict[str, bool]) -> bool:
+    is_async = options.pop("async", async_)
+    if options:
+        raise TypeError(f"unexpected keyword arguments: {', '.join(sorted(options))}")
+    return is_async
+
+
+def _check_tensor(verb: str, tensor: torch.Tensor) -> None:
+    if tensor.device.type != "cpu":
+        raise FeatureError(
+            f"a tensor on {tensor.device} cannot be transferred",
+            where=f"aio_handle.{verb}",
+            fix="copy through a CPU tensor (new_cpu_locked_tensor makes one that is fast to copy)",
+        )
+    if tensor.layout != torch.strided or not tensor.is_contiguous():
+        raise ValueError(
+            f"aio_handle.{verb}: a tensor of shape {list(tensor.shape)} and strides "
+            f"{list(tensor.stride()) if tensor.layout == torch.strided else tensor.layout} is not contiguous; "
+            f"{verb} tensor.contiguous()"
+        )
+
+
+def _error(what: str, path: str, offset: int | None, n_bytes: int | None, number: int) -> AioError:
+    fix = _FIXES.get(number, "")
+    return AioError(what, where=path, fix=fix, path=path, offset=offset, n_bytes=n_bytes, errno=number)
+
+
+@contextlib.contextmanager
+def _as_aio_error() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        failure = _C.aio_last_failure()
+        offset, n_bytes = (failure[name] if failure[name] >= 0 else None for name in ("offset", "n_bytes"))
+        span = "" if offset is None else f" of {n_bytes} bytes at offset {offset}"
+        reason = f"{os.strerror(failure['errno'])} (errno {failure['errno']})"
+        what = f"{failure['verb']}{span} failed: {reason}"
+        raise _error(what, failure["path"], offset, n_bytes, failure["errno"]) from error
+
+
+def _compare_with_file(request: _Pending, n_bytes: int) -> None:
+    flat = request.tensor.detach().reshape(-1).view(torch.uint8)
+    with open(request.path, "rb") as file:
+        file.seek(request.file_offset)
+        for begin in range(0, n_bytes, _VALIDATE_BYTES):
+            part = flat[begin : begin + _VALIDATE_BYTES]
+            found = bytearray(file.read(part.numel()))
+            if len(found) != part.numel() or not torch.equal(part, torch.frombuffer(found, dtype=torch.uint8)):
+                raise _error(
+                    f"the {part.numel()} bytes at offset {request.file_offset + begin} are not those of the tensor",
+                    request.path,
+                    request.file_offset,
+                    n_bytes,
+                    errno.EIO,
+                )

@@ -1,0 +1,266 @@
+"""ops/aio.py: what the handle writes and reads is compared with plain file functions, on every backend; failures are typed and leave others alone."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import pickle
+import threading
+import weakref
+
+import pytest
+import torch
+
+from deepspeed_c import _C
+from deepspeed_c.errors import AioError, DeepSpeedCError, FeatureError
+from deepspeed_c.ops.aio import AsyncIOBuilder, PinnedPool, aio_handle, backends
+
+USABLE = [backend.name for backend in backends() if backend.is_usable]
+SIZES = [0, 1, 511, 512, 4095, 4096, 4097, 1000003, (3 << 20) + 1]
+
+
+@pytest.fixture(params=USABLE)
+def handle(request):
+    made = aio_handle(1 << 16, 8, backend=request.param)
+    assert made.backend == request.param
+    yield made
+    made.close()
+
+
+def random_bytes(n: int, shift: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(n + shift)
+    return torch.randint(0, 256, (n + shift,), dtype=torch.uint8, generator=generator)[shift:]
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize(("shift", "offset"), [(0, 0), (1, 0), (0, 1), (3, 4099), (64, 4096)])
+def test_write_and_read(handle, tmp_path, n, shift, offset):
+    path = tmp_path / "data"
+    before = bytes(range(256)) * 40
+    path.write_bytes(before)
+    tensor = random_bytes(n, shift)
+    assert handle.sync_pwrite(tensor, path, offset) == 1
+    wanted = before[:offset] + tensor.numpy().tobytes() + before[offset + n :]
+    assert path.read_bytes() == wanted
+    found = torch.full((n + shift,), 7, dtype=torch.uint8)
+    assert handle.sync_pread(found[shift:], str(path), offset) == 1
+    assert torch.equal(found[shift:], tensor)
+    assert (found[:shift] == 7).all()
+
+
+def test_wait_counts_and_keeps_what_it_needs(handle, tmp_path):
+    assert handle.wait() == 0
+    tensors = [random_bytes(100_000 + i) for i in range(5)]
+    for i, tensor in enumerate(tensors):
+        assert handle.async_pwrite(tensor.clone(), tmp_path / str(i)) == 0  # nobody else refers to the copy
+    assert handle.wait() == 5
+    assert handle.wait() == 0
+    for i, tensor in enumerate(tensors):
+        assert (tmp_path / str(i)).read_bytes() == tensor.numpy().tobytes()
+
+
+def test_a_tensor_lives_as_long_as_its_transfer_and_no_longer(handle, tmp_path):
+    tensor = random_bytes(50_000)
+    alive = weakref.ref(tensor)
+    handle.async_pwrite(tensor, tmp_path / "data")
+    del tensor
+    gc.collect()
+    assert alive() is not None
+    handle.wait()
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.bool])
+def test_dtypes_and_shapes(handle, tmp_path, dtype):
+    tensor = (torch.randn(7, 11, 13) * 3).to(dtype)
+    found = torch.empty_like(tensor)
+    assert handle.write(tensor, tmp_path / "data", True) == 1
+    assert handle.read(found, tmp_path / "data", True) == 1
+    assert torch.equal(tensor, found)
+
+
+def test_deepspeed_keyword_and_descriptor(handle, tmp_path):
+    tensor = random_bytes(9999)
+    with open(tmp_path / "data", "wb") as file:
+        assert handle.async_pwrite(tensor, file.fileno()) == 0
+        assert handle.wait() == 1
+    found = torch.empty_like(tensor)
+    assert handle.pread(found, tmp_path / "data", False, **{"async": True}) == 0
+    assert handle.wait() == 1
+    assert torch.equal(found, tensor)
+    with pytest.raises(TypeError, match="asink"):
+        handle.pread(found, tmp_path / "data", asink=True)
+
+
+def test_getters():
+    handle = aio_handle(1 << 14, 5, True, False, 3, backend="sync")
+    assert (handle.get_block_size(), handle.get_queue_depth(), handle.get_intra_op_parallelism()) == (1 << 14, 5, 3)
+    assert (handle.get_single_submit(), handle.get_overlap_events()) == (True, False)
+    assert handle.get_alignment() % 4096 == 0
+
+
+def test_auto_takes_the_first_that_is_usable():
+    assert aio_handle().backend == USABLE[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [({"block_size": 0}, "block_bytes"), ({"queue_depth": 0}, "queue_depth"), ({"backend": "tape"}, "tape")],
+)
+def test_settings_out_of_range(arguments, word):
+    with pytest.raises(ValueError, match=word):
+        aio_handle(**arguments)
+
+
+def test_reading_past_the_end_is_an_error(handle, tmp_path):
+    path = tmp_path / "short"
+    path.write_bytes(b"x" * 5000)
+    with pytest.raises(AioError, match="the file ends 3 bytes short of a read of 5001 bytes at offset 2") as caught:
+        handle.sync_pread(torch.empty(5001, dtype=torch.uint8), path, 2)
+    error = caught.value
+    assert isinstance(error, OSError) and isinstance(error, DeepSpeedCError)
+    assert (error.errno, error.filename, error.offset, error.n_bytes) == (errno.ENODATA, str(path), 2, 5001)
+
+
+def test_failures_name_file_and_reason(handle, tmp_path):
+    missing = tmp_path / "missing"
+    with pytest.raises(AioError, match="No such file") as caught:
+        handle.sync_pread(torch.empty(3), missing)
+    assert (caught.value.errno, caught.value.filename, caught.value.offset) == (errno.ENOENT, str(missing), None)
+    with pytest.raises(AioError, match="No space left on device") as caught:
+        handle.sync_pwrite(torch.empty(3000), "/dev/full", 64)
+    assert (caught.value.errno, caught.value.offset, caught.value.n_bytes) == (errno.ENOSPC, 64, 12000)
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert (str(copy), copy.errno, copy.filename, copy.offset, copy.n_bytes) == (
+        str(caught.value),
+        errno.ENOSPC,
+        "/dev/full",
+        64,
+        12000,
+    )
+
+
+def test_one_failure_leaves_the_others_alone(handle, tmp_path):
+    tensor = random_bytes(200_001)
+    handle.async_pwrite(tensor, tmp_path / "a")
+    handle.async_pwrite(tensor, "/dev/full")
+    handle.async_pwrite(tensor, "/dev/full", 4096)
+    handle.async_pwrite(tensor, tmp_path / "b")
+    with pytest.raises(AioError, match="offset 0 failed: No space left on device .*; 1 other transfers failed too"):
+        handle.wait()
+    assert handle.wait() == 0
+    for name in "ab":
+        assert (tmp_path / name).read_bytes() == tensor.numpy().tobytes()
+
+
+def test_tensors_that_cannot_be_taken(handle, tmp_path):
+    with pytest.raises(ValueError, match=r"strides \[1, 4\] is not contiguous"):
+        handle.sync_pwrite(torch.empty(3, 4).t(), tmp_path / "data")
+    with pytest.raises(FeatureError, match="meta"):
+        handle.sync_pwrite(torch.empty(3, device="meta"), tmp_path / "data")
+    with pytest.raises(ValueError, match="offset is -1"):
+        handle.sync_pwrite(torch.empty(3), tmp_path / "data", -1)
+
+
+def test_validate_sees_a_difference(handle, tmp_path):
+    tensor = random_bytes(5000)
+    handle.pwrite(tensor, tmp_path / "data", True, True)
+    while not handle._engine.poll(handle._pending[0].id):
+        pass
+    (tmp_path / "data").write_bytes(bytes(5000))  # after the transfer, before it is compared
+    with pytest.raises(AioError, match="not those of the tensor"):
+        handle.wait()
+
+
+def test_no_descriptor_and_no_thread_is_left(tmp_path):
+    def count() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    tensor = random_bytes(10_000)
+    gc.collect()
+    before = count()
+    for i in range(40):
+        handle = aio_handle(4096, 4, backend=USABLE[i % len(USABLE)])
+        handle.async_pwrite(tensor, tmp_path / "data")
+        if i % 3:
+            handle.wait()
+        with pytest.raises(AioError):
+            handle.sync_pread(tensor, tmp_path / "missing")
+        del handle
+    gc.collect()
+    assert count() == before
+
+
+def test_threads_share_a_handle(handle, tmp_path):
+    wrong = []
+
+    def work(i: int) -> None:
+        tensor = random_bytes(30_000 + i)
+        for _ in range(5):
+            handle.sync_pwrite(tensor, tmp_path / str(i))
+            found = torch.empty_like(tensor)
+            handle.sync_pread(found, tmp_path / str(i))
+            if not torch.equal(found, tensor):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert wrong == [] and not any(thread.is_alive() for thread in threads)
+
+
+def test_a_pipe_is_refused_and_nothing_hangs(handle, tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    keep = os.open(path, os.O_RDWR)  # so that opening it for reading does not wait for a writer
+    with pytest.raises(AioError, match="Illegal seek"):
+        handle.sync_pread(torch.zeros(3, dtype=torch.uint8), path)
+    os.close(keep)
+
+
+def test_closed_engine_says_so():
+    engine = _C.AioEngine("sync")
+    engine.close()
+    engine.close()
+    with pytest.raises(RuntimeError, match="has been closed"):
+        engine.wait(1)
+
+
+def test_builder():
+    builder = AsyncIOBuilder()
+    assert builder.is_compatible() and builder.NAME == "async_io"
+    assert builder.load().aio_handle is aio_handle
+
+
+def test_locked_tensors(handle, tmp_path):
+    tensor = handle.new_cpu_locked_tensor(1000, torch.empty(0, dtype=torch.bfloat16))
+    assert tensor.shape == (1000,) and tensor.dtype == torch.bfloat16
+    assert tensor.data_ptr() % handle.get_alignment() == 0
+    assert handle.is_pinned(tensor) and not handle.is_pinned(torch.empty(3))
+    tensor.fill_(3)
+    handle.sync_pwrite(tensor, tmp_path / "data")
+    assert handle.free_cpu_locked_tensor(tensor)
+    assert not handle.free_cpu_locked_tensor(tensor)
+    assert (tensor == 3).all()  # the memory lives as long as the tensor
+    assert handle.new_cpu_locked_tensor(0, tensor).numel() == 0
+
+
+def test_pool_holds_its_budget():
+    pool = PinnedPool(3 * 4096)
+    first = pool.new_tensor(4097, torch.uint8)
+    assert (pool.used_bytes, pool.held_bytes) == (8192, 8192)
+    with pytest.raises(MemoryError, match="8192 of the 12288 bytes"):
+        pool.new_tensor(2049, torch.float32)
+    view = first[10:]
+    del first
+    assert pool.used_bytes == 8192  # a view is enough
+    del view
+    gc.collect()
+    assert (pool.used_bytes, pool.held_bytes) == (0, 8192)
+    assert pool.new_tensor(3 * 4096, torch.uint8).numel() == 12288
+    with pytest.raises(ValueError, match="-1"):
+        pool.new_tensor(-1, torch.uint8)
