@@ -29,8 +29,12 @@ class Snapshot:
 
     def take(self, pieces: Sequence[OwnedPiece]) -> list[OwnedPiece]:
         """Copies of ``pieces``, valid until the next ``take``. Neighbours in memory are copied at once, so the time is that of the bytes."""
-        order = sorted(range(len(pieces)), key=lambda i: (str(pieces[i].data.device), pieces[i].data.data_ptr()))
-        copies: list[torch.Tensor | None] = [None] * len(pieces)
+        # What has no elements has no address either, wherever it was cut from.
+        copies = [None if piece.data.numel() else torch.empty(0, dtype=piece.data.dtype) for piece in pieces]
+        order = sorted(
+            (i for i, piece in enumerate(pieces) if piece.data.numel()),
+            key=lambda i: (str(pieces[i].data.device), pieces[i].data.data_ptr()),
+        )
         runs: list[list[int]] = []
         end, device = 0, None
         for i in order:

@@ -16,7 +16,7 @@ from deepspeed_c.checkpoint.native import NativeSource
 from deepspeed_c.checkpoint.open import open_checkpoint
 from deepspeed_c.checkpoint.ranks import Ranks
 from deepspeed_c.checkpoint.save import Contents, Destination, save
-from deepspeed_c.checkpoint.source import PARAM, Read, Source
+from deepspeed_c.checkpoint.source import PARAM, ParamInfo, Read, Source
 from deepspeed_c.engine.contents import names_of, owned_pieces, param_infos
 from deepspeed_c.engine.restore import LoadOptions, plan_restore
 from deepspeed_c.engine.weights import load_custom
@@ -93,6 +93,7 @@ class Checkpoints:
             log_dist(f"saved {destination.path}", ranks=[0])
             return True
         contents.pieces = self._snapshot.take(contents.pieces)
+        contents.params = {name: _frozen_counts(info) for name, info in contents.params.items()}
         self._pending = BackgroundSave(lambda: save(contents, destination, self._ranks), destination.path)
         return self._pending
 
@@ -406,6 +407,12 @@ class Checkpoints:
         finally:
             self._snapshot.clear()
             self._ranks.close()
+
+
+def _frozen_counts(info: ParamInfo) -> ParamInfo:
+    """``info`` as it is now: optimizers count in place."""
+    counts = {key: value.clone() if torch.is_tensor(value) else value for key, value in info.counts.items()}
+    return ParamInfo(group=info.group, counts=counts)
 
 
 def _same_place(state: Mapping[str, int], batch_size: int, saved_ranks: int, n_ranks: int) -> dict[str, int]:
