@@ -11,7 +11,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
-from deepspeed_c.errors import StateError
+from deepspeed_c.errors import CheckpointError, StateError
 from deepspeed_c.logging import logger
 
 if TYPE_CHECKING:
@@ -65,6 +65,11 @@ class Preemption:
             )
             engine.close()
             sys.exit(SIGNALLED + (self._received or signal.SIGTERM))
+        try:
+            engine.wait_checkpoint()
+        except CheckpointError as error:
+            # Of an earlier one: no reason to lose this one too.
+            logger.error("%s", error)
         engine.save_checkpoint(folder, is_async=False)
         if engine.global_rank == 0:
             print(
