@@ -1,8 +1,8 @@
 """How fast does an engine with 2 GB of fp32 Adam states on 2 gloo ranks save and load, against fio and torch.distributed.checkpoint, and how long does an asynchronous save stop it?
 
-All contenders run in turn in the same processes and folder, fsync included; each round times one of each. The bound of a save and a load is what fio reaches with as many
+All contenders run in turn in the same processes and folder, fsync included; each round times one of each, and every save makes new files. The bound of a save and a load is what fio reaches with as many
 jobs, sequentially, O_DIRECT, 1 MiB blocks, 16 deep (the better of libaio and io_uring in that round). The bound of the stall is copying as many bytes in memory on all ranks at once.
-``load_other_world`` loads the same states as one process would have saved them.
+``load_other_world`` loads the same states as one process would have saved them. At stage 2 a load ends with gathering the weights, which is no work of the disk.
 Run: python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.deepspeed_c.checkpoint_io DIR
 """
 
@@ -52,31 +52,27 @@ def fio(folder: str, direction: str, n_bytes: int, jobs: int) -> float:
     return best
 
 
-def memcpy_seconds(n_bytes: int, rounds: int = 5) -> float:
-    source, target = (torch.zeros(n_bytes, dtype=torch.uint8) for _ in range(2))
-    times = []
-    for _ in range(rounds):
-        dist.barrier()
-        begin = time.perf_counter()
-        target.copy_(source)
-        times.append(time.perf_counter() - begin)
-    return min(times)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", nargs="?", default=tempfile.gettempdir())
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--stage", type=int, default=2)
+    parser.add_argument("--stages", type=int, nargs="+", default=[3, 2])
     args = parser.parse_args()
     dist.init_process_group("gloo")
+    for stage in args.stages:
+        compare(args, stage)
+    dist.barrier()
+    dist.destroy_process_group()
+    os._exit(0)
+
+
+def compare(args: argparse.Namespace, stage: int) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     folders = [tempfile.mkdtemp(dir=args.folder, prefix="checkpoint_io_") if rank == 0 else ""]
     dist.broadcast_object_list(folders)
     folder = folders[0]
-    for name in ("fio", "ours", "async", "dcp"):
-        os.makedirs(os.path.join(folder, name), exist_ok=True)
+    os.makedirs(os.path.join(folder, "fio"), exist_ok=True)
 
     width = 2048
     layers = max(round(args.gigabytes * 1e9 / 12 / width**2), 1)
@@ -88,13 +84,14 @@ def main() -> None:
         config={
             "train_micro_batch_size_per_gpu": 1,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-            "zero_optimization": {"stage": args.stage},
+            "zero_optimization": {"stage": stage},
             "collective_timeout_s": 0,
         },
     )[0]
     engine.backward(engine(torch.randn(1, width)))
     engine.step()
     n_bytes = 12 * n
+    source, target = (torch.ones(n_bytes // world, dtype=torch.uint8) for _ in range(2))
     mine = {f"rank{rank}.{i}": t for i, t in enumerate(_own_tensors(engine))}
 
     def timed(function) -> float:
@@ -104,9 +101,27 @@ def main() -> None:
         dist.barrier()
         return time.perf_counter() - begin
 
+    def clear(name: str) -> None:
+        """Deleting gigabytes takes the file system long: it belongs to no contender."""
+        if rank == 0:
+            shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
+
+    def save_ours() -> float:
+        clear("new")
+        return timed(lambda: engine.save_checkpoint(os.path.join(folder, "new"), tag="a"))
+
     def save_dcp() -> None:
         path = os.path.join(folder, "dcp")
-        dcp.save(mine, storage_writer=dcp.FileSystemWriter(path, overwrite=True, sync_files=True))
+        dcp.save(mine, storage_writer=dcp.FileSystemWriter(path, sync_files=True))
+
+    def copy_in_memory() -> float:
+        """The slowest rank's: the stall is that as well."""
+        dist.barrier()
+        begin = time.perf_counter()
+        target.copy_(source)
+        times = [0.0] * world
+        dist.all_gather_object(times, time.perf_counter() - begin)
+        return max(times)
 
     def bound(direction: str) -> float:
         rates = [fio(os.path.join(folder, "fio"), direction, n_bytes, world) if rank == 0 else 0.0]
@@ -121,29 +136,38 @@ def main() -> None:
         stall.append(time.perf_counter() - begin)
         engine.wait_checkpoint()
 
+    def save_async_whole() -> float:
+        clear("async")
+        return timed(save_async)
+
+    def save_dcp_whole() -> float:
+        clear("dcp")
+        return timed(save_dcp)
+
     times: dict[str, list[float]] = {}
     steps = {
         "fio_write": lambda: bound("write"),
-        "save": lambda: timed(lambda: engine.save_checkpoint(os.path.join(folder, "ours"), tag="a")),
-        "dcp_save": lambda: timed(save_dcp),
-        "save_async_whole": lambda: timed(save_async),
+        "save": save_ours,
+        "dcp_save": save_dcp_whole,
+        "save_async_whole": save_async_whole,
+        "memcpy": copy_in_memory,
         "fio_read": lambda: bound("read"),
         "load": lambda: timed(lambda: engine.load_checkpoint(os.path.join(folder, "ours"), tag="a")),
         "load_other_world": lambda: timed(lambda: engine.load_checkpoint(os.path.join(folder, "ours"), tag="world1")),
     }
     engine.save_checkpoint(os.path.join(folder, "ours"), tag="a")
     if rank == 0:
-        with NativeSource(os.path.join(folder, "ours", "a")) as source:
-            write_native(source, os.path.join(folder, "ours"), "world1")
+        with NativeSource(os.path.join(folder, "ours", "a")) as saved:
+            write_native(saved, os.path.join(folder, "ours"), "world1")
     for _ in range(args.rounds):
         for name, step in steps.items():
             times.setdefault(name, []).append(step())
     stalls: list[list[float]] = [[]] * world
     dist.all_gather_object(stalls, stall)
     engine.close()
-    times["memcpy"] = [memcpy_seconds(n_bytes // world)] * args.rounds
     # The first round makes the snapshot's buffer.
     times["stall"] = [max(s[i] for s in stalls) for i in range(args.rounds)]
+    dist.barrier()
     if rank == 0:
         shutil.rmtree(folder)
         for name, peer, key in (
@@ -155,7 +179,9 @@ def main() -> None:
         ):
             skip = 1 if name == "stall" and args.rounds > 1 else 0
             # Of speeds for what is bound by the disk, of times for the others.
-            ratios = [b / a if "fio" in key or "dcp" in key else a / b for a, b in zip(times[name][skip:], times[peer][skip:])]
+            ratios = [
+                b / a if "fio" in key or "dcp" in key else a / b for a, b in zip(times[name][skip:], times[peer][skip:])
+            ]
             ratio, low, high = median_spread(ratios)
             line = {
                 "benchmark": "checkpoint_io",
@@ -168,14 +194,11 @@ def main() -> None:
                 key: round(ratio, 3),
                 f"{key}_min": round(low, 3),
                 f"{key}_max": round(high, 3),
-                "stage": args.stage,
+                "stage": stage,
                 "ranks": world,
                 "machine": machine(),
             }
             print(json.dumps(line), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-    os._exit(0)
 
 
 def _own_tensors(engine) -> list[torch.Tensor]:

@@ -34,6 +34,12 @@ def _copy(value: Any) -> Any:
     return value.clone() if torch.is_tensor(value) else value
 
 
+def _like(param: torch.Tensor, dtype: torch.dtype, held: Any) -> torch.Tensor:
+    """``held``, if it is a tensor like ``param`` of ``dtype``; else zeros."""
+    fits = torch.is_tensor(held) and held.shape == param.shape and held.dtype == dtype and held.device == param.device
+    return held if fits else torch.zeros_like(param, dtype=dtype)
+
+
 def _alike(a: tuple[Mapping, Mapping], b: tuple[Mapping, Mapping]) -> bool:
     """Whether two parameters' states have the same names, dtypes and counts, so that one tensor can hold both."""
     return a[0] == b[0] and a[1].keys() == b[1].keys() and all(bool(a[1][key] == b[1][key]) for key in a[1])
@@ -353,14 +359,13 @@ class ZeroOptimizer(DeepSpeedOptimizer):
     def make_state(
         self, unit: Unit, bucket: int, known: Mapping[Slot, tuple[Mapping[str, torch.dtype], Mapping[str, Any]]]
     ) -> None:
-        """Makes the states of a bucket's parameters anew: zeros of the names and dtypes in ``known``, and copies of its counts; ``local_piece``
-        then gives the places to be filled. Parameters that are not in ``known`` begin anew."""
+        """Gives a bucket's parameters states of the names and dtypes in ``known``, and copies of its counts; ``local_piece`` then gives the places
+        to be filled: what is not filled holds zeros, or what it held before. Parameters that are not in ``known`` begin anew."""
         slots = [f.slot for f in unit.fragments if f.slot.bucket == bucket]
         if not slots:
             return
         present = [known[slot] for slot in slots if slot in known]
-        for entry in self._by_bucket[unit, bucket]:
-            self.optimizer.state.pop(entry.param, None)
+        held = {e.param: self.optimizer.state.pop(e.param, {}) for e in self._by_bucket[unit, bucket]}
         if not present:
             return
         if self._by_bucket[unit, bucket][0].fragment is None and not (
@@ -371,9 +376,11 @@ class ZeroOptimizer(DeepSpeedOptimizer):
             slot = slots[0] if entry.fragment is None else entry.fragment.slot
             if slot in known:
                 dtypes, counts = known[slot]
+                # Tensors that fit are used again: new memory costs more than what is read into it.
+                before = held.get(entry.param, {})
                 self.optimizer.state[entry.param] = {
                     **{key: _copy(value) for key, value in counts.items()},
-                    **{key: torch.zeros_like(entry.param, dtype=dtype) for key, dtype in dtypes.items()},
+                    **{key: _like(entry.param, dtype, before.get(key)) for key, dtype in dtypes.items()},
                 }
 
     def add_state(self, slot: Slot, key: str, value: torch.Tensor) -> None:

@@ -388,7 +388,7 @@ void dsc::bind_ckpt(py::module_ &m)
                             "meanwhile. What the system refuses is an OSError with errno and filename, once: from then on, and after finish, every call is a "
                             "RuntimeError. A writer that goes away unfinished leaves its file behind, incomplete. FileExistsError when the file exists.")
         .def(py::init<py::object, int64_t, const std::string &, int64_t, int32_t>(), py::arg("path"), py::arg("block_bytes"), py::arg("backend") = "auto",
-             py::arg("buffer_bytes") = 2 << 20, py::arg("n_buffers") = 4)
+             py::arg("buffer_bytes") = 2 << 20, py::arg("n_buffers") = 8)
         .def("write", &BlockWriter::write, py::arg("address"), py::arg("n_bytes"), "Appends n_bytes of memory from an address, borrowed for the call.")
         .def("write_bytes", &BlockWriter::write_bytes, py::arg("buffer"), "Appends the bytes of a contiguous object of the buffer protocol.")
         .def_property_readonly("n_bytes", &BlockWriter::n_bytes, "Bytes given so far.")
@@ -396,12 +396,12 @@ void dsc::bind_ckpt(py::module_ &m)
              "Writes what is left, syncs and closes the file. The CRC32C of each block in order, packed as little-endian uint32. The folder is not synced.")
         .def("abort", &BlockWriter::abort, "Closes the file and leaves it as it is. Nothing when that has been done.");
     m.def("read_blocks", &read_blocks, py::arg("path"), py::arg("n_bytes"), py::arg("block_bytes"), py::arg("crcs"), py::arg("copies"),
-          py::arg("buffer_bytes") = 2 << 20, py::arg("n_buffers") = 4, py::arg("backend") = "auto",
+          py::arg("buffer_bytes") = 2 << 20, py::arg("n_buffers") = 8, py::arg("backend") = "auto",
           "Reads parts of a file of n_bytes to memory at the disk's speed. copies: int64 triples (offset in the file, bytes, address) in any order. Each block that one of "
           "them touches is read once and whole, checked against its CRC32C (crcs: little-endian uint32 of all blocks of the file; empty: no check) and then "
           "copied from. Returns the bytes read from the file. BlockError for a block that does not match, of which nothing has been copied; OSError with errno and "
           "filename for what the system reports, and EIO for a file of another length; ValueError names a copy that does not lie in the file.");
     m.def("verify_blocks", &verify_blocks, py::arg("path"), py::arg("n_bytes"), py::arg("block_bytes"), py::arg("crcs"), py::arg("buffer_bytes") = 2 << 20,
-          py::arg("n_buffers") = 4, py::arg("backend") = "auto",
+          py::arg("n_buffers") = 8, py::arg("backend") = "auto",
           "Reads a whole file and lists the indices of the blocks that do not match their CRC32C. Errors as for read_blocks, except that a bad block is a result.");
 }
