@@ -1,18 +1,28 @@
 """The ranks that save one checkpoint, and the few words that they exchange about it.
 
 They have a gloo group of their own, so that a writer thread may talk while the main thread trains, and so that a slow disk is not taken for a hang.
+
+[Note: orphaned] Its collectives are called on the group object and not through the functions of ``torch.distributed``, which look it up first: a script that calls
+``destroy_process_group()`` at its end, as many do, would have a save that is still under way find nothing there on one rank, and wait for that one forever on another. The object
+itself, its threads and its connections live as long as they are held here, so that such a save is completed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-from typing import Any
+import pickle
+from collections.abc import Callable
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from deepspeed_c.errors import CheckpointError
 
 __all__ = ["Ranks"]
+
+_T = TypeVar("_T")
 
 # Longer than any disk takes; a rank that has died is noticed at once, by its closed connection.
 TIMEOUT = datetime.timedelta(hours=12)
@@ -39,29 +49,55 @@ class Ranks:
         """Every rank's ``value``, by rank."""
         if self.world_size == 1:
             return [value]
-        values: list[Any] = [None] * self.world_size
-        self._talk(dist.all_gather_object, values, value)
-        return values
+        return self._talk(lambda group: self._all_gather(group, value))
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's ``value`` on rank 0, nothing elsewhere."""
         if self.world_size == 1:
             return [value]
-        values = [None] * self.world_size if self.rank == 0 else None
-        self._talk(dist.gather_object, value, values, dst=self._global_ranks[0])
-        return values or []
+        return self._talk(lambda group: self._gather(group, value))
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's ``value``."""
         if self.world_size == 1:
             return value
-        box = [value]
-        self._talk(dist.broadcast_object_list, box, src=self._global_ranks[0])
-        return box[0]
+        return self._talk(lambda group: self._broadcast(group, value))
 
-    def _talk(self, function: Any, *args: Any, **kwargs: Any) -> None:
+    def _all_gather(self, group: dist.ProcessGroup, value: Any) -> list[Any]:
+        content = _packed(value)
+        sizes = self._sizes(group, content)
+        parts = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes]
+        group.allgather([parts], [_padded(content, max(sizes))]).wait()
+        return [_unpacked(part, size) for part, size in zip(parts, sizes)]
+
+    def _gather(self, group: dist.ProcessGroup, value: Any) -> list[Any]:
+        content = _packed(value)
+        sizes = self._sizes(group, content)
+        parts = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes] if self.rank == 0 else []
+        options = dist.GatherOptions()
+        options.rootRank = 0
+        group.gather([parts] if parts else [], [_padded(content, max(sizes))], options).wait()
+        return [_unpacked(part, size) for part, size in zip(parts, sizes)]
+
+    def _broadcast(self, group: dist.ProcessGroup, value: Any) -> Any:
+        content = _packed(value) if self.rank == 0 else torch.empty(0, dtype=torch.uint8)
+        size = self._sizes(group, content)[0]
+        content = content if self.rank == 0 else torch.empty(size, dtype=torch.uint8)
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        group.broadcast([content], options).wait()
+        return _unpacked(content, size)
+
+    def _sizes(self, group: dist.ProcessGroup, content: torch.Tensor) -> list[int]:
+        sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.world_size)]
+        group.allgather([sizes], [torch.tensor([content.numel()])]).wait()
+        return [int(size) for size in sizes]
+
+    def _talk(self, exchange: Callable[[dist.ProcessGroup], _T]) -> _T:
+        if self._group is None:
+            raise CheckpointError("the ranks have not been connected", where=f"rank {self.rank}")
         try:
-            function(*args, group=self._group, **kwargs)
+            return exchange(self._group)
         except RuntimeError as error:
             raise CheckpointError(
                 f"another rank stopped while the checkpoint was written or read ({str(error).splitlines()[0]})",
@@ -73,4 +109,22 @@ class Ranks:
         """Ends the group."""
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)
+            # Not known any more where all groups were destroyed (and others made) since; then it ends with its last reference.
+            with contextlib.suppress(ValueError):
+                dist.destroy_process_group(group)
+
+
+def _packed(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def _padded(content: torch.Tensor, size: int) -> torch.Tensor:
+    if content.numel() == size:
+        return content
+    padded = torch.zeros(size, dtype=torch.uint8)
+    padded[: content.numel()] = content
+    return padded
+
+
+def _unpacked(content: torch.Tensor, size: int) -> Any:
+    return pickle.loads(content[:size].numpy().tobytes())
