@@ -86,7 +86,8 @@ class Source(ABC):
         params: name -> what else is known of a parameter. Formats of weights alone leave it empty.
         groups: options ("lr", "betas", ...) of the optimizer's groups, without "params"; empty where there is no optimizer state.
         state: the rest, each entry only where it is known: "counters" {global_steps, global_samples, micro_steps, skipped_steps: int}, "lr_scheduler"
-            (a state dict), "loss_scaler" ({"cur_scale": float, "cur_iter": int, "last_overflow_iter": int, "cur_hysteresis": int, ...}), "client_state" (dict), "config" (dict), "versions" (dict).
+            (a state dict), "loss_scaler" ({"scale": float, "step": int, "last_overflow_step": int, "hysteresis_left": int}), "client_state" (dict),
+            "config" (dict), "versions" (dict).
     """
 
     where: str
@@ -99,6 +100,8 @@ class Source(ABC):
     state: dict[str, Any]
     identity: str = ""
     """What two processes that opened the same name compare, where a save may replace what has the name; "" where that is not known."""
+    problem: str = ""
+    """Why optimizer states that are there are not listed; "" where all are."""
 
     @property
     def was_replaced(self) -> bool:
@@ -110,6 +113,13 @@ class Source(ABC):
         """Fills every ``into``. Host memory in use meanwhile is bounded (64 MiB and the largest buffer of one conversion), whatever is asked for.
 
         Raises CheckpointError, naming file and tensors, for what is missing, short or corrupt; what had been filled by then stays filled.
+        """
+
+    def name_groups(self, names: Sequence[Sequence[str]]) -> None:
+        """Says which parameters each group of the optimizer trains, in its order. A format that numbers optimizer states lists them under these names
+        and empties ``problem``; the others know better and do nothing.
+
+        Raises CheckpointError where names and states do not fit.
         """
 
     def rank_state(self, rank: int) -> dict[str, Any] | None:

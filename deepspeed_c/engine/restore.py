@@ -16,7 +16,7 @@ from deepspeed_c.checkpoint.source import BUFFER, MASTER, PARAM, LogicalTensor, 
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.engine.contents import Named
 from deepspeed_c.engine.trainable import KeptState
-from deepspeed_c.errors import StateError
+from deepspeed_c.errors import CheckpointError, StateError
 from deepspeed_c.ops.optim import FusedOptimizer
 from deepspeed_c.zero.layout import Layout
 from deepspeed_c.zero.optimizer import ZeroOptimizer
@@ -121,7 +121,8 @@ def plan_restore(
     options: LoadOptions,
 ) -> RestorePlan:
     """What has to be read. Nothing is changed. Raises StateError for what does not fit the model or the optimizer, all of it at once."""
-    plan, finder, problems = RestorePlan(), _Finder(source, named), []
+    problems = _name_groups(source, named, layout) if options.optimizer and optimizer is not None else []
+    plan, finder = RestorePlan(), _Finder(source, named)
     placed: set[int] = set()
     by_bucket: dict[tuple[Unit, int], dict[Slot, str]] = {}
     for unit in (*layout.trained, *layout.frozen):
@@ -164,6 +165,20 @@ def plan_restore(
             " load_optimizer_states=False for another optimizer",
         )
     return plan
+
+
+def _name_groups(source: Source, named: Named, layout: Layout) -> list[str]:
+    """Tells the source which parameters the optimizer's groups have: some formats have states without names. Returns what does not fit."""
+    finder = _Finder(source, named)
+    groups = [[finder.name_of(name) for name in of_group] for of_group in layout.groups]
+    names = [[name for name in of_group if name is not None] for of_group in groups]
+    if names != groups:
+        return []  # of missing parameters, which are told elsewhere
+    try:
+        source.name_groups(names)
+    except CheckpointError as error:
+        return [f"{error.where}: {error.what}"]
+    return []
 
 
 def _fits(found: LogicalTensor, shape: Iterable[int], name: str, problems: list[str]) -> bool:
@@ -214,8 +229,9 @@ def _plan_states(
     problems: list[str] = []
     base, source = optimizer.optimizer, finder.source
     if not source.groups and not source.params:
-        return ["it holds no optimizer state"]
-    if len(source.groups) != len(base.param_groups):
+        return [source.problem or "it holds no optimizer state"]
+    # DeepSpeed's elastic checkpoints have states and no options of the groups, which stay as they are then.
+    if source.groups and len(source.groups) != len(base.param_groups):
         return [f"it has {len(source.groups)} optimizer groups, this optimizer {len(base.param_groups)}"]
     for (unit, bucket), slots in by_bucket.items():
         if unit not in optimizer.units:

@@ -40,6 +40,8 @@ class Layout(NamedTuple):
     trained: list[Unit]
     frozen: list[Unit]
     fetcher: Fetcher | None
+    groups: Sequence[Sequence[str]] = ()
+    """Names of the parameters of each optimizer group, in the optimizer's order."""
 
 
 def mark_leaves(model: torch.nn.Module, config: Config) -> None:
@@ -107,6 +109,7 @@ def lay_out(
     """Makes the units of a model whose optimizer groups are ``groups`` (empty for an engine that only evaluates), and shards what the stage shards."""
     sharding = STAGES[config.zero.stage]
     names: Mapping[int, tuple[str, int]] = {id(p): (name, i) for i, (name, p) in enumerate(model.named_parameters())}
+    names_by_group = [[names[id(p)][0] for p in group] for group in groups]
     trained_ids = {id(p) for group in groups for p in group}
     # What requires a gradient and is in no group is the caller's: its gradients are, too.
     frozen = [p for p in model.parameters() if id(p) not in trained_ids and not (groups and p.requires_grad)]
@@ -129,7 +132,7 @@ def lay_out(
         is_sharded=is_sharded,
     )
     if not sharding.parameters:
-        return Layout(trained_units, [], None)
+        return Layout(trained_units, [], None, names_by_group)
 
     def frozen_dtypes(name: str, param: torch.nn.Parameter) -> Dtypes:
         dtype = precision.dtypes_of(name, param).param
@@ -153,4 +156,4 @@ def lay_out(
         _limits(config, largest),
         use_broadcast=not config.zero.allgather_partitions or config.disable_allgather,
     )
-    return Layout(trained_units, frozen_units, fetcher)
+    return Layout(trained_units, frozen_units, fetcher, names_by_group)

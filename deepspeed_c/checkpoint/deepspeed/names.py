@@ -9,7 +9,7 @@ import torch
 
 from deepspeed_c.checkpoint.deepspeed.unpickle import StoredTensor, fill
 
-__all__ = ["match_flat", "match_names"]
+__all__ = ["Comparison", "match_flat", "match_names"]
 
 # Ways through the groups that are followed at a time. Two groups of n parameters have at most n + 1.
 WAYS_LIMIT = 1 << 14
@@ -38,7 +38,7 @@ def match_names(
     )
     if isinstance(by_shape, list) or not any(master is not None for of_group in masters for master in of_group):
         return by_shape
-    compare = _Comparison(candidates)
+    compare = Comparison(candidates)
     return _match(
         candidates,
         list(map(len, shapes)),
@@ -48,7 +48,7 @@ def match_names(
 
 def match_flat(candidates: Sequence[Candidate], flats: Sequence[StoredTensor]) -> list[list[str]] | str:
     """The same for groups whose master weights are laid end to end in one flat tensor each."""
-    compare = _Comparison(candidates)
+    compare = Comparison(candidates)
     ways: dict[tuple[int, ...], tuple[int, tuple | None]] = {(0,) * len(flats): (1, None)}
     layers = []
     for c, (_, stored) in enumerate(candidates):
@@ -110,7 +110,7 @@ def _answer(
     return [of_group[::-1] for of_group in names]
 
 
-class _Comparison:
+class Comparison:
     """Whether the beginning of a weight is that of a master weight, rounded. Each is read once."""
 
     def __init__(self, candidates: Sequence[Candidate]) -> None:

@@ -11,13 +11,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from deepspeed_c.checkpoint.deepspeed.names import match_flat, match_names
+from deepspeed_c.checkpoint.deepspeed.names import Comparison, match_flat, match_names
 from deepspeed_c.checkpoint.deepspeed.pieces import Piece, PieceSource, counters_of, is_count, scaler_state
 from deepspeed_c.checkpoint.deepspeed.unpickle import StoredTensor, TorchFile, materialize
 from deepspeed_c.checkpoint.source import BUFFER, MASTER, PARAM, ParamInfo, Topology
@@ -66,6 +67,8 @@ ENGINE_KEYS = frozenset(
 )
 
 FIX_CONVERT = "save it with DeepSpeed without that kind of parallelism, or convert it with DeepSpeed's own tools to Hugging Face files and load those"
+
+FIX_ORDER = "build the optimizer with the groups it was saved with, in that order"
 
 
 class Files(NamedTuple):
@@ -217,7 +220,7 @@ class DeepSpeedSource(PieceSource):
     """A checkpoint of DeepSpeed's engine. ``folder`` is that of a tag.
 
     At stage 0 the optimizer's states have numbers and no names. Names are found by shape and order (and by value, where there are fp32 master weights); where that
-    leaves a choice, ``problem`` says so, no optimizer state is listed, and ``name_groups`` adds it. ``problem`` is empty otherwise.
+    leaves a choice, ``problem`` says so, no optimizer state is listed, and ``name_groups`` adds it.
 
     Raises CheckpointError for files that are missing, damaged or of a kind that is not read.
     """
@@ -226,7 +229,6 @@ class DeepSpeedSource(PieceSource):
 
     def __init__(self, folder: str) -> None:
         super().__init__(os.fspath(folder))
-        self.problem = ""
         self._unnamed: _Unnamed | None = None
         files = find_files(self.where)
         if files is None:
@@ -354,23 +356,31 @@ class DeepSpeedSource(PieceSource):
         if isinstance(names, str):
             self.problem = names
         else:
-            self._add_named(names)
+            self._add_named(self._unnamed, names)
 
     def name_groups(self, names: Sequence[Sequence[str]]) -> None:
-        """Lists the optimizer's states under ``names``: those of the parameters of each optimizer group, in the optimizer's order.
+        """Lists the states of a stage 0 checkpoint under ``names``, in place of those that were found by shape and value.
 
-        Only where ``problem`` is not empty. Raises CheckpointError if numbers or shapes do not fit.
+        Names that fit in number, shape and value are always right, and found ones need not be. Where the checkpoint itself has names, or those found are the only ones
+        that fit, those stay. Raises CheckpointError if there are no others and these do not fit.
         """
-        if self._unnamed is None or not self.problem:
+        unnamed = self._unnamed
+        if unnamed is None or unnamed.has_names:
             return
-        self._unnamed.check(names)
-        self._add_named(names)
+        try:
+            unnamed.check(names)
+        except CheckpointError:
+            if self.problem:
+                raise
+            return
+        self._add_named(unnamed, names)
         self.problem = ""
         self._order(list(self._model.module))
 
-    def _add_named(self, names: Sequence[Sequence[str]]) -> None:
-        unnamed = self._unnamed
-        assert unnamed is not None
+    def _add_named(self, unnamed: _Unnamed, names: Sequence[Sequence[str]]) -> None:
+        for key in [key for key in self.tensors if key[0] not in (PARAM, BUFFER)]:
+            del self.tensors[key], self._pieces[key]
+        self.params.clear()
         self._read_groups(unnamed.optimizer)
         for g, of_group in enumerate(names):
             for i, name in enumerate(of_group):
@@ -550,6 +560,7 @@ class _Unnamed:
         states = _get(optimizer, "state", Mapping, where)
         groups = _get(optimizer, "param_groups", (list, tuple), where)
         self.names_saved = [group.get("param_names") for group in groups]
+        self.has_names = all(isinstance(names, (list, tuple)) for names in self.names_saved)
         # Fused fp16 has one flat tensor a group, and how it is made up is not said: that is found by trying.
         self.flat_masters = wrapped.get("fp32_groups_flat")
         self.slots: list[list[_Slot]] = []
@@ -602,9 +613,9 @@ class _Unnamed:
         if self.flat_masters is not None:
             found = match_flat(candidates, [flat.master for flat in self.flats])
             if isinstance(found, list):
-                self._cut_flats(found)
+                self.slots = self._cut_flats(found)
             return found
-        if all(isinstance(names, (list, tuple)) for names in self.names_saved):
+        if self.has_names:
             names = [list(of_group) for of_group in self.names_saved]
             self.check(names)
             return names
@@ -614,46 +625,66 @@ class _Unnamed:
             [[slot.master.stored if slot.master else None for slot in of_group] for of_group in self.slots],
         )
 
-    def _cut_flats(self, names: Sequence[Sequence[str]]) -> None:
-        self.slots = []
+    def _cut_flats(self, names: Sequence[Sequence[str]]) -> list[list[_Slot]]:
+        sizes = [sum(self.model.tensor(name).n_elems for name in of_group) for of_group in names]
+        wanted = [flat.master.n_elems for flat in self.flats]
+        if sizes != wanted:
+            raise CheckpointError(
+                f"its groups have {wanted} elements, and those named {sizes}", where=self.where, fix=FIX_ORDER
+            )
+        slots = []
         for flat, of_group in zip(self.flats, names, strict=True):
             at = 0
-            slots = []
             counts = {key: value for key, value in flat.states.items() if is_count(value)}
             whole = {
                 key: value
                 for key, value in flat.states.items()
                 if isinstance(value, StoredTensor) and not is_count(value)
             }
+            slots.append([])
             for name in of_group:
                 stored = self.model.tensor(name)
                 n = stored.n_elems
                 pieces = {key: Piece(0, n, value, at) for key, value in whole.items()}
-                slots.append(_Slot(tuple(stored.shape), Piece(0, n, flat.master, at), pieces, counts))
+                slots[-1].append(_Slot(tuple(stored.shape), Piece(0, n, flat.master, at), pieces, counts))
                 at += n
-            self.slots.append(slots)
+        return slots
 
     def check(self, names: Sequence[Sequence[str]]) -> None:
-        """Raises CheckpointError if ``names`` do not fit the groups in number and shape."""
-        if self.flat_masters is not None:
-            sizes = [sum(self.model.tensor(name).n_elems for name in of_group) for of_group in names]
-            wanted = [flat.master.n_elems for flat in self.flats]
-            if len(sizes) != len(wanted) or any(size > have for size, have in zip(sizes, wanted, strict=True)):
-                raise CheckpointError(f"its groups have {wanted} elements, and those named {sizes}", where=self.where)
-            self._cut_flats(names)
-            return
-        if [len(of_group) for of_group in names] != [len(of_group) for of_group in self.slots]:
-            raise CheckpointError(
-                f"its optimizer's groups have {[len(of_group) for of_group in self.slots]} parameters, and {[len(of_group) for of_group in names]} are named",
-                where=self.where,
-                fix="build the optimizer with the groups it was saved with",
-            )
-        for of_group, slots in zip(names, self.slots, strict=True):
-            for name, slot in zip(of_group, slots, strict=True):
+        """Takes ``names`` for those of the groups. Raises CheckpointError if they do not fit in number, shape or value."""
+        agree = Comparison([(name, self.model.tensor(name)) for of_group in names for name in of_group])
+        slots = self._cut_flats(names) if self.flat_masters is not None else self._without_frozen(names)
+        i = 0
+        for of_group, of_slots in zip(names, slots, strict=True):
+            for name, slot in zip(of_group, of_slots, strict=True):
                 shape = tuple(self.model.tensor(name).shape)
                 if slot.shape is not None and slot.shape != shape:
                     raise CheckpointError(
                         f"has shape {shape}, and the optimizer's state in its place {slot.shape}",
                         where=f"{self.where}, {name}",
-                        fix="build the optimizer with the groups it was saved with, in that order",
+                        fix=FIX_ORDER,
                     )
+                if slot.master is not None and not agree(i, slot.master.stored, slot.master.first):
+                    raise CheckpointError(
+                        "is not what its master weight is when it is rounded",
+                        where=f"{self.where}, {name}",
+                        fix=FIX_ORDER,
+                    )
+                i += 1
+        self.slots = slots
+
+    def _without_frozen(self, names: Sequence[Sequence[str]]) -> list[list[_Slot]]:
+        """The groups' slots; where there are too many, less those of parameters that were frozen, which have a number and no state."""
+        kept = [
+            of_slots
+            if len(of_slots) == len(of_group)
+            else [slot for slot in of_slots if slot.shape is not None or slot.counts]
+            for of_slots, of_group in itertools.zip_longest(self.slots, names, fillvalue=())
+        ]
+        if [len(of_group) for of_group in names] != [len(of_slots) for of_slots in kept]:
+            raise CheckpointError(
+                f"its optimizer's groups have {[len(of_group) for of_group in self.slots]} parameters, and {[len(of_group) for of_group in names]} are named",
+                where=self.where,
+                fix=FIX_ORDER,
+            )
+        return kept

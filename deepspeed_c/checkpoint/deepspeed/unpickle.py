@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import datetime
+import math
 import os
 import pathlib
 import pickle
@@ -136,10 +137,7 @@ class StoredTensor:
 
     @property
     def n_elems(self) -> int:
-        n = 1
-        for size in self.shape:
-            n *= size
-        return n
+        return math.prod(self.shape)
 
     @property
     def identity(self) -> tuple:

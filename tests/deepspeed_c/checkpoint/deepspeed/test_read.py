@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from deepspeed_c.checkpoint.deepspeed import DeepSpeedSource, UniversalSource, open_deepspeed
 from deepspeed_c.checkpoint.source import BUFFER, MASTER, PARAM, Box, LogicalTensor, Read
@@ -248,3 +249,80 @@ def test_dtypes_of_the_fixtures(tmp_path):
         with open_deepspeed(str(folder)) as source:
             assert source.tensors[PARAM, "embed.weight"].dtype == DTYPES[dtype]
             assert source.tensors[MASTER, "embed.weight"].dtype == torch.float32
+
+
+def save_stage0(folder: Path, module: dict, optimizer: dict) -> DeepSpeedSource:
+    """A checkpoint of stage 0 by hand, as DeepSpeed saves fp32 training."""
+    folder.mkdir()
+    torch.save(
+        {"module": module, "buffer_names": [], "optimizer": optimizer, "dp_world_size": 1, "ds_config": {}},
+        folder / "mp_rank_00_model_states.pt",
+    )
+    return DeepSpeedSource(str(folder))
+
+
+def test_names_of_the_optimizers_groups_count_for_more_than_the_modules_order(tmp_path):
+    a, b = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.Adam([b, a])
+    a.grad, b.grad = torch.full((3,), 2.0), torch.full((3,), 5.0)
+    optimizer.step()
+    module = {"a": a.detach(), "b": b.detach()}
+    source = save_stage0(tmp_path / "t", module, optimizer.state_dict())
+    # By shape alone the module's order is as good as any.
+    assert torch.equal(whole(source, "exp_avg", "a"), optimizer.state[b]["exp_avg"])
+    source.name_groups([["b", "a"]])
+    for name, param in (("a", a), ("b", b)):
+        for state in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(whole(source, state, name), optimizer.state[param][state]), (name, state)
+    # What does not fit leaves what was found.
+    source.name_groups([["a"], ["b"]])
+    assert torch.equal(whole(source, "exp_avg", "b"), optimizer.state[b]["exp_avg"])
+
+
+def test_numbers_of_frozen_parameters_are_left_out(tmp_path):
+    a, b, c = (nn.Parameter(torch.zeros(3)) for _ in range(3))
+    optimizer = torch.optim.Adam([a, b, c])
+    a.grad, c.grad = torch.full((3,), 2.0), torch.full((3,), 5.0)
+    optimizer.step()
+    source = save_stage0(tmp_path / "t", {"a": a.detach(), "b": b.detach(), "c": c.detach()}, optimizer.state_dict())
+    source.name_groups([["a", "c"]])
+    for name, param in (("a", a), ("c", c)):
+        assert torch.equal(whole(source, "exp_avg", name), optimizer.state[param]["exp_avg"]), name
+    assert ("exp_avg", "b") not in source.tensors
+
+
+def test_names_that_do_not_fit_are_refused(tmp_path):
+    module = {name: nn.Parameter(torch.zeros(3)) for name in "abc"} | {"wide": nn.Parameter(torch.zeros(2, 2))}
+    optimizer = torch.optim.Adam([module["a"], module["c"], module["wide"]])
+    for param in module.values():
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    saved = {name: param.detach() for name, param in module.items()}
+    with save_stage0(tmp_path / "t", saved, optimizer.state_dict()) as source:
+        assert "more than one way" in source.problem and not source.groups
+        for names, message in (
+            ([["a", "c"], ["wide"]], r"groups have \[3\] parameters, and \[2, 1\] are named"),
+            ([["a", "c"]], r"groups have \[3\] parameters, and \[2\] are named"),
+            ([["a", "wide", "c"]], r"wide: has shape \(2, 2\), and the optimizer's state in its place \(3,\)"),
+        ):
+            with pytest.raises(CheckpointError, match=message) as error:
+                source.name_groups(names)
+            assert "Fix: build the optimizer" in str(error.value)
+            assert source.problem and ("exp_avg", "a") not in source.tensors
+        source.name_groups([["a", "c", "wide"]])
+        assert not source.problem and len(source.groups) == 1
+        for name in ("a", "c", "wide"):
+            assert torch.equal(whole(source, "exp_avg", name), optimizer.state[module[name]]["exp_avg"]), name
+
+
+@pytest.mark.parametrize("name", ["0.19.6-stage0-fp16", "0.19.6-stage0-fp16-fused"])
+def test_names_that_master_weights_contradict_are_not_taken(tmp_path, name):
+    """Two parameters of one shape and one group."""
+    folder, report = unpack(name, tmp_path)
+    group = list(GROUP_NAMES[1])
+    i, j = group.index("norm.weight"), group.index("norm.bias")
+    group[i], group[j] = group[j], group[i]
+    with open_deepspeed(str(folder)) as source:
+        assert not source.problem
+        source.name_groups([GROUP_NAMES[0], group])
+        check_equals_report(source, report)
