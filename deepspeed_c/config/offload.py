@@ -79,4 +79,9 @@ class Aio(Section, kw_only=True):
     intra_op_parallelism: Annotated[Positive, tunes("Threads that share one read or write.", "nvme")] = 1
     single_submit: Annotated[bool, tunes("Submit requests one by one.", "nvme")] = False
     overlap_events: Annotated[bool, tunes("Submit and reap at the same time.", "nvme")] = True
+    backend: Annotated[
+        Literal["auto", "uring", "libaio", "threads", "sync"],
+        tunes("How requests reach the kernel; auto: the first of these that it allows.", "nvme", auto_is_value=True),
+    ] = "auto"
+    checksum: Annotated[bool, tunes("CRC32C of swapped tensors, verified when they are read back.", "nvme")] = False
     use_gds: Annotated[bool, asks("Read and write device memory directly (GPUDirect Storage).", "nvme")] = False

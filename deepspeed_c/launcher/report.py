@@ -24,6 +24,8 @@ __all__ = ["gather", "main"]
 EXIT_NOT_BUILT = 1
 PROBE_SECONDS = 10
 CUDA_LIBRARY = "libdsc_cuda.so"
+# What a build on a machine with all headers has, so that what this one lacks is said.
+IO_BACKENDS = ("uring", "libaio", "threads", "sync")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,6 +59,7 @@ def gather() -> tuple[dict[str, dict[str, Any]], bool]:
         "memory": _memory(),
         "devices": _devices(torch),
         "cuda library": _cuda_library(extension),
+        "i/o backends": _io_backends(extension),
         "communication": _communication(torch),
     }
     return {title: values for title, values in sections.items() if values}, extension is not None
@@ -160,6 +163,19 @@ def _cuda_library(extension: ModuleType | None) -> dict[str, Any]:
         return {**values, "file": str(path), "loads": True}
     except OSError as error:
         return {**values, "file": str(path), "loads": f"no: {error}"}
+
+
+def _io_backends(extension: ModuleType | None) -> dict[str, Any]:
+    """What reads and writes checkpoints and what is offloaded to NVMe: built, usable on this kernel now, and if not, why."""
+    if extension is None:
+        return {}
+    built = extension.aio_backends()
+    values: dict[str, Any] = {
+        name: "built, usable" if is_usable else f"built, not usable: {reason}" for name, is_usable, reason in built
+    }
+    for name in IO_BACKENDS:
+        values.setdefault(name, "not built: the compiler found no header of it")
+    return {**values, "auto takes": next((name for name, is_usable, _ in built if is_usable), "none")}
 
 
 def _communication(torch: ModuleType) -> dict[str, Any]:

@@ -23,11 +23,12 @@ def extension(monkeypatch, tmp_path):
         "version": "9.9.9",
         "compiler": "cc 1",
         "cuda": True,
-        "libaio": False,
-        "liburing": True,
+        "fast": False,
+        "stable_abi": True,
     }
     module.cpu_isas = lambda: [("scalar", True), ("avx2", True), ("avx512", False)]
     module.cpu_isa = lambda: "avx2"
+    module.aio_backends = lambda: [("libaio", False, "the kernel says no"), ("threads", True, ""), ("sync", True, "")]
     monkeypatch.setitem(sys.modules, "deepspeed_c._C", module)
     return module
 
@@ -42,7 +43,11 @@ def test_text(extension, capsys):
     assert values["instruction sets built"] == "scalar, avx2, avx512"
     assert values["... that run here"] == "scalar, avx2"
     assert values["... in use"] == "avx2"
-    assert (values["libaio"], values["liburing"]) == ("no", "yes")
+    assert (values["fast"], values["stable_abi"]) == ("no", "yes")
+    assert values["uring"] == "not built: the compiler found no header of it"
+    assert values["libaio"] == "built, not usable: the kernel says no"
+    assert (values["threads"], values["sync"]) == ("built, usable", "built, usable")
+    assert values["auto takes"] == "threads"
     assert values["gloo"] == ("yes" if torch.distributed.is_gloo_available() else "no")
     columns = {
         line.index(value) for line in text.splitlines() for value in [line.rsplit("  ", 1)[-1]] if line[:2] == "  "
@@ -56,6 +61,14 @@ def test_json(extension, capsys):
     assert values["package"]["extension"] == extension.__file__
     assert values["cuda library"] == {"built": True, "file": "not there"}
     assert values["cpu"]["cores"].startswith(f"{os.cpu_count()}, ")
+
+
+def test_io_backends_are_those_that_a_handle_has():
+    aio = pytest.importorskip("deepspeed_c.ops.aio")
+    values = report.gather()[0]["i/o backends"]
+    usable = [name for name, what in values.items() if what == "built, usable"]
+    assert usable == [backend.name for backend in aio.backends() if backend.is_usable]
+    assert values["auto takes"] == aio.aio_handle().backend == usable[0]
 
 
 def test_cuda_library_that_does_not_load(extension, tmp_path):
