@@ -86,8 +86,12 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
             device=device,
         )
         self._checkpoints = Checkpoints(self)
-        self._preemption = Preemption(config.checkpoint.preemption)
-        self._adopt(layout)
+        self._preemption = Preemption(config.checkpoint.preemption, can_step=optimizer is not None)
+        try:
+            self._adopt(layout)
+        except BaseException:
+            self._preemption.close()
+            raise
         if config.dump_state:
             log_dist("state of the engine:\n" + self.describe(), ranks=[0])
 

@@ -1,6 +1,9 @@
 """Ends a run that is asked to stop: after the step under way all ranks save, and exit with code 0.
 
 A signal may reach one rank or all, and each at another moment; the ranks agree on the step in the exchange that every step makes anyway.
+
+[Note: engines of one process] They share one handler, so that a signal reaches all of them. Each saves after a step of its own, with the ranks that it trains with (nobody knows
+whether another engine's ranks would be at the same place); the one that saves last ends the process. Engines that were closed meanwhile are not waited for.
 """
 
 from __future__ import annotations
@@ -9,9 +12,11 @@ import os
 import signal
 import sys
 import threading
+import time
+import weakref
 from typing import TYPE_CHECKING, Any
 
-from deepspeed_c.errors import CheckpointError, StateError
+from deepspeed_c.errors import CheckpointError, DeepSpeedCError, StateError
 from deepspeed_c.logging import logger
 
 if TYPE_CHECKING:
@@ -21,68 +26,139 @@ __all__ = ["Preemption"]
 
 # As a shell counts: 128 and the number of the signal.
 SIGNALLED = 128
+# A cluster that signals every process of a job, and the launcher, which passes the same on, mean one request.
+SAME_REQUEST_SECONDS = 2.0
 
 
-class Preemption:
-    """Listens for the signals of the configuration's ``checkpoint.preemption`` until it is closed."""
+class _Handler:
+    """The one handler of this process, for the signals of all open engines."""
 
-    def __init__(self, settings: Any) -> None:
-        self._settings = settings
-        self._received: int | None = None
+    def __init__(self) -> None:
+        # Weak: an engine that was dropped without being closed has nothing to save any more.
+        self.listeners: weakref.WeakSet[Preemption] = weakref.WeakSet()
         self._previous: dict[int, Any] = {}
-        if not settings.enabled:
-            return
+        self._pid = os.getpid()
+
+    def add(self, listener: Preemption) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise StateError(
                 "signals can only be caught from the main thread",
                 where="checkpoint.preemption",
                 fix='call initialize in the main thread, or set "enabled": false',
             )
-        for name in settings.signals:
-            number = signal.Signals[name]
-            self._previous[number] = signal.signal(number, self._on_signal)
+        if self._pid != os.getpid():  # forked: the engines of then are another process's
+            self._pid = os.getpid()
+            self.listeners.clear()
+        self.listeners.add(listener)
+        for number in listener.numbers:
+            if number not in self._previous:
+                self._previous[number] = signal.signal(number, self._on_signal)
+
+    def remove(self, listener: Preemption) -> None:
+        self.listeners.discard(listener)
+        self._give_back({number for other in self.listeners for number in other.numbers})
+
+    def _give_back(self, wanted: set[int]) -> None:
+        """All signals but these go to whoever had them before."""
+        for number in [number for number in self._previous if number not in wanted]:
+            previous = self._previous.pop(number)
+            if signal.getsignal(number) == self._on_signal:
+                signal.signal(number, previous)
 
     def _on_signal(self, number: int, frame: Any) -> None:
-        # A second one, from somebody who does not want to wait, does what it does elsewhere.
-        if self._received is not None:
-            self.close()
-            os.kill(os.getpid(), number)
+        concerned = [listener for listener in self.listeners if number in listener.numbers]
+        # A process that this one has forked has nothing to save, and must be ended by what ends others. A second signal, from somebody who does not
+        # want to wait, does what it does elsewhere.
+        is_ours = os.getpid() == self._pid and concerned
+        if is_ours and all(tuple(listener.notice(number) for listener in concerned)):
             return
-        self._received = number
+        self.listeners.clear()
+        self._give_back(set())
+        os.kill(os.getpid(), number)
+
+
+_handler = _Handler()
+
+
+class Preemption:
+    """Listens for the signals of the configuration's ``checkpoint.preemption`` until it is closed; for an engine that never steps (``can_step``), not at all."""
+
+    def __init__(self, settings: Any, can_step: bool) -> None:
+        self._settings = settings
+        self.numbers = frozenset(signal.Signals[name] for name in settings.signals)
+        self.received: int | None = None
+        self._received_at = 0.0
+        self._ended: DeepSpeedEngine | None = None  # the engine, once it has been saved, or could not be
+        self._folder: str | None = None  # where to
+        self._problem = ""
+        if settings.enabled and can_step:
+            _handler.add(self)
+
+    def notice(self, number: int) -> bool:
+        """Whether this signal can be the same request as the one before it, if there was one."""
+        now = time.monotonic()
+        if self.received is None:
+            self.received, self._received_at = number, now
+        return number == self.received and now - self._received_at <= SAME_REQUEST_SECONDS
 
     def is_requested(self) -> bool:
         """Whether this rank has been asked to stop."""
-        return self._received is not None
+        return self.received is not None
 
     def end_run(self, engine: DeepSpeedEngine) -> None:
-        """Saves and ends the process. Collective; called after a step that some rank was asked to stop in."""
-        name = signal.Signals(self._received).name if self._received is not None else "a signal to another rank"
-        folder = self._settings.save_dir or engine._checkpoints.last_dir
-        if folder is None:
-            logger.error(
-                "%s: no checkpoint was saved or loaded yet and checkpoint.preemption.save_dir is not set: ending without saving",
-                name,
-            )
-            engine.close()
-            sys.exit(SIGNALLED + (self._received or signal.SIGTERM))
+        """Saves, and ends the process when no other engine of it has to save yet. Collective; called after a step that some rank was asked to stop in.
+
+        The process exits with 0 if everything was saved, otherwise with 128 and the signal's number.
+        """
+        if self._ended is None:
+            self._ended = engine
+            self._save(engine)
+        listeners = list(_handler.listeners)
+        if any(listener._ended is None for listener in listeners):
+            return
+        is_saved = not any(listener._problem for listener in listeners)
+        for listener in listeners:
+            listener._ended.close()
+        sys.exit(0 if is_saved else SIGNALLED + (self.received or signal.SIGTERM))
+
+    def _save(self, engine: DeepSpeedEngine) -> None:
+        name = signal.Signals(self.received).name if self.received is not None else "a signal to another rank"
         try:
             engine.wait_checkpoint()
         except CheckpointError as error:
             # Of an earlier one: no reason to lose this one too.
             logger.error("%s", error)
-        engine.save_checkpoint(folder, is_async=False)
-        if engine.global_rank == 0:
-            print(
-                f"deepspeed_c: {name}: saved step {engine.global_steps} to {folder}; ending, to be resumed from there",
-                file=sys.stderr,
-                flush=True,
+        self._folder = self._settings.save_dir or engine._checkpoints.last_dir
+        try:
+            hindrances = engine._comm.gather_objects(self._hindrance(), label="preemption")
+            for hindrance in filter(None, hindrances):
+                raise hindrance
+            engine.save_checkpoint(self._folder, is_async=False)
+        except DeepSpeedCError as error:
+            self._problem = str(error)
+        if engine._comm.rank == 0:
+            if self._problem:
+                told = f"step {engine.global_steps} could not be saved, ending without it: {self._problem}"
+            else:
+                told = f"saved step {engine.global_steps} to {self._folder}; ending, to be resumed from there"
+            print(f"deepspeed_c: {name}: {told}", file=sys.stderr, flush=True)
+
+    def _hindrance(self) -> CheckpointError | None:
+        if self._folder is None:
+            return CheckpointError(
+                "no checkpoint was saved or loaded yet, and there is no folder to save to",
+                where="checkpoint.preemption.save_dir",
+                fix="set it to a folder",
             )
-        engine.close()
-        sys.exit(0)
+        others = [other._folder for other in _handler.listeners if other is not self and other._folder is not None]
+        if any(os.path.realpath(folder) == os.path.realpath(self._folder) for folder in others):
+            return CheckpointError(
+                f"another engine of this process has just been saved to {self._folder}",
+                where="checkpoint.preemption.save_dir",
+                fix="give each engine a folder of its own",
+            )
+        return None
 
     def close(self) -> None:
-        """Gives the signals back to whoever had them."""
-        while self._previous:
-            number, handler = self._previous.popitem()
-            if signal.getsignal(number) == self._on_signal:
-                signal.signal(number, handler)
+        """Listens no longer."""
+        _handler.remove(self)
