@@ -36,6 +36,8 @@ static dsc_status check_flags(const kind &kind, const struct dsc_optim_args *arg
     /* Muon's halves have momentum, but are no step: they come without a launcher of one. */
     const bool is_muon = kind.step == nullptr && (kind.uses & USES_MOMENTUM) != 0;
 
+    if ((args->flags & DSC_OPTIM_STATE_Q8) != 0)
+        return fail(DSC_ENOTSUP, "%s: states of 8 bits are for the host; on CUDA they are f32, bf16 or f16", kind.name);
     if ((args->flags & ~known) != 0)
         return fail(DSC_EINVAL, "%s: args.flags is 0x%x, has unknown bits", kind.name, (unsigned)args->flags);
     if ((args->flags & DSC_OPTIM_NESTEROV) == 0)

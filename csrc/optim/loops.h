@@ -52,8 +52,8 @@ struct dsc_optim_loops {
 
 /* Indices into the tables below. */
 enum dsc_optim_id {
-#define DSC_OPTIMIZER(name, n_states, uses) DSC_OPTIM_ID_##name,
-#define DSC_OPTIMIZER_NORMS(name, n_states, uses) DSC_OPTIM_ID_##name,
+#define DSC_OPTIMIZER(name, n_states, uses, q8) DSC_OPTIM_ID_##name,
+#define DSC_OPTIMIZER_NORMS(name, n_states, uses, q8) DSC_OPTIM_ID_##name,
 #include "optim/optimizers.inc"
 #undef DSC_OPTIMIZER
 #undef DSC_OPTIMIZER_NORMS
@@ -67,8 +67,8 @@ struct dsc_optim_table {
 };
 
 #ifdef DSC_ISA /* the variant that is being compiled */
-#define DSC_OPTIMIZER(name, n_states, uses) dsc_optim_loop DSC_K(name##_step);
-#define DSC_OPTIMIZER_NORMS(name, n_states, uses) dsc_optim_loop DSC_K(name##_moments), DSC_K(name##_norms), DSC_K(name##_apply);
+#define DSC_OPTIMIZER(name, n_states, uses, q8) dsc_optim_loop DSC_K(name##_step);
+#define DSC_OPTIMIZER_NORMS(name, n_states, uses, q8) dsc_optim_loop DSC_K(name##_moments), DSC_K(name##_norms), DSC_K(name##_apply);
 #include "optim/optimizers.inc"
 #undef DSC_OPTIMIZER
 #undef DSC_OPTIMIZER_NORMS

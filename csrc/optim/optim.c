@@ -4,6 +4,7 @@
 #include "base/fail.h"
 #include "base/par.h"
 #include "optim/loops.h"
+#include "optim/q8.h"
 
 #include <float.h>
 #include <math.h>
@@ -17,25 +18,31 @@
 #define DSC_USES_LR_DECAY (1u << 3)
 #define DSC_USES_COEFFS (1u << 4)
 
-#define ALL_FLAGS (DSC_OPTIM_BIAS_CORRECTION | DSC_OPTIM_NESTEROV | DSC_OPTIM_MAXIMIZE)
+#define ALL_FLAGS (DSC_OPTIM_BIAS_CORRECTION | DSC_OPTIM_NESTEROV | DSC_OPTIM_MAXIMIZE | DSC_OPTIM_STATE_Q8)
+
+/* The codes of an optimizer's slots. */
+#define DSC_Q8_MOMENTS {DSC_Q8_SIGNED, DSC_Q8_UNSIGNED}
+#define DSC_Q8_MOMENTUM {DSC_Q8_SIGNED, DSC_Q8_NONE}
+#define DSC_Q8_NEVER {DSC_Q8_NONE, DSC_Q8_NONE}
 
 struct dsc_optim_kind {
     const char *name;
     int32_t n_states;
     uint32_t uses;
     bool needs_norms;
+    dsc_q8_code q8[DSC_OPTIM_MAX_STATES];
 };
 
 static const struct dsc_optim_kind kinds[DSC_OPTIM_N_KINDS] = {
-#define DSC_OPTIMIZER(name, n_states, uses) [DSC_OPTIM_ID_##name] = {#name, n_states, uses, false},
-#define DSC_OPTIMIZER_NORMS(name, n_states, uses) [DSC_OPTIM_ID_##name] = {#name, n_states, uses, true},
+#define DSC_OPTIMIZER(name, n_states, uses, q8) [DSC_OPTIM_ID_##name] = {#name, n_states, uses, false, q8},
+#define DSC_OPTIMIZER_NORMS(name, n_states, uses, q8) [DSC_OPTIM_ID_##name] = {#name, n_states, uses, true, q8},
 #include "optim/optimizers.inc"
 #undef DSC_OPTIMIZER
 #undef DSC_OPTIMIZER_NORMS
 };
 
 /* Muon's halves share the checks, but it is no entry of the registry: a step of it needs matrix products in between. */
-static const struct dsc_optim_kind muon = {"muon", 1, DSC_USES_MOMENTUM, false};
+static const struct dsc_optim_kind muon = {"muon", 1, DSC_USES_MOMENTUM, false, DSC_Q8_NEVER};
 
 #define TABLE_ENTRY(isa, is_runnable) &DSC_K_OF(optim_table, isa),
 static const struct dsc_optim_table *const tables[] = {DSC_ISA_MAP(TABLE_ENTRY)};
@@ -81,6 +88,11 @@ bool dsc_optim_needs_norms(const struct dsc_optim_kind *kind)
     return kind->needs_norms;
 }
 
+dsc_q8_code dsc_optim_q8_code(const struct dsc_optim_kind *kind, int32_t slot)
+{
+    return slot >= 0 && slot < kind->n_states ? kind->q8[slot] : DSC_Q8_NONE;
+}
+
 
 
 /* One field of dsc_optim_args; finite as the f32 that the loops see, and in [low, high) where the optimizer uses it. */
@@ -104,6 +116,8 @@ static dsc_status check_flags(const struct dsc_optim_kind *kind, const struct ds
 {
     if ((args->flags & ~ALL_FLAGS) != 0)
         return dsc_fail(DSC_EINVAL, "%s: args.flags is 0x%x, has unknown bits", kind->name, (unsigned)args->flags);
+    if ((args->flags & DSC_OPTIM_STATE_Q8) != 0 && dsc_optim_q8_code(kind, 0) == DSC_Q8_NONE)
+        return dsc_fail(DSC_ENOTSUP, "%s: its states cannot be quantised to 8 bits", kind->name);
     if ((args->flags & DSC_OPTIM_NESTEROV) == 0)
         return DSC_OK;
     if ((kind->uses & DSC_USES_MOMENTUM) == 0)
@@ -160,9 +174,21 @@ static dsc_status check_args(const struct dsc_optim_kind *kind, const struct dsc
 #define TOUCHES_STATE (READS_STATE | WRITES_STATE)
 
 static const char *const state_fields[DSC_OPTIM_MAX_STATES] = {"state[0]", "state[1]"};
+static const char *const scale_fields[DSC_OPTIM_MAX_STATES] = {"state_scale[0]", "state_scale[1]"};
 
-static dsc_status check_tensors(const struct dsc_optim_kind *kind, const struct dsc_optim_tensor *tensors, int64_t n_tensors,
-                                int32_t n_states, unsigned operands)
+static const char *missing_state(const struct dsc_optim_tensor *tensor, int32_t n_states, bool is_q8)
+{
+    for (int32_t slot = 0; slot < n_states; slot++) {
+        if (tensor->state[slot] == NULL)
+            return state_fields[slot];
+        if (is_q8 && tensor->state_scale[slot] == NULL)
+            return scale_fields[slot];
+    }
+    return NULL;
+}
+
+static dsc_status check_tensors(const struct dsc_optim_kind *kind, const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors,
+                                int64_t n_tensors, int32_t n_states, unsigned operands)
 {
     if (n_tensors < 0)
         return dsc_fail(DSC_EINVAL, "%s: n_tensors is %lld, must not be negative", kind->name, (long long)n_tensors);
@@ -182,9 +208,8 @@ static dsc_status check_tensors(const struct dsc_optim_kind *kind, const struct 
             return dsc_fail(DSC_EOVERFLOW, "%s: the first %lld tensors hold more elements than int64_t counts", kind->name, (long long)(i + 1));
         if (tensor->n_elems == 0)
             continue;
-        for (int32_t slot = 0; slot < n_states && (operands & TOUCHES_STATE) != 0; slot++)
-            if (tensor->state[slot] == NULL)
-                missing = state_fields[slot];
+        if ((operands & TOUCHES_STATE) != 0)
+            missing = missing_state(tensor, n_states, (args->flags & DSC_OPTIM_STATE_Q8) != 0);
         if (tensor->copy == NULL && (operands & REQUIRES_COPY) != 0)
             missing = "copy";
         if (tensor->grad == NULL && (operands & READS_GRAD) != 0)
@@ -250,6 +275,7 @@ struct job {
     const struct dsc_optim_tensor *tensors;
     struct dsc_optim_scalars scalars;
     int32_t n_states;
+    const dsc_q8_code *q8;          /* the codes of the states, or NULL where they are of args->state_dtype */
     struct pass passes[MAX_PASSES]; /* one after another on each block, while it is in the cache; the second may lack a loop */
     const double *ratios;           /* one a tensor, or NULL */
     double *sumsq;                  /* two a tensor, or NULL */
@@ -287,6 +313,29 @@ static dsc_f32 *param_block(const struct job *job, unsigned operands, char *para
     return writable(job->kernels, job->args->param_dtype, param, n, scratch->param, (operands & READS_PARAM) != 0);
 }
 
+/* A state's block as f32; the one of codes is always in scratch. */
+static dsc_f32 *state_block(const struct job *job, const struct dsc_optim_tensor *tensor, int32_t slot, int64_t begin, int64_t n,
+                            dsc_f32 *scratch, bool is_read)
+{
+    dsc_dtype dtype = job->args->state_dtype;
+
+    if (job->q8 == NULL)
+        return writable(job->kernels, dtype, at(tensor->state[slot], dtype, begin), n, scratch, is_read);
+    if (is_read)
+        dsc_q8_load(job->kernels, job->q8[slot], tensor->state[slot], tensor->state_scale[slot], begin, n, scratch);
+    return scratch;
+}
+
+static void store_state(const struct job *job, const struct dsc_optim_tensor *tensor, int32_t slot, int64_t begin, int64_t n, const dsc_f32 *block)
+{
+    dsc_dtype dtype = job->args->state_dtype;
+
+    if (job->q8 == NULL)
+        dsc_store_f32(job->kernels, dtype, block, n, at(tensor->state[slot], dtype, begin));
+    else
+        dsc_q8_store(job->kernels, job->q8[slot], block, begin, n, tensor->state[slot], tensor->state_scale[slot]);
+}
+
 static void run_pass(const struct job *job, const struct pass *pass, const struct dsc_optim_tensor *tensor, int64_t begin, int64_t n,
                      struct dsc_optim_block *block, struct scratch *scratch)
 {
@@ -300,13 +349,12 @@ static void run_pass(const struct job *job, const struct pass *pass, const struc
     if ((operands & READS_GRAD) != 0)
         block->grad = dsc_load_f32(kernels, args->grad_dtype, at(tensor->grad, args->grad_dtype, begin), n, scratch->grad);
     for (int32_t slot = 0; slot < job->n_states && (operands & TOUCHES_STATE) != 0; slot++)
-        block->state[slot] = writable(kernels, args->state_dtype, at(tensor->state[slot], args->state_dtype, begin), n,
-                                      scratch->state[slot], (operands & READS_STATE) != 0);
+        block->state[slot] = state_block(job, tensor, slot, begin, n, scratch->state[slot], (operands & READS_STATE) != 0);
 
     pass->loop(&job->scalars, n, block);
 
     for (int32_t slot = 0; slot < job->n_states && (operands & WRITES_STATE) != 0; slot++)
-        dsc_store_f32(kernels, args->state_dtype, block->state[slot], n, at(tensor->state[slot], args->state_dtype, begin));
+        store_state(job, tensor, slot, begin, n, block->state[slot]);
     if ((operands & WRITES_PARAM) != 0)
         dsc_store_f32(kernels, args->param_dtype, block->param, n, param);
     if ((operands & WRITES_COPY) != 0 && copy != NULL) {
@@ -334,6 +382,20 @@ static void run_piece(const struct job *job, const struct dsc_piece *piece, doub
     }
 }
 
+/*
+ * The elements of a piece whose scales no other chunk writes: chunk borders are whole blocks of the list, but a tensor behind others begins anywhere in it. A block
+ * that a border cuts belongs to the chunk that it begins in.
+ */
+static struct dsc_piece whole_blocks(const struct dsc_piece *piece, int64_t n_elems)
+{
+    int64_t begin = dsc_q8_n_scales(piece->begin) * DSC_Q8_BLOCK_ELEMS;
+    int64_t end = dsc_q8_n_scales(piece->begin + piece->n_elems) * DSC_Q8_BLOCK_ELEMS;
+
+    if (end > n_elems)
+        end = n_elems;
+    return (struct dsc_piece){.array = piece->array, .begin = begin, .n_elems = end > begin ? end - begin : 0};
+}
+
 static void run_chunks(void *arg, int64_t first, int64_t last)
 {
     struct job *job = arg;
@@ -348,6 +410,8 @@ static void run_chunks(void *arg, int64_t first, int64_t last)
             double sumsq[2] = {0};
             double *target;
 
+            if (job->q8 != NULL)
+                piece = whole_blocks(&piece, job->tensors[piece.array].n_elems);
             run_piece(job, &piece, sumsq, &scratch);
             if (job->sumsq == NULL)
                 continue;
@@ -393,6 +457,7 @@ static dsc_status init_job(struct job *job, const struct dsc_optim_args *args, c
     job->tensors = tensors;
     job->scalars = scalars_of(args);
     job->n_states = n_states;
+    job->q8 = NULL;
     job->passes[0] = job->passes[1] = (struct pass){NULL, 0};
     job->ratios = NULL;
     job->sumsq = NULL;
@@ -409,14 +474,15 @@ static dsc_status get_table(const struct dsc_optim_table **out_table)
     return DSC_OK;
 }
 
-/* One pass over a checked list. */
-static dsc_status run(const struct pass *pass, const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors,
+/* One pass over a checked list; q8 as in the job. */
+static dsc_status run(const struct pass *pass, const dsc_q8_code *q8, const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors,
                       int64_t n_tensors, int32_t n_states, const double *ratios, const struct dsc_par *par)
 {
     struct job job;
 
     DSC_TRY(init_job(&job, args, tensors, n_tensors, n_states));
     job.passes[0] = *pass;
+    job.q8 = q8;
     job.ratios = ratios;
     dsc_par_run(par, job.list.n_chunks, run_chunks, &job);
     return DSC_OK;
@@ -464,7 +530,7 @@ static dsc_status run_norm_groups(const struct dsc_optim_loops *loops, const str
         DSC_TRY(run_norms(loops, args, &tensors[first], n, n_states, par, sumsq));
         for (int64_t i = 0; i < n; i++)
             ratios[i] = dsc_optim_trust_ratio(args, sumsq[2 * i], sumsq[2 * i + 1]);
-        DSC_TRY(run(&apply, args, &tensors[first], n, n_states, ratios, par));
+        DSC_TRY(run(&apply, NULL, args, &tensors[first], n, n_states, ratios, par));
     }
     return DSC_OK;
 }
@@ -479,7 +545,7 @@ dsc_status dsc_optim_step(const struct dsc_optim_kind *kind, const struct dsc_op
     bool is_stateless = (kind->uses & DSC_USES_MOMENTUM) != 0 && args->momentum == 0.0;
     int32_t n_states = is_stateless ? 0 : kind->n_states;
 
-    DSC_TRY(check_tensors(kind, tensors, n_tensors, n_states, STEP_OPERANDS));
+    DSC_TRY(check_tensors(kind, args, tensors, n_tensors, n_states, STEP_OPERANDS));
     DSC_TRY(get_table(&table));
 
     const struct dsc_optim_loops *loops = &table->kinds[kind - kinds];
@@ -487,7 +553,7 @@ dsc_status dsc_optim_step(const struct dsc_optim_kind *kind, const struct dsc_op
 
     if (kind->needs_norms)
         return run_norm_groups(loops, args, tensors, n_tensors, n_states, par);
-    return run(&step, args, tensors, n_tensors, n_states, NULL, par);
+    return run(&step, (args->flags & DSC_OPTIM_STATE_Q8) != 0 ? kind->q8 : NULL, args, tensors, n_tensors, n_states, NULL, par);
 }
 
 static dsc_status check_norms_kind(const struct dsc_optim_kind *kind)
@@ -506,7 +572,7 @@ dsc_status dsc_optim_norms(const struct dsc_optim_kind *kind, const struct dsc_o
 
     DSC_TRY(check_norms_kind(kind));
     DSC_TRY(check_args(kind, args));
-    DSC_TRY(check_tensors(kind, tensors, n_tensors, kind->n_states, MOMENTS_OPERANDS | NORMS_OPERANDS));
+    DSC_TRY(check_tensors(kind, args, tensors, n_tensors, kind->n_states, MOMENTS_OPERANDS | NORMS_OPERANDS));
     if (out_sumsq == NULL && n_tensors > 0)
         return dsc_fail(DSC_EINVAL, "%s: out_sumsq is NULL for %lld tensors", kind->name, (long long)n_tensors);
     DSC_TRY(get_table(&table));
@@ -532,14 +598,14 @@ dsc_status dsc_optim_apply(const struct dsc_optim_kind *kind, const struct dsc_o
 
     DSC_TRY(check_norms_kind(kind));
     DSC_TRY(check_args(kind, args));
-    DSC_TRY(check_tensors(kind, tensors, n_tensors, kind->n_states, APPLY_OPERANDS));
+    DSC_TRY(check_tensors(kind, args, tensors, n_tensors, kind->n_states, APPLY_OPERANDS));
     if (ratios == NULL && n_tensors > 0)
         return dsc_fail(DSC_EINVAL, "%s: ratios is NULL for %lld tensors", kind->name, (long long)n_tensors);
     DSC_TRY(get_table(&table));
 
     const struct pass apply = {table->kinds[kind - kinds].apply, APPLY_OPERANDS};
 
-    return run(&apply, args, tensors, n_tensors, kind->n_states, ratios, par);
+    return run(&apply, NULL, args, tensors, n_tensors, kind->n_states, ratios, par);
 }
 
 dsc_status dsc_muon_momentum(const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors, int64_t n_tensors,
@@ -548,12 +614,12 @@ dsc_status dsc_muon_momentum(const struct dsc_optim_args *args, const struct dsc
     const struct dsc_optim_table *table;
 
     DSC_TRY(check_args(&muon, args));
-    DSC_TRY(check_tensors(&muon, tensors, n_tensors, muon.n_states, MUON_MOMENTUM_OPERANDS));
+    DSC_TRY(check_tensors(&muon, args, tensors, n_tensors, muon.n_states, MUON_MOMENTUM_OPERANDS));
     DSC_TRY(get_table(&table));
 
     const struct pass pass = {table->muon_momentum, MUON_MOMENTUM_OPERANDS};
 
-    return run(&pass, args, tensors, n_tensors, muon.n_states, NULL, par);
+    return run(&pass, NULL, args, tensors, n_tensors, muon.n_states, NULL, par);
 }
 
 dsc_status dsc_muon_apply(const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors, int64_t n_tensors,
@@ -562,10 +628,10 @@ dsc_status dsc_muon_apply(const struct dsc_optim_args *args, const struct dsc_op
     const struct dsc_optim_table *table;
 
     DSC_TRY(check_args(&muon, args));
-    DSC_TRY(check_tensors(&muon, tensors, n_tensors, 0, MUON_APPLY_OPERANDS));
+    DSC_TRY(check_tensors(&muon, args, tensors, n_tensors, 0, MUON_APPLY_OPERANDS));
     DSC_TRY(get_table(&table));
 
     const struct pass pass = {table->muon_apply, MUON_APPLY_OPERANDS};
 
-    return run(&pass, args, tensors, n_tensors, 0, NULL, par);
+    return run(&pass, NULL, args, tensors, n_tensors, 0, NULL, par);
 }

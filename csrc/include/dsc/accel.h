@@ -14,7 +14,7 @@
 extern "C" {
 #endif
 
-#define DSC_ACCEL_ABI 1u
+#define DSC_ACCEL_ABI 2u
 
 /* Elements (f64) of the scratch that hooks which add up over many thread blocks ask for. */
 #define DSC_ACCEL_SCRATCH_ELEMS 16384

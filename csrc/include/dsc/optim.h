@@ -29,12 +29,47 @@ DSC_API int32_t dsc_optim_n_states(const struct dsc_optim_kind *kind);
 /* True for an optimizer that scales each tensor's update by norms (lamb): dsc_optim_step needs whole tensors, shards use the two halves below. */
 DSC_API bool dsc_optim_needs_norms(const struct dsc_optim_kind *kind);
 
+/*
+ * States of 8 bits (DSC_OPTIM_STATE_Q8): a code an element, and one f32 scale for each block of DSC_Q8_BLOCK_ELEMS elements, counted from the tensor's start; the
+ * last block may be shorter. With s = the block's scale, its largest magnitude, a code c stands for
+ *
+ *     signed, int8 in [-127, 127]:   sign(c) * (c / 127)^2 * s     (first moments)
+ *     unsigned, uint8 in [0, 255]:   (c / 255)^4 * s               (second moments)
+ *
+ * and x becomes the code whose root is nearest to that of |x| / s, halves up; an unsigned x > 0 never becomes 0. A block of zeros has scale 0; any other has
+ * at least 2^-94. A block that holds NaN or inf has scale NaN, and reads as NaN.
+ *
+ * Why: block-wise scales and codes that lie closer together towards 0 are those of Dettmers et al., arXiv 2110.02861, section 2, whose codes are a table; powers
+ * measured the same in training and need no look-up. The exponents give both moments the same reach, of about 2^-16 in units of the gradient for the root of the second
+ * and 2^-14 for the first, so that an update m / sqrt(v) stays bounded where linear codes, with v = 0 below s / 510, make it explode. 256 elements: scales are then
+ * 1.6 % of the codes, and an outlier costs few elements their precision.
+ */
+#define DSC_Q8_BLOCK_ELEMS 256
+
+typedef enum dsc_q8_code { DSC_Q8_NONE = 0, DSC_Q8_SIGNED = 1, DSC_Q8_UNSIGNED = 2 } dsc_q8_code;
+
+/* Scales of a tensor of n_elems >= 0 elements. */
+DSC_API int64_t dsc_q8_n_scales(int64_t n_elems);
+
+/* The codes of a state slot; DSC_Q8_NONE for an optimizer whose states cannot be quantised, and past its slots. */
+DSC_API dsc_q8_code dsc_optim_q8_code(const struct dsc_optim_kind *kind, int32_t slot);
+
+/*
+ * n_elems f32 values to codes and their scales, and the elements [begin, begin + n_elems) of a tensor back to f32. codes and scales are the tensor's own, and
+ * quantize starts at its first element or at that of any block. What was read back gives the same codes and scales again, to the bit. par is borrowed, may be NULL.
+ * DSC_EINVAL: no code, a NULL buffer for elements, a negative count, a value below 0 for unsigned codes; nothing is written then.
+ */
+DSC_API dsc_status dsc_q8_quantize(dsc_q8_code code, int64_t n_elems, const void *values, void *codes, void *scales, const struct dsc_par *par);
+DSC_API dsc_status dsc_q8_dequantize(dsc_q8_code code, const void *codes, const void *scales, int64_t begin, int64_t n_elems, void *out_values,
+                                     const struct dsc_par *par);
+
 /* Borrowed for the call. Buffers may have any alignment, and may not overlap one another. */
 struct dsc_optim_tensor {
     int64_t n_elems;                     /* >= 0 */
     void *param;                         /* param_dtype: the master weights */
     const void *grad;                    /* grad_dtype */
-    void *state[DSC_OPTIM_MAX_STATES];   /* state_dtype; unused ones NULL */
+    void *state[DSC_OPTIM_MAX_STATES];   /* state_dtype, or codes; unused ones NULL */
+    void *state_scale[DSC_OPTIM_MAX_STATES]; /* f32, with DSC_OPTIM_STATE_Q8 alone: the states' scales */
     void *copy;                          /* copy_dtype: receives the updated weights; NULL for none */
 };
 
@@ -42,6 +77,7 @@ struct dsc_optim_tensor {
 #define DSC_OPTIM_BIAS_CORRECTION (1u << 0) /* adam adamw lamb */
 #define DSC_OPTIM_NESTEROV (1u << 1)        /* sgd */
 #define DSC_OPTIM_MAXIMIZE (1u << 2)        /* all: the gradient's sign is turned */
+#define DSC_OPTIM_STATE_Q8 (1u << 3)        /* adam adamw lion sgd: states are codes, state_dtype is not looked at; DSC_ENOTSUP for the others */
 
 struct dsc_optim_args {
     uint32_t size;        /* sizeof(struct dsc_optim_args), set by DSC_OPTIM_ARGS_INIT */
