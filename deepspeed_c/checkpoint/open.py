@@ -13,7 +13,7 @@ from deepspeed_c.checkpoint.native import NativeSource
 from deepspeed_c.checkpoint.source import Source
 from deepspeed_c.errors import CheckpointError
 
-__all__ = ["FORMATS", "find_checkpoint", "format_of", "open_checkpoint"]
+__all__ = ["FORMATS", "find_checkpoint", "format_of", "open_checkpoint", "read_latest_universal"]
 
 LATEST_UNIVERSAL = "latest_universal"
 DCP_METADATA = ".metadata"
@@ -77,7 +77,7 @@ def find_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> tup
         found = format_of(where)
         if found is not None:
             return where, found
-        tag = read_latest(where) or _read_latest_universal(where)
+        tag = read_latest(where) or read_latest_universal(where)
     if tag is not None:
         folder = find_tag(where, tag)
         found = format_of(folder)
@@ -121,7 +121,8 @@ def open_checkpoint(path: str | os.PathLike[str], tag: str | None = None, *, for
     return FORMATS[found](folder)
 
 
-def _read_latest_universal(folder: str) -> str | None:
+def read_latest_universal(folder: str) -> str | None:
+    """The tag that DeepSpeed's converter to its universal format has left in ``latest_universal``; None where there is no such file."""
     try:
         with open(os.path.join(folder, LATEST_UNIVERSAL), encoding="utf-8") as file:
             return file.read(4096).strip() or None

@@ -13,7 +13,7 @@ from deepspeed_c.checkpoint.background import BackgroundSave, Snapshot
 from deepspeed_c.checkpoint.commit import check_tag, read_latest, tags_by_age
 from deepspeed_c.checkpoint.deepspeed.write import write_rank_files
 from deepspeed_c.checkpoint.native import NativeSource
-from deepspeed_c.checkpoint.open import open_checkpoint
+from deepspeed_c.checkpoint.open import format_of, open_checkpoint, read_latest_universal
 from deepspeed_c.checkpoint.ranks import Ranks
 from deepspeed_c.checkpoint.save import Contents, Destination, save
 from deepspeed_c.checkpoint.source import PARAM, ParamInfo, Read, Source
@@ -43,6 +43,8 @@ class Checkpoints:
         self._pending: BackgroundSave | None = None
         self.is_half_loaded = False
         """A load failed after it had overwritten something: the engine must not be trained on until another one has succeeded."""
+        # Optimizer states may be among what it had overwritten: a load of weights alone does not mend them.
+        self._has_mixed_states = False
         self.last_dir: str | None = None
         """The folder that was last saved to or loaded from."""
         self._loader_state: dict[str, int] | None = None  # where the engine's loader stood after the last step
@@ -242,7 +244,8 @@ class Checkpoints:
             if not problem:
                 if reasons:
                     logger.error("load_checkpoint: loaded %s, because %s", path, "; ".join(reasons))
-                self.last_dir = os.path.abspath(load_dir)
+                if name is not None:
+                    self.last_dir = os.path.abspath(load_dir)
                 log_dist(f"loaded {path}", ranks=[0])
                 return path, client_state
             reasons.append(problem)
@@ -252,12 +255,13 @@ class Checkpoints:
         raise CheckpointError("; ".join(reasons), where=f"load_checkpoint({load_dir!r})", fix=fix)
 
     def _candidates(self, load_dir: str, tag: str | None) -> list[tuple[str, str | None]]:
-        """(folder, tag) of what may be loaded, best first, as rank 0 sees it: a named tag only, or the latest and the complete ones before it."""
+        """(folder, tag) of what may be loaded, best first, as rank 0 sees it: a named tag only, or the latest and the complete ones before it, or
+        the folder (or file) itself where that is a checkpoint."""
         found: list[tuple[str, str | None]] = []
         if self._ranks.rank == 0:
             if tag is not None:
                 found = [(load_dir, str(tag))]
-            elif os.path.isdir(load_dir):
+            else:
                 latest = read_latest(load_dir)
                 tags = [name for name, _ in tags_by_age(load_dir)]
                 if latest is not None:
@@ -267,6 +271,10 @@ class Checkpoints:
                 elif tags:
                     logger.warning("%s: there is no file 'latest'; the furthest trained tag is taken", load_dir)
                     found = [(load_dir, name) for name in tags]
+                elif format_of(load_dir) is not None:
+                    found = [(load_dir, None)]
+                elif (universal := read_latest_universal(load_dir)) is not None:
+                    found = [(load_dir, universal)]
         # Through the engine's own collectives: a rank that does not come here is named by the watchdog.
         everyone = self._engine._comm.gather_objects(found, label="load_checkpoint")
         return everyone[0]
@@ -311,7 +319,9 @@ class Checkpoints:
                     f"the checkpoint does not fit on another rank: {next(v for v in verdicts if v)}", where=source.where
                 )
         problem = ""
+        reads_states = plan is not None and options.optimizer and engine.optimizer is not None
         self.is_half_loaded = True
+        self._has_mixed_states |= reads_states
         try:
             if plan is None:
                 load_custom(engine.module, custom_load_fn, _whole_state(source))
@@ -332,7 +342,8 @@ class Checkpoints:
             self._tell(source, plan.missing, plan.unexpected, plan.fresh)
         if engine._fetcher is not None:
             engine._fetcher.weights_changed()
-        self.is_half_loaded = False
+        self._has_mixed_states &= not reads_states
+        self.is_half_loaded = self._has_mixed_states
         return ""
 
     @staticmethod

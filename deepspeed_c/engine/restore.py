@@ -87,12 +87,16 @@ class _Finder:
 
     def name_of(self, name: str) -> str | None:
         """The name under which the source has what the model calls ``name``."""
-        for candidate in (name, *self.other_names.get(name, ())):
-            for known in (candidate, self.source.aliases.get(candidate)):
-                if known in self.kinds:
-                    self.used.add(known)
-                    return known
-        return None
+        candidates = (name, *self.other_names.get(name, ()))
+        found = [
+            known
+            for candidate in candidates
+            for known in (candidate, self.source.aliases.get(candidate))
+            if known in self.kinds
+        ]
+        # A tied weight may be there under each of its names.
+        self.used.update(found)
+        return found[0] if found else None
 
     def weight(self, name: str, dtype: torch.dtype) -> LogicalTensor | None:
         """What a weight of ``dtype`` is read from: the weight if it was saved so, else the master, which has lost nothing."""
@@ -229,7 +233,7 @@ def _plan_states(
     problems: list[str] = []
     base, source = optimizer.optimizer, finder.source
     if not source.groups and not source.params:
-        return [source.problem or "it holds no optimizer state"]
+        return [source.problem or "it holds no optimizer state; load_module_only=True loads the weights alone"]
     # DeepSpeed's elastic checkpoints have states and no options of the groups, which stay as they are then.
     if source.groups and len(source.groups) != len(base.param_groups):
         return [f"it has {len(source.groups)} optimizer groups, this optimizer {len(base.param_groups)}"]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import deepspeed_c
+from deepspeed_c.errors import StateError
 from deepspeed_c.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from tests.deepspeed_c.checkpoint.deepspeed.harness import MORE_STEPS, STATES, STEPS, config
 from tests.deepspeed_c.checkpoint.deepspeed.test_read import FIXTURES, unpack
@@ -28,7 +33,8 @@ def make(stage: int, dtype: str, kind: str = "adamw", seed: int = 11, **more: An
         optimizer = deepspeed_c.ops.adam.FusedAdam(groups_of(model), lr=0.01, betas=(0.9, 0.95))
     else:
         optimizer = torch.optim.AdamW(groups_of(model), lr=0.01, betas=(0.9, 0.95))
-    return deepspeed_c.initialize(model=model, optimizer=optimizer, config=config(stage, dtype, **more))[0]
+    settings = {key: value for key, value in config(stage, dtype, **more).items() if value is not None}
+    return deepspeed_c.initialize(model=model, optimizer=optimizer, config=settings)[0]
 
 
 def train(engine, first: int, n_steps: int) -> list[float]:
@@ -126,3 +132,168 @@ def test_fixtures_load_and_go_on_as_deepspeed_did(tmp_path, name):
             if rank == 0:
                 expected = losses_of_deepspeed(name, report)
                 assert losses[: len(expected)] == pytest.approx(expected, rel=LOSS_TOLERANCE[dtype]), at
+
+
+# -- weights alone -------------------------------------------------------------------------------------------------------
+
+
+def trained_by_torch(n_steps: int) -> tuple[Tiny, torch.optim.Optimizer]:
+    """The model after some steps of plain torch."""
+    torch.manual_seed(5)
+    model = Tiny()
+    optimizer = torch.optim.AdamW(groups_of(model), lr=0.01, betas=(0.9, 0.95))
+    go_on_in_torch(model, optimizer, 0, n_steps)
+    return model, optimizer
+
+
+def go_on_in_torch(model: Tiny, optimizer: torch.optim.Optimizer, first: int, n_steps: int) -> list[float]:
+    losses = []
+    for step in range(first, first + n_steps):
+        loss = model(*batch(step, 0))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def save_hugging_face(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    """Two files with an index, by the library."""
+    folder.mkdir()
+    names = list(weights)
+    weight_map = {}
+    for file, part in (
+        ("model-00001-of-00002.safetensors", names[::2]),
+        ("model-00002-of-00002.safetensors", names[1::2]),
+    ):
+        safetensors.torch.save_file({name: weights[name] for name in part}, folder / file)
+        weight_map.update(dict.fromkeys(part, file))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "config.json").write_text("{}")
+
+
+PLACES = ("hf", "both_names", "dcp", "one.safetensors")
+
+
+def load_weights(rank: int, world: int, folder: str, weights: dict[str, torch.Tensor]) -> list[str]:
+    found = []
+
+    def check(is_right: bool, text: str) -> None:
+        if not is_right:
+            found.append(f"stage {stage} {dtype}: {text}")
+
+    def refused(place: str, message: str, **options: Any) -> None:
+        try:
+            engine.load_checkpoint(f"{folder}/{place}", **options)
+            check(False, f"{place} was loaded")
+        except StateError as error:
+            check(message in str(error), f"{place}: {error}")
+
+    for stage, dtype in ((0, "fp32"), (3, "bf16")):
+        with make(stage, dtype) as engine:
+            train(engine, 0, 1)
+            before = show(engine, STATES["adamw"])
+            for place in PLACES:
+                refused(place, "it holds no optimizer state; load_module_only=True loads the weights alone")
+            refused("lacking", "missing: up.bias; unexpected: extra", load_module_only=True)
+            check(differences(before, show(engine, STATES["adamw"])) == [], "changed by a refusal")
+            params = dict(engine.module.named_parameters())
+            for place in PLACES:
+                train(engine, 1, 1)
+                step = engine.global_steps, safe_get_full_optimizer_state(params["gain"], "exp_avg")
+                path, client_state = engine.load_checkpoint(f"{folder}/{place}", load_module_only=True)
+                check((path, client_state) == (f"{folder}/{place}", {}), f"{path}, {client_state}")
+                for name, got in whole_params(engine.module).items():
+                    want = weights[name]
+                    check(torch.equal(got, want.to(got.dtype)), f"{place}: {name} is {got}, not {want}")
+                for name in ("embed.weight", "norm.bias"):
+                    master = safe_get_full_fp32_param(params[name])
+                    check(
+                        torch.equal(master, weights[name]), f"{place}: master {name} is {master}, not {weights[name]}"
+                    )
+                seen = engine.module.seen
+                check(torch.equal(seen, weights["seen"]), f"{place}: buffer {seen}, not {weights['seen']}")
+                moment = safe_get_full_optimizer_state(params["gain"], "exp_avg")
+                check(engine.global_steps == step[0], f"{place}: step {engine.global_steps}, not {step[0]}")
+                check(torch.equal(moment, step[1]), f"{place}: moment {moment}, not {step[1]}")
+            train(engine, 1, 1)
+            engine.load_checkpoint(f"{folder}/lacking", load_module_strict=False, load_module_only=True)
+            got = whole_params(engine.module)["embed.weight"]
+            check(torch.equal(got, weights["embed.weight"].to(got.dtype)), "lacking: embed.weight was not loaded")
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_weights_of_hugging_face_and_dcp_folders_are_loaded_alone(tmp_path):
+    model, _ = trained_by_torch(2)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    one_name = {name: value for name, value in weights.items() if name != "head.weight"}
+    save_hugging_face(tmp_path / "hf", one_name)
+    save_hugging_face(tmp_path / "both_names", weights)
+    save_hugging_face(
+        tmp_path / "lacking",
+        {name: value for name, value in one_name.items() if name != "up.bias"} | {"extra": torch.ones(2)},
+    )
+    safetensors.torch.save_file(one_name, tmp_path / "one.safetensors")
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    for found in run_ranks(2, load_weights, str(tmp_path), weights, timeout=60):
+        assert found == []
+
+
+# -- and with an optimizer -----------------------------------------------------------------------------------------------
+
+
+def load_dcp(rank: int, world: int, folder: str) -> list[Any]:
+    results = []
+    for stage in (0, 1, 3):
+        with make(stage, "fp32", scheduler=None) as engine:
+            path, _ = engine.load_checkpoint(folder)
+            results.append((path, show(engine, STATES["adamw"]), train(engine, STEPS, MORE_STEPS)))
+    return results
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_a_run_of_torch_goes_on_from_its_dcp_folder(tmp_path, is_flat):
+    model, optimizer = trained_by_torch(STEPS)
+    weights, states = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=is_flat))
+    dcp.save({"model": weights, "optim": states}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    masters = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    moments = {
+        state: {n: optimizer.state[p][state].clone() for n, p in model.named_parameters() if p.requires_grad}
+        for state in STATES["adamw"]
+    }
+    losses = go_on_in_torch(model, optimizer, STEPS, MORE_STEPS)
+    for path, shown, ours in run_ranks(1, load_dcp, str(tmp_path / "dcp"), timeout=60)[0]:
+        assert path == str(tmp_path / "dcp")
+        for name, value in masters.items():
+            assert torch.equal(shown["master"][name], value), name
+            for state, of_state in moments.items():
+                assert torch.equal(shown["state"][state][name], of_state[name]), (state, name)
+        assert shown["lr"] == [0.01, 0.02]
+        assert ours == pytest.approx(losses, rel=LOSS_TOLERANCE["fp32"])
+
+
+# -- where it lies -------------------------------------------------------------------------------------------------------
+
+
+def find_places(rank: int, world: int, universal: str, folder: str) -> list[Any]:
+    with make(1, "bf16") as engine:
+        found = [engine.load_checkpoint(universal)[0]]
+        train(engine, engine.global_steps, 1)
+        engine.save_checkpoint(folder)
+        engine.save_model(folder)
+        found.append(engine.load_checkpoint(folder)[0])
+        engine.load_checkpoint(f"{folder}/global_step{STEPS + 1}", load_module_only=True)
+        found.append(engine.load_checkpoint(f"{folder}/global_step{STEPS + 1}")[0])
+        found.append(engine.load_checkpoint(f"{folder}/nothing"))
+        return found
+
+
+def test_a_folder_of_tags_comes_before_weights_beside_it_and_a_tags_own_folder_is_one(tmp_path):
+    folder, _ = unpack("0.19.6-universal-stage1-bf16", tmp_path / "universal")
+    (folder / "latest_universal").write_text("t3")
+    tag = str(tmp_path / "ours" / f"global_step{STEPS + 1}")
+    for found in run_ranks(2, find_places, str(folder), str(tmp_path / "ours"), timeout=60):
+        assert found == [str(folder / "t3"), tag, tag, (None, None)]
