@@ -32,7 +32,7 @@ __all__ = [
     "remove_stale",
     "remove_tree",
     "replace_durably",
-    "sync_folder",
+    "sync_path",
     "tags_by_age",
     "write_durably",
     "write_latest",
@@ -99,20 +99,20 @@ def _make_folders(path: str) -> None:
     _make_folders(parent)
     with contextlib.suppress(FileExistsError):  # another rank or run was faster
         os.mkdir(path)
-    sync_folder(parent)
+    sync_path(parent)
 
 
-def sync_folder(path: str) -> None:
-    """Puts the names in a folder on disk."""
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def sync_path(path: str) -> None:
+    """Puts a file, or the names in a folder, on disk."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.fsync(folder)
+        os.fsync(file)
     except OSError as error:
         # Some network file systems cannot do this for a folder and say so by EINVAL.
         if error.errno != errno.EINVAL:
             raise
     finally:
-        os.close(folder)
+        os.close(file)
 
 
 def write_durably(path: str, content: bytes, mode: int = 0o666) -> None:
@@ -138,13 +138,13 @@ def replace_durably(path: str, content: bytes, mode: int = 0o666) -> None:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
-    sync_folder(folder)
+    sync_path(folder)
 
 
 def commit_folder(temporary: str, save_dir: str, tag: str) -> None:
     """Gives a complete folder its name; what had the name before is deleted afterwards. See [Note: commit]."""
     final = os.path.join(save_dir, tag)
-    sync_folder(temporary)
+    sync_path(temporary)
     for attempt in range(COMMIT_ATTEMPTS):
         try:
             replaced = _take_name(temporary, final, tag)
@@ -154,7 +154,7 @@ def commit_folder(temporary: str, save_dir: str, tag: str) -> None:
             is_race = error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT) and os.path.isdir(temporary)
             if not is_race or attempt == COMMIT_ATTEMPTS - 1:
                 raise
-    sync_folder(save_dir)
+    sync_path(save_dir)
     if replaced is not None:
         _discard(replaced, save_dir, tag)
 

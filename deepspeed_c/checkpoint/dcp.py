@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from deepspeed_c.checkpoint import state as state_files
+from deepspeed_c.checkpoint.commit import sync_path
 from deepspeed_c.checkpoint.ranges import fill, read_bytes
 from deepspeed_c.checkpoint.source import BUFFER, MASTER, PARAM, LogicalTensor, ParamInfo, Read, Source, Topology
 from deepspeed_c.errors import CheckpointError
@@ -548,9 +549,9 @@ def write_dcp(source: Source, folder: str | os.PathLike[str]) -> None:
         try:
             _write(source, temporary)
             for name in (PAYLOAD, METADATA, ""):
-                _sync(os.path.join(temporary, name))
+                sync_path(os.path.join(temporary, name))
             os.rename(temporary, target)
-            _sync(os.path.dirname(target))
+            sync_path(os.path.dirname(target))
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     except OSError as error:
@@ -685,11 +686,3 @@ def _filled(
     source.read([read for *_, read in batch if read.into.numel()])
     for i, start, value, _ in batch:
         yield i, start, tuple(value.shape), value
-
-
-def _sync(path: str) -> None:
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)

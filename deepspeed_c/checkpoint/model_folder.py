@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from typing_extensions import Self
 
+from deepspeed_c.checkpoint.commit import sync_path
 from deepspeed_c.checkpoint.formats import Entry
 from deepspeed_c.checkpoint.huggingface import read_header
 from deepspeed_c.checkpoint.stream import TensorFileWriter
@@ -248,8 +249,8 @@ class ModelFolderWriter:
             if len(self._names) > 1:
                 self._write_index()
             for name in os.listdir(self.staging):
-                _sync(os.path.join(self.staging, name))
-            _sync(self.staging)
+                sync_path(os.path.join(self.staging, name))
+            sync_path(self.staging)
             self._commit()
 
     def _verify(self, path: str, shard: int) -> None:
@@ -287,7 +288,7 @@ class ModelFolderWriter:
         if self._is_new:
             try:
                 os.rename(self.staging, self.folder)  # also onto an empty folder
-                _sync(os.path.dirname(self.folder))
+                sync_path(os.path.dirname(self.folder))
                 return
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
@@ -301,16 +302,16 @@ class ModelFolderWriter:
             for name in entrances:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(os.path.join(self.folder, name))
-            _sync(self.folder)
+            sync_path(self.folder)
         for name in new:
             if name == new[-1]:
-                _sync(self.folder)
+                sync_path(self.folder)
             os.replace(os.path.join(self.staging, name), os.path.join(self.folder, name))
         stale = re.compile(rf"{re.escape(self._form.stem)}-\d{{5}}-of-\d{{5}}{re.escape(self._form.suffix)}")
         for name in os.listdir(self.folder):
             if stale.fullmatch(name) and name not in self._names:
                 os.unlink(os.path.join(self.folder, name))
-        _sync(self.folder)
+        sync_path(self.folder)
 
 
 def _first_twice(names: Iterable[str]) -> str | None:
@@ -339,18 +340,6 @@ def _has_files(folder: str) -> bool:
         return False
     except NotADirectoryError as error:
         raise CheckpointError("is a file", where=folder, fix="name a folder") from error
-
-
-def _sync(path: str) -> None:
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(file)
-    except OSError as error:
-        # Some network file systems cannot do this for a folder and say so by EINVAL.
-        if error.errno != errno.EINVAL:
-            raise
-    finally:
-        os.close(file)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from deepspeed_c.checkpoint.commit import (
     make_temporary,
     remove_tree,
     replace_durably,
-    sync_folder,
+    sync_path,
     write_latest,
 )
 from deepspeed_c.checkpoint.deepspeed.read import ENGINE_KEYS
@@ -162,7 +162,7 @@ def write_universal(
                 _write_param(flat, param, os.path.join(states, param.name))
         _save(os.path.join(states, OPTIMIZER_FILE), _universal_optimizer(flat, cut))
         for where, _, _ in os.walk(path):
-            sync_folder(where)
+            sync_path(where)
 
     def set_latest(save_dir: str, tag: str) -> None:
         replace_durably(os.path.join(save_dir, "latest_universal"), tag.encode())
@@ -199,7 +199,7 @@ def _save(path: str, content: Any) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        sync_folder(folder)
+        sync_path(folder)
     # torch.save turns what the file system says into a RuntimeError of its zip writer.
     except (OSError, RuntimeError) as error:
         remove_tree(temporary)
