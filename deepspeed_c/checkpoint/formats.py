@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import pickle
 import struct
 import sys
@@ -33,10 +34,7 @@ class Entry:
 
     @property
     def n_elems(self) -> int:
-        n = 1
-        for size in self.shape:
-            n *= size
-        return n
+        return math.prod(self.shape)
 
     @property
     def n_bytes(self) -> int:

@@ -25,12 +25,15 @@ __all__ = [
     "DTYPES",
     "MANIFEST",
     "Manifest",
+    "Number",
     "ParamEntry",
     "PayloadFile",
     "Piece",
     "StateFile",
     "TensorEntry",
+    "decode_number",
     "dtype_name",
+    "encode_number",
     "read_checksum",
     "read_manifest",
     "write_manifest",
@@ -106,11 +109,28 @@ class StateFile(msgspec.Struct):
     crc32c: int
 
 
+# JSON has no numbers for the values that are no number; these are text there.
+Number = int | float | bool | str
+NOT_FINITE = ("NaN", "Infinity", "-Infinity")
+
+
+def encode_number(value: float) -> Number:
+    """A number as it stands in a manifest; ``decode_number`` is the way back."""
+    if math.isfinite(value):
+        return value
+    return NOT_FINITE[0] if math.isnan(value) else NOT_FINITE[1] if value > 0 else NOT_FINITE[2]
+
+
+def decode_number(value: Number) -> float:
+    """What ``encode_number`` was given."""
+    return float(value) if isinstance(value, str) else value
+
+
 class ParamEntry(msgspec.Struct, omit_defaults=True):
     """What is known of a parameter besides its tensors; each count is a number and the dtype of the tensor that held it ("" for a plain number)."""
 
     group: int | None = None
-    counts: dict[str, tuple[int | float, str]] = {}
+    counts: dict[str, tuple[Number, str]] = {}
 
 
 class TopologyEntry(msgspec.Struct):
@@ -275,6 +295,8 @@ def _problems(manifest: Manifest) -> Iterator[str]:
         for key, (value, dtype) in param.counts.items():
             if dtype and dtype not in DTYPES:
                 yield f"{key} of {name} has the unknown dtype {dtype!r}"
+            elif isinstance(value, str) and value not in NOT_FINITE:
+                yield f"{key} of {name} is {value[:40]!r} and no number"
             elif dtype and not _can_hold(DTYPES[dtype], value):
                 yield f"{key} of {name} is {value}, which {dtype} cannot hold"
     for alias, name in manifest.aliases.items():
@@ -282,8 +304,10 @@ def _problems(manifest: Manifest) -> Iterator[str]:
             yield f"the alias {alias!r} leads to {name!r}"
 
 
-def _can_hold(dtype: torch.dtype, value: float) -> bool:
-    if dtype.is_complex or dtype == torch.bool:
+def _can_hold(dtype: torch.dtype, value: Number) -> bool:
+    if isinstance(value, str):
+        return dtype.is_floating_point
+    if dtype == torch.bool:
         return True
     if dtype.is_floating_point:
         return abs(value) <= torch.finfo(dtype).max

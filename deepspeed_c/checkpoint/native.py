@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import stat
 from array import array
@@ -24,6 +25,7 @@ from deepspeed_c.checkpoint.manifest import (
     Piece,
     StateFile,
     TensorEntry,
+    decode_number,
     read_checksum,
     read_manifest,
 )
@@ -350,11 +352,8 @@ class NativeSource(Source):
             except CheckpointError as error:
                 problems.append(str(error).splitlines()[0])
         for entry in self.manifest.tensors:
-            numel = 1
-            for size in entry.shape:
-                numel *= size
             try:
-                with contextlib.closing(self._runs(entry, 0, numel, None)) as runs:
+                with contextlib.closing(self._runs(entry, 0, math.prod(entry.shape), None)) as runs:
                     for _ in runs:
                         pass
             except CheckpointError as error:
@@ -364,7 +363,5 @@ class NativeSource(Source):
 
 def _counts_of(entry: ParamEntry) -> dict[str, Any]:
     """The counts of a parameter as an optimizer holds them."""
-    return {
-        key: torch.tensor(value, dtype=DTYPES[dtype]) if dtype else value
-        for key, (value, dtype) in entry.counts.items()
-    }
+    counts = {key: (decode_number(value), dtype) for key, (value, dtype) in entry.counts.items()}
+    return {key: torch.tensor(v, dtype=DTYPES[dtype]) if dtype else v for key, (v, dtype) in counts.items()}

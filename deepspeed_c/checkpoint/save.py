@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import base64
+import math
 import os
 import platform
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,6 +18,7 @@ from deepspeed_c import _C
 from deepspeed_c._version import __version__
 from deepspeed_c.checkpoint import state as state_files
 from deepspeed_c.checkpoint.commit import (
+    LATEST,
     apply_retention,
     check_tag,
     commit_folder,
@@ -32,6 +34,7 @@ from deepspeed_c.checkpoint.manifest import (
     FORMAT,
     VERSION,
     Manifest,
+    Number,
     ParamEntry,
     PayloadFile,
     Piece,
@@ -39,10 +42,11 @@ from deepspeed_c.checkpoint.manifest import (
     TensorEntry,
     TopologyEntry,
     dtype_name,
+    encode_number,
     write_manifest,
 )
 from deepspeed_c.checkpoint.ranks import Ranks
-from deepspeed_c.checkpoint.source import BUFFER, MASTER, PARAM, Box, ParamInfo, Read, Source
+from deepspeed_c.checkpoint.source import BUFFER, MASTER, PARAM, Box, LogicalTensor, ParamInfo, Read, Source
 from deepspeed_c.errors import CheckpointError
 from deepspeed_c.logging import logger
 
@@ -137,15 +141,23 @@ def save(contents: Contents, destination: Destination, ranks: Ranks) -> None:
             native, folder = folder, _agree_on_folder(destination, ranks)
             made.append(folder)
             _together(ranks, where, lambda: destination.convert(native, folder, ranks.rank))
-        _together(ranks, where, lambda: _commit(folder, destination) if leads else None)
+        _commit(folder, destination, ranks)
     finally:
         if leads:
             for path in made:  # what was committed has another name by now
                 remove_tree(path)
 
 
-def _together(ranks: Ranks, where: str, action: Callable[[], _T]) -> _T:
-    """Does something on every rank. Raises CheckpointError on all of them when it has failed on one."""
+_NOT_WRITTEN = "the checkpoint was not written"
+_NOT_WRITTEN_FIX = (
+    "free space or repair the file system there, or save elsewhere; the checkpoints before this one are untouched"
+)
+
+
+def _together(
+    ranks: Ranks, where: str, action: Callable[[], _T], what: str = _NOT_WRITTEN, fix: str = _NOT_WRITTEN_FIX
+) -> _T:
+    """Does something on every rank. Raises CheckpointError (``what`` and the reason) on all of them when it has failed on one."""
     # Said to the others whatever happens here: they would wait for this rank.
     problem = f"rank {ranks.rank} ended unexpectedly"
     try:
@@ -157,11 +169,7 @@ def _together(ranks: Ranks, where: str, action: Callable[[], _T]) -> _T:
         problems = ranks.all_gather(problem)
     problem = next((p for p in problems if p), "")
     if problem:
-        raise CheckpointError(
-            f"the checkpoint was not written: {problem}",
-            where=where,
-            fix="free space or repair the file system there, or save elsewhere; the checkpoints before this one are untouched",
-        )
+        raise CheckpointError(f"{what}: {problem}", where=where, fix=fix)
     return result
 
 
@@ -206,13 +214,30 @@ def _explain(error: Exception, rank: int) -> str:
     return f"rank {rank}: {error.filename or ''}: {error.strerror or error}"
 
 
-def _commit(folder: str, destination: Destination) -> None:
-    commit_folder(folder, destination.save_dir, destination.tag)
+def _commit(folder: str, destination: Destination, ranks: Ranks) -> None:
+    """Gives a complete folder its name, then tells ``latest`` of it. Collective; raises CheckpointError on all ranks alike."""
+    save_dir, tag, leads = destination.save_dir, destination.tag, destination.leads
+    _together(ranks, destination.path, lambda: commit_folder(folder, save_dir, tag) if leads else None)
+    _together(
+        ranks,
+        destination.path,
+        lambda: _announce(destination) if leads else None,
+        what=f"the checkpoint is complete, and only {LATEST!r} does not name it",
+        fix=f"load it by its tag, or free space and write {tag!r} into {os.path.join(save_dir, LATEST)}",
+    )
+
+
+def _announce(destination: Destination) -> None:
     if destination.save_latest:
         write_latest(destination.save_dir, destination.tag)
+    _tidy(destination)
+
+
+def _tidy(destination: Destination) -> None:
+    """What belongs beside the tags, and what becomes of the older ones. The checkpoint is good already: nothing of this may fail it."""
     from deepspeed_c.checkpoint.zero_to_fp32_script import write_script
 
-    try:  # the checkpoint is good already: nothing of this may fail it
+    try:
         write_script(destination.save_dir)
         removed = apply_retention(destination.save_dir, destination.tag, destination.keep_last, destination.keep_every)
     except OSError as error:
@@ -228,9 +253,13 @@ def _commit(folder: str, destination: Destination) -> None:
 def _write_rank(folder: str, contents: Contents, ranks: Ranks) -> _RankIndex:
     index = _RankIndex([], [], [], {name: _param_entry(name, info) for name, info in contents.params.items()})
     if contents.pieces:
-        name = f"rank_{ranks.rank:05d}.safetensors"
-        n_bytes, crcs, offsets = _write_payload(os.path.join(folder, name), contents.pieces)
-        index.files.append(PayloadFile(name, n_bytes, base64.b64encode(crcs).decode()))
+        path = os.path.join(folder, f"rank_{ranks.rank:05d}.safetensors")
+        for piece in contents.pieces:
+            dtype_name(piece.data.dtype, f"{piece.kind} of {piece.name}")
+        file, offsets = _write_payload(
+            path, [_entry(piece) for piece in contents.pieces], lambda i: _host_parts(contents.pieces[i].data)
+        )
+        index.files.append(file)
         index.tensors = _entries(contents.pieces, offsets)
     states = {}
     if ranks.rank == 0:
@@ -248,12 +277,12 @@ def _write_state(folder: str, name: str, content: bytes) -> StateFile:
 
 
 def _param_entry(name: str, info: ParamInfo) -> ParamEntry:
-    counts: dict[str, tuple[int | float, str]] = {}
+    counts: dict[str, tuple[Number, str]] = {}
     for key, value in info.counts.items():
         if torch.is_tensor(value) and value.numel() == 1:
-            counts[key] = (value.item(), dtype_name(value.dtype, f"{key} of {name}"))
+            counts[key] = (encode_number(value.item()), dtype_name(value.dtype, f"{key} of {name}"))
         elif isinstance(value, (int, float)):
-            counts[key] = (value, "")
+            counts[key] = (encode_number(value), "")
         elif value is not None:
             raise CheckpointError(
                 f"the optimizer's {key!r} is a {type(value).__name__}"
@@ -265,33 +294,35 @@ def _param_entry(name: str, info: ParamInfo) -> ParamEntry:
     return ParamEntry(info.group, counts)
 
 
-def _write_payload(path: str, pieces: Sequence[OwnedPiece]) -> tuple[int, bytes, list[int]]:
-    """Writes a safetensors file of ``pieces``. Returns its size, its checksums, and where each piece begins."""
-    names = [_entry_name(piece) for piece in pieces]
-    entries = [
-        Entry(
-            name, (piece.data.numel(),) if piece.data.numel() != _numel(piece.shape) else piece.shape, piece.data.dtype
-        )
-        for name, piece in zip(names, pieces)
-    ]
-    for piece in pieces:
-        dtype_name(piece.data.dtype, f"{piece.kind} of {piece.name}")
+def _write_payload(
+    path: str, entries: Sequence[Entry], parts_of: Callable[[int], Iterable[torch.Tensor]]
+) -> tuple[PayloadFile, list[int]]:
+    """Writes a safetensors file. Returns what the manifest says of it, and where each entry begins.
+
+    ``parts_of(i)`` gives the elements of entry ``i`` in host memory, each part valid until the next is asked for.
+    """
     plan = SafetensorsPlan(path, entries, {})
-    offsets = [plan.payload_offset[name] for name in names]
+    offsets = [plan.payload_offset[entry.name] for entry in entries]
     writer = _C.BlockWriter(path, BLOCK_BYTES)
     try:
         for offset, content in plan.frame({}):
             if offset != writer.n_bytes:
                 raise CheckpointError(f"the header belongs at byte {offset}", where=path)
             writer.write_bytes(content)
-        for i in sorted(range(len(pieces)), key=offsets.__getitem__):
-            for part in _host_parts(pieces[i].data):
+        for i in sorted(range(len(entries)), key=offsets.__getitem__):
+            for part in parts_of(i):
                 writer.write(part.data_ptr(), part.nbytes)
         crcs = writer.finish()
     except BaseException:
         writer.abort()
         raise
-    return plan.total_bytes, crcs, offsets
+    return PayloadFile(os.path.basename(path), plan.total_bytes, base64.b64encode(crcs).decode()), offsets
+
+
+def _entry(piece: OwnedPiece) -> Entry:
+    n_elems = piece.data.numel()
+    shape = piece.shape if n_elems == math.prod(piece.shape) else (n_elems,)
+    return Entry(_entry_name(piece), shape, piece.data.dtype)
 
 
 def _entry_name(piece: OwnedPiece) -> str:
@@ -300,15 +331,8 @@ def _entry_name(piece: OwnedPiece) -> str:
     if piece.box is not None:
         name += "[" + ",".join(f"{low}:{low + size}" for low, size in zip(*piece.box)) + "]"
     n_elems = piece.data.numel()
-    whole = _numel(piece.shape if piece.box is None else piece.box.size)
+    whole = math.prod(piece.shape if piece.box is None else piece.box.size)
     return name if n_elems == whole else f"{name}[{piece.begin}:{piece.begin + n_elems}]"
-
-
-def _numel(shape: Sequence[int]) -> int:
-    n = 1
-    for size in shape:
-        n *= size
-    return n
 
 
 def _host_parts(data: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -390,9 +414,10 @@ def _merge(gathered: Sequence[bytes], contents: Contents, tag: str, n_ranks: int
     manifest.params = dict(sorted(manifest.params.items(), key=lambda item: order.get(item[0], len(order))))
     for entry in manifest.tensors:
         saved = sum(piece.n_elems for piece in entry.pieces)
-        if saved < _numel(entry.shape):
+        if saved < math.prod(entry.shape):
             raise CheckpointError(
-                f"the ranks hold {saved} of its {_numel(entry.shape)} elements", where=f"{entry.kind} of {entry.name}"
+                f"the ranks hold {saved} of its {math.prod(entry.shape)} elements",
+                where=f"{entry.kind} of {entry.name}",
             )
     return manifest
 
@@ -442,40 +467,32 @@ def write_native(source: Source, save_dir: str, tag: str) -> None:
             source.topology.pipeline_parallel,
         )
         write_manifest(folder, manifest, write_durably)
-        _commit(folder, destination)
+        _commit(folder, destination, ranks)
     except OSError as error:
-        remove_tree(folder)
         raise CheckpointError(_explain(error, 0), where=destination.path, fix="write elsewhere") from error
-    except BaseException:
-        remove_tree(folder)
-        raise
+    finally:
+        remove_tree(folder)  # what was committed has another name by now
 
 
 def _carry_payload(folder: str, source: Source) -> tuple[list[PayloadFile], list[TensorEntry]]:
     tensors = list(source.tensors.values())
     if not tensors:
         return [], []
-    name = "rank_00000.safetensors"
-    path = os.path.join(folder, name)
-    plan = SafetensorsPlan(path, [Entry(f"{t.kind}:{t.name}", t.shape, t.dtype) for t in tensors], {})
-    writer = _C.BlockWriter(path, BLOCK_BYTES)
-    try:
-        for _, content in plan.frame({}):
-            writer.write_bytes(content)
-        for tensor in sorted(tensors, key=lambda t: plan.payload_offset[f"{t.kind}:{t.name}"]):
-            step = max(CARRY_BYTES // tensor.dtype.itemsize, 1)
-            for begin in range(0, _numel(tensor.shape), step):
-                part = torch.empty(min(step, _numel(tensor.shape) - begin), dtype=tensor.dtype)
-                source.read([Read(tensor, begin, part)])
-                writer.write(part.data_ptr(), part.nbytes)
-        crcs = writer.finish()
-    except BaseException:
-        writer.abort()
-        raise
-    entries = []
-    for t in tensors:
-        offset = plan.payload_offset[f"{t.kind}:{t.name}"]
-        entries.append(
-            TensorEntry(t.name, t.kind, t.shape, dtype_name(t.dtype, t.name), [Piece(0, offset, 0, _numel(t.shape))])
-        )
-    return [PayloadFile(name, plan.total_bytes, base64.b64encode(crcs).decode())], entries
+    file, offsets = _write_payload(
+        os.path.join(folder, "rank_00000.safetensors"),
+        [Entry(f"{t.kind}:{t.name}", t.shape, t.dtype) for t in tensors],
+        lambda i: _carried_parts(source, tensors[i]),
+    )
+    entries = [
+        TensorEntry(t.name, t.kind, t.shape, dtype_name(t.dtype, t.name), [Piece(0, offset, 0, math.prod(t.shape))])
+        for t, offset in zip(tensors, offsets)
+    ]
+    return [file], entries
+
+
+def _carried_parts(source: Source, tensor: LogicalTensor) -> Iterator[torch.Tensor]:
+    numel, step = math.prod(tensor.shape), max(CARRY_BYTES // tensor.dtype.itemsize, 1)
+    for begin in range(0, numel, step):
+        part = torch.empty(min(step, numel - begin), dtype=tensor.dtype)
+        source.read([Read(tensor, begin, part)])
+        yield part
