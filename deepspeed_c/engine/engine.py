@@ -721,7 +721,7 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
             raise StateError(
                 "a checkpoint could not be read to its end and has overwritten a part of the weights or states",
                 where=f"engine.{what}",
-                fix="load another checkpoint with engine.load_checkpoint()",
+                fix="load another checkpoint with engine.load_checkpoint(), and its optimizer states if those were being loaded",
             )
         if self._offloaded.kinds:
             raise StateError(
