@@ -1,16 +1,27 @@
-"""What an asynchronous save takes along: everything as it was at the call, whatever training does until it is written."""
+"""Asynchronous saves: what one takes along is everything as it was at the call, whatever training does until it is written; and how it ends."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
+import re
+import subprocess
+import sys
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 
+import pytest
 import torch
+import torch.distributed as dist
 
-from deepspeed_c.checkpoint.background import Snapshot
+from deepspeed_c.checkpoint.background import BackgroundSave, Snapshot
+from deepspeed_c.checkpoint.commit import read_latest
 from deepspeed_c.checkpoint.native import open_native
 from deepspeed_c.checkpoint.save import OwnedPiece
 from deepspeed_c.checkpoint.source import Read
+from deepspeed_c.errors import CheckpointError
 from tests.deepspeed_c.engine.test_engine import make, train_step
 from tests.ranks import run_ranks
 
@@ -87,3 +98,203 @@ def test_an_asynchronous_save_is_the_synchronous_one_though_training_goes_on(tmp
             assert torch.equal(late[0][key], was), f"{key} is {late[0][key]}, not {was} (world {world}, stage {stage})"
         assert late[1:] == now[1:]
         assert any(counts.get("step") == 3.0 for counts in late[1].values()), late[1]
+
+
+# -- when it goes wrong, or the process ends ----------------------------------------------------------------------------
+
+
+class Writers:
+    """Stands in for ``save`` in the engine's module: each save waits for ``may_write``, then does what ``plan`` says for its tag."""
+
+    def __init__(self) -> None:
+        import deepspeed_c.engine.checkpoints as module
+
+        self._module, self._save = module, module.save
+        self.may_write = threading.Event()
+        self.plan: dict[str, BaseException] = {}
+        self.begun: list[str] = []
+        self.is_busy = threading.Lock()
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        self._module.save = self._write
+        try:
+            yield
+        finally:
+            self.may_write.set()
+            self._module.save = self._save
+
+    def _write(self, contents, destination, ranks) -> None:
+        assert self.is_busy.acquire(blocking=False), "two writers at the same time"
+        try:
+            self.begun.append(destination.tag)
+            assert self.may_write.wait(20)
+            if destination.tag in self.plan:
+                raise self.plan[destination.tag]
+            self._save(contents, destination, ranks)
+        finally:
+            self.is_busy.release()
+
+
+def failures(rank: int, world: int, folder: str) -> list[str]:
+    told = []
+    causes = {
+        "typed": CheckpointError("the disk is full", where="there", fix="free space"),
+        "any": ValueError("a bug"),
+        "exit": SystemExit(3),
+    }
+    calls = {
+        "save": lambda engine: engine.save_checkpoint(folder, tag="next"),
+        "save again": lambda engine: engine.save_checkpoint(folder, tag="next", is_async=True),
+        "wait": lambda engine: engine.wait_checkpoint(),
+        "load": lambda engine: engine.load_checkpoint(folder, tag="first"),
+    }
+    writers = Writers()
+    with make(2) as engine, writers.at_work():
+        writers.may_write.set()
+        engine.save_checkpoint(folder, tag="first")
+        step = 0
+        for (name, call), cause in itertools.product(calls.items(), causes.values()):
+            writers.plan["bad"] = cause
+            handle = engine.save_checkpoint(folder, tag="bad", is_async=True)
+            train_step(engine, step, rank)
+            with pytest.raises(CheckpointError) as caught:
+                call(engine)
+            told.append(f"{name}: {caught.value}")
+            # Once; the object tells whoever asks.
+            engine.wait_checkpoint()
+            with pytest.raises(CheckpointError, match=re.escape(caught.value.what)):
+                handle.wait()
+            assert handle.is_done() and read_latest(folder) in ("first", "good")
+            train_step(engine, step + 1, rank)
+            engine.save_checkpoint(folder, tag="good", is_async=True).wait()
+            assert read_latest(folder) == "good"
+            step += 2
+        engine.save_checkpoint(folder, tag="bad", is_async=True)
+        with pytest.raises(CheckpointError):
+            engine.close()
+        engine.close()
+    assert not os.path.exists(os.path.join(folder, "next")) and not os.path.exists(os.path.join(folder, "bad"))
+    return told
+
+
+def test_a_failure_is_raised_by_the_next_call_once(tmp_path):
+    for told in run_ranks(2, failures, str(tmp_path), timeout=60):
+        assert len(told) == 12
+        for text in told[::3]:
+            assert "there: the disk is full\nFix: free space" in text, text
+        for text in told[1::3]:
+            assert "ended without completing: a bug" in text and "save again" in text, text
+        for text in told[2::3]:
+            assert "ended without completing: 3" in text, text
+
+
+def in_a_row(rank: int, world: int, folder: str) -> None:
+    writers = Writers()
+    with make(1) as engine, writers.at_work():
+        train_step(engine, 0, rank)
+        first = engine.save_checkpoint(folder, tag="first", is_async=True)
+        with torch.no_grad():  # from here on nothing is saved
+            for param in engine.module.parameters():
+                param.fill_(float("nan"))
+        with pytest.raises(TimeoutError, match=r"first: the checkpoint is not complete after 0\.05 s"):
+            first.wait(0.05)
+        with pytest.raises(TimeoutError):
+            first.wait(timeout=0)
+        assert not first.is_done() and not os.path.exists(os.path.join(folder, "first"))
+        threading.Timer(0.2, writers.may_write.set).start()
+        second = engine.save_checkpoint(folder, tag="second", is_async=True)  # waits for the first: they share a buffer
+        assert first.is_done() and os.path.exists(os.path.join(folder, "first"))
+        second.wait(20)
+        second.wait(0)
+        assert writers.begun == ["first", "second"]
+
+
+def test_two_saves_in_a_row_and_what_is_changed_meanwhile(tmp_path):
+    run_ranks(2, in_a_row, str(tmp_path), timeout=30)
+    for tag, is_lost in (("first", False), ("second", True)):
+        weights = [value for (kind, _), value in everything_in(str(tmp_path), tag)[0].items() if kind == "param"]
+        assert weights and all(bool(value.isnan().all()) == is_lost for value in weights), (tag, weights)
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_writer_that_is_dead():
+    """A child that was forked meanwhile has the object, but not the thread."""
+    may_end = threading.Event()
+    save = BackgroundSave(may_end.wait, "there")
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            save.wait(20)
+        except CheckpointError as error:
+            os.write(writing, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as answer:
+        told = answer.read()
+    os.waitpid(pid, 0)
+    assert told.startswith("there: the writer in the background ended without completing: its thread is dead"), told
+    assert not save.is_done()
+    may_end.set()
+    save.wait(20)
+
+
+def orphaned(rank: int, world: int, folder: str) -> bool:
+    """Rank 0 destroys all groups while both write, rank 1 a moment later."""
+    engine = make(2)
+    train_step(engine, 0, rank)
+    writers = Writers()
+    with writers.at_work():
+        if rank == 0:
+            writers.may_write.set()
+        handle = engine.save_checkpoint(folder, tag="late", is_async=True)
+        was_done = handle.is_done()
+        dist.destroy_process_group()
+        writers.may_write.set()
+        handle.wait(20)
+    engine.close()
+    return was_done
+
+
+def test_all_groups_are_destroyed_while_it_writes(tmp_path):
+    assert run_ranks(2, orphaned, str(tmp_path), timeout=30, fresh=True, grace=20) == [False, False]
+    assert everything_in(str(tmp_path), "late")[2]["global_steps"] == 1
+
+
+EXITING = """
+import sys, time
+import torch
+import torch.distributed as dist
+import deepspeed_c
+import deepspeed_c.engine.checkpoints as module
+
+save = module.save
+def late(*args):
+    time.sleep(0.5)
+    save(*args)
+    print("written", flush=True)
+module.save = late
+engine = deepspeed_c.initialize(model=torch.nn.Linear(64, 64), config={"train_micro_batch_size_per_gpu": 1})[0]
+engine.save_checkpoint(sys.argv[1], tag="last", is_async=True)
+dist.destroy_process_group()
+print("exits", flush=True)
+sys.exit(5)
+"""
+
+
+def test_the_process_exits_while_it_writes(tmp_path):
+    root = Path(__file__).resolve().parents[3]
+    ended = subprocess.run(
+        [sys.executable, "-c", EXITING, tmp_path],
+        env={**os.environ, "PYTHONPATH": str(root)},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert (ended.returncode, ended.stdout) == (5, "exits\nwritten\n"), ended.stderr
+    assert "Traceback" not in ended.stderr, ended.stderr
+    with open_native(str(tmp_path)) as source:
+        assert source.verify() == [] and source.where.endswith("last")
