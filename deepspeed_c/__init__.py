@@ -27,6 +27,7 @@ PUBLIC_NAMES: dict[str, str] = {
     "RankMismatchError": "deepspeed_c.errors",
     "BackwardError": "deepspeed_c.errors",
     "NonFiniteLossError": "deepspeed_c.errors",
+    "OffloadError": "deepspeed_c.errors",
     "LossScaleError": "deepspeed_c.errors",
     "StateError": "deepspeed_c.errors",
     "CheckpointError": "deepspeed_c.errors",

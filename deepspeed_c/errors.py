@@ -16,6 +16,7 @@ __all__ = [
     "LossScaleError",
     "ModelError",
     "NonFiniteLossError",
+    "OffloadError",
     "OptimizerError",
     "RankMismatchError",
     "StateError",
@@ -87,6 +88,10 @@ class StateError(DeepSpeedCError, RuntimeError):
 
 class CheckpointError(DeepSpeedCError, RuntimeError):
     """A weight file or checkpoint cannot be written or read as asked."""
+
+
+class OffloadError(DeepSpeedCError, RuntimeError):
+    """A state that lives in a file between its uses could not be written, or came back other than it was written."""
 
 
 class AioError(DeepSpeedCError, OSError):

@@ -14,7 +14,7 @@ import torch
 from deepspeed_c import _C
 from deepspeed_c.errors import AioError, FeatureError
 
-__all__ = ["AsyncIOBuilder", "PinnedPool", "aio_handle", "backends"]
+__all__ = ["AsyncIOBuilder", "PinnedPool", "aio_handle", "as_aio_error", "backends"]
 
 _NO_BUDGET = (1 << 63) - 1
 _VALIDATE_BYTES = 16 << 20
@@ -259,7 +259,7 @@ class aio_handle:
         _check_tensor(verb, tensor)
         path = f"/proc/self/fd/{filename}" if isinstance(filename, int) else os.fspath(filename)
         flags = _C.AIO_READ if verb == "read" else _C.AIO_WRITE | _C.AIO_CREATE
-        with _as_aio_error():
+        with as_aio_error():
             file = _C.AioFile(path, flags)
             submit = self._engine.submit_read if verb == "read" else self._engine.submit_write
             n_bytes = tensor.numel() * tensor.element_size()
@@ -273,7 +273,7 @@ class aio_handle:
 
     def _finish(self, request: _Pending) -> None:
         n_bytes = request.tensor.numel() * request.tensor.element_size()
-        with _as_aio_error():
+        with as_aio_error():
             n_done = self._engine.wait(request.id)
         if n_done != n_bytes:
             raise _error(
@@ -331,7 +331,8 @@ def _error(what: str, path: str, offset: int | None, n_bytes: int | None, number
 
 
 @contextlib.contextmanager
-def _as_aio_error() -> Iterator[None]:
+def as_aio_error() -> Iterator[None]:
+    """Turns what ``_C``'s files and engines raise into an `AioError` that says which transfer failed and why."""
     try:
         yield
     except OSError as error:

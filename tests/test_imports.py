@@ -20,6 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_version": set(),
     "env": set(),
     "arguments": set(),
+    "quantity": set(),
     "_C": set(),
     "ops": {"_C"},
     "config": set(),
@@ -32,7 +33,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "profile": {"config", "logging", "comm", "accelerator"},
     "zero": {"config", "logging", "comm", "accelerator", "ops", "_C"},
     "utils": {"config", "logging", "comm", "accelerator", "zero", "data", "profile", "checkpoint"},
+    "offload": {"config", "logging", "comm", "ops", "_C", "zero"},
     "engine": {
+        "offload",
         "config",
         "logging",
         "comm",
@@ -46,8 +49,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         "profile",
         "utils",
     },
-    "plan": {"config", "ops", "_C", "zero", "engine"},
-    "launcher": {"config", "logging", "plan", "checkpoint"},
+    "plan": {"config", "ops", "_C", "zero", "engine", "quantity"},
+    "io": {"config", "ops", "_C", "quantity"},
+    "launcher": {"config", "logging", "plan", "checkpoint", "io"},
 }
 # The top: what puts the parts together. Nothing imports these but one another.
 TOP = {"__init__", "__main__", "initialize"}
@@ -130,7 +134,7 @@ def test_the_check_finds_what_it_should(tmp_path, monkeypatch):
 
 
 # Parts that work without torch. launcher/run.py starts the ranks, and is loaded when all arguments have been checked.
-TORCH_FREE = {"errors", "_version", "env", "arguments", "config", "launcher", "logging"}
+TORCH_FREE = {"errors", "_version", "env", "arguments", "quantity", "config", "launcher", "logging"}
 LOADED_LATE = {ROOT / "deepspeed_c" / "launcher" / "run.py"}
 
 

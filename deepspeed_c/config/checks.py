@@ -46,6 +46,26 @@ def _find(root: Root) -> Iterator[tuple[str, str, str]]:
                 f"is {root.data_types.param_dtype} while the enabled sections make weights {mode}",
                 "remove it: it follows from fp16.enabled and bf16.enabled",
             )
+    offload = zero.offload_optimizer
+    if offload.device != "none" and zero.stage == 0:
+        yield (
+            "zero_optimization.offload_optimizer.device",
+            f"is {offload.device} at ZeRO stage 0, which shards no states",
+            'set "stage" to 1, 2 or 3',
+        )
+    if zero.offload_param.device != "none" and zero.stage != 3:
+        yield (
+            "zero_optimization.offload_param.device",
+            f"is {zero.offload_param.device} at ZeRO stage {zero.stage}, which keeps weights whole",
+            'set "stage" to 3',
+        )
+    for name, section in (("offload_optimizer", offload), ("offload_param", zero.offload_param)):
+        if section.device == "nvme" and not section.nvme_path:
+            yield (
+                f"zero_optimization.{name}.nvme_path",
+                "is missing while device is nvme",
+                "name a folder on the NVMe device",
+            )
     if root.gradient_allreduce_op == "sum" and zero.stage == 3:
         yield "gradient_allreduce_op", "is sum at ZeRO stage 3", 'use "mean", or a stage below 3'
     if not root.managed_gradient_accumulation and zero.overlap_comm and zero.stage not in (2, 3):

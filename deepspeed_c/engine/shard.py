@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from deepspeed_c.accelerator import get_accelerator
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.config import Config
 from deepspeed_c.engine.precision import Precision
+from deepspeed_c.offload.place import make_store, place
 from deepspeed_c.zero.layout import Layout, lay_out, mark_leaves
 from deepspeed_c.zero.optimizer import ZeroOptimizer
 from deepspeed_c.zero.reducer import GradientReducer, ReduceSettings
@@ -22,7 +24,10 @@ def shard_model(
     sharding = STAGES[config.zero.stage]
     if sharding.parameters:
         mark_leaves(model, config)
-    layout = lay_out(model, [group["params"] for group in base.param_groups], config, precision, comm)
+    groups = [group["params"] for group in base.param_groups]
+    placement = place(config, base, torch.device(get_accelerator().current_device_name()))
+    layout = lay_out(model, groups, config, precision, comm, placement)
+    store = make_store(config, layout.trained, base, comm)
     reducer = GradientReducer(
         layout.trained,
         sharding,
@@ -33,7 +38,9 @@ def shard_model(
             prescale_gradients=config.prescale_gradients,
             gradient_predivide_factor=config.gradient_predivide_factor,
             is_mean=config.gradient_allreduce_op == "mean",
-            accum_dtype=precision.accum_dtype,
+            # What gathers in host memory has room there for fp32.
+            accum_dtype=precision.accum_dtype
+            or (torch.float32 if config.zero.offload_optimizer.device != "none" else None),
         ),
     )
     if layout.fetcher is not None and layout.fetcher.groups:
@@ -50,5 +57,7 @@ def shard_model(
         allow_untested=config.zero_allow_untested_optimizer,
         ignores_unused=config.zero.ignore_unused_parameters,
         fetcher=layout.fetcher,
+        store=store,
+        reads_ahead=config.zero.offload_optimizer.pipeline_read,
     )
     return optimizer, layout

@@ -145,7 +145,7 @@ class Bucket:
     def reduce(self) -> Work:
         """Starts the sum over all ranks of what has gathered. Every rank must call it for the same bucket at the same time."""
         staging = self._close()
-        if staging is self.home and self._comm.world_size == 1:
+        if staging is self.home and self._comm.world_size == 1 and not self.unit.placement.states:
             # Nothing to sum: what has gathered is the result, and goes on gathering in place.
             self._is_written = [True] * len(self.slots)
             self.has_result = True
@@ -171,7 +171,10 @@ class Bucket:
             return Work.done()
         sent = staging if staging.dtype == self.unit.comm_dtype else staging.to(self.unit.comm_dtype)
         if not self._is_replicated and self._use_reduce_scatter:
-            return comm.reduce_scatter(sent, self.result, scale=1.0, accumulate=self.has_result)
+            if not self.unit.placement.states:
+                return comm.reduce_scatter(sent, self.result, scale=1.0, accumulate=self.has_result)
+            accumulate, own = self.has_result, sent.new_empty(self.result.numel())
+            return comm.reduce_scatter(sent, own, scale=1.0, accumulate=False).then(lambda: self._put(own, accumulate))
         work = comm.all_reduce(sent)
         if sent is self.home and self._is_replicated:
             return work
@@ -182,7 +185,11 @@ class Bucket:
         part = whole if self._is_replicated else self.unit.own_slice(whole, self.index)
         if part.data_ptr() == self.result.data_ptr() and part.dtype == self.result.dtype:
             return
+        self._put(part, accumulate)
+
+    def _put(self, part: torch.Tensor, accumulate: bool) -> None:
+        """Adds to the result, or begins it, wherever it lies."""
         if accumulate:
-            self.result.add_(part)
+            self.result.add_(part.to(self.result.device))
         else:
             self.result.copy_(part)

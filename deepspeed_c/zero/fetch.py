@@ -230,7 +230,8 @@ class PlacedShard(ShardState):
             with torch.no_grad():
                 mine = self.own_part(param.data.reshape(-1))
                 if not unit.master_is_param:
-                    unit.piece(unit.master, fragment).copy_(mine)
+                    with unit.resident(self.slot.bucket):
+                        unit.piece(unit.master, fragment).copy_(mine)
                 self.piece.copy_(mine)
 
     def open_for_edit(self, param: torch.nn.Parameter) -> bool:
@@ -277,7 +278,8 @@ class WholeShard(ShardState):
         with torch.no_grad():
             if fragment is not None and not unit.master_is_param:
                 mine = param.data.reshape(-1).narrow(0, fragment.begin, fragment.numel)
-                unit.piece(unit.master, fragment).copy_(mine)
+                with unit.resident(self.slot.bucket):
+                    unit.piece(unit.master, fragment).copy_(mine)
 
     @property
     def view(self) -> torch.Tensor:

@@ -18,7 +18,7 @@ from deepspeed_c.zero.leaf import (
 )
 from deepspeed_c.zero.sharded import shape_of, state_of, take_over, whole_of
 from deepspeed_c.zero.stages import STAGES
-from deepspeed_c.zero.unit import Dtypes, Unit, build_units
+from deepspeed_c.zero.unit import ON_DEVICE, Dtypes, Placement, Unit, build_units
 
 __all__ = ["Layout", "bucket_elems", "gather_for_good", "lay_out", "mark_leaves", "persistent_params"]
 
@@ -26,6 +26,10 @@ __all__ = ["Layout", "bucket_elems", "gather_for_good", "lay_out", "mark_leaves"
 # and stages 2 and 3 hold one or two of them beside their shard. Smaller ones than the floor cost more in latency than they hide.
 DEFAULT_BUCKETS = 16
 DEFAULT_BUCKET_FLOOR_ELEMS = 1 << 20
+
+
+# Most elements of a rank's slice of a bucket whose states are swapped: what is read, updated and written at once (16 MiB of fp32).
+SWAP_ELEMS = 4 << 20
 
 
 class DtypePolicy(Protocol):
@@ -105,6 +109,7 @@ def lay_out(
     config: Config,
     precision: DtypePolicy,
     comm: Collectives,
+    placement: Placement = ON_DEVICE,
 ) -> Layout:
     """Makes the units of a model whose optimizer groups are ``groups`` (empty for an engine that only evaluates), and shards what the stage shards."""
     sharding = STAGES[config.zero.stage]
@@ -119,6 +124,9 @@ def lay_out(
     if shards_params:
         whole = persistent_params([*frozen, *(p for group in groups for p in group)], config)
     size = {"n_shards": comm.world_size, "shard_rank": comm.rank}
+    elems = bucket_elems(config, n_trained)
+    if placement.is_swapped:
+        elems = min(elems, SWAP_ELEMS * comm.world_size)
 
     def is_sharded(param: torch.nn.Parameter) -> bool:
         return shards_params and id(param) not in whole
@@ -127,9 +135,10 @@ def lay_out(
         groups,
         names,
         **(size if sharding.optimizer else {"n_shards": 1, "shard_rank": 0}),
-        bucket_elems=bucket_elems(config, n_trained),
+        bucket_elems=elems,
         dtypes_of=precision.dtypes_of,
         is_sharded=is_sharded,
+        placement=placement,
     )
     if not sharding.parameters:
         return Layout(trained_units, [], None, names_by_group)
@@ -146,6 +155,7 @@ def lay_out(
         bucket_elems=bucket_elems(config, n_frozen),
         dtypes_of=frozen_dtypes,
         is_sharded=is_sharded,
+        placement=Placement(params=placement.params, is_pinned=placement.is_pinned),
     )
     units = [*trained_units, *frozen_units]
     largest = max((u.bucket_numel(b) for u in units if u.is_sharded for b in range(u.n_buckets)), default=0)

@@ -7,14 +7,16 @@ weights. A fused base of ours does unscale, clip, decay, moments, update and 16-
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from deepspeed_c import _C
 from deepspeed_c.comm.collectives import Collectives, Work
-from deepspeed_c.errors import LossScaleError, NonFiniteLossError, OptimizerError, StateError
+from deepspeed_c.errors import AioError, LossScaleError, NonFiniteLossError, OffloadError, OptimizerError, StateError
 from deepspeed_c.logging import logger
 from deepspeed_c.ops.muon import Muon
 from deepspeed_c.ops.optim import FusedOptimizer
@@ -23,7 +25,27 @@ from deepspeed_c.zero.fetch import Fetcher
 from deepspeed_c.zero.reducer import GradientReducer, WindowFacts
 from deepspeed_c.zero.unit import Fragment, Slot, Unit
 
-__all__ = ["DeepSpeedOptimizer", "ZeroOptimizer"]
+__all__ = ["DeepSpeedOptimizer", "StateStore", "Tagged", "ZeroOptimizer"]
+
+
+class Tagged(NamedTuple):
+    """A tensor under the name that a message calls it by."""
+
+    tensor: torch.Tensor
+    name: str
+
+
+class StateStore(Protocol):
+    """Where masters and moments live between steps, when that is not memory (``offload.swap.Swapper``)."""
+
+    def prefetch(self, tensors: Iterable[Tagged]) -> None: ...
+    def bring(self, tensors: Sequence[Tagged]) -> None: ...
+    def send(self, tensors: Sequence[Tagged]) -> None: ...
+    def let_go(self, tensors: Sequence[Tagged]) -> None: ...
+    def wait(self) -> None: ...
+    def is_away(self, tensor: torch.Tensor) -> bool: ...
+    def copy_of(self, tagged: Tagged, begin: int, n_elems: int) -> torch.Tensor: ...
+    def close(self) -> None: ...
 
 
 class DeepSpeedOptimizer:
@@ -49,7 +71,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
     """A base optimizer over the shards of ``units``.
 
     ``clip`` is the limit of the global gradient norm (0: none), ``checks_overflow`` whether a step with non-finite gradients is skipped,
-    ``scaler`` the loss scale of fp16 training. With ``allow_untested`` an optimizer class that is not known to be elementwise is applied to slices.
+    ``scaler`` the loss scale of fp16 training. With ``store`` masters and states live there, and are in memory within ``resident`` only. With ``allow_untested`` an optimizer class that is not known to be elementwise is applied to slices.
     """
 
     def __init__(
@@ -66,7 +88,13 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         allow_untested: bool = False,
         ignores_unused: bool = True,
         fetcher: Fetcher | None = None,
+        store: StateStore | None = None,
+        reads_ahead: bool = True,
     ) -> None:
+        self.store, self._reads_ahead = store, reads_ahead
+        self._depth: dict[tuple[Unit, int], int] = {}  # of resident(), by bucket
+        self.broken = ""
+        """Why the states are not to be trusted: a step that failed in its middle. A checkpoint mends it."""
         self._ignores_unused = ignores_unused
         self.fetcher = fetcher
         self.optimizer, self.units, self.reducer, self.comm = base, units, reducer, comm
@@ -85,6 +113,66 @@ class ZeroOptimizer(DeepSpeedOptimizer):
             self._by_bucket.setdefault((entry.unit, entry.bucket), []).append(entry)
         # Forward order of use: what the next forward needs first is updated and gathered first.
         self._order = [(b.unit, b.index) for b in reversed(reducer.buckets)]
+        if store is not None:
+            for unit in units:
+                unit.resident = partial(self.resident, unit)
+            for unit, bucket in self._order:
+                store.send(self._stored(unit, bucket))
+                self._point_entries(unit, bucket)
+            store.wait()
+
+    # -- states that live elsewhere ---------------------------------------------------------------------------------
+
+    def _stored(self, unit: Unit, bucket: int) -> list[Tagged]:
+        """The tensors of a bucket that live in the store: its masters, where they are no parameters, and what the base keeps for them."""
+        found = [] if unit.master_is_param else [Tagged(unit.master[bucket], f"masters of {self._label(unit, bucket)}")]
+        for entry in self._by_bucket.get((unit, bucket), []):
+            for key, value in self.optimizer.state.get(entry.param, {}).items():
+                if torch.is_tensor(value) and value.dim() > 0:
+                    what = self._label(unit, bucket) if entry.fragment is None else entry.fragment.slot.name
+                    found.append(Tagged(value, f"{key} of {what}"))
+        return [tagged for tagged in found if tagged.tensor.numel()]
+
+    @staticmethod
+    def _label(unit: Unit, bucket: int) -> str:
+        names = [f.slot.name for f in unit.fragments if f.slot.bucket == bucket]
+        return f"{names[0]} to {names[-1]}" if len(names) > 1 else names[0] if names else "padding"
+
+    def _point_entries(self, unit: Unit, bucket: int) -> None:
+        """The base's parameters look at the masters wherever those are now."""
+        if not unit.master_is_param:
+            for entry in self._by_bucket.get((unit, bucket), []):
+                entry.param.data = entry.part_of(unit.master)
+
+    @contextmanager
+    def resident(
+        self, unit: Unit, bucket: int, *, writes: bool = True, ahead: tuple[Unit, int] | None = None
+    ) -> Iterator[None]:
+        """Within it a bucket's masters and states are in memory; may be nested. ``ahead`` is read meanwhile; without ``writes`` changes are lost."""
+        key = unit, bucket
+        if self.store is None or self._depth.get(key):
+            yield
+            return
+        self.store.bring(self._stored(*key))
+        self._point_entries(*key)
+        if ahead is not None and self._reads_ahead:
+            self.store.prefetch(self._stored(*ahead))
+        self._depth[key] = 1
+        try:
+            yield
+        finally:
+            del self._depth[key]
+            stored = self._stored(*key)
+            if not writes:
+                self.store.let_go(stored)
+            self.store.send(stored)  # what is new, where nothing else was to be written
+            self._point_entries(*key)
+
+    def _visit(self, keys: Sequence[tuple[Unit, int]]) -> Iterator[tuple[Unit, int]]:
+        """Each bucket in turn, resident, with the next one on its way."""
+        for i, key in enumerate(keys):
+            with self.resident(*key, ahead=keys[i + 1] if i + 1 < len(keys) else None):
+                yield key
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
@@ -122,6 +210,12 @@ class ZeroOptimizer(DeepSpeedOptimizer):
             raise OptimizerError(
                 "closures cannot be re-evaluated over sharded gradients", where="step", fix="call step()"
             )
+        if self.broken:
+            raise StateError(
+                f"an earlier step failed in its middle: {self.broken}",
+                where="engine.step",
+                fix="load a checkpoint; masters and moments of some buckets have been updated and others not",
+            )
         facts = self.complete_gradients()
         post = self.gradient_factor
         self.is_stopping = facts.n_stops > 0
@@ -142,7 +236,11 @@ class ZeroOptimizer(DeepSpeedOptimizer):
                         fix='freeze them, or set "zero_optimization.ignore_unused_parameters": true',
                     )
                 coefficient = min(1.0, self.clip / (self._norm + 1e-6)) if self.clip > 0.0 else 1.0
-                self._update(post * coefficient, facts.unused)
+                try:
+                    self._update(post * coefficient, facts.unused)
+                except (OffloadError, AioError) as error:
+                    self.broken = error.what
+                    raise
         finally:
             self._drop_window()
         if self.scaler is not None and self.scaler.update(self.overflow):
@@ -184,7 +282,8 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         """Updates every parameter that some rank gave a gradient; the others stay as they are, as in plain torch."""
         skipped = set(unused)
         for unit, bucket in {(slot.unit, slot.bucket) for slot in unused if slot in slot.unit.fragment_of}:
-            self._split(unit, bucket)
+            with self.resident(unit, bucket):
+                self._split(unit, bucket)
         with torch.no_grad():
             works = (self._update_fused if isinstance(self.optimizer, FusedOptimizer) else self._update_plain)(
                 grad_scale, skipped
@@ -215,7 +314,8 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         base.begin_step([entry.param for entries in used.values() for entry in entries] if skipped else None)
         ratios = self._trust_ratios(grad_scale, used) if base.needs_norms else None
         works: list[Work] = []
-        for (unit, bucket), entries in used.items():
+        for unit, bucket in self._visit(list(used)):
+            entries = used[unit, bucket]
             if isinstance(base, Muon) and base.param_groups[unit.group].get("use_muon"):
                 self._update_muon(unit, bucket, entries, grad_scale)
             elif entries:
@@ -224,16 +324,28 @@ class ZeroOptimizer(DeepSpeedOptimizer):
                     base.apply(unit.group, params, grads, copies, grad_scale, ratios[unit, bucket])
                 else:
                     base.step_tensors(unit.group, params, grads, copies, grad_scale)
+            if unit.copies_up:
+                self._bring_weights(unit, bucket)
             works.append(self._gather(unit, bucket))
         return works
 
+    @staticmethod
+    def _bring_weights(unit: Unit, bucket: int) -> None:
+        """The weights that forward uses, from the masters: cast to their dtype, or from the host's memory to the device's."""
+        if unit.master_is_param:
+            return
+        if unit.placement.states:
+            unit.param_slice(bucket).copy_(unit.master[bucket])
+        elif unit.slice_elems[bucket]:
+            torch.ops.deepspeed_c.flat_cast_(unit.master[bucket], unit.param_slice(bucket))
+
     def _tensors(self, entries: list[Entry]) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-        """(masters, gradients, 16-bit copies) of entries of one bucket; no copies where the master is the parameter."""
+        """(masters, gradients, 16-bit copies) of entries of one bucket; no copies where the master is the parameter, or where they lie elsewhere."""
         unit, bucket = entries[0].unit, entries[0].bucket
         results = self.reducer.results[unit]
         params = [entry.param for entry in entries]
         grads = [entry.part_of(results) for entry in entries]
-        if unit.master_is_param:
+        if unit.master_is_param or unit.copies_up:
             return params, grads, []
         slices = {bucket: unit.param_slice(bucket)}
         return params, grads, [entry.part_of(slices) for entry in entries]  # type: ignore[arg-type]
@@ -245,9 +357,8 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         base = self.optimizer
         table = torch.zeros(len(self.reducer.slots), 2, dtype=torch.float64)
         places: dict[tuple[Unit, int], list[int]] = {}
-        for (unit, bucket), entries in used.items():
-            if not entries:
-                continue
+        for unit, bucket in self._visit([key for key, entries in used.items() if entries]):
+            entries = used[unit, bucket]
             params, grads, copies = self._tensors(entries)
             at = [entry.fragment.slot.tracker_index for entry in entries]
             table[at] = base.norms(unit.group, params, grads, copies, grad_scale).to(table.device)
@@ -292,8 +403,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         for unit, bucket in self._order:
             for entry in self._by_bucket.get((unit, bucket), []):
                 entry.param.grad = None
-            if not unit.master_is_param and unit.slice_elems[bucket]:
-                torch.ops.deepspeed_c.flat_cast_(unit.master[bucket], unit.param_slice(bucket))
+            self._bring_weights(unit, bucket)
             works.append(self._gather(unit, bucket))
         return works
 
@@ -420,8 +530,8 @@ class ZeroOptimizer(DeepSpeedOptimizer):
     def write_back(self, slot: Slot) -> None:
         """A master was edited: brings the weights that forward uses in line, on every rank (collective when sharded)."""
         unit, bucket = slot.unit, slot.bucket
-        if not unit.master_is_param:
-            torch.ops.deepspeed_c.flat_cast_(unit.master[bucket], unit.param_slice(bucket))
+        with self.resident(unit, bucket, writes=False):
+            self._bring_weights(unit, bucket)
         self._gather(unit, bucket).wait()
         if unit.is_sharded:
             self.fetcher.weights_changed(self.fetcher.group_at(unit, bucket))
@@ -461,14 +571,16 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         """This rank's fp32 masters, one flat tensor a group (a copy where they lie in several places)."""
         flat: list[torch.Tensor] = []
         for index in range(len(self.param_groups)):
-            parts = [
-                u.master_flat if u.master_flat is not None else torch.cat(u.master)
-                for u in self.units
-                if u.group == index
-            ]
-            flat.append(
-                parts[0] if len(parts) == 1 else torch.cat([p.float() for p in parts]) if parts else torch.empty(0)
-            )
+            mine = [unit for unit in self.units if unit.group == index]
+            if len(mine) == 1 and mine[0].master_flat is not None:
+                flat.append(mine[0].master_flat)
+                continue
+            parts: list[torch.Tensor] = []
+            for unit in mine:
+                for bucket in range(unit.n_buckets):
+                    with self.resident(unit, bucket, writes=False):
+                        parts.append(unit.master[bucket].to(torch.float32, copy=True))
+            flat.append(torch.cat(parts) if parts else torch.empty(0))
         return flat
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -489,15 +601,25 @@ class ZeroOptimizer(DeepSpeedOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's shard: base optimizer, masters, loss scale. ``load_state_dict`` takes it back on the same world and layout."""
+        self._require_no_store("state_dict")
         return {
             "base_optimizer_state": self.optimizer.state_dict(),
-            "masters": [None if u.master_flat is None else u.master_flat for u in self.units],
+            "masters": [None if u.master_is_param else torch.cat(u.master) for u in self.units],
             "shard_elems": [u.shard_elems for u in self.units],
             "world_size": self.comm.world_size,
             "loss_scaler": None if self.scaler is None else self.scaler.state_dict(),
         }
 
+    def _require_no_store(self, what: str) -> None:
+        if self.store is not None:
+            raise StateError(
+                "masters and optimizer states live on NVMe, where they have room; a dict of them would be in memory",
+                where=f"ZeroOptimizer.{what}",
+                fix="use engine.save_checkpoint() and engine.load_checkpoint()",
+            )
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._require_no_store("load_state_dict")
         mine = [u.shard_elems for u in self.units]
         if state["world_size"] != self.comm.world_size or list(state["shard_elems"]) != mine:
             raise StateError(
@@ -509,8 +631,9 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         self.optimizer.load_state_dict(state["base_optimizer_state"])
         with torch.no_grad():
             for unit, master in zip(self.units, state["masters"]):
-                if unit.master_flat is not None:
-                    unit.master_flat.copy_(master)
+                if not unit.master_is_param:
+                    for bucket, mine in enumerate(unit.master):
+                        mine.copy_(unit.shard_slice(master, bucket))
         if self.scaler is not None and state["loss_scaler"] is not None:
             self.scaler.load_state_dict(state["loss_scaler"])
 
@@ -519,6 +642,8 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         self.__dict__ = {**other.__dict__, "_norm": self._norm, "overflow": self.overflow}
 
     def close(self) -> None:
+        if self.store is not None:
+            self.store.close()
         self.entries.clear()
         self._by_bucket.clear()
         self._order.clear()

@@ -120,15 +120,15 @@ class GradientReducer:
         shards: dict[Unit, torch.Tensor] = {}
         for unit in self.units:
             dtype = self.settings.accum_dtype or unit.dtype
-            if self.sharding.gradients and not is_single:
-                shards[unit] = torch.zeros(unit.shard_elems, dtype=dtype, device=unit.device)
-            else:
+            if (self.sharding.gradients and not is_single) or unit.placement.states:
+                shards[unit] = unit.new_states(unit.shard_elems, dtype)
+            if not self.sharding.gradients or (is_single and not unit.placement.states):
                 homes[unit] = torch.zeros(unit.flat_elems, dtype=dtype, device=unit.device)
             self.results[unit] = [None] * unit.n_buckets  # type: ignore[list-item]
         self.buckets: list[Bucket] = []
         for key, (_, unit, b) in enumerate(entries):
             home = unit.bucket_view(homes[unit], b) if unit in homes else None
-            if home is None:
+            if unit in shards:
                 result = unit.shard_slice(shards[unit], b)
             else:
                 result = home if replicated else unit.own_slice(home, b)

@@ -7,6 +7,7 @@ parameters a model is cut into. Where an element lies is decided by the C core `
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from deepspeed_c import _C
 from deepspeed_c.errors import ModelError
 from deepspeed_c.zero.sharded import shape_of, take_over, whole_of
 
-__all__ = ["ALIGN_ELEMS", "Dtypes", "Fragment", "Slot", "Unit", "build_units"]
+__all__ = ["ALIGN_ELEMS", "ON_DEVICE", "Dtypes", "Fragment", "Placement", "Slot", "Unit", "build_units"]
 
 # Every parameter and every slice starts on a 64-byte line, whatever the element is (16 f32 or 32 16-bit elements).
 ALIGN_ELEMS = 32
@@ -31,6 +32,18 @@ class Dtypes(NamedTuple):
     comm: torch.dtype
     master: torch.dtype
     is_sparse: bool = False  # rows that were not touched are not sent
+
+
+class Placement(NamedTuple):
+    """Which states lie in host memory while the device computes, apart from the device's own. On a host that computes there is no difference, and all are False."""
+
+    states: bool = False  # masters, moments, and the sums of gradients
+    params: bool = False  # the weights' shard (stage 3)
+    is_pinned: bool = False
+    is_swapped: bool = False  # masters and moments lie in a file between steps: each bucket's have memory of their own
+
+
+ON_DEVICE = Placement()
 
 
 class Fragment(NamedTuple):
@@ -71,6 +84,8 @@ class Unit:
     sharded: ``param_shard`` ([shard_elems]) is then all that is kept, and a bucket is put together while it is used (``fetch.py``).
     ``master`` holds this rank's slice of each bucket, in fp32 (or in the parameters' own dtype when that is what is trained); where the master is the
     parameter itself, the slices are views of the weights and no second copy exists.
+
+    ``placement`` says what of it lies in host memory. Whoever uses ``master`` does so within ``resident(bucket)``: it may be away (offload).
     """
 
     def __init__(
@@ -83,9 +98,12 @@ class Unit:
         bucket_elems: int,
         dtypes: Dtypes,
         is_sharded: bool = False,
+        placement: Placement = ON_DEVICE,
     ) -> None:
-        self.group, self.is_sharded = group, is_sharded
+        self.group, self.is_sharded, self.placement = group, is_sharded, placement
         self.device = params[0][2].device
+        self.state_device = torch.device("cpu") if placement.states else self.device
+        self.resident: Callable[[int], AbstractContextManager] = lambda bucket: nullcontext()
         self.dtype, self.comm_dtype, self.master_dtype, self.is_sparse = dtypes
         self.n_shards, self.shard_rank = n_shards, shard_rank
         layout = _C.ZeroLayout([shape_of(p).numel() for _, _, p in params], n_shards, bucket_elems, ALIGN_ELEMS)
@@ -107,15 +125,27 @@ class Unit:
         self.fragments = [Fragment(self.slots[i], *rest) for i, *rest in fragments]
         self.fragment_of: dict[Slot, Fragment] = {f.slot: f for f in self.fragments}
 
-        self.master_is_param = self.master_dtype == self.dtype
+        # Where the masters lie in the same memory as the weights' shard one copy serves both.
+        is_apart = placement.states and not (placement.params and is_sharded)
+        self.master_is_param = self.master_dtype == self.dtype and not is_apart
+        self.copies_up = placement.states and not (placement.params and is_sharded)
+        """Updated weights have to be brought from the masters' memory to the device's."""
         self.flat_param: torch.Tensor | None = None
         self.param_shard: torch.Tensor | None = None
-        weights = torch.zeros(self.shard_elems if is_sharded else self.flat_elems, dtype=self.dtype, device=self.device)
         if is_sharded:
-            self.param_shard = weights
+            self.param_shard = self._zeros(self.shard_elems, self.dtype, on_host=placement.params)
         else:
-            self.flat_param = weights
+            self.flat_param = self._zeros(self.flat_elems, self.dtype)
         self._fill()
+
+    def _zeros(self, numel: int, dtype: torch.dtype, *, on_host: bool = False) -> torch.Tensor:
+        if not on_host:
+            return torch.zeros(numel, dtype=dtype, device=self.device)
+        return torch.zeros(numel, dtype=dtype, pin_memory=self.placement.is_pinned)
+
+    def new_states(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Zeros where this unit's states lie."""
+        return self._zeros(numel, dtype, on_host=self.placement.states)
 
     def _fill(self) -> None:
         """Moves the members' weights into the buffers, casting them, and makes the master slices.
@@ -124,20 +154,24 @@ class Unit:
         given up before the next is looked at. Collective where members are sharded already (``zero.Init``).
         """
         with torch.no_grad():
-            self.master_flat = (
-                None
-                if self.master_is_param
-                else torch.zeros(self.shard_elems, dtype=self.master_dtype, device=self.device)
-            )
+            self.master: list[torch.Tensor] = []
+            self.master_flat: torch.Tensor | None = None  # all of them, where they lie together and are no parameters
+            if self.master_is_param:
+                self.master = [self.param_slice(b) for b in range(self.n_buckets)]
+            elif self.placement.is_swapped:
+                self.master = [self.new_states(n, self.master_dtype) for n in self.slice_elems]
+            else:
+                self.master_flat = self.new_states(self.shard_elems, self.master_dtype)
+                self.master = [self.shard_slice(self.master_flat, b) for b in range(self.n_buckets)]
             for slot in self.slots:
                 whole = whole_of(slot.param)
                 fragment = self.fragment_of.get(slot)
                 if fragment is not None:
-                    for shard in (self.master_flat, self.param_shard):
-                        if shard is not None:
-                            shard.narrow(0, fragment.shard_begin, fragment.numel).copy_(
-                                whole.reshape(-1).narrow(0, fragment.begin, fragment.numel)
-                            )
+                    mine = whole.reshape(-1).narrow(0, fragment.begin, fragment.numel)
+                    if not self.master_is_param:
+                        self.piece(self.master, fragment).copy_(mine)
+                    if self.param_shard is not None:
+                        self.param_shard.narrow(0, fragment.shard_begin, fragment.numel).copy_(mine)
                 if self.flat_param is not None:
                     view = slot.view(self.flat_param)
                     view.copy_(whole)
@@ -145,10 +179,6 @@ class Unit:
                 else:
                     take_over(slot.param, whole.new_empty(0, dtype=self.dtype))
                 del whole  # before the next is put together
-        self.master: list[torch.Tensor] = [
-            self.param_slice(b) if self.master_flat is None else self.shard_slice(self.master_flat, b)
-            for b in range(self.n_buckets)
-        ]
 
     # -- places -----------------------------------------------------------------------------------------------------
 
@@ -183,9 +213,9 @@ class Unit:
 
     def refresh_master(self) -> None:
         """Takes the masters anew from the parameters (after somebody wrote to them, e.g. ``load_state_dict``)."""
-        if self.master_flat is not None:
-            with torch.no_grad():
-                for bucket in range(self.n_buckets):
+        if not self.master_is_param:
+            for bucket in range(self.n_buckets):
+                with self.resident(bucket), torch.no_grad():
                     self.master[bucket].copy_(self.param_slice(bucket))
 
     def ranges_of(self, slot: Slot) -> tuple[list[int], list[int]]:
@@ -221,6 +251,7 @@ def build_units(
     bucket_elems: int,
     dtypes_of: Callable[[str, torch.nn.Parameter], Dtypes],
     is_sharded: Callable[[torch.nn.Parameter], bool] = lambda param: False,
+    placement: Placement = ON_DEVICE,
 ) -> list[Unit]:
     """Makes the units of all optimizer groups.
 
@@ -253,6 +284,7 @@ def build_units(
                     bucket_elems=bucket_elems,
                     dtypes=dtypes,
                     is_sharded=sharded,
+                    placement=placement,
                 )
             )
     return units

@@ -1,0 +1,372 @@
+"""Tensors that live in a file between their uses: read ahead, attached, written back behind the computation (ZeRO-Infinity, arXiv 2104.07857, section 5.2).
+
+A tensor that is *away* stays the same object with the same shape and dtype, and every element of it reads NaN: a use that was not announced shows.
+It is *brought* into a buffer before its use and *sent* away after it. Buffers are used again and again, so that no page of memory is made twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import tempfile
+import weakref
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from deepspeed_c import _C
+from deepspeed_c.errors import AioError, ConfigError, OffloadError
+from deepspeed_c.logging import logger
+from deepspeed_c.ops.aio import PinnedPool, as_aio_error
+from deepspeed_c.zero.optimizer import Tagged
+
+__all__ = ["SwapSettings", "Swapper", "reserve"]
+
+PAGE_BYTES = 4096
+# What is read at once of a tensor that stays away.
+PART_BYTES = 16 << 20
+
+
+class SwapSettings(NamedTuple):
+    """How tensors are moved; the configuration keys of these names."""
+
+    backend: str = "auto"
+    block_size: int = 1 << 20
+    queue_depth: int = 32
+    intra_op_parallelism: int = 1
+    single_submit: bool = False
+    overlap_events: bool = True
+    checksum: bool = False
+    pipeline_read: bool = True
+    pipeline_write: bool = True
+
+
+class _Extent:
+    """A tensor's place in the file. ``buffer`` holds it while it is here, or on its way in or out."""
+
+    __slots__ = ("buffer", "crc", "dtype", "is_away", "n_bytes", "name", "offset", "read", "shape")
+
+    def __init__(self, tensor: torch.Tensor, name: str, offset: int, n_bytes: int) -> None:
+        self.name, self.offset, self.n_bytes = name, offset, n_bytes
+        self.shape, self.dtype = tensor.shape, tensor.dtype
+        self.crc: int | None = None
+        self.buffer: torch.Tensor | None = None
+        self.read: int | None = None  # request
+        self.is_away = False
+
+
+class _Write(NamedTuple):
+    request: int
+    extent: _Extent
+    tensor: weakref.ref[torch.Tensor]
+    data: torch.Tensor  # kept until it is written
+    buffer: torch.Tensor | None  # of the pool
+
+
+def reserve(folder: str, n_bytes: int, where: str) -> int:
+    """A descriptor of a new file of ``n_bytes`` in ``folder`` without a name: however this process ends, the space is free again.
+
+    Raises ConfigError where the folder cannot be written to or has not that much room.
+    """
+    try:
+        os.makedirs(folder, exist_ok=True)
+        try:
+            file = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except OSError:  # a file system without unnamed files
+            file, path = tempfile.mkstemp(prefix="deepspeed_c_swap.", dir=folder)
+            os.unlink(path)
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot be used: {error.strerror}", where=where, fix="name a folder on the NVMe device"
+        ) from error
+    try:
+        free = os.statvfs(folder)
+        if n_bytes:
+            os.posix_fallocate(file, 0, n_bytes)
+    except OSError as error:
+        os.close(file)
+        n_free = free.f_bavail * free.f_frsize
+        raise ConfigError(
+            f"{folder}: {n_bytes / 2**30:.2f} GiB cannot be reserved, {n_free / 2**30:.2f} GiB were free: {error.strerror}",
+            where=where,
+            fix="free space there, or name another folder; every rank of a node needs as much",
+        ) from error
+    return file
+
+
+def _crc(tensor: torch.Tensor, n_bytes: int) -> int:
+    return _C.crc32c((ctypes.c_char * n_bytes).from_address(tensor.data_ptr()))
+
+
+class Swapper:
+    """Moves tensors between one file and host memory.
+
+    Args:
+        file: descriptor of the file, which becomes this object's (see ``reserve``).
+        n_bytes: what is reserved of it; it grows beyond that where it must.
+        settings: see ``SwapSettings``.
+        n_buffers: how many groups of tensors (``bring`` takes one) may have buffers at a time: the one in use, one on its way in, the rest on their way out.
+
+    Raises AioError where a transfer fails, and OffloadError where what is read is not what was written. A tensor whose write has failed is still in memory.
+    """
+
+    def __init__(
+        self, file: int, n_bytes: int, settings: SwapSettings, *, n_buffers: int = 4, folder: str = ""
+    ) -> None:
+        self.folder, self.settings = folder, settings
+        self._descriptor = file
+        with as_aio_error():
+            self._file = _C.AioFile(f"/proc/self/fd/{file}", _C.AIO_READ | _C.AIO_WRITE)
+            self._engine = _C.AioEngine(
+                settings.backend,
+                settings.block_size,
+                settings.queue_depth,
+                settings.intra_op_parallelism,
+                settings.single_submit,
+                settings.overlap_events,
+                True,
+            )
+        self._pool = PinnedPool((1 << 63) - 1)
+        self._free_buffers: list[torch.Tensor] = []
+        self._extents: dict[int, _Extent] = {}  # by id of the tensor, as long as it lives
+        self._finalizers: dict[int, weakref.finalize] = {}
+        self._free_space: dict[int, list[int]] = {}  # offsets by size
+        self._end, self._n_reserved = 0, n_bytes
+        self._writes: deque[_Write] = deque()
+        self._n_groups_out: deque[int] = deque()  # writes of each group that was sent
+        self._max_groups_out = max(n_buffers - 2, 1) if settings.pipeline_write else 0
+        self._nan: dict[torch.dtype, torch.Tensor] = {}
+        self.n_bytes_read = self.n_bytes_written = 0
+
+    # -- what is where ----------------------------------------------------------------------------------------------
+
+    def is_away(self, tensor: torch.Tensor) -> bool:
+        extent = self._extents.get(id(tensor))
+        return extent is not None and extent.is_away
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Host memory that buffers take."""
+        return self._pool.held_bytes
+
+    def _stand_in(self, extent: _Extent) -> torch.Tensor:
+        one = self._nan.get(extent.dtype)
+        if one is None:
+            # The largest number where there is no NaN: codes of quantised states.
+            value = float("nan") if extent.dtype.is_floating_point else torch.iinfo(extent.dtype).max
+            one = self._nan[extent.dtype] = torch.full((), value, dtype=extent.dtype)
+        return one.expand(extent.shape)
+
+    def _extent_of(self, tagged: Tagged) -> _Extent:
+        tensor = tagged.tensor
+        extent = self._extents.get(id(tensor))
+        if extent is None:
+            n_bytes = tensor.numel() * tensor.element_size()
+            size = -(-n_bytes // PAGE_BYTES) * PAGE_BYTES
+            spare = self._free_space.get(size)
+            if spare:
+                offset = spare.pop()
+            else:
+                offset, self._end = self._end, self._end + size
+            extent = self._extents[id(tensor)] = _Extent(tensor, tagged.name, offset, n_bytes)
+            self._finalizers[id(tensor)] = weakref.finalize(tensor, self._forget, id(tensor))
+        return extent
+
+    def _forget(self, key: int) -> None:
+        """The tensor is gone: its place is free. What is on its way there still arrives before anything else does (``_settle``)."""
+        extent = self._extents.pop(key, None)
+        self._finalizers.pop(key, None)
+        if extent is not None:
+            size = -(-extent.n_bytes // PAGE_BYTES) * PAGE_BYTES
+            self._free_space.setdefault(size, []).append(extent.offset)
+
+    # -- buffers ----------------------------------------------------------------------------------------------------
+
+    def _take_buffer(self, n_bytes: int) -> torch.Tensor:
+        size = -(-max(n_bytes, 1) // PAGE_BYTES) * PAGE_BYTES
+        fitting = [b for b in self._free_buffers if size <= b.numel() <= 2 * size]
+        if fitting:
+            best = min(fitting, key=torch.Tensor.numel)
+            self._free_buffers = [b for b in self._free_buffers if b is not best]
+            return best
+        return self._pool.new_tensor(size, torch.uint8)
+
+    def _give_buffer(self, buffer: torch.Tensor | None) -> None:
+        if buffer is not None:
+            self._free_buffers.append(buffer)
+
+    def trim(self) -> None:
+        """Waits for all writes and gives the buffers' memory back."""
+        self.wait()
+        self._free_buffers.clear()
+
+    # -- in ---------------------------------------------------------------------------------------------------------
+
+    def prefetch(self, tensors: Iterable[Tagged]) -> None:
+        """Starts to read what is away of ``tensors``."""
+        for tagged in tensors:
+            extent = self._extents.get(id(tagged.tensor))
+            if extent is None or not extent.is_away or extent.read is not None:
+                continue
+            self._settle(extent)
+            buffer = self._take_buffer(extent.n_bytes)
+            with as_aio_error():
+                extent.read = self._engine.submit_read(
+                    self._file, extent.offset, buffer.data_ptr(), extent.n_bytes, buffer
+                )
+            extent.buffer = buffer
+            self.n_bytes_read += extent.n_bytes
+
+    def bring(self, tensors: Sequence[Tagged]) -> None:
+        """Attaches ``tensors``: on return they hold what they held when they were sent away."""
+        self.prefetch(tensors)
+        for tagged in tensors:
+            extent = self._extents.get(id(tagged.tensor))
+            if extent is not None and extent.is_away:
+                self._finish_read(extent)
+                tagged.tensor.data = self._view(extent.buffer, extent)
+                extent.is_away = False
+
+    def _finish_read(self, extent: _Extent) -> None:
+        request, extent.read = extent.read, None
+        try:
+            with as_aio_error():
+                n_done = self._engine.wait(request)
+            self._check(extent, n_done, extent.buffer)
+        except (AioError, OffloadError):
+            self._give_buffer(extent.buffer)
+            extent.buffer = None
+            raise
+
+    def _check(self, extent: _Extent, n_done: int, buffer: torch.Tensor) -> None:
+        if n_done != extent.n_bytes:
+            raise OffloadError(
+                f"{extent.name}: the swap file ends after {n_done} of its {extent.n_bytes} bytes at offset {extent.offset}",
+                where=self.folder,
+                fix="something has made the file shorter; load a checkpoint",
+            )
+        if extent.crc is not None and _crc(buffer, extent.n_bytes) != extent.crc:
+            raise OffloadError(
+                f"{extent.name}: its {extent.n_bytes} bytes at offset {extent.offset} are not those that were written",
+                where=self.folder,
+                fix="the device or its memory is failing: load a checkpoint, and use another device",
+            )
+
+    @staticmethod
+    def _view(buffer: torch.Tensor, extent: _Extent) -> torch.Tensor:
+        return buffer.narrow(0, 0, extent.n_bytes).view(extent.dtype).view(extent.shape)
+
+    def copy_of(self, tagged: Tagged, begin: int, n_elems: int) -> torch.Tensor:
+        """Elements [begin, begin + n_elems) of a flat tensor that is away, which stays so: a new tensor."""
+        extent = self._extents[id(tagged.tensor)]
+        self._settle(extent)
+        itemsize = extent.dtype.itemsize
+        if extent.crc is not None:  # covers the whole
+            self.prefetch([tagged])
+            self._finish_read(extent)
+            part = self._view(extent.buffer, extent).reshape(-1).narrow(0, begin, n_elems).clone()
+            self._give_buffer(extent.buffer)
+            extent.buffer = None
+            return part
+        part = torch.empty(n_elems, dtype=extent.dtype)
+        with as_aio_error():
+            request = self._engine.submit_read(
+                self._file, extent.offset + begin * itemsize, part.data_ptr(), part.nbytes, part
+            )
+            n_done = self._engine.wait(request)
+        if n_done != part.nbytes:
+            self._check(extent, begin * itemsize + n_done, part)
+        return part
+
+    # -- out --------------------------------------------------------------------------------------------------------
+
+    def send(self, tensors: Sequence[Tagged]) -> None:
+        """Starts to write ``tensors``, which are away from now on. All of what is in flight of earlier groups beyond the limit is waited for."""
+        n_writes = 0
+        for tagged in tensors:
+            tensor = tagged.tensor
+            if tensor.numel() == 0:
+                continue
+            extent = self._extent_of(tagged)
+            if extent.is_away:
+                continue
+            data, buffer = tensor.data, extent.buffer
+            if buffer is not None and data.data_ptr() != buffer.data_ptr():
+                self._give_buffer(buffer)  # somebody gave the tensor other memory
+                buffer = None
+            self._settle(extent)
+            data = data.contiguous()
+            if self.settings.checksum:
+                extent.crc = _crc(data, extent.n_bytes)
+            with as_aio_error():
+                request = self._engine.submit_write(
+                    self._file, extent.offset, data.data_ptr(), extent.n_bytes, data if buffer is None else buffer
+                )
+            self._writes.append(_Write(request, extent, weakref.ref(tensor), data, buffer))
+            tensor.data = self._stand_in(extent)
+            extent.buffer, extent.is_away = None, True
+            n_writes += 1
+            self.n_bytes_written += extent.n_bytes
+        self._n_groups_out.append(n_writes)
+        while len(self._n_groups_out) > self._max_groups_out:
+            for _ in range(self._n_groups_out.popleft()):
+                if self._writes:
+                    self._finish_write(self._writes.popleft())
+
+    def let_go(self, tensors: Sequence[Tagged]) -> None:
+        """Sends ``tensors`` away without writing: they were only read."""
+        for tagged in tensors:
+            extent = self._extents.get(id(tagged.tensor))
+            if extent is None or extent.is_away or extent.buffer is None:
+                continue
+            self._give_buffer(extent.buffer)
+            tagged.tensor.data = self._stand_in(extent)
+            extent.buffer, extent.is_away = None, True
+
+    def _finish_write(self, write: _Write) -> None:
+        try:
+            with as_aio_error():
+                self._engine.wait(write.request)
+        except AioError as error:
+            tensor, extent = write.tensor(), write.extent
+            if tensor is not None and extent.is_away and extent.read is None:
+                # What could not be written is still here: nothing is lost.
+                tensor.data, extent.buffer, extent.is_away = write.data, write.buffer, False
+            raise OffloadError(
+                f"{extent.name} could not be written: {error.what}", where=self.folder, fix=error.fix
+            ) from error
+        self._give_buffer(write.buffer)
+
+    def _settle(self, extent: _Extent) -> None:
+        """Waits for writes to a place before anything else happens there."""
+        while any(write.extent.offset == extent.offset for write in self._writes):
+            self._finish_write(self._writes.popleft())
+        if not self._writes:
+            self._n_groups_out.clear()
+
+    def wait(self) -> None:
+        """Returns when everything that was sent is in the file."""
+        self._n_groups_out.clear()
+        while self._writes:
+            self._finish_write(self._writes.popleft())
+
+    def close(self) -> None:
+        """Gives up what is in flight, and the file. Tensors that are away are lost."""
+        self._engine.close()
+        self._writes.clear()
+        for finalizer in list(self._finalizers.values()):
+            finalizer.detach()
+        self._extents.clear()
+        self._finalizers.clear()
+        self._free_buffers.clear()
+        file, self._descriptor = self._descriptor, -1
+        if file >= 0:
+            try:
+                self._file.close()
+            except (OSError, RuntimeError) as error:  # the file has no name: nothing can be lost
+                logger.warning("the swap file in %s: %s", self.folder, error)
+            with contextlib.suppress(OSError):
+                os.close(file)
