@@ -73,9 +73,16 @@ def _checkpoint(arguments: list[str]) -> int:
     return checkpoint(arguments)
 
 
+def _io(arguments: list[str]) -> int:
+    from deepspeed_c.io.cli import main as io
+
+    return io(arguments)
+
+
 _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "report": _report,
     "config": _config,
     "plan": _plan,
     "checkpoint": _checkpoint,
+    "io": _io,
 }

@@ -247,6 +247,7 @@ Other commands:
   deepspeed_c config check FILE   what is wrong with a configuration
   deepspeed_c plan --help         the memory that each rank of a run will take, for each ZeRO stage
   deepspeed_c checkpoint --help   what is in a checkpoint, whether it is whole, and its weights or all of it in other formats
+  deepspeed_c io --help           how fast the device of checkpoints and offloaded state is, and the settings that suit it
 """
 
 _EPILOG = """\
@@ -258,7 +259,7 @@ n ended it, and when signal n ended the launcher), 2 when nothing could be start
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="deepspeed_c",
-        usage="deepspeed_c [OPTIONS] SCRIPT [ARGS ...]\n       deepspeed_c report | config | plan | checkpoint",
+        usage="deepspeed_c [OPTIONS] SCRIPT [ARGS ...]\n       deepspeed_c report | config | plan | checkpoint | io",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=_HelpFormatter,

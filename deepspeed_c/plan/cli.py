@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from collections.abc import Sequence
 
 import torch
@@ -13,14 +12,11 @@ from deepspeed_c.errors import ConfigError
 from deepspeed_c.plan.script import find_model
 from deepspeed_c.plan.sizes import guess_layers, stack_of
 from deepspeed_c.plan.table import as_json, as_text, plan_table
+from deepspeed_c.quantity import parse_bytes, parse_count
 
-__all__ = ["main", "parse_bytes", "parse_count"]
+__all__ = ["main"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
-_BYTE_UNITS = {"": 1} | {f"{u}b": 1000**n for n, u in enumerate(("", "k", "m", "g", "t"))}
-_BYTE_UNITS |= {f"{u}ib": 1024**n for n, u in enumerate(("k", "m", "g", "t"), 1)}
-_NUMBER = re.compile(r"(\d+(?:\.\d*)?(?:e\+?\d+)?|\.\d+)\s*([a-z]*)", re.IGNORECASE)
 
 _DESCRIPTION = """\
 Bytes per rank, phase by phase, for each ZeRO stage and offload choice, without allocating them.
@@ -28,24 +24,6 @@ Bytes per rank, phase by phase, for each ZeRO stage and offload choice, without 
   deepspeed_c plan --config ds_config.json --ranks 64 train.py --lr 0.1     the model that train.py passes to initialize
   deepspeed_c plan --config ds_config.json --ranks 64 --params 7e9          a stack of equal layers of that many parameters
 """
-
-
-def _parse(text: str, units: dict[str, int], where: str, fix: str) -> int:
-    match = _NUMBER.fullmatch(text.strip())
-    factor = None if match is None else units.get(match[2].lower())
-    if match is None or factor is None:
-        raise ConfigError(f"{text!r} is not understood", where=where, fix=fix)
-    return round(float(match[1]) * factor)
-
-
-def parse_count(text: str, where: str = "--params") -> int:
-    """A number such as 7e9, 7B, 350M or 124000; raises ConfigError."""
-    return _parse(text, _COUNT_UNITS, where, "write a number such as 7e9, 7B or 350M")
-
-
-def parse_bytes(text: str, where: str = "--activations") -> int:
-    """A number of bytes such as 2e9, 4GB or 1.5GiB; raises ConfigError."""
-    return _parse(text, _BYTE_UNITS, where, "write a number of bytes such as 2e9, 4GB or 1.5GiB")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -63,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     n_ranks = options.ranks
     if n_ranks < 1:
         raise ConfigError(f"{n_ranks} is not a number of ranks", where="--ranks", fix="write an integer >= 1")
-    shared = {"device_type": options.device, "activation_bytes": parse_bytes(options.activations)}
+    shared = {"device_type": options.device, "activation_bytes": parse_bytes(options.activations, "--activations")}
     if script:
         found = find_model(script, arguments, n_ranks)
         source = options.config if options.config is not None else found.config
@@ -79,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
         )
     else:
         _require_config(options.config, "--config")
-        n_params = parse_count(options.params)
+        n_params = parse_count(options.params, "--params")
         n_layers = guess_layers(n_params) if options.layers is None else options.layers
         sizes = stack_of(n_params, n_layers, DTYPES[options.given])
         table = plan_table(options.config, n_ranks, sizes=sizes._replace(is_sharded=options.zero_init), **shared)

@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepspeed_c.errors import ConfigError
 from deepspeed_c.launcher.main import main
-from deepspeed_c.plan.cli import parse_bytes, parse_count
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = {
@@ -34,30 +32,6 @@ def folder(tmp_path):
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
     (tmp_path / "train.py").write_text(SCRIPT)
     return tmp_path
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [("7e9", 7_000_000_000), ("7B", 7_000_000_000), ("350M", 350_000_000), ("1.5k", 1500), ("124000", 124_000)],
-)
-def test_counts(text, number):
-    assert parse_count(text) == number
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [("0", 0), ("2e9", 2 * 10**9), ("4GB", 4 * 10**9), ("1.5GiB", 3 << 29), ("512 MiB", 512 << 20), ("7b", 7)],
-)
-def test_bytes(text, number):
-    assert parse_bytes(text) == number
-
-
-@pytest.mark.parametrize("text", ["", "many", "-3", "1e", "3 bytes", "0x10", "nan", "1e-3"])
-def test_what_is_no_number_is_refused(text):
-    with pytest.raises(ConfigError, match="is not understood"):
-        parse_count(text)
-    with pytest.raises(ConfigError, match="is not understood"):
-        parse_bytes(text)
 
 
 def test_sizes(folder, capsys):

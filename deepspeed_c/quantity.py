@@ -1,0 +1,40 @@
+"""Counts and bytes as people write them: 7B, 350M, 4GB, 1.5GiB."""
+
+from __future__ import annotations
+
+import re
+
+from deepspeed_c.errors import ConfigError
+
+__all__ = ["as_binary", "parse_bytes", "parse_count"]
+
+_COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+_BYTE_UNITS = {"": 1} | {f"{u}b": 1000**n for n, u in enumerate(("", "k", "m", "g", "t"))}
+_BYTE_UNITS |= {f"{u}ib": 1024**n for n, u in enumerate(("k", "m", "g", "t"), 1)}
+_NUMBER = re.compile(r"(\d+(?:\.\d*)?(?:e\+?\d+)?|\.\d+)\s*([a-z]*)", re.IGNORECASE)
+
+
+def _parse(text: str, units: dict[str, int], where: str, fix: str) -> int:
+    match = _NUMBER.fullmatch(text.strip())
+    factor = None if match is None else units.get(match[2].lower())
+    if match is None or factor is None:
+        raise ConfigError(f"{text!r} is not understood", where=where, fix=fix)
+    return round(float(match[1]) * factor)
+
+
+def parse_count(text: str, where: str) -> int:
+    """A number such as 7e9, 7B, 350M or 124000; ConfigError, which names ``where`` it stands, for anything else."""
+    return _parse(text, _COUNT_UNITS, where, "write a number such as 7e9, 7B or 350M")
+
+
+def parse_bytes(text: str, where: str) -> int:
+    """A number of bytes such as 2e9, 4GB (powers of 1000) or 1.5GiB (of 1024); ConfigError, which names ``where`` it stands, for anything else."""
+    return _parse(text, _BYTE_UNITS, where, "write a number of bytes such as 2e9, 4GB or 1.5GiB")
+
+
+def as_binary(n_bytes: int) -> str:
+    """Bytes with the largest unit (powers of 1024) that leaves a number of at least 1, to three digits: 1.5 GiB."""
+    value, unit = float(n_bytes), 0
+    while value >= 1024 and unit < 4:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}"

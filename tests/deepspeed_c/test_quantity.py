@@ -1,0 +1,47 @@
+"""quantity.py: what people write for counts and bytes, and what is shown to them."""
+
+from __future__ import annotations
+
+import pytest
+
+from deepspeed_c.errors import ConfigError
+from deepspeed_c.quantity import as_binary, parse_bytes, parse_count
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("7e9", 7_000_000_000), ("7B", 7_000_000_000), ("350M", 350_000_000), ("1.5k", 1500), ("124000", 124_000)],
+)
+def test_counts(text, number):
+    assert parse_count(text, "here") == number
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("0", 0), ("2e9", 2 * 10**9), ("4GB", 4 * 10**9), ("1.5GiB", 3 << 29), ("512 MiB", 512 << 20), ("7b", 7)],
+)
+def test_bytes(text, number):
+    assert parse_bytes(text, "here") == number
+
+
+@pytest.mark.parametrize("text", ["", "many", "-3", "1e", "3 bytes", "0x10", "nan", "1e-3"])
+def test_what_is_no_number_is_refused(text):
+    with pytest.raises(ConfigError, match="here: .* is not understood"):
+        parse_count(text, "here")
+    with pytest.raises(ConfigError, match="here: .* is not understood"):
+        parse_bytes(text, "here")
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1.02e+03 B"),
+        (1024, "1 KiB"),
+        (3 << 19, "1.5 MiB"),
+        (1 << 30, "1 GiB"),
+        (5 << 50, "5.12e+03 TiB"),
+    ],
+)
+def test_bytes_are_shown_with_a_unit(n_bytes, text):
+    assert as_binary(n_bytes) == text
