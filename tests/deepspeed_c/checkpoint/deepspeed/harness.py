@@ -45,15 +45,21 @@ def config(stage: int, dtype: str, **more: Any) -> dict[str, Any]:
 
 
 def run_peer(python: str, spec: dict[str, Any], folder: Path, world_size: int, timeout: float = 120) -> dict[str, Any]:
-    """Runs peer.py on ``world_size`` ranks and returns the report of rank 0. Kills what is left of them."""
+    """Runs peer.py on ``world_size`` ranks and returns the report of rank 0."""
+    return run_peers(python, [spec], folder, world_size, timeout)[0]
+
+
+def run_peers(
+    python: str, specs: list[dict[str, Any]], folder: Path, world_size: int, timeout: float = 120
+) -> list[dict[str, Any]]:
+    """Runs peer.py on ``world_size`` ranks, one spec after the other, and returns the reports of rank 0. Kills what is left of them."""
     folder.mkdir(parents=True, exist_ok=True)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    optimizer = spec.setdefault("optimizer", "adamw")
-    spec = {"states": STATES.get(optimizer, STATES["adamw"]), "report": str(folder / "report.pt"), **spec}
-    path = folder / "spec.json"
-    path.write_text(json.dumps(spec))
+    specs = [{"optimizer": "adamw", "report": str(folder / f"report_{i}.pt"), **spec} for i, spec in enumerate(specs)]
+    path = folder / "specs.json"
+    path.write_text(json.dumps([{"states": STATES.get(spec["optimizer"], STATES["adamw"]), **spec} for spec in specs]))
     ranks = []
     try:
         for rank in range(world_size):
@@ -89,4 +95,4 @@ def run_peer(python: str, spec: dict[str, Any], folder: Path, world_size: int, t
     if any(codes):
         logs = "\n".join((folder / f"rank_{rank}.log").read_text()[-3000:] for rank in range(world_size))
         raise AssertionError(f"ranks ended with {codes}\n{logs}")
-    return torch.load(spec["report"], weights_only=True)
+    return [torch.load(spec["report"], weights_only=True) for spec in specs]

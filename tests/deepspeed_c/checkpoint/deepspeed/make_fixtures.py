@@ -68,12 +68,12 @@ def make(python: str, name: str, stage: int, dtype: str, world_size: int, more: 
         report = run_peer(python, spec, folder / "run", world_size)
         (folder / "saved" / "zero_to_fp32.py").unlink(missing_ok=True)
         version = report["version"].split("+")[0]
-        pack(folder / "saved", folder / "run" / "report.pt", f"{version}-{name}")
+        pack(folder / "saved", folder / "run" / "report_0.pt", f"{version}-{name}")
         if name in UNIVERSAL and version.startswith(NEWEST):
             universal = folder / "universal"
             universal.mkdir()
             convert(python, folder / "saved" / "t3", universal / "t3")
-            pack(universal, folder / "run" / "report.pt", f"{version}-universal-{name}")
+            pack(universal, folder / "run" / "report_0.pt", f"{version}-universal-{name}")
 
 
 def pack(folder: Path, report: Path, name: str) -> None:

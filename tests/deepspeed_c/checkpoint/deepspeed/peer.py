@@ -1,8 +1,8 @@
 """Runs inside a Python that has DeepSpeed: trains a tiny model, saves or loads a checkpoint, and reports every tensor as DeepSpeed itself shows it.
 
-    RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=... python peer.py SPEC.json
+    RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=... python peer.py SPECS.json
 
-The keys of SPEC are those of ``main`` below. Rank 0 writes the report with torch.save.
+SPECS is a list; the keys of each are those of ``run`` below. Rank 0 writes a report of each with torch.save.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ def optimizer_of(kind: str, model: nn.Module) -> torch.optim.Optimizer | None:
         from deepspeed.ops.adam import FusedAdam
 
         return FusedAdam(groups, lr=0.01, betas=(0.9, 0.95))
+    if kind == "one_group":
+        return torch.optim.AdamW([p for group in groups for p in group["params"]], lr=0.01, betas=(0.9, 0.95))
     if kind == "cpu":
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -106,16 +108,8 @@ def train(engine, first: int, n_steps: int) -> list[float]:
     return losses
 
 
-def main() -> None:
-    with open(sys.argv[1]) as file:
-        spec = json.load(file)
-    torch.set_num_threads(1)
+def run(spec: dict) -> None:
     torch.manual_seed(7)
-    # DeepSpeed refuses fp16 on a CPU without instructions for it; torch computes it all the same.
-    get_accelerator().is_fp16_supported = lambda: True
-    # It would compile an all-reduce over shared memory first.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(dist_backend="gloo")
     config = spec["config"]
     stage = config.get("zero_optimization", {}).get("stage", 0)
     if stage == 3 and spec.get("zero_init"):
@@ -145,6 +139,20 @@ def main() -> None:
     if engine.global_rank == 0:
         torch.save(report, spec["report"])
     deepspeed.comm.barrier()
+    engine.destroy()
+
+
+def main() -> None:
+    with open(sys.argv[1]) as file:
+        specs = json.load(file)
+    torch.set_num_threads(1)
+    # DeepSpeed refuses fp16 on a CPU without instructions for it; torch computes it all the same.
+    get_accelerator().is_fp16_supported = lambda: True
+    # It would compile an all-reduce over shared memory first.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="gloo")
+    for spec in specs:
+        run(spec)
     torch.distributed.destroy_process_group()
 
 
