@@ -3,18 +3,26 @@
 [Note: commit] A checkpoint is written into a hidden folder beside its final place. When everything in it is on disk it gets its name by one rename (two names
 change places by one system call where the tag exists already), and only then does ``latest`` name it. A crash at any instant leaves the old
 checkpoint, or the new one, under the name; what a dead process has left in hidden folders is removed by the next save.
+
+[Note: retention] Several runs may save into one folder, and nothing tells whose a tag is. So a save deletes only what is behind all that it keeps in both ways: trained less far, and
+written earlier. What another run has written since, what is trained further (that run's, or one's own from before an older tag was loaded), what ``latest`` names, and what is not
+complete, is neither counted nor deleted. From the instant that a tag has its name until ``latest`` names it, its writer holds a shared lock on the folder; retention looks and
+renames under an exclusive one, and leaves it to the next save when it does not get it. Where the file system has no locks, the order of times is all there is.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import re
 import secrets
 import shutil
 import socket
+import time
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from deepspeed_c import _C
 from deepspeed_c.checkpoint.manifest import MANIFEST, Manifest, read_manifest
@@ -27,6 +35,7 @@ __all__ = [
     "check_tag",
     "commit_folder",
     "find_tag",
+    "keep_from_retention",
     "make_temporary",
     "read_latest",
     "remove_stale",
@@ -48,6 +57,8 @@ FILE_NAME_LIMIT_BYTES = 255
 _TAKEN = frozenset({"latest", "latest_universal", "zero_to_fp32.py"})
 # How often a commit tries again when other processes rename the same tag between its steps.
 COMMIT_ATTEMPTS = 100
+# How long a commit waits for another run's retention, which only reads manifests and renames.
+LOCK_SECONDS = 10.0
 
 
 def check_tag(tag: str) -> str:
@@ -182,14 +193,21 @@ def _take_name(temporary: str, final: str, tag: str) -> str | None:
 
 
 def _discard(path: str, save_dir: str, tag: str) -> None:
-    """Deletes what a checkpoint was; first it gets a name under which nobody looks for one, however little is left of it."""
+    """Deletes what a checkpoint was."""
+    gone = _set_aside(path, save_dir, tag)
+    if gone is not None:
+        remove_tree(gone)
+
+
+def _set_aside(path: str, save_dir: str, tag: str) -> str | None:
+    """Gives what is to be deleted a name under which nobody looks for a checkpoint, however little is left of it; None where that fails."""
     gone = os.path.join(save_dir, _hidden_name(tag, "gone"))
     try:
         os.rename(path, gone)
     except OSError as error:
         logger.warning("%s: cannot be deleted: %s", path, error.strerror)
-        return
-    remove_tree(gone)
+        return None
+    return gone
 
 
 def remove_tree(path: str) -> None:
@@ -239,12 +257,7 @@ def find_tag(save_dir: str, tag: str) -> str:
 def tags_by_age(save_dir: str) -> list[tuple[str, Manifest]]:
     """The tags of complete checkpoints of ours under ``save_dir``, the furthest trained first."""
     found: list[tuple[int, float, str, Manifest]] = []
-    try:
-        with os.scandir(save_dir) as entries:
-            names = [entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
-    except OSError:
-        return []
-    for name in names:
+    for name in _tag_names(save_dir):
         path = os.path.join(save_dir, name)
         try:
             modified = os.stat(os.path.join(path, MANIFEST)).st_mtime
@@ -256,22 +269,127 @@ def tags_by_age(save_dir: str) -> list[tuple[str, Manifest]]:
     return [(name, manifest) for _, _, name, manifest in found]
 
 
-def apply_retention(save_dir: str, newest: str, keep_last: int | None, keep_every: int | None) -> list[str]:
-    """Deletes checkpoints of ours beyond the newest ``keep_last``, except those whose step is a multiple of ``keep_every``. Returns their tags.
+def _tag_names(save_dir: str) -> list[str]:
+    try:
+        with os.scandir(save_dir) as entries:
+            return [entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
+    except OSError:
+        return []
 
-    ``newest`` and what ``latest`` names always stay, and so does everything that is no complete checkpoint of ours.
+
+class _Tag(NamedTuple):
+    """A complete checkpoint: how far it was trained, and when it was written."""
+
+    name: str
+    step: int
+    written: float
+
+
+def apply_retention(
+    save_dir: str, newest: str, keep_last: int | None, keep_every: int | None, *, counts_deepspeed: bool = False
+) -> list[str]:
+    """Deletes checkpoints beyond the last ``keep_last`` up to ``newest``, which has just been saved, except those whose step is a multiple of ``keep_every``.
+
+    Those of ours, and with ``counts_deepspeed`` those in DeepSpeed's layout. Returns their tags. See [Note: retention].
     """
     if keep_last is None:
         return []
-    kept = {newest, read_latest(save_dir)}
-    tags = [(tag, manifest) for tag, manifest in tags_by_age(save_dir) if tag != newest]
-    removed = []
-    for tag, manifest in tags[max(keep_last - 1, 0) :]:
-        if tag in kept or (keep_every and manifest.counters.get("global_steps", 0) % keep_every == 0):
+    with _locked(save_dir, fcntl.LOCK_EX, 0.0) as is_alone:
+        if not is_alone:  # another run is just giving a tag its name
+            return []
+        gone = _set_aside_old(save_dir, newest, keep_last, keep_every, counts_deepspeed)
+    for path in gone.values():
+        remove_tree(path)
+    return list(gone)
+
+
+def _set_aside_old(
+    save_dir: str, newest: str, keep_last: int, keep_every: int | None, counts_deepspeed: bool
+) -> dict[str, str]:
+    """Takes the names from what is not kept. Returns tag -> where it is now."""
+    tags = {tag.name: tag for tag in _complete_tags(save_dir, counts_deepspeed)}
+    mine = tags.pop(newest, None)
+    if mine is None:  # another run has replaced it by something else, or deleted it
+        return {}
+    older = sorted((tag for tag in tags.values() if tag.step <= mine.step), key=lambda tag: tag[1:], reverse=True)
+    kept, rest = [mine, *older[: keep_last - 1]], older[keep_last - 1 :]
+    first_written = min(tag.written for tag in kept)
+    latest = read_latest(save_dir)
+    gone = {}
+    for tag in rest:
+        is_kept = tag.name == latest or tag.written > first_written or (keep_every and tag.step % keep_every == 0)
+        path = None if is_kept else _set_aside(os.path.join(save_dir, tag.name), save_dir, tag.name)
+        if path is not None:
+            gone[tag.name] = path
+    return gone
+
+
+def _complete_tags(save_dir: str, counts_deepspeed: bool) -> Iterator[_Tag]:
+    for name in _tag_names(save_dir):
+        path = os.path.join(save_dir, name)
+        try:
+            if os.path.exists(os.path.join(path, MANIFEST)):
+                written = os.stat(os.path.join(path, MANIFEST)).st_mtime
+                yield _Tag(name, read_manifest(path).counters.get("global_steps", 0), written)
+            elif counts_deepspeed:
+                step = _step_of_deepspeed(path)
+                if step is not None:
+                    with os.scandir(path) as files:
+                        yield _Tag(name, step, max(file.stat().st_mtime for file in files))
+        except (OSError, CheckpointError):
             continue
-        _discard(os.path.join(save_dir, tag), save_dir, tag)
-        removed.append(tag)
-    return removed
+
+
+def _step_of_deepspeed(path: str) -> int | None:
+    """The step of a complete checkpoint in DeepSpeed's layout, whose tensors are not read; None for anything else."""
+    from deepspeed_c.checkpoint.deepspeed.read import ModelStates, find_files
+
+    files = find_files(path)
+    if files is None or 0 not in files.models:
+        return None
+    model = ModelStates(files.models[0])
+    n_ranks = model.world_size if isinstance(model.world_size, int) else 1
+    for by_rank in (files.optimizers, files.models if files.is_stage3 else {}):
+        if by_rank and set(by_rank) != set(range(n_ranks)):
+            return None
+    step = model.content.get("global_steps")
+    return step if isinstance(step, int) else None
+
+
+@contextlib.contextmanager
+def keep_from_retention(save_dir: str) -> Iterator[None]:
+    """While a tag has its name and ``latest`` does not name it yet: nobody's retention takes place. See [Note: retention]."""
+    with _locked(save_dir, fcntl.LOCK_SH, LOCK_SECONDS) as is_locked:
+        if not is_locked:
+            logger.warning("%s: another process has held its lock for %g s; going on without", save_dir, LOCK_SECONDS)
+        yield
+
+
+@contextlib.contextmanager
+def _locked(save_dir: str, kind: int, seconds: float) -> Iterator[bool]:
+    """Holds the folder's lock, which ends with the process at the latest. False where somebody else holds it all the time; True where there are no locks."""
+    try:
+        folder = os.open(save_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:  # whatever is wrong there is said by who writes there
+        yield True
+        return
+    try:
+        yield _try_lock(folder, kind, time.monotonic() + seconds)
+    finally:
+        os.close(folder)
+
+
+def _try_lock(folder: int, kind: int, deadline: float) -> bool:
+    while True:
+        try:
+            fcntl.flock(folder, kind | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.01)
+        except OSError:  # network file systems: no locks, or none on folders
+            return True
 
 
 def remove_stale(save_dir: str) -> None:

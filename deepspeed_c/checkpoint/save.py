@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import math
 import os
 import platform
@@ -22,6 +23,7 @@ from deepspeed_c.checkpoint.commit import (
     apply_retention,
     check_tag,
     commit_folder,
+    keep_from_retention,
     make_temporary,
     remove_stale,
     remove_tree,
@@ -217,19 +219,23 @@ def _explain(error: Exception, rank: int) -> str:
 def _commit(folder: str, destination: Destination, ranks: Ranks) -> None:
     """Gives a complete folder its name, then tells ``latest`` of it. Collective; raises CheckpointError on all ranks alike."""
     save_dir, tag, leads = destination.save_dir, destination.tag, destination.leads
-    _together(ranks, destination.path, lambda: commit_folder(folder, save_dir, tag) if leads else None)
-    _together(
-        ranks,
-        destination.path,
-        lambda: _announce(destination) if leads else None,
-        what=f"the checkpoint is complete, and only {LATEST!r} does not name it",
-        fix=f"load it by its tag, or free space and write {tag!r} into {os.path.join(save_dir, LATEST)}",
-    )
+    with contextlib.ExitStack() as held:
+        if leads:
+            held.enter_context(keep_from_retention(save_dir))
+        _together(ranks, destination.path, lambda: commit_folder(folder, save_dir, tag) if leads else None)
+        _together(
+            ranks,
+            destination.path,
+            lambda: _announce(destination, held) if leads else None,
+            what=f"the checkpoint is complete, and only {LATEST!r} does not name it",
+            fix=f"load it by its tag, or free space and write {tag!r} into {os.path.join(save_dir, LATEST)}",
+        )
 
 
-def _announce(destination: Destination) -> None:
+def _announce(destination: Destination, held: contextlib.ExitStack) -> None:
     if destination.save_latest:
         write_latest(destination.save_dir, destination.tag)
+    held.close()
     _tidy(destination)
 
 
@@ -239,7 +245,13 @@ def _tidy(destination: Destination) -> None:
 
     try:
         write_script(destination.save_dir)
-        removed = apply_retention(destination.save_dir, destination.tag, destination.keep_last, destination.keep_every)
+        removed = apply_retention(
+            destination.save_dir,
+            destination.tag,
+            destination.keep_last,
+            destination.keep_every,
+            counts_deepspeed=destination.convert is not None,
+        )
     except OSError as error:
         logger.warning("%s: %s", destination.save_dir, error)
         return
