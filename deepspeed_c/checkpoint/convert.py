@@ -125,4 +125,10 @@ def convert(source: Source, folder: str | os.PathLike[str], to: str, target: Tar
     for name in ("tag", "world_size", "stage", "dtype", "max_shard_size"):
         if getattr(target, name) != getattr(default, name) and name not in TAKES[to]:
             raise CheckpointError(f"the format {to} has no {name}", where=name, fix=f"leave {name} out")
+    if source.problem and to != "safetensors":
+        raise CheckpointError(
+            f"its optimizer states would be left behind: {source.problem}",
+            where=source.where,
+            fix="load it in an engine, whose optimizer tells their names, and save it there; the weights alone are written as safetensors",
+        )
     return write(source, os.fspath(folder), target)

@@ -579,8 +579,12 @@ class _Unnamed:
             )
 
     def _slot(self, states: Mapping[str, Any], master: StoredTensor | None) -> _Slot:
-        whole = {key: value for key, value in states.items() if isinstance(value, StoredTensor) and not is_count(value)}
-        counts = {key: value for key, value in states.items() if is_count(value)}
+        tensors = {key: value for key, value in states.items() if isinstance(value, StoredTensor) and key != "step"}
+        whole = {key: value for key, value in tensors.items() if value.shape != ()}
+        if not whole and (master is None or master.shape == ()):
+            # A weight of no dimension, whose states have none either.
+            whole = tensors
+        counts = {key: value for key, value in states.items() if key not in whole and is_count(value)}
         shapes = {tuple(value.shape) for value in whole.values()} | (
             {tuple(master.shape)} if master is not None else set()
         )
@@ -590,8 +594,6 @@ class _Unnamed:
                 where=self.where,
                 fix="optimizers with factored states are not read; load the weights alone",
             )
-        if not shapes and "step" in counts and isinstance(states.get("exp_avg"), StoredTensor):
-            shapes = {()}
         return _Slot(
             next(iter(shapes), None),
             None if master is None else Piece(0, master.n_elems, master, 0),

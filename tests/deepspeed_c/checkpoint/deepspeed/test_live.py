@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
+from deepspeed_c.checkpoint.deepspeed import open_deepspeed, write_universal
 from tests.deepspeed_c.checkpoint.deepspeed.harness import DTYPES, STATES, config, run_peers
+from tests.deepspeed_c.checkpoint.deepspeed.make_fixtures import convert
 from tests.deepspeed_c.engine.test_interchange import LOSS_TOLERANCE, differences, make, show, train
 from tests.ranks import run_ranks
 
@@ -22,6 +25,11 @@ FIRST, MORE = 2, 2
 CASES = [(stage, dtype) for stage in (0, 1, 2, 3) for dtype in DTYPES]
 # Master weights after the last step, absolute: a step of Adam is about 0.01. DeepSpeed's gradients are rounded in other places in half precision.
 END_TOLERANCE = {"fp32": 1e-6, "bf16": 2e-4, "fp16": 2e-4}
+
+
+def more_of(stage: int, dtype: str) -> dict[str, Any]:
+    """Without ZeRO DeepSpeed changes the loss scale before it divides the gradients by it, so that one step in each window has the wrong ones: a static scale there."""
+    return {"fp16": {"enabled": True, "loss_scale": 256}} if (stage, dtype) == (0, "fp16") else {}
 
 
 class Run(NamedTuple):
@@ -35,7 +43,7 @@ class Run(NamedTuple):
 def save_ours(rank: int, world: int, folder: str) -> dict[tuple[int, str], Run]:
     runs = {}
     for stage, dtype in CASES:
-        with make(stage, dtype, checkpoint={"format": "deepspeed"}) as engine:
+        with make(stage, dtype, checkpoint={"format": "deepspeed"}, **more_of(stage, dtype)) as engine:
             train(engine, 0, FIRST)
             engine.save_checkpoint(f"{folder}/{stage}{dtype}", tag="t2", client_state={"epoch": 2})
             shown = show(engine, STATES["adamw"])
@@ -47,7 +55,7 @@ def save_ours(rank: int, world: int, folder: str) -> dict[tuple[int, str], Run]:
 def load_theirs(rank: int, world: int, folder: str) -> dict[tuple[int, str], Run]:
     runs = {}
     for stage, dtype in CASES:
-        with make(stage, dtype) as engine:
+        with make(stage, dtype, **more_of(stage, dtype)) as engine:
             path, client_state = engine.load_checkpoint(f"{folder}/{stage}{dtype}")
             assert Path(path).name == "t2" and client_state == {"epoch": 2}
             shown = show(engine, STATES["adamw"])
@@ -73,7 +81,7 @@ def both(request, tmp_path_factory) -> Both:
     ours = run_ranks(world, save_ours, str(folder / "ours"), timeout=240)[0]
     loads = [
         {
-            "config": config(stage, dtype),
+            "config": config(stage, dtype, **more_of(stage, dtype)),
             "load": str(folder / "ours" / f"{stage}{dtype}"),
             "client_keys": ["epoch"],
             "steps": MORE,
@@ -82,7 +90,7 @@ def both(request, tmp_path_factory) -> Both:
     ]
     saves = [
         {
-            "config": config(stage, dtype),
+            "config": config(stage, dtype, **more_of(stage, dtype)),
             "steps": FIRST,
             "save": str(folder / "theirs" / f"{stage}{dtype}"),
             "tag": "t2",
@@ -91,10 +99,11 @@ def both(request, tmp_path_factory) -> Both:
         }
         for stage, dtype in CASES
     ]
-    reports = run_peers(PYTHON, [*loads, *saves], folder / "peer", world, timeout=500)
+    # Stage 3 last: from then on DeepSpeed leaves buffers in fp32 in that process.
+    specs = [spec for pair in zip(loads, saves, strict=True) for spec in pair]
+    reports = run_peers(PYTHON, specs, folder / "peer", world, timeout=500)
     ours_of_theirs = run_ranks(world, load_theirs, str(folder / "theirs"), timeout=240)[0]
-    n = len(CASES)
-    return Both(ours, dict(zip(CASES, reports[:n])), dict(zip(CASES, reports[n:])), ours_of_theirs)
+    return Both(ours, dict(zip(CASES, reports[::2])), dict(zip(CASES, reports[1::2])), ours_of_theirs)
 
 
 def far(ours: dict[str, Any], theirs: dict[str, Any], tolerance: float) -> list[str]:
@@ -124,3 +133,76 @@ def test_we_go_on_from_what_deepspeed_saved(both, stage, dtype):
     print(report["losses"], ours.losses)
     assert ours.losses == pytest.approx(report["losses"][FIRST:], rel=LOSS_TOLERANCE[dtype])
     assert far(ours.end, report["end"], END_TOLERANCE[dtype]) == []
+
+
+# name -> (stage that saved, stage that loads, optimizer)
+UNIVERSAL = {
+    "stage1": (1, 1, "adamw"),
+    "stage1-to-2": (1, 2, "adamw"),
+    "stage1-to-3": (1, 3, "one_group"),
+    "stage3": (3, 3, "adamw"),
+    "stage3-one-group": (3, 3, "one_group"),
+}
+
+
+@pytest.fixture(scope="module")
+def universal(tmp_path_factory) -> dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
+    """DeepSpeed's reports by case: going on itself, from our universal checkpoint of what it had saved, and from its own."""
+    folder = tmp_path_factory.mktemp("universal")
+    saves, loads = [], []
+    for name, (stage, _, optimizer) in UNIVERSAL.items():
+        saves.append(
+            {
+                "config": config(stage, "bf16"),
+                "optimizer": optimizer,
+                "steps": FIRST,
+                "save": str(folder / "saved" / name),
+                "tag": "t2",
+                "more_steps": MORE,
+            }
+        )
+    saved = run_peers(PYTHON, saves, folder / "save", 1, timeout=240)
+    for name, (_, stage, optimizer) in UNIVERSAL.items():
+        with open_deepspeed(str(folder / "saved" / name)) as source:
+            write_universal(source, folder / "ours" / name, "t2", dtype=torch.bfloat16)
+        if name == "stage3":
+            own = folder / "own" / name
+            own.mkdir(parents=True)
+            convert(PYTHON, folder / "saved" / name / "t2", own / "t2")
+            (own / "latest_universal").write_text("t2")
+        for maker in ("ours", "own") if name == "stage3" else ("ours",):
+            loads.append(
+                {
+                    "config": config(stage, "bf16", checkpoint={"load_universal": True}),
+                    "optimizer": optimizer,
+                    "load": str(folder / maker / name),
+                    "steps": MORE,
+                }
+            )
+    loaded = iter(run_peers(PYTHON, loads, folder / "load", 1, timeout=240))
+    return {
+        name: (report, next(loaded), next(loaded) if name == "stage3" else {})
+        for name, report in zip(UNIVERSAL, saved, strict=True)
+    }
+
+
+@pytest.mark.parametrize("name", UNIVERSAL)
+def test_deepspeed_goes_on_from_our_universal_checkpoints(universal, name):
+    """At stage 3 DeepSpeed 0.19 gives all sub-groups one and the same tensor that counts steps, which each of them advances, and the first group's options: with
+    more than one its further steps are others than before, from its own universal checkpoint and, alike, from ours."""
+    before, after, own = universal[name]
+    for kind in ("master", "buffer"):
+        for tensor, want in before["saved"][kind].items():
+            assert torch.equal(after["loaded"][kind][tensor], want), (kind, tensor)
+    for state, of_state in before["saved"]["state"].items():
+        for tensor, want in of_state.items():
+            assert torch.equal(after["loaded"]["state"][state][tensor], want), (state, tensor)
+    print(before["losses"], after["losses"], own.get("losses"))
+    if name == "stage3":
+        assert after["losses"] == own["losses"] != before["losses"][FIRST:]
+        for tensor, want in own["end"]["master"].items():
+            assert torch.equal(after["end"]["master"][tensor], want), tensor
+        return
+    assert after["losses"] == pytest.approx(before["losses"][FIRST:], rel=LOSS_TOLERANCE["bf16"])
+    for tensor, want in before["end"]["master"].items():
+        assert torch.allclose(after["end"]["master"][tensor], want, rtol=0, atol=END_TOLERANCE["bf16"]), tensor
