@@ -184,7 +184,7 @@ def read_manifest(folder: str, opened: int | None = None) -> Manifest:
         )
     try:
         head = msgspec.json.decode(content, type=_Head)
-        if head.format != FORMAT or head.version > VERSION:
+        if head.format != FORMAT or not 1 <= head.version <= VERSION:
             raise CheckpointError(
                 f"is format {head.format!r} version {head.version}; this version reads {FORMAT!r} up to {VERSION}",
                 where=path,
@@ -235,12 +235,15 @@ def _problems(manifest: Manifest) -> Iterator[str]:
     for count in (topology.world_size, topology.tensor_parallel, topology.pipeline_parallel):
         if not 0 < count <= RANKS_LIMIT:
             yield f"{count} ranks"
+    if not 0 <= topology.stage <= 3:
+        yield f"stage {topology.stage}"
     for name, number in manifest.counters.items():
         if not 0 <= number < 1 << 63:
             yield f"{name} is {number}"
     seen: set[str] = set()
     for file in (*manifest.files, *manifest.states):
-        if not file.name or file.name != os.path.basename(file.name) or file.name in (".", ".."):
+        is_plain = file.name == os.path.basename(file.name) and file.name not in ("", ".", "..")
+        if not is_plain or not file.name.isprintable():
             yield f"{file.name!r} is no plain file name"
         if file.name in seen:
             yield f"the file {file.name!r} is listed twice"

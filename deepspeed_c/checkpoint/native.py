@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import stat
@@ -224,8 +225,11 @@ class NativeSource(Source):
         """(piece, first element within what it stores, first element within what is wanted, elements)."""
         pieces = entry.pieces
         if box is None and all(piece.start is None for piece in pieces):
-            yield from self._flat_runs(entry, begin, n_elems)
-            return
+            in_order = sorted((piece for piece in pieces if piece.n_elems), key=lambda piece: piece.begin)
+            # Where pieces overlap, the order in which they are listed decides: the planner knows it.
+            if all(a.begin + a.n_elems <= b.begin for a, b in itertools.pairwise(in_order)):
+                yield from self._flat_runs(entry, in_order, begin, n_elems)
+                return
         shape, zero = tuple(entry.shape), (0,) * len(entry.shape)
         flat = array("q")
         for piece in pieces:
@@ -239,13 +243,14 @@ class NativeSource(Source):
         for i in range(0, len(plan), 4):
             yield pieces[plan[i]], plan[i + 1], plan[i + 2], plan[i + 3]
 
-    def _flat_runs(self, entry: TensorEntry, begin: int, n_elems: int) -> Iterator[tuple[Piece, int, int, int]]:
-        """The common case, pieces and wish being flat ranges: without a call for each tensor."""
-        pieces = sorted((piece for piece in entry.pieces if piece.n_elems), key=lambda piece: piece.begin)
+    def _flat_runs(
+        self, entry: TensorEntry, pieces: Sequence[Piece], begin: int, n_elems: int
+    ) -> Iterator[tuple[Piece, int, int, int]]:
+        """The common case, pieces (in order, and apart) and wish being flat ranges: without a call for each tensor."""
         at, end = begin, begin + n_elems
         i = max(bisect_right(pieces, at, key=lambda piece: piece.begin) - 1, 0)
         while at < end:
-            while i < len(pieces) and pieces[i].begin + pieces[i].n_elems <= at:
+            if i < len(pieces) and pieces[i].begin + pieces[i].n_elems <= at:
                 i += 1
             if i == len(pieces) or pieces[i].begin > at:
                 raise self._incomplete(entry, f"element {at} is in none of its {len(entry.pieces)} pieces")
