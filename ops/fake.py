@@ -9,7 +9,10 @@ from torch import Tensor
 
 __all__: list[str] = []
 
-IN_PLACE = ("optim_step_", "optim_apply_", "muon_momentum_", "muon_apply_", "flat_scale_", "flat_cast_")
+IN_PLACE = (
+    *("optim_step_", "optim_step_q8_", "q8_quantize_", "q8_dequantize_", "optim_apply_", "muon_momentum_", "muon_apply_"),
+    *("flat_scale_", "flat_cast_"),
+)
 
 
 def _writes_only(*arguments: Any) -> None:

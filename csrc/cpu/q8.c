@@ -11,10 +11,11 @@
 #define MAX_UNSIGNED 255.0f
 
 /*
- * The smallest scale of a block that is not all zeros. Its smallest code still stands for a normal number, (1 / 255)^4 * 2^-94 > 2^-126, so that what is read back
- * gives the same codes again, in processors that flush subnormals as well.
+ * The smallest scales. Their smallest codes still stand for normal numbers, (1 / 127)^4 * 2^-98 and (1 / 255)^8 * 2^-62, so that what is read back gives the same codes
+ * again, on processors that flush subnormals as well. A signed block below is zeros; an unsigned one, which may not become 0, takes lower codes.
  */
-#define MIN_SCALE 0x1p-94f
+#define MIN_SIGNED_SCALE 0x1p-98f
+#define MIN_UNSIGNED_SCALE 0x1p-62f
 
 #define INF_BITS 0x7f800000
 #define NAN_BITS 0x7fc00000u
@@ -32,7 +33,8 @@ static inline int32_t largest_bits(int64_t n, const dsc_f32 *src)
     return largest;
 }
 
-static inline float scale_of(int32_t largest)
+/* below: the scale of a block that is not zeros, and less than min. */
+static inline float scale_of(int32_t largest, float min, float below)
 {
     float scale = dsc_f32_from_bits((uint32_t)largest);
 
@@ -40,18 +42,18 @@ static inline float scale_of(int32_t largest)
         return 0.0f;
     if (largest >= INF_BITS) /* what cannot be stored must be seen */
         return dsc_f32_from_bits(NAN_BITS);
-    return scale < MIN_SCALE ? MIN_SCALE : scale;
+    return scale < min ? below : scale;
 }
 
 void DSC_K(quantize_q8_signed)(int64_t n, const dsc_f32 *restrict src, int8_t *restrict codes, dsc_f32 *restrict scale)
 {
-    float largest = scale_of(largest_bits(n, src));
-    float factor = largest == 0.0f ? 0.0f : MAX_SIGNED / sqrtf(largest);
+    float largest = scale_of(largest_bits(n, src), MIN_SIGNED_SCALE, 0.0f);
+    float factor = largest == 0.0f ? 0.0f : MAX_SIGNED / sqrtf(sqrtf(largest));
 
     *scale = largest;
     for (int64_t i = 0; i < n; i++) {
         float x = src[i];
-        float root = sqrtf(fabsf(x)) * factor + 0.5f;
+        float root = sqrtf(sqrtf(fabsf(x))) * factor + 0.5f;
         int32_t code = (int32_t)(root < MAX_SIGNED ? root : MAX_SIGNED); /* a NaN too gets a code, for the conversion to be defined */
 
         codes[i] = (int8_t)(x < 0.0f ? -code : code);
@@ -60,13 +62,13 @@ void DSC_K(quantize_q8_signed)(int64_t n, const dsc_f32 *restrict src, int8_t *r
 
 void DSC_K(quantize_q8_unsigned)(int64_t n, const dsc_f32 *restrict src, uint8_t *restrict codes, dsc_f32 *restrict scale)
 {
-    float largest = scale_of(largest_bits(n, src));
-    float factor = largest == 0.0f ? 0.0f : MAX_UNSIGNED / sqrtf(sqrtf(largest));
+    float largest = scale_of(largest_bits(n, src), MIN_UNSIGNED_SCALE, MIN_UNSIGNED_SCALE);
+    float factor = largest == 0.0f ? 0.0f : MAX_UNSIGNED / sqrtf(sqrtf(sqrtf(largest)));
 
     *scale = largest;
     for (int64_t i = 0; i < n; i++) {
         float x = src[i] > 0.0f ? src[i] : 0.0f;
-        float root = sqrtf(sqrtf(x)) * factor + 0.5f;
+        float root = sqrtf(sqrtf(sqrtf(x))) * factor + 0.5f;
         float lowest = x > 0.0f ? 1.0f : 0.0f;
 
         root = root < MAX_UNSIGNED ? root : MAX_UNSIGNED;
@@ -80,8 +82,10 @@ void DSC_K(dequantize_q8_signed)(int64_t n, const int8_t *restrict codes, float 
 {
     for (int64_t i = 0; i < n; i++) {
         float root = (float)codes[i] * (1.0f / MAX_SIGNED);
+        float square = root * root;
+        float value = square * square * scale;
 
-        dst[i] = root * fabsf(root) * scale;
+        dst[i] = root < 0.0f ? -value : value;
     }
 }
 
@@ -90,7 +94,8 @@ void DSC_K(dequantize_q8_unsigned)(int64_t n, const uint8_t *restrict codes, flo
     for (int64_t i = 0; i < n; i++) {
         float root = (float)codes[i] * (1.0f / MAX_UNSIGNED);
         float square = root * root;
+        float fourth = square * square;
 
-        dst[i] = square * square * scale;
+        dst[i] = fourth * fourth * scale;
     }
 }

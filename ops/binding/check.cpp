@@ -42,6 +42,13 @@ View Checker::read_one(AtenTensorHandle tensor, const char *name, int index, int
     }
     if (view.dtype != *dtype)
         fail(DSC_EINVAL, where(name, index, i) + " is of " + dtype_name(view.dtype) + ", the tensors before it of " + dtype_name(*dtype));
+    check_device(tensor, view, name, index, i);
+    check_length(tensor, view, name, index, i);
+    return view;
+}
+
+void Checker::check_device(AtenTensorHandle tensor, const View &view, const char *name, int index, int64_t i)
+{
     if (like_ == nullptr) {
         like_ = tensor;
         device_type_ = view.device_type;
@@ -50,8 +57,46 @@ View Checker::read_one(AtenTensorHandle tensor, const char *name, int index, int
     if (view.device_type != device_type_ || view.device_index != device_index_)
         fail(DSC_EINVAL, where(name, index, i) + " is on " + device_name(view.device_type) + ":" + std::to_string(view.device_index) +
                              ", the tensors before it on " + device_name(device_type_) + ":" + std::to_string(device_index_));
+}
+
+View Checker::read_code_tensor(AtenTensorHandle tensor, const char *name, int index, int64_t i, dsc_q8_code code)
+{
+    const int32_t wanted = code == DSC_Q8_SIGNED ? aoti_torch_dtype_int8() : aoti_torch_dtype_uint8();
+    const View view = view_of(tensor);
+
+    if (!view.is_strided || view.dtype != wanted)
+        fail(DSC_EINVAL, where(name, index, i) + " is " + (view.is_strided ? "of " : "sparse, of ") + dtype_name(view.dtype) +
+                             "; dense codes of " + dtype_name(wanted) + " are needed");
+    check_device(tensor, view, name, index, i);
     check_length(tensor, view, name, index, i);
     return view;
+}
+
+View Checker::read_f32_tensor(AtenTensorHandle tensor, const char *name, int index, int64_t i, int64_t n_elems)
+{
+    const View view = view_of(tensor);
+
+    if (!view.is_strided || !view.is_contiguous || view.dtype != aoti_torch_dtype_float32() || view.n_elems != n_elems)
+        fail(DSC_EINVAL, where(name, index, i) + " has " + std::to_string(view.n_elems) + " elements of " + dtype_name(view.dtype) + "; " +
+                             std::to_string(n_elems) + " contiguous ones of float32 are needed");
+    check_device(tensor, view, name, index, i);
+    return view;
+}
+
+View Checker::read_first_codes(const Tensor &tensor, const char *name, int index, dsc_q8_code *out_code)
+{
+    const dsc_q8_code code = view_of(tensor.get()).dtype == aoti_torch_dtype_uint8() ? DSC_Q8_UNSIGNED : DSC_Q8_SIGNED;
+    const View view = read_code_tensor(tensor.get(), name, index, 0, code);
+
+    if (!view.is_contiguous)
+        fail(DSC_EINVAL, where(name, index, -1) + " is not contiguous");
+    *out_code = code;
+    return view;
+}
+
+View Checker::read_f32(const Tensor &tensor, const char *name, int index, int64_t n_elems)
+{
+    return read_f32_tensor(tensor.get(), name, index, 0, n_elems);
 }
 
 void Checker::check_length(AtenTensorHandle tensor, const View &view, const char *name, int index, int64_t i)

@@ -40,6 +40,29 @@ class Checker {
         return dtype < 0 ? DSC_DTYPE_F32 : static_cast<dsc_dtype>(to_dsc_dtype(dtype));
     }
 
+    /*
+     * Reads 8-bit codes of optimizer states (signed: int8, unsigned: uint8), and the f32 scales of their blocks, one tensor of
+     * dsc_q8_n_scales(elements) each. Both belong to the tensors of the first list.
+     */
+    template <class Visit>
+    void read_codes(const TensorList &list, const char *name, int index, dsc_q8_code code, Visit visit)
+    {
+        begin(list, name, index);
+        for (int64_t i = 0; i < list.size(); i++)
+            visit(i, read_code_tensor(list[i], name, index, i, code).data);
+    }
+    template <class Visit>
+    void read_scales(const TensorList &list, const char *name, int index, Visit visit)
+    {
+        begin(list, name, index);
+        for (int64_t i = 0; i < list.size(); i++)
+            visit(i, read_f32_tensor(list[i], name, index, i, dsc_q8_n_scales(n_elems_[static_cast<size_t>(i)])).data);
+    }
+
+    /* Single contiguous host tensors: codes, whose dtype says which, to be read first; and f32 elements on the same device. */
+    View read_first_codes(const Tensor &tensor, const char *name, int index, dsc_q8_code *out_code);
+    View read_f32(const Tensor &tensor, const char *name, int index, int64_t n_elems);
+
     /* A single tensor: the first that is read, or one that has to match the first. */
     struct dsc_span read_first(const Tensor &tensor, const char *name, int index);
     struct dsc_span read_like_first(const Tensor &tensor, const char *name, int index);
@@ -57,6 +80,9 @@ class Checker {
     std::string where(const char *name, int index, int64_t i) const;
     void begin(const TensorList &list, const char *name, int index);
     View read_one(AtenTensorHandle tensor, const char *name, int index, int64_t i, int32_t *dtype);
+    View read_code_tensor(AtenTensorHandle tensor, const char *name, int index, int64_t i, dsc_q8_code code);
+    View read_f32_tensor(AtenTensorHandle tensor, const char *name, int index, int64_t i, int64_t n_elems);
+    void check_device(AtenTensorHandle tensor, const View &view, const char *name, int index, int64_t i);
     void check_length(AtenTensorHandle tensor, const View &view, const char *name, int index, int64_t i);
 
     const char *op_;

@@ -36,6 +36,27 @@ class Operands {
             args.copy_dtype = checker.read(copies, "copies", 5, [this](int64_t i, void *data, int64_t) { at(i).copy = data; });
     }
 
+    /* The codes of each slot that the optimizer has, and their scales: an empty list where a slot is not in use. */
+    void read_codes(const struct dsc_optim_kind *kind, int32_t slot, const TensorList &codes, int codes_index, const TensorList &scales,
+                    int scales_index)
+    {
+        const dsc_q8_code code = dsc_optim_q8_code(kind, slot);
+        const std::string number = std::to_string(slot);
+        const auto at_slot = static_cast<size_t>(slot);
+
+        if (code == DSC_Q8_NONE && slot == 0)
+            dsc::fail(DSC_ENOTSUP, std::string("deepspeed_c::optim_step_q8_: the states of ") + dsc_optim_name(kind) +
+                                       " cannot be quantised to 8 bits");
+        if (codes.size() == 0 && scales.size() == 0)
+            return;
+        if (code == DSC_Q8_NONE)
+            dsc::fail(DSC_EINVAL, std::string("deepspeed_c::optim_step_q8_: ") + dsc_optim_name(kind) + " has no state " + number);
+        checker.read_codes(codes, ("codes" + number).c_str(), codes_index, code,
+                           [this, at_slot](int64_t i, void *data) { at(i).state[at_slot] = data; });
+        checker.read_scales(scales, ("scales" + number).c_str(), scales_index,
+                            [this, at_slot](int64_t i, void *data) { at(i).state_scale[at_slot] = data; });
+    }
+
     int64_t size() const { return static_cast<int64_t>(tensors.size()); }
 
     Checker checker;
@@ -100,6 +121,51 @@ void optim_step(const std::string &kind, const TensorList &params, const TensorL
                                                 needs_scratch ? dsc::f64_data(scratch) : nullptr, scope.stream()),
                    op);
     }
+}
+
+void optim_step_q8(const std::string &kind, const TensorList &params, const TensorList &grads, const TensorList &codes0,
+                   const TensorList &codes1, const TensorList &copies, const TensorList &scales0, const TensorList &scales1, HYPER_PARAMS)
+{
+    const char *const op = "optim_step_q8_";
+    const struct dsc_optim_kind *found = find_kind(kind, op);
+    Operands operands(op, params, grads, TensorList(), TensorList(), copies);
+    const dsc::LentPar par;
+
+    operands.read_codes(found, 0, codes0, 3, scales0, 6);
+    operands.read_codes(found, 1, codes1, 4, scales1, 7);
+    SET_HYPER(operands.args);
+    operands.args.flags |= DSC_OPTIM_STATE_Q8;
+    dsc::check(dsc_optim_step(found, &operands.args, operands.tensors.data(), operands.size(), par.get()), op);
+}
+
+void q8_quantize(const Tensor &values, const Tensor &codes, const Tensor &scales)
+{
+    const char *const op = "q8_quantize_";
+    Checker checker(op);
+    dsc_q8_code code = DSC_Q8_NONE;
+    const dsc::View to = checker.read_first_codes(codes, "codes", 1, &code);
+    const dsc::View from = checker.read_f32(values, "values", 0, to.n_elems);
+    const dsc::View scale = checker.read_f32(scales, "scales", 2, dsc_q8_n_scales(to.n_elems));
+    const dsc::LentPar par;
+
+    dsc::check(dsc_q8_quantize(code, to.n_elems, from.data, to.data, scale.data, par.get()), op);
+}
+
+void q8_dequantize(const Tensor &codes, const Tensor &scales, int64_t begin, const Tensor &out)
+{
+    const char *const op = "q8_dequantize_";
+    Checker checker(op);
+    dsc_q8_code code = DSC_Q8_NONE;
+    const dsc::View from = checker.read_first_codes(codes, "codes", 0, &code);
+    const dsc::View scale = checker.read_f32(scales, "scales", 1, dsc_q8_n_scales(from.n_elems));
+    const int64_t n_elems = dsc::view_of(out.get()).n_elems;
+    const dsc::View to = checker.read_f32(out, "out", 3, n_elems);
+    const dsc::LentPar par;
+
+    if (begin < 0 || begin > from.n_elems || n_elems > from.n_elems - begin)
+        dsc::fail(DSC_EINVAL, std::string("deepspeed_c::") + op + ": argument 2 (begin) is " + std::to_string(begin) + " for " +
+                                  std::to_string(n_elems) + " elements out of " + std::to_string(from.n_elems));
+    dsc::check(dsc_q8_dequantize(code, from.data, scale.data, begin, n_elems, to.data, par.get()), op);
 }
 
 Tensor optim_norms(const std::string &kind, const TensorList &params, const TensorList &grads, const TensorList &state0,
@@ -219,6 +285,10 @@ DSC_OPS(m)
 {
     m.def("optim_step_(str kind, Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] state0, Tensor(c!)[] state1, Tensor(d!)[] copies, "
           HYPER_SCHEMA ") -> ()");
+    m.def("optim_step_q8_(str kind, Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] codes0, Tensor(c!)[] codes1, Tensor(d!)[] copies, "
+          "Tensor(e!)[] scales0, Tensor(f!)[] scales1, " HYPER_SCHEMA ") -> ()");
+    m.def("q8_quantize_(Tensor values, Tensor(a!) codes, Tensor(b!) scales) -> ()");
+    m.def("q8_dequantize_(Tensor codes, Tensor scales, int begin, Tensor(a!) out) -> ()");
     m.def("optim_norms_(str kind, Tensor[] params, Tensor[] grads, Tensor(b!)[] state0, Tensor(c!)[] state1, Tensor[] copies, "
           HYPER_SCHEMA ") -> Tensor");
     m.def("optim_apply_(str kind, Tensor(a!)[] params, Tensor[] grads, Tensor[] state0, Tensor[] state1, Tensor(d!)[] copies, "
@@ -238,6 +308,10 @@ DSC_OPS(m)
 DSC_OPS_CPU(m)
 {
     IMPLEMENTATIONS(m);
+    /* Of the host alone: the dispatcher refuses CUDA tensors, with NotImplementedError. */
+    m.impl("optim_step_q8_", DSC_BOX(&optim_step_q8));
+    m.impl("q8_quantize_", DSC_BOX(&q8_quantize));
+    m.impl("q8_dequantize_", DSC_BOX(&q8_dequantize));
 }
 
 DSC_OPS_CUDA(m)
