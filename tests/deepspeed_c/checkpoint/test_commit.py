@@ -395,3 +395,18 @@ def test_folders_of_the_dead_of_the_living_and_of_strangers(folder):
     finally:
         sleeper.kill()
         sleeper.wait()
+
+
+def save_for_deepspeed(rank: int, world: int, folder: str, stage: int) -> None:
+    from tests.deepspeed_c.engine.test_engine import make, train_step
+
+    with make(stage, checkpoint={"format": "deepspeed", "keep_last": 2, "keep_every": 3}) as engine:
+        for step in range(6):
+            train_step(engine, step, rank)
+            engine.save_checkpoint(folder)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_an_engine_that_writes_deepspeeds_layout_keeps_the_last_ones(folder, stage):
+    run_ranks(2, save_for_deepspeed, folder, stage, timeout=60)
+    assert sorted(set(os.listdir(folder)) - {"latest", "zero_to_fp32.py"}) == [f"global_step{n}" for n in (3, 5, 6)]
