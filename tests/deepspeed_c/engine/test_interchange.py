@@ -110,7 +110,7 @@ def losses_of_deepspeed(name: str, report: dict[str, Any]) -> list[float]:
     """Those of the steps after it had saved, as far as ours should be the same."""
     losses = report["losses"][STEPS:]
     if "stage0-fp16" in name and name.startswith(("0.18", "0.19")):
-        # These take another step than 0.16 and 0.17 did from the same state (and than we do) when the loss scale has just changed.
+        # Without ZeRO these divide gradients by a loss scale that the loss was not multiplied by.
         return losses[:1]
     return losses
 
