@@ -80,6 +80,37 @@ FIGURES: list[tuple[str, str, str, Line, str]] = [
         for model in ("29M GPT", "200 layers of 64 x 64")
         for stage in (2, 3)
     ),
+    *(
+        (
+            f"`aio_handle` {direction}s 1 GiB from {what}: speed over {peer_name}",
+            goal,
+            "aio",
+            {"contender": f"deepspeed_c, {kind}", "direction": direction},
+            f"ratio_to_{peer}",
+        )
+        for kind, what, peer, peer_name, goal in (
+            ("ordinary", "an ordinary unaligned tensor", "fio", "the best fio", ">= 0.9"),
+            ("ordinary", "an ordinary unaligned tensor", "deepspeed", "DeepSpeed's", ">= 4"),
+            ("locked", "a locked tensor", "deepspeed", "DeepSpeed's", ">= 1"),
+        )
+        for direction in ("write", "read")
+    ),
+    *(
+        (
+            f"checkpoint of 2 GB of fp32 Adam states, stage 3, 2 ranks: {what}",
+            goal,
+            "checkpoint_io",
+            {"contender": contender, "stage": 3},
+            f"ratio_to_{peer}",
+        )
+        for contender, what, peer, goal in (
+            ("save", "speed of a save over the best fio", "fio", ">= 0.8"),
+            ("save", "speed of a save over `torch.distributed.checkpoint`", "dcp", ">= 2"),
+            ("load", "speed of a load over the best fio", "fio", ">= 0.8"),
+            ("load_other_world", "time of a load on another number of ranks over a plain load", "load", "<= 1.2"),
+            ("stall", "stall of an asynchronous save over copying the bytes in memory", "memcpy", "<= 1.3"),
+        )
+    ),
     (
         "launching a no-op on 2 processes: over `torch.distributed.run`",
         "<= 1.1",

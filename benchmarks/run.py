@@ -71,6 +71,12 @@ BENCHMARKS = [
         [PYTHON, "-m", "benchmarks.deepspeed_c.memory_by_stage"],
     ),
     Benchmark("adam_step", "benchmarks/ops/adam_step.py", [PYTHON, "-m", "benchmarks.ops.adam_step"]),
+    Benchmark("aio", "benchmarks/ops/aio.py", [PYTHON, "-m", "benchmarks.ops.aio"]),
+    Benchmark(
+        "checkpoint_io",
+        "benchmarks/deepspeed_c/checkpoint_io.py",
+        [*TWO_RANKS, "benchmarks.deepspeed_c.checkpoint_io"],
+    ),
     Benchmark(
         "import_time", "benchmarks/deepspeed_c/import_time.py", [PYTHON, "-m", "benchmarks.deepspeed_c.import_time"]
     ),
