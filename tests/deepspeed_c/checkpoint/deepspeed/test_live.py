@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(not PYTHON, reason="DSC_PEER_PYTHON names no Pyt
 FIRST, MORE = 2, 2
 CASES = [(stage, dtype) for stage in (0, 1, 2, 3) for dtype in DTYPES]
 # Master weights after the last step, absolute: a step of Adam is about 0.01. DeepSpeed's gradients are rounded in other places in half precision.
-END_TOLERANCE = {"fp32": 1e-6, "bf16": 2e-4, "fp16": 2e-4}
+END_TOLERANCE = {"fp32": 1e-6, "bf16": 5e-4, "fp16": 5e-4}
 
 
 def is_broken_there(stage: int, dtype: str) -> bool:
@@ -193,19 +193,24 @@ def universal(tmp_path_factory) -> dict[str, tuple[dict[str, Any], dict[str, Any
 @pytest.mark.parametrize("name", UNIVERSAL)
 def test_deepspeed_goes_on_from_our_universal_checkpoints(universal, name):
     """At stage 3 DeepSpeed 0.19 gives all sub-groups one and the same tensor that counts steps, which each of them advances, and the first group's options: with
-    more than one its further steps are others than before, from its own universal checkpoint and, alike, from ours."""
+    more than one its further steps are others than before, from its own universal checkpoint and, alike, from ours. (It loads no buffers from either.)"""
     before, after, own = universal[name]
-    for kind in ("master", "buffer"):
-        for tensor, want in before["saved"][kind].items():
-            assert torch.equal(after["loaded"][kind][tensor], want), (kind, tensor)
+    stage = UNIVERSAL[name][1]
+    if stage == 3:
+        # At stages 1 and 2 its accessors show the first moments in the masters' place then. The masters are right: it goes on with them.
+        for tensor, want in before["saved"]["master"].items():
+            assert torch.equal(after["loaded"]["master"][tensor], want), tensor
     for state, of_state in before["saved"]["state"].items():
         for tensor, want in of_state.items():
             assert torch.equal(after["loaded"]["state"][state][tensor], want), (state, tensor)
     if name == "stage3":
         assert after["losses"] == own["losses"] != before["losses"][FIRST:]
-        for tensor, want in own["end"]["master"].items():
-            assert torch.equal(after["end"]["master"][tensor], want), tensor
+        for kind in ("master", "buffer"):
+            for tensor, want in own["end"][kind].items():
+                assert torch.equal(after["end"][kind][tensor], want), (kind, tensor)
         return
     assert after["losses"] == pytest.approx(before["losses"][FIRST:], rel=LOSS_TOLERANCE["bf16"])
-    for tensor, want in before["end"]["master"].items():
-        assert torch.allclose(after["end"]["master"][tensor], want, rtol=0, atol=END_TOLERANCE["bf16"]), tensor
+    kind = "master" if stage == 3 else "param"
+    for tensor, want in before["end"][kind].items():
+        got = after["end"][kind][tensor]
+        assert (got - want).abs().max() <= END_TOLERANCE["bf16"], (tensor, got, want)
