@@ -102,6 +102,9 @@ class Checkpoints:
     def _convert_to_deepspeed(self, native: str, folder: str, rank: int) -> None:
         engine = self._engine
         with NativeSource(native) as source:
+            # DeepSpeed lays a group out in the order of the optimizer; our manifest has that of the module.
+            names = [name for of_group in engine._layout.groups for name in of_group if name in source.params]
+            source.params = {name: source.params[name] for name in (*names, *source.params)}
             write_rank_files(
                 source,
                 folder,
