@@ -7,11 +7,11 @@ below. What would not come back is refused when it is saved, by name, and not wh
 from __future__ import annotations
 
 import argparse
-import collections
 import datetime
 import io
 import pathlib
 import pickle
+import struct
 import sys
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -27,18 +27,34 @@ _PATH_TYPES = (pathlib.PurePosixPath, pathlib.PosixPath)
 _HARMLESS: list[Any] = [
     argparse.Namespace,
     SimpleNamespace,
-    collections.deque,
     datetime.datetime,
     datetime.date,
     datetime.timedelta,
     datetime.timezone,
     *_PATH_TYPES,
+    bytes,  # empty ones are pickled as a call
     set,
     frozenset,
     complex,
     slice,
     range,
 ]
+
+
+# What pickling raises for values that it cannot write (some of it comes from their own classes), and unpickling for files that are damaged.
+_UNWRITABLE = (pickle.PicklingError, TypeError, AttributeError, ValueError, RuntimeError)
+_UNREADABLE = (
+    pickle.UnpicklingError,
+    struct.error,
+    EOFError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    LookupError,
+    ArithmeticError,
+    ValueError,
+    RuntimeError,
+)
 
 
 def _harmless() -> list[Any]:
@@ -70,8 +86,14 @@ def pack(value: Mapping[str, Any], where: str) -> bytes:
         torch.save(value, buffer)
         content = buffer.getvalue()
         unpack(content, where)
-    except (pickle.PicklingError, TypeError, AttributeError, CheckpointError) as error:
-        path, culprit = _find_culprit(value, "")
+    except RecursionError as error:
+        raise CheckpointError(
+            "is nested too deeply to be saved",
+            where=where,
+            fix="save flat lists and dicts instead of links from one to the next",
+        ) from error
+    except (*_UNWRITABLE, CheckpointError) as error:
+        path, culprit = _find_culprit(value, "", frozenset())
         raise CheckpointError(
             f"{path or 'the value'} is a {type(culprit).__module__}.{type(culprit).__qualname__}, which cannot be saved safely",
             where=where,
@@ -85,7 +107,7 @@ def unpack(content: bytes, where: str) -> Any:
     try:
         with torch.serialization.safe_globals(_harmless()):
             return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, TypeError) as error:
+    except _UNREADABLE as error:
         raise CheckpointError(
             f"cannot be read as plain data: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
             where=where,
@@ -93,8 +115,8 @@ def unpack(content: bytes, where: str) -> Any:
         ) from error
 
 
-def _find_culprit(value: Any, path: str) -> tuple[str, Any]:
-    """The innermost entry that does not survive, for the message."""
+def _find_culprit(value: Any, path: str, around: frozenset[int]) -> tuple[str, Any]:
+    """The innermost entry that does not survive, for the message. ``around``: ids of the containers that it lies in, which it may hold again."""
     if isinstance(value, Mapping):
         parts = [(f"{path}[{key!r}]", part) for key, part in value.items()]
     elif isinstance(value, (list, tuple, set, frozenset)):
@@ -103,13 +125,16 @@ def _find_culprit(value: Any, path: str) -> tuple[str, Any]:
         parts = [(f"{path}.{key}", part) for key, part in vars(value).items()]
     else:
         return path, value
+    around |= {id(value)}
     for part_path, part in parts:
+        if id(part) in around:
+            continue
         buffer = io.BytesIO()
         try:
             torch.save(part, buffer)
             unpack(buffer.getvalue(), part_path)
-        except (pickle.PicklingError, TypeError, AttributeError, CheckpointError):
-            return _find_culprit(part, part_path)
+        except (*_UNWRITABLE, CheckpointError):
+            return _find_culprit(part, part_path, around)
     return path, value
 
 
