@@ -109,10 +109,17 @@ def unpack(content: bytes, where: str) -> Any:
             return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except _UNREADABLE as error:
         raise CheckpointError(
-            f"cannot be read as plain data: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
+            f"cannot be read as plain data: {_reason(error)}",
             where=where,
             fix="load another tag; the file is damaged, or holds objects that would run code when loaded",
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    """What is wrong, without torch's advice to load the file all the same, in which it wraps its own error."""
+    first = error.__context__ if isinstance(error, pickle.UnpicklingError) else None
+    text = str(first if isinstance(first, pickle.UnpicklingError) else error).strip() or type(error).__name__
+    return text.splitlines()[0].partition(". Please")[0]
 
 
 def _find_culprit(value: Any, path: str, around: frozenset[int]) -> tuple[str, Any]:
