@@ -23,6 +23,7 @@ from deepspeed_c.engine.weights import load_custom
 from deepspeed_c.env import read_env
 from deepspeed_c.errors import CheckpointError, DeepSpeedCError, StateError
 from deepspeed_c.logging import log_dist, logger
+from deepspeed_c.ops.adam import FusedAdam
 
 if TYPE_CHECKING:
     from deepspeed_c.engine.engine import DeepSpeedEngine
@@ -112,6 +113,7 @@ class Checkpoints:
                 stage=engine.zero_optimization_stage(),
                 dtype=engine._precision.dtype or torch.float32,
                 ranks=[rank],
+                is_fused=engine.optimizer is not None and isinstance(engine.optimizer.optimizer, FusedAdam),
             )
 
     def wait(self) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 import deepspeed_c
 from deepspeed_c.errors import StateError
 from deepspeed_c.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from tests.deepspeed_c.checkpoint.deepspeed.harness import MORE_STEPS, STATES, STEPS, config
+from tests.deepspeed_c.checkpoint.deepspeed.harness import GROUP_NAMES, MORE_STEPS, STATES, STEPS, config
 from tests.deepspeed_c.checkpoint.deepspeed.test_read import FIXTURES, unpack
 from tests.deepspeed_c.checkpoint.deepspeed.tiny import Tiny, batch, groups_of
 from tests.deepspeed_c.zero.traits import whole_params
@@ -99,7 +99,7 @@ def kind_of(name: str) -> str:
 
 
 def world_of(name: str) -> int:
-    return 3 if "round-robin" in name else 1 if "stage0" in name or "old-format" in name else 2
+    return 1 if "stage0" in name or "old-format" in name else 2
 
 
 # Relative. On one machine they are the same bit for bit; another one's matrix products round otherwise. Without the moments they differ by 1e-2.
@@ -109,6 +109,9 @@ LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 2e-3, "fp16": 2e-3}
 def losses_of_deepspeed(name: str, report: dict[str, Any]) -> list[float]:
     """Those of the steps after it had saved, as far as ours should be the same."""
     losses = report["losses"][STEPS:]
+    if "round-robin" in name:
+        # Three ranks saved it: the other two's batches are not ours.
+        return losses[:1]
     if "stage0-fp16" in name and name.startswith(("0.18", "0.19")):
         # Without ZeRO these divide gradients by a loss scale that the loss was not multiplied by.
         return losses[:1]
@@ -297,3 +300,33 @@ def test_a_folder_of_tags_comes_before_weights_beside_it_and_a_tags_own_folder_i
     tag = str(tmp_path / "ours" / f"global_step{STEPS + 1}")
     for found in run_ranks(2, find_places, str(folder), str(tmp_path / "ours"), timeout=60):
         assert found == [str(folder / "t3"), tag, tag, (None, None)]
+
+
+# -- the other way -------------------------------------------------------------------------------------------------------
+
+
+def save_for_deepspeed(rank: int, world: int, folder: str) -> Any:
+    """Groups that are not in the module's order, and an optimizer that DeepSpeed keeps flat without ZeRO."""
+    found = []
+    for stage in (0, 1):
+        torch.manual_seed(11)
+        model = Tiny()
+        groups = [{**group, "params": group["params"][::-1]} for group in groups_of(model)]
+        optimizer = deepspeed_c.ops.adam.FusedAdam(groups, lr=0.01)
+        settings = config(stage, "bf16", checkpoint={"format": "deepspeed"})
+        with deepspeed_c.initialize(model=model, optimizer=optimizer, config=settings)[0] as engine:
+            train(engine, 0, 2)
+            engine.save_checkpoint(f"{folder}/{stage}", tag="t2")
+            found.append(show(engine, STATES["adamw"])["master"])
+    return found
+
+
+def test_groups_are_written_as_the_optimizer_has_them(tmp_path):
+    masters = run_ranks(1, save_for_deepspeed, str(tmp_path), timeout=60)[0]
+    groups = [of_group[::-1] for of_group in GROUP_NAMES]
+    wrapped = torch.load(tmp_path / "0" / "t2" / "mp_rank_00_model_states.pt", weights_only=True)["optimizer"]
+    for flat, names in zip(wrapped["fp32_groups_flat"], groups, strict=True):
+        assert torch.equal(flat, torch.cat([masters[0][name].flatten() for name in names])), names
+    assert wrapped["optimizer_state_dict"]["state"][0]["step"] == 2
+    shapes = torch.load(tmp_path / "1" / "t2" / "mp_rank_00_model_states.pt", weights_only=True)["param_shapes"]
+    assert [list(of_group) for of_group in shapes] == groups
