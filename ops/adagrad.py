@@ -12,12 +12,15 @@ __all__ = ["DeepSpeedCPUAdagrad"]
 
 
 class DeepSpeedCPUAdagrad(FusedOptimizer):
-    """Adagrad with a float32 sum (``fp32_optimizer_states=False``: in the parameters' dtype).
+    """Adagrad with a float32 sum (``fp32_optimizer_states=False``: in the parameters' dtype; ``state_dtype``: in that one).
 
     State: ``step``, ``sum``, as in torch.optim.Adagrad, whose state dicts load here (``lr_decay`` and ``maximize`` included) and the other way round.
     """
 
     kind = "adagrad"
+    q8_refusal: ClassVar[str] = (
+        "Adagrad's sum only grows, and stops once a square is less than half a code's step of it"
+    )
     state_names: ClassVar[tuple[str, ...]] = ("sum",)
 
     def __init__(
@@ -28,6 +31,8 @@ class DeepSpeedCPUAdagrad(FusedOptimizer):
         weight_decay: float = 0,
         amsgrad: bool = False,
         fp32_optimizer_states: bool = True,
+        *,
+        state_dtype: torch.dtype | None = None,
     ) -> None:
         if amsgrad:
             raise self._error("there is no AMSGrad variant of Adagrad", fix="set amsgrad=False")
@@ -43,5 +48,5 @@ class DeepSpeedCPUAdagrad(FusedOptimizer):
                 "initial_accumulator_value": 0.0,
                 "maximize": False,
             },
-            state_dtype=torch.float32 if fp32_optimizer_states else None,
+            state_dtype=state_dtype if state_dtype is not None or not fp32_optimizer_states else torch.float32,
         )

@@ -14,6 +14,7 @@ __all__ = ["DeepSpeedCPUAdam", "FusedAdam"]
 
 class _Adam(FusedOptimizer):
     state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    q8_dtypes: ClassVar[dict[str, torch.dtype]] = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
     option_names: ClassVar[tuple[str, ...]] = ("state_dtype", "adam_w_mode")
 
     def __init__(
@@ -49,7 +50,7 @@ class _Adam(FusedOptimizer):
 
 
 class FusedAdam(_Adam):
-    """Adam or AdamW over parameters on any device, state in the parameters' dtype.
+    """Adam or AdamW over parameters on any device, moments in ``state_dtype`` (by default the parameters'; int8: of 8 bits, on the host).
 
     ``adam_w_mode`` chooses decoupled weight decay (AdamW) or L2 regularisation (Adam). ``set_grad_none`` is what ``zero_grad`` does by default.
     State: ``step``, ``exp_avg``, ``exp_avg_sq``, as in torch.optim.Adam, whose state dicts load here and the other way round.
@@ -68,6 +69,8 @@ class FusedAdam(_Adam):
         weight_decay: float = 0.0,
         amsgrad: bool = False,
         set_grad_none: bool = True,
+        *,
+        state_dtype: torch.dtype | None = None,
     ) -> None:
         self.set_grad_none = set_grad_none
         super().__init__(
@@ -79,7 +82,7 @@ class FusedAdam(_Adam):
             weight_decay=weight_decay,
             amsgrad=amsgrad,
             adam_w_mode=adam_w_mode,
-            state_dtype=None,
+            state_dtype=state_dtype,
         )
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:

@@ -10,8 +10,15 @@ from torch import Tensor
 __all__: list[str] = []
 
 IN_PLACE = (
-    *("optim_step_", "optim_step_q8_", "q8_quantize_", "q8_dequantize_", "optim_apply_", "muon_momentum_", "muon_apply_"),
-    *("flat_scale_", "flat_cast_"),
+    "optim_step_",
+    "optim_step_q8_",
+    "q8_quantize_",
+    "q8_dequantize_",
+    "optim_apply_",
+    "muon_momentum_",
+    "muon_apply_",
+    "flat_scale_",
+    "flat_cast_",
 )
 
 

@@ -14,13 +14,16 @@ __all__ = ["FusedLamb"]
 
 
 class FusedLamb(NormedOptimizer):
-    """LAMB over parameters on any device, moments in the parameters' dtype.
+    """LAMB over parameters on any device, moments in ``state_dtype`` (by default the parameters').
 
     The trust ratio of each parameter is kept within ``min_coeff`` and ``max_coeff``. ``max_grad_norm`` takes effect where ``step`` is given
     ``grad_norms``. State: ``step``, ``exp_avg``, ``exp_avg_sq``. ``eps_inside_sqrt`` is refused: eps is added to the root, as in the paper.
     """
 
     kind = "lamb"
+    q8_refusal: ClassVar[str] = (
+        "LAMB makes its update from the states as they are stored, so that it would be rounded with them"
+    )
     state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
     def __init__(
@@ -36,6 +39,8 @@ class FusedLamb(NormedOptimizer):
         max_coeff: float = 10.0,
         min_coeff: float = 0.01,
         amsgrad: bool = False,
+        *,
+        state_dtype: torch.dtype | None = None,
     ) -> None:
         if amsgrad:
             raise self._error("there is no AMSGrad variant of LAMB", fix="set amsgrad=False")
@@ -54,7 +59,7 @@ class FusedLamb(NormedOptimizer):
             "max_coeff": max_coeff,
             "min_coeff": min_coeff,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, state_dtype=state_dtype)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

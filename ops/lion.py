@@ -13,10 +13,14 @@ __all__ = ["DeepSpeedCPULion", "FusedLion"]
 
 
 class FusedLion(FusedOptimizer):
-    """Lion over parameters on any device, momentum in the parameters' dtype. State: ``step``, ``exp_avg``."""
+    """Lion over parameters on any device, momentum in ``state_dtype`` (by default the parameters'; int8: of 8 bits, on the host).
+
+    State: ``step``, ``exp_avg``.
+    """
 
     kind = "lion"
     state_names: ClassVar[tuple[str, ...]] = ("exp_avg",)
+    q8_dtypes: ClassVar[dict[str, torch.dtype]] = {"exp_avg": torch.int8}
     option_names: ClassVar[tuple[str, ...]] = ("state_dtype", "set_grad_none")
 
     def __init__(
@@ -26,9 +30,11 @@ class FusedLion(FusedOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0,
         set_grad_none: bool = True,
+        *,
+        state_dtype: torch.dtype | None = None,
     ) -> None:
         self.set_grad_none = set_grad_none
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, state_dtype=state_dtype)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
@@ -53,6 +59,7 @@ class DeepSpeedCPULion(FusedOptimizer):
 
     kind = "lion"
     state_names: ClassVar[tuple[str, ...]] = ("exp_avg",)
+    q8_dtypes: ClassVar[dict[str, torch.dtype]] = {"exp_avg": torch.int8}
 
     def __init__(
         self,

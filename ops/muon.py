@@ -47,6 +47,7 @@ class Muon(FusedOptimizer):
     """
 
     kind = "adamw"
+    q8_refusal: ClassVar[str] = "Muon orthogonalises the momentum of whole matrices, which is not done on codes"
     is_elementwise = False
     option_names: ClassVar[tuple[str, ...]] = ("state_dtype", "ns_dtype")
 
@@ -62,6 +63,8 @@ class Muon(FusedOptimizer):
         ns_steps: int = 5,
         adam_lr: float | None = None,
         ns_dtype: torch.dtype | None = None,
+        *,
+        state_dtype: torch.dtype | None = None,
     ) -> None:
         if isinstance(ns_steps, bool) or not isinstance(ns_steps, int) or ns_steps < 1:
             raise self._error(f"ns_steps is {ns_steps!r}", fix="pass a number of Newton-Schulz rounds >= 1; 5 is usual")
@@ -76,7 +79,7 @@ class Muon(FusedOptimizer):
             "ns_steps": ns_steps,
             "use_muon": True,
         }
-        super().__init__(_split_groups(params, lr if adam_lr is None else adam_lr), defaults)
+        super().__init__(_split_groups(params, lr if adam_lr is None else adam_lr), defaults, state_dtype=state_dtype)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         members = param_group["params"]
@@ -173,7 +176,7 @@ class Muon(FusedOptimizer):
         if not group["use_muon"]:
             super()._update(index, call, steps, grad_scale)
             return
-        params, grads, _, copies = call
+        params, grads, copies = call.params, call.grads, call.copies
         fitting = [self._fitting_gradient(index, i, p, g) for i, (p, g) in enumerate(zip(params, grads))]
         updates = [torch.empty_like(p, dtype=torch.float32, memory_format=torch.preserve_format) for p in params]
         self._momentum(index, params, fitting, updates, grad_scale)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_c.errors import OptimizerError, StateError
+from deepspeed_c.ops import q8
 
 __all__ = ["BIAS_CORRECTION", "MAXIMIZE", "NESTEROV", "FusedOptimizer", "NormedOptimizer"]
 
@@ -26,18 +27,21 @@ REFUSALS = (ValueError, NotImplementedError)
 
 
 class Call(NamedTuple):
-    """The lists of one operator call. ``state`` holds one list a state slot; ``copies`` is empty or as long as ``params``."""
+    """The lists of one operator call. ``state`` holds one list a state slot, and where states are of 8 bits ``scales`` one too; ``copies`` is
+    empty or as long as ``params``."""
 
     params: Sequence[Tensor]
     grads: Sequence[Tensor]
     state: Sequence[Sequence[Tensor]]
     copies: Sequence[Tensor]
+    scales: Sequence[Sequence[Tensor]] = ()
 
     def take(self, indices: Sequence[int]) -> Call:
         def pick(tensors: Sequence[Tensor]) -> list[Tensor]:
             return [tensors[i] for i in indices] if len(tensors) > 0 else []
 
-        return Call(pick(self.params), pick(self.grads), [pick(s) for s in self.state], pick(self.copies))
+        slots, scales = [pick(s) for s in self.state], [pick(s) for s in self.scales]
+        return Call(pick(self.params), pick(self.grads), slots, pick(self.copies), scales)
 
 
 class Steps:
@@ -72,6 +76,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     A subclass names its ``kind`` (an entry of ``csrc/optim/optimizers.inc``) and the ``state_names`` of its slots, and sets up its defaults.
     Parameters, gradients, states and 16-bit copies may each be float32, bfloat16 or float16; arithmetic is float32.
+    With ``state_dtype=torch.int8`` states on the host are codes of 8 bits (see :mod:`deepspeed_c.ops.q8`): ``state[p]["exp_avg"]`` has a code an element, in
+    the shape of ``p``, and ``state[p]["exp_avg_scale"]`` a float32 scale a block; :meth:`dequantized_state` and :meth:`quantize_state_` convert.
     State dicts have the keys and types of ``torch.optim``: each parameter's ``step`` is a float32 tensor of no dimension.
 
     Besides :meth:`step`, which reads ``p.grad``, there is a face for an engine that keeps gradients elsewhere and updates piece by piece::
@@ -84,6 +90,10 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     kind: str = ""
     state_names: ClassVar[tuple[str, ...]] = ()
+    # With states of 8 bits: the dtype of each one's codes, int8 where it has a sign and uint8 where it has none.
+    q8_dtypes: ClassVar[dict[str, torch.dtype]] = {}
+    # Why there are none of 8 bits, where q8_dtypes is empty.
+    q8_refusal: ClassVar[str] = "its states cannot be quantised"
     # Attributes besides torch's that make up the object, for pickle and deepcopy.
     option_names: ClassVar[tuple[str, ...]] = ("state_dtype",)
     # A slice of a parameter may be updated without the rest of it.
@@ -92,16 +102,22 @@ class FusedOptimizer(torch.optim.Optimizer):
     needs_norms: bool = False
 
     def __init__(self, params: Any, defaults: dict[str, Any], *, state_dtype: torch.dtype | None = None) -> None:
-        if state_dtype is not None and state_dtype not in SUPPORTED_DTYPES:
-            raise OptimizerError(
-                f"states of {state_dtype} are not supported",
-                where=type(self).__name__,
-                fix="use float32, bfloat16 or float16, or None for the parameter's own dtype",
-            )
+        self._check_state_dtype(state_dtype)
         self.state_dtype = state_dtype
         self._steps: dict[int, Steps] = {}
         self._open: dict[int, int] = {}
         super().__init__(params, defaults)
+
+    def _check_state_dtype(self, dtype: torch.dtype | None) -> None:
+        if dtype == torch.int8 and not self.q8_dtypes:
+            raise self._error(
+                f"no states of 8 bits: {self.q8_refusal}", fix="use float32 or bfloat16, or Adam, AdamW, Lion or SGD"
+            )
+        if dtype is not None and dtype not in (*SUPPORTED_DTYPES, torch.int8):
+            raise self._error(
+                f"states of {dtype} are not supported",
+                fix="use float32, bfloat16, float16 or int8, or None for the parameter's own dtype",
+            )
 
     # -- saving, copying, loading ----------------------------------------------------------------------------------------
 
@@ -124,18 +140,40 @@ class FusedOptimizer(torch.optim.Optimizer):
                 del values[key]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, except that states keep this optimizer's state dtype (torch casts them to the parameter's)."""
-        super().load_state_dict(state_dict)
+        """As torch's, except that states keep this optimizer's state dtype (torch casts them to the parameter's). States of 8 bits load into any dtype, and
+        those of any dtype into 8 bits; between optimizers of 8 bits they stay what they are, bit for bit."""
+        given, state = state_dict["state"], {}
+        for key, values in given.items():
+            codes = {name for name in values if q8.scale_name(name) in values} | set(
+                self.q8_dtypes if self.is_quantized else ()
+            )
+            apart = codes | set(map(q8.scale_name, codes))
+            state[key] = {
+                name: value for name, value in values.items() if name not in apart
+            }  # torch would make floats of codes
+        super().load_state_dict({**state_dict, "state": state})
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        params = [param for group in self.param_groups for param in group["params"]]
-        for key, param in zip(keys, params):
-            dtype = self.dtype_of_state(param)
-            if param.dtype == dtype:
-                continue
-            for name in self.state_names:
-                value = state_dict["state"].get(key, {}).get(name)
+        members = [(i, param) for i, group in enumerate(self.param_groups) for param in group["params"]]
+        for key, (index, param) in zip(keys, members):
+            for name in self.names_of_states(index):
+                value = given.get(key, {}).get(name)
                 if torch.is_tensor(value):
-                    self.state[param][name] = value.detach().to(device=param.device, dtype=dtype, copy=True)
+                    self._load_state(param, name, value.detach(), given[key].get(q8.scale_name(name)))
+
+    def _load_state(self, param: Tensor, name: str, value: Tensor, scales: Tensor | None) -> None:
+        """Takes over one state: codes where ``scales`` is given."""
+        if scales is not None and not self.is_quantized:
+            flat, value = q8.dequantize(value.cpu(), scales.cpu()), torch.empty_like(value, dtype=torch.float32)
+            q8.in_memory_order(value).copy_(flat)
+        if self.is_quantized and scales is None:
+            self._make_codes(param, name)
+            laid = torch.empty_like(param, dtype=torch.float32, memory_format=torch.preserve_format).copy_(value)
+            self.quantize_state_(param, name, laid)
+        elif self.is_quantized:
+            self.state[param][name] = value.to(device=param.device, copy=True)
+            self.state[param][q8.scale_name(name)] = scales.detach().to(device=param.device, copy=True)
+        elif param.dtype != self.dtype_of_state(param) or scales is not None:
+            self.state[param][name] = value.to(device=param.device, dtype=self.dtype_of_state(param), copy=True)
 
     # -- one step over p.grad --------------------------------------------------------------------------------------------
 
@@ -163,7 +201,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         counts, *state = self._entries(index, params)
         steps = self._advance(index, params, counts)
         try:
-            self._update(index, Call(params, grads, state, ()), steps, 1.0)
+            self._update(index, self._call(params, grads, state, ()), steps, 1.0)
         except REFUSALS:
             # Refused before anything was written, so the step that was counted did not happen.
             self._steps[index].retreat()
@@ -171,7 +209,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _update(self, index: int, call: Call, steps: list[int], grad_scale: float) -> None:
         """The update itself, of members of one group; ``steps`` has one number, or one a parameter."""
-        self._run("optim_step_", index, call, steps, grad_scale)
+        self._run("optim_step_q8_" if self.is_quantized else "optim_step_", index, call, steps, grad_scale)
 
     # -- the engine's face -----------------------------------------------------------------------------------------------
 
@@ -205,7 +243,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         ``begin_step`` has opened each parameter and it has not been updated since.
         """
         if params:
-            call = Call(params, grads, self._states(group, params), copies)
+            call = self._call(params, grads, self._states(group, params), copies)
             self._update(group, call, self._opened(params), grad_scale)
             self._close(params)
 
@@ -244,7 +282,17 @@ class FusedOptimizer(torch.optim.Optimizer):
             # A momentum without a count comes from torch.optim.SGD: it has had its first step.
             state["step"] = torch.tensor(1.0 if any(name in state for name in self.state_names) else 0.0)
         for name in self.names_of_states(group):
-            if name not in state:
+            if name in state and (q8.scale_name(name) in state) == self.is_quantized:
+                continue
+            if name in state:
+                raise StateError(
+                    f"the state {name} is of {state[name].dtype}, and states are to be of {self.state_dtype}",
+                    where=type(self).__name__,
+                    fix="choose the state dtype before the first step; state dicts convert",
+                )
+            if self.is_quantized:
+                self._make_codes(param, name)
+            else:
                 state[name] = torch.zeros_like(
                     param, dtype=self.dtype_of_state(param), memory_format=torch.preserve_format
                 )
@@ -255,13 +303,98 @@ class FusedOptimizer(torch.optim.Optimizer):
         return self.state_names
 
     def dtype_of_state(self, param: Tensor) -> torch.dtype:
-        """What the states of ``param`` are held in."""
+        """What the states of ``param`` are held in; ``torch.int8`` says codes of 8 bits, signed or not, with scales beside them."""
         return param.dtype if self.state_dtype is None else self.state_dtype
 
+    # -- states of 8 bits ------------------------------------------------------------------------------------------------
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether states are codes of 8 bits with scales."""
+        return self.state_dtype == torch.int8
+
+    def layout_of_state(self, group: int, param: Tensor) -> dict[str, tuple[torch.dtype, int]]:
+        """Every tensor but ``step`` that ``state[param]`` holds, scales included: name -> (dtype, elements)."""
+        if not self.is_quantized:
+            return {name: (self.dtype_of_state(param), param.numel()) for name in self.names_of_states(group)}
+        layout: dict[str, tuple[torch.dtype, int]] = {}
+        for name in self.names_of_states(group):
+            layout[name] = (self.q8_dtypes[name], param.numel())
+            layout[q8.scale_name(name)] = (torch.float32, q8.n_scales(param.numel()))
+        return layout
+
+    def dequantized_state(self, param: Tensor, name: str, begin: int = 0, end: int | None = None) -> Tensor:
+        """A copy of a state of 8 bits in float32: in the shape of ``param``, or, of a range of its elements in the order of memory, [end - begin].
+
+        The range may begin and end anywhere. Raises StateError where there is no such state of 8 bits.
+        """
+        codes, scales = self._codes(param, name)
+        if begin == 0 and end is None:
+            whole = torch.empty_like(param, dtype=torch.float32, memory_format=torch.preserve_format)
+            q8.in_memory_order(whole).copy_(q8.dequantize(codes, scales))
+            return whole
+        try:
+            return q8.dequantize(codes, scales, begin, end)
+        except ValueError as error:
+            raise self._error(
+                f"the range [{begin}, {end}) of {name}: {error}", fix="ask for elements that exist"
+            ) from error
+
+    def quantize_state_(self, param: Tensor, name: str, values: Tensor, begin: int = 0) -> None:
+        """Replaces elements of a state of 8 bits, from ``begin`` on in the order of memory, by ``values``; float32 is taken as it is, others are converted.
+
+        The range must be whole blocks (:data:`deepspeed_c.ops.q8.BLOCK_ELEMS`), or reach to the tensor's end: what a block has in one half decides how
+        the other is rounded. What :meth:`dequantized_state` returned, whole or in blocks, gives the same codes and scales, bit for bit.
+        Raises OptimizerError, with nothing changed, for a range that cuts a block and for negative values of a second moment.
+        """
+        codes, scales = self._codes(param, name)
+        if values.dim() != 1 and values.stride() != codes.stride():  # a whole state laid out in another order
+            values = torch.empty_like(codes, dtype=torch.float32, memory_format=torch.preserve_format).copy_(values)
+        values = q8.in_memory_order(values).to(device=codes.device, dtype=torch.float32)
+        try:
+            q8.quantize_(codes, scales, values, begin)
+        except ValueError as error:
+            raise self._error(f"the state {name}: {error}", fix="see the message; nothing was changed") from error
+
+    def _codes(self, param: Tensor, name: str) -> tuple[Tensor, Tensor]:
+        state = self.state.get(param, {})
+        codes, scales = state.get(name), state.get(q8.scale_name(name))
+        if codes is None or scales is None:
+            raise StateError(
+                f"the parameter has no state {name!r} of 8 bits",
+                where=type(self).__name__,
+                fix="make it with init_state(group, param), of an optimizer with state_dtype=torch.int8",
+            )
+        return codes, scales
+
+    def _make_codes(self, param: Tensor, name: str) -> None:
+        if param.device.type != "cpu":
+            raise self._error(
+                f"states of 8 bits are for the host, and a parameter is on {param.device}",
+                fix="offload the optimizer to the host, or use bfloat16 states",
+            )
+        state = self.state[param]
+        state[name] = torch.zeros_like(param, dtype=self.q8_dtypes[name], memory_format=torch.preserve_format)
+        state[q8.scale_name(name)] = torch.zeros(q8.n_scales(param.numel()), dtype=torch.float32, device=param.device)
+
+    def _call(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        state: list[list[Tensor]],
+        copies: Sequence[Tensor | None],
+    ) -> Call:
+        """``state`` as :meth:`_states` gives it: scales, where there are any, behind the slots."""
+        n_slots = len(state) // 2 if self.is_quantized else len(state)
+        return Call(params, grads, state[:n_slots], copies, state[n_slots:])
+
     def _entries(self, group: int, params: Sequence[Tensor]) -> list[list[Any]]:
-        """The states of ``params``, a list an entry: ``step`` first, then the slots in use. States that do not exist yet are made."""
+        """The states of ``params``, a list an entry: ``step`` first, then the slots in use, then their scales if they have any. States that do not exist
+        yet are made."""
         states = list(map(self.state.__getitem__, params))
         names = ("step", *self.names_of_states(group))
+        if self.is_quantized:
+            names += tuple(map(q8.scale_name, names[1:]))
         try:
             return [[state[name] for state in states] for name in names]
         except KeyError:
@@ -333,9 +466,11 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         def invoke(part: Call, step: int, part_ratios: Tensor | None) -> Tensor | None:
             state0, state1 = [*part.state, [], []][:2]
+            scales = [*part.scales, [], []][:2] if self.is_quantized else []
             last = () if part_ratios is None else (part_ratios,)
             return function(
-                self.kind, part.params, part.grads, state0, state1, part.copies, step, *before, *after, *last
+                *(self.kind, part.params, part.grads, state0, state1, part.copies, *scales, step),
+                *(*before, *after, *last),
             )
 
         is_uniform = len(steps) == 1 and all(map(is_not, call.copies, repeat(None)))
@@ -385,11 +520,12 @@ class FusedOptimizer(torch.optim.Optimizer):
                 has_moved = has_moved or fitting is not grads[i]
                 grads[i] = fitting
             copy = call.copies[i] if call.copies else None
-            members = [param, *grads[i : i + 1], *(slot[i] for slot in call.state), *([] if copy is None else [copy])]
-            for tensor in members:
-                self._check_member(index, i, param, tensor)
+            slots = [slot[i] for slot in call.state]
+            others = [param, *grads[i : i + 1], *([] if copy is None else [copy])]
+            for tensor in (*others, *slots):
+                self._check_member(index, i, param, tensor, any(tensor is slot for slot in slots))
             step = steps[i] if len(steps) > 1 else steps[0]
-            key = (param.device, *(t.dtype for t in members), copy is None, step)
+            key = (param.device, *(t.dtype for t in (*others, *slots)), copy is None, step)
             by_key.setdefault(key, []).append(i)
         if refusal is not None and len(by_key) == 1 and not has_moved:
             if not isinstance(refusal, ValueError):
@@ -431,8 +567,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 fix="make it contiguous before it is given to the optimizer",
             )
 
-    def _check_member(self, index: int, i: int, param: Tensor, tensor: Tensor) -> None:
-        if tensor.dtype not in SUPPORTED_DTYPES:
+    def _check_member(self, index: int, i: int, param: Tensor, tensor: Tensor, is_state: bool) -> None:
+        if tensor.dtype not in SUPPORTED_DTYPES and not (is_state and tensor.dtype in self.q8_dtypes.values()):
             raise self._error(
                 f"parameter {i}, its gradient, a state or its copy is of {tensor.dtype}",
                 group=index,

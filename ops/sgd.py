@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch
+
 from deepspeed_c.ops.optim import FusedOptimizer
 
 __all__ = ["FusedSGD"]
 
 
 class FusedSGD(FusedOptimizer):
-    """SGD over parameters on any device; ``momentum_buffer`` is in the parameters' dtype and exists where momentum is not 0.
+    """SGD over parameters on any device; ``momentum_buffer`` is in ``state_dtype`` (by default the parameters'; int8: of 8 bits, on the
+    host) and exists where momentum is not 0.
 
     State: ``step``, ``momentum_buffer``. torch.optim.SGD keeps no step; its state dicts load here and the other way round.
     """
 
     kind = "sgd"
     state_names: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
+    q8_dtypes: ClassVar[dict[str, torch.dtype]] = {"momentum_buffer": torch.int8}
 
     def __init__(
         self,
@@ -28,6 +32,7 @@ class FusedSGD(FusedOptimizer):
         nesterov: bool = False,
         *,
         maximize: bool = False,
+        state_dtype: torch.dtype | None = None,
     ) -> None:
         if nesterov and (momentum <= 0 or dampening != 0):
             raise self._error(
@@ -42,7 +47,7 @@ class FusedSGD(FusedOptimizer):
             "nesterov": nesterov,
             "maximize": maximize,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, state_dtype=state_dtype)
 
     def names_of_states(self, group: int) -> tuple[str, ...]:
         return self.state_names if self.param_groups[group]["momentum"] != 0 else ()

@@ -346,6 +346,12 @@ void dsc::bind_aio(py::module_ &m)
         .def_readonly("n_bytes", &PinnedBuffer::n_bytes)
         .def_readonly("is_locked", &PinnedBuffer::is_locked, "False when RLIMIT_MEMLOCK did not allow it.");
     m.def("aio_backends", &backends, "[(name, whether this kernel allows it, why not)] of the I/O backends, in the order that \"auto\" tries them.");
+    m.def("aio_plug_backend",
+          [](uint64_t address, bool is_auto) {
+              dsc_aio_plug_backend(reinterpret_cast<const struct dsc_aio_backend *>(static_cast<uintptr_t>(address)), is_auto);
+          },
+          py::arg("address"), py::arg("is_auto"),
+          "For tests: engines find the backend at this address by its name, and with is_auto \"auto\" takes it; 0: no longer.");
     m.def("aio_alignment", &dsc_aio_alignment, "Bytes: file offsets and addresses that are multiples of it always go directly.");
     m.def("aio_last_failure", &last_failure, "The fields of this thread's last OSError from an AioFile or AioEngine.");
     m.attr("AIO_READ") = static_cast<int>(DSC_AIO_READ);

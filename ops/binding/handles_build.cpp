@@ -1,4 +1,4 @@
-/* What was built, by what, what it found, which optimizers it has, and which instruction set runs here. */
+/* What was built, by what, which optimizers it has, and which instruction set runs here. */
 #include "handles.h"
 
 #include "dsc/dsc.h"
@@ -11,21 +11,6 @@
 #include <tuple>
 #include <utility>
 #include <vector>
-
-#if defined(__has_include)
-#if __has_include(<libaio.h>)
-#define DSC_FOUND_LIBAIO true
-#endif
-#if __has_include(<liburing.h>)
-#define DSC_FOUND_LIBURING true
-#endif
-#endif
-#ifndef DSC_FOUND_LIBAIO
-#define DSC_FOUND_LIBAIO false
-#endif
-#ifndef DSC_FOUND_LIBURING
-#define DSC_FOUND_LIBURING false
-#endif
 
 namespace py = pybind11;
 
@@ -83,8 +68,6 @@ py::dict build_info()
         names.append(isa.first);
     info["isas"] = names;
     info["cuda"] = static_cast<bool>(DSC_BUILD_CUDA);
-    info["libaio"] = DSC_FOUND_LIBAIO;
-    info["liburing"] = DSC_FOUND_LIBURING;
     return info;
 }
 
@@ -97,5 +80,5 @@ void dsc::bind_build(py::module_ &m)
     m.def("cpu_isa_force", &force_isa, py::arg("name"),
           "Forces an instruction set by name for the whole process (tests and benchmarks); None goes back to the automatic choice.");
     m.def("optim_kinds", &optim_kinds, "[(name, state slots, whether it needs norms)] of the optimizers that this build has.");
-    m.def("build_info", &build_info, "How this module was built: version, compiler, torch, whether the CUDA library was made, headers found.");
+    m.def("build_info", &build_info, "How this module was built: version, compiler, torch, whether the CUDA library was made.");
 }
