@@ -66,6 +66,7 @@ def _find(root: Root) -> Iterator[tuple[str, str, str]]:
                 "is missing while device is nvme",
                 "name a folder on the NVMe device",
             )
+    yield from _state_dtype(root)
     if root.gradient_allreduce_op == "sum" and zero.stage == 3:
         yield "gradient_allreduce_op", "is sum at ZeRO stage 3", 'use "mean", or a stage below 3'
     if not root.managed_gradient_accumulation and zero.overlap_comm and zero.stage not in (2, 3):
@@ -85,3 +86,32 @@ def _find(root: Root) -> Iterator[tuple[str, str, str]]:
                     f"is {'only' if is_torchs else 'not'} known to torch's Adam",
                     f"remove it, or set optimizer.params.torch_adam to {'true' if is_torchs else 'false'}",
                 )
+
+
+# Why an optimizer has no states of 8 bits; ops/ says the same of its classes.
+_NO_INT8 = {
+    "Lamb": "makes its update from the states as they are stored",
+    "Adagrad": "has a sum that only grows, by less than a step of 8 bits soon",
+    "Muon": "orthogonalises its momentum",
+}
+
+
+def _state_dtype(root: Root) -> Iterator[tuple[str, str, str]]:
+    optimizer = root.optimizer
+    if optimizer is None or optimizer.params.get("state_dtype") is None:
+        return
+    dtype, where = optimizer.params["state_dtype"], "optimizer.params.state_dtype"
+    if dtype == "int8" and optimizer.type in _NO_INT8:
+        yield (
+            where,
+            f"is int8, and {optimizer.type} {_NO_INT8[optimizer.type]}",
+            'use "bf16" or "fp32"; Adam, AdamW, Lion and SGD have states of 8 bits',
+        )
+    if optimizer.params.get("torch_adam", False):
+        yield where, "is not known to torch's Adam", "remove it, or set optimizer.params.torch_adam to false"
+    if root.bf16.bf16_optimizer_states and dtype != "bf16":
+        yield (
+            f"{where}, bf16.bf16_optimizer_states",
+            f"are {dtype} and true, which says bf16",
+            "remove bf16_optimizer_states: state_dtype says what states are kept in",
+        )

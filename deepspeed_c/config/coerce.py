@@ -144,8 +144,8 @@ def _as_word(value: Any, words: tuple) -> Any:
     if not isinstance(value, str):
         # torch.bfloat16 and the like; torch itself need not be there.
         value = str(value) if type(value).__module__ == "torch" else ""
-    if _DTYPES.issuperset(words):
-        return _one_of(DTYPE_NAMES.get(value.lower(), ""), words)
+    if not _DTYPES.isdisjoint(words):
+        value = DTYPE_NAMES.get(value.lower(), value)
     return _one_of(value, words)
 
 

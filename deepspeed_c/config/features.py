@@ -70,7 +70,7 @@ FEATURES: dict[str, Feature] = {
         "optimizers that call the model themselves", "use one that takes gradients, such as AdamW"
     ),
     "optimizer_states_by_params": _later(
-        "16-bit moments asked for in the optimizer's params", "set it to true, and use bf16.bf16_optimizer_states"
+        "16-bit moments asked for in the optimizer's params", 'set it to true, and use "state_dtype": "bf16"'
     ),
     "adagrad_variants": _later(
         "this option of Adagrad", "set it to its default, or pass initialize(optimizer=torch.optim.Adagrad(...))"

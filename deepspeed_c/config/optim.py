@@ -15,6 +15,12 @@ _LR = acts("Learning rate.")
 _DECAY = acts("Weight decay.")
 _EPS = acts("Added to the denominator.")
 _BETAS = acts("Factors of the moving averages.")
+_STATES = acts(
+    "Format of the optimizer's states; null: fp32, or what bf16.bf16_optimizer_states says. int8: 8 bits with a scale for"
+    " each 256, a quarter of the bytes; for Adam, AdamW, Lion and SGD, where the states live on the host."
+)
+
+StateDType = Literal["fp32", "bf16", "int8"]
 
 
 class Params(Section, kw_only=True):
@@ -34,6 +40,7 @@ class AdamParams(Params, kw_only=True):
     adam_w_mode: Annotated[bool, acts("Decoupled decay (type Adam; AdamW always has it).")] = True
     torch_adam: Annotated[bool, acts("Use torch's optimizer in place of the fused one.")] = False
     amsgrad: Annotated[bool, acts("The AMSGrad variant; only with torch_adam.")] = False
+    state_dtype: Annotated[StateDType | None, _STATES] = None
     set_grad_none: Annotated[bool, inherent("Drop gradients in zero_grad.", "gradients are always dropped")] = True
     fp32_optimizer_states: Annotated[bool, asks("Keep moments in fp32.", "optimizer_states_by_params")] = True
     foreach: Annotated[bool | None, acts("torch's foreach form; only with torch_adam.")] = None
@@ -49,6 +56,7 @@ class LambParams(Params, kw_only=True):
     bias_correction: Annotated[bool, acts("Correct the moments' bias towards zero.")] = True
     max_coeff: Annotated[PositiveFloat, acts("Upper bound of the trust ratio.")] = 10.0
     min_coeff: Annotated[NonNegFloat, acts("Lower bound of the trust ratio.")] = 0.01
+    state_dtype: Annotated[StateDType | None, _STATES] = None
     eps_inside_sqrt: Annotated[bool, asks("Add eps under the root.", "lamb_variants")] = False
     amsgrad: Annotated[bool, asks("The AMSGrad variant.", "lamb_variants")] = False
 
@@ -59,6 +67,7 @@ class LionParams(Params, kw_only=True):
     lr: Annotated[NonNegFloat, _LR] = 1e-3
     betas: Annotated[Betas, _BETAS] = (0.9, 0.999)
     weight_decay: Annotated[NonNegFloat, _DECAY] = 0.0
+    state_dtype: Annotated[StateDType | None, _STATES] = None
     set_grad_none: Annotated[bool, inherent("Drop gradients in zero_grad.", "gradients are always dropped")] = True
 
 
@@ -68,6 +77,7 @@ class AdagradParams(Params, kw_only=True):
     lr: Annotated[NonNegFloat, _LR] = 1e-2
     lr_decay: Annotated[NonNegFloat, asks("Decay of the learning rate per step.", "adagrad_variants")] = 0.0
     weight_decay: Annotated[NonNegFloat, _DECAY] = 0.0
+    state_dtype: Annotated[StateDType | None, _STATES] = None
     initial_accumulator_value: Annotated[NonNegFloat, asks("First value of the sums.", "adagrad_variants")] = 0.0
     eps: Annotated[NonNegFloat, _EPS] = 1e-10
     maximize: Annotated[bool, asks("Turn the gradient's sign.", "adagrad_variants")] = False
@@ -84,6 +94,7 @@ class SgdParams(Params, kw_only=True):
     weight_decay: Annotated[NonNegFloat, _DECAY] = 0.0
     nesterov: Annotated[bool, acts("Nesterov momentum.")] = False
     maximize: Annotated[bool, acts("Turn the gradient's sign.")] = False
+    state_dtype: Annotated[StateDType | None, _STATES] = None
     foreach: Annotated[bool | None, inherent("torch's foreach form.", "the fused loop does the same")] = None
     fused: Annotated[bool | None, inherent("torch's fused form.", "the loop is always fused")] = None
 
@@ -98,6 +109,7 @@ class MuonParams(Params, kw_only=True):
     betas: Annotated[Betas, acts("Adam's factors, for the rest.")] = (0.9, 0.999)
     eps: Annotated[NonNegFloat, acts("Adam's denominator, for the rest.")] = 1e-8
     weight_decay: Annotated[NonNegFloat, _DECAY] = 0.0
+    state_dtype: Annotated[StateDType | None, _STATES] = None
     ns_method: Annotated[
         Literal["gram", "standard"],
         inherent("Newton-Schulz flavour.", "both compute the same polynomial of the matrix"),

@@ -14,7 +14,6 @@ from deepspeed_c.ops.adam import FusedAdam
 from deepspeed_c.ops.lamb import FusedLamb
 from deepspeed_c.ops.lion import FusedLion
 from deepspeed_c.ops.muon import Muon
-from deepspeed_c.ops.optim import FusedOptimizer
 from deepspeed_c.ops.sgd import FusedSGD
 
 __all__ = ["build_optimizer", "muon_groups", "trainable_groups"]
@@ -96,6 +95,24 @@ OURS: dict[str, Callable[[Groups, dict[str, Any]], torch.optim.Optimizer]] = {
 }
 
 
+# What optimizer.params.state_dtype can be; int8 means codes of 8 bits with a scale for each block.
+STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+
+
+def _take_state_dtype(config: Config, params: dict[str, Any]) -> torch.dtype | None:
+    """Takes the states' format out of ``params``: None where neither they nor the bf16 section say one."""
+    name = params.pop("state_dtype", None)
+    if name is not None:
+        if name not in STATE_DTYPES:
+            raise ConfigError(
+                f"is {name!r}", where="optimizer.params.state_dtype", fix=f"use one of {', '.join(STATE_DTYPES)}"
+            )
+        return STATE_DTYPES[name]
+    if config.bf16.bf16_master_weights_and_grads:  # masters are bf16, and states would be as they are
+        return torch.bfloat16 if config.bf16.bf16_optimizer_states else torch.float32
+    return None
+
+
 def _from_config(config: Config, model: torch.nn.Module, groups: Groups) -> torch.optim.Optimizer:
     kind = config.optimizer.type
     params = dict(config.optimizer.params)
@@ -109,15 +126,15 @@ def _from_config(config: Config, model: torch.nn.Module, groups: Groups) -> torc
     try:
         if make is None:
             return getattr(torch.optim, kind)(groups, **params)
+        state_dtype = _take_state_dtype(config, params)
         if kind.lower() == "muon":
             groups = muon_groups(model, groups, params)
             params = {k: v for k, v in params.items() if k not in ("muon_lr", "adam_lr")}
-        optimizer = make(groups, params)
+        if state_dtype is not None and not params.get("torch_adam", False):
+            params["state_dtype"] = state_dtype
+        return make(groups, params)
     except (TypeError, ValueError) as error:
         raise ConfigError(str(error), where=f"optimizer.params ({kind})", fix="see docs/config.md") from error
-    if isinstance(optimizer, FusedOptimizer) and config.bf16.bf16_master_weights_and_grads:
-        optimizer.state_dtype = torch.bfloat16 if config.bf16.bf16_optimizer_states else torch.float32
-    return optimizer
 
 
 def build_optimizer(

@@ -41,6 +41,22 @@ def found(tree):
             {"optimizer": {"type": "Adam", "params": {"torch_adam": True, "bias_correction": False}}},
             "optimizer.params.bias_correction",
         ),
+        ({"optimizer": {"type": "lamb", "params": {"state_dtype": "int8"}}}, "optimizer.params.state_dtype"),
+        ({"optimizer": {"type": "Adagrad", "params": {"state_dtype": "int8"}}}, "optimizer.params.state_dtype"),
+        ({"optimizer": {"type": "Muon", "params": {"state_dtype": "int8"}}}, "optimizer.params.state_dtype"),
+        (
+            {"optimizer": {"type": "Adam", "params": {"torch_adam": True, "state_dtype": "bf16"}}},
+            "optimizer.params.state_dtype",
+        ),
+        (
+            {
+                "bf16": {**ON, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
+                "zero_optimization": {"stage": 1},
+                "optimizer": {"type": "AdamW", "params": {"state_dtype": "fp32"}},
+            },
+            "optimizer.params.state_dtype, bf16.bf16_optimizer_states",
+        ),
+        ({"optimizer": {"type": "AdamW", "params": {"state_dtype": "fp16"}}}, "optimizer.params.state_dtype"),
     ],
 )
 def test_conflict(tree, where):
@@ -65,6 +81,14 @@ def test_conflict(tree, where):
         {"optimizer": {"type": "AdamW", "params": {"amsgrad": True, "torch_adam": True, "foreach": False}}},
         {"optimizer": {"type": "AdamW", "params": {"amsgrad": False, "bias_correction": False, "foreach": None}}},
         {"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 2}},
+        {"optimizer": {"type": "Lamb", "params": {"state_dtype": "bf16"}}},
+        {"optimizer": {"type": "AdamW", "params": {"state_dtype": "auto", "torch_adam": True}}},
+        {"optimizer": {"type": "SGD", "params": {"state_dtype": "INT8"}}},
+        {
+            "bf16": {**ON, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
+            "zero_optimization": {"stage": 1},
+            "optimizer": {"type": "AdamW", "params": {"state_dtype": "bfloat16"}},
+        },
     ],
 )
 def test_no_conflict(tree):
