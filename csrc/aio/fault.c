@@ -7,6 +7,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <stdlib.h>
+#include <time.h>
 
 struct state {
     struct dsc_aio_fault_plan plan;
@@ -123,6 +124,10 @@ static void transfer(struct state *state, struct dsc_aio_op *op)
     } else {
         move_part(state, op, op->n_bytes);
     }
+    if (plan->flip_chance > 0 && !op->is_write && op->res > 0 && happens(state, plan->flip_chance)) {
+        counts.n_flipped++;
+        ((unsigned char *)op->buf)[draw(state) % (uint64_t)op->res] ^= (unsigned char)(1u << draw(state) % 8);
+    }
 }
 
 static int64_t fault_reap(void *opaque, struct dsc_aio_op **out_ops, int64_t capacity, bool wait)
@@ -134,6 +139,8 @@ static int64_t fault_reap(void *opaque, struct dsc_aio_op **out_ops, int64_t cap
 
     if (state->plan.dies_after > 0 && state->n_results >= state->plan.dies_after)
         return -EBADF;
+    if (wait && state->plan.delay_us > 0)
+        nanosleep(&(struct timespec){state->plan.delay_us / 1000000, state->plan.delay_us % 1000000 * 1000L}, NULL);
     while (n < most && state->n_held > 0) {
         int64_t at = state->plan.reorders ? (int64_t)(draw(state) % (uint64_t)state->n_held) : 0;
 

@@ -1,6 +1,7 @@
 /*
  * The backend "fault", for tests: transfers that fail, come back short, late and out of order, on a plan that a seed makes repeatable. A test program
- * includes aio/fault.c once, sets a plan, and asks for the backend by name wherever an engine is made; libdsc.a does not contain it.
+ * includes aio/fault.c once, plugs the backend in (dsc_aio_plug_backend), sets a plan, and asks for the backend by name wherever an engine is made; libdsc.a does not
+ * contain it. tests/aio_faults.py is the same for Python.
  */
 #ifndef DSC_AIO_FAULT_H
 #define DSC_AIO_FAULT_H
@@ -20,6 +21,8 @@ struct dsc_aio_fault_plan {
     bool takes_part;         /* submit takes a part of what it is offered */
     bool refuses_direct;     /* every transfer on an O_DIRECT descriptor is EINVAL, as on file systems that find out late */
     bool pretends;           /* nothing is moved; every transfer is whole */
+    int32_t flip_chance;     /* a read succeeds with one bit wrong: a disk that lies. It may be one that nobody asked for, in a page that was read for its neighbours */
+    int32_t delay_us;        /* every reap that waits takes so much longer */
     int64_t bad_begin;       /* transfers that touch bytes bad_begin to bad_end - 1 of a file fail with bad_err: a bad sector */
     int64_t bad_end;
     int32_t bad_err;         /* 0: EIO */
@@ -27,11 +30,14 @@ struct dsc_aio_fault_plan {
     int64_t dies_after;      /* > 0: after so many results, reap fails with EBADF for good */
 };
 
+extern const struct dsc_aio_backend dsc_aio_backend_fault;
+
 struct dsc_aio_fault_counts {
     int64_t n_transfers;
     int64_t n_short;
     int64_t n_passing;
     int64_t n_failures; /* by chance, sector or full disk */
+    int64_t n_flipped;
 };
 
 /* For engines that this thread makes from now on. Counts start from 0. */

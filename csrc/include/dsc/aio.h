@@ -70,6 +70,13 @@ DSC_API const char *dsc_aio_backend_at(int32_t index);
 /* DSC_OK when this kernel lets the backend work now; else as dsc_aio_create. */
 DSC_API dsc_status dsc_aio_backend_probe(const char *name);
 
+/*
+ * For tests. Engines that are made from now on find this backend, which is none of the library's, by its name, and with is_auto "auto" takes it before all others;
+ * NULL: no longer. What a backend is, csrc/aio/backend.h says. Borrowed, also by the engines that use it. Any thread may call this; no two may do so at a time.
+ */
+struct dsc_aio_backend;
+DSC_API void dsc_aio_plug_backend(const struct dsc_aio_backend *backend, bool is_auto);
+
 /* Bytes. Offsets and buffers that are multiples of it always go directly. A power of two, at least 4096, the same for the whole process. */
 DSC_API size_t dsc_aio_alignment(void);
 

@@ -398,6 +398,7 @@ int main(void)
         }
         test_backend(name);
     }
+    dsc_aio_plug_backend(&dsc_aio_backend_fault, false);
     for (size_t i = 0; i < sizeof mendable / sizeof mendable[0]; i++) {
         dsc_aio_fault_set(&mendable[i]);
         test_backend("fault");

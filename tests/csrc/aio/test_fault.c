@@ -210,9 +210,64 @@ static void test_late_refusal(void)
     dsc_aio_destroy(aio);
 }
 
+static const char *backend_of(const char *name)
+{
+    struct dsc_aio_config config = DSC_AIO_CONFIG_INIT;
+    dsc_aio *aio = NULL;
+    const char *found;
+
+    config.backend = name;
+    if (dsc_aio_create(&config, &aio) != DSC_OK)
+        return "none";
+    found = dsc_aio_backend_name(aio);
+    dsc_aio_destroy(aio);
+    return found;
+}
+
+static void test_plug(void)
+{
+    const char *usual = backend_of("auto");
+
+    CHECK_STR(backend_of("fault"), "none");
+    dsc_aio_plug_backend(&dsc_aio_backend_fault, true);
+    CHECK_STR(backend_of("auto"), "fault");
+    CHECK_STR(backend_of("fault"), "fault");
+    CHECK_STR(backend_of("sync"), "sync");
+    dsc_aio_plug_backend(NULL, true);
+    CHECK_STR(backend_of("auto"), usual);
+    CHECK_STR(backend_of("fault"), "none");
+    dsc_aio_plug_backend(&dsc_aio_backend_fault, false);
+    CHECK_STR(backend_of("auto"), usual);
+}
+
+/* A bit that is wrong is no error to the engine: who wants to know keeps checksums. */
+static void test_flips(void)
+{
+    const struct dsc_aio_fault_plan plan = {.seed = 12, .flip_chance = 256, .delay_us = 10};
+    dsc_aio *aio = make(&plan);
+    dsc_aio_file *file = folder_open(CREATE, true);
+    dsc_aio_id id;
+    int64_t res = 0;
+    int64_t n_wrong = 0;
+
+    CHECK_STATUS(dsc_aio_submit_write(aio, file, 0, data, BLOCK, &id), DSC_OK);
+    CHECK_STATUS(dsc_aio_wait(aio, id, &res), DSC_OK);
+    CHECK_EQ(dsc_aio_fault_counts().n_flipped, 0);
+    CHECK_STATUS(dsc_aio_submit_read(aio, file, 0, got, BLOCK, &id), DSC_OK);
+    CHECK_STATUS(dsc_aio_wait(aio, id, &res), DSC_OK);
+    CHECK_EQ(res, BLOCK);
+    for (size_t i = 0; i < BLOCK; i++)
+        n_wrong += got[i] != data[i];
+    CHECK_EQ(n_wrong, dsc_aio_fault_counts().n_flipped);
+    CHECK(n_wrong > 0);
+    CHECK_STATUS(dsc_aio_close(file), DSC_OK);
+    dsc_aio_destroy(aio);
+}
+
 int main(void)
 {
     folder_make();
+    test_plug();
     folder_fill(data, sizeof data, 1);
     for (int i = 0; i < 8; i++)
         test_failures((uint64_t)i, i % 2 != 0);
@@ -223,6 +278,7 @@ int main(void)
     test_death();
     test_huge();
     test_late_refusal();
+    test_flips();
     folder_remove();
     return test_finish(__FILE__);
 }

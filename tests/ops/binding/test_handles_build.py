@@ -17,8 +17,7 @@ def test_build_info():
     assert info["version"] == deepspeed_c.__version__
     assert info["torch_target_version"] == "0x020a000000000000"
     assert info["isas"] == [name for name, _ in _C.cpu_isas()]
-    for key in ("cuda", "libaio", "liburing"):
-        assert isinstance(info[key], bool)
+    assert isinstance(info["cuda"], bool)
     assert info["compiler"] and info["torch_built_with"] and info["pybind11"]
     library = os.path.join(os.path.dirname(_C.__file__), "libdsc_cuda.so")
     assert os.path.exists(library) == info["cuda"]
