@@ -49,15 +49,27 @@ from deepspeed_c.checkpoint.manifest import (
 )
 from deepspeed_c.checkpoint.ranks import Ranks
 from deepspeed_c.checkpoint.source import BUFFER, MASTER, PARAM, Box, LogicalTensor, ParamInfo, Read, Source
-from deepspeed_c.errors import CheckpointError
+from deepspeed_c.errors import CheckpointError, DeepSpeedCError, OffloadError
 from deepspeed_c.logging import logger
 
-__all__ = ["Contents", "Destination", "OwnedPiece", "save", "write_native"]
+__all__ = ["Contents", "Deferred", "Destination", "OwnedPiece", "save", "write_native"]
 
 _T = TypeVar("_T")
 
 # What is copied at once from an accelerator to be written.
 STAGING_BYTES = 32 << 20
+
+
+class Deferred(NamedTuple):
+    """A flat tensor that is not in memory until it is written."""
+
+    dtype: torch.dtype
+    n_elems: int
+    read: Callable[[], torch.Tensor]
+    """All of it, on any device; valid until the next one is read."""
+
+    def numel(self) -> int:
+        return self.n_elems
 
 
 class OwnedPiece(NamedTuple):
@@ -70,7 +82,7 @@ class OwnedPiece(NamedTuple):
     name: str
     shape: tuple[int, ...]
     begin: int
-    data: torch.Tensor
+    data: torch.Tensor | Deferred
     box: Box | None = None
 
 
@@ -165,7 +177,7 @@ def _together(
     try:
         result = action()
         problem = ""
-    except (OSError, CheckpointError) as error:
+    except (OSError, CheckpointError, OffloadError) as error:
         problem = _explain(error, ranks.rank)
     finally:
         problems = ranks.all_gather(problem)
@@ -211,7 +223,7 @@ def _agree_on_folder(destination: Destination, ranks: Ranks) -> str:
 
 
 def _explain(error: Exception, rank: int) -> str:
-    if isinstance(error, CheckpointError):
+    if isinstance(error, DeepSpeedCError):
         return f"rank {rank}: {error.where}: {error.what}" if error.where else error.what
     return f"rank {rank}: {error.filename or ''}: {error.strerror or error}"
 
@@ -347,10 +359,12 @@ def _entry_name(piece: OwnedPiece) -> str:
     return name if n_elems == whole else f"{name}[{piece.begin}:{piece.begin + n_elems}]"
 
 
-def _host_parts(data: torch.Tensor) -> Iterator[torch.Tensor]:
+def _host_parts(data: torch.Tensor | Deferred) -> Iterator[torch.Tensor]:
     """``data`` in host memory, each part valid until the next is asked for."""
     if data.numel() == 0:
         return
+    if isinstance(data, Deferred):
+        data = data.read()
     if data.device.type == "cpu":
         yield data
         return

@@ -15,13 +15,13 @@ from deepspeed_c.checkpoint.deepspeed.write import write_rank_files
 from deepspeed_c.checkpoint.native import NativeSource
 from deepspeed_c.checkpoint.open import format_of, open_checkpoint, read_latest_universal
 from deepspeed_c.checkpoint.ranks import Ranks
-from deepspeed_c.checkpoint.save import Contents, Destination, save
+from deepspeed_c.checkpoint.save import Contents, Deferred, Destination, save
 from deepspeed_c.checkpoint.source import PARAM, ParamInfo, Read, Source
 from deepspeed_c.engine.contents import names_of, owned_pieces, param_infos
 from deepspeed_c.engine.restore import LoadOptions, plan_restore
 from deepspeed_c.engine.weights import load_custom
 from deepspeed_c.env import read_env
-from deepspeed_c.errors import CheckpointError, DeepSpeedCError, StateError
+from deepspeed_c.errors import AioError, CheckpointError, DeepSpeedCError, OffloadError, StateError
 from deepspeed_c.logging import log_dist, logger
 from deepspeed_c.ops.adam import FusedAdam
 
@@ -91,8 +91,14 @@ class Checkpoints:
         )
         self._ranks.connect()
         self.last_dir = save_dir
-        if not (config.is_async if is_async is None else is_async):
-            save(contents, destination, self._ranks)
+        is_streamed = any(isinstance(piece.data, Deferred) for piece in contents.pieces)
+        if not (config.is_async if is_async is None else is_async) or is_streamed:
+            # States that live in a file are read from it while they are written: the next step may not begin before.
+            try:
+                save(contents, destination, self._ranks)
+            finally:
+                if engine.optimizer is not None:
+                    engine.optimizer.end_reading()
             log_dist(f"saved {destination.path}", ranks=[0])
             return True
         contents.pieces = self._snapshot.take(contents.pieces)
@@ -332,11 +338,13 @@ class Checkpoints:
                 load_custom(engine.module, custom_load_fn, _whole_state(source))
             else:
                 plan.run(source, engine._comm)
-        except CheckpointError as error:
+        except (CheckpointError, OffloadError, AioError) as error:
             problem = str(error).splitlines()[0]
         problem = next((p for p in self._ranks.all_gather(problem) if p), "")
         if problem:
             return problem
+        if reads_states:
+            engine.optimizer.broken = ""
         if plan is None:
             if engine.optimizer is not None:
                 engine.optimizer.refresh_fp32_params()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from deepspeed_c.checkpoint.save import OwnedPiece
+from deepspeed_c.checkpoint.save import Deferred, OwnedPiece
 from deepspeed_c.checkpoint.source import BUFFER, MASTER, PARAM, ParamInfo
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.engine.trainable import KeptState
@@ -135,7 +136,11 @@ def _add_states(
             )
     found.update(states)
     for kind, data in found.items():
-        if unit.n_shards == 1:
+        if optimizer.store is not None:
+            key = None if kind == MASTER else kind
+            read = partial(optimizer.read_piece, slot, key)
+            pieces.append(OwnedPiece(kind, slot.name, shape, fragment.begin, Deferred(data.dtype, data.numel(), read)))
+        elif unit.n_shards == 1:
             copies.append(_Whole(kind, slot.name, data.view(shape)))
         else:
             pieces.append(OwnedPiece(kind, slot.name, shape, fragment.begin, data))

@@ -98,7 +98,7 @@ class OffloadedStates:
         elif kind is OffloadStateTypeEnum.lp_params:
             # Weights that are whole are read by everybody at any time: they stay.
             yield from (unit.param_shard for unit in units if unit.param_shard is not None)
-        elif kind is OffloadStateTypeEnum.optim_states and optimizer is not None:
+        elif kind is OffloadStateTypeEnum.optim_states and optimizer is not None and optimizer.store is None:
             for state in optimizer.state.values():
                 yield from (value for value in state.values() if torch.is_tensor(value) and value.dim() > 0)
         elif kind is OffloadStateTypeEnum.lp_grads and optimizer is not None:

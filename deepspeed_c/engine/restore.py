@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,8 +47,12 @@ class RestorePlan:
     reads: list[Read] = field(default_factory=list)
     before: list[Callable[[], Sequence[Read]]] = field(default_factory=list)
     """Make room (optimizer states) and say what is read into it."""
+    streams: list[Callable[[Source], None]] = field(default_factory=list)
+    """Read what does not stay in memory, one bucket after the other."""
     after: list[Callable[[], None]] = field(default_factory=list)
     """Copies out of temporary places, on this rank alone."""
+    rooms: list[tuple[Unit, int, Callable[[], Sequence[Read]]]] = field(default_factory=list)
+    """As ``before``, of buckets that are streamed."""
     gathers: list[tuple[Unit, int]] = field(default_factory=list)
     """Buckets of which each rank has read its slice of the whole weights. Collective."""
     dormant: dict[torch.nn.Parameter, KeptState] = field(default_factory=dict)
@@ -62,6 +67,8 @@ class RestorePlan:
         for step in self.before:
             reads += step()
         source.read(reads)
+        for stream in self.streams:
+            stream(source)
         with torch.no_grad():
             for step in self.after:
                 step()
@@ -156,6 +163,8 @@ def plan_restore(
     plan.unexpected = [name for name in finder.kinds if name not in finder.used]
     if options.optimizer and optimizer is not None:
         problems += _plan_states(plan, finder, optimizer, by_bucket)
+    if optimizer is not None:
+        _plan_streams(plan, finder, optimizer, by_bucket, options)
     frozen = {name for name, tensor in named.tensors.items() if not tensor.requires_grad}
     missing = [name for name in plan.missing if not (source.state.get("excludes_frozen") and name in frozen)]
     if options.strict:
@@ -203,10 +212,47 @@ def _plan_weights(plan: RestorePlan, finder: _Finder, unit: Unit, slot: Slot, na
         else:
             into = unit.flat_param.narrow(0, fragment.flat_begin, fragment.numel)
         plan.reads.append(Read(weight, fragment.begin, into))
-    if fragment is not None and unit.master_flat is not None:
+    if fragment is not None and not unit.master_is_param and not unit.placement.is_swapped:
         source = finder.master(name) if options.masters else weight
-        into = unit.master_flat.narrow(0, fragment.shard_begin, fragment.numel)
-        plan.reads.append(Read(source, fragment.begin, into))
+        plan.reads.append(Read(source, fragment.begin, unit.piece(unit.master, fragment)))
+
+
+def _plan_streams(
+    plan: RestorePlan,
+    finder: _Finder,
+    optimizer: ZeroOptimizer,
+    by_bucket: Mapping[tuple[Unit, int], Mapping[Slot, str]],
+    options: LoadOptions,
+) -> None:
+    """Masters and states that live in a file between steps: each bucket is read when it is its turn, and sent there."""
+    rooms = {(unit, bucket): make_room for unit, bucket, make_room in plan.rooms}
+    for (unit, bucket), slots in by_bucket.items():
+        if not unit.placement.is_swapped or unit not in optimizer.units:
+            continue
+        masters: list[tuple[Slot, LogicalTensor]] = []
+        if not unit.master_is_param:
+            for slot, name in slots.items():
+                if slot in unit.fragment_of:
+                    found = finder.master(name) if options.masters else finder.weight(name, unit.dtype)
+                    masters.append((slot, found))
+        make_room = rooms.get((unit, bucket), lambda: ())
+        plan.streams.append(partial(_stream, optimizer, unit, bucket, masters, make_room))
+
+
+def _stream(
+    optimizer: ZeroOptimizer,
+    unit: Unit,
+    bucket: int,
+    masters: Sequence[tuple[Slot, LogicalTensor]],
+    make_room: Callable[[], Sequence[Read]],
+    source: Source,
+) -> None:
+    with optimizer.resident(unit, bucket, reads=not optimizer.broken):
+        reads = []
+        for slot, tensor in masters:
+            fragment = unit.fragment_of[slot]
+            reads.append(Read(tensor, fragment.begin, unit.piece(unit.master, fragment)))
+        source.read([*reads, *make_room()])
 
 
 def _plan_whole(plan: RestorePlan, tensor: torch.Tensor, found: LogicalTensor) -> None:
@@ -267,7 +313,11 @@ def _plan_states(
                 }
             known[slot] = {kind: kept or t.dtype for kind, t in states.items() if kind not in odd}, counts
             wanted += [(slot, kind, tensor) for kind, tensor in states.items()]
-        plan.before.append(lambda u=unit, b=bucket, k=known, w=wanted: _make_room(optimizer, u, b, k, w))
+        make_room = partial(_make_room, optimizer, unit, bucket, known, wanted)
+        if unit.placement.is_swapped:
+            plan.rooms.append((unit, bucket, make_room))
+        else:
+            plan.before.append(make_room)
     return problems
 
 

@@ -56,17 +56,18 @@ def take_states(
     kept = dict(dormant)
     for slot in sorted(optimizer.reducer.slots, key=lambda slot: slot.order):
         begins, numels = slot.unit.ranges_of(slot)
-        master = optimizer.local_piece(slot, None)
-        pieces, counts = optimizer.named_state(slot)
-        kept[slot.param] = KeptState(
-            slot.name,
-            slot.unit.group,
-            begins,
-            numels,
-            torch.empty(0, dtype=slot.unit.master_dtype) if master is None else master.detach().clone(),
-            {key: piece.detach().clone() for key, piece in pieces.items()},
-            {key: value.clone() if torch.is_tensor(value) else value for key, value in counts.items()},
-        )
+        with optimizer.resident(slot.unit, slot.bucket, writes=False):
+            master = optimizer.local_piece(slot, None)
+            pieces, counts = optimizer.named_state(slot)
+            kept[slot.param] = KeptState(
+                slot.name,
+                slot.unit.group,
+                begins,
+                numels,
+                torch.empty(0, dtype=slot.unit.master_dtype) if master is None else master.detach().clone(),
+                {key: piece.detach().clone() for key, piece in pieces.items()},
+                {key: value.clone() if torch.is_tensor(value) else value for key, value in counts.items()},
+            )
     return kept, {param: state.group for param, state in kept.items()}
 
 
@@ -121,8 +122,8 @@ def put_states(optimizer: ZeroOptimizer, kept: Mapping[torch.nn.Parameter, KeptS
 
         master = mine(state.master)
         if master is not None:
-            present = optimizer.local_piece(slot, None)
-            with torch.no_grad():
+            with optimizer.resident(slot.unit, slot.bucket), torch.no_grad():
+                present = optimizer.local_piece(slot, None)
                 # Weights that somebody replaced while they were frozen are newer than the master.
                 if torch.equal(master.to(slot.unit.dtype), present.to(slot.unit.dtype)):
                     present.copy_(master)
@@ -134,4 +135,5 @@ def put_states(optimizer: ZeroOptimizer, kept: Mapping[torch.nn.Parameter, KeptS
             states[slot] = pieces, counts
     for unit in optimizer.units:
         for bucket in range(unit.n_buckets):
-            optimizer.put_state(unit, bucket, states)
+            with optimizer.resident(unit, bucket):
+                optimizer.put_state(unit, bucket, states)

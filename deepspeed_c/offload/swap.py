@@ -220,13 +220,17 @@ class Swapper:
             extent.buffer = buffer
             self.n_bytes_read += extent.n_bytes
 
-    def bring(self, tensors: Sequence[Tagged]) -> None:
-        """Attaches ``tensors``: on return they hold what they held when they were sent away."""
-        self.prefetch(tensors)
+    def bring(self, tensors: Sequence[Tagged], *, reads: bool = True) -> None:
+        """Attaches ``tensors``: on return they hold what they held when they were sent away; anything, without ``reads``."""
+        if reads:
+            self.prefetch(tensors)
         for tagged in tensors:
             extent = self._extents.get(id(tagged.tensor))
             if extent is not None and extent.is_away:
-                self._finish_read(extent)
+                if extent.read is not None:
+                    self._finish_read(extent)
+                else:
+                    extent.buffer = self._take_buffer(extent.n_bytes)
                 tagged.tensor.data = self._view(extent.buffer, extent)
                 extent.is_away = False
 
@@ -355,6 +359,8 @@ class Swapper:
 
     def close(self) -> None:
         """Gives up what is in flight, and the file. Tensors that are away are lost."""
+        if self._descriptor < 0:
+            return
         self._engine.close()
         self._writes.clear()
         for finalizer in list(self._finalizers.values()):

@@ -7,6 +7,7 @@ The ``full`` functions are collective when states are sharded: call them on all 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
@@ -70,6 +71,11 @@ def _find(param: torch.nn.Parameter) -> ParamHandle | None:
     return getattr(param, _ATTRIBUTE, None)
 
 
+def _resident(handle: ParamHandle, *, writes: bool = True) -> AbstractContextManager:
+    """The parameter's masters and states are in memory meanwhile, wherever they live."""
+    return handle.optimizer.resident(handle.slot.unit, handle.slot.bucket, writes=writes)
+
+
 def _whole(handle: ParamHandle, piece: torch.Tensor | None) -> torch.Tensor:
     """The parameter's elements from every rank's piece, as fp32 in the parameter's shape. Exact: bits are summed, not values."""
     slot, optimizer = handle.slot, handle.optimizer
@@ -120,28 +126,34 @@ def _local(handle: ParamHandle, piece: torch.Tensor | None) -> torch.Tensor:
 
 def safe_get_full_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
     """The whole fp32 master weight, a copy in the parameter's shape; None for a parameter that no engine trains."""
-    handle = _find(param)
-    return None if handle is None else _whole(handle, handle.optimizer.local_piece(handle.slot, None))
+    if (handle := _find(param)) is None:
+        return None
+    with _resident(handle, writes=False):
+        return _whole(handle, handle.optimizer.local_piece(handle.slot, None))
 
 
 def safe_set_full_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> None:
     """Overwrites the master weight and the weights that forward uses. ``value`` has the parameter's shape, on every rank."""
     if (handle := _find(param)) is not None:
-        _write(handle, handle.optimizer.local_piece(handle.slot, None), value, "a weight")
-        handle.optimizer.write_back(handle.slot)
+        with _resident(handle):
+            _write(handle, handle.optimizer.local_piece(handle.slot, None), value, "a weight")
+            handle.optimizer.write_back(handle.slot)
 
 
 def safe_get_local_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
     """A copy of this rank's piece of the master weight, flat fp32."""
-    handle = _find(param)
-    return None if handle is None else _local(handle, handle.optimizer.local_piece(handle.slot, None))
+    if (handle := _find(param)) is None:
+        return None
+    with _resident(handle, writes=False):
+        return _local(handle, handle.optimizer.local_piece(handle.slot, None))
 
 
 def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> None:
     """Overwrites this rank's piece of the master weight; call it on all ranks, since the weights are then gathered anew."""
     if (handle := _find(param)) is not None:
-        _write_local(handle, handle.optimizer.local_piece(handle.slot, None), value, "weight")
-        handle.optimizer.write_back(handle.slot)
+        with _resident(handle):
+            _write_local(handle, handle.optimizer.local_piece(handle.slot, None), value, "weight")
+            handle.optimizer.write_back(handle.slot)
 
 
 # -- optimizer state ----------------------------------------------------------------------------------------------------
@@ -168,26 +180,32 @@ def _state_piece(handle: ParamHandle, key: str) -> torch.Tensor | None:
 
 def safe_get_full_optimizer_state(param: torch.nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """The whole optimizer state of that name ("exp_avg", "exp_avg_sq", "momentum_buffer", ...), fp32 in the parameter's shape."""
-    handle = _find(param)
-    return None if handle is None else _whole(handle, _state_piece(handle, optim_state_key))
+    if (handle := _find(param)) is None:
+        return None
+    with _resident(handle, writes=False):
+        return _whole(handle, _state_piece(handle, optim_state_key))
 
 
 def safe_set_full_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     """Overwrites the optimizer state of that name."""
     if (handle := _find(param)) is not None:
-        _write(handle, _state_piece(handle, optim_state_key), value, optim_state_key)
+        with _resident(handle):
+            _write(handle, _state_piece(handle, optim_state_key), value, optim_state_key)
 
 
 def safe_get_local_optimizer_state(param: torch.nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """A copy of this rank's piece of the optimizer state of that name, flat fp32."""
-    handle = _find(param)
-    return None if handle is None else _local(handle, handle.optimizer.local_piece(handle.slot, optim_state_key))
+    if (handle := _find(param)) is None:
+        return None
+    with _resident(handle, writes=False):
+        return _local(handle, handle.optimizer.local_piece(handle.slot, optim_state_key))
 
 
 def safe_set_local_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     """Overwrites this rank's piece of the optimizer state of that name."""
     if (handle := _find(param)) is not None:
-        _write_local(handle, handle.optimizer.local_piece(handle.slot, optim_state_key), value, optim_state_key)
+        with _resident(handle):
+            _write_local(handle, handle.optimizer.local_piece(handle.slot, optim_state_key), value, optim_state_key)
 
 
 # -- gradients ----------------------------------------------------------------------------------------------------------

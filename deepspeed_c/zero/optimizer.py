@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -39,7 +39,7 @@ class StateStore(Protocol):
     """Where masters and moments live between steps, when that is not memory (``offload.swap.Swapper``)."""
 
     def prefetch(self, tensors: Iterable[Tagged]) -> None: ...
-    def bring(self, tensors: Sequence[Tagged]) -> None: ...
+    def bring(self, tensors: Sequence[Tagged], *, reads: bool = True) -> None: ...
     def send(self, tensors: Sequence[Tagged]) -> None: ...
     def let_go(self, tensors: Sequence[Tagged]) -> None: ...
     def wait(self) -> None: ...
@@ -93,6 +93,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
     ) -> None:
         self.store, self._reads_ahead = store, reads_ahead
         self._depth: dict[tuple[Unit, int], int] = {}  # of resident(), by bucket
+        self._reading, self._read_bucket = ExitStack(), None
         self.broken = ""
         """Why the states are not to be trusted: a step that failed in its middle. A checkpoint mends it."""
         self._ignores_unused = ignores_unused
@@ -146,14 +147,15 @@ class ZeroOptimizer(DeepSpeedOptimizer):
 
     @contextmanager
     def resident(
-        self, unit: Unit, bucket: int, *, writes: bool = True, ahead: tuple[Unit, int] | None = None
+        self, unit: Unit, bucket: int, *, reads: bool = True, writes: bool = True, ahead: tuple[Unit, int] | None = None
     ) -> Iterator[None]:
-        """Within it a bucket's masters and states are in memory; may be nested. ``ahead`` is read meanwhile; without ``writes`` changes are lost."""
+        """Within it a bucket's masters and states are in memory; may be nested. ``ahead`` is read meanwhile; without ``writes`` changes are lost; without ``reads``
+        they hold anything, to be overwritten."""
         key = unit, bucket
         if self.store is None or self._depth.get(key):
             yield
             return
-        self.store.bring(self._stored(*key))
+        self.store.bring(self._stored(*key), reads=reads)
         self._point_entries(*key)
         if ahead is not None and self._reads_ahead:
             self.store.prefetch(self._stored(*ahead))
@@ -167,6 +169,19 @@ class ZeroOptimizer(DeepSpeedOptimizer):
                 self.store.let_go(stored)
             self.store.send(stored)  # what is new, where nothing else was to be written
             self._point_entries(*key)
+
+    def read_piece(self, slot: Slot, key: str | None) -> torch.Tensor:
+        """As ``local_piece``, for reading: the slot's bucket is resident until a piece of another one is read, or ``end_reading``."""
+        bucket = slot.unit, slot.bucket
+        if self._read_bucket != bucket:
+            self.end_reading()
+            self._reading.enter_context(self.resident(*bucket, writes=False))
+            self._read_bucket = bucket
+        return self.local_piece(slot, key)
+
+    def end_reading(self) -> None:
+        self._read_bucket = None
+        self._reading.close()
 
     def _visit(self, keys: Sequence[tuple[Unit, int]]) -> Iterator[tuple[Unit, int]]:
         """Each bucket in turn, resident, with the next one on its way."""

@@ -141,7 +141,7 @@ class Unit:
     def _zeros(self, numel: int, dtype: torch.dtype, *, on_host: bool = False) -> torch.Tensor:
         if not on_host:
             return torch.zeros(numel, dtype=dtype, device=self.device)
-        return torch.zeros(numel, dtype=dtype, pin_memory=self.placement.is_pinned)
+        return torch.zeros(numel, dtype=dtype, pin_memory=self.placement.is_pinned and self.device.type != "cpu")
 
     def new_states(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Zeros where this unit's states lie."""

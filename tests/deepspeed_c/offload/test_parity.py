@@ -1,0 +1,62 @@
+"""The parity oracle with masters and moments in a file, and with states in memory of their own: against one plain-torch fp32 process.
+
+On a machine without an accelerator "in host memory" is where everything lies; the path that moves states between two memories is taken all the same by
+saying that the device's is another one (``is_apart``).
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+
+import pytest
+
+from deepspeed_c.offload import place
+from tests.deepspeed_c.zero.test_oracle import by_rank, check, engine_run
+from tests.deepspeed_c.zero.traits import TRAITS, Run, plain_run
+from tests.ranks import run_ranks
+
+# Small buckets: several of them are on their way at any time.
+WHERE = {
+    "nvme": {"offload_optimizer": {"device": "nvme", "pipeline_read": True, "pipeline_write": True}},
+    "nvme_in_turn": {"offload_optimizer": {"device": "nvme", "buffer_count": 1}},
+    "host": {"offload_optimizer": {"device": "cpu"}},
+    "host_all": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+    "nvme_apart": {"offload_optimizer": {"device": "nvme", "pipeline_read": True, "pipeline_write": True}},
+}
+
+
+def offloaded_runs(
+    rank: int, world: int, trait: str, dtype: str, cells: list[tuple[int, int]], where: str, folder: str
+) -> list[Run]:
+    place.is_apart = lambda device: where not in ("nvme", "nvme_in_turn")
+    zero = {"reduce_bucket_size": 60, **WHERE[where]}
+    zero["offload_optimizer"] = {**zero["offload_optimizer"], "nvme_path": folder}
+    runs = []
+    for stage, gas in cells:
+        extra = dict(zero) if stage == 3 else {k: v for k, v in zero.items() if k != "offload_param"}
+        if trait == "unused":
+            extra["leaf_module"] = {"classes": ["tests.deepspeed_c.zero.traits.Unused"]}
+        settings = {"zero_optimization": extra, "aio": {"checksum": True, "block_size": 4096}}
+        runs.append(engine_run(rank, world, trait, stage, dtype, gas, settings))
+    return runs
+
+
+@pytest.mark.parametrize(
+    "where, world", [("nvme", 2), ("nvme_in_turn", 1), ("host", 1), ("host_all", 2), ("nvme_apart", 2)]
+)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("trait", list(TRAITS))
+def test_parity(trait: str, dtype: str, where: str, world: int) -> None:
+    stages = (3,) if where == "host_all" else (1, 2, 3)
+    cells = [(stage, 3) for stage in stages]
+    want = plain_run(TRAITS[trait], world, 3, None)
+    folder = tempfile.mkdtemp(prefix="dsc_offload_")
+    try:
+        results = run_ranks(world, offloaded_runs, trait, dtype, cells, where, folder, timeout=120)
+    finally:
+        shutil.rmtree(folder)
+    for rank, runs in enumerate(results):
+        for (stage, gas), got in zip(cells, runs):
+            label = f"{trait} stage {stage} {dtype} {where} world {world} rank {rank}"
+            check(label, got, want, by_rank(want.losses, world, gas, TRAITS[trait].n_backwards, rank), dtype)
