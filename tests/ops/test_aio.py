@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from deepspeed_c import _C
-from deepspeed_c.errors import AioError, DeepSpeedCError, FeatureError
+from deepspeed_c.config import load_config
+from deepspeed_c.errors import AioError, ConfigError, DeepSpeedCError, FeatureError
 from deepspeed_c.ops.aio import AsyncIOBuilder, PinnedPool, aio_handle, backends
+from tests.aio_faults import faults
 
 USABLE = [backend.name for backend in backends() if backend.is_usable]
 SIZES = [0, 1, 511, 512, 4095, 4096, 4097, 1000003, (3 << 20) + 1]
@@ -264,3 +266,80 @@ def test_pool_holds_its_budget():
     assert pool.new_tensor(3 * 4096, torch.uint8).numel() == 12288
     with pytest.raises(ValueError, match="-1"):
         pool.new_tensor(-1, torch.uint8)
+
+
+def test_what_an_engine_has_to_mend_is_mended(tmp_path):
+    tensors = [random_bytes(100_000 + i) for i in range(4)]
+    plan = {"short_chance": 100, "passing_chance": 30, "late_chance": 60, "reorders": True, "takes_part": True}
+    with faults(seed=1, delay_us=1, **plan) as broken:
+        handle = aio_handle(1 << 14, 8)
+        assert handle.backend == "fault"
+        for i, tensor in enumerate(tensors):
+            handle.async_pwrite(tensor, tmp_path / str(i))
+        assert handle.wait() == 4
+        found = [torch.zeros_like(tensor) for tensor in tensors]
+        for i, tensor in enumerate(found):
+            handle.async_pread(tensor, tmp_path / str(i))
+        assert handle.wait() == 4
+        counts = broken.counts()
+    for i, tensor in enumerate(tensors):
+        assert (tmp_path / str(i)).read_bytes() == tensor.numpy().tobytes()
+        assert torch.equal(found[i], tensor)
+    assert counts["n_short"] > 0 and counts["n_passing"] > 0 and counts["n_failures"] == 0, counts
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_no_failed_transfer_passes_for_a_good_one(tmp_path, seed, number):
+    n_good = n_bad = 0
+    with faults(seed=seed, failure_chance=20, failure_err=number, short_chance=50, reorders=True) as broken:
+        handle = aio_handle(1 << 14, 8)
+        for i in range(20):
+            tensor = random_bytes(70_000 + i)
+            try:
+                assert handle.sync_pwrite(tensor, tmp_path / str(i)) == 1
+            except AioError as error:
+                assert (error.errno, error.filename, error.offset) == (number, str(tmp_path / str(i)), 0)
+                n_bad += 1
+            else:
+                assert (tmp_path / str(i)).read_bytes() == tensor.numpy().tobytes()
+                n_good += 1
+        assert broken.counts()["n_failures"] >= n_bad
+    assert n_good and n_bad, (n_good, n_bad)
+
+
+def test_faults_begin_and_end_for_an_engine_in_use(tmp_path):
+    tensor = random_bytes(4 << 14)
+    with faults() as broken:
+        handle = aio_handle(1 << 14, 8)
+        handle.sync_pwrite(tensor, tmp_path / "data")
+        broken.set(bad_begin=20_000, bad_end=20_001, bad_err=errno.EIO)
+        with pytest.raises(AioError, match="Input/output error"):
+            handle.sync_pread(torch.empty_like(tensor), tmp_path / "data")
+        broken.set(full_at=30_000)
+        with pytest.raises(AioError, match="No space left on device"):
+            handle.sync_pwrite(tensor, tmp_path / "data")
+        broken.set(seed=2, flip_chance=256)
+        found = torch.empty_like(tensor)
+        handle.sync_pread(found, tmp_path / "data")
+        assert (found != tensor).sum() == broken.counts()["n_flipped"] == 4
+        with pytest.raises(AioError, match="not those of the tensor"):
+            handle.read(found, tmp_path / "data", True)
+        broken.set()
+        handle.sync_pread(found, tmp_path / "data")
+        assert torch.equal(found, tensor)
+        with pytest.raises(TypeError, match="shrt_chance"):
+            broken.set(shrt_chance=1)
+    handle.sync_pread(found.zero_(), tmp_path / "data")  # made before, and sound
+    assert torch.equal(found, tensor)
+
+
+def test_faults_are_reached_by_no_setting():
+    with faults(is_auto=False):
+        assert aio_handle().backend == USABLE[0]
+        assert aio_handle(backend="fault").backend == "fault"
+        with pytest.raises(ConfigError, match="backend"):
+            load_config({"train_micro_batch_size_per_gpu": 1, "aio": {"backend": "fault"}}, world_size=1)
+    assert "fault" not in [backend.name for backend in backends()]
+    with pytest.raises(ValueError, match='no I/O backend "fault"'):
+        aio_handle(backend="fault")
