@@ -4,6 +4,16 @@
 
 #include "dsc/aio.h"
 
+/* Headers of kernels before 5.6, which distributions and wheel builders still come with, have no io_uring, or one that cannot do what is needed. */
+#if __has_include(<linux/io_uring.h>)
+#include <linux/io_uring.h>
+#endif
+#ifdef IORING_FEAT_RW_CUR_POS
+#define DSC_AIO_HAS_URING 1
+#else
+#define DSC_AIO_HAS_URING 0
+#endif
+
 /* One transfer: what preadv or pwrite would do once. The engine owns the storage, which stays where it is until the engine is destroyed. */
 struct dsc_aio_op {
     int fd;

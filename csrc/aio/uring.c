@@ -1,10 +1,11 @@
 /* io_uring by its system calls: a ring of transfers that the kernel reads, and a ring of results that it writes. */
 #include "aio/backend.h"
 
+#if DSC_AIO_HAS_URING
+
 #include "base/fail.h"
 
 #include <errno.h>
-#include <linux/io_uring.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -194,3 +195,5 @@ const struct dsc_aio_backend dsc_aio_backend_uring = {
     .submit = uring_submit,
     .reap = uring_reap,
 };
+
+#endif
