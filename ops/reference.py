@@ -21,6 +21,8 @@ __all__ = [
     "muon_apply",
     "muon_momentum",
     "newton_schulz",
+    "q8_dequantize",
+    "q8_quantize",
     "reduce",
     "step",
     "sumsq",
@@ -175,3 +177,26 @@ def reduce(sources: Sequence[Tensor], scale: float, accumulate: bool, into: Tens
         total = total + source.double()
     total = total * scale
     return (total + into.double() if accumulate else total).to(into.dtype)
+
+
+def _q8_formula(is_signed: bool) -> tuple[int, int]:
+    """(the largest code, the power of its share that it stands for)."""
+    return (127, 4) if is_signed else (255, 8)
+
+
+def q8_quantize(values: Tensor, is_signed: bool, block: int = 256) -> tuple[Tensor, Tensor]:
+    """(codes as numbers, scales) of a row of finite values: dsc/optim.h, without its smallest scales."""
+    largest, power = _q8_formula(is_signed)
+    rows = torch.nn.functional.pad(values, (0, -values.numel() % block)).view(-1, block)
+    scales = rows.abs().amax(1)
+    share = rows.abs() / scales.clamp_min(torch.finfo(values.dtype).tiny).unsqueeze(1)
+    codes = (share ** (1 / power) * largest + 0.5).floor()
+    if not is_signed:
+        codes = torch.where(share > 0, codes.clamp_min(1), codes)
+    return (codes * rows.sign()).view(-1)[: values.numel()], scales
+
+
+def q8_dequantize(codes: Tensor, scales: Tensor, is_signed: bool, block: int = 256) -> Tensor:
+    """What ``codes``, given as floating-point numbers, stand for."""
+    largest, power = _q8_formula(is_signed)
+    return codes.sign() * (codes / largest) ** power * scales.repeat_interleave(block)[: codes.numel()]

@@ -34,6 +34,12 @@ def cases():
             yield f"optim_apply_-{kind}", "optim_apply_", (kind, *arguments, *HYPER, torch.ones(2, dtype=torch.float64))
     f32, b16 = lists(2, True)[0], lists(2, True)[1]
     yield "muon_momentum_", "muon_momentum_", (b16, f32, lists(2, True)[0], 0.9, 0.5, 2)
+    codes = [[torch.randint(0, 100, (n,), dtype=dtype) for n in (3, 17)] for dtype in (torch.int8, torch.uint8)]
+    scales = [[torch.rand(1) for _ in (3, 17)] for _ in range(2)]
+    operands = (f32, b16, *codes, lists(2, True)[4], *scales)
+    yield "optim_step_q8_", "optim_step_q8_", ("adamw", *operands, *HYPER)
+    yield "q8_quantize_", "q8_quantize_", (f32[1], codes[1][1], scales[1][1])
+    yield "q8_dequantize_", "q8_dequantize_", (codes[0][1], scales[0][1], 2, torch.zeros(9))
     yield "muon_apply_", "muon_apply_", (f32, lists(2, True)[0], lists(2, True)[4], 0.1, 0.01)
     yield "flat_sumsq", "flat_sumsq", ([*f32, *b16],)
     yield "flat_reduce_", "flat_reduce_", ([torch.rand(9), torch.rand(9)], 0.5, True, torch.rand(9).bfloat16())
