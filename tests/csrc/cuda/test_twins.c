@@ -606,6 +606,10 @@ static void test_refused_args(const struct device *device, struct dsc_optim_tens
     args = some_args(1);
     args.state_dtype = DSC_DTYPE_COUNT;
     refuse_args(device, "adam", args, tensor);
+    /* What the host alone has. */
+    args = some_args(1);
+    args.flags = DSC_OPTIM_STATE_Q8;
+    CHECK_ERROR(device->accel->optim_step("adam", &args, tensor, 1, NULL, NULL), DSC_ENOTSUP, "8 bits are for the host");
 }
 
 static void test_refused_tensors(const struct device *device, const struct dsc_optim_tensor *good)
@@ -687,7 +691,7 @@ static void test_refusals(const struct device *device)
 {
     float *data = device_alloc(device, 64);
     double *f64 = device_alloc(device, 64);
-    struct dsc_optim_tensor tensor = {4, data, data, {data, data}, data};
+    struct dsc_optim_tensor tensor = {.n_elems = 4, .param = data, .grad = data, .state = {data, data}, .copy = data};
     int64_t n_launches = device->emulator == NULL ? 0 : device->emulator->n_launches;
 
     test_refused_args(device, &tensor);
