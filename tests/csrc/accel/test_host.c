@@ -24,7 +24,13 @@ static void fill(struct state *state)
 
 static struct dsc_optim_tensor tensor_of(struct state *state)
 {
-    return (struct dsc_optim_tensor){N, state->param, state->grad, {state->first, state->second}, state->copy};
+    return (struct dsc_optim_tensor){
+        .n_elems = N,
+        .param = state->param,
+        .grad = state->grad,
+        .state = {state->first, state->second},
+        .copy = state->copy,
+    };
 }
 
 static void test_steps(const struct dsc_accel *host)

@@ -467,7 +467,7 @@ static void test_refused(void)
     unsigned char codes[4] = {1, 2, 3, 4};
     const struct dsc_optim_kind *adam = find_kind("adam");
     struct dsc_optim_args args = DSC_OPTIM_ARGS_INIT;
-    struct dsc_optim_tensor tensor = {4, values, values, {codes, codes}, {scales, NULL}, NULL};
+    struct dsc_optim_tensor tensor = {.n_elems = 4, .param = values, .grad = values, .state = {codes, codes}, .state_scale = {scales, NULL}};
 
     TEST_CASE("refused");
     CHECK_EQ(dsc_q8_n_scales(0), 0);
