@@ -11,6 +11,9 @@ BLOCK_ELEMS = 256
 """Elements that one scale covers, counted from the tensor's start; DSC_Q8_BLOCK_ELEMS."""
 
 
+SCALE_SUFFIX = "_scale"
+
+
 def n_scales(n_elems: int) -> int:
     """Blocks of a tensor of ``n_elems`` elements, the last of which may be short."""
     return -(-n_elems // BLOCK_ELEMS)
@@ -18,7 +21,7 @@ def n_scales(n_elems: int) -> int:
 
 def scale_name(name: str) -> str:
     """Where the scales of the state ``name`` stand in ``optimizer.state``, beside its codes."""
-    return f"{name}_scale"
+    return f"{name}{SCALE_SUFFIX}"
 
 
 def quantize_(codes: Tensor, scales: Tensor, values: Tensor, begin: int = 0) -> None:

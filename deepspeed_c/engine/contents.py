@@ -125,22 +125,22 @@ def _add_states(
     shape = tuple(slot.shape)
     if fragment is None:
         return
-    found: dict[str, torch.Tensor] = {}
-    if not unit.master_is_param:
-        found[MASTER] = optimizer.local_piece(slot, None)
-    states, counts = optimizer.named_state(slot)
-    for key in states:
+    kinds, counts = optimizer.state_kinds(slot)
+    for key in kinds:
         if key in (PARAM, MASTER, BUFFER):
             raise CheckpointError(
                 f"the optimizer calls a state {key!r}", where=slot.name, fix="such a name is taken; rename it"
             )
-    found.update(states)
-    for kind, data in found.items():
-        if optimizer.store is not None:
-            key = None if kind == MASTER else kind
+    if not unit.master_is_param:
+        kinds = {MASTER: unit.master_dtype, **kinds}
+    for kind, dtype in kinds.items():
+        key = None if kind == MASTER else kind
+        if optimizer.store is not None or (optimizer.is_quantized and key is not None):
             read = partial(optimizer.read_piece, slot, key)
-            pieces.append(OwnedPiece(kind, slot.name, shape, fragment.begin, Deferred(data.dtype, data.numel(), read)))
-        elif unit.n_shards == 1:
+            pieces.append(OwnedPiece(kind, slot.name, shape, fragment.begin, Deferred(dtype, fragment.numel, read)))
+            continue
+        data = optimizer.local_piece(slot, key)
+        if unit.n_shards == 1:
             copies.append(_Whole(kind, slot.name, data.view(shape)))
         else:
             pieces.append(OwnedPiece(kind, slot.name, shape, fragment.begin, data))
@@ -193,7 +193,7 @@ def param_infos(
     for unit in layout.trained:
         for slot in unit.slots:
             if slot in unit.fragment_of:
-                counts = optimizer.named_state(slot)[1]
+                counts = optimizer.state_kinds(slot)[1]
                 kept = {
                     k: v for k, v in counts.items() if not torch.is_tensor(v) or v.numel() == 1 or unit.n_shards > 1
                 }

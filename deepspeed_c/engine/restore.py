@@ -28,6 +28,9 @@ __all__ = ["LoadOptions", "RestorePlan", "plan_restore"]
 
 NAMES_SHOWN = 5
 
+# Makes room for states: what is to be read into it, and what is to be called when that has been done.
+Room = Callable[[], tuple[Sequence[Read], Callable[[], None]]]
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
@@ -51,7 +54,7 @@ class RestorePlan:
     """Read what does not stay in memory, one bucket after the other."""
     after: list[Callable[[], None]] = field(default_factory=list)
     """Copies out of temporary places, on this rank alone."""
-    rooms: list[tuple[Unit, int, Callable[[], Sequence[Read]]]] = field(default_factory=list)
+    rooms: list[tuple[Unit, int, Room]] = field(default_factory=list)
     """As ``before``, of buckets that are streamed."""
     gathers: list[tuple[Unit, int]] = field(default_factory=list)
     """Buckets of which each rank has read its slice of the whole weights. Collective."""
@@ -227,15 +230,16 @@ def _plan_streams(
     """Masters and states that live in a file between steps: each bucket is read when it is its turn, and sent there."""
     rooms = {(unit, bucket): make_room for unit, bucket, make_room in plan.rooms}
     for (unit, bucket), slots in by_bucket.items():
-        if not unit.placement.is_swapped or unit not in optimizer.units:
+        is_swapped = unit.placement.is_swapped
+        if unit not in optimizer.units or not (is_swapped or optimizer.is_quantized):
             continue
         masters: list[tuple[Slot, LogicalTensor]] = []
-        if not unit.master_is_param:
+        if is_swapped and not unit.master_is_param:
             for slot, name in slots.items():
                 if slot in unit.fragment_of:
                     found = finder.master(name) if options.masters else finder.weight(name, unit.dtype)
                     masters.append((slot, found))
-        make_room = rooms.get((unit, bucket), lambda: ())
+        make_room = rooms.get((unit, bucket), lambda: ([], lambda: None))
         plan.streams.append(partial(_stream, optimizer, unit, bucket, masters, make_room))
 
 
@@ -244,7 +248,7 @@ def _stream(
     unit: Unit,
     bucket: int,
     masters: Sequence[tuple[Slot, LogicalTensor]],
-    make_room: Callable[[], Sequence[Read]],
+    make_room: Room,
     source: Source,
 ) -> None:
     with optimizer.resident(unit, bucket, reads=not optimizer.broken):
@@ -252,7 +256,10 @@ def _stream(
         for slot, tensor in masters:
             fragment = unit.fragment_of[slot]
             reads.append(Read(tensor, fragment.begin, unit.piece(unit.master, fragment)))
-        source.read([*reads, *make_room()])
+        more, close = make_room()
+        source.read([*reads, *more])
+        with torch.no_grad():
+            close()
 
 
 def _plan_whole(plan: RestorePlan, tensor: torch.Tensor, found: LogicalTensor) -> None:
@@ -314,10 +321,10 @@ def _plan_states(
             known[slot] = {kind: kept or t.dtype for kind, t in states.items() if kind not in odd}, counts
             wanted += [(slot, kind, tensor) for kind, tensor in states.items()]
         make_room = partial(_make_room, optimizer, unit, bucket, known, wanted)
-        if unit.placement.is_swapped:
+        if unit.placement.is_swapped or optimizer.is_quantized:
             plan.rooms.append((unit, bucket, make_room))
         else:
-            plan.before.append(make_room)
+            plan.before.append(lambda make_room=make_room: make_room()[0])
     return problems
 
 
@@ -327,20 +334,22 @@ def _make_room(
     bucket: int,
     known: Mapping[Slot, tuple[dict[str, torch.dtype], Mapping[str, Any]]],
     wanted: Sequence[tuple[Slot, str, LogicalTensor]],
-) -> Sequence[Read]:
+) -> tuple[Sequence[Read], Callable[[], None]]:
+    """Makes a bucket's states. Returns what is read into them, and what is to be called then."""
     optimizer.make_state(unit, bucket, known)
+    place, close = optimizer.open_states(unit, bucket)
     reads = []
     for slot, kind, tensor in wanted:
         fragment = unit.fragment_of.get(slot)
         if fragment is None:
             continue
         if kind in known[slot][0]:
-            reads.append(Read(tensor, fragment.begin, optimizer.local_piece(slot, kind)))
+            reads.append(Read(tensor, fragment.begin, place(slot, kind)))
         else:
             held = torch.empty(tensor.shape, dtype=tensor.dtype, device=unit.device)
             optimizer.add_state(slot, kind, held)
             reads.append(Read(tensor, 0, held.view(-1)))
-    return reads
+    return reads, close
 
 
 def _plan_dormant(

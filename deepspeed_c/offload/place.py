@@ -74,8 +74,8 @@ def swapped_bytes(units: Sequence[Unit], base: FusedOptimizer) -> int:
         for bucket, n_elems in enumerate(unit.slice_elems):
             if not unit.master_is_param:
                 total += pages(n_elems * unit.master_dtype.itemsize)
-            itemsize = base.dtype_of_state(unit.master[bucket]).itemsize
-            total += len(base.names_of_states(unit.group)) * pages(n_elems * itemsize)
+            for dtype, numel in base.layout_of_state(unit.group, unit.master[bucket]).values():
+                total += pages(numel * dtype.itemsize)
     return total
 
 

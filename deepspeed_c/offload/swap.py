@@ -227,9 +227,12 @@ class Swapper:
         for tagged in tensors:
             extent = self._extents.get(id(tagged.tensor))
             if extent is not None and extent.is_away:
+                if not reads and extent.read is not None:  # of no use, however it ends
+                    with contextlib.suppress(AioError, OffloadError):
+                        self._finish_read(extent)
                 if extent.read is not None:
                     self._finish_read(extent)
-                else:
+                elif extent.buffer is None:
                     extent.buffer = self._take_buffer(extent.n_bytes)
                 tagged.tensor.data = self._view(extent.buffer, extent)
                 extent.is_away = False

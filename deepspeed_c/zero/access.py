@@ -190,7 +190,10 @@ def safe_set_full_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor
     """Overwrites the optimizer state of that name."""
     if (handle := _find(param)) is not None:
         with _resident(handle):
-            _write(handle, _state_piece(handle, optim_state_key), value, optim_state_key)
+            piece = _state_piece(handle, optim_state_key)
+            _write(handle, piece, value, optim_state_key)
+            if piece is not None:
+                handle.optimizer.keep_state(handle.slot, optim_state_key, piece)
 
 
 def safe_get_local_optimizer_state(param: torch.nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
@@ -205,7 +208,10 @@ def safe_set_local_optimizer_state(param: torch.nn.Parameter, value: torch.Tenso
     """Overwrites this rank's piece of the optimizer state of that name."""
     if (handle := _find(param)) is not None:
         with _resident(handle):
-            _write_local(handle, handle.optimizer.local_piece(handle.slot, optim_state_key), value, optim_state_key)
+            piece = handle.optimizer.local_piece(handle.slot, optim_state_key)
+            _write_local(handle, piece, value, optim_state_key)
+            if piece is not None:
+                handle.optimizer.keep_state(handle.slot, optim_state_key, piece)
 
 
 # -- gradients ----------------------------------------------------------------------------------------------------------

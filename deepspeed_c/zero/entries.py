@@ -106,6 +106,19 @@ def split_entry(base: torch.optim.Optimizer, entry: Entry) -> list[Entry]:
     pieces = [_piece_entry(unit, f) for f in unit.fragments if f.slot.bucket == entry.bucket]
     state = base.state.pop(entry.param, {})
     begin = unit.shard_offset[entry.bucket]
+    if isinstance(base, FusedOptimizer) and base.is_quantized and state:
+        base.state[entry.param] = state
+        for piece in pieces:
+            first = piece.fragment.shard_begin - begin
+            if "step" in state:
+                base.state[piece.param]["step"] = state["step"].clone()
+            base.init_state(unit.group, piece.param)
+            for key in base.names_of_states(unit.group):
+                # Blocks of codes are counted from each tensor's beginning: these are new ones.
+                values = base.dequantized_state(entry.param, key, first, first + piece.fragment.numel)
+                base.quantize_state_(piece.param, key, values)
+        del base.state[entry.param]
+        state = {}
     for piece in pieces:
         for key, value in state.items():
             if not torch.is_tensor(value):

@@ -20,6 +20,7 @@ from deepspeed_c.errors import AioError, LossScaleError, NonFiniteLossError, Off
 from deepspeed_c.logging import logger
 from deepspeed_c.ops.muon import Muon
 from deepspeed_c.ops.optim import FusedOptimizer
+from deepspeed_c.ops.q8 import SCALE_SUFFIX
 from deepspeed_c.zero.entries import COUNTERS, Entry, point_at_shards, split_entry
 from deepspeed_c.zero.fetch import Fetcher
 from deepspeed_c.zero.reducer import GradientReducer, WindowFacts
@@ -465,6 +466,9 @@ class ZeroOptimizer(DeepSpeedOptimizer):
                 where=slot.name,
                 fix=f"names are {names}" if names else "state exists after the first step",
             )
+        if self.is_quantized:
+            begin = self._at(fragment) if entry.fragment is None else 0
+            return self.optimizer.dequantized_state(entry.param, key, begin, begin + fragment.numel)
         return self._piece_of_state(value, entry, fragment)
 
     def named_state(self, slot: Slot) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -472,14 +476,64 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         fragment = slot.unit.fragment_of.get(slot)
         if fragment is None:
             return {}, {}
+        kinds, counts = self.state_kinds(slot)
+        return {key: self.local_piece(slot, key) for key in kinds}, counts
+
+    def state_kinds(self, slot: Slot) -> tuple[dict[str, torch.dtype], dict[str, Any]]:
+        """Names and dtypes of a parameter's states as ``local_piece`` gives them, wherever they are now, and its counts."""
+        if slot not in slot.unit.fragment_of:
+            return {}, {}
         entry = self._entry_of(slot)
-        pieces, counts = {}, {}
-        for key, value in self.optimizer.state.get(entry.param, {}).items():
+        state = self.optimizer.state.get(entry.param, {})
+        kinds: dict[str, torch.dtype] = {}
+        counts: dict[str, Any] = {}
+        for key, value in state.items():
+            if self.is_quantized and key.removesuffix(SCALE_SUFFIX) != key:
+                continue
             if torch.is_tensor(value) and value.numel() == entry.param.numel() and key not in COUNTERS:
-                pieces[key] = self._piece_of_state(value, entry, fragment)
+                kinds[key] = torch.float32 if self.is_quantized else value.dtype
             else:
                 counts[key] = value
-        return pieces, counts
+        return kinds, counts
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the base keeps its states in codes of 8 bits: pieces of them are then copies in fp32, written back by ``keep_state``."""
+        return isinstance(self.optimizer, FusedOptimizer) and self.optimizer.is_quantized
+
+    def keep_state(self, slot: Slot, key: str, piece: torch.Tensor) -> None:
+        """A state was edited in ``piece``, as ``local_piece`` had given it."""
+        if self.is_quantized:
+            place, close = self.open_states(slot.unit, slot.bucket, [key])
+            place(slot, key).copy_(piece)
+            close()
+
+    def open_states(
+        self, unit: Unit, bucket: int, keys: Sequence[str] | None = None
+    ) -> tuple[Callable[[Slot, str], torch.Tensor], Callable[[], None]]:
+        """(place, close): ``place(slot, key)`` is where a piece of a state is written (flat), and ``close()`` makes what was written count."""
+        if not self.is_quantized:
+            return self.local_piece, lambda: None
+        base = self.optimizer
+        entries = self._by_bucket.get((unit, bucket), [])
+        values = {
+            (id(entry.param), key): base.dequantized_state(entry.param, key)
+            for entry in entries
+            for key in keys or base.names_of_states(unit.group)
+            if key in base.state.get(entry.param, {})
+        }
+
+        def place(slot: Slot, key: str) -> torch.Tensor:
+            entry = self._entry_of(slot)
+            return self._piece_of_state(values[id(entry.param), key], entry, unit.fragment_of[slot])
+
+        def close() -> None:
+            for entry in entries:
+                for key in keys or base.names_of_states(unit.group):
+                    if (id(entry.param), key) in values:
+                        base.quantize_state_(entry.param, key, values[id(entry.param), key])
+
+        return place, close
 
     def make_state(
         self, unit: Unit, bucket: int, known: Mapping[Slot, tuple[Mapping[str, torch.dtype], Mapping[str, Any]]]
@@ -503,10 +557,13 @@ class ZeroOptimizer(DeepSpeedOptimizer):
                 dtypes, counts = known[slot]
                 # Tensors that fit are used again: new memory costs more than what is read into it.
                 before = held.get(entry.param, {})
-                self.optimizer.state[entry.param] = {
-                    **{key: _copy(value) for key, value in counts.items()},
-                    **{key: _like(entry.param, dtype, before.get(key)) for key, dtype in dtypes.items()},
-                }
+                self.optimizer.state[entry.param] = {key: _copy(value) for key, value in counts.items()}
+                if self.is_quantized:
+                    self.optimizer.init_state(unit.group, entry.param)
+                    continue
+                self.optimizer.state[entry.param].update(
+                    {key: _like(entry.param, dtype, before.get(key)) for key, dtype in dtypes.items()}
+                )
 
     def add_state(self, slot: Slot, key: str, value: torch.Tensor) -> None:
         """Gives a parameter a state that is not in its shape; where nothing is sharded."""
@@ -525,10 +582,12 @@ class ZeroOptimizer(DeepSpeedOptimizer):
             },
         )
         with torch.no_grad():
+            place, close = self.open_states(unit, bucket)
             for slot, (pieces, _) in states.items():
                 if slot.unit is unit and slot.bucket == bucket and slot in unit.fragment_of:
                     for key, piece in pieces.items():
-                        self.local_piece(slot, key).copy_(piece)
+                        place(slot, key).copy_(piece)
+            close()
 
     def local_gradient(self, slot: Slot) -> torch.Tensor | None:
         """This rank's piece of the summed gradient as stored (see ``gradient_factor``); None where it owns nothing."""

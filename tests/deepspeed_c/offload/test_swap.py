@@ -57,7 +57,7 @@ def test_random_traffic(tmp_path, backend, checksum):
             group.append(Tagged(tensor, f"{g}.{i}"))
         groups.append(group)
         store.send(group)
-    for round_ in range(120):
+    for round_ in range(60):
         g = rng.randrange(len(groups))
         group = groups[g]
         ahead = groups[rng.randrange(len(groups))]

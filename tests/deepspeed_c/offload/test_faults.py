@@ -1,0 +1,113 @@
+"""Training with states on NVMe over a device that fails: every failure is an error that names the tensor, and no step counts that was not whole."""
+
+from __future__ import annotations
+
+import tempfile
+
+import pytest
+import torch
+
+from deepspeed_c.errors import DeepSpeedCError, OffloadError, StateError
+from tests.aio_faults import faults
+from tests.deepspeed_c.offload.test_checkpoints import SWAPPED, make, same, states, train
+from tests.ranks import run_ranks
+
+
+def reordered(rank: int, world: int, folder: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    with faults(seed=5 + rank, short_chance=400, reorders=True):
+        engine = make(folder, 2, "bf16", SWAPPED)
+        losses = train(engine, rank, range(5))
+        found = states(engine)
+        engine.close()
+    return losses, found
+
+
+def plain(rank: int, world: int, folder: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    engine = make(folder, 2, "bf16", None)
+    losses = train(engine, rank, range(5))
+    found = states(engine)
+    engine.close()
+    return losses, found
+
+
+def test_short_and_reordered_transfers_change_nothing():
+    with tempfile.TemporaryDirectory() as folder:
+        for got, want in zip(run_ranks(2, reordered, folder, timeout=60), run_ranks(2, plain, folder, timeout=60)):
+            assert got[0] == want[0], f"losses {got[0]} and {want[0]}"
+            same(got[1], want[1], "states")
+
+
+def failing(rank: int, world: int, folder: str) -> None:
+    with faults(seed=1) as broken:
+        engine = make(folder, 2, "bf16", SWAPPED)
+        train(engine, rank, range(3))
+        engine.save_checkpoint(f"{folder}/ckpt", tag="good")
+        want, rest = states(engine), train(engine, rank, range(3, 6))
+
+        broken.set(bad_begin=0, bad_end=1 << 40)  # every transfer from now on
+        try:
+            train(engine, rank, range(6, 7))
+        except DeepSpeedCError as error:
+            assert isinstance(error, OffloadError) or "failed" in str(error), error
+        else:
+            raise AssertionError("a step over a broken device went on")
+        broken.set(bad_begin=0, bad_end=0)
+        try:
+            train(engine, rank, range(7, 8))
+        except StateError as error:
+            assert "failed in its middle" in str(error), error
+        else:
+            raise AssertionError("an engine with half a step went on")
+        engine.zero_grad()
+        engine.load_checkpoint(f"{folder}/ckpt")
+        same(states(engine), want, "after the load")
+        assert train(engine, rank, range(3, 6)) == rest
+        engine.close()
+
+
+def test_a_device_that_breaks_and_a_checkpoint_that_mends_it():
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(1, failing, folder, timeout=60)
+
+
+def flipping(rank: int, world: int, folder: str) -> None:
+    with faults(seed=3) as broken:
+        engine = make(folder, 2, "bf16", SWAPPED, aio={"checksum": True})
+        train(engine, rank, range(2))
+        broken.set(flip_chance=1000)
+        try:
+            train(engine, rank, range(2, 4))
+        except OffloadError as error:
+            assert "are not those that were written" in str(error) and (
+                ".weight" in str(error) or ".bias" in str(error)
+            ), error
+        else:
+            raise AssertionError("flipped bytes went into a step")
+        broken.set(flip_chance=0)
+        engine.close()
+
+
+def test_flipped_bytes_are_found_and_named():
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(1, flipping, folder, timeout=60)
+
+
+@pytest.mark.parametrize("problem", ["folder", "room"])
+def test_what_cannot_begin_says_so_on_all_ranks(problem, tmp_path):
+    place = tmp_path / "swap"
+    if problem == "folder":
+        place.write_text("a file")
+    for error in run_ranks(2, cannot_begin, str(place), problem, timeout=60):
+        assert "nvme_path" in error and ("cannot be used" in error or "cannot be reserved" in error), error
+
+
+def cannot_begin(rank: int, world: int, folder: str, problem: str) -> str:
+    if problem == "room" and rank == 1:
+        from deepspeed_c.offload import place
+
+        place.swapped_bytes = lambda units, base: 1 << 60
+    try:
+        make(folder, 2, "bf16", SWAPPED)
+    except DeepSpeedCError as error:
+        return str(error)
+    return "it began"
