@@ -16,17 +16,55 @@ from deepspeed_c.checkpoint.deepspeed.unpickle import StoredTensor, TorchFile, m
 from deepspeed_c.checkpoint.source import BUFFER, MASTER, PARAM, ParamInfo, Topology
 from deepspeed_c.errors import CheckpointError
 
-__all__ = ["MASTER_FILE", "OPTIMIZER_FILE", "STATES_FOLDER", "UniversalSource", "is_universal"]
+__all__ = [
+    "MASTER_FILE",
+    "OPTIMIZER_FILE",
+    "STATES_FOLDER",
+    "UniversalSource",
+    "check_folder",
+    "check_state",
+    "is_universal",
+]
 
 STATES_FOLDER = "zero"
 OPTIMIZER_FILE = "optimizer_state.pt"
 # The state that is the master weight.
 MASTER_FILE = "fp32"
+# The number of its steps.
+STEP_FILE = "step"
 
 
 def is_universal(folder: str) -> bool:
     """Whether ``folder`` is that of a tag in the universal format."""
     return os.path.isfile(os.path.join(folder, STATES_FOLDER, OPTIMIZER_FILE))
+
+
+def check_folder(param: str, where: str) -> None:
+    """Raises CheckpointError unless a parameter of this name, which a stranger may have chosen, has a folder of its own below ``zero/``."""
+    parts = param.split("/")
+    if {"", ".", ".."} & set(parts) or parts[0] == OPTIMIZER_FILE or not _is_path_text(param):
+        raise CheckpointError(
+            f"a parameter {param!r} cannot have a folder in DeepSpeed's universal format",
+            where=where,
+            fix="use another format, or rename the parameter",
+        )
+
+
+def check_state(state: str, where: str) -> None:
+    """Raises CheckpointError unless a state of this name has a file of its own in the parameter's folder."""
+    if state in ("", MASTER_FILE, STEP_FILE) or "/" in state or not _is_path_text(state):
+        raise CheckpointError(
+            f"an optimizer state {state!r} cannot have a file in DeepSpeed's universal format",
+            where=where,
+            fix="use another format",
+        )
+
+
+def _is_path_text(name: str) -> bool:
+    try:
+        return b"\0" not in os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
 
 
 class UniversalSource(PieceSource):
@@ -127,6 +165,7 @@ class UniversalSource(PieceSource):
         self, model: ModelStates, name: str, shape: tuple[int, ...], *, is_param_known: bool
     ) -> dict[str, Any]:
         """Lists what the parameter's folder holds, and returns its counts."""
+        check_folder(name, self.where)
         folder = os.path.join(self.where, STATES_FOLDER, name)
         try:
             found = sorted(entry for entry in os.listdir(folder) if entry.endswith(".pt"))

@@ -26,7 +26,14 @@ from deepspeed_c.checkpoint.commit import (
     write_latest,
 )
 from deepspeed_c.checkpoint.deepspeed.read import ENGINE_KEYS
-from deepspeed_c.checkpoint.deepspeed.universal import MASTER_FILE, OPTIMIZER_FILE, STATES_FOLDER
+from deepspeed_c.checkpoint.deepspeed.universal import (
+    MASTER_FILE,
+    OPTIMIZER_FILE,
+    STATES_FOLDER,
+    STEP_FILE,
+    check_folder,
+    check_state,
+)
 from deepspeed_c.checkpoint.deepspeed.unpickle import UPSTREAM
 from deepspeed_c.checkpoint.source import BUFFER, MASTER, PARAM, LogicalTensor, Read, Source
 from deepspeed_c.errors import CheckpointError
@@ -145,12 +152,18 @@ def write_universal(
 
     dtype: that of the weights in the model files. is_fused: as for write_deepspeed. ``latest_universal`` is made to name the tag.
     stage3_world_size: ranks among which frozen weights are cut in the files for stage 3 (DeepSpeed reads each rank's from rank 0's file, so that they suit one rank only).
-    Memory: the model in ``dtype``, then one parameter's state at a time. Raises CheckpointError for what the format cannot hold.
+    Memory: the model in ``dtype``, then one parameter's state at a time. Raises CheckpointError for what the format cannot hold, and, before anything is written, for
+    names of parameters and states that leave its folders or take each other's.
     """
     check_tag(tag)
     _check(stage3_world_size, 3, dtype)
     flat = _Layout(source, 1, 1, dtype, is_fused)
     cut = _Layout(source, stage3_world_size, 3, dtype, is_fused)
+    for group in flat.groups:
+        for param in group.params:
+            check_folder(param.name, source.where)
+            for state in param.states:
+                check_state(state, f"{source.where}, {param.name}")
 
     def write(path: str) -> None:
         _save(os.path.join(path, "mp_rank_00_model_states.pt"), flat.model_states(0))
@@ -656,7 +669,7 @@ def _write_param(layout: _Layout, param: _Param, folder: str) -> None:
         # cat_dim: along which tensor-parallel ranks would be joined.
         _save(os.path.join(folder, f"{state}.pt"), {"cat_dim": 0, "param": whole})
     if "step" in param.counts:
-        _save(os.path.join(folder, "step.pt"), layout._count("step", param.counts["step"]))
+        _save(os.path.join(folder, f"{STEP_FILE}.pt"), layout._count("step", param.counts["step"]))
 
 
 def _universal_optimizer(flat: _Layout, cut: _Layout) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickletools
+import re
 import zipfile
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 from deepspeed_c.checkpoint.convert import convert
 from deepspeed_c.checkpoint.deepspeed import DeepSpeedSource, UniversalSource, write_deepspeed, write_universal
 from deepspeed_c.checkpoint.deepspeed.unpickle import UPSTREAM
-from deepspeed_c.checkpoint.source import BUFFER, MASTER, PARAM, ParamInfo
+from deepspeed_c.checkpoint.source import BUFFER, MASTER, PARAM, LogicalTensor, ParamInfo
 from deepspeed_c.errors import CheckpointError
 from tests.deepspeed_c.checkpoint.deepspeed.memory_source import MemorySource, whole
 
@@ -169,3 +170,41 @@ def test_what_the_layout_cannot_hold_is_refused_by_name(tmp_path):
         write(MemorySource(torch.float32, client_state={"f": lambda: None}))
     assert [path.name for path in tmp_path.iterdir()] == []
     assert (BUFFER, "mean") in weights.tensors
+
+
+def renamed(old: str, new: str) -> MemorySource:
+    """A parameter or a state has another name, as in a stranger's checkpoint."""
+    source = MemorySource(torch.bfloat16)
+    source.data = {tuple(new if part == old else part for part in key): data for key, data in source.data.items()}
+    source.tensors = {
+        key: LogicalTensor(name=key[1], kind=key[0], shape=tuple(data.shape), dtype=data.dtype)
+        for key, data in source.data.items()
+    }
+    source.params = {new if name == old else name: info for name, info in source.params.items()}
+    return source
+
+
+def test_names_that_lead_elsewhere_are_refused_before_anything_is_written(tmp_path):
+    inner, outside = tmp_path / "in" / "ner", str(tmp_path / "absolute")
+    parameters = ["", ".", "..", "../x", "a/../../x", "../../../../x", "/x", outside, "a//b", "a/", "a\0b", "\ud800"]
+    cases = [("wide", name) for name in (*parameters, "optimizer_state.pt", "optimizer_state.pt/x")]
+    cases += [("exp_avg", name) for name in ("", "../x", "a/b", outside, "x\0", "\ud800", "fp32", "step")]
+    for old, new in cases:
+        with pytest.raises(CheckpointError) as raised:
+            write_universal(renamed(old, new), inner, "t")
+        assert repr(new) in raised.value.what and "universal format" in raised.value.what, (new, raised.value.what)
+        assert not list(tmp_path.iterdir()), (old, new, list(tmp_path.rglob("*")))
+    # What merely looks odd has a place, and comes back.
+    for old, new in (("wide", "a/b..c/ \u00e9\n"), ("exp_avg", "..x y")):
+        source = renamed(old, new)
+        with UniversalSource(write_universal(source, inner, "t")) as written:
+            compare(source, written)
+
+
+def test_a_universal_checkpoint_that_names_another_folder_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("deepspeed_c.checkpoint.deepspeed.write.check_folder", lambda name, where: None)
+    path = write_universal(renamed("wide", "../wide"), tmp_path, "t")
+    assert (tmp_path / "t" / "wide" / "fp32.pt").exists()
+    with pytest.raises(CheckpointError, match=re.escape("'../wide' cannot have a folder")) as raised:
+        UniversalSource(path)
+    assert raised.value.where == path
