@@ -43,6 +43,8 @@ NAMES_SHOWN = 5
 OPEN_ATTEMPTS = 10
 # Descriptors that one checkpoint takes; the usual limit of a process is 1024.
 FILES_KEPT_OPEN = 64
+# What state.pt holds where it has these entries.
+_STATE_TYPES = {"client_state": dict, "extra_state": dict, "groups": list, "loss_scaler": dict}
 
 
 def is_native(path: str) -> bool:
@@ -115,12 +117,12 @@ class NativeSource(Source):
             pipeline_parallel=topology.pipeline_parallel,
         )
         common = self._state("state.pt") or {}
-        if not isinstance(common, dict):
-            raise CheckpointError(
-                f"holds a {type(common).__name__} and no dict",
-                where=os.path.join(self.where, "state.pt"),
-                fix="load another tag",
-            )
+        for key, kind in _STATE_TYPES.items():
+            if not isinstance(common.get(key, kind()), kind):
+                raise self._odd_state("state.pt", f"{key} is a {type(common[key]).__name__} and no {kind.__name__}")
+        for g, group in enumerate(common.get("groups", ())):
+            if not isinstance(group, dict) or not all(isinstance(key, str) for key in group):
+                raise self._odd_state("state.pt", f"group {g} of the optimizer is no dict of options")
         self.groups = common.pop("groups", [])
         self.state = {
             **common,
@@ -324,8 +326,13 @@ class NativeSource(Source):
         file = next((file for file in self.manifest.states if file.name == name), None)
         if file is None:
             return None
-        content = self._content(file)
-        return state_files.unpack(content, os.path.join(self.where, name))
+        state = state_files.unpack(self._content(file), os.path.join(self.where, name))
+        if not isinstance(state, dict):
+            raise self._odd_state(name, f"holds a {type(state).__name__} and no dict")
+        return state
+
+    def _odd_state(self, name: str, what: str) -> CheckpointError:
+        return CheckpointError(what, where=os.path.join(self.where, name), fix="load another tag")
 
     def _content(self, file: StateFile) -> bytes:
         path = os.path.join(self.where, file.name)

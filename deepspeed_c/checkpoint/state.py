@@ -13,7 +13,7 @@ import pathlib
 import pickle
 import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 
 from deepspeed_c.errors import CheckpointError
 
-__all__ = ["pack", "random_state", "restore_random_state", "unpack"]
+__all__ = ["check_random_state", "pack", "random_state", "restore_random_state", "unpack"]
 
 _PATH_TYPES = (pathlib.PurePosixPath, pathlib.PosixPath)
 _HARMLESS: list[Any] = [
@@ -162,18 +162,66 @@ def random_state(device: torch.device) -> dict[str, Any]:
     return state
 
 
-def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Puts back what ``random_state`` gave, as far as it is known here."""
+def check_random_state(state: Any, device: torch.device, where: str) -> None:
+    """Raises CheckpointError unless ``state`` is what ``restore_random_state`` takes. No generator in use is changed."""
     import random
 
+    numpy = sys.modules.get("numpy")
+    try:
+        if not isinstance(state, Mapping):
+            raise TypeError(f"it is a {type(state).__name__} and no dict")
+        _put_back(
+            state,
+            device,
+            of_python=random.Random().setstate,
+            of_torch=torch.Generator().set_state,
+            of_numpy=None if numpy is None else numpy.random.RandomState().set_state,
+            of_device=lambda saved: torch.Generator(device).set_state(saved),
+        )
+    except (TypeError, AttributeError, LookupError, ArithmeticError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"its random state cannot be put back: {str(error).strip() or type(error).__name__}",
+            where=where,
+            fix="load another tag, or pass load_optimizer_states=False to go on with other random numbers",
+        ) from error
+
+
+def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Puts back what ``random_state`` gave, as far as it is known here. What ``check_random_state`` would refuse raises something or other."""
+    import random
+
+    numpy = sys.modules.get("numpy")
+    _put_back(
+        state,
+        device,
+        of_python=random.setstate,
+        of_torch=torch.set_rng_state,
+        of_numpy=None if numpy is None else numpy.random.set_state,
+        of_device=lambda saved: torch.get_device_module(device).set_rng_state(saved, device),
+    )
+
+
+def _put_back(
+    state: Mapping[str, Any],
+    device: torch.device,
+    *,
+    of_python: Callable[[Any], Any],
+    of_torch: Callable[[Any], Any],
+    of_numpy: Callable[[Any], Any] | None,
+    of_device: Callable[[Any], Any],
+) -> None:
     if "python" in state:
         version, words, gauss = state["python"]
-        random.setstate((version, tuple(words), gauss))
+        if not (gauss is None or type(gauss) is float):  # taken as it is, and drawn next
+            raise TypeError(f"Python's generator has {gauss!r} kept for its next draw")
+        of_python((version, tuple(words), gauss))
     if "torch" in state:
-        torch.set_rng_state(state["torch"])
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and "numpy" in state:
+        of_torch(state["torch"])
+    if of_numpy is not None and "numpy" in state:
         kind, keys, position, has_gauss, cached = state["numpy"]
-        numpy.random.set_state((kind, keys.numpy().astype("uint32"), position, has_gauss, cached))
+        # numpy does not look, and would draw from what lies behind its words.
+        if not (type(position) is int and 0 <= position <= len(keys)):
+            raise ValueError(f"numpy's generator stands at word {position!r} of {len(keys)}")
+        of_numpy((kind, keys.numpy().astype("uint32"), position, has_gauss, cached))
     if device.type != "cpu" and device.type in state:
-        torch.get_device_module(device).set_rng_state(state[device.type], device)
+        of_device(state[device.type])

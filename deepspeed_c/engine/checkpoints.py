@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -246,7 +247,9 @@ class Checkpoints:
                     with source:
                         problem = self._load_from(source, options, custom_load_fn)
                         if not problem:
+                            self.is_half_loaded = True
                             client_state = self._restore_state(source, options, load_scheduler, module_only)
+                            self.is_half_loaded = self._has_mixed_states
                             path = source.where
                         else:
                             was_replaced = any(self._ranks.all_gather(source.was_replaced))
@@ -298,9 +301,7 @@ class Checkpoints:
                 source = open_checkpoint(place, tag)
                 identity = source.identity
                 if options.optimizer:
-                    # They are restored when everything else has been: that they are damaged has to be known before.
-                    for rank in {0, self._ranks.rank}:
-                        source.rank_state(rank)
+                    self._check_state(source)
             except CheckpointError as error:
                 problem = str(error).splitlines()[0]
             replies = self._ranks.all_gather((problem, identity))
@@ -313,6 +314,25 @@ class Checkpoints:
             if problem:
                 return None, problem
         return None, f"{os.path.join(place, tag or '')}: is replaced by another save whenever it is opened"
+
+    def _check_state(self, source: Source) -> None:
+        """Raises CheckpointError for small state that is damaged or no such state: it is restored when everything else has been, and that it cannot be has
+        to be known before."""
+        engine = self._engine
+        for rank in sorted({0, self._ranks.rank}):
+            state, where = source.rank_state(rank) or {}, f"{source.where}, state of rank {rank}"
+            if "random" in state:
+                state_files.check_random_state(state["random"], engine.device, where)
+            if state.get("loader") and not _is_place(state["loader"]):
+                raise CheckpointError("its place in the data is none", where=where, fix="load another tag")
+        scaler = None if engine.optimizer is None else engine.optimizer.scaler
+        if scaler is not None and source.state.get("loss_scaler"):
+            try:
+                pickle.loads(pickle.dumps(scaler)).load_state_dict(source.state["loss_scaler"])
+            except (KeyError, RuntimeError, TypeError, ValueError) as error:
+                raise CheckpointError(
+                    f"its loss scale is none: {error}", where=source.where, fix="load another tag"
+                ) from error
 
     def _load_from(self, source: Source, options: LoadOptions, custom_load_fn: Any) -> str:
         """Fills the engine. Returns why it could not be read, the same on all ranks; raises StateError where it does not fit (nothing is changed then)."""
@@ -389,7 +409,16 @@ class Checkpoints:
         scheduler = engine.lr_scheduler
         if load_scheduler and scheduler is not None and hasattr(scheduler, "load_state_dict"):
             if state.get("lr_scheduler") is not None:
-                scheduler.load_state_dict(state["lr_scheduler"])
+                try:
+                    scheduler.load_state_dict(state["lr_scheduler"])
+                except (AttributeError, LookupError, TypeError, ValueError) as error:
+                    raise CheckpointError(
+                        f"{type(scheduler).__name__} cannot take the state of the schedule that was saved"
+                        f" ({type(error).__name__}: {error}); the weights have been loaded",
+                        where=source.where,
+                        fix="build the schedule that was saved, or load again with load_lr_scheduler_states=False:"
+                        " the engine refuses to train until a checkpoint has been loaded",
+                    ) from error
             else:
                 logger.warning(
                     "%s holds no state of a learning-rate schedule; the engine's is left as it is", source.where
@@ -437,6 +466,14 @@ def _frozen_counts(info: ParamInfo) -> ParamInfo:
     """``info`` as it is now: optimizers count in place."""
     counts = {key: value.clone() if torch.is_tensor(value) else value for key, value in info.counts.items()}
     return ParamInfo(group=info.group, counts=counts)
+
+
+def _is_place(state: Any) -> bool:
+    """Whether this is what a loader says of where it stands."""
+    least = {"epoch": 0, "batch": 0, "batch_size": 1}
+    return isinstance(state, Mapping) and all(
+        type(state.get(key)) is int and low <= state[key] < 1 << 63 for key, low in least.items()
+    )
 
 
 def _same_place(state: Mapping[str, int], batch_size: int, saved_ranks: int, n_ranks: int) -> dict[str, int]:

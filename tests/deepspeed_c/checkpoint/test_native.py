@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from deepspeed_c.checkpoint import state as state_files
 from deepspeed_c.checkpoint.native import NativeSource, open_native
 from deepspeed_c.checkpoint.source import Box, Read
 from deepspeed_c.errors import CheckpointError
-from tests.deepspeed_c.checkpoint.handmade import manifest_of, payload_entry, put_manifest, write_pieces
+from tests.deepspeed_c.checkpoint.handmade import manifest_of, payload_entry, put_manifest, state_entry, write_pieces
 
 
 def cuts(length: int, n: int) -> list[slice]:
@@ -233,3 +234,29 @@ def test_a_damaged_block_names_the_tensors_in_it_and_others_are_read(tmp_path):
     put_manifest(tmp_path, manifest_of([payload_entry(path.name, bytes(content))], tensors))
     with NativeSource(str(tmp_path)) as source:
         assert source.verify() == []
+
+
+def test_signed_state_of_other_types_is_refused(tmp_path):
+    odd = {
+        "holds a list and no dict": [1],
+        "client_state is a int and no dict": {"client_state": 5},
+        "extra_state is a str and no dict": {"extra_state": "x"},
+        "groups is a dict and no list": {"groups": {}},
+        "group 1 of the optimizer is no dict": {"groups": [{"lr": 1.0}, 5]},
+        "group 0 of the optimizer is no dict of options": {"groups": [{1: 1.0}]},
+        "loss_scaler is a float and no dict": {"loss_scaler": 1.0},
+    }
+    for at, (reason, content) in enumerate(odd.items()):
+        for name in ("state.pt", "rank_00000.pt"):
+            folder = tmp_path / f"{at}{name}"
+            folder.mkdir()
+            packed = {"state.pt": state_files.pack({}, ""), "rank_00000.pt": state_files.pack({}, "")}
+            packed[name] = state_files.pack(content, "")
+            for file, data in packed.items():
+                (folder / file).write_bytes(data)
+            put_manifest(folder, manifest_of([], [], states=[state_entry(*item) for item in packed.items()]))
+            if name != "state.pt" and isinstance(content, dict):
+                continue  # of a rank, only the engine knows what its entries are
+            with pytest.raises(CheckpointError, match=reason) as raised, NativeSource(str(folder)) as source:
+                source.rank_state(0)
+            assert raised.value.where == str(folder / name)

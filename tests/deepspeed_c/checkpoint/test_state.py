@@ -345,3 +345,52 @@ def test_generators_that_are_not_in_a_checkpoint_are_left_alone():
     state.restore_random_state({}, device)
     state.restore_random_state({"cuda": torch.zeros(16, dtype=torch.uint8), "xpu": None}, device)
     assert draw() == expected
+
+
+def odd_random_states() -> dict[str, Any]:
+    """What a stranger may have signed: plain data, and no states of generators."""
+    good = state.random_state(torch.device("cpu"))
+    version, words, gauss = good["python"]
+    kind, keys, position, has_gauss, cached = good["numpy"]
+    return {
+        "no dict": 5,
+        "python: no tuple": {"python": 5},
+        "python: too few": {"python": (version, words)},
+        "python: few words": {"python": (version, words[:10], gauss)},
+        "python: text among the words": {"python": (version, (*words[:-1], "x"), gauss)},
+        "python: a word below zero": {"python": (version, (-1, *words[1:]), gauss)},
+        "python: a huge word": {"python": (version, (1 << 80, *words[1:]), gauss)},
+        "python: a place that is none": {"python": (version, (*words[:-1], 10**6), gauss)},
+        "python: another version": {"python": (77, words, gauss)},
+        "python: text to be drawn next": {"python": (version, words, "x")},
+        "torch: a number": {"torch": 5},
+        "torch: a short tensor": {"torch": good["torch"][:-1]},
+        "torch: of floats": {"torch": good["torch"].float()},
+        "torch: noise": {"torch": torch.full_like(good["torch"], 0xAB)},
+        "numpy: a number": {"numpy": 5},
+        "numpy: another generator": {"numpy": ("PCG64", keys, position, has_gauss, cached)},
+        "numpy: a list of words": {"numpy": (kind, keys.tolist(), position, has_gauss, cached)},
+        "numpy: few words": {"numpy": (kind, keys[:5], 2, has_gauss, cached)},
+        "numpy: behind its words": {"numpy": (kind, keys, 10**9, has_gauss, cached)},
+        "numpy: before its words": {"numpy": (kind, keys, -1, has_gauss, cached)},
+        "numpy: text for a place": {"numpy": (kind, keys, "x", has_gauss, cached)},
+        "numpy: text to be drawn next": {"numpy": (kind, keys, position, 1, "x")},
+    }
+
+
+def test_plain_data_that_is_no_random_state_is_refused_and_changes_no_generator():
+    device = torch.device("cpu")
+    before = state.random_state(device)
+    state.check_random_state(before, device, "ckpt")
+    state.check_random_state({}, device, "ckpt")
+    accepted = []
+    for what, odd in odd_random_states().items():
+        try:
+            state.check_random_state(odd, device, "ckpt")
+            accepted.append(what)
+        except CheckpointError as error:
+            assert error.where == "ckpt" and "random state cannot be put back: " in error.what, (what, str(error))
+    assert not accepted
+    drawn = draw()
+    state.restore_random_state(before, device)
+    assert draw() == drawn

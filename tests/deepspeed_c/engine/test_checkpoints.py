@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
+import os
 import random
 import re
 from typing import Any
@@ -13,7 +15,8 @@ import torch
 from torch import nn
 
 import deepspeed_c
-from deepspeed_c import errors
+from deepspeed_c import _C, errors
+from deepspeed_c.checkpoint import state as state_files
 from deepspeed_c.checkpoint.manifest import read_manifest
 from deepspeed_c.utils import RepeatingLoader, safe_get_full_fp32_param, safe_get_full_optimizer_state
 from tests.deepspeed_c.zero.traits import whole_params
@@ -504,3 +507,74 @@ def test_deepspeeds_layout_goes_out_and_comes_back(tmp_path, stage, dtype):
             assert epoch == 3
             # DeepSpeed keeps states in one flat tensor with one count of steps, also of what was never updated.
             assert [text for text in differences(state, got) if " unused" not in text] == []
+
+
+def sign(folder: str, name: str, **changed: Any) -> None:
+    """Changes entries of a file of small state, as one would who can compute a checksum."""
+    path = os.path.join(folder, name)
+    with open(path, "rb") as file:
+        content = state_files.pack({**state_files.unpack(file.read(), path), **changed}, path)
+    with open(path, "wb") as file:
+        file.write(content)
+    with open(os.path.join(folder, "manifest.json"), "rb") as file:
+        manifest = json.loads(file.read())
+    next(entry for entry in manifest["states"] if entry["name"] == name).update(
+        n_bytes=len(content), crc32c=_C.crc32c(content)
+    )
+    raw = json.dumps(manifest).encode()
+    with open(os.path.join(folder, "manifest.json"), "wb") as file:
+        file.write(raw)
+    with open(os.path.join(folder, "manifest.crc32c"), "w") as file:
+        file.write(f"{_C.crc32c(raw):08x}\n")
+
+
+ODD_STATES: dict[str, tuple[str, dict[str, Any]]] = {
+    "random state cannot be put back": ("rank_00001.pt", {"random": 5}),
+    "numpy's generator stands at": ("rank_00000.pt", {"random": {"numpy": ("MT19937", torch.zeros(624), 625, 0, 0.0)}}),
+    "its place in the data is none": ("rank_00001.pt", {"loader": {"epoch": 0, "batch": "x", "batch_size": 2}}),
+    "its loss scale is none": ("state.pt", {"loss_scaler": {"scale": "x"}}),
+    "client_state is a int": ("state.pt", {"client_state": 5}),
+    "group 0 of the optimizer": ("state.pt", {"groups": [5]}),
+}
+
+
+def odd_states_of_ranks(rank: int, world: int, folder: str) -> list[str]:
+    told = []
+    with make(2, "fp16") as engine:
+        train(engine, range(2))
+        engine.save_checkpoint(folder, tag="good")
+        for at, (name, changed) in enumerate(ODD_STATES.values()):
+            engine.save_checkpoint(folder, tag=f"odd{at}", save_latest=False)
+            if rank == 0:
+                sign(os.path.join(folder, f"odd{at}"), name, **changed)
+            torch.distributed.barrier()
+        before, generator = whole_state(engine), torch.get_rng_state()
+        for at in range(len(ODD_STATES)):
+            try:
+                engine.load_checkpoint(folder, tag=f"odd{at}")
+                told.append("nothing was refused")
+            except errors.CheckpointError as error:
+                told.append(str(error))
+            if differences(before, whole_state(engine)) or not torch.equal(generator, torch.get_rng_state()):
+                told[-1] += " -- changed by a refused load"
+        train(engine, range(1))  # nothing was overwritten, so it may go on
+        # A schedule's state is the schedule's own: only it can tell.
+        engine.save_checkpoint(folder, tag="schedule", save_latest=False)
+        if rank == 0:
+            sign(os.path.join(folder, "schedule"), "state.pt", lr_scheduler={"last_batch_iteration": "x"})
+        torch.distributed.barrier()
+        for attempt in (lambda: engine.load_checkpoint(folder, tag="schedule"), lambda: train(engine, range(1))):
+            try:
+                attempt()
+                told.append("nothing was refused")
+            except errors.DeepSpeedCError as error:
+                told.append(f"{type(error).__name__} {error}")
+        engine.load_checkpoint(folder, tag="schedule", load_lr_scheduler_states=False)
+        train(engine, range(1))
+    return told
+
+
+def test_signed_state_of_other_types_is_refused_on_all_ranks_before_anything_changes(tmp_path):
+    for rank, told in enumerate(run_ranks(2, odd_states_of_ranks, str(tmp_path), timeout=60)):
+        for reason, text in zip([*ODD_STATES, "WarmupLR cannot take", "StateError"], told, strict=True):
+            assert reason in text and "changed by" not in text, f"rank {rank}: expected {reason!r}, got {text!r}"
