@@ -95,6 +95,23 @@ FIGURES: list[tuple[str, str, str, Line, str]] = [
         )
         for direction in ("write", "read")
     ),
+    (
+        "`engine.step()` with masters and moments on NVMe, 500M parameters: over the disk's time for 24 bytes a parameter",
+        "<= 1.15",
+        "offload_step",
+        {"offload": "nvme"},
+        "ratio_to_bound",
+    ),
+    *(
+        (
+            f"`engine.step()` offloaded to the host, 67M parameters, stage {stage}: over the memory bound",
+            "<= 1.25",
+            "offload_step",
+            {"offload": "cpu", "stage": stage},
+            "ratio_to_bound",
+        )
+        for stage in (2, 3)
+    ),
     *(
         (
             f"checkpoint of 2 GB of fp32 Adam states, stage 3, 2 ranks: {what}",

@@ -70,6 +70,11 @@ BENCHMARKS = [
         "benchmarks/deepspeed_c/memory_by_stage.py",
         [PYTHON, "-m", "benchmarks.deepspeed_c.memory_by_stage"],
     ),
+    Benchmark(
+        "offload_step",
+        "benchmarks/deepspeed_c/offload_step.py",
+        [PYTHON, "-m", "benchmarks.deepspeed_c.offload_step"],
+    ),
     Benchmark("adam_step", "benchmarks/ops/adam_step.py", [PYTHON, "-m", "benchmarks.ops.adam_step"]),
     Benchmark("aio", "benchmarks/ops/aio.py", [PYTHON, "-m", "benchmarks.ops.aio"]),
     Benchmark(

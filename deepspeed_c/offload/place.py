@@ -19,6 +19,7 @@ from deepspeed_c.zero.unit import Placement, Unit
 __all__ = ["is_apart", "make_store", "place", "swapped_bytes"]
 
 WHERE = "zero_optimization.offload_optimizer"
+MAX_QUEUE_DEPTH = 1024
 
 
 def is_apart(device: torch.device) -> bool:
@@ -63,20 +64,23 @@ def place(config: Config, base: torch.optim.Optimizer, device: torch.device) -> 
     )
 
 
+def _group_bytes(unit: Unit, bucket: int, base: FusedOptimizer) -> list[int]:
+    """Of the tensors of one bucket that are brought and sent together."""
+    n_elems = unit.slice_elems[bucket]
+    masters = [] if unit.master_is_param else [n_elems * unit.master_dtype.itemsize]
+    layout = base.layout_of_state(unit.group, unit.master[bucket])
+    return masters + [numel * dtype.itemsize for dtype, numel in layout.values()]
+
+
+def _largest_group(units: Sequence[Unit], base: FusedOptimizer) -> int:
+    return max((sum(_group_bytes(unit, b, base)) for unit in units for b in range(unit.n_buckets)), default=0)
+
+
 def swapped_bytes(units: Sequence[Unit], base: FusedOptimizer) -> int:
     """What the masters and states of this rank take in the file."""
 
-    def pages(n_bytes: int) -> int:
-        return -(-n_bytes // PAGE_BYTES) * PAGE_BYTES
-
-    total = 0
-    for unit in units:
-        for bucket, n_elems in enumerate(unit.slice_elems):
-            if not unit.master_is_param:
-                total += pages(n_elems * unit.master_dtype.itemsize)
-            for dtype, numel in base.layout_of_state(unit.group, unit.master[bucket]).values():
-                total += pages(numel * dtype.itemsize)
-    return total
+    sizes = [n for unit in units for bucket in range(unit.n_buckets) for n in _group_bytes(unit, bucket, base)]
+    return sum(-(-n_bytes // PAGE_BYTES) * PAGE_BYTES for n_bytes in sizes)
 
 
 def make_store(config: Config, units: Sequence[Unit], base: torch.optim.Optimizer, comm: Collectives) -> Swapper | None:
@@ -91,7 +95,8 @@ def make_store(config: Config, units: Sequence[Unit], base: torch.optim.Optimize
     settings = SwapSettings(
         backend=aio.backend,
         block_size=aio.block_size,
-        queue_depth=aio.queue_depth,
+        # The engine starts transfers only when it is called: while a bucket is updated, the next one's and the last one's must all be on their way.
+        queue_depth=min(max(aio.queue_depth, 2 * _largest_group(units, base) // aio.block_size + 2), MAX_QUEUE_DEPTH),
         intra_op_parallelism=aio.intra_op_parallelism,
         single_submit=aio.single_submit,
         overlap_events=aio.overlap_events,
