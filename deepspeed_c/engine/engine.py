@@ -566,10 +566,11 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Goes on from a checkpoint of ours or of DeepSpeed's, saved by any number of ranks at any stage. Collective.
+        """Goes on from a checkpoint of ours or of another's, saved by any number of ranks at any stage. Collective.
 
         Args:
-            load_dir: what ``save_checkpoint`` was given.
+            load_dir: what ``save_checkpoint`` was given, here or in DeepSpeed (its engine's files or its universal format); or the folder of one tag of those; or a
+                folder of ``torch.distributed.checkpoint``; or, with ``load_module_only=True``, a Hugging Face folder of safetensors or one ``.safetensors`` file.
             tag: default: what the file ``latest`` names; where that one is broken, the newest complete one before it is loaded, and the log says why.
             load_module_strict: names that the checkpoint lacks or has in excess are an error.
             load_optimizer_states: moments, step counts, hyper-parameters of the groups, loss scale, and random-number generators.
@@ -577,8 +578,8 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
             load_module_only: weights (and master weights) and nothing else.
             custom_load_fn: called as ``custom_load_fn(src=state_dict, dst=module)`` with whole weights instead of loading them here.
 
-        Returns (path, client_state), or (None, None) where there is no checkpoint. Raises CheckpointError on all ranks alike for one that is broken (its message names
-        what, and why) and StateError for one that does not fit this model or optimizer; nothing is changed in the second case.
+        Returns (path, client_state), or (None, None) where there is no checkpoint. Raises on all ranks alike: StateError for one that does not fit this model or
+        optimizer, nothing being changed then; CheckpointError for one that is broken, or whose schedule is none of the engine's (the message names what, and why).
         """
         self._require_open()
         if self._offloaded.kinds:
