@@ -325,15 +325,17 @@ def test_a_checkpoint_that_latest_could_not_name_is_complete_and_said_to_be(tmp_
 
 # -- loading -------------------------------------------------------------------------------------------------------------
 
-FILES = (
-    "manifest.json",
-    "manifest.crc32c",
-    "rank_00000.safetensors",
-    "rank_00001.safetensors",
-    "state.pt",
-    "rank_00000.pt",
-    "rank_00001.pt",
-)
+# Each file is damaged in each way, except that what only differs from another one by its rank, and the checksum, are damaged in two.
+FILES = {
+    "manifest.json": True,
+    "manifest.crc32c": False,
+    "rank_00000.safetensors": False,
+    "rank_00001.safetensors": True,
+    "state.pt": True,
+    "rank_00000.pt": False,
+    "rank_00001.pt": True,
+}
+FEW_DAMAGES = ("removed", "flipped in the last byte")
 
 
 def entries_of(content: bytes) -> dict[str, tuple[int, int]]:
@@ -389,7 +391,7 @@ def refusal(action: Callable[[], Any], kind: type[Exception]) -> str:
     return f"{result} came back, and no {kind.__name__}"
 
 
-def damaged_files(rank: int, world: int, folder: str, stage: int, dtype: str, names: list[str]) -> list[str]:
+def damaged_files(rank: int, world: int, folder: str, stage: int, dtype: str, names: dict[str, bool]) -> list[str]:
     problems = []
 
     def check(is_right: bool, what: str) -> None:
@@ -403,10 +405,12 @@ def damaged_files(rank: int, world: int, folder: str, stage: int, dtype: str, na
         train(engine, 1)
         engine.save_checkpoint(folder, tag="new", client_state={"is": "new"})
         new = digest(engine)
-        for name in names:
+        for name, is_whole in names.items():
             path = Path(folder, "new", name)
             content = path.read_bytes()
             for damage, left, part in damages(content, name):
+                if not (is_whole or damage in FEW_DAMAGES):
+                    continue
                 where = f"{name} {damage}"
                 dist.barrier()
                 if rank == 0 and left is None:
@@ -457,7 +461,9 @@ def verified(path: str) -> tuple[int, str]:
     return code, out.getvalue()
 
 
-@pytest.mark.parametrize(("stage", "dtype", "names"), [(1, "fp32", FILES), (3, "bf16", ["rank_00001.safetensors"])])
+@pytest.mark.parametrize(
+    ("stage", "dtype", "names"), [(1, "fp32", FILES), (3, "bf16", {"rank_00001.safetensors": True})]
+)
 def test_a_damaged_file_is_named_and_the_checkpoint_before_is_loaded(tmp_path, stage, dtype, names):
     for problems in run_ranks(WORLD, damaged_files, str(tmp_path / "ckpt"), stage, dtype, names, timeout=120):
         assert problems == []
