@@ -7,6 +7,7 @@
 namespace dsc {
 
 void bind_zero(pybind11::module_ &m);
+void bind_tier(pybind11::module_ &m);
 void bind_fetch(pybind11::module_ &m);
 void bind_scaler(pybind11::module_ &m);
 void bind_ckpt(pybind11::module_ &m);

@@ -46,6 +46,7 @@ void fail(dsc_status status, const std::string &message)
     case DSC_ENOTFOUND:
         throw std::invalid_argument(message);
     case DSC_ENOMEM:
+    case DSC_ENOSPC:
         throw OutOfMemory(message);
     case DSC_ENOTSUP:
         throw NotSupported(message);

@@ -9,7 +9,7 @@
 namespace dsc {
 
 /*
- * Throws what Python sees as ValueError (EINVAL, EOVERFLOW, ENOTFOUND), MemoryError, NotImplementedError (ENOTSUP) or RuntimeError (the rest).
+ * Throws what Python sees as ValueError (EINVAL, EOVERFLOW, ENOTFOUND), MemoryError (ENOMEM, ENOSPC), NotImplementedError (ENOTSUP) or RuntimeError (the rest).
  * The GIL need not be held.
  */
 [[noreturn]] void fail(dsc_status status, const std::string &message);

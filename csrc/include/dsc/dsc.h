@@ -15,6 +15,7 @@
 #include "dsc/optim.h"
 #include "dsc/scaler.h"
 #include "dsc/status.h"
+#include "dsc/tier.h"
 #include "dsc/types.h"
 #include "dsc/zero.h"
 

@@ -20,7 +20,8 @@ extern "C" {
     X(EDEVICE, 7, "the accelerator reported an error")         \
     X(EAGAIN, 8, "try again")                                  \
     X(EIO, 9, "a transfer failed")                             \
-    X(ECORRUPT, 10, "stored data is not what was written")
+    X(ECORRUPT, 10, "stored data is not what was written")     \
+    X(ENOSPC, 11, "not enough room")
 
 typedef enum dsc_status {
 #define DSC_STATUS_ENUM(name, value, text) DSC_##name = value,
