@@ -62,9 +62,9 @@ def test_twin_flow():
     assert _C.twin_flow_ratio(**FLOW) == (0.25, pytest.approx(250e-9))
     assert _C.twin_flow_ratio(**{**FLOW, "link_bytes_per_elem": 2.0})[0] == pytest.approx(0.1)
     assert _C.twin_flow_ratio(**{**FLOW, "device_bytes": 14 * 250})[0] == 0.75
-    for key in FLOW:
+    for key, value in FLOW.items():
         with pytest.raises(ValueError, match=f"twin_flow_ratio: {key}"):
             _C.twin_flow_ratio(**{**FLOW, key: -1})
-        if isinstance(FLOW[key], float):
+        if isinstance(value, float):
             with pytest.raises(ValueError, match=f"twin_flow_ratio: {key}"):
                 _C.twin_flow_ratio(**{**FLOW, key: math.nan})
