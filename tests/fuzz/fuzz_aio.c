@@ -86,6 +86,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n_bytes)
     dsc_aio *aio = NULL;
 
     open_file();
+    dsc_aio_plug_backend(&dsc_aio_backend_fault, false);
     set_plan(&input, &may_fail);
     REQUIRE(ftruncate(file->fd, (off_t)sizeof model) == 0);
     memset(model, 0, sizeof model);
