@@ -49,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "profile",
         "utils",
     },
-    "plan": {"config", "ops", "_C", "zero", "engine", "quantity"},
+    "plan": {"config", "ops", "_C", "zero", "offload", "engine", "quantity"},
     "io": {"config", "ops", "_C", "quantity"},
     "launcher": {"config", "logging", "plan", "checkpoint", "io"},
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 __all__ = ["Book", "Buffer", "GatherBook", "Phase", "Pool", "ScratchBook", "StagingBook"]
@@ -14,15 +15,16 @@ class Phase(NamedTuple):
     nbytes: int  # on the device
     host_nbytes: int  # in host memory, of what is offloaded
     kinds: dict[str, int]  # bytes by kind at that moment, offloaded ones too; those with none left out
+    nvme_nbytes: int = 0  # in files
 
 
 class Book:
     """What is held now, by kind, and the peak of each phase."""
 
-    def __init__(self, host_kinds: frozenset[str] = frozenset()) -> None:
-        self._host_kinds = host_kinds
+    def __init__(self, host_kinds: Collection[str] = (), nvme_kinds: Collection[str] = ()) -> None:
+        self._host_kinds, self._nvme_kinds = host_kinds, nvme_kinds
         self._held: dict[str, int] = {}
-        self.nbytes = self.host_nbytes = 0
+        self.nbytes = self.host_nbytes = self.nvme_nbytes = 0
         self.phases: dict[str, Phase] = {}
         self._phase: str | None = None
 
@@ -46,10 +48,7 @@ class Book:
         if nbytes == 0:
             return
         self._held[kind] = self._held.get(kind, 0) + nbytes
-        if kind in self._host_kinds:
-            self.host_nbytes += nbytes
-        else:
-            self.nbytes += nbytes
+        self._count(kind, nbytes)
         self._note()
 
     def free(self, kind: str, nbytes: int) -> None:
@@ -58,10 +57,15 @@ class Book:
             raise RuntimeError(
                 f"{kind}: {-self._held[kind]} bytes more freed than taken"
             )  # the planner itself is wrong
+        self._count(kind, -nbytes)
+
+    def _count(self, kind: str, nbytes: int) -> None:
         if kind in self._host_kinds:
-            self.host_nbytes -= nbytes
+            self.host_nbytes += nbytes
+        elif kind in self._nvme_kinds:
+            self.nvme_nbytes += nbytes
         else:
-            self.nbytes -= nbytes
+            self.nbytes += nbytes
 
     def _note(self) -> None:
         if self._phase is None:
@@ -69,7 +73,7 @@ class Book:
         before = self.phases.get(self._phase)
         if before is None or (self.nbytes, self.host_nbytes) > (before.nbytes, before.host_nbytes):
             kinds = {kind: nbytes for kind, nbytes in self._held.items() if nbytes}
-            self.phases[self._phase] = Phase(self._phase, self.nbytes, self.host_nbytes, kinds)
+            self.phases[self._phase] = Phase(self._phase, self.nbytes, self.host_nbytes, kinds, self.nvme_nbytes)
 
 
 class Pool:

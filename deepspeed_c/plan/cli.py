@@ -12,6 +12,7 @@ from deepspeed_c.errors import ConfigError
 from deepspeed_c.plan.script import find_model
 from deepspeed_c.plan.sizes import guess_layers, stack_of
 from deepspeed_c.plan.table import as_json, as_text, plan_table
+from deepspeed_c.plan.tiers import Budgets
 from deepspeed_c.quantity import parse_bytes, parse_count
 
 __all__ = ["main"]
@@ -41,7 +42,11 @@ def main(argv: Sequence[str]) -> int:
     n_ranks = options.ranks
     if n_ranks < 1:
         raise ConfigError(f"{n_ranks} is not a number of ranks", where="--ranks", fix="write an integer >= 1")
-    shared = {"device_type": options.device, "activation_bytes": parse_bytes(options.activations, "--activations")}
+    shared = {
+        "device_type": options.device,
+        "activation_bytes": parse_bytes(options.activations, "--activations"),
+        "budgets": _budgets(options),
+    }
     if script:
         found = find_model(script, arguments, n_ranks)
         source = options.config if options.config is not None else found.config
@@ -64,6 +69,35 @@ def main(argv: Sequence[str]) -> int:
         table.notes.append(f"a stack of {n_layers} equal layers (--layers), given in {options.given} (--given)")
     print(json.dumps(as_json(table)) if options.json else as_text(table))
     return 0
+
+
+def _budgets(options: argparse.Namespace) -> Budgets | None:
+    """What a rank may take, from what it and its node have; None where nothing was said."""
+    if options.ranks_per_node is not None and options.ranks_per_node < 1:
+        raise ConfigError(
+            f"{options.ranks_per_node} is not a number of ranks", where="--ranks-per-node", fix="write an integer >= 1"
+        )
+    shared = [options.host_memory, options.nvme]
+    if options.device_memory is None:
+        if shared == [None, None]:
+            return None
+        raise ConfigError(
+            "--host-memory and --nvme say where states can go that have no room on the device",
+            where="--device-memory",
+            fix="give it, too",
+        )
+    if options.device == "cpu" and options.host_memory is not None:
+        raise ConfigError(
+            "ranks that train on the CPU have host memory as their device's",
+            where="--host-memory",
+            fix="give --device-memory alone, or --device cuda",
+        )
+    n_local = min(options.ranks, 8) if options.ranks_per_node is None else options.ranks_per_node
+    host, nvme = (
+        0 if text is None else parse_bytes(text, where) // n_local
+        for text, where in zip(shared, ("--host-memory", "--nvme"))
+    )
+    return Budgets(parse_bytes(options.device_memory, "--device-memory"), host, nvme)
 
 
 def _require_config(source: object, where: str) -> None:
@@ -102,6 +136,20 @@ def _parser() -> argparse.ArgumentParser:
         choices=("cpu", "cuda"),
         default="cuda" if torch.cuda.is_available() else "cpu",
         help="where ranks train: decides how collectives work; default: what this machine has",
+    )
+    parser.add_argument(
+        "--device-memory",
+        metavar="BYTES",
+        help="of each rank's device: 24GB, 80GiB; for each stage it is then said which states live where, and the configuration for it",
+    )
+    parser.add_argument(
+        "--host-memory", metavar="BYTES", help="of a node, for states of all its ranks (--device-memory); default 0"
+    )
+    parser.add_argument(
+        "--nvme", metavar="BYTES", help="of a node's disks, for states of all its ranks (--device-memory); default 0"
+    )
+    parser.add_argument(
+        "--ranks-per-node", type=int, metavar="N", help="that share host memory and NVMe; default: all, up to 8"
     )
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes")
     return parser

@@ -17,13 +17,14 @@ import torch
 from deepspeed_c import _C
 from deepspeed_c.config import Config
 from deepspeed_c.engine.precision import Precision
+from deepspeed_c.offload.swap import PAGE_BYTES
 from deepspeed_c.plan.book import Book, Buffer, GatherBook, Phase, ScratchBook, StagingBook
 from deepspeed_c.plan.sizes import ModelSizes, OptimizerSizes, ParamSize, model_of
 from deepspeed_c.zero.fetch import PACE_STEPS, FetchLimits, GatherUnit
 from deepspeed_c.zero.layout import Layout, lay_out
 from deepspeed_c.zero.reducer import MAX_IN_FLIGHT
 from deepspeed_c.zero.stages import STAGES, Sharding
-from deepspeed_c.zero.unit import Dtypes, Slot, Unit
+from deepspeed_c.zero.unit import Dtypes, Placement, Slot, Unit
 
 __all__ = ["KINDS", "PHASES", "MemoryPlan", "Offload", "plan_memory"]
 
@@ -33,11 +34,14 @@ WEIGHTS = "weights"
 MASTERS = "master weights"
 STATE = "optimizer state"
 GRADIENTS = "gradients"
+HOMES = "whole gradients"
 GATHERED = "gathered weights"
 STAGING = "gradient staging"
 SCRATCH = "collective scratch"
 INCOMING = "new gradients"
 UPDATE = "step transients"
+NEW_MASTERS = "new master weights"
+SWAP = "swap buffers"
 GIVEN = "weights as given"
 BUFFERS = "module buffers"
 ACTIVATIONS = "activations"
@@ -48,11 +52,14 @@ KINDS: dict[str, str] = {
     MASTERS: "the weights that the optimizer updates, where they are not the weights themselves",
     STATE: "moments and the like",
     GRADIENTS: "sums of gradients: whole, or this rank's shard",
+    HOMES: "where gradients gather on the device, before a rank's shard of them goes to the host",
     GATHERED: "gather units of stage 3 that are put together, and buffers kept for the next ones",
     STAGING: "buckets whose gradients gather, or are on their way",
     SCRATCH: "what collectives receive into, and casts of what they send",
     INCOMING: "gradients of one module, as autograd hands them over",
     UPDATE: "copies that the optimizer makes in a step",
+    NEW_MASTERS: "master weights until they are written to NVMe",
+    SWAP: "what is read from NVMe, updated and written again, a bucket at a time",
     GIVEN: "the weights as they were given to initialize, until they are moved",
     BUFFERS: "buffers of modules",
     ACTIVATIONS: "what --activations says",
@@ -63,29 +70,35 @@ N_WINDOWS = 3
 
 
 class Offload(NamedTuple):
-    """What lies in host memory between its uses. A plan only: the engine of this version keeps all states on the device."""
+    """Where states live between their uses: "none" (on the device), "cpu" (in host memory) or "nvme", as in the configuration."""
 
-    optimizer: bool = False  # master weights, optimizer state, and the gradients' shard
-    params: bool = False  # the weights' shard (stage 3)
+    optimizer: str = "none"  # masters and optimizer state; gradients' sums are in host memory for both
+    params: str = "none"  # the weights' shard (stage 3)
 
-    def kinds(self, stage: int) -> frozenset[str]:
-        """What lies on the host: of gradients and weights, only what is a shard."""
-        sharding = STAGES[stage]
-        found = {MASTERS, STATE} if self.optimizer else set()
-        if self.optimizer and sharding.gradients:
-            found.add(GRADIENTS)
-        if self.params and sharding.parameters:
-            found.add(WEIGHTS)
-        return frozenset(found)
+    def kinds(self, stage: int, *, is_host: bool = False) -> dict[str, str]:
+        """What lives elsewhere than on the device: "host" or "nvme" by kind. ``is_host``: the device is the host's processor, and has its memory."""
+        found: dict[str, str] = {}
+        if self.optimizer == "nvme":
+            found |= {MASTERS: "nvme", STATE: "nvme"}
+        elif self.optimizer == "cpu":
+            found |= {MASTERS: "host", STATE: "host"}
+        if self.optimizer != "none":
+            found |= dict.fromkeys((GRADIENTS, UPDATE, NEW_MASTERS, SWAP), "host")
+        if self.params != "none" and STAGES[stage].parameters:
+            found[WEIGHTS] = "host"
+        return {kind: place for kind, place in found.items() if place == "nvme" or not is_host}
 
     def fits(self, stage: int) -> bool:
         """Whether the stage shards what is to be offloaded."""
         sharding = STAGES[stage]
-        return (sharding.gradients or not self.optimizer) and (sharding.parameters or not self.params)
+        return (sharding.optimizer or self.optimizer == "none") and (sharding.parameters or self.params == "none")
 
     def __str__(self) -> str:
-        parts = [name for name, is_on in (("optimizer", self.optimizer), ("parameters", self.params)) if is_on]
-        return " and ".join(parts) or "none"
+        places: dict[str, list[str]] = {}
+        for name, place in (("optimizer", self.optimizer), ("parameters", self.params)):
+            if place != "none":
+                places.setdefault(place, []).append(name)
+        return ", ".join(f"{' and '.join(names)} on {place}" for place, names in places.items()) or "none"
 
 
 class MemoryPlan(NamedTuple):
@@ -228,14 +241,24 @@ class _Walk:
         is_host: bool,
         offload: Offload,
     ) -> None:
-        self.book = Book(offload.kinds(config.zero.stage))
+        places = offload.kinds(config.zero.stage, is_host=is_host)
+        host, nvme = ({kind for kind, place in places.items() if place == name} for name in ("host", "nvme"))
+        self.book = Book(host, nvme)
+        self._offload = offload
+        self._states_apart = (
+            offload.optimizer != "none" and not is_host
+        )  # states have another memory than what computes
         self._sizes, self._config, self._n_ranks, self._optimizer = sizes, config, n_ranks, optimizer
         self._is_host = is_host
         self._sharding: Sharding = STAGES[config.zero.stage]
         model, groups = model_of(sizes)
         self._precision = Precision(config, model)
         policy = _Policy(self._precision, sizes)
-        layout: Layout = lay_out(model, groups if optimizer is not None else [], config, policy, _Ranks(n_ranks))
+        # On the meta device nothing has a place: all of the placement that makes another layout is whether states are swapped.
+        placement = Placement(is_swapped=offload.optimizer == "nvme")
+        layout: Layout = lay_out(
+            model, groups if optimizer is not None else [], config, policy, _Ranks(n_ranks), placement
+        )
         self._trained, self._frozen = layout.trained, layout.frozen
         self._size_of = {p.name: p for p in sizes.params}
         placed = {slot.name for unit in (*self._trained, *self._frozen) for slot in unit.slots}
@@ -268,11 +291,20 @@ class _Walk:
         return plan
 
     def _accum_dtype(self, unit: Unit) -> torch.dtype:
-        return self._precision.accum_dtype or unit.dtype
+        offloaded = torch.float32 if self._offload.optimizer != "none" else None
+        return self._precision.accum_dtype or offloaded or unit.dtype
+
+    def _has_masters(self, unit: Unit) -> bool:
+        """Whether the optimizer updates other tensors than the weights themselves: of another dtype, or in another memory."""
+        is_apart = (
+            self._states_apart and unit in self._trained and not (self._offload.params != "none" and unit.is_sharded)
+        )
+        return is_apart or not unit.master_is_param
 
     def _make_buckets(self) -> None:
         """In the order of the reducer: a bucket is full when the gradient of the parameter registered first has come."""
-        self._has_homes = not self._sharding.gradients or self._n_ranks == 1
+        is_single = self._n_ranks == 1 and not self._states_apart
+        self._has_homes = not self._sharding.gradients or is_single
         entries = [
             (-min((slot.order for slot in unit.bucket_slots[b]), default=0), unit, b)
             for unit in self._trained
@@ -351,8 +383,9 @@ class _Walk:
                 given[p.name] = whole
         for unit in (*self._trained, *self._frozen):
             book.take(WEIGHTS, (unit.shard_elems if unit.is_sharded else unit.flat_elems) * unit.dtype.itemsize)
-            if not unit.master_is_param:
-                book.take(MASTERS, unit.shard_elems * unit.master_dtype.itemsize)
+            if self._has_masters(unit):
+                is_swapped = self._offload.optimizer == "nvme"
+                book.take(NEW_MASTERS if is_swapped else MASTERS, unit.shard_elems * unit.master_dtype.itemsize)
             for slot in unit.slots:
                 size = self._size_of[slot.name]
                 is_put_together = self._sizes.is_sharded and self._sharding.parameters
@@ -371,9 +404,33 @@ class _Walk:
                 book.take(WEIGHTS, given[p.name])
         if self._optimizer is None:
             return
+        if self._offload.optimizer == "nvme":
+            for unit in self._trained:
+                if self._has_masters(unit):
+                    nbytes = unit.shard_elems * unit.master_dtype.itemsize
+                    book.take(MASTERS, nbytes)
+                    book.free(NEW_MASTERS, nbytes)
+            book.take(SWAP, self._swap_bytes())
+            self._make_state()
         for unit in self._trained:
-            elems = unit.flat_elems if self._has_homes else unit.shard_elems
-            book.take(GRADIENTS, elems * self._accum_dtype(unit).itemsize)
+            itemsize = self._accum_dtype(unit).itemsize
+            if self._has_homes:
+                book.take(HOMES if self._states_apart else GRADIENTS, unit.flat_elems * itemsize)
+            if self._states_apart or not self._has_homes:
+                book.take(GRADIENTS, unit.shard_elems * itemsize)
+
+    def _swap_bytes(self) -> int:
+        """Host memory of the buffers: as many buckets as are in use, on their way in and on their way out (``offload.swap``)."""
+        settings = self._config.zero.offload_optimizer
+        n_out = max(settings.buffer_count - 2, 1) if settings.pipeline_write else 0
+        largest = 0
+        for unit in self._trained:
+            sizes = [(state.dtype or unit.master_dtype).itemsize for state in self._optimizer.states[unit.group]]
+            if self._has_masters(unit):
+                sizes.append(unit.master_dtype.itemsize)
+            for elems in unit.slice_elems:
+                largest = max(largest, sum(-(-elems * size // PAGE_BYTES) * PAGE_BYTES for size in sizes))
+        return largest * (1 + settings.pipeline_read + n_out)
 
     # -- gathers ----------------------------------------------------------------------------------------------------
 
@@ -525,6 +582,10 @@ class _Walk:
             accumulates = self._sharding.gradients and _accumulates(self._config)
             if self._is_host:
                 scratch_bytes = bucket.numel * comm_bytes
+            elif self._states_apart:  # received beside, and brought to the host from there
+                beside = bucket.numel // n * comm_bytes
+                self.book.take(SCRATCH, beside)
+                sent_copy += beside
             elif accumulates or self._accum_dtype(unit) != unit.comm_dtype:
                 scratch_bytes = bucket.numel // n * comm_bytes
         elif self._is_host and unit.comm_dtype != torch.float32:
@@ -546,18 +607,22 @@ class _Walk:
     # -- the step ---------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        optimizer = self._optimizer
-        if not self._has_state:
-            self._has_state = True
-            for unit in self._trained:
-                elems = unit.shard_elems if optimizer.sees_slices else sum(f.numel for f in unit.fragments)
-                for state in optimizer.states[unit.group]:
-                    self.book.take(STATE, elems * (state.dtype or unit.master_dtype).itemsize)
+        self._make_state()
         transient = self._copies_of_gradients() + self._largest_update()
         self.book.take(UPDATE, transient)
         self.book.free(UPDATE, transient)
         for index in list(self._live):
             self._let_go(index)  # out of date
+
+    def _make_state(self) -> None:
+        if self._has_state:
+            return
+        self._has_state = True
+        optimizer = self._optimizer
+        for unit in self._trained:
+            elems = unit.shard_elems if optimizer.sees_slices else sum(f.numel for f in unit.fragments)
+            for state in optimizer.states[unit.group]:
+                self.book.take(STATE, elems * (state.dtype or unit.master_dtype).itemsize)
 
     def _copies_of_gradients(self) -> int:
         """Bytes of the gradients that another optimizer than ours gets in its own dtype."""

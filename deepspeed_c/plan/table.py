@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 
-from deepspeed_c.config import load_config, problems_of
+from deepspeed_c.config import load_config
 from deepspeed_c.engine.build import build_optimizer
 from deepspeed_c.engine.precision import Precision
-from deepspeed_c.errors import DeepSpeedCError, UnsupportedConfigError
+from deepspeed_c.errors import DeepSpeedCError
+from deepspeed_c.offload.place import place
 from deepspeed_c.plan.memory import KINDS, PHASES, MemoryPlan, Offload, plan_memory
 from deepspeed_c.plan.sizes import ModelSizes, group_sizes, model_of, sizes_of
+from deepspeed_c.plan.tiers import NVME_PATH, Budgets, Placed, offload_section, place_states
 from deepspeed_c.zero.layout import mark_leaves
 from deepspeed_c.zero.stages import STAGES
 
@@ -19,11 +24,9 @@ __all__ = ["Row", "Table", "as_json", "as_text", "plan_table"]
 
 # What is assumed where sizes alone are planned and the configuration names no optimizer.
 ASSUMED_OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-4}}
-OFFLOADS = (Offload(), Offload(optimizer=True), Offload(optimizer=True, params=True))
-_OFFLOAD_KEYS = {
-    "zero_optimization.offload_optimizer.device": "optimizer",
-    "zero_optimization.offload_param.device": "params",
-}
+OFFLOADS = (Offload(), Offload("cpu"), Offload("nvme"), Offload("cpu", "cpu"), Offload("nvme", "cpu"))
+# Where the CPU computes, host memory is the device's.
+OFFLOADS_ON_CPU = (Offload(), Offload("nvme"))
 
 
 class Row(NamedTuple):
@@ -47,6 +50,9 @@ class Table(NamedTuple):
     device_type: str
     activation_bytes: int
     notes: list[str]
+    budgets: Budgets | None = None
+    placed: Sequence[Placed] = ()  # a stage each, where budgets were given
+    nvme_path: str | None = None
 
 
 def plan_table(
@@ -60,28 +66,26 @@ def plan_table(
     is_sharded: bool = False,
     device_type: str = "cpu",
     activation_bytes: int = 0,
+    budgets: Budgets | None = None,
 ) -> Table:
     """Plans ``sizes``, or ``model`` (on the meta device) with what else was given to ``initialize``, for every stage under the configuration ``source``.
 
-    Raises what is wrong with the configuration (ConfigError) and with the optimizer (OptimizerError, ModelError). Offload, which this version refuses, is
-    planned all the same, and noted.
+    With ``budgets`` it is also decided for each stage which states live where. Raises what is wrong with the configuration (ConfigError) and with the
+    optimizer (OptimizerError, ModelError).
     """
     notes: list[str] = []
-    asked = Offload()
     overrides: dict[str, Any] = {}
-    for problem in problems_of(source, world_size=n_ranks, batch="skip"):
-        key = problem.where.split(" ")[0]
-        if isinstance(problem, UnsupportedConfigError) and key in _OFFLOAD_KEYS:
-            asked = asked._replace(**{_OFFLOAD_KEYS[key]: True})
-            overrides[key] = "none"
-            notes.append(f"{key}: offload is planned only; deepspeed_c.initialize refuses it in this version")
     config = load_config(source, world_size=n_ranks, overrides=overrides, batch="skip")
     if sizes is not None and config.optimizer is None:
         overrides["optimizer"] = ASSUMED_OPTIMIZER
         notes.append(f"the configuration names no optimizer: {ASSUMED_OPTIMIZER['type']} is assumed")
         config = load_config(source, world_size=n_ranks, overrides=overrides, batch="skip")
 
+    asked = Offload(config.zero.offload_optimizer.device, config.zero.offload_param.device)
     chosen = (config.zero.stage, asked)
+    nvme_path = config.zero.offload_optimizer.nvme_path
+    if nvme_path is None:
+        overrides["zero_optimization.offload_optimizer.nvme_path"] = NVME_PATH
     is_given_sizes = model is None
     if is_given_sizes:
         model, _ = model_of(sizes)
@@ -89,13 +93,28 @@ def plan_table(
     if not is_given_sizes:
         mark_leaves(model, config)
         sizes = _sizes_of(model, base, Precision(config, model), is_sharded)
-    rows: list[Row] = []
-    for stage in STAGES:
-        for offload in dict.fromkeys((*OFFLOADS, asked)):
-            if (offload.fits(stage) and stage != 0) or offload == Offload() or (stage, offload) == chosen:
-                rows.append(
-                    _row(stage, offload, source, overrides, sizes, n_ranks, base, device_type, activation_bytes)
-                )
+
+    @cache
+    def row_of(stage: int, offload: Offload) -> Row:
+        return _row(stage, offload, source, overrides, sizes, n_ranks, base, device_type, activation_bytes)
+
+    def plan_of(stage: int, offload: Offload) -> MemoryPlan | str:
+        row = row_of(stage, offload)
+        return row.refusal if row.plan is None else row.plan
+
+    choices = OFFLOADS_ON_CPU if device_type == "cpu" else OFFLOADS
+    if base is None:
+        choices = choices[:1]
+    rows = [
+        row_of(stage, offload)
+        for stage in STAGES
+        for offload in dict.fromkeys((*choices, asked))
+        if offload.fits(stage) or (stage, offload) == chosen
+    ]
+    placed = []
+    if budgets is not None and base is not None:
+        is_host = device_type == "cpu"
+        placed = [place_states(stage, partial(plan_of, stage), budgets, is_host=is_host) for stage in STAGES]
     return Table(
         rows,
         next(i for i, row in enumerate(rows) if (row.stage, row.offload) == chosen),
@@ -106,6 +125,9 @@ def plan_table(
         device_type,
         activation_bytes,
         notes,
+        budgets,
+        placed,
+        nvme_path,
     )
 
 
@@ -136,12 +158,16 @@ def _row(
     device_type: str,
     activation_bytes: int,
 ) -> Row:
+    choice = {
+        "zero_optimization.stage": stage,
+        "zero_optimization.offload_optimizer.device": offload.optimizer,
+        "zero_optimization.offload_param.device": offload.params,
+    }
     try:
-        config = load_config(
-            source, world_size=n_ranks, overrides={**overrides, "zero_optimization.stage": stage}, batch="skip"
-        )
+        config = load_config(source, world_size=n_ranks, overrides={**overrides, **choice}, batch="skip")
         optimizer = None
         if base is not None:
+            place(config, base, torch.device(device_type))  # refuses what cannot be offloaded
             is_cut = STAGES[stage].optimizer and n_ranks > 1
             optimizer = group_sizes(base, is_sharded=is_cut, allow_untested=config.zero_allow_untested_optimizer)
         plan = plan_memory(
@@ -187,21 +213,27 @@ def as_text(table: Table) -> str:
         what,
         f"{unit} per rank at the peak of each phase; {activations}",
         "",
-        f"    {'stage':7}{'offload':40}" + "".join(f"{name:>12}" for name in (*PHASES, "peak", "on the host")),
+        f"    {'stage':7}{'offload':40}"
+        + "".join(f"{name:>12}" for name in (*PHASES, "peak", "on the host", "on NVMe")),
     ]
     for i, row in enumerate(table.rows):
         mark = "  * " if i == table.chosen else "    "
-        offload = "none" if row.offload == Offload() else f"{row.offload} (plan only)"
-        head = f"{mark}{row.stage:<7}{offload:40}"
+        head = f"{mark}{row.stage:<7}{row.offload!s:40}"
         if row.plan is None:
             lines.append(f"{head}  refused: {row.refusal}")
             continue
         phases = row.plan.phases
         cells = [phases[name].nbytes / scale if name in phases else None for name in PHASES]
         host = max(phase.host_nbytes for phase in phases.values())
-        cells += [row.plan.peak.nbytes / scale, host / scale]
+        nvme = max(phase.nvme_nbytes for phase in phases.values())
+        cells += [row.plan.peak.nbytes / scale, host / scale, nvme / scale]
         lines.append(head + "".join(f"{'-':>12}" if cell is None else f"{cell:12.2f}" for cell in cells))
-    lines += ["", *_peak_lines(table, unit, scale), *(f"note: {note}" for note in table.notes)]
+    lines += [
+        "",
+        *_peak_lines(table, unit, scale),
+        *_placed_lines(table, unit, scale),
+        *(f"note: {note}" for note in table.notes),
+    ]
     return "\n".join(lines)
 
 
@@ -209,7 +241,8 @@ def _peak_lines(table: Table, unit: str, scale: int) -> list[str]:
     plan = table.rows[table.chosen].plan
     if plan is None:
         return [f"stage {table.rows[table.chosen].stage} (*) cannot be used as configured"]
-    host_kinds = plan.offload.kinds(plan.stage)
+    places = plan.offload.kinds(plan.stage, is_host=table.device_type == "cpu")
+    names = {"host": ", on the host", "nvme": ", on NVMe"}
     lines = []
     # What training takes, and what starting it takes where that is more.
     steady = max(
@@ -219,13 +252,37 @@ def _peak_lines(table: Table, unit: str, scale: int) -> list[str]:
         at = plan.phases[phase]
         lines.append(f"stage {plan.stage} (*), {phase}: {at.nbytes / scale:.2f} {unit}")
         for kind, nbytes in sorted(at.kinds.items(), key=lambda item: -item[1]):
-            place = ", on the host" if kind in host_kinds else ""
-            lines.append(f"    {nbytes / scale:10.2f}  {kind}{place}: {KINDS[kind]}")
+            lines.append(f"    {nbytes / scale:10.2f}  {kind}{names.get(places.get(kind, ''), '')}: {KINDS[kind]}")
     piece = "gather unit" if plan.window_elems else "bucket"
     lines.append(
         f"largest {piece}: {plan.largest_unit}, {plan.largest_unit_bytes / scale:.2f} {unit}; {plan.n_buckets} buckets of gradients"
         + (f"; at most {_count(plan.window_elems)} elements are gathered at once" if plan.window_elems else "")
     )
+    return lines
+
+
+def _placed_lines(table: Table, unit: str, scale: int) -> list[str]:
+    if table.budgets is None:
+        return []
+    device, host, nvme = (nbytes / scale for nbytes in table.budgets)
+    lines = [
+        "",
+        f"where states live with {device:.2f} {unit} of the device, {host:.2f} of the host and {nvme:.2f} of NVMe a rank:",
+    ]
+    for placed in table.placed:
+        if placed.plan is None:
+            lines.append(f"    stage {placed.stage}: does not fit: {placed.refusal}")
+            continue
+        kinds = placed.plan.phases["step"].kinds
+        where = ", ".join(
+            f"{kind} on {tier if tier == 'NVMe' else f'the {tier}'}"
+            for kind, tier in placed.tiers.items()
+            if kind in kinds
+        )
+        lines.append(f"    stage {placed.stage}: {where}")
+        if placed.refusal:
+            lines.append(f"        but {placed.refusal}")
+        lines.append(f"        {json.dumps(offload_section(placed.stage, placed.offload, table.nvme_path))}")
     return lines
 
 
@@ -242,6 +299,20 @@ def as_json(table: Table) -> dict[str, Any]:
         "activation_bytes": table.activation_bytes,
         "notes": table.notes,
         "rows": [_row_json(row, i == table.chosen) for i, row in enumerate(table.rows)],
+        "budgets": None if table.budgets is None else table.budgets._asdict(),
+        "placements": [_placed_json(placed, table.nvme_path) for placed in table.placed],
+    }
+
+
+def _placed_json(placed: Placed, nvme_path: str | None) -> dict[str, Any]:
+    if placed.plan is None:
+        return {"stage": placed.stage, "fits": False, "refused": placed.refusal}
+    return {
+        "stage": placed.stage,
+        "fits": not placed.refusal,
+        "refused": placed.refusal,
+        "tiers": placed.tiers,
+        "config": offload_section(placed.stage, placed.offload, nvme_path),
     }
 
 
@@ -258,10 +329,16 @@ def _row_json(row: Row, is_chosen: bool) -> dict[str, Any]:
         "peak_bytes": row.plan.peak.nbytes,
         "peak_phase": row.plan.peak.name,
         "host_bytes": max(phase.host_nbytes for phase in row.plan.phases.values()),
+        "nvme_bytes": max(phase.nvme_nbytes for phase in row.plan.phases.values()),
         "gradient_buckets": row.plan.n_buckets,
         "gathered_elems": row.plan.window_elems,
         "phases": {
-            name: {"bytes": phase.nbytes, "host_bytes": phase.host_nbytes, "kinds": phase.kinds}
+            name: {
+                "bytes": phase.nbytes,
+                "host_bytes": phase.host_nbytes,
+                "nvme_bytes": phase.nvme_nbytes,
+                "kinds": phase.kinds,
+            }
             for name, phase in row.plan.phases.items()
         },
     }

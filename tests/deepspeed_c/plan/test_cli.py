@@ -43,6 +43,27 @@ def test_sizes(folder, capsys):
     assert "  * 3" in out and "gather unit" in out and "stack of 32 equal layers" in out
 
 
+def test_budgets_are_of_a_rank_or_of_a_node(folder, capsys):
+    words = [
+        "plan",
+        "--params",
+        "1e9",
+        "--config",
+        str(folder / "ds.json"),
+        "--ranks",
+        "16",
+        "--json",
+        "--device",
+        "cuda",
+    ]
+    words += ["--device-memory", "1GB", "--host-memory", "64GiB", "--nvme", "1TB"]
+    for more, n_local in (([], 8), (["--ranks-per-node", "4"], 4)):
+        assert main([*words, *more]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["budgets"] == {"device": 10**9, "host": (64 << 30) // n_local, "nvme": 10**12 // n_local}
+        assert found["placements"][3]["config"]["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
+
+
 def test_a_script_whose_arguments_are_its_own(folder, capsys):
     words = ["plan", "--config", str(folder / "ds.json"), "--ranks", "3", "--json", str(folder / "train.py")]
     assert main([*words, "--ranks", "5", "--config", "x", "-h"]) == 0
@@ -78,6 +99,14 @@ def test_the_example_in_a_process_of_its_own():
         (["--ranks", "2", "--config", "{ds}", "--params", "lots"], "'lots' is not understood"),
         (["--ranks", "2", "--config", "{ds}", "--params", "10", "--layers", "9"], "cannot be cut into 9 layers"),
         (["--ranks", "2", "--config", "{ds}", "--params", "1e6", "--activations", "x"], "'x' is not understood"),
+        (["--ranks", "2", "--config", "{ds}", "--params", "1e6", "--nvme", "1TB"], "--device-memory"),
+        (["--ranks", "2", "--config", "{ds}", "--params", "1e6", "--device-memory", "many"], "'many' is not"),
+        (["--ranks", "2", "--config", "{ds}", "--params", "1e6", "--ranks-per-node", "0"], "0 is not a number of"),
+        (
+            ["--ranks", "2", "--config", "{ds}", "--params", "1e6", "--device", "cpu", "--device-memory", "1GB"]
+            + ["--host-memory", "1GB"],
+            "host memory as their device's",
+        ),
         (["--ranks", "2", "--config", "nothing.json", "--params", "1e6"], "nothing.json"),
         (["--ranks", "2", "nothing.py"], "no such script"),
         (["--config", "{ds}", "--params", "1e6"], "--ranks"),

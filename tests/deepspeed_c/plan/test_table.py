@@ -40,40 +40,89 @@ def test_states_are_the_papers_formulas():
 
 
 def test_rows_and_the_chosen_one():
-    table = plan_table(config(2), N, sizes=stack_of(P, 16))
+    table = plan_table(config(2), N, sizes=stack_of(P, 16), device_type="cuda")
+    offloads = ["none", "optimizer on cpu", "optimizer on nvme"]
+    everything = ["optimizer and parameters on cpu", "optimizer on nvme, parameters on cpu"]
     assert list(plans(table)) == [
         (0, "none"),
-        (1, "none"),
-        (2, "none"),
-        (2, "optimizer"),
-        (3, "none"),
-        (3, "optimizer"),
-        (3, "optimizer and parameters"),
+        *((stage, offload) for stage in (1, 2) for offload in offloads),
+        *((3, offload) for offload in offloads + everything),
     ]
+    assert all(row.plan is not None for row in table.rows)
     assert (table.rows[table.chosen].stage, table.rows[table.chosen].offload) == (2, Offload())
     marked = [line for line in as_text(table).splitlines() if line.startswith("  * ")]
     assert len(marked) == 1 and marked[0].split()[:3] == ["*", "2", "none"]
 
 
-def test_offload_that_is_asked_for_is_planned_and_noted():
+def test_ranks_on_the_cpu_have_no_other_memory_than_the_hosts():
+    table = plan_table(config(2), N, sizes=stack_of(P, 16))
+    assert {str(row.offload) for row in table.rows} == {"none", "optimizer on nvme"}
+    assert all(phase.host_nbytes == 0 for row in table.rows for phase in row.plan.phases.values())
+
+
+def test_offload_that_is_asked_for_is_the_chosen_row():
     zero = {"offload_optimizer": {"device": "cpu"}}
     table = plan_table(config(3, zero=zero), N, sizes=stack_of(P, 16), device_type="cuda")
-    assert table.rows[table.chosen].offload == Offload(optimizer=True)
-    assert any("offload is planned only" in note for note in table.notes)
+    assert table.rows[table.chosen].offload == Offload("cpu")
     found = plans(table)
-    whole, part = found[3, "none"].phases["step"], found[3, "optimizer"].phases["step"]
-    # masters, moments and the gradients' shard: 14 bytes a parameter
-    assert part.host_nbytes == pytest.approx(14 * P / N, rel=1e-3)
-    assert whole.nbytes - part.nbytes == part.host_nbytes
-    assert found[3, "optimizer and parameters"].phases["step"].host_nbytes == pytest.approx(16 * P / N, rel=1e-3)
+    whole, part = found[3, "none"].phases["step"], found[3, "optimizer on cpu"].phases["step"]
+    # 12 bytes a parameter of masters and moments, and the gradients' shard: 2 on the device, 4 on the host, where sums are in fp32
+    assert part.host_nbytes == pytest.approx(16 * P / N, rel=1e-3)
+    assert whole.nbytes - part.nbytes == pytest.approx(14 * P / N, rel=1e-3)
+    both = found[3, "optimizer and parameters on cpu"].phases["step"]
+    assert both.host_nbytes == pytest.approx(18 * P / N, rel=1e-3)
+    assert part.nvme_nbytes == both.nvme_nbytes == 0
 
 
-def test_a_stage_without_shards_has_no_more_on_the_host_than_it_could():
-    zero = {"offload_optimizer": {"device": "cpu"}}
-    table = plan_table(config(1, zero=zero), N, sizes=stack_of(P, 16))
+def test_on_nvme_are_masters_and_moments_and_on_the_host_gradients_and_buffers():
+    small, buckets = P // 10, {"reduce_bucket_size": P}
+    zero = {
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/disk", "pipeline_read": True, "pipeline_write": True}
+    }
+    table = plan_table(config(3, zero={**buckets, **zero}), 2, sizes=stack_of(small, 10), device_type="cuda")
     plan = table.rows[table.chosen].plan
-    assert plan.offload == Offload(optimizer=True)
-    assert plan.phases["step"].host_nbytes == pytest.approx(12 * P / N, rel=1e-3)
+    assert plan.offload == Offload("nvme")
+    step = plan.phases["step"]
+    assert step.nvme_nbytes == pytest.approx(12 * small / 2, rel=1e-3)
+    # 4 buffers of at most 4 Mi elements of 12 bytes, and 4 bytes of gradients
+    assert step.host_nbytes - 4 * small / 2 == pytest.approx(step.kinds["swap buffers"], rel=1e-2)
+    assert 4 * 12 * (3 << 20) < step.kinds["swap buffers"] <= 4 * 12 * (4 << 20)
+    one = {"offload_optimizer": {"device": "nvme", "nvme_path": "/disk"}}
+    plain = plan_table(config(3, zero={**buckets, **one}), 2, sizes=stack_of(small, 10), device_type="cuda")
+    buffers = plain.rows[plain.chosen].plan.phases["step"].kinds["swap buffers"]
+    assert 4 * buffers == step.kinds["swap buffers"]
+
+
+def test_masters_are_apart_from_fp32_weights_in_another_memory_only():
+    settings = {"train_micro_batch_size_per_gpu": 1, "optimizer": ADAM, "zero_optimization": {"stage": 3}}
+    found = plans(plan_table(settings, N, sizes=stack_of(P, 16), device_type="cuda"))
+    nbytes = {
+        name: plan.phases["step"].kinds.get("master weights", 0) for (stage, name), plan in found.items() if stage == 3
+    }
+    assert nbytes.pop("none") == nbytes.pop("optimizer and parameters on cpu") == 0
+    assert nbytes.pop("optimizer on nvme, parameters on cpu") == 0
+    assert set(nbytes) == {"optimizer on cpu", "optimizer on nvme"}
+    assert all(n == pytest.approx(4 * P / N, rel=1e-3) for n in nbytes.values())
+
+
+def test_a_stage_with_whole_gradients_keeps_them_on_the_device_and_a_shard_on_the_host():
+    zero = {"offload_optimizer": {"device": "cpu"}}
+    table = plan_table(config(1, zero=zero), N, sizes=stack_of(P, 16), device_type="cuda")
+    plan = table.rows[table.chosen].plan
+    assert plan.offload == Offload("cpu")
+    assert plan.phases["step"].host_nbytes == pytest.approx(16 * P / N, rel=1e-3)
+    assert plan.phases["step"].kinds["whole gradients"] == pytest.approx(4 * P, rel=1e-3)
+
+
+def test_offload_that_the_engine_refuses_says_why():
+    torchs = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}
+    table = plan_table(config(2, **torchs), N, sizes=stack_of(P, 16), device_type="cuda")
+    refused = {(row.stage, str(row.offload)): row.refusal for row in table.rows if row.plan is None}
+    assert set(refused) == {(s, "optimizer on nvme") for s in (1, 2, 3)} | {(3, "optimizer on nvme, parameters on cpu")}
+    assert all("cannot lie on NVMe" in why for why in refused.values())
+    zero = {"offload_param": {"device": "nvme", "nvme_path": "/disk"}}
+    table = plan_table(config(3, zero=zero), N, sizes=stack_of(P, 16), device_type="cuda")
+    assert "parameters on NVMe are not part of this version" in table.rows[table.chosen].refusal
 
 
 def test_stages_that_the_configuration_excludes_say_why():
@@ -82,7 +131,7 @@ def test_stages_that_the_configuration_excludes_say_why():
     refused = {row.stage: row.refusal for row in table.rows if row.plan is None}
     assert set(refused) == {3} and "gradient_allreduce_op" in refused[3]
     assert "refused: gradient_allreduce_op" in as_text(table)
-    assert [row["stage"] for row in as_json(table)["rows"] if "refused" in row] == [3, 3, 3]
+    assert [row["stage"] for row in as_json(table)["rows"] if "refused" in row] == [3, 3]
 
 
 def test_an_optimizer_that_cannot_be_cut_is_refused_where_it_would_be():
@@ -144,12 +193,13 @@ def test_limits_of_the_configuration_make_the_window():
 
 def test_json_says_what_the_text_says():
     table = plan_table(config(3), N, sizes=stack_of(P, 16))
+    assert as_json(table)["placements"] == [] and as_json(table)["budgets"] is None
     found = json.loads(json.dumps(as_json(table)))
     assert found["params"] == P and found["ranks"] == N
     chosen = next(row for row in found["rows"] if row["is_chosen"])
     assert chosen["stage"] == 3
     for name, phase in chosen["phases"].items():
-        assert sum(phase["kinds"].values()) == phase["bytes"] + phase["host_bytes"], name
+        assert sum(phase["kinds"].values()) == phase["bytes"] + phase["host_bytes"] + phase["nvme_bytes"], name
         assert set(phase["kinds"]) <= set(KINDS)
     assert chosen["peak_bytes"] == max(phase["bytes"] for phase in chosen["phases"].values())
     assert f"{chosen['phases']['backward']['bytes'] / 2**30:12.2f}" in as_text(table)

@@ -1,0 +1,131 @@
+"""Where each stage's states live when memory is limited: the plan of ``csrc/zero/tier.c`` from what the planner has counted, and the configuration that says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from deepspeed_c import _C
+from deepspeed_c.plan.memory import GRADIENTS, HOMES, MASTERS, STATE, SWAP, WEIGHTS, MemoryPlan, Offload
+from deepspeed_c.zero.stages import STAGES
+
+__all__ = ["NVME_PATH", "TIERS", "Budgets", "Placed", "offload_section", "place_states"]
+
+# Where a configuration that names no folder is planned to swap to.
+NVME_PATH = "/local_nvme"
+
+TIERS = {_C.TIER_DEVICE: "device", _C.TIER_HOST: "host", _C.TIER_NVME: "NVMe"}
+_DEVICES = {_C.TIER_DEVICE: "none", _C.TIER_HOST: "cpu", _C.TIER_NVME: "nvme"}
+STATES = (MASTERS, STATE, GRADIENTS, WEIGHTS)
+
+
+class Budgets(NamedTuple):
+    """Bytes that a rank may take of each memory. A rank that trains on the CPU has one memory, the device's."""
+
+    device: int
+    host: int = 0
+    nvme: int = 0
+
+
+class Placed(NamedTuple):
+    """One stage: where its states live, or why they cannot."""
+
+    stage: int
+    offload: Offload
+    tiers: dict[str, str]  # name of the tier by kind; empty where nothing fits
+    plan: MemoryPlan | None
+    refusal: str = ""
+
+
+def offload_section(stage: int, offload: Offload, nvme_path: str | None) -> dict[str, Any]:
+    """The part of a configuration that asks for a placement."""
+    zero: dict[str, Any] = {"stage": stage}
+    if offload.optimizer != "none":
+        zero["offload_optimizer"] = {"device": offload.optimizer}
+        if offload.optimizer == "nvme":
+            zero["offload_optimizer"]["nvme_path"] = nvme_path or NVME_PATH
+    if offload.params != "none":
+        zero["offload_param"] = {"device": offload.params}
+    return {"zero_optimization": zero}
+
+
+def place_states(
+    stage: int, plan_of: Callable[[Offload], MemoryPlan | str], budgets: Budgets, *, is_host: bool = False
+) -> Placed:
+    """Places the states of a stage within ``budgets``.
+
+    ``plan_of`` plans the stage with an offload choice, or says why the engine refuses it. What moves together is what the configuration moves together:
+    the optimizer's state with its masters, and the sums of gradients no further than to the host. Whatever is no state (activations, gathered weights,
+    buffers) comes off the device's budget first. ``is_host``: ranks train on the CPU.
+    """
+    none = plan_of(Offload())
+    if isinstance(none, str):
+        return Placed(stage, Offload(), {}, None, none)
+    plans = {"none": none, "cpu": none if is_host else plan_of(Offload("cpu")), "nvme": plan_of(Offload("nvme"))}
+    found = {place: plan for place, plan in plans.items() if not isinstance(plan, str)}
+    may_move_weights = STAGES[stage].parameters and not is_host and not isinstance(plan_of(Offload(params="cpu")), str)
+    steady = [phase for name, phase in none.phases.items() if name != "initialize"]
+    fixed = max(phase.nbytes - sum(phase.kinds.get(kind, 0) for kind in STATES) for phase in steady)
+    if fixed > budgets.device:
+        why = f"what is no state takes {fixed} bytes of the device, which has {budgets.device}"
+        return Placed(stage, Offload(), {}, None, why)
+    try:
+        tiers, _ = _C.tier_plan(
+            _kinds(none, found, may_move_weights, is_host), (budgets.device - fixed, budgets.host, budgets.nvme)
+        )
+    except MemoryError as error:
+        why = f"{str(error).partition(': ')[2]}; beside them {fixed} bytes of the device are taken"
+        return Placed(stage, Offload(), {}, None, why)
+    offload = Offload(_DEVICES[tiers[0]], _DEVICES[tiers[3]])
+    plan = plan_of(offload)
+    if isinstance(plan, str):
+        return Placed(stage, offload, {}, None, plan)
+    return Placed(
+        stage,
+        offload,
+        {kind: TIERS[tier] for kind, tier in zip(STATES, tiers)},
+        plan,
+        _excess(plan, budgets),
+    )
+
+
+def _excess(plan: MemoryPlan, budgets: Budgets) -> str:
+    """Where a run with that placement needs more than there is: starting it may, and swapped layouts have other buckets."""
+    for name, phase in plan.phases.items():
+        needs = (("device", phase.nbytes), ("host", phase.host_nbytes), ("nvme", phase.nvme_nbytes))
+        for memory, nbytes in needs:
+            if nbytes > getattr(budgets, memory):
+                lacking = nbytes - getattr(budgets, memory)
+                return f"{name} needs {lacking} bytes more {memory} memory than there are"
+    return ""
+
+
+def _kinds(none: MemoryPlan, plans: Mapping[str, MemoryPlan], may_move_weights: bool, is_host: bool) -> list[tuple]:
+    """STATES, as the core asks for them."""
+    held = {place: _largest(plan) for place, plan in plans.items()}
+    here, there, swapped = held["none"], held.get("cpu", {}), held.get("nvme", {})
+    buffers = swapped.get(SWAP, 0)
+    # On the CPU what is on the device is in host memory; nothing is gained by a move from the one to the other, and the host's budget is 0.
+    behind = [buffers, 0] if is_host else [0, buffers]
+    last = _C.TIER_NVME if swapped else _C.TIER_HOST if there else _C.TIER_DEVICE
+    near = _C.TIER_DEVICE if is_host else min(last, _C.TIER_HOST)
+    weights = here.get(WEIGHTS, 0)
+    shard = weights if STAGES[none.stage].parameters else weights // none.n_ranks
+
+    def square(kind: str, *, left: int = 0, with_buffers: bool = False) -> list[list[int]]:
+        on_nvme = [*(behind if with_buffers else [0, 0]), swapped.get(kind, 0)]
+        return [[here.get(kind, 0), 0, 0], [left, there.get(kind, here.get(kind, 0)), 0], on_nvme]
+
+    return [
+        # With the masters elsewhere, the updated weights come back over the link.
+        (square(MASTERS, with_buffers=True), shard, 2 * swapped.get(MASTERS, 0), last, -1),
+        (square(STATE), 0, 2 * swapped.get(STATE, 0), last, 0),
+        (square(GRADIENTS, left=there.get(HOMES, 0)), there.get(GRADIENTS, 0), 0, near, 0),
+        # Gathered in forward and again in backward.
+        (square(WEIGHTS), 2 * weights, 0, _C.TIER_HOST if may_move_weights else _C.TIER_DEVICE, -1),
+    ]
+
+
+def _largest(plan: MemoryPlan) -> dict[str, int]:
+    """Bytes of each kind that is there in a step."""
+    return plan.phases["step"].kinds
