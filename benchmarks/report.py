@@ -96,6 +96,13 @@ FIGURES: list[tuple[str, str, str, Line, str]] = [
         for direction in ("write", "read")
     ),
     (
+        "training 200M parameters with states on NVMe: states over the memory limit of the cgroup, with the losses of a run without a limit",
+        ">= 2",
+        "memory_limit",
+        {"losses_are_equal": True},
+        "ratio_states_to_limit",
+    ),
+    (
         "`engine.step()` with masters and moments on NVMe, 500M parameters: over the disk's time for 24 bytes a parameter",
         "<= 1.15",
         "offload_step",

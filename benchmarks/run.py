@@ -71,6 +71,11 @@ BENCHMARKS = [
         [PYTHON, "-m", "benchmarks.deepspeed_c.memory_by_stage"],
     ),
     Benchmark(
+        "memory_limit",
+        "benchmarks/deepspeed_c/memory_limit.py",
+        [PYTHON, "-m", "benchmarks.deepspeed_c.memory_limit"],
+    ),
+    Benchmark(
         "offload_step",
         "benchmarks/deepspeed_c/offload_step.py",
         [PYTHON, "-m", "benchmarks.deepspeed_c.offload_step"],

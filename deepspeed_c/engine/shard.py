@@ -10,7 +10,7 @@ from deepspeed_c.config import Config
 from deepspeed_c.engine.precision import Precision
 from deepspeed_c.offload.place import make_store, place
 from deepspeed_c.zero.layout import Layout, lay_out, mark_leaves
-from deepspeed_c.zero.optimizer import ZeroOptimizer
+from deepspeed_c.zero.optimizer import ZeroOptimizer, send_masters
 from deepspeed_c.zero.reducer import GradientReducer, ReduceSettings
 from deepspeed_c.zero.stages import STAGES
 
@@ -28,6 +28,10 @@ def shard_model(
     placement = place(config, base, torch.device(get_accelerator().current_device_name()))
     layout = lay_out(model, groups, config, precision, comm, placement)
     store = make_store(config, layout.trained, base, comm)
+    if store is not None:
+        # Before there are buffers for gradients: both need not have room at once.
+        send_masters(layout.trained, store)
+        get_accelerator().empty_cache()
     reducer = GradientReducer(
         layout.trained,
         sharding,

@@ -175,6 +175,16 @@ class Swapper:
             self._finalizers[id(tensor)] = weakref.finalize(tensor, self._forget, id(tensor))
         return extent
 
+    def new_zeros(self, shape: torch.Size, dtype: torch.dtype, name: str) -> torch.Tensor:
+        """A tensor of zeros that has a buffer until it is sent."""
+        n_bytes = shape.numel() * dtype.itemsize
+        if n_bytes == 0:
+            return torch.zeros(shape, dtype=dtype)
+        buffer = self._take_buffer(n_bytes)
+        tensor = buffer.narrow(0, 0, n_bytes).zero_().view(dtype).view(shape)
+        self._extent_of(Tagged(tensor, name)).buffer = buffer
+        return tensor
+
     def _forget(self, key: int) -> None:
         """The tensor is gone: its place is free. What is on its way there still arrives before anything else does (``_settle``)."""
         extent = self._extents.pop(key, None)

@@ -26,7 +26,7 @@ from deepspeed_c.zero.fetch import Fetcher
 from deepspeed_c.zero.reducer import GradientReducer, WindowFacts
 from deepspeed_c.zero.unit import Fragment, Slot, Unit
 
-__all__ = ["DeepSpeedOptimizer", "StateStore", "Tagged", "ZeroOptimizer"]
+__all__ = ["DeepSpeedOptimizer", "StateStore", "Tagged", "ZeroOptimizer", "send_masters"]
 
 
 class Tagged(NamedTuple):
@@ -39,6 +39,7 @@ class Tagged(NamedTuple):
 class StateStore(Protocol):
     """Where masters and moments live between steps, when that is not memory (``offload.swap.Swapper``)."""
 
+    def new_zeros(self, shape: torch.Size, dtype: torch.dtype, name: str) -> torch.Tensor: ...
     def prefetch(self, tensors: Iterable[Tagged]) -> None: ...
     def bring(self, tensors: Sequence[Tagged], *, reads: bool = True) -> None: ...
     def send(self, tensors: Sequence[Tagged]) -> None: ...
@@ -66,6 +67,23 @@ def _like(param: torch.Tensor, dtype: torch.dtype, held: Any) -> torch.Tensor:
 def _alike(a: tuple[Mapping, Mapping], b: tuple[Mapping, Mapping]) -> bool:
     """Whether two parameters' states have the same names, dtypes and counts, so that one tensor can hold both."""
     return a[0] == b[0] and a[1].keys() == b[1].keys() and all(bool(a[1][key] == b[1][key]) for key in a[1])
+
+
+def _label(unit: Unit, bucket: int) -> str:
+    names = [f.slot.name for f in unit.fragments if f.slot.bucket == bucket]
+    return f"{names[0]} to {names[-1]}" if len(names) > 1 else names[0] if names else "padding"
+
+
+def _masters(unit: Unit, bucket: int) -> list[Tagged]:
+    return [] if unit.master_is_param else [Tagged(unit.master[bucket], f"masters of {_label(unit, bucket)}")]
+
+
+def send_masters(units: Iterable[Unit], store: StateStore) -> None:
+    """Moves the masters of new units to where they live; no optimizer has looked at them yet."""
+    for unit in units:
+        for bucket in range(unit.n_buckets):
+            store.send([tagged for tagged in _masters(unit, bucket) if tagged.tensor.numel()])
+    store.wait()
 
 
 class ZeroOptimizer(DeepSpeedOptimizer):
@@ -119,6 +137,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
             for unit in units:
                 unit.resident = partial(self.resident, unit)
             for unit, bucket in self._order:
+                self._make_stored(unit, bucket)
                 store.send(self._stored(unit, bucket))
                 self._point_entries(unit, bucket)
             store.wait()
@@ -127,18 +146,23 @@ class ZeroOptimizer(DeepSpeedOptimizer):
 
     def _stored(self, unit: Unit, bucket: int) -> list[Tagged]:
         """The tensors of a bucket that live in the store: its masters, where they are no parameters, and what the base keeps for them."""
-        found = [] if unit.master_is_param else [Tagged(unit.master[bucket], f"masters of {self._label(unit, bucket)}")]
+        found = _masters(unit, bucket)
         for entry in self._by_bucket.get((unit, bucket), []):
             for key, value in self.optimizer.state.get(entry.param, {}).items():
                 if torch.is_tensor(value) and value.dim() > 0:
-                    what = self._label(unit, bucket) if entry.fragment is None else entry.fragment.slot.name
+                    what = _label(unit, bucket) if entry.fragment is None else entry.fragment.slot.name
                     found.append(Tagged(value, f"{key} of {what}"))
         return [tagged for tagged in found if tagged.tensor.numel()]
 
-    @staticmethod
-    def _label(unit: Unit, bucket: int) -> str:
-        names = [f.slot.name for f in unit.fragments if f.slot.bucket == bucket]
-        return f"{names[0]} to {names[-1]}" if len(names) > 1 else names[0] if names else "padding"
+    def _make_stored(self, unit: Unit, bucket: int) -> None:
+        """Makes the states of a bucket where they do not exist yet: left to the first step, all buckets' would be made at once."""
+        for entry in self._by_bucket.get((unit, bucket), []):
+            state = self.optimizer.state[entry.param]
+            state.setdefault("step", torch.tensor(0.0))
+            for name, (dtype, numel) in self.optimizer.layout_of_state(unit.group, entry.param).items():
+                if name not in state:
+                    shape = entry.param.shape if numel == entry.param.numel() else torch.Size([numel])
+                    state[name] = self.store.new_zeros(shape, dtype, f"{name} of {_label(unit, bucket)}")
 
     def _point_entries(self, unit: Unit, bucket: int) -> None:
         """The base's parameters look at the masters wherever those are now."""

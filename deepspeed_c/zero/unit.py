@@ -159,7 +159,7 @@ class Unit:
             if self.master_is_param:
                 self.master = [self.param_slice(b) for b in range(self.n_buckets)]
             elif self.placement.is_swapped:
-                self.master = [self.new_states(n, self.master_dtype) for n in self.slice_elems]
+                self.master = [self.new_states(0, self.master_dtype) for _ in self.slice_elems]
             else:
                 self.master_flat = self.new_states(self.shard_elems, self.master_dtype)
                 self.master = [self.shard_slice(self.master_flat, b) for b in range(self.n_buckets)]
@@ -168,6 +168,8 @@ class Unit:
                 fragment = self.fragment_of.get(slot)
                 if fragment is not None:
                     mine = whole.reshape(-1).narrow(0, fragment.begin, fragment.numel)
+                    if self.master[slot.bucket].numel() == 0:  # not all at once: the weights as given are let go of on the way
+                        self.master[slot.bucket] = self.new_states(self.slice_elems[slot.bucket], self.master_dtype)
                     if not self.master_is_param:
                         self.piece(self.master, fragment).copy_(mine)
                     if self.param_shard is not None:
@@ -179,6 +181,10 @@ class Unit:
                 else:
                     take_over(slot.param, whole.new_empty(0, dtype=self.dtype))
                 del whole  # before the next is put together
+                mine = None
+            for bucket, n_elems in enumerate(self.slice_elems):
+                if self.master[bucket].numel() != n_elems:  # nothing but padding
+                    self.master[bucket] = self.new_states(n_elems, self.master_dtype)
 
     # -- places -----------------------------------------------------------------------------------------------------
 
