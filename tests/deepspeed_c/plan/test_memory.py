@@ -13,7 +13,7 @@ import deepspeed_c
 from benchmarks.live_bytes import LiveBytes
 from deepspeed_c.config import load_config
 from deepspeed_c.engine.build import build_optimizer
-from deepspeed_c.plan.memory import plan_memory
+from deepspeed_c.plan.memory import Offload, plan_memory
 from deepspeed_c.plan.sizes import group_sizes, sizes_of
 from deepspeed_c.plan.table import plan_table
 from deepspeed_c.zero import fetch
@@ -145,7 +145,8 @@ def planned(case: Case) -> dict[str, int]:
     base = build_optimizer(settings, model, None, None)
     sizes = sizes_of(model, [group["params"] for group in base.param_groups])
     optimizer = group_sizes(base, is_sharded=settings.zero.stage > 0 and case.world > 1)
-    plan = plan_memory(sizes, settings, case.world, optimizer)
+    offload = Offload(settings.zero.offload_optimizer.device, settings.zero.offload_param.device)
+    plan = plan_memory(sizes, settings, case.world, optimizer, offload=offload)
     return {name: phase.nbytes for name, phase in plan.phases.items()}
 
 
@@ -164,6 +165,21 @@ def test_planned_peaks_are_what_an_engine_allocates(run_ranks, name):
         lines.append(f"  {phase:10s} {expected[phase] / 1e6:8.2f} {shown}  {ratio:.3f}")
     print("\n".join(lines))
     assert worst <= TOLERANCE, "\n".join(lines)
+
+
+def test_states_on_nvme_leave_their_buffers(run_ranks, tmp_path):
+    # Where the CPU computes, buffers and sums of gradients (in fp32 then) are in the memory that is measured; what is in the file is not.
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path), "pipeline_read": True, "pipeline_write": True}
+    case = Case(2, config(3, zero={"offload_optimizer": nvme, "reduce_bucket_size": 1 << 20}), EVEN)
+    expected = planned(case)
+    del expected["initialize"]  # buffers for it are made as they are needed
+    measured = run_ranks(2, run_engine, case, timeout=120)
+    for phase, nbytes in expected.items():
+        peak = max(peaks[phase] for peaks in measured)
+        print(f"{phase:10s} {nbytes / 1e6:8.2f} planned, {peak / 1e6:8.2f} MB measured")
+    for phase, nbytes in expected.items():
+        peak = max(peaks[phase] for peaks in measured)
+        assert abs(nbytes / peak - 1) <= TOLERANCE, (phase, nbytes, peak)
 
 
 class Block(torch.nn.Module):
