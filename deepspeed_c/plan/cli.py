@@ -19,6 +19,9 @@ __all__ = ["main"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
+# More than any machine has; what the core counts in ends there.
+MOST_BYTES = (1 << 63) - 1
+
 _DESCRIPTION = """\
 Bytes per rank, phase by phase, for each ZeRO stage and offload choice, without allocating them.
 
@@ -94,10 +97,10 @@ def _budgets(options: argparse.Namespace) -> Budgets | None:
         )
     n_local = min(options.ranks, 8) if options.ranks_per_node is None else options.ranks_per_node
     host, nvme = (
-        0 if text is None else parse_bytes(text, where) // n_local
+        0 if text is None else min(parse_bytes(text, where) // n_local, MOST_BYTES)
         for text, where in zip(shared, ("--host-memory", "--nvme"))
     )
-    return Budgets(parse_bytes(options.device_memory, "--device-memory"), host, nvme)
+    return Budgets(min(parse_bytes(options.device_memory, "--device-memory"), MOST_BYTES), host, nvme)
 
 
 def _require_config(source: object, where: str) -> None:

@@ -64,6 +64,12 @@ def test_budgets_are_of_a_rank_or_of_a_node(folder, capsys):
         assert found["placements"][3]["config"]["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
 
 
+def test_memory_without_end(folder, capsys):
+    words = ["plan", "--params", "1e6", "--config", str(folder / "ds.json"), "--ranks", "2", "--device", "cuda"]
+    assert main([*words, "--device-memory", "1e30", "--host-memory", "1e30", "--nvme", "1e30"]) == 0
+    assert "does not fit" not in capsys.readouterr().out
+
+
 def test_a_script_whose_arguments_are_its_own(folder, capsys):
     words = ["plan", "--config", str(folder / "ds.json"), "--ranks", "3", "--json", str(folder / "train.py")]
     assert main([*words, "--ranks", "5", "--config", "x", "-h"]) == 0
