@@ -282,6 +282,7 @@ class _Walk:
         self._works: deque[_Work] = deque()
         self._depth = MAX_IN_FLIGHT if config.zero.overlap_comm else 0
         self._has_state = False
+        self._n_buffer_bytes = 0
 
     # -- what there is ----------------------------------------------------------------------------------------------
 
@@ -381,17 +382,25 @@ class _Walk:
                 book.take(GIVEN, whole)
                 book.free(GIVEN, given[p.name])
                 given[p.name] = whole
+        is_swapped = self._offload.optimizer == "nvme"
         for unit in (*self._trained, *self._frozen):
             book.take(WEIGHTS, (unit.shard_elems if unit.is_sharded else unit.flat_elems) * unit.dtype.itemsize)
-            if self._has_masters(unit):
-                is_swapped = self._offload.optimizer == "nvme"
-                book.take(NEW_MASTERS if is_swapped else MASTERS, unit.shard_elems * unit.master_dtype.itemsize)
+            has_new_masters = is_swapped and unit in self._trained and self._has_masters(unit)
+            if self._has_masters(unit) and not has_new_masters:
+                book.take(MASTERS, unit.shard_elems * unit.master_dtype.itemsize)
+            missing = set(range(unit.n_buckets)) if has_new_masters else set()
             for slot in unit.slots:
                 size = self._size_of[slot.name]
                 is_put_together = self._sizes.is_sharded and self._sharding.parameters
                 whole = size.numel * size.dtype.itemsize if is_put_together else 0
                 book.take(GIVEN, whole)
+                if (
+                    slot.bucket in missing and slot in unit.fragment_of
+                ):  # bucket by bucket, as the weights as given are let go of
+                    missing.remove(slot.bucket)
+                    book.take(NEW_MASTERS, unit.slice_elems[slot.bucket] * unit.master_dtype.itemsize)
                 book.free(GIVEN, whole + given[slot.name])
+            book.take(NEW_MASTERS, sum(unit.slice_elems[b] for b in missing) * unit.master_dtype.itemsize)
         for p in self._cast:
             dtype = (
                 self._precision.dtype if self._precision.dtype is not None and p.dtype.is_floating_point else p.dtype
@@ -404,13 +413,13 @@ class _Walk:
                 book.take(WEIGHTS, given[p.name])
         if self._optimizer is None:
             return
-        if self._offload.optimizer == "nvme":
+        if is_swapped:
             for unit in self._trained:
                 if self._has_masters(unit):
                     nbytes = unit.shard_elems * unit.master_dtype.itemsize
                     book.take(MASTERS, nbytes)
                     book.free(NEW_MASTERS, nbytes)
-            book.take(SWAP, self._swap_bytes())
+            self._take_buffers(self._swap_bytes(with_masters=False))  # masters are written from where they were made
             self._make_state()
         for unit in self._trained:
             itemsize = self._accum_dtype(unit).itemsize
@@ -419,14 +428,19 @@ class _Walk:
             if self._states_apart or not self._has_homes:
                 book.take(GRADIENTS, unit.shard_elems * itemsize)
 
-    def _swap_bytes(self) -> int:
+    def _take_buffers(self, nbytes: int) -> None:
+        """So many in all; none is given back."""
+        self.book.take(SWAP, nbytes - self._n_buffer_bytes)
+        self._n_buffer_bytes = nbytes
+
+    def _swap_bytes(self, *, with_masters: bool = True) -> int:
         """Host memory of the buffers: as many buckets as are in use, on their way in and on their way out (``offload.swap``)."""
         settings = self._config.zero.offload_optimizer
         n_out = max(settings.buffer_count - 2, 1) if settings.pipeline_write else 0
         largest = 0
         for unit in self._trained:
             sizes = [(state.dtype or unit.master_dtype).itemsize for state in self._optimizer.states[unit.group]]
-            if self._has_masters(unit):
+            if with_masters and self._has_masters(unit):
                 sizes.append(unit.master_dtype.itemsize)
             for elems in unit.slice_elems:
                 largest = max(largest, sum(-(-elems * size // PAGE_BYTES) * PAGE_BYTES for size in sizes))
@@ -608,6 +622,8 @@ class _Walk:
 
     def step(self) -> None:
         self._make_state()
+        if self._offload.optimizer == "nvme":
+            self._take_buffers(self._swap_bytes())
         transient = self._copies_of_gradients() + self._largest_update()
         self.book.take(UPDATE, transient)
         self.book.free(UPDATE, transient)
