@@ -21,13 +21,11 @@ from deepspeed_c import _C
 from deepspeed_c.errors import AioError, ConfigError, OffloadError
 from deepspeed_c.logging import logger
 from deepspeed_c.ops.aio import PinnedPool, as_aio_error
-from deepspeed_c.zero.optimizer import Tagged
+from deepspeed_c.zero.store import Tagged
 
 __all__ = ["SwapSettings", "Swapper", "reserve"]
 
 PAGE_BYTES = 4096
-# What is read at once of a tensor that stays away.
-PART_BYTES = 16 << 20
 
 
 class SwapSettings(NamedTuple):
@@ -275,28 +273,6 @@ class Swapper:
     @staticmethod
     def _view(buffer: torch.Tensor, extent: _Extent) -> torch.Tensor:
         return buffer.narrow(0, 0, extent.n_bytes).view(extent.dtype).view(extent.shape)
-
-    def copy_of(self, tagged: Tagged, begin: int, n_elems: int) -> torch.Tensor:
-        """Elements [begin, begin + n_elems) of a flat tensor that is away, which stays so: a new tensor."""
-        extent = self._extents[id(tagged.tensor)]
-        self._settle(extent)
-        itemsize = extent.dtype.itemsize
-        if extent.crc is not None:  # covers the whole
-            self.prefetch([tagged])
-            self._finish_read(extent)
-            part = self._view(extent.buffer, extent).reshape(-1).narrow(0, begin, n_elems).clone()
-            self._give_buffer(extent.buffer)
-            extent.buffer = None
-            return part
-        part = torch.empty(n_elems, dtype=extent.dtype)
-        with as_aio_error():
-            request = self._engine.submit_read(
-                self._file, extent.offset + begin * itemsize, part.data_ptr(), part.nbytes, part
-            )
-            n_done = self._engine.wait(request)
-        if n_done != part.nbytes:
-            self._check(extent, begin * itemsize + n_done, part)
-        return part
 
     # -- out --------------------------------------------------------------------------------------------------------
 

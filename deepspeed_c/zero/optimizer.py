@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 
@@ -24,30 +24,10 @@ from deepspeed_c.ops.q8 import SCALE_SUFFIX
 from deepspeed_c.zero.entries import COUNTERS, Entry, point_at_shards, split_entry
 from deepspeed_c.zero.fetch import Fetcher
 from deepspeed_c.zero.reducer import GradientReducer, WindowFacts
+from deepspeed_c.zero.store import StateStore, Tagged
 from deepspeed_c.zero.unit import Fragment, Slot, Unit
 
-__all__ = ["DeepSpeedOptimizer", "StateStore", "Tagged", "ZeroOptimizer", "send_masters"]
-
-
-class Tagged(NamedTuple):
-    """A tensor under the name that a message calls it by."""
-
-    tensor: torch.Tensor
-    name: str
-
-
-class StateStore(Protocol):
-    """Where masters and moments live between steps, when that is not memory (``offload.swap.Swapper``)."""
-
-    def new_zeros(self, shape: torch.Size, dtype: torch.dtype, name: str) -> torch.Tensor: ...
-    def prefetch(self, tensors: Iterable[Tagged]) -> None: ...
-    def bring(self, tensors: Sequence[Tagged], *, reads: bool = True) -> None: ...
-    def send(self, tensors: Sequence[Tagged]) -> None: ...
-    def let_go(self, tensors: Sequence[Tagged]) -> None: ...
-    def wait(self) -> None: ...
-    def is_away(self, tensor: torch.Tensor) -> bool: ...
-    def copy_of(self, tagged: Tagged, begin: int, n_elems: int) -> torch.Tensor: ...
-    def close(self) -> None: ...
+__all__ = ["DeepSpeedOptimizer", "ZeroOptimizer", "send_masters"]
 
 
 class DeepSpeedOptimizer:

@@ -168,7 +168,9 @@ class Unit:
                 fragment = self.fragment_of.get(slot)
                 if fragment is not None:
                     mine = whole.reshape(-1).narrow(0, fragment.begin, fragment.numel)
-                    if self.master[slot.bucket].numel() == 0:  # not all at once: the weights as given are let go of on the way
+                    if (
+                        self.master[slot.bucket].numel() == 0
+                    ):  # not all at once: the weights as given are let go of on the way
                         self.master[slot.bucket] = self.new_states(self.slice_elems[slot.bucket], self.master_dtype)
                     if not self.master_is_param:
                         self.piece(self.master, fragment).copy_(mine)
