@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import tempfile
+from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
 
 from deepspeed_c.errors import DeepSpeedCError, OffloadError, StateError
+from deepspeed_c.offload import place
 from tests.aio_faults import faults
 from tests.deepspeed_c.offload.test_checkpoints import SWAPPED, make, same, states, train
 from tests.ranks import run_ranks
@@ -94,20 +97,18 @@ def test_flipped_bytes_are_found_and_named():
 
 @pytest.mark.parametrize("problem", ["folder", "room"])
 def test_what_cannot_begin_says_so_on_all_ranks(problem, tmp_path):
-    place = tmp_path / "swap"
+    folder = tmp_path / "swap"
     if problem == "folder":
-        place.write_text("a file")
-    for error in run_ranks(2, cannot_begin, str(place), problem, timeout=60):
+        folder.write_text("a file")
+    for error in run_ranks(2, cannot_begin, str(folder), problem, timeout=60):
         assert "nvme_path" in error and ("cannot be used" in error or "cannot be reserved" in error), error
 
 
 def cannot_begin(rank: int, world: int, folder: str, problem: str) -> str:
-    if problem == "room" and rank == 1:
-        from deepspeed_c.offload import place
-
-        place.swapped_bytes = lambda units, base: 1 << 60
-    try:
-        make(folder, 2, "bf16", SWAPPED)
-    except DeepSpeedCError as error:
-        return str(error)
+    too_much = {"swapped_bytes": lambda units, base: 1 << 60} if problem == "room" and rank == 1 else {}
+    with mock.patch.multiple(place, **too_much) if too_much else nullcontext():
+        try:
+            make(folder, 2, "bf16", SWAPPED)
+        except DeepSpeedCError as error:
+            return str(error)
     return "it began"
