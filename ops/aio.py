@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import tempfile
 import weakref
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -14,7 +15,7 @@ import torch
 from deepspeed_c import _C
 from deepspeed_c.errors import AioError, FeatureError
 
-__all__ = ["AsyncIOBuilder", "PinnedPool", "aio_handle", "as_aio_error", "backends"]
+__all__ = ["AsyncIOBuilder", "PinnedPool", "aio_handle", "as_aio_error", "backends", "unnamed_file"]
 
 _NO_BUDGET = (1 << 63) - 1
 _VALIDATE_BYTES = 16 << 20
@@ -39,6 +40,44 @@ class Backend(NamedTuple):
 def backends() -> list[Backend]:
     """The backends in the order in which "auto" tries them."""
     return [Backend(*entry) for entry in _C.aio_backends()]
+
+
+def unnamed_file(folder: str, n_bytes: int) -> int:
+    """A descriptor of a new file of ``n_bytes`` in ``folder``, reserved and not written, that has no name: however the process ends, its space is free again.
+
+    Raises `AioError`, which has the errno and the numbers, when ``folder`` cannot be written to or has too little free space.
+    """
+    try:
+        descriptor = _open_unnamed(folder)
+    except OSError as error:
+        fix = "name a folder that exists and that you may write to"
+        raise _error(f"no file can be made there: {error.strerror}", folder, None, None, error.errno, fix) from error
+    # The free space is asked for first: filling the device, if only for a moment, can hurt others.
+    room = os.fstatvfs(descriptor)
+    n_free = room.f_bavail * room.f_frsize
+    try:
+        if n_bytes > n_free:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if n_bytes:
+            os.posix_fallocate(descriptor, 0, n_bytes)
+    except OSError as error:
+        os.close(descriptor)
+        numbers = f"{n_bytes} bytes ({n_bytes / 2**30:.2f} GiB) cannot be reserved, {n_free} ({n_free / 2**30:.2f} GiB) are free"
+        fix = "free space there, name another folder, or ask for less"
+        raise _error(f"{numbers}: {error.strerror}", folder, None, n_bytes, error.errno, fix) from error
+    return descriptor
+
+
+def _open_unnamed(folder: str) -> int:
+    try:
+        return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        # EISDIR: a kernel, EOPNOTSUPP: a file system, without unnamed files.
+        if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
+            raise error from None
+    descriptor, path = tempfile.mkstemp(prefix=".deepspeed_c.", dir=folder)
+    os.unlink(path)
+    return descriptor
 
 
 class PinnedPool:
@@ -325,8 +364,10 @@ def _check_tensor(verb: str, tensor: torch.Tensor) -> None:
         )
 
 
-def _error(what: str, path: str, offset: int | None, n_bytes: int | None, number: int) -> AioError:
-    fix = _FIXES.get(number, "")
+def _error(
+    what: str, path: str, offset: int | None, n_bytes: int | None, number: int, fix: str | None = None
+) -> AioError:
+    fix = _FIXES.get(number, "") if fix is None else fix
     return AioError(what, where=path, fix=fix, path=path, offset=offset, n_bytes=n_bytes, errno=number)
 
 

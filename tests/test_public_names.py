@@ -21,7 +21,7 @@ NAMES = {
 MODULES = {"accelerator", "comm", "config", "errors", "lr_schedules", "ops", "utils", "zero"}
 
 OPS = {
-    "aio": {"AsyncIOBuilder", "PinnedPool", "aio_handle", "as_aio_error", "backends"},
+    "aio": {"AsyncIOBuilder", "PinnedPool", "aio_handle", "as_aio_error", "backends", "unnamed_file"},
     "adam": {"DeepSpeedCPUAdam", "FusedAdam"},
     "adagrad": {"DeepSpeedCPUAdagrad"},
     "lamb": {"FusedLamb"},

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import tempfile
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -20,7 +19,7 @@ import torch
 from deepspeed_c import _C
 from deepspeed_c.errors import AioError, ConfigError, OffloadError
 from deepspeed_c.logging import logger
-from deepspeed_c.ops.aio import PinnedPool, as_aio_error
+from deepspeed_c.ops.aio import PinnedPool, as_aio_error, unnamed_file
 from deepspeed_c.zero.store import Tagged
 
 __all__ = ["SwapSettings", "Swapper", "reserve"]
@@ -71,28 +70,15 @@ def reserve(folder: str, n_bytes: int, where: str) -> int:
     """
     try:
         os.makedirs(folder, exist_ok=True)
-        try:
-            file = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        except OSError:  # a file system without unnamed files
-            file, path = tempfile.mkstemp(prefix="deepspeed_c_swap.", dir=folder)
-            os.unlink(path)
     except OSError as error:
         raise ConfigError(
             f"{folder} cannot be used: {error.strerror}", where=where, fix="name a folder on the NVMe device"
         ) from error
     try:
-        free = os.statvfs(folder)
-        if n_bytes:
-            os.posix_fallocate(file, 0, n_bytes)
-    except OSError as error:
-        os.close(file)
-        n_free = free.f_bavail * free.f_frsize
-        raise ConfigError(
-            f"{folder}: {n_bytes / 2**30:.2f} GiB cannot be reserved, {n_free / 2**30:.2f} GiB were free: {error.strerror}",
-            where=where,
-            fix="free space there, or name another folder; every rank of a node needs as much",
-        ) from error
-    return file
+        return unnamed_file(folder, n_bytes)
+    except AioError as error:
+        fix = "free space there, or name another folder; every rank of a node needs as much"
+        raise ConfigError(f"{folder}: {error.what}", where=where, fix=fix) from error
 
 
 def _crc(tensor: torch.Tensor, n_bytes: int) -> int:

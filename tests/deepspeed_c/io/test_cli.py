@@ -92,7 +92,7 @@ def test_tune_prints_what_can_be_pasted(tmp_path, capsys):
     [
         (
             ["bench", "DIR", "--size", "1000TiB"],
-            r"1099511627776000 bytes \(1e\+03 TiB\) cannot be reserved, \d+ \(.*\) are free",
+            r"1099511627776000 bytes \(1024000\.00 GiB\) cannot be reserved, \d+ \(.*\) are free",
         ),
         (["bench", "DIR/missing", *SMALL], "No such file or directory"),
         (["bench", "DIR", "--size", "much"], "--size: 'much' is not understood"),

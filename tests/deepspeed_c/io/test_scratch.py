@@ -53,7 +53,7 @@ def test_too_little_space_is_said_with_the_numbers(tmp_path):
     n_bytes = 1 << 60
     with (
         pytest.raises(
-            AioError, match=rf"{n_bytes} bytes \(1\.05e\+06 TiB\) cannot be reserved, \d+ \(.*\) are free"
+            AioError, match=rf"{n_bytes} bytes \(1073741824\.00 GiB\) cannot be reserved, \d+ \(.*\) are free"
         ) as caught,
         scratch(str(tmp_path), n_bytes),
     ):

@@ -185,7 +185,7 @@ def test_what_could_not_be_written_is_still_in_memory(tmp_path, monkeypatch):
 
 
 def test_no_room_is_said_with_the_numbers(tmp_path):
-    with pytest.raises(ConfigError, match=r"GiB cannot be reserved, [0-9.]+ GiB were free") as caught:
+    with pytest.raises(ConfigError, match=r"GiB\) cannot be reserved, [0-9]+ \([0-9.]+ GiB\) are free") as caught:
         reserve(str(tmp_path), 1 << 60, "offload_optimizer.nvme_path")
     assert "offload_optimizer.nvme_path" in str(caught.value)
     assert os.listdir(tmp_path) == []
