@@ -19,17 +19,19 @@ from benchmarks.measure import machine, median_spread, triad_gbps
 BYTES_PER_PARAM = 30
 
 
-def make_engine(n_params: int, stage: int):
-    width = int((n_params / 8) ** 0.5)
-    model = torch.nn.Sequential(*[torch.nn.Linear(width, width, bias=False) for _ in range(8)])
+def make_engine(n_params: int, zero: dict, n_layers: int = 8, **more):
+    """An engine of about ``n_params`` parameters, and how many they are."""
+    width = int((n_params / n_layers) ** 0.5)
+    model = torch.nn.Sequential(*[torch.nn.Linear(width, width, bias=False) for _ in range(n_layers)])
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},
         "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": zero,
+        **more,
     }
-    return deepspeed_c.initialize(model=model, config=config)[0], 8 * width * width
+    return deepspeed_c.initialize(model=model, config=config)[0], n_layers * width * width
 
 
 def fill_gradients(engine) -> None:
@@ -47,7 +49,7 @@ def main() -> None:
     parser.add_argument("--params", type=float, default=67e6)
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
-    engines = {stage: make_engine(int(args.params), stage) for stage in (1, 2)}
+    engines = {stage: make_engine(int(args.params), {"stage": stage}) for stage in (1, 2)}
     times: dict[int, list[float]] = {stage: [] for stage in engines}
     bounds: list[float] = []
     for round_ in range(args.rounds + 2):

@@ -16,28 +16,16 @@ import subprocess
 import tempfile
 import time
 
-import deepspeed_c
-from benchmarks.deepspeed_c.engine_step import fill_gradients
+from benchmarks.deepspeed_c.engine_step import fill_gradients, make_engine
 from benchmarks.measure import machine, median_spread, triad_gbps
 
 MEMORY_BYTES = 34  # fp32 gradient read twice, masters and two moments both ways, the 16-bit weight
 DISK_BYTES = 24
 
 
-def make_engine(n_params: int, stage: int, offload: dict):
-    import torch
-
-    width = int((n_params / 32) ** 0.5)
-    model = torch.nn.Sequential(*[torch.nn.Linear(width, width, bias=False) for _ in range(32)])
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},
-        "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": stage, "offload_optimizer": offload},
-        "aio": {"queue_depth": 32},
-    }
-    return deepspeed_c.initialize(model=model, config=config)[0], 32 * width * width
+def make_offloaded(n_params: int, stage: int, offload: dict):
+    zero = {"stage": stage, "offload_optimizer": offload}
+    return make_engine(n_params, zero, n_layers=32, aio={"queue_depth": 32})
 
 
 def fio_mixed(folder: str, n_bytes: int) -> float:
@@ -84,7 +72,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     for stage in (2, 3):
-        engine, n = make_engine(int(67e6), stage, {"device": "cpu"})
+        engine, n = make_offloaded(int(67e6), stage, {"device": "cpu"})
         times, bounds = [], []
         for round_ in range(args.rounds + 2):
             bound = MEMORY_BYTES * n / (triad_gbps() * 1e9)
@@ -98,7 +86,7 @@ def main() -> None:
     os.makedirs(os.path.join(folder, "fio"))
     try:
         swapped = {"device": "nvme", "nvme_path": folder, "pipeline_read": True, "pipeline_write": True}
-        engine, n = make_engine(int(args.params), 2, swapped)
+        engine, n = make_offloaded(int(args.params), 2, swapped)
         timed_step(engine)  # makes the moments
         times, bounds, rates = [], [], []
         for _ in range(args.rounds):

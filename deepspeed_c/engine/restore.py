@@ -54,7 +54,7 @@ class RestorePlan:
     """Read what does not stay in memory, one bucket after the other."""
     after: list[Callable[[], None]] = field(default_factory=list)
     """Copies out of temporary places, on this rank alone."""
-    rooms: list[tuple[Unit, int, Room]] = field(default_factory=list)
+    rooms: dict[tuple[Unit, int], Room] = field(default_factory=dict)
     """As ``before``, of buckets that are streamed."""
     gathers: list[tuple[Unit, int]] = field(default_factory=list)
     """Buckets of which each rank has read its slice of the whole weights. Collective."""
@@ -228,7 +228,6 @@ def _plan_streams(
     options: LoadOptions,
 ) -> None:
     """Masters and states that live in a file between steps: each bucket is read when it is its turn, and sent there."""
-    rooms = {(unit, bucket): make_room for unit, bucket, make_room in plan.rooms}
     for (unit, bucket), slots in by_bucket.items():
         is_swapped = unit.placement.is_swapped
         if unit not in optimizer.units or not (is_swapped or optimizer.is_quantized):
@@ -239,7 +238,7 @@ def _plan_streams(
                 if slot in unit.fragment_of:
                     found = finder.master(name) if options.masters else finder.weight(name, unit.dtype)
                     masters.append((slot, found))
-        make_room = rooms.get((unit, bucket), lambda: ([], lambda: None))
+        make_room = plan.rooms.get((unit, bucket), lambda: ([], lambda: None))
         plan.streams.append(partial(_stream, optimizer, unit, bucket, masters, make_room))
 
 
@@ -322,7 +321,7 @@ def _plan_states(
             wanted += [(slot, kind, tensor) for kind, tensor in states.items()]
         make_room = partial(_make_room, optimizer, unit, bucket, known, wanted)
         if unit.placement.is_swapped or optimizer.is_quantized:
-            plan.rooms.append((unit, bucket, make_room))
+            plan.rooms[unit, bucket] = make_room
         else:
             plan.before.append(lambda make_room=make_room: make_room()[0])
     return problems

@@ -11,7 +11,7 @@ from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.config import Config
 from deepspeed_c.errors import ConfigError, FeatureError
 from deepspeed_c.logging import log_dist
-from deepspeed_c.offload.swap import PAGE_BYTES, Swapper, SwapSettings, reserve
+from deepspeed_c.offload.swap import Swapper, SwapSettings, reserve, whole_pages
 from deepspeed_c.ops.muon import Muon
 from deepspeed_c.ops.optim import FusedOptimizer
 from deepspeed_c.zero.unit import Placement, Unit
@@ -78,9 +78,8 @@ def _largest_group(units: Sequence[Unit], base: FusedOptimizer) -> int:
 
 def swapped_bytes(units: Sequence[Unit], base: FusedOptimizer) -> int:
     """What the masters and states of this rank take in the file."""
-
     sizes = [n for unit in units for bucket in range(unit.n_buckets) for n in _group_bytes(unit, bucket, base)]
-    return sum(-(-n_bytes // PAGE_BYTES) * PAGE_BYTES for n_bytes in sizes)
+    return sum(map(whole_pages, sizes))
 
 
 def make_store(config: Config, units: Sequence[Unit], base: torch.optim.Optimizer, comm: Collectives) -> Swapper | None:
@@ -107,7 +106,7 @@ def make_store(config: Config, units: Sequence[Unit], base: torch.optim.Optimize
     store, error = None, None
     try:
         file = reserve(folder, n_bytes, f"{WHERE}.nvme_path")
-        store = Swapper(file, n_bytes, settings, n_buffers=offload.buffer_count, folder=folder)
+        store = Swapper(file, settings, n_buffers=offload.buffer_count, folder=folder)
     except ConfigError as raised:
         error = raised
     problems = comm.gather_objects(None if error is None else (socket.gethostname(), error.what), label="swap files")

@@ -22,9 +22,14 @@ from deepspeed_c.logging import logger
 from deepspeed_c.ops.aio import PinnedPool, as_aio_error, unnamed_file
 from deepspeed_c.zero.store import Tagged
 
-__all__ = ["SwapSettings", "Swapper", "reserve"]
+__all__ = ["PAGE_BYTES", "SwapSettings", "Swapper", "reserve", "whole_pages"]
 
 PAGE_BYTES = 4096
+
+
+def whole_pages(n_bytes: int) -> int:
+    """Bytes that ``n_bytes`` take in the file, and in a buffer."""
+    return -(-n_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 class SwapSettings(NamedTuple):
@@ -61,6 +66,7 @@ class _Write(NamedTuple):
     tensor: weakref.ref[torch.Tensor]
     data: torch.Tensor  # kept until it is written
     buffer: torch.Tensor | None  # of the pool
+    group: int  # number of the ``send`` that it belongs to
 
 
 def reserve(folder: str, n_bytes: int, where: str) -> int:
@@ -89,17 +95,14 @@ class Swapper:
     """Moves tensors between one file and host memory.
 
     Args:
-        file: descriptor of the file, which becomes this object's (see ``reserve``).
-        n_bytes: what is reserved of it; it grows beyond that where it must.
+        file: descriptor of the file, which becomes this object's (see ``reserve``); it grows beyond what is reserved where it must.
         settings: see ``SwapSettings``.
         n_buffers: how many groups of tensors (``bring`` takes one) may have buffers at a time: the one in use, one on its way in, the rest on their way out.
 
     Raises AioError where a transfer fails, and OffloadError where what is read is not what was written. A tensor whose write has failed is still in memory.
     """
 
-    def __init__(
-        self, file: int, n_bytes: int, settings: SwapSettings, *, n_buffers: int = 4, folder: str = ""
-    ) -> None:
+    def __init__(self, file: int, settings: SwapSettings, *, n_buffers: int = 4, folder: str = "") -> None:
         self.folder, self.settings = folder, settings
         self._descriptor = file
         with as_aio_error():
@@ -118,12 +121,11 @@ class Swapper:
         self._extents: dict[int, _Extent] = {}  # by id of the tensor, as long as it lives
         self._finalizers: dict[int, weakref.finalize] = {}
         self._free_space: dict[int, list[int]] = {}  # offsets by size
-        self._end, self._n_reserved = 0, n_bytes
-        self._writes: deque[_Write] = deque()
-        self._n_groups_out: deque[int] = deque()  # writes of each group that was sent
+        self._end = 0
+        self._writes: deque[_Write] = deque()  # in the order in which they were started
+        self._group = 0  # groups that were sent
         self._max_groups_out = max(n_buffers - 2, 1) if settings.pipeline_write else 0
         self._nan: dict[torch.dtype, torch.Tensor] = {}
-        self.n_bytes_read = self.n_bytes_written = 0
 
     # -- what is where ----------------------------------------------------------------------------------------------
 
@@ -149,7 +151,7 @@ class Swapper:
         extent = self._extents.get(id(tensor))
         if extent is None:
             n_bytes = tensor.numel() * tensor.element_size()
-            size = -(-n_bytes // PAGE_BYTES) * PAGE_BYTES
+            size = whole_pages(n_bytes)
             spare = self._free_space.get(size)
             if spare:
                 offset = spare.pop()
@@ -174,13 +176,12 @@ class Swapper:
         extent = self._extents.pop(key, None)
         self._finalizers.pop(key, None)
         if extent is not None:
-            size = -(-extent.n_bytes // PAGE_BYTES) * PAGE_BYTES
-            self._free_space.setdefault(size, []).append(extent.offset)
+            self._free_space.setdefault(whole_pages(extent.n_bytes), []).append(extent.offset)
 
     # -- buffers ----------------------------------------------------------------------------------------------------
 
     def _take_buffer(self, n_bytes: int) -> torch.Tensor:
-        size = -(-max(n_bytes, 1) // PAGE_BYTES) * PAGE_BYTES
+        size = whole_pages(max(n_bytes, 1))
         fitting = [b for b in self._free_buffers if size <= b.numel() <= 2 * size]
         if fitting:
             best = min(fitting, key=torch.Tensor.numel)
@@ -191,11 +192,6 @@ class Swapper:
     def _give_buffer(self, buffer: torch.Tensor | None) -> None:
         if buffer is not None:
             self._free_buffers.append(buffer)
-
-    def trim(self) -> None:
-        """Waits for all writes and gives the buffers' memory back."""
-        self.wait()
-        self._free_buffers.clear()
 
     # -- in ---------------------------------------------------------------------------------------------------------
 
@@ -212,7 +208,6 @@ class Swapper:
                     self._file, extent.offset, buffer.data_ptr(), extent.n_bytes, buffer
                 )
             extent.buffer = buffer
-            self.n_bytes_read += extent.n_bytes
 
     def bring(self, tensors: Sequence[Tagged], *, reads: bool = True) -> None:
         """Attaches ``tensors``: on return they hold what they held when they were sent away; anything, without ``reads``."""
@@ -221,12 +216,11 @@ class Swapper:
         for tagged in tensors:
             extent = self._extents.get(id(tagged.tensor))
             if extent is not None and extent.is_away:
-                if not reads and extent.read is not None:  # of no use, however it ends
-                    with contextlib.suppress(AioError, OffloadError):
-                        self._finish_read(extent)
                 if extent.read is not None:
-                    self._finish_read(extent)
-                elif extent.buffer is None:
+                    # A read ahead is of no use where nothing is to be read, however it ends.
+                    with contextlib.nullcontext() if reads else contextlib.suppress(AioError, OffloadError):
+                        self._finish_read(extent)
+                if extent.buffer is None:
                     extent.buffer = self._take_buffer(extent.n_bytes)
                 tagged.tensor.data = self._view(extent.buffer, extent)
                 extent.is_away = False
@@ -264,7 +258,7 @@ class Swapper:
 
     def send(self, tensors: Sequence[Tagged]) -> None:
         """Starts to write ``tensors``, which are away from now on. All of what is in flight of earlier groups beyond the limit is waited for."""
-        n_writes = 0
+        self._group += 1
         for tagged in tensors:
             tensor = tagged.tensor
             if tensor.numel() == 0:
@@ -284,16 +278,11 @@ class Swapper:
                 request = self._engine.submit_write(
                     self._file, extent.offset, data.data_ptr(), extent.n_bytes, data if buffer is None else buffer
                 )
-            self._writes.append(_Write(request, extent, weakref.ref(tensor), data, buffer))
+            self._writes.append(_Write(request, extent, weakref.ref(tensor), data, buffer, self._group))
             tensor.data = self._stand_in(extent)
             extent.buffer, extent.is_away = None, True
-            n_writes += 1
-            self.n_bytes_written += extent.n_bytes
-        self._n_groups_out.append(n_writes)
-        while len(self._n_groups_out) > self._max_groups_out:
-            for _ in range(self._n_groups_out.popleft()):
-                if self._writes:
-                    self._finish_write(self._writes.popleft())
+        while self._writes and self._group - self._writes[0].group >= self._max_groups_out:
+            self._finish_write(self._writes.popleft())
 
     def let_go(self, tensors: Sequence[Tagged]) -> None:
         """Sends ``tensors`` away without writing: they were only read."""
@@ -323,12 +312,9 @@ class Swapper:
         """Waits for writes to a place before anything else happens there."""
         while any(write.extent.offset == extent.offset for write in self._writes):
             self._finish_write(self._writes.popleft())
-        if not self._writes:
-            self._n_groups_out.clear()
 
     def wait(self) -> None:
         """Returns when everything that was sent is in the file."""
-        self._n_groups_out.clear()
         while self._writes:
             self._finish_write(self._writes.popleft())
 
@@ -343,11 +329,10 @@ class Swapper:
         self._extents.clear()
         self._finalizers.clear()
         self._free_buffers.clear()
-        file, self._descriptor = self._descriptor, -1
-        if file >= 0:
-            try:
-                self._file.close()
-            except (OSError, RuntimeError) as error:  # the file has no name: nothing can be lost
-                logger.warning("the swap file in %s: %s", self.folder, error)
-            with contextlib.suppress(OSError):
-                os.close(file)
+        try:
+            self._file.close()
+        except (OSError, RuntimeError) as error:  # the file has no name: nothing can be lost
+            logger.warning("the swap file in %s: %s", self.folder, error)
+        with contextlib.suppress(OSError):
+            os.close(self._descriptor)
+        self._descriptor = -1

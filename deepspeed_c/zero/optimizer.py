@@ -62,7 +62,7 @@ def send_masters(units: Iterable[Unit], store: StateStore) -> None:
     """Moves the masters of new units to where they live; no optimizer has looked at them yet."""
     for unit in units:
         for bucket in range(unit.n_buckets):
-            store.send([tagged for tagged in _masters(unit, bucket) if tagged.tensor.numel()])
+            store.send(_masters(unit, bucket))
     store.wait()
 
 
@@ -91,7 +91,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         reads_ahead: bool = True,
     ) -> None:
         self.store, self._reads_ahead = store, reads_ahead
-        self._depth: dict[tuple[Unit, int], int] = {}  # of resident(), by bucket
+        self._resident: set[tuple[Unit, int]] = set()  # buckets that are in memory now
         self._reading, self._read_bucket = ExitStack(), None
         self.broken = ""
         """Why the states are not to be trusted: a step that failed in its middle. A checkpoint mends it."""
@@ -132,7 +132,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
                 if torch.is_tensor(value) and value.dim() > 0:
                     what = _label(unit, bucket) if entry.fragment is None else entry.fragment.slot.name
                     found.append(Tagged(value, f"{key} of {what}"))
-        return [tagged for tagged in found if tagged.tensor.numel()]
+        return found
 
     def _make_stored(self, unit: Unit, bucket: int) -> None:
         """Makes the states of a bucket where they do not exist yet: left to the first step, all buckets' would be made at once."""
@@ -157,18 +157,18 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         """Within it a bucket's masters and states are in memory; may be nested. ``ahead`` is read meanwhile; without ``writes`` changes are lost; without ``reads``
         they hold anything, to be overwritten."""
         key = unit, bucket
-        if self.store is None or self._depth.get(key):
+        if self.store is None or key in self._resident:
             yield
             return
         self.store.bring(self._stored(*key), reads=reads)
         self._point_entries(*key)
         if ahead is not None and self._reads_ahead:
             self.store.prefetch(self._stored(*ahead))
-        self._depth[key] = 1
+        self._resident.add(key)
         try:
             yield
         finally:
-            del self._depth[key]
+            self._resident.remove(key)
             stored = self._stored(*key)
             if not writes:
                 self.store.let_go(stored)
@@ -477,9 +477,6 @@ class ZeroOptimizer(DeepSpeedOptimizer):
 
     def named_state(self, slot: Slot) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """This rank's piece of each state of a parameter (flat views), and what is counted for it as a whole; empty where it owns nothing."""
-        fragment = slot.unit.fragment_of.get(slot)
-        if fragment is None:
-            return {}, {}
         kinds, counts = self.state_kinds(slot)
         return {key: self.local_piece(slot, key) for key in kinds}, counts
 
@@ -492,7 +489,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         kinds: dict[str, torch.dtype] = {}
         counts: dict[str, Any] = {}
         for key, value in state.items():
-            if self.is_quantized and key.removesuffix(SCALE_SUFFIX) != key:
+            if self.is_quantized and key.endswith(SCALE_SUFFIX):
                 continue
             if torch.is_tensor(value) and value.numel() == entry.param.numel() and key not in COUNTERS:
                 kinds[key] = torch.float32 if self.is_quantized else value.dtype
@@ -519,23 +516,20 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         if not self.is_quantized:
             return self.local_piece, lambda: None
         base = self.optimizer
-        entries = self._by_bucket.get((unit, bucket), [])
         values = {
-            (id(entry.param), key): base.dequantized_state(entry.param, key)
-            for entry in entries
+            (entry.param, key): base.dequantized_state(entry.param, key)
+            for entry in self._by_bucket.get((unit, bucket), [])
             for key in keys or base.names_of_states(unit.group)
             if key in base.state.get(entry.param, {})
         }
 
         def place(slot: Slot, key: str) -> torch.Tensor:
             entry = self._entry_of(slot)
-            return self._piece_of_state(values[id(entry.param), key], entry, unit.fragment_of[slot])
+            return self._piece_of_state(values[entry.param, key], entry, unit.fragment_of[slot])
 
         def close() -> None:
-            for entry in entries:
-                for key in keys or base.names_of_states(unit.group):
-                    if (id(entry.param), key) in values:
-                        base.quantize_state_(entry.param, key, values[id(entry.param), key])
+            for (param, key), value in values.items():
+                base.quantize_state_(param, key, value)
 
         return place, close
 

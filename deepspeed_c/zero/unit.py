@@ -102,7 +102,6 @@ class Unit:
     ) -> None:
         self.group, self.is_sharded, self.placement = group, is_sharded, placement
         self.device = params[0][2].device
-        self.state_device = torch.device("cpu") if placement.states else self.device
         self.resident: Callable[[int], AbstractContextManager] = lambda bucket: nullcontext()
         self.dtype, self.comm_dtype, self.master_dtype, self.is_sparse = dtypes
         self.n_shards, self.shard_rank = n_shards, shard_rank
@@ -126,10 +125,9 @@ class Unit:
         self.fragment_of: dict[Slot, Fragment] = {f.slot: f for f in self.fragments}
 
         # Where the masters lie in the same memory as the weights' shard one copy serves both.
-        is_apart = placement.states and not (placement.params and is_sharded)
-        self.master_is_param = self.master_dtype == self.dtype and not is_apart
         self.copies_up = placement.states and not (placement.params and is_sharded)
         """Updated weights have to be brought from the masters' memory to the device's."""
+        self.master_is_param = self.master_dtype == self.dtype and not self.copies_up
         self.flat_param: torch.Tensor | None = None
         self.param_shard: torch.Tensor | None = None
         if is_sharded:
@@ -168,11 +166,8 @@ class Unit:
                 fragment = self.fragment_of.get(slot)
                 if fragment is not None:
                     mine = whole.reshape(-1).narrow(0, fragment.begin, fragment.numel)
-                    if (
-                        self.master[slot.bucket].numel() == 0
-                    ):  # not all at once: the weights as given are let go of on the way
-                        self.master[slot.bucket] = self.new_states(self.slice_elems[slot.bucket], self.master_dtype)
                     if not self.master_is_param:
+                        self._make_master(slot.bucket)
                         self.piece(self.master, fragment).copy_(mine)
                     if self.param_shard is not None:
                         self.param_shard.narrow(0, fragment.shard_begin, fragment.numel).copy_(mine)
@@ -184,9 +179,13 @@ class Unit:
                     take_over(slot.param, whole.new_empty(0, dtype=self.dtype))
                 del whole  # before the next is put together
                 mine = None
-            for bucket, n_elems in enumerate(self.slice_elems):
-                if self.master[bucket].numel() != n_elems:  # nothing but padding
-                    self.master[bucket] = self.new_states(n_elems, self.master_dtype)
+            for bucket in range(self.n_buckets):
+                self._make_master(bucket)  # those of nothing but padding
+
+    def _make_master(self, bucket: int) -> None:
+        """Where each bucket's masters have memory of their own, they are made when they are filled: the weights as given are let go of on the way."""
+        if self.master[bucket].numel() != self.slice_elems[bucket]:
+            self.master[bucket] = self.new_states(self.slice_elems[bucket], self.master_dtype)
 
     # -- places -----------------------------------------------------------------------------------------------------
 

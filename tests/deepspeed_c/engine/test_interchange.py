@@ -18,7 +18,7 @@ from deepspeed_c.errors import StateError
 from deepspeed_c.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from tests.deepspeed_c.checkpoint.deepspeed.harness import GROUP_NAMES, MORE_STEPS, STATES, STEPS, config
 from tests.deepspeed_c.checkpoint.deepspeed.test_read import FIXTURES, unpack
-from tests.deepspeed_c.checkpoint.deepspeed.tiny import Tiny, batch, groups_of
+from tests.deepspeed_c.checkpoint.deepspeed.tiny import Tiny, batch, groups_of, train
 from tests.deepspeed_c.zero.traits import whole_params
 from tests.ranks import run_ranks
 
@@ -35,16 +35,6 @@ def make(stage: int, dtype: str, kind: str = "adamw", seed: int = 11, **more: An
         optimizer = torch.optim.AdamW(groups_of(model), lr=0.01, betas=(0.9, 0.95))
     settings = {key: value for key, value in config(stage, dtype, **more).items() if value is not None}
     return deepspeed_c.initialize(model=model, optimizer=optimizer, config=settings)[0]
-
-
-def train(engine, first: int, n_steps: int) -> list[float]:
-    losses = []
-    for step in range(first, first + n_steps):
-        loss = engine(*batch(step, engine.global_rank))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
 
 
 def show(engine, states: list[str]) -> dict[str, Any]:

@@ -24,7 +24,6 @@ def make(folder, n_bytes: int = 0, **settings) -> Swapper:
     n_buffers = settings.pop("n_buffers", 4)
     return Swapper(
         reserve(str(folder), n_bytes, "here"),
-        n_bytes,
         SwapSettings(block_size=4096, queue_depth=4, **settings),
         n_buffers=n_buffers,
         folder=str(folder),

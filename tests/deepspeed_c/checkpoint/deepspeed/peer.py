@@ -17,7 +17,7 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from tiny import Tiny, batch, groups_of
+from tiny import Tiny, groups_of, train
 from torch import nn
 
 
@@ -96,16 +96,6 @@ def show(engine, states: list[str]) -> dict:
     scaler = getattr(wrapped, "loss_scaler", None)
     report["scale"] = getattr(scaler, "cur_scale", getattr(wrapped, "cur_scale", None))
     return report
-
-
-def train(engine, first: int, n_steps: int) -> list[float]:
-    losses = []
-    for step in range(first, first + n_steps):
-        loss = engine(*batch(step, engine.global_rank))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
 
 
 def run(spec: dict) -> None:

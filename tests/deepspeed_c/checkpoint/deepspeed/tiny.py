@@ -49,3 +49,14 @@ def groups_of(model: nn.Module) -> list[dict]:
         {"params": [p for _, p in named if all(p is not q for q in plain)], "weight_decay": 0.1},
         {"params": plain, "weight_decay": 0.0, "lr": 0.02},
     ]
+
+
+def train(engine, first: int, n_steps: int) -> list[float]:
+    """Losses of steps ``first`` and on; the engine is ours or DeepSpeed's."""
+    losses = []
+    for step in range(first, first + n_steps):
+        loss = engine(*batch(step, engine.global_rank))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
