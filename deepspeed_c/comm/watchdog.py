@@ -37,8 +37,10 @@ _POLL_S = 5.0
 _GRACE_S = 5.0
 # Before the second round.
 _CONFIRM_S = 1.0
-# Before the process ends: the others print too, and rank 0 may hold the store that they read the report from.
+# Before the process ends: the others print too, and rank 0 may hold the store that they read the report from. It begins when all have read
+# it: a connection that is lost earlier would be another rank's error before that rank knows why. One that does not come is waited for so long.
 _LINGER_S = 2.0
+_READ_S = 10.0
 # What the store may take for one request before it counts as lost.
 _STORE_TIMEOUT = timedelta(seconds=10)
 # Between looks at the store during an alarm: a thousand ranks make some thousand requests a second.
@@ -55,6 +57,8 @@ class _Report(msgspec.Struct, frozen=True):
     text: str
     speaker: int
     """The rank that says it, unless all do."""
+    n_readers: int
+    """How many ranks have answered, and read this."""
 
 
 class Watch:
@@ -195,7 +199,7 @@ class _Watchdog:
         """``rank 1 has ended with ValueError: ... (process 7 on host)``; "" if none has, as far as is known. For any thread."""
         if self._is_ending:
             # The other ranks have ended a moment earlier. Their connections are lost because of the report, which says what matters.
-            time.sleep(2 * _LINGER_S)
+            time.sleep(_READ_S + 2 * _LINGER_S)
         if self._stop.is_set() or not self._has_store:
             return ""
         for _ in range(_N_LOOKS):
@@ -266,7 +270,7 @@ class _Watchdog:
         report = self._judge(k) if is_judge else self._follow(k)
         self._quiet_until = time.monotonic() + (self._timeout_s if report is not None else 0.0)
         if report is not None:
-            self._act_on(report)
+            self._act_on(report, k)
 
     def _answer(self, k: int, round_: int) -> None:
         position = take_position(self._rank, self._world_size, ledgers.all_ledgers(), self._neighbours())
@@ -309,7 +313,7 @@ class _Watchdog:
             if second.kind == "diverged" and not second.lasting and not (second.passing & verdict.passing):
                 second = second._replace(kind="transfer")  # everything has moved in between
             verdict = second
-        report = _Report(verdict.kind, verdict.text, min(positions))
+        report = _Report(verdict.kind, verdict.text, min(positions), len(positions))
         self._store.set(f"report/{k}", msgspec.json.encode(report))
         for round_ in (1, 2):
             for rank in positions:
@@ -342,14 +346,25 @@ class _Watchdog:
 
     # -- what follows
 
-    def _act_on(self, report: _Report) -> None:
+    def _act_on(self, report: _Report, k: int) -> None:
         if report.kind == "transfer":
             logger.debug("watchdog: %s", report.text)
         elif report.kind == "slow":
             if report.speaker == self._rank:
                 logger.warning("%s", report.text)
         else:
+            self._is_ending = True
+            with self._store_errors():
+                self._wait_for_readers(k, report.n_readers)
             self._end_process(report.text)
+
+    def _wait_for_readers(self, k: int, n_readers: int) -> None:
+        n_read = self._store.add(f"n_read/{k}", 1)
+        for _ in range(round(_READ_S / self._step_s)):
+            if n_read >= n_readers:
+                break
+            time.sleep(self._step_s)
+            n_read = self._store.add(f"n_read/{k}", 0)
 
     def _watch_alone(self) -> None:
         """Without the store: it was lost together with the process that held it, so what this rank waits for will not come."""
