@@ -61,7 +61,7 @@ $(ENV): constraints.txt scripts/system_packages.sh
 	$(PIP) install -c constraints.txt torch setuptools pybind11
 	@touch $@
 
-# What the tests need is small, and a second install would compile everything again.
+# What tests and examples need comes at once: a second install would compile everything again.
 $(BUILT): $(ENV) $(SOURCES)
-	$(PIP) install --no-build-isolation -c constraints.txt -e ".[examples,test]" ruff
+	$(PIP) install --no-build-isolation -c constraints.txt -e ".[examples,hf,test]" ruff
 	@touch $@
