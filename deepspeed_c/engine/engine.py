@@ -7,7 +7,7 @@ measure. It decides only when: which micro-batch ends a window, whether the sche
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
+from deepspeed_c.accelerator import get_accelerator
 from deepspeed_c.checkpoint.background import BackgroundSave
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.config import Config
@@ -99,7 +100,7 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
         """Ties parameters, hooks and passes of a layout to this engine."""
         self._layout, self._fetcher = layout, layout.fetcher
         optimizer = self.optimizer
-        self._offloaded = OffloadedStates(layout, optimizer)
+        self._offloaded = OffloadedStates(layout, optimizer, self._config, self._comm)
         if optimizer is not None:
             attached = []
             try:
@@ -417,6 +418,14 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
         groups = self._require_optimizer("get_mom").param_groups
         return [group.get("betas", group.get("momentum")) for group in groups]
 
+    def get_type(self) -> list[Any]:
+        """Each group's "type" (pipeline code tells the parts of a model apart by it); None where it has none."""
+        return [group.get("type") for group in self._require_optimizer("get_type").param_groups]
+
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        """{phase: ms a step} since the last report; empty without ``wall_clock_breakdown``."""
+        return self.timers.phases_ms()
+
     # -- the module -------------------------------------------------------------------------------------------------
 
     def deepspeed_io(
@@ -466,15 +475,34 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
                     state.pop(prefix + name, None)
         return state
 
-    def load_module_state_dict(self, checkpoint, strict: bool = True, custom_load_fn=None, **_: Any) -> None:
-        """Loads weights into the module, on every rank alike, and takes the fp32 masters anew from them."""
+    def load_module_state_dict(
+        self,
+        checkpoint: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False,
+        z3_params_to_fetch: Any = None,
+        allowed_missing_keys: Any = None,
+    ) -> None:
+        """Loads weights into the module, on every rank alike, and takes the fp32 masters anew from them.
+
+        checkpoint: a state dict, or a dict that holds one under "module". fetch_z3_params, z3_params_to_fetch: accepted; sharded parameters are loaded
+        in any case. Raises FeatureError for allowed_missing_keys, which belong to expert parallelism.
+        """
         self._require_open()
+        if allowed_missing_keys is not None:
+            raise FeatureError(
+                "missing keys cannot be allowed one by one",
+                where="load_module_state_dict(allowed_missing_keys=...)",
+                fix="pass strict=False",
+            )
+        weights = checkpoint["module"] if isinstance(checkpoint.get("module"), Mapping) else checkpoint
         if custom_load_fn is not None:
-            load_custom(self.module, custom_load_fn, checkpoint)
+            load_custom(self.module, custom_load_fn, weights)
         elif self._shards_parameters:
-            load_weights(self.module, checkpoint, strict)
+            load_weights(self.module, weights, strict)
         else:
-            self.module.load_state_dict(checkpoint, strict=strict)
+            self.module.load_state_dict(weights, strict=strict)
         if self.optimizer is not None:
             self.optimizer.refresh_fp32_params()
         if self._fetcher is not None:
@@ -493,6 +521,7 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
         when it cannot be written. Needs no ``stage3_gather_16bit_weights_on_model_save``: nothing is ever whole in memory.
         """
         self._require_open()
+        self._require_states("save_16bit_model")
         path = os.path.join(save_dir, save_filename)
         save_weights(self.module, self._fetcher, self._comm, path, exclude_frozen=exclude_frozen_parameters)
         return True
@@ -514,6 +543,7 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
         model is replaced and other files stay. Raises CheckpointError on all ranks when it cannot be written; everything is as it was then.
         """
         self._require_open()
+        self._require_states("save_model")
         save_model(
             self.module,
             self._fetcher,
@@ -619,6 +649,20 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
             self._fetcher.weights_changed()
         return sorted(chosen)
 
+    def empty_partition_cache(self) -> None:
+        """Releases gathered weights that are kept for their next use, and returns the memory to the system. Not within a forward or backward pass."""
+        self._require_open()
+        if self._fetcher is not None:
+            if self._fetcher.is_active:
+                raise StateError(
+                    "called within a forward or backward pass",
+                    where="empty_partition_cache",
+                    fix="call it between two of them",
+                )
+            self._fetcher.abort()
+            self._fetcher.pool.clear()
+        get_accelerator().empty_cache()
+
     def offload_states(
         self,
         include: Container[OffloadStateTypeEnum] | None = None,
@@ -626,9 +670,14 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Moves states (all kinds, or those in ``include``) out of the accelerator's memory until ``reload_states``; the engine cannot run meanwhile.
+        """Moves states (all kinds, or those in ``include``) out of memory until ``reload_states``; the engine cannot run or save meanwhile.
 
-        At every stage; weights that are whole on each rank stay. Raises StateError within an accumulation window.
+        device: "cpu": from the accelerator's memory to the host's. "nvme": to a file without a name under ``offload_optimizer.nvme_path`` (or ``offload_param``'s), whose space
+        is free again after ``reload_states`` or ``destroy``; collective then. States that live on NVMe anyway stay where they are. pin_memory: of host memory
+        beside an accelerator. At every stage; weights that are whole on each rank stay.
+
+        Raises StateError within an accumulation window; with "nvme", on all ranks alike and with everything still in memory, ConfigError where one has no folder or
+        too little room there, and OffloadError where one cannot write.
         """
         self._require_open()
         self._require_window_start("offload_states")
@@ -637,7 +686,10 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
         self._offloaded.offload(include, device, pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Brings back what ``offload_states`` moved out."""
+        """Brings back what ``offload_states`` moved out; collective where that is on NVMe.
+
+        Raises OffloadError on all ranks where one cannot read back what was written; it may be called again.
+        """
         self._require_open()
         self._offloaded.reload(non_blocking)
 
@@ -649,6 +701,7 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
         self._require_open()
+        self._require_states("_consolidated_16bit_state_dict")
         return consolidate(
             self.module, self._fetcher, self._comm, exclude_frozen=exclude_frozen_parameters, on_all_ranks=False
         )
@@ -679,10 +732,15 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
             self._is_generating = before
 
     def compile(
-        self, backend: str = "inductor", compile_kwargs: dict[str, Any] | None = None, **unsupported: Any
+        self,
+        backend: str = "inductor",
+        compile_kwargs: dict[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
     ) -> None:
-        """Compiles the module in place with ``torch.compile``."""
-        wanted = sorted(name for name, value in unsupported.items() if value)
+        """Compiles the module in place with ``torch.compile``. Raises FeatureError for DeepCompile's schedule and for compiled autograd."""
+        unsupported = {"schedule": schedule, "compiled_autograd_enabled": compiled_autograd_enabled}
+        wanted = [name for name, value in unsupported.items() if value]
         if wanted:
             raise FeatureError(
                 f"engine.compile does not take {', '.join(wanted)} yet",
@@ -757,14 +815,16 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
             self._end()
 
     def _end(self) -> None:
-        self._offloaded.reload(non_blocking=False)
-        self._release()
-        if self.optimizer is not None:
-            self.optimizer.close()
-            self.optimizer = None
-        self._dormant.clear()
-        self.lr_scheduler = self.training_dataloader = None
-        self._comm.close()
+        try:
+            self._offloaded.close()
+        finally:
+            self._release()
+            if self.optimizer is not None:
+                self.optimizer.close()
+                self.optimizer = None
+            self._dormant.clear()
+            self.lr_scheduler = self.training_dataloader = None
+            self._comm.close()
 
     destroy = close
 

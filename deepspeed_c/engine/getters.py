@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from functools import reduce
 from typing import Any
+
+import torch
+
+from deepspeed_c.engine.precision import DTYPES
 
 __all__ = ["GETTERS", "ConfigGetters"]
 
@@ -97,6 +102,8 @@ GETTERS: dict[str, str] = {
     "data_efficiency_config": "data_efficiency",
     "data_sampling_enabled": "data_efficiency.data_sampling.enabled",
     "data_sampling_config": "data_efficiency.data_sampling",
+    "curriculum_learning_enabled": "data_efficiency.data_sampling.curriculum_learning.enabled",
+    "curriculum_learning_config": "data_efficiency.data_sampling.curriculum_learning",
     "random_ltd_enabled": "data_efficiency.data_routing.random_ltd.enabled",
     "random_ltd_config": "data_efficiency.data_routing.random_ltd",
     "flops_profiler_enabled": "flops_profiler.enabled",
@@ -108,6 +115,8 @@ GETTERS: dict[str, str] = {
     "flops_profiler_output_file": "flops_profiler.output_file",
     "autotuning_enabled": "autotuning.enabled",
     "autotuning_metric": "autotuning.metric",
+    "autotuning_start_profile_step": "autotuning.start_profile_step",
+    "autotuning_end_profile_step": "autotuning.end_profile_step",
     "is_deepcompile_enabled": "compile.deepcompile",
 }
 
@@ -132,6 +141,9 @@ class ConfigGetters:
     def optimizer_params(self) -> dict[str, Any] | None:
         return None if self._config.optimizer is None else dict(self._config.optimizer.params)
 
+    def optimizer_legacy_fusion(self) -> bool:
+        return self._config.optimizer is not None and self._config.optimizer.legacy_fusion
+
     def scheduler_name(self) -> str | None:
         return None if self._config.scheduler is None else self._config.scheduler.type
 
@@ -147,12 +159,97 @@ class ConfigGetters:
     def zero_optimization_partition_weights(self) -> bool:
         return self._config.zero.stage >= 3
 
+    def zero_use_cpu_optimizer(self) -> bool:
+        """Whether the host does the update: its states live there, or on NVMe."""
+        return self._config.zero.offload_optimizer.device != "none"
+
+    def zero_cpu_offload(self) -> bool:
+        return self._config.zero.offload_optimizer.device == "cpu"
+
+    def zero_nvme_offload_optimizer(self) -> bool:
+        return self._config.zero.offload_optimizer.device == "nvme"
+
+    def is_first_weights_partition_group(self) -> bool:
+        """Whether this rank's group is the one that writes the weights' shards: there is one group, at stage 3."""
+        return self._config.zero.stage >= 3
+
+    def checkpoint_tag_validation_enabled(self) -> bool:
+        return self._config.checkpoint.tag_validation != "IGNORE"
+
+    def checkpoint_tag_validation_fail(self) -> bool:
+        return self._config.checkpoint.tag_validation == "FAIL"
+
+    def checkpoint_writer_enabled(self) -> bool:
+        return self._config.checkpoint.writer is not None
+
     def postscale_gradients(self) -> bool:
         return not self._config.prescale_gradients
 
     def loss_scale(self) -> float:
         """The present loss scale; 1.0 where none is used."""
         return 1.0 if self.optimizer is None else self.optimizer.loss_scale
+
+    def dynamic_loss_scale_args(self) -> dict[str, Any]:
+        """The dynamic loss scale's parameters, under the names that DeepSpeed's scaler takes."""
+        fp16 = self._config.fp16
+        return {
+            "init_scale": 2**fp16.initial_scale_power,
+            "scale_window": fp16.loss_scale_window,
+            "delayed_shift": fp16.hysteresis,
+            "consecutive_hysteresis": fp16.consecutive_hysteresis,
+            "min_scale": fp16.min_loss_scale,
+        }
+
+    def torch_autocast_dtype(self) -> torch.dtype:
+        return DTYPES[self._config.torch_autocast.dtype]
+
+    def _trained_dtype(self) -> torch.dtype:
+        if self._config.fp16.enabled:
+            return torch.float16
+        return torch.bfloat16 if self._config.bf16.enabled else torch.float32
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        """What gradients are reduced in."""
+        asked = self._config.communication_data_type
+        return self._trained_dtype() if asked is None else DTYPES[asked]
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """(dtype of the weights, dtype in which gradients are added up)"""
+        accumulated = self._config.data_types.grad_accum_dtype
+        return self._trained_dtype(), self._trained_dtype() if accumulated is None else DTYPES[accumulated]
+
+    def _compiler_passes(self) -> tuple[str, ...]:
+        return self._config.compile.passes or ()
+
+    def compile_zero_optimization_stage(self) -> bool:
+        return "z1" in self._compiler_passes() or "z3" in self._compiler_passes()
+
+    def compile_autosp(self) -> bool:
+        return "autosp" in self._compiler_passes()
+
+    def compile_autotp(self) -> bool:
+        return "autotp" in self._compiler_passes()
+
+    def uses_parallelization_pass_only(self) -> bool:
+        return self.compile_autosp() or self.compile_autotp()
+
+    def is_deepcompile_active(self) -> bool:
+        """False: a configuration that asks for DeepCompile is refused."""
+        return False
+
+    def autotuning_profile_model_info(self) -> bool:
+        autotuning = self._config.autotuning
+        return autotuning.enabled and autotuning.model_info is not None and autotuning.model_info.profile
+
+    def autotuning_metric_path(self) -> str:
+        return self._config.autotuning.metric_path or os.path.join(os.getcwd(), "autotuning_metric.json")
+
+    def autotuning_model_info_path(self) -> str:
+        return self._config.autotuning.model_info_path or os.path.join(os.getcwd(), "autotuning_model_info.json")
+
+    def get_pld_theta(self) -> None:
+        """None: progressive layer drop is refused where it is asked for."""
 
     def get_data_parallel_rank(self) -> int:
         return self.global_rank
