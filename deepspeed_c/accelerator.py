@@ -19,7 +19,14 @@ import torch
 from .env import read_env
 from .errors import BuildError, ConfigError, StateError
 
-__all__ = ["Accelerator", "HostEvent", "get_accelerator"]
+__all__ = [
+    "Accelerator",
+    "DeepSpeedAccelerator",
+    "HostEvent",
+    "get_accelerator",
+    "is_current_accelerator_supported",
+    "set_accelerator",
+]
 
 
 class HostEvent:
@@ -131,22 +138,21 @@ class _Host:
             raise StateError(f"the peak cannot be reset: {error}", where=path, fix="mount /proc for writing") from error
 
 
-# DeepSpeed's name -> the backend's, for what is passed on with its arguments. Memory is in bytes.
-_FORWARDED = {
+# DeepSpeed's name -> the backend's, for what is passed on: questions about the process, and about a device, None for
+# the current one. Memory is in bytes.
+_ABOUT_PROCESS = {
     "current_device": "current_device",
     "device_count": "device_count",
     "is_available": "is_available",
-    "synchronize": "synchronize",
-    "set_device": "set_device",
-    "set_rng_state": "set_rng_state",
-    "get_rng_state": "get_rng_state",
-    "manual_seed": "manual_seed",
-    "manual_seed_all": "manual_seed_all",
     "initial_seed": "initial_seed",
-    "stream": "stream",
+    "empty_cache": "empty_cache",
+    "is_bf16_supported": "is_bf16_supported",
+}
+_ABOUT_DEVICE = {
+    "synchronize": "synchronize",
+    "get_rng_state": "get_rng_state",
     "current_stream": "current_stream",
     "default_stream": "default_stream",
-    "empty_cache": "empty_cache",
     "memory_allocated": "memory_allocated",
     "max_memory_allocated": "max_memory_allocated",
     "memory_reserved": "memory_reserved",
@@ -157,8 +163,6 @@ _FORWARDED = {
     "reset_peak_memory_stats": "reset_peak_memory_stats",
     "reset_max_memory_allocated": "reset_peak_memory_stats",
     "reset_max_memory_cached": "reset_peak_memory_stats",
-    "is_bf16_supported": "is_bf16_supported",
-    "lazy_call": "_lazy_call",
 }
 
 _TENSOR_TYPES = {
@@ -172,12 +176,22 @@ _TENSOR_TYPES = {
 }
 
 
-def _forward(name: str, target: str) -> Callable[..., Any]:
-    def method(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
-        if "device_index" in kwargs:
-            kwargs["device"] = kwargs.pop("device_index")
-        return self._ask(target)(*args, **kwargs)
+def _ask_process(name: str, target: str) -> Callable[..., Any]:
+    def method(self: Accelerator) -> Any:
+        return self._ask(target)()
 
+    return _named(method, name, target)
+
+
+def _ask_device(name: str, target: str) -> Callable[..., Any]:
+    def method(self: Accelerator, device_index: Any = None) -> Any:
+        # Without an index the backend's own default holds: some of torch.cuda's take "cuda" and not None for it.
+        return self._ask(target)() if device_index is None else self._ask(target)(device_index)
+
+    return _named(method, name, target)
+
+
+def _named(method: Callable[..., Any], name: str, target: str) -> Callable[..., Any]:
     method.__name__, method.__qualname__ = name, f"Accelerator.{name}"
     method.__doc__ = f"``torch.cuda.{target}``, or the same of this device."
     return method
@@ -219,6 +233,9 @@ class Accelerator:
         """A context manager that makes the device current."""
         return torch.device(self._type) if self._is_host else self._ask("device")(device_index)
 
+    def set_device(self, device_index: Any) -> None:
+        self._ask("set_device")(device_index)
+
     def current_device_name(self) -> str:
         return self.device_name(self.current_device())
 
@@ -256,6 +273,23 @@ class Accelerator:
 
     def random(self) -> Any:
         return torch.random
+
+    def manual_seed(self, seed: int) -> Any:
+        return self._ask("manual_seed")(seed)
+
+    def manual_seed_all(self, seed: int) -> Any:
+        return self._ask("manual_seed_all")(seed)
+
+    def set_rng_state(self, new_state: torch.Tensor, device_index: Any = None) -> None:
+        self._ask("set_rng_state")(new_state, *(() if device_index is None else (device_index,)))
+
+    def stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """A context in which work goes to ``stream``."""
+        return self._ask("stream")(stream)
+
+    def lazy_call(self, callback: Callable[[], Any]) -> Any:
+        """Calls ``callback`` as soon as the device is initialised."""
+        return self._ask("_lazy_call")(callback)
 
     def default_generator(self, device_index: int) -> torch.Generator:
         return torch.default_generator if self._is_host else self._ask("default_generators")[device_index]
@@ -334,18 +368,44 @@ class Accelerator:
 
     # -- what there is not -------------------------------------------------------------------------------------------
 
-    def _no_op_builder(self, *args: Any) -> Any:
-        raise BuildError(
-            "operators are compiled when the package is installed; there is nothing to build at run time",
+    def op_builder_dir(self) -> str:
+        """The module that holds the builders."""
+        return "deepspeed_c.ops"
+
+    def get_op_builder(self, class_name: str) -> type:
+        """DeepSpeed's builder of that name, for what is built: ``AsyncIOBuilder``.
+
+        Raises BuildError for the others: operators are compiled when the package is installed, and called by their names in ``deepspeed_c.ops``.
+        """
+        from deepspeed_c.ops.aio import (
+            AsyncIOBuilder,
+        )  # loads the compiled part, which asking for a device does not need
+
+        if class_name == AsyncIOBuilder.__name__:
+            return AsyncIOBuilder
+        raise self._no_builder(class_name)
+
+    def create_op_builder(self, class_name: str) -> Any:
+        """An instance of ``get_op_builder(class_name)``."""
+        return self.get_op_builder(class_name)()
+
+    def build_extension(self) -> Any:
+        """Raises BuildError."""
+        raise self._no_builder("build_extension")
+
+    @staticmethod
+    def _no_builder(name: str) -> BuildError:
+        return BuildError(
+            f"{name}: operators are compiled when the package is installed; there is nothing to build at run time",
             where="get_accelerator()",
             fix="call the operators of deepspeed_c.ops",
         )
 
-    op_builder_dir = create_op_builder = get_op_builder = build_extension = _no_op_builder
 
-
-for _name, _target in _FORWARDED.items():
-    setattr(Accelerator, _name, _forward(_name, _target))
+for _name, _target in _ABOUT_PROCESS.items():
+    setattr(Accelerator, _name, _ask_process(_name, _target))
+for _name, _target in _ABOUT_DEVICE.items():
+    setattr(Accelerator, _name, _ask_device(_name, _target))
 for _name, _dtype in _TENSOR_TYPES.items():
     setattr(
         Accelerator,
@@ -354,8 +414,41 @@ for _name, _dtype in _TENSOR_TYPES.items():
     )
 
 
-@functools.cache
+DeepSpeedAccelerator = Accelerator
+
+_chosen: list[Accelerator] = []  # at most one: what get_accelerator has found, or set_accelerator was given
+
+
 def get_accelerator() -> Accelerator:
-    """The accelerator of this machine, the CPU where there is none; the same object each time."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return Accelerator("cpu" if found is None else found.type)
+    """The accelerator of this process, the same object each time: that of the machine, the CPU where there is none.
+
+    DS_ACCELERATOR names another kind of device, such as "cpu" on a machine with GPUs. Raises ConfigError when it names one that is not there.
+    """
+    if not _chosen:
+        asked = read_env().accelerator
+        found = torch.accelerator.current_accelerator(check_available=True)
+        here = "cpu" if found is None else found.type
+        if asked not in (None, "cpu", here):
+            raise ConfigError(
+                f"is {asked!r}, and the accelerator of this machine is {here!r}",
+                where="DS_ACCELERATOR",
+                fix="unset it, or use one of " + ", ".join(sorted({"cpu", here})),
+            )
+        _chosen.append(Accelerator(asked or here))
+    return _chosen[0]
+
+
+def set_accelerator(accel_obj: Accelerator) -> None:
+    """Makes ``accel_obj`` what ``get_accelerator`` returns from now on. Raises ConfigError when it is no ``Accelerator``."""
+    if not isinstance(accel_obj, Accelerator):
+        raise ConfigError(
+            f"{type(accel_obj).__name__} is no Accelerator",
+            where="set_accelerator",
+            fix="pass an instance of deepspeed_c.accelerator.Accelerator, or of a class derived from it",
+        )
+    _chosen[:] = [accel_obj]
+
+
+def is_current_accelerator_supported() -> bool:
+    """Whether this package is made for the accelerator in use: CPU and CUDA."""
+    return get_accelerator().device_name() in ("cpu", "cuda")

@@ -48,6 +48,9 @@ class Env:
     log: str | None = _variable("DSC_LOG", None, str)
     """DSC_LOG: level of the logger and, with "json", one JSON object a line; for example "debug" or "info,json"."""
 
+    accelerator: str | None = _variable("DS_ACCELERATOR", None, str)
+    """DS_ACCELERATOR: kind of device to train on ("cpu", "cuda"), where that of the machine is not meant."""
+
     timeout_minutes: float | None = _variable("DEEPSPEED_TIMEOUT", None, float, 0.0)
     """DEEPSPEED_TIMEOUT: minutes that one collective may take."""
 

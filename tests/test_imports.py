@@ -21,11 +21,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "env": set(),
     "arguments": set(),
     "quantity": set(),
+    "alias": set(),
     "_C": set(),
     "ops": {"_C"},
     "config": set(),
     "logging": {"config"},
-    "accelerator": {"config", "_C"},
+    "accelerator": {"config", "ops", "_C"},
     "comm": {"config", "logging", "accelerator", "ops", "_C"},
     "lr_schedules": {"config", "logging"},
     "checkpoint": {"config", "logging", "_C"},
@@ -51,7 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "plan": {"config", "ops", "_C", "zero", "offload", "engine", "quantity"},
     "io": {"config", "ops", "_C", "quantity"},
-    "launcher": {"config", "logging", "plan", "checkpoint", "io"},
+    "launcher": {"alias", "config", "logging", "plan", "checkpoint", "io"},
 }
 # The top: what puts the parts together. Nothing imports these but one another.
 TOP = {"__init__", "__main__", "initialize"}
@@ -134,7 +135,7 @@ def test_the_check_finds_what_it_should(tmp_path, monkeypatch):
 
 
 # Parts that work without torch. launcher/run.py starts the ranks, and is loaded when all arguments have been checked.
-TORCH_FREE = {"errors", "_version", "env", "arguments", "quantity", "config", "launcher", "logging"}
+TORCH_FREE = {"errors", "_version", "env", "arguments", "quantity", "alias", "config", "launcher", "logging"}
 LOADED_LATE = {ROOT / "deepspeed_c" / "launcher" / "run.py"}
 
 

@@ -1,6 +1,7 @@
 """The accelerator: every name of DeepSpeed's, the CPU's answers against the system's, CUDA's against torch.cuda."""
 
 import gc
+import importlib
 import inspect
 import os
 import subprocess
@@ -10,7 +11,15 @@ import time
 import pytest
 import torch
 
-from deepspeed_c.accelerator import Accelerator, HostEvent, get_accelerator
+from deepspeed_c import accelerator
+from deepspeed_c.accelerator import (
+    Accelerator,
+    DeepSpeedAccelerator,
+    HostEvent,
+    get_accelerator,
+    is_current_accelerator_supported,
+    set_accelerator,
+)
 from deepspeed_c.errors import BuildError, ConfigError, StateError
 
 NAMES = [
@@ -109,6 +118,31 @@ def test_one_object():
     assert get_accelerator() is get_accelerator()
     wanted = torch.accelerator.current_accelerator(check_available=True)
     assert get_accelerator().device_name() == ("cpu" if wanted is None else wanted.type)
+
+
+def test_another_one_is_asked_for(monkeypatch):
+    monkeypatch.setattr(accelerator, "_chosen", [])
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert get_accelerator().device_name() == "cpu" and is_current_accelerator_supported()
+    monkeypatch.setattr(accelerator, "_chosen", [])
+    monkeypatch.setenv("DS_ACCELERATOR", "hpu")
+    with pytest.raises(ConfigError, match="DS_ACCELERATOR: is 'hpu'.*\n.*cpu"):
+        get_accelerator()
+
+
+def test_another_one_is_set(monkeypatch, cpu):
+    monkeypatch.setattr(accelerator, "_chosen", [])
+
+    class Other(DeepSpeedAccelerator):
+        def device_name(self, device_index=None):
+            return "other"
+
+    other = Other("cpu")
+    set_accelerator(other)
+    assert get_accelerator() is other and not is_current_accelerator_supported()
+    with pytest.raises(ConfigError, match="str is no Accelerator"):
+        set_accelerator("cpu")
+    assert get_accelerator() is other
 
 
 def test_cpu_names(cpu, monkeypatch):
@@ -261,11 +295,23 @@ def test_graphs_need_a_device(cpu, call):
 
 @pytest.mark.parametrize(
     "call",
-    [lambda a: a.op_builder_dir(), lambda a: a.create_op_builder("CPUAdamBuilder"), lambda a: a.build_extension()],
+    [
+        lambda a: a.get_op_builder("FusedAdamBuilder"),
+        lambda a: a.create_op_builder("CPUAdamBuilder"),
+        lambda a: a.build_extension(),
+    ],
 )
 def test_there_is_no_op_builder(cpu, call):
     with pytest.raises(BuildError, match="deepspeed_c.ops"):
         call(cpu)
+
+
+def test_the_builder_that_code_asks_for(cpu):
+    from deepspeed_c.ops.aio import AsyncIOBuilder, aio_handle
+
+    assert cpu.get_op_builder("AsyncIOBuilder") is AsyncIOBuilder
+    assert cpu.create_op_builder("AsyncIOBuilder").load().aio_handle is aio_handle
+    assert importlib.import_module(cpu.op_builder_dir()).aio.AsyncIOBuilder is AsyncIOBuilder
 
 
 def test_compile_backend(cpu):
@@ -304,7 +350,7 @@ def test_import_creates_no_context_and_prints_nothing():
 def test_forwarded_methods_are_documented():
     for name in NAMES:
         member = inspect.getattr_static(Accelerator, name)
-        if callable(member) and name in ("memory_allocated", "lazy_call"):
+        if name in (*accelerator._ABOUT_PROCESS, *accelerator._ABOUT_DEVICE):
             assert "torch.cuda" in inspect.getdoc(member)
 
 

@@ -27,6 +27,7 @@ def test_values():
             "DSC_CPU_ISA": "avx2",
             "DSC_LOG": "debug,json",
             "DEEPSPEED_TIMEOUT": "0.5",
+            "DS_ACCELERATOR": "cpu",
             "OTHER": "x",
         }
     )
@@ -41,6 +42,7 @@ def test_values():
         cpu_isa="avx2",
         log="debug,json",
         timeout_minutes=0.5,
+        accelerator="cpu",
     )
 
 
