@@ -17,7 +17,9 @@ PUBLIC_NAMES: dict[str, str] = {
     "init_distributed": "deepspeed_c.comm",
     "add_config_arguments": "deepspeed_c.arguments",
     "get_accelerator": "deepspeed_c.accelerator",
+    "install_as_deepspeed": "deepspeed_c.alias.install",
     "AioError": "deepspeed_c.errors",
+    "AliasError": "deepspeed_c.errors",
     "DeepSpeedCError": "deepspeed_c.errors",
     "ConfigError": "deepspeed_c.errors",
     "UnsupportedConfigError": "deepspeed_c.errors",
@@ -35,6 +37,8 @@ PUBLIC_NAMES: dict[str, str] = {
     "LaunchError": "deepspeed_c.errors",
     "BuildError": "deepspeed_c.errors",
     "FeatureError": "deepspeed_c.errors",
+    "MissingModuleError": "deepspeed_c.errors",
+    "MissingNameError": "deepspeed_c.errors",
 }
 
 # Submodules that are reached as attributes without an import of their own.
@@ -69,6 +73,10 @@ class _Package(types.ModuleType):
         if isinstance(value, types.ModuleType) and PUBLIC_NAMES.get(name) == value.__name__:
             value = getattr(value, name)
         super().__setattr__(name, value)
+        if isinstance(value, types.ModuleType) and sys.modules.get("deepspeed") is self:
+            from deepspeed_c.alias.finder import adopt
+
+            adopt(value)
 
 
 def __getattr__(name: str) -> Any:
@@ -78,6 +86,10 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(PUBLIC_NAMES[name]), name)
     elif name in PUBLIC_MODULES:
         value = importlib.import_module(f"{__name__}.{name}")
+    elif sys.modules.get("deepspeed") is sys.modules[__name__]:
+        from deepspeed_c.alias.finder import upstream_attribute
+
+        value = upstream_attribute("deepspeed", name)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 __all__ = [
     "AioError",
+    "AliasError",
     "BackwardError",
     "BatchSizeError",
     "BuildError",
@@ -14,6 +15,8 @@ __all__ = [
     "FeatureError",
     "LaunchError",
     "LossScaleError",
+    "MissingModuleError",
+    "MissingNameError",
     "ModelError",
     "NonFiniteLossError",
     "OffloadError",
@@ -141,3 +144,15 @@ class BuildError(DeepSpeedCError, RuntimeError):
 
 class FeatureError(DeepSpeedCError, NotImplementedError):
     """A part of DeepSpeed's API that this version does not have yet."""
+
+
+class MissingNameError(FeatureError, AttributeError):
+    """A name of DeepSpeed's that was reached as an attribute of one of its modules, and that this version does not have."""
+
+
+class MissingModuleError(FeatureError, ModuleNotFoundError):
+    """A module of DeepSpeed's, or a name that was to be imported from one, that this version does not have."""
+
+
+class AliasError(DeepSpeedCError, RuntimeError):
+    """deepspeed_c cannot answer to the name ``deepspeed``: it would come too late, or hide a real DeepSpeed."""

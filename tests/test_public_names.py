@@ -17,6 +17,7 @@ NAMES = {
     "init_distributed",
     "add_config_arguments",
     "get_accelerator",
+    "install_as_deepspeed",
 }
 MODULES = {"accelerator", "comm", "config", "errors", "lr_schedules", "ops", "utils", "zero"}
 

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Sequence
 
 from deepspeed_c.errors import DeepSpeedCError
-from deepspeed_c.launcher.options import parse_options
 
 __all__ = ["main"]
 
@@ -40,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _launch(arguments: list[str]) -> int:
+    from deepspeed_c.launcher.options import parse_options
+
     options = parse_options(arguments)
     from deepspeed_c.launcher.plan import make_plan
 
@@ -47,6 +48,18 @@ def _launch(arguments: list[str]) -> int:
     from deepspeed_c.launcher.run import launch
 
     return launch(plan)
+
+
+def _run(arguments: list[str]) -> int:
+    from deepspeed_c.alias.cli import run
+
+    return run(arguments)
+
+
+def _env(arguments: list[str]) -> int:
+    from deepspeed_c.alias.cli import env
+
+    return env(arguments)
 
 
 def _report(arguments: list[str]) -> int:
@@ -80,6 +93,8 @@ def _io(arguments: list[str]) -> int:
 
 
 _COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "run": _run,
+    "env": _env,
     "report": _report,
     "config": _config,
     "plan": _plan,

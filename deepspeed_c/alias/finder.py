@@ -1,0 +1,171 @@
+"""Imports of ``deepspeed.x``: our module of the table in modules.py, the same object under both names, or an error that says what to use."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from typing import Any, NoReturn
+
+from deepspeed_c.alias.modules import ABSENT, MODULES, NAMES
+from deepspeed_c.errors import MissingModuleError, MissingNameError
+
+__all__ = ["AliasedModule", "adopt", "install_finders", "is_active", "upstream_attribute"]
+
+OURS, UPSTREAM = "deepspeed_c", "deepspeed"
+_PACKAGE = sys.modules[OURS]
+
+# Every path of the tables, and the packages above them.
+_KNOWN = {".".join(path.split(".")[:n]) for path in [*MODULES, *NAMES] for n in range(2, path.count(".") + 2)}
+
+
+def is_active() -> bool:
+    """Whether the name ``deepspeed`` means this package in this process, now."""
+    return sys.modules.get(UPSTREAM) is _PACKAGE
+
+
+def _upstream_names(module: str) -> list[str]:
+    """What DeepSpeed calls our module; ``module`` itself where the module is made of names only."""
+    names = [upstream for upstream, ours in MODULES.items() if ours == module]
+    return names or [module.replace(OURS, UPSTREAM, 1) if module.split(".")[0] == OURS else module]
+
+
+class AliasedModule(types.ModuleType):
+    """A module that is asked for names of DeepSpeed's: what it does not have itself is looked up in the tables."""
+
+    # A module that is no package gets one, without files: for `from module import name` Python then asks the finders about a name that is not there,
+    # and ours can say what to use instead. Without, the sentence would be Python's own.
+    __path__: Sequence[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        names = _upstream_names(self.__name__)
+        for upstream in names:
+            if _is_listed(upstream, name):
+                value = upstream_attribute(upstream, name)
+                setattr(self, name, value)
+                return value
+        if name.startswith("__"):  # asked for by Python and by tools, by way of trial
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        _refuse(MissingNameError, names[0], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if isinstance(value, types.ModuleType) and is_active():
+            adopt(value)  # the import system has bound a submodule
+
+    def __dir__(self) -> list[str]:
+        listed = [name for upstream in _upstream_names(self.__name__) for name in _listed(upstream)]
+        return sorted({*super().__dir__(), *listed})
+
+
+def adopt(module: types.ModuleType) -> None:
+    """Makes one of our modules, and those loaded below it, answer to DeepSpeed's names too."""
+    for name, each in [*sys.modules.items()]:
+        inside = name == module.__name__ or name.startswith(f"{module.__name__}.")
+        if inside and name.startswith(f"{OURS}.") and type(each) is types.ModuleType:
+            each.__class__ = AliasedModule
+
+
+def _listed(upstream: str) -> set[str]:
+    below = {path.rpartition(".")[2] for path in _KNOWN if path.rpartition(".")[0] == upstream}
+    return below | set(NAMES.get(upstream, ()))
+
+
+def _is_listed(upstream: str, name: str) -> bool:
+    return name in NAMES.get(upstream, ()) or f"{upstream}.{name}" in _KNOWN
+
+
+def upstream_attribute(upstream: str, name: str) -> Any:
+    """What DeepSpeed calls ``name`` in its module ``upstream``.
+
+    Raises:
+        MissingNameError: it is not in the tables.
+    """
+    if ours := NAMES.get(upstream, {}).get(name):
+        module, _, attribute = ours.partition(":")
+        return getattr(importlib.import_module(module), attribute)
+    if f"{upstream}.{name}" in _KNOWN:
+        return importlib.import_module(f"{upstream}.{name}")
+    _refuse(MissingNameError, upstream, name)
+
+
+def _refuse(kind: type[MissingNameError | MissingModuleError], upstream: str, name: str) -> NoReturn:
+    path = f"{upstream}.{name}"
+    prefixes = [".".join(path.split(".")[:n]) for n in range(path.count(".") + 1, 0, -1)]
+    fix = next((ABSENT[prefix] for prefix in prefixes if prefix in ABSENT), "")
+    raise kind("is not part of this version of deepspeed_c", where=path, fix=fix)
+
+
+class _Loader:
+    """Hands out a module that is there already, or one that is made of names."""
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
+        ours = _our_module(spec.name)
+        module = importlib.import_module(ours) if ours else AliasedModule(spec.name)
+        self._spec = module.__spec__ if ours else spec
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__spec__ = self._spec  # the import system has given it that of the other name
+        adopt(module)
+
+
+def _our_module(upstream: str) -> str | None:
+    """Our module of that name; None where it is made of names only.
+
+    Raises:
+        ModuleNotFoundError: there is none.
+    """
+    if upstream in MODULES:
+        return MODULES[upstream]
+    if upstream in _KNOWN:
+        return None
+    parent, _, name = upstream.rpartition(".")
+    same = upstream.replace(UPSTREAM, OURS, 1)
+    above = sys.modules[parent]  # imported before what is below it
+    if above.__name__ == same.rpartition(".")[0] and PathFinder.find_spec(same, list(above.__path__)):
+        return same
+    _refuse(MissingModuleError, parent, name)
+
+
+class AliasFinder:
+    """First on ``sys.meta_path``: another finder would load our files a second time, under the other name."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if not name.startswith(f"{UPSTREAM}.") or not is_active():
+            return None
+        try:
+            _our_module(name)
+        except MissingModuleError as error:
+            # Python goes on with a sentence of its own when the name is the very one that `from a import b` has made it look for.
+            error.name = name.replace(UPSTREAM, OURS, 1)
+            raise
+        return ModuleSpec(name, _Loader())
+
+
+class MissingFinder:
+    """Last on ``sys.meta_path``: ``from deepspeed.x import name`` of what nobody has, asked for under our module's own name."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        parent, _, last = name.rpartition(".")
+        if name.startswith(f"{OURS}.") and is_active() and isinstance(sys.modules.get(parent), _ADOPTED):
+            upstream = UPSTREAM if parent == OURS else _upstream_names(parent)[0]
+            try:
+                _refuse(MissingModuleError, upstream, last)
+            except MissingModuleError as error:
+                error.name = f"{upstream}.{last}" if upstream != parent else None
+                raise
+
+
+_ADOPTED = (AliasedModule, type(_PACKAGE))
+
+
+def install_finders() -> None:
+    """Makes ``deepspeed.x`` importable for as long as ``deepspeed`` is this package; once more does nothing."""
+    if not any(isinstance(finder, AliasFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, AliasFinder())
+        sys.meta_path.append(MissingFinder())
+    for module in [module for name, module in sys.modules.items() if name.startswith(f"{OURS}.")]:
+        adopt(module)
