@@ -10,6 +10,7 @@ _NAMES = {
     "register_external_parameter": "gathered",
     "unregister_external_parameter": "gathered",
     "unwrap_model_for_generation": "gathered",
+    "DeepSpeedTensorOverride": "partition_parameters",
     "Init": "partition_parameters",
     "ZeroParamStatus": "sharded",
     "ZeroParamType": "sharded",

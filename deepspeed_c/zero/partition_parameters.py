@@ -6,8 +6,9 @@ The file has DeepSpeed's name because Hugging Face code replaces and looks up na
 
 from __future__ import annotations
 
+import enum
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.utils import _device
 from typing_extensions import Self
 
 from deepspeed_c.accelerator import get_accelerator
-from deepspeed_c.comm import init_distributed, is_initialized
+from deepspeed_c.comm import get_world_group, init_distributed, is_initialized
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.config.source import read_source
 from deepspeed_c.errors import ConfigError, FeatureError, ModelError, StateError
@@ -37,6 +38,7 @@ from deepspeed_c.zero.sharded import (
 )
 
 __all__ = [
+    "DeepSpeedTensorOverride",
     "GatheredParameters",
     "Init",
     "ZeroParamStatus",
@@ -73,16 +75,19 @@ _CONSTRUCTORS: dict[str, Callable] = {
 
 
 def zero_wrapper_for_fp_tensor_constructor(
-    fn: Callable, target_fp_dtype: torch.dtype, target_device: str | torch.device | None = None
+    fn: Callable, target_fp_dtype: torch.dtype | None, target_device: str | torch.device | None = None
 ) -> Callable:
-    """A constructor like ``fn`` whose floating-point results are of ``target_fp_dtype``, on ``target_device`` unless the caller names one."""
+    """A constructor like ``fn`` whose floating-point results are of ``target_fp_dtype``, on ``target_device`` unless the caller names one.
+
+    None for either leaves it to the constructor.
+    """
 
     @functools.wraps(fn)
     def construct(*args: Any, **kwargs: Any) -> torch.Tensor:
         if kwargs.get("device") is None and target_device is not None and not _is_placed_by_context():
             kwargs["device"] = target_device
         tensor = fn(*args, **kwargs)
-        return tensor.to(target_fp_dtype) if tensor.is_floating_point() else tensor
+        return tensor.to(target_fp_dtype) if target_fp_dtype is not None and tensor.is_floating_point() else tensor
 
     return construct
 
@@ -96,6 +101,13 @@ def _is_placed_by_context() -> bool:
 # The contexts that are open, innermost last. One stack a process, as the names that they replace are the process's.
 _open: list[Init] = []
 _suspended: list[list[Init]] = []
+
+
+class DeepSpeedTensorOverride(enum.Enum):
+    """What ``Init`` decides of the tensors that are made within it."""
+
+    dtype = 1
+    device = 2
 
 
 class Init:
@@ -117,6 +129,7 @@ class Init:
         zero_quantized_weights, zero_quantized_nontrainable_weights: not supported yet.
         sequence_data_parallel_group: the ranks over which data and sequence are cut, in place of the data-parallel group.
         param_swapper: not supported yet.
+        tensor_overrides: what holds for every tensor that ``torch.empty`` and its kin make within: dtype and device (the default), one of them, or neither.
         param_dict: the configuration as a dict (an older name of ``config``).
 
     Raises:
@@ -140,6 +153,8 @@ class Init:
         zero_quantized_nontrainable_weights: bool = False,
         sequence_data_parallel_group: Any = None,
         param_swapper: Any = None,
+        tensor_overrides: Collection[DeepSpeedTensorOverride] = tuple(DeepSpeedTensorOverride),
+        *,
         param_dict: Any = None,
     ) -> None:
         self.enabled = enabled
@@ -182,12 +197,31 @@ class Init:
                 fix='use "none"',
             )
         self.dtype = dtype or _dtype_of(next((c for c in (config_dict_or_path, config, param_dict) if c), None))
+        self.tensor_overrides = tuple(tensor_overrides)
         # What constructors have touched after it was sharded, whole until nobody holds its data.
         self._edited: list[torch.nn.Parameter] = []
         if module is not None:
             materialize(module, self.device, self._shard_module)
             for name, each in module.named_modules():
                 self._shard_module(each, name)
+
+    # -- who shares ---------------------------------------------------------------------------------------------------
+
+    def get_dp_process_group(self) -> Any:
+        """The ranks that parameters are sharded over."""
+        return self.comm.group or get_world_group()
+
+    def get_partition_dp_group(self, param: torch.nn.Parameter) -> Any:
+        """The ranks that ``param``, a sharded parameter, is sharded over."""
+        return state_of(param).comm.group or get_world_group()
+
+    def get_partition_rank(self) -> int:
+        """This process's number among them."""
+        return self.comm.rank
+
+    @property
+    def num_partitions(self) -> int:
+        return self.comm.world_size
 
     # -- the context ------------------------------------------------------------------------------------------------
 
@@ -366,13 +400,16 @@ def _patch_constructors(init: Init) -> None:
     # A set of constructors that torch makes at its first look and keeps: it must not hold ours.
     _device._device_constructors()
     _replaced.update((name, getattr(torch, name)) for name in _CONSTRUCTORS)
-    if init.dtype is None and init.device.type == "cpu":
+    places = DeepSpeedTensorOverride.device in init.tensor_overrides and init.device.type != "cpu"
+    casts = DeepSpeedTensorOverride.dtype in init.tensor_overrides and (init.dtype is not None or places)
+    if not (places or casts):
         return
-    dtype = init.dtype or torch.get_default_dtype()
+    dtype = (init.dtype or torch.get_default_dtype()) if casts else None
+    device = init.device if DeepSpeedTensorOverride.device in init.tensor_overrides else None
     for name, original in _CONSTRUCTORS.items():
         # Looked up here, each time: others put a wrapper of their own in its place.
         wrapper = globals()["zero_wrapper_for_fp_tensor_constructor"]
-        setattr(torch, name, wrapper(original, dtype, target_device=init.device))
+        setattr(torch, name, wrapper(original, dtype, target_device=device))
 
 
 def _unpatch_constructors() -> None:

@@ -167,6 +167,20 @@ def dtype_body(rank: int, world: int) -> None:
         assert whole(model[0].weight).dtype is dtype
 
 
+def overrides_body(rank: int, world: int) -> None:
+    dtype, device = pp.DeepSpeedTensorOverride.dtype, pp.DeepSpeedTensorOverride.device
+    for given, want in [([dtype, device], torch.float16), ([dtype], torch.float16), ([device], None), ([], None)]:
+        with deepspeed_c.zero.Init(dtype=torch.float16, tensor_overrides=given) as init:
+            made = torch.ones(2)
+            layer = nn.Linear(3, 5)
+        assert made.dtype is (want or torch.float32), given
+        # Parameters take the dtype in any case: it is what they are sharded in.
+        assert layer.weight.ds_tensor.dtype is torch.float16, (given, layer.weight.ds_tensor.dtype)
+        assert init.get_partition_rank() == rank and init.num_partitions == world
+        for group in (init.get_dp_process_group(), init.get_partition_dp_group(layer.weight)):
+            assert torch.distributed.get_process_group_ranks(group) == list(range(world))
+
+
 def context_body(rank: int, world: int) -> None:
     with deepspeed_c.zero.Init(enabled=False, remote_device="nvme"):
         assert type(nn.Linear(3, 5).weight) is nn.Parameter and not hasattr(nn.Linear(3, 5).weight, "ds_id")
@@ -229,6 +243,7 @@ def context_body(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_dtypes_and_buffers(world: int) -> None:
     run_ranks(world, dtype_body, timeout=30)
+    run_ranks(world, overrides_body, timeout=30)
 
 
 @pytest.mark.parametrize("world", [1, 2])
