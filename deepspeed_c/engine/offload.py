@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+import socket
+from collections.abc import Container, Iterator, Sequence
+from contextlib import ExitStack
 from enum import Enum
+from typing import NamedTuple, Protocol
 
 import torch
 
-from deepspeed_c.errors import ConfigError, FeatureError
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.config import Config
+from deepspeed_c.errors import AioError, ConfigError, DeepSpeedCError, OffloadError
+from deepspeed_c.offload.swap import Swapper, SwapSettings, reserve, whole_pages
 from deepspeed_c.zero.layout import Layout
 from deepspeed_c.zero.optimizer import ZeroOptimizer
+from deepspeed_c.zero.store import Tagged
+from deepspeed_c.zero.unit import Unit
 
 __all__ = ["OffloadDeviceEnum", "OffloadStateTypeEnum", "OffloadedStates"]
+
+WHERE = "offload_states"
+# What is written or read at once: long enough for the device's full speed, short beside the states.
+PIECE_BYTES = 32 << 20
+# Of which every NaN may consist.
+NAN_BYTE = 0xFF
 
 
 class OffloadStateTypeEnum(str, Enum):
@@ -32,13 +46,64 @@ class OffloadDeviceEnum(str, Enum):
     nvme = "nvme"
 
 
+class _Copy(Protocol):
+    """The bytes of a storage, elsewhere."""
+
+    def read_into(self, target: torch.Tensor, non_blocking: bool) -> None: ...
+
+
+class _HostCopy:
+    def __init__(self, source: torch.Tensor, pin_memory: bool, non_blocking: bool) -> None:
+        is_pinned = pin_memory and source.device.type != "cpu"
+        self._bytes = torch.empty(source.numel(), dtype=torch.uint8, pin_memory=is_pinned)
+        self._bytes.copy_(source, non_blocking=non_blocking)
+
+    def read_into(self, target: torch.Tensor, non_blocking: bool) -> None:
+        target.copy_(self._bytes, non_blocking=non_blocking)
+
+
+class _FileCopy:
+    """Pieces in a file; ``name`` is what an error calls the whole by. Written when the file has been waited for."""
+
+    def __init__(self, file: Swapper, source: torch.Tensor, name: str) -> None:
+        self._file = file
+        self._pieces: list[Tagged] = []
+        for begin in range(0, source.numel(), PIECE_BYTES):
+            # Of host memory a piece is a view: nothing is copied.
+            piece = Tagged(source[begin : begin + PIECE_BYTES].cpu(), f"{name}, from byte {begin} on")
+            self._pieces.append(piece)
+            file.send([piece])
+
+    def read_into(self, target: torch.Tensor, non_blocking: bool) -> None:
+        begin = 0
+        for index, piece in enumerate(self._pieces):
+            self._file.bring([piece])
+            self._file.prefetch(self._pieces[index + 1 : index + 2])
+            n_bytes = piece.tensor.numel()
+            target[begin : begin + n_bytes].copy_(piece.tensor)  # waited for: the buffer is used again
+            self._file.let_go([piece])
+            begin += n_bytes
+
+
+class _Moved(NamedTuple):
+    storage: torch.UntypedStorage  # empty
+    n_bytes: int
+    copy: _Copy
+
+
+class _Found(NamedTuple):
+    storage: torch.UntypedStorage
+    name: str
+
+
 class OffloadedStates:
     """What has been moved out. The tensors stay the same objects, so that every view of them is whole again after ``reload``; their storage is
     empty meanwhile."""
 
-    def __init__(self, layout: Layout, optimizer: ZeroOptimizer | None) -> None:
-        self._layout, self._optimizer = layout, optimizer
-        self._away: dict[OffloadStateTypeEnum, list[tuple[torch.UntypedStorage, torch.Tensor]]] = {}
+    def __init__(self, layout: Layout, optimizer: ZeroOptimizer | None, config: Config, comm: Collectives) -> None:
+        self._layout, self._optimizer, self._config, self._comm = layout, optimizer, config, comm
+        self._away: dict[OffloadStateTypeEnum, list[_Moved]] = {}
+        self._files: list[Swapper] = []
 
     @property
     def kinds(self) -> set[OffloadStateTypeEnum]:
@@ -47,64 +112,173 @@ class OffloadedStates:
     def offload(
         self, include: Container[OffloadStateTypeEnum] | None, device: str, pin_memory: bool, non_blocking: bool
     ) -> None:
-        """Moves the states of the kinds in ``include`` (None: all) to host memory."""
+        """Moves the states of the kinds in ``include`` (None: all) to host memory or to a file; what is away stays where it is.
+
+        To a file it is collective, and raises on all ranks alike, nothing having been moved: ConfigError where one has no folder or too little room there,
+        OffloadError where one cannot write.
+        """
         device = getattr(device, "value", device)
-        if device == "nvme":
-            raise FeatureError("states on NVMe are not part of this version", where="offload_states", fix='use "cpu"')
-        if device not in ("cpu", "none"):
-            raise ConfigError(f"{device!r} is no place for states", where="offload_states", fix='use "cpu"')
-        if device == "none":
-            return
+        if device not in {place.value for place in OffloadDeviceEnum}:
+            raise ConfigError(f"{device!r} is no place for states", where=WHERE, fix='use "cpu" or "nvme"')
         wanted = [
             kind
             for kind in OffloadStateTypeEnum
             if kind not in self._away and (include is None or kind in include or kind.value in include)
         ]
+        if device == "none" or not wanted:
+            return
+        found = self._find(wanted)
+        if device == "nvme":
+            copies: dict[OffloadStateTypeEnum, list[_Copy]] = self._write(found)
+        else:
+            copies = {
+                kind: [_HostCopy(_bytes_of(storage), pin_memory, non_blocking) for storage, _ in storages]
+                for kind, storages in found.items()
+            }
+            if non_blocking and torch.accelerator.is_available():
+                torch.accelerator.synchronize()  # the storage is given up next
+        for kind, storages in found.items():
+            self._away[kind] = [
+                _Moved(storage, storage.nbytes(), copy) for (storage, _), copy in zip(storages, copies[kind])
+            ]
+            for storage, _ in storages:
+                storage.resize_(0)
         if OffloadStateTypeEnum.contiguous_grad_buffer in wanted and self._optimizer is not None:
             self._optimizer.reducer.drop_spare_buffers()
-        for kind in wanted:
-            moved = self._away[kind] = []
-            seen: set[int] = {storage._cdata for gone in self._away.values() for storage, _ in gone}
-            for tensor in self._tensors(kind):
-                storage = tensor.untyped_storage()
-                if storage.nbytes() == 0 or storage._cdata in seen:
-                    continue
-                seen.add(storage._cdata)
-                host = torch.empty(
-                    storage.nbytes(),
-                    dtype=torch.uint8,
-                    pin_memory=pin_memory and tensor.device.type != "cpu",
-                )
-                host.copy_(_bytes_of(storage, tensor.device), non_blocking=non_blocking)
-                moved.append((storage, host))
-        if non_blocking and torch.accelerator.is_available():
-            torch.accelerator.synchronize()  # the storage is given up next
-        for kind in wanted:
-            for storage, _ in self._away[kind]:
-                storage.resize_(0)
 
     def reload(self, non_blocking: bool) -> None:
-        """Brings everything back."""
-        while self._away:
-            for storage, host in self._away.popitem()[1]:
-                storage.resize_(host.numel())
-                _bytes_of(storage, storage.device).copy_(host, non_blocking=non_blocking)
+        """Brings everything back.
 
-    def _tensors(self, kind: OffloadStateTypeEnum) -> Iterator[torch.Tensor]:
+        Collective where something is in a file: OffloadError on all ranks where one cannot read it back as it was written. What that one lacks stays away, and may
+        be asked for again.
+        """
+        problem = None
+        try:
+            self._read_back(non_blocking)
+        except (AioError, OffloadError) as error:
+            fix = "call reload_states() again; where it fails again, make a new engine and load a checkpoint"
+            problem = OffloadError(error.what, where=error.where, fix=fix)
+        if self._files:
+            self._agree(problem, OffloadError)
+            self._close_files()
+
+    def close(self) -> None:
+        """Brings back what can be, on this rank alone, and frees the files. What could not be read is NaN then; the error says why."""
+        try:
+            self._read_back(non_blocking=False)
+        finally:
+            for moved in self._away.values():
+                for storage, n_bytes, _ in moved:
+                    storage.resize_(n_bytes)
+                    _bytes_of(storage).fill_(NAN_BYTE)
+            self._away.clear()
+            self._close_files()
+
+    def _read_back(self, non_blocking: bool) -> None:
+        for kind, moved in list(self._away.items()):
+            while moved:
+                storage, n_bytes, copy = moved[-1]
+                storage.resize_(n_bytes)
+                try:
+                    copy.read_into(_bytes_of(storage), non_blocking)
+                except BaseException:
+                    storage.resize_(0)
+                    raise
+                moved.pop()
+            del self._away[kind]
+
+    def _close_files(self) -> None:
+        for file in self._files:
+            file.close()
+        self._files.clear()
+
+    def _write(self, found: dict[OffloadStateTypeEnum, list[_Found]]) -> dict[OffloadStateTypeEnum, list[_Copy]]:
+        """Copies of all of ``found`` in one new file without a name: its space is free when it is closed, and however the process ends. Collective."""
+        zero = self._config.zero
+        folder = zero.offload_optimizer.nvme_path or zero.offload_param.nvme_path
+        if not folder:
+            raise ConfigError(
+                "the configuration names no folder on NVMe",
+                where=WHERE,
+                fix='set "zero_optimization": {"offload_optimizer": {"nvme_path": ...}}, or offload_states(device="cpu")',
+            )
+        storages = [storage for found_of_kind in found.values() for storage, _ in found_of_kind]
+        n_bytes = sum(
+            whole_pages(min(PIECE_BYTES, storage.nbytes() - begin))
+            for storage in storages
+            for begin in range(0, storage.nbytes(), PIECE_BYTES)
+        )
+        with ExitStack() as undo:
+            problem = None
+            try:
+                file = Swapper(reserve(folder, n_bytes, WHERE), SwapSettings.of(self._config.aio), folder=folder)
+                undo.callback(file.close)
+            except (ConfigError, AioError) as error:
+                problem = error
+            self._agree(problem, ConfigError)
+            copies: dict[OffloadStateTypeEnum, list[_Copy]] = {}
+            try:
+                for kind, found_of_kind in found.items():
+                    copies[kind] = [_FileCopy(file, _bytes_of(storage), name) for storage, name in found_of_kind]
+                file.wait()
+            except (AioError, OffloadError) as error:
+                fix = "training can go on, everything is still in memory; free space there or use another device"
+                problem = OffloadError(error.what, where=error.where, fix=fix)
+            self._agree(problem, OffloadError)
+            undo.pop_all()
+        self._files.append(file)
+        return copies
+
+    def _agree(self, problem: DeepSpeedCError | None, kind: type[DeepSpeedCError]) -> None:
+        """Raises on all ranks where one has a ``problem``: its own, or an error of ``kind`` that quotes the first. Collective."""
+        problems = self._comm.gather_objects(problem and (socket.gethostname(), problem.what), label=WHERE)
+        for rank, found in enumerate(problems):
+            if found is not None:
+                host, what = found
+                raise problem or kind(f"rank {rank} on {host}: {what}", where=WHERE, fix="see there")
+
+    def _find(self, kinds: Sequence[OffloadStateTypeEnum]) -> dict[OffloadStateTypeEnum, list[_Found]]:
+        """The storages of ``kinds``, each once: some are shared."""
+        seen = {moved.storage._cdata for moved_of_kind in self._away.values() for moved in moved_of_kind}
+        found: dict[OffloadStateTypeEnum, list[_Found]] = {}
+        for kind in kinds:
+            found[kind] = []
+            for tensor, name in self._tensors(kind):
+                storage = tensor.untyped_storage()
+                if storage.nbytes() > 0 and storage._cdata not in seen:
+                    seen.add(storage._cdata)
+                    found[kind].append(_Found(storage, name))
+        return found
+
+    def _tensors(self, kind: OffloadStateTypeEnum) -> Iterator[Tagged]:
         optimizer = self._optimizer
         units = (*self._layout.trained, *self._layout.frozen)
         if kind is OffloadStateTypeEnum.hp_params:
-            yield from (unit.master_flat for unit in units if unit.master_flat is not None)
+            for unit in units:
+                if unit.master_flat is not None:
+                    yield Tagged(unit.master_flat, f"masters of {_names(unit)}")
         elif kind is OffloadStateTypeEnum.lp_params:
             # Weights that are whole are read by everybody at any time: they stay.
-            yield from (unit.param_shard for unit in units if unit.param_shard is not None)
+            for unit in units:
+                if unit.param_shard is not None:
+                    yield Tagged(unit.param_shard, f"weights of {_names(unit)}")
         elif kind is OffloadStateTypeEnum.optim_states and optimizer is not None and optimizer.store is None:
-            for state in optimizer.state.values():
-                yield from (value for value in state.values() if torch.is_tensor(value) and value.dim() > 0)
+            for entry in optimizer.entries:
+                what = f"bucket {entry.bucket} of {_names(entry.unit)}"
+                if entry.fragment is not None:
+                    what = entry.fragment.slot.name
+                for key, value in optimizer.state.get(entry.param, {}).items():
+                    if torch.is_tensor(value) and value.dim() > 0:
+                        yield Tagged(value, f"{key} of {what}")
         elif kind is OffloadStateTypeEnum.lp_grads and optimizer is not None:
-            for results in optimizer.reducer.results.values():
-                yield from results
+            for unit, sums in optimizer.reducer.results.items():
+                yield from (Tagged(part, f"gradients of {_names(unit)}") for part in sums)
 
 
-def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (storage.nbytes(),))
+def _names(unit: Unit) -> str:
+    first, last = unit.slots[0].name, unit.slots[-1].name
+    return first if first == last else f"{first} to {last}"
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),))

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from deepspeed_c import _C
+from deepspeed_c.config.offload import Aio
 from deepspeed_c.errors import AioError, ConfigError, OffloadError
 from deepspeed_c.logging import logger
 from deepspeed_c.ops.aio import PinnedPool, as_aio_error, unnamed_file
@@ -44,6 +45,11 @@ class SwapSettings(NamedTuple):
     checksum: bool = False
     pipeline_read: bool = True
     pipeline_write: bool = True
+
+    @classmethod
+    def of(cls, aio: Aio) -> SwapSettings:
+        """What the section ``aio`` of a configuration says of transfers."""
+        return cls(**{name: getattr(aio, name) for name in cls._fields if hasattr(aio, name)})
 
 
 class _Extent:
@@ -104,18 +110,21 @@ class Swapper:
 
     def __init__(self, file: int, settings: SwapSettings, *, n_buffers: int = 4, folder: str = "") -> None:
         self.folder, self.settings = folder, settings
-        self._descriptor = file
-        with as_aio_error():
-            self._file = _C.AioFile(f"/proc/self/fd/{file}", _C.AIO_READ | _C.AIO_WRITE)
-            self._engine = _C.AioEngine(
-                settings.backend,
-                settings.block_size,
-                settings.queue_depth,
-                settings.intra_op_parallelism,
-                settings.single_submit,
-                settings.overlap_events,
-                True,
-            )
+        self._is_closed = False
+        try:
+            with as_aio_error():
+                self._file = _C.AioFile(f"/proc/self/fd/{file}", _C.AIO_READ | _C.AIO_WRITE)
+                self._engine = _C.AioEngine(
+                    settings.backend,
+                    settings.block_size,
+                    settings.queue_depth,
+                    settings.intra_op_parallelism,
+                    settings.single_submit,
+                    settings.overlap_events,
+                    True,
+                )
+        finally:
+            os.close(file)  # it is open again now, in an object that closes it whatever becomes of this one
         self._pool = PinnedPool((1 << 63) - 1)
         self._free_buffers: list[torch.Tensor] = []
         self._extents: dict[int, _Extent] = {}  # by id of the tensor, as long as it lives
@@ -320,8 +329,9 @@ class Swapper:
 
     def close(self) -> None:
         """Gives up what is in flight, and the file. Tensors that are away are lost."""
-        if self._descriptor < 0:
+        if self._is_closed:
             return
+        self._is_closed = True
         self._engine.close()
         self._writes.clear()
         for finalizer in list(self._finalizers.values()):
@@ -333,6 +343,3 @@ class Swapper:
             self._file.close()
         except (OSError, RuntimeError) as error:  # the file has no name: nothing can be lost
             logger.warning("the swap file in %s: %s", self.folder, error)
-        with contextlib.suppress(OSError):
-            os.close(self._descriptor)
-        self._descriptor = -1

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+
 import pytest
 import torch
 
 import deepspeed_c
+from deepspeed_c.engine import offload
 from deepspeed_c.engine.offload import OffloadDeviceEnum, OffloadStateTypeEnum
-from deepspeed_c.errors import ConfigError, FeatureError, StateError
+from deepspeed_c.errors import ConfigError, OffloadError, StateError
+from tests.aio_faults import faults
 from tests.deepspeed_c.zero.test_oracle import make_config
 from tests.deepspeed_c.zero.traits import TRAITS, batch, make_model, whole_params
 from tests.ranks import run_ranks
+
+PIECE_BYTES = offload.PIECE_BYTES
+
+
+def make(stage: int, dtype: str, folder: str = "", **more):
+    zero = {"reduce_bucket_size": 60}
+    if folder:
+        zero["offload_optimizer"] = {"nvme_path": folder}
+    return deepspeed_c.initialize(
+        model=make_model(TRAITS["plain"]), config=make_config(stage, dtype, 1, {"zero_optimization": zero, **more})
+    )[0]
 
 
 def train(engine, rank: int, steps: range) -> list[float]:
@@ -25,63 +43,183 @@ def train(engine, rank: int, steps: range) -> list[float]:
 
 
 def storages(engine, kind: OffloadStateTypeEnum) -> int:
-    return sum(
-        {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in engine._offloaded._tensors(kind)}.values()
-    )
+    found = [tagged.tensor.untyped_storage() for tagged in engine._offloaded._tensors(kind)]
+    return sum({storage._cdata: storage.nbytes() for storage in found}.values())
 
 
-def body(rank: int, world: int, stage: int, dtype: str) -> None:
+def all_storages(engine) -> dict[OffloadStateTypeEnum, int]:
+    return {kind: storages(engine, kind) for kind in OffloadStateTypeEnum}
+
+
+def files_in(folder: str) -> list[str]:
+    """Open files of this process in ``folder``, with a name or without."""
+    links = [os.path.realpath(os.path.join("/proc/self/fd", name)) for name in os.listdir("/proc/self/fd")]
+    return [link for link in links if link.startswith(f"{folder}/")]
+
+
+def failure(call: Callable[[], None], kind: type[Exception]) -> str:
+    with pytest.raises(kind) as caught:
+        call()
+    return str(caught.value)
+
+
+def body(rank: int, world: int, stage: int, dtype: str, folder: str) -> None:
     runs = []
-    for moves in (False, True):
-        model = make_model(TRAITS["plain"])
-        config = make_config(stage, dtype, 1, {"zero_optimization": {"reduce_bucket_size": 60}})
-        with deepspeed_c.initialize(model=model, config=config)[0] as engine:
-            losses = train(engine, rank, range(2))
-            if moves:
-                sizes = {kind: storages(engine, kind) for kind in OffloadStateTypeEnum}
-                engine.offload_states(include=[OffloadStateTypeEnum.optim_states, "hp_params"], pin_memory=False)
-                assert storages(engine, OffloadStateTypeEnum.optim_states) == 0
-                assert storages(engine, OffloadStateTypeEnum.hp_params) == 0
-                assert storages(engine, OffloadStateTypeEnum.lp_grads) == sizes[OffloadStateTypeEnum.lp_grads]
-                engine.offload_states(device=OffloadDeviceEnum.cpu)  # the rest; what is away stays away
-                assert storages(engine, OffloadStateTypeEnum.lp_params) == 0
-                for call in (lambda: engine(*batch(0, 0, rank, 0)), engine.step):
-                    with pytest.raises(StateError, match="have been offloaded"):
-                        call()
-                engine.reload_states()
-                assert {kind: storages(engine, kind) for kind in OffloadStateTypeEnum} == sizes
-                engine.reload_states()  # nothing to bring back
-            losses += train(engine, rank, range(2, 4))
-            if moves:
-                with pytest.raises(FeatureError, match="NVMe"):
-                    engine.offload_states(device="nvme")
-                with pytest.raises(ConfigError, match="'moon' is no place"):
-                    engine.offload_states(device="moon")
-                engine.offload_states(include=[OffloadStateTypeEnum.optim_states])
-                engine.reload_states(non_blocking=True)
-            runs.append((losses, whole_params(model)))
-    (losses0, params0), (losses1, params1) = runs
-    assert losses0 == losses1
-    for name, a in params0.items():
-        assert torch.equal(a, params1[name]), f"{name}: {a} != {params1[name]}"
+    offload.PIECE_BYTES = 100  # several pieces, the last one short
+    try:
+        for place in (None, OffloadDeviceEnum.cpu, OffloadDeviceEnum.nvme):
+            with make(stage, dtype, folder, aio={"checksum": stage % 2 == 0}) as engine:
+                losses = train(engine, rank, range(2))
+                if place is not None:
+                    out_and_back(engine, rank, place, folder)
+                losses += train(engine, rank, range(2, 4))
+                if place is not None:
+                    with pytest.raises(ConfigError, match="'moon' is no place"):
+                        engine.offload_states(device="moon")
+                    engine.offload_states(include=[OffloadStateTypeEnum.optim_states], device=place)
+                    engine.reload_states(non_blocking=True)
+                runs.append((losses, whole_params(engine.module)))
+    finally:
+        offload.PIECE_BYTES = PIECE_BYTES
+    for losses, params in runs[1:]:
+        assert losses == runs[0][0], f"{losses} != {runs[0][0]}"
+        for name, a in params.items():
+            assert torch.equal(a, runs[0][1][name]), f"{name}: {a} != {runs[0][1][name]}"
+
+
+def out_and_back(engine, rank: int, place: OffloadDeviceEnum, folder: str) -> None:
+    sizes = all_storages(engine)
+    engine.offload_states(include=[OffloadStateTypeEnum.optim_states, "hp_params"], device=place, pin_memory=False)
+    assert storages(engine, OffloadStateTypeEnum.optim_states) == 0
+    assert storages(engine, OffloadStateTypeEnum.hp_params) == 0
+    assert storages(engine, OffloadStateTypeEnum.lp_grads) == sizes[OffloadStateTypeEnum.lp_grads]
+    engine.offload_states(device=place)  # the rest; what is away stays away
+    engine.offload_states(device=place)  # nothing is left
+    assert all_storages(engine) == dict.fromkeys(OffloadStateTypeEnum, 0)
+    for call in (
+        lambda: engine(*batch(0, 0, rank, 0)),
+        engine.step,
+        lambda: engine.save_checkpoint(f"{folder}/checkpoint"),
+        lambda: engine.save_16bit_model(folder),
+        lambda: engine.save_model(folder),
+    ):
+        assert "have been offloaded" in failure(call, StateError)
+    # One descriptor through the page cache and one past it, for each of the two calls that moved something.
+    is_filed = place is OffloadDeviceEnum.nvme
+    assert bool(files_in(folder)) == is_filed, files_in(folder)
+    assert os.listdir(folder) == [], "the file has a name"
+    engine.reload_states()
+    assert all_storages(engine) == sizes
+    engine.reload_states()  # nothing to bring back
+    assert files_in(folder) == []
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("world, stage", [(1, 1), (2, 0), (2, 2), (2, 3)])
 def test_out_and_back(world: int, stage: int, dtype: str) -> None:
-    run_ranks(world, body, stage, dtype)
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(world, body, stage, dtype, folder)
 
 
-def close_body(rank: int, world: int) -> None:
-    model = make_model(TRAITS["plain"])
-    engine = deepspeed_c.initialize(model=model, config=make_config(3, "bf16", 1, {}))[0]
-    train(engine, rank, range(1))
-    before = whole_params(model)
-    engine.offload_states()
-    engine.close()
-    for name, value in whole_params(model).items():
-        assert torch.equal(value, before[name]), f"{name}: {value} != {before[name]}"
+def close_body(rank: int, world: int, folder: str) -> None:
+    for place in ("cpu", "nvme"):
+        engine = make(3, "bf16", folder)
+        train(engine, rank, range(1))
+        before = whole_params(engine.module)
+        engine.offload_states(device=place)
+        module = engine.module
+        engine.close()
+        assert files_in(folder) == []
+        for name, value in whole_params(module).items():
+            assert torch.equal(value, before[name]), f"{place}: {name}: {value} != {before[name]}"
 
 
 def test_closed_while_states_are_away() -> None:
-    run_ranks(2, close_body)
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(2, close_body, folder)
+
+
+def refusals(rank: int, world: int, folder: str) -> None:
+    with make(2, "bf16") as engine, pytest.raises(ConfigError, match="names no folder on NVMe"):
+        engine.offload_states(device="nvme")
+    # One of the ranks has no room: all of them refuse, and go on.
+    with make(2, "bf16", folder) as engine:
+        want = train(engine, rank, range(4))
+    with make(2, "bf16", folder) as engine:
+        losses = train(engine, rank, range(2))
+        whole_pages = offload.whole_pages
+        if rank == 1:
+            offload.whole_pages = lambda n_bytes: 1 << 55
+        try:
+            said = failure(lambda: engine.offload_states(device="nvme"), ConfigError)
+        finally:
+            offload.whole_pages = whole_pages
+        assert "bytes (" in said and "cannot be reserved" in said and "are free" in said, said
+        assert ("rank 1 on" in said) == (rank == 0), said
+        shutil.rmtree(folder) if rank == 0 else None
+        engine._comm.barrier()
+        with open(folder, "w") if rank == 0 else open(os.devnull):
+            engine._comm.barrier()
+        assert "cannot be used" in failure(lambda: engine.offload_states(device="nvme"), ConfigError)
+        engine._comm.barrier()
+        if rank == 0:
+            os.remove(folder)
+            os.mkdir(folder)
+        engine._comm.barrier()
+        assert not engine._offloaded.kinds and files_in(folder) == []
+        assert losses + train(engine, rank, range(2, 4)) == want
+
+
+def test_without_a_folder_or_room() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(2, refusals, os.path.join(folder, "nvme"))
+
+
+EVERYTHING = {"bad_begin": 0, "bad_end": 1 << 40}
+
+
+def failing(rank: int, world: int, folder: str) -> None:
+    offload.PIECE_BYTES = 100
+    try:
+        with faults(seed=rank) as broken:
+            with make(3, "bf16", folder) as engine:
+                want = train(engine, rank, range(6))
+            with make(3, "bf16", folder, aio={"checksum": True}) as engine:
+                losses = train(engine, rank, range(2))
+                sizes = all_storages(engine)
+                # Rank 1 cannot write a part: nothing has moved on any rank.
+                broken.set(**({"full_at": 3 * 4096} if rank == 1 else {}))
+                said = failure(lambda: engine.offload_states(device="nvme"), OffloadError)
+                assert "could not be written" in said or "failed" in said, said
+                assert all_storages(engine) == sizes and not engine._offloaded.kinds and files_in(folder) == []
+                broken.set()
+                losses += train(engine, rank, range(2, 4))
+
+                # Rank 0 cannot read, and then reads what was not written; all ranks hear of it, and the states wait.
+                engine.offload_states(device="nvme")
+                for plan in (EVERYTHING, {"flip_chance": 1000}):
+                    broken.set(**(plan if rank == 0 else {}))
+                    said = failure(engine.reload_states, OffloadError)
+                    assert "call reload_states() again" in said if rank == 0 else "rank 0 on" in said, said
+                broken.set(short_chance=500, reorders=True)
+                engine.reload_states()
+                assert all_storages(engine) == sizes and files_in(folder) == []
+                broken.set()
+                losses += train(engine, rank, range(4, 6))
+                assert losses == want, f"{losses} != {want}"
+
+                # Closed over a device that is gone: an error, weights that read NaN, and nothing left open.
+                engine.offload_states(device="nvme")
+                module = engine.module
+                broken.set(**EVERYTHING)
+                assert "failed" in failure(engine.destroy, Exception)
+                assert files_in(folder) == []
+                weights = whole_params(module)
+                assert any(value.isnan().all() for value in weights.values()), weights
+    finally:
+        offload.PIECE_BYTES = PIECE_BYTES
+
+
+def test_a_device_that_fails() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(2, failing, folder)

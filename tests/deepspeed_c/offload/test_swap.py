@@ -35,6 +35,12 @@ def new_tensor(n: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     return torch.randint(0, 200, (n,), generator=generator).to(dtype)
 
 
+def open_file(folder) -> int:
+    """Another descriptor of the one file in ``folder``, which has no name."""
+    links = (os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
+    return os.open(next(link for link in links if os.path.realpath(link).startswith(f"{folder}/")), os.O_RDWR)
+
+
 def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
@@ -128,7 +134,9 @@ def test_a_flipped_byte_names_the_tensor(tmp_path):
     tensors = [Tagged(torch.arange(3000.0) + i, f"exp_avg of layers.{i}.weight") for i in range(3)]
     store.send(tensors)
     store.wait()
-    os.pwrite(store._descriptor, b"\x55", PAGE_BYTES * 3 + 1234)  # within the second
+    file = open_file(tmp_path)
+    os.pwrite(file, b"\x55", PAGE_BYTES * 3 + 1234)  # within the second
+    os.close(file)
     with pytest.raises(
         OffloadError, match=r"exp_avg of layers\.1\.weight: its 12000 bytes at offset 12288 are not those"
     ) as caught:
@@ -146,10 +154,21 @@ def test_a_file_that_was_made_shorter_is_an_error(tmp_path):
     tagged = Tagged(torch.arange(5000.0), "masters of x")
     store.send([tagged])
     store.wait()
-    os.ftruncate(store._descriptor, 8192)
+    file = open_file(tmp_path)
+    os.ftruncate(file, 8192)
+    os.close(file)
     with pytest.raises(OffloadError, match="masters of x"):
         store.bring([tagged])
     store.close()
+
+
+def test_no_descriptor_is_left_of_a_store_that_nobody_closes(tmp_path):
+    before = descriptors()
+    make(tmp_path).send([Tagged(torch.ones(5000), "masters of x")])
+    with pytest.raises(ValueError):
+        make(tmp_path, backend="no such one")
+    gc.collect()
+    assert descriptors() == before, f"{descriptors()} and {before} descriptors"
 
 
 def test_what_could_not_be_written_is_still_in_memory(tmp_path, monkeypatch):
