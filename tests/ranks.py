@@ -14,6 +14,7 @@
 the ranks of every group from there (it never runs an operator, hence owns no threads that a fork would lose).
 A group of ranks then costs milliseconds, and killing one after a failure is cheap. The zygote is the parent of all
 ranks: when its connection to the test session closes, for whatever reason, it kills every process group that it made.
+What other packages take seconds to import is named by ``preload``: such groups come from a zygote of their own.
 """
 
 from __future__ import annotations
@@ -83,6 +84,7 @@ def run_ranks(
     timeout: float = 60.0,
     fresh: bool = False,
     grace: float = GRACE_SECONDS,
+    preload: str = "",
 ) -> list[Any]:
     """Calls ``fn(rank, world, *args)`` on every rank of a gloo group and returns the results by rank.
 
@@ -90,20 +92,20 @@ def run_ranks(
     default dtype, the environment and working directory that the group was started with, and with ``torch.distributed``
     initialised. ``fresh=True`` gives the call a group of its own, which ends with it: for bodies that kill ranks or
     change global state. ``timeout`` (seconds) covers the whole call; when it is over, ranks that are still busy dump
-    their stacks and are killed. After one rank has failed, the others get ``grace`` seconds. Raises ``RanksFailed``;
-    the next call finds a new group.
+    their stacks and are killed. After one rank has failed, the others get ``grace`` seconds. ``preload`` names a module
+    that was imported before the ranks were forked. Raises ``RanksFailed``; the next call finds a new group.
     """
     if "<" in fn.__qualname__ or "." in fn.__qualname__:
         raise TypeError(f"{fn.__qualname__} is not a top-level function, so a rank cannot import it")
     if fresh:
-        group = _Group(world)
+        group = _Group(world, preload)
         try:
             return group.call(fn, args, timeout, grace)
         finally:
             group.stop()
-    group = _groups.get(world)
+    group = _groups.get((world, preload))
     if group is None or not group.is_usable:
-        group = _groups[world] = _Group(world)
+        group = _groups[world, preload] = _Group(world, preload)
     try:
         return group.call(fn, args, timeout, grace)
     finally:
@@ -112,14 +114,12 @@ def run_ranks(
 
 
 def stop_ranks() -> None:
-    """Ends every group and the zygote. The next ``run_ranks`` starts anew."""
-    global _zygote
+    """Ends every group and every zygote. The next ``run_ranks`` starts anew."""
     for group in _groups.values():
         group.stop()
     _groups.clear()
-    if _zygote is not None:
-        _zygote.stop()
-        _zygote = None
+    while _zygotes:
+        _zygotes.popitem()[1].stop()
 
 
 # ---- in the test session -------------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ def stop_ranks() -> None:
 class _Zygote:
     """The session's end of the process that forks ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, preload: str) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         env = dict(os.environ)
         # Ranks share the machine with each other and with other test sessions; and a BLAS that starts threads
@@ -138,7 +138,7 @@ class _Zygote:
         env["PYTHONUNBUFFERED"] = "1"
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).resolve()), str(theirs.fileno())],
+                [sys.executable, str(Path(__file__).resolve()), str(theirs.fileno()), preload],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=env,
@@ -181,14 +181,12 @@ class _Zygote:
 class _Group:
     """``world`` ranks with one process group; usable until one of them fails."""
 
-    def __init__(self, world: int) -> None:
-        global _zygote
-        if _zygote is not None and not _zygote.is_alive:
-            _zygote.stop()
-            _zygote = None
-        if _zygote is None:
-            _zygote = _Zygote()
-        self._zygote = _zygote
+    def __init__(self, world: int, preload: str) -> None:
+        if preload in _zygotes and not _zygotes[preload].is_alive:
+            _zygotes.pop(preload).stop()
+        if preload not in _zygotes:
+            _zygotes[preload] = _Zygote(preload)
+        self._zygote = _zygotes[preload]
         self.world = world
         self.is_usable = True
         self._pid_of_session = os.getpid()
@@ -302,8 +300,8 @@ class _Group:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-_groups: dict[int, _Group] = {}
-_zygote: _Zygote | None = None
+_groups: dict[tuple[int, str], _Group] = {}  # by number of ranks and what was preloaded
+_zygotes: dict[str, _Zygote] = {}  # by what was preloaded
 atexit.register(stop_ranks)
 
 
@@ -316,9 +314,17 @@ def _free_port() -> int:
 
 # ---- in the zygote -------------------------------------------------------------------------------------------------
 
+_preloaded_path: list[str] = []  # what the preloaded module has put on sys.path, for its ranks to keep
 
-def _zygote_main(control: socket.socket) -> None:
+
+def _zygote_main(control: socket.socket, preload: str) -> None:
     import torch.distributed  # noqa: F401  what every rank would import
+
+    if preload:
+        sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+        before = list(sys.path)
+        importlib.import_module(preload)
+        _preloaded_path.extend(entry for entry in sys.path if entry not in before)
 
     # What is there now lives as long as the ranks: collecting garbage before each body need not look at it (0.1 s
     # a call), and the pages stay shared.
@@ -450,7 +456,7 @@ def _clean(torch: Any, cwd: str, environment: dict[str, str]) -> None:
 def _import(where: tuple[str, str | None, str], path: list[str]) -> Callable[..., Any]:
     """The function by module and name; a test file that no path leads to is loaded from its file under that name."""
     name, file, qualname = where
-    sys.path[:] = path
+    sys.path[:] = [*_preloaded_path, *path]
     module = sys.modules.get(name)
     if module is None or (file and os.path.abspath(getattr(module, "__file__", None) or "") != file):
         sys.modules.pop(name, None)
@@ -485,4 +491,4 @@ def _timedelta(seconds: float) -> Any:
 
 if __name__ == "__main__":
     # Under its importable name, so that what is pickled here is found there and the other way round.
-    _zygote_main(socket.socket(fileno=int(sys.argv[1])))
+    _zygote_main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])

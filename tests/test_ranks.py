@@ -43,6 +43,10 @@ def environment(rank, world):
     return [os.environ[name] for name in names], int(os.environ["MASTER_PORT"])
 
 
+def has_preloaded(rank, world):
+    return "colorsys" in sys.modules
+
+
 def dirty(rank, world):
     torch.manual_seed(7)
     torch.set_num_threads(2)
@@ -266,15 +270,20 @@ def test_group_with_changed_process_groups_is_not_reused(body):
     assert not set(run_ranks(2, pid)) & set(old)
 
 
+def test_a_preloaded_module_is_there_in_its_ranks_only():
+    assert run_ranks(2, has_preloaded, preload="colorsys") == [True, True]
+    assert run_ranks(2, has_preloaded) == [False, False]
+    assert not set(run_ranks(2, pid)) & set(run_ranks(2, pid, preload="colorsys"))
+
+
 def test_all_ends_when_the_session_is_killed(tmp_path):
     script = tmp_path / "session.py"
     script.write_text(
         "import time\n"
-        "from tests.ranks import run_ranks, _zygote\n"
+        "from tests.ranks import run_ranks, _zygotes\n"
         "from tests.test_ranks import pid\n"
         "pids = run_ranks(2, pid)\n"
-        "import tests.ranks\n"
-        "print(*pids, tests.ranks._zygote._process.pid, flush=True)\n"
+        "print(*pids, _zygotes['']._process.pid, flush=True)\n"
         "time.sleep(1000)\n"
     )
     env = dict(os.environ, PYTHONPATH=str(ROOT))
