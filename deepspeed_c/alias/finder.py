@@ -14,6 +14,9 @@ from deepspeed_c.errors import MissingModuleError, MissingNameError
 
 __all__ = ["AliasedModule", "adopt", "install_finders", "is_active", "upstream_attribute"]
 
+# What an error says that has nothing better to say.
+ELSEWHERE = "docs/compatibility.md of deepspeed_c's source lists what is here, what differs and what is not yet"
+
 OURS, UPSTREAM = "deepspeed_c", "deepspeed"
 _PACKAGE = sys.modules[OURS]
 
@@ -27,9 +30,9 @@ def is_active() -> bool:
 
 
 def _upstream_names(module: str) -> list[str]:
-    """What DeepSpeed calls our module; ``module`` itself where the module is made of names only."""
-    names = [upstream for upstream, ours in MODULES.items() if ours == module]
-    return names or [module.replace(OURS, UPSTREAM, 1) if module.split(".")[0] == OURS else module]
+    """What DeepSpeed calls our module, shortest first; ``module`` itself where the module is made of names only."""
+    names = sorted((upstream for upstream, ours in MODULES.items() if ours == module), key=len)
+    return names or [UPSTREAM + module.removeprefix(OURS) if module.split(".")[0] == OURS else module]
 
 
 class AliasedModule(types.ModuleType):
@@ -48,7 +51,7 @@ class AliasedModule(types.ModuleType):
                 return value
         if name.startswith("__"):  # asked for by Python and by tools, by way of trial
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        _refuse(MissingNameError, names[0], name)
+        _refuse(MissingNameError, name, *names)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -85,17 +88,19 @@ def upstream_attribute(upstream: str, name: str) -> Any:
     """
     if ours := NAMES.get(upstream, {}).get(name):
         module, _, attribute = ours.partition(":")
-        return getattr(importlib.import_module(module), attribute)
+        found = importlib.import_module(module)
+        return getattr(found, attribute) if attribute else found
     if f"{upstream}.{name}" in _KNOWN:
         return importlib.import_module(f"{upstream}.{name}")
-    _refuse(MissingNameError, upstream, name)
+    _refuse(MissingNameError, name, upstream)
 
 
-def _refuse(kind: type[MissingNameError | MissingModuleError], upstream: str, name: str) -> NoReturn:
-    path = f"{upstream}.{name}"
-    prefixes = [".".join(path.split(".")[:n]) for n in range(path.count(".") + 1, 0, -1)]
-    fix = next((ABSENT[prefix] for prefix in prefixes if prefix in ABSENT), "")
-    raise kind("is not part of this version of deepspeed_c", where=path, fix=fix)
+def _refuse(kind: type[MissingNameError | MissingModuleError], name: str, *modules: str) -> NoReturn:
+    """Raises the error for a name in a module that DeepSpeed has under these paths."""
+    paths = [f"{module}.{name}" for module in modules]
+    prefixes = [".".join(path.split(".")[:n]) for path in paths for n in range(path.count(".") + 1, 1, -1)]
+    fix = next((ABSENT[prefix] for prefix in sorted(prefixes, key=len, reverse=True) if prefix in ABSENT), ELSEWHERE)
+    raise kind("is not part of this version of deepspeed_c", where=paths[0], fix=fix)
 
 
 class _Loader:
@@ -127,7 +132,7 @@ def _our_module(upstream: str) -> str | None:
     above = sys.modules[parent]  # imported before what is below it
     if above.__name__ == same.rpartition(".")[0] and PathFinder.find_spec(same, list(above.__path__)):
         return same
-    _refuse(MissingModuleError, parent, name)
+    _refuse(MissingModuleError, name, parent)
 
 
 class AliasFinder:
@@ -151,11 +156,10 @@ class MissingFinder:
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         parent, _, last = name.rpartition(".")
         if name.startswith(f"{OURS}.") and is_active() and isinstance(sys.modules.get(parent), _ADOPTED):
-            upstream = UPSTREAM if parent == OURS else _upstream_names(parent)[0]
             try:
-                _refuse(MissingModuleError, upstream, last)
+                _refuse(MissingModuleError, last, *_upstream_names(parent))
             except MissingModuleError as error:
-                error.name = f"{upstream}.{last}" if upstream != parent else None
+                error.name = error.where  # under DeepSpeed's name: see AliasFinder
                 raise
 
 

@@ -242,6 +242,8 @@ WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, and stops all whe
   deepspeed_c --include localhost:0,2 --module package.train
 
 Other commands:
+  deepspeed_c run COMMAND ...     run a command whose processes all see deepspeed_c as `deepspeed` (Hugging Face, Lightning)
+  eval "$(deepspeed_c env)"       the same for a shell
   deepspeed_c report              what was built, what was found on this machine, versions
   deepspeed_c config show FILE    every value of a configuration and where it comes from
   deepspeed_c config check FILE   what is wrong with a configuration
@@ -259,7 +261,7 @@ n ended it, and when signal n ended the launcher), 2 when nothing could be start
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="deepspeed_c",
-        usage="deepspeed_c [OPTIONS] SCRIPT [ARGS ...]\n       deepspeed_c report | config | plan | checkpoint | io",
+        usage="deepspeed_c [OPTIONS] SCRIPT [ARGS ...]\n       deepspeed_c run | env | report | config | plan | checkpoint | io",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=_HelpFormatter,
