@@ -18,10 +18,11 @@ from deepspeed_c.engine.build import OptimizerFactory, build_optimizer
 from deepspeed_c.engine.consistency import broadcast_model, check_same_model, check_same_text
 from deepspeed_c.engine.engine import DeepSpeedEngine
 from deepspeed_c.engine.precision import Precision
-from deepspeed_c.engine.shard import shard_model
+from deepspeed_c.engine.shard import lay_out_untrained, shard_model
 from deepspeed_c.errors import ConfigError, FeatureError, ModelError
 from deepspeed_c.logging import log_dist, set_level
-from deepspeed_c.zero.layout import Layout, gather_for_good, lay_out, mark_leaves
+from deepspeed_c.utils import groups
+from deepspeed_c.zero.layout import Layout, gather_for_good
 from deepspeed_c.zero.optimizer import ZeroOptimizer
 from deepspeed_c.zero.partition_parameters import Init, materialize
 from deepspeed_c.zero.stages import STAGES
@@ -82,6 +83,8 @@ def initialize(
     if dist_init_required is not False and not is_initialized():
         init_distributed(distributed_port=distributed_port)
     comm = Collectives(group=_data_parallel_group(mpu))
+    if mpu is not None:
+        groups.initialize(mpu=mpu)
     settings = load_config(source, world_size=comm.world_size)
     set_level(settings.log_level)
     watch(comm, settings.collective_timeout_s)
@@ -106,8 +109,7 @@ def initialize(
     if base is not None:
         zero_optimizer, layout = shard_model(model, base, settings, precision, comm)
     elif sharding.parameters:
-        mark_leaves(model, settings)
-        layout = lay_out(model, [], settings, precision, comm)
+        layout = lay_out_untrained(model, settings, precision, comm)
     placed = {id(slot.param) for unit in (*layout.trained, *layout.frozen) for slot in unit.slots}
     precision.cast_frozen(model, placed)
     # The weights as they were given are gone now; the allocator may keep their memory unless it is told to return it.

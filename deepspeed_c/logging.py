@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import sys
 from collections.abc import Collection
+from typing import Any
 
 from .env import read_env
 from .errors import ConfigError
 
-__all__ = ["log_dist", "logger", "set_level", "set_rank"]
+__all__ = [
+    "get_current_level",
+    "get_dist_msg",
+    "get_log_level_from_string",
+    "log_dist",
+    "log_dist_once",
+    "logger",
+    "print_configuration",
+    "print_dist",
+    "print_json_dist",
+    "set_level",
+    "set_log_level_from_string",
+    "set_rank",
+    "should_log_le",
+    "warning_once",
+]
 
 LEVELS = {
     "debug": logging.DEBUG,
@@ -118,8 +135,7 @@ def log_dist(message: str, ranks: Collection[int] | None = None, level: int = lo
 
     A rank that is named says it also where it would keep to warnings by default; a level that the user asked for holds.
     """
-    wanted = (0,) if ranks is None else ranks
-    if _settings.rank not in wanted and -1 not in wanted:
+    if not _is_named(ranks):
         return
     is_default = logger.level == logging.WARNING and _settings.asked is None and _settings.rank != 0
     if logger.isEnabledFor(level) or (is_default and level >= logging.INFO):
@@ -129,6 +145,88 @@ def log_dist(message: str, ranks: Collection[int] | None = None, level: int = lo
             logger.name, level, frame.f_code.co_filename, frame.f_lineno, message, (), None, frame.f_code.co_name
         )
         logger.handle(record)
+
+
+def _is_named(ranks: Collection[int] | None) -> bool:
+    wanted = (0,) if ranks is None else ranks
+    return _settings.rank in wanted or -1 in wanted
+
+
+# -- what DeepSpeed's module of this name has besides -------------------------------------------------------------------
+
+
+def get_dist_msg(message: str, ranks: Collection[int] | None = None) -> str | None:
+    """``message`` with this rank in front, or None on a rank that ``ranks`` (as in ``log_dist``) does not name."""
+    return f"[Rank {_settings.rank}] {message}" if _is_named(ranks) else None
+
+
+def print_dist(message: str, ranks: Collection[int] | None = None) -> None:
+    """Prints ``message`` on the given ranks (as in ``log_dist``), whatever the level."""
+    text = get_dist_msg(message, ranks)
+    if text is not None:
+        print(text)
+
+
+def log_dist_once(message: str, ranks: Collection[int] | None = None, level: int = logging.INFO) -> None:
+    """``log_dist``, but each message once in a process."""
+    _log_once(message, None if ranks is None else frozenset(ranks), level)
+
+
+@functools.cache
+def _log_once(message: str, ranks: frozenset[int] | None, level: int) -> None:
+    log_dist(message, ranks, level)
+
+
+@functools.cache
+def warning_once(*args: Any, **kwargs: Any) -> None:
+    """``logger.warning``, but with the same arguments once in a process."""
+    logger.warning(*args, **kwargs)
+
+
+def print_json_dist(message: dict[str, Any], ranks: Collection[int] | None = None, path: str | None = None) -> None:
+    """Writes ``message`` and this rank's number as one JSON object to the file ``path``, on the given ranks (as in ``log_dist``).
+
+    Raises ConfigError without a path.
+    """
+    if path is None:
+        raise ConfigError("no file is named", where="print_json_dist(path=...)", fix="pass the path of a file")
+    if _is_named(ranks):
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({**message, "rank": _settings.rank}, file)
+
+
+def print_configuration(args: Any, name: str) -> None:
+    """Logs the attributes of ``args``, sorted by name, under the heading ``name``."""
+    logger.info("%s:", name)
+    for key in sorted(vars(args)):
+        logger.info("  %s %s", f"{key} ".ljust(30, "."), getattr(args, key))
+
+
+def get_log_level_from_string(log_level_str: str) -> int:
+    """The number of a level by name: "debug", "info", "warning", "error", "critical". Raises ConfigError (a ValueError) for another."""
+    if not isinstance(log_level_str, str):
+        raise ConfigError(f"{log_level_str!r} is not a level", where="log level", fix=f"use one of {', '.join(LEVELS)}")
+    return _level(log_level_str, "log level")
+
+
+def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
+    """Sets the level of the package's logger as ``set_level`` does, or of ``custom_logger`` and its handlers. Raises ConfigError as above."""
+    level = get_log_level_from_string(log_level_str)
+    if custom_logger is None:
+        set_level(level)
+        return
+    for each in (custom_logger, *custom_logger.handlers):
+        each.setLevel(level)
+
+
+def get_current_level() -> int:
+    """The level that holds on this rank."""
+    return logger.getEffectiveLevel()
+
+
+def should_log_le(max_log_level_str: str) -> bool:
+    """Whether the present level is at most that of the given name, so that such messages are shown. Raises ConfigError."""
+    return get_current_level() <= get_log_level_from_string(max_log_level_str)
 
 
 def _level(level: str | int, where: str) -> int:

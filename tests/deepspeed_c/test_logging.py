@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -130,3 +131,49 @@ def test_logger_is_an_ordinary_one():
     from deepspeed_c.logging import logger
 
     assert type(logger) is logging.Logger and logger.name == "deepspeed_c"
+
+
+def test_what_deepspeeds_module_has_besides(tmp_path):
+    """In another process, as ranks and levels are the process's."""
+    path = tmp_path / "said.json"
+    before = (
+        "import json, logging, types\n"
+        "import deepspeed_c.logging as own\n"
+        "from deepspeed_c.errors import ConfigError\n"
+        "assert own.get_dist_msg('x') is None and own.get_dist_msg('x', [1]) == own.get_dist_msg('x', [-1]) == '[Rank 1] x'\n"
+        "own.print_dist('not here', [0]); own.print_dist('printed', [1])\n"
+        "for _ in range(3): own.log_dist_once('once', [1]); own.log_dist_once('once', [0, 1]); own.warning_once('twice %d', 2)\n"
+        f"own.print_json_dist({{'loss': 0.5}}, ranks=[1], path={str(path)!r})\n"
+        f"own.print_json_dist({{'loss': 9}}, ranks=[0], path={str(path)!r})\n"
+        "assert own.get_current_level() == logging.WARNING and own.should_log_le('error') and not own.should_log_le('info')\n"
+        "own.set_log_level_from_string('INFO')\n"
+        "assert own.get_current_level() == logging.INFO and own.should_log_le('info')\n"
+        "own.print_configuration(types.SimpleNamespace(lr=0.1, beta=2), 'settings')\n"
+        "other = logging.Logger('other'); other.addHandler(logging.NullHandler())\n"
+        "own.set_log_level_from_string('error', other)\n"
+        "assert other.level == other.handlers[0].level == logging.ERROR and own.get_current_level() == logging.INFO\n"
+        "for wrong in (lambda: own.get_log_level_from_string('loud'), lambda: own.should_log_le(3), lambda: own.print_json_dist({})):\n"
+        "    try: wrong()\n"
+        "    except ConfigError: continue\n"
+        "    raise SystemExit('nothing was raised')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", before],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "RANK": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[Rank 1] printed\n"
+    lines = [line.split("] ")[-1] for line in done.stderr.splitlines()]
+    assert lines == [
+        "once",
+        "once",
+        "twice 2",
+        "settings:",
+        "  beta " + "." * 25 + " 2",
+        "  lr " + "." * 27 + " 0.1",
+    ], lines
+    assert json.loads(path.read_text()) == {"loss": 0.5, "rank": 1}

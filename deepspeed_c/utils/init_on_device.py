@@ -1,0 +1,38 @@
+"""A model constructed in a given dtype on a given device, the meta device above all."""
+
+from __future__ import annotations
+
+import torch
+from typing_extensions import Self
+
+from deepspeed_c.errors import StateError
+
+__all__ = ["OnDevice"]
+
+
+class OnDevice:
+    """Context in which modules and tensors are made on ``device``, and in ``dtype`` where they are of floating point.
+
+    What is made with a device or dtype of its own keeps it. ``enabled=False`` makes the context do nothing. Raises StateError when it is entered
+    while it is open.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device | str = "meta", enabled: bool = True) -> None:
+        self.dtype, self.device, self.enabled = dtype, device, enabled
+        self._outer: tuple[torch.device, torch.dtype] | None = None
+
+    def __enter__(self) -> Self:
+        if self.enabled:
+            if self._outer is not None:
+                raise StateError("the context is open already", where="OnDevice", fix="make another one to nest them")
+            place = torch.device(self.device)
+            place.__enter__()
+            self._outer = place, torch.get_default_dtype()
+            torch.set_default_dtype(self.dtype)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._outer is not None:
+            (place, dtype), self._outer = self._outer, None
+            torch.set_default_dtype(dtype)
+            place.__exit__(*exception)

@@ -1,0 +1,291 @@
+"""Small helpers that training scripts import from ``deepspeed.runtime.utils``; nothing in this package needs them."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deepspeed_c import comm
+from deepspeed_c.accelerator import get_accelerator
+from deepspeed_c.errors import StateError
+from deepspeed_c.profile.timers import see_memory_usage
+from deepspeed_c.utils import groups
+from deepspeed_c.zero.sharded import ZeroParamStatus
+
+__all__ = [
+    "align_dense_tensors",
+    "call_to_str",
+    "clip_grad_norm_",
+    "clip_tensors_by_global_norm",
+    "compare_tensors_in_structures",
+    "copy_to_device",
+    "empty_cache",
+    "ensure_directory_exists",
+    "filter_empty_parameters",
+    "get_checkpoint_folder_size",
+    "get_global_norm",
+    "get_global_norm_of_tensors",
+    "get_inactive_params",
+    "get_ma_status",
+    "get_only_unique_item",
+    "get_tensor_bytes",
+    "get_weight_norm",
+    "is_model_parallel_parameter",
+    "move_to_device",
+    "partition_uniform",
+    "prefix_sum_inc",
+    "see_memory_usage",
+    "set_random_seed",
+]
+
+
+# -- tensors in lists, tuples and dictionaries --------------------------------------------------------------------------
+
+
+def _map(item: Any, function: Callable[[Any], Any], is_leaf: Callable[[Any], bool]) -> Any:
+    if is_leaf(item):
+        return function(item)
+    if isinstance(item, (list, tuple)):
+        return type(item)(_map(each, function, is_leaf) for each in item)
+    if isinstance(item, dict):
+        return {key: _map(each, function, is_leaf) for key, each in item.items()}
+    return item
+
+
+def copy_to_device(item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool]) -> Any:
+    """``item`` (a tensor, or lists, tuples and dictionaries of them) with what fits the criterion copied to ``device``, the rest as it is."""
+    return _map(item, lambda tensor: tensor.to(device), criterion_func)
+
+
+def move_to_device(item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool] | None = None) -> Any:
+    """``item`` with its tensors on ``device``. With a criterion, what fits is moved in place (a parameter stays the same object) and the rest stays."""
+    if criterion_func is None:
+        return _map(item, lambda tensor: tensor.to(device), torch.is_tensor)
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        tensor.data = tensor.data.to(device)
+        return tensor
+
+    return _map(item, move, criterion_func)
+
+
+def get_tensor_bytes(item: Any) -> int:
+    """Bytes of the elements of all tensors in ``item``."""
+    if torch.is_tensor(item):
+        return item.numel() * item.element_size()
+    parts = item.values() if isinstance(item, dict) else item if isinstance(item, (list, tuple)) else ()
+    return sum(map(get_tensor_bytes, parts))
+
+
+def compare_tensors_in_structures(inputs1: list[Any] | dict[Any, Any], inputs2: list[Any] | dict[Any, Any]) -> bool:
+    """Whether two lists, or two dictionaries, hold equal values, tensors by their elements on whatever device."""
+    if type(inputs1) is not type(inputs2) or len(inputs1) != len(inputs2):
+        return False
+    if isinstance(inputs1, dict):
+        return inputs1.keys() == inputs2.keys() and all(_equal(inputs1[key], inputs2[key]) for key in inputs1)
+    return isinstance(inputs1, list) and all(map(_equal, inputs1, inputs2))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if torch.is_tensor(one) and torch.is_tensor(other):
+        return torch.equal(one, other.to(one.device))
+    return not torch.is_tensor(one) and not torch.is_tensor(other) and one == other
+
+
+def align_dense_tensors(tensor_list: list[torch.Tensor], alignment: int) -> list[torch.Tensor]:
+    """The list, with a tensor of zeros at its end where its elements are not a multiple of ``alignment``."""
+    missing = -sum(t.numel() for t in tensor_list) % alignment
+    return [*tensor_list, tensor_list[0].new_zeros(missing)] if missing else tensor_list
+
+
+# -- norms --------------------------------------------------------------------------------------------------------------
+
+
+def get_global_norm(norm_list: Iterable[float]) -> float:
+    """The L2 norm of what has these L2 norms in parts."""
+    return math.hypot(*norm_list)
+
+
+def is_model_parallel_parameter(p: torch.Tensor) -> bool:
+    """Whether Megatron has marked the parameter as one of which each rank holds another part."""
+    return bool(getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False))
+
+
+def _norm(tensors: Sequence[torch.Tensor], norm_type: float, group: Any) -> torch.Tensor:
+    """The norm of all tensors as one vector, over the ranks of ``group`` if there is one: an fp32 scalar where the first tensor lies; -1 for inf and NaN."""
+    device = tensors[0].device if tensors else torch.device(get_accelerator().current_device_name())
+    norms = [torch.linalg.vector_norm(t.detach(), norm_type, dtype=torch.float32).to(device) for t in tensors]
+    total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), device=device)
+    if group is not None:
+        is_max = math.isinf(norm_type)
+        total = total if is_max else total.pow(norm_type)
+        comm.all_reduce(total, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
+        total = total if is_max else total.pow(1 / norm_type)
+    return torch.where(torch.isfinite(total), total, -1.0)
+
+
+def _model_parallel(mpu: Any) -> Any:
+    return None if mpu is None else mpu.get_model_parallel_group()
+
+
+def _counted(parameters: Iterable[torch.Tensor], mpu: Any) -> list[torch.Tensor]:
+    """Those that this rank counts: what all model-parallel ranks hold alike, the first of them does."""
+    is_first = mpu is None or mpu.get_model_parallel_rank() == 0
+    return [p for p in parameters if is_first or is_model_parallel_parameter(p)]
+
+
+def get_global_norm_of_tensors(
+    input_tensors: Sequence[torch.Tensor],
+    norm_type: float = 2,
+    mpu: Any = None,
+    use_graph: bool = False,
+    moe_ep_group: Any = None,
+) -> torch.Tensor:
+    """The norm of the tensors as one vector, a scalar tensor; -1 for inf and NaN.
+
+    With ``mpu`` over its model-parallel ranks, with ``moe_ep_group`` over that group too. ``use_graph`` changes nothing.
+    """
+    total = _norm(input_tensors, float(norm_type), _model_parallel(mpu))
+    return total if moe_ep_group is None else _norm([total], float(norm_type), moe_ep_group)
+
+
+def clip_tensors_by_global_norm(
+    input_tensors: Sequence[torch.Tensor],
+    max_norm: float = 1.0,
+    global_norm: float | torch.Tensor | None = None,
+    mpu: Any = None,
+    eps: float = 1e-6,
+    use_graph: bool = False,
+) -> float | torch.Tensor:
+    """Scales the tensors, in place, so that their global norm is at most ``max_norm``; returns the norm before. ``use_graph`` changes nothing.
+
+    A norm that is inf or NaN (-1) leaves them as they are.
+    """
+    if global_norm is None:
+        global_norm = get_global_norm_of_tensors(input_tensors, mpu=mpu)
+    factor = max_norm / (float(global_norm) + eps)
+    if 0 <= factor < 1:
+        torch._foreach_mul_([t.detach() for t in input_tensors], factor)
+    return global_norm
+
+
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2, mpu: Any = None
+) -> torch.Tensor:
+    """Scales the ``grad`` of the parameters, in place, so that their norm is at most ``max_norm``; returns the norm before, a scalar tensor.
+
+    The norm is over model-parallel ranks (with ``mpu``) and the mean over data-parallel ones. For parameters that no engine trains: an engine keeps no
+    ``grad`` and clips by its configuration.
+    """
+    parameters = [parameters] if torch.is_tensor(parameters) else list(parameters)
+    with_grad = [p for p in parameters if p.grad is not None]
+    total = _norm([p.grad for p in _counted(with_grad, mpu)], float(norm_type), _model_parallel(mpu))
+    if comm.is_initialized():
+        group = groups.get_data_parallel_group()
+        total = total / comm.get_world_size(group)
+        comm.all_reduce(total, group=group)
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for p in with_grad:
+        p.grad.detach().mul_(factor.to(p.grad.device))
+    return total
+
+
+def get_weight_norm(parameters: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 2, mpu: Any = None) -> float:
+    """The norm of the parameters as one vector, with ``mpu`` over its model-parallel ranks; -1 for inf and NaN."""
+    parameters = [parameters] if torch.is_tensor(parameters) else list(parameters)
+    return _norm(_counted(parameters, mpu), float(norm_type), _model_parallel(mpu)).item()
+
+
+# -- parameters ---------------------------------------------------------------------------------------------------------
+
+
+def filter_empty_parameters(params: Any) -> Any:
+    """A list of parameters, or of parameter groups, without parameters that have no elements and groups that have none left."""
+    if not isinstance(params, (list, tuple)) or not params:
+        return params
+    if not isinstance(params[0], dict):
+        return [p for p in params if p.numel() > 0]
+    kept = [{**group, "params": [p for p in group["params"] if p.numel() > 0]} for group in params]
+    return [group for group in kept if group["params"]]
+
+
+def get_inactive_params(param_list: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The sharded parameters among these whose data is not here now."""
+    return [p for p in param_list if getattr(p, "ds_status", None) is ZeroParamStatus.NOT_AVAILABLE]
+
+
+# -- numbers ------------------------------------------------------------------------------------------------------------
+
+
+def prefix_sum_inc(weights: Iterable[float]) -> list[float]:
+    """The sums of the first 1, 2, ... weights."""
+    return list(accumulate(weights))
+
+
+def partition_uniform(num_items: int, num_parts: int) -> list[int]:
+    """Where ``num_parts`` runs of items begin, and the last one ends: each of as many items as the others, the first ones of one more where it must be."""
+    if num_items <= num_parts:
+        return [min(part, num_items) for part in range(num_parts + 1)]
+    each, more = divmod(num_items, num_parts)
+    return [part * each + min(part, more) for part in range(num_parts + 1)]
+
+
+def get_only_unique_item(items: Iterable[Any]) -> Any:
+    """What all ``items`` are. Raises StateError (a RuntimeError) when they differ, or there is none."""
+    items = list(items)
+    if len(set(items)) != 1:
+        raise StateError(f"{items} are not all the same", where="get_only_unique_item", fix="pass equal values")
+    return items[0]
+
+
+def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
+    """``base(1, key='x')`` as text."""
+    return f"{base}({', '.join([*map(repr, args), *(f'{key}={value!r}' for key, value in kwargs.items())])})"
+
+
+# -- the process --------------------------------------------------------------------------------------------------------
+
+
+def set_random_seed(seed: int) -> None:
+    """Seeds the generators of Python, torch and, where it is installed, numpy."""
+    random.seed(seed)
+    torch.manual_seed(seed % 2**63)
+    try:
+        import numpy
+    except ModuleNotFoundError:
+        return
+    numpy.random.seed(seed % 2**32)
+
+
+def ensure_directory_exists(filename: str) -> None:
+    """Makes the folder that the file is to lie in."""
+    os.makedirs(os.path.dirname(os.path.abspath(filename)), exist_ok=True)
+
+
+def get_checkpoint_folder_size(save_dir: str, tag: str, local_rank: int | None = None) -> int:
+    """Bytes of the files below ``save_dir/tag``: on rank 0 the sum of what the ranks see whose ``local_rank`` is 0, one a host. Collective."""
+    size = 0
+    if local_rank == 0:
+        for folder, _, files in os.walk(os.path.join(save_dir, tag)):
+            size += sum(os.path.getsize(os.path.join(folder, file)) for file in files)
+    total = torch.tensor(size, device=get_accelerator().current_device_name())
+    comm.reduce(total, dst=0)
+    return int(total)
+
+
+def get_ma_status() -> int:
+    """Bytes of device memory that are allocated, on rank 0; 0 on the others."""
+    return get_accelerator().memory_allocated() if not comm.is_initialized() or comm.get_rank() == 0 else 0
+
+
+def empty_cache() -> None:
+    """Returns the device's unused memory to the system and begins its peaks anew."""
+    get_accelerator().empty_cache()
+    get_accelerator().reset_peak_memory_stats()
