@@ -34,12 +34,15 @@ MODULES: dict[str, str] = {
     "deepspeed.runtime.dataloader": "deepspeed_c.data.loader",
     "deepspeed.runtime.engine": "deepspeed_c.engine.engine",
     "deepspeed.runtime.lr_schedules": "deepspeed_c.lr_schedules",
+    "deepspeed.runtime.utils": "deepspeed_c.utils.runtime",
     "deepspeed.runtime.zero": "deepspeed_c.zero",
     "deepspeed.runtime.zero.partition_parameters": "deepspeed_c.zero.partition_parameters",
     "deepspeed.utils": "deepspeed_c.utils",
     "deepspeed.utils.comms_logging": "deepspeed_c.comm.log",
     "deepspeed.utils.groups": "deepspeed_c.utils.groups",
+    "deepspeed.utils.init_on_device": "deepspeed_c.utils.init_on_device",
     "deepspeed.utils.logging": "deepspeed_c.logging",
+    "deepspeed.utils.nvtx": "deepspeed_c.utils.nvtx",
     "deepspeed.utils.tensor_fragment": "deepspeed_c.zero.access",
     "deepspeed.utils.timer": "deepspeed_c.profile.timers",
     "deepspeed.utils.z3_leaf_module": "deepspeed_c.zero.leaf",
@@ -86,6 +89,7 @@ NAMES: dict[str, dict[str, str]] = {
     "deepspeed": {
         "DeepSpeedConfigError": "deepspeed_c.errors:ConfigError",
         "DeepSpeedDataLoader": "deepspeed_c.data.loader:DeepSpeedDataLoader",
+        "OnDevice": "deepspeed_c.utils.init_on_device:OnDevice",
         "add_tuning_arguments": "deepspeed_c.lr_schedules:add_tuning_arguments",
         "dist": "deepspeed_c.comm:",
         **_LOGGING,
@@ -128,7 +132,6 @@ NAMES: dict[str, dict[str, str]] = {
         "dist": "deepspeed_c.comm:",
         **_OPTIMIZER_NAMES,
     },
-    "deepspeed.runtime.utils": {"see_memory_usage": "deepspeed_c.profile.timers:see_memory_usage"},
     "deepspeed.runtime.zero.config": {"OffloadDeviceEnum": "deepspeed_c.engine.offload:OffloadDeviceEnum"},
     "deepspeed.runtime.zero.offload_config": {
         "OffloadDeviceEnum": "deepspeed_c.engine.offload:OffloadDeviceEnum",
@@ -147,7 +150,6 @@ NAMES: dict[str, dict[str, str]] = {
         "estimate_zero2_model_states_mem_needs_all_live": f"{_ESTIMATES}:estimate_zero2_model_states_mem_needs_all_live",
         "model_to_params": f"{_ESTIMATES}:model_to_params",
     },
-    "deepspeed.utils": {"is_initialized": "deepspeed_c.comm:is_initialized"},
     "deepspeed.utils.timer": {"trim_mean": "deepspeed_c.comm.log:trim_mean"},
 }
 
@@ -171,7 +173,6 @@ _TILED = "tiled layers come with a later version; stage 3 cuts large weights int
 _MICS = "zero.Init(zero_param_parallel_group=...) shards over a group of ranks"
 _MUON = "use deepspeed_c.ops.muon.Muon, or the optimizer Muon in the configuration"
 _LAYERS = "use the model's own layers, or torch.nn.TransformerEncoderLayer"
-_ON_DEVICE = 'use torch\'s `with torch.device("meta"):`, or deepspeed_c.zero.Init'
 _KEYS_OF_FILES = "the names of entries in DeepSpeed's files; deepspeed_c.checkpoint.open.open_checkpoint reads what stands under them"
 _HELPERS = "a helper of DeepSpeed's engine; the engine has get_global_grad_norm(), offload_states() and reload_states(), torch has clip_grad_norm_"
 _FRAGMENTS = "use safe_get_full_* and safe_set_full_* of deepspeed_c.utils"
@@ -187,7 +188,6 @@ ABSENT: dict[str, str] = {
     "deepspeed.DeepSpeedTransformerConfig": _LAYERS,
     "deepspeed.DeepSpeedTransformerLayer": _LAYERS,
     "deepspeed.InferenceEngine": _INFERENCE,
-    "deepspeed.OnDevice": _ON_DEVICE,
     "deepspeed.PipelineEngine": _PIPELINE,
     "deepspeed.PipelineModule": _PIPELINE,
     "deepspeed.autotuning": "`deepspeed_c plan` says which stage and offload fit, without running anything",
@@ -254,12 +254,9 @@ ABSENT: dict[str, str] = {
     "deepspeed.sequence": _SEQUENCE,
     "deepspeed.set_optimizer_flags": _MUON,
     "deepspeed.tp_model_init": _TENSOR,
-    "deepspeed.utils.OnDevice": _ON_DEVICE,
     "deepspeed.utils.fragment_address": _FRAGMENTS,
     "deepspeed.utils.get_full_hp_grad": _FRAGMENTS,
     "deepspeed.utils.get_full_hp_param": _FRAGMENTS,
-    "deepspeed.utils.init_on_device": _ON_DEVICE,
-    "deepspeed.utils.nvtx": "use torch.cuda.nvtx.range, or torch.profiler.record_function",
     "deepspeed.utils.set_full_hp_param": _FRAGMENTS,
     "deepspeed.utils.tensor_fragment": _FRAGMENTS,
     "deepspeed.utils.zero_to_fp32": "use get_fp32_state_dict_from_zero_checkpoint, or `deepspeed_c checkpoint export`",
