@@ -50,7 +50,12 @@ FEATURES: dict[str, Feature] = {
         _REMOVE,
         is_on=lambda root: "nvme" in (root.zero.offload_optimizer.device, root.zero.offload_param.device),
     ),
-    "partial_offload": _later("partial offload (Twin-Flow)", "set the ratio to 1.0"),
+    "partial_offload": Feature(
+        "partial offload (Twin-Flow)",
+        True,
+        "set the ratio to 1.0",
+        is_on=lambda root: root.zero.offload_optimizer.device != "none" and root.zero.offload_optimizer.ratio < 1,
+    ),
     "super_offload": _later("SuperOffload", _REMOVE),
     "zenflow": _later("ZenFlow", "remove the section"),
     "hpz": _later("ZeRO++ secondary shards (hpZ)", "set the size to 1"),

@@ -18,7 +18,7 @@ from deepspeed_c.checkpoint.open import format_of, open_checkpoint, read_latest_
 from deepspeed_c.checkpoint.ranks import Ranks
 from deepspeed_c.checkpoint.save import Contents, Deferred, Destination, save
 from deepspeed_c.checkpoint.source import PARAM, ParamInfo, Read, Source
-from deepspeed_c.engine.contents import names_of, owned_pieces, param_infos
+from deepspeed_c.engine.contents import Reading, names_of, owned_pieces, param_infos
 from deepspeed_c.engine.restore import LoadOptions, plan_restore
 from deepspeed_c.engine.weights import load_custom
 from deepspeed_c.env import read_env
@@ -42,6 +42,7 @@ class Checkpoints:
         self._engine = engine
         self._ranks = Ranks(engine._comm.rank, engine._comm.global_ranks)
         self._snapshot = Snapshot()
+        self._reading = Reading()
         self._pending: BackgroundSave | None = None
         self.is_half_loaded = False
         """A load failed after it had overwritten something: the engine must not be trained on until another one has succeeded."""
@@ -98,8 +99,7 @@ class Checkpoints:
             try:
                 save(contents, destination, self._ranks)
             finally:
-                if engine.optimizer is not None:
-                    engine.optimizer.end_reading()
+                self._reading.close()
             log_dist(f"saved {destination.path}", ranks=[0])
             return True
         contents.pieces = self._snapshot.take(contents.pieces)
@@ -155,7 +155,15 @@ class Checkpoints:
         layout, optimizer, rank = engine._layout, engine.optimizer, self._ranks.rank
         named = names_of(engine.module)
         contents = Contents(
-            pieces=owned_pieces(named, layout, optimizer, engine._dormant, engine._comm, exclude_frozen=exclude_frozen),
+            pieces=owned_pieces(
+                named,
+                layout,
+                optimizer,
+                engine._dormant,
+                engine._comm,
+                reading=self._reading,
+                exclude_frozen=exclude_frozen,
+            ),
             stage=engine.zero_optimization_stage(),
             params=param_infos(layout, optimizer, engine._dormant, rank),
             names=named.names,

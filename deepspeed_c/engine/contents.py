@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from deepspeed_c.errors import CheckpointError
 from deepspeed_c.zero.layout import Layout
 from deepspeed_c.zero.optimizer import ZeroOptimizer
 from deepspeed_c.zero.sharded import shape_of
-from deepspeed_c.zero.unit import Slot, Unit
+from deepspeed_c.zero.unit import Fragment, Slot, Unit
 
 __all__ = ["Named", "names_of", "owned_pieces", "param_infos"]
 
@@ -61,6 +62,36 @@ class _Whole(NamedTuple):
     tensor: torch.Tensor
 
 
+class Reading:
+    """Brings what lives in a file into memory while it is saved: a bucket stays until a piece of another one is read, or ``close``."""
+
+    def __init__(self) -> None:
+        self._open, self._key = ExitStack(), None
+
+    def of(
+        self,
+        key: tuple[str, Unit, int],
+        dtype: torch.dtype,
+        fragment: Fragment,
+        resident: Callable[[], AbstractContextManager],
+        read: Callable[[], torch.Tensor],
+    ) -> Deferred:
+        """A fragment that ``read`` gives within ``resident``, which serves all fragments of the same ``key``."""
+
+        def read_resident() -> torch.Tensor:
+            if self._key != key:
+                self.close()
+                self._open.enter_context(resident())
+                self._key = key
+            return read()
+
+        return Deferred(dtype, fragment.numel, read_resident)
+
+    def close(self) -> None:
+        self._key = None
+        self._open.close()
+
+
 def owned_pieces(
     named: Named,
     layout: Layout,
@@ -68,9 +99,10 @@ def owned_pieces(
     dormant: Mapping[torch.nn.Parameter, KeptState],
     comm: Collectives,
     *,
+    reading: Reading,
     exclude_frozen: bool,
 ) -> list[OwnedPiece]:
-    """This rank's share of everything: its shards, and its part of what is the same on all ranks.
+    """This rank's share of everything: its shards, and its part of what is the same on all ranks. What lives in a file is read through ``reading``.
 
     Buffers may differ between ranks (running means); rank 0's are saved, as everywhere.
     """
@@ -82,9 +114,9 @@ def owned_pieces(
         for slot in unit.slots:
             placed.add(id(slot.param))
             if not (is_frozen and exclude_frozen):
-                _add_unit_weights(unit, slot, pieces, copies)
+                _add_unit_weights(unit, slot, reading, pieces, copies)
             if not is_frozen:
-                _add_states(unit, slot, optimizer, pieces, copies)
+                _add_states(unit, slot, optimizer, reading, pieces, copies)
     for param, state in dormant.items():
         if not (exclude_frozen and not param.requires_grad):
             pieces += _dormant_pieces(param, state, comm.rank)
@@ -100,26 +132,39 @@ def owned_pieces(
     return pieces
 
 
-def _add_unit_weights(unit: Unit, slot: Slot, pieces: list[OwnedPiece], copies: list[_Whole]) -> None:
-    if unit.n_shards == 1:
-        weights = unit.flat_param if unit.flat_param is not None else unit.param_shard
-        copies.append(_Whole(PARAM, slot.name, slot.view(weights)))
-        return
+def _add_unit_weights(
+    unit: Unit, slot: Slot, reading: Reading, pieces: list[OwnedPiece], copies: list[_Whole]
+) -> None:
     fragment = unit.fragment_of.get(slot)
+    is_stored = unit.has_stored_weights(slot.bucket)
+    if unit.n_shards == 1 and not is_stored:
+        data = torch.empty(0, dtype=unit.dtype) if fragment is None else unit.weight_piece(fragment)
+        copies.append(_Whole(PARAM, slot.name, data.view(slot.shape)))
+        return
     if fragment is None:
         # A parameter without elements belongs to nobody: one rank notes that it exists.
         if slot.numel == 0 and unit.shard_rank == 0:
             pieces.append(OwnedPiece(PARAM, slot.name, tuple(slot.shape), 0, torch.empty(0, dtype=unit.dtype)))
         return
-    if unit.param_shard is not None:
-        data = unit.param_shard.narrow(0, fragment.shard_begin, fragment.numel)
-    else:
-        data = unit.flat_param.narrow(0, fragment.flat_begin, fragment.numel)
+    data = unit.weight_piece(fragment)
+    if is_stored:
+        data = reading.of(
+            ("weights", unit, slot.bucket),
+            unit.dtype,
+            fragment,
+            partial(unit.weights, slot.bucket),
+            partial(unit.weight_piece, fragment),
+        )
     pieces.append(OwnedPiece(PARAM, slot.name, tuple(slot.shape), fragment.begin, data))
 
 
 def _add_states(
-    unit: Unit, slot: Slot, optimizer: ZeroOptimizer, pieces: list[OwnedPiece], copies: list[_Whole]
+    unit: Unit,
+    slot: Slot,
+    optimizer: ZeroOptimizer,
+    reading: Reading,
+    pieces: list[OwnedPiece],
+    copies: list[_Whole],
 ) -> None:
     fragment = unit.fragment_of.get(slot)
     shape = tuple(slot.shape)
@@ -135,9 +180,15 @@ def _add_states(
         kinds = {MASTER: unit.master_dtype, **kinds}
     for kind, dtype in kinds.items():
         key = None if kind == MASTER else kind
-        if optimizer.store is not None or (optimizer.is_quantized and key is not None):
-            read = partial(optimizer.read_piece, slot, key)
-            pieces.append(OwnedPiece(kind, slot.name, shape, fragment.begin, Deferred(dtype, fragment.numel, read)))
+        if unit.placement.swaps_states or (optimizer.is_quantized and key is not None):
+            deferred = reading.of(
+                ("states", unit, slot.bucket),
+                dtype,
+                fragment,
+                partial(optimizer.resident, unit, slot.bucket, writes=False),
+                partial(optimizer.local_piece, slot, key),
+            )
+            pieces.append(OwnedPiece(kind, slot.name, shape, fragment.begin, deferred))
             continue
         data = optimizer.local_piece(slot, key)
         if unit.n_shards == 1:

@@ -22,7 +22,7 @@ from deepspeed_c.ops.optim import FusedOptimizer
 from deepspeed_c.zero.layout import Layout
 from deepspeed_c.zero.optimizer import ZeroOptimizer
 from deepspeed_c.zero.sharded import shape_of
-from deepspeed_c.zero.unit import Slot, Unit
+from deepspeed_c.zero.unit import Fragment, Slot, Unit
 
 __all__ = ["LoadOptions", "RestorePlan", "plan_restore"]
 
@@ -56,6 +56,8 @@ class RestorePlan:
     """Copies out of temporary places, on this rank alone."""
     rooms: dict[tuple[Unit, int], Room] = field(default_factory=dict)
     """As ``before``, of buckets that are streamed."""
+    stored: dict[tuple[Unit, int], list[tuple[LogicalTensor, Fragment]]] = field(default_factory=dict)
+    """What is read into weights that live in a file, by bucket."""
     gathers: list[tuple[Unit, int]] = field(default_factory=list)
     """Buckets of which each rank has read its slice of the whole weights. Collective."""
     dormant: dict[torch.nn.Parameter, KeptState] = field(default_factory=dict)
@@ -70,6 +72,9 @@ class RestorePlan:
         for step in self.before:
             reads += step()
         source.read(reads)
+        for (unit, bucket), found in self.stored.items():
+            with unit.weights(bucket, writes=True):
+                source.read([Read(weight, f.begin, unit.weight_piece(f)) for weight, f in found])
         for stream in self.streams:
             stream(source)
         with torch.no_grad():
@@ -206,16 +211,11 @@ def _fits(found: LogicalTensor, shape: Iterable[int], name: str, problems: list[
 
 def _plan_weights(plan: RestorePlan, finder: _Finder, unit: Unit, slot: Slot, name: str, options: LoadOptions) -> None:
     weight, fragment = finder.weight(name, unit.dtype), unit.fragment_of.get(slot)
-    if unit.n_shards == 1:
-        flat = unit.flat_param if unit.flat_param is not None else unit.param_shard
-        plan.reads.append(Read(weight, 0, flat.narrow(0, slot.offset, slot.numel)))
+    if fragment is not None and unit.has_stored_weights(slot.bucket):
+        plan.stored.setdefault((unit, slot.bucket), []).append((weight, fragment))
     elif fragment is not None:
-        if unit.param_shard is not None:
-            into = unit.param_shard.narrow(0, fragment.shard_begin, fragment.numel)
-        else:
-            into = unit.flat_param.narrow(0, fragment.flat_begin, fragment.numel)
-        plan.reads.append(Read(weight, fragment.begin, into))
-    if fragment is not None and not unit.master_is_param and not unit.placement.is_swapped:
+        plan.reads.append(Read(weight, fragment.begin, unit.weight_piece(fragment)))
+    if fragment is not None and not unit.master_is_param and not unit.placement.swaps_states:
         source = finder.master(name) if options.masters else weight
         plan.reads.append(Read(source, fragment.begin, unit.piece(unit.master, fragment)))
 
@@ -229,7 +229,7 @@ def _plan_streams(
 ) -> None:
     """Masters and states that live in a file between steps: each bucket is read when it is its turn, and sent there."""
     for (unit, bucket), slots in by_bucket.items():
-        is_swapped = unit.placement.is_swapped
+        is_swapped = unit.placement.swaps_states
         if unit not in optimizer.units or not (is_swapped or optimizer.is_quantized):
             continue
         masters: list[tuple[Slot, LogicalTensor]] = []
@@ -320,7 +320,7 @@ def _plan_states(
             known[slot] = {kind: kept or t.dtype for kind, t in states.items() if kind not in odd}, counts
             wanted += [(slot, kind, tensor) for kind, tensor in states.items()]
         make_room = partial(_make_room, optimizer, unit, bucket, known, wanted)
-        if unit.placement.is_swapped or optimizer.is_quantized:
+        if unit.placement.swaps_states or optimizer.is_quantized:
             plan.rooms[unit, bucket] = make_room
         else:
             plan.before.append(lambda make_room=make_room: make_room()[0])

@@ -8,13 +8,35 @@ from deepspeed_c.accelerator import get_accelerator
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.config import Config
 from deepspeed_c.engine.precision import Precision
-from deepspeed_c.offload.place import make_store, place
+from deepspeed_c.offload.place import make_store, place, store_weights
 from deepspeed_c.zero.layout import Layout, lay_out, mark_leaves
 from deepspeed_c.zero.optimizer import ZeroOptimizer, send_masters
 from deepspeed_c.zero.reducer import GradientReducer, ReduceSettings
 from deepspeed_c.zero.stages import STAGES
 
-__all__ = ["shard_model"]
+__all__ = ["lay_out_untrained", "shard_model"]
+
+
+def lay_out_untrained(model: torch.nn.Module, config: Config, precision: Precision, comm: Collectives) -> Layout:
+    """As ``shard_model``, of a model that is only evaluated (stage 3)."""
+    return _lay_out(model, None, config, precision, comm)
+
+
+def _lay_out(
+    model: torch.nn.Module,
+    base: torch.optim.Optimizer | None,
+    config: Config,
+    precision: Precision,
+    comm: Collectives,
+) -> Layout:
+    if STAGES[config.zero.stage].parameters:
+        mark_leaves(model, config)
+    groups = [] if base is None else [group["params"] for group in base.param_groups]
+    placement = place(config, base, torch.device(get_accelerator().current_device_name()))
+    layout = lay_out(model, groups, config, precision, comm, placement)
+    if layout.fetcher is not None:
+        store_weights(config, layout.fetcher, comm)
+    return layout
 
 
 def shard_model(
@@ -22,16 +44,15 @@ def shard_model(
 ) -> tuple[ZeroOptimizer, Layout]:
     """Lays the model out in units, hooks the trained parameters' gradients, and points the optimizer at this rank's shards."""
     sharding = STAGES[config.zero.stage]
-    if sharding.parameters:
-        mark_leaves(model, config)
-    groups = [group["params"] for group in base.param_groups]
-    placement = place(config, base, torch.device(get_accelerator().current_device_name()))
-    layout = lay_out(model, groups, config, precision, comm, placement)
+    layout = _lay_out(model, base, config, precision, comm)
     store = make_store(config, layout.trained, base, comm)
     if store is not None:
         # Before there are buffers for gradients: both need not have room at once.
         send_masters(layout.trained, store)
         get_accelerator().empty_cache()
+    if any(unit.placement.states for unit in layout.trained):
+        # Gradients go to the host's memory as they come; sums of whole ones would lie on the device.
+        sharding = STAGES[max(config.zero.stage, 2)]
     reducer = GradientReducer(
         layout.trained,
         sharding,

@@ -158,7 +158,7 @@ def load_weights(module: torch.nn.Module, checkpoint: Mapping[str, Any], strict:
                 continue
             state = state_of(tensor)
             if isinstance(state, PlacedShard):
-                state.piece.copy_(state.own_part(value.detach().reshape(-1)))
+                state.put_piece(state.own_part(value.detach().reshape(-1)))
             else:
                 tensor.detach().copy_(value)
 

@@ -1,9 +1,10 @@
-"""Decides from the configuration which states lie in host memory or in a file, and makes the file."""
+"""Decides from the configuration which states and weights lie in host memory or in a file, and makes the files."""
 
 from __future__ import annotations
 
+import itertools
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -14,11 +15,12 @@ from deepspeed_c.logging import log_dist
 from deepspeed_c.offload.swap import Swapper, SwapSettings, reserve, whole_pages
 from deepspeed_c.ops.muon import Muon
 from deepspeed_c.ops.optim import FusedOptimizer
+from deepspeed_c.zero.fetch import Fetcher
 from deepspeed_c.zero.unit import Placement, Unit
 
-__all__ = ["is_apart", "make_store", "place", "swapped_bytes"]
+__all__ = ["is_apart", "make_store", "place", "store_weights", "swapped_bytes"]
 
-WHERE = "zero_optimization.offload_optimizer"
+STATES, PARAMS = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
 MAX_QUEUE_DEPTH = 1024
 
 
@@ -27,13 +29,31 @@ def is_apart(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def place(config: Config, base: torch.optim.Optimizer, device: torch.device) -> Placement:
-    """Where the units of a model that is trained by ``base`` on ``device`` have their states. Raises FeatureError for what cannot be offloaded."""
+def place(config: Config, base: torch.optim.Optimizer | None, device: torch.device) -> Placement:
+    """Where the units of a model that is trained by ``base`` (None: not trained) on ``device`` have their states and weights.
+
+    Raises FeatureError for what cannot be offloaded.
+    """
     states, params = config.zero.offload_optimizer, config.zero.offload_param
+    apart = is_apart(device)
+    if base is not None:
+        _check_states(config, base, apart)
+    has_states = base is not None and states.device != "none"
+    return Placement(
+        states=apart and has_states,
+        params=apart and params.device != "none",
+        is_pinned=apart and (states.pin_memory if has_states else params.pin_memory),
+        swaps_states=has_states and states.device == "nvme",
+        swaps_params=params.device == "nvme",
+    )
+
+
+def _check_states(config: Config, base: torch.optim.Optimizer, apart: bool) -> None:
+    states = config.zero.offload_optimizer
     if states.device == "nvme" and not isinstance(base, FusedOptimizer):
         raise FeatureError(
             f"{type(base).__name__} updates all parameters at once, so that its states cannot lie on NVMe",
-            where=f"{WHERE}.device",
+            where=f"{STATES}.device",
             fix='use an optimizer of this package (such as "AdamW" in the optimizer section), or "device": "cpu"',
         )
     forced = config.zero_force_ds_cpu_optimizer and config.source_of("zero_force_ds_cpu_optimizer") != "default"
@@ -43,25 +63,12 @@ def place(config: Config, base: torch.optim.Optimizer, device: torch.device) -> 
             where="zero_force_ds_cpu_optimizer",
             fix="set it to false, or name the optimizer in the optimizer section",
         )
-    if params.device == "nvme":
-        raise FeatureError(
-            "parameters on NVMe are not part of this version",
-            where="zero_optimization.offload_param.device",
-            fix='use "cpu": the states, which are most of the bytes, can lie on NVMe (offload_optimizer)',
-        )
-    apart = is_apart(device)
     if apart and states.device != "none" and isinstance(base, Muon):
         raise FeatureError(
             "Muon orthogonalises matrices on the device",
-            where=f"{WHERE}.device",
+            where=f"{STATES}.device",
             fix='set "device": "none", or use AdamW',
         )
-    return Placement(
-        states=apart and states.device != "none",
-        params=apart and params.device != "none",
-        is_pinned=apart and (states.pin_memory if states.device != "none" else params.pin_memory),
-        is_swapped=states.device == "nvme",
-    )
 
 
 def _group_bytes(unit: Unit, bucket: int, base: FusedOptimizer) -> list[int]:
@@ -72,14 +79,19 @@ def _group_bytes(unit: Unit, bucket: int, base: FusedOptimizer) -> list[int]:
     return masters + [numel * dtype.itemsize for dtype, numel in layout.values()]
 
 
+def _groups(units: Sequence[Unit], base: FusedOptimizer) -> Iterator[list[int]]:
+    for unit in units:
+        if unit.placement.swaps_states:
+            yield from (_group_bytes(unit, bucket, base) for bucket in range(unit.n_buckets))
+
+
 def _largest_group(units: Sequence[Unit], base: FusedOptimizer) -> int:
-    return max((sum(_group_bytes(unit, b, base)) for unit in units for b in range(unit.n_buckets)), default=0)
+    return max(map(sum, _groups(units, base)), default=0)
 
 
 def swapped_bytes(units: Sequence[Unit], base: FusedOptimizer) -> int:
     """What the masters and states of this rank take in the file."""
-    sizes = [n for unit in units for bucket in range(unit.n_buckets) for n in _group_bytes(unit, bucket, base)]
-    return sum(map(whole_pages, sizes))
+    return sum(whole_pages(n) for group in _groups(units, base) for n in group)
 
 
 def make_store(config: Config, units: Sequence[Unit], base: torch.optim.Optimizer, comm: Collectives) -> Swapper | None:
@@ -87,26 +99,63 @@ def make_store(config: Config, units: Sequence[Unit], base: torch.optim.Optimize
 
     Raises ConfigError on all ranks where one cannot make its file: no folder, no room.
     """
-    offload, aio = config.zero.offload_optimizer, config.aio
+    offload = config.zero.offload_optimizer
     if offload.device != "nvme":
         return None
+    # While a bucket is updated, the next one's and the last one's must all be on their way.
+    settings = _settings(config, 2 * _largest_group(units, base))._replace(
+        pipeline_read=offload.pipeline_read, pipeline_write=offload.pipeline_write
+    )
     n_bytes, folder = swapped_bytes(units, base), offload.nvme_path or ""
-    settings = SwapSettings(
+    store = _make_swapper(folder, n_bytes, settings, offload.buffer_count, STATES, comm)
+    log_dist(f"masters and optimizer states live in {folder}: {n_bytes / 2**30:.2f} GiB a rank", ranks=[0])
+    return store
+
+
+def store_weights(config: Config, fetcher: Fetcher, comm: Collectives) -> None:
+    """Moves the weights' shards to a file where the configuration says so: all but the first ``max_in_cpu`` elements in the order of the model. Collective.
+
+    Raises ConfigError on all ranks where one cannot make its file.
+    """
+    offload = config.zero.offload_param
+    if offload.device != "nvme":
+        return
+    elems = [group.unit.slice_elems[group.bucket] for group in fetcher.groups]
+    n_kept = sum(1 for total in itertools.accumulate(elems) if total <= offload.max_in_cpu)
+    groups = fetcher.groups[n_kept:]
+    if not groups:
+        return
+    sizes = [n * group.unit.dtype.itemsize for n, group in zip(elems[n_kept:], groups)]
+    # One that is put together, one that is being written, the others on their way in.
+    n_ahead = max(offload.buffer_count - 2, 0)
+    n_bytes, folder = sum(map(whole_pages, sizes)), offload.nvme_path or ""
+    settings = _settings(config, (1 + n_ahead) * max(sizes))
+    store = _make_swapper(folder, n_bytes, settings, offload.buffer_count, PARAMS, comm)
+    fetcher.store_weights(store, groups, n_ahead)
+    log_dist(f"weights live in {folder}: {n_bytes / 2**30:.2f} GiB a rank", ranks=[0])
+
+
+def _settings(config: Config, n_bytes: int) -> SwapSettings:
+    """``n_bytes`` are on their way at a time: the I/O engine starts transfers only when it is called, so its queue must hold all of them."""
+    aio = config.aio
+    return SwapSettings(
         backend=aio.backend,
         block_size=aio.block_size,
-        # The engine starts transfers only when it is called: while a bucket is updated, the next one's and the last one's must all be on their way.
-        queue_depth=min(max(aio.queue_depth, 2 * _largest_group(units, base) // aio.block_size + 2), MAX_QUEUE_DEPTH),
+        queue_depth=min(max(aio.queue_depth, n_bytes // aio.block_size + 2), MAX_QUEUE_DEPTH),
         intra_op_parallelism=aio.intra_op_parallelism,
         single_submit=aio.single_submit,
         overlap_events=aio.overlap_events,
         checksum=aio.checksum,
-        pipeline_read=offload.pipeline_read,
-        pipeline_write=offload.pipeline_write,
     )
+
+
+def _make_swapper(
+    folder: str, n_bytes: int, settings: SwapSettings, n_buffers: int, section: str, comm: Collectives
+) -> Swapper:
+    where = f"{section}.nvme_path"
     store, error = None, None
     try:
-        file = reserve(folder, n_bytes, f"{WHERE}.nvme_path")
-        store = Swapper(file, settings, n_buffers=offload.buffer_count, folder=folder)
+        store = Swapper(reserve(folder, n_bytes, where), settings, n_buffers=n_buffers, folder=folder)
     except ConfigError as raised:
         error = raised
     problems = comm.gather_objects(None if error is None else (socket.gethostname(), error.what), label="swap files")
@@ -115,6 +164,5 @@ def make_store(config: Config, units: Sequence[Unit], base: torch.optim.Optimize
         if store is not None:
             store.close()
         rank, (host, what) = found
-        raise error or ConfigError(f"rank {rank} on {host}: {what}", where=f"{WHERE}.nvme_path", fix="see there")
-    log_dist(f"masters and optimizer states live in {folder}: {n_bytes / 2**30:.2f} GiB a rank", ranks=[0])
+        raise error or ConfigError(f"rank {rank} on {host}: {what}", where=where, fix="see there")
     return store

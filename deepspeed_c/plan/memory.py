@@ -255,7 +255,7 @@ class _Walk:
         self._precision = Precision(config, model)
         policy = _Policy(self._precision, sizes)
         # On the meta device nothing has a place: all of the placement that makes another layout is whether states are swapped.
-        placement = Placement(is_swapped=offload.optimizer == "nvme")
+        placement = Placement(swaps_states=offload.optimizer == "nvme")
         layout: Layout = lay_out(
             model, groups if optimizer is not None else [], config, policy, _Ranks(n_ranks), placement
         )
@@ -439,11 +439,13 @@ class _Walk:
         n_out = max(settings.buffer_count - 2, 1) if settings.pipeline_write else 0
         largest = 0
         for unit in self._trained:
-            sizes = [(state.dtype or unit.master_dtype).itemsize for state in self._optimizer.states[unit.group]]
-            if with_masters and self._has_masters(unit):
-                sizes.append(unit.master_dtype.itemsize)
+            has_masters = with_masters and self._has_masters(unit)
             for elems in unit.slice_elems:
-                largest = max(largest, sum(-(-elems * size // PAGE_BYTES) * PAGE_BYTES for size in sizes))
+                states = self._optimizer.states[unit.group]
+                tensors = [nbytes for state in states for nbytes in state.tensor_bytes(elems, unit.master_dtype)]
+                if has_masters:
+                    tensors.append(elems * unit.master_dtype.itemsize)
+                largest = max(largest, sum(-(-nbytes // PAGE_BYTES) * PAGE_BYTES for nbytes in tensors))
         return largest * (1 + settings.pipeline_read + n_out)
 
     # -- gathers ----------------------------------------------------------------------------------------------------
@@ -636,9 +638,9 @@ class _Walk:
         self._has_state = True
         optimizer = self._optimizer
         for unit in self._trained:
-            elems = unit.shard_elems if optimizer.sees_slices else sum(f.numel for f in unit.fragments)
+            pieces = unit.slice_elems if optimizer.sees_slices else [f.numel for f in unit.fragments]
             for state in optimizer.states[unit.group]:
-                self.book.take(STATE, elems * (state.dtype or unit.master_dtype).itemsize)
+                self.book.take(STATE, sum(sum(state.tensor_bytes(elems, unit.master_dtype)) for elems in pieces))
 
     def _copies_of_gradients(self) -> int:
         """Bytes of the gradients that another optimizer than ours gets in its own dtype."""

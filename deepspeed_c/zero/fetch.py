@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,6 +34,7 @@ from deepspeed_c.zero.sharded import (
     state_of,
     take_over,
 )
+from deepspeed_c.zero.store import StateStore
 from deepspeed_c.zero.unit import Slot, Unit
 
 if TYPE_CHECKING:
@@ -141,7 +142,12 @@ class GatherUnit:
         """Issues the gather. In place where the unit is here already (its weights were updated, or a plan asks for it again)."""
         fetcher = self._fetcher
         self.wait()
-        with fetcher.on_gather_stream(self.unit.device), torch.inference_mode(False), torch.no_grad():
+        with (
+            self.unit.weights(self.bucket),
+            fetcher.on_gather_stream(self.unit.device),
+            torch.inference_mode(False),
+            torch.no_grad(),
+        ):
             if self.buffer is None:
                 self.base = fetcher.pool.take(self.numel, self.unit.dtype, self.unit.device)
                 self.buffer = self.base.narrow(0, 0, self.numel)
@@ -210,9 +216,21 @@ class PlacedShard(ShardState):
 
     @property
     def piece(self) -> torch.Tensor:
-        unit = self.slot.unit
+        """A copy where the weights live in a file."""
+        unit, bucket = self.slot.unit, self.slot.bucket
         fragment = unit.fragment_of.get(self.slot)
-        return self.empty if fragment is None else unit.param_shard.narrow(0, fragment.shard_begin, fragment.numel)
+        if fragment is None:
+            return self.empty
+        with unit.weights(bucket):
+            piece = unit.weight_piece(fragment)
+            return piece.clone() if unit.has_stored_weights(bucket) else piece
+
+    def put_piece(self, values: torch.Tensor) -> None:
+        """Overwrites this rank's elements of the weights; ``values`` is flat."""
+        unit, fragment = self.slot.unit, self.slot.unit.fragment_of.get(self.slot)
+        if fragment is not None:
+            with unit.weights(self.slot.bucket, writes=True):
+                unit.weight_piece(fragment).copy_(values)
 
     @property
     def status(self) -> ZeroParamStatus:
@@ -232,7 +250,7 @@ class PlacedShard(ShardState):
                 if not unit.master_is_param:
                     with unit.resident(self.slot.bucket):
                         unit.piece(unit.master, fragment).copy_(mine)
-                self.piece.copy_(mine)
+                self.put_piece(mine)
 
     def open_for_edit(self, param: torch.nn.Parameter) -> bool:
         """What a pass reads of a parameter that nobody announced, or that was released since it was looked up, is gathered on the spot."""
@@ -354,8 +372,37 @@ class Fetcher:
         self._is_synced = False
         self._keeps_all = False  # within a pass nothing is let go
         self._is_closed = False
+        self._weight_store: StateStore | None = None
+        self._n_read_ahead = 0
+        self._position = 0  # of the pass in its plan: step that was gathered last
         self._no_plan = self._make_plan([])
         self._rest()
+
+    # -- weights that live in a file --------------------------------------------------------------------------------
+
+    def store_weights(self, store: StateStore, groups: Iterable[GatherUnit], n_ahead: int) -> None:
+        """Moves this rank's shards of ``groups`` to ``store``, which becomes this object's. ``n_ahead`` gather units are read before their gathers begin, in the
+        plan's order."""
+        self._weight_store, self._n_read_ahead = store, n_ahead
+        for group in groups:
+            group.unit.store_weights(group.bucket, store)
+        store.wait()
+
+    def _read_ahead(self, index: int) -> None:
+        """Gather unit ``index`` is about to be gathered: starts to read those that follow it in the plan."""
+        if self._n_read_ahead == 0 or self._mode is None:
+            return
+        steps = self._mode.steps
+        self._position = next((i for i in range(self._position, len(steps)) if steps[i] == index), self._position)
+        ahead: dict[int, None] = {}
+        for follower in steps[self._position :]:
+            if len(ahead) > self._n_read_ahead:
+                break
+            if self.groups[follower].buffer is None:
+                ahead[follower] = None
+        for follower in ahead:
+            group = self.groups[follower]
+            group.unit.read_weights_ahead(group.bucket)
 
     # -- streams (accelerators) -------------------------------------------------------------------------------------
 
@@ -405,6 +452,7 @@ class Fetcher:
             group = self.groups[index]
             if kind == _C.Fetch.GATHER:
                 if not (self._keeps_all and group.buffer is not None):
+                    self._read_ahead(index)
                     group.start()
                     self.stats.n_gathers += 1
                 group.is_leaving = False
@@ -430,6 +478,7 @@ class Fetcher:
         self._let_all_go(self._expects_grads, keep)
         self._run.abort()
         self._run.begin(mode.plan, self._live())
+        self._position = 0
         self.stats.n_passes += 1
 
     def _end(self, may_drop: Callable[[], list[bool]], keep: int) -> tuple[list[int], list[bool]]:
@@ -771,4 +820,6 @@ class Fetcher:
             take_over(slot.param, slot.param.data)
         self._reducer = None
         self.pool.clear()
+        if self._weight_store is not None:
+            self._weight_store.close()
         logger.debug("stage 3: %s", self.stats.as_dict())

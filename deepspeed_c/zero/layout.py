@@ -80,6 +80,23 @@ def persistent_params(params: Iterable[torch.nn.Parameter], config: Config) -> s
     return chosen
 
 
+def params_that_stay(params: Iterable[torch.nn.Parameter], config: Config) -> set[int]:
+    """Ids of the parameters whose states are not offloaded where ``offload_optimizer.ratio`` is less than 1 (Twin-Flow).
+
+    They are spread over the model, so that the device's part of the step runs beside the host's from its beginning to its end.
+    """
+    chosen: set[int] = set()
+    offloaded = total = 0
+    for param in params:
+        numel = shape_of(param).numel()
+        total += numel
+        if offloaded + numel <= config.zero.offload_optimizer.ratio * total:
+            offloaded += numel
+        else:
+            chosen.add(id(param))
+    return chosen
+
+
 def bucket_elems(config: Config, n_elems: int) -> int:
     """Most elements of a bucket of a model of ``n_elems``. One list of buckets serves all collectives, so the smallest limit of their keys holds."""
     zero = config.zero
@@ -119,14 +136,23 @@ def lay_out(
     # What requires a gradient and is in no group is the caller's: its gradients are, too.
     frozen = [p for p in model.parameters() if id(p) not in trained_ids and not (groups and p.requires_grad)]
     n_trained = sum(shape_of(p).numel() for group in groups for p in group)
-    shards_params = sharding.parameters and comm.world_size > 1
+    # On one rank too where the shard lies elsewhere than the weights that are used.
+    shards_params = sharding.parameters and (comm.world_size > 1 or placement.params or placement.swaps_params)
     whole: set[int] = set()
     if shards_params:
         whole = persistent_params([*frozen, *(p for group in groups for p in group)], config)
     size = {"n_shards": comm.world_size, "shard_rank": comm.rank}
-    elems = bucket_elems(config, n_trained)
-    if placement.is_swapped:
-        elems = min(elems, SWAP_ELEMS * comm.world_size)
+
+    def elems_of(n_elems: int, swaps_states: bool) -> int:
+        elems = bucket_elems(config, n_elems)
+        if swaps_states:
+            elems = min(elems, SWAP_ELEMS * comm.world_size)
+        if placement.swaps_params:
+            elems = min(elems, max(config.zero.offload_param.buffer_size, 1) * comm.world_size)
+        return elems
+
+    staying = params_that_stay((p for p in model.parameters() if id(p) in trained_ids), config)
+    on_device = placement._replace(states=False, swaps_states=False)
 
     def is_sharded(param: torch.nn.Parameter) -> bool:
         return shards_params and id(param) not in whole
@@ -135,27 +161,27 @@ def lay_out(
         groups,
         names,
         **(size if sharding.optimizer else {"n_shards": 1, "shard_rank": 0}),
-        bucket_elems=elems,
+        bucket_elems=elems_of(n_trained, placement.swaps_states),
         dtypes_of=precision.dtypes_of,
         is_sharded=is_sharded,
-        placement=placement,
+        placement_of=lambda param: on_device if id(param) in staying else placement,
     )
     if not sharding.parameters:
         return Layout(trained_units, [], None, names_by_group)
 
     def frozen_dtypes(name: str, param: torch.nn.Parameter) -> Dtypes:
         dtype = precision.dtypes_of(name, param).param
-        return Dtypes(dtype, dtype, dtype)  # no gradient, no master: nothing but the weights
+        return Dtypes(dtype, dtype, None)
 
     n_frozen = sum(shape_of(p).numel() for p in frozen)
     frozen_units = build_units(
         [frozen] if frozen else [],
         names,
         **size,
-        bucket_elems=bucket_elems(config, n_frozen),
+        bucket_elems=elems_of(n_frozen, False),
         dtypes_of=frozen_dtypes,
         is_sharded=is_sharded,
-        placement=Placement(params=placement.params, is_pinned=placement.is_pinned),
+        placement_of=lambda param: on_device,
     )
     units = [*trained_units, *frozen_units]
     largest = max((u.bucket_numel(b) for u in units if u.is_sharded for b in range(u.n_buckets)), default=0)

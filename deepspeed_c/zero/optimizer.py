@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -49,20 +49,16 @@ def _alike(a: tuple[Mapping, Mapping], b: tuple[Mapping, Mapping]) -> bool:
     return a[0] == b[0] and a[1].keys() == b[1].keys() and all(bool(a[1][key] == b[1][key]) for key in a[1])
 
 
-def _label(unit: Unit, bucket: int) -> str:
-    names = [f.slot.name for f in unit.fragments if f.slot.bucket == bucket]
-    return f"{names[0]} to {names[-1]}" if len(names) > 1 else names[0] if names else "padding"
-
-
 def _masters(unit: Unit, bucket: int) -> list[Tagged]:
-    return [] if unit.master_is_param else [Tagged(unit.master[bucket], f"masters of {_label(unit, bucket)}")]
+    return [] if unit.master_is_param else [Tagged(unit.master[bucket], f"masters of {unit.label(bucket)}")]
 
 
 def send_masters(units: Iterable[Unit], store: StateStore) -> None:
     """Moves the masters of new units to where they live; no optimizer has looked at them yet."""
     for unit in units:
-        for bucket in range(unit.n_buckets):
-            store.send(_masters(unit, bucket))
+        if unit.placement.swaps_states:
+            for bucket in range(unit.n_buckets):
+                store.send(_masters(unit, bucket))
     store.wait()
 
 
@@ -92,7 +88,6 @@ class ZeroOptimizer(DeepSpeedOptimizer):
     ) -> None:
         self.store, self._reads_ahead = store, reads_ahead
         self._resident: set[tuple[Unit, int]] = set()  # buckets that are in memory now
-        self._reading, self._read_bucket = ExitStack(), None
         self.broken = ""
         """Why the states are not to be trusted: a step that failed in its middle. A checkpoint mends it."""
         self._ignores_unused = ignores_unused
@@ -116,7 +111,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         if store is not None:
             for unit in units:
                 unit.resident = partial(self.resident, unit)
-            for unit, bucket in self._order:
+            for unit, bucket in (key for key in self._order if self._is_stored(key[0])):
                 self._make_stored(unit, bucket)
                 store.send(self._stored(unit, bucket))
                 self._point_entries(unit, bucket)
@@ -124,13 +119,16 @@ class ZeroOptimizer(DeepSpeedOptimizer):
 
     # -- states that live elsewhere ---------------------------------------------------------------------------------
 
+    def _is_stored(self, unit: Unit) -> bool:
+        return self.store is not None and unit.placement.swaps_states
+
     def _stored(self, unit: Unit, bucket: int) -> list[Tagged]:
         """The tensors of a bucket that live in the store: its masters, where they are no parameters, and what the base keeps for them."""
         found = _masters(unit, bucket)
         for entry in self._by_bucket.get((unit, bucket), []):
             for key, value in self.optimizer.state.get(entry.param, {}).items():
                 if torch.is_tensor(value) and value.dim() > 0:
-                    what = _label(unit, bucket) if entry.fragment is None else entry.fragment.slot.name
+                    what = unit.label(bucket) if entry.fragment is None else entry.fragment.slot.name
                     found.append(Tagged(value, f"{key} of {what}"))
         return found
 
@@ -142,7 +140,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
             for name, (dtype, numel) in self.optimizer.layout_of_state(unit.group, entry.param).items():
                 if name not in state:
                     shape = entry.param.shape if numel == entry.param.numel() else torch.Size([numel])
-                    state[name] = self.store.new_zeros(shape, dtype, f"{name} of {_label(unit, bucket)}")
+                    state[name] = self.store.new_zeros(shape, dtype, f"{name} of {unit.label(bucket)}")
 
     def _point_entries(self, unit: Unit, bucket: int) -> None:
         """The base's parameters look at the masters wherever those are now."""
@@ -157,12 +155,12 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         """Within it a bucket's masters and states are in memory; may be nested. ``ahead`` is read meanwhile; without ``writes`` changes are lost; without ``reads``
         they hold anything, to be overwritten."""
         key = unit, bucket
-        if self.store is None or key in self._resident:
+        if not self._is_stored(unit) or key in self._resident:
             yield
             return
         self.store.bring(self._stored(*key), reads=reads)
         self._point_entries(*key)
-        if ahead is not None and self._reads_ahead:
+        if ahead is not None and self._reads_ahead and self._is_stored(ahead[0]):
             self.store.prefetch(self._stored(*ahead))
         self._resident.add(key)
         try:
@@ -174,19 +172,6 @@ class ZeroOptimizer(DeepSpeedOptimizer):
                 self.store.let_go(stored)
             self.store.send(stored)  # what is new, where nothing else was to be written
             self._point_entries(*key)
-
-    def read_piece(self, slot: Slot, key: str | None) -> torch.Tensor:
-        """As ``local_piece``, for reading: the slot's bucket is resident until a piece of another one is read, or ``end_reading``."""
-        bucket = slot.unit, slot.bucket
-        if self._read_bucket != bucket:
-            self.end_reading()
-            self._reading.enter_context(self.resident(*bucket, writes=False))
-            self._read_bucket = bucket
-        return self.local_piece(slot, key)
-
-    def end_reading(self) -> None:
-        self._read_bucket = None
-        self._reading.close()
 
     def _visit(self, keys: Sequence[tuple[Unit, int]]) -> Iterator[tuple[Unit, int]]:
         """Each bucket in turn, resident, with the next one on its way."""
@@ -336,26 +321,33 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         works: list[Work] = []
         for unit, bucket in self._visit(list(used)):
             entries = used[unit, bucket]
-            if isinstance(base, Muon) and base.param_groups[unit.group].get("use_muon"):
-                self._update_muon(unit, bucket, entries, grad_scale)
-            elif entries:
-                params, grads, copies = self._tensors(entries)
-                if ratios is not None:
-                    base.apply(unit.group, params, grads, copies, grad_scale, ratios[unit, bucket])
-                else:
-                    base.step_tensors(unit.group, params, grads, copies, grad_scale)
-            if unit.copies_up:
-                self._bring_weights(unit, bucket)
+            # What is skipped is not written by the update.
+            with unit.weights(bucket, reads=bool(skipped), writes=True):
+                if isinstance(base, Muon) and base.param_groups[unit.group].get("use_muon"):
+                    self._update_muon(unit, bucket, entries, grad_scale)
+                elif entries:
+                    params, grads, copies = self._tensors(entries)
+                    if ratios is not None:
+                        base.apply(unit.group, params, grads, copies, grad_scale, ratios[unit, bucket])
+                    else:
+                        base.step_tensors(unit.group, params, grads, copies, grad_scale)
+                if self._needs_bringing(unit):
+                    self._bring_weights(unit, bucket)
             works.append(self._gather(unit, bucket))
         return works
 
     @staticmethod
-    def _bring_weights(unit: Unit, bucket: int) -> None:
-        """The weights that forward uses, from the masters: cast to their dtype, or from the host's memory to the device's."""
+    def _needs_bringing(unit: Unit) -> bool:
+        """Whether the update itself cannot write the weights: they lie in another memory, or differ from the masters in nothing but their place."""
+        return unit.copies_up or (unit.swaps_weights and unit.dtype == unit.master_dtype)
+
+    def _bring_weights(self, unit: Unit, bucket: int) -> None:
+        """The weights that forward uses, from the masters, within ``unit.weights``: cast to their dtype, or from one memory to the other."""
         if unit.master_is_param:
             return
-        if unit.placement.states:
-            unit.param_slice(bucket).copy_(unit.master[bucket])
+        if self._needs_bringing(unit):
+            # What is not in pinned memory is staged before the call returns; a pinned master is not written to before the next step.
+            unit.param_slice(bucket).copy_(unit.master[bucket], non_blocking=unit.placement.states)
         elif unit.slice_elems[bucket]:
             torch.ops.deepspeed_c.flat_cast_(unit.master[bucket], unit.param_slice(bucket))
 
@@ -365,7 +357,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         results = self.reducer.results[unit]
         params = [entry.param for entry in entries]
         grads = [entry.part_of(results) for entry in entries]
-        if unit.master_is_param or unit.copies_up:
+        if unit.master_is_param or self._needs_bringing(unit):
             return params, grads, []
         slices = {bucket: unit.param_slice(bucket)}
         return params, grads, [entry.part_of(slices) for entry in entries]  # type: ignore[arg-type]
@@ -423,7 +415,8 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         for unit, bucket in self._order:
             for entry in self._by_bucket.get((unit, bucket), []):
                 entry.param.grad = None
-            self._bring_weights(unit, bucket)
+            with unit.weights(bucket, reads=False, writes=True):
+                self._bring_weights(unit, bucket)
             works.append(self._gather(unit, bucket))
         return works
 
@@ -602,7 +595,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
     def write_back(self, slot: Slot) -> None:
         """A master was edited: brings the weights that forward uses in line, on every rank (collective when sharded)."""
         unit, bucket = slot.unit, slot.bucket
-        with self.resident(unit, bucket, writes=False):
+        with self.resident(unit, bucket, writes=False), unit.weights(bucket, reads=False, writes=True):
             self._bring_weights(unit, bucket)
         self._gather(unit, bucket).wait()
         if unit.is_sharded:

@@ -6,8 +6,8 @@ parameters a model is cut into. Where an element lies is decided by the C core `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ import torch
 from deepspeed_c import _C
 from deepspeed_c.errors import ModelError
 from deepspeed_c.zero.sharded import shape_of, take_over, whole_of
+from deepspeed_c.zero.store import StateStore, Tagged
 
 __all__ = ["ALIGN_ELEMS", "ON_DEVICE", "Dtypes", "Fragment", "Placement", "Slot", "Unit", "build_units"]
 
@@ -30,17 +31,19 @@ class Dtypes(NamedTuple):
 
     param: torch.dtype
     comm: torch.dtype
-    master: torch.dtype
+    master: torch.dtype | None  # None: not trained
     is_sparse: bool = False  # rows that were not touched are not sent
 
 
 class Placement(NamedTuple):
-    """Which states lie in host memory while the device computes, apart from the device's own. On a host that computes there is no difference, and all are False."""
+    """Which states lie in host memory while the device computes, apart from the device's own (on a host that computes there is no such memory), and which lie
+    in a file between their uses: of those each bucket's have memory of their own."""
 
     states: bool = False  # masters, moments, and the sums of gradients
     params: bool = False  # the weights' shard (stage 3)
     is_pinned: bool = False
-    is_swapped: bool = False  # masters and moments lie in a file between steps: each bucket's have memory of their own
+    swaps_states: bool = False
+    swaps_params: bool = False
 
 
 ON_DEVICE = Placement()
@@ -81,11 +84,13 @@ class Unit:
     """The parameters of one layout, and this rank's shard of their master weights.
 
     The weights themselves are either whole on every rank, ``flat_param`` ([flat_elems], the parameters' dtype) backing ``param.data`` of every member, or
-    sharded: ``param_shard`` ([shard_elems]) is then all that is kept, and a bucket is put together while it is used (``fetch.py``).
+    sharded: ``weight_slices`` (one of each bucket, together ``param_shard``, [shard_elems], where they lie in memory) are then all that is kept, and a bucket is
+    put together while it is used (``fetch.py``).
     ``master`` holds this rank's slice of each bucket, in fp32 (or in the parameters' own dtype when that is what is trained); where the master is the
     parameter itself, the slices are views of the weights and no second copy exists.
 
-    ``placement`` says what of it lies in host memory. Whoever uses ``master`` does so within ``resident(bucket)``: it may be away (offload).
+    ``placement`` says what of it lies in host memory. Whoever uses ``master`` does so within ``resident(bucket)``, and whoever uses ``weight_slices`` within
+    ``weights(bucket)``: they may be away (offload).
     """
 
     def __init__(
@@ -103,7 +108,8 @@ class Unit:
         self.group, self.is_sharded, self.placement = group, is_sharded, placement
         self.device = params[0][2].device
         self.resident: Callable[[int], AbstractContextManager] = lambda bucket: nullcontext()
-        self.dtype, self.comm_dtype, self.master_dtype, self.is_sparse = dtypes
+        self.dtype, self.comm_dtype, self.is_sparse = dtypes.param, dtypes.comm, dtypes.is_sparse
+        self.master_dtype = dtypes.master or dtypes.param
         self.n_shards, self.shard_rank = n_shards, shard_rank
         layout = _C.ZeroLayout([shape_of(p).numel() for _, _, p in params], n_shards, bucket_elems, ALIGN_ELEMS)
         # Read once: each look at an attribute of the layout makes a list anew.
@@ -124,20 +130,30 @@ class Unit:
         self.fragments = [Fragment(self.slots[i], *rest) for i, *rest in fragments]
         self.fragment_of: dict[Slot, Fragment] = {f.slot: f for f in self.fragments}
 
+        is_trained = dtypes.master is not None
+        self.copies_up = is_trained and placement.states != (placement.params and is_sharded)
+        """Updated weights have to be brought from the masters' memory to the weights'."""
         # Where the masters lie in the same memory as the weights' shard one copy serves both.
-        self.copies_up = placement.states and not (placement.params and is_sharded)
-        """Updated weights have to be brought from the masters' memory to the device's."""
-        self.master_is_param = self.master_dtype == self.dtype and not self.copies_up
+        self.master_is_param = not is_trained or (
+            self.master_dtype == self.dtype and not self.copies_up and not self.swaps_weights
+        )
         self.flat_param: torch.Tensor | None = None
         self.param_shard: torch.Tensor | None = None
-        if is_sharded:
-            self.param_shard = self._zeros(self.shard_elems, self.dtype, on_host=placement.params)
-        else:
+        self.weight_slices: list[torch.Tensor] = []
+        self._weight_store: StateStore | None = None
+        self._stored_weights: set[int] = set()  # buckets
+        self._open_weights: set[int] = set()
+        if not is_sharded:
             self.flat_param = self._zeros(self.flat_elems, self.dtype)
+        elif placement.swaps_params:
+            self.weight_slices = [self._zeros(n, self.dtype, on_host=placement.params) for n in self.slice_elems]
+        else:
+            self.param_shard = self._zeros(self.shard_elems, self.dtype, on_host=placement.params)
+            self.weight_slices = [self.shard_slice(self.param_shard, b) for b in range(self.n_buckets)]
         self._fill()
 
     def _zeros(self, numel: int, dtype: torch.dtype, *, on_host: bool = False) -> torch.Tensor:
-        if not on_host:
+        if not on_host or self.device.type == "meta":
             return torch.zeros(numel, dtype=dtype, device=self.device)
         return torch.zeros(numel, dtype=dtype, pin_memory=self.placement.is_pinned and self.device.type != "cpu")
 
@@ -156,7 +172,7 @@ class Unit:
             self.master_flat: torch.Tensor | None = None  # all of them, where they lie together and are no parameters
             if self.master_is_param:
                 self.master = [self.param_slice(b) for b in range(self.n_buckets)]
-            elif self.placement.is_swapped:
+            elif self.placement.swaps_states:
                 self.master = [self.new_states(0, self.master_dtype) for _ in self.slice_elems]
             else:
                 self.master_flat = self.new_states(self.shard_elems, self.master_dtype)
@@ -169,8 +185,8 @@ class Unit:
                     if not self.master_is_param:
                         self._make_master(slot.bucket)
                         self.piece(self.master, fragment).copy_(mine)
-                    if self.param_shard is not None:
-                        self.param_shard.narrow(0, fragment.shard_begin, fragment.numel).copy_(mine)
+                    if self.is_sharded:
+                        self.piece(self.weight_slices, fragment).copy_(mine)
                 if self.flat_param is not None:
                     view = slot.view(self.flat_param)
                     view.copy_(whole)
@@ -186,6 +202,11 @@ class Unit:
         """Where each bucket's masters have memory of their own, they are made when they are filled: the weights as given are let go of on the way."""
         if self.master[bucket].numel() != self.slice_elems[bucket]:
             self.master[bucket] = self.new_states(self.slice_elems[bucket], self.master_dtype)
+
+    def label(self, bucket: int) -> str:
+        """What of a bucket this rank owns, for messages."""
+        names = [f.slot.name for f in self.fragments if f.slot.bucket == bucket]
+        return f"{names[0]} to {names[-1]}" if len(names) > 1 else names[0] if names else "padding"
 
     # -- places -----------------------------------------------------------------------------------------------------
 
@@ -207,8 +228,8 @@ class Unit:
 
     def param_slice(self, bucket: int) -> torch.Tensor:
         """This rank's slice of the parameters themselves."""
-        if self.param_shard is not None:
-            return self.shard_slice(self.param_shard, bucket)
+        if self.is_sharded:
+            return self.weight_slices[bucket]
         return self.own_slice(self.bucket_view(self.flat_param, bucket), bucket)
 
     def piece(self, slices: Sequence[torch.Tensor], fragment: Fragment) -> torch.Tensor:
@@ -216,13 +237,61 @@ class Unit:
         bucket = fragment.slot.bucket
         return slices[bucket].narrow(0, fragment.shard_begin - self.shard_offset[bucket], fragment.numel)
 
+    # -- weights that live elsewhere --------------------------------------------------------------------------------
+
+    @property
+    def swaps_weights(self) -> bool:
+        return self.placement.swaps_params and self.is_sharded
+
+    def _tagged_weights(self, bucket: int) -> list[Tagged]:
+        return [Tagged(self.weight_slices[bucket], f"weights of {self.label(bucket)}")]
+
+    def store_weights(self, bucket: int, store: StateStore) -> None:
+        """From now on the weights of a bucket live in ``store``."""
+        self._weight_store = store
+        self._stored_weights.add(bucket)
+        store.send(self._tagged_weights(bucket))
+
+    def has_stored_weights(self, bucket: int) -> bool:
+        return bucket in self._stored_weights
+
+    @contextmanager
+    def weights(self, bucket: int, *, reads: bool = True, writes: bool = False) -> Iterator[None]:
+        """Within it this rank's slice of a bucket's weights is in memory; may be nested. Without ``reads`` it holds anything, to be overwritten; without ``writes``
+        changes are lost."""
+        if bucket not in self._stored_weights or bucket in self._open_weights:
+            yield
+            return
+        tagged = self._tagged_weights(bucket)
+        self._weight_store.bring(tagged, reads=reads)
+        self._open_weights.add(bucket)
+        try:
+            yield
+        finally:
+            self._open_weights.remove(bucket)
+            if writes:
+                self._weight_store.send(tagged)
+            else:
+                self._weight_store.let_go(tagged)
+
+    def read_weights_ahead(self, bucket: int) -> None:
+        """Starts to read what ``weights`` will give."""
+        if bucket in self._stored_weights and bucket not in self._open_weights:
+            self._weight_store.prefetch(self._tagged_weights(bucket))
+
+    def weight_piece(self, fragment: Fragment) -> torch.Tensor:
+        """A fragment's elements of the weights, flat, within ``weights``."""
+        if self.is_sharded:
+            return self.piece(self.weight_slices, fragment)
+        return self.flat_param.narrow(0, fragment.flat_begin, fragment.numel)
+
     # -- upkeep -----------------------------------------------------------------------------------------------------
 
     def refresh_master(self) -> None:
         """Takes the masters anew from the parameters (after somebody wrote to them, e.g. ``load_state_dict``)."""
         if not self.master_is_param:
             for bucket in range(self.n_buckets):
-                with self.resident(bucket), torch.no_grad():
+                with self.resident(bucket), self.weights(bucket), torch.no_grad():
                     self.master[bucket].copy_(self.param_slice(bucket))
 
     def ranges_of(self, slot: Slot) -> tuple[list[int], list[int]]:
@@ -247,6 +316,8 @@ class Unit:
         self.fragment_of.clear()
         self.master_flat = None
         self.flat_param = self.param_shard = None
+        self.weight_slices.clear()
+        self._weight_store = None
 
 
 def build_units(
@@ -258,14 +329,14 @@ def build_units(
     bucket_elems: int,
     dtypes_of: Callable[[str, torch.nn.Parameter], Dtypes],
     is_sharded: Callable[[torch.nn.Parameter], bool] = lambda param: False,
-    placement: Placement = ON_DEVICE,
+    placement_of: Callable[[torch.nn.Parameter], Placement] = lambda param: ON_DEVICE,
 ) -> list[Unit]:
     """Makes the units of all optimizer groups.
 
     ``names`` maps ``id(param)`` to (name, order of registration). Members are laid out in reverse order of registration, which is about the order
     in which backward produces their gradients, so that the first buckets fill first.
     ``dtypes_of(name, param)`` gives the dtypes of the weights, of what is reduced, and of the masters; ``is_sharded(param)`` whether its weights are
-    (masters are, wherever ``n_shards`` is more than 1).
+    (masters are, wherever ``n_shards`` is more than 1); ``placement_of(param)`` where they lie.
     """
     units: list[Unit] = []
     for index, group in enumerate(groups):
@@ -279,8 +350,8 @@ def build_units(
                     where=name,
                     fix="cast the parameter, or freeze it with requires_grad_(False)",
                 )
-            by_kind.setdefault((p.device, dtypes, is_sharded(p)), []).append((name, order, p))
-        for (_, dtypes, sharded), members in by_kind.items():
+            by_kind.setdefault((p.device, dtypes, is_sharded(p), placement_of(p)), []).append((name, order, p))
+        for (_, dtypes, sharded, placement), members in by_kind.items():
             members.sort(key=lambda member: -member[1])
             units.append(
                 Unit(

@@ -24,14 +24,25 @@ WHERE = {
     "host": {"offload_optimizer": {"device": "cpu"}},
     "host_all": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
     "nvme_apart": {"offload_optimizer": {"device": "nvme", "pipeline_read": True, "pipeline_write": True}},
+    "ratio": {"offload_optimizer": {"device": "cpu", "ratio": 0.4}},
+    "ratio_nvme": {"offload_optimizer": {"device": "nvme", "ratio": 0.6}},
+    "params": {"offload_param": {"device": "nvme", "max_in_cpu": 0}},
+    "params_host": {"offload_param": {"device": "cpu"}},
+    "params_apart": {"offload_param": {"device": "nvme", "max_in_cpu": 100, "buffer_count": 3}},
+    "all_nvme": {
+        "offload_optimizer": {"device": "nvme", "pipeline_read": True, "pipeline_write": True},
+        "offload_param": {"device": "nvme", "max_in_cpu": 0, "buffer_size": 20},
+    },
 }
+# Where the device's memory is taken for another one than the host's.
+APART = {"host", "host_all", "nvme_apart", "ratio", "ratio_nvme", "params_host", "params_apart"}
 
 
 def offloaded_runs(
     rank: int, world: int, trait: str, dtype: str, cells: list[tuple[int, int]], where: str, folder: str
 ) -> list[Run]:
     # Ranks outlive a test: what is changed in one has to be put back.
-    with mock.patch.object(place, "is_apart", lambda device: where not in ("nvme", "nvme_in_turn")):
+    with mock.patch.object(place, "is_apart", lambda device: where in APART):
         return runs_of(rank, world, trait, dtype, cells, where, folder)
 
 
@@ -39,7 +50,9 @@ def runs_of(
     rank: int, world: int, trait: str, dtype: str, cells: list[tuple[int, int]], where: str, folder: str
 ) -> list[Run]:
     zero = {"reduce_bucket_size": 60, **WHERE[where]}
-    zero["offload_optimizer"] = {**zero["offload_optimizer"], "nvme_path": folder}
+    for section in ("offload_optimizer", "offload_param"):
+        if section in zero:
+            zero[section] = {**zero[section], "nvme_path": folder}
     runs = []
     for stage, gas in cells:
         extra = dict(zero) if stage == 3 else {k: v for k, v in zero.items() if k != "offload_param"}
@@ -58,11 +71,17 @@ def runs_of(
         ("host", "fp32", 1),
         ("host_all", "bf16", 2),
         ("nvme_apart", "fp32", 2),
+        ("ratio", "bf16", 2),
+        ("ratio_nvme", "fp32", 2),
+        ("params", "fp32", 1),
+        ("params_host", "bf16", 1),
+        ("params_apart", "bf16", 2),
+        ("all_nvme", "bf16", 2),
     ],
 )
 @pytest.mark.parametrize("trait", list(TRAITS))
 def test_parity(trait: str, dtype: str, where: str, world: int) -> None:
-    stages = {"host_all": (3,), "nvme_in_turn": (2,)}.get(where, (1, 3))
+    stages = (3,) if "offload_param" in WHERE[where] else (2,) if where == "nvme_in_turn" else (1, 3)
     cells = [(stage, 3) for stage in stages]
     want = plain_run(TRAITS[trait], world, 3, None)
     folder = tempfile.mkdtemp(prefix="dsc_offload_")
