@@ -21,18 +21,3 @@ ADAMW_OPTIMIZER = "adamw"
 LAMB_OPTIMIZER = "lamb"
 LION_OPTIMIZER = "lion"
 MUON_OPTIMIZER = "muon"
-
-# DeepSpeed's operators, by the names of their builders -> whether they work here. What is there was built with the package.
-COMPATIBLE_OPS: dict[str, bool] = {
-    **dict.fromkeys(
-        ("async_io", "cpu_adagrad", "cpu_adam", "cpu_lion", "fused_adam", "fused_lamb", "fused_lion"), True
-    ),
-    **dict.fromkeys(
-        (
-            *("cutlass_ops", "dc", "evoformer_attn", "fp_quantizer", "gds", "inference_core_ops", "pin_memory"),
-            *("quantizer", "ragged_device_ops", "ragged_ops", "random_ltd", "sparse_attn", "spatial_inference"),
-            *("stochastic_transformer", "transformer", "transformer_inference", "utils"),
-        ),
-        False,
-    ),
-}

@@ -110,17 +110,16 @@ NAMES: dict[str, dict[str, str]] = {
         "main": "deepspeed_c.launcher.report:main",
     },
     "deepspeed.git_version_info": {
-        "compatible_ops": f"{_CONSTANTS}:COMPATIBLE_OPS",
+        "compatible_ops": "deepspeed_c.ops:__compatible_ops__",
         "git_branch": _VERSIONS["__git_branch__"],
         "git_hash": _VERSIONS["__git_hash__"],
-        "installed_ops": f"{_CONSTANTS}:COMPATIBLE_OPS",
+        "installed_ops": "deepspeed_c.ops:__compatible_ops__",
         "version": "deepspeed_c.alias.version:API_VERSION",
     },
     "deepspeed.launcher.runner": {
         "DEEPSPEED_ENVIRONMENT_NAME": f"{_CONSTANTS}:DEEPSPEED_ENVIRONMENT_NAME",
         "main": "deepspeed_c.launcher.main:main",
     },
-    "deepspeed.ops": {"__compatible_ops__": f"{_CONSTANTS}:COMPATIBLE_OPS"},
     "deepspeed.ops.op_builder": {"AsyncIOBuilder": "deepspeed_c.ops.aio:AsyncIOBuilder"},
     "deepspeed.runtime.base_optimizer": {
         "DeepSpeedOptimizer": "deepspeed_c.zero.optimizer:DeepSpeedOptimizer",
