@@ -12,7 +12,7 @@ from deepspeed_c.errors import ConfigError
 from deepspeed_c.plan.script import find_model
 from deepspeed_c.plan.sizes import guess_layers, stack_of
 from deepspeed_c.plan.table import as_json, as_text, plan_table
-from deepspeed_c.plan.tiers import Budgets
+from deepspeed_c.plan.tiers import Budgets, Rates
 from deepspeed_c.quantity import parse_bytes, parse_count
 
 __all__ = ["main"]
@@ -21,6 +21,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 # More than any machine has; what the core counts in ends there.
 MOST_BYTES = (1 << 63) - 1
+MOST_RATE = 1e24
 
 _DESCRIPTION = """\
 Bytes per rank, phase by phase, for each ZeRO stage and offload choice, without allocating them.
@@ -49,6 +50,7 @@ def main(argv: Sequence[str]) -> int:
         "device_type": options.device,
         "activation_bytes": parse_bytes(options.activations, "--activations"),
         "budgets": _budgets(options),
+        "rates": _rates(options.rates),
     }
     if script:
         found = find_model(script, arguments, n_ranks)
@@ -103,6 +105,20 @@ def _budgets(options: argparse.Namespace) -> Budgets | None:
     return Budgets(min(parse_bytes(options.device_memory, "--device-memory"), MOST_BYTES), host, nvme)
 
 
+def _rates(text: str | None) -> Rates:
+    if text is None:
+        return Rates()
+    try:
+        rates = [float(word) * 1e9 for word in text.split(",")]
+    except ValueError:
+        rates = []
+    if len(rates) != len(Rates._fields) or not all(0 < rate < MOST_RATE for rate in rates):
+        raise ConfigError(
+            f"{text!r} is not understood", where="--rates", fix="write three numbers > 0, such as 2000,25,25"
+        )
+    return Rates(*rates)
+
+
 def _require_config(source: object, where: str) -> None:
     if source is None:
         raise ConfigError("no configuration was given", where=where, fix="pass --config FILE")
@@ -153,6 +169,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--ranks-per-node", type=int, metavar="N", help="that share host memory and NVMe; default: all, up to 8"
+    )
+    parser.add_argument(
+        "--rates",
+        metavar="DEVICE,HOST,LINK",
+        help="GB/s that a rank has of device memory, host memory and the link between them, for the ratio that is suggested; default 2000,25,25",
     )
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes")
     return parser

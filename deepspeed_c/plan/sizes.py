@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from deepspeed_c.errors import ModelError, OptimizerError
+from deepspeed_c.ops import q8
 from deepspeed_c.ops.muon import Muon
 from deepspeed_c.ops.optim import FusedOptimizer
 from deepspeed_c.zero.entries import must_see_pieces
@@ -66,9 +67,15 @@ class ModelSizes(NamedTuple):
 
 
 class StateSize(NamedTuple):
-    """One tensor of optimizer state per parameter."""
+    """One value of optimizer state per element."""
 
     dtype: torch.dtype | None  # None: that of the masters
+    block_elems: int = 0  # elements that have a scale in fp32, in a tensor beside; 0: none have
+
+    def tensor_bytes(self, numel: int, master_dtype: torch.dtype) -> list[int]:
+        """Of the tensors that hold it for a piece of ``numel`` elements."""
+        values = numel * (self.dtype or master_dtype).itemsize
+        return [values, -(-numel // self.block_elems) * torch.float32.itemsize] if self.block_elems else [values]
 
 
 class OptimizerSizes(NamedTuple):
@@ -163,7 +170,8 @@ def group_sizes(base: torch.optim.Optimizer, *, is_sharded: bool, allow_untested
     muon: set[int] = set()
     for index, group in enumerate(base.param_groups):
         if is_fused:
-            states.append(tuple(StateSize(base.state_dtype) for _ in base.names_of_states(index)))
+            block_elems = q8.BLOCK_ELEMS if base.is_quantized else 0
+            states.append(tuple(StateSize(base.state_dtype, block_elems) for _ in base.names_of_states(index)))
             if isinstance(base, Muon) and group.get("use_muon"):
                 muon.add(index)
         else:

@@ -14,9 +14,10 @@ from deepspeed_c.engine.build import build_optimizer
 from deepspeed_c.engine.precision import Precision
 from deepspeed_c.errors import DeepSpeedCError
 from deepspeed_c.offload.place import place
+from deepspeed_c.ops.optim import FusedOptimizer
 from deepspeed_c.plan.memory import KINDS, PHASES, MemoryPlan, Offload, plan_memory
 from deepspeed_c.plan.sizes import ModelSizes, group_sizes, model_of, sizes_of
-from deepspeed_c.plan.tiers import NVME_PATH, Budgets, Placed, offload_section, place_states
+from deepspeed_c.plan.tiers import NVME_PATH, Budgets, Placed, Rates, offload_section, place_states, suggest_ratio
 from deepspeed_c.zero.layout import mark_leaves
 from deepspeed_c.zero.stages import STAGES
 
@@ -53,6 +54,7 @@ class Table(NamedTuple):
     budgets: Budgets | None = None
     placed: Sequence[Placed] = ()  # a stage each, where budgets were given
     nvme_path: str | None = None
+    rates: Rates = Rates()
 
 
 def plan_table(
@@ -67,10 +69,11 @@ def plan_table(
     device_type: str = "cpu",
     activation_bytes: int = 0,
     budgets: Budgets | None = None,
+    rates: Rates = Rates(),  # noqa: B008  (immutable)
 ) -> Table:
     """Plans ``sizes``, or ``model`` (on the meta device) with what else was given to ``initialize``, for every stage under the configuration ``source``.
 
-    With ``budgets`` it is also decided for each stage which states live where. Raises what is wrong with the configuration (ConfigError) and with the
+    With ``budgets`` it is also decided for each stage which states live where, and at ``rates`` what part of the update the host should take. Raises what is wrong with the configuration (ConfigError) and with the
     optimizer (OptimizerError, ModelError).
     """
     notes: list[str] = []
@@ -115,6 +118,12 @@ def plan_table(
     if budgets is not None and base is not None:
         is_host = device_type == "cpu"
         placed = [place_states(stage, partial(plan_of, stage), budgets, is_host=is_host) for stage in STAGES]
+        placed = [
+            one._replace(ratio=suggest_ratio(one, budgets, rates))
+            if one.plan is not None and one.offload.optimizer == "cpu" and isinstance(base, FusedOptimizer)
+            else one
+            for one in placed
+        ]
     return Table(
         rows,
         next(i for i, row in enumerate(rows) if (row.stage, row.offload) == chosen),
@@ -128,6 +137,7 @@ def plan_table(
         budgets,
         placed,
         nvme_path,
+        rates,
     )
 
 
@@ -283,6 +293,12 @@ def _placed_lines(table: Table, unit: str, scale: int) -> list[str]:
         if placed.refusal:
             lines.append(f"        but {placed.refusal}")
         lines.append(f"        {json.dumps(offload_section(placed.stage, placed.offload, table.nvme_path))}")
+        if placed.ratio is not None:
+            rates = " and ".join(f"{rate / 1e9:g} of the {name}" for name, rate in table.rates._asdict().items())
+            lines.append(
+                f'        "ratio": {placed.ratio:g} in offload_optimizer has the host update so much that it is done when the device is, as far as the device has room;'
+                f" at {rates}, in GB/s of a rank (--rates)"
+            )
     return lines
 
 
@@ -300,6 +316,7 @@ def as_json(table: Table) -> dict[str, Any]:
         "notes": table.notes,
         "rows": [_row_json(row, i == table.chosen) for i, row in enumerate(table.rows)],
         "budgets": None if table.budgets is None else table.budgets._asdict(),
+        "rates": table.rates._asdict(),
         "placements": [_placed_json(placed, table.nvme_path) for placed in table.placed],
     }
 
@@ -313,6 +330,7 @@ def _placed_json(placed: Placed, nvme_path: str | None) -> dict[str, Any]:
         "refused": placed.refusal,
         "tiers": placed.tiers,
         "config": offload_section(placed.stage, placed.offload, nvme_path),
+        "ratio": placed.ratio,
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ from deepspeed_c import _C
 from deepspeed_c.plan.memory import GRADIENTS, HOMES, MASTERS, STATE, SWAP, WEIGHTS, MemoryPlan, Offload
 from deepspeed_c.zero.stages import STAGES
 
-__all__ = ["NVME_PATH", "TIERS", "Budgets", "Placed", "offload_section", "place_states"]
+__all__ = ["NVME_PATH", "TIERS", "Budgets", "Placed", "Rates", "offload_section", "place_states", "suggest_ratio"]
 
 # Where a configuration that names no folder is planned to swap to.
 NVME_PATH = "/local_nvme"
@@ -27,6 +28,14 @@ class Budgets(NamedTuple):
     nvme: int = 0
 
 
+class Rates(NamedTuple):
+    """Bytes that a rank moves in a second: an update takes as long as its bytes take. The defaults are of one of eight ranks on a node of accelerators."""
+
+    device: float = 2e12
+    host: float = 25e9
+    link: float = 25e9
+
+
 class Placed(NamedTuple):
     """One stage: where its states live, or why they cannot."""
 
@@ -35,6 +44,9 @@ class Placed(NamedTuple):
     tiers: dict[str, str]  # name of the tier by kind; empty where nothing fits
     plan: MemoryPlan | None
     refusal: str = ""
+    ratio: float | None = (
+        None  # what ``suggest_ratio`` says, where the optimizer's state is in host memory beside a device
+    )
 
 
 def offload_section(stage: int, offload: Offload, nvme_path: str | None) -> dict[str, Any]:
@@ -87,6 +99,30 @@ def place_states(
         plan,
         _excess(plan, budgets),
     )
+
+
+def suggest_ratio(placed: Placed, budgets: Budgets, rates: Rates) -> float:
+    """The part of the update, in hundredths, that the host should take so that host and device are done at the same time, or more where the device has no room for the
+    rest (Twin-Flow; ``csrc/include/dsc/tier.h`` has the formula).
+
+    ``placed`` has the states in host memory. An update reads and writes masters and state, and reads the sums of gradients.
+    """
+    kinds = placed.plan.phases["step"].kinds
+    sums, states = kinds.get(GRADIENTS, 0), kinds.get(MASTERS, 0) + kinds.get(STATE, 0)
+    weights = kinds.get(WEIGHTS, 0) // (1 if STAGES[placed.stage].parameters else placed.plan.n_ranks)
+    used = max(phase.nbytes for name, phase in placed.plan.phases.items() if name != "initialize")
+    held, moved = states + sums, 2 * states + sums
+    # What is split is bytes: elements may not have a whole number of them, as padding and scales count.
+    ratio, _ = _C.twin_flow_ratio(
+        n_elems=held,
+        device_elems_per_s=rates.device * held / moved,
+        host_elems_per_s=rates.host * held / moved,
+        link_bytes_per_s=rates.link,
+        link_bytes_per_elem=(sums + weights) / held,
+        state_bytes_per_elem=1,
+        device_bytes=max(budgets.device - used, 0),
+    )
+    return min(math.ceil(ratio * 100) / 100, 1.0)  # upwards, so that the rest fits
 
 
 def _excess(plan: MemoryPlan, budgets: Budgets) -> str:

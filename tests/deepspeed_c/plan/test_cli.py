@@ -62,6 +62,9 @@ def test_budgets_are_of_a_rank_or_of_a_node(folder, capsys):
         found = json.loads(capsys.readouterr().out)
         assert found["budgets"] == {"device": 10**9, "host": (64 << 30) // n_local, "nvme": 10**12 // n_local}
         assert found["placements"][3]["config"]["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
+        assert found["rates"] == {"device": 2e12, "host": 25e9, "link": 25e9}
+    assert main([*words, "--rates", "1e3,20,0.5"]) == 0
+    assert json.loads(capsys.readouterr().out)["rates"] == {"device": 1e12, "host": 20e9, "link": 5e8}
 
 
 def test_memory_without_end(folder, capsys):
@@ -113,6 +116,8 @@ def test_the_example_in_a_process_of_its_own():
             + ["--host-memory", "1GB"],
             "host memory as their device's",
         ),
+        (["--ranks", "2", "--config", "{ds}", "--params", "1e6", "--rates", "2000,25"], "'2000,25' is not understood"),
+        (["--ranks", "2", "--config", "{ds}", "--params", "1e6", "--rates", "1,nan,1"], "'1,nan,1' is not understood"),
         (["--ranks", "2", "--config", "nothing.json", "--params", "1e6"], "nothing.json"),
         (["--ranks", "2", "nothing.py"], "no such script"),
         (["--config", "{ds}", "--params", "1e6"], "--ranks"),

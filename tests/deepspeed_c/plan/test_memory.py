@@ -13,7 +13,7 @@ import deepspeed_c
 from benchmarks.live_bytes import LiveBytes
 from deepspeed_c.config import load_config
 from deepspeed_c.engine.build import build_optimizer
-from deepspeed_c.plan.memory import Offload, plan_memory
+from deepspeed_c.plan.memory import STATE, MemoryPlan, Offload, plan_memory
 from deepspeed_c.plan.sizes import group_sizes, sizes_of
 from deepspeed_c.plan.table import plan_table
 from deepspeed_c.zero import fetch
@@ -138,7 +138,7 @@ def run_engine(rank: int, world: int, case: Case) -> dict[str, int]:
     return live.peaks
 
 
-def planned(case: Case) -> dict[str, int]:
+def plan_of(case: Case) -> MemoryPlan:
     settings = load_config(case.config, world_size=case.world)
     with torch.device("meta"):
         model = make_model(case)
@@ -146,8 +146,11 @@ def planned(case: Case) -> dict[str, int]:
     sizes = sizes_of(model, [group["params"] for group in base.param_groups])
     optimizer = group_sizes(base, is_sharded=settings.zero.stage > 0 and case.world > 1)
     offload = Offload(settings.zero.offload_optimizer.device, settings.zero.offload_param.device)
-    plan = plan_memory(sizes, settings, case.world, optimizer, offload=offload)
-    return {name: phase.nbytes for name, phase in plan.phases.items()}
+    return plan_memory(sizes, settings, case.world, optimizer, offload=offload)
+
+
+def planned(case: Case) -> dict[str, int]:
+    return {name: phase.nbytes for name, phase in plan_of(case).phases.items()}
 
 
 @pytest.mark.parametrize("name", [*CASES, *OPTIMIZERS])
@@ -165,6 +168,31 @@ def test_planned_peaks_are_what_an_engine_allocates(run_ranks, name):
         lines.append(f"  {phase:10s} {expected[phase] / 1e6:8.2f} {shown}  {ratio:.3f}")
     print("\n".join(lines))
     assert worst <= TOLERANCE, "\n".join(lines)
+
+
+INT8 = {"lr": 1e-3, "state_dtype": "int8"}
+IN_8_BITS = [
+    Case(2, config(stage, {"type": kind, "params": INT8}, zero={"reduce_bucket_size": 3001}), widths=(13, 61, 47, 3))
+    for stage, kind in ((0, "Adam"), (2, "AdamW"), (3, "Lion"))
+]
+
+
+def state_bytes(rank: int, world: int, cases: list[Case]) -> list[int]:
+    found = []
+    for case in cases:
+        with deepspeed_c.initialize(model=make_model(case), config=case.config)[0] as engine:
+            dtype = next(engine.module.parameters()).dtype
+            engine.backward(engine(torch.ones(1, case.widths[0], dtype=dtype)).float().square().mean())
+            engine.step()
+            tensors = [t for s in engine.optimizer.state.values() for t in s.values() if torch.is_tensor(t) and t.dim()]
+            found.append(sum(t.nbytes for t in tensors))
+    return found
+
+
+def test_states_of_8_bits_are_counted_with_their_scales(run_ranks):
+    measured = run_ranks(2, state_bytes, IN_8_BITS)[0]  # the plan is of the first rank
+    expected = [plan_of(case).phases["step"].kinds[STATE] for case in IN_8_BITS]
+    assert measured == expected, f"{measured} held, {expected} planned"
 
 
 def test_states_on_nvme_leave_their_buffers(run_ranks, tmp_path):

@@ -124,6 +124,19 @@ def test_state_in_16_bits_is_seen():
     assert group_sizes(base, is_sharded=True).states == ((StateSize(torch.bfloat16),) * 2,)
 
 
+def test_codes_of_8_bits_have_scales_beside_them():
+    base = FusedAdam(params(), state_dtype=torch.int8)
+    (states,) = group_sizes(base, is_sharded=True).states
+    assert len(states) == 2
+    for numel in (1, 255, 256, 257, 1200, 100_003):
+        # The optimizer's own: two tensors of codes, two of scales.
+        piece = torch.nn.Parameter(torch.empty(numel, device="meta"))
+        own = [n * dtype.itemsize for dtype, n in base.layout_of_state(0, piece).values()]
+        planned = [nbytes for state in states for nbytes in state.tensor_bytes(numel, torch.float32)]
+        assert sorted(planned) == sorted(own), f"{numel} elements: {planned} planned, {own} held"
+    assert FP32.tensor_bytes(7, torch.bfloat16) == [14]
+
+
 class Strange(torch.optim.SGD):
     def step(self, closure=None):
         raise RuntimeError("only on Tuesdays")

@@ -9,7 +9,7 @@ from deepspeed_c.config import load_config
 from deepspeed_c.plan.memory import Offload
 from deepspeed_c.plan.sizes import stack_of
 from deepspeed_c.plan.table import Table, as_json, as_text, plan_table
-from deepspeed_c.plan.tiers import Budgets, offload_section
+from deepspeed_c.plan.tiers import Budgets, Rates, offload_section
 
 P = 1_000_000_000
 N = 8
@@ -104,6 +104,40 @@ def test_the_section_asks_for_what_was_planned(roomy):
         "device": "nvme",
         "nvme_path": "/disk",
     }
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("rates", [Rates(), Rates(4e11, 2e11, 1e12), Rates(1e12, 1e11, 1e9)])
+def test_the_ratio_is_the_fastest_that_fits(roomy, stage, rates):
+    """Against all hundredths, by the bytes of bf16 training with AdamW: 12 of states, which are read and written, and sums of gradients in fp32."""
+    n, per_elem = P // N, 2 * 12 + 4
+    base = peak(roomy, stage, Offload("cpu"))
+    seen = set()
+    for room in (0, n * 16 // 3, n * 16):
+        table = table_for(base + room, PLENTY, 0, rates=rates)
+        placed = table.placed[stage]
+        if room == n * 16 and placed.ratio is None:
+            continue  # all fits the device
+
+        def seconds(hundredths: int) -> float:
+            host = hundredths / 100 * n * (per_elem / rates.host + (4 + 2) / rates.link)
+            return max(host, (1 - hundredths / 100) * n * per_elem / rates.device)
+
+        fitting = [r for r in range(101) if (100 - r) * n * 16 <= 100 * room]
+        best = min(map(seconds, fitting))
+        chosen = round(placed.ratio * 100)
+        assert chosen in fitting, f"{placed.ratio} with room for {room} bytes, of {n * 16}"
+        # One hundredth beside: it is rounded up to what fits, and layouts have some padding.
+        assert min(seconds(max(chosen - 1, 0)), seconds(chosen)) <= best * (1 + 1e-3), (placed.ratio, best)
+        seen.add(placed.ratio)
+        assert as_json(table)["placements"][stage]["ratio"] == placed.ratio
+        assert f'"ratio": {placed.ratio:g} in offload_optimizer' in as_text(table)
+    assert 1.0 in seen and len(seen) > 1, seen
+
+
+def test_no_ratio_where_no_host_helps_a_device(roomy):
+    for table in (roomy, table_for(peak(roomy, 3) - 1_000_000_000, 15 * P // N, PLENTY)):
+        assert table.placed[3].ratio is None and '"ratio"' not in as_text(table)
 
 
 def test_evaluation_has_no_states_to_place():
