@@ -54,9 +54,11 @@ class AliasedModule(types.ModuleType):
         _refuse(MissingNameError, name, *names)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
         if isinstance(value, types.ModuleType) and is_active():
             adopt(value)  # the import system has bound a submodule
+            if callable(self.__dict__.get(name)):
+                return  # a function of its submodule's name (z3_leaf_module) stays what the name means, as in DeepSpeed
+        super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:
         listed = [name for upstream in _upstream_names(self.__name__) for name in _listed(upstream)]
