@@ -142,6 +142,17 @@ FIGURES: list[tuple[str, str, str, Line, str]] = [
         {"contender": "deepspeed_c"},
         "ratio_to_torchrun",
     ),
+    *(
+        (what, goal, "alias_start", {"what": row}, "added_ms")
+        for row, what, goal in (
+            ("deepspeed_c run", "`deepspeed_c run` in front of a command: milliseconds added to its start", "<= 50"),
+            (
+                "asking for deepspeed instead of torch",
+                "`is_deepspeed_available()` with the alias: milliseconds above the same question about torch",
+                "0",
+            ),
+        )
+    ),
 ]
 
 

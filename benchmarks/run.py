@@ -90,6 +90,9 @@ BENCHMARKS = [
     Benchmark(
         "import_time", "benchmarks/deepspeed_c/import_time.py", [PYTHON, "-m", "benchmarks.deepspeed_c.import_time"]
     ),
+    Benchmark(
+        "alias_start", "benchmarks/deepspeed_c/alias_start.py", [PYTHON, "-m", "benchmarks.deepspeed_c.alias_start"]
+    ),
     Benchmark("launch", "benchmarks/launcher/noop.py", [PYTHON, "-m", "benchmarks.launcher.noop"]),
 ]
 

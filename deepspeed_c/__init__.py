@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib
 import sys
 import types
-from typing import Any
 
 from deepspeed_c._version import __version__
+
+TYPE_CHECKING = False  # typing's own, whose import would be most of what this one costs
+if TYPE_CHECKING:
+    from typing import Any
 
 # Name -> the module that defines it. A test holds this table still: growing it is a decision.
 PUBLIC_NAMES: dict[str, str] = {

@@ -51,6 +51,9 @@ class Env:
     accelerator: str | None = _variable("DS_ACCELERATOR", None, str)
     """DS_ACCELERATOR: kind of device to train on ("cpu", "cuda"), where that of the machine is not meant."""
 
+    alias_force: str | None = _variable("DSC_ALIAS_FORCE", None, str, words=("0", "1"))
+    """DSC_ALIAS_FORCE: 1 hides a real DeepSpeed where deepspeed_c answers to its name; `deepspeed_c run --force` sets it."""
+
     timeout_minutes: float | None = _variable("DEEPSPEED_TIMEOUT", None, float, 0.0)
     """DEEPSPEED_TIMEOUT: minutes that one collective may take."""
 

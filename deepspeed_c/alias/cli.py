@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 from deepspeed_c.alias.install import environment, find_real, real_present
 from deepspeed_c.errors import AliasError
+
+TYPE_CHECKING = False  # typing's own, whose import would be the longest part of a start
+if TYPE_CHECKING:
+    from typing import NoReturn
 
 __all__ = ["env", "run"]
 
@@ -54,6 +56,8 @@ def run(arguments: Sequence[str]) -> int:
     except OSError as error:
         print(f"deepspeed_c run: {command[0]}: {error.strerror}", file=sys.stderr)
         if command[0].endswith(".py"):
+            import shlex
+
             print(f"Fix: deepspeed_c run python {shlex.join(command)}", file=sys.stderr)
         return EXIT_NOT_FOUND if isinstance(error, FileNotFoundError) else EXIT_NOT_EXECUTABLE
 
@@ -67,6 +71,8 @@ def env(arguments: Sequence[str]) -> int:
         variables = _variables("env", force)
     except AliasError as error:
         return _refused(error)
+    import shlex  # here: a command must not wait for it
+
     for name, value in variables.items():
         print(f"export {name}={shlex.quote(value)}")
     return 0

@@ -26,6 +26,7 @@ def test_values():
             "OMP_NUM_THREADS": "8",
             "DSC_CPU_ISA": "avx2",
             "DSC_LOG": "debug,json",
+            "DSC_ALIAS_FORCE": "1",
             "DEEPSPEED_TIMEOUT": "0.5",
             "DS_ACCELERATOR": "cpu",
             "OTHER": "x",
@@ -41,6 +42,7 @@ def test_values():
         omp_num_threads=8,
         cpu_isa="avx2",
         log="debug,json",
+        alias_force="1",
         timeout_minutes=0.5,
         accelerator="cpu",
     )
@@ -57,6 +59,7 @@ def test_values():
         ("MASTER_PORT", "0"),
         ("OMP_NUM_THREADS", "0"),
         ("DSC_CPU_ISA", "sse9"),
+        ("DSC_ALIAS_FORCE", "yes"),
         ("DEEPSPEED_TIMEOUT", "0"),
         ("DEEPSPEED_TIMEOUT", "nan"),
         ("DEEPSPEED_TIMEOUT", "inf"),

@@ -100,7 +100,10 @@ wrong = []
 for upstream, ours in MODULES.items():
     module = importlib.import_module(upstream)
     by_attribute = functools.reduce(getattr, upstream.split(".")[1:], deepspeed)
-    if not (module is sys.modules[ours] is importlib.import_module(ours) is by_attribute): wrong.append([upstream, repr(module)])
+    # A function of its module's name is what the attribute means, as in DeepSpeed
+    is_function = by_attribute is getattr(module, upstream.rpartition(".")[2], None)
+    if not (module is sys.modules[ours] is importlib.import_module(ours)): wrong.append([upstream, repr(module)])
+    if by_attribute is not module and not is_function: wrong.append([upstream, repr(by_attribute)])
     if module.__spec__.name != ours or module.__name__ != ours or module.__spec__.origin != module.__file__: wrong.append([upstream, repr(module.__spec__)])
 for upstream, names in NAMES.items():
     module = importlib.import_module(upstream)
@@ -138,6 +141,7 @@ result["replaced"] = vars(our_name)["zero_wrapper_for_fp_tensor_constructor"]
 files = [module.__file__ for name, module in sys.modules.items() if name.startswith("deepspeed_c") and getattr(module, "__file__", None)]
 result["twice"] = sorted({file for file in files if files.count(file) > 1})
 result["strange"] = sorted(name for name, module in sys.modules.items() if name.startswith("deepspeed.") and module.__name__.startswith("deepspeed.") and getattr(module, "__file__", None))
+result["function"] = type(deepspeed.utils.z3_leaf_module).__name__
 result["has"] = [hasattr(deepspeed, "nothing"), hasattr(deepspeed.utils, "nothing"), hasattr(deepspeed.utils, "groups")]
 result["probed"] = getattr(importlib.util.find_spec("deepspeed.ops.adam"), "name", None)
 
@@ -215,6 +219,10 @@ def test_one_object_under_both_names(seen):
 def test_asking_by_way_of_trial(seen):
     assert seen["has"] == [False, False, True]
     assert seen["probed"] == "deepspeed_c.ops.adam"
+
+
+def test_function_of_its_modules_name_stays_a_function(seen):
+    assert seen["function"] == "function"
 
 
 def test_finder_keeps_out_of_another_deepspeed(seen):
