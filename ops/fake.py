@@ -19,6 +19,7 @@ IN_PLACE = (
     "muon_apply_",
     "flat_scale_",
     "flat_cast_",
+    "flat_zero_",
 )
 
 

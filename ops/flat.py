@@ -1,4 +1,4 @@
-"""Norm, clip, scale, reduce and cast over lists of tensors, each in one pass over memory."""
+"""Norm, clip, scale, reduce, cast and zero over lists of tensors, each in one pass over memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Norm", "cast", "clip_", "norm", "reduce_", "scale_"]
+__all__ = ["Norm", "cast", "clip_", "norm", "reduce_", "scale_", "zero_"]
 
 
 class Norm(NamedTuple):
@@ -66,3 +66,20 @@ def cast(source: Tensor, target: Tensor) -> None:
     """target = source, rounded to nearest even; inf and NaN stay what they are. Equal lengths, any two of float32, bfloat16 and float16."""
     torch.ops.deepspeed_c.flat_cast_(source, target)
     torch.autograd.graph.increment_version(target)
+
+
+def zero_(tensors: Sequence[Tensor]) -> None:
+    """Sets every element to 0, host memory by the threads that will update it (first touch).
+
+    A fresh page lies in the NUMA node of the thread that writes to it first. Elements are shared out among the pool's threads as every pass over a list
+    of tensors of these sizes shares them: make states with ``torch.empty`` and pass them here together, as an optimizer's step gets them. Any dtypes; any
+    devices, where tensors away from the host are zeroed by torch. ValueError for a host tensor with gaps or overlaps between its elements.
+    """
+    on_host = [tensor for tensor in tensors if tensor.device.type == "cpu"]
+    elsewhere = [tensor for tensor in tensors if tensor.device.type != "cpu"]
+    if on_host:
+        torch.ops.deepspeed_c.flat_zero_(on_host)
+        torch.autograd.graph.increment_version(on_host)
+    if elsewhere:
+        with torch.no_grad():
+            torch._foreach_zero_(elsewhere)

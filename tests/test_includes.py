@@ -41,7 +41,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     r"(pybind11/|Python\.h)": ("ops/binding/*",),
     r"(cuda|nccl|cub/|thrust/)": ("csrc/cuda/*",),
     r"dlfcn\.h": ("csrc/accel/*", "ops/binding/*"),
-    r"pthread\.h": ("csrc/cpu/dispatch.c", "csrc/ckpt/crc32c.c", "csrc/aio/threads.c"),
+    r"pthread\.h": ("csrc/base/pool.c", "csrc/cpu/dispatch.c", "csrc/ckpt/crc32c.c", "csrc/aio/threads.c"),
     r"immintrin\.h": ("csrc/cpu/*",),
     r"(libaio|liburing)\.h": (),
 }

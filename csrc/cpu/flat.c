@@ -315,3 +315,43 @@ dsc_status dsc_flat_cast(const struct dsc_span *src, const struct dsc_span *dst,
     dsc_par_run(par, job.list.n_chunks, cast_chunks, &job);
     return DSC_OK;
 }
+
+struct zero_job {
+    const struct dsc_region *regions;
+    struct dsc_list list;
+};
+
+static void zero_chunks(void *arg, int64_t first, int64_t last)
+{
+    struct zero_job *job = arg;
+
+    for (int64_t chunk = first; chunk < last; chunk++) {
+        struct dsc_cursor cursor = dsc_list_chunk(&job->list, chunk);
+        struct dsc_piece piece;
+
+        while (dsc_cursor_next(&cursor, &piece)) {
+            const struct dsc_region *region = &job->regions[piece.array];
+
+            memset((char *)region->data + piece.begin * region->elem_bytes, 0, (size_t)(piece.n_elems * region->elem_bytes));
+        }
+    }
+}
+
+dsc_status dsc_flat_zero(const struct dsc_region *regions, int64_t n_regions, const struct dsc_par *par)
+{
+    struct zero_job job = {.regions = regions};
+
+    if (n_regions < 0 || (regions == NULL && n_regions > 0))
+        return dsc_fail(DSC_EINVAL, "%lld regions at %p", (long long)n_regions, (const void *)regions);
+    for (int64_t i = 0; i < n_regions; i++) {
+        const struct dsc_region *region = &regions[i];
+
+        if (region->n_elems < 0 || region->elem_bytes <= 0 || region->n_elems > INT64_MAX / region->elem_bytes ||
+            (region->data == NULL && region->n_elems > 0))
+            return dsc_fail(DSC_EINVAL, "regions[%lld]: %lld elements of %lld bytes at %p", (long long)i, (long long)region->n_elems,
+                            (long long)region->elem_bytes, region->data);
+    }
+    DSC_TRY(dsc_list_init(&job.list, n_regions > 0 ? &regions->n_elems : NULL, sizeof *regions, n_regions));
+    dsc_par_run(par, job.list.n_chunks, zero_chunks, &job);
+    return DSC_OK;
+}

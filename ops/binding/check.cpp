@@ -171,6 +171,14 @@ const std::string &module_dir()
     return dir;
 }
 
+struct dsc_par pool_par()
+{
+    struct dsc_par par;
+
+    check(dsc_pool_par(&par), "deepspeed_c");
+    return par;
+}
+
 const struct dsc_accel &cuda_accel()
 {
     static const struct dsc_accel *accel = [] {

@@ -1,4 +1,4 @@
-/* From the tensors of an operator call to checked pointers and counts. */
+/* From the tensors of an operator call to checked pointers and counts, and what runs a call on the host. */
 #ifndef DSC_CHECK_H
 #define DSC_CHECK_H
 
@@ -96,6 +96,9 @@ class Checker {
     std::vector<int64_t> n_elems_;
     std::vector<bool> is_contiguous_;
 };
+
+/* The parallel-for of the process's pool (dsc/pool.h). Operators run without the GIL. ValueError when an environment variable asks for no size. */
+struct dsc_par pool_par();
 
 /* The vtable of libdsc_cuda.so, which lies beside this module; opened once. NotImplementedError where there is none or no device. */
 const struct dsc_accel &cuda_accel();

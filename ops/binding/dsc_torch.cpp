@@ -1,4 +1,4 @@
-/* Tensors, lists, the lent parallel-for and the current CUDA stream, in terms of torch's C shim. */
+/* Tensors, lists and the current CUDA stream, in terms of torch's C shim. */
 #include "dsc_torch.h"
 
 #include "check.h"
@@ -72,6 +72,11 @@ bool has_same_dense_layout(AtenTensorHandle a, AtenTensorHandle b)
         expected *= size;
     }
     return true;
+}
+
+int64_t elem_bytes_of(int32_t torch_dtype)
+{
+    return static_cast<int64_t>(aoti_torch_dtype_element_size(torch_dtype));
 }
 
 int32_t to_dsc_dtype(int32_t torch_dtype)
@@ -149,23 +154,6 @@ void TensorList::release() noexcept
         if (handle != nullptr)
             (void)aoti_torch_delete_tensor_object(handle); /* fails only on a handle that is none */
     handles_.clear();
-}
-
-void LentPar::run(void *, int64_t n_chunks, dsc_par_body body, void *arg)
-{
-    struct Work {
-        dsc_par_body body;
-        void *arg;
-    } work{body, arg};
-    const auto run_range = [](int64_t first, int64_t last, void *ctx) {
-        const auto *range_work = static_cast<const Work *>(ctx);
-
-        range_work->body(range_work->arg, first, last);
-    };
-
-    /* A body is C and throws nothing, so an error means that no thread pool could be had: nothing was run yet. */
-    if (n_chunks == 1 || torch_parallel_for(0, n_chunks, 1, run_range, &work) != AOTI_TORCH_SUCCESS)
-        body(arg, 0, n_chunks);
 }
 
 namespace {

@@ -1,4 +1,4 @@
-/* The only file that names PyTorch: tensors, lists of tensors, the lent parallel-for and operator registration, over the LibTorch stable ABI. */
+/* The only file that names PyTorch: tensors, lists of tensors and operator registration, over the LibTorch stable ABI. */
 #ifndef DSC_TORCH_H
 #define DSC_TORCH_H
 
@@ -30,6 +30,9 @@ struct View {
 
 View view_of(AtenTensorHandle tensor);
 
+/* Bytes of an element, of any dtype that torch has. */
+int64_t elem_bytes_of(int32_t torch_dtype);
+
 /* True when the two have the same strides and these leave no gap and no overlap: then memory order is as good as element order. */
 bool has_same_dense_layout(AtenTensorHandle a, AtenTensorHandle b);
 
@@ -60,21 +63,6 @@ class TensorList {
     void release() noexcept;
 
     std::vector<AtenTensorHandle> handles_;
-};
-
-/* The parallel-for of torch's own thread pool, lent to a core for one call. Runs serially inside a parallel region. */
-class LentPar {
-  public:
-    LentPar() : par_{this, &LentPar::run} {}
-    LentPar(const LentPar &) = delete;
-    LentPar &operator=(const LentPar &) = delete;
-
-    const struct dsc_par *get() const { return &par_; }
-
-  private:
-    static void run(void *ctx, int64_t n_chunks, dsc_par_body body, void *arg);
-
-    struct dsc_par par_;
 };
 
 /* Makes a CUDA device current for its lifetime, and says which stream torch is on. */

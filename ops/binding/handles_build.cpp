@@ -1,4 +1,4 @@
-/* What was built, by what, which optimizers it has, and which instruction set runs here. */
+/* What was built, by what, which optimizers it has, which instruction set runs here, and on how many threads. */
 #include "handles.h"
 
 #include "dsc/dsc.h"
@@ -53,6 +53,19 @@ std::vector<std::tuple<std::string, int32_t, bool>> optim_kinds()
     }
 }
 
+int32_t pool_n_threads()
+{
+    int32_t n_threads = 0;
+
+    dsc::check(dsc_pool_n_threads(&n_threads), "pool_n_threads");
+    return n_threads;
+}
+
+void pool_resize(int32_t n_threads)
+{
+    dsc::check(dsc_pool_resize(n_threads), "pool_resize");
+}
+
 py::dict build_info()
 {
     py::dict info;
@@ -79,6 +92,12 @@ void dsc::bind_build(py::module_ &m)
     m.def("cpu_isas", &isas, "[(name, whether this processor runs it)] of the instruction sets that this build has.");
     m.def("cpu_isa_force", &force_isa, py::arg("name"),
           "Forces an instruction set by name for the whole process (tests and benchmarks); None goes back to the automatic choice.");
+    m.def("pool_n_threads", &pool_n_threads,
+          "Threads that share a pass over host memory: of the pool in use, or of the one that would be started now (dsc/pool.h). ValueError for a bad "
+          "DSC_NUM_THREADS or LOCAL_WORLD_SIZE.");
+    m.def("pool_n_workers", &dsc_pool_n_workers, "Threads that the pool has started: 0 before the first work that is worth sharing.");
+    m.def("pool_resize", &pool_resize, py::arg("n_threads"), py::call_guard<py::gil_scoped_release>(),
+          "Sets the pool's size for the whole process (tests and benchmarks); 0 goes back to the automatic one. Waits for work in progress.");
     m.def("optim_kinds", &optim_kinds, "[(name, state slots, whether it needs norms)] of the optimizers that this build has.");
     m.def("build_info", &build_info, "How this module was built: version, compiler, torch, whether the CUDA library was made.");
 }

@@ -1,4 +1,4 @@
-/* Passes over flat buffers as operators: norm and finite check, reduction, scale, cast. */
+/* Passes over flat buffers as operators: norm and finite check, reduction, scale, cast, zero. */
 #include "check.h"
 #include "dsc_torch.h"
 
@@ -33,11 +33,11 @@ Tensor flat_sumsq(const TensorList &spans)
     const std::vector<struct dsc_span> read = checker.read_free(spans, "spans", 0);
 
     if (checker.is_on_cpu()) {
-        const dsc::LentPar par;
+        const struct dsc_par par = dsc::pool_par();
         double sumsq = 0.0;
         int64_t n_nonfinite = 0;
 
-        dsc::check(dsc_flat_sumsq(read.data(), size_of(read), par.get(), &sumsq, &n_nonfinite), op);
+        dsc::check(dsc_flat_sumsq(read.data(), size_of(read), &par, &sumsq, &n_nonfinite), op);
         return stats_tensor(checker.like(), sumsq, n_nonfinite);
     }
     const dsc::CudaScope scope(checker.device_index());
@@ -67,11 +67,11 @@ Tensor flat_reduce(const TensorList &srcs, double scale, bool accumulate, const 
         span.dtype = dtype;
     to = checker.read_like_first(acc, "acc", 3);
     if (checker.is_on_cpu()) {
-        const dsc::LentPar par;
+        const struct dsc_par par = dsc::pool_par();
         double sumsq = 0.0;
         int64_t n_nonfinite = 0;
 
-        dsc::check(dsc_flat_reduce(read.data(), size_of(read), static_cast<float>(scale), accumulate, &to, par.get(), &sumsq, &n_nonfinite),
+        dsc::check(dsc_flat_reduce(read.data(), size_of(read), static_cast<float>(scale), accumulate, &to, &par, &sumsq, &n_nonfinite),
                    op);
         return stats_tensor(checker.like(), sumsq, n_nonfinite);
     }
@@ -92,9 +92,9 @@ void flat_scale(const TensorList &spans, double scale)
     const std::vector<struct dsc_span> read = checker.read_free(spans, "spans", 0);
 
     if (checker.is_on_cpu()) {
-        const dsc::LentPar par;
+        const struct dsc_par par = dsc::pool_par();
 
-        dsc::check(dsc_flat_scale(read.data(), size_of(read), static_cast<float>(scale), par.get()), op);
+        dsc::check(dsc_flat_scale(read.data(), size_of(read), static_cast<float>(scale), &par), op);
     } else {
         const dsc::CudaScope scope(checker.device_index());
 
@@ -110,14 +110,32 @@ void flat_cast(const Tensor &src, const Tensor &dst)
     const struct dsc_span to = checker.read_like_first(dst, "dst", 1);
 
     if (checker.is_on_cpu()) {
-        const dsc::LentPar par;
+        const struct dsc_par par = dsc::pool_par();
 
-        dsc::check(dsc_flat_cast(&from, &to, par.get()), op);
+        dsc::check(dsc_flat_cast(&from, &to, &par), op);
     } else {
         const dsc::CudaScope scope(checker.device_index());
 
         dsc::check(dsc::cuda_accel().flat_cast(&from, &to, scope.stream()), op);
     }
+}
+
+void flat_zero(const TensorList &tensors)
+{
+    const char *const op = "flat_zero_";
+    std::vector<struct dsc_region> regions(static_cast<size_t>(tensors.size()));
+
+    for (int64_t i = 0; i < tensors.size(); i++) {
+        const dsc::View view = dsc::view_of(tensors[i]);
+
+        if (!dsc::is_cpu(view.device_type) || !view.is_strided || !dsc::has_same_dense_layout(tensors[i], tensors[i]))
+            dsc::fail(DSC_EINVAL, std::string("deepspeed_c::") + op + ": argument 0 (tensors[" + std::to_string(i) +
+                                      "]) must be a host tensor without gaps between its elements");
+        regions[static_cast<size_t>(i)] = {view.data, view.n_elems, dsc::elem_bytes_of(view.dtype)};
+    }
+    const struct dsc_par par = dsc::pool_par();
+
+    dsc::check(dsc_flat_zero(regions.data(), tensors.size(), &par), op);
 }
 
 }  // namespace
@@ -128,6 +146,7 @@ DSC_OPS(m)
     m.def("flat_reduce_(Tensor[] srcs, float scale, bool accumulate, Tensor(a!) acc) -> Tensor");
     m.def("flat_scale_(Tensor(a!)[] spans, float scale) -> ()");
     m.def("flat_cast_(Tensor src, Tensor(a!) dst) -> ()");
+    m.def("flat_zero_(Tensor(a!)[] tensors) -> ()");
 }
 
 #define IMPLEMENTATIONS(m)                         \
@@ -139,6 +158,8 @@ DSC_OPS(m)
 DSC_OPS_CPU(m)
 {
     IMPLEMENTATIONS(m);
+    /* First touch is a matter of the host: the dispatcher refuses CUDA tensors, with NotImplementedError. */
+    m.impl("flat_zero_", DSC_BOX(&flat_zero));
 }
 
 DSC_OPS_CUDA(m)

@@ -108,9 +108,9 @@ void optim_step(const std::string &kind, const TensorList &params, const TensorL
 
     SET_HYPER(operands.args);
     if (operands.checker.is_on_cpu()) {
-        const dsc::LentPar par;
+        const struct dsc_par par = dsc::pool_par();
 
-        dsc::check(dsc_optim_step(found, &operands.args, operands.tensors.data(), operands.size(), par.get()), op);
+        dsc::check(dsc_optim_step(found, &operands.args, operands.tensors.data(), operands.size(), &par), op);
     } else {
         const dsc::CudaScope scope(operands.checker.device_index());
 
@@ -129,13 +129,13 @@ void optim_step_q8(const std::string &kind, const TensorList &params, const Tens
     const char *const op = "optim_step_q8_";
     const struct dsc_optim_kind *found = find_kind(kind, op);
     Operands operands(op, params, grads, TensorList(), TensorList(), copies);
-    const dsc::LentPar par;
+    const struct dsc_par par = dsc::pool_par();
 
     operands.read_codes(found, 0, codes0, 3, scales0, 6);
     operands.read_codes(found, 1, codes1, 4, scales1, 7);
     SET_HYPER(operands.args);
     operands.args.flags |= DSC_OPTIM_STATE_Q8;
-    dsc::check(dsc_optim_step(found, &operands.args, operands.tensors.data(), operands.size(), par.get()), op);
+    dsc::check(dsc_optim_step(found, &operands.args, operands.tensors.data(), operands.size(), &par), op);
 }
 
 void q8_quantize(const Tensor &values, const Tensor &codes, const Tensor &scales)
@@ -146,9 +146,9 @@ void q8_quantize(const Tensor &values, const Tensor &codes, const Tensor &scales
     const dsc::View to = checker.read_first_codes(codes, "codes", 1, &code);
     const dsc::View from = checker.read_f32(values, "values", 0, to.n_elems);
     const dsc::View scale = checker.read_f32(scales, "scales", 2, dsc_q8_n_scales(to.n_elems));
-    const dsc::LentPar par;
+    const struct dsc_par par = dsc::pool_par();
 
-    dsc::check(dsc_q8_quantize(code, to.n_elems, from.data, to.data, scale.data, par.get()), op);
+    dsc::check(dsc_q8_quantize(code, to.n_elems, from.data, to.data, scale.data, &par), op);
 }
 
 void q8_dequantize(const Tensor &codes, const Tensor &scales, int64_t begin, const Tensor &out)
@@ -160,12 +160,12 @@ void q8_dequantize(const Tensor &codes, const Tensor &scales, int64_t begin, con
     const dsc::View scale = checker.read_f32(scales, "scales", 1, dsc_q8_n_scales(from.n_elems));
     const int64_t n_elems = dsc::view_of(out.get()).n_elems;
     const dsc::View to = checker.read_f32(out, "out", 3, n_elems);
-    const dsc::LentPar par;
+    const struct dsc_par par = dsc::pool_par();
 
     if (begin < 0 || begin > from.n_elems || n_elems > from.n_elems - begin)
         dsc::fail(DSC_EINVAL, std::string("deepspeed_c::") + op + ": argument 2 (begin) is " + std::to_string(begin) + " for " +
                                   std::to_string(n_elems) + " elements out of " + std::to_string(from.n_elems));
-    dsc::check(dsc_q8_dequantize(code, from.data, scale.data, begin, n_elems, to.data, par.get()), op);
+    dsc::check(dsc_q8_dequantize(code, from.data, scale.data, begin, n_elems, to.data, &par), op);
 }
 
 Tensor optim_norms(const std::string &kind, const TensorList &params, const TensorList &grads, const TensorList &state0,
@@ -179,9 +179,9 @@ Tensor optim_norms(const std::string &kind, const TensorList &params, const Tens
 
     SET_HYPER(operands.args);
     if (operands.checker.is_on_cpu()) {
-        const dsc::LentPar par;
+        const struct dsc_par par = dsc::pool_par();
 
-        dsc::check(dsc_optim_norms(found, &operands.args, operands.tensors.data(), n, par.get(), dsc::f64_data(sumsq)), op);
+        dsc::check(dsc_optim_norms(found, &operands.args, operands.tensors.data(), n, &par, dsc::f64_data(sumsq)), op);
     } else {
         const dsc::CudaScope scope(operands.checker.device_index());
         const Tensor scratch = dsc::new_f64(operands.checker.like(), {DSC_ACCEL_SCRATCH_ELEMS}, false);
@@ -210,9 +210,9 @@ void optim_apply(const std::string &kind, const TensorList &params, const Tensor
                                   " elements of " + dsc::dtype_name(view.dtype) + " on " + dsc::device_name(view.device_type));
     const auto *data = static_cast<const double *>(view.data);
     if (is_on_cpu) {
-        const dsc::LentPar par;
+        const struct dsc_par par = dsc::pool_par();
 
-        dsc::check(dsc_optim_apply(found, &operands.args, operands.tensors.data(), n, par.get(), data), op);
+        dsc::check(dsc_optim_apply(found, &operands.args, operands.tensors.data(), n, &par, data), op);
     } else {
         const dsc::CudaScope scope(operands.checker.device_index());
 
@@ -240,9 +240,9 @@ void muon_momentum(const TensorList &grads, const TensorList &momentum_buffers, 
     args.grad_scale = grad_scale;
     args.flags = static_cast<uint32_t>(flags);
     if (checker.is_on_cpu()) {
-        const dsc::LentPar par;
+        const struct dsc_par par = dsc::pool_par();
 
-        dsc::check(dsc_muon_momentum(&args, tensors.data(), grads.size(), par.get()), op);
+        dsc::check(dsc_muon_momentum(&args, tensors.data(), grads.size(), &par), op);
     } else {
         const dsc::CudaScope scope(checker.device_index());
 
@@ -269,9 +269,9 @@ void muon_apply(const TensorList &params, const TensorList &updates, const Tenso
     args.lr = lr;
     args.weight_decay = weight_decay;
     if (checker.is_on_cpu()) {
-        const dsc::LentPar par;
+        const struct dsc_par par = dsc::pool_par();
 
-        dsc::check(dsc_muon_apply(&args, tensors.data(), params.size(), par.get()), op);
+        dsc::check(dsc_muon_apply(&args, tensors.data(), params.size(), &par), op);
     } else {
         const dsc::CudaScope scope(checker.device_index());
 

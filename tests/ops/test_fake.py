@@ -45,6 +45,7 @@ def cases():
     yield "flat_reduce_", "flat_reduce_", ([torch.rand(9), torch.rand(9)], 0.5, True, torch.rand(9).bfloat16())
     yield "flat_scale_", "flat_scale_", (f32, 0.5)
     yield "flat_cast_", "flat_cast_", (torch.rand(9), torch.zeros(9, dtype=torch.float16))
+    yield "flat_zero_", "flat_zero_", ([torch.rand(9), torch.ones(2, 3, dtype=torch.int8)],)
 
 
 @pytest.mark.parametrize("op, arguments", [pytest.param(op, args, id=name) for name, op, args in cases()])

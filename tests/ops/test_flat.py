@@ -56,16 +56,15 @@ def test_large_sum_does_not_lose_small_ones():
 
 def test_norm_has_the_same_bits_for_any_thread_count_and_instruction_set():
     tensors = [normal(n, n, torch.bfloat16) for n in (5, 700_001, 33)]
-    n_before = torch.get_num_threads()
     seen = set()
     try:
         for isa in [name for name, is_runnable in _C.cpu_isas() if is_runnable]:
             for n_threads in (1, 2, 5):
                 _C.cpu_isa_force(isa)
-                torch.set_num_threads(n_threads)
+                _C.pool_resize(n_threads)
                 seen.add(float(flat.norm(tensors).sumsq[0]).hex())
     finally:
-        torch.set_num_threads(n_before)
+        _C.pool_resize(0)
         _C.cpu_isa_force(None)
     assert len(seen) == 1, seen
 
@@ -132,3 +131,28 @@ def test_reduce_in_place_of_a_source():
     want = 0.5 * (a + b)
     flat.reduce_([a, b], a, scale=0.5)
     torch.testing.assert_close(a, want)
+
+
+def test_zero_of_every_dtype_and_dense_layout():
+    tensors = [
+        torch.full((200_003,), 3.0),
+        torch.full((5, 7), 3, dtype=torch.int8),
+        torch.full((2, 3, 4, 5), 3.0, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last),
+        torch.full((3, 4), 3.0, dtype=torch.float64).t(),
+        torch.empty(0),
+        torch.ones((), dtype=torch.bool),
+    ]
+    before = [tensor._version for tensor in tensors]
+    flat.zero_([*tensors, torch.empty(9, device="meta")])
+    for tensor, version in zip(tensors, before):
+        assert torch.count_nonzero(tensor) == 0, tensor
+        assert tensor._version > version
+    flat.zero_([])
+
+
+@pytest.mark.parametrize("view", [lambda x: x[:, :2], lambda x: x[0].expand(5, 4), lambda x: x.to_sparse()])
+def test_zero_refuses_what_has_gaps_or_overlaps(view):
+    whole, first = torch.ones(4, 4), torch.ones(3)
+    with pytest.raises((ValueError, NotImplementedError)):
+        flat.zero_([first, view(whole)])
+    assert (whole == 1).all() and (first == 1).all()

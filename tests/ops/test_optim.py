@@ -177,20 +177,19 @@ def test_flags_and_limits(kind, change):
 @pytest.mark.parametrize("kind", KINDS)
 def test_same_bits_for_any_thread_count_and_instruction_set(kind):
     isas = [name for name, is_runnable in _C.cpu_isas() if is_runnable]
-    n_before = torch.get_num_threads()
     results = {}
     try:
         for isa in isas:
             for n_threads in (1, 2, 3, 7):
                 _C.cpu_isa_force(isa)
-                torch.set_num_threads(n_threads)
+                _C.pool_resize(n_threads)
                 params, grads, states, copies = make_operands(
                     kind, (1009, 300_007, 5), torch.float32, torch.bfloat16, torch.float32, torch.bfloat16
                 )
                 call_step(kind, params, grads, states, copies, dataclasses.replace(HYPER[kind], step=2))
                 results[isa, n_threads] = torch.cat([bits(t) for t in (*params, *itertools.chain(*states), *copies)])
     finally:
-        torch.set_num_threads(n_before)
+        _C.pool_resize(0)
         _C.cpu_isa_force(None)
     assert len(results) >= 4
     first_key, first = next(iter(results.items()))

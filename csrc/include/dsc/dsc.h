@@ -13,6 +13,7 @@
 #include "dsc/flat.h"
 #include "dsc/kernels.h"
 #include "dsc/optim.h"
+#include "dsc/pool.h"
 #include "dsc/scaler.h"
 #include "dsc/status.h"
 #include "dsc/tier.h"

@@ -1,4 +1,4 @@
-/* Passes over flat buffers: norm and finite check, reduction of ranks' pieces, scale, cast. Same bits for any thread count and any ISA. */
+/* Passes over flat buffers: norm and finite check, reduction of ranks' pieces, scale, cast, zero. Same bits for any thread count and any ISA. */
 #ifndef DSC_FLAT_H
 #define DSC_FLAT_H
 
@@ -38,6 +38,19 @@ DSC_API dsc_status dsc_flat_scale(const struct dsc_span *spans, int64_t n_spans,
 
 /* dst = src converted, round-to-nearest-even, inf and NaN kept (a NaN stays a NaN). Lengths are equal, no overlap. */
 DSC_API dsc_status dsc_flat_cast(const struct dsc_span *src, const struct dsc_span *dst, const struct dsc_par *par);
+
+/* A borrowed run of elements of any type. */
+struct dsc_region {
+    void *data;         /* NULL only when n_elems is 0 */
+    int64_t n_elems;    /* >= 0 */
+    int64_t elem_bytes; /* > 0; n_elems of them fit int64_t */
+};
+
+/*
+ * Sets all bytes to 0. The elements are cut into chunks as every pass over a list of as many elements cuts them, so that memory that was not used before
+ * (pages that the system has not yet given out) comes to lie in the NUMA node of the thread that will update it, where par is dsc_pool_par's.
+ */
+DSC_API dsc_status dsc_flat_zero(const struct dsc_region *regions, int64_t n_regions, const struct dsc_par *par);
 
 #ifdef __cplusplus
 }

@@ -186,6 +186,43 @@ static void test_threads(void)
     array_destroy(&wanted);
 }
 
+/* Regions of elements of any size, with a byte on each side that must stay. */
+static void test_zero(void)
+{
+    static const struct {
+        int64_t n_elems, elem_bytes;
+    } cases[] = {{0, 4}, {1, 1}, {100003, 4}, {7, 16}, {33000, 1}, {40000, 2}};
+    enum { N = sizeof cases / sizeof cases[0] };
+    struct dsc_region regions[N];
+    unsigned char *memory[N];
+
+    for (int n_threads = 1; n_threads <= 3; n_threads++) {
+        struct pool pool;
+
+        pool_init(&pool, n_threads, 1);
+        for (int i = 0; i < N; i++) {
+            size_t n_bytes = (size_t)(cases[i].n_elems * cases[i].elem_bytes);
+
+            memory[i] = test_alloc(n_bytes + 2);
+            memset(memory[i], 0x5a, n_bytes + 2);
+            regions[i] = (struct dsc_region){memory[i] + 1, cases[i].n_elems, cases[i].elem_bytes};
+        }
+        CHECK_STATUS(dsc_flat_zero(regions, N, &pool.par), DSC_OK);
+        for (int i = 0; i < N; i++) {
+            size_t n_bytes = (size_t)(cases[i].n_elems * cases[i].elem_bytes);
+            size_t n_zeros = 0;
+
+            TEST_CASE("zero, %d threads, region %d", n_threads, i);
+            for (size_t b = 0; b < n_bytes; b++)
+                n_zeros += memory[i][b + 1] == 0;
+            CHECK_EQ(n_zeros, n_bytes);
+            CHECK(memory[i][0] == 0x5a && memory[i][n_bytes + 1] == 0x5a);
+            free(memory[i]);
+        }
+        pool_clear(&pool);
+    }
+}
+
 static void test_errors(void)
 {
     float a[4] = {1, 2, 3, 4};
@@ -236,6 +273,16 @@ static void test_errors(void)
     CHECK_ERROR(dsc_flat_cast(&src, NULL, NULL), DSC_EINVAL, "dst");
     CHECK_ERROR(dsc_flat_sumsq(&acc, 1, NULL, NULL, &n_nonfinite), DSC_EINVAL, "out_sumsq");
     CHECK_ERROR(dsc_flat_sumsq(&acc, 1, NULL, &sumsq, NULL), DSC_EINVAL, "out_n_nonfinite");
+    for (int i = 0; i < 4; i++) { /* the good region before the bad one stays as it was */
+        static const struct {
+            struct dsc_region region;
+            const char *word;
+        } bad_regions[] = {{{NULL, 1, 4}, "1 elements"}, {{NULL, -2, 4}, "-2 elements"}, {{NULL, 0, 0}, "of 0 bytes"}, {{NULL, INT64_MAX / 2, 4}, "regions[1]"}};
+        struct dsc_region regions[2] = {{a, 4, 4}, bad_regions[i].region};
+
+        CHECK_ERROR(dsc_flat_zero(regions, 2, NULL), DSC_EINVAL, bad_regions[i].word);
+    }
+    CHECK_ERROR(dsc_flat_zero(NULL, 1, NULL), DSC_EINVAL, "1 regions");
     CHECK_BYTES(a, before, sizeof a);
     CHECK(sumsq == -7 && n_nonfinite == -7);
 
@@ -243,6 +290,7 @@ static void test_errors(void)
     CHECK_STATUS(dsc_flat_sumsq(NULL, 0, NULL, &sumsq, &n_nonfinite), DSC_OK);
     CHECK(sumsq == 0 && n_nonfinite == 0);
     CHECK_STATUS(dsc_flat_scale(NULL, 0, 1, NULL), DSC_OK);
+    CHECK_STATUS(dsc_flat_zero(NULL, 0, NULL), DSC_OK);
 }
 
 int main(void)
@@ -255,6 +303,7 @@ int main(void)
         test_scale(isa);
     }
     test_threads();
+    test_zero();
     test_errors();
     return test_finish(__FILE__);
 }

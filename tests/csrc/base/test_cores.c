@@ -1,0 +1,188 @@
+/* base/cores.c: limits of control groups of both versions, the rank's part, NUMA nodes; the kernel's files are made in a folder. */
+#include "test.h"
+
+#include "base/cores.h"
+
+#include <limits.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+static char root[PATH_MAX];
+
+/* Writes text into root/path, making the folders on the way. */
+static void put(const char *path, const char *text)
+{
+    char full[2 * PATH_MAX];
+    FILE *file;
+
+    snprintf(full, sizeof full, "%s/%s", root, path);
+    for (char *p = full + strlen(root) + 1; (p = strchr(p, '/')) != NULL; p++) {
+        *p = '\0';
+        mkdir(full, 0700);
+        *p = '/';
+    }
+    file = fopen(full, "w");
+    if (file == NULL || fputs(text, file) < 0 || fclose(file) != 0) {
+        perror(full);
+        exit(1);
+    }
+}
+
+static void new_root(void)
+{
+    const char *parent = getenv("TMPDIR");
+
+    snprintf(root, sizeof root, "%s/dsc_cores_XXXXXX", parent != NULL ? parent : "/tmp");
+    if (mkdtemp(root) == NULL) {
+        perror(root);
+        exit(1);
+    }
+}
+
+static void remove_root(void)
+{
+    char command[PATH_MAX + 16];
+
+    snprintf(command, sizeof command, "rm -rf '%s'", root);
+    CHECK_EQ(system(command), 0);
+}
+
+static void test_version_2(void)
+{
+    static const struct {
+        const char *text;
+        int32_t quota;
+    } cases[] = {{"max 100000\n", INT32_MAX}, {"200000 100000\n", 2}, {"150000 100000\n", 2}, {"1000 100000\n", 1},
+                 {"", INT32_MAX},             {"400000 100000", 4},   {"nonsense\n", INT32_MAX}};
+
+    new_root();
+    TEST_CASE("no file");
+    CHECK_EQ(dsc_cores_quota(root), INT32_MAX);
+    put("proc/self/cgroup", "0::/a/b\n");
+    CHECK_EQ(dsc_cores_quota(root), INT32_MAX);
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        TEST_CASE("\"%s\"", cases[i].text);
+        put("sys/fs/cgroup/a/b/cpu.max", cases[i].text);
+        CHECK_EQ(dsc_cores_quota(root), cases[i].quota);
+    }
+    TEST_CASE("the least of all above");
+    put("sys/fs/cgroup/a/b/cpu.max", "800000 100000\n");
+    put("sys/fs/cgroup/a/cpu.max", "300000 100000\n");
+    put("sys/fs/cgroup/cpu.max", "500000 100000\n");
+    CHECK_EQ(dsc_cores_quota(root), 3);
+    put("sys/fs/cgroup/cpu.max", "100000 100000\n");
+    CHECK_EQ(dsc_cores_quota(root), 1);
+    TEST_CASE("a path that is not there, as in a container that sees its group as the top one");
+    put("proc/self/cgroup", "0::/elsewhere/deep/down\n");
+    CHECK_EQ(dsc_cores_quota(root), 1);
+    TEST_CASE("the top group");
+    put("proc/self/cgroup", "0::/\n");
+    CHECK_EQ(dsc_cores_quota(root), 1);
+    remove_root();
+}
+
+static void test_version_1(void)
+{
+    new_root();
+    TEST_CASE("version 1");
+    put("proc/self/cgroup", "12:memory:/m\n5:cpuset:/s\n4:cpu,cpuacct:/pod/x\n0::/unified\n");
+    CHECK_EQ(dsc_cores_quota(root), INT32_MAX);
+    put("sys/fs/cgroup/cpu/pod/x/cpu.cfs_quota_us", "250000\n");
+    put("sys/fs/cgroup/cpu/pod/x/cpu.cfs_period_us", "50000\n");
+    CHECK_EQ(dsc_cores_quota(root), 5);
+    put("sys/fs/cgroup/cpu/pod/cpu.cfs_quota_us", "-1\n");
+    put("sys/fs/cgroup/cpu/pod/cpu.cfs_period_us", "100000\n");
+    CHECK_EQ(dsc_cores_quota(root), 5);
+    put("sys/fs/cgroup/cpu/cpu.cfs_quota_us", "100001\n");
+    put("sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000\n");
+    CHECK_EQ(dsc_cores_quota(root), 2);
+    TEST_CASE("the group of another controller does not count");
+    put("proc/self/cgroup", "5:cpuset:/pod/x\n3:cpuacct:/pod/x\n");
+    CHECK_EQ(dsc_cores_quota(root), INT32_MAX);
+    remove_root();
+}
+
+static void test_fair_part(void)
+{
+    static const struct {
+        int32_t n_own, n_launcher, n_quota, n_ranks, wanted;
+    } cases[] = {
+        {64, 64, INT32_MAX, 1, 64}, /* alone */
+        {64, 64, INT32_MAX, 8, 8},  /* all share all */
+        {8, 64, INT32_MAX, 8, 8},   /* bound, each to its own */
+        {4, 4, INT32_MAX, 2, 2},    /* a launcher that was bound itself: its ranks share */
+        {24, 96, INT32_MAX, 8, 12}, /* bound to NUMA nodes, two ranks a node */
+        {64, 64, 6, 2, 3},          /* a container with 6 processors' worth of time */
+        {8, 64, 6, 2, 3},           {2, 2, INT32_MAX, 5, 1}, {1, 64, INT32_MAX, 2, 1}, {3, 7, INT32_MAX, 2, 3}, {64, 64, 1, 1, 1},
+    };
+
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        TEST_CASE("case %d", (int)i);
+        CHECK_EQ(dsc_cores_fair_part(cases[i].n_own, cases[i].n_launcher, cases[i].n_quota, cases[i].n_ranks), cases[i].wanted);
+    }
+}
+
+static struct dsc_cores cores_from(int32_t first, int32_t last)
+{
+    struct dsc_cores cores = {0};
+
+    for (int32_t i = first; i <= last; i++)
+        CPU_SET_S((size_t)i, sizeof cores.bits, &cores.bits.set);
+    return cores;
+}
+
+static void check_near(const struct dsc_cores *cores, int32_t thread, int32_t n_threads, int32_t n_wanted, int32_t one_of_them)
+{
+    struct dsc_cores near;
+
+    TEST_CASE("thread %d of %d", thread, n_threads);
+    dsc_cores_near(root, cores, thread, n_threads, &near);
+    CHECK_EQ(dsc_cores_count(&near), n_wanted);
+    CHECK(CPU_ISSET_S((size_t)one_of_them, sizeof near.bits, &near.bits.set));
+}
+
+static void test_nodes(void)
+{
+    struct dsc_cores cores = cores_from(2, 13);
+
+    new_root();
+    check_near(&cores, 3, 4, 12, 2); /* the kernel does not tell */
+    put("sys/devices/system/node/node0/cpulist", "0-3,8-11\n");
+    put("sys/devices/system/node/node2/cpulist", "4-7,12-15\n"); /* a gap in the numbers, and processors that are not ours */
+    put("sys/devices/system/node/node3/cpulist", "\n");          /* memory only */
+    for (int32_t thread = 0; thread < 12; thread++)
+        check_near(&cores, thread, 12, 6, thread < 6 ? 2 : 12);
+    check_near(&cores, 0, 2, 6, 11);
+    check_near(&cores, 1, 2, 6, 7);
+    check_near(&cores, 0, 1, 6, 4);  /* one thread, in the middle */
+    check_near(&cores, 63, 64, 6, 4); /* more threads than processors */
+    cores = cores_from(8, 11);
+    check_near(&cores, 3, 4, 4, 8);
+    remove_root();
+}
+
+static void test_this_process(void)
+{
+    struct dsc_cores own;
+    cpu_set_t set;
+
+    TEST_CASE("this process");
+    dsc_cores_of(getpid(), &own);
+    CHECK_EQ(sched_getaffinity(0, sizeof set, &set), 0);
+    CHECK_EQ(dsc_cores_count(&own), CPU_COUNT(&set));
+    for (int32_t i = 0; i < CPU_SETSIZE; i++)
+        CHECK_EQ(!CPU_ISSET_S((size_t)i, sizeof own.bits, &own.bits.set), !CPU_ISSET(i, &set));
+    dsc_cores_of(-1, &own); /* a process that does not exist: those online */
+    CHECK_EQ(dsc_cores_count(&own), sysconf(_SC_NPROCESSORS_ONLN));
+    CHECK(dsc_cores_quota("") >= 1);
+}
+
+int main(void)
+{
+    test_version_2();
+    test_version_1();
+    test_fair_part();
+    test_nodes();
+    test_this_process();
+    return test_finish(__FILE__);
+}

@@ -1,0 +1,409 @@
+/* base/pool.c: every chunk once, the same thread for the same chunk, several callers, nested calls, fork, sizes. For the thread sanitizer too. */
+#include "test.h"
+
+#include "dsc/pool.h"
+
+#include <fenv.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#define MAX_CHUNKS 257
+
+/* A child of fork() starts workers; the thread sanitizer has to be told that this is meant. */
+__attribute__((visibility("default"))) const char *__tsan_default_options(void);
+const char *__tsan_default_options(void)
+{
+    return "die_after_fork=0";
+}
+
+static struct dsc_par pool_of(int32_t n_threads)
+{
+    struct dsc_par par = {0};
+
+    CHECK_STATUS(dsc_pool_resize(n_threads), DSC_OK);
+    CHECK_STATUS(dsc_pool_par(&par), DSC_OK);
+    return par;
+}
+
+struct counts {
+    int32_t of_chunk[MAX_CHUNKS]; /* not atomic: two threads at one chunk are a race, which the thread sanitizer sees */
+};
+
+static void count_chunks(void *arg, int64_t first, int64_t last)
+{
+    struct counts *counts = arg;
+
+    for (int64_t i = first; i < last; i++)
+        counts->of_chunk[i]++;
+}
+
+static void test_every_chunk_once(void)
+{
+    static const int32_t sizes[] = {1, 2, 3, 7, 64}; /* most of them more than there are processors */
+    static const int64_t n_chunks[] = {0, 1, 2, 3, 6, 7, 8, 64, 65, 257};
+    struct counts counts;
+
+    for (size_t s = 0; s < sizeof sizes / sizeof sizes[0]; s++) {
+        struct dsc_par par = pool_of(sizes[s]);
+
+        CHECK_EQ(dsc_pool_n_workers(), 0); /* none before the first work */
+        for (int repeat = 0; repeat < 20; repeat++) {
+            for (size_t c = 0; c < sizeof n_chunks / sizeof n_chunks[0]; c++) {
+                TEST_CASE("%d threads, %d chunks, repeat %d", sizes[s], (int)n_chunks[c], repeat);
+                memset(&counts, 0, sizeof counts);
+                par.run(par.ctx, n_chunks[c], count_chunks, &counts);
+                for (int64_t i = 0; i < MAX_CHUNKS; i++) {
+                    TEST_AT(i);
+                    CHECK_EQ(counts.of_chunk[i], i < n_chunks[c] ? 1 : 0);
+                }
+                if (repeat == 0 && n_chunks[c] <= 1)
+                    CHECK_EQ(dsc_pool_n_workers(), 0); /* nor for what cannot be shared */
+            }
+        }
+        CHECK_EQ(dsc_pool_n_workers(), sizes[s] - 1);
+    }
+}
+
+/* Shares hold each other up until all are being done, so that none can be taken over: then who does what is fixed. */
+struct meeting {
+    int64_t n_shares;
+    _Atomic int64_t n_there;
+    pthread_t of_chunk[MAX_CHUNKS];
+    int64_t first_of_chunk[MAX_CHUNKS]; /* of the range that it was done in */
+};
+
+static void meet(void *arg, int64_t first, int64_t last)
+{
+    struct meeting *meeting = arg;
+
+    atomic_fetch_add(&meeting->n_there, 1);
+    while (atomic_load(&meeting->n_there) < meeting->n_shares)
+        sched_yield();
+    for (int64_t i = first; i < last; i++) {
+        meeting->of_chunk[i] = pthread_self();
+        meeting->first_of_chunk[i] = first;
+    }
+}
+
+static void test_shares_stay_with_their_threads(void)
+{
+    static const int64_t n_chunks[] = {64, 5, 3, 2, 257};
+    static struct meeting first_time;
+    static struct meeting again;
+    struct dsc_par par = pool_of(5);
+
+    for (size_t c = 0; c < sizeof n_chunks / sizeof n_chunks[0]; c++) {
+        int64_t n_shares = n_chunks[c] < 5 ? n_chunks[c] : 5;
+        int64_t n_ranges = 0;
+
+        memset(&first_time, 0, sizeof first_time);
+        first_time.n_shares = n_shares;
+        par.run(par.ctx, n_chunks[c], meet, &first_time);
+        CHECK(pthread_equal(first_time.of_chunk[0], pthread_self()));
+        for (int64_t i = 0; i < n_chunks[c]; i++) {
+            TEST_CASE("%d chunks, chunk %d", (int)n_chunks[c], (int)i);
+            if (first_time.first_of_chunk[i] == i) {
+                n_ranges++;
+                CHECK(i == 0 || !pthread_equal(first_time.of_chunk[i], first_time.of_chunk[i - 1]));
+            } else {
+                CHECK(pthread_equal(first_time.of_chunk[i], first_time.of_chunk[i - 1]));
+            }
+        }
+        CHECK_EQ(n_ranges, n_shares);
+        for (int repeat = 0; repeat < 5; repeat++) {
+            if (repeat == 2)
+                usleep(2000); /* the workers sleep */
+            memset(&again, 0, sizeof again);
+            again.n_shares = n_shares;
+            par.run(par.ctx, n_chunks[c], meet, &again);
+            for (int64_t i = 0; i < n_chunks[c]; i++) {
+                TEST_CASE("%d chunks, chunk %d, repeat %d", (int)n_chunks[c], (int)i, repeat);
+                CHECK(pthread_equal(again.of_chunk[i], first_time.of_chunk[i]));
+            }
+        }
+    }
+}
+
+/* Several callers, whose work has different sizes. */
+struct caller {
+    struct dsc_par par;
+    int64_t n_chunks;
+    int64_t n_wrong;
+};
+
+static void *call_often(void *arg)
+{
+    struct caller *caller = arg;
+    struct counts counts;
+
+    for (int repeat = 0; repeat < 300; repeat++) {
+        memset(&counts, 0, sizeof counts);
+        caller->par.run(caller->par.ctx, caller->n_chunks, count_chunks, &counts);
+        for (int64_t i = 0; i < MAX_CHUNKS; i++)
+            caller->n_wrong += counts.of_chunk[i] != (i < caller->n_chunks);
+    }
+    return NULL;
+}
+
+static void test_several_callers(void)
+{
+    enum { N_CALLERS = 4 };
+    struct dsc_par par = pool_of(3);
+    struct caller callers[N_CALLERS];
+    pthread_t threads[N_CALLERS];
+
+    for (int i = 0; i < N_CALLERS; i++) {
+        callers[i] = (struct caller){par, 1 + 37 * i * i % MAX_CHUNKS, 0};
+        CHECK_EQ(pthread_create(&threads[i], NULL, call_often, &callers[i]), 0);
+    }
+    for (int i = 0; i < N_CALLERS; i++) {
+        TEST_CASE("caller %d", i);
+        pthread_join(threads[i], NULL);
+        CHECK_EQ(callers[i].n_wrong, 0);
+    }
+}
+
+/* The work of one caller ends only after that of another has: it would never, if the other waited for the pool. */
+struct long_work {
+    struct dsc_par par;
+    _Atomic bool has_begun;
+    _Atomic bool may_end;
+};
+
+static void hold_the_pool(void *arg, int64_t first, int64_t last)
+{
+    struct long_work *work = arg;
+
+    (void)first;
+    (void)last;
+    atomic_store(&work->has_begun, true);
+    while (!atomic_load(&work->may_end))
+        sched_yield();
+}
+
+static void *call_long_work(void *arg)
+{
+    struct long_work *work = arg;
+
+    work->par.run(work->par.ctx, 2, hold_the_pool, work);
+    return NULL;
+}
+
+static void test_a_second_caller_does_not_wait(void)
+{
+    struct long_work work = {.par = pool_of(2)};
+    struct counts counts = {0};
+    pthread_t thread;
+
+    TEST_CASE("second caller");
+    CHECK_EQ(pthread_create(&thread, NULL, call_long_work, &work), 0);
+    while (!atomic_load(&work.has_begun))
+        sched_yield();
+    work.par.run(work.par.ctx, 50, count_chunks, &counts);
+    for (int64_t i = 0; i < MAX_CHUNKS; i++)
+        CHECK_EQ(counts.of_chunk[i], i < 50);
+    atomic_store(&work.may_end, true);
+    pthread_join(thread, NULL);
+}
+
+struct nest {
+    struct dsc_par par;
+    struct counts counts[8];
+};
+
+static void call_again(void *arg, int64_t first, int64_t last)
+{
+    struct nest *nest = arg;
+
+    for (int64_t i = first; i < last; i++)
+        nest->par.run(nest->par.ctx, 9, count_chunks, &nest->counts[i]);
+}
+
+static void test_nested(void)
+{
+    struct nest nest = {.par = pool_of(3)};
+
+    TEST_CASE("nested");
+    nest.par.run(nest.par.ctx, 8, call_again, &nest);
+    for (int64_t i = 0; i < 8; i++)
+        for (int64_t chunk = 0; chunk < 9; chunk++)
+            CHECK_EQ(nest.counts[i].of_chunk[chunk], 1);
+}
+
+struct roundings {
+    struct meeting meeting;
+    int of_chunk[MAX_CHUNKS];
+};
+
+static void note_rounding(void *arg, int64_t first, int64_t last)
+{
+    struct roundings *roundings = arg;
+
+    meet(&roundings->meeting, first, last);
+    for (int64_t i = first; i < last; i++)
+        roundings->of_chunk[i] = fegetround();
+}
+
+/* Bits do not depend on who computes: workers round, and treat subnormals, as the caller does now. */
+static void test_floating_point_environment(void)
+{
+    static const int modes[] = {FE_UPWARD, FE_TONEAREST};
+    static struct roundings roundings;
+    struct dsc_par par = pool_of(4);
+
+    for (int m = 0; m < 2; m++) {
+        memset(&roundings, 0, sizeof roundings);
+        roundings.meeting.n_shares = 4;
+        CHECK_EQ(fesetround(modes[m]), 0);
+        par.run(par.ctx, 4, note_rounding, &roundings);
+        CHECK_EQ(fesetround(FE_TONEAREST), 0);
+        for (int64_t i = 0; i < 4; i++) {
+            TEST_CASE("mode %d, share %d", m, (int)i);
+            CHECK_EQ(roundings.of_chunk[i], modes[m]);
+        }
+    }
+}
+
+/* In the child: 0 when the pool works there with workers of its own. */
+static int child_of_fork(struct dsc_par par, int32_t n_threads)
+{
+    struct counts counts = {0};
+    int n_wrong = dsc_pool_n_workers() != 0;
+
+    alarm(60); /* a child that hangs ends, and is seen to have */
+    for (int repeat = 0; repeat < 3; repeat++)
+        par.run(par.ctx, MAX_CHUNKS, count_chunks, &counts);
+    for (int64_t i = 0; i < MAX_CHUNKS; i++)
+        n_wrong += counts.of_chunk[i] != 3;
+    n_wrong += dsc_pool_n_workers() != n_threads - 1;
+    return n_wrong == 0 ? 0 : 1;
+}
+
+static void *call_until_told(void *arg)
+{
+    struct long_work *work = arg;
+    struct counts counts;
+
+    while (!atomic_load(&work->may_end)) {
+        work->par.run(work->par.ctx, 64, count_chunks, &counts);
+        atomic_store(&work->has_begun, true);
+    }
+    return NULL;
+}
+
+/* Another thread uses the pool all the while, so that forks come in the midst of it. */
+static void test_fork(void)
+{
+    struct long_work work = {.par = pool_of(3)};
+    struct counts counts = {0};
+    pthread_t thread;
+
+    CHECK_EQ(pthread_create(&thread, NULL, call_until_told, &work), 0);
+    while (!atomic_load(&work.has_begun))
+        sched_yield();
+    for (int i = 0; i < 10; i++) {
+        int status = -1;
+        pid_t child = fork();
+
+        if (child == 0)
+            _exit(child_of_fork(work.par, 3));
+        TEST_CASE("fork %d", i);
+        CHECK(child > 0);
+        CHECK_EQ(waitpid(child, &status, 0), child);
+        CHECK_EQ(status, 0);
+    }
+    atomic_store(&work.may_end, true);
+    pthread_join(thread, NULL);
+    CHECK_EQ(dsc_pool_n_workers(), 2);
+    work.par.run(work.par.ctx, MAX_CHUNKS, count_chunks, &counts);
+    for (int64_t i = 0; i < MAX_CHUNKS; i++)
+        CHECK_EQ(counts.of_chunk[i], 1);
+}
+
+static int32_t automatic_size(void)
+{
+    struct dsc_par par;
+    int32_t planned = -1;
+    int32_t n_threads = -1;
+
+    CHECK_STATUS(dsc_pool_resize(0), DSC_OK);
+    CHECK_STATUS(dsc_pool_n_threads(&planned), DSC_OK);
+    CHECK_STATUS(dsc_pool_par(&par), DSC_OK);
+    CHECK_STATUS(dsc_pool_n_threads(&n_threads), DSC_OK);
+    CHECK_EQ(planned, n_threads);
+    return n_threads;
+}
+
+static void test_size(void)
+{
+    struct dsc_par par = {0};
+    cpu_set_t all;
+    cpu_set_t one;
+    int32_t n = -7;
+
+    TEST_CASE("automatic");
+    CHECK_EQ(sched_getaffinity(0, sizeof all, &all), 0);
+    unsetenv("DSC_NUM_THREADS");
+    setenv("LOCAL_WORLD_SIZE", " ", 1); /* empty is unset */
+
+    int32_t n_alone = automatic_size();
+
+    CHECK(n_alone >= 1 && n_alone <= CPU_COUNT(&all));
+    setenv("OMP_NUM_THREADS", "1", 1);
+    CHECK_EQ(automatic_size(), n_alone);
+    setenv("LOCAL_WORLD_SIZE", "2", 1);
+    CHECK_EQ(automatic_size(), n_alone / 2 > 1 ? n_alone / 2 : 1);
+    setenv("LOCAL_WORLD_SIZE", "100000", 1);
+    CHECK_EQ(automatic_size(), 1);
+    setenv("DSC_NUM_THREADS", " 5 ", 1);
+    CHECK_EQ(automatic_size(), 5);
+
+    TEST_CASE("bad");
+    for (int i = 0; i < 6; i++) {
+        static const char *const bad[] = {"0", "-1", "four", "3.5", "513", "99999999999999999999"};
+
+        setenv("DSC_NUM_THREADS", bad[i], 1);
+        CHECK_STATUS(dsc_pool_resize(0), DSC_OK);
+        CHECK_ERROR(dsc_pool_par(&par), DSC_EINVAL, bad[i]);
+        CHECK_ERROR(dsc_pool_n_threads(&n), DSC_EINVAL, "DSC_NUM_THREADS");
+        CHECK(par.run == NULL);
+        CHECK_EQ(n, -7);
+    }
+    unsetenv("DSC_NUM_THREADS");
+    setenv("LOCAL_WORLD_SIZE", "none", 1);
+    CHECK_ERROR(dsc_pool_par(&par), DSC_EINVAL, "LOCAL_WORLD_SIZE");
+    unsetenv("LOCAL_WORLD_SIZE");
+    pool_of(3);
+    CHECK_ERROR(dsc_pool_resize(-1), DSC_EINVAL, "-1");
+    CHECK_ERROR(dsc_pool_resize(DSC_POOL_MAX_THREADS + 1), DSC_EINVAL, "513");
+    CHECK_STATUS(dsc_pool_n_threads(&n), DSC_OK);
+    CHECK_EQ(n, 3);
+
+    TEST_CASE("affinity");
+    CPU_ZERO(&one);
+    for (int i = 0; i < CPU_SETSIZE && CPU_COUNT(&one) == 0; i++)
+        if (CPU_ISSET(i, &all))
+            CPU_SET(i, &one);
+    CHECK_EQ(sched_setaffinity(0, sizeof one, &one), 0);
+    CHECK_EQ(automatic_size(), 1);
+    CHECK_EQ(sched_setaffinity(0, sizeof all, &all), 0);
+    CHECK_EQ(automatic_size(), n_alone);
+}
+
+int main(void)
+{
+    alarm(240); /* a pool that hangs is a failed test */
+    test_every_chunk_once();
+    test_shares_stay_with_their_threads();
+    test_several_callers();
+    test_a_second_caller_does_not_wait();
+    test_nested();
+    test_floating_point_environment();
+    test_fork();
+    test_size();
+    CHECK_STATUS(dsc_pool_resize(1), DSC_OK); /* no worker outlives the test */
+    return test_finish(__FILE__);
+}
