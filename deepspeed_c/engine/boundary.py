@@ -33,7 +33,8 @@ class _Scale(torch.autograd.Function):
     def forward(ctx, on_enter: Callable[[], float], *tensors: torch.Tensor):
         ctx.on_enter = on_enter
         ctx.set_materialize_grads(False)
-        return tuple(t.view_as(t) for t in tensors)
+        # torch forbids to change such views in place, which callers do with a loss (``loss *= n``); a copy of one number costs nothing.
+        return tuple(t.clone() if t.numel() == 1 else t.view_as(t) for t in tensors)
 
     @staticmethod
     def backward(ctx, *grads: torch.Tensor | None):
