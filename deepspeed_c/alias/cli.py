@@ -54,11 +54,13 @@ def run(arguments: Sequence[str]) -> int:
     try:
         os.execvpe(command[0], command, {**os.environ, **variables})
     except OSError as error:
+        import shlex
+
         print(f"deepspeed_c run: {command[0]}: {error.strerror}", file=sys.stderr)
         if command[0].endswith(".py"):
-            import shlex
-
             print(f"Fix: deepspeed_c run python {shlex.join(command)}", file=sys.stderr)
+        elif command[0] == "deepspeed":
+            print(f"Fix: deepspeed_c run deepspeed_c {shlex.join(command[1:])}", file=sys.stderr)
         return EXIT_NOT_FOUND if isinstance(error, FileNotFoundError) else EXIT_NOT_EXECUTABLE
 
 

@@ -142,6 +142,13 @@ def test_command_that_cannot_be_run(mode, code, tmp_path, monkeypatch, capsys):
     assert f"Fix: deepspeed_c run python {script} --lr 1" in capsys.readouterr().err
 
 
+def test_deepspeeds_own_launcher_is_ours(monkeypatch, capsys):
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert cli.run(["deepspeed", "--num_gpus", "2", "a b.py"]) == 127
+    assert "Fix: deepspeed_c run deepspeed_c --num_gpus 2 'a b.py'" in capsys.readouterr().err
+
+
 def test_shell_takes_over_the_variables(monkeypatch, capsys, tmp_path):
     odd = f'{tmp_path}/it\'s a "folder" $HOME'
     monkeypatch.setenv("PYTHONPATH", odd)
