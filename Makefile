@@ -44,8 +44,9 @@ bench: $(BUILT) ## measure everything, alone on the machine, and write docs/perf
 	$(BIN)/python -m benchmarks.run
 
 .PHONY: docs
-docs: $(BUILT) ## write the documents that are made from the code: docs/config.md
-	$(BIN)/python -m deepspeed_c.config.docs
+docs: $(BUILT) ## write the documents that are made from the code: docs/config.md, docs/compatibility.md
+	$(BIN)/python -m deepspeed_c.config.docs docs/config.md
+	$(BIN)/python -m scripts.compatibility docs/compatibility.md
 
 .PHONY: build
 build: $(BUILT) ## environment and compiled extension only

@@ -22,7 +22,7 @@ from deepspeed_c.config import Config
 from deepspeed_c.data.loader import DeepSpeedDataLoader
 from deepspeed_c.engine.boundary import scale_outputs, watch_outputs
 from deepspeed_c.engine.checkpoints import Checkpoints
-from deepspeed_c.engine.getters import ConfigGetters
+from deepspeed_c.engine.getters import ABSENT_METHODS, ConfigGetters
 from deepspeed_c.engine.model_files import save_model
 from deepspeed_c.engine.offload import OffloadDeviceEnum, OffloadedStates, OffloadStateTypeEnum
 from deepspeed_c.engine.precision import Precision
@@ -31,7 +31,7 @@ from deepspeed_c.engine.shard import shard_model
 from deepspeed_c.engine.trainable import KeptState, assign_groups, match_names, put_states, take_states
 from deepspeed_c.engine.weights import consolidate, load_custom, load_weights, save_weights
 from deepspeed_c.env import read_env
-from deepspeed_c.errors import BackwardError, BatchSizeError, FeatureError, StateError
+from deepspeed_c.errors import BackwardError, BatchSizeError, FeatureError, MissingNameError, StateError
 from deepspeed_c.logging import log_dist, logger
 from deepspeed_c.profile.timers import EngineTimers, see_memory_usage
 from deepspeed_c.zero.access import attach, detach
@@ -765,6 +765,10 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
                 return getattr(module, name)
             except AttributeError:
                 pass
+        if name in ABSENT_METHODS:
+            raise MissingNameError(
+                "is not part of this version", where=f"DeepSpeedEngine.{name}", fix=f"use instead: {ABSENT_METHODS[name]}"
+            )
         raise AttributeError(f"neither the engine nor its module ({type(module).__name__}) has {name!r}")
 
     # -- the end ----------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 
 from deepspeed_c.engine.precision import DTYPES
 
-__all__ = ["GETTERS", "ConfigGetters"]
+__all__ = ["ABSENT_METHODS", "GETTERS", "ConfigGetters"]
 
 # Method of the engine -> path in the configuration.
 GETTERS: dict[str, str] = {
@@ -118,6 +118,44 @@ GETTERS: dict[str, str] = {
     "autotuning_start_profile_step": "autotuning.start_profile_step",
     "autotuning_end_profile_step": "autotuning.end_profile_step",
     "is_deepcompile_enabled": "compile.deepcompile",
+}
+
+
+_CURRICULUM = "curriculum learning comes with a later version; order the samples in a data_sampler"
+_BY_ITSELF = "nothing: gradients are reduced within backward, and clipped within step"
+_GRAPH_PASSES = "engine.compile(backend=..., compile_kwargs=...) compiles with torch.compile"
+_COMM = "deepspeed_c.comm has the collectives"
+
+# Methods of DeepSpeed's engine that this one does not have -> what to do instead.
+ABSENT_METHODS: dict[str, str] = {
+    "set_data_post_process_func": _CURRICULUM,
+    "set_custom_curriculum_learning_schedule": _CURRICULUM,
+    "random_ltd_initialize": "random layer token drop comes with a later version",
+    "is_elastic_model_parallel_supported": "checkpoints load on any number of ranks; choose the batch sizes by hand",
+    "get_sequence_parallel_group": "sequence parallelism comes with a later version",
+    "quantize_training": "compression comes with a later version",
+    "print_forward_breakdown": "expert parallelism comes with a later version; wall_clock_breakdown times the phases",
+    "swap_tensor_config": "engine.zero_offload_optimizer() and engine.aio_config() say where states lie",
+    "is_map_style_dataset": "hasattr(dataset, '__getitem__') and hasattr(dataset, '__len__')",
+    "is_iterable_style_dataset": "isinstance(dataset, torch.utils.data.IterableDataset)",
+    "allreduce_gradients": _BY_ITSELF,
+    "clip_fp32_gradients": _BY_ITSELF,
+    "allreduce_bucket": _COMM,
+    "allreduce_and_copy": _COMM,
+    "allreduce_no_retain": _COMM,
+    "buffered_allreduce_fallback": _COMM,
+    "sparse_allreduce_no_retain": _COMM,
+    "sparse_allreduce_bucket": _COMM,
+    "sparse_allreduce": _COMM,
+    "sparse_all_gather": _COMM,
+    "all_gather_scalar": _COMM,
+    "load_moe_state_dict": "expert parallelism comes with a later version; engine.load_checkpoint loads experts as other weights",
+    "get_autosp_backend": _GRAPH_PASSES,
+    "get_autotp_backend": _GRAPH_PASSES,
+    "get_deepcompile_backend": _GRAPH_PASSES,
+    "get_deepspeed_compile_backend": _GRAPH_PASSES,
+    "get_compile_time": _GRAPH_PASSES,
+    "register_compile_pass": _GRAPH_PASSES,
 }
 
 

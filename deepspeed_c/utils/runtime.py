@@ -38,6 +38,8 @@ __all__ = [
     "get_tensor_bytes",
     "get_weight_norm",
     "is_model_parallel_parameter",
+    "mask_nan_or_inf_with_val_inplace",
+    "memory_status",
     "move_to_device",
     "partition_uniform",
     "prefix_sum_inc",
@@ -103,6 +105,13 @@ def align_dense_tensors(tensor_list: list[torch.Tensor], alignment: int) -> list
     """The list, with a tensor of zeros at its end where its elements are not a multiple of ``alignment``."""
     missing = -sum(t.numel() for t in tensor_list) % alignment
     return [*tensor_list, tensor_list[0].new_zeros(missing)] if missing else tensor_list
+
+
+def mask_nan_or_inf_with_val_inplace(
+    input: torch.Tensor, device: torch.device | str | None = None, val: float = -1.0
+) -> None:
+    """Puts ``val`` in the place of inf and NaN. ``device`` is accepted: the tensor stays where it is."""
+    input.masked_fill_(~torch.isfinite(input), val)
 
 
 # -- norms --------------------------------------------------------------------------------------------------------------
@@ -278,6 +287,27 @@ def get_checkpoint_folder_size(save_dir: str, tag: str, local_rank: int | None =
     total = torch.tensor(size, device=get_accelerator().current_device_name())
     comm.reduce(total, dst=0)
     return int(total)
+
+
+def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
+    """Prints what the device's allocator holds, on rank ``print_rank`` or all ranks (-1). ``reset_max`` begins the peaks anew before."""
+    rank = comm.get_rank() if comm.is_initialized() else 0
+    if print_rank not in (-1, rank):
+        return
+    accelerator = get_accelerator()
+    accelerator.synchronize()
+    if reset_max:
+        accelerator.reset_peak_memory_stats()
+    gib = [
+        f"{name} {n_bytes / 2**30:.4f} GiB"
+        for name, n_bytes in (
+            ("allocated", accelerator.memory_allocated()),
+            ("peak", accelerator.max_memory_allocated()),
+            ("reserved", accelerator.memory_reserved()),
+            ("peak reserved", accelerator.max_memory_reserved()),
+        )
+    ]
+    print(f"rank {rank}, {accelerator.current_device_name()}: {msg}: {', '.join(gib)}")
 
 
 def get_ma_status() -> int:

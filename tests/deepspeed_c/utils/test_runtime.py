@@ -165,6 +165,20 @@ def test_uniform_parts(n_items, n_parts) -> None:
     assert max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True), sizes
 
 
+def test_masking() -> None:
+    values = torch.tensor([1.0, math.inf, -math.inf, math.nan])
+    runtime.mask_nan_or_inf_with_val_inplace(values, val=-2.0)
+    assert values.tolist() == [1, -2, -2, -2]
+
+
+def test_memory_status(capsys) -> None:
+    runtime.memory_status("before", print_rank=3)
+    assert capsys.readouterr().out == ""
+    runtime.memory_status("before", print_rank=0, reset_max=True)
+    words = capsys.readouterr().out.split()
+    assert "before:" in words and float(words[words.index("allocated") + 1]) > 0, words
+
+
 def test_small_ones(tmp_path, monkeypatch) -> None:
     assert runtime.prefix_sum_inc([3, 4, 5]) == [3, 7, 12] and runtime.prefix_sum_inc([]) == []
     assert runtime.get_only_unique_item([4, 4]) == 4

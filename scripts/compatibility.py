@@ -1,0 +1,301 @@
+"""Holds docs/compatibility.tsv, the table of DeepSpeed's public names, against this package, and writes docs/compatibility.md from it.
+
+python -m scripts.compatibility FILE     writes the document
+python -m scripts.compatibility          says which rows are not true, or that the document is an old one (exit code 1), and nothing else
+
+A row of the table is a name of DeepSpeed 0.19.6: where it is (a module, ``module:Class``, or one of the headings of ``_ELSEWHERE``), its kind, its
+parameters without annotations, and its state here: "same" (the name is there and takes the same parameters), "different" (there, or not, for the reason
+that is given) or "not yet" (asking for it raises an error that says what to do instead). Nothing here needs a DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import ast
+import csv
+import importlib
+import inspect
+import sys
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import deepspeed_c
+from deepspeed_c.alias.finder import ELSEWHERE
+from deepspeed_c.engine.getters import ABSENT_METHODS
+from deepspeed_c.env import Env
+from deepspeed_c.errors import FeatureError, LaunchError, MissingModuleError, MissingNameError
+
+__all__ = ["Row", "check", "look_up", "main", "misfits", "read_rows", "render"]
+
+TABLE = Path(__file__).resolve().parents[1] / "docs" / "compatibility.tsv"
+DOCUMENT = TABLE.with_suffix(".md")
+STATES = ("same", "different", "not yet")
+
+ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
+PARAMETER, COMMAND, PROGRAMS, VARIABLES = "stage-3 parameter", "command deepspeed", "other commands", "environment"
+# Places that are no module: what is there is tested where it can be asked (tests/scripts/test_compatibility.py).
+_ELSEWHERE = {
+    PARAMETER: "Attributes of parameters that are sharded",
+    COMMAND: "The command `deepspeed`, here `deepspeed_c`",
+    PROGRAMS: "Other commands",
+    VARIABLES: "Environment variables",
+}
+
+
+class Row(NamedTuple):
+    where: str
+    name: str
+    kind: str
+    parameters: str
+    """As in a definition, "(a, b=1)"; of a constant its value; empty for the rest."""
+    state: str
+    why: str
+
+
+def read_rows(file: Path = TABLE) -> list[Row]:
+    with open(file, encoding="utf-8", newline="") as lines:
+        return [Row(**line) for line in csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)]
+
+
+# -- parameters ---------------------------------------------------------------------------------------------------------
+
+_KIND = inspect.Parameter
+_POSITIONAL = (_KIND.POSITIONAL_ONLY, _KIND.POSITIONAL_OR_KEYWORD)
+
+
+def _signature(text: str) -> inspect.Signature:
+    """The signature that a row writes down, with its defaults as text."""
+    arguments = ast.parse(f"def f{text}: ...").body[0].args
+
+    def parameter(argument: ast.arg, kind: Any, default: ast.expr | None = None) -> inspect.Parameter:
+        return _KIND(argument.arg, kind, default=_KIND.empty if default is None else ast.unparse(default))
+
+    first_default = len(arguments.args) - len(arguments.defaults)
+    parameters = [
+        parameter(
+            each, _KIND.POSITIONAL_OR_KEYWORD, arguments.defaults[i - first_default] if i >= first_default else None
+        )
+        for i, each in enumerate(arguments.args)
+    ]
+    if arguments.vararg:
+        parameters.append(parameter(arguments.vararg, _KIND.VAR_POSITIONAL))
+    parameters += [
+        parameter(each, _KIND.KEYWORD_ONLY, default)
+        for each, default in zip(arguments.kwonlyargs, arguments.kw_defaults)
+    ]
+    if arguments.kwarg:
+        parameters.append(parameter(arguments.kwarg, _KIND.VAR_KEYWORD))
+    return inspect.Signature(parameters)
+
+
+def misfits(theirs: str, ours: inspect.Signature) -> list[str]:
+    """Calls that DeepSpeed's parameters allow and ours do not, or that mean another default; empty when there are none."""
+    own = list(ours.parameters.values())
+    names = {each.name: (i, each) for i, each in enumerate(own)}
+    kinds = {each.kind for each in own}
+    found, known = [], set()
+    for i, each in enumerate(_signature(theirs).parameters.values()):
+        known.add(each.name)
+        if each.kind in (_KIND.VAR_POSITIONAL, _KIND.VAR_KEYWORD):
+            if each.kind not in kinds:
+                found.append(f"takes no further {'keyword ' if each.kind is _KIND.VAR_KEYWORD else ''}arguments")
+            continue
+        position, match = names.get(each.name, (None, None))
+        if match is None:
+            if _KIND.VAR_KEYWORD not in kinds:
+                found.append(f"has no {each.name}")
+            continue
+        if each.kind in _POSITIONAL and (match.kind not in _POSITIONAL or position != i):
+            found.append(f"has {each.name} at another place")
+        if each.default is not _KIND.empty:
+            found += _other_default(each, match)
+    required = [
+        each.name
+        for each in own
+        if each.name not in known
+        and each.default is _KIND.empty
+        and each.kind not in (_KIND.VAR_POSITIONAL, _KIND.VAR_KEYWORD)
+    ]
+    return found + [f"needs {name}" for name in required]
+
+
+def _other_default(theirs: inspect.Parameter, ours: inspect.Parameter) -> list[str]:
+    if ours.default is _KIND.empty:
+        return [f"needs {ours.name}"]
+    try:
+        want = ast.literal_eval(theirs.default)
+    except ValueError:
+        return []  # an object of DeepSpeed's
+    # What cannot be changed by accident stands for an empty container.
+    if want == ours.default or (want in ([], {}) and not ours.default):
+        return []
+    return [f"has {ours.name}={ours.default!r} instead of {want!r}"]
+
+
+# -- what is here -------------------------------------------------------------------------------------------------------
+
+
+def look_up(row: Row) -> Any:
+    """What ``row`` names, reached as a user reaches it: an import, then attributes. ``deepspeed`` has to mean this package.
+
+    Raises MissingNameError, MissingModuleError or AttributeError when it is not there.
+    """
+    module, _, cls = row.where.partition(":")
+    holder = importlib.import_module(module)
+    for part in [*cls.split("."), row.name] if cls else [row.name]:
+        holder = getattr(holder, part)
+    return holder
+
+
+def _problem(row: Row) -> str | None:
+    """Why the row is not true; None when it is."""
+    if row.state not in STATES or (row.state == "same" and row.why):
+        return f"is of state {row.state!r} with the reason {row.why!r}"
+    if row.where == COMMAND:
+        return _problem_of_flag(row)
+    if row.where == VARIABLES:
+        read = {field.metadata["name"] for field in Env.__dataclass_fields__.values()} | _READ_ELSEWHERE
+        return None if (row.state == "same") == (row.name in read) else f"is read: {row.name in read}"
+    if row.where in _ELSEWHERE:
+        return None
+    if row.where == ENGINE and row.kind == "attribute":
+        return None  # an engine has it, and its class has not
+    try:
+        ours = look_up(row)
+    except (MissingNameError, MissingModuleError) as error:
+        is_told = row.why or error.fix not in ("", ELSEWHERE)
+        return f"raises {error}" if row.state == "same" or not is_told else None
+    except AttributeError as error:
+        # Only modules, and engines, have a sentence for what they lack.
+        is_told = row.name in ABSENT_METHODS if row.where == ENGINE else row.state == "different" and row.why
+        return None if is_told and row.state != "same" else f"raises {error!r}"
+    if row.state == "not yet":
+        return f"is there: {ours!r}"
+    if row.state == "different":
+        return None if row.why else f"is there, for no reason: {ours!r}"
+    if row.kind == "constant":
+        want = ast.literal_eval(row.parameters)
+        return None if ours == want else f"is {ours!r} instead of {want!r}"
+    if row.kind in ("function", "method", "class"):
+        if not callable(ours):
+            return f"is {ours!r}, which cannot be called"
+        found = misfits(row.parameters, inspect.signature(ours)) if row.parameters else []
+        return "; ".join(found) or None
+    return None
+
+
+_READ_ELSEWHERE = {"DS_ENV_FILE"}
+
+
+def _problem_of_flag(row: Row) -> str | None:
+    from deepspeed_c.launcher.options import parse_options
+
+    value = ast.literal_eval(row.parameters) if row.parameters else []
+    try:
+        parse_options([row.name, *value, "train.py"])
+    except LaunchError as error:
+        return None if row.state == "not yet" and error.fix else f"raises {error}"
+    return None if row.state != "not yet" else "is accepted"
+
+
+def check(rows: list[Row]) -> list[str]:
+    """What is wrong with the table: one text a row. ``deepspeed`` has to mean this package."""
+    found = [f"{row.where}.{row.name} {problem}" for row in rows if (problem := _problem(row)) is not None]
+    keys = [(row.where, row.name) for row in rows]
+    return found + [
+        f"{where}.{name} has two rows" for where, name in sorted({key for key in keys if keys.count(key) > 1})
+    ]
+
+
+# -- the document -------------------------------------------------------------------------------------------------------
+
+_HEAD = """\
+# Compatibility with DeepSpeed
+
+<!-- Written by `python -m scripts.compatibility docs/compatibility.md` from docs/compatibility.tsv. Do not edit. -->
+
+The public names of DeepSpeed 0.19.6, and what they are here. A program reaches them under DeepSpeed's own paths when it is started by
+`deepspeed_c run`, or calls `deepspeed_c.install_as_deepspeed()` ([how](migrating-from-deepspeed.md)); the same modules are there as `deepspeed_c...`.
+[compatibility.tsv](compatibility.tsv) has every name with its parameters, for programs; a test compares each row with the code. Configuration keys:
+[config.md](config.md).
+
+- **same**: it is there, takes the same parameters by the same names at the same places with the same defaults, and does what it does there. Where
+  DeepSpeed returns a section of its configuration, a frozen section of ours is returned.
+- **different**: there is a reason, which stands beside it.
+- **not yet**: asking for it raises a `FeatureError` (an `AttributeError` or `ImportError` too, as Python expects) that says what stands beside it. A class
+  that is not there yet stands for its methods.
+"""
+
+
+def _reason(row: Row) -> str:
+    """Why it is as it is; for what is not there, what its error says to do instead."""
+    if row.why or row.where in _ELSEWHERE:
+        return row.why
+    if row.where == ENGINE:
+        return ABSENT_METHODS[row.name]
+    try:
+        look_up(row)
+    except FeatureError as error:
+        return error.fix
+    raise LookupError(f"{row.where}.{row.name} is there: run python -m scripts.compatibility")
+
+
+def render(rows: list[Row]) -> str:
+    """The text of docs/compatibility.md."""
+    return "\n".join(
+        [_HEAD, *_counts(rows), *(line for where, part in _by_place(rows) for line in _section(where, part))]
+    )
+
+
+def _by_place(rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:
+    for where, part in groupby(rows, key=lambda row: row.where):
+        yield where, list(part)
+
+
+def _counts(rows: list[Row]) -> Iterator[str]:
+    yield "| where | same | different | not yet |"
+    yield "| --- | --: | --: | --: |"
+    for where, part in _by_place(rows):
+        yield f"| {_title(where)} | " + " | ".join(str(sum(row.state == s for row in part)) for s in STATES) + " |"
+    yield "| all | " + " | ".join(str(sum(row.state == s for row in rows)) for s in STATES) + " |"
+    yield ""
+
+
+def _title(where: str) -> str:
+    return _ELSEWHERE.get(where) or f"`{where.replace(':', '.')}`"
+
+
+def _section(where: str, rows: list[Row]) -> Iterator[str]:
+    yield f"## {_title(where)}\n"
+    same = [f"`{row.name}`" for row in rows if row.state == "same"]
+    if same:
+        yield f"Same: {', '.join(same)}.\n"
+    rest = [row for row in rows if row.state != "same"]
+    if rest:
+        yield "| name | state | why, or what to use |"
+        yield "| --- | --- | --- |"
+        for row in rest:
+            text = _reason(row).replace("|", "\\|")
+            yield f"| `{row.name}` | {row.state} | {text} |"
+        yield ""
+
+
+def main(argv: list[str]) -> int:
+    if len(argv) > 1:
+        print("usage: python -m scripts.compatibility [FILE]", file=sys.stderr)
+        return 2
+    deepspeed_c.install_as_deepspeed(force=True)
+    rows = read_rows()
+    if argv:
+        Path(argv[0]).write_text(render(rows), encoding="utf-8")
+        return 0
+    problems = check(rows)
+    if not problems and DOCUMENT.read_text(encoding="utf-8") != render(rows):
+        problems = [f"{DOCUMENT.name} is not made from this table: run make docs"]
+    print(*problems, sep="\n", end="\n" if problems else "")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,154 @@
+"""docs/compatibility.tsv is true of this package, docs/compatibility.md is made from it, and a row that is not true is found."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import deepspeed_c
+from deepspeed_c.engine.getters import ABSENT_METHODS
+from deepspeed_c.errors import MissingNameError
+from scripts.compatibility import COMMAND, ENGINE, PARAMETER, STATES, Row, main, misfits, read_rows
+from tests.deepspeed_c.zero.traits import Mlp
+from tests.ranks import run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# In a process of its own: there, `deepspeed` means this package.
+CHECK = """
+import json, sys
+import deepspeed_c
+from scripts import compatibility as c
+deepspeed_c.install_as_deepspeed(force=True)
+wrong = [c.Row(*row) for row in json.loads(sys.argv[1])]
+rows = c.read_rows()
+print(json.dumps([c.check(rows), c.render(rows) == c.DOCUMENT.read_text(), c.check(wrong)]))
+"""
+
+WRONG = [
+    (Row("deepspeed", "initialize", "function", "(args=None, nodes=1)", "same", ""), "has no nodes"),
+    (Row("deepspeed", "init_distributed", "function", "", "not yet", ""), "is there"),
+    (Row("deepspeed", "get_accelerator", "function", "()", "different", ""), "for no reason"),
+    (Row("deepspeed", "init_inference", "function", "(model)", "same", ""), "raises deepspeed.init_inference"),
+    (Row("deepspeed.moe.layer", "MoE", "class", "(hidden_size)", "same", ""), "raises deepspeed.moe"),
+    (Row("deepspeed.utils", "no_such_name", "function", "()", "not yet", ""), "raises deepspeed.utils.no_such_name"),
+    (Row("deepspeed.utils", "logger", "function", "()", "same", ""), "cannot be called"),
+    (Row("deepspeed.runtime.lr_schedules", "VALID_LR_SCHEDULES", "constant", "['OneCycle']", "same", ""), "instead of"),
+    (Row(ENGINE, "no_such_method", "method", "(self)", "not yet", ""), "has no attribute"),
+    (Row(ENGINE, "allreduce_bucket", "method", "(self)", "same", ""), "has no attribute"),
+    (Row(ENGINE, "get_lr", "method", "(self)", "nearly", ""), "is of state 'nearly'"),
+    (Row(COMMAND, "--num_gpus", "flag", "['2']", "not yet", ""), "is accepted"),
+    (Row(COMMAND, "--no_ssh", "flag", "", "same", ""), "raises"),
+    (Row("environment", "DS_BUILD_OPS", "variable", "", "same", ""), "is read: False"),
+    (Row("deepspeed", "get_accelerator", "function", "()", "same", ""), None),
+    (Row("deepspeed", "get_accelerator", "function", "()", "same", ""), "has two rows"),
+]
+
+
+def test_every_row_is_true_and_the_document_is_made_from_them() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CHECK, json.dumps([row for row, _ in WRONG])],
+        cwd=ROOT,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    problems, is_up_to_date, found = json.loads(done.stdout.splitlines()[-1])
+    assert problems == [], "\n".join(problems)
+    assert is_up_to_date, "run: make docs"
+    wanted = [(row, text) for row, text in WRONG if text is not None]
+    assert len(found) == len(wanted), found
+    for said, (row, text) in zip(found, wanted):
+        assert said.startswith(f"{row.where}.{row.name} ") and text in said, (said, text)
+
+
+def test_the_table_is_whole() -> None:
+    rows = read_rows()
+    assert {row.state for row in rows} == set(STATES)
+    for where in (ENGINE, PARAMETER, COMMAND, "deepspeed.comm.comm", "deepspeed.zero", "deepspeed.ops.adam"):
+        assert sum(row.where == where for row in rows) > 3, where
+    assert len(rows) > 800 and sum(row.state == "same" for row in rows) > len(rows) / 2
+
+
+# -- what has to be asked of an engine ----------------------------------------------------------------------------------
+
+
+def engine_body(rank: int, world: int) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    }
+    rows = read_rows()
+    with deepspeed_c.zero.Init():
+        model = Mlp()
+    with deepspeed_c.initialize(model=model, config=config)[0] as engine:
+        param = engine.module.inp.weight
+        for row in rows:
+            if row.where == PARAMETER:
+                assert hasattr(param, row.name) == (row.state == "same"), row
+            elif row.where == ENGINE and row.kind == "attribute":
+                assert hasattr(engine, row.name) == (row.state == "same"), row
+        for name, instead in ABSENT_METHODS.items():
+            assert not hasattr(engine, name), name
+            with pytest.raises(MissingNameError) as raised:
+                getattr(engine, name)
+            assert instead in str(raised.value) and name in str(raised.value)
+        assert ABSENT_METHODS.keys() == {
+            row.name
+            for row in rows
+            if row.where == ENGINE and not hasattr(type(engine), row.name) and row.kind == "method"
+        }
+        with pytest.raises(AttributeError, match="neither the engine nor its module"):
+            _ = engine.no_such_name
+        # A module's own name wins over what the engine lacks.
+        engine.module.allreduce_gradients = torch.nn.Identity()
+        assert isinstance(engine.allreduce_gradients, nn.Identity)
+
+
+def test_engine_and_parameters_have_what_the_table_says() -> None:
+    run_ranks(2, engine_body)
+
+
+# -- parameters ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "theirs, ours, problem",
+    [
+        ("(a, b=1)", lambda a, b=1: 0, None),
+        ("(a, b=1)", lambda a, b=1, c=2, *, d=3: 0, None),
+        ("(a, b=1)", lambda a=0, b=1: 0, None),
+        ("(a, b=1)", lambda a, **rest: 0, None),
+        ("(a, b={})", lambda a, b=None: 0, None),
+        ("(a, b=Thing.x)", lambda a, b=7: 0, None),
+        ("(*args, **kwargs)", lambda *args, **kwargs: 0, None),
+        ("(a, *, b=1)", lambda a, b=1: 0, None),
+        ("(lr=1e-3)", lambda lr=0.001: 0, None),
+        ("()", lambda: 0, None),
+        ("(a, b=1)", lambda a, b=2: 0, "has b=2 instead of 1"),
+        ("(a, b=1)", lambda a, b: 0, "needs b"),
+        ("(a, b=None)", lambda a, b=(): 0, "has b=() instead of None"),
+        ("(a)", lambda a, b: 0, "needs b"),
+        ("(a, b)", lambda a: 0, "has no b"),
+        ("(a, b)", lambda b, a: 0, "has a at another place; has b at another place"),
+        ("(a, b)", lambda a, *, b: 0, "has b at another place"),
+        ("(a, *args)", lambda a: 0, "takes no further arguments"),
+        ("(a, **kwargs)", lambda a: 0, "takes no further keyword arguments"),
+    ],
+)
+def test_parameters(theirs, ours, problem) -> None:
+    assert "; ".join(misfits(theirs, inspect.signature(ours))) == (problem or "")
+
+
+def test_main_says_how_it_is_called(capsys) -> None:
+    assert main(["a", "b"]) == 2 and "usage" in capsys.readouterr().err
