@@ -66,11 +66,12 @@ class AliasedModule(types.ModuleType):
 
 
 def adopt(module: types.ModuleType) -> None:
-    """Makes one of our modules, and those loaded below it, answer to DeepSpeed's names too."""
-    for name, each in [*sys.modules.items()]:
-        inside = name == module.__name__ or name.startswith(f"{module.__name__}.")
-        if inside and name.startswith(f"{OURS}.") and type(each) is types.ModuleType:
-            each.__class__ = AliasedModule
+    """Makes one of our modules, and what is loaded below it, answer to DeepSpeed's names too."""
+    if type(module) is types.ModuleType and module.__name__.startswith(f"{OURS}."):
+        module.__class__ = AliasedModule
+        for value in [*vars(module).values()]:
+            if isinstance(value, types.ModuleType) and value.__name__.startswith(f"{module.__name__}."):
+                adopt(value)
 
 
 def _listed(upstream: str) -> set[str]:

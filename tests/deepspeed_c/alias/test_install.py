@@ -126,6 +126,11 @@ def test_not_too_late_where_it_was_visible_from_the_start(monkeypatch):
     install_as_deepspeed()
 
 
+def test_not_too_late_where_a_real_one_was_visible(real, monkeypatch):
+    monkeypatch.setitem(sys.modules, "accelerate", types.ModuleType("accelerate"))
+    install_as_deepspeed(force=True)
+
+
 def test_real_one_is_refused_by_its_path(real):
     before = state()
     with pytest.raises(AliasError, match="a real DeepSpeed is installed") as error:
