@@ -100,8 +100,8 @@ def initialize(
         _materialize(model, device, settings, comm)
     if not sharding.parameters:
         gather_for_good(model)
-    model.to(device)
-    broadcast_model(model, comm)
+    _bring_model(model, device, settings)
+    broadcast_model(model, comm, device)
 
     precision = Precision(settings, model)
     base = build_optimizer(settings, model, optimizer, model_parameters)
@@ -111,6 +111,7 @@ def initialize(
     elif sharding.parameters:
         layout = lay_out_untrained(model, settings, precision, comm)
     placed = {id(slot.param) for unit in (*layout.trained, *layout.frozen) for slot in unit.slots}
+    model.to(device)  # what no unit holds
     precision.cast_frozen(model, placed)
     # The weights as they were given are gone now; the allocator may keep their memory unless it is told to return it.
     get_accelerator().empty_cache()
@@ -149,6 +150,17 @@ def _data_parallel_group(mpu: Any) -> Any:
                 fix="use data parallelism only",
             )
     return mpu.get_data_parallel_group()
+
+
+def _bring_model(model: torch.nn.Module, device: torch.device, config: Config) -> None:
+    """Moves a model to the device that computes; only its buffers where weights are offloaded: all of it may not have room there."""
+    if config.zero.offload_param.device == "none":
+        model.to(device)
+        return
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
 
 
 def _materialize(model: torch.nn.Module, device: torch.device, config: Config, comm: Collectives) -> None:

@@ -51,8 +51,8 @@ def check_same_model(model: torch.nn.Module, comm: Collectives) -> None:
     check_same_text("the model", lines, comm, "build the same model on every rank, with the same parameters frozen")
 
 
-def broadcast_model(model: torch.nn.Module, comm: Collectives) -> None:
-    """Every rank starts from rank 0's weights and buffers."""
+def broadcast_model(model: torch.nn.Module, comm: Collectives, device: torch.device) -> None:
+    """Every rank starts from rank 0's weights and buffers, which are sent from ``device`` wherever they lie."""
     if comm.world_size == 1:
         return
     with torch.no_grad():
@@ -62,9 +62,7 @@ def broadcast_model(model: torch.nn.Module, comm: Collectives) -> None:
             data = tensor.data
             if data.numel() == 0:
                 continue
-            if data.is_contiguous():
-                comm.broadcast(data, 0)
-            else:
-                whole = data.contiguous()
-                comm.broadcast(whole, 0)
+            whole = data.to(device).contiguous()
+            comm.broadcast(whole, 0)
+            if whole.data_ptr() != data.data_ptr():
                 data.copy_(whole)

@@ -32,8 +32,8 @@ def _lay_out(
     if STAGES[config.zero.stage].parameters:
         mark_leaves(model, config)
     groups = [] if base is None else [group["params"] for group in base.param_groups]
-    placement = place(config, base, torch.device(get_accelerator().current_device_name()))
-    layout = lay_out(model, groups, config, precision, comm, placement)
+    device = torch.device(get_accelerator().current_device_name())
+    layout = lay_out(model, groups, config, precision, comm, place(config, base, device), device)
     if layout.fetcher is not None:
         store_weights(config, layout.fetcher, comm)
     return layout

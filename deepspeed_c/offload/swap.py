@@ -6,7 +6,6 @@ It is *brought* into a buffer before its use and *sent* away after it. Buffers a
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import weakref
@@ -220,15 +219,22 @@ class Swapper:
 
     def bring(self, tensors: Sequence[Tagged], *, reads: bool = True) -> None:
         """Attaches ``tensors``: on return they hold what they held when they were sent away; anything, without ``reads``."""
+        extents = [self._extents.get(id(tagged.tensor)) for tagged in tensors]
+        started = [extent is not None and extent.read is not None for extent in extents]
         if reads:
             self.prefetch(tensors)
-        for tagged in tensors:
-            extent = self._extents.get(id(tagged.tensor))
+        for tagged, extent, was_ahead in zip(tensors, extents, started):
             if extent is not None and extent.is_away:
                 if extent.read is not None:
-                    # A read ahead is of no use where nothing is to be read, however it ends.
-                    with contextlib.nullcontext() if reads else contextlib.suppress(AioError, OffloadError):
+                    try:
                         self._finish_read(extent)
+                    except (AioError, OffloadError):
+                        # A read ahead is of no use where nothing is to be read, however it ends; elsewhere it may have failed before the cause was mended.
+                        if reads and not was_ahead:
+                            raise
+                        if reads:
+                            self.prefetch([tagged])
+                            self._finish_read(extent)
                 if extent.buffer is None:
                     extent.buffer = self._take_buffer(extent.n_bytes)
                 tagged.tensor.data = self._view(extent.buffer, extent)

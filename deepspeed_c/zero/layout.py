@@ -127,8 +127,12 @@ def lay_out(
     precision: DtypePolicy,
     comm: Collectives,
     placement: Placement = ON_DEVICE,
+    device: torch.device | None = None,
 ) -> Layout:
-    """Makes the units of a model whose optimizer groups are ``groups`` (empty for an engine that only evaluates), and shards what the stage shards."""
+    """Makes the units of a model whose optimizer groups are ``groups`` (empty for an engine that only evaluates), and shards what the stage shards.
+
+    ``device``: which computes (default: where each parameter is).
+    """
     sharding = STAGES[config.zero.stage]
     names: Mapping[int, tuple[str, int]] = {id(p): (name, i) for i, (name, p) in enumerate(model.named_parameters())}
     names_by_group = [[names[id(p)][0] for p in group] for group in groups]
@@ -165,6 +169,7 @@ def lay_out(
         dtypes_of=precision.dtypes_of,
         is_sharded=is_sharded,
         placement_of=lambda param: on_device if id(param) in staying else placement,
+        device=device,
     )
     if not sharding.parameters:
         return Layout(trained_units, [], None, names_by_group)
@@ -182,6 +187,7 @@ def lay_out(
         dtypes_of=frozen_dtypes,
         is_sharded=is_sharded,
         placement_of=lambda param: on_device,
+        device=device,
     )
     units = [*trained_units, *frozen_units]
     largest = max((u.bucket_numel(b) for u in units if u.is_sharded for b in range(u.n_buckets)), default=0)

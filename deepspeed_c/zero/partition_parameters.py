@@ -120,7 +120,8 @@ class Init:
         module: an existing module to shard in place, right away; parameters on the meta device are made first, module by module.
         data_parallel_group, zero_param_parallel_group: the ranks to shard over; default: all, or those of ``mpu.get_data_parallel_group()``.
         mem_efficient_linear: accepted; linear layers need no replacement here, since autograd keeps no gathered weight.
-        remote_device: None, "none", "cpu" (with parameter offload) or "nvme" (not supported yet).
+        remote_device: "none", "cpu" or "nvme"; None: as the configuration's offload_param says. Shards lie in host memory for the last two; the engine moves
+            them to files for "nvme".
         pin_memory: accepted for shards in host memory.
         config_dict_or_path, config: the configuration; its bf16/fp16 sections give the dtype, ``"auto"`` values are fine.
         enabled: False makes the context do nothing.
@@ -128,7 +129,7 @@ class Init:
         mpu: an object with ``get_data_parallel_group()``.
         zero_quantized_weights, zero_quantized_nontrainable_weights: not supported yet.
         sequence_data_parallel_group: the ranks over which data and sequence are cut, in place of the data-parallel group.
-        param_swapper: not supported yet.
+        param_swapper: refused; the configuration says where weights live.
         tensor_overrides: what holds for every tensor that ``torch.empty`` and its kin make within: dtype and device (the default), one of them, or neither.
         param_dict: the configuration as a dict (an older name of ``config``).
 
@@ -166,17 +167,17 @@ class Init:
                 where="zero.Init(zero_quantized_weights=...)",
                 fix="leave it out",
             )
-        if param_swapper is not None or remote_device == "nvme":
+        if param_swapper is not None:
             raise FeatureError(
-                "parameters on NVMe are not part of this version",
-                where="zero.Init(remote_device=...)",
-                fix='use "none"',
+                "the engine makes the files that weights live in by itself",
+                where="zero.Init(param_swapper=...)",
+                fix='leave it out, and set "zero_optimization.offload_param" in the configuration',
             )
-        if remote_device not in (None, "none", "cpu"):
+        if remote_device not in (None, "none", "cpu", "nvme"):
             raise ConfigError(
                 f"{remote_device!r} is no place for shards",
                 where="zero.Init(remote_device=...)",
-                fix='use "none" or "cpu"',
+                fix='use "none", "cpu" or "nvme"',
             )
         if not is_initialized():
             init_distributed()
@@ -190,13 +191,10 @@ class Init:
                 " or call deepspeed_c.init_distributed() before"
             )
         self.device = torch.device(get_accelerator().current_device_name())
-        if remote_device == "cpu" and self.device.type != "cpu":
-            raise FeatureError(
-                "shards in host memory need parameter offload, which is not part of this version",
-                where="zero.Init(remote_device=...)",
-                fix='use "none"',
-            )
-        self.dtype = dtype or _dtype_of(next((c for c in (config_dict_or_path, config, param_dict) if c), None))
+        source = next((c for c in (config_dict_or_path, config, param_dict) if c), None)
+        is_remote = (remote_device or _place_of(source)) in ("cpu", "nvme")
+        self._home = torch.device("cpu") if is_remote else None
+        self.dtype = dtype or _dtype_of(source)
         self.tensor_overrides = tuple(tensor_overrides)
         # What constructors have touched after it was sharded, whole until nobody holds its data.
         self._edited: list[torch.nn.Parameter] = []
@@ -308,10 +306,21 @@ class Init:
                 data = data.contiguous()
                 self.comm.broadcast(data, 0, label=full)
                 param.data = data
-            state = StandaloneShard(param, full, self.comm)
+            state = StandaloneShard(param, full, self.comm, home=self._home)
             state.builder = self
             make_sharded(param, state)
             point_at_nothing(param)
+
+
+def _place_of(source: Any) -> str | None:
+    """Where a configuration has weights lie; None where it does not say. Only this is read, as by ``_dtype_of``."""
+    if source is None:
+        return None
+    keys, _ = read_source(source)
+    place = keys
+    for name in ("zero_optimization", "offload_param", "device"):
+        place = place.get(name) if isinstance(place, dict) else None
+    return place if isinstance(place, str) else None
 
 
 def _dtype_of(source: Any) -> torch.dtype | None:

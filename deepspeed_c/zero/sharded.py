@@ -155,7 +155,8 @@ class Builder(Protocol):
 
 
 class StandaloneShard(ShardState):
-    """The state of a parameter that no engine holds: split evenly by elements, or in the pieces of the engine that it was in."""
+    """The state of a parameter that no engine holds: split evenly by elements, or in the pieces of the engine that it was in. ``home``: where this rank's
+    piece lies, if not where the parameter is used."""
 
     def __init__(
         self,
@@ -166,14 +167,17 @@ class StandaloneShard(ShardState):
         shape: torch.Size | None = None,
         piece: torch.Tensor | None = None,
         ranges: tuple[Sequence[int], Sequence[int]] | None = None,
+        home: torch.device | None = None,
     ) -> None:
         super().__init__(param, name, comm, param.shape if shape is None else shape, persists=False)
         if ranges is None:
             spans = [_C.shard_range(self.numel, comm.world_size, rank) for rank in range(comm.world_size)]
             ranges = [begin for begin, _ in spans], [end - begin for begin, end in spans]
         self.begins, self.numels = ranges
-        # A copy: a view would keep the whole parameter alive.
-        self.piece = self.own_part(_DATA.__get__(param).reshape(-1)).clone() if piece is None else piece
+        if piece is None:
+            # A copy: a view would keep the whole parameter alive.
+            piece = self.own_part(_DATA.__get__(param).reshape(-1)).to(home or param.device, copy=True)
+        self.piece = piece
         self._depth = 0
         self.builder: Builder | None = None
 

@@ -104,9 +104,10 @@ class Unit:
         dtypes: Dtypes,
         is_sharded: bool = False,
         placement: Placement = ON_DEVICE,
+        device: torch.device | None = None,
     ) -> None:
         self.group, self.is_sharded, self.placement = group, is_sharded, placement
-        self.device = params[0][2].device
+        self.device = device or params[0][2].device
         self.resident: Callable[[int], AbstractContextManager] = lambda bucket: nullcontext()
         self.dtype, self.comm_dtype, self.is_sparse = dtypes.param, dtypes.comm, dtypes.is_sparse
         self.master_dtype = dtypes.master or dtypes.param
@@ -192,7 +193,7 @@ class Unit:
                     view.copy_(whole)
                     take_over(slot.param, view)
                 else:
-                    take_over(slot.param, whole.new_empty(0, dtype=self.dtype))
+                    take_over(slot.param, torch.empty(0, dtype=self.dtype, device=self.device))
                 del whole  # before the next is put together
                 mine = None
             for bucket in range(self.n_buckets):
@@ -330,13 +331,14 @@ def build_units(
     dtypes_of: Callable[[str, torch.nn.Parameter], Dtypes],
     is_sharded: Callable[[torch.nn.Parameter], bool] = lambda param: False,
     placement_of: Callable[[torch.nn.Parameter], Placement] = lambda param: ON_DEVICE,
+    device: torch.device | None = None,
 ) -> list[Unit]:
     """Makes the units of all optimizer groups.
 
     ``names`` maps ``id(param)`` to (name, order of registration). Members are laid out in reverse order of registration, which is about the order
     in which backward produces their gradients, so that the first buckets fill first.
     ``dtypes_of(name, param)`` gives the dtypes of the weights, of what is reduced, and of the masters; ``is_sharded(param)`` whether its weights are
-    (masters are, wherever ``n_shards`` is more than 1); ``placement_of(param)`` where they lie.
+    (masters are, wherever ``n_shards`` is more than 1); ``placement_of(param)`` where they lie. ``device`` computes with them (default: where each is).
     """
     units: list[Unit] = []
     for index, group in enumerate(groups):
@@ -350,8 +352,8 @@ def build_units(
                     where=name,
                     fix="cast the parameter, or freeze it with requires_grad_(False)",
                 )
-            by_kind.setdefault((p.device, dtypes, is_sharded(p), placement_of(p)), []).append((name, order, p))
-        for (_, dtypes, sharded, placement), members in by_kind.items():
+            by_kind.setdefault((device or p.device, dtypes, is_sharded(p), placement_of(p)), []).append((name, order, p))
+        for (of_kind, dtypes, sharded, placement), members in by_kind.items():
             members.sort(key=lambda member: -member[1])
             units.append(
                 Unit(
@@ -363,6 +365,7 @@ def build_units(
                     dtypes=dtypes,
                     is_sharded=sharded,
                     placement=placement,
+                    device=of_kind,
                 )
             )
     return units
