@@ -120,11 +120,13 @@ def activate() -> None:
     """
     from deepspeed_c.alias.finder import install_finders
     from deepspeed_c.alias.version import API_VERSION
-    from deepspeed_c.env import read_env
 
     real = find_real()
-    if real is not None and read_env().alias_force != "1":
-        raise real_present(real, "import deepspeed", f"set {FORCE}=1 to hide it (`deepspeed_c run --force` does)")
+    if real is not None:
+        from deepspeed_c.env import read_env
+
+        if read_env().alias_force != "1":
+            raise real_present(real, "import deepspeed", f"set {FORCE}=1 to hide it (`deepspeed_c run --force` does)")
     # What asks deepspeed.__version__ compares it with DeepSpeed's releases.
     _PACKAGE.__version__ = API_VERSION
     sys.modules["deepspeed"] = _PACKAGE
