@@ -45,6 +45,10 @@ class Env:
     cpu_isa: str | None = _variable("DSC_CPU_ISA", None, str, words=("scalar", "avx2", "avx512", "neon"))
     """DSC_CPU_ISA: instruction set of the CPU loops, instead of the best one. The C core reads it by itself."""
 
+    num_threads: int | None = _variable("DSC_NUM_THREADS", None, int, 1)
+    """DSC_NUM_THREADS: threads that share a pass over host memory, such as an optimizer step, instead of this rank's part of the host's processors, whatever
+    OMP_NUM_THREADS says. The C core reads it by itself, at the first such pass."""
+
     log: str | None = _variable("DSC_LOG", None, str)
     """DSC_LOG: level of the logger and, with "json", one JSON object a line; for example "debug" or "info,json"."""
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_c.errors import OptimizerError, StateError
-from deepspeed_c.ops import q8
+from deepspeed_c.ops import flat, q8
 
 __all__ = ["BIAS_CORRECTION", "MAXIMIZE", "NESTEROV", "FusedOptimizer", "NormedOptimizer"]
 
@@ -163,10 +163,13 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _load_state(self, param: Tensor, name: str, value: Tensor, scales: Tensor | None) -> None:
         """Takes over one state: codes where ``scales`` is given."""
         if scales is not None and not self.is_quantized:
-            flat, value = q8.dequantize(value.cpu(), scales.cpu()), torch.empty_like(value, dtype=torch.float32)
-            q8.in_memory_order(value).copy_(flat)
+            elements, value = q8.dequantize(value.cpu(), scales.cpu()), torch.empty_like(value, dtype=torch.float32)
+            q8.in_memory_order(value).copy_(elements)
         if self.is_quantized and scales is None:
-            self._make_codes(param, name)
+            codes = self._empty_state(param, name)
+            for tensor in codes.values():
+                flat.zero_([tensor])
+            self.state[param].update(codes)
             laid = torch.empty_like(param, dtype=torch.float32, memory_format=torch.preserve_format).copy_(value)
             self.quantize_state_(param, name, laid)
         elif self.is_quantized:
@@ -224,7 +227,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             members = group["params"] if chosen is None else [p for p in group["params"] if id(p) in chosen]
             if not members:
                 continue
-            steps = self._advance(index, members, self._entries(index, members)[0])
+            steps = self._advance(index, members, self._entries(index, members, in_pieces=True)[0])
             ids = list(map(id, members))
             self._open.update(dict.fromkeys(ids, steps[0]) if len(steps) == 1 else zip(ids, steps))
 
@@ -266,6 +269,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                     fix="pass one each, or None",
                 )
             chosen.append([j for j, grad in enumerate(given) if grad is not None])
+        for index, (group, members) in enumerate(zip(self.param_groups, chosen)):
+            self._entries(index, [group["params"][j] for j in members])
         self.begin_step(g["params"][j] for g, members in zip(self.param_groups, chosen) for j in members)
         for index, (group, members) in enumerate(zip(self.param_groups, chosen)):
             params = [group["params"][j] for j in members]
@@ -277,6 +282,19 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def init_state(self, group: int, param: Tensor) -> dict[str, Any]:
         """The state of ``param``, made (zeros, step 0) where it does not exist yet."""
+        return self._make_states(group, [param])[0]
+
+    def _make_states(self, group: int, params: Sequence[Tensor]) -> list[dict[str, Any]]:
+        """The states of parameters that one operator call will update: what is new is first touched by the threads that will update it."""
+        fresh: dict[str, list[Tensor]] = {}
+        try:
+            return [self._make_state(group, param, fresh) for param in params]
+        finally:
+            for tensors in fresh.values():
+                flat.zero_(tensors)
+
+    def _make_state(self, group: int, param: Tensor, fresh: dict[str, list[Tensor]]) -> dict[str, Any]:
+        """As :meth:`init_state`, but that new tensors hold anything yet and are added to ``fresh``, by name."""
         state = self.state[param]
         if "step" not in state:
             # A momentum without a count comes from torch.optim.SGD: it has had its first step.
@@ -290,12 +308,9 @@ class FusedOptimizer(torch.optim.Optimizer):
                     where=type(self).__name__,
                     fix="choose the state dtype before the first step; state dicts convert",
                 )
-            if self.is_quantized:
-                self._make_codes(param, name)
-            else:
-                state[name] = torch.zeros_like(
-                    param, dtype=self.dtype_of_state(param), memory_format=torch.preserve_format
-                )
+            for key, tensor in self._empty_state(param, name).items():
+                state[key] = tensor
+                fresh.setdefault(key, []).append(tensor)
         return state
 
     def names_of_states(self, group: int) -> tuple[str, ...]:
@@ -367,15 +382,20 @@ class FusedOptimizer(torch.optim.Optimizer):
             )
         return codes, scales
 
-    def _make_codes(self, param: Tensor, name: str) -> None:
+    def _empty_state(self, param: Tensor, name: str) -> dict[str, Tensor]:
+        """The tensors of one state slot, not yet written to: the state, or codes and scales, by the names of their entries."""
+        if not self.is_quantized:
+            dtype = self.dtype_of_state(param)
+            return {name: torch.empty_like(param, dtype=dtype, memory_format=torch.preserve_format)}
         if param.device.type != "cpu":
             raise self._error(
                 f"states of 8 bits are for the host, and a parameter is on {param.device}",
                 fix="offload the optimizer to the host, or use bfloat16 states",
             )
-        state = self.state[param]
-        state[name] = torch.zeros_like(param, dtype=self.q8_dtypes[name], memory_format=torch.preserve_format)
-        state[q8.scale_name(name)] = torch.zeros(q8.n_scales(param.numel()), dtype=torch.float32, device=param.device)
+        return {
+            name: torch.empty_like(param, dtype=self.q8_dtypes[name], memory_format=torch.preserve_format),
+            q8.scale_name(name): torch.empty(q8.n_scales(param.numel()), dtype=torch.float32, device=param.device),
+        }
 
     def _call(
         self,
@@ -388,9 +408,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         n_slots = len(state) // 2 if self.is_quantized else len(state)
         return Call(params, grads, state[:n_slots], copies, state[n_slots:])
 
-    def _entries(self, group: int, params: Sequence[Tensor]) -> list[list[Any]]:
+    def _entries(self, group: int, params: Sequence[Tensor], *, in_pieces: bool = False) -> list[list[Any]]:
         """The states of ``params``, a list an entry: ``step`` first, then the slots in use, then their scales if they have any. States that do not exist
-        yet are made."""
+        yet are made; ``in_pieces`` says that the parameters will be updated one by one, which decides who touches what first."""
         states = list(map(self.state.__getitem__, params))
         names = ("step", *self.names_of_states(group))
         if self.is_quantized:
@@ -398,7 +418,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         try:
             return [[state[name] for state in states] for name in names]
         except KeyError:
-            states = [self.init_state(group, param) for param in params]
+            if in_pieces:
+                states = [self.init_state(group, param) for param in params]
+            else:
+                states = self._make_states(group, params)
             return [[state[name] for state in states] for name in names]
 
     def _states(self, group: int, params: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -81,7 +81,7 @@ def make_plan(options: Options, devices: Devices | str | None = "find") -> Plan:
     cores = split_cores(n_ranks, options.bind_core_list) if options.bind_cores_to_rank else None
     n_threads = len(cores[0]) if cores else threads_per_rank(n_ranks)
     if not os.environ.get("OMP_NUM_THREADS"):
-        # torchrun sets 1, which leaves the optimizer's loops and every CPU operator on one core
+        # torchrun sets 1, which leaves every CPU operator of torch on one core
         shared["OMP_NUM_THREADS"] = str(n_threads)
     ranks = []
     for rank in range(n_ranks):

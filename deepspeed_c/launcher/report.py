@@ -93,6 +93,10 @@ def _cpu(extension: ModuleType | None) -> dict[str, Any]:
         values["instruction sets built"] = ", ".join(name for name, _ in isas)
         values["... that run here"] = ", ".join(name for name, is_runnable in isas if is_runnable)
         values["... in use"] = extension.cpu_isa()
+        try:
+            values["threads of an optimizer step"] = extension.pool_n_threads()
+        except ValueError as error:  # a variable that asks for no number of threads: every operator says so, too
+            values["threads of an optimizer step"] = str(error)
     return values
 
 

@@ -28,6 +28,7 @@ def extension(monkeypatch, tmp_path):
     }
     module.cpu_isas = lambda: [("scalar", True), ("avx2", True), ("avx512", False)]
     module.cpu_isa = lambda: "avx2"
+    module.pool_n_threads = lambda: 37
     module.aio_backends = lambda: [("libaio", False, "the kernel says no"), ("threads", True, ""), ("sync", True, "")]
     monkeypatch.setitem(sys.modules, "deepspeed_c._C", module)
     return module
@@ -43,6 +44,7 @@ def test_text(extension, capsys):
     assert values["instruction sets built"] == "scalar, avx2, avx512"
     assert values["... that run here"] == "scalar, avx2"
     assert values["... in use"] == "avx2"
+    assert values["threads of an optimizer step"] == "37"
     assert (values["fast"], values["stable_abi"]) == ("no", "yes")
     assert values["uring"] == "not built: the compiler found no header of it"
     assert values["libaio"] == "built, not usable: the kernel says no"
@@ -69,6 +71,18 @@ def test_io_backends_are_those_that_a_handle_has():
     usable = [name for name, what in values.items() if what == "built, usable"]
     assert usable == [backend.name for backend in aio.backends() if backend.is_usable]
     assert values["auto takes"] == aio.aio_handle().backend == usable[0]
+
+
+def test_threads_are_those_of_the_pool(monkeypatch):
+    extension = importlib.import_module("deepspeed_c._C")
+    assert report.gather()[0]["cpu"]["threads of an optimizer step"] == extension.pool_n_threads()
+    monkeypatch.setenv("DSC_NUM_THREADS", "all")
+    extension.pool_resize(0)
+    try:
+        assert 'DSC_NUM_THREADS is "all"' in report.gather()[0]["cpu"]["threads of an optimizer step"]
+    finally:
+        monkeypatch.undo()
+        extension.pool_resize(0)
 
 
 def test_cuda_library_that_does_not_load(extension, tmp_path):
