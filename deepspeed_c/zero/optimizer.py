@@ -158,10 +158,11 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         if not self._is_stored(unit) or key in self._resident:
             yield
             return
+        if ahead is not None and self._reads_ahead and self._is_stored(ahead[0]):
+            # Asked for before this one is waited for: at no moment has the device nothing to read.
+            self.store.prefetch(self._stored(*ahead))
         self.store.bring(self._stored(*key), reads=reads)
         self._point_entries(*key)
-        if ahead is not None and self._reads_ahead and self._is_stored(ahead[0]):
-            self.store.prefetch(self._stored(*ahead))
         self._resident.add(key)
         try:
             yield
@@ -610,7 +611,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
     def parameter_offload(self) -> Any:
         """DeepSpeed's name for what hooks the module under stage 3: an object with ``module``, ``forward_hooks``, ``backward_hooks``."""
         if self.fetcher is None or self.fetcher.hooks is None:
-            raise AttributeError("parameter_offload exists where parameters are sharded (stage 3, more than one rank)")
+            raise AttributeError("parameter_offload exists where parameters are sharded (stage 3)")
         return self.fetcher.hooks
 
     # -- the torch.optim face ---------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from contextlib import nullcontext
 from unittest import mock
@@ -38,6 +39,35 @@ def test_short_and_reordered_transfers_change_nothing():
         for got, want in zip(run_ranks(2, reordered, folder, timeout=60), run_ranks(2, plain, folder, timeout=60)):
             assert got[0] == want[0], f"losses {got[0]} and {want[0]}"
             same(got[1], want[1], "states")
+
+
+def reads_and_waits(rank: int, world: int, folder: str) -> list[str]:
+    """What a step asks of the store, in order: a letter and the first tensor's name."""
+    engine = make(folder, 2, "bf16", SWAPPED)
+    train(engine, rank, range(1))
+    store, calls = engine.optimizer.store, []
+
+    def noted(letter, call):
+        def note(tensors, **more):
+            tensors = list(tensors)
+            calls.append(f"{letter} {tensors[0].name}")
+            return call(tensors, **more)
+
+        return note
+
+    with mock.patch.multiple(store, prefetch=noted("r", store.prefetch), bring=noted("w", store.bring)):
+        train(engine, rank, range(1, 2))
+    engine.close()
+    return calls
+
+
+def test_the_next_bucket_is_asked_for_before_this_one_is_waited_for():
+    with tempfile.TemporaryDirectory() as folder:
+        calls = run_ranks(1, reads_and_waits, folder, timeout=60)[0]
+    waits = [i for i, call in enumerate(calls) if call.startswith("w ")]
+    assert len(waits) > 2, calls
+    for this, following in itertools.pairwise(waits):
+        assert f"r {calls[following][2:]}" in calls[:this], calls
 
 
 def failing(rank: int, world: int, folder: str) -> None:
@@ -77,9 +107,9 @@ def flipping(rank: int, world: int, folder: str) -> None:
     with faults(seed=3) as broken:
         engine = make(folder, 2, "bf16", SWAPPED, aio={"checksum": True})
         train(engine, rank, range(2))
-        broken.set(flip_chance=1000)
+        broken.set(flip_chance=1000)  # of a page, of which the tensor is a small part; and a read ahead is tried again
         try:
-            train(engine, rank, range(2, 4))
+            train(engine, rank, range(2, 60))
         except OffloadError as error:
             assert "are not those that were written" in str(error) and (
                 ".weight" in str(error) or ".bias" in str(error)
