@@ -15,6 +15,7 @@ from deepspeed_c.engine import offload
 from deepspeed_c.engine.offload import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed_c.errors import ConfigError, OffloadError, StateError
 from tests.aio_faults import faults
+from tests.deepspeed_c.offload.test_swap import open_file
 from tests.deepspeed_c.zero.test_oracle import make_config
 from tests.deepspeed_c.zero.traits import TRAITS, batch, make_model, whole_params
 from tests.ranks import run_ranks
@@ -178,6 +179,12 @@ def test_without_a_folder_or_room() -> None:
 EVERYTHING = {"bad_begin": 0, "bad_end": 1 << 40}
 
 
+def reload_fails(engine, rank: int, why: str) -> None:
+    said = failure(engine.reload_states, OffloadError)
+    assert why in said, said
+    assert "call reload_states() again" in said if rank == 0 else "rank 0 on" in said, said
+
+
 def failing(rank: int, world: int, folder: str) -> None:
     offload.PIECE_BYTES = 100
     try:
@@ -197,10 +204,15 @@ def failing(rank: int, world: int, folder: str) -> None:
 
                 # Rank 0 cannot read, and then reads what was not written; all ranks hear of it, and the states wait.
                 engine.offload_states(device="nvme")
-                for plan in (EVERYTHING, {"flip_chance": 1000}):
-                    broken.set(**(plan if rank == 0 else {}))
-                    said = failure(engine.reload_states, OffloadError)
-                    assert "call reload_states() again" in said if rank == 0 else "rank 0 on" in said, said
+                broken.set(**(EVERYTHING if rank == 0 else {}))
+                reload_fails(engine, rank, "failed")
+                broken.set()
+                file = open_file(folder)
+                byte = os.pread(file, 1, 10)
+                os.pwrite(file, bytes([byte[0] ^ (rank == 0)]), 10)
+                reload_fails(engine, rank, "are not those that were written")
+                os.pwrite(file, byte, 10)
+                os.close(file)
                 broken.set(short_chance=500, reorders=True)
                 engine.reload_states()
                 assert all_storages(engine) == sizes and files_in(folder) == []
