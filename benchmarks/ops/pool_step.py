@@ -44,6 +44,7 @@ def measure(n_params: int, rounds: int) -> None:
             torch.set_num_threads(n_torch)
             if _C.pool_n_threads() != n_threads:
                 _C.pool_resize(n_threads)
+            time.sleep(PAUSE_S)  # the threads of the contender before, which spin for a while, sleep now
             step()  # untimed: makes states, starts threads, fills caches
             if round_ % 2:
                 time.sleep(PAUSE_S)
