@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from benchmarks.measure import machine
 
@@ -35,6 +35,16 @@ def memory_cgroup(limit: int) -> Iterator[tuple[str, str]]:
         yield os.path.join(path, "cgroup.procs"), os.path.join(path, peak)
     finally:
         os.rmdir(path)
+
+
+def join_cgroup(procs: str) -> Callable[[], None] | None:
+    """What a new process does first, to be in the cgroup that has this list of processes; None for ""."""
+
+    def join() -> None:
+        with open(procs, "w") as file:
+            file.write(str(os.getpid()))
+
+    return join if procs else None
 
 
 def train(n_params: int, folder: str) -> None:
@@ -95,12 +105,7 @@ def run(n_params: int, folder: str, procs: str = "") -> dict:
         "--train",
     ]
 
-    def join() -> None:
-        if procs:
-            with open(procs, "w") as file:
-                file.write(str(os.getpid()))
-
-    done = subprocess.run(command, check=False, capture_output=True, text=True, preexec_fn=join)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, preexec_fn=join_cgroup(procs))
     if done.returncode:
         raise SystemExit(
             f"the run {'with' if procs else 'without'} a limit ended with {done.returncode}:\n{done.stderr[-2000:]}"
