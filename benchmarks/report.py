@@ -135,6 +135,20 @@ FIGURES: list[tuple[str, str, str, Line, str]] = [
             ("stall", "stall of an asynchronous save over copying the bytes in memory", "memcpy", "<= 1.3"),
         )
     ),
+    *(
+        (
+            f"`transformers.Trainer` on a 13M Llama, 2 processes, stage {stage}: {what} over DeepSpeed's",
+            goal,
+            "trainer_step",
+            {"contender": "deepspeed_c", "stage": stage},
+            column,
+        )
+        for stage in (2, 3)
+        for what, goal, column in (
+            ("time of a step", "<= 0.7", "ratio_to_deepspeed"),
+            ("peak memory of a process", "<= 1", "memory_to_deepspeed"),
+        )
+    ),
     (
         "launching a no-op on 2 processes: over `torch.distributed.run`",
         "<= 1.1",

@@ -80,6 +80,7 @@ BENCHMARKS = [
         "benchmarks/deepspeed_c/offload_step.py",
         [PYTHON, "-m", "benchmarks.deepspeed_c.offload_step"],
     ),
+    Benchmark("trainer_step", "benchmarks/hf/trainer_step.py", [PYTHON, "-m", "benchmarks.hf.trainer_step"]),
     Benchmark("adam_step", "benchmarks/ops/adam_step.py", [PYTHON, "-m", "benchmarks.ops.adam_step"]),
     Benchmark("pool_step", "benchmarks/ops/pool_step.py", [PYTHON, "-m", "benchmarks.ops.pool_step"]),
     Benchmark("aio", "benchmarks/ops/aio.py", [PYTHON, "-m", "benchmarks.ops.aio"]),

@@ -1,0 +1,162 @@
+"""How long is a step of transformers.Trainer on a small Llama, and how much memory does it take, against real DeepSpeed?
+
+2 processes, stages 2 and 3, fp32, the Trainer's own AdamW with clipping, so that both sides do the same arithmetic. DSC_PEER_PYTHON names the interpreter of an
+environment with DeepSpeed, transformers and accelerate; without it ours is measured alone. The contenders' runs alternate, a ratio is that of two runs of the same round.
+Seconds are the median over a run's steps on rank 0, memory is the largest resident set of a rank over its whole life.
+Run: python -m benchmarks.hf.trainer_step [--rounds 5] [--steps 12] [--width 512]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+WORLD, CONTEXT, MICRO_BATCH, WARMUP = 2, 128, 2, 3
+TIMEOUT_SECONDS = 600
+
+
+def train(is_ours: bool, stage: int, steps: int, width: int) -> None:
+    """One rank of one run. Uses nothing of ours but the alias: the peer's environment runs it too."""
+    if is_ours:
+        import deepspeed_c
+
+        deepspeed_c.install_as_deepspeed()
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+    class Clock(TrainerCallback):
+        def __init__(self) -> None:
+            self.seconds: list[float] = []
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            self.begin = time.perf_counter()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            self.seconds.append(time.perf_counter() - self.begin)
+
+    class Tokens(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return WORLD * MICRO_BATCH * (steps + WARMUP)
+
+        def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+            tokens = torch.randint(256, (CONTEXT,), generator=torch.Generator().manual_seed(i))
+            return {"input_ids": tokens, "labels": tokens}
+
+    torch.set_num_threads(1)
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 10 * width}
+    auto = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
+    with tempfile.TemporaryDirectory() as folder:
+        args = TrainingArguments(
+            output_dir=folder,
+            use_cpu=True,
+            bf16=False,
+            per_device_train_batch_size=MICRO_BATCH,
+            max_steps=steps + WARMUP,
+            optim="adamw_torch",
+            save_strategy="no",
+            logging_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            deepspeed={**auto, "gradient_clipping": 1.0, "zero_optimization": zero},
+        )
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=256,
+                hidden_size=width,
+                intermediate_size=width * 11 // 4,
+                num_hidden_layers=4,
+                num_attention_heads=width // 64,
+                num_key_value_heads=width // 64,
+                max_position_embeddings=CONTEXT,
+            )
+        )
+        n_params = model.num_parameters()
+        clock = Clock()
+        Trainer(model=model, args=args, train_dataset=Tokens(), callbacks=[clock]).train()
+    peak = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024.0)
+    torch.distributed.all_reduce(peak, op=torch.distributed.ReduceOp.MAX)
+    if torch.distributed.get_rank() == 0:
+        result = {"params": n_params, "seconds": statistics.median(clock.seconds[WARMUP:]), "peak_mib": peak.item()}
+        print("result " + json.dumps(result), flush=True)
+    torch.distributed.destroy_process_group()
+
+
+def measure(python: str, is_ours: bool, stage: int, options: argparse.Namespace) -> dict[str, float]:
+    """Runs all ranks of one contender."""
+    command = [python, "-m", "torch.distributed.run", "--nproc-per-node", str(WORLD), str(Path(__file__).resolve())]
+    command += ["--rank-of", "ours" if is_ours else "theirs", "--stage", str(stage)]
+    command += ["--steps", str(options.steps), "--width", str(options.width)]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    environment.pop("PYTHONPATH", None)
+    if is_ours:
+        environment["PYTHONPATH"] = str(ROOT)
+    done = subprocess.run(
+        command, env=environment, check=False, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
+    )
+    lines = [line.removeprefix("result ") for line in done.stdout.splitlines() if line.startswith("result ")]
+    if len(lines) != 1:
+        raise SystemExit(f"{' '.join(command)}: exit code {done.returncode}, no result\n{done.stderr[-4000:]}")
+    return json.loads(lines[0])
+
+
+def compare(options: argparse.Namespace) -> None:
+    from benchmarks.measure import machine, median_spread
+
+    contenders = {"deepspeed_c": sys.executable}
+    if peer := os.environ.get("DSC_PEER_PYTHON"):
+        contenders["deepspeed"] = peer
+    for stage in (2, 3):
+        results: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
+        for round_ in range(options.rounds):
+            names = list(contenders)
+            for name in names if round_ % 2 == 0 else names[::-1]:
+                results[name].append(measure(contenders[name], name == "deepspeed_c", stage, options))
+        for name, runs in results.items():
+            seconds, least, most = median_spread([run["seconds"] for run in runs])
+            line = {
+                "benchmark": "trainer_step",
+                "contender": name,
+                "stage": stage,
+                "processes": WORLD,
+                "params": runs[0]["params"],
+                "rounds": options.rounds,
+                "seconds": round(seconds, 4),
+                "seconds_min": round(least, 4),
+                "seconds_max": round(most, 4),
+                "peak_mib": round(median_spread([run["peak_mib"] for run in runs])[0], 1),
+                "machine": machine(),
+            }
+            if "deepspeed" in results:
+                pairs = list(zip(runs, results["deepspeed"], strict=True))
+                for ratio, key in (("ratio_to_deepspeed", "seconds"), ("memory_to_deepspeed", "peak_mib")):
+                    spread = median_spread([ours[key] / theirs[key] for ours, theirs in pairs])
+                    line.update(zip((ratio, f"{ratio}_min", f"{ratio}_max"), (round(value, 3) for value in spread)))
+            print(json.dumps(line), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Time steps of transformers.Trainer.")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=12, help="that count, of each run")
+    parser.add_argument("--width", type=int, default=512, help="of the model; a multiple of 64")
+    parser.add_argument("--rank-of", choices=("ours", "theirs"), help=argparse.SUPPRESS)
+    parser.add_argument("--stage", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank_of:
+        train(options.rank_of == "ours", options.stage, options.steps, options.width)
+    else:
+        compare(options)
+
+
+if __name__ == "__main__":
+    main()
