@@ -29,7 +29,7 @@ OPS = {
     "lion": {"DeepSpeedCPULion", "FusedLion"},
     "muon": {"Muon", "newton_schulz"},
     "sgd": {"FusedSGD"},
-    "flat": {"Norm", "cast", "clip_", "norm", "reduce_", "scale_"},
+    "flat": {"Norm", "cast", "clip_", "norm", "reduce_", "scale_", "zero_"},
     "q8": {"BLOCK_ELEMS", "dequantize", "n_scales", "quantize_", "scale_name"},
     "optim": {"BIAS_CORRECTION", "MAXIMIZE", "NESTEROV", "FusedOptimizer", "NormedOptimizer"},
 }

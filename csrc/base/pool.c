@@ -25,6 +25,7 @@
 #include <unistd.h>
 
 #define MAX_WORKERS (DSC_POOL_MAX_THREADS - 1)
+#define MIN_CHUNKS 4      /* fewer are done sooner (some 10 us each) than a sleeping thread has woken and fetched its part into its cache */
 #define SPIN_NS 50000     /* about what it takes to wake a thread: a step calls the pool once a bucket, and little lies between the calls */
 #define PAUSES_A_LOOK 32  /* between two looks at the clock */
 #define CACHE_LINE_BYTES 64
@@ -327,7 +328,7 @@ static void run(void *ctx, int64_t n_chunks, dsc_par_body body, void *arg)
     int64_t first = 0;
 
     (void)ctx;
-    if (atomic_load(&n_threads) == 1) {
+    if (n_chunks < MIN_CHUNKS || atomic_load(&n_threads) == 1) {
         body(arg, 0, n_chunks);
         return;
     }

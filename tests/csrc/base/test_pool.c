@@ -59,8 +59,8 @@ static void test_every_chunk_once(void)
                     TEST_AT(i);
                     CHECK_EQ(counts.of_chunk[i], i < n_chunks[c] ? 1 : 0);
                 }
-                if (repeat == 0 && n_chunks[c] <= 1)
-                    CHECK_EQ(dsc_pool_n_workers(), 0); /* nor for what cannot be shared */
+                if (repeat == 0 && n_chunks[c] <= 3)
+                    CHECK_EQ(dsc_pool_n_workers(), 0); /* nor for what is not worth sharing */
             }
         }
         CHECK_EQ(dsc_pool_n_workers(), sizes[s] - 1);
@@ -90,7 +90,7 @@ static void meet(void *arg, int64_t first, int64_t last)
 
 static void test_shares_stay_with_their_threads(void)
 {
-    static const int64_t n_chunks[] = {64, 5, 3, 2, 257};
+    static const int64_t n_chunks[] = {64, 5, 4, 7, 257}; /* of 5 threads, one has nothing of 4 chunks */
     static struct meeting first_time;
     static struct meeting again;
     struct dsc_par par = pool_of(5);
@@ -188,7 +188,7 @@ static void *call_long_work(void *arg)
 {
     struct long_work *work = arg;
 
-    work->par.run(work->par.ctx, 2, hold_the_pool, work);
+    work->par.run(work->par.ctx, 4, hold_the_pool, work);
     return NULL;
 }
 
