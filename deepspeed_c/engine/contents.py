@@ -132,9 +132,7 @@ def owned_pieces(
     return pieces
 
 
-def _add_unit_weights(
-    unit: Unit, slot: Slot, reading: Reading, pieces: list[OwnedPiece], copies: list[_Whole]
-) -> None:
+def _add_unit_weights(unit: Unit, slot: Slot, reading: Reading, pieces: list[OwnedPiece], copies: list[_Whole]) -> None:
     fragment = unit.fragment_of.get(slot)
     is_stored = unit.has_stored_weights(slot.bucket)
     if unit.n_shards == 1 and not is_stored:

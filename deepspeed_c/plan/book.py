@@ -44,25 +44,28 @@ class Book:
                 self.free(kind, nbytes)
         self._phase = None
 
-    def take(self, kind: str, nbytes: int) -> None:
+    def take(self, kind: str, nbytes: int, place: str | None = None) -> None:
+        """``place``: "device", "host" or "nvme", for what does not lie where its kind does."""
         if nbytes == 0:
             return
         self._held[kind] = self._held.get(kind, 0) + nbytes
-        self._count(kind, nbytes)
+        self._count(kind, nbytes, place)
         self._note()
 
-    def free(self, kind: str, nbytes: int) -> None:
+    def free(self, kind: str, nbytes: int, place: str | None = None) -> None:
         self._held[kind] = self._held.get(kind, 0) - nbytes
         if self._held[kind] < 0:
             raise RuntimeError(
                 f"{kind}: {-self._held[kind]} bytes more freed than taken"
             )  # the planner itself is wrong
-        self._count(kind, -nbytes)
+        self._count(kind, -nbytes, place)
 
-    def _count(self, kind: str, nbytes: int) -> None:
-        if kind in self._host_kinds:
+    def _count(self, kind: str, nbytes: int, place: str | None) -> None:
+        if place is None:
+            place = "host" if kind in self._host_kinds else "nvme" if kind in self._nvme_kinds else "device"
+        if place == "host":
             self.host_nbytes += nbytes
-        elif kind in self._nvme_kinds:
+        elif place == "nvme":
             self.nvme_nbytes += nbytes
         else:
             self.nbytes += nbytes

@@ -34,7 +34,6 @@ WEIGHTS = "weights"
 MASTERS = "master weights"
 STATE = "optimizer state"
 GRADIENTS = "gradients"
-HOMES = "whole gradients"
 GATHERED = "gathered weights"
 STAGING = "gradient staging"
 SCRATCH = "collective scratch"
@@ -52,7 +51,6 @@ KINDS: dict[str, str] = {
     MASTERS: "the weights that the optimizer updates, where they are not the weights themselves",
     STATE: "moments and the like",
     GRADIENTS: "sums of gradients: whole, or this rank's shard",
-    HOMES: "where gradients gather on the device, before a rank's shard of them goes to the host",
     GATHERED: "gather units of stage 3 that are put together, and buffers kept for the next ones",
     STAGING: "buckets whose gradients gather, or are on their way",
     SCRATCH: "what collectives receive into, and casts of what they send",
@@ -74,6 +72,7 @@ class Offload(NamedTuple):
 
     optimizer: str = "none"  # masters and optimizer state; gradients' sums are in host memory for both
     params: str = "none"  # the weights' shard (stage 3)
+    kept_elems: int = 0  # of the weights' shard, in host memory although ``params`` is "nvme" (max_in_cpu)
 
     def kinds(self, stage: int, *, is_host: bool = False) -> dict[str, str]:
         """What lives elsewhere than on the device: "host" or "nvme" by kind. ``is_host``: the device is the host's processor, and has its memory."""
@@ -85,7 +84,7 @@ class Offload(NamedTuple):
         if self.optimizer != "none":
             found |= dict.fromkeys((GRADIENTS, UPDATE, NEW_MASTERS, SWAP), "host")
         if self.params != "none" and STAGES[stage].parameters:
-            found[WEIGHTS] = "host"
+            found |= {WEIGHTS: "nvme" if self.params == "nvme" else "host", SWAP: "host"}
         return {kind: place for kind, place in found.items() if place == "nvme" or not is_host}
 
     def fits(self, stage: int) -> bool:
@@ -245,17 +244,20 @@ class _Walk:
         host, nvme = ({kind for kind, place in places.items() if place == name} for name in ("host", "nvme"))
         self.book = Book(host, nvme)
         self._offload = offload
-        self._states_apart = (
-            offload.optimizer != "none" and not is_host
-        )  # states have another memory than what computes
+        states_apart = offload.optimizer != "none" and not is_host  # states have another memory than what computes
         self._sizes, self._config, self._n_ranks, self._optimizer = sizes, config, n_ranks, optimizer
         self._is_host = is_host
-        self._sharding: Sharding = STAGES[config.zero.stage]
+        # Gradients that go to the host go there as they come.
+        self._sharding: Sharding = STAGES[max(config.zero.stage, 2) if states_apart else config.zero.stage]
         model, groups = model_of(sizes)
         self._precision = Precision(config, model)
         policy = _Policy(self._precision, sizes)
-        # On the meta device nothing has a place: all of the placement that makes another layout is whether states are swapped.
-        placement = Placement(swaps_states=offload.optimizer == "nvme")
+        placement = Placement(
+            states=states_apart,
+            params=offload.params != "none" and not is_host,
+            swaps_states=offload.optimizer == "nvme",
+            swaps_params=offload.params == "nvme",
+        )
         layout: Layout = lay_out(
             model, groups if optimizer is not None else [], config, policy, _Ranks(n_ranks), placement
         )
@@ -268,7 +270,7 @@ class _Walk:
         self._elems = [group.numel for group in self.groups]
         self._run = _C.Fetch(self._elems)
         self.window_elems = 0
-        self._plan = self._make_plan(list(range(len(self.groups)))) if self.groups else None
+        self._forward_steps = list(range(len(self.groups)))  # until a forward has been recorded
         self._gather_pool = GatherBook(self.book, GATHERED, keeps=is_host)
         self._staging_pool = StagingBook(self.book, STAGING)
         self._scratch = ScratchBook(self.book, SCRATCH)
@@ -297,22 +299,26 @@ class _Walk:
 
     def _has_masters(self, unit: Unit) -> bool:
         """Whether the optimizer updates other tensors than the weights themselves: of another dtype, or in another memory."""
-        is_apart = (
-            self._states_apart and unit in self._trained and not (self._offload.params != "none" and unit.is_sharded)
-        )
-        return is_apart or not unit.master_is_param
+        return not unit.master_is_param
+
+    def _place_of(self, unit: Unit) -> str | None:
+        """Where a unit's states lie that stay on the device although the others are offloaded (``ratio``); None for where their kinds lie."""
+        is_offloaded = unit.placement.states or unit.placement.swaps_states
+        return "device" if self._offload.optimizer != "none" and not is_offloaded else None
+
+    def _has_home(self, unit: Unit) -> bool:
+        """Whether its gradients gather whole, and the shard's sums are a part of that."""
+        return not self._sharding.gradients or (self._n_ranks == 1 and not unit.placement.states)
 
     def _make_buckets(self) -> None:
         """In the order of the reducer: a bucket is full when the gradient of the parameter registered first has come."""
-        is_single = self._n_ranks == 1 and not self._states_apart
-        self._has_homes = not self._sharding.gradients or is_single
         entries = [
             (-min((slot.order for slot in unit.bucket_slots[b]), default=0), unit, b)
             for unit in self._trained
             for b in range(unit.n_buckets)
         ]
         entries.sort(key=lambda entry: entry[0])
-        self.buckets = [_Bucket(unit, b, self._has_homes) for _, unit, b in entries]
+        self.buckets = [_Bucket(unit, b, self._has_home(unit)) for _, unit, b in entries]
         self._bucket_of = {slot: i for i, bucket in enumerate(self.buckets) for slot in bucket.slots}
         place = {(bucket.unit, bucket.index): i for i, bucket in enumerate(self.buckets)}
         self._bucket_of_group = {
@@ -382,12 +388,13 @@ class _Walk:
                 book.take(GIVEN, whole)
                 book.free(GIVEN, given[p.name])
                 given[p.name] = whole
-        is_swapped = self._offload.optimizer == "nvme"
         for unit in (*self._trained, *self._frozen):
-            book.take(WEIGHTS, (unit.shard_elems if unit.is_sharded else unit.flat_elems) * unit.dtype.itemsize)
-            has_new_masters = is_swapped and unit in self._trained and self._has_masters(unit)
+            elems = unit.shard_elems if unit.is_sharded else unit.flat_elems
+            # Weights go to a file when all of them are there; those that are whole stay on the device.
+            book.take(WEIGHTS, elems * unit.dtype.itemsize, self._first_place_of_weights(unit))
+            has_new_masters = unit.placement.swaps_states and self._has_masters(unit)
             if self._has_masters(unit) and not has_new_masters:
-                book.take(MASTERS, unit.shard_elems * unit.master_dtype.itemsize)
+                book.take(MASTERS, unit.shard_elems * unit.master_dtype.itemsize, self._place_of(unit))
             missing = set(range(unit.n_buckets)) if has_new_masters else set()
             for slot in unit.slots:
                 size = self._size_of[slot.name]
@@ -411,22 +418,40 @@ class _Walk:
             else:
                 book.free(GIVEN, given[p.name])
                 book.take(WEIGHTS, given[p.name])
+        self._swap_weights()
         if self._optimizer is None:
             return
-        if is_swapped:
+        if self._offload.optimizer == "nvme":
             for unit in self._trained:
-                if self._has_masters(unit):
+                if unit.placement.swaps_states and self._has_masters(unit):
                     nbytes = unit.shard_elems * unit.master_dtype.itemsize
                     book.take(MASTERS, nbytes)
                     book.free(NEW_MASTERS, nbytes)
             self._take_buffers(self._swap_bytes(with_masters=False))  # masters are written from where they were made
-            self._make_state()
+            self._make_state(is_swapped=True)
         for unit in self._trained:
-            itemsize = self._accum_dtype(unit).itemsize
-            if self._has_homes:
-                book.take(HOMES if self._states_apart else GRADIENTS, unit.flat_elems * itemsize)
-            if self._states_apart or not self._has_homes:
-                book.take(GRADIENTS, unit.shard_elems * itemsize)
+            elems = unit.flat_elems if self._has_home(unit) else unit.shard_elems
+            book.take(GRADIENTS, elems * self._accum_dtype(unit).itemsize, self._place_of(unit))
+
+    def _first_place_of_weights(self, unit: Unit) -> str | None:
+        if not unit.is_sharded:
+            return "device"
+        return ("device" if self._is_host else "host") if unit.swaps_weights else None
+
+    def _swap_weights(self) -> None:
+        """What of the weights goes to a file, and the buffers that it is read into."""
+        left, largest = self._offload.kept_elems, 0
+        for group in self.groups:
+            elems = group.unit.slice_elems[group.bucket]
+            left -= elems
+            if group.unit.swaps_weights and left < 0:
+                nbytes = elems * group.unit.dtype.itemsize
+                self.book.take(WEIGHTS, nbytes)
+                self.book.free(WEIGHTS, nbytes, self._first_place_of_weights(group.unit))
+                largest = max(largest, -(-nbytes // PAGE_BYTES) * PAGE_BYTES)
+        # One in use, the others on their way in (``offload.place.store_weights``).
+        n_buffers = 1 + max(self._config.zero.offload_param.buffer_count - 2, 1)
+        self.book.take(SWAP, n_buffers * largest)
 
     def _take_buffers(self, nbytes: int) -> None:
         """So many in all; none is given back."""
@@ -438,7 +463,7 @@ class _Walk:
         settings = self._config.zero.offload_optimizer
         n_out = max(settings.buffer_count - 2, 1) if settings.pipeline_write else 0
         largest = 0
-        for unit in self._trained:
+        for unit in (unit for unit in self._trained if unit.placement.swaps_states):
             has_masters = with_masters and self._has_masters(unit)
             for elems in unit.slice_elems:
                 states = self._optimizer.states[unit.group]
@@ -446,7 +471,8 @@ class _Walk:
                 if has_masters:
                     tensors.append(elems * unit.master_dtype.itemsize)
                 largest = max(largest, sum(-(-nbytes // PAGE_BYTES) * PAGE_BYTES for nbytes in tensors))
-        return largest * (1 + settings.pipeline_read + n_out)
+        n_buckets = sum(unit.n_buckets for unit in self._trained if unit.placement.swaps_states)
+        return largest * min(1 + settings.pipeline_read + n_out, n_buckets)
 
     # -- gathers ----------------------------------------------------------------------------------------------------
 
@@ -495,17 +521,18 @@ class _Walk:
                 self._let_go(index)
 
     def forward(self) -> None:
-        if self._plan is None:
+        if not self.groups:
             return
         self._is_in_backward = False
-        self._begin_pass(self._plan, keep=0)
+        self._begin_pass(self._make_plan(self._forward_steps), keep=self._forward_steps[0])
         for module in self._roots:
             self._forward_of(module)
-        last = len(self.groups) - 1
+        last = self._forward_steps[-1]
         is_kept = self._optimizer is not None and self._elems[last] <= min(
             self._limits.max_reuse, self._limits.max_live
         )
         self._apply(self._run.end(last if is_kept else -1))
+        self._forward_steps = list(self._run.record[0])
 
     def _forward_of(self, module: _Module) -> None:
         holds = self._enter(module)
@@ -517,11 +544,12 @@ class _Walk:
     # -- gradients --------------------------------------------------------------------------------------------------
 
     def backward(self) -> None:
-        if self._plan is not None:
+        if self.groups:
             # What the first backward turned out not to use is in no later plan.
             is_first, self._has_learnt = not self._has_learnt, True
-            units = range(len(self.groups)) if is_first else sorted(self._read_in_backward)
-            self._steps = list(reversed(units))
+            units = [u for u in reversed(self._forward_steps) if is_first or u in self._read_in_backward]
+            self._steps = [unit for unit, _ in groupby(units)]
+            self._last_use = {unit: step for step, unit in enumerate(self._steps)}
             self._is_in_backward = True
             self._begin_pass(self._make_plan(self._steps), keep=self._steps[0] if self._steps else -1)
         for bucket in self.buckets:
@@ -529,7 +557,7 @@ class _Walk:
         self._next = 0
         for module in reversed(self._roots):
             self._backward_of(module)
-        if self._plan is not None:
+        if self.groups:
             self._apply(self._run.end(-1))
         for i, bucket in enumerate(self.buckets):
             if not bucket.is_launched:
@@ -565,15 +593,16 @@ class _Walk:
             if not bucket.has_home:
                 bucket.staging = self._staging_pool.take(i, bucket.numel, bucket.unit.comm_dtype.itemsize)
         bucket.n_missing -= 1
-        if self._plan is None:
+        if not self.groups:
             while self._next < len(self.buckets) and self.buckets[self._next].n_missing == 0:
                 self._start(self._next)
                 self._next += 1
 
     def _pace(self, step: int) -> None:
-        """Sends the gradients of the gather unit of a step of the backward."""
-        i = self._bucket_of_group.get(self._steps[step])
-        if i is not None and not self.buckets[i].is_launched:
+        """Sends the gradients of the gather unit of a step of the backward, if it was the last of that unit."""
+        unit = self._steps[step]
+        i = self._bucket_of_group.get(unit)
+        if i is not None and self._last_use[unit] == step and not self.buckets[i].is_launched:
             self._start(i)
 
     def _start(self, i: int) -> None:
@@ -598,7 +627,7 @@ class _Walk:
             accumulates = self._sharding.gradients and _accumulates(self._config)
             if self._is_host:
                 scratch_bytes = bucket.numel * comm_bytes
-            elif self._states_apart:  # received beside, and brought to the host from there
+            elif unit.placement.states:  # received beside, and brought to the host from there
                 beside = bucket.numel // n * comm_bytes
                 self.book.take(SCRATCH, beside)
                 sent_copy += beside
@@ -623,7 +652,9 @@ class _Walk:
     # -- the step ---------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        self._make_state()
+        if not self._has_state:
+            self._has_state = True
+            self._make_state(is_swapped=False)  # the others' were made along with their file
         if self._offload.optimizer == "nvme":
             self._take_buffers(self._swap_bytes())
         transient = self._copies_of_gradients() + self._largest_update()
@@ -632,15 +663,13 @@ class _Walk:
         for index in list(self._live):
             self._let_go(index)  # out of date
 
-    def _make_state(self) -> None:
-        if self._has_state:
-            return
-        self._has_state = True
+    def _make_state(self, *, is_swapped: bool) -> None:
         optimizer = self._optimizer
-        for unit in self._trained:
+        for unit in (unit for unit in self._trained if unit.placement.swaps_states == is_swapped):
             pieces = unit.slice_elems if optimizer.sees_slices else [f.numel for f in unit.fragments]
             for state in optimizer.states[unit.group]:
-                self.book.take(STATE, sum(sum(state.tensor_bytes(elems, unit.master_dtype)) for elems in pieces))
+                nbytes = sum(sum(state.tensor_bytes(elems, unit.master_dtype)) for elems in pieces)
+                self.book.take(STATE, nbytes, self._place_of(unit))
 
     def _copies_of_gradients(self) -> int:
         """Bytes of the gradients that another optimizer than ours gets in its own dtype."""

@@ -25,9 +25,16 @@ __all__ = ["Row", "Table", "as_json", "as_text", "plan_table"]
 
 # What is assumed where sizes alone are planned and the configuration names no optimizer.
 ASSUMED_OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-4}}
-OFFLOADS = (Offload(), Offload("cpu"), Offload("nvme"), Offload("cpu", "cpu"), Offload("nvme", "cpu"))
+OFFLOADS = (
+    Offload(),
+    Offload("cpu"),
+    Offload("nvme"),
+    Offload("cpu", "cpu"),
+    Offload("nvme", "cpu"),
+    Offload("nvme", "nvme"),
+)
 # Where the CPU computes, host memory is the device's.
-OFFLOADS_ON_CPU = (Offload(), Offload("nvme"))
+OFFLOADS_ON_CPU = (Offload(), Offload("nvme"), Offload("nvme", "nvme"))
 
 
 class Row(NamedTuple):
@@ -84,11 +91,15 @@ def plan_table(
         notes.append(f"the configuration names no optimizer: {ASSUMED_OPTIMIZER['type']} is assumed")
         config = load_config(source, world_size=n_ranks, overrides=overrides, batch="skip")
 
-    asked = Offload(config.zero.offload_optimizer.device, config.zero.offload_param.device)
+    params = config.zero.offload_param
+    asked = Offload(
+        config.zero.offload_optimizer.device, params.device, params.max_in_cpu if params.device == "nvme" else 0
+    )
     chosen = (config.zero.stage, asked)
-    nvme_path = config.zero.offload_optimizer.nvme_path
-    if nvme_path is None:
-        overrides["zero_optimization.offload_optimizer.nvme_path"] = NVME_PATH
+    nvme_path = config.zero.offload_optimizer.nvme_path or params.nvme_path
+    for section in ("offload_optimizer", "offload_param"):
+        if getattr(config.zero, section).nvme_path is None:
+            overrides[f"zero_optimization.{section}.nvme_path"] = nvme_path or NVME_PATH
     is_given_sizes = model is None
     if is_given_sizes:
         model, _ = model_of(sizes)

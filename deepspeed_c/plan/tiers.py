@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from deepspeed_c import _C
-from deepspeed_c.plan.memory import GRADIENTS, HOMES, MASTERS, STATE, SWAP, WEIGHTS, MemoryPlan, Offload
+from deepspeed_c.plan.memory import GRADIENTS, MASTERS, STATE, SWAP, WEIGHTS, MemoryPlan, Offload
 from deepspeed_c.zero.stages import STAGES
 
 __all__ = ["NVME_PATH", "TIERS", "Budgets", "Placed", "Rates", "offload_section", "place_states", "suggest_ratio"]
@@ -58,6 +58,8 @@ def offload_section(stage: int, offload: Offload, nvme_path: str | None) -> dict
             zero["offload_optimizer"]["nvme_path"] = nvme_path or NVME_PATH
     if offload.params != "none":
         zero["offload_param"] = {"device": offload.params}
+        if offload.params == "nvme":
+            zero["offload_param"] |= {"nvme_path": nvme_path or NVME_PATH, "max_in_cpu": offload.kept_elems}
     return {"zero_optimization": zero}
 
 
@@ -75,7 +77,7 @@ def place_states(
         return Placed(stage, Offload(), {}, None, none)
     plans = {"none": none, "cpu": none if is_host else plan_of(Offload("cpu")), "nvme": plan_of(Offload("nvme"))}
     found = {place: plan for place, plan in plans.items() if not isinstance(plan, str)}
-    may_move_weights = STAGES[stage].parameters and not is_host and not isinstance(plan_of(Offload(params="cpu")), str)
+    may_move_weights = STAGES[stage].parameters and not isinstance(plan_of(Offload(params="cpu")), str)
     steady = [phase for name, phase in none.phases.items() if name != "initialize"]
     fixed = max(phase.nbytes - sum(phase.kinds.get(kind, 0) for kind in STATES) for phase in steady)
     if fixed > budgets.device:
@@ -148,17 +150,17 @@ def _kinds(none: MemoryPlan, plans: Mapping[str, MemoryPlan], may_move_weights: 
     weights = here.get(WEIGHTS, 0)
     shard = weights if STAGES[none.stage].parameters else weights // none.n_ranks
 
-    def square(kind: str, *, left: int = 0, with_buffers: bool = False) -> list[list[int]]:
-        on_nvme = [*(behind if with_buffers else [0, 0]), swapped.get(kind, 0)]
-        return [[here.get(kind, 0), 0, 0], [left, there.get(kind, here.get(kind, 0)), 0], on_nvme]
+    def square(kind: str, *, with_buffers: bool = False) -> list[list[int]]:
+        on_nvme = [*(behind if with_buffers else [0, 0]), swapped.get(kind, here.get(kind, 0))]
+        return [[here.get(kind, 0), 0, 0], [0, there.get(kind, here.get(kind, 0)), 0], on_nvme]
 
     return [
         # With the masters elsewhere, the updated weights come back over the link.
         (square(MASTERS, with_buffers=True), shard, 2 * swapped.get(MASTERS, 0), last, -1),
         (square(STATE), 0, 2 * swapped.get(STATE, 0), last, 0),
-        (square(GRADIENTS, left=there.get(HOMES, 0)), there.get(GRADIENTS, 0), 0, near, 0),
-        # Gathered in forward and again in backward.
-        (square(WEIGHTS), 2 * weights, 0, _C.TIER_HOST if may_move_weights else _C.TIER_DEVICE, -1),
+        (square(GRADIENTS), there.get(GRADIENTS, 0), 0, near, 0),
+        # Gathered in forward and again in backward, and written once.
+        (square(WEIGHTS), 2 * weights, 3 * weights, _C.TIER_NVME if may_move_weights else _C.TIER_DEVICE, -1),
     ]
 
 

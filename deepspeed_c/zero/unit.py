@@ -352,7 +352,9 @@ def build_units(
                     where=name,
                     fix="cast the parameter, or freeze it with requires_grad_(False)",
                 )
-            by_kind.setdefault((device or p.device, dtypes, is_sharded(p), placement_of(p)), []).append((name, order, p))
+            by_kind.setdefault((device or p.device, dtypes, is_sharded(p), placement_of(p)), []).append(
+                (name, order, p)
+            )
         for (of_kind, dtypes, sharded, placement), members in by_kind.items():
             members.sort(key=lambda member: -member[1])
             units.append(

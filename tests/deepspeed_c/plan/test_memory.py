@@ -145,7 +145,10 @@ def plan_of(case: Case) -> MemoryPlan:
     base = build_optimizer(settings, model, None, None)
     sizes = sizes_of(model, [group["params"] for group in base.param_groups])
     optimizer = group_sizes(base, is_sharded=settings.zero.stage > 0 and case.world > 1)
-    offload = Offload(settings.zero.offload_optimizer.device, settings.zero.offload_param.device)
+    params = settings.zero.offload_param
+    offload = Offload(
+        settings.zero.offload_optimizer.device, params.device, params.max_in_cpu if params.device == "nvme" else 0
+    )
     return plan_memory(sizes, settings, case.world, optimizer, offload=offload)
 
 
@@ -195,10 +198,14 @@ def test_states_of_8_bits_are_counted_with_their_scales(run_ranks):
     assert measured == expected, f"{measured} held, {expected} planned"
 
 
-def test_states_on_nvme_leave_their_buffers(run_ranks, tmp_path):
+@pytest.mark.parametrize("max_in_cpu", [None, 0, 1 << 20])
+def test_what_is_on_nvme_leaves_its_buffers(run_ranks, tmp_path, max_in_cpu):
     # Where the CPU computes, buffers and sums of gradients (in fp32 then) are in the memory that is measured; what is in the file is not.
-    nvme = {"device": "nvme", "nvme_path": str(tmp_path), "pipeline_read": True, "pipeline_write": True}
-    case = Case(2, config(3, zero={"offload_optimizer": nvme, "reduce_bucket_size": 1 << 20}), EVEN)
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+    zero = {"offload_optimizer": {**nvme, "pipeline_read": True, "pipeline_write": True}, "reduce_bucket_size": 1 << 20}
+    if max_in_cpu is not None:
+        zero["offload_param"] = {**nvme, "max_in_cpu": max_in_cpu, "buffer_count": 3}
+    case = Case(2, config(3, zero=zero), EVEN)
     expected = planned(case)
     measured = run_ranks(2, run_engine, case, timeout=120)
     for phase, nbytes in expected.items():

@@ -42,7 +42,11 @@ def test_states_are_the_papers_formulas():
 def test_rows_and_the_chosen_one():
     table = plan_table(config(2), N, sizes=stack_of(P, 16), device_type="cuda")
     offloads = ["none", "optimizer on cpu", "optimizer on nvme"]
-    everything = ["optimizer and parameters on cpu", "optimizer on nvme, parameters on cpu"]
+    everything = [
+        "optimizer and parameters on cpu",
+        "optimizer on nvme, parameters on cpu",
+        "optimizer and parameters on nvme",
+    ]
     assert list(plans(table)) == [
         (0, "none"),
         *((stage, offload) for stage in (1, 2) for offload in offloads),
@@ -56,7 +60,11 @@ def test_rows_and_the_chosen_one():
 
 def test_ranks_on_the_cpu_have_no_other_memory_than_the_hosts():
     table = plan_table(config(2), N, sizes=stack_of(P, 16))
-    assert {str(row.offload) for row in table.rows} == {"none", "optimizer on nvme"}
+    assert {str(row.offload) for row in table.rows} == {
+        "none",
+        "optimizer on nvme",
+        "optimizer and parameters on nvme",
+    }
     assert all(phase.host_nbytes == 0 for row in table.rows for phase in row.plan.phases.values())
 
 
@@ -101,28 +109,51 @@ def test_masters_are_apart_from_fp32_weights_in_another_memory_only():
     }
     assert nbytes.pop("none") == nbytes.pop("optimizer and parameters on cpu") == 0
     assert nbytes.pop("optimizer on nvme, parameters on cpu") == 0
-    assert set(nbytes) == {"optimizer on cpu", "optimizer on nvme"}
+    assert set(nbytes) == {"optimizer on cpu", "optimizer on nvme", "optimizer and parameters on nvme"}
     assert all(n == pytest.approx(4 * P / N, rel=1e-3) for n in nbytes.values())
 
 
-def test_a_stage_with_whole_gradients_keeps_them_on_the_device_and_a_shard_on_the_host():
+def test_gradients_go_to_the_host_as_they_come_at_stage_1_too():
     zero = {"offload_optimizer": {"device": "cpu"}}
     table = plan_table(config(1, zero=zero), N, sizes=stack_of(P, 16), device_type="cuda")
     plan = table.rows[table.chosen].plan
     assert plan.offload == Offload("cpu")
     assert plan.phases["step"].host_nbytes == pytest.approx(16 * P / N, rel=1e-3)
-    assert plan.phases["step"].kinds["whole gradients"] == pytest.approx(4 * P, rel=1e-3)
+    assert plan.phases["step"].kinds["gradients"] == pytest.approx(4 * P / N, rel=1e-3)
+    of_stage_2 = plans(table)[2, "optimizer on cpu"].phases
+    assert {name: phase.nbytes for name, phase in plan.phases.items()} == {n: p.nbytes for n, p in of_stage_2.items()}
+
+
+def test_a_part_of_the_states_stays_on_the_device():
+    zero = {"offload_optimizer": {"device": "cpu", "ratio": 0.25}}
+    plan = plan_table(config(3, zero=zero), N, sizes=stack_of(P, 16), device_type="cuda")
+    part, whole = plan.rows[plan.chosen].plan.phases["step"], plans(plan)[3, "none"].phases["step"]
+    assert part.host_nbytes == pytest.approx(0.25 * 16 * P / N, rel=1e-2)
+    buffers = ("gradient staging", "collective scratch")
+    on_device = [phase.nbytes - sum(phase.kinds.get(kind, 0) for kind in buffers) for phase in (part, whole)]
+    # Masters, moments, and sums in fp32 rather than in bf16.
+    assert on_device[0] - on_device[1] == pytest.approx((0.75 * 16 - 14) * P / N, rel=1e-2)
+
+
+def test_weights_on_nvme_but_for_those_that_are_kept_in_host_memory():
+    for kept in (0, P // N // 4, 10 * P):
+        zero = {"offload_param": {"device": "nvme", "nvme_path": "/disk", "max_in_cpu": kept}}
+        table = plan_table(config(3, zero=zero), N, sizes=stack_of(P, 16), device_type="cuda")
+        step = table.rows[table.chosen].plan.phases["forward"]
+        on_host = step.host_nbytes - step.kinds.get("swap buffers", 0)
+        assert step.nvme_nbytes + on_host == pytest.approx(2 * P / N, rel=1e-3)
+        assert on_host == pytest.approx(2 * min(kept, P / N), rel=0.3, abs=1), kept
 
 
 def test_offload_that_the_engine_refuses_says_why():
     torchs = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}
     table = plan_table(config(2, **torchs), N, sizes=stack_of(P, 16), device_type="cuda")
     refused = {(row.stage, str(row.offload)): row.refusal for row in table.rows if row.plan is None}
-    assert set(refused) == {(s, "optimizer on nvme") for s in (1, 2, 3)} | {(3, "optimizer on nvme, parameters on cpu")}
+    assert set(refused) == {(s, "optimizer on nvme") for s in (1, 2, 3)} | {
+        (3, "optimizer on nvme, parameters on cpu"),
+        (3, "optimizer and parameters on nvme"),
+    }
     assert all("cannot lie on NVMe" in why for why in refused.values())
-    zero = {"offload_param": {"device": "nvme", "nvme_path": "/disk"}}
-    table = plan_table(config(3, zero=zero), N, sizes=stack_of(P, 16), device_type="cuda")
-    assert "parameters on NVMe are not part of this version" in table.rows[table.chosen].refusal
 
 
 def test_stages_that_the_configuration_excludes_say_why():
@@ -131,7 +162,7 @@ def test_stages_that_the_configuration_excludes_say_why():
     refused = {row.stage: row.refusal for row in table.rows if row.plan is None}
     assert set(refused) == {3} and "gradient_allreduce_op" in refused[3]
     assert "refused: gradient_allreduce_op" in as_text(table)
-    assert [row["stage"] for row in as_json(table)["rows"] if "refused" in row] == [3, 3]
+    assert [row["stage"] for row in as_json(table)["rows"] if "refused" in row] == [3, 3, 3]
 
 
 def test_an_optimizer_that_cannot_be_cut_is_refused_where_it_would_be():
