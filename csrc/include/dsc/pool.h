@@ -25,7 +25,8 @@ extern "C" {
 #define DSC_POOL_MAX_THREADS 512
 
 /*
- * The parallel-for of the pool; *out_par stays good for ever. Fewer than four chunks run in the calling thread: they are not worth waking another for. The first call sets the size: DSC_NUM_THREADS if it is set, or else
+ * The parallel-for of the pool; *out_par stays good for ever. Fewer than four chunks run in the calling thread: they are not worth waking another for.
+ * The first call sets the size: DSC_NUM_THREADS if it is set, or else
  *
  *     min(processors that this process may run on, min(processors that its launcher may run on, cgroup quota) / LOCAL_WORLD_SIZE), at least 1
  *
