@@ -15,16 +15,13 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <time.h>
-#ifdef __SSE2__
-#include <emmintrin.h>
-#endif
 
 #define MAX_BLOCK_BYTES ((size_t)1 << 30) /* the kernel transfers at most 2 GiB less a page at once */
 #define MAX_QUEUE_DEPTH 4096
 #define MAX_THREADS 256
 #define RING_BLOCK_BYTES ((size_t)1 << 20) /* longer blocks gain nothing, and a ring of them would be large */
 #define MAX_RING_BLOCKS 32
-#define BATCH 4 /* blocks that are copied before the device is looked after again: copies run while it has work */
+#define REAP_BATCH 16 /* finished blocks that are looked at before the queue is filled again */
 #define MAX_RETRIES 1000
 #define RETRY_PAUSE_NS 1000000 /* the thousand retries of a block take about a second */
 
@@ -371,36 +368,6 @@ static bool make_ring(dsc_aio *aio)
     return true;
 }
 
-/*
- * To or from the ring. What is copied is read by the device or, much later, by the caller: stores past the cache save reading the target first, which is a
- * third of the memory traffic and the larger part of what unaligned transfers cost the processor.
- */
-static void copy(char *to, const char *from, size_t n_bytes)
-{
-#ifdef __SSE2__
-    size_t n_head = -(uintptr_t)to & 63;
-
-    if (n_bytes >= 4096) {
-        memcpy(to, from, n_head);
-        to += n_head;
-        from += n_head;
-        n_bytes -= n_head;
-        for (; n_bytes >= 64; n_bytes -= 64, to += 64, from += 64) {
-            const __m128i *source = (const __m128i *)from;
-            __m128i *target = (__m128i *)to;
-
-            _mm_prefetch((const char *)((uintptr_t)from + 512), _MM_HINT_NTA); /* past the end it does nothing */
-            _mm_stream_si128(target, _mm_loadu_si128(source));
-            _mm_stream_si128(target + 1, _mm_loadu_si128(source + 1));
-            _mm_stream_si128(target + 2, _mm_loadu_si128(source + 2));
-            _mm_stream_si128(target + 3, _mm_loadu_si128(source + 3));
-        }
-        _mm_sfence(); /* before anybody is told that it is there */
-    }
-#endif
-    memcpy(to, from, n_bytes);
-}
-
 static void drop_ring_block(dsc_aio *aio, struct block *block)
 {
     if (block->ring_block != NULL)
@@ -472,7 +439,7 @@ static bool point_direct(dsc_aio *aio, struct block *block, size_t memory_align)
     block->n_wanted = (size_t)(direct_end - block->position);
     block->ring_block = aio->free_ring_blocks[--aio->n_free_ring_blocks];
     if (is_write)
-        copy(block->ring_block, block->memory, block->n_wanted);
+        memcpy(block->ring_block, block->memory, block->n_wanted);
     point(block, block->request->file->direct_fd, align_down(block->position), block->ring_block,
           (size_t)(align_up(direct_end) - align_down(block->position)));
     return true;
@@ -563,7 +530,7 @@ static void take(dsc_aio *aio, struct block *block)
     }
     n_got = op->res < skip ? 0 : min64(op->res - skip, (int64_t)block->n_wanted);
     if (block->ring_block != NULL && !op->is_write)
-        copy(block->memory, block->ring_block + skip, (size_t)n_got);
+        memcpy(block->memory, block->ring_block + skip, (size_t)n_got);
     if (n_got == (int64_t)block->n_wanted || request->err != 0) {
         finish(aio, block);
         return;
@@ -578,6 +545,14 @@ static void take(dsc_aio *aio, struct block *block)
 }
 
 /* ---- the pump ---- */
+
+static void fill(dsc_aio *aio)
+{
+    if (!aio->config.overlap_events && aio->n_in_flight + aio->n_ready > 0)
+        return;
+    while (aio->queue != NULL && aio->free_blocks != NULL && cut(aio, aio->queue))
+        ;
+}
 
 static void drop_ready(dsc_aio *aio, int32_t n)
 {
@@ -622,16 +597,6 @@ static void send(dsc_aio *aio)
     }
 }
 
-/* Cuts and starts what there is room for. */
-static void fill(dsc_aio *aio)
-{
-    if (aio->config.overlap_events || aio->n_in_flight + aio->n_ready == 0)
-        while (aio->queue != NULL && aio->free_blocks != NULL && cut(aio, aio->queue))
-            if (aio->n_ready >= BATCH)
-                send(aio);
-    send(aio);
-}
-
 /* The backend gives no more results. The kernel may still write to the ring, which is therefore never freed. */
 static void give_up(dsc_aio *aio, int32_t err)
 {
@@ -653,15 +618,16 @@ static void give_up(dsc_aio *aio, int32_t err)
 /* Starts what can be started and takes what has finished; with wait, at least one result when anything is in flight. */
 static void progress(dsc_aio *aio, bool wait)
 {
-    struct dsc_aio_op *done[BATCH];
+    struct dsc_aio_op *done[REAP_BATCH];
     int64_t n;
 
     if (aio->broken != 0)
         return;
     fill(aio);
+    send(aio);
     if (aio->n_in_flight == 0)
         return;
-    n = aio->backend->reap(aio->state, done, BATCH, wait);
+    n = aio->backend->reap(aio->state, done, REAP_BATCH, wait);
     if (n < 0) {
         give_up(aio, (int32_t)-n);
         return;
@@ -670,6 +636,7 @@ static void progress(dsc_aio *aio, bool wait)
     for (int64_t i = 0; i < n; i++)
         take(aio, (struct block *)done[i]);
     fill(aio);
+    send(aio);
 }
 
 /* ---- what callers call ---- */
