@@ -667,7 +667,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's shard: base optimizer, masters, loss scale. ``load_state_dict`` takes it back on the same world and layout."""
-        self._require_no_store("state_dict")
+        self._require_in_memory("state_dict")
         return {
             "base_optimizer_state": self.optimizer.state_dict(),
             "masters": [None if u.master_is_param else torch.cat(u.master) for u in self.units],
@@ -676,16 +676,24 @@ class ZeroOptimizer(DeepSpeedOptimizer):
             "loss_scaler": None if self.scaler is None else self.scaler.state_dict(),
         }
 
-    def _require_no_store(self, what: str) -> None:
+    def _require_in_memory(self, what: str) -> None:
         if self.store is not None:
             raise StateError(
                 "masters and optimizer states live on NVMe, where they have room; a dict of them would be in memory",
                 where=f"ZeroOptimizer.{what}",
                 fix="use engine.save_checkpoint() and engine.load_checkpoint()",
             )
+        held = [unit.master_flat for unit in self.units if unit.master_flat is not None]
+        held += [value for state in self.state.values() for value in state.values() if torch.is_tensor(value)]
+        if any(tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0 for tensor in held):
+            raise StateError(
+                "masters or optimizer states have been offloaded",
+                where=f"ZeroOptimizer.{what}",
+                fix="call engine.reload_states() first",
+            )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._require_no_store("load_state_dict")
+        self._require_in_memory("load_state_dict")
         mine = [u.shard_elems for u in self.units]
         if state["world_size"] != self.comm.world_size or list(state["shard_elems"]) != mine:
             raise StateError(

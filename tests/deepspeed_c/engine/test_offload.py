@@ -103,6 +103,7 @@ def out_and_back(engine, rank: int, place: OffloadDeviceEnum, folder: str) -> No
         lambda: engine.save_checkpoint(f"{folder}/checkpoint"),
         lambda: engine.save_16bit_model(folder),
         lambda: engine.save_model(folder),
+        engine.optimizer.state_dict,
     ):
         assert "have been offloaded" in failure(call, StateError)
     # One descriptor through the page cache and one past it, for each of the two calls that moved something.
