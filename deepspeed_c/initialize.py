@@ -16,7 +16,7 @@ from deepspeed_c.config import Config, load_config
 from deepspeed_c.data.loader import DeepSpeedDataLoader
 from deepspeed_c.engine.build import OptimizerFactory, build_optimizer
 from deepspeed_c.engine.consistency import broadcast_model, check_same_model, check_same_text
-from deepspeed_c.engine.engine import DeepSpeedEngine
+from deepspeed_c.engine.engine import DeepSpeedEngine, take_from_others
 from deepspeed_c.engine.precision import Precision
 from deepspeed_c.engine.shard import lay_out_untrained, shard_model
 from deepspeed_c.errors import ConfigError, FeatureError, ModelError
@@ -94,6 +94,7 @@ def initialize(
 
     check_same_text("the configuration", settings.lines(), comm, "start all ranks with the same configuration file")
     check_same_model(model, comm)
+    take_from_others(model)
     device = torch.device(get_accelerator().current_device_name())
     sharding = STAGES[settings.zero.stage]
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):

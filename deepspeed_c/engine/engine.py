@@ -7,6 +7,7 @@ measure. It decides only when: which micro-batch ends a window, whether the sche
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from types import MappingProxyType
@@ -35,11 +36,26 @@ from deepspeed_c.errors import BackwardError, BatchSizeError, FeatureError, Miss
 from deepspeed_c.logging import log_dist, logger
 from deepspeed_c.profile.timers import EngineTimers, see_memory_usage
 from deepspeed_c.zero.access import attach, detach
+from deepspeed_c.zero.fetch import PlacedShard
 from deepspeed_c.zero.hooks import ModuleHooks
 from deepspeed_c.zero.layout import Layout
 from deepspeed_c.zero.optimizer import ZeroOptimizer
+from deepspeed_c.zero.sharded import saved_parameters_answer, state_of
 
-__all__ = ["DeepSpeedEngine"]
+__all__ = ["DeepSpeedEngine", "take_from_others"]
+
+# Engines that hold parameters, for one that is made over a model of theirs.
+_open_engines: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()
+
+
+def take_from_others(model: torch.nn.Module) -> None:
+    """Ends other engines' hold on the sharded parameters of a model that is about to get a new engine.
+
+    One that only evaluates goes on to work: its forward runs the module, which the new engine's hooks serve. One that trains them is closed.
+    """
+    fetchers = {id(state.fetcher) for p in model.parameters() if isinstance(state := state_of(p), PlacedShard)}
+    for engine in [engine for engine in _open_engines if id(engine._fetcher) in fetchers]:
+        engine._hand_over()
 
 
 class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
@@ -114,8 +130,19 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
             optimizer.reducer.next_is_boundary = self.is_gradient_accumulation_boundary
             optimizer.reducer.next_factor = self._factor_of_unseen_backward
             optimizer.wants_stop = self._preemption.is_requested
-        if self._fetcher is not None and self._fetcher.groups:
+        if self._fetcher is not None:
             self._fetcher.hooks = ModuleHooks(self.module, self._fetcher, self._name_of_pass)
+            _open_engines.add(self)
+
+    def _hand_over(self) -> None:
+        if self.optimizer is None:
+            self._release()
+            return
+        logger.warning(
+            "rank %d: the model of an engine that trains it is given to another one; the first is closed, its optimizer states are dropped",
+            self.global_rank,
+        )
+        self.close()
 
     def _release(self) -> None:
         """Takes hooks and buffers away; the parameters stay, sharded ones on their own."""
@@ -181,7 +208,9 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
         self.optimizer.reducer.discard()
         self.optimizer.forget_losses()
         self._in_engine_backward = self._loss_is_scaled = False
-        self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
+        self._n_backwards = 0
+        if self._boundary_override is None:
+            self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
@@ -254,7 +283,8 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
             self._in_engine_backward = True
             try:
                 scaled = loss * (optimizer.loss_scale * factor) if is_fp16 else loss
-                scaled.backward(retain_graph=retain_graph)
+                with saved_parameters_answer() if self._shards_parameters else nullcontext():
+                    scaled.backward(retain_graph=retain_graph)
                 optimizer.reducer.end_backward()
             except BaseException:
                 self._abandon_window()
@@ -320,8 +350,14 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
             train_batch_size=micro_batch_size * gas * self.dp_world_size, micro_batch_size=micro_batch_size
         )
 
+    @property
+    def _is_within_window(self) -> bool:
+        if self._boundary_override is not None:  # the caller counts: accelerate calls step() at the boundary only
+            return self._n_backwards > 0
+        return self.micro_steps % self.gradient_accumulation_steps() > 0
+
     def _require_window_start(self, what: str) -> None:
-        if self.micro_steps % self.gradient_accumulation_steps():
+        if self._is_within_window:
             raise StateError(
                 "called within an accumulation window", where=what, fix="call it right after a step that updates"
             )
@@ -371,6 +407,8 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
             self.global_samples += self._samples_of_window()
             self._comm.ledger.phase = ""
         if self._step_applied and self.lr_scheduler is not None:
+            # torch's schedules warn of a wrong order unless they have seen the step of their optimizer, which a fused one does in another method.
+            optimizer.optimizer._opt_called = True
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self._checkpoints.note_step()
         self.timers.end_step(self.global_steps)
@@ -767,7 +805,9 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
                 pass
         if name in ABSENT_METHODS:
             raise MissingNameError(
-                "is not part of this version", where=f"DeepSpeedEngine.{name}", fix=f"use instead: {ABSENT_METHODS[name]}"
+                "is not part of this version",
+                where=f"DeepSpeedEngine.{name}",
+                fix=f"use instead: {ABSENT_METHODS[name]}",
             )
         raise AttributeError(f"neither the engine nor its module ({type(module).__name__}) has {name!r}")
 
@@ -776,7 +816,9 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
     def _require_open(self) -> None:
         if self._is_closed:
             raise StateError(
-                "the engine is closed", where="DeepSpeedEngine", fix="make a new one with deepspeed_c.initialize"
+                "the engine is closed",
+                where="DeepSpeedEngine",
+                fix="make a new one with deepspeed_c.initialize (transformers and accelerate: a new Trainer, a new prepare)",
             )
 
     def _require_states(self, what: str) -> None:

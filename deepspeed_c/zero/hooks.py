@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from deepspeed_c.zero.sharded import state_of
 __all__ = ["ModuleHooks", "external_parameters"]
 
 _EXTERNAL = "_dsc_external_parameters"
+_DS_EXTERNAL = "ds_external_parameters"
 
 # Counts registrations of modules and parameters in this process: hooks look for newcomers when it has moved.
 _n_registrations = 0
@@ -31,6 +33,10 @@ def _count_registration(*_: Any) -> None:
 def external_parameters(module: torch.nn.Module) -> dict[int, torch.nn.Parameter]:
     """Parameters that ``module`` reads although they are another module's (``register_external_parameter``), by id."""
     return module.__dict__.setdefault(_EXTERNAL, {})
+
+
+def _named_external_parameters(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(state_of(param).name, param) for param in external_parameters(module).values() if state_of(param)]
 
 
 def _outside_of_graphs(hook: Callable) -> Callable:
@@ -72,7 +78,14 @@ class ModuleHooks:
         self.install()
 
     def install(self) -> None:
-        """Hooks the root and every module that reads a sharded parameter; again after ``remove`` (or after callers took the hooks out)."""
+        """Hooks the root and every module that reads a sharded parameter; again after ``remove`` (or after callers took the hooks out).
+
+        Where nothing is sharded (one rank, small parameters) there is nothing to hook.
+        """
+        for module in self.module.modules():  # DeepSpeed's name, by which trl looks for them
+            module.__dict__[_DS_EXTERNAL] = partial(_named_external_parameters, module)
+        if not self._fetcher.groups:
+            return
         for counter in self._counters:
             counter.remove()
         self._watched.clear()
@@ -192,6 +205,7 @@ class ModuleHooks:
         self._watched.clear()
         self._depth = 0
         for module in self.module.modules():
+            module.__dict__.pop(_DS_EXTERNAL, None)
             if type(module._parameters) is _Parameters and module._parameters.fetcher is self._fetcher:
                 module._parameters = dict(module._parameters)
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any, Protocol
 
@@ -31,6 +32,7 @@ __all__ = [
     "make_sharded",
     "point_at",
     "point_at_nothing",
+    "saved_parameters_answer",
     "shape_of",
     "state_of",
     "take_over",
@@ -406,10 +408,34 @@ class _Released(_Face):
         )
 
     def __deepcopy__(self, memo: dict) -> Any:
-        raise self._dsc_shard.describe_released()
+        """An ordinary, whole parameter. Collective, which a parameter that an engine holds refuses, because forwards may be under way.
+
+        peft copies modules this way, and gathers them before only if ``numel()`` is 0, as DeepSpeed has it.
+        """
+        state = self._dsc_shard
+        if not isinstance(state, StandaloneShard):
+            raise state.describe_released()
+        if id(self) not in memo:
+            memo[id(self)] = torch.nn.Parameter(state.whole(), self.requires_grad)
+        return memo[id(self)]
 
     def __reduce_ex__(self, protocol: int) -> Any:
         raise self._dsc_shard.describe_released()
+
+
+@contextmanager
+def saved_parameters_answer() -> Iterator[None]:
+    """Within it (a backward pass) every tensor says by ``ds_status`` that it is available.
+
+    Autograd hands parameters that were saved for backward back as plain tensors, which are whole; kernels that recompute (trl's) ask them.
+    """
+    before = torch.Tensor.__dict__.get("ds_status")
+    torch.Tensor.ds_status = ZeroParamStatus.AVAILABLE
+    try:
+        yield
+    finally:
+        if before is None:
+            del torch.Tensor.ds_status
 
 
 def _sharded_in(values: Sequence[Any]) -> list[torch.nn.Parameter]:

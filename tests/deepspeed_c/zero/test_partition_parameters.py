@@ -20,7 +20,9 @@ import deepspeed_c
 from deepspeed_c import errors
 from deepspeed_c.utils import safe_get_full_fp32_param
 from deepspeed_c.zero import partition_parameters as pp
+from deepspeed_c.zero.fetch import PlacedShard
 from deepspeed_c.zero.partition_parameters import ZeroParamStatus
+from deepspeed_c.zero.sharded import state_of
 from tests.deepspeed_c.zero.test_oracle import make_config
 from tests.deepspeed_c.zero.traits import TRAITS, batch
 from tests.ranks import run_ranks
@@ -500,8 +502,11 @@ def _refusals(model: nn.Module, param: nn.Parameter) -> list:
         lambda: param.copy_(torch.zeros(5, 3)),
         lambda: param.normal_(),
         lambda: nn.init.zeros_(param),
-        lambda: copy.deepcopy(param),
-        lambda: copy.deepcopy(model),
+        *(
+            (lambda: copy.deepcopy(param), lambda: copy.deepcopy(model))
+            if isinstance(state_of(param), PlacedShard)
+            else ()
+        ),
         lambda: pickle.dumps(param),
         lambda: torch.save(param, io.BytesIO()),
         lambda: torch.save(model.state_dict(), io.BytesIO()),
@@ -531,6 +536,9 @@ def released_body(rank: int, world: int) -> None:
     param = model[0].weight
     expected = whole(param)
     _check_refusals(model, param, "Linear.weight")
+    # A copy is collective, and whole: peft copies modules that are to be trained beside the original.
+    twin = copy.deepcopy(model)
+    assert type(twin[0].weight) is nn.Parameter and torch.equal(twin[0].weight, expected)
     # What callers ask without wanting data goes on.
     assert param.shape == param.size() == (5, 3) and param.numel() == param.nelement() == 15 and len(param.size()) == 2
     assert (
