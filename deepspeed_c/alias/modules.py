@@ -131,7 +131,18 @@ NAMES: dict[str, dict[str, str]] = {
         "dist": "deepspeed_c.comm:",
         **_OPTIMIZER_NAMES,
     },
-    "deepspeed.runtime.zero.config": {"OffloadDeviceEnum": "deepspeed_c.engine.offload:OffloadDeviceEnum"},
+    # What pickles of checkpoints in DeepSpeed's layout hold, for those who read such files by themselves.
+    "deepspeed.runtime.fp16.loss_scaler": {
+        name: f"deepspeed_c.checkpoint.deepspeed.unpickle:{name}"
+        for name in ("DynamicLossScaler", "LossScaleConfig", "LossScaleProfile", "LossScaler")
+    },
+    "deepspeed.utils.tensor_fragment": {
+        "fragment_address": "deepspeed_c.checkpoint.deepspeed.unpickle:fragment_address"
+    },
+    "deepspeed.runtime.zero.config": {
+        "OffloadDeviceEnum": "deepspeed_c.engine.offload:OffloadDeviceEnum",
+        "ZeroStageEnum": "deepspeed_c.zero.stages:ZeroStageEnum",
+    },
     "deepspeed.runtime.zero.offload_config": {
         "OffloadDeviceEnum": "deepspeed_c.engine.offload:OffloadDeviceEnum",
         "OffloadStateTypeEnum": "deepspeed_c.engine.offload:OffloadStateTypeEnum",
@@ -242,7 +253,6 @@ ABSENT: dict[str, str] = {
     "deepspeed.runtime.engine.PipelineModule": _PIPELINE,
     "deepspeed.runtime.fp16": f"{_ONE_OPTIMIZER}; {_ONE_BIT}",
     "deepspeed.runtime.fp16.fused_optimizer": _ONE_OPTIMIZER,
-    "deepspeed.runtime.fp16.loss_scaler": "the loss scale is the engine's: engine.loss_scale(), and the fp16 section of the configuration",
     "deepspeed.runtime.fp16.onebit": _ONE_BIT,
     "deepspeed.runtime.fp16.unfused_optimizer": _ONE_OPTIMIZER,
     "deepspeed.runtime.hybrid_engine": _INFERENCE,

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import NamedTuple
 
-__all__ = ["STAGES", "Sharding"]
+__all__ = ["STAGES", "Sharding", "ZeroStageEnum"]
+
+
+class ZeroStageEnum(IntEnum):
+    """DeepSpeed's names of the stages, which pickles of its checkpoints hold."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+    max_stage = 3
 
 
 class Sharding(NamedTuple):

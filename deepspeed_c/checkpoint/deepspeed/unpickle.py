@@ -25,7 +25,18 @@ import torch
 from deepspeed_c.checkpoint.ranges import read_bytes
 from deepspeed_c.errors import CheckpointError
 
-__all__ = ["UPSTREAM", "StoredTensor", "TorchFile", "fill", "materialize"]
+__all__ = [
+    "UPSTREAM",
+    "DynamicLossScaler",
+    "LossScaleConfig",
+    "LossScaleProfile",
+    "LossScaler",
+    "StoredTensor",
+    "TorchFile",
+    "fill",
+    "fragment_address",
+    "materialize",
+]
 
 # What is read at once where elements must be converted or moved on: enough for the system call to cost nothing.
 STAGING_BYTES = 8 << 20
@@ -103,6 +114,12 @@ UPSTREAM: dict[str, type] = {
         "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
     )
 }
+
+LossScaler, DynamicLossScaler, LossScaleConfig, LossScaleProfile = (
+    UPSTREAM[f"deepspeed.runtime.fp16.loss_scaler.{name}"]
+    for name in ("LossScaler", "DynamicLossScaler", "LossScaleConfig", "LossScaleProfile")
+)
+fragment_address = UPSTREAM["deepspeed.utils.tensor_fragment.fragment_address"]
 
 
 class _Mapping(dict, metaclass=_Frozen):
