@@ -8,6 +8,7 @@ STEPS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+HF_FLAGS ?=
 TRAIN_FLAGS := $(if $(STAGE),--stage $(STAGE)) $(if $(STEPS),--steps $(STEPS))
 
 # Each stamp says that one step of the set-up is done, and is older than its sources when it has to be done again.
@@ -32,6 +33,14 @@ help: ## this list
 train: $(BUILT) ## set up what is missing, then train a GPT on the Python standard library with ZeRO
 	$(BIN)/deepspeed_c --num_procs $(NPROC) examples/train_gpt.py \
 		--deepspeed --deepspeed_config examples/ds_config.json $(TRAIN_FLAGS)
+
+# A model of its own at stage 2, a resumed run, then adapters for it at stage 3: what transformers and peft do with DeepSpeed, on deepspeed_c.
+.PHONY: hf
+hf: $(BUILT) ## the same text with transformers.Trainer: train at stage 2, resume, add LoRA at stage 3
+	$(BIN)/deepspeed_c --num_procs $(NPROC) examples/hf_trainer.py --deepspeed examples/ds_hf_stage2.json $(HF_FLAGS)
+	$(BIN)/deepspeed_c --num_procs $(NPROC) examples/hf_trainer.py --deepspeed examples/ds_hf_stage3.json --resume $(HF_FLAGS) --max_steps 150
+	$(BIN)/deepspeed_c --num_procs $(NPROC) examples/hf_trainer.py --deepspeed examples/ds_hf_stage3.json $(HF_FLAGS) \
+		--model_path out/hf/model --lora 8 --output_dir out/hf_lora
 
 .PHONY: test
 test: $(BUILT) ## everything that CI runs

@@ -193,7 +193,7 @@ class _Group:
         self._folder = tempfile.mkdtemp(prefix="dsc_ranks_")
         self._connections: list[Connection] = []
         self._pids: list[int] = []
-        port = _free_port()
+        port = free_port()
         try:
             for rank in range(world):
                 ours, theirs = socket.socketpair()
@@ -305,7 +305,7 @@ _zygotes: dict[str, _Zygote] = {}  # by what was preloaded
 atexit.register(stop_ranks)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port for bodies that initialise by environment; the group itself meets through a file and needs none."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -1,0 +1,13 @@
+"""What every rank of tests/hf has imported before it is forked: the alias first, then the stack that looks for ``deepspeed``."""
+
+import deepspeed_c
+
+deepspeed_c.install_as_deepspeed()
+
+import accelerate  # noqa: F401
+import peft  # noqa: F401
+import transformers
+from transformers import LlamaForCausalLM, Trainer  # noqa: F401  (transformers imports by need)
+from trl import DPOTrainer, SFTTrainer  # noqa: F401
+
+transformers.utils.logging.set_verbosity_error()

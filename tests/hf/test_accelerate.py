@@ -1,0 +1,291 @@
+"""accelerate on deepspeed_c: plugins from a configuration and from the environment, two of them in one process, saving, clipping, accumulation."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from tests.hf.stack import LEARNING_RATE, MICRO_BATCH, Text, forget, llama, on_ranks
+
+STEPS = 4
+
+
+def loader(rows=64):
+    return torch.utils.data.DataLoader(
+        Text(rows), batch_size=MICRO_BATCH
+    )  # in order: shuffling is accelerate's own affair
+
+
+def plugin(stage, **changes):
+    from accelerate import DeepSpeedPlugin
+
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": "auto",
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
+        "bf16": {"enabled": False},
+    }
+    return DeepSpeedPlugin(hf_ds_config={**config, **changes})
+
+
+def accelerator(deepspeed, **kwargs):
+    """An Accelerator on CPU ranks. With DeepSpeed it may not be told so, and takes them for one process unless the state below it has been."""
+    from accelerate import Accelerator, PartialState
+
+    PartialState(cpu=True)
+    if deepspeed is None:
+        return Accelerator(cpu=True, **kwargs)
+    which = "deepspeed_plugins" if isinstance(deepspeed, dict) else "deepspeed_plugin"
+    return Accelerator(**({} if deepspeed == "from the environment" else {which: deepspeed}), **kwargs)
+
+
+def loop(acc, model, optimizer, data, schedule=None, steps=STEPS, clip=0.5):
+    """The training loop of accelerate's documentation; (losses, norms) by step."""
+    losses, norms = [], []
+    batches = iter(data)
+    while len(norms) < steps:
+        with acc.accumulate(model):
+            loss = model(**next(batches)).loss
+            acc.backward(loss)
+            if acc.sync_gradients:
+                norms.append(acc.clip_grad_norm_(model.parameters(), clip))
+            optimizer.step()
+            if schedule is not None and acc.sync_gradients:
+                schedule.step()
+            optimizer.zero_grad()
+        losses.append(acc.reduce(loss.detach(), "mean").item())
+    return losses, [float(norm) for norm in norms]
+
+
+def whole(acc, model):
+    """The model's whole weights on rank 0. Collective."""
+    state = acc.get_state_dict(model)
+    return None if state is None else {name: value.detach().float().clone() for name, value in state.items()}
+
+
+def train(rank, world, stage, accumulation, with_schedule):
+    forget()
+    # DeepSpeed clips by its configuration; clip_grad_norm_ only tells the norm there.
+    deepspeed = None if stage is None else plugin(stage, gradient_clipping=0.5)
+    acc = accelerator(deepspeed, gradient_accumulation_steps=accumulation)
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    parts = [model, optimizer, loader()]
+    if with_schedule:
+        parts.append(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)))
+    model, optimizer, data, *schedule = acc.prepare(*parts)
+    losses, norms = loop(acc, model, optimizer, data, *schedule)
+    return losses, norms, whole(acc, model), optimizer.param_groups[0]["lr"], str(acc.distributed_type)
+
+
+@pytest.mark.parametrize(
+    "world, stage, accumulation, with_schedule",
+    [(1, 2, 2, True), (2, 0, 2, True), (2, 1, 1, False), (2, 2, 2, True), (2, 3, 2, True)],
+)
+def test_accelerator_trains_as_without_deepspeed(world, stage, accumulation, with_schedule):
+    found, expected = (on_ranks(world, train, which, accumulation, with_schedule)[0] for which in (stage, None))
+    assert found[4] == "DistributedType.DEEPSPEED" != expected[4]
+    assert found[3] == pytest.approx(expected[3], rel=1e-12)
+    print(found[:2], expected[:2])
+    assert found[0] == pytest.approx(expected[0], rel=2e-6)
+    assert found[1] == pytest.approx(expected[1], rel=2e-5)
+    for name, value in expected[2].items():
+        torch.testing.assert_close(found[2][name.removeprefix("module.")], value, rtol=0, atol=1e-4, msg=name)
+
+
+def exact_types(rank, world):
+    import deepspeed
+    from accelerate.utils import (
+        DeepSpeedEngineWrapper,
+        DeepSpeedOptimizerWrapper,
+        DeepSpeedSchedulerWrapper,
+        DummyOptim,
+        DummyScheduler,
+    )
+
+    forget()
+    sections = {
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto"),
+        },
+    }
+    acc = accelerator(plugin(2, **sections))
+    model = llama()
+    optimizer = DummyOptim(model.parameters(), lr=1e-3, weight_decay=0.01)
+    engine, wrapped, schedule, _ = acc.prepare(model, optimizer, DummyScheduler(optimizer), loader())
+    assert type(engine) is deepspeed.DeepSpeedEngine is deepspeed.runtime.engine.DeepSpeedEngine
+    assert type(wrapped) is DeepSpeedOptimizerWrapper and type(schedule) is DeepSpeedSchedulerWrapper
+    assert type(acc.deepspeed_engine_wrapped) is DeepSpeedEngineWrapper
+    assert acc.unwrap_model(engine) is model
+    assert wrapped.param_groups[0]["weight_decay"] == 0.01
+    params = acc.deepspeed_config["scheduler"]["params"]
+    rates = []
+    for _ in range(3):
+        acc.backward(engine(**Text().batch(0, 2)).loss)
+        rates.append(schedule.get_last_lr()[0])
+    return params["warmup_num_steps"], engine.train_batch_size(), rates
+
+
+def test_types_are_the_exported_ones_and_dummies_are_filled():
+    warmup, batch, rates = on_ranks(2, exact_types)[0]
+    assert (warmup, batch) == (1, 2 * MICRO_BATCH)
+    assert rates == [0.0, pytest.approx(1e-3), pytest.approx(1e-3)]  # as DeepSpeed: log(1) first, whatever the warm-up
+
+
+def from_environment(rank, world, variables):
+    forget()
+    os.environ.update(variables)
+    acc = accelerator("from the environment")
+    config = acc.state.deepspeed_plugin.deepspeed_config
+    model = llama()
+    engine, *_ = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), loader())
+    acc.backward(engine(**Text().batch(0, 2)).loss)
+    return (
+        engine.zero_optimization_stage(),
+        engine.gradient_accumulation_steps(),
+        engine.gradient_clipping(),
+        engine.bfloat16_enabled(),
+        config,
+    )
+
+
+def test_plugin_from_the_environment():
+    variables = {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
+        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
+        "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "3",
+        "ACCELERATE_GRADIENT_CLIPPING": "0.25",
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+    }
+    stage, accumulation, clipping, is_bf16, config = on_ranks(2, from_environment, variables)[0]
+    assert (stage, accumulation, clipping, is_bf16) == (3, 3, 0.25, True)
+    assert config["steps_per_print"] == float("inf")
+    assert config["zero_optimization"]["offload_param"] == {"device": "none", "nvme_path": None}
+
+
+def save_and_load(rank, world, folder, stage):
+    forget()
+    results = []
+    for seed in (0, 5):
+        forget()
+        acc = accelerator(plugin(stage))
+        model = llama(seed)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        model, optimizer, data, schedule = acc.prepare(model, optimizer, loader(), schedule)
+        if seed == 0:
+            loop(acc, model, optimizer, data, schedule, steps=2)
+            acc.save_state(folder / "state", client_state={"note": 17})
+        else:
+            acc.load_state(folder / "state")
+        rest = loop(acc, model, optimizer, acc.skip_first_batches(data, 2), schedule, steps=3)
+        results.append((rest, whole(acc, model), schedule.get_last_lr()))
+    return results, sorted(path.name for path in (folder / "state" / "pytorch_model").iterdir())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_saved_state_goes_on_to_the_bit(tmp_path, stage):
+    (first, second), files = on_ranks(2, save_and_load, tmp_path, stage)[0]
+    assert first[0] == second[0] and first[2] == second[2]
+    assert "manifest.json" in files  # our own layout, as no other was asked for
+    for name, value in first[1].items():
+        assert torch.equal(second[1][name], value), name
+
+
+def two_plugins(rank, world):
+    """A student that is trained and a teacher that is only evaluated, each with a plugin of its own (accelerate's guide)."""
+    from accelerate import Accelerator
+
+    forget()
+    plugins = {"student": plugin(2), "teacher": plugin(3, train_micro_batch_size_per_gpu=MICRO_BATCH)}
+    acc = accelerator(plugins)
+    student, teacher_model = llama(0), llama(1)
+    before = {name: value.clone() for name, value in teacher_model.state_dict().items()}
+    optimizer = torch.optim.AdamW(student.parameters(), lr=LEARNING_RATE)
+    student, optimizer, data = acc.prepare(student, optimizer, loader())
+    acc.state.select_deepspeed_plugin("teacher")
+    teacher_acc = Accelerator()
+    teacher = teacher_acc.prepare(teacher_model)
+    assert teacher.zero_optimization_stage() == 3 and teacher.optimizer is None
+    acc.state.select_deepspeed_plugin("student")
+    losses = []
+    for batch, _ in zip(data, range(3)):
+        with torch.no_grad():
+            target = teacher(**batch).logits
+        loss = (student(**batch).logits - target).square().mean()
+        acc.backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    after = whole(teacher_acc, teacher)
+    unchanged = after is None or all(torch.equal(after[name], value) for name, value in before.items())
+    return losses, unchanged, student.zero_optimization_stage()
+
+
+def test_two_models_with_two_plugins():
+    for losses, unchanged, stage in on_ranks(2, two_plugins):
+        assert unchanged and stage == 2
+        assert losses[2] < losses[0]
+
+
+def leaves(rank, world):
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    forget()
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
+    model = MixtralForCausalLM(MixtralConfig(**sizes, vocab_size=61, num_local_experts=3, num_experts_per_tok=1))
+    os.environ["ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES"] = "MixtralSparseMoeBlock"
+    acc = accelerator(plugin(3))
+    engine, _, _ = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), loader())
+    acc.backward(engine(**Text().batch(rank, rank + 1)).loss)  # ranks send their tokens to other experts
+    return [type(module).__name__ for module in model.modules() if getattr(module, "_z3_leaf", False)]
+
+
+def test_layers_of_experts_are_leaves():
+    assert on_ranks(2, leaves) == [["MixtralSparseMoeBlock"]] * 2
+
+
+def no_sync(rank, world, stage):
+    forget()
+    acc = accelerator(plugin(stage, gradient_accumulation_steps=1))
+    model = llama()
+    model, _, data = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE), loader())
+    first, second = (next(iter(data)) for _ in range(2))
+    with acc.no_sync(model):
+        model.backward(model(**first).loss, scale_wrt_gas=False)
+    acc.backward(model(**second).loss)
+    return float(model.get_global_grad_norm())
+
+
+def grad_sum(rank, world):
+    forget()
+    model, norms = llama(), []
+    batches = list(loader())[:2]
+    for batch in (batches[rank], batches[rank]):
+        model(**batch).loss.backward()
+    for p in model.parameters():
+        torch.distributed.all_reduce(p.grad)
+        norms.append((p.grad / world).norm())
+    return torch.stack(norms).norm().item()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_no_sync_puts_the_reduction_off(stage):
+    assert on_ranks(2, no_sync, stage)[0] == pytest.approx(on_ranks(2, grad_sum)[0], rel=1e-5)

@@ -1,0 +1,162 @@
+"""trl on deepspeed_c: supervised fine-tuning, preferences with a reference model, and generation with unwrapped parameters, sharded and not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.hf.stack import LEARNING_RATE, ds_config, forget, llama, numbers, on_ranks
+
+WORDS = ["a", "b", "c", "d", "e", "f"]
+
+
+def tokenizer():
+    """A tokenizer of single letters, made here: trl wants one, and none is to be downloaded."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Split
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {word: i for i, word in enumerate(["<pad>", "<s>", "</s>", *WORDS])}
+    tokens = Tokenizer(WordLevel(vocabulary, unk_token="<pad>"))
+    tokens.pre_tokenizer = Split("", "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+
+
+def rows(n=32):
+    generator = torch.Generator().manual_seed(3)
+    return ["".join(WORDS[i] for i in torch.randint(0, len(WORDS), (6,), generator=generator)) for _ in range(n)]
+
+
+def settings(kind, folder, deepspeed, **changes):
+    given = {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "bf16": False,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 3,
+        "learning_rate": LEARNING_RATE,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "gradient_checkpointing": False,
+        "seed": 7,
+        "deepspeed": deepspeed,
+    }
+    return kind(**{**given, **changes})
+
+
+def sft(rank, world, folder, deepspeed):
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    forget()
+    args = settings(SFTConfig, folder, deepspeed, max_length=16)
+    data = Dataset.from_dict({"text": rows()})
+    trainer = SFTTrainer(model=llama(), args=args, train_dataset=data, processing_class=tokenizer())
+    trainer.train()
+    return numbers(trainer)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_supervised_fine_tuning(tmp_path, stage):
+    found = on_ranks(2, sft, tmp_path, ds_config(stage, scheduler=False))[0]
+    expected = on_ranks(2, sft, tmp_path, None)[0]
+    print(found, expected)
+    assert found["loss"] == pytest.approx(expected["loss"], rel=5e-6)
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+
+
+def dpo(rank, world, folder, deepspeed, how):
+    from datasets import Dataset, load_from_disk
+    from trl import DPOConfig, DPOTrainer
+
+    forget()
+    text = rows(48)
+    made = Dataset.from_dict(
+        {"prompt": [t[:3] for t in text], "chosen": [t[3:] for t in text], "rejected": [t[:2:-1] for t in text]}
+    )
+    if rank == 0:
+        made.save_to_disk(folder / "data")
+    torch.distributed.barrier()
+    data = load_from_disk(
+        folder / "data"
+    )  # with files, so that one rank computes the reference's log probabilities for all
+    args = settings(DPOConfig, folder, deepspeed, max_length=16, precompute_ref_log_probs=how == "precomputed")
+    reference = llama(seed=9) if how == "reference" else None
+    trainer = DPOTrainer(
+        model=llama(), ref_model=reference, args=args, train_dataset=data, processing_class=tokenizer()
+    )
+    if reference is not None and deepspeed is not None:
+        engine = trainer.ref_model
+        assert engine.optimizer is None and engine.zero_optimization_stage() == (
+            3 if deepspeed["zero_optimization"]["stage"] == 3 else 0
+        )
+    trainer.train()
+    return numbers(trainer)
+
+
+@pytest.mark.parametrize("stage, how", [(2, "reference"), (3, "reference"), (2, "precomputed"), (3, "precomputed")])
+def test_preferences(tmp_path, stage, how):
+    found = on_ranks(2, dpo, tmp_path / "a", ds_config(stage, scheduler=False), how)[0]
+    expected = on_ranks(2, dpo, tmp_path / "b", None, how)[0]
+    print(found, expected)
+    assert found["loss"] == pytest.approx(expected["loss"], rel=2e-5)
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=2e-4)
+
+
+def generate(rank, world, stage):
+    """Training, generation by trl's way, training: the second step is that of a run that has not generated."""
+    from accelerate import Accelerator, DeepSpeedPlugin, PartialState
+    from trl.models.utils import unwrap_model_for_generation
+    from trl.trainer.utils import maybe_gather_lm_head_ctx
+
+    from tests.hf.stack import Text
+
+    results = []
+    for generates in (False, True):
+        forget()
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 40},
+        }
+        PartialState(cpu=True)
+        acc = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+        model = llama()
+        engine, _ = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE))
+        losses, written = [], []
+        for step in range(2):
+            loss = engine(**Text().batch(2 * step, 2 * step + 2)).loss
+            acc.backward(loss)
+            losses.append(loss.item())
+            if generates:
+                prompt = Text().batch(0, 1)["input_ids"][:, :4]
+                n_hooks = hooks_of(model)
+                with unwrap_model_for_generation(engine, acc) as plain, torch.no_grad():
+                    assert plain is model and (hooks_of(plain) == 0 or stage < 3)
+                    written.append(plain.generate(prompt, max_new_tokens=3 + rank, do_sample=False).tolist())
+                assert hooks_of(model) == n_hooks
+                with maybe_gather_lm_head_ctx(model.lm_head.weight, model.lm_head.weight, None):
+                    assert model.lm_head.weight.shape == (61, 32)
+        losses.append(engine(**Text().batch(0, 2)).loss.item())
+        results.append((losses, written))
+        acc.free_memory()
+    return results
+
+
+def hooks_of(model):
+    return sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
+
+
+@pytest.mark.parametrize("world, stage", [(1, 3), (2, 2), (2, 3)])
+def test_generation_between_steps(world, stage):
+    found = on_ranks(world, generate, stage)
+    for (without, _), (losses, _) in found:
+        assert losses == without
+    tokens = [written for _, (_, written) in found]
+    for step in range(2):
+        assert (
+            tokens[0][step][0] == tokens[-1][step][0][: len(tokens[0][step][0])]
+        )  # greedy: the longer goes on from the shorter
