@@ -15,6 +15,8 @@ MODULES: dict[str, str] = {
     "deepspeed.accelerator.abstract_accelerator": "deepspeed_c.accelerator",
     "deepspeed.accelerator.real_accelerator": "deepspeed_c.accelerator",
     "deepspeed.checkpoint": "deepspeed_c.checkpoint",
+    "deepspeed.checkpointing": "deepspeed_c.utils.checkpointing",
+    "deepspeed.runtime.activation_checkpointing.checkpointing": "deepspeed_c.utils.checkpointing",
     "deepspeed.checkpoint.ds_to_universal": "deepspeed_c.checkpoint.ds_to_universal",
     "deepspeed.checkpoint.utils": "deepspeed_c.checkpoint.utils",
     "deepspeed.comm": "deepspeed_c.comm",

@@ -18,6 +18,8 @@ def fit(rank, world, folder, stage):
 
     deepspeed.utils.logging.logger.setLevel("WARNING")
     deepspeed.init_distributed("gloo", distributed_port=29500)  # is up already: nothing happens
+    off = dict.fromkeys(("partition_activations", "contiguous_checkpointing", "checkpoint_in_cpu", "profile"), False)
+    deepspeed.checkpointing.configure(mpu_=None, **off)
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 1,
