@@ -19,6 +19,7 @@ from deepspeed_c import _C
 from deepspeed_c.config.offload import Aio
 from deepspeed_c.errors import AioError, ConfigError, OffloadError
 from deepspeed_c.logging import logger
+from deepspeed_c.ops import flat
 from deepspeed_c.ops.aio import PinnedPool, as_aio_error, unnamed_file
 from deepspeed_c.zero.store import Tagged
 
@@ -175,7 +176,8 @@ class Swapper:
         if n_bytes == 0:
             return torch.zeros(shape, dtype=dtype)
         buffer = self._take_buffer(n_bytes)
-        tensor = buffer.narrow(0, 0, n_bytes).zero_().view(dtype).view(shape)
+        tensor = buffer.narrow(0, 0, n_bytes).view(dtype).view(shape)
+        flat.zero_([tensor])
         self._extent_of(Tagged(tensor, name)).buffer = buffer
         return tensor
 

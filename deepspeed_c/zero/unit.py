@@ -15,6 +15,7 @@ import torch
 
 from deepspeed_c import _C
 from deepspeed_c.errors import ModelError
+from deepspeed_c.ops import flat
 from deepspeed_c.zero.sharded import shape_of, take_over, whole_of
 from deepspeed_c.zero.store import StateStore, Tagged
 
@@ -154,9 +155,12 @@ class Unit:
         self._fill()
 
     def _zeros(self, numel: int, dtype: torch.dtype, *, on_host: bool = False) -> torch.Tensor:
-        if not on_host or self.device.type == "meta":
+        if self.device.type == "meta" or not (on_host or self.device.type == "cpu"):
             return torch.zeros(numel, dtype=dtype, device=self.device)
-        return torch.zeros(numel, dtype=dtype, pin_memory=self.placement.is_pinned and self.device.type != "cpu")
+        # Zeroed by the threads that will update it: a page lies in the NUMA node of the thread that touches it first.
+        memory = torch.empty(numel, dtype=dtype, pin_memory=self.placement.is_pinned and self.device.type != "cpu")
+        flat.zero_([memory])
+        return memory
 
     def new_states(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Zeros where this unit's states lie."""
