@@ -138,15 +138,8 @@ def store_weights(config: Config, fetcher: Fetcher, comm: Collectives) -> None:
 def _settings(config: Config, n_bytes: int) -> SwapSettings:
     """``n_bytes`` are on their way at a time: the I/O engine starts transfers only when it is called, so its queue must hold all of them."""
     aio = config.aio
-    return SwapSettings(
-        backend=aio.backend,
-        block_size=aio.block_size,
-        queue_depth=min(max(aio.queue_depth, n_bytes // aio.block_size + 2), MAX_QUEUE_DEPTH),
-        intra_op_parallelism=aio.intra_op_parallelism,
-        single_submit=aio.single_submit,
-        overlap_events=aio.overlap_events,
-        checksum=aio.checksum,
-    )
+    depth = min(max(aio.queue_depth, n_bytes // aio.block_size + 2), MAX_QUEUE_DEPTH)
+    return SwapSettings.of(aio)._replace(queue_depth=depth)
 
 
 def _make_swapper(

@@ -230,11 +230,12 @@ class Swapper:
                 if extent.read is not None:
                     try:
                         self._finish_read(extent)
-                    except (AioError, OffloadError):
+                    except (AioError, OffloadError) as error:
                         # A read ahead is of no use where nothing is to be read, however it ends; elsewhere it may have failed before the cause was mended.
                         if reads and not was_ahead:
                             raise
                         if reads:
+                            logger.warning("a read ahead failed and is tried again: %s", error)
                             self.prefetch([tagged])
                             self._finish_read(extent)
                 if extent.buffer is None:

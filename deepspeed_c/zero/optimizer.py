@@ -7,6 +7,7 @@ weights. A fused base of ours does unscale, clip, decay, moments, update and 16-
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -158,7 +159,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         if not self._is_stored(unit) or key in self._resident:
             yield
             return
-        if ahead is not None and self._reads_ahead and self._is_stored(ahead[0]):
+        if ahead is not None and self._reads_ahead:
             # Asked for before this one is waited for: at no moment has the device nothing to read.
             self.store.prefetch(self._stored(*ahead))
         self.store.bring(self._stored(*key), reads=reads)
@@ -175,9 +176,12 @@ class ZeroOptimizer(DeepSpeedOptimizer):
             self._point_entries(*key)
 
     def _visit(self, keys: Sequence[tuple[Unit, int]]) -> Iterator[tuple[Unit, int]]:
-        """Each bucket in turn, resident, with the next one on its way."""
-        for i, key in enumerate(keys):
-            with self.resident(*key, ahead=keys[i + 1] if i + 1 < len(keys) else None):
+        """Each bucket in turn, resident, with the next one that is stored on its way."""
+        stored = deque(key for key in keys if self._is_stored(key[0]))
+        for key in keys:
+            if stored and stored[0] == key:
+                stored.popleft()
+            with self.resident(*key, ahead=stored[0] if stored else None):
                 yield key
 
     # -- one step ---------------------------------------------------------------------------------------------------
@@ -648,6 +652,9 @@ class ZeroOptimizer(DeepSpeedOptimizer):
                         parts.append(unit.master[bucket].to(torch.float32, copy=True))
             flat.append(torch.cat(parts) if parts else torch.empty(0))
         return flat
+
+    # DeepSpeed's name for it at stage 3.
+    fp32_partitioned_groups_flat = single_partition_of_fp32_groups
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the window's gradients."""
