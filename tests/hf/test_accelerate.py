@@ -289,3 +289,26 @@ def grad_sum(rank, world):
 @pytest.mark.parametrize("stage", [1, 2])
 def test_no_sync_puts_the_reduction_off(stage):
     assert on_ranks(2, no_sync, stage)[0] == pytest.approx(on_ranks(2, grad_sum)[0], rel=1e-5)
+
+
+def overflow(rank, world):
+    forget()
+    acc = accelerator(plugin(2, fp16={"enabled": True, "initial_scale_power": 24, "hysteresis": 1}))
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    model, optimizer, data = acc.prepare(model, optimizer, loader())
+    skipped, weights = [], []
+    for batch, _ in zip(data, range(40)):
+        acc.backward(model(**batch).loss)
+        optimizer.step()
+        skipped.append(acc.optimizer_step_was_skipped)
+        weights.append(model.module.lm_head.weight.detach().clone())
+        if not skipped[-1]:
+            break
+    return skipped, all(torch.equal(w, weights[0]) for w in weights[:-1]), torch.equal(weights[-1], weights[0])
+
+
+def test_a_step_that_overflows_is_told_as_skipped():
+    for skipped, unchanged, still in on_ranks(2, overflow):
+        assert len(skipped) > 2 and skipped == [True] * (len(skipped) - 1) + [False]
+        assert unchanged and not still

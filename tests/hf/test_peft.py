@@ -133,3 +133,48 @@ def llama_counts():
 
 def plain_head(rank, world):
     return llama().lm_head.weight.detach()
+
+
+def importances(rank, world, stage):
+    """AdaLoRA's importances after one backward pass: it reads whole gradients of what is being trained."""
+    import deepspeed
+    from peft import AdaLoraConfig, get_peft_model
+    from transformers.integrations import HfDeepSpeedConfig
+
+    from tests.hf.stack import Text, forget
+
+    forget()
+    model = llama()
+    config = AdaLoraConfig(init_r=4, target_r=2, total_step=10, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    model = get_peft_model(model, config)
+    torch.manual_seed(4)
+    for name, p in model.named_parameters():
+        if "lora_" in name:
+            p.data = torch.randn(p.shape) * 0.05
+    batches = [Text().batch(2 * i, 2 * i + 2) for i in range(2)]
+    if stage is None:
+        for batch in batches:
+            (model(**batch).loss / len(batches)).backward()
+        model.base_model.update_and_allocate(1)
+    else:
+        ds = {
+            "train_micro_batch_size_per_gpu": 2,
+            "zero_optimization": {"stage": stage},
+            "optimizer": {"type": "AdamW"},
+        }
+        alive = HfDeepSpeedConfig(ds)
+        engine = deepspeed.initialize(model=model, config_params=alive.config)[0]
+        engine.backward(engine(**batches[rank]).loss)
+        model.base_model.update_and_allocate(1)
+        engine.step()
+        engine.destroy()
+    return {name: value.clone() for name, value in model.base_model.rankallocator.ipt.items()}
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_adalora_reads_gradients(stage):
+    found, expected = on_ranks(2, importances, stage)[0], on_ranks(1, importances, None)[0]
+    assert found.keys() == expected.keys() and len(expected) > 0
+    for name, value in expected.items():
+        assert value.abs().max() > 0
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
