@@ -27,6 +27,8 @@ TIMEOUT_SECONDS = 600
 
 def train(is_ours: bool, stage: int, steps: int, width: int) -> None:
     """One rank of one run. Uses nothing of ours but the alias: the peer's environment runs it too."""
+    # What transformers imports where it is installed, and one environment may have: it would be in that side's memory.
+    sys.modules.update(dict.fromkeys(("datasets", "pandas", "peft", "pyarrow", "scipy", "sklearn")))
     if is_ours:
         import deepspeed_c
 
@@ -91,12 +93,15 @@ def train(is_ours: bool, stage: int, steps: int, width: int) -> None:
     torch.distributed.destroy_process_group()
 
 
-def measure(python: str, is_ours: bool, stage: int, options: argparse.Namespace) -> dict[str, float]:
-    """Runs all ranks of one contender."""
+def measure(python: str, is_ours: bool, stage: int, options: argparse.Namespace, extensions: str) -> dict[str, float]:
+    """Runs all ranks of one contender. ``extensions``: a folder for what DeepSpeed compiles at its first start; in the user's own a lock that a killed
+    process has left would make it wait for ever.
+    """
     command = [python, "-m", "torch.distributed.run", "--nproc-per-node", str(WORLD), str(Path(__file__).resolve())]
     command += ["--rank-of", "ours" if is_ours else "theirs", "--stage", str(stage)]
     command += ["--steps", str(options.steps), "--width", str(options.width)]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    environment["TORCH_EXTENSIONS_DIR"] = extensions
     environment.pop("PYTHONPATH", None)
     if is_ours:
         environment["PYTHONPATH"] = str(ROOT)
@@ -115,12 +120,14 @@ def compare(options: argparse.Namespace) -> None:
     contenders = {"deepspeed_c": sys.executable}
     if peer := os.environ.get("DSC_PEER_PYTHON"):
         contenders["deepspeed"] = peer
-    for stage in (2, 3):
+    for stage in options.stages:
         results: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
-        for round_ in range(options.rounds):
-            names = list(contenders)
-            for name in names if round_ % 2 == 0 else names[::-1]:
-                results[name].append(measure(contenders[name], name == "deepspeed_c", stage, options))
+        with tempfile.TemporaryDirectory() as extensions:
+            for round_ in range(options.rounds):
+                names = list(contenders)
+                for name in names if round_ % 2 == 0 else names[::-1]:
+                    run = measure(contenders[name], name == "deepspeed_c", stage, options, extensions)
+                    results[name].append(run)
         for name, runs in results.items():
             seconds, least, most = median_spread([run["seconds"] for run in runs])
             line = {
@@ -149,6 +156,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=12, help="that count, of each run")
     parser.add_argument("--width", type=int, default=512, help="of the model; a multiple of 64")
+    parser.add_argument("--stages", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--rank-of", choices=("ours", "theirs"), help=argparse.SUPPRESS)
     parser.add_argument("--stage", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
