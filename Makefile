@@ -37,6 +37,7 @@ train: $(BUILT) ## set up what is missing, then train a GPT on the Python standa
 # A model of its own at stage 2, a resumed run, then adapters for it at stage 3: what transformers and peft do with DeepSpeed, on deepspeed_c.
 .PHONY: hf
 hf: $(BUILT) ## the same text with transformers.Trainer: train at stage 2, resume, add LoRA at stage 3
+	rm -rf out/hf out/hf_lora
 	$(BIN)/deepspeed_c --num_procs $(NPROC) examples/hf_trainer.py --deepspeed examples/ds_hf_stage2.json $(HF_FLAGS)
 	$(BIN)/deepspeed_c --num_procs $(NPROC) examples/hf_trainer.py --deepspeed examples/ds_hf_stage3.json --resume $(HF_FLAGS) --max_steps 150
 	$(BIN)/deepspeed_c --num_procs $(NPROC) examples/hf_trainer.py --deepspeed examples/ds_hf_stage3.json $(HF_FLAGS) \
