@@ -245,8 +245,8 @@ def with_figures(readme: str) -> str:
             if all(line.get(k) == v for k, v in chosen.items()) and key in line:
                 # A line with several ratios names each one's spread.
                 low, high = (line.get(f"{key}_{end}", line.get(f"ratio_{end}")) for end in ("min", "max"))
-                spread = f"{cell(line[key])} ({cell(low)} to {cell(high)})"
-                rows.append([what, goal, spread])
+                spread = "" if low is None else f" ({cell(low)} to {cell(high)})"
+                rows.append([what, goal, cell(line[key]) + spread])
     body = table(["figure", "goal", "measured: median (min to max)"], rows) + "\n" if rows else ""
     head, rest = readme.split(README_BEGIN)
     return f"{head}{README_BEGIN}\n{body}{README_END}{rest.split(README_END)[1]}"
