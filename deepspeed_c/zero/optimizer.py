@@ -6,6 +6,7 @@ weights. A fused base of ours does unscale, clip, decay, moments, update and 16-
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -226,6 +227,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
                 where="engine.step",
                 fix="load a checkpoint; masters and moments of some buckets have been updated and others not",
             )
+        self._read_first()
         facts = self.complete_gradients()
         post = self.gradient_factor
         self.is_stopping = facts.n_stops > 0
@@ -259,6 +261,12 @@ class ZeroOptimizer(DeepSpeedOptimizer):
                 where=f"step {self.scaler.step}",
                 fix='train in bf16, lower the learning rate, or look at the parameter named in the log; "min_loss_scale" is the floor',
             )
+
+    def _read_first(self) -> None:
+        """What the update begins with is on its way while the gradients' norm is taken. Where the step is skipped it waits for the next one."""
+        if self._reads_ahead:
+            for key in itertools.islice((key for key in self._order if self._is_stored(key[0])), 2):
+                self.store.prefetch(self._stored(*key))
 
     def _drop_window(self) -> None:
         self.forget_losses()
