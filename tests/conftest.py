@@ -24,6 +24,14 @@ def run_ranks() -> Iterator[Callable[..., list[Any]]]:
     ranks.stop_ranks()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_torch_thread() -> None:
+    """Test processes run side by side, as many as there are cores: torch's own threads would be in one another's way."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
 def pytest_sessionfinish() -> None:
     """Ranks end with the session, also when a test imported ``run_ranks`` and did not ask for the fixture."""
     ranks.stop_ranks()
