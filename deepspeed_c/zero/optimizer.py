@@ -344,21 +344,17 @@ class ZeroOptimizer(DeepSpeedOptimizer):
                         base.apply(unit.group, params, grads, copies, grad_scale, ratios[unit, bucket])
                     else:
                         base.step_tensors(unit.group, params, grads, copies, grad_scale)
-                if self._needs_bringing(unit):
+                if unit.copies_up:
                     self._bring_weights(unit, bucket)
             works.append(self._gather(unit, bucket))
         return works
 
     @staticmethod
-    def _needs_bringing(unit: Unit) -> bool:
-        """Whether the update itself cannot write the weights: they lie in another memory, or differ from the masters in nothing but their place."""
-        return unit.copies_up or (unit.swaps_weights and unit.dtype == unit.master_dtype)
-
-    def _bring_weights(self, unit: Unit, bucket: int) -> None:
+    def _bring_weights(unit: Unit, bucket: int) -> None:
         """The weights that forward uses, from the masters, within ``unit.weights``: cast to their dtype, or from one memory to the other."""
         if unit.master_is_param:
             return
-        if self._needs_bringing(unit):
+        if unit.copies_up:
             # What is not in pinned memory is staged before the call returns; a pinned master is not written to before the next step.
             unit.param_slice(bucket).copy_(unit.master[bucket], non_blocking=unit.placement.states)
         elif unit.slice_elems[bucket]:
@@ -370,7 +366,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         results = self.reducer.results[unit]
         params = [entry.param for entry in entries]
         grads = [entry.part_of(results) for entry in entries]
-        if unit.master_is_param or self._needs_bringing(unit):
+        if unit.master_is_param or unit.copies_up:
             return params, grads, []
         slices = {bucket: unit.param_slice(bucket)}
         return params, grads, [entry.part_of(slices) for entry in entries]  # type: ignore[arg-type]

@@ -132,13 +132,12 @@ class Unit:
         self.fragments = [Fragment(self.slots[i], *rest) for i, *rest in fragments]
         self.fragment_of: dict[Slot, Fragment] = {f.slot: f for f in self.fragments}
 
-        is_trained = dtypes.master is not None
-        self.copies_up = is_trained and placement.states != (placement.params and is_sharded)
-        """Updated weights have to be brought from the masters' memory to the weights'."""
-        # Where the masters lie in the same memory as the weights' shard one copy serves both.
-        self.master_is_param = not is_trained or (
-            self.master_dtype == self.dtype and not self.copies_up and not self.swaps_weights
-        )
+        is_trained, is_alike = dtypes.master is not None, self.master_dtype == self.dtype
+        is_apart = placement.states != (placement.params and is_sharded)
+        self.copies_up = is_trained and (is_apart or (is_alike and self.swaps_weights))
+        """Updated weights have to be copied from the masters: they lie in another memory, or in a file of their own and in the masters' dtype."""
+        # Elsewhere one copy serves as both where dtypes allow.
+        self.master_is_param = not is_trained or (is_alike and not self.copies_up)
         self.flat_param: torch.Tensor | None = None
         self.param_shard: torch.Tensor | None = None
         self.weight_slices: list[torch.Tensor] = []
