@@ -444,22 +444,22 @@ from deepspeed_c.comm.watchdog import watch
 from tests.deepspeed_c.comm.test_watchdog import gather, hang, scatter
 deepspeed_c.init_distributed(verbose=False)
 comm = Collectives(reduce=lambda *_: None)
-watch(comm, 1.0)
+watch(comm, {timeout_s})
 comm.barrier()
 rank = comm.rank
 {body}
 """
 
 
-def write_script(tmp_path, body):
+def write_script(tmp_path, body, timeout_s=TIMEOUT_S):
     path = tmp_path / "script.py"
-    path.write_text(SCRIPT.format(root=str(ROOT), body=body))
+    path.write_text(SCRIPT.format(root=str(ROOT), body=body, timeout_s=timeout_s))
     return str(path)
 
 
-def run_pair(tmp_path, body):
+def run_pair(tmp_path, body, timeout_s=TIMEOUT_S):
     """Two processes without a launcher, so that nobody ends one of them for the other: (exit code, standard error) of each."""
-    script = write_script(tmp_path, body)
+    script = write_script(tmp_path, body, timeout_s)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -504,7 +504,8 @@ def test_a_rank_that_ends(tmp_path, end, code, how):
 
 def test_the_error_of_a_rank_is_told_by_the_others(tmp_path):
     body = "if rank == 1:\n    raise ValueError('boom')\nfor _ in range(1000):\n    gather(comm, 'layers.1.w'); time.sleep(0.01)"
-    (code_0, text_0), (code_1, _) = run_pair(tmp_path, body)
+    # The error is to come first, however long a busy machine takes to end a process.
+    (code_0, text_0), (code_1, _) = run_pair(tmp_path, body, timeout_s=20.0)
     assert (code_0, code_1) == (1, 1), text_0
     assert "of layers.1.w" in text_0 and "rank 1 has ended with ValueError: boom, after" in text_0, text_0
 
