@@ -354,6 +354,9 @@ class _Watchdog:
                 logger.warning("%s", report.text)
         else:
             self._is_ending = True
+            # Of groups that nobody watches too: their connections are lost with the first rank that ends.
+            for book in ledgers.all_ledgers():
+                book.explain = self.who_has_ended
             with self._store_errors():
                 self._wait_for_readers(k, report.n_readers)
             self._end_process(report.text)

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_c import comm as ds_comm
+from deepspeed_c.comm import watchdog
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.verdict import EXIT_CODE
 from deepspeed_c.comm.watchdog import _own_store, watch
@@ -176,6 +177,8 @@ def crossed_groups_body(rank, world, folder):
     if rank < 2:
         sub = Collectives(group, reduce=lambda *_: None)
     if rank == 0:
+        # The others end before it: their lost connections must not become an error of a group that nobody watches. The rank is this test's own.
+        watchdog._LINGER_S = 4.0
         gather(sub, "experts.0.w")
     gather(comm, "layers.1.w")
 
