@@ -19,7 +19,7 @@ from deepspeed_c.zero.optimizer import ZeroOptimizer
 from deepspeed_c.zero.sharded import shape_of
 from deepspeed_c.zero.unit import Fragment, Slot, Unit
 
-__all__ = ["Named", "names_of", "owned_pieces", "param_infos"]
+__all__ = ["Named", "Reading", "names_of", "owned_pieces", "param_infos"]
 
 # A copy on every rank is cut up among them only above this: small ones are not worth two entries.
 UNCUT_BYTES = 1 << 16
@@ -144,8 +144,10 @@ def _add_unit_weights(unit: Unit, slot: Slot, reading: Reading, pieces: list[Own
         if slot.numel == 0 and unit.shard_rank == 0:
             pieces.append(OwnedPiece(PARAM, slot.name, tuple(slot.shape), 0, torch.empty(0, dtype=unit.dtype)))
         return
-    data = unit.weight_piece(fragment)
-    if is_stored:
+    data: torch.Tensor | Deferred
+    if not is_stored:
+        data = unit.weight_piece(fragment)
+    else:
         data = reading.of(
             ("weights", unit, slot.bucket),
             unit.dtype,

@@ -242,9 +242,7 @@ class ConfigGetters:
         return DTYPES[self._config.torch_autocast.dtype]
 
     def _trained_dtype(self) -> torch.dtype:
-        if self._config.fp16.enabled:
-            return torch.float16
-        return torch.bfloat16 if self._config.bf16.enabled else torch.float32
+        return self._precision.dtype or torch.float32
 
     @property
     def communication_data_type(self) -> torch.dtype:

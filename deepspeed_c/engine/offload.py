@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Container, Iterator, Sequence
 from contextlib import ExitStack
 from enum import Enum
@@ -12,8 +11,9 @@ import torch
 
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.config import Config
-from deepspeed_c.errors import AioError, ConfigError, DeepSpeedCError, OffloadError
-from deepspeed_c.offload.swap import Swapper, SwapSettings, reserve, whole_pages
+from deepspeed_c.errors import AioError, ConfigError, OffloadError
+from deepspeed_c.offload.place import make_swapper, raise_together
+from deepspeed_c.offload.swap import Swapper, SwapSettings, whole_pages
 from deepspeed_c.zero.layout import Layout
 from deepspeed_c.zero.optimizer import ZeroOptimizer
 from deepspeed_c.zero.store import Tagged
@@ -159,7 +159,7 @@ class OffloadedStates:
             fix = "call reload_states() again; where it fails again, make a new engine and load a checkpoint"
             problem = OffloadError(error.what, where=error.where, fix=fix)
         if self._files:
-            self._agree(problem, OffloadError)
+            raise_together(problem, OffloadError, WHERE, self._comm)
             self._close_files()
 
     def close(self) -> None:
@@ -208,14 +208,10 @@ class OffloadedStates:
             for storage in storages
             for begin in range(0, storage.nbytes(), PIECE_BYTES)
         )
+        file = make_swapper(folder, n_bytes, SwapSettings.of(self._config.aio), WHERE, self._comm)
         with ExitStack() as undo:
+            undo.callback(file.close)
             problem = None
-            try:
-                file = Swapper(reserve(folder, n_bytes, WHERE), SwapSettings.of(self._config.aio), folder=folder)
-                undo.callback(file.close)
-            except (ConfigError, AioError) as error:
-                problem = error
-            self._agree(problem, ConfigError)
             copies: dict[OffloadStateTypeEnum, list[_Copy]] = {}
             try:
                 for kind, found_of_kind in found.items():
@@ -224,18 +220,10 @@ class OffloadedStates:
             except (AioError, OffloadError) as error:
                 fix = "training can go on, everything is still in memory; free space there or use another device"
                 problem = OffloadError(error.what, where=error.where, fix=fix)
-            self._agree(problem, OffloadError)
+            raise_together(problem, OffloadError, WHERE, self._comm)
             undo.pop_all()
         self._files.append(file)
         return copies
-
-    def _agree(self, problem: DeepSpeedCError | None, kind: type[DeepSpeedCError]) -> None:
-        """Raises on all ranks where one has a ``problem``: its own, or an error of ``kind`` that quotes the first. Collective."""
-        problems = self._comm.gather_objects(problem and (socket.gethostname(), problem.what), label=WHERE)
-        for rank, found in enumerate(problems):
-            if found is not None:
-                host, what = found
-                raise problem or kind(f"rank {rank} on {host}: {what}", where=WHERE, fix="see there")
 
     def _find(self, kinds: Sequence[OffloadStateTypeEnum]) -> dict[OffloadStateTypeEnum, list[_Found]]:
         """The storages of ``kinds``, each once: some are shared."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import socket
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 
 import torch
 
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.config import Config
-from deepspeed_c.errors import ConfigError, FeatureError
+from deepspeed_c.errors import AioError, ConfigError, DeepSpeedCError, FeatureError
 from deepspeed_c.logging import log_dist
 from deepspeed_c.offload.swap import Swapper, SwapSettings, reserve, whole_pages
 from deepspeed_c.ops.muon import Muon
@@ -18,7 +19,7 @@ from deepspeed_c.ops.optim import FusedOptimizer
 from deepspeed_c.zero.fetch import Fetcher
 from deepspeed_c.zero.unit import Placement, Unit
 
-__all__ = ["is_apart", "make_store", "place", "store_weights", "swapped_bytes"]
+__all__ = ["is_apart", "make_store", "make_swapper", "place", "raise_together", "store_weights", "swapped_bytes"]
 
 STATES, PARAMS = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
 MAX_QUEUE_DEPTH = 1024
@@ -107,7 +108,7 @@ def make_store(config: Config, units: Sequence[Unit], base: torch.optim.Optimize
         pipeline_read=offload.pipeline_read, pipeline_write=offload.pipeline_write
     )
     n_bytes, folder = swapped_bytes(units, base), offload.nvme_path or ""
-    store = _make_swapper(folder, n_bytes, settings, offload.buffer_count, STATES, comm)
+    store = make_swapper(folder, n_bytes, settings, f"{STATES}.nvme_path", comm, n_buffers=offload.buffer_count)
     log_dist(f"masters and optimizer states live in {folder}: {n_bytes / 2**30:.2f} GiB a rank", ranks=[0])
     return store
 
@@ -130,7 +131,7 @@ def store_weights(config: Config, fetcher: Fetcher, comm: Collectives) -> None:
     n_ahead = max(offload.buffer_count - 2, 0)
     n_bytes, folder = sum(map(whole_pages, sizes)), offload.nvme_path or ""
     settings = _settings(config, (1 + n_ahead) * max(sizes))
-    store = _make_swapper(folder, n_bytes, settings, offload.buffer_count, PARAMS, comm)
+    store = make_swapper(folder, n_bytes, settings, f"{PARAMS}.nvme_path", comm, n_buffers=offload.buffer_count)
     fetcher.store_weights(store, groups, n_ahead)
     log_dist(f"weights live in {folder}: {n_bytes / 2**30:.2f} GiB a rank", ranks=[0])
 
@@ -142,20 +143,26 @@ def _settings(config: Config, n_bytes: int) -> SwapSettings:
     return SwapSettings.of(aio)._replace(queue_depth=depth)
 
 
-def _make_swapper(
-    folder: str, n_bytes: int, settings: SwapSettings, n_buffers: int, section: str, comm: Collectives
+def make_swapper(
+    folder: str, n_bytes: int, settings: SwapSettings, where: str, comm: Collectives, *, n_buffers: int = 4
 ) -> Swapper:
-    where = f"{section}.nvme_path"
-    store, error = None, None
-    try:
-        store = Swapper(reserve(folder, n_bytes, where), settings, n_buffers=n_buffers, folder=folder)
-    except ConfigError as raised:
-        error = raised
-    problems = comm.gather_objects(None if error is None else (socket.gethostname(), error.what), label="swap files")
-    found = next(((rank, problem) for rank, problem in enumerate(problems) if problem), None)
-    if found is not None:
-        if store is not None:
-            store.close()
-        rank, (host, what) = found
-        raise error or ConfigError(f"rank {rank} on {host}: {what}", where=where, fix="see there")
+    """A file without a name in ``folder`` that has room for ``n_bytes``, one on each rank. Collective; raises on all ranks where one cannot make its file."""
+    with ExitStack() as undo:
+        problem = None
+        try:
+            store = Swapper(reserve(folder, n_bytes, where), settings, n_buffers=n_buffers, folder=folder)
+            undo.callback(store.close)
+        except (ConfigError, AioError) as error:
+            problem = error
+        raise_together(problem, ConfigError, where, comm)
+        undo.pop_all()
     return store
+
+
+def raise_together(problem: DeepSpeedCError | None, kind: type[DeepSpeedCError], where: str, comm: Collectives) -> None:
+    """Raises on all ranks where one has a ``problem``: its own, or an error of ``kind`` that quotes the first. Collective."""
+    problems = comm.gather_objects(problem and (socket.gethostname(), problem.what), label=where)
+    for rank, found in enumerate(problems):
+        if found is not None:
+            host, what = found
+            raise problem or kind(f"rank {rank} on {host}: {what}", where=where, fix="see there")

@@ -17,7 +17,7 @@ import torch
 from deepspeed_c import _C
 from deepspeed_c.config import Config
 from deepspeed_c.engine.precision import Precision
-from deepspeed_c.offload.swap import PAGE_BYTES
+from deepspeed_c.offload.swap import whole_pages
 from deepspeed_c.plan.book import Book, Buffer, GatherBook, Phase, ScratchBook, StagingBook
 from deepspeed_c.plan.sizes import ModelSizes, OptimizerSizes, ParamSize, model_of
 from deepspeed_c.zero.fetch import PACE_STEPS, FetchLimits, GatherUnit
@@ -297,10 +297,6 @@ class _Walk:
         offloaded = torch.float32 if self._offload.optimizer != "none" else None
         return self._precision.accum_dtype or offloaded or unit.dtype
 
-    def _has_masters(self, unit: Unit) -> bool:
-        """Whether the optimizer updates other tensors than the weights themselves: of another dtype, or in another memory."""
-        return not unit.master_is_param
-
     def _place_of(self, unit: Unit) -> str | None:
         """Where a unit's states lie that stay on the device although the others are offloaded (``ratio``); None for where their kinds lie."""
         is_offloaded = unit.placement.states or unit.placement.swaps_states
@@ -392,8 +388,8 @@ class _Walk:
             elems = unit.shard_elems if unit.is_sharded else unit.flat_elems
             # Weights go to a file when all of them are there; those that are whole stay on the device.
             book.take(WEIGHTS, elems * unit.dtype.itemsize, self._first_place_of_weights(unit))
-            has_new_masters = unit.placement.swaps_states and self._has_masters(unit)
-            if self._has_masters(unit) and not has_new_masters:
+            has_new_masters = unit.placement.swaps_states and not unit.master_is_param
+            if not unit.master_is_param and not has_new_masters:
                 book.take(MASTERS, unit.shard_elems * unit.master_dtype.itemsize, self._place_of(unit))
             missing = set(range(unit.n_buckets)) if has_new_masters else set()
             for slot in unit.slots:
@@ -423,7 +419,7 @@ class _Walk:
             return
         if self._offload.optimizer == "nvme":
             for unit in self._trained:
-                if unit.placement.swaps_states and self._has_masters(unit):
+                if unit.placement.swaps_states and not unit.master_is_param:
                     nbytes = unit.shard_elems * unit.master_dtype.itemsize
                     book.take(MASTERS, nbytes)
                     book.free(NEW_MASTERS, nbytes)
@@ -448,7 +444,7 @@ class _Walk:
                 nbytes = elems * group.unit.dtype.itemsize
                 self.book.take(WEIGHTS, nbytes)
                 self.book.free(WEIGHTS, nbytes, self._first_place_of_weights(group.unit))
-                largest = max(largest, -(-nbytes // PAGE_BYTES) * PAGE_BYTES)
+                largest = max(largest, whole_pages(nbytes))
         # One in use, the others on their way in (``offload.place.store_weights``).
         n_buffers = 1 + max(self._config.zero.offload_param.buffer_count - 2, 1)
         self.book.take(SWAP, n_buffers * largest)
@@ -464,13 +460,13 @@ class _Walk:
         n_out = max(settings.buffer_count - 2, 1) if settings.pipeline_write else 0
         largest = 0
         for unit in (unit for unit in self._trained if unit.placement.swaps_states):
-            has_masters = with_masters and self._has_masters(unit)
+            has_masters = with_masters and not unit.master_is_param
             for elems in unit.slice_elems:
                 states = self._optimizer.states[unit.group]
                 tensors = [nbytes for state in states for nbytes in state.tensor_bytes(elems, unit.master_dtype)]
                 if has_masters:
                     tensors.append(elems * unit.master_dtype.itemsize)
-                largest = max(largest, sum(-(-nbytes // PAGE_BYTES) * PAGE_BYTES for nbytes in tensors))
+                largest = max(largest, sum(whole_pages(nbytes) for nbytes in tensors))
         n_buckets = sum(unit.n_buckets for unit in self._trained if unit.placement.swaps_states)
         return largest * min(1 + settings.pipeline_read + n_out, n_buckets)
 

@@ -142,7 +142,7 @@ class Unit:
         self.param_shard: torch.Tensor | None = None
         self.weight_slices: list[torch.Tensor] = []
         self._weight_store: StateStore | None = None
-        self._stored_weights: set[int] = set()  # buckets
+        self._stored_weights: dict[int, list[Tagged]] = {}  # by bucket
         self._open_weights: set[int] = set()
         if not is_sharded:
             self.flat_param = self._zeros(self.flat_elems, self.dtype)
@@ -209,7 +209,7 @@ class Unit:
 
     def label(self, bucket: int) -> str:
         """What of a bucket this rank owns, for messages."""
-        names = [f.slot.name for f in self.fragments if f.slot.bucket == bucket]
+        names = [slot.name for slot in self.bucket_slots[bucket] if slot in self.fragment_of]
         return f"{names[0]} to {names[-1]}" if len(names) > 1 else names[0] if names else "padding"
 
     # -- places -----------------------------------------------------------------------------------------------------
@@ -247,14 +247,11 @@ class Unit:
     def swaps_weights(self) -> bool:
         return self.placement.swaps_params and self.is_sharded
 
-    def _tagged_weights(self, bucket: int) -> list[Tagged]:
-        return [Tagged(self.weight_slices[bucket], f"weights of {self.label(bucket)}")]
-
     def store_weights(self, bucket: int, store: StateStore) -> None:
         """From now on the weights of a bucket live in ``store``."""
         self._weight_store = store
-        self._stored_weights.add(bucket)
-        store.send(self._tagged_weights(bucket))
+        self._stored_weights[bucket] = [Tagged(self.weight_slices[bucket], f"weights of {self.label(bucket)}")]
+        store.send(self._stored_weights[bucket])
 
     def has_stored_weights(self, bucket: int) -> bool:
         return bucket in self._stored_weights
@@ -266,7 +263,7 @@ class Unit:
         if bucket not in self._stored_weights or bucket in self._open_weights:
             yield
             return
-        tagged = self._tagged_weights(bucket)
+        tagged = self._stored_weights[bucket]
         self._weight_store.bring(tagged, reads=reads)
         self._open_weights.add(bucket)
         try:
@@ -281,7 +278,7 @@ class Unit:
     def read_weights_ahead(self, bucket: int) -> None:
         """Starts to read what ``weights`` will give."""
         if bucket in self._stored_weights and bucket not in self._open_weights:
-            self._weight_store.prefetch(self._tagged_weights(bucket))
+            self._weight_store.prefetch(self._stored_weights[bucket])
 
     def weight_piece(self, fragment: Fragment) -> torch.Tensor:
         """A fragment's elements of the weights, flat, within ``weights``."""
@@ -321,6 +318,7 @@ class Unit:
         self.master_flat = None
         self.flat_param = self.param_shard = None
         self.weight_slices.clear()
+        self._stored_weights.clear()
         self._weight_store = None
 
 
