@@ -120,7 +120,7 @@ class Checkpoints:
                 stage=engine.zero_optimization_stage(),
                 dtype=engine._precision.dtype or torch.float32,
                 ranks=[rank],
-                is_fused=engine.optimizer is not None and isinstance(engine.optimizer.optimizer, FusedAdam),
+                is_fused=engine._optimizer is not None and isinstance(engine._optimizer.optimizer, FusedAdam),
             )
 
     def wait(self) -> None:
@@ -152,7 +152,7 @@ class Checkpoints:
     def _contents(self, client_state: Mapping[str, Any], exclude_frozen: bool) -> Contents:
         """What this rank saves. Raises DeepSpeedCError for what cannot be saved."""
         engine = self._engine
-        layout, optimizer, rank = engine._layout, engine.optimizer, self._ranks.rank
+        layout, optimizer, rank = engine._layout, engine._optimizer, self._ranks.rank
         named = names_of(engine.module)
         contents = Contents(
             pieces=owned_pieces(
@@ -194,7 +194,7 @@ class Checkpoints:
         }
 
     def _common_state(self, client_state: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
-        engine, optimizer = self._engine, self._engine.optimizer
+        engine, optimizer = self._engine, self._engine._optimizer
         state: dict[str, Any] = {"client_state": dict(client_state)}
         if extra:
             state["extra_state"] = dict(extra)
@@ -333,7 +333,7 @@ class Checkpoints:
                 state_files.check_random_state(state["random"], engine.device, where)
             if state.get("loader") and not _is_place(state["loader"]):
                 raise CheckpointError("its place in the data is none", where=where, fix="load another tag")
-        scaler = None if engine.optimizer is None else engine.optimizer.scaler
+        scaler = None if engine._optimizer is None else engine._optimizer.scaler
         if scaler is not None and source.state.get("loss_scaler"):
             try:
                 pickle.loads(pickle.dumps(scaler)).load_state_dict(source.state["loss_scaler"])
@@ -349,7 +349,7 @@ class Checkpoints:
         if custom_load_fn is None:
             named = names_of(engine.module)
             try:
-                plan = plan_restore(source, named, engine._layout, engine.optimizer, engine._comm, options)
+                plan = plan_restore(source, named, engine._layout, engine._optimizer, engine._comm, options)
             except StateError as raised:
                 error = raised
             verdicts = self._ranks.all_gather(str(error) if error else "")
@@ -358,7 +358,7 @@ class Checkpoints:
                     f"the checkpoint does not fit on another rank: {next(v for v in verdicts if v)}", where=source.where
                 )
         problem = ""
-        reads_states = plan is not None and options.optimizer and engine.optimizer is not None
+        reads_states = plan is not None and options.optimizer and engine._optimizer is not None
         self.is_half_loaded = True
         self._has_mixed_states |= reads_states
         try:
@@ -372,10 +372,10 @@ class Checkpoints:
         if problem:
             return problem
         if reads_states:
-            engine.optimizer.broken = ""
+            engine._optimizer.broken = ""
         if plan is None:
-            if engine.optimizer is not None:
-                engine.optimizer.refresh_fp32_params()
+            if engine._optimizer is not None:
+                engine._optimizer.refresh_fp32_params()
         else:
             plan.finish(engine._comm)
             if options.optimizer:
@@ -407,7 +407,7 @@ class Checkpoints:
             _load_extra_state(engine.module, state["extra_state"])
         if module_only:
             return client_state
-        optimizer = engine.optimizer
+        optimizer = engine._optimizer
         if options.optimizer and optimizer is not None:
             for group, saved in zip(optimizer.param_groups, source.groups):
                 group.update({key: value for key, value in saved.items() if key != "params"})

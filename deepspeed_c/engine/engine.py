@@ -80,7 +80,7 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
         super().__init__()
         self.module = model
         self._config, self._comm, self._precision, self.device = config, comm, precision, device
-        self.optimizer, self.lr_scheduler, self.training_dataloader = optimizer, lr_scheduler, training_dataloader
+        self._optimizer, self.lr_scheduler, self.training_dataloader = optimizer, lr_scheduler, training_dataloader
         self.config = config.as_dict()
         self.dp_world_size, self.global_rank, self.world_size = comm.world_size, comm.rank, comm.world_size
         self.local_rank = read_env().local_rank
@@ -115,7 +115,7 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
     def _adopt(self, layout: Layout) -> None:
         """Ties parameters, hooks and passes of a layout to this engine."""
         self._layout, self._fetcher = layout, layout.fetcher
-        optimizer = self.optimizer
+        optimizer = self._optimizer
         self._offloaded = OffloadedStates(layout, optimizer, self._config, self._comm)
         if optimizer is not None:
             attached = []
@@ -135,7 +135,7 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
             _open_engines.add(self)
 
     def _hand_over(self) -> None:
-        if self.optimizer is None:
+        if self._optimizer is None:
             self._release()
             return
         logger.warning(
@@ -146,10 +146,10 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
 
     def _release(self) -> None:
         """Takes hooks and buffers away; the parameters stay, sharded ones on their own."""
-        if self.optimizer is not None:
-            for slot in self.optimizer.reducer.slots:
+        if self._optimizer is not None:
+            for slot in self._optimizer.reducer.slots:
                 detach(slot)
-            self.optimizer.reducer.close()
+            self._optimizer.reducer.close()
         if self._fetcher is not None:
             if self._fetcher.hooks is not None:
                 self._fetcher.hooks.remove()
@@ -171,18 +171,27 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
             )
         return "\n".join(lines)
 
+    @property
+    def optimizer(self) -> ZeroOptimizer | ModuleHooks | None:
+        """What ``initialize`` has returned as the optimizer. In an engine without one, what hooks the module at stage 3, and None below: DeepSpeed has it so, and
+        trl reaches a teacher's hooks through it.
+        """
+        if self._optimizer is None and self._fetcher is not None:
+            return self._fetcher.hooks
+        return self._optimizer
+
     # -- forward ----------------------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module, under autocast and with cast inputs where the configuration says so."""
         self._require_open()
         self._require_states("forward")
-        if self.optimizer is not None:
+        if self._optimizer is not None:
             self._recover_from_aborted_backward()
         self._comm.ledger.phase = "forward"
         with self.timers.measure("forward"), self._precision.autocast(self.device):
             outputs = self.module(*self._precision.cast_inputs(inputs), **self._precision.cast_inputs(kwargs))
-        if self.optimizer is None or not torch.is_grad_enabled():
+        if self._optimizer is None or not torch.is_grad_enabled():
             return outputs
         if self._precision.scaler is not None:
             return scale_outputs(outputs, self._on_backward_enters)
@@ -195,7 +204,7 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
         return "generate" if self._is_generating else "eval"
 
     def _recover_from_aborted_backward(self) -> None:
-        reducer = self.optimizer.reducer
+        reducer = self._optimizer.reducer
         if reducer.is_in_backward and torch._C._current_graph_task_id() == -1:
             logger.warning(
                 "rank %d: a backward pass raised before it had ended; the gradients of this accumulation window are dropped",
@@ -205,8 +214,8 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
 
     def _abandon_window(self) -> None:
         """Drops a window that cannot be completed and starts it over."""
-        self.optimizer.reducer.discard()
-        self.optimizer.forget_losses()
+        self._optimizer.reducer.discard()
+        self._optimizer.forget_losses()
         self._in_engine_backward = self._loss_is_scaled = False
         self._n_backwards = 0
         if self._boundary_override is None:
@@ -228,7 +237,7 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
 
     def _on_backward_enters(self) -> float:
         """A backward pass has reached the engine's outputs. Returns what their gradients are to be multiplied with."""
-        reducer = self.optimizer.reducer
+        reducer = self._optimizer.reducer
         is_fp16 = self._precision.scaler is not None
         if not self._in_engine_backward and not reducer.is_in_backward:
             self._n_backwards += 1
@@ -238,7 +247,7 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
                 is_boundary=self.is_gradient_accumulation_boundary(), factor=1.0 if is_fp16 else factor
             )
             if is_fp16 and not self._loss_is_scaled:
-                self._output_factor = self.optimizer.loss_scale * factor
+                self._output_factor = self._optimizer.loss_scale * factor
             else:
                 self._output_factor = 1.0
             self._loss_is_scaled = False
@@ -252,8 +261,8 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
         if self._precision.scaler is None:
             return loss
         self._loss_is_scaled = True
-        self.optimizer.note_loss(loss)
-        return loss * (self.optimizer.loss_scale * self._factor())
+        self._optimizer.note_loss(loss)
+        return loss * (self._optimizer.loss_scale * self._factor())
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Runs backward from a scalar loss and gathers the gradients.
@@ -440,11 +449,11 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
 
     def get_global_grad_norm(self) -> float | None:
         """L2 norm of the last step's averaged, unscaled gradients before clipping; None before the first step."""
-        return None if self.optimizer is None else self.optimizer.get_global_grad_norm()
+        return None if self._optimizer is None else self._optimizer.get_global_grad_norm()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops what has gathered in the present window, which starts over."""
-        if self.optimizer is not None:
+        if self._optimizer is not None:
             self._abandon_window()
         super().zero_grad(set_to_none)
 
@@ -541,8 +550,8 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
             load_weights(self.module, weights, strict)
         else:
             self.module.load_state_dict(weights, strict=strict)
-        if self.optimizer is not None:
-            self.optimizer.refresh_fp32_params()
+        if self._optimizer is not None:
+            self._optimizer.refresh_fp32_params()
         if self._fetcher is not None:
             self._fetcher.weights_changed()
 
@@ -837,13 +846,13 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
 
     def _require_optimizer(self, what: str) -> ZeroOptimizer:
         self._require_open()
-        if self.optimizer is None:
+        if self._optimizer is None:
             raise StateError(
                 "this engine only evaluates: it was made without an optimizer",
                 where=f"engine.{what}",
                 fix="pass an optimizer, or an optimizer section in the configuration, to deepspeed_c.initialize",
             )
-        return self.optimizer
+        return self._optimizer
 
     def close(self) -> None:
         """Removes hooks and frees buffers and optimizer state. May be called twice.
@@ -865,9 +874,9 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
             self._offloaded.close()
         finally:
             self._release()
-            if self.optimizer is not None:
-                self.optimizer.close()
-                self.optimizer = None
+            if self._optimizer is not None:
+                self._optimizer.close()
+                self._optimizer = None
             self._dormant.clear()
             self.lr_scheduler = self.training_dataloader = None
             self._comm.close()

@@ -504,6 +504,17 @@ class Fetcher:
             self.stats.n_replans += mode.n_passes > 1
         return steps, used
 
+    @property
+    def has_learnt(self) -> bool:
+        """Whether any plan comes from a pass that has run."""
+        return any(mode.n_passes for mode in self._modes.values())
+
+    def learn_anew(self) -> None:
+        """Takes every plan for a mere guess: the next pass of its kind is recorded and compared among the ranks as the first one is, and what no rank used of
+        the plan is dropped after it. On all ranks alike; within a pass as well."""
+        for mode in self._modes.values():
+            mode.n_passes = 0
+
     def begin_forward(self, name: str) -> None:
         """A forward of the root module begins. ``name``: train, eval or generate."""
         if self.is_in_backward:

@@ -16,7 +16,7 @@ from deepspeed_c.zero.fetch import Fetcher, GatherUnit, PlacedShard
 from deepspeed_c.zero.leaf import is_leaf
 from deepspeed_c.zero.sharded import state_of
 
-__all__ = ["ModuleHooks", "external_parameters"]
+__all__ = ["ModuleHooks", "ParamCoordinator", "external_parameters"]
 
 _EXTERNAL = "_dsc_external_parameters"
 _DS_EXTERNAL = "ds_external_parameters"
@@ -62,11 +62,27 @@ class _Parameters(dict):
         return dict, (dict(self),)
 
 
+class ParamCoordinator:
+    """What plans the gathers, under DeepSpeed's names for it: trl makes the order of use invalid after it has generated."""
+
+    def __init__(self, fetcher: Fetcher) -> None:
+        self._fetcher = fetcher
+
+    def is_invalid_trace(self) -> bool:
+        """Whether no pass has been recorded yet, or none since ``_invalidate_trace``."""
+        return not self._fetcher.has_learnt
+
+    def _invalidate_trace(self) -> None:
+        """Has the order of use recorded anew by the passes that follow. Call it on all ranks."""
+        self._fetcher.learn_anew()
+
+
 class ModuleHooks:
     """Hooks of one engine on one root module."""
 
     def __init__(self, root: torch.nn.Module, fetcher: Fetcher, name_of_pass: Callable[[], str]) -> None:
         self.module, self._fetcher, self._name_of_pass = root, fetcher, name_of_pass
+        self.param_coordinator = ParamCoordinator(fetcher)
         # DeepSpeed's names, and lists, because callers take the hooks out through them.
         self.forward_hooks: list[Any] = []
         self.backward_hooks: list[Any] = []

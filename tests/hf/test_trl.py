@@ -90,10 +90,9 @@ def dpo(rank, world, folder, deepspeed, how):
         model=llama(), ref_model=reference, args=args, train_dataset=data, processing_class=tokenizer()
     )
     if reference is not None and deepspeed is not None:
-        engine = trainer.ref_model
-        assert engine.optimizer is None and engine.zero_optimization_stage() == (
-            3 if deepspeed["zero_optimization"]["stage"] == 3 else 0
-        )
+        engine, is_sharded = trainer.ref_model, deepspeed["zero_optimization"]["stage"] == 3
+        assert engine.zero_optimization_stage() == (3 if is_sharded else 0)
+        assert (engine.optimizer is None) == (not is_sharded) and not hasattr(engine.optimizer, "param_groups")
     trainer.train()
     return numbers(trainer)
 
@@ -132,18 +131,41 @@ def generate(rank, world, stage):
             acc.backward(loss)
             losses.append(loss.item())
             if generates:
-                prompt = Text().batch(0, 1)["input_ids"][:, :4]
                 n_hooks = hooks_of(model)
                 with unwrap_model_for_generation(engine, acc) as plain, torch.no_grad():
                     assert plain is model and (hooks_of(plain) == 0 or stage < 3)
-                    written.append(plain.generate(prompt, max_new_tokens=3 + rank, do_sample=False).tolist())
-                assert hooks_of(model) == n_hooks
+                    written.append(greedy(plain, 3 + rank))
+                    assert written[-1] == greedy(twin_of(plain), 3 + rank)
+                assert hooks_of(model) == n_hooks and is_learnt(engine) is (None if stage < 3 else False)
                 with maybe_gather_lm_head_ctx(model.lm_head.weight, model.lm_head.weight, None):
                     assert model.lm_head.weight.shape == (61, 32)
         losses.append(engine(**Text().batch(0, 2)).loss.item())
+        assert is_learnt(engine) is (None if stage < 3 else world > 1)
         results.append((losses, written))
         acc.free_memory()
     return results
+
+
+def greedy(model, n_tokens):
+    """What the model writes after a short prompt."""
+    from tests.hf.stack import Text
+
+    prompt = Text().batch(0, 1)["input_ids"][:, :4]
+    return model.generate(prompt, max_new_tokens=n_tokens, do_sample=False).tolist()
+
+
+def twin_of(model):
+    """A plain model with the same weights, which are whole."""
+    twin = llama()
+    twin.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+    return twin
+
+
+def is_learnt(engine):
+    """Whether the order of use that gathers are planned by has been recorded; None where there are no gathers by plan."""
+    if not hasattr(engine.optimizer, "parameter_offload"):
+        return None
+    return not engine.optimizer.parameter_offload.param_coordinator.is_invalid_trace()
 
 
 def hooks_of(model):
@@ -160,3 +182,38 @@ def test_generation_between_steps(world, stage):
         assert (
             tokens[0][step][0] == tokens[-1][step][0][: len(tokens[0][step][0])]
         )  # greedy: the longer goes on from the shorter
+
+
+def generate_with_teacher(rank, world):
+    """A teacher that trl has prepared, which has no optimizer: it is evaluated, writes by two of trl's ways, and is evaluated again."""
+    from accelerate import Accelerator, DeepSpeedPlugin, PartialState
+    from trl.models.utils import prepare_deepspeed, unwrap_model_for_generation
+
+    from tests.hf.stack import Text
+
+    forget()
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
+    PartialState(cpu=True)
+    acc = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    model, twin = llama(seed=9), llama(seed=9).eval()
+    teacher = prepare_deepspeed(model, acc)
+    n_hooks, losses, written = hooks_of(model), [], []
+    assert n_hooks > 0 and model.lm_head.weight.ds_status.name == "NOT_AVAILABLE"
+    for n_tokens in (3 + rank, 5 - rank):
+        with torch.no_grad():
+            losses.append(teacher(**Text().batch(0, 2)).loss.item())
+            with unwrap_model_for_generation(teacher, acc) as plain:
+                written.append((greedy(plain, n_tokens), greedy(twin, n_tokens)))
+            with unwrap_model_for_generation(teacher, acc, gather_deepspeed3_params=False) as plain:
+                assert plain is model and hooks_of(model) == n_hooks
+                written.append((greedy(plain, 4), greedy(twin, 4)))
+        assert hooks_of(model) == n_hooks and model.lm_head.weight.ds_status.name == "NOT_AVAILABLE"
+    with torch.no_grad():
+        return losses, twin(**Text().batch(0, 2)).loss.item(), written
+
+
+def test_a_teacher_without_an_optimizer_generates():
+    for losses, expected, written in on_ranks(2, generate_with_teacher):
+        assert losses == pytest.approx([expected] * 2, rel=1e-6)
+        for found, plain in written:
+            assert found == plain

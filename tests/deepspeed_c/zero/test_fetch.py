@@ -114,6 +114,34 @@ def test_a_changed_order_is_counted_replanned_and_not_printed(run_ranks, capfd, 
     assert not said, said
 
 
+def invalidated_body(rank: int, world: int) -> None:
+    """After a change of order a plan holds the old places too, until the ranks have spoken about it; that an order was made invalid has them speak at once."""
+    gathers = {}
+    for is_told in (False, True):
+        model = Stack()
+        with make_engine(model) as engine:
+            coordinator = engine.optimizer.parameter_offload.param_coordinator
+            assert coordinator.is_invalid_trace()
+            for step in range(4):
+                train(engine, step, rank)
+                assert not coordinator.is_invalid_trace()
+            model.order = [3, 0, 5, 1, 2, 4]
+            train(engine, 4, rank)
+            if is_told:
+                coordinator._invalidate_trace()
+                assert coordinator.is_invalid_trace()
+            train(engine, 5, rank)
+            assert not coordinator.is_invalid_trace()
+            before = engine._fetcher.stats.as_dict()
+            train(engine, 6, rank)
+            gathers[is_told] = since(engine, before)["n_gathers"]
+    assert gathers[True] == 2 * LAYERS < gathers[False], gathers
+
+
+def test_an_order_that_is_made_invalid_is_recorded_anew(run_ranks) -> None:
+    run_ranks(2, invalidated_body, timeout=60)
+
+
 class Modal(Stack):
     def forward(self, x):
         order = self.order if torch.is_grad_enabled() else self.order[::2] if self.training else self.order[::-1]
