@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 
@@ -11,6 +13,7 @@ __all__ = ["main"]
 
 EXIT_USAGE = 2  # nothing was started; as argparse
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell says it
+EXIT_NO_READER = 141  # 128 + SIGPIPE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,9 +22,38 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     A launch returns 0 when every rank did, otherwise the exit code of the rank that failed first (128 + n for a rank
     that signal n ended), or 128 + n when signal n stopped the launcher and the ranks did not all end with 0 by themselves. What cannot be started returns 2, with the
-    reason on stderr.
+    reason on stderr. When whoever read the output has stopped to (``deepspeed_c config show FILE | head -1``), the command ends without a
+    word and returns 141, as a shell says of programs that SIGPIPE ends; Python ignores that signal and raises instead.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _main(list(sys.argv[1:] if argv is None else argv))
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()  # here rather than when the interpreter ends, which would complain
+        return code
+    except BrokenPipeError:
+        if not _lost_reader():
+            raise  # another pipe's
+        return EXIT_NO_READER
+
+
+def _lost_reader() -> bool:
+    """Whether nobody reads stdout or stderr any more; what is left in their buffers then goes nowhere."""
+    lost = False
+    for stream in (sys.stdout, sys.stderr):
+        if stream is None:  # closed before the start
+            continue
+        watch = select.poll()
+        watch.register(stream.fileno(), 0)
+        if any(events & (select.POLLERR | select.POLLHUP) for _, events in watch.poll(0)):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
+            lost = True
+    return lost
+
+
+def _main(arguments: list[str]) -> int:
     command = _COMMANDS.get(arguments[0]) if arguments else None
     try:
         return command(arguments[1:]) if command else _launch(arguments)

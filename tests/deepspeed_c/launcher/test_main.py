@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_c.launcher.main import main
+from deepspeed_c.launcher.main import _COMMANDS, main
 
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT_SECONDS = 60
@@ -166,6 +166,31 @@ def test_config_command(tmp_path, capsys):
     assert main(["config", "check", str(file)]) != 0
     shown_text = capsys.readouterr()
     assert "train_batch_size" in shown_text.out + shown_text.err
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_reader_that_has_gone_ends_a_command_quietly(tmp_path, stream):
+    """As ``... | head -1`` and ``... 2>&1 | head -1`` do, only that nobody reads from the beginning."""
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps({"train_batch_size": 4} if stream == "stdout" else {"train_batch_siz": 4}))
+    read, write = os.pipe()
+    os.close(read)
+    other = {"stdout": "stderr", "stderr": "stdout"}[stream]
+    command = [sys.executable, "-m", "deepspeed_c", "config", "show", "--all", str(path)]
+    done = subprocess.run(
+        command, cwd=ROOT, timeout=TIMEOUT_SECONDS, check=False, **{stream: write, other: subprocess.PIPE}
+    )
+    os.close(write)
+    assert (done.returncode, getattr(done, other)) == (128 + signal.SIGPIPE, b"")
+
+
+def test_a_pipe_of_another_kind_that_breaks_is_not_hidden(monkeypatch):
+    def command(arguments):
+        raise BrokenPipeError("the ranks' own")
+
+    monkeypatch.setitem(_COMMANDS, "config", command)
+    with pytest.raises(BrokenPipeError, match="the ranks' own"):
+        main(["config"])
 
 
 # ---- what a rank sees ----
