@@ -64,8 +64,9 @@ def _to_native(source: Source, folder: str, target: Target) -> str:
 
 def _to_deepspeed(source: Source, folder: str, target: Target) -> str:
     from deepspeed_c.checkpoint.deepspeed import write_deepspeed
+    from deepspeed_c.checkpoint.zero_to_fp32_script import write_script
 
-    return write_deepspeed(
+    path = write_deepspeed(
         source,
         folder,
         tag=target.tag or tag_for(source),
@@ -73,6 +74,8 @@ def _to_deepspeed(source: Source, folder: str, target: Target) -> str:
         stage=source.topology.stage if target.stage is None else target.stage,
         dtype=target.dtype or trained_dtype(source),
     )
+    write_script(folder)
+    return path
 
 
 def _to_universal(source: Source, folder: str, target: Target) -> str:

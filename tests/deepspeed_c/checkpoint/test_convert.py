@@ -64,6 +64,9 @@ def test_there_and_on(tmp_path, first, last):
         assert float(source.params["layer.bias"].counts["step"]) == 10
     if last != "torch-dcp":
         assert os.path.basename(two) == "global_step10"
+    # as an engine leaves its folders, whichever of the two it writes; DeepSpeed has none beside the other formats
+    has_script = os.access(tmp_path / "two" / "zero_to_fp32.py", os.X_OK)
+    assert has_script == (last in ("deepspeed", "deepspeed_c"))
 
 
 @pytest.mark.parametrize("first", ["deepspeed_c", "torch-dcp", "deepspeed", "deepspeed-universal"])
