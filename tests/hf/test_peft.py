@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -135,46 +137,101 @@ def plain_head(rank, world):
     return llama().lm_head.weight.detach()
 
 
-def importances(rank, world, stage):
-    """AdaLoRA's importances after one backward pass: it reads whole gradients of what is being trained."""
+ADALORA_STEPS = 5
+
+
+def adapt(rank, world, zero):
+    """AdaLoRA from its first importances to the last budget: it reads whole gradients, and masks what is being trained. ``zero``: a section of the
+    configuration; None is peft by itself, over the batches of two ranks."""
     import deepspeed
-    from peft import AdaLoraConfig, get_peft_model
+    from peft import AdaLoraConfig, get_peft_model, get_peft_model_state_dict
     from transformers.integrations import HfDeepSpeedConfig
 
     from tests.hf.stack import Text, forget
 
     forget()
-    model = llama()
-    config = AdaLoraConfig(init_r=4, target_r=2, total_step=10, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    model = get_peft_model(model, config)
+    schedule = {"tinit": 1, "tfinal": 1, "deltaT": 1, "total_step": ADALORA_STEPS}
+    config = AdaLoraConfig(init_r=4, target_r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", **schedule)
+    model = get_peft_model(llama(), config)
     torch.manual_seed(4)
     for name, p in model.named_parameters():
         if "lora_" in name:
             p.data = torch.randn(p.shape) * 0.05
-    batches = [Text().batch(2 * i, 2 * i + 2) for i in range(2)]
-    if stage is None:
-        for batch in batches:
-            (model(**batch).loss / len(batches)).backward()
-        model.base_model.update_and_allocate(1)
+    lr, losses, importances = 1e-2, [], []
+    batches = [
+        [Text().batch(4 * step + 2 * i, 4 * step + 2 * i + 2) for i in range(2)] for step in range(ADALORA_STEPS)
+    ]
+    if zero is None:
+        optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=lr, weight_decay=0.0)
     else:
+        params = {"lr": lr, "weight_decay": 0.0}
         ds = {
             "train_micro_batch_size_per_gpu": 2,
-            "zero_optimization": {"stage": stage},
-            "optimizer": {"type": "AdamW"},
+            "gradient_accumulation_steps": 2 // world,
+            "gradient_clipping": 0.0,
+            "zero_optimization": zero,
+            "optimizer": {"type": "AdamW", "params": params},
         }
         alive = HfDeepSpeedConfig(ds)
         engine = deepspeed.initialize(model=model, config_params=alive.config)[0]
-        engine.backward(engine(**batches[rank]).loss)
-        model.base_model.update_and_allocate(1)
-        engine.step()
+        adapters = [p for p in model.parameters() if p.requires_grad]
+        is_sharded = any(hasattr(p, "ds_id") and p.ds_status.name == "NOT_AVAILABLE" for p in adapters)
+        assert is_sharded == ("stage3_param_persistence_threshold" in zero)
+    for step in range(ADALORA_STEPS):
+        mine = batches[step] if world == 1 else [batches[step][rank]]
+        for i, batch in enumerate(mine):
+            loss = model(**batch).loss / len(mine) if zero is None else engine(**batch).loss
+            losses.append(loss.item() * (len(mine) if zero is None else 1))
+            loss.backward() if zero is None else engine.backward(loss)
+            if zero is not None and i < len(mine) - 1:
+                engine.step()
+        if zero is None:
+            model.base_model.update_and_allocate(step)
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            if is_sharded and step == 0:
+                with pytest.raises(deepspeed.StateError, match="GatheredParameters"):
+                    model.base_model.update_and_allocate(step)
+                model.base_model.rankallocator.reset_ipt()
+            with deepspeed.zero.GatheredParameters(adapters, modifier_rank=0, enabled=is_sharded):
+                model.base_model.update_and_allocate(step)
+            engine.step()
+        ipt = model.base_model.rankallocator.ipt
+        importances.append({name: value.clone() for name, value in ipt.items()})
+    state = model.state_dict() if zero is None else engine.module_state_dict()
+    state = {name: value.detach().clone() for name, value in state.items()}
+    saved = get_peft_model_state_dict(model, state_dict=state)
+    if zero is not None:
         engine.destroy()
-    return {name: value.clone() for name, value in model.base_model.rankallocator.ipt.items()}
+    return losses, importances, saved, config.rank_pattern
 
 
-@pytest.mark.parametrize("stage", [0, 2])
-def test_adalora_reads_gradients(stage):
-    found, expected = on_ranks(2, importances, stage)[0], on_ranks(1, importances, None)[0]
-    assert found.keys() == expected.keys() and len(expected) > 0
-    for name, value in expected.items():
-        assert value.abs().max() > 0
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+@functools.cache
+def adapt_plainly():
+    return on_ranks(1, adapt, None)[0]
+
+
+@pytest.mark.parametrize(
+    "world, zero",
+    [
+        (2, {"stage": 0}),
+        (2, {"stage": 2}),
+        (1, {"stage": 3}),
+        (2, {"stage": 3}),  # small parameters stay whole, as AdaLoRA needs it
+        (2, {"stage": 3, "stage3_param_persistence_threshold": 0}),  # what updates the masks has to gather
+    ],
+)
+def test_adalora_trains_as_without_deepspeed(world, zero):
+    found, expected = on_ranks(world, adapt, zero), adapt_plainly()
+    print(found, expected)
+    for rank, (losses, importances, saved, pattern) in enumerate(found):
+        assert losses == pytest.approx(expected[0][rank::world], rel=5e-6)
+        assert pattern == expected[3] and 0 < sum(map(sum, pattern.values())) <= 2 * len(pattern)
+        for step, each in enumerate(importances):
+            assert each.keys() == expected[1][step].keys() and (len(each) > 0) == (step < ADALORA_STEPS - 1)
+            for name, value in each.items():
+                torch.testing.assert_close(value, expected[1][step][name], rtol=1e-3, atol=1e-7, msg=f"{step} {name}")
+        assert saved.keys() == expected[2].keys()
+        for name, value in expected[2].items():
+            torch.testing.assert_close(saved[name], value, rtol=0, atol=1e-5, msg=name)
