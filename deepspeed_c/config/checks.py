@@ -1,16 +1,48 @@
 """Values that are each right and do not go together."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import msgspec
 
 from ..errors import ConfigError
-from .schema import Root
+from .schema import Root, fields_of
 
 __all__ = ["conflicts"]
 
 
-def conflicts(root: Root) -> list[ConfigError]:
-    """Every pair of values that contradict each other."""
-    return [ConfigError(what, where=where, fix=fix) for where, what, fix in _find(root)]
+# What may come to stand in the keys that the checks below look at, and that others fill.
+_FILLINGS: dict[str, tuple] = {
+    "fp16.enabled": (False, True),
+    "bf16.enabled": (False, True),
+    "zero_optimization.stage": (0, 1, 2, 3),
+    "zero_optimization.offload_optimizer.device": ("none", "cpu"),
+    "zero_optimization.offload_optimizer.nvme_path": ("/",),
+    "zero_optimization.offload_param.device": ("none", "cpu"),
+    "zero_optimization.offload_param.nvme_path": ("/",),
+}
+
+
+def conflicts(root: Root, unfilled: Collection[str] = ()) -> list[ConfigError]:
+    """Every pair of values that contradict each other, whatever the keys ``unfilled`` come to be."""
+    keys = [key for key in _FILLINGS if key in unfilled]
+    found: dict[str, tuple[str, str, str]] | None = None
+    for filling in itertools.product(*(_FILLINGS[key] for key in keys)):
+        filled = root
+        for key, value in zip(keys, filling, strict=True):
+            filled = _with(filled, key.split("."), value)
+        here = {conflict[0]: conflict for conflict in _find(filled)}
+        found = here if found is None else {where: found[where] for where in found if where in here}
+    return [ConfigError(what, where=where, fix=fix) for where, what, fix in (found or {}).values()]
+
+
+def _with(section: Any, path: list[str], value: Any) -> Any:
+    """A copy of the section with one key, at any depth, changed."""
+    attribute = fields_of(type(section))[path[0]].attribute
+    if len(path) > 1:
+        value = _with(getattr(section, attribute), path[1:], value)
+    return msgspec.structs.replace(section, **{attribute: value})
 
 
 def _find(root: Root) -> Iterator[tuple[str, str, str]]:

@@ -34,7 +34,7 @@ def _parser() -> argparse.ArgumentParser:
             "--world-size",
             type=int,
             metavar="N",
-            help="data-parallel ranks; without it the batch sizes are not resolved and may be left to the caller",
+            help='data-parallel ranks; without it the batch sizes are not resolved, and an "auto" may be left for others to fill',
         )
     return parser
 
@@ -57,7 +57,10 @@ def _check(options: argparse.Namespace) -> int:
     problems = problems_of(options.file, **_how(options))
     if problems:
         return _report(options.file, problems)
-    print(load_config(options.file, **_how(options)).summary_line())
+    config = load_config(options.file, **_how(options))
+    print(config.summary_line())
+    for note in config.notes:
+        print(f"note: {note}")
     return 0
 
 

@@ -12,8 +12,6 @@ _C = "compile"
 class Compile(Section, kw_only=True):
     """Passes over the captured graph."""
 
-    auto_is_default = True
-
     deepcompile: Annotated[bool, asks("Switch of the section.", _C)] = False
     free_activation: Annotated[bool, tunes("Free activations early.", _C)] = False
     free_activation_threshold: Annotated[NonNeg, tunes("Bytes an activation must have for that.", _C, floor=True)] = (

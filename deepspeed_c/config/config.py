@@ -41,6 +41,8 @@ class Config(Root, kw_only=True, rename={"zero": "zero_optimization"}):
     """Where it was read from: a path, "dict" or "base64 text"."""
     notes: tuple[str, ...]
     """What the user may want to know: old names, parked keys, keys that were given twice."""
+    unfilled: tuple[str, ...]
+    """The keys that are still "auto" and that others fill before training; their values here are only the defaults."""
     _sources: FrozenDict
     _unpassed: FrozenDict
     _given: dict[str, Any]
@@ -48,8 +50,9 @@ class Config(Root, kw_only=True, rename={"zero": "zero_optimization"}):
     def source_of(self, path: str) -> str:
         """Where the value of a key came from.
 
-        "user": written by the user; "override": passed to ``load_config``; "auto": the user wrote "auto" and the
-        default stands; "derived": computed from other keys; "default": DeepSpeed's default.
+        "user": written by the user; "override": passed to ``load_config``; "auto": the user wrote "auto", which the
+        engine resolves with the model in hand or, where ``unfilled`` has the key, somebody else before training;
+        "derived": computed from other keys; "default": DeepSpeed's default.
 
         Raises:
             ConfigError: there is no such key.

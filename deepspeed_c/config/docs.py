@@ -35,10 +35,13 @@ and `deepspeed_c config show FILE` what holds and where it came from; neither ne
 - **Known keys whose feature does not exist yet** are errors when their value asks for the feature, and accepted at
   the value that turns it off. Numbers that only tune such a feature are accepted and have no effect; `config show`
   marks them *unused*.
-- **`"auto"`** is for a caller (such as the Hugging Face Trainer) to replace. Where it is left, it means the
-  default: for the keys of `zero_optimization`, `fp16`, `bf16` and the other sections marked below, for the
-  parameters of optimizer and schedule, and for `gradient_clipping`; a batch size is derived from the others.
-  Anywhere else it is an error.
+- **`"auto"`** is a place for somebody else to fill, and what nobody fills is never guessed. The keys marked *the
+  Trainer or accelerate fills `auto`* get their values when the configuration goes through `TrainingArguments` or
+  `DeepSpeedPlugin`; `initialize` with one of them left is an error that names all that are left and what to write.
+  The keys marked *may be `auto`* are resolved here: a batch size follows from the others (if it does not, it counts as
+  left), and the sizes of buckets from the model. Where a key has `"auto"` among its values it is one of them; anywhere
+  else it is an error. `config check` and `config show` without `--world-size` read a configuration before it is
+  filled, and note what is left; with it, they read as `initialize` does.
 - **Types.** An integer may be written as a whole float or a string (`5e8`, `"8"`); counts of elements that other
   tools compute as floats are rounded down. A number may be a string (`"1e-3"`); NaN is never accepted, infinity
   only for `steps_per_print`. A boolean may be 0, 1, `"true"` or `"false"`. Words are read in any case. Formats may
@@ -83,7 +86,7 @@ def render() -> str:
 def _section(cls: type[Section], path: str, title: str) -> Iterator[str]:
     yield f"## {title}\n"
     if path:
-        yield f"{cls.__doc__}{' Every key may be `auto`.' if cls.auto_is_default else ''}\n"
+        yield f"{cls.__doc__}\n"
     yield from _table(cls)
     for field in fields_of(cls).values():
         if field.section is not None:
@@ -120,8 +123,7 @@ def _meaning(field: Field, cls: type[Section]) -> str:
     text = info.doc
     if info.inherent:
         text += f" No effect: {info.inherent}."
-    if info.auto and not cls.auto_is_default:
-        text += " May be `auto`."
+    text += {"fill": " The Trainer or accelerate fills `auto`.", "derive": " May be `auto`."}.get(info.auto, "")
     if info.is_partial and not info.is_built:
         text += f" Other values ask for {FEATURES[info.feature].title}, which comes later."
     elif info.status == "later" and not (field.section is not None and not field.container):
@@ -133,7 +135,6 @@ def _meaning(field: Field, cls: type[Section]) -> str:
 
 def _kinds(path: str, kinds: dict[str, Kind], closing: str) -> Iterator[str]:
     yield f"## `{path}`\n"
-    yield "`auto` means the default.\n"
     shown: dict[type[Section] | None, list[Kind]] = {}
     for kind in kinds.values():
         shown.setdefault(kind.params, []).append(kind)

@@ -1,7 +1,19 @@
-"""What one configuration key is: its meaning, its status, and how "auto" and unusual values are read."""
+"""What one configuration key is: its meaning, its status, and how "auto" and unusual values are read.
+
+The rule for "auto". In DeepSpeed's JSON it is a place that somebody fills before the file is read: the Hugging Face Trainer and
+accelerate do so for some twenty keys. What they have not filled is never guessed:
+
+- "fill": the keys that they fill and that decide what is trained or how (stage, formats, devices, learning rate, decay, schedule,
+  clipping). One that is still "auto" is an error; all of them are named in one. A caller that reads a configuration before it is filled
+  (``load_config(batch="skip")``) gets their defaults, and ``Config.unfilled`` names them.
+- "derive": keys whose value we find ourselves: a batch size from the others, where they determine it; the sizes of buckets from the
+  model; the persistence threshold, for which the default is right for any model. The last two change speed and memory, never a result.
+- "value": keys of which "auto" is a value like any other, which their feature reads.
+- "": every other key; nobody fills it, and "auto" is as wrong there as any other word.
+"""
 
 import sys
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -49,9 +61,6 @@ DTYPE_NAMES: dict[str, str] = {
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The base of all sections: an immutable struct that refuses keys it does not have."""
 
-    auto_is_default: ClassVar[bool] = False
-    """Whether every key of the section may be "auto", which then means the key's default."""
-
 
 class FrozenDict(dict):
     """A dict that cannot be changed; ``dict(frozen)`` gives a copy that can."""
@@ -91,10 +100,8 @@ class KeyInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the values that do not ask for the feature act by themselves (ZeRO stages 0 to 2)."""
     inherent: str = ""
     """Why the key is accepted and changes nothing: the engine always behaves one way."""
-    auto: bool = False
-    """Whether "auto" may be written and means the default (or is derived, for the batch sizes)."""
-    auto_is_value: bool = False
-    """Whether "auto" is an ordinary value of this key."""
+    auto: Literal["", "fill", "derive", "value"] = ""
+    """What "auto" means for this key; the head of this file has the rule."""
     allow_inf: bool = False
     """Whether an infinite number is accepted. NaN never is."""
     floor: bool = False

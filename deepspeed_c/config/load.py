@@ -14,7 +14,7 @@ from .config import Config
 from .features import FEATURES
 from .keys import FrozenDict, Section
 from .nearest import nearest
-from .optim import Kind, Optimizer, find_torch_optimizer
+from .optim import FILLED_PARAMS, Kind, Optimizer, find_torch_optimizer
 from .schema import Field, Root, fields_of, kinds_of, walk
 from .source import copy_plain, read_source
 
@@ -38,8 +38,9 @@ def load_config(
         world_size: data-parallel ranks, at least 1.
         overrides: keys that replace those of ``source``, nested or dotted ("optimizer.params.lr"); this is how a
             caller resolves an "auto".
-        batch: "skip" leaves the batch sizes unresolved and an "auto" of optimizer and scheduler without error, for
-            callers that need neither; ``Config.batch`` is None then.
+        batch: "skip" is for a configuration that somebody has yet to fill: the batch sizes stay unresolved (``Config.batch`` is None), and
+            each "auto" that the Hugging Face Trainer or accelerate fills counts as its default and is named in ``Config.unfilled``.
+            Otherwise such an "auto" is an error (keys.py has the rule).
 
     Raises:
         ConfigError: everything that is wrong, in one message.
@@ -89,16 +90,18 @@ def _load(source: Any, *, world_size: int, overrides: Any, batch: str) -> tuple[
         tree = reader.override(tree, reader.rename(reader.undot(copy_plain(overrides, "overrides"))))
     root = reader.section(Root, tree, "")
     root, sizes = reader.batch(root, world_size if batch == "resolve" else None)
+    reader.report_unfilled()
     if root.zero.overlap_comm is None:
         zero = msgspec.structs.replace(root.zero, overlap_comm=root.zero.stage == 3)
         root = msgspec.structs.replace(root, zero=zero)
         reader.sources["zero_optimization.overlap_comm"] = "derived"
-    reader.problems += conflicts(root)
+    reader.problems += conflicts(root, reader.unfilled)
     config = Config(
         **{name: getattr(root, name) for name in root.__struct_fields__},
         batch=sizes,
         origin=origin,
         notes=tuple(reader.notes),
+        unfilled=tuple(reader.unfilled),
         _sources=FrozenDict(reader.sources),
         _unpassed=FrozenDict(reader.unpassed),
         _given=given,
@@ -120,6 +123,8 @@ class _Reader:
         self.unpassed: dict[str, Any] = {}
         # Paths that came from the caller's overrides.
         self.overridden: set[str] = set()
+        # Path of each "auto" that others fill and have not filled -> what may be written there.
+        self.unfilled: dict[str, str] = {}
 
     # Names
 
@@ -206,7 +211,7 @@ class _Reader:
                     values[name] = kind.name
                     self.mark(where, "user")
             else:
-                self.value(fields[name], value, where, values, cls.auto_is_default)
+                self.value(fields[name], value, where, values)
         for field in fields.values():
             if field.default is msgspec.NODEFAULT and field.attribute not in values:
                 if path + field.name not in self.sources and field.name not in given:
@@ -214,10 +219,10 @@ class _Reader:
                 values[field.attribute] = None
         return cls(**values)
 
-    def value(self, field: Field, value: Any, where: str, values: dict[str, Any], auto_is_default: bool) -> None:
+    def value(self, field: Field, value: Any, where: str, values: dict[str, Any]) -> None:
         """Reads one key into ``values``, or leaves it out so that its default holds."""
-        if isinstance(value, str) and value == "auto" and not field.info.auto_is_value:
-            self.auto(field, where, auto_is_default)
+        if isinstance(value, str) and value == "auto" and field.info.auto != "value":
+            self.auto(field, where)
             return
         if field.section is not None and not field.container:
             if value is None:
@@ -262,17 +267,41 @@ class _Reader:
             read[name] = self.section(field.section, entry, place + ".")
         return FrozenDict(read) if wanted is dict else tuple(read.values())
 
-    def auto(self, field: Field, where: str, auto_is_default: bool) -> None:
-        """ "auto": the default holds where there is one to hold."""
-        allowed = field.info.auto or auto_is_default
-        if allowed and field.default is not msgspec.NODEFAULT:
-            self.mark(where, "auto")
+    def auto(self, field: Field, where: str) -> None:
+        """ "auto": derived later, noted as not filled, or an error, by the rule in keys.py."""
+        if not field.info.auto:
+            fix = f"write {describe(field.hint, field.info)}"
+            if field.default is not msgspec.NODEFAULT:
+                fix += f"; the default is {show(field.default)}"
+            self.fail('"auto" is not a value of this key, and nobody fills it', where, fix)
             return
-        if self.lenient and where.startswith(("optimizer.", "scheduler.")):
-            self.mark(where, "auto")
+        self.mark(where, "auto")
+        if field.info.auto == "fill":
+            self.unfilled[where] = _to_write(field)
+
+    def report_unfilled(self) -> None:
+        """One problem for every "auto" that is left, or a note where somebody has yet to fill them."""
+        if not self.unfilled:
             return
-        why = "has no value it could stand for" if allowed else "cannot be resolved for this key"
-        self.fail(f'"auto" {why}', where, f"write {describe(field.hint, field.info)}, or pass it in overrides")
+        if self.lenient:
+            names = ", ".join(self.place(where) for where in self.unfilled)
+            self.notes.append(f'"auto", for the Hugging Face Trainer or accelerate to fill: {names}')
+            return
+        if len(self.unfilled) == 1:
+            where = self.place(*self.unfilled)
+            what = '"auto" stands here, and nothing has put a value in its place'
+        else:
+            where = "configuration"
+            what = f'"auto" stands in {len(self.unfilled)} keys, and nothing has put values in its place'
+        self.problems.append(
+            ConfigError(
+                what,
+                where=where,
+                fix="the Hugging Face Trainer does so when the configuration goes through TrainingArguments(deepspeed=...), and "
+                "accelerate, for all but betas and eps, through DeepSpeedPlugin(hf_ds_config=...). Without them write"
+                + "".join(f"\n  {self.place(key)}: {value}" for key, value in self.unfilled.items()),
+            )
+        )
 
     def feature(self, field: Field, value: Any, written: Any, where: str) -> None:
         """Refuses a value that asks for what does not exist."""
@@ -336,15 +365,23 @@ class _Reader:
         if kind is None:
             return FrozenDict()
         if kind.params is None:
-            # torch knows its own parameters; "auto" leaves its default.
-            passed = {name: value for name, value in given.items() if value != "auto" and not name.startswith(_PARKED)}
+            # torch knows its own parameters.
+            passed = {}
             for name, value in given.items():
-                if not name.startswith(_PARKED):
-                    self.mark(f"{where}.{name}", "user" if name in passed else "auto")
+                place = f"{where}.{name}"
+                if isinstance(value, str) and value == "auto" and not name.startswith(_PARKED):
+                    if name in FILLED_PARAMS:
+                        self.mark(place, "auto")
+                        self.unfilled[place] = f"what torch.optim.{kind.name} takes, or nothing for its default"
+                    else:
+                        self.fail('"auto" is not a value of this key, and nobody fills it', place, "write a value")
+                elif not name.startswith(_PARKED):
+                    passed[name] = value
+                    self.mark(place, "user")
             return coerce(passed, FrozenDict, fields_of(Optimizer)["params"].info)
         read = self.section(kind.params, given, where + ".")
-        # "auto" becomes the default that the schema shows, so that what is reported is what is used. A key without
-        # effect is not passed on: the constructor need not know it.
+        # An "auto" that has yet to be filled becomes the default that the schema shows, so that what is reported is what
+        # is used. A key without effect is not passed on: the constructor need not know it.
         passed = {}
         for field in fields_of(kind.params).values():
             value, place = getattr(read, field.attribute), f"{where}.{field.name}"
@@ -358,18 +395,32 @@ class _Reader:
     # Batch sizes
 
     def batch(self, root: Root, world_size: int | None):
-        """Solves the batch triangle and writes what it gives into the keys."""
-        if world_size is None or any(problem.where.split(" ")[0] in _BATCH_KEYS for problem in self.problems):
+        """Solves the batch triangle and writes what it gives into the keys; an "auto" that it leaves open is not filled."""
+        autos = [name for name in _BATCH_KEYS if self.sources.get(name) == "auto"]
+        if world_size is None:
+            self.leave_open(autos)
             return root, None
+        if any(problem.where.split(" ")[0] in _BATCH_KEYS for problem in self.problems):
+            return root, None
+        if root.train_batch_size is None and root.train_micro_batch_size_per_gpu is None:
+            self.leave_open(autos)
+            if any(name in autos for name in _BATCH_KEYS[:2]):
+                return root, None
         try:
             sizes, filled = resolve_batch(*(getattr(root, name) for name in _BATCH_KEYS), world_size)
         except BatchSizeError as error:
             self.problems.append(error)
             return root, None
+        self.leave_open([name for name in autos if filled[name] == "default"])
         for name, source in filled.items():
             if source == "derived" or name not in self.sources:
                 self.sources[name] = source
         return msgspec.structs.replace(root, **dict(zip(_BATCH_KEYS, sizes))), sizes
+
+    def leave_open(self, names: list[str]) -> None:
+        """Notes batch sizes that were "auto" and do not follow from the others."""
+        for name in names:
+            self.unfilled[name] = _to_write(fields_of(Root)[name])
 
     # Reports
 
@@ -415,6 +466,13 @@ def _descend(tree: dict[str, Any], sections: list[str], *, make: bool = False) -
         if not isinstance(tree, dict):
             return None
     return tree
+
+
+def _to_write(field: Field) -> str:
+    """What can stand in a key in the place of "auto"."""
+    what = describe(field.hint, field.info).removesuffix(" or null")
+    is_needed = field.default is msgspec.NODEFAULT or field.name in _BATCH_KEYS
+    return what if is_needed else f"{what} (without the key: {show(field.default)})"
 
 
 def _either(names: list[str]) -> str:

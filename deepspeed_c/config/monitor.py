@@ -73,8 +73,6 @@ class FlopsProfiler(Section, kw_only=True):
 class Throughput(Section, kw_only=True):
     """The throughput timer."""
 
-    auto_is_default = True
-
     enabled: Annotated[bool, acts("Measure samples per second.")] = True
     synchronized: Annotated[bool, acts("Wait for the device at each reading.")] = True
 

@@ -15,10 +15,8 @@ OpenFraction = Annotated[float, msgspec.Meta(gt=0, lt=1)]
 class OffloadParam(Section, kw_only=True):
     """Where parameters lie while no module uses them (stage 3)."""
 
-    auto_is_default = True
-
-    device: Annotated[Device, asks("Where idle parameters live.", "offload_param")] = "none"
-    nvme_path: Annotated[str | None, tunes("Directory on the NVMe device.", "offload_param")] = None
+    device: Annotated[Device, asks("Where idle parameters live.", "offload_param", auto="fill")] = "none"
+    nvme_path: Annotated[str | None, tunes("Directory on the NVMe device.", "offload_param", auto="fill")] = None
     buffer_count: Annotated[NonNeg, tunes("Buffers that parameters are read into.", "offload_param")] = 5
     buffer_size: Annotated[NonNeg, tunes("Elements of one buffer.", "offload_param", floor=True)] = 100_000_000
     max_in_cpu: Annotated[
@@ -30,10 +28,8 @@ class OffloadParam(Section, kw_only=True):
 class OffloadOptimizer(Section, kw_only=True):
     """Where the optimizer's state lies, and its update runs."""
 
-    auto_is_default = True
-
-    device: Annotated[Device, asks("Where optimizer state lives.", "offload_optimizer")] = "none"
-    nvme_path: Annotated[str | None, tunes("Directory on the NVMe device.", "offload_optimizer")] = None
+    device: Annotated[Device, asks("Where optimizer state lives.", "offload_optimizer", auto="fill")] = "none"
+    nvme_path: Annotated[str | None, tunes("Directory on the NVMe device.", "offload_optimizer", auto="fill")] = None
     buffer_count: Annotated[NonNeg, tunes("Buffers that state is read into.", "offload_optimizer")] = 4
     pin_memory: Annotated[bool, tunes("Use page-locked host memory.", "offload_optimizer")] = True
     pipeline_read: Annotated[bool, tunes("Read the next piece during the update of this one.", "offload_optimizer")] = (
@@ -51,17 +47,15 @@ class OffloadOptimizer(Section, kw_only=True):
 class ZenFlow(Section, kw_only=True):
     """Update the important gradient columns at once and the others on the host, now and then."""
 
-    auto_is_default = True
-
     topk_ratio: Annotated[OpenFraction, tunes("Part of the columns that counts as important.", "zenflow")] = 0.1
     select_strategy: Annotated[
-        Literal["auto", "step", "epoch"], tunes("When columns are selected again.", "zenflow", auto_is_value=True)
+        Literal["auto", "step", "epoch"], tunes("When columns are selected again.", "zenflow", auto="value")
     ] = "auto"
     select_interval: Annotated[
-        Literal["auto"] | Positive, tunes("Steps or epochs between selections.", "zenflow", auto_is_value=True)
+        Literal["auto"] | Positive, tunes("Steps or epochs between selections.", "zenflow", auto="value")
     ] = "auto"
     update_interval: Annotated[
-        Literal["auto"] | Positive, tunes("Steps between updates of the other columns.", "zenflow", auto_is_value=True)
+        Literal["auto"] | Positive, tunes("Steps between updates of the other columns.", "zenflow", auto="value")
     ] = "auto"
     overlap_step: Annotated[bool, tunes("Overlap the host's update with forward and backward.", "zenflow")] = False
     offload: Annotated[bool, tunes("Keep the state of the selected columns on the host too.", "zenflow")] = False
@@ -81,7 +75,7 @@ class Aio(Section, kw_only=True):
     overlap_events: Annotated[bool, tunes("Submit and reap at the same time.", "nvme")] = True
     backend: Annotated[
         Literal["auto", "uring", "libaio", "threads", "sync"],
-        tunes("How requests reach the kernel; auto: the first of these that it allows.", "nvme", auto_is_value=True),
+        tunes("How requests reach the kernel; auto: the first of these that it allows.", "nvme", auto="value"),
     ] = "auto"
     checksum: Annotated[bool, tunes("CRC32C of swapped tensors, verified when they are read back.", "nvme")] = False
     use_gds: Annotated[bool, asks("Read and write device memory directly (GPUDirect Storage).", "nvme")] = False

@@ -6,15 +6,18 @@ import msgspec
 
 from .keys import FrozenDict, NonNeg, NonNegFloat, Positive, PositiveFloat, Section, acts, asks, inherent
 
-__all__ = ["OPTIMIZERS", "Kind", "Optimizer", "find_torch_optimizer"]
+__all__ = ["FILLED_PARAMS", "OPTIMIZERS", "Kind", "Optimizer", "find_torch_optimizer"]
+
+FILLED_PARAMS = ("lr", "betas", "eps", "weight_decay")
+"""What the Trainer and accelerate put in the place of an "auto", whatever the optimizer's type."""
 
 Beta = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 Betas = tuple[Beta, Beta]
 
-_LR = acts("Learning rate.")
-_DECAY = acts("Weight decay.")
-_EPS = acts("Added to the denominator.")
-_BETAS = acts("Factors of the moving averages.")
+_LR = acts("Learning rate.", auto="fill")
+_DECAY = acts("Weight decay.", auto="fill")
+_EPS = acts("Added to the denominator.", auto="fill")
+_BETAS = acts("Factors of the moving averages.", auto="fill")
 _STATES = acts(
     "Format of the optimizer's states; null: fp32, or what bf16.bf16_optimizer_states says. int8: 8 bits with a scale for"
     " each 256, a quarter of the bytes; for Adam, AdamW, Lion and SGD, where the states live on the host."
@@ -23,13 +26,7 @@ _STATES = acts(
 StateDType = Literal["fp32", "bf16", "int8"]
 
 
-class Params(Section, kw_only=True):
-    """The base of the parameter structs: "auto" means the optimizer's default."""
-
-    auto_is_default = True
-
-
-class AdamParams(Params, kw_only=True):
+class AdamParams(Section, kw_only=True):
     """Adam and AdamW."""
 
     lr: Annotated[NonNegFloat, _LR] = 1e-3
@@ -46,7 +43,7 @@ class AdamParams(Params, kw_only=True):
     foreach: Annotated[bool | None, acts("torch's foreach form; only with torch_adam.")] = None
 
 
-class LambParams(Params, kw_only=True):
+class LambParams(Section, kw_only=True):
     """LAMB."""
 
     lr: Annotated[NonNegFloat, _LR] = 1e-3
@@ -61,7 +58,7 @@ class LambParams(Params, kw_only=True):
     amsgrad: Annotated[bool, asks("The AMSGrad variant.", "lamb_variants")] = False
 
 
-class LionParams(Params, kw_only=True):
+class LionParams(Section, kw_only=True):
     """Lion."""
 
     lr: Annotated[NonNegFloat, _LR] = 1e-3
@@ -71,7 +68,7 @@ class LionParams(Params, kw_only=True):
     set_grad_none: Annotated[bool, inherent("Drop gradients in zero_grad.", "gradients are always dropped")] = True
 
 
-class AdagradParams(Params, kw_only=True):
+class AdagradParams(Section, kw_only=True):
     """Adagrad, as torch.optim.Adagrad."""
 
     lr: Annotated[NonNegFloat, _LR] = 1e-2
@@ -85,7 +82,7 @@ class AdagradParams(Params, kw_only=True):
     fused: Annotated[bool | None, inherent("torch's fused form.", "the loop is always fused")] = None
 
 
-class SgdParams(Params, kw_only=True):
+class SgdParams(Section, kw_only=True):
     """SGD with momentum, as torch.optim.SGD."""
 
     lr: Annotated[NonNegFloat, _LR] = 1e-3
@@ -99,15 +96,15 @@ class SgdParams(Params, kw_only=True):
     fused: Annotated[bool | None, inherent("torch's fused form.", "the loop is always fused")] = None
 
 
-class MuonParams(Params, kw_only=True):
+class MuonParams(Section, kw_only=True):
     """Muon for matrices (parameters with use_muon), Adam for the rest."""
 
     lr: Annotated[NonNegFloat, _LR] = 1e-3
     muon_lr: Annotated[NonNegFloat | None, acts("Learning rate of the matrices; null: lr.")] = None
     adam_lr: Annotated[NonNegFloat | None, acts("Learning rate of the rest; null: lr.")] = None
     momentum: Annotated[Beta, acts("Momentum of the matrices.")] = 0.95
-    betas: Annotated[Betas, acts("Adam's factors, for the rest.")] = (0.9, 0.999)
-    eps: Annotated[NonNegFloat, acts("Adam's denominator, for the rest.")] = 1e-8
+    betas: Annotated[Betas, acts("Adam's factors, for the rest.", auto="fill")] = (0.9, 0.999)
+    eps: Annotated[NonNegFloat, acts("Adam's denominator, for the rest.", auto="fill")] = 1e-8
     weight_decay: Annotated[NonNegFloat, _DECAY] = 0.0
     state_dtype: Annotated[StateDType | None, _STATES] = None
     ns_method: Annotated[
@@ -119,7 +116,7 @@ class MuonParams(Params, kw_only=True):
     fp32_optimizer_states: Annotated[bool, asks("Keep moments in fp32.", "optimizer_states_by_params")] = True
 
 
-class _OneBitParams(Params, kw_only=True):
+class _OneBitParams(Section, kw_only=True):
     """What all optimizers with compressed communication take."""
 
     lr: Annotated[NonNegFloat, _LR] = 1e-3

@@ -36,16 +36,12 @@ class PartitionConfig(Section, kw_only=True):
 class TpGroup(Section, kw_only=True):
     """The tensor-parallel group."""
 
-    auto_is_default = True
-
     tp_size: Annotated[Positive, asks("Ranks of the group.", _TP)] = 1
     tp_grain_size: Annotated[Positive, tunes("Columns a cut is a multiple of.", _TP)] = 1
 
 
 class TensorParallel(Section, kw_only=True):
     """Tensor parallelism without changes to the model."""
-
-    auto_is_default = True
 
     autotp_size: Annotated[NonNeg, asks("Ranks of the group; 0 for none.", _TP, off=(1,))] = 0
     preset_model: Annotated[str | None, tunes("Built-in rules of a model family.", _TP)] = None
@@ -73,8 +69,6 @@ class Inference(Section, kw_only=True):
 class HybridEngine(Section, kw_only=True):
     """One engine that trains and generates."""
 
-    auto_is_default = True
-
     enabled: Annotated[bool, asks("Switch of the section.", "hybrid_engine")] = False
     max_out_tokens: Annotated[Positive, tunes("Tokens the cache holds.", "hybrid_engine")] = 512
     inference_tp_size: Annotated[Positive, tunes("Ranks that generate together.", "hybrid_engine")] = 1
@@ -87,7 +81,7 @@ class HybridEngine(Section, kw_only=True):
 class Pipeline(Section, kw_only=True):
     """Pipeline parallelism."""
 
-    stages: Annotated[Literal["auto"] | Positive, tunes("Pipeline stages.", "pipeline", auto_is_value=True)] = "auto"
+    stages: Annotated[Literal["auto"] | Positive, tunes("Pipeline stages.", "pipeline", auto="value")] = "auto"
     partition: Annotated[str, tunes("How layers are dealt out.", "pipeline")] = "best"
     seed_layers: Annotated[bool, tunes("Seed each layer by its number.", "pipeline")] = False
     activation_checkpoint_interval: Annotated[NonNeg, tunes("Layers between checkpoints; 0: none.", "pipeline")] = 0
@@ -107,23 +101,21 @@ class ExpertParallel(Section, kw_only=True):
     use_grouped_mm: Annotated[bool, tunes("Grouped matrix product.", _EP)] = True
     disable_triton_grouped_mm: Annotated[bool, tunes("Never use the Triton kernel.", _EP)] = False
     combine_impl: Annotated[
-        Literal["auto", "weighted_sum", "legacy_bmm"], tunes("How outputs are combined.", _EP, auto_is_value=True)
+        Literal["auto", "weighted_sum", "legacy_bmm"], tunes("How outputs are combined.", _EP, auto="value")
     ] = "auto"
     moe_layer_pattern: Annotated[str | None, tunes("Regular expression of MoE modules.", _EP)] = None
     router_pattern: Annotated[str | None, tunes("Name of the router child.", _EP)] = None
     expert_pattern: Annotated[str | None, tunes("Name of the experts child.", _EP)] = None
-    score_func: Annotated[Literal["auto", "softmax", "sigmoid"], tunes("Router scores.", _EP, auto_is_value=True)] = (
-        "auto"
-    )
+    score_func: Annotated[Literal["auto", "softmax", "sigmoid"], tunes("Router scores.", _EP, auto="value")] = "auto"
     score_apply: Annotated[
-        Literal["auto", "pre", "post"], tunes("Scores applied before or after the experts.", _EP, auto_is_value=True)
+        Literal["auto", "pre", "post"], tunes("Scores applied before or after the experts.", _EP, auto="value")
     ] = "auto"
     route_norm: Annotated[bool | None, tunes("Normalise the chosen scores.", _EP)] = None
     route_scale: Annotated[float, tunes("Factor on the scores.", _EP)] = 1.0
-    top_k: Annotated[Literal["auto"] | Positive, tunes("Experts per token.", _EP, auto_is_value=True)] = "auto"
-    routed_scaling_factor: Annotated[
-        float | Literal["auto"], tunes("Factor on the output.", _EP, auto_is_value=True)
-    ] = "auto"
+    top_k: Annotated[Literal["auto"] | Positive, tunes("Experts per token.", _EP, auto="value")] = "auto"
+    routed_scaling_factor: Annotated[float | Literal["auto"], tunes("Factor on the output.", _EP, auto="value")] = (
+        "auto"
+    )
     num_expert_groups: Annotated[Positive | None, tunes("Groups of experts.", _EP)] = None
     num_limited_groups: Annotated[Positive | None, tunes("Groups a token may use.", _EP)] = None
     load_balance_coeff: Annotated[float | None, asks("Reserved.", _EP)] = None

@@ -14,9 +14,7 @@ ScalePower = Annotated[int, msgspec.Meta(ge=0, le=126)]
 class Fp16(Section, kw_only=True):
     """fp16 weights and gradients with fp32 master weights and a loss scale."""
 
-    auto_is_default = True
-
-    enabled: Annotated[bool, acts("Train in fp16.")] = False
+    enabled: Annotated[bool, acts("Train in fp16.", auto="fill")] = False
     auto_cast: Annotated[bool, acts("Cast floating-point inputs to fp16.")] = False
     loss_scale: Annotated[NonNegFloat, acts("Factor on the loss; 0 means a dynamic one.")] = 0.0
     initial_scale_power: Annotated[ScalePower, acts("The first dynamic scale is 2 to this power.")] = 16
@@ -40,9 +38,7 @@ class Fp16(Section, kw_only=True):
 class Bf16(Section, kw_only=True):
     """bf16 weights and gradients with fp32 master weights."""
 
-    auto_is_default = True
-
-    enabled: Annotated[bool, acts("Train in bf16.")] = False
+    enabled: Annotated[bool, acts("Train in bf16.", auto="fill")] = False
     immediate_grad_update: Annotated[bool, acts("Add gradients to the fp32 accumulator as they appear.")] = False
     check_grad_overflow: Annotated[bool, acts("Skip a step whose gradients hold inf or NaN.")] = True
     bf16_master_weights_and_grads: Annotated[bool, acts("Keep master weights in bf16 (stages 1 to 3).")] = False

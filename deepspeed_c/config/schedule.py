@@ -15,19 +15,14 @@ LastStep = Annotated[int, msgspec.Meta(ge=-1)]
 Warmup = Literal["log", "linear"]
 
 _LAST = acts("Position to resume at: the last step done, -1 for none.")
-_WARMUP_STEPS = acts("Steps of warm-up; 0 means none.")
+_WARMUP_STEPS = acts("Steps of warm-up; 0 means none.", auto="fill")
 _WARMUP_TYPE = acts("Shape of the warm-up.")
-_WARMUP_MIN = acts("Learning rate at the start; one value, or one per group.")
-_TOTAL = acts("Steps at which the decay ends.")
+_WARMUP_MIN = acts("Learning rate at the start; one value, or one per group.", auto="fill")
+_WARMUP_MAX = acts("Learning rate after warm-up; null: that of the optimizer.", auto="fill")
+_TOTAL = acts("Steps at which the decay ends.", auto="fill")
 
 
-class Params(Section, kw_only=True):
-    """The base of the parameter structs: "auto" means the schedule's default."""
-
-    auto_is_default = True
-
-
-class LRRangeTestParams(Params, kw_only=True):
+class LRRangeTestParams(Section, kw_only=True):
     """LRRangeTest: grows the learning rate to find its limit."""
 
     lr_range_test_min_lr: Annotated[PerGroup, acts("Learning rate at the start.")] = 1e-3
@@ -37,7 +32,7 @@ class LRRangeTestParams(Params, kw_only=True):
     last_batch_iteration: Annotated[LastStep, _LAST] = -1
 
 
-class OneCycleParams(Params, kw_only=True):
+class OneCycleParams(Section, kw_only=True):
     """OneCycle: up, down, then decay; momentum the other way."""
 
     cycle_min_lr: Annotated[PerGroup, acts("Lower learning rate.")]
@@ -55,28 +50,28 @@ class OneCycleParams(Params, kw_only=True):
     last_batch_iteration: Annotated[LastStep, _LAST] = -1
 
 
-class WarmupLRParams(Params, kw_only=True):
+class WarmupLRParams(Section, kw_only=True):
     """WarmupLR: warm-up, then constant."""
 
     warmup_min_lr: Annotated[PerGroup, _WARMUP_MIN] = 0.0
-    warmup_max_lr: Annotated[PerGroup | None, acts("Learning rate after warm-up; null: that of the optimizer.")] = None
+    warmup_max_lr: Annotated[PerGroup | None, _WARMUP_MAX] = None
     warmup_num_steps: Annotated[NonNeg, _WARMUP_STEPS] = 1000
     warmup_type: Annotated[Warmup, _WARMUP_TYPE] = "log"
     last_batch_iteration: Annotated[LastStep, _LAST] = -1
 
 
-class WarmupDecayLRParams(Params, kw_only=True):
+class WarmupDecayLRParams(Section, kw_only=True):
     """WarmupDecayLR: warm-up, then linear decay to zero."""
 
     total_num_steps: Annotated[Positive, _TOTAL]
     warmup_min_lr: Annotated[PerGroup, _WARMUP_MIN] = 0.0
-    warmup_max_lr: Annotated[PerGroup | None, acts("Learning rate after warm-up; null: that of the optimizer.")] = 0.001
+    warmup_max_lr: Annotated[PerGroup | None, _WARMUP_MAX] = 0.001
     warmup_num_steps: Annotated[NonNeg, _WARMUP_STEPS] = 1000
     warmup_type: Annotated[Warmup, _WARMUP_TYPE] = "log"
     last_batch_iteration: Annotated[LastStep, _LAST] = -1
 
 
-class WarmupCosineLRParams(Params, kw_only=True):
+class WarmupCosineLRParams(Section, kw_only=True):
     """WarmupCosineLR: warm-up, then half a cosine; in parts of the optimizer's learning rate."""
 
     total_num_steps: Annotated[Positive, _TOTAL]

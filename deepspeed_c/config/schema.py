@@ -32,20 +32,20 @@ class Root(Section, kw_only=True, rename={"zero": "zero_optimization"}):
     # Batch sizes
     train_batch_size: Annotated[
         Positive | None,
-        acts("Samples of one optimizer step over all ranks: micro batch x accumulation x ranks.", auto=True),
+        acts("Samples of one optimizer step over all ranks: micro batch x accumulation x ranks.", auto="derive"),
     ] = None
     train_micro_batch_size_per_gpu: Annotated[
-        Positive | None, acts("Samples of one forward and backward on one rank.", auto=True)
+        Positive | None, acts("Samples of one forward and backward on one rank.", auto="derive")
     ] = None
     gradient_accumulation_steps: Annotated[
-        Positive | None, acts("Micro batches summed into one optimizer step.", auto=True)
+        Positive | None, acts("Micro batches summed into one optimizer step.", auto="derive")
     ] = None
     managed_gradient_accumulation: Annotated[
         bool, acts("The engine counts micro batches; false: each call of step() is a boundary.")
     ] = True
 
     # Gradients
-    gradient_clipping: Annotated[NonNegFloat, acts("Limit of the global gradient norm; 0: none.", auto=True)] = 1.0
+    gradient_clipping: Annotated[NonNegFloat, acts("Limit of the global gradient norm; 0: none.", auto="fill")] = 1.0
     communication_data_type: Annotated[
         DType | None, acts("Format gradients are reduced in; null: that of the weights.")
     ] = None

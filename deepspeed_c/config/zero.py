@@ -16,8 +16,6 @@ ShardGroup = Annotated[int, msgspec.Meta(ge=-1)]
 class LeafModule(Section, kw_only=True):
     """Modules that stage 3 gathers as one piece."""
 
-    auto_is_default = True
-
     classes: Annotated[tuple[str, ...], tunes("Class names, dotted.", "stage3", one_or_many=True)] = (
         "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
         "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
@@ -37,8 +35,6 @@ class LoCo(Section, kw_only=True):
 class Zero(Section, kw_only=True):
     """ZeRO: stages 0 to 3 shard nothing, optimizer state, gradients too, parameters too."""
 
-    auto_is_default = True
-
     stage: Annotated[
         Literal[0, 1, 2, 3],
         asks(
@@ -46,12 +42,15 @@ class Zero(Section, kw_only=True):
             "stage3",
             off=(0, 1, 2),
             is_partial=True,
+            auto="fill",
         ),
     ] = 0
 
     # Gradients
     reduce_scatter: Annotated[bool, acts("Reduce each gradient to the rank that owns it, rather than to all.")] = True
-    reduce_bucket_size: Annotated[Positive, acts("Elements that one reduction carries.", floor=True)] = 500_000_000
+    reduce_bucket_size: Annotated[Positive, acts("Elements that one reduction carries.", floor=True, auto="derive")] = (
+        500_000_000
+    )
     overlap_comm: Annotated[
         bool | None, acts("Reduce while backward runs; null means true for stage 3 and false for the others.")
     ] = None
@@ -110,10 +109,15 @@ class Zero(Section, kw_only=True):
     ] = 1_000_000_000
     stage3_prefetch_bucket_size: Annotated[
         NonNeg,
-        tunes("Elements gathered ahead of use; where it is not given, the largest bucket.", "stage3", floor=True),
+        tunes(
+            "Elements gathered ahead of use; where it is not given, the largest bucket.",
+            "stage3",
+            floor=True,
+            auto="derive",
+        ),
     ] = 50_000_000
     stage3_param_persistence_threshold: Annotated[
-        NonNeg, tunes("Parameters with fewer elements stay whole.", "stage3", floor=True)
+        NonNeg, tunes("Parameters with fewer elements stay whole.", "stage3", floor=True, auto="derive")
     ] = 100_000
     stage3_model_persistence_threshold: Annotated[
         NonNeg, tunes("Most elements that stay whole.", "stage3", floor=True)
@@ -129,6 +133,7 @@ class Zero(Section, kw_only=True):
         tunes(
             "Whether callers (Hugging Face) put a whole 16-bit state dict together when they save; engine.save_16bit_model always works.",
             "stage3",
+            auto="fill",
         ),
     ] = False
     stage3_module_granularity_threshold: Annotated[

@@ -82,7 +82,7 @@ def test_conflict(tree, where):
         {"optimizer": {"type": "AdamW", "params": {"amsgrad": False, "bias_correction": False, "foreach": None}}},
         {"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 2}},
         {"optimizer": {"type": "Lamb", "params": {"state_dtype": "bf16"}}},
-        {"optimizer": {"type": "AdamW", "params": {"state_dtype": "auto", "torch_adam": True}}},
+        {"optimizer": {"type": "AdamW", "params": {"state_dtype": None, "torch_adam": True}}},
         {"optimizer": {"type": "SGD", "params": {"state_dtype": "INT8"}}},
         {
             "bf16": {**ON, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
@@ -100,3 +100,29 @@ def test_conflicts_that_wait_for_a_feature(monkeypatch):
     assert found({"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 3}}) == ["gradient_allreduce_op"]
     assert found({"amp": ON, "bf16": ON}) == ["amp.enabled"]
     assert found({"amp": ON}) == []
+
+
+@pytest.mark.parametrize(
+    "tree, where",
+    [
+        ({"zero_optimization": {"stage": "auto", "offload_optimizer": {"device": "cpu"}}}, []),
+        ({"zero_optimization": {"stage": "auto", "offload_param": {"device": "nvme", "nvme_path": "auto"}}}, []),
+        ({"fp16": ON, "bf16": {"enabled": "auto"}}, []),
+        ({"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}, "data_types": {"param_dtype": "bf16"}}, []),
+        ({"fp16": ON, "bf16": ON, "zero_optimization": {"stage": "auto"}}, ["fp16.enabled, bf16.enabled"]),
+        # fp16 is on, so weights are fp16 or the two contradict each other.
+        ({"fp16": ON, "bf16": {"enabled": "auto"}, "data_types": {"param_dtype": "bf16"}}, ["data_types.param_dtype"]),
+        (
+            {
+                "zero_optimization": {
+                    "stage": 0,
+                    "offload_optimizer": {"device": "cpu"},
+                    "offload_param": {"device": "auto"},
+                }
+            },
+            ["zero_optimization.offload_optimizer.device"],
+        ),
+    ],
+)
+def test_only_what_holds_whatever_an_auto_becomes_is_a_conflict(tree, where):
+    assert found(tree) == where

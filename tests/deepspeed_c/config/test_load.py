@@ -7,7 +7,9 @@ import pytest
 
 from deepspeed_c.config import load_config, problems_of
 from deepspeed_c.config.aliases import OLD_KEYS
-from deepspeed_c.config.schema import find
+from deepspeed_c.config.optim import OPTIMIZERS
+from deepspeed_c.config.schedule import SCHEDULES
+from deepspeed_c.config.schema import fields_of, find, walk
 from deepspeed_c.errors import BatchSizeError, ConfigError, UnsupportedConfigError
 
 # What the Hugging Face Trainer's documentation tells its users to write.
@@ -55,63 +57,160 @@ HF = {
     "checkpoint": {"use_node_local_storage": False},
     "wall_clock_breakdown": False,
 }
-FILLED = {"train_micro_batch_size_per_gpu": 4, "scheduler.params.total_num_steps": 100}
+# What the Trainer and accelerate put there; what is missing is ours to find.
+FILLED = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 1,
+    "gradient_clipping": 1.0,
+    "fp16.enabled": False,
+    "bf16.enabled": True,
+    "optimizer.params": {"lr": 5e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0},
+    "scheduler.params.warmup_min_lr": 0,
+    "scheduler.params.warmup_max_lr": 5e-5,
+    "scheduler.params.warmup_num_steps": 1,
+    "scheduler.params.total_num_steps": 100,
+    "zero_optimization.stage": 2,
+    "zero_optimization.offload_optimizer": {"device": "none", "nvme_path": None},
+    "zero_optimization.offload_param": {"device": "none", "nvme_path": None},
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": False,
+}
+OURS = {
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_optimization.stage3_param_persistence_threshold",
+}
 
 
-def test_every_auto_of_hugging_face_is_accepted():
+def autos(tree, path=""):
+    """The paths at which "auto" stands."""
+    found = set()
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            found |= autos(value, f"{path}{name}.")
+        elif value == "auto":
+            found.add(path + name)
+    return found
+
+
+def named_in(problem):
+    """The keys that the error about "auto" lists, each on its line with what to write there."""
+    return {line.split(":")[0].strip() for line in problem.fix.splitlines()[1:]}
+
+
+def test_a_filled_configuration_of_hugging_face_is_accepted():
     config = load_config(HF, world_size=2, overrides=FILLED)
-    assert config.batch == (8, 4, 1, 2)
-    assert (config.zero.stage, config.zero.reduce_bucket_size, config.gradient_clipping) == (0, 500_000_000, 1.0)
-    assert dict(config.optimizer.params) == {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+    assert config.batch == (8, 4, 1, 2) and config.unfilled == ()
+    assert dict(config.optimizer.params) == {"lr": 5e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
     assert config.scheduler.params["total_num_steps"] == 100
-    for path in [
-        "gradient_clipping",
-        "gradient_accumulation_steps",
-        "fp16.enabled",
-        "bf16.enabled",
-        "optimizer.params.lr",
-        "optimizer.params.betas",
-        "optimizer.params.eps",
-        "optimizer.params.weight_decay",
-        "scheduler.params.warmup_min_lr",
-        "scheduler.params.warmup_max_lr",
-        "scheduler.params.warmup_num_steps",
-        "zero_optimization.stage",
-        "zero_optimization.reduce_bucket_size",
-        "zero_optimization.stage3_prefetch_bucket_size",
-        "zero_optimization.stage3_param_persistence_threshold",
-        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-        "zero_optimization.offload_param.device",
-        "zero_optimization.offload_optimizer.nvme_path",
-    ]:
+    zero = config.zero
+    found = zero.reduce_bucket_size, zero.stage3_prefetch_bucket_size, zero.stage3_param_persistence_threshold
+    assert found == (500_000_000, 50_000_000, 100_000)
+    for path in OURS:
         assert config.source_of(path) == "auto", path
+        assert [path, "auto"] == [
+            row.split()[i] for row in config.table().splitlines() if row.startswith(path) for i in (0, 2)
+        ]
     assert config.source_of("train_batch_size") == "derived"
     assert config.source_of("train_micro_batch_size_per_gpu") == "override"
     assert config.source_of("scheduler.params.total_num_steps") == "override"
 
 
-def test_auto_that_nobody_resolves_is_an_error_that_names_the_key():
-    problems = problems_of(HF, world_size=2)
-    assert {problem.where for problem in problems} == {
-        "scheduler.params.total_num_steps",
-        "train_batch_size, train_micro_batch_size_per_gpu",
-    }
-    assert any(isinstance(problem, BatchSizeError) for problem in problems)
+def test_every_auto_that_nobody_filled_is_named_in_one_error():
+    (problem,) = problems_of(HF, world_size=2)
+    assert named_in(problem) == autos(HF) - OURS, str(problem)
+    for text in (
+        "TrainingArguments",
+        "DeepSpeedPlugin",
+        "zero_optimization.stage: one of 0, 1, 2, 3 (without the key: 0)",
+    ):
+        assert text in str(problem), str(problem)
+    assert "scheduler.params.total_num_steps: an integer > 0\n" in str(problem)  # it has no default to fall back to
+    (problem,) = problems_of({"fp16": {"enabled": "auto"}, "train_batch_size": 1})
+    assert problem.where == "fp16.enabled" and named_in(problem) == {"fp16.enabled"}
 
 
-def test_skip_leaves_batch_and_schedule_to_the_caller():
-    config = load_config(HF, world_size=1, batch="skip")
-    assert config.batch is None and config.train_batch_size is None
-    assert "total_num_steps" not in config.scheduler.params
-    assert config.source_of("scheduler.params.total_num_steps") == "auto"
+@pytest.mark.parametrize("missing", sorted(autos(HF) - OURS - {"train_batch_size"}))
+def test_each_of_them_alone_is_an_error(missing):
+    section, _, name = missing.rpartition(".")
+    filled = copy.deepcopy(FILLED)
+    if section in filled:
+        filled[section].pop(name)
+    else:
+        del filled[missing]
+    (problem,) = problems_of(HF, world_size=2, overrides=filled)
+    # Of two unknown batch sizes neither follows from the other.
+    assert named_in(problem) - {"train_batch_size"} == {missing}, str(problem)
 
 
 @pytest.mark.parametrize(
-    "key", ["wall_clock_breakdown", "steps_per_print", "communication_data_type", "seed", "optimizer", "scheduler"]
+    "train, micro, steps, left",
+    [
+        (8, "auto", 2, set()),
+        (8, 2, "auto", set()),
+        ("auto", 2, 2, set()),
+        ("auto", 2, None, set()),
+        (8, "auto", None, set()),
+        (8, "auto", "auto", {"gradient_accumulation_steps"}),
+        ("auto", 2, "auto", {"gradient_accumulation_steps"}),
+        (None, 2, "auto", {"gradient_accumulation_steps"}),
+        ("auto", "auto", 2, {"train_batch_size", "train_micro_batch_size_per_gpu"}),
+        (None, "auto", 2, {"train_micro_batch_size_per_gpu"}),
+        ("auto", None, "auto", {"train_batch_size", "gradient_accumulation_steps"}),
+    ],
 )
-def test_auto_elsewhere_is_an_error(key):
-    (problem,) = problems_of({key: "auto"}, batch="skip")
-    assert problem.where == key and "auto" in problem.what
+def test_auto_of_a_batch_size_is_what_the_others_make_it(train, micro, steps, left):
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    tree = {name: value for name, value in zip(names, (train, micro, steps)) if value is not None}
+    problems = problems_of(tree, world_size=2)
+    assert set().union(*map(named_in, problems)) == left and len(problems) == bool(left), problems
+    if left:
+        assert not any(isinstance(problem, BatchSizeError) for problem in problems)
+    else:
+        config = load_config(tree, world_size=2)
+        assert config.batch.train_batch_size == config.batch.micro_batch_size * config.batch.accumulation_steps * 2
+        assert all(config.source_of(name) == "derived" for name in autos(tree))
+
+
+def test_auto_accumulation_without_any_size_is_two_problems():
+    problems = problems_of({"gradient_accumulation_steps": "auto"}, world_size=2)
+    assert sorted(problem.where for problem in problems) == [
+        "gradient_accumulation_steps",
+        "train_batch_size, train_micro_batch_size_per_gpu",
+    ]
+
+
+def test_skip_leaves_it_to_the_caller_to_fill():
+    config = load_config(HF, world_size=1, batch="skip")
+    assert config.batch is None and config.train_batch_size is None
+    assert "total_num_steps" not in config.scheduler.params
+    assert set(config.unfilled) == autos(HF) - OURS
+    for path in autos(HF):
+        assert config.source_of(path) == "auto", path
+    (note,) = (note for note in config.notes if "auto" in note)
+    assert all(path in note for path in config.unfilled), note
+
+
+def test_auto_elsewhere_is_an_error():
+    paths = [path for path, field in walk() if not field.info.auto and "<" not in path and "[" not in path]
+    assert len(paths) > 300
+    for path in paths:
+        tree = place = {}
+        *sections, last = path.split(".")
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[last] = "auto"
+        if path.startswith(("optimizer.params.", "scheduler.params.")):
+            kinds = (kind for kind in (*OPTIMIZERS.values(), *SCHEDULES.values()) if kind.params is not None)
+            tree[sections[0]]["type"] = next(kind.name for kind in kinds if last in fields_of(kind.params))
+        problems = problems_of(tree, batch="skip")
+        # A key that takes any text, such as the name of a backend, is no exception.
+        assert [p for p in problems if p.where == path and "auto" in p.what] or path.endswith(".type"), (tree, problems)
+
+
+def test_auto_of_parameters_of_a_torch_optimizer():
+    tree = {"train_batch_size": 1, "optimizer": {"type": "RMSprop", "params": {"lr": "auto", "alpha": "auto"}}}
+    unknown, unfilled = problems_of(tree)
+    assert unknown.where == "optimizer.params.alpha" and unfilled.where == "optimizer.params.lr"
 
 
 @pytest.mark.parametrize("key", ["select_interval", "update_interval", "select_strategy"])
