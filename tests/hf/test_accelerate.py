@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
@@ -173,6 +174,40 @@ def test_plugin_from_the_environment():
     assert (stage, accumulation, clipping, is_bf16) == (3, 3, 0.25, True)
     assert config["steps_per_print"] == float("inf")
     assert config["zero_optimization"]["offload_param"] == {"device": "none", "nvme_path": None}
+
+
+def file_from_environment(rank, world, path):
+    """A configuration's file from the environment, and a model that is sharded while it is made: ``zero3_init_flag``."""
+    from transformers import AutoModelForCausalLM
+
+    from tests.hf.stack import llama_config
+
+    forget()
+    os.environ.update(
+        ACCELERATE_USE_DEEPSPEED="true",
+        ACCELERATE_DEEPSPEED_CONFIG_FILE=str(path),
+        ACCELERATE_CONFIG_DS_FIELDS="deepspeed_config_file,zero3_init_flag",
+        ACCELERATE_DEEPSPEED_ZERO3_INIT="true",
+    )
+    acc = accelerator("from the environment")
+    model = AutoModelForCausalLM.from_config(llama_config())
+    held = sum(p.ds_tensor.numel() for p in model.parameters()), sum(p.ds_numel for p in model.parameters())
+    engine, *_ = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), loader())
+    acc.backward(engine(**Text().batch(0, 2)).loss)
+    return held, engine.zero_optimization_stage(), engine.gradient_clipping(), engine.train_batch_size()
+
+
+def test_file_from_the_environment(tmp_path):
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_clipping": 0.75,
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"},
+    }
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    found = on_ranks(2, file_from_environment, tmp_path / "ds.json")
+    assert [rest for _, *rest in found] == [[3, 0.75, 2 * MICRO_BATCH]] * 2
+    (held, whole), (held_there, _) = (held for held, *_ in found)
+    assert held + held_there == whole > 0
 
 
 def save_and_load(rank, world, folder, stage):

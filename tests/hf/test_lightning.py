@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib.util
 from argparse import Namespace
 
@@ -17,7 +18,8 @@ def fit(rank, world, folder, stage):
     from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 
     deepspeed.utils.logging.logger.setLevel("WARNING")
-    deepspeed.init_distributed("gloo", distributed_port=29500)  # is up already: nothing happens
+    # Is up already: nothing happens.
+    deepspeed.init_distributed("gloo", distributed_port=29500, timeout=datetime.timedelta(minutes=1))
     off = dict.fromkeys(("partition_activations", "contiguous_checkpointing", "checkpoint_in_cpu", "profile"), False)
     deepspeed.checkpointing.configure(mpu_=None, **off)
     config = {
@@ -70,6 +72,10 @@ def fit(rank, world, folder, stage):
         with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
             norm = model.lm_head.weight.norm().item()
         assert all(hasattr(p, "ds_numel") for p in model.parameters()) == (stage == 3)
+        if stage == 3:  # what its summary of a model counts
+            n_own = torch.tensor(sum(p.partition_numel() for p in model.parameters() if not p.ds_persist))
+            torch.distributed.all_reduce(n_own)
+            assert n_own.item() == sum(p.ds_numel for p in model.parameters() if not p.ds_persist)
         results.append((losses, norm))
         engine.destroy()
     return results

@@ -345,3 +345,86 @@ def test_all_mismatches_of_arguments_and_configuration_are_listed():
     text = on_ranks(1, disagree)[0]
     assert "gradient_accumulation_steps=7 vs hf gradient_accumulation_steps=2" in text
     assert "gradient_clipping=2.0 vs hf max_grad_norm=0.5" in text
+
+
+def ask_for_parallelism(rank, world):
+    """What transformers and accelerate ask for when somebody wants tensor or sequence parallelism."""
+    import deepspeed
+    from accelerate import Accelerator, DeepSpeedPlugin, PartialState
+    from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
+
+    from tests.hf.stack import ds_config, make_trainer
+
+    said = {}
+    with pytest.raises(deepspeed_c.FeatureError) as caught:
+        make_trainer(None, ds_config(2, tensor_parallel={"autotp_size": 2})).train()
+    said["the Trainer, tensor parallel"] = str(caught.value)
+    with pytest.raises(deepspeed_c.UnsupportedConfigError) as caught:
+        deepspeed.initialize(model=torch.nn.Linear(2, 2), config={**WRITTEN, "tensor_parallel": {"autotp_size": 2}})
+    said["initialize, tensor parallel"] = str(caught.value)
+    forget()
+    PartialState(cpu=True)
+    handler = DeepSpeedSequenceParallelConfig(
+        sp_seq_length=12, sp_seq_length_is_variable=False, sp_attn_implementation="sdpa"
+    )
+    acc = Accelerator(
+        deepspeed_plugin=DeepSpeedPlugin(
+            hf_ds_config={"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}
+        ),
+        parallelism_config=ParallelismConfig(sp_backend="deepspeed", sp_size=2, sp_handler=handler),
+    )
+    model = llama()
+    with pytest.raises(deepspeed_c.FeatureError) as caught:
+        acc.prepare(model, torch.optim.AdamW(model.parameters()))
+    said["accelerate, sequence parallel"] = str(caught.value)
+    with pytest.raises(deepspeed_c.UnsupportedConfigError) as caught:
+        deepspeed.initialize(model=model, config={**WRITTEN, "sequence_parallel_size": 2})
+    said["initialize, sequence parallel"] = str(caught.value)
+    return said
+
+
+def test_parallelism_that_comes_later_says_so():
+    said = on_ranks(2, ask_for_parallelism)[0]
+    print(said)
+    for case, text in said.items():
+        assert f"{case.split(', ')[1]}ism" in text and "Fix: " in text, text
+        assert "comes with a later version" in text or "this version does not have" in text, text
+
+
+class FloatModel(torch.nn.Module):
+    """Takes rows of floats, as models of images and sounds do, and notes their dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = torch.nn.Linear(4, 3)
+        self.seen = set()
+
+    def forward(self, values, labels):
+        self.seen.add((str(values.dtype), str(labels.dtype)))
+        logits = self.lin(values)
+        return {"loss": torch.nn.functional.cross_entropy(logits.float(), labels), "logits": logits}
+
+
+def train_on_floats(rank, world, folder):
+    from transformers import Trainer
+
+    from tests.hf.stack import arguments, ds_config
+
+    changes = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "bf16": True, "save_on_each_node": True}
+    # The Trainer fills these by a size that transformers' models have.
+    sizes = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+    data = [{"values": torch.randn(4), "labels": torch.tensor(i % 3)} for i in range(16)]
+    models = [FloatModel(), FloatModel()]
+    for i, model in enumerate(models):
+        forget()
+        config = ds_config(2, scheduler=False, zero_optimization=dict.fromkeys(sizes, 64))
+        trainer = Trainer(model=model, args=arguments(folder, config, **changes), train_dataset=data)
+        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-1") if i else None)
+    # The Trainer puts it into the configuration by itself.
+    is_local = trainer.model_wrapped.config["checkpoint"]["use_node_local_storage"]
+    return models[0].seen | models[1].seen, is_local, torch.equal(models[0].lin.weight, models[1].lin.weight)
+
+
+def test_inputs_are_cast_and_each_node_saves(tmp_path):
+    for seen, is_local, is_same in on_ranks(2, train_on_floats, tmp_path):
+        assert seen == {("torch.bfloat16", "torch.int64")} and is_local and is_same
