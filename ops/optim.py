@@ -106,6 +106,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.state_dtype = state_dtype
         self._steps: dict[int, Steps] = {}
         self._open: dict[int, int] = {}
+        self._counted: list[int] = []  # groups, by the last begin_step
         super().__init__(params, defaults)
 
     def _check_state_dtype(self, dtype: torch.dtype | None) -> None:
@@ -131,6 +132,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self._steps = {}
         self._open = {}
+        self._counted = []
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
@@ -222,14 +224,21 @@ class FusedOptimizer(torch.optim.Optimizer):
         States that do not exist yet are made. However many pieces the step is then done in, all see the same step number.
         """
         chosen = None if params is None else set(map(id, params))
-        self._open = {}
+        self._open, self._counted = {}, []
         for index, group in enumerate(self.param_groups):
             members = group["params"] if chosen is None else [p for p in group["params"] if id(p) in chosen]
             if not members:
                 continue
             steps = self._advance(index, members, self._entries(index, members, in_pieces=True)[0])
+            self._counted.append(index)
             ids = list(map(id, members))
             self._open.update(dict.fromkeys(ids, steps[0]) if len(steps) == 1 else zip(ids, steps))
+
+    def take_back_step(self) -> None:
+        """Uncounts what the last ``begin_step`` has counted. Parameters and states are the caller's to restore, where any has been updated."""
+        for index in self._counted:
+            self._steps[index].retreat()
+        self._open, self._counted = {}, []
 
     @torch.no_grad()
     def step_tensors(

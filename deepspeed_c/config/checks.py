@@ -85,6 +85,12 @@ def _find(root: Root) -> Iterator[tuple[str, str, str]]:
             f"is {offload.device} at ZeRO stage 0, which shards no states",
             'set "stage" to 1, 2 or 3',
         )
+    if offload.super_offload and offload.device != "cpu":
+        yield (
+            "zero_optimization.offload_optimizer.super_offload",
+            f"is true with device {offload.device}: what is updated ahead of the step lies in host memory",
+            'set "device" to "cpu"',
+        )
     if zero.offload_param.device != "none" and zero.stage != 3:
         yield (
             "zero_optimization.offload_param.device",

@@ -56,7 +56,12 @@ FEATURES: dict[str, Feature] = {
         "set the ratio to 1.0",
         is_on=lambda root: root.zero.offload_optimizer.device != "none" and root.zero.offload_optimizer.ratio < 1,
     ),
-    "super_offload": _later("SuperOffload", _REMOVE),
+    "super_offload": Feature(
+        "updates ahead of the step (SuperOffload)",
+        True,
+        _REMOVE,
+        is_on=lambda root: root.zero.offload_optimizer.super_offload,
+    ),
     "zenflow": _later("ZenFlow", "remove the section"),
     "hpz": _later("ZeRO++ secondary shards (hpZ)", "set the size to 1"),
     "quantized_collectives": _later("ZeRO++ quantized collectives", "set it to false"),

@@ -40,8 +40,8 @@ class OffloadOptimizer(Section, kw_only=True):
     ] = False
     fast_init: Annotated[bool, tunes("Quick start of state on NVMe.", "offload_optimizer")] = False
     ratio: Annotated[Fraction, asks("Part of the state that is offloaded.", "partial_offload")] = 1.0
-    super_offload: Annotated[bool, asks("Speculative update on tightly coupled hosts.", "super_offload")] = False
-    cpuadam_cores_perc: Annotated[Fraction, tunes("Part of the cores that the update uses.", "super_offload")] = 0.8
+    super_offload: Annotated[bool, asks("Update in host memory while backward runs.", "super_offload")] = False
+    cpuadam_cores_perc: Annotated[Fraction, tunes("Part of the cores that updates use.", "super_offload")] = 0.8
 
 
 class ZenFlow(Section, kw_only=True):

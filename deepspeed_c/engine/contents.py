@@ -106,6 +106,8 @@ def owned_pieces(
 
     Buffers may differ between ranks (running means); rank 0's are saved, as everywhere.
     """
+    if optimizer is not None:
+        optimizer.settle()
     pieces: list[OwnedPiece] = []
     copies: list[_Whole] = []
     placed: set[int] = set()

@@ -127,6 +127,8 @@ class OffloadedStates:
         ]
         if device == "none" or not wanted:
             return
+        if self._optimizer is not None:
+            self._optimizer.settle()
         found = self._find(wanted)
         if device == "nvme":
             copies: dict[OffloadStateTypeEnum, list[_Copy]] = self._write(found)

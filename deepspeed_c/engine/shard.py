@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
+from deepspeed_c import _C
 from deepspeed_c.accelerator import get_accelerator
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.config import Config
 from deepspeed_c.engine.precision import Precision
+from deepspeed_c.logging import log_dist
 from deepspeed_c.offload.place import make_store, place, store_weights
 from deepspeed_c.zero.layout import Layout, lay_out, mark_leaves
 from deepspeed_c.zero.optimizer import ZeroOptimizer, send_masters
@@ -39,12 +43,27 @@ def _lay_out(
     return layout
 
 
+def _leave_cores(part: float) -> None:
+    """Updates take ``part`` of this rank's processors: backward, beside which they run, has the others. To be said before states are made, which are
+    first touched by the threads that will update them."""
+    _C.pool_resize(0)
+    _C.pool_resize(max(1, int(_C.pool_n_threads() * part)))
+
+
 def shard_model(
     model: torch.nn.Module, base: torch.optim.Optimizer, config: Config, precision: Precision, comm: Collectives
 ) -> tuple[ZeroOptimizer, Layout]:
     """Lays the model out in units, hooks the trained parameters' gradients, and points the optimizer at this rank's shards."""
     sharding = STAGES[config.zero.stage]
+    if config.zero.offload_optimizer.super_offload:
+        _leave_cores(config.zero.offload_optimizer.cpuadam_cores_perc)
     layout = _lay_out(model, base, config, precision, comm)
+    if config.zero.offload_optimizer.super_offload and all(unit.master_is_param for unit in layout.trained):
+        log_dist(
+            "super_offload has nothing to do here: masters are the weights themselves, which backward reads",
+            ranks=[0],
+            level=logging.WARNING,
+        )
     store = make_store(config, layout.trained, base, comm)
     if store is not None:
         # Before there are buffers for gradients: both need not have room at once.
@@ -84,5 +103,6 @@ def shard_model(
         fetcher=layout.fetcher,
         store=store,
         reads_ahead=config.zero.offload_optimizer.pipeline_read,
+        steps_ahead=config.zero.offload_optimizer.super_offload,
     )
     return optimizer, layout

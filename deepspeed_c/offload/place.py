@@ -57,6 +57,12 @@ def _check_states(config: Config, base: torch.optim.Optimizer, apart: bool) -> N
             where=f"{STATES}.device",
             fix='use an optimizer of this package (such as "AdamW" in the optimizer section), or "device": "cpu"',
         )
+    if states.super_offload and not (isinstance(base, FusedOptimizer) and base.is_elementwise):
+        raise FeatureError(
+            f"{type(base).__name__} cannot update a bucket before it knows of the others, and so not ahead of the step",
+            where=f"{STATES}.super_offload",
+            fix="use Adam, AdamW, Lion, Adagrad or SGD of the optimizer section, or set it to false",
+        )
     forced = config.zero_force_ds_cpu_optimizer and config.source_of("zero_force_ds_cpu_optimizer") != "default"
     if forced and states.device != "none" and not isinstance(base, FusedOptimizer):
         raise FeatureError(

@@ -40,6 +40,7 @@ SCRATCH = "collective scratch"
 INCOMING = "new gradients"
 UPDATE = "step transients"
 NEW_MASTERS = "new master weights"
+COPIES = "copies before updates ahead"
 SWAP = "swap buffers"
 GIVEN = "weights as given"
 BUFFERS = "module buffers"
@@ -57,6 +58,7 @@ KINDS: dict[str, str] = {
     INCOMING: "gradients of one module, as autograd hands them over",
     UPDATE: "copies that the optimizer makes in a step",
     NEW_MASTERS: "master weights until they are written to NVMe",
+    COPIES: "masters and states as they were before updates during backward (super_offload)",
     SWAP: "what is read from NVMe, updated and written again, a bucket at a time",
     GIVEN: "the weights as they were given to initialize, until they are moved",
     BUFFERS: "buffers of modules",
@@ -82,7 +84,7 @@ class Offload(NamedTuple):
         elif self.optimizer == "cpu":
             found |= {MASTERS: "host", STATE: "host"}
         if self.optimizer != "none":
-            found |= dict.fromkeys((GRADIENTS, UPDATE, NEW_MASTERS, SWAP), "host")
+            found |= dict.fromkeys((GRADIENTS, UPDATE, NEW_MASTERS, COPIES, SWAP), "host")
         if self.params != "none" and STAGES[stage].parameters:
             found |= {WEIGHTS: "nvme" if self.params == "nvme" else "host", SWAP: "host"}
         return {kind: place for kind, place in found.items() if place == "nvme" or not is_host}
@@ -651,6 +653,8 @@ class _Walk:
         if not self._has_state:
             self._has_state = True
             self._make_state(is_swapped=False)  # the others' were made along with their file
+            if self._config.zero.offload_optimizer.super_offload:
+                self._copy_states()
         if self._offload.optimizer == "nvme":
             self._take_buffers(self._swap_bytes())
         transient = self._copies_of_gradients() + self._largest_update()
@@ -660,12 +664,20 @@ class _Walk:
             self._let_go(index)  # out of date
 
     def _make_state(self, *, is_swapped: bool) -> None:
-        optimizer = self._optimizer
-        for unit in (unit for unit in self._trained if unit.placement.swaps_states == is_swapped):
-            pieces = unit.slice_elems if optimizer.sees_slices else [f.numel for f in unit.fragments]
-            for state in optimizer.states[unit.group]:
-                nbytes = sum(sum(state.tensor_bytes(elems, unit.master_dtype)) for elems in pieces)
-                self.book.take(STATE, nbytes, self._place_of(unit))
+        for unit in self._trained:
+            if unit.placement.swaps_states == is_swapped:
+                self.book.take(STATE, self._state_bytes(unit), self._place_of(unit))
+
+    def _state_bytes(self, unit: Unit) -> int:
+        pieces = unit.slice_elems if self._optimizer.sees_slices else [f.numel for f in unit.fragments]
+        states = self._optimizer.states[unit.group]
+        return sum(sum(state.tensor_bytes(elems, unit.master_dtype)) for state in states for elems in pieces)
+
+    def _copy_states(self) -> None:
+        """At most: buckets that backward comes to last are never updated ahead."""
+        for unit in self._trained:
+            if not unit.master_is_param and (unit.placement.states or self._is_host):
+                self.book.take(COPIES, unit.shard_elems * unit.master_dtype.itemsize + self._state_bytes(unit))
 
     def _copies_of_gradients(self) -> int:
         """Bytes of the gradients that another optimizer than ours gets in its own dtype."""

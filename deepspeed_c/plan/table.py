@@ -184,6 +184,8 @@ def _row(
         "zero_optimization.offload_optimizer.device": offload.optimizer,
         "zero_optimization.offload_param.device": offload.params,
     }
+    if offload.optimizer != "cpu":
+        choice["zero_optimization.offload_optimizer.super_offload"] = False
     try:
         config = load_config(source, world_size=n_ranks, overrides={**overrides, **choice}, batch="skip")
         optimizer = None

@@ -23,6 +23,8 @@ from deepspeed_c.logging import logger
 from deepspeed_c.ops.muon import Muon
 from deepspeed_c.ops.optim import FusedOptimizer
 from deepspeed_c.ops.q8 import SCALE_SUFFIX
+from deepspeed_c.zero.ahead import StepAhead
+from deepspeed_c.zero.bucket import Bucket
 from deepspeed_c.zero.entries import COUNTERS, Entry, point_at_shards, split_entry
 from deepspeed_c.zero.fetch import Fetcher
 from deepspeed_c.zero.reducer import GradientReducer, WindowFacts
@@ -68,7 +70,9 @@ class ZeroOptimizer(DeepSpeedOptimizer):
     """A base optimizer over the shards of ``units``.
 
     ``clip`` is the limit of the global gradient norm (0: none), ``checks_overflow`` whether a step with non-finite gradients is skipped,
-    ``scaler`` the loss scale of fp16 training. With ``store`` masters and states live there, and are in memory within ``resident`` only. With ``allow_untested`` an optimizer class that is not known to be elementwise is applied to slices.
+    ``scaler`` the loss scale of fp16 training. With ``store`` masters and states live there, and are in memory within ``resident`` only. With ``steps_ahead`` (which
+    wants an elementwise fused base, and no store) masters in host memory are updated while backward runs: what they hold between it and the step is for ``resident`` to say.
+    With ``allow_untested`` an optimizer class that is not known to be elementwise is applied to slices.
     """
 
     def __init__(
@@ -87,6 +91,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         fetcher: Fetcher | None = None,
         store: StateStore | None = None,
         reads_ahead: bool = True,
+        steps_ahead: bool = False,
     ) -> None:
         self.store, self._reads_ahead = store, reads_ahead
         self._resident: set[tuple[Unit, int]] = set()  # buckets that are in memory now
@@ -110,9 +115,18 @@ class ZeroOptimizer(DeepSpeedOptimizer):
             self._by_bucket.setdefault((entry.unit, entry.bucket), []).append(entry)
         # Forward order of use: what the next forward needs first is updated and gathered first.
         self._order = [(b.unit, b.index) for b in reversed(reducer.buckets)]
-        if store is not None:
+        self._ahead: StepAhead | None = None
+        if steps_ahead:
+            self._ahead = StepAhead(
+                base,
+                lambda unit, bucket: [tagged.tensor for tagged in self._stored(unit, bucket)],
+                self._update_masters,
+            )
+            reducer.on_summed, reducer.on_change = self._step_ahead, self._ahead.take_back
+        if store is not None or steps_ahead:
             for unit in units:
                 unit.resident = partial(self.resident, unit)
+        if store is not None:
             for unit, bucket in (key for key in self._order if self._is_stored(key[0])):
                 self._make_stored(unit, bucket)
                 store.send(self._stored(unit, bucket))
@@ -157,6 +171,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         """Within it a bucket's masters and states are in memory; may be nested. ``ahead`` is read meanwhile; without ``writes`` changes are lost; without ``reads``
         they hold anything, to be overwritten."""
         key = unit, bucket
+        self.settle()
         if not self._is_stored(unit) or key in self._resident:
             yield
             return
@@ -249,7 +264,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
                     )
                 coefficient = min(1.0, self.clip / (self._norm + 1e-6)) if self.clip > 0.0 else 1.0
                 try:
-                    self._update(post * coefficient, facts.unused)
+                    self._update(post * coefficient, facts.unused, self._kept_ahead(post * coefficient, facts))
                 except (OffloadError, AioError) as error:
                     self.broken = error.what
                     raise
@@ -296,16 +311,39 @@ class ZeroOptimizer(DeepSpeedOptimizer):
                 f"; loss scale {self.loss_scale:g}" if self.scaler is not None else "",
             )
 
-    def _update(self, grad_scale: float, unused: list[Slot]) -> None:
-        """Updates every parameter that some rank gave a gradient; the others stay as they are, as in plain torch."""
+    def _step_ahead(self, bucket: Bucket) -> None:
+        """The sums of a bucket are there while backward goes on: its masters are updated now, where they are neither the device's nor what backward reads."""
+        unit = bucket.unit
+        if (unit, bucket.index) not in self._by_bucket:  # nothing but padding lies here
+            return
+        if not unit.master_is_param and unit.master[bucket.index].device.type == "cpu":
+            self._ahead.submit(unit, bucket.index, self.gradient_factor)
+
+    def _update_masters(self, unit: Unit, bucket: int, grad_scale: float) -> None:
+        params, grads, _ = self._tensors(self._by_bucket[unit, bucket])
+        self.optimizer.step_tensors(unit.group, params, grads, [], grad_scale)
+
+    def _kept_ahead(self, grad_scale: float, facts: WindowFacts) -> set[tuple[Unit, int]]:
+        """The buckets whose masters have been updated as this step does it; all others are as they were before backward."""
+        if self._ahead is None:
+            return set()
+        # What is not used is not updated, and counts no step.
+        self._ahead.is_promising = grad_scale == self.gradient_factor and not facts.unused
+        if facts.unused:
+            self._ahead.take_back()
+        return self._ahead.keep(grad_scale)
+
+    def _update(self, grad_scale: float, unused: list[Slot], done: set[tuple[Unit, int]]) -> None:
+        """Updates every parameter that some rank gave a gradient; the others stay as they are, as in plain torch. The masters of ``done`` have been updated."""
         skipped = set(unused)
         for unit, bucket in {(slot.unit, slot.bucket) for slot in unused if slot in slot.unit.fragment_of}:
             with self.resident(unit, bucket):
                 self._split(unit, bucket)
         with torch.no_grad():
-            works = (self._update_fused if isinstance(self.optimizer, FusedOptimizer) else self._update_plain)(
-                grad_scale, skipped
-            )
+            if isinstance(self.optimizer, FusedOptimizer):
+                works = self._update_fused(grad_scale, skipped, done)
+            else:
+                works = self._update_plain(grad_scale, skipped)
         for work in works:
             work.wait()
         if self.fetcher is not None:
@@ -326,17 +364,20 @@ class ZeroOptimizer(DeepSpeedOptimizer):
             return entries
         return [entry for entry in entries if entry.fragment is None or entry.fragment.slot not in skipped]
 
-    def _update_fused(self, grad_scale: float, skipped: set[Slot]) -> list[Work]:
+    def _update_fused(self, grad_scale: float, skipped: set[Slot], done: set[tuple[Unit, int]]) -> list[Work]:
         base = self.optimizer
         used = {key: self._used_entries(*key, skipped) for key in self._order}
-        base.begin_step([entry.param for entries in used.values() for entry in entries] if skipped else None)
+        if not done:
+            base.begin_step([entry.param for entries in used.values() for entry in entries] if skipped else None)
         ratios = self._trust_ratios(grad_scale, used) if base.needs_norms else None
         works: list[Work] = []
         for unit, bucket in self._visit(list(used)):
             entries = used[unit, bucket]
             # What is skipped is not written by the update.
             with unit.weights(bucket, reads=bool(skipped), writes=True):
-                if isinstance(base, Muon) and base.param_groups[unit.group].get("use_muon"):
+                if (unit, bucket) in done:
+                    self._bring_weights(unit, bucket)
+                elif isinstance(base, Muon) and base.param_groups[unit.group].get("use_muon"):
                     self._update_muon(unit, bucket, entries, grad_scale)
                 elif entries:
                     params, grads, copies = self._tensors(entries)
@@ -344,7 +385,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
                         base.apply(unit.group, params, grads, copies, grad_scale, ratios[unit, bucket])
                     else:
                         base.step_tensors(unit.group, params, grads, copies, grad_scale)
-                if unit.copies_up:
+                if unit.copies_up and (unit, bucket) not in done:
                     self._bring_weights(unit, bucket)
             works.append(self._gather(unit, bucket))
         return works
@@ -610,6 +651,11 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         if unit.is_sharded:
             self.fetcher.weights_changed(self.fetcher.group_at(unit, bucket))
 
+    def settle(self) -> None:
+        """Masters and states are those of the last step, also between a backward pass and the next one, when they may have been updated ahead."""
+        if self._ahead is not None:
+            self._ahead.take_back()
+
     def refresh_fp32_params(self) -> None:
         """Takes the masters anew from the weights (after ``load_state_dict`` on the module)."""
         for unit in self.units:
@@ -634,6 +680,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
 
     @property
     def state(self):
+        self.settle()
         return self.optimizer.state
 
     @property
@@ -688,6 +735,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         }
 
     def _require_in_memory(self, what: str) -> None:
+        self.settle()
         if self.store is not None:
             raise StateError(
                 "masters and optimizer states live on NVMe, where they have room; a dict of them would be in memory",
@@ -727,6 +775,8 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         self.__dict__ = {**other.__dict__, "_norm": self._norm, "overflow": self.overflow}
 
     def close(self) -> None:
+        if self._ahead is not None:
+            self._ahead.close()
         if self.store is not None:
             self.store.close()
         self.entries.clear()

@@ -183,6 +183,7 @@ class GradientReducer:
                 where="engine.backward",
                 fix="one backward pass at a time runs through an engine; after an exception in backward call engine.zero_grad()",
             )
+        self.on_change()
         self.is_in_backward = True
         self._is_boundary = is_boundary
         self.facts = None
@@ -220,6 +221,15 @@ class GradientReducer:
                 self._n_late[bucket_index] = 1
             elif will_reduce and self._fetcher is None:
                 self._launch(force=False)
+
+    # An optimizer that updates ahead of the step sets these: the sums of a bucket are what the step will see, unless told otherwise; the step will see other sums.
+    @staticmethod
+    def on_summed(bucket: Bucket) -> None:
+        pass
+
+    @staticmethod
+    def on_change() -> None:
+        pass
 
     # The engine sets these: what a pass that began inside the module belongs to.
     @staticmethod
@@ -269,9 +279,14 @@ class GradientReducer:
     def _start(self, i: int) -> None:
         while self._works and len(self._works) >= self._depth:
             self._works.popleft().wait()
-        self._works.append(self.buckets[i].reduce())
+        bucket = self.buckets[i]
+        self._works.append(bucket.reduce().then(lambda: self._note_sums(bucket)))
         if self._depth == 0:
             self._wait()
+
+    def _note_sums(self, bucket: Bucket) -> None:
+        if self.is_in_backward and self._is_boundary:
+            self.on_summed(bucket)
 
     def launch_bucket(self, i: int) -> None:
         """The backward has gone past a bucket's parameters: starts its reduction, on every rank at the same point of the plan."""
@@ -327,6 +342,7 @@ class GradientReducer:
         facts = self._exchange(has_bad_loss, wants_stop)
         late = facts[4 : 4 + len(self.buckets)]
         if any(late):
+            self.on_change()
             for bucket, is_late in zip(self.buckets, late):
                 if is_late:
                     bucket.reduce().wait()
@@ -361,6 +377,7 @@ class GradientReducer:
 
     def measure_again(self) -> None:
         """Somebody wrote to the finished results: takes their norm anew (collective)."""
+        self.on_change()
         if self.facts is not None:
             numbers = self._exchange(False, False)
             self.facts = self.facts._replace(norm=math.sqrt(numbers[0]), n_nonfinite=int(numbers[1]), unused=[])
@@ -378,6 +395,7 @@ class GradientReducer:
 
     def next_window(self) -> None:
         """Forgets the window: called after the optimizer has read the results."""
+        self.on_change()
         self._reset_window()
 
     def discard(self) -> None:
@@ -390,6 +408,7 @@ class GradientReducer:
             except CommError as error:
                 logger.warning("a reduction of the dropped window failed: %s", error)
         self.is_in_backward = False
+        self.on_change()
         for slot in self.slots:
             slot.param.grad = None
         self._reset_window()

@@ -13,7 +13,7 @@ import deepspeed_c
 from benchmarks.live_bytes import LiveBytes
 from deepspeed_c.config import load_config
 from deepspeed_c.engine.build import build_optimizer
-from deepspeed_c.plan.memory import STATE, MemoryPlan, Offload, plan_memory
+from deepspeed_c.plan.memory import COPIES, MASTERS, STATE, MemoryPlan, Offload, plan_memory
 from deepspeed_c.plan.sizes import group_sizes, sizes_of
 from deepspeed_c.plan.table import plan_table
 from deepspeed_c.zero import fetch
@@ -51,6 +51,7 @@ def config(
 
 
 EVEN = (1024,) * 9  # 8.4M parameters
+NARROW = (512,) * 9  # for Muon, whose products of bf16 matrices take half a minute at EVEN
 WIDE = (768, 768, 768, 768, 3072, 768, 768, 768, 768, 768)  # one layer pair four times as large
 CASES: dict[str, Case] = {
     "stage 0, bf16, AdamW, 2 ranks": Case(2, config(0), EVEN),
@@ -95,7 +96,7 @@ OPTIMIZERS: dict[str, Case] = {
     "stage 3, fp32, torch's RMSprop": Case(2, config(3, {"type": "RMSprop", "params": {"lr": 1e-3}}, "fp32"), EVEN),
     "stage 1, bf16, LAMB": Case(2, config(1, {"type": "Lamb", "params": {"lr": 1e-3}}), WIDE),
     "stage 2, fp16, Adagrad": Case(2, config(2, {"type": "Adagrad", "params": {"lr": 1e-3}}, "fp16"), WIDE),
-    "stage 2, bf16, Muon": Case(2, config(2, {"type": "Muon", "params": {"lr": 1e-3, "momentum": 0.9}}), EVEN),
+    "stage 2, bf16, Muon": Case(2, config(2, {"type": "Muon", "params": {"lr": 1e-3, "momentum": 0.9}}), NARROW),
 }
 
 
@@ -196,6 +197,13 @@ def test_states_of_8_bits_are_counted_with_their_scales(run_ranks):
     measured = run_ranks(2, state_bytes, IN_8_BITS)[0]  # the plan is of the first rank
     expected = [plan_of(case).phases["step"].kinds[STATE] for case in IN_8_BITS]
     assert measured == expected, f"{measured} held, {expected} planned"
+
+
+def test_updates_ahead_are_planned_with_a_copy_of_all_that_they_change():
+    zero = {"offload_optimizer": {"device": "cpu", "super_offload": True}}
+    case = Case(2, config(2, zero=zero), EVEN)
+    kinds = plan_of(case).phases["step"].kinds
+    assert kinds[COPIES] == kinds[STATE] + kinds[MASTERS] > 0, kinds
 
 
 @pytest.mark.parametrize("max_in_cpu", [None, 0, 1 << 20])

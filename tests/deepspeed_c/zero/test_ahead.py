@@ -1,0 +1,278 @@
+"""Updates that begin while backward runs (super_offload) against the same engine without: every bit of masters, states, counts and weights after every
+step, also where the step is clipped, skipped, edited, dropped, or comes otherwise than the update had assumed.
+
+States have memory of their own by saying that the device's is another one (``is_apart``). ``submit`` waits for what it has begun, so that updates are ahead for certain; one run
+of each kind leaves them to their thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import tempfile
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+
+import deepspeed_c
+from deepspeed_c.errors import ConfigError, FeatureError, NonFiniteLossError, StateError
+from deepspeed_c.offload import place
+from deepspeed_c.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_grad
+from deepspeed_c.zero.ahead import StepAhead
+from tests.ranks import run_ranks
+
+STEPS = 5
+Tensors = dict[str, torch.Tensor]
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(7, 13)
+        self.middle = torch.nn.ModuleList([torch.nn.Linear(13, 13) for _ in range(9)])
+        self.unused = torch.nn.Linear(3, 5)
+        self.last = torch.nn.Linear(13, 1)
+
+    def forward(self, x: torch.Tensor, uses_all: bool = True) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.middle:
+            x = torch.tanh(layer(x))
+        x = self.last(x)
+        return (x + self.unused(x.new_ones(3)).sum() if uses_all else x).square().mean()
+
+
+Engine = deepspeed_c.DeepSpeedEngine
+Act = Callable[[Engine, int], None]
+
+
+def nothing(engine: Engine, step: int) -> None:
+    pass
+
+
+def edit_gradient(engine: Engine, step: int) -> None:
+    if step == 2:
+        safe_set_full_grad(engine.module.last.weight, torch.full((1, 13), 0.5))
+
+
+def other_lr(engine: Engine, step: int) -> None:
+    engine.optimizer.param_groups[0]["lr"] = 0.01 * (step + 2)
+
+
+def drop(engine: Engine, step: int) -> None:
+    if step == 2:
+        engine.zero_grad()
+
+
+def second_backward(engine: Engine, step: int) -> None:
+    if step in (1, 3):
+        engine.backward(engine(inputs(engine, step, 1), step == 1))
+
+
+def save_and_load(engine: Engine, step: int) -> None:
+    """What is saved and loaded between backward and step is what the last step left."""
+    if step == 2:
+        with tempfile.TemporaryDirectory() as folder:
+            shared = [folder]
+            torch.distributed.broadcast_object_list(shared)
+            engine.save_checkpoint(shared[0], tag="between")
+            torch.distributed.barrier()
+            engine.load_checkpoint(shared[0], tag="between")
+            torch.distributed.barrier()
+
+
+# What happens between the last backward of a window and its step, and the settings that it happens with.
+SCENES: dict[str, tuple[Act, dict]] = {
+    "plain": (nothing, {}),
+    "accumulated": (nothing, {"gradient_accumulation_steps": 2}),
+    # Some steps are clipped and others not.
+    "clipped": (nothing, {"gradient_clipping": 6.0}),
+    "overflow": (nothing, {"fp16": {"enabled": True, "initial_scale_power": 17, "hysteresis": 1}}),
+    "edited": (edit_gradient, {"gradient_clipping": 50.0}),
+    "other_lr": (other_lr, {}),
+    "dropped": (drop, {}),
+    "second_backward": (second_backward, {}),
+    "saved": (save_and_load, {}),
+    "int8": (nothing, {"optimizer": {"type": "AdamW", "params": {"lr": 0.01, "state_dtype": "int8"}}}),
+    "lion": (nothing, {"optimizer": {"type": "Lion", "params": {"lr": 0.001}}}),
+    "sometimes_unused": (nothing, {}),
+}
+BF16 = {"saved", "edited"}  # the others are fp32, where they say nothing
+
+
+def inputs(engine: Engine, step: int, part: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * part + engine.global_rank)
+    return (torch.randn(6, 7, generator=generator) * (1 + step % 2)).to(next(engine.module.parameters()).dtype)
+
+
+def make_engine(stage: int, offload: dict, settings: dict) -> Engine:
+    torch.manual_seed(0)
+    zero = {"stage": stage, "reduce_bucket_size": 60, "stage3_param_persistence_threshold": 0}
+    zero["offload_optimizer"] = {"device": "cpu", **offload}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
+        "gradient_clipping": 0.0,
+        "zero_optimization": zero,
+        **settings,
+    }
+    return deepspeed_c.initialize(model=Model(), config=config)[0]
+
+
+def bits(engine: Engine) -> Tensors:
+    """Copies of all that a step changes."""
+    found: Tensors = {}
+    for name, param in engine.module.named_parameters():
+        found[f"{name} master"] = safe_get_full_fp32_param(param)
+        with deepspeed_c.zero.GatheredParameters(param):
+            found[f"{name} weight"] = param.detach().clone()
+        for key in ("exp_avg", "exp_avg_sq"):
+            with contextlib.suppress(StateError):  # on all ranks: the optimizer has no such state, or none yet
+                found[f"{name} {key}"] = safe_get_full_optimizer_state(param, key).clone()
+    for i, state in enumerate(engine.optimizer.state.values()):
+        found[f"count {i}"] = state["step"].clone()
+    return found
+
+
+def waiting(submit: Callable[..., None]) -> Callable[..., None]:
+    def submit_and_wait(self: StepAhead, *args) -> None:
+        submit(self, *args)
+        for job in self._jobs.values():
+            job.result()
+
+    return submit_and_wait
+
+
+def train(stage: int, scene: str, is_ahead: bool, waits: bool) -> tuple[list[Tensors], list[int]]:
+    """(bits after each step, how many buckets each step found updated)"""
+    act, settings = SCENES[scene]
+    if scene in BF16:
+        settings = {**settings, "bf16": {"enabled": True}}
+    kept: list[int] = []
+    keep, submit = StepAhead.keep, StepAhead.submit
+
+    def counting_keep(self: StepAhead, grad_scale: float) -> set:
+        done = keep(self, grad_scale)
+        kept.append(len(done))
+        return done
+
+    found = []
+    with (
+        mock.patch.object(place, "is_apart", lambda device: True),
+        mock.patch.object(StepAhead, "keep", counting_keep),
+        mock.patch.object(StepAhead, "submit", waiting(submit) if waits else submit),
+        make_engine(stage, {"super_offload": is_ahead}, settings) as engine,
+    ):
+        for step in range(STEPS):
+            for part in range(engine.gradient_accumulation_steps()):
+                uses_all = scene != "sometimes_unused" or step in (0, 3)
+                engine.backward(engine(inputs(engine, step, part), uses_all))
+                if engine.is_gradient_accumulation_boundary():
+                    act(engine, step)
+                if scene == "dropped" and step == 2:
+                    break
+                engine.step()
+            found.append(bits(engine))
+    return found, kept
+
+
+def compare(rank: int, world: int, stage: int) -> dict[str, list[int]]:
+    """Raises where a bit differs; returns how many buckets were kept, step by step."""
+    result = {}
+    for scene in SCENES:
+        want, none = train(stage, scene, is_ahead=False, waits=False)
+        assert none == []
+        for waits in (True, False):
+            got, kept = train(stage, scene, is_ahead=True, waits=waits)
+            for step, (a, b) in enumerate(zip(got, want)):
+                for name in a | b:
+                    # Before the first step that stands there are no states, or zeros.
+                    x, y = (found.get(name, torch.zeros(1)) for found in (a, b))
+                    where = f"{scene}, waits {waits}, step {step}, rank {rank}: {name}"
+                    assert torch.equal(x, y) or not (x.any() or y.any()), f"{where}\n  got  {x}\n  want {y}"
+            if waits:
+                result[scene] = kept
+    return result
+
+
+# Steps of which an update ahead stands: all that are there, none, or those.
+STANDS = {
+    "plain": [0, 1, 2, 3, 4],
+    "accumulated": [0, 1, 2, 3, 4],
+    "edited": [0, 1, 3, 4],
+    "int8": [0, 1, 2, 3, 4],
+    "lion": [0, 1, 2, 3, 4],
+    "other_lr": [],
+    "saved": [0, 1, 4],  # the step after the load has no gradients
+}
+
+
+@pytest.mark.parametrize(("world", "stage"), [(1, 3), (2, 1), (2, 2), (2, 3)])
+def test_every_bit_is_that_of_a_step_without(world: int, stage: int) -> None:
+    for kept in run_ranks(world, compare, stage, timeout=200):
+        print(kept)
+        for scene, stands in STANDS.items():
+            assert [step for step, n in enumerate(kept[scene]) if n > 0] == stands, (scene, kept[scene])
+        for scene in ("clipped", "sometimes_unused"):
+            assert any(kept[scene]) and not all(kept[scene]), (scene, kept[scene])
+
+
+def check_bad_loss(rank: int, world: int) -> None:
+    with (
+        mock.patch.object(place, "is_apart", lambda device: True),
+        make_engine(2, {"super_offload": True}, {}) as engine,
+    ):
+        engine.backward(engine(inputs(engine, 0, 0)))
+        engine.step()
+        before = bits(engine)
+        engine.backward(engine(inputs(engine, 1, 0)) * (math.nan if rank == 1 else 1.0))
+        with pytest.raises(NonFiniteLossError):
+            engine.step()
+        after = bits(engine)
+        assert all(torch.equal(before[name], after[name]) for name in before), (
+            "a step that was refused has changed states"
+        )
+
+
+def test_a_bad_loss_leaves_all_as_it_was() -> None:
+    run_ranks(2, check_bad_loss, timeout=60)
+
+
+def check_failing(rank: int, world: int) -> None:
+    """An update ahead that fails in its middle is taken back, and the step does it."""
+    states = []
+    for fails in (False, True):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.object(place, "is_apart", lambda device: True))
+            stack.enter_context(
+                mock.patch.object(StepAhead, "submit", waiting(StepAhead.submit) if not fails else StepAhead.submit)
+            )
+            engine = stack.enter_context(make_engine(2, {"super_offload": True}, {}))
+            for step in range(3):
+                if fails and step == 1:
+                    update = engine.optimizer._ahead._update
+
+                    def fail(unit, bucket, scale, update=update):
+                        update(unit, bucket, scale)
+                        raise MemoryError("no memory in the test")
+
+                    engine.optimizer._ahead._update = fail
+                engine.backward(engine(inputs(engine, step, 0)))
+                engine.step()
+                if fails and step == 1:
+                    engine.optimizer._ahead._update = update
+            states.append(bits(engine))
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_an_update_that_fails_is_taken_back() -> None:
+    run_ranks(1, check_failing, timeout=60)
+
+
+def test_refusals() -> None:
+    with pytest.raises(ConfigError, match="super_offload.*device nvme"):
+        make_engine(2, {"device": "nvme", "nvme_path": "/nowhere", "super_offload": True}, {})
+    lamb = {"optimizer": {"type": "Lamb", "params": {"lr": 0.01}}}
+    with pytest.raises(FeatureError, match="FusedLamb cannot update a bucket before"):
+        make_engine(2, {"super_offload": True}, lamb)
