@@ -361,6 +361,7 @@ static bool make_ring(dsc_aio *aio)
     ring = mmap(NULL, n_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (ring == MAP_FAILED)
         return false;
+    (void)madvise(ring, n_bytes, MADV_HUGEPAGE); /* [Note: large pages] of pinned.c */
     aio->ring = ring;
     for (int32_t i = 0; i < aio->n_ring_blocks; i++)
         aio->free_ring_blocks[i] = aio->ring + (size_t)(aio->n_ring_blocks - 1 - i) * aio->ring_block_bytes;
