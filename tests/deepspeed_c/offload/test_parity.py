@@ -23,6 +23,7 @@ WHERE = {
     "host": {"offload_optimizer": {"device": "cpu"}},
     "host_all": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
     "nvme_apart": {"offload_optimizer": {"device": "nvme", "pipeline_read": True, "pipeline_write": True}},
+    "ahead": {"offload_optimizer": {"device": "cpu", "super_offload": True}},
     "ratio": {"offload_optimizer": {"device": "cpu", "ratio": 0.4}},
     "ratio_nvme": {"offload_optimizer": {"device": "nvme", "ratio": 0.6}},
     "params": {"offload_param": {"device": "nvme", "max_in_cpu": 0}},
@@ -34,7 +35,7 @@ WHERE = {
     },
 }
 # Where the device's memory is taken for another one than the host's.
-APART = {"host", "host_all", "nvme_apart", "ratio", "ratio_nvme", "params_host", "params_apart"}
+APART = {"host", "host_all", "ahead", "nvme_apart", "ratio", "ratio_nvme", "params_host", "params_apart"}
 
 
 # What is run on so many ranks: (where, dtype). With every trait, and with every third one.
@@ -47,6 +48,7 @@ IN_TURN = {
         ("ratio", "bf16"),
         ("ratio_nvme", "fp32"),
         ("params_apart", "bf16"),
+        ("ahead", "bf16"),
     ],
 }
 MICRO_BATCHES = 3
