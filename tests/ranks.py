@@ -318,7 +318,9 @@ _preloaded_path: list[str] = []  # what the preloaded module has put on sys.path
 
 
 def _zygote_main(control: socket.socket, preload: str) -> None:
-    import torch.distributed  # noqa: F401  what every rank would import
+    # What every rank would import: the first optimizer of a process imports torch._dynamo, 2 s of its time.
+    import torch._dynamo
+    import torch.distributed  # noqa: F401
 
     if preload:
         sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -446,7 +448,9 @@ def _clean(torch: Any, cwd: str, environment: dict[str, str]) -> None:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
+    # What the bodies before have left for good (imported modules) is looked through once, and not before each body to come.
     gc.collect()
+    gc.freeze()
     random.seed(0)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)
