@@ -17,7 +17,7 @@ from deepspeed_c.ops.lamb import FusedLamb
 from deepspeed_c.ops.lion import FusedLion
 from deepspeed_c.ops.muon import Muon
 from deepspeed_c.ops.sgd import FusedSGD
-from tests.deepspeed_c.zero.test_oracle import by_rank, check, check_cells, make_config
+from tests.deepspeed_c.zero.test_oracle import STAGES, by_rank, check, check_cells, make_config
 from tests.deepspeed_c.zero.traits import CLIP, STEPS, TRAITS, Run, batch, make_model, plain_run, whole_params
 from tests.ranks import run_ranks
 
@@ -36,7 +36,8 @@ OURS = {
 def test_ours(name: str, trait: str, world: int) -> None:
     cls, params = OURS[name]
     extra = {"optimizer": {"type": name, "params": params}}
-    check_cells(trait, "fp32", world, extra, lambda groups: cls(groups, **params), gases=(2,))
+    cells = [(stage, 2) for stage in STAGES]
+    check_cells(trait, "fp32", world, cells, extra, lambda groups: cls(groups, **params))
 
 
 def muon_body(rank: int, world: int, stage: int) -> Run:
