@@ -13,6 +13,7 @@ TRAIN_FLAGS := $(if $(STAGE),--stage $(STAGE)) $(if $(STEPS),--steps $(STEPS))
 
 # Each stamp says that one step of the set-up is done, and is older than its sources when it has to be done again.
 # They lie in the environment, so that deleting it deletes them.
+SYSTEM := $(VENV)/.system
 ENV := $(VENV)/.made
 BUILT := $(VENV)/.built
 
@@ -23,6 +24,9 @@ SOURCES := setup.py pyproject.toml $(shell find csrc ops/binding -type f \
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
+
+# What pip and pytest start are no jobs of this make (-j), and would look for its job server in vain.
+unexport MAKEFLAGS
 
 .PHONY: help
 help: ## this list
@@ -44,10 +48,15 @@ hf: $(BUILT) ## the same text with transformers.Trainer: train at stage 2, resum
 		--model_path out/hf/model --lora 8 --output_dir out/hf_lora
 
 .PHONY: test
-test: $(BUILT) ## everything that CI runs
+test: $(BUILT) programs ## everything that CI runs
 	$(BIN)/ruff check .
-	@if $(MAKE) -s -C csrc has-cuda; then $(MAKE) -C csrc cuda; else echo "no nvcc: the CUDA kernels are not compiled"; fi
+	@$(MAKE) -s -C csrc has-cuda || echo "no nvcc: the CUDA kernels are not compiled"
 	$(BIN)/python -m pytest -n 2
+
+# The C tests build what is missing, and fail where they cannot. This is for `make -j2 test`: the compiler works while pip, which takes one core, installs.
+.PHONY: programs
+programs: $(SYSTEM)
+	-@for san in "" address,undefined thread; do $(MAKE) -s -C csrc programs SAN=$$san >/dev/null || exit; done
 
 .PHONY: bench
 bench: $(BUILT) ## measure everything, alone on the machine, and write docs/performance.md
@@ -66,8 +75,12 @@ clean: ## remove what was built, but keep the environment's packages
 	rm -rf build dist out logs *.egg-info deepspeed_c/*.so $(BUILT)
 	$(MAKE) -C csrc clean
 
-$(ENV): constraints.txt scripts/system_packages.sh
+$(SYSTEM): scripts/system_packages.sh
 	scripts/system_packages.sh $(PYTHON)
+	@mkdir -p $(@D)
+	@touch $@
+
+$(ENV): constraints.txt $(SYSTEM)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt torch setuptools pybind11
 	@touch $@
