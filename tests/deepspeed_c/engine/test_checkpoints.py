@@ -125,7 +125,15 @@ def differences(expected: dict[str, Any], actual: dict[str, Any]) -> list[str]:
 
 
 def dtype_of(stage: int, world: int) -> str:
-    return "bf16" if (stage + world) % 2 else "fp32"
+    return "bf16" if (stage // 2 + world) % 2 else "fp32"
+
+
+def is_tried(saved_world: int, saved_stage: int, world: int, stage: int) -> bool:
+    """Half of all pairs, the same arrangement among them: any three of the four meet in all their values, with two values of the fourth.
+
+    Precisions are dealt out by another rule, so any two stages, and any two worlds, meet within one precision and across both.
+    """
+    return (saved_world + saved_stage + world + stage) % 2 == 0
 
 
 def save_all(rank: int, world: int, folder: str) -> list[dict[str, Any]]:
@@ -145,6 +153,8 @@ def load_all(rank: int, world: int, folder: str, expected: dict[tuple[int, int],
     for stage in STAGES:
         with make(stage, dtype_of(stage, world), seed=99) as engine:
             for (saved_world, saved_stage), state in expected.items():
+                if not is_tried(saved_world, saved_stage, world, stage):
+                    continue
                 # What was there before must not shine through.
                 train(engine, range(1))
                 path, client = engine.load_checkpoint(folder, tag=f"world{saved_world}_stage{saved_stage}")
@@ -173,7 +183,7 @@ def saved_everywhere(tmp_path_factory):
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_every_stage_and_world_loads_what_every_other_saved(saved_everywhere, world):
+def test_stages_and_worlds_load_what_others_saved(saved_everywhere, world):
     folder, expected = saved_everywhere
     for problems in run_ranks(world, load_all, folder, expected, timeout=120):
         assert problems == []
