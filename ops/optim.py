@@ -13,7 +13,7 @@ from torch import Tensor
 from deepspeed_c.errors import OptimizerError, StateError
 from deepspeed_c.ops import flat, q8
 
-__all__ = ["BIAS_CORRECTION", "MAXIMIZE", "NESTEROV", "FusedOptimizer", "NormedOptimizer"]
+__all__ = ["BIAS_CORRECTION", "MAXIMIZE", "NESTEROV", "Call", "FusedOptimizer", "NormedOptimizer"]
 
 # Bits of the operators' `flags` argument: DSC_OPTIM_* of dsc/optim.h.
 BIAS_CORRECTION = 1
@@ -258,6 +258,15 @@ class FusedOptimizer(torch.optim.Optimizer):
             call = self._call(params, grads, self._states(group, params), copies)
             self._update(group, call, self._opened(params), grad_scale)
             self._close(params)
+
+    @torch.no_grad()
+    def step_slice(self, group: int, param: Tensor, call: Call, grad_scale: float, *, is_last: bool) -> None:
+        """As ``step_tensors`` for one parameter, of which a part lies elsewhere: ``call`` holds that part of its elements, gradient, states (in the order of
+        ``names_of_states``) and scales, one tensor each. States of 8 bits are cut between blocks. To be called once for each part.
+        """
+        self._update(group, call, self._opened([param]), grad_scale)
+        if is_last:
+            self._close([param])
 
     def fused_step(
         self,

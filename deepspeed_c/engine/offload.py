@@ -233,11 +233,11 @@ class OffloadedStates:
         found: dict[OffloadStateTypeEnum, list[_Found]] = {}
         for kind in kinds:
             found[kind] = []
-            for tensor, name in self._tensors(kind):
-                storage = tensor.untyped_storage()
+            for tagged in self._tensors(kind):
+                storage = tagged.tensor.untyped_storage()
                 if storage.nbytes() > 0 and storage._cdata not in seen:
                     seen.add(storage._cdata)
-                    found[kind].append(_Found(storage, name))
+                    found[kind].append(_Found(storage, tagged.name))
         return found
 
     def _tensors(self, kind: OffloadStateTypeEnum) -> Iterator[Tagged]:

@@ -10,7 +10,8 @@ import ctypes
 import os
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -55,24 +56,46 @@ class SwapSettings(NamedTuple):
 class _Extent:
     """A tensor's place in the file. ``buffer`` holds it while it is here, or on its way in or out."""
 
-    __slots__ = ("buffer", "crc", "dtype", "is_away", "n_bytes", "name", "offset", "read", "shape")
+    __slots__ = ("buffer", "crcs", "dtype", "is_away", "n_bytes", "name", "offset", "piece_bytes", "read", "shape")
 
-    def __init__(self, tensor: torch.Tensor, name: str, offset: int, n_bytes: int) -> None:
-        self.name, self.offset, self.n_bytes = name, offset, n_bytes
+    def __init__(self, tagged: Tagged, offset: int, n_bytes: int) -> None:
+        tensor = tagged.tensor
+        self.name, self.offset, self.n_bytes = tagged.name, offset, n_bytes
         self.shape, self.dtype = tensor.shape, tensor.dtype
-        self.crc: int | None = None
+        self.piece_bytes = tagged.piece_elems * tensor.element_size() or n_bytes
+        self.crcs: dict[int, int] = {}  # of pieces, by their first byte
         self.buffer: torch.Tensor | None = None
         self.read: int | None = None  # request
         self.is_away = False
+
+    @property
+    def n_pieces(self) -> int:
+        return -(-self.n_bytes // self.piece_bytes)
+
+    def pieces(self, begin: int = 0, n_bytes: int | None = None) -> Iterator[tuple[int, int]]:
+        """(first byte, bytes) of each that begins in the given range."""
+        end = self.n_bytes if n_bytes is None else begin + n_bytes
+        return ((at, min(self.piece_bytes, self.n_bytes - at)) for at in range(begin, end, self.piece_bytes))
 
 
 class _Write(NamedTuple):
     request: int
     extent: _Extent
-    tensor: weakref.ref[torch.Tensor]
+    tensor: weakref.ref[torch.Tensor] | None  # None: a piece of it
     data: torch.Tensor  # kept until it is written
     buffer: torch.Tensor | None  # of the pool
     group: int  # number of the ``send`` that it belongs to
+
+
+@dataclass
+class _Read:
+    """A piece on its way in; ``request`` is None when it has been waited for."""
+
+    extent: _Extent
+    at: int  # first byte within the extent
+    n_bytes: int
+    buffer: torch.Tensor
+    request: int | None
 
 
 def reserve(folder: str, n_bytes: int, where: str) -> int:
@@ -93,8 +116,9 @@ def reserve(folder: str, n_bytes: int, where: str) -> int:
         raise ConfigError(f"{folder}: {error.what}", where=where, fix=fix) from error
 
 
-def _crc(tensor: torch.Tensor, n_bytes: int) -> int:
-    return _C.crc32c((ctypes.c_char * n_bytes).from_address(tensor.data_ptr()))
+def _crc(tensor: torch.Tensor, begin: int, n_bytes: int) -> int:
+    """Of bytes of a tensor's memory."""
+    return _C.crc32c((ctypes.c_char * n_bytes).from_address(tensor.data_ptr() + begin))
 
 
 class Swapper:
@@ -147,13 +171,13 @@ class Swapper:
         """Host memory that buffers take."""
         return self._pool.held_bytes
 
-    def _stand_in(self, extent: _Extent) -> torch.Tensor:
-        one = self._nan.get(extent.dtype)
+    def _stand_in(self, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+        one = self._nan.get(dtype)
         if one is None:
             # The largest number where there is no NaN: codes of quantised states.
-            value = float("nan") if extent.dtype.is_floating_point else torch.iinfo(extent.dtype).max
-            one = self._nan[extent.dtype] = torch.full((), value, dtype=extent.dtype)
-        return one.expand(extent.shape)
+            value = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max
+            one = self._nan[dtype] = torch.full((), value, dtype=dtype)
+        return one.expand(shape)
 
     def _extent_of(self, tagged: Tagged) -> _Extent:
         tensor = tagged.tensor
@@ -166,19 +190,34 @@ class Swapper:
                 offset = spare.pop()
             else:
                 offset, self._end = self._end, self._end + size
-            extent = self._extents[id(tensor)] = _Extent(tensor, tagged.name, offset, n_bytes)
+            extent = self._extents[id(tensor)] = _Extent(tagged, offset, n_bytes)
             self._finalizers[id(tensor)] = weakref.finalize(tensor, self._forget, id(tensor))
         return extent
 
-    def new_zeros(self, shape: torch.Size, dtype: torch.dtype, name: str) -> torch.Tensor:
-        """A tensor of zeros that has a buffer until it is sent."""
+    def new_zeros(self, shape: torch.Size, dtype: torch.dtype, name: str, piece_elems: int = 0) -> torch.Tensor:
+        """A tensor of zeros that has a buffer until it is sent; one of several pieces is away at once, and never was in memory as a whole."""
         n_bytes = shape.numel() * dtype.itemsize
         if n_bytes == 0:
             return torch.zeros(shape, dtype=dtype)
+        if 0 < piece_elems < shape.numel():
+            return self._new_zeros_away(shape, dtype, name, piece_elems)
         buffer = self._take_buffer(n_bytes)
         tensor = buffer.narrow(0, 0, n_bytes).view(dtype).view(shape)
         flat.zero_([tensor])
         self._extent_of(Tagged(tensor, name)).buffer = buffer
+        return tensor
+
+    def _new_zeros_away(self, shape: torch.Size, dtype: torch.dtype, name: str, piece_elems: int) -> torch.Tensor:
+        tensor = torch.empty(0, dtype=dtype)
+        tensor.data = self._stand_in(dtype, shape)
+        extent = self._extent_of(Tagged(tensor, name, piece_elems))
+        extent.is_away = True
+        for at, n_bytes in extent.pieces():
+            buffer = self._take_buffer(n_bytes)
+            flat.zero_([buffer])
+            self._write_piece(extent, at, n_bytes, buffer)
+            self._group += 1
+            self._limit_writes()
         return tensor
 
     def _forget(self, key: int) -> None:
@@ -204,6 +243,17 @@ class Swapper:
             self._free_buffers.append(buffer)
 
     # -- in ---------------------------------------------------------------------------------------------------------
+
+    def _drop_read(self, extent: _Extent) -> None:
+        """Gives up a read ahead."""
+        if extent.read is not None:
+            try:
+                self._finish_read(extent)
+            except (AioError, OffloadError) as error:
+                logger.warning("a read ahead that is of no use any more failed: %s", error)
+            else:
+                self._give_buffer(extent.buffer)
+                extent.buffer = None
 
     def prefetch(self, tensors: Iterable[Tagged]) -> None:
         """Starts to read what is away of ``tensors``."""
@@ -248,29 +298,88 @@ class Swapper:
         try:
             with as_aio_error():
                 n_done = self._engine.wait(request)
-            self._check(extent, n_done, extent.buffer)
+            self._check(extent, 0, extent.n_bytes, n_done, extent.buffer)
         except (AioError, OffloadError):
             self._give_buffer(extent.buffer)
             extent.buffer = None
             raise
 
-    def _check(self, extent: _Extent, n_done: int, buffer: torch.Tensor) -> None:
-        if n_done != extent.n_bytes:
+    def _check(self, extent: _Extent, begin: int, n_bytes: int, n_done: int, buffer: torch.Tensor) -> None:
+        """Raises OffloadError where ``buffer`` does not hold the bytes of an extent from ``begin`` on (whole pieces) that were written."""
+        if n_done != n_bytes:
             raise OffloadError(
-                f"{extent.name}: the swap file ends after {n_done} of its {extent.n_bytes} bytes at offset {extent.offset}",
+                f"{extent.name}: the swap file ends after {n_done} of its {n_bytes} bytes at offset {extent.offset + begin}",
                 where=self.folder,
                 fix="something has made the file shorter; load a checkpoint",
             )
-        if extent.crc is not None and _crc(buffer, extent.n_bytes) != extent.crc:
-            raise OffloadError(
-                f"{extent.name}: its {extent.n_bytes} bytes at offset {extent.offset} are not those that were written",
-                where=self.folder,
-                fix="the device or its memory is failing: load a checkpoint, and use another device",
-            )
+        for at, n in extent.pieces(begin, n_bytes) if extent.crcs else ():
+            if extent.crcs[at] != _crc(buffer, at - begin, n):
+                raise OffloadError(
+                    f"{extent.name}: its {n} bytes at offset {extent.offset + at} are not those that were written",
+                    where=self.folder,
+                    fix="the device or its memory is failing: load a checkpoint, and use another device",
+                )
 
     @staticmethod
     def _view(buffer: torch.Tensor, extent: _Extent) -> torch.Tensor:
         return buffer.narrow(0, 0, extent.n_bytes).view(extent.dtype).view(extent.shape)
+
+    # -- piece by piece ---------------------------------------------------------------------------------------------
+
+    def stream(self, tensors: Sequence[Tagged]) -> Generator[list[torch.Tensor], None, None]:
+        """The pieces of tensors that are away, all first ones, then all second ones and so on: flat, in memory, and written back as they are when the next are
+        asked for. Meanwhile pieces are read ahead and written behind; the tensors stay away. Tensors must have equally many pieces.
+
+        To be closed where it is not exhausted: what has been given out last is not written then.
+        """
+        self.send(tensors)  # what a write that failed has left in memory
+        extents = [self._extents[id(tagged.tensor)] for tagged in tensors]
+        for extent in extents:
+            self._drop_read(extent)
+            self._settle(extent)
+        n_pieces = extents[0].n_pieces
+        to_read = [extent.pieces() for extent in extents]
+        reads: deque[list[_Read]] = deque()
+        n_asked = 0
+        try:
+            for index in range(n_pieces):
+                while n_asked < min(index + 1 + self.settings.pipeline_read, n_pieces):
+                    reads.append([self._read_piece(extent, *next(pieces)) for extent, pieces in zip(extents, to_read)])
+                    n_asked += 1
+                for read in reads[0]:
+                    self._finish_piece(read)
+                yield [read.buffer.narrow(0, 0, read.n_bytes).view(read.extent.dtype) for read in reads[0]]
+                self._group += 1
+                for read in reads.popleft():
+                    self._write_piece(read.extent, read.at, read.n_bytes, read.buffer)
+                self._limit_writes()
+        finally:
+            for read in (read for group in reads for read in group):
+                try:
+                    self._finish_piece(read)
+                except (AioError, OffloadError) as error:
+                    logger.warning("a read ahead that is of no use any more failed: %s", error)
+                self._give_buffer(read.buffer)
+
+    def _read_piece(self, extent: _Extent, at: int, n_bytes: int) -> _Read:
+        buffer = self._take_buffer(n_bytes)
+        with as_aio_error():
+            request = self._engine.submit_read(self._file, extent.offset + at, buffer.data_ptr(), n_bytes, buffer)
+        return _Read(extent, at, n_bytes, buffer, request)
+
+    def _finish_piece(self, read: _Read) -> None:
+        request, read.request = read.request, None
+        if request is not None:
+            with as_aio_error():
+                n_done = self._engine.wait(request)
+            self._check(read.extent, read.at, read.n_bytes, n_done, read.buffer)
+
+    def _write_piece(self, extent: _Extent, at: int, n_bytes: int, buffer: torch.Tensor) -> None:
+        if self.settings.checksum:
+            extent.crcs[at] = _crc(buffer, 0, n_bytes)
+        with as_aio_error():
+            request = self._engine.submit_write(self._file, extent.offset + at, buffer.data_ptr(), n_bytes, buffer)
+        self._writes.append(_Write(request, extent, None, buffer, buffer, self._group))
 
     # -- out --------------------------------------------------------------------------------------------------------
 
@@ -291,14 +400,17 @@ class Swapper:
             self._settle(extent)
             data = data.contiguous()
             if self.settings.checksum:
-                extent.crc = _crc(data, extent.n_bytes)
+                extent.crcs = {at: _crc(data, at, n) for at, n in extent.pieces()}
             with as_aio_error():
                 request = self._engine.submit_write(
                     self._file, extent.offset, data.data_ptr(), extent.n_bytes, data if buffer is None else buffer
                 )
             self._writes.append(_Write(request, extent, weakref.ref(tensor), data, buffer, self._group))
-            tensor.data = self._stand_in(extent)
+            tensor.data = self._stand_in(extent.dtype, extent.shape)
             extent.buffer, extent.is_away = None, True
+        self._limit_writes()
+
+    def _limit_writes(self) -> None:
         while self._writes and self._group - self._writes[0].group >= self._max_groups_out:
             self._finish_write(self._writes.popleft())
 
@@ -309,7 +421,7 @@ class Swapper:
             if extent is None or extent.is_away or extent.buffer is None:
                 continue
             self._give_buffer(extent.buffer)
-            tagged.tensor.data = self._stand_in(extent)
+            tagged.tensor.data = self._stand_in(extent.dtype, extent.shape)
             extent.buffer, extent.is_away = None, True
 
     def _finish_write(self, write: _Write) -> None:
@@ -317,7 +429,7 @@ class Swapper:
             with as_aio_error():
                 self._engine.wait(write.request)
         except AioError as error:
-            tensor, extent = write.tensor(), write.extent
+            tensor, extent = write.tensor and write.tensor(), write.extent
             if tensor is not None and extent.is_away and extent.read is None:
                 # What could not be written is still here: nothing is lost.
                 tensor.data, extent.buffer, extent.is_away = write.data, write.buffer, False

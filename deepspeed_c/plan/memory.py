@@ -463,7 +463,9 @@ class _Walk:
         largest = 0
         for unit in (unit for unit in self._trained if unit.placement.swaps_states):
             has_masters = with_masters and not unit.master_is_param
-            for elems in unit.slice_elems:
+            for bucket, elems in enumerate(unit.slice_elems):
+                if self._optimizer.sees_slices:
+                    elems = unit.piece_elems(bucket) or elems
                 states = self._optimizer.states[unit.group]
                 tensors = [nbytes for state in states for nbytes in state.tensor_bytes(elems, unit.master_dtype)]
                 if has_masters:

@@ -18,7 +18,7 @@ from deepspeed_c.zero.leaf import (
 )
 from deepspeed_c.zero.sharded import shape_of, state_of, take_over, whole_of
 from deepspeed_c.zero.stages import STAGES
-from deepspeed_c.zero.unit import ON_DEVICE, Dtypes, Placement, Unit, build_units
+from deepspeed_c.zero.unit import ON_DEVICE, SWAP_ELEMS, Dtypes, Placement, Unit, build_units
 
 __all__ = ["Layout", "bucket_elems", "gather_for_good", "lay_out", "mark_leaves", "persistent_params"]
 
@@ -26,10 +26,6 @@ __all__ = ["Layout", "bucket_elems", "gather_for_good", "lay_out", "mark_leaves"
 # and stages 2 and 3 hold one or two of them beside their shard. Smaller ones than the floor cost more in latency than they hide.
 DEFAULT_BUCKETS = 16
 DEFAULT_BUCKET_FLOOR_ELEMS = 1 << 20
-
-
-# Most elements of a rank's slice of a bucket whose states are swapped: what is read, updated and written at once (16 MiB of fp32).
-SWAP_ELEMS = 4 << 20
 
 
 class DtypePolicy(Protocol):

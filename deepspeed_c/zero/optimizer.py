@@ -10,7 +10,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,8 +21,8 @@ from deepspeed_c.comm.collectives import Collectives, Work
 from deepspeed_c.errors import AioError, LossScaleError, NonFiniteLossError, OffloadError, OptimizerError, StateError
 from deepspeed_c.logging import logger
 from deepspeed_c.ops.muon import Muon
-from deepspeed_c.ops.optim import FusedOptimizer
-from deepspeed_c.ops.q8 import SCALE_SUFFIX
+from deepspeed_c.ops.optim import Call, FusedOptimizer
+from deepspeed_c.ops.q8 import BLOCK_ELEMS, SCALE_SUFFIX, scale_name
 from deepspeed_c.zero.ahead import StepAhead
 from deepspeed_c.zero.bucket import Bucket
 from deepspeed_c.zero.entries import COUNTERS, Entry, point_at_shards, split_entry
@@ -54,7 +54,9 @@ def _alike(a: tuple[Mapping, Mapping], b: tuple[Mapping, Mapping]) -> bool:
 
 
 def _masters(unit: Unit, bucket: int) -> list[Tagged]:
-    return [] if unit.master_is_param else [Tagged(unit.master[bucket], f"masters of {unit.label(bucket)}")]
+    if unit.master_is_param:
+        return []
+    return [Tagged(unit.master[bucket], f"masters of {unit.label(bucket)}", unit.piece_elems(bucket))]
 
 
 def send_masters(units: Iterable[Unit], store: StateStore) -> None:
@@ -144,9 +146,27 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         for entry in self._by_bucket.get((unit, bucket), []):
             for key, value in self.optimizer.state.get(entry.param, {}).items():
                 if torch.is_tensor(value) and value.dim() > 0:
-                    what = unit.label(bucket) if entry.fragment is None else entry.fragment.slot.name
-                    found.append(Tagged(value, f"{key} of {what}"))
+                    found.append(self._tagged(entry, key, value))
         return found
+
+    def _tagged(self, entry: Entry, key: str, value: torch.Tensor) -> Tagged:
+        what = entry.unit.label(entry.bucket) if entry.fragment is None else entry.fragment.slot.name
+        return Tagged(value, f"{key} of {what}", self._piece_of(entry, key))
+
+    def _piece_of(self, entry: Entry, key: str) -> int:
+        elems = entry.unit.piece_elems(entry.bucket)
+        return elems // BLOCK_ELEMS if self.is_quantized and key.endswith(SCALE_SUFFIX) else elems
+
+    def _is_streamed(self, unit: Unit, bucket: int) -> bool:
+        """Whether a step takes a bucket piece by piece, so that all of it is never in memory."""
+        entries = self._by_bucket.get((unit, bucket), [])
+        return (
+            self._is_stored(unit)
+            and unit.piece_elems(bucket) > 0
+            and self.optimizer.is_elementwise
+            and len(entries) == 1
+            and entries[0].fragment is None
+        )
 
     def _make_stored(self, unit: Unit, bucket: int) -> None:
         """Makes the states of a bucket where they do not exist yet: left to the first step, all buckets' would be made at once."""
@@ -156,7 +176,8 @@ class ZeroOptimizer(DeepSpeedOptimizer):
             for name, (dtype, numel) in self.optimizer.layout_of_state(unit.group, entry.param).items():
                 if name not in state:
                     shape = entry.param.shape if numel == entry.param.numel() else torch.Size([numel])
-                    state[name] = self.store.new_zeros(shape, dtype, f"{name} of {unit.label(bucket)}")
+                    what = f"{name} of {unit.label(bucket)}"
+                    state[name] = self.store.new_zeros(shape, dtype, what, self._piece_of(entry, name))
 
     def _point_entries(self, unit: Unit, bucket: int) -> None:
         """The base's parameters look at the masters wherever those are now."""
@@ -192,9 +213,12 @@ class ZeroOptimizer(DeepSpeedOptimizer):
             self._point_entries(*key)
 
     def _visit(self, keys: Sequence[tuple[Unit, int]]) -> Iterator[tuple[Unit, int]]:
-        """Each bucket in turn, resident, with the next one that is stored on its way."""
-        stored = deque(key for key in keys if self._is_stored(key[0]))
+        """Each bucket in turn, resident, with the next one that is stored on its way; but one that is streamed as it is."""
+        stored = deque(key for key in keys if self._is_stored(key[0]) and not self._is_streamed(*key))
         for key in keys:
+            if self._is_streamed(*key):
+                yield key
+                continue
             if stored and stored[0] == key:
                 stored.popleft()
             with self.resident(*key, ahead=stored[0] if stored else None):
@@ -281,6 +305,8 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         """What the update begins with is on its way while the gradients' norm is taken. Where the step is skipped it waits for the next one."""
         if self._reads_ahead:
             for key in itertools.islice((key for key in self._order if self._is_stored(key[0])), 2):
+                if self._is_streamed(*key):
+                    break
                 self.store.prefetch(self._stored(*key))
 
     def _drop_window(self) -> None:
@@ -377,6 +403,8 @@ class ZeroOptimizer(DeepSpeedOptimizer):
             with unit.weights(bucket, reads=bool(skipped), writes=True):
                 if (unit, bucket) in done:
                     self._bring_weights(unit, bucket)
+                elif self._is_streamed(unit, bucket):
+                    self._update_pieces(unit, bucket, entries[0], grad_scale)
                 elif isinstance(base, Muon) and base.param_groups[unit.group].get("use_muon"):
                     self._update_muon(unit, bucket, entries, grad_scale)
                 elif entries:
@@ -385,10 +413,31 @@ class ZeroOptimizer(DeepSpeedOptimizer):
                         base.apply(unit.group, params, grads, copies, grad_scale, ratios[unit, bucket])
                     else:
                         base.step_tensors(unit.group, params, grads, copies, grad_scale)
-                if unit.copies_up and (unit, bucket) not in done:
+                if unit.copies_up and (unit, bucket) not in done and not self._is_streamed(unit, bucket):
                     self._bring_weights(unit, bucket)
             works.append(self._gather(unit, bucket))
         return works
+
+    def _update_pieces(self, unit: Unit, bucket: int, entry: Entry, grad_scale: float) -> None:
+        """A bucket that is streamed, and its weights, within ``unit.weights``."""
+        base, piece = self.optimizer, unit.piece_elems(bucket)
+        names = base.names_of_states(unit.group)
+        keys = [*names, *map(scale_name, names)] if self.is_quantized else names
+        state = base.state[entry.param]
+        stored = _masters(unit, bucket) + [self._tagged(entry, key, state[key]) for key in keys]
+        weights, gradients = unit.param_slice(bucket), self.reducer.results[unit][bucket]
+        with closing(self.store.stream(stored)) as pieces:
+            # Pieces are asked for first: the last ones are written when there are no more.
+            for tensors, begin in zip(pieces, range(0, unit.slice_elems[bucket], piece)):
+                mine = slice(begin, begin + piece)
+                masters, *states = [weights[mine], *tensors] if unit.master_is_param else tensors
+                copies = [] if unit.master_is_param or unit.copies_up else [weights[mine]]
+                slots = [[tensor] for tensor in states]
+                call = Call([masters], [gradients[mine]], slots[: len(names)], copies, slots[len(names) :])
+                is_last = mine.stop >= unit.slice_elems[bucket]
+                base.step_slice(unit.group, entry.param, call, grad_scale, is_last=is_last)
+                if unit.copies_up:
+                    weights[mine].copy_(masters)  # waited for: the buffer is used again
 
     @staticmethod
     def _bring_weights(unit: Unit, bucket: int) -> None:

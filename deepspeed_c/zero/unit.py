@@ -19,10 +19,13 @@ from deepspeed_c.ops import flat
 from deepspeed_c.zero.sharded import shape_of, take_over, whole_of
 from deepspeed_c.zero.store import StateStore, Tagged
 
-__all__ = ["ALIGN_ELEMS", "ON_DEVICE", "Dtypes", "Fragment", "Placement", "Slot", "Unit", "build_units"]
+__all__ = ["ALIGN_ELEMS", "ON_DEVICE", "SWAP_ELEMS", "Dtypes", "Fragment", "Placement", "Slot", "Unit", "build_units"]
 
 # Every parameter and every slice starts on a 64-byte line, whatever the element is (16 f32 or 32 16-bit elements).
 ALIGN_ELEMS = 32
+
+# Most elements of masters and states that are swapped at once: read, updated and written (16 MiB of fp32).
+SWAP_ELEMS = 4 << 20
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -220,6 +223,10 @@ class Unit:
     def bucket_view(self, flat: torch.Tensor, bucket: int) -> torch.Tensor:
         """Bucket of a flat buffer of the whole unit."""
         return flat.narrow(0, self.bucket_begin[bucket], self.bucket_numel(bucket))
+
+    def piece_elems(self, bucket: int) -> int:
+        """How many elements of a bucket's masters and states are moved at once, where they are swapped and a parameter is larger than that; 0: all."""
+        return SWAP_ELEMS if self.placement.swaps_states and self.slice_elems[bucket] > SWAP_ELEMS else 0
 
     def own_slice(self, bucket_buffer: torch.Tensor, bucket: int) -> torch.Tensor:
         """This rank's slice of a buffer that holds one bucket."""
