@@ -348,8 +348,8 @@ static void fail_request(dsc_aio *aio, struct request *request, int32_t err, int
 /* ---- blocks ---- */
 
 /*
- * False when there is no memory for the ring: what needs it then goes through the page cache. Registering the ring with io_uring and backing it by huge
- * pages have both been timed, and did not help: copies of a megabyte hide what they save.
+ * False when there is no memory for the ring: what needs it then goes through the page cache. Registering the ring with io_uring, and sharing the copies
+ * of its blocks out among threads, have both been timed and did not help.
  */
 static bool make_ring(dsc_aio *aio)
 {
