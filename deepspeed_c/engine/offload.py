@@ -128,7 +128,7 @@ class OffloadedStates:
         if device == "none" or not wanted:
             return
         if self._optimizer is not None:
-            self._optimizer.settle()
+            self._optimizer.settle(frees_copies=True)
         found = self._find(wanted)
         if device == "nvme":
             copies: dict[OffloadStateTypeEnum, list[_Copy]] = self._write(found)

@@ -127,6 +127,10 @@ class StepAhead:
         self._base.take_back_step()
         self._is_open = False
 
+    def free_copies(self) -> None:
+        """Gives their memory up until they are needed again; for between two steps."""
+        self._before.clear()
+
     def close(self) -> None:
         self.take_back()
         if self._thread is not None:

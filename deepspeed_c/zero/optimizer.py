@@ -166,6 +166,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
             and self.optimizer.is_elementwise
             and len(entries) == 1
             and entries[0].fragment is None
+            and not (unit.master_is_param and not self.optimizer.names_of_states(unit.group))  # nothing is away
         )
 
     def _make_stored(self, unit: Unit, bucket: int) -> None:
@@ -700,10 +701,12 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         if unit.is_sharded:
             self.fetcher.weights_changed(self.fetcher.group_at(unit, bucket))
 
-    def settle(self) -> None:
+    def settle(self, *, frees_copies: bool = False) -> None:
         """Masters and states are those of the last step, also between a backward pass and the next one, when they may have been updated ahead."""
         if self._ahead is not None:
             self._ahead.take_back()
+            if frees_copies:
+                self._ahead.free_copies()
 
     def refresh_fp32_params(self) -> None:
         """Takes the masters anew from the weights (after ``load_state_dict`` on the module)."""

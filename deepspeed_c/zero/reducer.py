@@ -420,6 +420,7 @@ class GradientReducer:
 
     def close(self) -> None:
         """Removes the hooks and frees the buffers."""
+        self.on_change()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
