@@ -31,7 +31,7 @@ OPS = {
     "sgd": {"FusedSGD"},
     "flat": {"Norm", "cast", "clip_", "norm", "reduce_", "scale_", "zero_"},
     "q8": {"BLOCK_ELEMS", "dequantize", "n_scales", "quantize_", "scale_name"},
-    "optim": {"BIAS_CORRECTION", "MAXIMIZE", "NESTEROV", "FusedOptimizer", "NormedOptimizer"},
+    "optim": {"BIAS_CORRECTION", "MAXIMIZE", "NESTEROV", "Call", "FusedOptimizer", "NormedOptimizer"},
 }
 
 
