@@ -316,38 +316,38 @@ def test_consolidated_state_dicts():
     assert on_ranks(2, consolidate)[0] == (False, ["lm_head.weight"])
 
 
-def one_process(rank, world):
+def one_process(rank, world, folder):
     """A script that no launcher started: neither RANK nor a process group."""
     torch.distributed.destroy_process_group()
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     from tests.hf.stack import ds_config, make_trainer
 
-    trainer = make_trainer(None, ds_config(2), max_steps=1)
+    trainer = make_trainer(folder, ds_config(2), max_steps=1)
     trainer.train()
     return trainer.state.global_step, torch.distributed.get_world_size()
 
 
-def test_a_script_without_a_launcher_is_one_process():
-    assert run_ranks(1, one_process, fresh=True, preload="tests.hf.preload") == [(1, 1)]
+def test_a_script_without_a_launcher_is_one_process(tmp_path):
+    assert run_ranks(1, one_process, tmp_path, fresh=True, preload="tests.hf.preload") == [(1, 1)]
 
 
-def disagree(rank, world):
+def disagree(rank, world, folder):
     from tests.hf.stack import ds_config, make_trainer
 
     config = ds_config(2, gradient_clipping=2.0, gradient_accumulation_steps=7)
     with pytest.raises(ValueError) as caught:
-        make_trainer(None, config).train()
+        make_trainer(folder, config).train()
     return str(caught.value)
 
 
-def test_all_mismatches_of_arguments_and_configuration_are_listed():
-    text = on_ranks(1, disagree)[0]
+def test_all_mismatches_of_arguments_and_configuration_are_listed(tmp_path):
+    text = on_ranks(1, disagree, tmp_path)[0]
     assert "gradient_accumulation_steps=7 vs hf gradient_accumulation_steps=2" in text
     assert "gradient_clipping=2.0 vs hf max_grad_norm=0.5" in text
 
 
-def ask_for_parallelism(rank, world):
+def ask_for_parallelism(rank, world, folder):
     """What transformers and accelerate ask for when somebody wants tensor or sequence parallelism."""
     import deepspeed
     from accelerate import Accelerator, DeepSpeedPlugin, PartialState
@@ -357,7 +357,7 @@ def ask_for_parallelism(rank, world):
 
     said = {}
     with pytest.raises(deepspeed_c.FeatureError) as caught:
-        make_trainer(None, ds_config(2, tensor_parallel={"autotp_size": 2})).train()
+        make_trainer(folder, ds_config(2, tensor_parallel={"autotp_size": 2})).train()
     said["the Trainer, tensor parallel"] = str(caught.value)
     with pytest.raises(deepspeed_c.UnsupportedConfigError) as caught:
         deepspeed.initialize(model=torch.nn.Linear(2, 2), config={**WRITTEN, "tensor_parallel": {"autotp_size": 2}})
@@ -383,8 +383,8 @@ def ask_for_parallelism(rank, world):
     return said
 
 
-def test_parallelism_that_comes_later_says_so():
-    said = on_ranks(2, ask_for_parallelism)[0]
+def test_parallelism_that_comes_later_says_so(tmp_path):
+    said = on_ranks(2, ask_for_parallelism, tmp_path)[0]
     print(said)
     for case, text in said.items():
         assert f"{case.split(', ')[1]}ism" in text and "Fix: " in text, text
