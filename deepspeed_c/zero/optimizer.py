@@ -446,7 +446,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         if unit.master_is_param:
             return
         if unit.copies_up:
-            # What is not in pinned memory is staged before the call returns; a pinned master is not written to before the next step.
+            # What is not in pinned memory is staged before the call returns; a pinned master is not written to before gradients of the new weights have come.
             unit.param_slice(bucket).copy_(unit.master[bucket], non_blocking=unit.placement.states)
         elif unit.slice_elems[bucket]:
             torch.ops.deepspeed_c.flat_cast_(unit.master[bucket], unit.param_slice(bucket))
