@@ -54,7 +54,7 @@ class SwapSettings(NamedTuple):
 
 
 class _Extent:
-    """A tensor's place in the file. ``buffer`` holds it while it is here, or on its way in or out."""
+    """A tensor's place in the file. ``buffer`` holds it while it is here."""
 
     __slots__ = ("buffer", "crcs", "dtype", "is_away", "n_bytes", "name", "offset", "piece_bytes", "read", "shape")
 
@@ -65,7 +65,7 @@ class _Extent:
         self.piece_bytes = tagged.piece_elems * tensor.element_size() or n_bytes
         self.crcs: dict[int, int] = {}  # of pieces, by their first byte
         self.buffer: torch.Tensor | None = None
-        self.read: int | None = None  # request
+        self.read: _Read | None = None  # all of it, on its way in
         self.is_away = False
 
     @property
@@ -89,12 +89,12 @@ class _Write(NamedTuple):
 
 @dataclass
 class _Read:
-    """A piece on its way in; ``request`` is None when it has been waited for."""
+    """Bytes of an extent on their way in; ``request`` is None when they have been waited for, and ``buffer`` when that failed."""
 
     extent: _Extent
     at: int  # first byte within the extent
     n_bytes: int
-    buffer: torch.Tensor
+    buffer: torch.Tensor | None
     request: int | None
 
 
@@ -212,10 +212,11 @@ class Swapper:
         tensor.data = self._stand_in(dtype, shape)
         extent = self._extent_of(Tagged(tensor, name, piece_elems))
         extent.is_away = True
+        self._settle(extent)
         for at, n_bytes in extent.pieces():
             buffer = self._take_buffer(n_bytes)
             flat.zero_([buffer])
-            self._write_piece(extent, at, n_bytes, buffer)
+            self._start_write(extent, at, n_bytes, buffer, buffer)
             self._group += 1
             self._limit_writes()
         return tensor
@@ -244,17 +245,6 @@ class Swapper:
 
     # -- in ---------------------------------------------------------------------------------------------------------
 
-    def _drop_read(self, extent: _Extent) -> None:
-        """Gives up a read ahead."""
-        if extent.read is not None:
-            try:
-                self._finish_read(extent)
-            except (AioError, OffloadError) as error:
-                logger.warning("a read ahead that is of no use any more failed: %s", error)
-            else:
-                self._give_buffer(extent.buffer)
-                extent.buffer = None
-
     def prefetch(self, tensors: Iterable[Tagged]) -> None:
         """Starts to read what is away of ``tensors``."""
         for tagged in tensors:
@@ -262,12 +252,7 @@ class Swapper:
             if extent is None or not extent.is_away or extent.read is not None:
                 continue
             self._settle(extent)
-            buffer = self._take_buffer(extent.n_bytes)
-            with as_aio_error():
-                extent.read = self._engine.submit_read(
-                    self._file, extent.offset, buffer.data_ptr(), extent.n_bytes, buffer
-                )
-            extent.buffer = buffer
+            extent.read = self._start_read(extent, 0, extent.n_bytes)
 
     def bring(self, tensors: Sequence[Tagged], *, reads: bool = True) -> None:
         """Attaches ``tensors``: on return they hold what they held when they were sent away; anything, without ``reads``."""
@@ -294,15 +279,36 @@ class Swapper:
                 extent.is_away = False
 
     def _finish_read(self, extent: _Extent) -> None:
-        request, extent.read = extent.read, None
+        read, extent.read = extent.read, None
+        self._wait_for(read)
+        extent.buffer = read.buffer
+
+    def _start_read(self, extent: _Extent, at: int, n_bytes: int) -> _Read:
+        buffer = self._take_buffer(n_bytes)
+        with as_aio_error():
+            request = self._engine.submit_read(self._file, extent.offset + at, buffer.data_ptr(), n_bytes, buffer)
+        return _Read(extent, at, n_bytes, buffer, request)
+
+    def _wait_for(self, read: _Read) -> None:
+        if read.request is None:
+            return
+        request, read.request = read.request, None
         try:
             with as_aio_error():
                 n_done = self._engine.wait(request)
-            self._check(extent, 0, extent.n_bytes, n_done, extent.buffer)
+            self._check(read.extent, read.at, read.n_bytes, n_done, read.buffer)
         except (AioError, OffloadError):
-            self._give_buffer(extent.buffer)
-            extent.buffer = None
+            self._give_buffer(read.buffer)
+            read.buffer = None
             raise
+
+    def _give_up(self, read: _Read) -> None:
+        """Of a read ahead that is of no use any more: its buffer is free when nothing comes in any more."""
+        try:
+            self._wait_for(read)
+        except (AioError, OffloadError) as error:
+            logger.warning("a read ahead that is of no use any more failed: %s", error)
+        self._give_buffer(read.buffer)
 
     def _check(self, extent: _Extent, begin: int, n_bytes: int, n_done: int, buffer: torch.Tensor) -> None:
         """Raises OffloadError where ``buffer`` does not hold the bytes of an extent from ``begin`` on (whole pieces) that were written."""
@@ -335,7 +341,9 @@ class Swapper:
         self.send(tensors)  # what a write that failed has left in memory
         extents = [self._extents[id(tagged.tensor)] for tagged in tensors]
         for extent in extents:
-            self._drop_read(extent)
+            if extent.read is not None:
+                self._give_up(extent.read)
+                extent.read = None
             self._settle(extent)
         n_pieces = extents[0].n_pieces
         to_read = [extent.pieces() for extent in extents]
@@ -344,42 +352,18 @@ class Swapper:
         try:
             for index in range(n_pieces):
                 while n_asked < min(index + 1 + self.settings.pipeline_read, n_pieces):
-                    reads.append([self._read_piece(extent, *next(pieces)) for extent, pieces in zip(extents, to_read)])
+                    reads.append([self._start_read(extent, *next(pieces)) for extent, pieces in zip(extents, to_read)])
                     n_asked += 1
                 for read in reads[0]:
-                    self._finish_piece(read)
+                    self._wait_for(read)
                 yield [read.buffer.narrow(0, 0, read.n_bytes).view(read.extent.dtype) for read in reads[0]]
                 self._group += 1
                 for read in reads.popleft():
-                    self._write_piece(read.extent, read.at, read.n_bytes, read.buffer)
+                    self._start_write(read.extent, read.at, read.n_bytes, read.buffer, read.buffer)
                 self._limit_writes()
         finally:
             for read in (read for group in reads for read in group):
-                try:
-                    self._finish_piece(read)
-                except (AioError, OffloadError) as error:
-                    logger.warning("a read ahead that is of no use any more failed: %s", error)
-                self._give_buffer(read.buffer)
-
-    def _read_piece(self, extent: _Extent, at: int, n_bytes: int) -> _Read:
-        buffer = self._take_buffer(n_bytes)
-        with as_aio_error():
-            request = self._engine.submit_read(self._file, extent.offset + at, buffer.data_ptr(), n_bytes, buffer)
-        return _Read(extent, at, n_bytes, buffer, request)
-
-    def _finish_piece(self, read: _Read) -> None:
-        request, read.request = read.request, None
-        if request is not None:
-            with as_aio_error():
-                n_done = self._engine.wait(request)
-            self._check(read.extent, read.at, read.n_bytes, n_done, read.buffer)
-
-    def _write_piece(self, extent: _Extent, at: int, n_bytes: int, buffer: torch.Tensor) -> None:
-        if self.settings.checksum:
-            extent.crcs[at] = _crc(buffer, 0, n_bytes)
-        with as_aio_error():
-            request = self._engine.submit_write(self._file, extent.offset + at, buffer.data_ptr(), n_bytes, buffer)
-        self._writes.append(_Write(request, extent, None, buffer, buffer, self._group))
+                self._give_up(read)
 
     # -- out --------------------------------------------------------------------------------------------------------
 
@@ -398,17 +382,29 @@ class Swapper:
                 self._give_buffer(buffer)  # somebody gave the tensor other memory
                 buffer = None
             self._settle(extent)
-            data = data.contiguous()
-            if self.settings.checksum:
-                extent.crcs = {at: _crc(data, at, n) for at, n in extent.pieces()}
-            with as_aio_error():
-                request = self._engine.submit_write(
-                    self._file, extent.offset, data.data_ptr(), extent.n_bytes, data if buffer is None else buffer
-                )
-            self._writes.append(_Write(request, extent, weakref.ref(tensor), data, buffer, self._group))
+            self._start_write(extent, 0, extent.n_bytes, data.contiguous(), buffer, tensor)
             tensor.data = self._stand_in(extent.dtype, extent.shape)
             extent.buffer, extent.is_away = None, True
         self._limit_writes()
+
+    def _start_write(
+        self,
+        extent: _Extent,
+        at: int,
+        n_bytes: int,
+        data: torch.Tensor,
+        buffer: torch.Tensor | None,
+        tensor: torch.Tensor | None = None,
+    ) -> None:
+        """Of an extent's bytes from ``at`` on, whole pieces, which are those of ``data``; ``tensor`` where they are all of it."""
+        if self.settings.checksum:
+            extent.crcs |= {first: _crc(data, first - at, n) for first, n in extent.pieces(at, n_bytes)}
+        with as_aio_error():
+            request = self._engine.submit_write(
+                self._file, extent.offset + at, data.data_ptr(), n_bytes, data if buffer is None else buffer
+            )
+        whole = None if tensor is None else weakref.ref(tensor)
+        self._writes.append(_Write(request, extent, whole, data, buffer, self._group))
 
     def _limit_writes(self) -> None:
         while self._writes and self._group - self._writes[0].group >= self._max_groups_out:

@@ -31,7 +31,7 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 class StepAhead:
-    """Updates buckets on a thread of its own, between ``begin`` ... and ``keep`` or ``take_back``.
+    """Updates buckets on a thread of its own, from the first ``submit`` of a step to its ``keep`` or to ``take_back``.
 
     Args:
         base: an optimizer that updates any piece by itself; ``begin_step`` and ``take_back_step`` count its steps.
@@ -100,10 +100,7 @@ class StepAhead:
     def keep(self, grad_scale: float) -> set[Key]:
         """The step is to be as it was assumed to be, if with this factor and the same settings. Returns the buckets that have been updated: the others'
         parameters are still open in the base. An empty set where nothing has been, or all had to be taken back."""
-        if not self._is_open or self._terms != self._terms_now(grad_scale):
-            self.take_back()
-            return set()
-        begun = self._settle()
+        begun = self._settle() if self._is_open and self._terms == self._terms_now(grad_scale) else set()
         if not begun or any(self._jobs[key].exception() is not None for key in begun):
             self.take_back()
             return set()
@@ -136,4 +133,4 @@ class StepAhead:
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None
-        self._before.clear()
+        self.free_copies()

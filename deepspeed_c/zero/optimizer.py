@@ -406,18 +406,31 @@ class ZeroOptimizer(DeepSpeedOptimizer):
                     self._bring_weights(unit, bucket)
                 elif self._is_streamed(unit, bucket):
                     self._update_pieces(unit, bucket, entries[0], grad_scale)
-                elif isinstance(base, Muon) and base.param_groups[unit.group].get("use_muon"):
-                    self._update_muon(unit, bucket, entries, grad_scale)
-                elif entries:
-                    params, grads, copies = self._tensors(entries)
-                    if ratios is not None:
-                        base.apply(unit.group, params, grads, copies, grad_scale, ratios[unit, bucket])
-                    else:
-                        base.step_tensors(unit.group, params, grads, copies, grad_scale)
-                if unit.copies_up and (unit, bucket) not in done and not self._is_streamed(unit, bucket):
-                    self._bring_weights(unit, bucket)
+                else:
+                    self._update_bucket(unit, bucket, entries, grad_scale, ratios)
             works.append(self._gather(unit, bucket))
         return works
+
+    def _update_bucket(
+        self,
+        unit: Unit,
+        bucket: int,
+        entries: list[Entry],
+        grad_scale: float,
+        ratios: Mapping[tuple[Unit, int], torch.Tensor] | None,
+    ) -> None:
+        """A bucket that is resident, and its weights, within ``unit.weights``."""
+        base = self.optimizer
+        if isinstance(base, Muon) and base.param_groups[unit.group].get("use_muon"):
+            self._update_muon(unit, bucket, entries, grad_scale)
+        elif entries:
+            params, grads, copies = self._tensors(entries)
+            if ratios is not None:
+                base.apply(unit.group, params, grads, copies, grad_scale, ratios[unit, bucket])
+            else:
+                base.step_tensors(unit.group, params, grads, copies, grad_scale)
+        if unit.copies_up:
+            self._bring_weights(unit, bucket)
 
     def _update_pieces(self, unit: Unit, bucket: int, entry: Entry, grad_scale: float) -> None:
         """A bucket that is streamed, and its weights, within ``unit.weights``."""
