@@ -495,10 +495,9 @@ static void retry(dsc_aio *aio, struct block *block, int32_t err)
     aio->ready[aio->n_ready++] = &block->op;
 }
 
-static bool is_passing(int64_t res, const struct request *request)
+static bool is_passing(int64_t res)
 {
-    /* io_uring gives ECANCELED to requests whose submitting thread has ended. */
-    return res == -EINTR || res == -EAGAIN || res == -EBUSY || (res == -ECANCELED && !request->is_cancelled);
+    return res == -EINTR || res == -EAGAIN || res == -EBUSY;
 }
 
 /* Takes the result of a transfer: the block is finished, or ready again for its rest. */
@@ -509,7 +508,7 @@ static void take(dsc_aio *aio, struct block *block)
     const int64_t skip = block->position - op->offset;
     int64_t n_got;
 
-    if (is_passing(op->res, request) && !(request->err != 0 || request->is_cancelled)) {
+    if (is_passing(op->res) && !(request->err != 0 || request->is_cancelled)) {
         retry(aio, block, (int32_t)-op->res);
         return;
     }
@@ -589,7 +588,7 @@ static void send(dsc_aio *aio)
         }
         drop_ready(aio, 1);
         first->op.res = n;
-        if (is_passing(n, first->request)) { /* has been tried for long enough */
+        if (is_passing(n)) { /* has been tried for long enough */
             fail_request(aio, first->request, (int32_t)-n, first->position);
             finish(aio, first);
         } else {

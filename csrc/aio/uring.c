@@ -1,8 +1,21 @@
-/* io_uring by its system calls: a ring of transfers that the kernel reads, and a ring of results that it writes. */
+/*
+ * io_uring by its system calls: a ring of transfers that the kernel reads, and a ring of results that it writes.
+ *
+ * [Note: Transfers that are left lying]
+ *
+ * What the kernel cannot do at once, it queues for worker threads of its own, and the queue is woken when something is added to it. On Linux 6.18 a write has been
+ * left in that queue for good: the process waited for more than an hour, every worker slept, and nothing was wrong with the file. So a wait in which nothing ends
+ * for STALL_SECONDS asks the kernel to cancel. That takes transfers out of the queue, and this thread makes them itself. It does nothing to those that
+ * are with the disk, and those in the hands of a worker go on, or end with EINTR on file systems that can be interrupted, and are then made here too: a
+ * transfer is interrupted once at most, however slow its file system is.
+ *
+ * Kernels that cannot wait with a timeout (before 5.11) or cancel everything (before 5.19) wait for as long as it takes.
+ */
 #include "aio/backend.h"
 
 #if DSC_AIO_HAS_URING
 
+#include "aio/transfer.h"
 #include "base/fail.h"
 
 #include <errno.h>
@@ -11,6 +24,8 @@
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+
+#define STALL_SECONDS 2 /* long for a transfer, and short for someone who looks at a run that stands still */
 
 /* A region shared with the kernel. */
 struct mapping {
@@ -33,13 +48,33 @@ struct state {
     uint32_t sq_mask;
     uint32_t cq_mask;
     uint32_t n_sqes;
+    bool has_timeout; /* of waits */
 };
 
-static int enter(const struct state *state, uint32_t n_submit, uint32_t n_wait)
+/* How many entries the kernel took, or -errno. */
+static int enter(const struct state *state, uint32_t n_submit)
 {
-    long n = syscall(SYS_io_uring_enter, state->fd, n_submit, n_wait, n_wait > 0 ? IORING_ENTER_GETEVENTS : 0, NULL, (size_t)0);
+    long n = syscall(SYS_io_uring_enter, state->fd, n_submit, 0, 0, NULL, (size_t)0);
 
     return n < 0 ? -errno : (int)n;
+}
+
+/* 0 when there is a result, -ETIME after STALL_SECONDS without one, or another -errno. */
+static int wait_for_result(const struct state *state)
+{
+    long n;
+
+#ifdef IORING_ENTER_EXT_ARG
+    if (state->has_timeout) {
+        const long long limit[2] = {STALL_SECONDS, 0}; /* struct __kernel_timespec */
+        struct io_uring_getevents_arg arg = {.ts = (uintptr_t)limit};
+
+        n = syscall(SYS_io_uring_enter, state->fd, 0, 1, IORING_ENTER_GETEVENTS | IORING_ENTER_EXT_ARG, &arg, sizeof arg);
+        return n < 0 ? -errno : 0;
+    }
+#endif
+    n = syscall(SYS_io_uring_enter, state->fd, 0, 1, IORING_ENTER_GETEVENTS, NULL, (size_t)0);
+    return n < 0 ? -errno : 0;
 }
 
 static bool map(const struct state *state, struct mapping *mapping, size_t n_bytes, off_t what)
@@ -112,6 +147,9 @@ static dsc_status set_up(struct state *state, const struct dsc_aio_config *confi
     state->cq_head = (uint32_t *)(state->cq_ring.at + params.cq_off.head);
     state->cq_tail = (uint32_t *)(state->cq_ring.at + params.cq_off.tail);
     state->cq_mask = *(uint32_t *)(state->cq_ring.at + params.cq_off.ring_mask);
+#ifdef IORING_ENTER_EXT_ARG
+    state->has_timeout = (params.features & IORING_FEAT_EXT_ARG) != 0;
+#endif
     state->n_sqes = params.sq_entries; /* at least queue_depth; there are twice as many results, so they cannot overflow */
     return DSC_OK;
 }
@@ -144,47 +182,90 @@ static void fill(struct io_uring_sqe *sqe, struct dsc_aio_op *op)
     sqe->user_data = (uintptr_t)op;
 }
 
-static int64_t uring_submit(void *opaque, struct dsc_aio_op *const *ops, int64_t n_ops)
+/* The i-th free entry of the ring of transfers, which is empty between calls. */
+static struct io_uring_sqe *free_entry(struct state *state, uint32_t i)
 {
-    struct state *state = opaque;
-    const uint32_t tail = *state->sq_tail;
-    const uint32_t n = n_ops < (int64_t)state->n_sqes ? (uint32_t)n_ops : state->n_sqes;
+    uint32_t at = (*state->sq_tail + i) & state->sq_mask;
+
+    state->sq_array[at] = at;
+    return &state->sqes[at];
+}
+
+/* Hands the first n free entries to the kernel. How many it took, or -errno. */
+static int hand_over(struct state *state, uint32_t n)
+{
     int taken;
 
-    for (uint32_t i = 0; i < n; i++) {
-        uint32_t at = (tail + i) & state->sq_mask;
-
-        fill(&state->sqes[at], ops[i]);
-        state->sq_array[at] = at;
-    }
-    __atomic_store_n(state->sq_tail, tail + n, __ATOMIC_RELEASE);
-    taken = enter(state, n, 0);
+    __atomic_store_n(state->sq_tail, *state->sq_tail + n, __ATOMIC_RELEASE);
+    taken = enter(state, n);
     /* What was not taken comes again, perhaps behind others: the ring is left empty. The kernel reads it inside enter only. */
     __atomic_store_n(state->sq_tail, __atomic_load_n(state->sq_head, __ATOMIC_ACQUIRE), __ATOMIC_RELEASE);
     return taken;
 }
 
+static int64_t uring_submit(void *opaque, struct dsc_aio_op *const *ops, int64_t n_ops)
+{
+    struct state *state = opaque;
+    const uint32_t n = n_ops < (int64_t)state->n_sqes ? (uint32_t)n_ops : state->n_sqes;
+
+    for (uint32_t i = 0; i < n; i++)
+        fill(free_entry(state, i), ops[i]);
+    return hand_over(state, n);
+}
+
+/* [Note: Transfers that are left lying]. Its own result has no transfer; kernels that do not know it say so there. */
+static void cancel_all(struct state *state)
+{
+#ifdef IORING_ASYNC_CANCEL_ANY
+    struct io_uring_sqe *sqe = free_entry(state, 0);
+
+    memset(sqe, 0, sizeof *sqe);
+    sqe->opcode = IORING_OP_ASYNC_CANCEL;
+    sqe->fd = -1;
+    sqe->cancel_flags = IORING_ASYNC_CANCEL_ANY | IORING_ASYNC_CANCEL_ALL;
+    (void)hand_over(state, 1); /* refused: the next wait tries again */
+#else
+    (void)state;
+#endif
+}
+
+/* The results that are there, of up to capacity transfers. */
+static int64_t take_results(struct state *state, struct dsc_aio_op **out_ops, int64_t capacity)
+{
+    const uint32_t tail = __atomic_load_n(state->cq_tail, __ATOMIC_ACQUIRE);
+    uint32_t head = *state->cq_head;
+    int64_t n = 0;
+
+    for (; n < capacity && head != tail; head++) {
+        const struct io_uring_cqe *cqe = &state->cqes[head & state->cq_mask];
+        struct dsc_aio_op *op = (struct dsc_aio_op *)(uintptr_t)cqe->user_data;
+
+        if (op == NULL) /* of cancel_all */
+            continue;
+        op->res = cqe->res;
+        out_ops[n++] = op;
+    }
+    __atomic_store_n(state->cq_head, head, __ATOMIC_RELEASE);
+    return n;
+}
+
 static int64_t uring_reap(void *opaque, struct dsc_aio_op **out_ops, int64_t capacity, bool wait)
 {
     struct state *state = opaque;
-    uint32_t head = *state->cq_head;
-    uint32_t tail = __atomic_load_n(state->cq_tail, __ATOMIC_ACQUIRE);
-    int64_t n = 0;
+    int64_t n = take_results(state, out_ops, capacity);
 
-    while (wait && head == tail) {
-        int err = enter(state, 0, 1);
+    while (wait && n == 0) {
+        int err = wait_for_result(state);
 
-        if (err < 0 && err != -EINTR && err != -EAGAIN && err != -EBUSY)
+        if (err == -ETIME)
+            cancel_all(state);
+        else if (err < 0 && err != -EINTR && err != -EAGAIN && err != -EBUSY)
             return err;
-        tail = __atomic_load_n(state->cq_tail, __ATOMIC_ACQUIRE);
+        n = take_results(state, out_ops, capacity);
     }
-    for (; n < capacity && head != tail; n++, head++) {
-        const struct io_uring_cqe *cqe = &state->cqes[head & state->cq_mask];
-
-        out_ops[n] = (struct dsc_aio_op *)(uintptr_t)cqe->user_data;
-        out_ops[n]->res = cqe->res;
-    }
-    __atomic_store_n(state->cq_head, head, __ATOMIC_RELEASE);
+    for (int64_t i = 0; i < n; i++)
+        if (out_ops[i]->res == -ECANCELED || out_ops[i]->res == -EINTR) /* by cancel_all, or because the thread that submitted them has ended */
+            dsc_aio_transfer(out_ops[i]);
     return n;
 }
 
