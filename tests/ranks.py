@@ -26,6 +26,7 @@ import gc
 import importlib
 import importlib.util
 import inspect
+import itertools
 import os
 import pickle
 import random
@@ -305,11 +306,22 @@ _zygotes: dict[str, _Zygote] = {}  # by what was preloaded
 atexit.register(stop_ranks)
 
 
+# Below the ports that Linux gives to whoever connects: of those, any may be taken between the question and its use.
+FIRST_PORT, LAST_PORT = 10000, 29000
+_ports = itertools.count(random.SystemRandom().randrange(LAST_PORT - FIRST_PORT))
+
+
 def free_port() -> int:
-    """A port for bodies that initialise by environment; the group itself meets through a file and needs none."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port that nobody uses, nor will before the caller does: each worker of pytest-xdist has ports of its own.
+
+    For bodies that initialise by environment, and programs; a group of ranks itself meets through a file and needs none.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 8
+    while True:
+        port = FIRST_PORT + (8 * next(_ports) + worker) % (LAST_PORT - FIRST_PORT)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 # ---- in the zygote -------------------------------------------------------------------------------------------------

@@ -17,16 +17,10 @@ import torch.distributed as dist
 from deepspeed_c import comm
 from deepspeed_c.comm import groups
 from deepspeed_c.errors import CommError, ConfigError
-from tests.ranks import RanksFailed
+from tests.ranks import RanksFailed, free_port
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI_", "MPI_", "SLURM_", "MV2_", "TORCHELASTIC")
 LONG = timedelta(seconds=60)  # on a busy machine ranks come late; nobody waits this long when all is well
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def bare(**environ):
@@ -193,10 +187,10 @@ def test_rank_0_dying_while_the_ranks_gather(run_ranks):
     assert [outcome.kind for outcome in failed.value.outcomes] == ["died", "returned"], str(failed.value)
 
 
-def twice_body(rank, world, port):
+def twice_body(rank, world, port, meeting_port):
     claimed = min(rank, 1)
     bare(**torchrun(claimed, 2, port))
-    meeting = dist.TCPStore("127.0.0.1", port + 1, is_master=rank == 0, timeout=LONG, wait_for_workers=False)
+    meeting = dist.TCPStore("127.0.0.1", meeting_port, is_master=rank == 0, timeout=LONG, wait_for_workers=False)
     if rank == 2:
         meeting.wait(["formed"], LONG)
         with pytest.raises(CommError, match="two processes say that they are rank 1"):
@@ -210,13 +204,7 @@ def twice_body(rank, world, port):
 
 
 def test_a_rank_claimed_twice(run_ranks):
-    port = next(p for p in iter(free_port, None) if _is_free(p + 1))
-    run_ranks(3, twice_body, port, fresh=True)
-
-
-def _is_free(port):
-    with socket.socket() as s:
-        return port < 65536 and s.connect_ex(("127.0.0.1", port)) != 0
+    run_ranks(3, twice_body, free_port(), free_port(), fresh=True)
 
 
 def taken_body(rank, world, port):

@@ -9,7 +9,6 @@ import gc
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -26,7 +25,7 @@ from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.verdict import EXIT_CODE
 from deepspeed_c.comm.watchdog import _own_store, watch
 from deepspeed_c.errors import CommError, ConfigError
-from tests.ranks import RanksFailed
+from tests.ranks import RanksFailed, free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT_S = 1.0
@@ -463,9 +462,7 @@ def write_script(tmp_path, body, timeout_s=TIMEOUT_S):
 def run_pair(tmp_path, body, timeout_s=TIMEOUT_S):
     """Two processes without a launcher, so that nobody ends one of them for the other: (exit code, standard error) of each."""
     script = write_script(tmp_path, body, timeout_s)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     env = {
         **os.environ,
         "WORLD_SIZE": "2",

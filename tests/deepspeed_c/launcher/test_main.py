@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_c.launcher.main import _COMMANDS, main
+from tests.ranks import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT_SECONDS = 60
@@ -221,9 +222,7 @@ def test_one_process_without_accelerators_and_omp_of_the_user(script):
 def test_module_slots_and_port(script, tmp_path):
     script("", "pkg.py")
     script(SHOW, "mod.py")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     ranks = shown("--include", "localhost:0,2", "--master_port", port, "--module", "mod", "x", cwd=tmp_path)
     assert [r["args"] for r in ranks] == [["--local_rank=0", "x"], ["--local_rank=1", "x"]]
     assert {r["MASTER_PORT"] for r in ranks} == {str(port)}

@@ -7,7 +7,6 @@ import copy
 import io
 import os
 import pickle
-import socket
 import subprocess
 import sys
 import textwrap
@@ -25,7 +24,7 @@ from deepspeed_c.zero.partition_parameters import ZeroParamStatus
 from deepspeed_c.zero.sharded import state_of
 from tests.deepspeed_c.zero.test_oracle import make_config
 from tests.deepspeed_c.zero.traits import TRAITS, batch
-from tests.ranks import run_ranks
+from tests.ranks import free_port, run_ranks
 
 WORLDS = [1, 2, 3]
 
@@ -662,12 +661,6 @@ SCRIPT = """
 """
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def _start(rank: int | None, world: int, port: int) -> subprocess.Popen:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {key: value for key, value in os.environ.items() if key not in names}
@@ -680,8 +673,8 @@ def _start(rank: int | None, world: int, port: int) -> subprocess.Popen:
 
 def test_starts_torch_distributed_itself() -> None:
     """With the environment of two ranks, and with none at all: one process, and a warning that nothing is saved."""
-    port = _free_port()
-    started = [_start(None, 1, _free_port()), *(_start(rank, 2, port) for rank in range(2))]
+    port = free_port()
+    started = [_start(None, 1, free_port()), *(_start(rank, 2, port) for rank in range(2))]
     outputs = []
     for process in started:
         try:

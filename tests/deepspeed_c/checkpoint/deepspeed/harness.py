@@ -6,12 +6,13 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from tests.ranks import free_port
 
 PEER = Path(__file__).with_name("peer.py")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -54,9 +55,7 @@ def run_peers(
 ) -> list[dict[str, Any]]:
     """Runs peer.py on ``world_size`` ranks, one spec after the other, and returns the reports of rank 0. Kills what is left of them."""
     folder.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     specs = [{"optimizer": "adamw", "report": str(folder / f"report_{i}.pt"), **spec} for i, spec in enumerate(specs)]
     path = folder / "specs.json"
     path.write_text(json.dumps([{"states": STATES.get(spec["optimizer"], STATES["adamw"]), **spec} for spec in specs]))
