@@ -74,6 +74,8 @@ class Checkpoints:
         tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
         contents, error = None, None
         try:
+            if engine._optimizer is not None:
+                engine._optimizer.keep_edits()
             contents = self._contents(dict(client_state), exclude_frozen)
         except DeepSpeedCError as raised:
             error = raised
@@ -381,6 +383,8 @@ class Checkpoints:
             if options.optimizer:
                 engine._dormant = plan.dormant
             self._tell(source, plan.missing, plan.unexpected, plan.fresh)
+            if engine._optimizer is not None:
+                engine._optimizer.note_weights()
         if engine._fetcher is not None:
             engine._fetcher.weights_changed()
         self._has_mixed_states &= not reads_states

@@ -57,6 +57,10 @@ class StepAhead:
         self.is_promising = True
         """Whether the last step would have kept an update ahead: where steps are clipped one after the other, none is begun in vain."""
 
+    @property
+    def has_begun(self) -> bool:
+        return self._is_open
+
     def _terms_now(self, grad_scale: float) -> tuple[float, Any]:
         """What an update depends on besides gradients and states."""
         groups = self._base.param_groups

@@ -267,6 +267,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
                 where="engine.step",
                 fix="load a checkpoint; masters and moments of some buckets have been updated and others not",
             )
+        self.keep_edits()
         self._read_first()
         facts = self.complete_gradients()
         post = self.gradient_factor
@@ -344,6 +345,8 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         if (unit, bucket.index) not in self._by_bucket:  # nothing but padding lies here
             return
         if not unit.master_is_param and unit.master[bucket.index].device.type == "cpu":
+            if not self._ahead.has_begun:
+                self.keep_edits()
             self._ahead.submit(unit, bucket.index, self.gradient_factor)
 
     def _update_masters(self, unit: Unit, bucket: int, grad_scale: float) -> None:
@@ -720,6 +723,20 @@ class ZeroOptimizer(DeepSpeedOptimizer):
             self._ahead.take_back()
             if frees_copies:
                 self._ahead.free_copies()
+
+    def keep_edits(self, slots: Sequence[Slot] | None = None) -> None:
+        """Masters take over what somebody has written in place to whole weights of which they are copies (``slots``: only of these), as AdaLoRA's masks do: the next step
+        would bring the old values back."""
+        for unit in self.units if slots is None else {slot.unit for slot in slots}:
+            edited = unit.edited(None if slots is None else [slot for slot in slots if slot.unit is unit])
+            for bucket, group in itertools.groupby(edited, key=lambda slot: slot.bucket):
+                with self.resident(unit, bucket):
+                    unit.keep_edits(list(group))
+
+    def note_weights(self) -> None:
+        """Masters and weights have been loaded together."""
+        for unit in self.units:
+            unit.note_weights()
 
     def refresh_fp32_params(self) -> None:
         """Takes the masters anew from the weights (after ``load_state_dict`` on the module)."""

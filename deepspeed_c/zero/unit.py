@@ -155,6 +155,8 @@ class Unit:
             self.param_shard = self._zeros(self.shard_elems, self.dtype, on_host=placement.params)
             self.weight_slices = [self.shard_slice(self.param_shard, b) for b in range(self.n_buckets)]
         self._fill()
+        self._versions: list[int] = []
+        self.note_weights()
 
     def _zeros(self, numel: int, dtype: torch.dtype, *, on_host: bool = False) -> torch.Tensor:
         if self.device.type == "meta" or not (on_host or self.device.type == "cpu"):
@@ -301,6 +303,35 @@ class Unit:
             for bucket in range(self.n_buckets):
                 with self.resident(bucket), self.weights(bucket), torch.no_grad():
                     self.master[bucket].copy_(self.param_slice(bucket))
+            self.note_weights()
+
+    def note_weights(self) -> None:
+        """Masters and weights agree now: what has been written to the weights before is no edit."""
+        if self._has_whole_copies:
+            self._versions = [slot.param._version for slot in self.slots]
+
+    @property
+    def _has_whole_copies(self) -> bool:
+        return self.flat_param is not None and not self.master_is_param
+
+    def edited(self, slots: Sequence[Slot] | None = None) -> list[Slot]:
+        """Those of ``slots`` (by default all) that somebody has written to in place, and whose masters do not know of it. Torch counts such writes; those through
+        ``.data`` it does not, and sharded weights have ways of their own (``gathered.py``)."""
+        if not self._has_whole_copies:
+            return []
+        return [slot for slot in (slots or self.slots) if slot.param._version != self._versions[slot.index]]
+
+    def keep_edits(self, slots: Sequence[Slot]) -> None:
+        """The masters of edited slots take over the elements that differ from what their own rounding gives. Within ``resident``."""
+        with torch.no_grad():
+            for slot in slots:
+                fragment = self.fragment_of.get(slot)
+                if fragment is not None:
+                    master = self.piece(self.master, fragment)
+                    weight = self.weight_piece(fragment).to(master.device)
+                    is_other = weight != master.to(weight.dtype)  # true for NaN, which is no harm
+                    master.copy_(torch.where(is_other, weight.to(master.dtype), master))
+                self._versions[slot.index] = slot.param._version
 
     def ranges_of(self, slot: Slot) -> tuple[list[int], list[int]]:
         """Which elements of a parameter each rank's shard holds: (first ones, counts), by rank."""
