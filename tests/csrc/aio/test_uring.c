@@ -47,6 +47,19 @@ static bool occupy_the_worker(struct ring *ring, const char *fifo)
     return syscall(SYS_io_uring_enter, ring->fd, 1, 0, 0, NULL, (size_t)0) == 1;
 }
 
+/* -1 when no worker has come to the FIFO in ten seconds: it was not occupied, and the test has shown nothing. */
+static int open_other_end(const char *fifo)
+{
+    for (int i = 0; i < 10000; i++) {
+        int fd = open(fifo, O_WRONLY | O_NONBLOCK | O_CLOEXEC);
+
+        if (fd >= 0 || errno != ENXIO)
+            return fd;
+        usleep(1000);
+    }
+    return -1;
+}
+
 /* In a thread of its own, whose workers nobody else uses. */
 static void *wait_for_stalled_writes(void *arg)
 {
@@ -70,7 +83,7 @@ static void *wait_for_stalled_writes(void *arg)
         }
         CHECK_EQ(folder_read(got, sizeof got), sizeof data);
         CHECK_BYTES(got, data, sizeof data);
-        fd = open(fifo, O_WRONLY | O_NONBLOCK | O_CLOEXEC); /* ENXIO: the worker was not waiting there, and the test has shown nothing */
+        fd = open_other_end(fifo);
         CHECK(fd >= 0);
         if (fd >= 0)
             close(fd);
