@@ -172,7 +172,7 @@ def _add_states(
     shape = tuple(slot.shape)
     if fragment is None:
         return
-    kinds, counts = optimizer.state_kinds(slot)
+    kinds, counts = optimizer.pieces.kinds(slot)
     for key in kinds:
         if key in (PARAM, MASTER, BUFFER):
             raise CheckpointError(
@@ -182,17 +182,17 @@ def _add_states(
         kinds = {MASTER: unit.master_dtype, **kinds}
     for kind, dtype in kinds.items():
         key = None if kind == MASTER else kind
-        if unit.placement.swaps_states or (optimizer.is_quantized and key is not None):
+        if unit.placement.swaps_states or (optimizer.pieces.is_quantized and key is not None):
             deferred = reading.of(
                 ("states", unit, slot.bucket),
                 dtype,
                 fragment,
                 partial(optimizer.resident, unit, slot.bucket, writes=False),
-                partial(optimizer.local_piece, slot, key),
+                partial(optimizer.pieces.local, slot, key),
             )
             pieces.append(OwnedPiece(kind, slot.name, shape, fragment.begin, deferred))
             continue
-        data = optimizer.local_piece(slot, key)
+        data = optimizer.pieces.local(slot, key)
         if unit.n_shards == 1:
             copies.append(_Whole(kind, slot.name, data.view(shape)))
         else:
@@ -246,7 +246,7 @@ def param_infos(
     for unit in layout.trained:
         for slot in unit.slots:
             if slot in unit.fragment_of:
-                counts = optimizer.state_kinds(slot)[1]
+                counts = optimizer.pieces.kinds(slot)[1]
                 kept = {
                     k: v for k, v in counts.items() if not torch.is_tensor(v) or v.numel() == 1 or unit.n_shards > 1
                 }

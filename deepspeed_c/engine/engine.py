@@ -36,7 +36,7 @@ from deepspeed_c.errors import BackwardError, BatchSizeError, FeatureError, Miss
 from deepspeed_c.logging import log_dist, logger
 from deepspeed_c.profile.timers import EngineTimers, see_memory_usage
 from deepspeed_c.zero.access import attach, detach
-from deepspeed_c.zero.fetch import PlacedShard
+from deepspeed_c.zero.gather_unit import PlacedShard
 from deepspeed_c.zero.hooks import ModuleHooks
 from deepspeed_c.zero.layout import Layout
 from deepspeed_c.zero.optimizer import ZeroOptimizer

@@ -253,7 +253,7 @@ class OffloadedStates:
                 if unit.param_shard is not None:
                     yield Tagged(unit.param_shard, f"weights of {_names(unit)}")
         elif kind is OffloadStateTypeEnum.optim_states and optimizer is not None and optimizer.store is None:
-            for entry in optimizer.entries:
+            for entry in optimizer.pieces.entries:
                 what = f"bucket {entry.bucket} of {_names(entry.unit)}"
                 if entry.fragment is not None:
                     what = entry.fragment.slot.name

@@ -230,7 +230,7 @@ def _plan_streams(
     """Masters and states that live in a file between steps: each bucket is read when it is its turn, and sent there."""
     for (unit, bucket), slots in by_bucket.items():
         is_swapped = unit.placement.swaps_states
-        if unit not in optimizer.units or not (is_swapped or optimizer.is_quantized):
+        if unit not in optimizer.units or not (is_swapped or optimizer.pieces.is_quantized):
             continue
         masters: list[tuple[Slot, LogicalTensor]] = []
         if is_swapped and not unit.master_is_param:
@@ -320,7 +320,7 @@ def _plan_states(
             known[slot] = {kind: kept or t.dtype for kind, t in states.items() if kind not in odd}, counts
             wanted += [(slot, kind, tensor) for kind, tensor in states.items()]
         make_room = partial(_make_room, optimizer, unit, bucket, known, wanted)
-        if unit.placement.swaps_states or optimizer.is_quantized:
+        if unit.placement.swaps_states or optimizer.pieces.is_quantized:
             plan.rooms[unit, bucket] = make_room
         else:
             plan.before.append(lambda make_room=make_room: make_room()[0])
@@ -335,8 +335,8 @@ def _make_room(
     wanted: Sequence[tuple[Slot, str, LogicalTensor]],
 ) -> tuple[Sequence[Read], Callable[[], None]]:
     """Makes a bucket's states. Returns what is read into them, and what is to be called then."""
-    optimizer.make_state(unit, bucket, known)
-    place, close = optimizer.open_states(unit, bucket)
+    optimizer.pieces.make(unit, bucket, known)
+    place, close = optimizer.pieces.open(unit, bucket)
     reads = []
     for slot, kind, tensor in wanted:
         fragment = unit.fragment_of.get(slot)
@@ -346,7 +346,7 @@ def _make_room(
             reads.append(Read(tensor, fragment.begin, place(slot, kind)))
         else:
             held = torch.empty(tensor.shape, dtype=tensor.dtype, device=unit.device)
-            optimizer.add_state(slot, kind, held)
+            optimizer.pieces.add(slot, kind, held)
             reads.append(Read(tensor, 0, held.view(-1)))
     return reads, close
 

@@ -57,8 +57,8 @@ def take_states(
     for slot in sorted(optimizer.reducer.slots, key=lambda slot: slot.order):
         begins, numels = slot.unit.ranges_of(slot)
         with optimizer.resident(slot.unit, slot.bucket, writes=False):
-            master = optimizer.local_piece(slot, None)
-            pieces, counts = optimizer.named_state(slot)
+            master = optimizer.pieces.local(slot, None)
+            pieces, counts = optimizer.pieces.named(slot)
             kept[slot.param] = KeptState(
                 slot.name,
                 slot.unit.group,
@@ -123,7 +123,7 @@ def put_states(optimizer: ZeroOptimizer, kept: Mapping[torch.nn.Parameter, KeptS
         master = mine(state.master)
         if master is not None:
             with optimizer.resident(slot.unit, slot.bucket), torch.no_grad():
-                present = optimizer.local_piece(slot, None)
+                present = optimizer.pieces.local(slot, None)
                 # Weights that somebody replaced while they were frozen are newer than the master.
                 if torch.equal(master.to(slot.unit.dtype), present.to(slot.unit.dtype)):
                     present.copy_(master)
@@ -136,4 +136,4 @@ def put_states(optimizer: ZeroOptimizer, kept: Mapping[torch.nn.Parameter, KeptS
     for unit in optimizer.units:
         for bucket in range(unit.n_buckets):
             with optimizer.resident(unit, bucket):
-                optimizer.put_state(unit, bucket, states)
+                optimizer.pieces.put(unit, bucket, states)

@@ -12,7 +12,8 @@ import torch
 from deepspeed_c.checkpoint.stream import TensorFileWriter
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import CheckpointError, StateError
-from deepspeed_c.zero.fetch import Fetcher, PlacedShard
+from deepspeed_c.zero.fetch import Fetcher
+from deepspeed_c.zero.gather_unit import PlacedShard
 from deepspeed_c.zero.gathered import GatheredParameters
 from deepspeed_c.zero.sharded import shape_of, state_of
 

@@ -128,7 +128,7 @@ class StagingBook(Pool):
 
 
 class GatherBook(Pool):
-    """``zero.fetch.BufferPool``: the tightest fit on the host; nothing is kept where the device's own allocator does that."""
+    """``zero.gather_unit.BufferPool``: the tightest fit on the host; nothing is kept where the device's own allocator does that."""
 
     def __init__(self, book: Book, kind: str, *, keeps: bool) -> None:
         super().__init__(book, kind)

@@ -20,7 +20,8 @@ from deepspeed_c.engine.precision import Precision
 from deepspeed_c.offload.swap import whole_pages
 from deepspeed_c.plan.book import Book, Buffer, GatherBook, Phase, ScratchBook, StagingBook
 from deepspeed_c.plan.sizes import ModelSizes, OptimizerSizes, ParamSize, model_of
-from deepspeed_c.zero.fetch import PACE_STEPS, FetchLimits, GatherUnit
+from deepspeed_c.zero.fetch import PACE_STEPS, FetchLimits
+from deepspeed_c.zero.gather_unit import GatherUnit
 from deepspeed_c.zero.layout import Layout, lay_out
 from deepspeed_c.zero.reducer import MAX_IN_FLIGHT
 from deepspeed_c.zero.stages import STAGES, Sharding

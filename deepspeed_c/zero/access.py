@@ -130,14 +130,14 @@ def safe_get_full_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
     if (handle := _find(param)) is None:
         return None
     with _resident(handle, writes=False):
-        return _whole(handle, handle.optimizer.local_piece(handle.slot, None))
+        return _whole(handle, handle.optimizer.pieces.local(handle.slot, None))
 
 
 def safe_set_full_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> None:
     """Overwrites the master weight and the weights that forward uses. ``value`` has the parameter's shape, on every rank."""
     if (handle := _find(param)) is not None:
         with _resident(handle):
-            _write(handle, handle.optimizer.local_piece(handle.slot, None), value, "a weight")
+            _write(handle, handle.optimizer.pieces.local(handle.slot, None), value, "a weight")
             handle.optimizer.write_back(handle.slot)
 
 
@@ -146,14 +146,14 @@ def safe_get_local_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
     if (handle := _find(param)) is None:
         return None
     with _resident(handle, writes=False):
-        return _local(handle, handle.optimizer.local_piece(handle.slot, None))
+        return _local(handle, handle.optimizer.pieces.local(handle.slot, None))
 
 
 def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> None:
     """Overwrites this rank's piece of the master weight; call it on all ranks, since the weights are then gathered anew."""
     if (handle := _find(param)) is not None:
         with _resident(handle):
-            _write_local(handle, handle.optimizer.local_piece(handle.slot, None), value, "weight")
+            _write_local(handle, handle.optimizer.pieces.local(handle.slot, None), value, "weight")
             handle.optimizer.write_back(handle.slot)
 
 
@@ -167,7 +167,7 @@ def _state_piece(handle: ParamHandle, key: str) -> torch.Tensor | None:
     error: StateError | None = None
     piece: torch.Tensor | None = None
     try:
-        piece = optimizer.local_piece(handle.slot, key)
+        piece = optimizer.pieces.local(handle.slot, key)
     except StateError as raised:
         error = raised
     if any(optimizer.comm.gather_numbers(int(error is not None)) if optimizer.is_sharded else [error is not None]):
@@ -194,7 +194,7 @@ def safe_set_full_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor
             piece = _state_piece(handle, optim_state_key)
             _write(handle, piece, value, optim_state_key)
             if piece is not None:
-                handle.optimizer.keep_state(handle.slot, optim_state_key, piece)
+                handle.optimizer.pieces.keep(handle.slot, optim_state_key, piece)
 
 
 def safe_get_local_optimizer_state(param: torch.nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
@@ -202,17 +202,17 @@ def safe_get_local_optimizer_state(param: torch.nn.Parameter, optim_state_key: s
     if (handle := _find(param)) is None:
         return None
     with _resident(handle, writes=False):
-        return _local(handle, handle.optimizer.local_piece(handle.slot, optim_state_key))
+        return _local(handle, handle.optimizer.pieces.local(handle.slot, optim_state_key))
 
 
 def safe_set_local_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     """Overwrites this rank's piece of the optimizer state of that name."""
     if (handle := _find(param)) is not None:
         with _resident(handle):
-            piece = handle.optimizer.local_piece(handle.slot, optim_state_key)
+            piece = handle.optimizer.pieces.local(handle.slot, optim_state_key)
             _write_local(handle, piece, value, optim_state_key)
             if piece is not None:
-                handle.optimizer.keep_state(handle.slot, optim_state_key, piece)
+                handle.optimizer.pieces.keep(handle.slot, optim_state_key, piece)
 
 
 # -- gradients ----------------------------------------------------------------------------------------------------------

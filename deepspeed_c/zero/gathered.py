@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from deepspeed_c.errors import StateError
-from deepspeed_c.zero.fetch import PlacedShard, WholeShard
+from deepspeed_c.zero.gather_unit import PlacedShard, WholeShard
 from deepspeed_c.zero.hooks import external_parameters
 from deepspeed_c.zero.sharded import check_edit, point_at, state_of
 

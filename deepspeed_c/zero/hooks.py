@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten
 
-from deepspeed_c.zero.fetch import Fetcher, GatherUnit, PlacedShard
+from deepspeed_c.zero.fetch import Fetcher
+from deepspeed_c.zero.gather_unit import GatherUnit, PlacedShard
 from deepspeed_c.zero.leaf import is_leaf
 from deepspeed_c.zero.sharded import state_of
 

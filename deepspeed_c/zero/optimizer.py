@@ -25,32 +25,18 @@ from deepspeed_c.ops.optim import Call, FusedOptimizer
 from deepspeed_c.ops.q8 import BLOCK_ELEMS, SCALE_SUFFIX, scale_name
 from deepspeed_c.zero.ahead import StepAhead
 from deepspeed_c.zero.bucket import Bucket
-from deepspeed_c.zero.entries import COUNTERS, Entry, point_at_shards, split_entry
+from deepspeed_c.zero.entries import Entry, point_at_shards
 from deepspeed_c.zero.fetch import Fetcher
+from deepspeed_c.zero.pieces import Pieces
 from deepspeed_c.zero.reducer import GradientReducer, WindowFacts
 from deepspeed_c.zero.store import StateStore, Tagged
-from deepspeed_c.zero.unit import Fragment, Slot, Unit
+from deepspeed_c.zero.unit import Slot, Unit
 
 __all__ = ["DeepSpeedOptimizer", "ZeroOptimizer", "send_masters"]
 
 
 class DeepSpeedOptimizer:
     """What every optimizer that an engine returns is an instance of."""
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if torch.is_tensor(value) else value
-
-
-def _like(param: torch.Tensor, dtype: torch.dtype, held: Any) -> torch.Tensor:
-    """``held``, if it is a tensor like ``param`` of ``dtype``; else zeros."""
-    fits = torch.is_tensor(held) and held.shape == param.shape and held.dtype == dtype and held.device == param.device
-    return held if fits else torch.zeros_like(param, dtype=dtype)
-
-
-def _alike(a: tuple[Mapping, Mapping], b: tuple[Mapping, Mapping]) -> bool:
-    """Whether two parameters' states have the same names, dtypes and counts, so that one tensor can hold both."""
-    return a[0] == b[0] and a[1].keys() == b[1].keys() and all(bool(a[1][key] == b[1][key]) for key in a[1])
 
 
 def _masters(unit: Unit, bucket: int) -> list[Tagged]:
@@ -111,10 +97,8 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         # Whether this rank has been asked to end; what ranks agree on with the other facts of a step stands in `is_stopping`.
         self.wants_stop: Callable[[], bool] = lambda: False
         self.is_stopping = False
-        self.entries = point_at_shards(base, units, is_sharded=self.is_sharded, allow_untested=allow_untested)
-        self._by_bucket: dict[tuple[Unit, int], list[Entry]] = {}
-        for entry in self.entries:
-            self._by_bucket.setdefault((entry.unit, entry.bucket), []).append(entry)
+        entries = point_at_shards(base, units, is_sharded=self.is_sharded, allow_untested=allow_untested)
+        self.pieces = Pieces(base, entries)
         # Forward order of use: what the next forward needs first is updated and gathered first.
         self._order = [(b.unit, b.index) for b in reversed(reducer.buckets)]
         self._ahead: StepAhead | None = None
@@ -143,7 +127,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
     def _stored(self, unit: Unit, bucket: int) -> list[Tagged]:
         """The tensors of a bucket that live in the store: its masters, where they are no parameters, and what the base keeps for them."""
         found = _masters(unit, bucket)
-        for entry in self._by_bucket.get((unit, bucket), []):
+        for entry in self.pieces.entries_of(unit, bucket):
             for key, value in self.optimizer.state.get(entry.param, {}).items():
                 if torch.is_tensor(value) and value.dim() > 0:
                     found.append(self._tagged(entry, key, value))
@@ -155,11 +139,11 @@ class ZeroOptimizer(DeepSpeedOptimizer):
 
     def _piece_of(self, entry: Entry, key: str) -> int:
         elems = entry.unit.piece_elems(entry.bucket)
-        return elems // BLOCK_ELEMS if self.is_quantized and key.endswith(SCALE_SUFFIX) else elems
+        return elems // BLOCK_ELEMS if self.pieces.is_quantized and key.endswith(SCALE_SUFFIX) else elems
 
     def _is_streamed(self, unit: Unit, bucket: int) -> bool:
         """Whether a step takes a bucket piece by piece, so that all of it is never in memory."""
-        entries = self._by_bucket.get((unit, bucket), [])
+        entries = self.pieces.entries_of(unit, bucket)
         return (
             self._is_stored(unit)
             and unit.piece_elems(bucket) > 0
@@ -171,7 +155,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
 
     def _make_stored(self, unit: Unit, bucket: int) -> None:
         """Makes the states of a bucket where they do not exist yet: left to the first step, all buckets' would be made at once."""
-        for entry in self._by_bucket.get((unit, bucket), []):
+        for entry in self.pieces.entries_of(unit, bucket):
             state = self.optimizer.state[entry.param]
             state.setdefault("step", torch.tensor(0.0))
             for name, (dtype, numel) in self.optimizer.layout_of_state(unit.group, entry.param).items():
@@ -183,7 +167,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
     def _point_entries(self, unit: Unit, bucket: int) -> None:
         """The base's parameters look at the masters wherever those are now."""
         if not unit.master_is_param:
-            for entry in self._by_bucket.get((unit, bucket), []):
+            for entry in self.pieces.entries_of(unit, bucket):
                 entry.param.data = entry.part_of(unit.master)
 
     @contextmanager
@@ -342,7 +326,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
     def _step_ahead(self, bucket: Bucket) -> None:
         """The sums of a bucket are there while backward goes on: its masters are updated now, where they are neither the device's nor what backward reads."""
         unit = bucket.unit
-        if (unit, bucket.index) not in self._by_bucket:  # nothing but padding lies here
+        if not self.pieces.entries_of(unit, bucket.index):  # nothing but padding lies here
             return
         if not unit.master_is_param and unit.master[bucket.index].device.type == "cpu":
             if not self._ahead.has_begun:
@@ -350,7 +334,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
             self._ahead.submit(unit, bucket.index, self.gradient_factor)
 
     def _update_masters(self, unit: Unit, bucket: int, grad_scale: float) -> None:
-        params, grads, _ = self._tensors(self._by_bucket[unit, bucket])
+        params, grads, _ = self._tensors(self.pieces.entries_of(unit, bucket))
         self.optimizer.step_tensors(unit.group, params, grads, [], grad_scale)
 
     def _kept_ahead(self, grad_scale: float, facts: WindowFacts) -> set[tuple[Unit, int]]:
@@ -368,7 +352,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         skipped = set(unused)
         for unit, bucket in {(slot.unit, slot.bucket) for slot in unused if slot in slot.unit.fragment_of}:
             with self.resident(unit, bucket):
-                self._split(unit, bucket)
+                self.pieces.split(unit, bucket)
         with torch.no_grad():
             if isinstance(self.optimizer, FusedOptimizer):
                 works = self._update_fused(grad_scale, skipped, done)
@@ -379,17 +363,8 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         if self.fetcher is not None:
             self.fetcher.weights_changed()
 
-    def _split(self, unit: Unit, bucket: int) -> None:
-        """From now on the base sees each parameter of a bucket by itself, with a step count of its own."""
-        entries = self._by_bucket[unit, bucket]
-        if entries[0].fragment is None:
-            pieces = split_entry(self.optimizer, entries[0])
-            at = next(i for i, entry in enumerate(self.entries) if entry is entries[0])  # == would compare tensors
-            self.entries[at : at + 1] = pieces
-            self._by_bucket[unit, bucket] = pieces
-
     def _used_entries(self, unit: Unit, bucket: int, skipped: set[Slot]) -> list[Entry]:
-        entries = self._by_bucket.get((unit, bucket), [])
+        entries = self.pieces.entries_of(unit, bucket)
         if not skipped:
             return entries
         return [entry for entry in entries if entry.fragment is None or entry.fragment.slot not in skipped]
@@ -439,7 +414,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         """A bucket that is streamed, and its weights, within ``unit.weights``."""
         base, piece = self.optimizer, unit.piece_elems(bucket)
         names = base.names_of_states(unit.group)
-        keys = [*names, *map(scale_name, names)] if self.is_quantized else names
+        keys = [*names, *map(scale_name, names)] if self.pieces.is_quantized else names
         state = base.state[entry.param]
         stored = _masters(unit, bucket) + [self._tagged(entry, key, state[key]) for key in keys]
         weights, gradients = unit.param_slice(bucket), self.reducer.results[unit][bucket]
@@ -529,7 +504,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
             self.optimizer.step()
         works: list[Work] = []
         for unit, bucket in self._order:
-            for entry in self._by_bucket.get((unit, bucket), []):
+            for entry in self.pieces.entries_of(unit, bucket):
                 entry.param.grad = None
             with unit.weights(bucket, reads=False, writes=True):
                 self._bring_weights(unit, bucket)
@@ -541,160 +516,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
             return Work.done()
         return self.comm.all_gather(unit.bucket_view(unit.flat_param, bucket), use_broadcast=not self._uses_all_gather)
 
-    # -- looking up -------------------------------------------------------------------------------------------------
-
-    @staticmethod
-    def _at(fragment: Fragment) -> int:
-        """First element of a fragment within this rank's slice of its bucket."""
-        return fragment.shard_begin - fragment.slot.unit.shard_offset[fragment.slot.bucket]
-
-    def _entry_of(self, slot: Slot) -> Entry:
-        entries = self._by_bucket[slot.unit, slot.bucket]
-        if entries[0].fragment is None:
-            return entries[0]
-        return next(entry for entry in entries if entry.fragment.slot is slot)
-
-    def _piece_of_state(self, value: torch.Tensor, entry: Entry, fragment: Fragment) -> torch.Tensor:
-        if entry.fragment is not None:
-            return value.reshape(-1)
-        return value.narrow(0, self._at(fragment), fragment.numel)
-
-    def local_piece(self, slot: Slot, key: str | None) -> torch.Tensor | None:
-        """This rank's piece (flat, a view) of a parameter's master (``key`` None) or named state; None where it owns nothing.
-
-        Raises StateError where the optimizer keeps no tensor of that name for the parameter.
-        """
-        fragment = slot.unit.fragment_of.get(slot)
-        if fragment is None:
-            return None
-        if key is None:
-            return slot.unit.piece(slot.unit.master, fragment)
-        entry = self._entry_of(slot)
-        state = self.optimizer.state.get(entry.param, {})
-        value = state.get(key)
-        if not torch.is_tensor(value) or value.numel() != entry.param.numel():
-            names = sorted(k for k, v in state.items() if torch.is_tensor(v) and v.numel() == entry.param.numel())
-            raise StateError(
-                f"the optimizer keeps no state {key!r}",
-                where=slot.name,
-                fix=f"names are {names}" if names else "state exists after the first step",
-            )
-        if self.is_quantized:
-            begin = self._at(fragment) if entry.fragment is None else 0
-            return self.optimizer.dequantized_state(entry.param, key, begin, begin + fragment.numel)
-        return self._piece_of_state(value, entry, fragment)
-
-    def named_state(self, slot: Slot) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """This rank's piece of each state of a parameter (flat views), and what is counted for it as a whole; empty where it owns nothing."""
-        kinds, counts = self.state_kinds(slot)
-        return {key: self.local_piece(slot, key) for key in kinds}, counts
-
-    def state_kinds(self, slot: Slot) -> tuple[dict[str, torch.dtype], dict[str, Any]]:
-        """Names and dtypes of a parameter's states as ``local_piece`` gives them, wherever they are now, and its counts."""
-        if slot not in slot.unit.fragment_of:
-            return {}, {}
-        entry = self._entry_of(slot)
-        state = self.optimizer.state.get(entry.param, {})
-        kinds: dict[str, torch.dtype] = {}
-        counts: dict[str, Any] = {}
-        for key, value in state.items():
-            if self.is_quantized and key.endswith(SCALE_SUFFIX):
-                continue
-            if torch.is_tensor(value) and value.numel() == entry.param.numel() and key not in COUNTERS:
-                kinds[key] = torch.float32 if self.is_quantized else value.dtype
-            else:
-                counts[key] = value
-        return kinds, counts
-
-    @property
-    def is_quantized(self) -> bool:
-        """Whether the base keeps its states in codes of 8 bits: pieces of them are then copies in fp32, written back by ``keep_state``."""
-        return isinstance(self.optimizer, FusedOptimizer) and self.optimizer.is_quantized
-
-    def keep_state(self, slot: Slot, key: str, piece: torch.Tensor) -> None:
-        """A state was edited in ``piece``, as ``local_piece`` had given it."""
-        if self.is_quantized:
-            place, close = self.open_states(slot.unit, slot.bucket, [key])
-            place(slot, key).copy_(piece)
-            close()
-
-    def open_states(
-        self, unit: Unit, bucket: int, keys: Sequence[str] | None = None
-    ) -> tuple[Callable[[Slot, str], torch.Tensor], Callable[[], None]]:
-        """(place, close): ``place(slot, key)`` is where a piece of a state is written (flat), and ``close()`` makes what was written count."""
-        if not self.is_quantized:
-            return self.local_piece, lambda: None
-        base = self.optimizer
-        values = {
-            (entry.param, key): base.dequantized_state(entry.param, key)
-            for entry in self._by_bucket.get((unit, bucket), [])
-            for key in keys or base.names_of_states(unit.group)
-            if key in base.state.get(entry.param, {})
-        }
-
-        def place(slot: Slot, key: str) -> torch.Tensor:
-            entry = self._entry_of(slot)
-            return self._piece_of_state(values[entry.param, key], entry, unit.fragment_of[slot])
-
-        def close() -> None:
-            for (param, key), value in values.items():
-                base.quantize_state_(param, key, value)
-
-        return place, close
-
-    def make_state(
-        self, unit: Unit, bucket: int, known: Mapping[Slot, tuple[Mapping[str, torch.dtype], Mapping[str, Any]]]
-    ) -> None:
-        """Gives a bucket's parameters states of the names and dtypes in ``known``, and copies of its counts; ``local_piece`` then gives the places
-        to be filled: what is not filled holds zeros, or what it held before. Parameters that are not in ``known`` begin anew."""
-        slots = [f.slot for f in unit.fragments if f.slot.bucket == bucket]
-        if not slots:
-            return
-        present = [known[slot] for slot in slots if slot in known]
-        held = {e.param: self.optimizer.state.pop(e.param, {}) for e in self._by_bucket[unit, bucket]}
-        if not present:
-            return
-        if self._by_bucket[unit, bucket][0].fragment is None and not (
-            len(present) == len(slots) and all(_alike(present[0], other) for other in present)
-        ):
-            self._split(unit, bucket)
-        for entry in self._by_bucket[unit, bucket]:
-            slot = slots[0] if entry.fragment is None else entry.fragment.slot
-            if slot in known:
-                dtypes, counts = known[slot]
-                # Tensors that fit are used again: new memory costs more than what is read into it.
-                before = held.get(entry.param, {})
-                self.optimizer.state[entry.param] = {key: _copy(value) for key, value in counts.items()}
-                if self.is_quantized:
-                    self.optimizer.init_state(unit.group, entry.param)
-                    continue
-                self.optimizer.state[entry.param].update(
-                    {key: _like(entry.param, dtype, before.get(key)) for key, dtype in dtypes.items()}
-                )
-
-    def add_state(self, slot: Slot, key: str, value: torch.Tensor) -> None:
-        """Gives a parameter a state that is not in its shape; where nothing is sharded."""
-        self.optimizer.state[self._entry_of(slot).param][key] = value
-
-    def put_state(
-        self, unit: Unit, bucket: int, states: Mapping[Slot, tuple[Mapping[str, torch.Tensor], Mapping[str, Any]]]
-    ) -> None:
-        """Gives the base optimizer the states of a bucket's parameters (as ``named_state`` names them); those that are not in ``states`` begin anew."""
-        self.make_state(
-            unit,
-            bucket,
-            {
-                slot: ({k: piece.dtype for k, piece in pieces.items()}, counts)
-                for slot, (pieces, counts) in states.items()
-            },
-        )
-        with torch.no_grad():
-            place, close = self.open_states(unit, bucket)
-            for slot, (pieces, _) in states.items():
-                if slot.unit is unit and slot.bucket == bucket and slot in unit.fragment_of:
-                    for key, piece in pieces.items():
-                        place(slot, key).copy_(piece)
-            close()
+    # -- between steps ----------------------------------------------------------------------------------------------
 
     def local_gradient(self, slot: Slot) -> torch.Tensor | None:
         """This rank's piece of the summed gradient as stored (see ``gradient_factor``); None where it owns nothing."""
@@ -808,6 +630,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """This rank's shard: base optimizer, masters, loss scale. ``load_state_dict`` takes it back on the same world and layout."""
         self._require_in_memory("state_dict")
+        self.keep_edits()
         return {
             "base_optimizer_state": self.optimizer.state_dict(),
             "masters": [None if u.master_is_param else torch.cat(u.master) for u in self.units],
@@ -849,6 +672,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
                 if not unit.master_is_param:
                     for bucket, mine in enumerate(unit.master):
                         mine.copy_(unit.shard_slice(master, bucket))
+        self.note_weights()
         if self.scaler is not None and state["loss_scaler"] is not None:
             self.scaler.load_state_dict(state["loss_scaler"])
 
@@ -861,8 +685,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
             self._ahead.close()
         if self.store is not None:
             self.store.close()
-        self.entries.clear()
-        self._by_bucket.clear()
+        self.pieces.clear()
         self._order.clear()
         self.optimizer.state.clear()
         for group in self.optimizer.param_groups:

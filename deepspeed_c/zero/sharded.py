@@ -2,7 +2,7 @@
 
 The object stays the same one for good. While it is *released* its storage is empty and its class is a subclass that turns a read of ``.data`` into an
 error that says what to do; while it is *available* it is an ordinary parameter of its own class. What is known about it lies in a ``ShardState``, which
-either stands alone (a model under ``zero.Init`` that no engine has yet) or belongs to an engine's gather unit (``fetch.py``).
+either stands alone (a model under ``zero.Init`` that no engine has yet) or belongs to an engine's gather unit (``gather_unit.py``).
 """
 
 from __future__ import annotations

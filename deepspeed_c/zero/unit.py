@@ -89,7 +89,7 @@ class Unit:
 
     The weights themselves are either whole on every rank, ``flat_param`` ([flat_elems], the parameters' dtype) backing ``param.data`` of every member, or
     sharded: ``weight_slices`` (one of each bucket, together ``param_shard``, [shard_elems], where they lie in memory) are then all that is kept, and a bucket is
-    put together while it is used (``fetch.py``).
+    put together while it is used (``gather_unit.py``).
     ``master`` holds this rank's slice of each bucket, in fp32 (or in the parameters' own dtype when that is what is trained); where the master is the
     parameter itself, the slices are views of the weights and no second copy exists.
 

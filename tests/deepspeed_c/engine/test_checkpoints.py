@@ -97,7 +97,7 @@ def whole_state(engine) -> dict[str, Any]:
     counts: dict[str, float] = {}
     for slot in engine.optimizer.reducer.slots:
         counts.update(
-            {f"step {slot.name}": float(v) for k, v in engine.optimizer.named_state(slot)[1].items() if k == "step"}
+            {f"step {slot.name}": float(v) for k, v in engine.optimizer.pieces.named(slot)[1].items() if k == "step"}
         )
     for theirs in engine._comm.gather_objects(counts):
         state.update(theirs)

@@ -10,7 +10,7 @@ import torch
 from deepspeed_c.comm.collectives import Scratch
 from deepspeed_c.plan.book import Book, GatherBook, ScratchBook, StagingBook
 from deepspeed_c.zero.bucket import StagingPool
-from deepspeed_c.zero.fetch import BufferPool
+from deepspeed_c.zero.gather_unit import BufferPool
 
 CPU = torch.device("cpu")
 SIZES = (1, 2, 31, 32, 33, 4095, 4096, 4097, 10_007)

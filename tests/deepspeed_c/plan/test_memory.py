@@ -16,7 +16,7 @@ from deepspeed_c.engine.build import build_optimizer
 from deepspeed_c.plan.memory import COPIES, MASTERS, STATE, MemoryPlan, Offload, plan_memory
 from deepspeed_c.plan.sizes import group_sizes, sizes_of
 from deepspeed_c.plan.table import plan_table
-from deepspeed_c.zero import fetch
+from deepspeed_c.zero import fetch, gather_unit
 
 TOLERANCE = 0.05
 N_STEPS = 3
@@ -107,7 +107,7 @@ def make_model(case: Case) -> torch.nn.Module:
     return torch.nn.Sequential(*layers)
 
 
-class PatientPool(fetch.BufferPool):
+class PatientPool(gather_unit.BufferPool):
     """The engine's pool of gather buffers, which waits until gloo's threads have let go of what it is given back.
 
     They do so some microseconds after the caller's wait; a buffer that is asked for in between is allocated anew. How often that happens is chance.
@@ -117,7 +117,7 @@ class PatientPool(fetch.BufferPool):
         super().give(buffer)
         deadline = time.monotonic() + 1.0
         # Held besides by the caller, which drops it on return, and by this frame.
-        while fetch._use_count(buffer) > self._alone and time.monotonic() < deadline:
+        while gather_unit._use_count(buffer) > self._alone and time.monotonic() < deadline:
             time.sleep(1e-4)
 
 

@@ -152,7 +152,7 @@ def bits(engine: Engine) -> Tensors:
         if unit.flat_param is not None:
             found[f"weights of {i}"] = unit.flat_param.clone()
     states = engine.optimizer.state
-    for i, entry in enumerate(engine.optimizer.entries):
+    for i, entry in enumerate(engine.optimizer.pieces.entries):
         found |= {f"{key} of {i}": value.clone() for key, value in states.get(entry.param, {}).items()}
     return found
 

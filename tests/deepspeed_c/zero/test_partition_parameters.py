@@ -19,7 +19,7 @@ import deepspeed_c
 from deepspeed_c import errors
 from deepspeed_c.utils import safe_get_full_fp32_param
 from deepspeed_c.zero import partition_parameters as pp
-from deepspeed_c.zero.fetch import PlacedShard
+from deepspeed_c.zero.gather_unit import PlacedShard
 from deepspeed_c.zero.partition_parameters import ZeroParamStatus
 from deepspeed_c.zero.sharded import state_of
 from tests.deepspeed_c.zero.test_oracle import make_config
