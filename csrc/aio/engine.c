@@ -21,7 +21,8 @@
 #define MAX_THREADS 256
 #define RING_BLOCK_BYTES ((size_t)1 << 20) /* longer blocks gain nothing, and a ring of them would be large */
 #define MAX_RING_BLOCKS 32
-#define REAP_BATCH 16 /* finished blocks that are looked at before the queue is filled again */
+#define REAP_BATCH 16
+#define BYTES_AT_ONCE ((size_t)1 << 20) /* most bytes that are copied before the queue is filled again: a tenth of a millisecond */
 #define MAX_RETRIES 1000
 #define RETRY_PAUSE_NS 1000000 /* the thousand retries of a block take about a second */
 
@@ -93,6 +94,7 @@ struct dsc_aio {
     struct block *blocks;         /* queue_depth of them */
     struct block *free_blocks;
     struct dsc_aio_op **ready;    /* cut and not taken by the backend, in order */
+    int32_t n_at_once;            /* blocks that are copied, or cut, before some are sent */
     int32_t n_ready;
     int32_t n_in_flight;
 
@@ -226,6 +228,7 @@ dsc_status dsc_aio_create(const struct dsc_aio_config *config, dsc_aio **out_aio
     aio->queue_end = &aio->queue;
     aio->ring_block_bytes = aio->config.block_bytes < RING_BLOCK_BYTES ? aio->config.block_bytes : RING_BLOCK_BYTES;
     aio->n_ring_blocks = config->queue_depth < MAX_RING_BLOCKS ? config->queue_depth : MAX_RING_BLOCKS;
+    aio->n_at_once = (int32_t)(aio->config.block_bytes < BYTES_AT_ONCE ? BYTES_AT_ONCE / aio->config.block_bytes : 1);
     aio->blocks = calloc(depth, sizeof *aio->blocks);
     aio->ready = calloc(depth, sizeof *aio->ready);
     aio->free_ring_blocks = calloc((size_t)aio->n_ring_blocks, sizeof *aio->free_ring_blocks);
@@ -546,14 +549,6 @@ static void take(dsc_aio *aio, struct block *block)
 
 /* ---- the pump ---- */
 
-static void fill(dsc_aio *aio)
-{
-    if (!aio->config.overlap_events && aio->n_in_flight + aio->n_ready > 0)
-        return;
-    while (aio->queue != NULL && aio->free_blocks != NULL && cut(aio, aio->queue))
-        ;
-}
-
 static void drop_ready(dsc_aio *aio, int32_t n)
 {
     aio->n_ready -= n;
@@ -597,6 +592,16 @@ static void send(dsc_aio *aio)
     }
 }
 
+/* Cuts and sends blocks until the backend's queue is full or nothing is left. What has been cut is on its way before much more is: cutting may copy. */
+static void fill(dsc_aio *aio)
+{
+    if (aio->config.overlap_events || aio->n_in_flight + aio->n_ready == 0)
+        while (aio->queue != NULL && aio->free_blocks != NULL && cut(aio, aio->queue))
+            if (aio->n_ready >= aio->n_at_once)
+                send(aio);
+    send(aio);
+}
+
 /* The backend gives no more results. The kernel may still write to the ring, which is therefore never freed. */
 static void give_up(dsc_aio *aio, int32_t err)
 {
@@ -624,7 +629,6 @@ static void progress(dsc_aio *aio, bool wait)
     if (aio->broken != 0)
         return;
     fill(aio);
-    send(aio);
     if (aio->n_in_flight == 0)
         return;
     n = aio->backend->reap(aio->state, done, REAP_BATCH, wait);
@@ -633,10 +637,12 @@ static void progress(dsc_aio *aio, bool wait)
         return;
     }
     aio->n_in_flight -= (int32_t)n;
-    for (int64_t i = 0; i < n; i++)
+    for (int64_t i = 0; i < n; i++) {
         take(aio, (struct block *)done[i]);
+        if ((i + 1) % aio->n_at_once == 0)
+            fill(aio); /* what is taken next may be copied, and the disk has more to do meanwhile */
+    }
     fill(aio);
-    send(aio);
 }
 
 /* ---- what callers call ---- */
