@@ -45,7 +45,7 @@ def state_of(engine) -> dict[str, torch.Tensor]:
         state[slot.name + " master"] = safe_get_full_fp32_param(slot.param)
         for key in ("exp_avg", "exp_avg_sq"):
             state[slot.name + key] = safe_get_full_optimizer_state(slot.param, key)
-    for i, entry in enumerate(engine.optimizer.entries):
+    for i, entry in enumerate(engine.optimizer.pieces.entries):
         state[f"step {i}"] = torch.as_tensor(engine.optimizer.state[entry.param]["step"]).clone()
     return state
 

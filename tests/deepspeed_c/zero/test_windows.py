@@ -107,7 +107,7 @@ def low_precision_body(rank: int, world: int, stage: int, kind: str) -> Run:
             engine.step()
             norms.append(engine.get_global_grad_norm())
         units = engine.optimizer.units
-        state = engine.optimizer.state[engine.optimizer.entries[0].param]["exp_avg"].dtype
+        state = engine.optimizer.state[engine.optimizer.pieces.entries[0].param]["exp_avg"].dtype
         comm = {(str(u.dtype), str(u.comm_dtype)) for u in units}
         if kind.startswith("autocast"):
             short = torch.bfloat16 if kind.endswith("bf16") else torch.float16
