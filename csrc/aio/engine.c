@@ -636,8 +636,8 @@ static void progress(dsc_aio *aio, bool wait)
         give_up(aio, (int32_t)-n);
         return;
     }
-    aio->n_in_flight -= (int32_t)n;
     for (int64_t i = 0; i < n; i++) {
+        aio->n_in_flight--; /* one by one: where batches do not overlap, the next one waits for the last of these */
         take(aio, (struct block *)done[i]);
         if ((i + 1) % aio->n_at_once == 0)
             fill(aio); /* what is taken next may be copied, and the disk has more to do meanwhile */

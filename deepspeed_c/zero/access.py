@@ -73,7 +73,7 @@ def _find(param: torch.nn.Parameter) -> ParamHandle | None:
 
 def _resident(handle: ParamHandle, *, writes: bool = True) -> AbstractContextManager:
     """The parameter's masters and states are in memory meanwhile, wherever they live, and know of what was written to the weights."""
-    handle.optimizer.keep_edits([handle.slot])
+    handle.optimizer.keep_edits(handle.slot)
     return handle.optimizer.resident(handle.slot.unit, handle.slot.bucket, writes=writes)
 
 

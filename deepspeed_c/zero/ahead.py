@@ -58,8 +58,9 @@ class StepAhead:
         """Whether the last step would have kept an update ahead: where steps are clipped one after the other, none is begun in vain."""
 
     @property
-    def has_begun(self) -> bool:
-        return self._is_open
+    def begins_next(self) -> bool:
+        """Whether the next ``submit`` is the first of a step."""
+        return self.is_promising and not self._is_open
 
     def _terms_now(self, grad_scale: float) -> tuple[float, Any]:
         """What an update depends on besides gradients and states."""

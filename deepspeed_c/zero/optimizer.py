@@ -329,7 +329,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         if not self.pieces.entries_of(unit, bucket.index):  # nothing but padding lies here
             return
         if not unit.master_is_param and unit.master[bucket.index].device.type == "cpu":
-            if not self._ahead.has_begun:
+            if self._ahead.begins_next:
                 self.keep_edits()
             self._ahead.submit(unit, bucket.index, self.gradient_factor)
 
@@ -546,12 +546,11 @@ class ZeroOptimizer(DeepSpeedOptimizer):
             if frees_copies:
                 self._ahead.free_copies()
 
-    def keep_edits(self, slots: Sequence[Slot] | None = None) -> None:
-        """Masters take over what somebody has written in place to whole weights of which they are copies (``slots``: only of these), as AdaLoRA's masks do: the next step
-        would bring the old values back."""
-        for unit in self.units if slots is None else {slot.unit for slot in slots}:
-            edited = unit.edited(None if slots is None else [slot for slot in slots if slot.unit is unit])
-            for bucket, group in itertools.groupby(edited, key=lambda slot: slot.bucket):
+    def keep_edits(self, slot: Slot | None = None) -> None:
+        """Masters (``slot``: of this parameter only) take over what somebody has written in place to whole weights of which they are copies, as AdaLoRA's masks do: the next
+        step would bring the old values back."""
+        for unit, slots in [(unit, unit.slots) for unit in self.units] if slot is None else [(slot.unit, [slot])]:
+            for bucket, group in itertools.groupby(unit.edited(slots), key=lambda slot: slot.bucket):
                 with self.resident(unit, bucket):
                     unit.keep_edits(list(group))
 

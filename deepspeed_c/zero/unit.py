@@ -314,12 +314,12 @@ class Unit:
     def _has_whole_copies(self) -> bool:
         return self.flat_param is not None and not self.master_is_param
 
-    def edited(self, slots: Sequence[Slot] | None = None) -> list[Slot]:
-        """Those of ``slots`` (by default all) that somebody has written to in place, and whose masters do not know of it. Torch counts such writes; those through
+    def edited(self, slots: Sequence[Slot]) -> list[Slot]:
+        """Those of ``slots`` that somebody has written to in place, and whose masters do not know of it. Torch counts such writes; those through
         ``.data`` it does not, and sharded weights have ways of their own (``gathered.py``)."""
         if not self._has_whole_copies:
             return []
-        return [slot for slot in (slots or self.slots) if slot.param._version != self._versions[slot.index]]
+        return [slot for slot in slots if slot.param._version != self._versions[slot.index]]
 
     def keep_edits(self, slots: Sequence[Slot]) -> None:
         """The masters of edited slots take over the elements that differ from what their own rounding gives. Within ``resident``."""

@@ -90,8 +90,7 @@ def assert_same(found: Masters, expected: Masters) -> None:
 )
 @pytest.mark.parametrize("world", [1, 3])
 def test_the_next_step_goes_on_from_what_was_written(world, stage, precision, zero, is_late, tmp_path):
-    if zero:
-        zero["offload_optimizer"]["nvme_path"] = str(tmp_path)
+    zero = {section: {**settings, "nvme_path": str(tmp_path)} for section, settings in zero.items()}
 
     def run(write: Callable) -> Masters:
         found = run_ranks(world, run_body, write, stage, precision, zero, is_late)
