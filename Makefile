@@ -53,19 +53,25 @@ test: $(BUILT) programs ## everything that CI runs
 	@$(MAKE) -s -C csrc has-cuda || echo "no nvcc: the CUDA kernels are not compiled"
 	$(BIN)/python -m pytest -n 2
 
+.PHONY: format
+format: $(BUILT) ## lay out C, C++ and CUDA as .clang-format says
+	git ls-files csrc ops/binding | grep -E '\.(c|h|cu|cuh|cpp)$$' | xargs $(BIN)/clang-format -i
+
 # The C tests build what is missing, and fail where they cannot. This is for `make -j2 test`: the compiler works while pip, which takes one core, installs.
 .PHONY: programs
 programs: $(SYSTEM)
 	-@for san in "" address,undefined thread; do $(MAKE) -s -C csrc programs SAN=$$san >/dev/null || exit; done
 
 .PHONY: bench
-bench: $(BUILT) ## measure everything, alone on the machine, and write docs/performance.md
+bench: $(BUILT) ## measure everything, alone on the machine (about 40 min), and write docs/performance.md
 	$(BIN)/python -m benchmarks.run
 
 .PHONY: docs
-docs: $(BUILT) ## write the documents that are made from the code: docs/config.md, docs/compatibility.md
+docs: $(BUILT) ## write what is made: docs/config.md, docs/compatibility.md, docs/performance.md, deepspeed_c/_C.pyi
 	$(BIN)/python -m deepspeed_c.config.docs docs/config.md
 	$(BIN)/python -m scripts.compatibility docs/compatibility.md
+	$(BIN)/python -m scripts.stubs deepspeed_c/_C.pyi
+	$(BIN)/python -m benchmarks.run --docs
 
 .PHONY: build
 build: $(BUILT) ## environment and compiled extension only
@@ -85,7 +91,7 @@ $(ENV): constraints.txt $(SYSTEM)
 	$(PIP) install -c constraints.txt torch setuptools pybind11
 	@touch $@
 
-# What tests and examples need comes at once: a second install would compile everything again.
+# What tests and examples need comes at once: a second install takes its time. The objects stay: tests/test_package.py makes a wheel of them.
 $(BUILT): $(ENV) $(SOURCES)
-	$(PIP) install --no-build-isolation -c constraints.txt -e ".[examples,hf,test]" ruff
+	DSC_BUILD_DIR=$(CURDIR)/build/objects $(PIP) install --no-build-isolation -c constraints.txt -e ".[examples,hf,test]" ruff clang-format
 	@touch $@

@@ -3,6 +3,7 @@
 Settings, from the environment:
   CC, CXX, NVCC       compilers; nvcc is looked for in CUDA_HOME too
   MAX_JOBS            parallel compilations; all processors by default
+  DSC_BUILD_DIR       folder of object files that is kept, so that a later build compiles what has changed; by default one that goes with the build
   DSC_BUILD_CUDA      0: never build the CUDA library; 1: fail without nvcc; unset: build it when nvcc is found
 """
 
@@ -24,6 +25,8 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 BINDING = Path("ops/binding")
 CUDA_LIBRARY = "libdsc_cuda.so"
+# What every handle includes.
+PRECOMPILED = "handles.h"
 
 # The oldest torch whose stable ABI has what the binding uses: 2.10. One binary then serves all later ones.
 TORCH_TARGET_VERSION = "0x020a000000000000"
@@ -104,6 +107,36 @@ def run(command: list[str], says: str) -> None:
         ) from error
 
 
+def compile_changed(command: list[str], source: str, made: Path) -> None:
+    """Compiles ``source``, unless the object is there, of this command, and younger than all that went into it."""
+    said = made.with_suffix(".command")
+    # Where the sources lie has no part in the object: those of an unpacked archive give the same.
+    words = shlex.join(command).replace(str(ROOT), "ROOT")
+    if said.is_file() and said.read_text() == words and is_younger(made, made.with_suffix(".d")):
+        return
+    said.unlink(missing_ok=True)
+    run([*command, "-o", str(made)], f"CXX {source}")
+    said.write_text(words)
+
+
+def precompile(compiler: list[str], folder: Path) -> Path:
+    """Parses once what every handle includes. Returns the header to be included before all others."""
+    header, text = folder / "precompiled.h", f'#include "{PRECOMPILED}"\n'
+    if not header.is_file() or header.read_text() != text:
+        header.write_text(text)
+    compile_changed([*compiler, "-MMD", "-x", "c++-header", str(header)], PRECOMPILED, folder / "precompiled.h.gch")
+    return header
+
+
+def is_younger(made: Path, dependencies: Path) -> bool:
+    """Whether ``made`` is younger than the files that the compiler listed in ``dependencies``, and all of them are there."""
+    try:
+        names = dependencies.read_text().replace("\\\n", " ").split(":", 1)[1].split()
+        return all((ROOT / name).stat().st_mtime_ns <= made.stat().st_mtime_ns for name in names)
+    except FileNotFoundError:
+        return False
+
+
 def names_torch(source: str) -> bool:
     """Operators and what carries them; the handles and the exceptions know Python only."""
     return not Path(source).stem.startswith(("handles_", "module", "status"))
@@ -136,9 +169,13 @@ class Tools(NamedTuple):
 class BuildExtension(build_ext):
     """make for the C cores and the CUDA library, then the binding."""
 
+    def run(self) -> None:
+        self.is_in_place = bool(self.inplace or self.editable_mode)
+        super().run()
+
     def build_extension(self, ext: Extension) -> None:
         tools = Tools.find()
-        build = (ROOT / self.build_temp).resolve()
+        build = (ROOT / (os.environ.get("DSC_BUILD_DIR") or self.build_temp)).resolve()
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         make_csrc = [
@@ -155,40 +192,47 @@ class BuildExtension(build_ext):
         if tools.nvcc is not None:
             run([*make_csrc, f"NVCC={tools.nvcc}", "cuda"], "make -C csrc cuda")
             shutil.copyfile(build / "csrc" / CUDA_LIBRARY, cuda_library)
-        self._link(tools, self._compile(tools, ext.sources, build / "binding"), build / "csrc" / "libdsc.a", target)
+        objects = self._compile(tools, ext.sources, build / "binding")
+        self._link(tools, objects, build / "csrc" / "libdsc.a", target, self.is_in_place)
 
     def _compile(self, tools: Tools, sources: list[str], folder: Path) -> list[Path]:
         flags = [
-            *("-std=c++17", "-O2", "-g0", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"),
+            # No loop runs here: more than -O1 takes time to compile and saves none.
+            *("-std=c++17", "-O1", "-g0", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"),
             f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}",
             f'-DDSC_BUILD_TORCH_TARGET="{TORCH_TARGET_VERSION}"',
             f'-DDSC_BUILD_TORCH="{importlib.metadata.version("torch")}"',
             f'-DDSC_BUILD_COMPILER="{shlex.join(tools.cxx)}"',
             f"-DDSC_BUILD_CUDA={int(tools.nvcc is not None)}",
             *(f"-I{ROOT / part}" for part in ("csrc/include", BINDING)),
+            f"-fmacro-prefix-map={ROOT}/=",  # where the sources lay is no business of who loads the module
             *shlex.split(os.environ.get("CXXFLAGS", "")),
         ]
         # Others' headers: their warnings are not ours. Only files that name torch see its headers, which bring a pybind11 of their own.
         torch_headers = ["-isystem", str(tools.torch / "include")]
         python_headers = [part for path in (tools.pybind11, *self.include_dirs) for part in ("-isystem", path)]
         folder.mkdir(parents=True, exist_ok=True)
+        # Torch's files first: they need not wait for the header that all others begin with, and that takes as long as one of them.
+        sources = sorted(sources, key=names_torch, reverse=True)
         objects = [folder / f"{Path(source).stem}.o" for source in sources]
         with ThreadPoolExecutor(tools.jobs) as pool:
-            commands = [
-                [*tools.cxx, *flags, *(torch_headers if names_torch(source) else python_headers), "-c", source]
-                for source in sources
-            ]
-            for command, made in zip(commands, objects):
-                command += ["-o", str(made)]
-            list(pool.map(run, commands, [f"CXX {source}" for source in sources]))
+            header = pool.submit(precompile, [*tools.cxx, *flags, *python_headers], folder)
+
+            def make(source: str, made: Path) -> None:
+                own = torch_headers if names_torch(source) else [*python_headers, "-include", str(header.result())]
+                compile_changed([*tools.cxx, *flags, *own, "-MMD", "-c", source], source, made)
+
+            list(pool.map(make, sources, objects))
         return objects
 
     @staticmethod
-    def _link(tools: Tools, objects: list[Path], archive: Path, target: Path) -> None:
-        # The cores' symbols stay inside; torch's library is found by its name in the process, which has imported torch by then.
+    def _link(tools: Tools, objects: list[Path], archive: Path, target: Path, exports_cores: bool) -> None:
+        # What is shipped keeps the cores' symbols inside. A build in place exports their C ABI, through which tests reach what the binding has no use for.
+        symbols = "-Wl,-Bsymbolic" if exports_cores else "-Wl,--exclude-libs,ALL"
+        # torch's library is found by its name in the process, which has imported torch by then.
         libraries = [f"-L{tools.torch / 'lib'}", "-ltorch_cpu", "-lpthread", "-ldl", "-lm"]
         command = [
-            *(*tools.cxx, "-shared", "-Wl,--exclude-libs,ALL", "-Wl,-s", "-o", str(target), *map(str, objects)),
+            *(*tools.cxx, "-shared", symbols, "-Wl,-s", "-o", str(target), *map(str, objects)),
             *(str(archive), *libraries, *shlex.split(os.environ.get("LDFLAGS", ""))),
         ]
         run(command, f"LINK {target.name}")

@@ -1,4 +1,4 @@
-"""What every benchmark shares: the bandwidth bound of this minute, medians with their spread, and the machine's name."""
+"""What every benchmark shares: medians with their spread, contenders that take turns, the machine's name, and the proof that a row measures what it says."""
 
 from __future__ import annotations
 
@@ -6,11 +6,26 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
-from functools import cache, lru_cache
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-__all__ = ["machine", "median_spread", "time_alternately", "triad_gbps"]
+__all__ = [
+    "NOISE",
+    "bound",
+    "in_turn",
+    "machine",
+    "median_spread",
+    "peer_extensions",
+    "ratios",
+    "require",
+    "require_equal",
+    "time_alternately",
+]
+
+# What a clock, a busy core and a median of a few rounds may make a bound look worse than it is.
+NOISE = 0.03
 
 
 @cache
@@ -26,44 +41,70 @@ def machine() -> str:
     return f"{model}, {len(os.sched_getaffinity(0))} cores, {gib:.0f} GiB"
 
 
-def median_spread(values: list[float]) -> tuple[float, float, float]:
+def peer_extensions() -> str:
+    """A folder for what DeepSpeed compiles at its first start (TORCH_EXTENSIONS_DIR), kept between runs. In the user's own, a lock that a killed process has left would be
+    waited for for ever; here it goes, as one benchmark runs at a time.
+    """
+    folder = Path(__file__).resolve().parents[1] / "out" / "peer_extensions"
+    folder.mkdir(parents=True, exist_ok=True)
+    for lock in folder.glob("*/lock"):
+        lock.unlink()
+    return str(folder)
+
+
+def median_spread(values: Sequence[float]) -> tuple[float, float, float]:
     """(median, smallest, largest)"""
     return statistics.median(values), min(values), max(values)
 
 
+def ratios(key: str, mine: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
+    """``key``, ``key_min`` and ``key_max``: of mine over theirs, round by round."""
+    found = median_spread([a / b for a, b in zip(mine, theirs, strict=True)])
+    return dict(zip((key, f"{key}_min", f"{key}_max"), (round(value, 4) for value in found), strict=True))
+
+
+def bound(key: str, mine: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
+    """As ``ratios``, where theirs is a time that mine cannot go below: a median under 1, beyond noise, says so in the row, because then it is none."""
+    row: dict[str, Any] = ratios(key, mine, theirs)
+    if row[key] < 1 - NOISE:
+        row["note"] = "below its bound: the bound is wrong"
+    return row
+
+
+def require(holds: bool, what: str) -> None:
+    """Ends the benchmark, which then has no result, unless what its row says is so."""
+    if not holds:
+        raise SystemExit(f"nothing is measured, because this does not hold: {what}")
+
+
+def require_equal(what: str, values: dict[str, float], relative: float) -> None:
+    """All contenders have computed the same, within ``relative`` of the first."""
+    first = next(iter(values.values()))
+    bad = {name: value for name, value in values.items() if not abs(value - first) <= relative * abs(first)}
+    require(not bad, f"{what} equal within {relative}: {values}")
+
+
+def in_turn(names: Sequence[Any], round_: int) -> list[Any]:
+    """The order of a round: each contender is first equally often."""
+    start = round_ % len(names)
+    return [*names[start:], *names[:start]]
+
+
 def time_alternately(
-    steps: dict[str, Callable[[Any], None]], batch: Any, rounds: int, warmup: int
+    steps: dict[str, Callable[[Any], Any]], batch: Any, rounds: int, warmup: int
 ) -> dict[str, list[float]]:
-    """Seconds of each contender's step in each round, one step of each a round, between barriers of all ranks. The first ``warmup`` rounds do not count."""
+    """Seconds of each contender's step in each round, one step of each a round, between barriers of all ranks and in an order that changes with the round.
+    The first ``warmup`` rounds do not count.
+    """
     import torch.distributed as dist
 
     times: dict[str, list[float]] = {name: [] for name in steps}
     for i in range(rounds + warmup):
-        for name, step in steps.items():
+        for name in in_turn(list(steps), i):
             dist.barrier()
             start = time.perf_counter()
-            step(batch)
+            steps[name](batch)
             dist.barrier()
             if i >= warmup:
                 times[name].append(time.perf_counter() - start)
     return times
-
-
-def triad_gbps(n_elems: int = 1 << 25, repeats: int = 3) -> float:
-    """Bandwidth of a = b + s * c over f32 in GB/s, best of ``repeats``, counting the three streams (12 bytes an element)."""
-    import torch
-
-    buffers = _triad_buffers(n_elems)
-    best = float("inf")
-    for _ in range(repeats):
-        start = time.perf_counter()
-        torch.add(buffers[1], buffers[2], alpha=1.5, out=buffers[0])
-        best = min(best, time.perf_counter() - start)
-    return 12 * n_elems / best / 1e9
-
-
-@lru_cache(maxsize=2)
-def _triad_buffers(n_elems: int):
-    import torch
-
-    return [torch.full((n_elems,), float(i)) for i in range(3)]

@@ -2,27 +2,61 @@
 
     python -m benchmarks.run              all of them
     python -m benchmarks.run NAME ...     some; the documents are written from the newest results of each
-    python -m benchmarks.run --list
+    python -m benchmarks.run --list       names, and about how long each takes
+    python -m benchmarks.run --smoke      all of them, small and short, to see that they run; nothing is kept
+    python -m benchmarks.run --docs       the documents only
+    python -m benchmarks.run --old        what is older than the code that it measures
 
-Times mean something only when nothing else runs on the machine.
+Times mean something only when nothing else runs on the machine. Peers: DSC_PEER_PYTHON names the interpreter of an environment with DeepSpeed, transformers and accelerate in
+the versions of this one, and fio is found on PATH; goals against a peer that is not there are shown as not measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import datetime
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import report
+from benchmarks import report, results
+from benchmarks.measure import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = sys.executable
-TWO_RANKS = [PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]
+SKIPPED = 77  # exit code of what cannot be measured here; the last line of its standard error says why
+TIMEOUT_SECONDS = 900
+GRACE_SECONDS = 45  # torchrun waits 30 for its ranks
+
+
+def ranks(n: int) -> list[str]:
+    return [PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", str(n), "-m"]
+
+
+# What most of them measure.
+CORES = ("csrc/base", "csrc/cpu", "csrc/optim", "csrc/include")
+ENGINE = (*CORES, "csrc/zero", "csrc/scale", "ops", "deepspeed_c/engine", "deepspeed_c/zero", "deepspeed_c/comm")
+OFFLOAD = (*ENGINE, "csrc/aio", "deepspeed_c/offload")
+STARTING = ("deepspeed_c/__init__.py", "deepspeed_c/env.py", "deepspeed_c/launcher")
+
+
+@cache
+def _files_of(source: str) -> tuple[str, ...]:
+    found = dict.fromkeys([source])
+    if source == "benchmarks/stream.py":
+        found["benchmarks/csrc/stream.c"] = None
+    if source.endswith(".py") and (ROOT / source).exists():
+        for node in ast.walk(ast.parse((ROOT / source).read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("benchmarks."):
+                found |= dict.fromkeys(_files_of(node.module.replace(".", "/") + ".py"))
+    return tuple(found)
 
 
 class Benchmark(NamedTuple):
@@ -31,107 +65,210 @@ class Benchmark(NamedTuple):
     name: str  # of its results file
     source: str  # whose first line, or first sentence, is the question that it answers
     command: list[str]
+    code: tuple[str, ...]  # paths of what it measures: its results are old when these have changed
+    seconds: int  # that it takes on 2 cores, about
+    smoke: tuple[str, ...] = ()  # arguments that make it short
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Its code, and the script itself with what it imports from the other files of benchmarks."""
+        return (*self.code, *_files_of(self.source))
 
 
+def _script(
+    name: str,
+    source: str,
+    code: tuple[str, ...],
+    seconds: int,
+    smoke: str = "",
+    *,
+    n_ranks: int = 0,
+    args: str = "",
+) -> Benchmark:
+    """``n_ranks``: 0 for a script that starts its processes itself, or needs one only."""
+    start = ranks(n_ranks) if n_ranks else [PYTHON, "-m"]
+    module = source.removesuffix(".py").replace("/", ".")
+    return Benchmark(name, source, [*start, module, *args.split()], code, seconds, tuple(smoke.split()))
+
+
+OURS = "benchmarks/deepspeed_c"
 BENCHMARKS = [
-    Benchmark("cores", "benchmarks/csrc/bench.c", ["make", "-s", "-C", "csrc", "bench"]),
     Benchmark(
-        "engine_step", "benchmarks/deepspeed_c/engine_step.py", [PYTHON, "-m", "benchmarks.deepspeed_c.engine_step"]
+        "cores",
+        "benchmarks/csrc/bench.c",
+        ["make", "-s", "-C", "csrc", "bench", "BENCH_ARGS=-r 7"],
+        CORES,
+        170,
+        ("BENCH_ARGS=-n 65536 -r 3",),
     ),
+    _script("engine_step", f"{OURS}/engine_step.py", ENGINE, 40, "--params 4e6 --rounds 3"),
+    _script("engine_step_2_ranks", f"{OURS}/engine_step.py", ENGINE, 50, "--params 4e6 --rounds 3", n_ranks=2),
     *(
-        Benchmark(
+        _script(
             f"train_step_{dtype}",
-            "benchmarks/deepspeed_c/train_step.py",
-            [*TWO_RANKS, "benchmarks.deepspeed_c.train_step", "--dtype", dtype],
+            f"{OURS}/train_step.py",
+            ENGINE,
+            seconds,
+            "--rounds 2",
+            n_ranks=2,
+            args=f"--dtype {dtype}",
         )
-        for dtype in ("fp32", "bf16")
+        for dtype, seconds in (("fp32", 60), ("bf16", 120))
     ),
     *(
-        Benchmark(
+        _script(
             f"stage3_step_{model}",
-            "benchmarks/deepspeed_c/stage3_step.py",
-            [*TWO_RANKS, "benchmarks.deepspeed_c.stage3_step", "--model", model],
+            f"{OURS}/stage3_step.py",
+            ENGINE,
+            seconds,
+            "--rounds 2",
+            n_ranks=2,
+            args=f"--model {model}",
         )
-        for model in ("gpt", "mlp", "small")
+        for model, seconds in (("gpt", 90), ("mlp", 90), ("small", 40))
     ),
-    Benchmark(
-        "init_memory",
-        "benchmarks/deepspeed_c/init_memory.py",
-        [*TWO_RANKS[:-2], "4", "-m", "benchmarks.deepspeed_c.init_memory"],
-    ),
-    Benchmark(
-        "ledger_cost",
-        "benchmarks/deepspeed_c/ledger_cost.py",
-        [*TWO_RANKS, "benchmarks.deepspeed_c.ledger_cost"],
-    ),
-    Benchmark("memory", "benchmarks/deepspeed_c/memory.py", [PYTHON, "-m", "benchmarks.deepspeed_c.memory"]),
-    Benchmark(
+    _script("init_memory", f"{OURS}/init_memory.py", ("deepspeed_c/zero",), 30, "--layers 8 --width 1024", n_ranks=4),
+    _script("ledger_cost", f"{OURS}/ledger_cost.py", (*ENGINE,), 60, "--rounds 2", n_ranks=2),
+    _script("memory", f"{OURS}/memory.py", ENGINE, 60, "--params 8e6"),
+    _script(
         "memory_by_stage",
-        "benchmarks/deepspeed_c/memory_by_stage.py",
-        [PYTHON, "-m", "benchmarks.deepspeed_c.memory_by_stage"],
+        f"{OURS}/memory_by_stage.py",
+        (*ENGINE, "deepspeed_c/plan"),
+        150,
+        "--ranks 2 --params 8e6 --no-picture",
     ),
-    Benchmark(
-        "memory_limit",
-        "benchmarks/deepspeed_c/memory_limit.py",
-        [PYTHON, "-m", "benchmarks.deepspeed_c.memory_limit"],
+    _script("memory_limit", f"{OURS}/memory_limit.py", OFFLOAD, 120),
+    _script("offload_step", f"{OURS}/offload_step.py", OFFLOAD, 130, "--params 20e6 --host-params 4e6 --rounds 2"),
+    _script(
+        "trainer_step",
+        "benchmarks/hf/trainer_step.py",
+        (*ENGINE, "deepspeed_c/alias", "deepspeed_c/initialize.py"),
+        420,
+        "--rounds 1 --steps 3 --width 128",
     ),
-    Benchmark(
-        "offload_step",
-        "benchmarks/deepspeed_c/offload_step.py",
-        [PYTHON, "-m", "benchmarks.deepspeed_c.offload_step"],
+    _script("adam_step", "benchmarks/ops/adam_step.py", (*CORES, "ops"), 30, "--params 1e6 --tensors 100 --rounds 2"),
+    _script("pool_step", "benchmarks/ops/pool_step.py", (*CORES, "ops"), 40, "--params 5e6 --rounds 1"),
+    _script(
+        "cuda_step",
+        "benchmarks/ops/cuda_step.py",
+        (*CORES, "csrc/cuda", "csrc/accel", "ops"),
+        5,
+        "--params 1e6 --rounds 2",
     ),
-    Benchmark("trainer_step", "benchmarks/hf/trainer_step.py", [PYTHON, "-m", "benchmarks.hf.trainer_step"]),
-    Benchmark("adam_step", "benchmarks/ops/adam_step.py", [PYTHON, "-m", "benchmarks.ops.adam_step"]),
-    Benchmark("pool_step", "benchmarks/ops/pool_step.py", [PYTHON, "-m", "benchmarks.ops.pool_step"]),
-    Benchmark("aio", "benchmarks/ops/aio.py", [PYTHON, "-m", "benchmarks.ops.aio"]),
-    Benchmark(
+    _script("aio", "benchmarks/ops/aio.py", ("csrc/aio", "ops"), 150, "--size 64MiB --rounds 2"),
+    _script(
         "checkpoint_io",
-        "benchmarks/deepspeed_c/checkpoint_io.py",
-        [*TWO_RANKS, "benchmarks.deepspeed_c.checkpoint_io"],
+        f"{OURS}/checkpoint_io.py",
+        ("csrc/ckpt", "csrc/aio", "deepspeed_c/checkpoint", "deepspeed_c/engine"),
+        200,
+        "--gigabytes 0.1 --rounds 2",
+        n_ranks=2,
     ),
-    Benchmark(
-        "import_time", "benchmarks/deepspeed_c/import_time.py", [PYTHON, "-m", "benchmarks.deepspeed_c.import_time"]
-    ),
-    Benchmark(
-        "alias_start", "benchmarks/deepspeed_c/alias_start.py", [PYTHON, "-m", "benchmarks.deepspeed_c.alias_start"]
-    ),
-    Benchmark("launch", "benchmarks/launcher/noop.py", [PYTHON, "-m", "benchmarks.launcher.noop"]),
+    _script("import_time", f"{OURS}/import_time.py", ("deepspeed_c", "ops"), 80, "--rounds 1"),
+    _script("start_time", f"{OURS}/start_time.py", ("deepspeed_c", "ops"), 200, "--rounds 1"),
+    _script("alias_start", f"{OURS}/alias_start.py", ("deepspeed_c/alias", *STARTING), 15, "--rounds 2"),
+    _script("launch", "benchmarks/launcher/noop.py", STARTING, 110, "--rounds 1"),
 ]
 
 
-def run(benchmark: Benchmark) -> bool:
+def run(benchmark: Benchmark, *, is_smoke: bool = False) -> bool:
     """Runs one benchmark and stores its lines; False when it fails, and then the earlier results stay."""
-    print(f"{benchmark.name}: {' '.join(benchmark.command)}", flush=True)
+    command = [*benchmark.command, *(benchmark.smoke if is_smoke else ())]
+    print(f"{benchmark.name}: {' '.join(command)}", flush=True)
+    commit, is_dirty = results.commit_of(), results.is_dirty()
+    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     begin = time.perf_counter()
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(benchmark.command, cwd=ROOT, env=environment, check=False, stdout=subprocess.PIPE, text=True)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    print(done.stdout, end="")
-    if done.returncode or not lines:
-        print(f"{benchmark.name}: exit code {done.returncode}, {len(lines)} results", file=sys.stderr)
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=TIMEOUT_SECONDS)
+    except subprocess.TimeoutExpired:
+        # Ranks would be in the way of the next one. They have groups of their own, which torchrun ends when it is asked to.
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.communicate(timeout=GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+        print(f"{benchmark.name}: not done after {TIMEOUT_SECONDS} s", file=sys.stderr)
         return False
-    for line in lines:
-        json.loads(line)
-    report.RESULTS.mkdir(exist_ok=True)
-    (report.RESULTS / f"{benchmark.name}.jsonl").write_text("\n".join(lines) + "\n")
-    print(f"{benchmark.name}: {time.perf_counter() - begin:.0f} s", flush=True)
+    seconds = time.perf_counter() - begin
+    lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    print(out, end="")
+    origin = results.Origin(commit, is_dirty, date, machine(), round(seconds))
+    if process.returncode == SKIPPED and not lines:
+        reason = err.strip().splitlines()[-1]
+        print(f"{benchmark.name}: skipped: {reason}", flush=True)
+        if not is_smoke and results.load(benchmark.name) is None:
+            results.store(benchmark.name, results.Result(origin._replace(skipped=reason), []))
+        return True
+    if process.returncode or not lines:
+        print(f"{err[-4000:]}\n{benchmark.name}: exit code {process.returncode}, {len(lines)} results", file=sys.stderr)
+        return False
+    if not is_smoke:
+        results.store(benchmark.name, results.Result(origin, lines))
+    print(f"{benchmark.name}: {seconds:.0f} s", flush=True)
     return True
+
+
+def old(benchmarks: list[Benchmark]) -> list[str]:
+    """What is older than the code that it measures, or was never measured; a line each."""
+    found = []
+    for benchmark in benchmarks:
+        result = results.load(benchmark.name)
+        why = "never measured" if result is None else results.age(result.origin, benchmark.paths)
+        if result is not None and result.origin.skipped:
+            why = f"skipped: {result.origin.skipped}"
+        if why:
+            found.append(f"{benchmark.name}: {why}")
+    return found
+
+
+def estimate(benchmark: Benchmark) -> int:
+    """Seconds that it takes: what it took, or else what its author thinks."""
+    result = results.load(benchmark.name)
+    return benchmark.seconds if result is None or result.origin.skipped else result.origin.seconds
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Run benchmarks and write docs/performance.md.")
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
-    parser.add_argument("--list", action="store_true", help="print the names")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--list", action="store_true", help="print the names, and about how long each takes")
+    only.add_argument("--smoke", action="store_true", help="run them small and short, and keep nothing")
+    only.add_argument("--docs", action="store_true", help="write the documents from the results that are there")
+    only.add_argument("--old", action="store_true", help="print what is older than the code that it measures")
     args = parser.parse_args()
     known = {benchmark.name: benchmark for benchmark in BENCHMARKS}
-    if args.list:
-        print("\n".join(known))
-        return 0
     unknown = sorted(set(args.names) - set(known))
     if unknown:
         parser.error(f"no benchmark {', '.join(unknown)}; there are {', '.join(known)}")
-    failed = [name for name in args.names or known if not run(known[name])]
-    report.write(BENCHMARKS)
+    chosen = [known[name] for name in args.names or known]
+    if args.docs:
+        report.write(BENCHMARKS)
+        return 0
+    if not args.old and not args.smoke:
+        for benchmark in chosen:
+            print(f"{benchmark.name:24}{estimate(benchmark):5} s")
+        print(f"{'all of these, about':24}{sum(map(estimate, chosen)) / 60:5.0f} min", flush=True)
+    if args.list:
+        return 0
+    failed = []
+    for benchmark in [] if args.old else chosen:
+        if not run(benchmark, is_smoke=args.smoke):
+            failed.append(benchmark.name)
+        if not args.smoke:
+            report.write(BENCHMARKS)  # so that a run that is stopped leaves documents of what it has measured
+    if not args.smoke and (lines := old(BENCHMARKS)):
+        print("older than the code that they measure, or without a result:", *lines, sep="\n  ")
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 PUBLIC_NAMES: dict[str, str] = {
     "initialize": "deepspeed_c.initialize",
     "DeepSpeedEngine": "deepspeed_c.engine.engine",
-    "DeepSpeedOptimizer": "deepspeed_c.zero.optimizer",
+    "DeepSpeedOptimizer": "deepspeed_c.zero.states.optimizer",
     "init_distributed": "deepspeed_c.comm",
     "add_config_arguments": "deepspeed_c.arguments",
     "get_accelerator": "deepspeed_c.accelerator",
@@ -66,6 +66,13 @@ def _load_compiled() -> types.ModuleType:
         ) from error
 
 
+def _decide_threads() -> int:
+    """For the compiled module, at its first operator on host tensors."""
+    from deepspeed_c.threads import decide
+
+    return decide()
+
+
 class _Package(types.ModuleType):
     """A package one of whose functions has the name of the submodule that defines it (``initialize``, as in DeepSpeed).
 
@@ -75,6 +82,8 @@ class _Package(types.ModuleType):
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, types.ModuleType) and PUBLIC_NAMES.get(name) == value.__name__:
             value = getattr(value, name)
+        if name == "_C":
+            value.pool_decided_by(_decide_threads)
         super().__setattr__(name, value)
         if isinstance(value, types.ModuleType) and sys.modules.get("deepspeed") is self:
             from deepspeed_c.alias.finder import adopt

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from .env import read_env
-from .errors import BuildError, ConfigError, StateError
+from .errors import ConfigError, StateError
 
 __all__ = [
     "Accelerator",
@@ -105,8 +106,9 @@ class _Host:
 
     @staticmethod
     def device_count() -> int:
-        """Processes of the job on this host, so that each local rank has a device of its number."""
-        return read_env().local_world_size
+        """Processes of the job on this host, so that each local rank has a device of its number: LOCAL_SIZE, or else LOCAL_WORLD_SIZE."""
+        env = read_env()
+        return env.local_size or env.local_world_size
 
     @staticmethod
     def get_rng_state(device: Any = None) -> torch.Tensor:
@@ -200,7 +202,7 @@ def _named(method: Callable[..., Any], name: str, target: str) -> Callable[..., 
 class Accelerator:
     """One kind of device. ``device_index`` is a number on this host, None for the current device.
 
-    Errors: StateError where this kind of device has no such thing (graphs on the CPU), BuildError from the op builders.
+    Errors: StateError where this kind of device has no such thing (graphs on the CPU).
     """
 
     def __init__(self, device_type: str) -> None:
@@ -366,40 +368,27 @@ class Accelerator:
         for name in self.visible_devices_envs():
             current_env[name] = ",".join(map(str, local_accelerator_ids))
 
-    # -- what there is not -------------------------------------------------------------------------------------------
+    # -- operators ---------------------------------------------------------------------------------------------------
 
     def op_builder_dir(self) -> str:
         """The module that holds the builders."""
-        return "deepspeed_c.ops"
+        return "deepspeed_c.ops.op_builder"
 
-    def get_op_builder(self, class_name: str) -> type:
-        """DeepSpeed's builder of that name, for what is built: ``AsyncIOBuilder``.
-
-        Raises BuildError for the others: operators are compiled when the package is installed, and called by their names in ``deepspeed_c.ops``.
-        """
-        from deepspeed_c.ops.aio import (
-            AsyncIOBuilder,
-        )  # loads the compiled part, which asking for a device does not need
-
-        if class_name == AsyncIOBuilder.__name__:
-            return AsyncIOBuilder
-        raise self._no_builder(class_name)
+    def get_op_builder(self, class_name: str) -> type | None:
+        """DeepSpeed's builder class of that name, such as "FusedAdamBuilder"; None where it has none of the name."""
+        builders = importlib.import_module(self.op_builder_dir())  # loads the compiled part: not before it is asked for
+        return getattr(builders, class_name, None) if class_name in builders.__all__ else None
 
     def create_op_builder(self, class_name: str) -> Any:
-        """An instance of ``get_op_builder(class_name)``."""
-        return self.get_op_builder(class_name)()
+        """An instance of ``get_op_builder(class_name)``, or None."""
+        builder = self.get_op_builder(class_name)
+        return None if builder is None else builder()
 
     def build_extension(self) -> Any:
-        """Raises BuildError."""
-        raise self._no_builder("build_extension")
+        """torch's command ``build_ext``, for a setup script of one's own; nothing of this package is built at run time."""
+        from torch.utils.cpp_extension import BuildExtension
 
-    @staticmethod
-    def _no_builder(name: str) -> BuildError:
-        return BuildError(
-            f"{name}: operators are compiled when the package is installed; there is nothing to build at run time",
-            where="get_accelerator()",
-            fix="call the operators of deepspeed_c.ops",
-        )
+        return BuildExtension
 
 
 for _name, _target in _ABOUT_PROCESS.items():

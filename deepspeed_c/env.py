@@ -1,83 +1,123 @@
-"""Every environment variable that the package itself reads, in one dataclass. (Launchers' own: comm/discover.py.)"""
+"""Every environment variable that the package itself reads, in one class. (Launchers' own: comm/discover.py.)"""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from .errors import ConfigError
 
-__all__ = ["Env", "read_env"]
+__all__ = ["RUN_TOKEN", "VARIABLES", "Env", "read_env"]
+
+RUN_TOKEN = "DSC_RUN_TOKEN"
 
 
-def _variable(name: str, default: Any, kind: type, minimum: float | None = None, words: tuple[str, ...] = ()) -> Any:
-    return field(default=default, metadata={"name": name, "kind": kind, "minimum": minimum, "words": words})
+class _Facts(NamedTuple):
+    name: str
+    default: Any
+    kind: type
+    minimum: float | None = None
+    words: tuple[str, ...] = ()
+    is_secret: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+class _Variable:
+    """An attribute that reads its variable when it is asked for: what nobody needs is not judged, and may hold anything."""
+
+    def __init__(self, *facts: Any, **more: Any) -> None:
+        self.facts = _Facts(*facts, **more)
+
+    def __get__(self, env: Env | None, owner: type[Env]) -> Any:
+        if env is None:
+            return self
+        text = env._environ.get(self.facts.name, "").strip()
+        return _parse(text, self.facts) if text else self.facts.default
+
+    def __set__(self, env: Env, value: Any) -> None:
+        raise AttributeError(f"{self.facts.name} is only read here")
+
+
 class Env:
-    """The variables at the time of reading; a variable that is unset or empty has its default."""
+    """The variables of ``environ``, each as it is when it is asked for; one that is unset or empty has its default.
 
-    rank: int = _variable("RANK", 0, int, 0)
+    Raises:
+        ConfigError: the one that is asked for is malformed or out of range.
+    """
+
+    __slots__ = ("_environ",)
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+
+    def __repr__(self) -> str:
+        shown = (facts.name for facts in VARIABLES.values() if not facts.is_secret)
+        return f"Env({', '.join(f'{name}={self._environ[name]!r}' for name in shown if name in self._environ)})"
+
+    rank: int = _Variable("RANK", 0, int, 0)
     """RANK: number of this process in the job."""
 
-    world_size: int = _variable("WORLD_SIZE", 1, int, 1)
+    world_size: int = _Variable("WORLD_SIZE", 1, int, 1)
     """WORLD_SIZE: processes of the job."""
 
-    local_rank: int = _variable("LOCAL_RANK", 0, int, 0)
+    local_rank: int = _Variable("LOCAL_RANK", 0, int, 0)
     """LOCAL_RANK: number of this process on its host; chooses the device."""
 
-    local_world_size: int = _variable("LOCAL_WORLD_SIZE", 1, int, 1)
+    local_world_size: int = _Variable("LOCAL_WORLD_SIZE", 1, int, 1)
     """LOCAL_WORLD_SIZE: processes of the job on this host; they share its cores."""
 
-    master_addr: str | None = _variable("MASTER_ADDR", None, str)
+    local_size: int | None = _Variable("LOCAL_SIZE", None, int, 0)
+    """LOCAL_SIZE: what the CPU counts as its devices, before LOCAL_WORLD_SIZE; 0 says nothing."""
+
+    master_addr: str | None = _Variable("MASTER_ADDR", None, str)
     """MASTER_ADDR: host of rank 0."""
 
-    master_port: int | None = _variable("MASTER_PORT", None, int, 1)
+    master_port: int | None = _Variable("MASTER_PORT", None, int, 1)
     """MASTER_PORT: TCP port at which rank 0 waits for the others."""
 
-    omp_num_threads: int | None = _variable("OMP_NUM_THREADS", None, int, 1)
+    omp_num_threads: int | None = _Variable("OMP_NUM_THREADS", None, int, 1)
     """OMP_NUM_THREADS: threads of one process; launchers set it to 1 where the user did not."""
 
-    cpu_isa: str | None = _variable("DSC_CPU_ISA", None, str, words=("scalar", "avx2", "avx512", "neon"))
-    """DSC_CPU_ISA: instruction set of the CPU loops, instead of the best one. The C core reads it by itself."""
+    cpu_isa: str | None = _Variable("DSC_CPU_ISA", None, str, words=("scalar", "avx2", "avx512", "neon"))
+    """DSC_CPU_ISA: instruction set of the CPU loops, instead of the best one."""
 
-    num_threads: int | None = _variable("DSC_NUM_THREADS", None, int, 1)
+    num_threads: int | None = _Variable("DSC_NUM_THREADS", None, int, 1)
     """DSC_NUM_THREADS: threads that share a pass over host memory, such as an optimizer step, instead of this rank's part of the host's processors, whatever
-    OMP_NUM_THREADS says. The C core reads it by itself, at the first such pass."""
+    OMP_NUM_THREADS says."""
 
-    log: str | None = _variable("DSC_LOG", None, str)
+    log: str | None = _Variable("DSC_LOG", None, str)
     """DSC_LOG: level of the logger and, with "json", one JSON object a line; for example "debug" or "info,json"."""
 
-    accelerator: str | None = _variable("DS_ACCELERATOR", None, str)
+    accelerator: str | None = _Variable("DS_ACCELERATOR", None, str)
     """DS_ACCELERATOR: kind of device to train on ("cpu", "cuda"), where that of the machine is not meant."""
 
-    alias_force: str | None = _variable("DSC_ALIAS_FORCE", None, str, words=("0", "1"))
+    alias_force: str | None = _Variable("DSC_ALIAS_FORCE", None, str, words=("0", "1"))
     """DSC_ALIAS_FORCE: 1 hides a real DeepSpeed where deepspeed_c answers to its name; `deepspeed_c run --force` sets it."""
 
-    timeout_minutes: float | None = _variable("DEEPSPEED_TIMEOUT", None, float, 0.0)
+    alias_python: str | None = _Variable("DSC_ALIAS_PYTHON", None, str)
+    """DSC_ALIAS_PYTHON: interpreter of DeepSpeed's programs (alias/bin), which read it by themselves; `deepspeed_c run` sets it to its own."""
+
+    timeout_minutes: float | None = _Variable("DEEPSPEED_TIMEOUT", None, float, 0.0)
     """DEEPSPEED_TIMEOUT: minutes that one collective may take."""
+
+    run_token: str | None = _Variable(RUN_TOKEN, None, str, is_secret=True)
+    """DSC_RUN_TOKEN: a secret that the processes of one run share and nobody else knows: only who has it can have the watchdog end the run. The
+    deepspeed_c launcher makes one for each run; under other launchers it can be set by hand, to the same on all ranks."""
+
+
+VARIABLES: dict[str, _Facts] = {
+    attribute: value.facts for attribute, value in vars(Env).items() if isinstance(value, _Variable)
+}
 
 
 def read_env(environ: Mapping[str, str] | None = None) -> Env:
-    """Reads the variables from ``environ``, by default that of the process.
-
-    Raises:
-        ConfigError: one of them is malformed or out of range.
-    """
-    environ = os.environ if environ is None else environ
-    values = {}
-    for variable in fields(Env):
-        text = environ.get(variable.metadata["name"], "").strip()
-        if text:
-            values[variable.name] = _parse(text, **variable.metadata)
-    return Env(**values)
+    """The variables of ``environ``, by default that of the process."""
+    return Env(os.environ if environ is None else environ)
 
 
-def _parse(text: str, *, name: str, kind: type, minimum: float | None, words: tuple[str, ...]) -> Any:
+def _parse(text: str, facts: _Facts) -> Any:
+    name, kind, minimum, words = facts.name, facts.kind, facts.minimum, facts.words
     if kind is str:
         if words and text not in words:
             raise ConfigError(f"is {text!r}", where=name, fix=f"set it to one of {', '.join(words)}, or unset it")

@@ -58,7 +58,7 @@ class UnsupportedConfigError(ConfigError, NotImplementedError):
 
 
 class BatchSizeError(ConfigError):
-    """train_batch_size, micro batch, accumulation and world size do not multiply."""
+    """train_batch_size, micro-batch, accumulation and world size do not multiply."""
 
 
 class ModelError(DeepSpeedCError, ValueError):

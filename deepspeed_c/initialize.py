@@ -11,6 +11,8 @@ from deepspeed_c import lr_schedules
 from deepspeed_c.accelerator import get_accelerator
 from deepspeed_c.comm import init_distributed, is_initialized
 from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.comm.comm import configure
+from deepspeed_c.comm.mesh import Mesh, mesh_of_device_mesh, mesh_of_mpu, refuse_later_axes
 from deepspeed_c.comm.watchdog import watch
 from deepspeed_c.config import Config, load_config
 from deepspeed_c.data.loader import DeepSpeedDataLoader
@@ -19,13 +21,13 @@ from deepspeed_c.engine.consistency import broadcast_model, check_same_model, ch
 from deepspeed_c.engine.engine import DeepSpeedEngine, take_from_others
 from deepspeed_c.engine.precision import Precision
 from deepspeed_c.engine.shard import lay_out_untrained, shard_model
-from deepspeed_c.errors import ConfigError, FeatureError, ModelError
+from deepspeed_c.errors import ConfigError, ModelError
 from deepspeed_c.logging import log_dist, set_level
 from deepspeed_c.utils import groups
-from deepspeed_c.zero.layout import Layout, gather_for_good
-from deepspeed_c.zero.optimizer import ZeroOptimizer
-from deepspeed_c.zero.partition_parameters import Init, materialize
-from deepspeed_c.zero.stages import STAGES
+from deepspeed_c.zero.layout.layout import Layout, gather_for_good, mesh_of_config
+from deepspeed_c.zero.layout.stages import STAGES
+from deepspeed_c.zero.states.optimizer import DeepSpeedOptimizer
+from deepspeed_c.zero.weights.init import Init, materialize
 
 __all__ = ["initialize"]
 
@@ -44,7 +46,8 @@ def initialize(
     config: str | dict[str, Any] | None = None,
     mesh_param: Any = None,
     config_params: str | dict[str, Any] | None = None,
-) -> tuple[DeepSpeedEngine, ZeroOptimizer | None, DeepSpeedDataLoader | None, Any]:
+    mesh_device: Any = None,
+) -> tuple[DeepSpeedEngine, DeepSpeedOptimizer | torch.optim.Optimizer | None, DeepSpeedDataLoader | None, Any]:
     """Builds an engine around ``model``.
 
     Args:
@@ -60,10 +63,13 @@ def initialize(
         dist_init_required: False: ``torch.distributed`` is up already. Default: start it if it is not.
         collate_fn: merges samples to a batch.
         config, config_params: path of a JSON file, or a dict; see docs/config.md. Never modified.
-        mesh_param: not supported yet.
+        mesh_param: (data-parallel ranks, sequence-parallel ranks), DeepSpeed's way to say a mesh; the second has to be 1.
+        mesh_device: a ``torch.distributed.device_mesh.DeviceMesh`` whose dimensions are named for axes: "dp_shard" for the ranks that model states are cut
+            over, "dp_replicate" for those that hold copies of the same shards (``comm/mesh.py`` has the other names).
 
     Returns:
-        (engine, optimizer, training_dataloader, lr_scheduler), with None for what was not asked for.
+        (engine, optimizer, training_dataloader, lr_scheduler), with None for what was not asked for. The optimizer is one over shards, which holds the given or configured
+        one as its ``optimizer``; at stage 0 in fp32 it is that one itself.
 
     Raises:
         ConfigError, BatchSizeError: the configuration. ModelError, OptimizerError: model and optimizer do not fit. RankMismatchError: ranks
@@ -75,22 +81,21 @@ def initialize(
             where="initialize(model=...)",
             fix="pass the model",
         )
-    if mesh_param is not None:
-        raise FeatureError(
-            "device meshes are not part of this version", where="initialize(mesh_param=...)", fix="leave mesh_param out"
-        )
     source = _config_source(args, config, config_params)
     if dist_init_required is not False and not is_initialized():
         init_distributed(distributed_port=distributed_port)
-    comm = Collectives(group=_data_parallel_group(mpu))
-    if mpu is not None:
-        groups.initialize(mpu=mpu)
+    mesh = _make_mesh(mpu, mesh_param, mesh_device)
+    comm = mesh.comm
     settings = load_config(source, world_size=comm.world_size)
+    mesh = mesh_of_config(settings, mesh)
+    groups.tell(mesh)
     set_level(settings.log_level)
     watch(comm, settings.collective_timeout_s)
     log_dist(settings.summary_line(), ranks=[0])
     for note in settings.notes:
         log_dist(note, ranks=[0])
+    if "comms_logger" in settings.as_dict():  # without it the log stays as `comm.configure` has set it
+        configure(deepspeed_config=settings)
 
     check_same_text("the configuration", settings.lines(), comm, "start all ranks with the same configuration file")
     check_same_model(model, comm)
@@ -108,9 +113,9 @@ def initialize(
     base = build_optimizer(settings, model, optimizer, model_parameters)
     zero_optimizer, layout = None, Layout([], [], None)
     if base is not None:
-        zero_optimizer, layout = shard_model(model, base, settings, precision, comm)
+        zero_optimizer, layout = shard_model(model, base, settings, precision, mesh)
     elif sharding.parameters:
-        layout = lay_out_untrained(model, settings, precision, comm)
+        layout = lay_out_untrained(model, settings, precision, mesh)
     placed = {id(slot.param) for unit in (*layout.trained, *layout.frozen) for slot in unit.slots}
     model.to(device)  # what no unit holds
     precision.cast_frozen(model, placed)
@@ -118,10 +123,11 @@ def initialize(
     get_accelerator().empty_cache()
 
     scheduler = _build_scheduler(settings, lr_scheduler, base)
-    engine = DeepSpeedEngine(model, settings, comm, precision, device, zero_optimizer, scheduler, layout=layout)
-    if training_data is not None:
-        engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
-    return engine, zero_optimizer, engine.training_dataloader, scheduler
+    engine = DeepSpeedEngine(
+        model, settings, mesh, precision, device, zero_optimizer, scheduler, layout, mpu, training_data, collate_fn
+    )
+    face = None if zero_optimizer is None else zero_optimizer.face
+    return engine, face, engine.training_dataloader, scheduler
 
 
 def _config_source(args: Any, config: Any, config_params: Any) -> Any:
@@ -135,22 +141,29 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Any:
     return given[0]
 
 
-def _data_parallel_group(mpu: Any) -> Any:
-    if mpu is None:
-        return None
-    for name in (
-        "get_model_parallel_world_size",
-        "get_tensor_model_parallel_world_size",
-        "get_sequence_parallel_world_size",
-    ):
-        size = getattr(mpu, name, lambda: 1)()
-        if size != 1:
-            raise FeatureError(
-                f"{name}() is {size}: model, tensor and sequence parallelism are not part of this version",
-                where="initialize(mpu=...)",
-                fix="use data parallelism only",
-            )
-    return mpu.get_data_parallel_group()
+def _make_mesh(mpu: Any, mesh_param: Any, mesh_device: Any) -> Mesh:
+    """The data-parallel ranks, from whatever says which they are; by default all there are."""
+    given = [
+        name
+        for name, value in (("mpu", mpu), ("mesh_param", mesh_param), ("mesh_device", mesh_device))
+        if value is not None
+    ]
+    if len(given) > 1:
+        raise ConfigError(
+            f"{' and '.join(given)} both say which ranks work together", where="initialize", fix="pass one of them"
+        )
+    if mpu is not None:
+        return mesh_of_mpu(mpu)
+    if mesh_device is not None:
+        mesh = mesh_of_device_mesh(mesh_device)
+        refuse_later_axes(mesh.axes, "initialize(mesh_device=...)")
+        return mesh
+    comm = Collectives()
+    if mesh_param is None:
+        return Mesh(comm)
+    sizes = dict(zip(("dp_shard", "sp"), mesh_param, strict=True))
+    refuse_later_axes(sizes, "initialize(mesh_param=...)")
+    return Mesh(comm, sizes)
 
 
 def _bring_model(model: torch.nn.Module, device: torch.device, config: Config) -> None:

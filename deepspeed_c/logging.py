@@ -7,6 +7,7 @@ import json
 import logging
 import sys
 from collections.abc import Collection
+from contextlib import suppress
 from typing import Any
 
 from .env import read_env
@@ -242,12 +243,9 @@ def _start() -> None:
     if not any(handler.name == logger.name for handler in logger.handlers):
         logger.addHandler(_Stderr())
     logger.propagate = False
-    try:
-        env = read_env()
-    except ConfigError:
-        _settings.apply()
-        return
-    _settings.rank = env.rank
+    env = read_env()
+    with suppress(ConfigError):
+        _settings.rank = env.rank
     for word in (env.log or "").lower().split(","):
         word = word.strip()
         if word == "json":

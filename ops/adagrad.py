@@ -12,12 +12,15 @@ __all__ = ["DeepSpeedCPUAdagrad"]
 
 
 class DeepSpeedCPUAdagrad(FusedOptimizer):
-    """Adagrad with a float32 sum (``fp32_optimizer_states=False``: in the parameters' dtype; ``state_dtype``: in that one).
+    """Adagrad with a float32 sum (``fp32_optimizer_states=False``: in the parameters' dtype; ``state_dtype``: in that
+    one).
 
-    State: ``step``, ``sum``, as in torch.optim.Adagrad, whose state dicts load here (``lr_decay`` and ``maximize`` included) and the other way round.
+    State: ``step``, ``sum``, as in torch.optim.Adagrad, whose state dicts load here (``lr_decay`` and ``maximize``
+    included) and the other way round.
     """
 
     kind = "adagrad"
+    config_types = ("adagrad",)
     q8_refusal: ClassVar[str] = (
         "Adagrad's sum only grows, and stops once a square is less than half a code's step of it"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -50,13 +50,31 @@ class _Adam(FusedOptimizer):
 
 
 class FusedAdam(_Adam):
-    """Adam or AdamW over parameters on any device, moments in ``state_dtype`` (by default the parameters'; int8: of 8 bits, on the host).
+    """Adam or AdamW over parameters on any device, moments in ``state_dtype`` (by default the parameters'; int8: of 8
+    bits, on the host).
 
-    ``adam_w_mode`` chooses decoupled weight decay (AdamW) or L2 regularisation (Adam). ``set_grad_none`` is what ``zero_grad`` does by default.
-    State: ``step``, ``exp_avg``, ``exp_avg_sq``, as in torch.optim.Adam, whose state dicts load here and the other way round.
+    ``adam_w_mode`` chooses decoupled weight decay (AdamW) or L2 regularisation (Adam). ``set_grad_none`` is what
+    ``zero_grad`` does by default.
+
+    State: ``step``, ``exp_avg``, ``exp_avg_sq``, as in torch.optim.Adam, whose state dicts load here and the other way
+    round.
     """
 
     option_names: ClassVar[tuple[str, ...]] = ("state_dtype", "adam_w_mode", "set_grad_none")
+    is_fused_in_deepspeed = True
+    config_types = ("adam", "adamw")
+
+    @classmethod
+    def from_config(
+        cls, kind: str, groups: list[dict[str, Any]], params: dict[str, Any], names: Mapping[int, str]
+    ) -> Any:
+        """torch's own class where ``torch_adam`` asks for it, with states as torch keeps them."""
+        if kind == "adamw":
+            params["adam_w_mode"] = True
+        if not params.pop("torch_adam", False):
+            return cls(groups, **params)
+        params.pop("state_dtype", None)
+        return (torch.optim.AdamW if params.pop("adam_w_mode", True) else torch.optim.Adam)(groups, **params)
 
     def __init__(
         self,
@@ -98,15 +116,20 @@ class FusedAdam(_Adam):
         grad_norms: Any = None,
         grad_scaler: Any = None,
     ) -> Any:
-        """One step over ``p.grad``. The arguments after ``closure`` are there for the signature; ``fused_step`` does what they once did."""
+        """One step over ``p.grad``.
+
+        The arguments after ``closure`` are there for the signature; ``fused_step`` does what they once did.
+        """
         self._refuse_arguments(grads=grads, output_params=output_params, scale=scale, grad_norms=grad_norms)
         return super().step(closure)
 
 
 class DeepSpeedCPUAdam(_Adam):
-    """Adam or AdamW with moments in float32 whatever the parameters are (``fp32_optimizer_states=False``: in the parameters' dtype).
+    """Adam or AdamW with moments in float32 whatever the parameters are (``fp32_optimizer_states=False``: in the
+    parameters' dtype).
 
-    State: ``step``, ``exp_avg``, ``exp_avg_sq``, as in torch.optim.Adam, whose state dicts load here and the other way round.
+    State: ``step``, ``exp_avg``, ``exp_avg_sq``, as in torch.optim.Adam, whose state dicts load here and the other way
+    round.
     """
 
     def __init__(

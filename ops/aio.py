@@ -1,4 +1,6 @@
-"""Tensors to and from files, asynchronously: DeepSpeed's ``aio_handle`` over the engine of ``dsc/aio.h``, and a pool of locked buffers."""
+"""Tensors to and from files, asynchronously: DeepSpeed's ``aio_handle`` over the engine of ``dsc/aio.h``, and a pool of
+locked buffers.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from deepspeed_c import _C
-from deepspeed_c.errors import AioError, FeatureError
+from deepspeed_c.errors import AioError, FeatureError, StateError
 
 __all__ = ["AsyncIOBuilder", "PinnedPool", "aio_handle", "as_aio_error", "backends", "unnamed_file"]
 
@@ -29,7 +31,7 @@ _FIXES = {
 }
 
 
-class Backend(NamedTuple):
+class AioBackend(NamedTuple):
     """An I/O backend of this build."""
 
     name: str
@@ -37,15 +39,17 @@ class Backend(NamedTuple):
     reason: str  # why not; "" when it is
 
 
-def backends() -> list[Backend]:
+def backends() -> list[AioBackend]:
     """The backends in the order in which "auto" tries them."""
-    return [Backend(*entry) for entry in _C.aio_backends()]
+    return [AioBackend(*entry) for entry in _C.aio_backends()]
 
 
 def unnamed_file(folder: str, n_bytes: int) -> int:
-    """A descriptor of a new file of ``n_bytes`` in ``folder``, reserved and not written, that has no name: however the process ends, its space is free again.
+    """A descriptor of a new file of ``n_bytes`` in ``folder``, reserved and not written, that has no name: however the
+    process ends, its space is free again.
 
-    Raises `AioError`, which has the errno and the numbers, when ``folder`` cannot be written to or has too little free space.
+    Raises `AioError`, which has the errno and the numbers, when ``folder`` cannot be written to or has too little free
+    space.
     """
     try:
         descriptor = _open_unnamed(folder)
@@ -83,8 +87,8 @@ def _open_unnamed(folder: str) -> int:
 class PinnedPool:
     """Host tensors on page-aligned memory that is locked (not swapped out), of exact sizes and under a budget.
 
-    A tensor's memory goes back to the pool when the last view of it is gone, and is kept for the next tensor of its size.
-    Where ``RLIMIT_MEMLOCK`` does not allow locking, the memory is aligned all the same.
+    A tensor's memory goes back to the pool when the last view of it is gone, and is kept for the next tensor of its
+    size. Where ``RLIMIT_MEMLOCK`` does not allow locking, the memory is aligned all the same.
 
     Args:
         budget_bytes: the most that the pool holds at once, in bytes.
@@ -95,7 +99,10 @@ class PinnedPool:
         self._buffers: weakref.WeakValueDictionary[int, _C.PinnedBuffer] = weakref.WeakValueDictionary()
 
     def new_tensor(self, n_elems: int, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of shape ``[n_elems]`` whose contents are undefined. MemoryError, with the numbers, when it does not fit the budget."""
+        """A tensor of shape ``[n_elems]`` whose contents are undefined.
+
+        MemoryError, with the numbers, when it does not fit the budget.
+        """
         if n_elems < 0:
             raise ValueError(f"n_elems is {n_elems}, must not be negative")
         if n_elems == 0:
@@ -106,7 +113,8 @@ class PinnedPool:
         return tensor
 
     def forget(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` starts a buffer of this pool; if so the pool takes it for an ordinary tensor from now on."""
+        """Whether ``tensor`` starts a buffer of this pool; if so the pool takes it for an ordinary tensor from now on.
+        """
         return self._buffers.pop(tensor.data_ptr(), None) is not None
 
     def has(self, tensor: torch.Tensor) -> bool:
@@ -124,9 +132,39 @@ class PinnedPool:
         return self._pool.held_bytes
 
 
+class _Memory(NamedTuple):
+    """The bytes of a tensor as they lay when its transfer was submitted, whatever the tensor is pointed at afterwards
+    (``tensor.data = other``).
+    """
+
+    storage: torch.UntypedStorage  # a reference: it is not freed before this is
+    storage_address: int  # of its first byte, as long as nobody resizes it
+    offset: int  # bytes
+    n_bytes: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Memory:
+        storage = tensor.untyped_storage()
+        offset, n_bytes = tensor.storage_offset() * tensor.element_size(), tensor.numel() * tensor.element_size()
+        return cls(storage, storage.data_ptr(), offset, n_bytes)
+
+    @property
+    def address(self) -> int:
+        return self.storage_address + self.offset
+
+    def is_where_it_was(self) -> bool:
+        storage = self.storage
+        return storage.data_ptr() == self.storage_address and storage.nbytes() >= self.offset + self.n_bytes
+
+    def flat(self) -> torch.Tensor:
+        empty = torch.empty(0, dtype=torch.uint8, device="cpu")
+        return empty.set_(self.storage, self.offset, (self.n_bytes,))
+
+
 class _Pending(NamedTuple):
     id: int
-    tensor: torch.Tensor
+    memory: _Memory
+    verb: str
     path: str
     file_offset: int
     validate: bool
@@ -135,11 +173,22 @@ class _Pending(NamedTuple):
 class aio_handle:
     """Reads tensors from files and writes them, whole and checked, at the disk's speed. The interface is DeepSpeed's.
 
-    Tensors are contiguous and on the CPU, of any dtype, alignment and size; a file may be larger than its tensor, and is never
-    truncated. A tensor belongs to the handle from an ``async_`` call until ``wait``. Any thread may call; one is served at a time.
+    Tensors are contiguous and on the CPU, of any dtype, alignment and size; a file may be larger than its tensor, and
+    is never truncated. A tensor belongs to the handle from an ``async_`` call until ``wait``. Any thread may call; one
+    is served at a time.
 
-    Every method that transfers raises `AioError` when the transfer, or opening the file, fails, and ValueError or `FeatureError` for a
-    tensor that it cannot take. Nothing comes back short: a read that the file is too short for is an `AioError`.
+    The handle keeps a tensor's memory until then, so the tensor may be dropped or pointed at other memory
+    (``tensor.data = other``, ``set_``): the transfer goes on with what it was. What it cannot keep is memory that is
+    taken from under the storage, by ``tensor.resize_`` to more bytes or ``untyped_storage().resize_``: a read then
+    writes to memory that belongs to somebody else. ``wait`` raises `StateError` where it finds that done.
+
+    A handle belongs to the process that made it. In a child of ``fork`` (a worker of a DataLoader) every method that
+    transfers or waits raises `StateError`; make another handle there. Dropping or closing the parent's does nothing
+    there, and what is in flight goes on in the parent.
+
+    Every method that transfers raises `AioError` when the transfer, or opening the file, fails, and ValueError or
+    `FeatureError` for a tensor that it cannot take. Nothing comes back short: a read that the file is too short for is
+    an `AioError`.
 
     Args:
         block_size: bytes of the longest single transfer.
@@ -194,7 +243,10 @@ class aio_handle:
         return self._intra_op_parallelism
 
     def get_alignment(self) -> int:
-        """Bytes: tensors and file offsets that are multiples of it are always transferred without a copy. Others may be."""
+        """Bytes: tensors and file offsets that are multiples of it are always transferred without a copy.
+
+        Others may be.
+        """
         return _C.aio_alignment()
 
     def sync_pread(self, buffer: torch.Tensor, filename: str | os.PathLike[str], file_offset: int = 0) -> int:
@@ -210,7 +262,9 @@ class aio_handle:
         return self.pread(buffer, filename, False, True, file_offset)
 
     def async_pwrite(self, buffer: torch.Tensor, filename: str | os.PathLike[str] | int, file_offset: int = 0) -> int:
-        """Starts to write ``buffer`` to ``filename`` (a path, or the descriptor of an open file) at ``file_offset`` bytes; returns 0."""
+        """Starts to write ``buffer`` to ``filename`` (a path, or the descriptor of an open file) at ``file_offset``
+        bytes; returns 0.
+        """
         return self.pwrite(buffer, filename, False, True, file_offset)
 
     def read(
@@ -234,7 +288,10 @@ class aio_handle:
         file_offset: int = 0,
         **options: bool,
     ) -> int:
-        """Reads: at once (returns 1), or with ``async_`` until `wait` (returns 0). DeepSpeed's keyword ``async`` is taken too."""
+        """Reads: at once (returns 1), or with ``async_`` until `wait` (returns 0).
+
+        DeepSpeed's keyword ``async`` is taken too.
+        """
         return self._transfer("read", buffer, filename, validate, _async_of(async_, options), file_offset)
 
     def pwrite(
@@ -246,21 +303,32 @@ class aio_handle:
         file_offset: int = 0,
         **options: bool,
     ) -> int:
-        """Writes: at once (returns 1), or with ``async_`` until `wait` (returns 0). DeepSpeed's keyword ``async`` is taken too."""
+        """Writes: at once (returns 1), or with ``async_`` until `wait` (returns 0).
+
+        DeepSpeed's keyword ``async`` is taken too.
+        """
         return self._transfer("write", buffer, filename, validate, _async_of(async_, options), file_offset)
 
     def wait(self) -> int:
-        """Waits for all that was started with ``async`` and returns how many transfers that were; 0 when there were none.
+        """Waits for all that was started with ``async`` and returns how many transfers that were; 0 when there were
+        none.
 
         When some fail, all are waited for, and the first that was started is raised.
         """
+        with as_aio_error():
+            self._engine.check_process()
         pending, self._pending = self._pending, []
         errors: list[AioError] = []
+        misuses: list[StateError] = []
         for request in pending:
             try:
                 self._finish(request)
             except AioError as error:
                 errors.append(error)
+            except StateError as error:
+                misuses.append(error)
+        if misuses:  # the worst that there is to tell: memory of others may have been written
+            raise misuses[0]
         if len(errors) > 1:
             first = errors[0]
             what = f"{first.what}; {len(errors) - 1} other transfers failed too"
@@ -274,7 +342,10 @@ class aio_handle:
         return self._pinned.new_tensor(num_elem, example_tensor.dtype)
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` was made by `new_cpu_locked_tensor`. Its memory is freed when the last view of it is gone."""
+        """Whether ``tensor`` was made by `new_cpu_locked_tensor`.
+
+        Its memory is freed when the last view of it is gone.
+        """
         return self._pinned.forget(tensor)
 
     def is_pinned(self, buffer: torch.Tensor) -> bool:
@@ -282,9 +353,12 @@ class aio_handle:
         return self._pinned.has(buffer) or buffer.is_pinned()
 
     def close(self) -> None:
-        """Gives up what has not been started, and waits for the rest. Done when the handle is deleted, too."""
-        self._pending = []
+        """Gives up what has not been started, and waits for the rest.
+
+        Done when the handle is deleted, too. Does nothing in a forked process.
+        """
         self._engine.close()
+        self._pending = []
 
     def _transfer(
         self,
@@ -301,9 +375,9 @@ class aio_handle:
         with as_aio_error():
             file = _C.AioFile(path, flags)
             submit = self._engine.submit_read if verb == "read" else self._engine.submit_write
-            n_bytes = tensor.numel() * tensor.element_size()
-            request_id = submit(file, file_offset, tensor.data_ptr(), n_bytes, tensor)
-        request = _Pending(request_id, tensor, path, file_offset, validate)
+            memory = _Memory.of(tensor)
+            request_id = submit(file, file_offset, memory.address, memory.n_bytes, memory.storage)
+        request = _Pending(request_id, memory, verb, path, file_offset, validate)
         if is_async:
             self._pending.append(request)
             return 0
@@ -311,9 +385,20 @@ class aio_handle:
         return 1
 
     def _finish(self, request: _Pending) -> None:
-        n_bytes = request.tensor.numel() * request.tensor.element_size()
+        n_bytes = request.memory.n_bytes
         with as_aio_error():
             n_done = self._engine.wait(request.id)
+        if not request.memory.is_where_it_was():
+            where_to = (
+                "memory that may be somebody else's by now was written"
+                if request.verb == "read"
+                else "the file may hold any bytes"
+            )
+            raise StateError(
+                f"the storage of a tensor was resized while a {request.verb} of {n_bytes} bytes at offset {request.file_offset} was on its way: {where_to}",
+                where=request.path,
+                fix="wait() before tensor.resize_() and untyped_storage().resize_()",
+            )
         if n_done != n_bytes:
             raise _error(
                 f"the file ends {n_bytes - n_done} bytes short of a read of {n_bytes} bytes at offset {request.file_offset}",
@@ -330,6 +415,9 @@ class AsyncIOBuilder:
     """Stands for DeepSpeed's builder of this operator: everything is built already."""
 
     NAME = "async_io"
+
+    def __init__(self, name: str | None = None) -> None:
+        self.name = self.NAME if name is None else name
 
     def load(self, verbose: bool = True) -> type[AsyncIOBuilder]:
         """What has ``aio_handle`` as an attribute."""
@@ -373,7 +461,9 @@ def _error(
 
 @contextlib.contextmanager
 def as_aio_error() -> Iterator[None]:
-    """Turns what ``_C``'s files and engines raise into an `AioError` that says which transfer failed and why."""
+    """Turns what ``_C``'s files and engines raise into an `AioError` that says which transfer failed and why, or a
+    `StateError` (closed, forked).
+    """
     try:
         yield
     except OSError as error:
@@ -383,10 +473,14 @@ def as_aio_error() -> Iterator[None]:
         reason = f"{os.strerror(failure['errno'])} (errno {failure['errno']})"
         what = f"{failure['verb']}{span} failed: {reason}"
         raise _error(what, failure["path"], offset, n_bytes, failure["errno"]) from error
+    except RuntimeError as error:
+        if type(error) is not RuntimeError:  # NotImplementedError is one, too
+            raise
+        raise StateError(str(error)) from error
 
 
 def _compare_with_file(request: _Pending, n_bytes: int) -> None:
-    flat = request.tensor.detach().reshape(-1).view(torch.uint8)
+    flat = request.memory.flat()
     with open(request.path, "rb") as file:
         file.seek(request.file_offset)
         for begin in range(0, n_bytes, _VALIDATE_BYTES):

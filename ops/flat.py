@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Norm", "cast", "clip_", "norm", "reduce_", "scale_", "zero_"]
+__all__ = ["Norm", "cast", "norm", "reduce_", "scale_", "zero_"]
 
 
 class Norm(NamedTuple):
@@ -28,7 +28,10 @@ class Norm(NamedTuple):
 
 
 def norm(tensors: Sequence[Tensor]) -> Norm:
-    """The global L2 norm of float32, bfloat16 or float16 tensors on one device, accumulated in float64. ValueError for sparse or strided tensors with gaps."""
+    """The global L2 norm of float32, bfloat16 or float16 tensors on one device, accumulated in float64.
+
+    ValueError for sparse or strided tensors with gaps.
+    """
     if len(tensors) == 0:
         return Norm(torch.zeros(2, dtype=torch.float64))
     return Norm(torch.ops.deepspeed_c.flat_sumsq(tensors))
@@ -41,21 +44,12 @@ def scale_(tensors: Sequence[Tensor], factor: float) -> None:
         torch.autograd.graph.increment_version(tensors)
 
 
-def clip_(tensors: Sequence[Tensor], max_norm: float) -> float:
-    """Scales ``tensors`` so that their global norm is at most ``max_norm``; returns the norm before.
-
-    As torch.nn.utils.clip_grad_norm_: the factor is max_norm / (norm + 1e-6). Left as they are when an element is not finite; the returned norm is inf then.
-    """
-    total = norm(tensors).value
-    if total != float("inf") and max_norm < total + 1e-6:
-        scale_(tensors, max_norm / (total + 1e-6))
-    return total
-
-
 def reduce_(sources: Sequence[Tensor], into: Tensor, *, scale: float = 1.0, accumulate: bool = False) -> Norm:
-    """into = (into if accumulate else 0) + scale * (sources[0] + sources[1] + ...), summed in float32 in this order and rounded once.
+    """into = (into if accumulate else 0) + scale * (sources[0] + sources[1] + ...), summed in float32 in this order and
+    rounded once.
 
-    Sources share a dtype and have ``into``'s length. Returns the norm of ``into`` as written, which cost no pass of its own.
+    Sources share a dtype and have ``into``'s length. Returns the norm of ``into`` as written, which cost no pass of its
+    own.
     """
     stats = torch.ops.deepspeed_c.flat_reduce_(sources, scale, accumulate, into)
     torch.autograd.graph.increment_version(into)
@@ -63,7 +57,10 @@ def reduce_(sources: Sequence[Tensor], into: Tensor, *, scale: float = 1.0, accu
 
 
 def cast(source: Tensor, target: Tensor) -> None:
-    """target = source, rounded to nearest even; inf and NaN stay what they are. Equal lengths, any two of float32, bfloat16 and float16."""
+    """target = source, rounded to nearest even; inf and NaN stay what they are.
+
+    Equal lengths, any two of float32, bfloat16 and float16.
+    """
     torch.ops.deepspeed_c.flat_cast_(source, target)
     torch.autograd.graph.increment_version(target)
 
@@ -71,9 +68,10 @@ def cast(source: Tensor, target: Tensor) -> None:
 def zero_(tensors: Sequence[Tensor]) -> None:
     """Sets every element to 0, host memory by the threads that will update it (first touch).
 
-    A fresh page lies in the NUMA node of the thread that writes to it first. Elements are shared out among the pool's threads as every pass over a list
-    of tensors of these sizes shares them: make states with ``torch.empty`` and pass them here together, as an optimizer's step gets them. Any dtypes; any
-    devices, where tensors away from the host are zeroed by torch. ValueError for a host tensor with gaps or overlaps between its elements.
+    A fresh page lies in the NUMA node of the thread that writes to it first. Elements are shared out among the pool's
+    threads as every pass over a list of tensors of these sizes shares them: make states with ``torch.empty`` and pass
+    them here together, as an optimizer's step gets them. Any dtypes; any devices, where tensors away from the host are
+    zeroed by torch. ValueError for a host tensor with gaps or overlaps between its elements.
     """
     on_host = [tensor for tensor in tensors if tensor.device.type == "cpu"]
     elsewhere = [tensor for tensor in tensors if tensor.device.type != "cpu"]

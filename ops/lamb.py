@@ -16,11 +16,13 @@ __all__ = ["FusedLamb"]
 class FusedLamb(NormedOptimizer):
     """LAMB over parameters on any device, moments in ``state_dtype`` (by default the parameters').
 
-    The trust ratio of each parameter is kept within ``min_coeff`` and ``max_coeff``. ``max_grad_norm`` takes effect where ``step`` is given
-    ``grad_norms``. State: ``step``, ``exp_avg``, ``exp_avg_sq``. ``eps_inside_sqrt`` is refused: eps is added to the root, as in the paper.
+    The trust ratio of each parameter is kept within ``min_coeff`` and ``max_coeff``. ``max_grad_norm`` takes effect
+    where ``step`` is given ``grad_norms``. State: ``step``, ``exp_avg``, ``exp_avg_sq``. ``eps_inside_sqrt`` is
+    refused: eps is added to the root, as in the paper.
     """
 
     kind = "lamb"
+    config_types = ("lamb",)
     q8_refusal: ClassVar[str] = (
         "LAMB makes its update from the states as they are stored, so that it would be rounded with them"
     )
@@ -76,8 +78,9 @@ class FusedLamb(NormedOptimizer):
     ) -> Any:
         """One step.
 
-        ``grads`` (tensors for the one group, or a list of lists) stand in for ``p.grad`` and are divided by ``scale``; ``output_params``, given likewise,
-        receive the updated weights. ``grad_norms`` (one a group) are norms of the scaled gradients: with the group's ``max_grad_norm`` they clip.
+        ``grads`` (tensors for the one group, or a list of lists) stand in for ``p.grad`` and are divided by ``scale``;
+        ``output_params``, given likewise, receive the updated weights. ``grad_norms`` (one a group) are norms of the
+        scaled gradients: with the group's ``max_grad_norm`` they clip.
         """
         self._ratios = []
         if grads is None and output_params is None and grad_norms is None and scale == 1.0:

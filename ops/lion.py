@@ -13,12 +13,14 @@ __all__ = ["DeepSpeedCPULion", "FusedLion"]
 
 
 class FusedLion(FusedOptimizer):
-    """Lion over parameters on any device, momentum in ``state_dtype`` (by default the parameters'; int8: of 8 bits, on the host).
+    """Lion over parameters on any device, momentum in ``state_dtype`` (by default the parameters'; int8: of 8 bits, on
+    the host).
 
     State: ``step``, ``exp_avg``.
     """
 
     kind = "lion"
+    config_types = ("lion",)
     state_names: ClassVar[tuple[str, ...]] = ("exp_avg",)
     q8_dtypes: ClassVar[dict[str, torch.dtype]] = {"exp_avg": torch.int8}
     option_names: ClassVar[tuple[str, ...]] = ("state_dtype", "set_grad_none")
@@ -49,13 +51,19 @@ class FusedLion(FusedOptimizer):
         grad_norms: Any = None,
         grad_scaler: Any = None,
     ) -> Any:
-        """One step over ``p.grad``. The arguments after ``closure`` are there for the signature; ``fused_step`` does what they once did."""
+        """One step over ``p.grad``.
+
+        The arguments after ``closure`` are there for the signature; ``fused_step`` does what they once did.
+        """
         self._refuse_arguments(grads=grads, output_params=output_params, scale=scale, grad_norms=grad_norms)
         return super().step(closure)
 
 
 class DeepSpeedCPULion(FusedOptimizer):
-    """Lion with a float32 momentum (``fp32_optimizer_states=False``: in the parameters' dtype). State: ``step``, ``exp_avg``."""
+    """Lion with a float32 momentum (``fp32_optimizer_states=False``: in the parameters' dtype).
+
+    State: ``step``, ``exp_avg``.
+    """
 
     kind = "lion"
     state_names: ClassVar[tuple[str, ...]] = ("exp_avg",)

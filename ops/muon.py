@@ -1,4 +1,5 @@
-"""Muon (Jordan 2024): momentum, orthogonalised by a Newton-Schulz iteration, for matrices; AdamW for everything else."""
+"""Muon (Jordan 2024): momentum, orthogonalised by a Newton-Schulz iteration, for matrices; AdamW for everything else.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +11,18 @@ from torch import Tensor
 
 from deepspeed_c.errors import OptimizerError
 from deepspeed_c.ops.optim import NESTEROV, Call, FusedOptimizer
+from deepspeed_c.ops.scope import Scope, Shards
 
 __all__ = ["Muon", "newton_schulz"]
 
-# The quintic a x + b x^3 + c x^5 whose slope at 0 is as large as it can be while singular values stay near 1 (Jordan 2024).
+# The quintic a x + b x^3 + c x^5 whose slope at 0 is as large as it can be while singular values stay near 1 (Jordan
+# 2024).
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def newton_schulz(matrix: Tensor, steps: int = 5, dtype: torch.dtype | None = None) -> Tensor:
-    """``matrix`` [..., rows, columns] with its singular values driven to about 1 (0.5 to 1.5), in ``steps`` rounds of matrix products.
+    """``matrix`` [..., rows, columns] with its singular values driven to about 1 (0.5 to 1.5), in ``steps`` rounds of
+    matrix products.
 
     ``dtype`` is what the products run in: bfloat16 on CUDA and float32 on the host by default. Returns float32.
     """
@@ -38,17 +42,20 @@ def newton_schulz(matrix: Tensor, steps: int = 5, dtype: torch.dtype | None = No
 class Muon(FusedOptimizer):
     """Muon for the matrices of groups with ``use_muon``, AdamW for all other parameters.
 
-    A group says ``use_muon: True`` or ``False``; one that does not is split into its parameters of two or more dimensions, and the rest. Parameters of fewer
-    than two dimensions in a ``use_muon`` group go to AdamW too. Those that leave a group this way take ``adam_lr`` (``lr`` when None).
-    Parameters of more than two dimensions count as matrices of shape [first, all others].
+    A group says ``use_muon: True`` or ``False``; one that does not is split into its parameters of two or more
+    dimensions, and the rest. Parameters of fewer than two dimensions in a ``use_muon`` group go to AdamW too. Those
+    that leave a group this way take ``adam_lr`` (``lr`` when None). Parameters of more than two dimensions count as
+    matrices of shape [first, all others].
 
-    ``lr`` is the Muon group's: updates are scaled by max(1, rows / columns) ** 0.5. ``momentum``, ``nesterov`` and ``ns_steps`` are Muon's;
-    ``betas`` and ``eps`` AdamW's; ``weight_decay`` is decoupled in both. State: ``step`` and ``momentum_buffer``, or ``exp_avg`` and ``exp_avg_sq``.
+    ``lr`` is the Muon group's: updates are scaled by max(1, rows / columns) ** 0.5. ``momentum``, ``nesterov`` and
+    ``ns_steps`` are Muon's; ``betas`` and ``eps`` AdamW's; ``weight_decay`` is decoupled in both. State: ``step`` and
+    ``momentum_buffer``, or ``exp_avg`` and ``exp_avg_sq``.
     """
 
     kind = "adamw"
     q8_refusal: ClassVar[str] = "Muon orthogonalises the momentum of whole matrices, which is not done on codes"
-    is_elementwise = False
+    scope = "matrix"
+    config_types = ("muon",)
     option_names: ClassVar[tuple[str, ...]] = ("state_dtype", "ns_dtype")
 
     def __init__(
@@ -81,6 +88,50 @@ class Muon(FusedOptimizer):
         }
         super().__init__(_split_groups(params, lr if adam_lr is None else adam_lr), defaults, state_dtype=state_dtype)
 
+    @classmethod
+    def from_config(
+        cls, kind: str, groups: list[dict[str, Any]], params: dict[str, Any], names: Mapping[int, str]
+    ) -> Muon:
+        """As DeepSpeed: matrices are parameters of at least two dimensions whose name holds neither "embed" nor
+        "lm_head"; a ``use_muon`` attribute that the caller set on a parameter decides otherwise. They take
+        ``muon_lr``, the rest ``adam_lr``; by default ``lr``."""
+
+        def wants_muon(p: Tensor) -> bool:
+            name = names.get(id(p), "").lower()
+            return getattr(p, "use_muon", p.dim() >= 2 and "embed" not in name and "lm_head" not in name)
+
+        lr = params.get("lr")
+        lrs = {True: params.pop("muon_lr", lr), False: params.pop("adam_lr", lr)}
+        split: list[dict[str, Any]] = []
+        for group in groups:
+            for use_muon, chosen in lrs.items():
+                members = [p for p in group["params"] if wants_muon(p) == use_muon]
+                if members:
+                    default = {} if chosen is None else {"lr": chosen}
+                    split.append({**default, **group, "params": members, "use_muon": use_muon})
+        return cls(split, **params)
+
+    def scope_of_group(self, group: int) -> Scope:
+        return "matrix" if self.param_groups[group]["use_muon"] else "element"
+
+    def update_bucket(self, shards: Shards) -> None:
+        """Momentum runs on the shards, its result is put together, and each rank orthogonalises just the matrices that
+        its shard touches."""
+        group, whole = shards.group, shards.matrices
+        if whole is None:
+            super().update_bucket(shards)
+            return
+        self.momentum_tensors(group, shards.params, shards.grads, whole.mine, shards.grad_scale)
+        n_steps = self.param_groups[group]["ns_steps"]
+        updates = [whole.cut(i, self.orthogonalize(m, n_steps)) for i, m in enumerate(whole.gather())]
+        self.apply_tensors(group, shards.params, updates, shards.copies)
+
+    def update_bytes(self, matrices: Sequence[int], *, on_host: bool) -> int:
+        """The results so far, and six matrices of an iteration: as large as the matrix where it is square, smaller
+        elsewhere. They are in bf16 on a device."""
+        largest = max(matrices, default=0)
+        return 4 * (sum(matrices) - largest) + 6 * (4 if on_host else 2) * largest
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         members = param_group["params"]
         members = [members] if torch.is_tensor(members) else list(members)
@@ -93,15 +144,15 @@ class Muon(FusedOptimizer):
         super().add_param_group({**param_group, "params": members})
 
     def orthogonalize(self, update: Tensor, ns_steps: int | None = None) -> Tensor:
-        """What is to be subtracted, times lr, for a momentum ``update`` [rows, ...] of a whole matrix: float32, in the same shape."""
+        """What is to be subtracted, times lr, for a momentum ``update`` [rows, ...] of a whole matrix: float32, in the
+        same shape.
+        """
         matrix = update.flatten(1)
         if matrix.numel() == 0:
             return torch.zeros_like(update, dtype=torch.float32)
         steps = self.defaults["ns_steps"] if ns_steps is None else ns_steps
         scale = max(1.0, matrix.size(0) / matrix.size(1)) ** 0.5
         return (newton_schulz(matrix, steps, self.ns_dtype) * scale).reshape(update.shape)
-
-    # -- the halves, for an engine that cuts matrices over ranks -------------------------------------------------------
 
     @torch.no_grad()
     def momentum_tensors(
@@ -112,7 +163,9 @@ class Muon(FusedOptimizer):
         updates: Sequence[Tensor],
         grad_scale: float = 1.0,
     ) -> None:
-        """First half, elementwise: advances the momentum of ``params`` by ``grads`` times ``grad_scale`` and writes what is to be orthogonalised to ``updates``."""
+        """First half, elementwise: advances the momentum of ``params`` by ``grads`` times ``grad_scale`` and writes
+        what is to be orthogonalised to ``updates``.
+        """
         if params:
             self._opened(params)
             self._momentum(group, params, grads, updates, grad_scale)
@@ -121,7 +174,9 @@ class Muon(FusedOptimizer):
     def apply_tensors(
         self, group: int, params: Sequence[Tensor], updates: Sequence[Tensor], copies: Sequence[Tensor | None] = ()
     ) -> None:
-        """Second half, elementwise: decays ``params``, subtracts lr times the orthogonalised ``updates``, writes ``copies``."""
+        """Second half, elementwise: decays ``params``, subtracts lr times the orthogonalised ``updates``, writes
+        ``copies``.
+        """
         if params:
             self._opened(params)
             self._apply_updates(group, params, updates, copies)
@@ -162,8 +217,6 @@ class Muon(FusedOptimizer):
                 float(group["weight_decay"]),
             )
         torch.autograd.graph.increment_version([*params, *(copy for copy in copies if copy is not None)])
-
-    # -- the shared body ----------------------------------------------------------------------------------------------------
 
     def names_of_states(self, group: int) -> tuple[str, ...]:
         return ("momentum_buffer",) if self.param_groups[group]["use_muon"] else ("exp_avg", "exp_avg_sq")

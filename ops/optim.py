@@ -1,8 +1,10 @@
-"""The shared body of the fused optimizers: groups, states, and one operator call for a group, however many tensors it has."""
+"""The shared body of the fused optimizers: groups, states, and one operator call for a group, however many tensors it
+has.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
 from operator import is_, is_not
 from typing import Any, ClassVar, NamedTuple
@@ -12,8 +14,10 @@ from torch import Tensor
 
 from deepspeed_c.errors import OptimizerError, StateError
 from deepspeed_c.ops import flat, q8
+from deepspeed_c.ops.lazy_dynamo import Optimizer
+from deepspeed_c.ops.scope import Scope, Shards
 
-__all__ = ["BIAS_CORRECTION", "MAXIMIZE", "NESTEROV", "Call", "FusedOptimizer", "NormedOptimizer"]
+__all__ = ["BIAS_CORRECTION", "BY_TYPE", "MAXIMIZE", "NESTEROV", "Call", "FusedOptimizer", "NormedOptimizer"]
 
 # Bits of the operators' `flags` argument: DSC_OPTIM_* of dsc/optim.h.
 BIAS_CORRECTION = 1
@@ -22,13 +26,20 @@ MAXIMIZE = 4
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# How an operator refuses a call before it writes anything: its own checks, or the dispatcher (sparse tensors, devices without a kernel).
+# How an operator refuses a call before it writes anything: its own checks, or the dispatcher (sparse tensors, devices
+# without a kernel).
 REFUSALS = (ValueError, NotImplementedError)
+
+BY_TYPE: dict[str, type[FusedOptimizer]] = {}
+"""Classes by what they have in ``config_types``; each enters itself."""
 
 
 class Call(NamedTuple):
-    """The lists of one operator call. ``state`` holds one list a state slot, and where states are of 8 bits ``scales`` one too; ``copies`` is
-    empty or as long as ``params``."""
+    """The lists of one operator call.
+
+    ``state`` holds one list a state slot, and where states are of 8 bits ``scales`` one too; ``copies`` is empty or as
+    long as ``params``.
+    """
 
     params: Sequence[Tensor]
     grads: Sequence[Tensor]
@@ -47,7 +58,8 @@ class Call(NamedTuple):
 class Steps:
     """The ``step`` entries of some parameters' states as views of one buffer, so that one operation advances them all.
 
-    The entries stay what they are for everyone else: fp32 tensors of no dimension, one a parameter, as in ``torch.optim``.
+    The entries stay what they are for everyone else: fp32 tensors of no dimension, one a parameter, as in
+    ``torch.optim``.
     """
 
     def __init__(self, states: Sequence[dict[str, Any]]) -> None:
@@ -71,21 +83,25 @@ class Steps:
         self.buffer.sub_(1)
 
 
-class FusedOptimizer(torch.optim.Optimizer):
+class FusedOptimizer(Optimizer):
     """A ``torch.optim.Optimizer`` whose step is one pass over memory in C.
 
-    A subclass names its ``kind`` (an entry of ``csrc/optim/optimizers.inc``) and the ``state_names`` of its slots, and sets up its defaults.
-    Parameters, gradients, states and 16-bit copies may each be float32, bfloat16 or float16; arithmetic is float32.
-    With ``state_dtype=torch.int8`` states on the host are codes of 8 bits (see :mod:`deepspeed_c.ops.q8`): ``state[p]["exp_avg"]`` has a code an element, in
-    the shape of ``p``, and ``state[p]["exp_avg_scale"]`` a float32 scale a block; :meth:`dequantized_state` and :meth:`quantize_state_` convert.
-    State dicts have the keys and types of ``torch.optim``: each parameter's ``step`` is a float32 tensor of no dimension.
+    A subclass names its ``kind`` (an entry of ``csrc/optim/optimizers.inc``) and the ``state_names`` of its slots, and
+    sets up its defaults. Parameters, gradients, states and 16-bit copies may each be float32, bfloat16 or float16;
+    arithmetic is float32. With ``state_dtype=torch.int8`` states on the host are codes of 8 bits (see
+    :mod:`deepspeed_c.ops.q8`): ``state[p]["exp_avg"]`` has a code an element, in the shape of ``p``, and
+    ``state[p]["exp_avg_scale"]`` a float32 scale a block; :meth:`dequantized_state` and :meth:`quantize_state_`
+    convert. State dicts have the keys and types of ``torch.optim``: each parameter's ``step`` is a float32 tensor of no
+    dimension.
 
-    Besides :meth:`step`, which reads ``p.grad``, there is a face for an engine that keeps gradients elsewhere and updates piece by piece::
+    Besides :meth:`step`, which reads ``p.grad``, there is a face for an engine that keeps gradients elsewhere and
+    updates piece by piece::
 
         optimizer.begin_step()                                        # counts the step, once
         optimizer.step_tensors(group, params, grads, copies, scale)   # any number of disjoint pieces
 
-    Errors: OptimizerError (a ValueError) for sparse gradients, unsupported dtypes and hyper-parameters out of range; nothing has changed then.
+    Errors: OptimizerError (a ValueError) for sparse gradients, unsupported dtypes and hyper-parameters out of range;
+    nothing has changed then.
     """
 
     kind: str = ""
@@ -96,10 +112,17 @@ class FusedOptimizer(torch.optim.Optimizer):
     q8_refusal: ClassVar[str] = "its states cannot be quantised"
     # Attributes besides torch's that make up the object, for pickle and deepcopy.
     option_names: ClassVar[tuple[str, ...]] = ("state_dtype",)
-    # A slice of a parameter may be updated without the rest of it.
-    is_elementwise: bool = True
-    # Each tensor's update is scaled by norms over the whole tensor: see `norms` and `apply`.
-    needs_norms: bool = False
+    # What `update_bucket` must see beside the elements that it changes; `scope_of_group` where groups differ.
+    scope: ClassVar[Scope] = "element"
+    updates_buckets: ClassVar[bool] = True
+    # DeepSpeed has a fused class of this name: in 16 bits it flattens the groups, and it counts steps in an int.
+    is_fused_in_deepspeed: ClassVar[bool] = False
+    # The values of `optimizer.type` in a configuration, in lower case, that mean this class.
+    config_types: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        BY_TYPE.update(dict.fromkeys(cls.__dict__.get("config_types", ()), cls))
 
     def __init__(self, params: Any, defaults: dict[str, Any], *, state_dtype: torch.dtype | None = None) -> None:
         self._check_state_dtype(state_dtype)
@@ -108,6 +131,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._open: dict[int, int] = {}
         self._counted: list[int] = []  # groups, by the last begin_step
         super().__init__(params, defaults)
+
+    @classmethod
+    def from_config(
+        cls, kind: str, groups: list[dict[str, Any]], params: dict[str, Any], names: Mapping[int, str]
+    ) -> Any:
+        """The optimizer that a configuration asks for: ``kind`` is one of ``config_types``, ``params`` a copy of its
+        ``optimizer.params``, and ``names`` are those of the model's parameters, by ``id``."""
+        return cls(groups, **params)
 
     def _check_state_dtype(self, dtype: torch.dtype | None) -> None:
         if dtype == torch.int8 and not self.q8_dtypes:
@@ -119,8 +150,6 @@ class FusedOptimizer(torch.optim.Optimizer):
                 f"states of {dtype} are not supported",
                 fix="use float32, bfloat16, float16 or int8, or None for the parameter's own dtype",
             )
-
-    # -- saving, copying, loading ----------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **{name: getattr(self, name) for name in self.option_names}}
@@ -142,8 +171,11 @@ class FusedOptimizer(torch.optim.Optimizer):
                 del values[key]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, except that states keep this optimizer's state dtype (torch casts them to the parameter's). States of 8 bits load into any dtype, and
-        those of any dtype into 8 bits; between optimizers of 8 bits they stay what they are, bit for bit."""
+        """As torch's, except that states keep this optimizer's state dtype (torch casts them to the parameter's).
+
+        States of 8 bits load into any dtype, and those of any dtype into 8 bits; between optimizers of 8 bits they stay
+        what they are, bit for bit.
+        """
         given, state = state_dict["state"], {}
         for key, values in given.items():
             codes = {name for name in values if q8.scale_name(name) in values} | set(
@@ -180,8 +212,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         elif param.dtype != self.dtype_of_state(param) or scales is not None:
             self.state[param][name] = value.to(device=param.device, dtype=self.dtype_of_state(param), copy=True)
 
-    # -- one step over p.grad --------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates every parameter that has a gradient; returns what ``closure``, if given, returns."""
@@ -216,12 +246,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         """The update itself, of members of one group; ``steps`` has one number, or one a parameter."""
         self._run("optim_step_q8_" if self.is_quantized else "optim_step_", index, call, steps, grad_scale)
 
-    # -- the engine's face -----------------------------------------------------------------------------------------------
-
     def begin_step(self, params: Iterable[Tensor] | None = None) -> None:
-        """Counts one step for ``params`` (all parameters by default), and opens them for ``step_tensors`` or ``apply``, once each.
+        """Counts one step for ``params`` (all parameters by default), and opens them for ``step_tensors`` or ``apply``,
+        once each.
 
-        States that do not exist yet are made. However many pieces the step is then done in, all see the same step number.
+        States that do not exist yet are made. However many pieces the step is then done in, all see the same step
+        number.
         """
         chosen = None if params is None else set(map(id, params))
         self._open, self._counted = {}, []
@@ -235,7 +265,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._open.update(dict.fromkeys(ids, steps[0]) if len(steps) == 1 else zip(ids, steps))
 
     def take_back_step(self) -> None:
-        """Uncounts what the last ``begin_step`` has counted. Parameters and states are the caller's to restore, where any has been updated."""
+        """Uncounts what the last ``begin_step`` has counted.
+
+        Parameters and states are the caller's to restore, where any has been updated.
+        """
         for index in self._counted:
             self._steps[index].retreat()
         self._open, self._counted = {}, []
@@ -251,18 +284,33 @@ class FusedOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Updates ``params``, members of group number ``group``, from ``grads`` times ``grad_scale``.
 
-        ``copies`` is empty or has, for each parameter, a tensor that receives the updated weights (or None). Raises StateError unless
-        ``begin_step`` has opened each parameter and it has not been updated since.
+        ``copies`` is empty or has, for each parameter, a tensor that receives the updated weights (or None). Raises
+        StateError unless ``begin_step`` has opened each parameter and it has not been updated since.
         """
         if params:
             call = self._call(params, grads, self._states(group, params), copies)
             self._update(group, call, self._opened(params), grad_scale)
             self._close(params)
 
+    def scope_of_group(self, group: int) -> Scope:
+        return self.scope
+
+    def update_bucket(self, shards: Shards) -> None:
+        """Updates this rank's pieces of a bucket's parameters, which ``begin_step`` has opened. An engine calls it
+        once a bucket, in the same order on every rank, and where a rank has no piece too if the group's scope is
+        "matrix"."""
+        self.step_tensors(shards.group, shards.params, shards.grads, shards.copies, shards.grad_scale)
+
+    def update_bytes(self, matrices: Sequence[int], *, on_host: bool) -> int:
+        """Bytes that ``update_bucket`` takes for a while beside what it is given: ``matrices`` are the elements of the
+        bucket's whole matrices, in a group of scope "matrix"."""
+        return 0
+
     @torch.no_grad()
     def step_slice(self, group: int, param: Tensor, call: Call, grad_scale: float, *, is_last: bool) -> None:
-        """As ``step_tensors`` for one parameter, of which a part lies elsewhere: ``call`` holds that part of its elements, gradient, states (in the order of
-        ``names_of_states``) and scales, one tensor each. States of 8 bits are cut between blocks. To be called once for each part.
+        """As ``step_tensors`` for one parameter, of which a part lies elsewhere: ``call`` holds that part of its
+        elements, gradient, states (in the order of ``names_of_states``) and scales, one tensor each. States of 8 bits
+        are cut between blocks. To be called once for each part.
         """
         self._update(group, call, self._opened([param]), grad_scale)
         if is_last:
@@ -274,7 +322,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         copies: Sequence[Sequence[Tensor | None]] | None = None,
         grad_scale: float = 1.0,
     ) -> None:
-        """One whole step with gradients from outside: ``grads[i][j]`` is for parameter j of group i, None leaves it alone. So for ``copies``."""
+        """One whole step with gradients from outside: ``grads[i][j]`` is for parameter j of group i, None leaves it
+        alone. So for ``copies``.
+        """
         if len(grads) != len(self.param_groups):
             raise self._error(
                 f"{len(grads)} lists of gradients for {len(self.param_groups)} groups", fix="pass one list a group"
@@ -296,14 +346,14 @@ class FusedOptimizer(torch.optim.Optimizer):
             targets = [copies[index][j] for j in members] if copies else []
             self.step_tensors(index, params, given, targets, grad_scale)
 
-    # -- states and step numbers -----------------------------------------------------------------------------------------
-
     def init_state(self, group: int, param: Tensor) -> dict[str, Any]:
         """The state of ``param``, made (zeros, step 0) where it does not exist yet."""
         return self._make_states(group, [param])[0]
 
     def _make_states(self, group: int, params: Sequence[Tensor]) -> list[dict[str, Any]]:
-        """The states of parameters that one operator call will update: what is new is first touched by the threads that will update it."""
+        """The states of parameters that one operator call will update: what is new is first touched by the threads that
+        will update it.
+        """
         fresh: dict[str, list[Tensor]] = {}
         try:
             return [self._make_state(group, param, fresh) for param in params]
@@ -336,10 +386,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         return self.state_names
 
     def dtype_of_state(self, param: Tensor) -> torch.dtype:
-        """What the states of ``param`` are held in; ``torch.int8`` says codes of 8 bits, signed or not, with scales beside them."""
+        """What the states of ``param`` are held in; ``torch.int8`` says codes of 8 bits, signed or not, with scales
+        beside them.
+        """
         return param.dtype if self.state_dtype is None else self.state_dtype
-
-    # -- states of 8 bits ------------------------------------------------------------------------------------------------
 
     @property
     def is_quantized(self) -> bool:
@@ -357,7 +407,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         return layout
 
     def dequantized_state(self, param: Tensor, name: str, begin: int = 0, end: int | None = None) -> Tensor:
-        """A copy of a state of 8 bits in float32: in the shape of ``param``, or, of a range of its elements in the order of memory, [end - begin].
+        """A copy of a state of 8 bits in float32: in the shape of ``param``, or, of a range of its elements in the
+        order of memory, [end - begin].
 
         The range may begin and end anywhere. Raises StateError where there is no such state of 8 bits.
         """
@@ -374,11 +425,13 @@ class FusedOptimizer(torch.optim.Optimizer):
             ) from error
 
     def quantize_state_(self, param: Tensor, name: str, values: Tensor, begin: int = 0) -> None:
-        """Replaces elements of a state of 8 bits, from ``begin`` on in the order of memory, by ``values``; float32 is taken as it is, others are converted.
+        """Replaces elements of a state of 8 bits, from ``begin`` on in the order of memory, by ``values``; float32 is
+        taken as it is, others are converted.
 
-        The range must be whole blocks (:data:`deepspeed_c.ops.q8.BLOCK_ELEMS`), or reach to the tensor's end: what a block has in one half decides how
-        the other is rounded. What :meth:`dequantized_state` returned, whole or in blocks, gives the same codes and scales, bit for bit.
-        Raises OptimizerError, with nothing changed, for a range that cuts a block and for negative values of a second moment.
+        The range must be whole blocks (:data:`deepspeed_c.ops.q8.BLOCK_ELEMS`), or reach to the tensor's end: what a
+        block has in one half decides how the other is rounded. What :meth:`dequantized_state` returned, whole or in
+        blocks, gives the same codes and scales, bit for bit. Raises OptimizerError, with nothing changed, for a range
+        that cuts a block and for negative values of a second moment.
         """
         codes, scales = self._codes(param, name)
         if values.dim() != 1 and values.stride() != codes.stride():  # a whole state laid out in another order
@@ -401,7 +454,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         return codes, scales
 
     def _empty_state(self, param: Tensor, name: str) -> dict[str, Tensor]:
-        """The tensors of one state slot, not yet written to: the state, or codes and scales, by the names of their entries."""
+        """The tensors of one state slot, not yet written to: the state, or codes and scales, by the names of their
+        entries.
+        """
         if not self.is_quantized:
             dtype = self.dtype_of_state(param)
             return {name: torch.empty_like(param, dtype=dtype, memory_format=torch.preserve_format)}
@@ -427,8 +482,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         return Call(params, grads, state[:n_slots], copies, state[n_slots:])
 
     def _entries(self, group: int, params: Sequence[Tensor], *, in_pieces: bool = False) -> list[list[Any]]:
-        """The states of ``params``, a list an entry: ``step`` first, then the slots in use, then their scales if they have any. States that do not exist
-        yet are made; ``in_pieces`` says that the parameters will be updated one by one, which decides who touches what first."""
+        """The states of ``params``, a list an entry: ``step`` first, then the slots in use, then their scales if they
+        have any. States that do not exist yet are made; ``in_pieces`` says that the parameters will be updated one by
+        one, which decides who touches what first.
+        """
         states = list(map(self.state.__getitem__, params))
         names = ("step", *self.names_of_states(group))
         if self.is_quantized:
@@ -467,8 +524,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         for param in params:
             del self._open[id(param)]
 
-    # -- the operator call -----------------------------------------------------------------------------------------------
-
     def _flags(self, group: dict[str, Any]) -> int:
         flags = MAXIMIZE if group.get("maximize") else 0
         return (
@@ -478,7 +533,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         )
 
     def _hyper(self, group: dict[str, Any]) -> tuple[float, ...]:
-        """The operators' hyper-parameters from lr to max_coeff; what the kind has no use for keeps a value that is always in range."""
+        """The operators' hyper-parameters from lr to max_coeff; what the kind has no use for keeps a value that is
+        always in range.
+        """
         beta1, beta2 = group.get("betas", (0.9, 0.999))
         return (
             float(group["lr"]),
@@ -498,8 +555,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     ) -> Tensor | None:
         """Calls an operator over ``call``; returns its result, one row a parameter, or None where it has none.
 
-        One call does it where dtypes, device and step number are one, which is nearly always, so that is what is tried: the operator
-        checks all of its arguments before it writes, and only when it refuses are they looked at one by one here.
+        Where dtypes, device and step number are one, which is nearly always, one call does it, so this tries that
+        first. The operator checks all of its arguments before it writes. Only when it refuses does this look at them
+        one by one.
         """
         group = self.param_groups[index]
         function = getattr(torch.ops.deepspeed_c, op).default
@@ -549,8 +607,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _untangle(
         self, index: int, call: Call, steps: list[int], refusal: Exception | None
     ) -> list[tuple[list[int], Call, int]]:
-        """Parts of ``call`` that one operator call each can do: one device, one set of dtypes, one step number, and gradients in memory
-        order of their parameters. Raises OptimizerError where no such parts exist, before any of them is run."""
+        """Parts of ``call`` that one operator call each can do: one device, one set of dtypes, one step number, and
+        gradients in memory order of their parameters. Raises OptimizerError where no such parts exist, before any of
+        them is run.
+        """
         grads = list(call.grads)
         has_moved = False
         by_key: dict[tuple[Any, ...], list[int]] = {}
@@ -639,8 +699,12 @@ class FusedOptimizer(torch.optim.Optimizer):
 class NormedOptimizer(FusedOptimizer):
     """A fused optimizer whose updates are scaled by norms over whole tensors (LAMB)."""
 
-    is_elementwise = False
-    needs_norms = True
+    scope = "norms"
+
+    def update_bucket(self, shards: Shards) -> None:
+        if shards.params:
+            ratios = self.trust_ratios(shards.group, shards.sums).to(shards.params[0].device)
+            self.apply(shards.group, shards.params, shards.grads, shards.copies, shards.grad_scale, ratios)
 
     @torch.no_grad()
     def norms(
@@ -653,8 +717,8 @@ class NormedOptimizer(FusedOptimizer):
     ) -> Tensor:
         """First half of a step, to be called once for each piece: updates the moments.
 
-        Returns float64 [n, 2], the sums of squares of each parameter and of its update; where parameters are cut over ranks the caller adds
-        these up over the ranks. ``copies`` are checked and left alone.
+        Returns float64 [n, 2], the sums of squares of each parameter and of its update; where parameters are cut over
+        ranks the caller adds these up over the ranks. ``copies`` are checked and left alone.
         """
         if not params:
             return torch.zeros(0, 2, dtype=torch.float64)
@@ -672,13 +736,16 @@ class NormedOptimizer(FusedOptimizer):
         grad_scale: float,
         ratios: Tensor,
     ) -> None:
-        """Second half: applies lr * ratio * update, with ``ratios`` float64 [n] as :meth:`trust_ratios` gives them; ``grads`` are not read."""
+        """Second half: applies lr * ratio * update, with ``ratios`` float64 [n] as :meth:`trust_ratios` gives them;
+        ``grads`` are not read.
+        """
         if params:
             self._apply(group, Call(params, [], self._states(group, params), copies), self._opened(params), ratios)
             self._close(params)
 
     def trust_ratios(self, group: int, sumsq: Tensor) -> Tensor:
-        """|param| / |update|, bounded by the group's ``min_coeff`` and ``max_coeff``; 1 where either norm is 0 (arXiv 1904.00962).
+        """|param| / |update|, bounded by the group's ``min_coeff`` and ``max_coeff``; 1 where either norm is 0 (arXiv
+        1904.00962).
 
         ``sumsq`` is float64 [n, 2] as :meth:`norms` returns it, added up over ranks. Returns float64 [n].
         """

@@ -1,4 +1,6 @@
-"""Optimizer states of 8 bits: a code an element and a float32 scale a block, by the formulas of ``csrc/include/dsc/optim.h`` (after arXiv 2110.02861)."""
+"""Optimizer states of 8 bits: a code an element and a float32 scale a block, by the formulas of
+``csrc/include/dsc/optim.h`` (after arXiv 2110.02861).
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,13 @@ def scale_name(name: str) -> str:
 def quantize_(codes: Tensor, scales: Tensor, values: Tensor, begin: int = 0) -> None:
     """Writes ``values``, elements from ``begin`` on, as codes and scales.
 
-    ``codes`` is int8 (signed values) or uint8 (values >= 0), dense, in any shape; elements are in the order of memory. ``scales`` is float32
-    [n_scales(codes.numel())]; ``values`` float32 [n]. The range must be whole blocks: ``begin`` a multiple of BLOCK_ELEMS, its end another or
-    the end of the tensor. Values that came from :func:`dequantize` give the codes and scales that they came from, bit for bit.
+    ``codes`` is int8 (signed values) or uint8 (values >= 0), dense, in any shape; elements are in the order of memory.
+    ``scales`` is float32 [n_scales(codes.numel())]; ``values`` float32 [n]. The range must be whole blocks: ``begin`` a
+    multiple of BLOCK_ELEMS, its end another or the end of the tensor. Values that came from :func:`dequantize` give the
+    codes and scales that they came from, bit for bit.
 
-    Raises ValueError, with nothing written, for a range that cuts a block, other dtypes and sizes, and negative values for uint8.
+    Raises ValueError, with nothing written, for a range that cuts a block, other dtypes and sizes, and negative values
+    for uint8.
     """
     flat, end = in_memory_order(codes), begin + values.numel()
     if begin < 0 or end > flat.numel() or begin % BLOCK_ELEMS or (end % BLOCK_ELEMS and end != flat.numel()):
@@ -45,7 +49,10 @@ def quantize_(codes: Tensor, scales: Tensor, values: Tensor, begin: int = 0) -> 
 
 
 def dequantize(codes: Tensor, scales: Tensor, begin: int = 0, end: int | None = None) -> Tensor:
-    """The elements [``begin``, ``end``) that codes and scales stand for, in the order of memory: float32 [end - begin]. Any range will do."""
+    """The elements [``begin``, ``end``) that codes and scales stand for, in the order of memory: float32 [end - begin].
+
+    Any range will do.
+    """
     flat = in_memory_order(codes)
     out = torch.empty(max(0, (flat.numel() if end is None else end) - begin), dtype=torch.float32, device=codes.device)
     torch.ops.deepspeed_c.q8_dequantize_(flat, scales, begin, out)

@@ -1,7 +1,7 @@
 """The plain PyTorch formula of every operator: what the tests compare the C cores with.
 
-The formulas work in the dtype of what they are given: in float64 they are the oracle, in float32 they say what one rounding per
-operation gives. Nothing here is in place, and nothing is fused.
+The formulas work in the dtype of what they are given: in float64 they are the oracle, in float32 they say what one
+rounding per operation gives. Nothing here is in place, and nothing is fused.
 """
 
 from __future__ import annotations
@@ -157,7 +157,9 @@ def muon_apply(param: Tensor, update: Tensor, hyper: Hyper) -> Tensor:
 
 
 def newton_schulz(matrix: Tensor, steps: int = 5) -> Tensor:
-    """Jordan 2024, on singular values: U f(f(...f(S))) V' with f(x) = 3.4445 x - 4.775 x^3 + 2.0315 x^5, by a singular value decomposition."""
+    """Jordan 2024, on singular values: U f(f(...f(S))) V' with f(x) = 3.4445 x - 4.775 x^3 + 2.0315 x^5, by a singular
+    value decomposition.
+    """
     u, s, vh = torch.linalg.svd(matrix / (matrix.norm() + 1e-7), full_matrices=False)
     for _ in range(steps):
         s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5

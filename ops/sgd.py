@@ -12,13 +12,15 @@ __all__ = ["FusedSGD"]
 
 
 class FusedSGD(FusedOptimizer):
-    """SGD over parameters on any device; ``momentum_buffer`` is in ``state_dtype`` (by default the parameters'; int8: of 8 bits, on the
-    host) and exists where momentum is not 0.
+    """SGD over parameters on any device; ``momentum_buffer`` is in ``state_dtype`` (by default the parameters'; int8:
+    of 8 bits, on the host) and exists where momentum is not 0.
 
-    State: ``step``, ``momentum_buffer``. torch.optim.SGD keeps no step; its state dicts load here and the other way round.
+    State: ``step``, ``momentum_buffer``. torch.optim.SGD keeps no step; its state dicts load here and the other way
+    round.
     """
 
     kind = "sgd"
+    config_types = ("sgd",)
     state_names: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
     q8_dtypes: ClassVar[dict[str, torch.dtype]] = {"momentum_buffer": torch.int8}
 

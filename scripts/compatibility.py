@@ -4,8 +4,9 @@ python -m scripts.compatibility FILE     writes the document
 python -m scripts.compatibility          says which rows are not true, or that the document is an old one (exit code 1), and nothing else
 
 A row of the table is a name of DeepSpeed 0.19.6: where it is (a module, ``module:Class``, or one of the headings of ``_ELSEWHERE``), its kind, its
-parameters without annotations, and its state here: "same" (the name is there and takes the same parameters), "different" (there, or not, for the reason
-that is given) or "not yet" (asking for it raises an error that says what to do instead). Nothing here needs a DeepSpeed.
+parameters without annotations, and its state here: "same" (the name is there and takes the same parameters), "different" (it is there, and differs in what
+the reason says), "absent" (asking for it raises; the reason says why it is not to come, or its error what to use instead) or "not yet" (asking for it raises
+an error that says what to do until it comes). Nothing here needs a DeepSpeed.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ from typing import Any, NamedTuple
 import deepspeed_c
 from deepspeed_c.alias.finder import ELSEWHERE
 from deepspeed_c.engine.getters import ABSENT_METHODS
-from deepspeed_c.env import Env
+from deepspeed_c.env import VARIABLES as ENV_VARIABLES
 from deepspeed_c.errors import FeatureError, LaunchError, MissingModuleError, MissingNameError
 
 __all__ = ["Row", "check", "look_up", "main", "misfits", "read_rows", "render"]
 
 TABLE = Path(__file__).resolve().parents[1] / "docs" / "compatibility.tsv"
 DOCUMENT = TABLE.with_suffix(".md")
-STATES = ("same", "different", "not yet")
+STATES = ("same", "different", "absent", "not yet")
+MISSING = ("absent", "not yet")  # asking for such a name raises
 
 ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 PARAMETER, COMMAND, PROGRAMS, VARIABLES = "stage-3 parameter", "command deepspeed", "other commands", "environment"
@@ -155,7 +157,7 @@ def _problem(row: Row) -> str | None:
     if row.where == COMMAND:
         return _problem_of_flag(row)
     if row.where == VARIABLES:
-        read = {field.metadata["name"] for field in Env.__dataclass_fields__.values()} | _READ_ELSEWHERE
+        read = {variable.name for variable in ENV_VARIABLES.values()} | _READ_ELSEWHERE
         return None if (row.state == "same") == (row.name in read) else f"is read: {row.name in read}"
     if row.where in _ELSEWHERE:
         return None
@@ -165,12 +167,12 @@ def _problem(row: Row) -> str | None:
         ours = look_up(row)
     except (MissingNameError, MissingModuleError) as error:
         is_told = row.why or error.fix not in ("", ELSEWHERE)
-        return f"raises {error}" if row.state == "same" or not is_told else None
+        return None if row.state in MISSING and is_told else f"raises {error}"
     except AttributeError as error:
         # Only modules, and engines, have a sentence for what they lack.
-        is_told = row.name in ABSENT_METHODS if row.where == ENGINE else row.state == "different" and row.why
-        return None if is_told and row.state != "same" else f"raises {error!r}"
-    if row.state == "not yet":
+        is_told = row.name in ABSENT_METHODS if row.where == ENGINE else row.state == "absent" and row.why
+        return None if is_told and row.state in MISSING else f"raises {error!r}"
+    if row.state in MISSING:
         return f"is there: {ours!r}"
     if row.state == "different":
         return None if row.why else f"is there, for no reason: {ours!r}"
@@ -222,8 +224,9 @@ The public names of DeepSpeed 0.19.6, and what they are here. A program reaches 
 
 - **same**: it is there, takes the same parameters by the same names at the same places with the same defaults, and does what it does there. Where
   DeepSpeed returns a section of its configuration, a frozen section of ours is returned.
-- **different**: there is a reason, which stands beside it.
-- **not yet**: asking for it raises a `FeatureError` (an `AttributeError` or `ImportError` too, as Python expects) that says what stands beside it. A class
+- **different**: it is there, and differs in what stands beside it.
+- **absent**: it is not there and is not to come, as nothing is left for it to do here; what stands beside it says why, or what to use instead.
+- **not yet**: it comes with a later version. Asking for it, or for what is absent, raises a `FeatureError` (an `AttributeError` or `ImportError` too, as Python expects) that says what stands beside it. A class
   that is not there yet stands for its methods.
 """
 
@@ -254,8 +257,8 @@ def _by_place(rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:
 
 
 def _counts(rows: list[Row]) -> Iterator[str]:
-    yield "| where | same | different | not yet |"
-    yield "| --- | --: | --: | --: |"
+    yield f"| where | {' | '.join(STATES)} |"
+    yield f"| --- |{' --: |' * len(STATES)}"
     for where, part in _by_place(rows):
         yield f"| {_title(where)} | " + " | ".join(str(sum(row.state == s for row in part)) for s in STATES) + " |"
     yield "| all | " + " | ".join(str(sum(row.state == s for row in rows)) for s in STATES) + " |"

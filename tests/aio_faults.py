@@ -90,12 +90,19 @@ def faults(*, is_auto: bool = True, **plan: int) -> Iterator[Faults]:
     library = _library()
     found = Faults(library)
     found.set(**plan)
-    _C.aio_plug_backend(ctypes.addressof(ctypes.c_char.in_dll(library, "aio_faults_backend")), is_auto)
+    _plug(ctypes.addressof(ctypes.c_char.in_dll(library, "aio_faults_backend")), is_auto)
     try:
         yield found
     finally:
-        _C.aio_plug_backend(0, False)
+        _plug(None, False)
         found.set()
+
+
+def _plug(backend: int | None, is_auto: bool) -> None:
+    """dsc_aio_plug_backend of the extension itself: one that is built in place exports the cores' C ABI, one in a wheel does not (setup.py)."""
+    plug = ctypes.CDLL(_C.__file__).dsc_aio_plug_backend
+    plug.argtypes, plug.restype = (ctypes.c_void_p, ctypes.c_bool), None
+    plug(backend, is_auto)
 
 
 @functools.cache
@@ -114,7 +121,7 @@ def _library() -> ctypes.CDLL:
                 *("-Wall", "-Wextra", "-Werror", f"-I{CSRC}", f"-I{CSRC / 'include'}"),
                 *(str(SOURCE), "-o", str(partial), "-lpthread"),
             ]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
             assert done.returncode == 0, done.stderr
             partial.replace(path)
     library = ctypes.CDLL(str(path))

@@ -1,8 +1,9 @@
-"""What every test may ask for: `run_ranks`, which runs a function on several ranks (see ranks.py)."""
+"""What every test may ask for: `run_ranks`, which runs a function on several ranks (see ranks.py). And what a run says at its end of tests that were skipped."""
 
 from __future__ import annotations
 
 import gc
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,12 +16,16 @@ _ROOT = str(Path(__file__).resolve().parent.parent)
 if _ROOT not in sys.path:
     sys.path.insert(0, _ROOT)
 
-from tests import ranks
+from tests import ranks, skips
+
+# What starts the tests in the background may have had SIGINT ignored, and children inherit that: tests that send it would wait for ever.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
 def run_ranks() -> Iterator[Callable[..., list[Any]]]:
-    """``run_ranks(world, fn, *args, timeout=60, fresh=False, grace=5)``: see ``tests.ranks.run_ranks``."""
+    """``run_ranks(world, fn, *args)``: see ``tests.ranks.run_ranks``."""
     yield ranks.run_ranks
     ranks.stop_ranks()
 
@@ -39,6 +44,23 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_sessionfinish() -> None:
-    """Ranks end with the session, also when a test imported ``run_ranks`` and did not ask for the fixture."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Ranks end with the session, also when a test imported ``run_ranks`` and did not ask for the fixture. A skip that nobody can undo fails it."""
     ranks.stop_ranks()
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None and skips.summary(_skip_reasons(reporter))[1] and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Lists skipped tests by what they need, with the way to run them. Where several processes test, the one that starts them prints it."""
+    lines, _ = skips.summary(_skip_reasons(terminalreporter))
+    if lines:
+        terminalreporter.section("skipped tests, and how to run them")
+        for line in lines:
+            terminalreporter.line(line)
+
+
+def _skip_reasons(reporter: pytest.TerminalReporter) -> list[str]:
+    return [report.longrepr[2] for report in reporter.stats.get("skipped", ())]

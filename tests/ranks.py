@@ -46,10 +46,13 @@ from typing import Any
 
 __all__ = ["Outcome", "RanksFailed", "run_ranks", "stop_ranks"]
 
-START_TIMEOUT_SECONDS = 120.0  # importing torch on a cold, busy machine
-GRACE_SECONDS = 5.0  # what the other ranks get to finish once one has failed
-STACK_DUMP_SECONDS = 1.0  # what a rank gets to write its stacks before it is killed
-STORE_TIMEOUT_SECONDS = 300  # longer than any test: the group's end is decided by run_ranks
+# Limits end what hangs, and nothing else: several test sessions may share two cores. Nobody waits for one that is not needed.
+START_TIMEOUT_SECONDS = 240.0  # importing torch on a cold, busy machine
+BODY_TIMEOUT_SECONDS = 240.0
+GRACE_SECONDS = 20.0  # what the other ranks get to finish once one has failed
+STACK_DUMP_SECONDS = 10.0  # what a rank gets to write its stacks before it is killed
+STORE_TIMEOUT_SECONDS = 900  # longer than any test: the group's end is decided by run_ranks
+LOOK_SECONDS = 0.5  # between looks at ranks that have said nothing: one that a signal has stopped never will
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,7 @@ def run_ranks(
     world: int,
     fn: Callable[..., Any],
     *args: Any,
-    timeout: float = 60.0,
+    timeout: float = BODY_TIMEOUT_SECONDS,
     fresh: bool = False,
     grace: float = GRACE_SECONDS,
     preload: str = "",
@@ -93,8 +96,9 @@ def run_ranks(
     default dtype, the environment and working directory that the group was started with, and with ``torch.distributed``
     initialised. ``fresh=True`` gives the call a group of its own, which ends with it: for bodies that kill ranks or
     change global state. ``timeout`` (seconds) covers the whole call; when it is over, ranks that are still busy dump
-    their stacks and are killed. After one rank has failed, the others get ``grace`` seconds. ``preload`` names a module
-    that was imported before the ranks were forked. Raises ``RanksFailed``; the next call finds a new group.
+    their stacks and are killed. After one rank has failed, the others get ``grace`` seconds, unless all that are left
+    are stopped by a signal. ``preload`` names a module that was imported before the ranks were forked. Raises
+    ``RanksFailed``; the next call finds a new group.
     """
     if "<" in fn.__qualname__ or "." in fn.__qualname__:
         raise TypeError(f"{fn.__qualname__} is not a top-level function, so a rank cannot import it")
@@ -173,7 +177,7 @@ class _Zygote:
     def stop(self) -> None:
         self._socket.close()  # the zygote kills all ranks and exits
         try:
-            self._process.wait(10)
+            self._process.wait(60)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -224,8 +228,14 @@ class _Group:
         limit = f"the timeout of {timeout:g} s"
         while pending := [rank for rank in range(self.world) if outcomes[rank] is None]:
             left = deadline - time.monotonic()
-            ready = wait([self._connections[rank] for rank in pending], max(left, 0))
+            has_failed = any(outcome is not None and outcome.kind != "returned" for outcome in outcomes)
+            # Asked before the wait, whose answers then include what a rank has said since.
+            is_stopped = has_failed and all(_is_stopped(self._pids[rank]) for rank in pending)
+            ready = wait([self._connections[rank] for rank in pending], min(max(left, 0), LOOK_SECONDS))
+            if not ready and left > LOOK_SECONDS and not is_stopped:
+                continue
             if not ready:
+                limit = "a signal has stopped it" if is_stopped else limit
                 for outcome in self._hung(pending, limit):
                     outcomes[outcome.rank] = outcome
                 break
@@ -276,10 +286,14 @@ class _Group:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pids[rank], signal.SIGUSR1)
         end = time.monotonic() + STACK_DUMP_SECONDS
-        while time.monotonic() < end and not all(self._stacks(rank).rstrip() for rank in ranks):
-            time.sleep(0.02)
-        time.sleep(0.05)  # the last of them may be in the middle of writing
-        return [Outcome(rank, "hung", text=f"still busy after {limit}\n{self._stacks(rank)}") for rank in ranks]
+        stacks, before = {rank: self._stacks(rank) for rank in ranks}, None
+        # Until each has written and none is in the middle of it; one that is stopped writes nothing.
+        while time.monotonic() < end and (
+            stacks != before or not all(stacks[rank].rstrip() or _is_stopped(self._pids[rank]) for rank in ranks)
+        ):
+            time.sleep(0.1)
+            stacks, before = {rank: self._stacks(rank) for rank in ranks}, stacks
+        return [Outcome(rank, "hung", text=f"still busy after {limit}\n{stacks[rank]}") for rank in ranks]
 
     def _stacks(self, rank: int) -> str:
         try:
@@ -299,6 +313,14 @@ class _Group:
                 self._zygote.reap(pid)
         self._connections, self._pids = [], []
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped the process. Where there is no /proc nobody knows, and it counts as busy."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False
 
 
 _groups: dict[tuple[int, str], _Group] = {}  # by number of ranks and what was preloaded

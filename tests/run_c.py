@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 SKIPPED = 77
 BUILD_TIMEOUT_S = 600
-RUN_TIMEOUT_S = 300
+RUN_TIMEOUT_S = 600
 FUZZ_RUNS = 3000
 
 # What an item is called -> what it is built with. "" is the plain build.
@@ -72,7 +72,7 @@ def lacks_sanitizer(sanitizer: str) -> str | None:
         input="int main(void) { return 0; }\n",
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     return None if done.returncode == 0 else f"{compiler()} cannot link with -fsanitize={sanitizer}"
@@ -92,7 +92,7 @@ def build(sanitizer: str) -> Path:
 @functools.cache
 def runnable_sets() -> frozenset[str]:
     """The instruction sets that this processor runs."""
-    done = subprocess.run([build("") / "tests" / "csrc" / "list_isas"], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([build("") / "tests" / "csrc" / "list_isas"], capture_output=True, text=True, timeout=300, check=True)
     return frozenset(done.stdout.split())
 
 

@@ -21,6 +21,37 @@ NAMES = {
 }
 MODULES = {"accelerator", "comm", "config", "errors", "lr_schedules", "ops", "utils", "zero"}
 
+# Class of DeepSpeed's, its NAME there -> our module that has the operator, None where it is not here.
+BUILDERS: dict[str, tuple[str, str | None]] = {
+    "AsyncIOBuilder": ("async_io", "aio"),
+    "CCLCommBuilder": ("deepspeed_ccl_comm", None),
+    "CPUAdagradBuilder": ("cpu_adagrad", "adagrad"),
+    "CPUAdamBuilder": ("cpu_adam", "adam"),
+    "CPULionBuilder": ("cpu_lion", "lion"),
+    "DeepCompileBuilder": ("dc", None),
+    "EvoformerAttnBuilder": ("evoformer_attn", None),
+    "FPQuantizerBuilder": ("fp_quantizer", None),
+    "FusedAdamBuilder": ("fused_adam", "adam"),
+    "FusedLambBuilder": ("fused_lamb", "lamb"),
+    "FusedLionBuilder": ("fused_lion", "lion"),
+    "GDSBuilder": ("gds", None),
+    "InferenceBuilder": ("transformer_inference", None),
+    "InferenceCoreBuilder": ("inference_core_ops", None),
+    "InferenceCutlassBuilder": ("cutlass_ops", None),
+    "NotImplementedBuilder": ("deepspeed_not_implemented", None),
+    "PinMemoryBuilder": ("pin_memory", None),
+    "QuantizerBuilder": ("quantizer", None),
+    "RaggedOpsBuilder": ("ragged_device_ops", None),
+    "RaggedUtilsBuilder": ("ragged_ops", None),
+    "RandomLTDBuilder": ("random_ltd", None),
+    "ShareMemCommBuilder": ("deepspeed_shm_comm", None),
+    "SparseAttnBuilder": ("sparse_attn", None),
+    "SpatialInferenceBuilder": ("spatial_inference", None),
+    "StochasticTransformerBuilder": ("stochastic_transformer", None),
+    "TransformerBuilder": ("transformer", None),
+    "UtilsBuilder": ("utils", "utils"),
+}
+
 OPS = {
     "aio": {"AsyncIOBuilder", "PinnedPool", "aio_handle", "as_aio_error", "backends", "unnamed_file"},
     "adam": {"DeepSpeedCPUAdam", "FusedAdam"},
@@ -29,9 +60,10 @@ OPS = {
     "lion": {"DeepSpeedCPULion", "FusedLion"},
     "muon": {"Muon", "newton_schulz"},
     "sgd": {"FusedSGD"},
-    "flat": {"Norm", "cast", "clip_", "norm", "reduce_", "scale_", "zero_"},
+    "flat": {"Norm", "cast", "norm", "reduce_", "scale_", "zero_"},
     "q8": {"BLOCK_ELEMS", "dequantize", "n_scales", "quantize_", "scale_name"},
-    "optim": {"BIAS_CORRECTION", "MAXIMIZE", "NESTEROV", "Call", "FusedOptimizer", "NormedOptimizer"},
+    "op_builder": {"ALL_OPS", "OpBuilder", "CUDAOpBuilder", "TorchCPUOpBuilder", "probe_is_compatible", *BUILDERS},
+    "optim": {"BIAS_CORRECTION", "BY_TYPE", "MAXIMIZE", "NESTEROV", "Call", "FusedOptimizer", "NormedOptimizer"},
 }
 
 
@@ -50,7 +82,7 @@ def test_name_can_be_imported_in_a_fresh_interpreter(name):
         f"from deepspeed_c import {name} as x; import deepspeed_c, types; assert deepspeed_c.{name} is x\n"
         "print('module' if isinstance(x, types.ModuleType) else 'callable' if callable(x) else type(x))"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == ("module" if name in MODULES else "callable")
 
@@ -61,13 +93,41 @@ def test_function_wins_over_the_module_of_its_name():
         "import deepspeed_c.initialize\n"
         "assert deepspeed_c.initialize is initialize, deepspeed_c.initialize\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("module", OPS)
 def test_ops_names(module):
     assert set(getattr(deepspeed_c.ops, module).__all__) == OPS[module]
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_builder_says_what_is_here(name):
+    ops = deepspeed_c.ops
+    operator, module = BUILDERS[name]
+    builder = getattr(ops.op_builder, name)()
+    assert (builder.NAME, builder.name) == (operator, operator)
+    assert builder.is_compatible() is ops.__compatible_ops__[operator] is (module is not None)
+    if module is None:
+        with pytest.raises(errors.BuildError, match=operator):
+            builder.load()
+    elif name == "UtilsBuilder":
+        import torch
+
+        parts = [torch.arange(6.0).view(2, 3), torch.arange(4.0)]
+        flat = builder.load().flatten(parts)
+        assert flat.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3]
+        again = builder.load().unflatten(flat, parts)
+        assert [each.tolist() for each in again] == [each.tolist() for each in parts]
+    else:
+        loaded = builder.load(verbose=False)
+        assert (loaded if name != "AsyncIOBuilder" else ops.aio) is getattr(ops, module)
+
+
+def test_every_builder_has_an_entry():
+    names = {operator for operator, _ in BUILDERS.values()}
+    assert names == deepspeed_c.ops.__compatible_ops__.keys() == deepspeed_c.ops.op_builder.ALL_OPS.keys()
 
 
 def test_unknown_name_is_an_attribute_error():

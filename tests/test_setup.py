@@ -36,7 +36,7 @@ def build(tmp_path: Path, hide: str | None = None, **environment: str) -> str:
         check=False,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode != 0
     assert "BuildError" in done.stderr and "Fix: " in done.stderr, done.stderr

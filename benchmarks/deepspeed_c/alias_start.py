@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 
-from benchmarks.measure import machine, median_spread
+from benchmarks.measure import in_turn, machine, median_spread, require
 from deepspeed_c.alias.install import environment
 
 TIMEOUT_SECONDS = 120
@@ -24,7 +24,7 @@ import importlib.metadata, importlib.util, sys, time
 importlib.metadata.metadata("pip")  # its own first use is nobody's
 begin = time.perf_counter()
 found = importlib.util.find_spec({name!r}) is not None and importlib.metadata.metadata({name!r}) is not None
-print(time.perf_counter() - begin, {name!r} in sys.modules)
+print(time.perf_counter() - begin, {name!r} in sys.modules, found)
 """
 
 
@@ -44,9 +44,9 @@ def asked(name: str, environ: dict[str, str]) -> float:
         timeout=TIMEOUT_SECONDS,
         text=True,
     )
-    seconds, imported = done.stdout.split()
-    if imported != "False":
-        raise RuntimeError(f"asking for {name} imported it")
+    seconds, imported, found = done.stdout.split()
+    require(found == "True", f"{name} is found")
+    require(imported == "False", f"asking for {name} does not import it")
     return float(seconds)
 
 
@@ -68,9 +68,8 @@ def main() -> None:
         "is there deepspeed, with the folder": lambda: asked("deepspeed", aliased),
     }
     times: dict[str, list[float]] = {name: [] for name in timed}
-    names = list(timed)
     for round_ in range(n_rounds + 1):
-        for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
+        for name in in_turn(list(timed), round_):
             seconds = timed[name]()
             if round_ > 0:  # the first fills the page cache
                 times[name].append(seconds)

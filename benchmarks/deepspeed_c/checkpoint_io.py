@@ -1,7 +1,7 @@
 """How fast does an engine with 2 GB of fp32 Adam states on 2 gloo ranks save and load, against fio and torch.distributed.checkpoint, and how long does an asynchronous save stop it?
 
 All contenders run in turn in the same processes and folder, fsync included; each round times one of each, and every save makes new files. The bound of a save and a load is what fio reaches with as many
-jobs, sequentially, O_DIRECT, 1 MiB blocks, 16 deep (the better of libaio and io_uring in that round). The bound of the stall is copying as many bytes in memory on all ranks at once.
+bytes, sequentially, O_DIRECT, 1 MiB blocks: the best of two engines, 1 to 4 jobs and two depths in that round. The bound of the stall is copying as many bytes in memory on all ranks at once.
 ``load_other_world`` loads the same states as one process would have saved them. At stage 2 a load ends with gathering the weights, which is no work of the disk.
 Run: python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.deepspeed_c.checkpoint_io DIR
 """
@@ -12,9 +12,9 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
 import tempfile
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,9 +22,10 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import deepspeed_c
-from benchmarks.measure import machine, median_spread
-from deepspeed_c.checkpoint.native import NativeSource
-from deepspeed_c.checkpoint.save import write_native
+from benchmarks.fio import Disk
+from benchmarks.measure import in_turn, machine, median_spread, require
+from deepspeed_c.checkpoint.native.reader import NativeSource
+from deepspeed_c.checkpoint.native.save import write_native
 
 
 class Mlp(nn.Module):
@@ -38,25 +39,11 @@ class Mlp(nn.Module):
         return x.square().mean()
 
 
-def fio(folder: str, direction: str, n_bytes: int, jobs: int) -> float:
-    """Bytes a second of sequential O_DIRECT transfers, the better of two engines; files are left for reading."""
-    best = 0.0
-    for engine in ("libaio", "io_uring"):
-        command = ["fio", "--name=bound", f"--directory={folder}", f"--rw={direction}", "--bs=1M", f"--size={n_bytes // jobs}", f"--numjobs={jobs}",
-                   "--iodepth=16", f"--ioengine={engine}", "--direct=1", "--end_fsync=1", "--group_reporting", "--output-format=json"]  # fmt: skip
-        if direction == "write":
-            for name in os.listdir(folder):
-                os.unlink(os.path.join(folder, name))
-        report = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-        best = max(best, report["jobs"][0][direction]["bw_bytes"])
-    return best
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", nargs="?", default=tempfile.gettempdir())
     parser.add_argument("--gigabytes", type=float, default=2.0)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--stages", type=int, nargs="+", default=[3, 2])
     args = parser.parse_args()
     dist.init_process_group("gloo")
@@ -72,7 +59,6 @@ def compare(args: argparse.Namespace, stage: int) -> None:
     folders = [tempfile.mkdtemp(dir=args.folder, prefix="checkpoint_io_") if rank == 0 else ""]
     dist.broadcast_object_list(folders)
     folder = folders[0]
-    os.makedirs(os.path.join(folder, "fio"), exist_ok=True)
 
     width = 2048
     layers = max(round(args.gigabytes * 1e9 / 12 / width**2), 1)
@@ -123,8 +109,14 @@ def compare(args: argparse.Namespace, stage: int) -> None:
         dist.all_gather_object(times, time.perf_counter() - begin)
         return max(times)
 
+    disks: dict[str, Disk] = {}
+
     def bound(direction: str) -> float:
-        rates = [fio(os.path.join(folder, "fio"), direction, n_bytes, world) if rank == 0 else 0.0]
+        if rank == 0 and direction not in disks:
+            disks[direction] = Disk(
+                os.path.join(folder, "fio", direction), direction, n_bytes, is_new=direction == "write"
+            )
+        rates = [disks[direction].rate() if rank == 0 else 0.0]
         dist.broadcast_object_list(rates)
         return n_bytes / rates[0]
 
@@ -159,9 +151,18 @@ def compare(args: argparse.Namespace, stage: int) -> None:
     if rank == 0:
         with NativeSource(os.path.join(folder, "ours", "a")) as saved:
             write_native(saved, os.path.join(folder, "ours"), "world1")
-    for _ in range(args.rounds):
-        for name, step in steps.items():
-            times.setdefault(name, []).append(step())
+    before = [tensor.clone() for tensor in _own_tensors(engine)]
+    for round_ in range(args.rounds):
+        for name in in_turn(list(steps), round_):
+            times.setdefault(name, []).append(steps[name]())
+    saved_bytes = sum(file.stat().st_size for file in Path(folder, "new").rglob("*") if file.is_file())
+    require(rank != 0 or saved_bytes >= n_bytes, f"{n_bytes} bytes are saved: {saved_bytes}")
+    with torch.no_grad():
+        for tensor in _own_tensors(engine):
+            tensor.zero_()
+    engine.load_checkpoint(os.path.join(folder, "ours"), tag="world1")
+    same = all(torch.equal(a, b) for a, b in zip(before, _own_tensors(engine), strict=True))
+    require(same, "what was loaded is what was saved")
     stalls: list[list[float]] = [[]] * world
     dist.all_gather_object(stalls, stall)
     engine.close()
@@ -179,10 +180,10 @@ def compare(args: argparse.Namespace, stage: int) -> None:
         ):
             skip = 1 if name == "stall" and args.rounds > 1 else 0
             # Of speeds for what is bound by the disk, of times for the others.
-            ratios = [
+            found = [
                 b / a if "fio" in key or "dcp" in key else a / b for a, b in zip(times[name][skip:], times[peer][skip:])
             ]
-            ratio, low, high = median_spread(ratios)
+            ratio, low, high = median_spread(found)
             line = {
                 "benchmark": "checkpoint_io",
                 "contender": name,

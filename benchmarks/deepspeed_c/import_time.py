@@ -1,7 +1,7 @@
-"""What does importing the package cost, against importing torch alone (and DeepSpeed)?
+"""What does importing all that training needs cost, against importing torch alone (and DeepSpeed)?
 
-Each import runs in a fresh interpreter and is timed inside it, without the interpreter's own start; contenders alternate. ``import deepspeed_c`` loads
-its parts when they are first used, so there is a second contender that loads all that training needs. What an import prints is
+Each import runs in a fresh interpreter and is timed inside it, without the interpreter's own start; contenders take turns in an order that changes with the round. ``import deepspeed_c`` by itself
+loads nothing before it is used (and has byte code on disk, as what is installed has), so what is timed is the import and everything that ``initialize`` needs: the engine, the operators and torch have to be there afterwards. What an import prints is
 counted. DSC_PEER_PYTHON, the interpreter of an environment with DeepSpeed and the same torch, adds that, against the torch of its own environment.
 Run: python -m benchmarks.deepspeed_c.import_time [--rounds 7]
 """
@@ -13,31 +13,58 @@ import json
 import os
 import subprocess
 import sys
+from typing import NamedTuple
 
-from benchmarks.measure import machine, median_spread
+from benchmarks.measure import in_turn, machine, median_spread, ratios, require
 
 TIMEOUT_SECONDS = 120
-TIMED = "import time; begin = time.perf_counter(); {}; print('\\n', time.perf_counter() - begin)"
+TIMED = """
+import sys, time
+begin = time.perf_counter()
+{}
+seconds = time.perf_counter() - begin
+missing = {} - set(sys.modules)
+print("\\n", seconds, sys.modules["torch"].__version__, *missing)
+"""
 
-# Name -> (statement, what its time is divided by).
+# Name -> (statement, modules that are there afterwards, what its time is divided by).
 OURS = {
-    "torch": ("import torch", "torch"),
-    "deepspeed_c": ("import deepspeed_c", "torch"),
-    "deepspeed_c.initialize": ("import deepspeed_c; deepspeed_c.initialize", "torch"),
+    "torch": ("import torch", {"torch"}, "torch"),
+    "deepspeed_c": (
+        "import deepspeed_c; deepspeed_c.initialize",
+        {
+            "torch",
+            "deepspeed_c._C",
+            "deepspeed_c.engine.engine",
+            "deepspeed_c.zero.states.optimizer",
+            "deepspeed_c.config.config",
+        },
+        "torch",
+    ),
 }
 PEERS = {
-    "torch of the peer": ("import torch", "torch of the peer"),
-    "deepspeed": ("import deepspeed", "torch of the peer"),
+    "torch of the peer": ("import torch", {"torch"}, "torch of the peer"),
+    "deepspeed": ("import deepspeed", {"torch", "deepspeed.runtime.engine"}, "torch of the peer"),
 }
 
 
-def import_seconds(python: str, statement: str) -> tuple[float, int]:
-    """(seconds, bytes that the import printed on either stream)"""
+class Import(NamedTuple):
+    seconds: float
+    torch: str  # version
+    printed_bytes: int  # on either stream
+
+
+def timed_import(python: str, statement: str, modules: set[str]) -> Import:
+    program = TIMED.format(statement, modules)
+    # Without byte code ours would be compiled each time, and torch, which was installed with its own, would not.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     done = subprocess.run(
-        [python, "-c", TIMED.format(statement)], check=True, capture_output=True, timeout=TIMEOUT_SECONDS, text=True
+        [python, "-c", program], check=True, capture_output=True, timeout=TIMEOUT_SECONDS, text=True, env=environment
     )
-    printed, seconds = done.stdout.rsplit("\n ", 1)
-    return float(seconds), len(printed) + len(done.stderr)
+    printed, found = done.stdout.rsplit("\n ", 1)
+    seconds, version, *missing = found.split()
+    require(not missing, f"{statement} has imported {missing}")
+    return Import(float(seconds), version, len(printed) + len(done.stderr))
 
 
 def main() -> None:
@@ -48,22 +75,23 @@ def main() -> None:
     if peer := os.environ.get("DSC_PEER_PYTHON"):
         contenders |= {name: (peer, *row) for name, row in PEERS.items()}
     times: dict[str, list[float]] = {name: [] for name in contenders}
-    printed: dict[str, int] = {}
+    last: dict[str, Import] = {}
     for round_ in range(n_rounds + 1):
-        for name, (python, statement, _) in contenders.items():
-            seconds, printed[name] = import_seconds(python, statement)
+        for name in in_turn(list(contenders), round_):
+            python, statement, modules, _ = contenders[name]
+            last[name] = timed_import(python, statement, modules)
             if round_ > 0:  # the first fills the page cache
-                times[name].append(seconds)
-    for name, (_, _, base) in contenders.items():
-        ratio, least, most = median_spread([a / b for a, b in zip(times[name], times[base], strict=True)])
+                times[name].append(last[name].seconds)
+    versions = {name: found.torch for name, found in last.items()}
+    require(len(set(versions.values())) == 1, f"both environments have one torch: {versions}")
+    for name, (_, _, _, base) in contenders.items():
         line = {
             "benchmark": "import_time",
             "contender": name,
             "seconds": round(median_spread(times[name])[0], 4),
-            "ratio_to_torch": round(ratio, 3),
-            "ratio_min": round(least, 3),
-            "ratio_max": round(most, 3),
-            "printed_bytes": printed[name],
+            **ratios("ratio_to_torch", times[name], times[base]),
+            "printed_bytes": last[name].printed_bytes,
+            "torch": last[name].torch,
             "rounds": n_rounds,
             "machine": machine(),
         }

@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 
-from benchmarks.measure import machine
+from benchmarks.measure import machine, require
 
 LAYERS = 64
 FORMULA = {0: lambda n: 16.0, 1: lambda n: 4 + 12 / n, 2: lambda n: 2 + 14 / n}
@@ -30,6 +30,7 @@ def rank_main(stage: int, n_params: int) -> None:
     import torch.distributed as dist
 
     import deepspeed_c
+    from benchmarks.engines import require_states_sharded
 
     deepspeed_c.init_distributed()
     # Everything that loads lazily, loads before the baseline.
@@ -44,6 +45,8 @@ def rank_main(stage: int, n_params: int) -> None:
     for _ in range(3):
         engine.backward(engine(torch.ones(1, width, dtype=torch.bfloat16)).float().square().mean())
         engine.step()
+        require(engine.was_step_applied(), "the step was applied")
+    require_states_sharded(engine, stage, dist.get_world_size())
     peak = status_bytes("VmHWM") - before
     n = LAYERS * width * width
     peaks = [None] * dist.get_world_size()

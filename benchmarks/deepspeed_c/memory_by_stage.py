@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import machine
+from benchmarks.measure import machine, require
 
 LAYERS = 64
 N_STEPS = 3
@@ -47,6 +47,7 @@ def rank_main(n_params: int) -> None:
     import torch.distributed as dist
 
     import deepspeed_c
+    from benchmarks.engines import sharded_elems
     from benchmarks.live_bytes import LiveBytes
 
     torch.set_num_threads(1)
@@ -61,11 +62,15 @@ def rank_main(n_params: int) -> None:
                 with live.phase("train"):
                     engine.backward(engine(torch.ones(1, width, dtype=torch.bfloat16)).float().square().mean())
                     engine.step()
+                    require(engine.was_step_applied(), "the step was applied")
+            n_sharded, n_whole = sharded_elems(engine)
+            expected = n_whole if stage == 3 and dist.get_world_size() > 1 else 0
+            require(n_sharded == expected, f"{expected} elements of weights are sharded at stage {stage}: {n_sharded}")
             with live.phase("states"):
                 # What lies between steps, without the buffers that are kept for the next one.
-                engine.optimizer.reducer.drop_spare_buffers()
-                if engine.optimizer.fetcher is not None:
-                    engine.optimizer.fetcher.pool.clear()
+                engine._optimizer.reducer.drop_spare_buffers()
+                if engine._optimizer.fetcher is not None:
+                    engine._optimizer.fetcher.pool.clear()
                 states = live.nbytes()
         engine.close()
         everyone: list[Any] = [None] * dist.get_world_size()
@@ -160,6 +165,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--params", type=float, default=60e6)
+    parser.add_argument("--no-picture", action="store_true")
     args = parser.parse_args()
     if "RANK" in os.environ:
         rank_main(int(args.params))
@@ -169,7 +175,8 @@ def main() -> None:
         for line in run(n_ranks, int(args.params)):
             print(json.dumps(line), flush=True)
             lines.append(line)
-    draw(lines, PICTURE)
+    if not args.no_picture:
+        draw(lines, PICTURE)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """How close is engine.step() with masters and moments on NVMe to the disk, and with offload to the host to one pass over memory?
 
-One rank, bf16, AdamW with clipping, stages 2 and 3. On NVMe a step reads and writes 12 bytes a parameter; the bound is the longer of 24 bytes at what fio reaches on the same
-device in the same round (reads and writes in equal parts, O_DIRECT, 1 MiB blocks, 32 deep; the better of libaio and io_uring) and the pass over memory that
-``engine_step`` is compared with. It runs in a process of its own, in a memory cgroup whose limit is half of what the states take (18 bytes a parameter) and 1 GiB for the
-process itself, so that no cache hides the disk; where no cgroup can be made, without a limit and with a note. "cpu" is compared with the pass over memory alone, over 34 bytes a parameter, because
+One rank (where stage 3 would shard nothing), bf16, AdamW with clipping, stage 2, each step after a real backward pass. On NVMe a step reads and writes 12 bytes a parameter; the bound is the longer of 24 bytes at what fio reaches on
+the same device in the same round (reads and writes in equal parts, O_DIRECT, 1 MiB blocks; the best of two engines, 1 to 4 jobs and two depths) and a C pass over as many bytes of
+memory as the step moves. It runs in a process of its own, in a memory cgroup whose limit is half of what the states take (18 bytes a parameter) and 1 GiB for the process itself,
+so that no cache hides the disk; where no cgroup can be made, without a limit and with a note. "cpu" is compared as ``engine_step`` is, over 34 bytes a parameter, because
 gradients gather in fp32 there. Run: python -m benchmarks.deepspeed_c.offload_step [DIR] [--params 500e6] [--only nvme]
 """
 
@@ -13,89 +13,108 @@ import argparse
 import json
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
-import time
 from contextlib import ExitStack
 
-from benchmarks.deepspeed_c.engine_step import fill_gradients, make_engine
+import torch
+
+from benchmarks.deepspeed_c.engine_step import backward, make_engine, step_and_bound, timed_step
 from benchmarks.deepspeed_c.memory_limit import STATE_BYTES, join_cgroup, memory_cgroup
-from benchmarks.measure import machine, median_spread, triad_gbps
+from benchmarks.engines import require_fused, step_parts
+from benchmarks.fio import Disk
+from benchmarks.measure import bound, machine, median_spread, require
+from benchmarks.stream import Part, bytes_of, stream_step
+from deepspeed_c import _C
 
 MEMORY_BYTES = 34  # fp32 gradient read twice, masters and two moments both ways, the 16-bit weight
-DISK_BYTES = 24
+STORED_BYTES = 12  # masters and two moments
 PROCESS_BYTES = 1 << 30  # Python, torch and what the bound is measured with
+BOUND_ELEMS = 8 << 20  # of the arrays that the pass over memory has where the states are in a file
 
 
-def make_offloaded(n_params: int, stage: int, offload: dict):
-    zero = {"stage": stage, "offload_optimizer": offload}
+def make_offloaded(n_params: int, offload: dict):
+    zero = {"stage": 2, "offload_optimizer": offload}
     return make_engine(n_params, zero, n_layers=32, aio={"queue_depth": 32})
 
 
-def fio_mixed(folder: str, n_bytes: int) -> float:
-    """Bytes a second of reads and writes together, the better of two engines."""
-    best = 0.0
-    for engine in ("libaio", "io_uring"):
-        command = ["fio", "--name=bound", f"--directory={folder}", "--rw=rw", "--bs=1M", f"--size={n_bytes}", "--iodepth=32",
-                   f"--ioengine={engine}", "--direct=1", "--output-format=json"]  # fmt: skip
-        report = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)["jobs"][0]
-        best = max(best, report["read"]["bw_bytes"] + report["write"]["bw_bytes"])
-    return best
-
-
-def timed_step(engine) -> float:
-    fill_gradients(engine)
-    start = time.perf_counter()
-    engine.step()
-    return time.perf_counter() - start
-
-
-def report(offload: str, stage: int, n: int, times: list[float], bounds: list[float], **more) -> dict:
-    ratio, low, high = median_spread([t / b for t, b in zip(times, bounds)])
+def report(offload: str, n: int, times: list[float], bounds: list[float], **more) -> dict:
     return {
         "benchmark": "offload_step",
         "offload": offload,
-        "stage": stage,
+        "stage": 2,
+        "ranks": 1,
         "params": n,
         "seconds": round(median_spread(times)[0], 3),
         "ns_per_param": round(median_spread(times)[0] / n * 1e9, 3),
         "bound_seconds": round(median_spread(bounds)[0], 3),
-        "ratio_to_bound": round(ratio, 3),
-        "ratio_min": round(low, 3),
-        "ratio_max": round(high, 3),
+        **bound("ratio_to_bound", times, bounds),
         **more,
+        "threads": _C.pool_n_threads(),
         "machine": machine(),
     }
 
 
-def on_host(stage: int, rounds: int) -> dict:
-    engine, n = make_offloaded(int(67e6), stage, {"device": "cpu"})
-    times, bounds = [], []
-    for round_ in range(rounds + 2):
-        bound = MEMORY_BYTES * n / (triad_gbps() * 1e9)
-        elapsed = timed_step(engine)
-        if round_ >= 2:
-            times.append(elapsed)
-            bounds.append(bound)
+def on_host(n_params: int, rounds: int) -> dict:
+    engine, n = make_offloaded(n_params, {"device": "cpu"})
+    times, bounds = step_and_bound(engine, rounds)
+    n_bytes = bytes_of(step_parts(engine), with_norm=True)
+    require(round(n_bytes / n, 1) == MEMORY_BYTES, f"{MEMORY_BYTES} bytes a parameter: {n_bytes / n}")
     engine.close()
-    return report("cpu", stage, n, times, bounds)
+    return report("cpu", n, times, bounds)
+
+
+def moved_bytes() -> tuple[int, int]:
+    """(bytes that this process has read from devices, written to devices)"""
+    with open("/proc/self/io") as file:
+        found = dict(line.split(": ") for line in file.read().splitlines())
+    return int(found["read_bytes"]), int(found["write_bytes"])
+
+
+def file_bytes(folder: str) -> int:
+    """Of the files that this process has open on the folder's device; states lie in files without a name."""
+    found = {}
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            status = os.stat(f"/proc/self/fd/{descriptor}")
+        except FileNotFoundError:  # the listing's own
+            continue
+        if stat.S_ISREG(status.st_mode) and status.st_dev == os.stat(folder).st_dev:
+            found[status.st_ino] = status.st_blocks * 512
+    return sum(found.values())
 
 
 def on_nvme(n_params: int, rounds: int, folder: str) -> dict:
-    os.makedirs(os.path.join(folder, "fio"))
     swapped = {"device": "nvme", "nvme_path": folder, "pipeline_read": True, "pipeline_write": True}
-    engine, n = make_offloaded(n_params, 2, swapped)
+    engine, n = make_offloaded(n_params, swapped)
+    require_fused(engine)
+    losses = [backward(engine)]
     timed_step(engine)
+    on_disk = file_bytes(folder)
+    require(on_disk >= STORED_BYTES * n, f"{STORED_BYTES} bytes a parameter lie in files: {on_disk / n}")
+    disk = Disk(os.path.join(folder, "fio"), "rw", 2 << 30)
+    arrays = [torch.full((BOUND_ELEMS,), 0.5) for _ in range(4)]
+    stand_in = [Part(*arrays, torch.zeros(BOUND_ELEMS, dtype=torch.bfloat16))]
+    stream_step(stand_in, with_norm=True)
     times, bounds, rates = [], [], []
     for _ in range(rounds):
-        rate = fio_mixed(os.path.join(folder, "fio"), 2 << 30)
-        memory = MEMORY_BYTES * n / (triad_gbps() * 1e9)
+        rate = disk.rate()
+        memory = stream_step(stand_in, with_norm=True)[0] / BOUND_ELEMS * n
+        losses.append(backward(engine))
+        before = moved_bytes()
         times.append(timed_step(engine))
-        bounds.append(max(DISK_BYTES * n / rate, memory))
+        read, written = (after - earlier for after, earlier in zip(moved_bytes(), before))
+        require(
+            min(read, written) >= 0.95 * STORED_BYTES * n,
+            f"a step reads and writes the states: {read} and {written} bytes of {n} parameters",
+        )
+        bounds.append(max(2 * STORED_BYTES * n / rate, memory))
         rates.append(rate / 1e9)
+    require(losses[-1] < losses[0], f"losses fall: {losses}")
     engine.close()
-    return report("nvme", 2, n, times, bounds, disk_gb_per_s=round(median_spread(rates)[0], 2))
+    return report("nvme", n, times, bounds, disk_gb_per_s=round(median_spread(rates)[0], 2), fio=str(disk.best_setting))
 
 
 def limited_on_nvme(n_params: int, rounds: int, parent: str) -> dict:
@@ -125,6 +144,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", nargs="?", default=tempfile.gettempdir())
     parser.add_argument("--params", type=float, default=500e6)
+    parser.add_argument("--host-params", type=float, default=67e6)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=("cpu", "nvme"))
     parser.add_argument("--in-this-process", action="store_true", help="the part with NVMe, without a limit")
@@ -133,8 +153,7 @@ def main() -> None:
         print(json.dumps(on_nvme(int(args.params), args.rounds, args.folder)))
         return
     if args.only != "nvme":
-        for stage in (2, 3):
-            print(json.dumps(on_host(stage, args.rounds)), flush=True)
+        print(json.dumps(on_host(int(args.host_params), args.rounds)), flush=True)
     if args.only != "cpu":
         print(json.dumps(limited_on_nvme(int(args.params), args.rounds, args.folder)), flush=True)
 

@@ -1,8 +1,10 @@
 """How long is a training step with sharded parameters on 2 gloo ranks, against FSDP2 (``fully_shard``) and DDP with torch's fused AdamW?
 
 Three models in fp32: the 29M-parameter GPT of ``train_step``, a 67M-parameter MLP (16 layers of 2048 x 2048), and 200 small layers (64 x 64, activations between),
-where what a step costs is its bookkeeping. All contenders run alternately in the same processes; each round times one step of each.
-Run: python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.deepspeed_c.stage3_step --model gpt|mlp|small
+where what a step costs is its bookkeeping. FSDP2 also runs with our all-gather (``set_custom_all_gather``), because gloo's own takes about half of its step: what is left is the rest of the design.
+Of the small layers all parameters lie below the default persistence threshold, so that nothing would be sharded: their "stage3" sets it to 0, and "stage3_persistent" is the default.
+All contenders run in the same processes, in an order that changes with the round; each round times one step of each. All losses have to be the same at every step,
+and the weights of "stage3" sharded and gathered in each step. Run: python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.deepspeed_c.stage3_step --model gpt|mlp|small
 """
 
 from __future__ import annotations
@@ -16,9 +18,23 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-import deepspeed_c
-from benchmarks.deepspeed_c.train_step import BATCH, LENGTH, VOCAB, Gpt
-from benchmarks.measure import machine, median_spread, time_alternately
+from benchmarks.deepspeed_c.train_step import (
+    BATCH,
+    LENGTH,
+    VOCAB,
+    Contender,
+    Gpt,
+    ddp,
+    ours,
+    plain,
+    require_same_losses,
+    seeded,
+)
+from benchmarks.engines import n_gathers, require_weights_sharded, sharded_elems
+from benchmarks.measure import machine, median_spread, ratios, time_alternately
+from deepspeed_c.comm.collectives import Collectives
+
+WARMUP = 3
 
 
 class Mlp(nn.Module):
@@ -38,87 +54,100 @@ MODELS = {
     "mlp": (lambda: Mlp(2048, 16, False), lambda g: torch.randn(8, 2048, generator=g)),
     "small": (lambda: Mlp(64, 200, True), lambda g: torch.randn(8, 64, generator=g)),
 }
+# Whose "stage3" is what.
+ZERO = {"small": {"stage3_param_persistence_threshold": 0}}
+MOST = 0.9  # of the elements: a persistent norm or bias is fine
 
 
-def make_ddp(make):
-    torch.manual_seed(0)
-    model = make()
-    return _plain_step(nn.parallel.DistributedDataParallel(model), model)
+class OurAllGather:
+    """``Collectives.all_gather`` in the place of FSDP2's: the input is this rank's slice of the output already."""
+
+    def __init__(self) -> None:
+        self._comm = Collectives()
+
+    def allocate(self, size, *, dtype, device):
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        mine = self._comm.own_slice(output_tensor)
+        if mine.data_ptr() != input_tensor.data_ptr():
+            mine.copy_(input_tensor)
+        self._comm.all_gather(output_tensor).wait()
 
 
-def make_fsdp2(make):
-    torch.manual_seed(0)
-    model = make()
+def fsdp2(model, all_gather=None) -> Contender:
     blocks = getattr(model, "blocks", None) or model.layers
     for block in blocks:
         fully_shard(block)
     fully_shard(model)
-    return _plain_step(model, model)
-
-
-def _plain_step(call, model):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-
-    def step(batch):
-        call(batch).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def make_ours(make, stage: int, **zero):
-    torch.manual_seed(0)
-    config = {
-        "train_micro_batch_size_per_gpu": BATCH,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},
-        "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": stage, "overlap_comm": True, **zero},
-    }
-    engine = deepspeed_c.initialize(model=make(), config=config)[0]
-
-    def step(batch):
-        engine.backward(engine(batch))
-        engine.step()
-
-    return step
+    if all_gather is not None:
+        for module in (*blocks, model):
+            module.set_custom_all_gather(all_gather)
+    return plain(model, model)
 
 
 CONTENDERS = {
-    "fsdp2": make_fsdp2,
-    "ddp": make_ddp,
-    "stage2": lambda make: make_ours(make, 2),
-    "stage3": lambda make: make_ours(make, 3),
-    "stage3_all_sharded": lambda make: make_ours(make, 3, stage3_param_persistence_threshold=0),
+    "fsdp2": lambda model, zero: fsdp2(model),
+    "fsdp2_our_all_gather": lambda model, zero: fsdp2(model, OurAllGather()),
+    "ddp": lambda model, zero: ddp(model),
+    "stage2": lambda model, zero: ours(model, 2),
+    "stage3": lambda model, zero: ours(model, 3, **zero),
+    "stage3_persistent": lambda model, zero: ours(model, 3),
 }
+DEFAULT = {
+    "gpt": ["fsdp2", "fsdp2_our_all_gather", "ddp", "stage3"],
+    "mlp": ["fsdp2", "fsdp2_our_all_gather", "ddp", "stage3"],
+    "small": ["fsdp2", "ddp", "stage3", "stage3_persistent"],
+}
+
+
+class GatherCount:
+    """Of what a contender gathers from now on; 0 for a peer."""
+
+    def __init__(self, contender: Contender) -> None:
+        self._contender, self._first = contender, self._now(contender)
+        self._first_step = len(contender.losses)
+
+    @staticmethod
+    def _now(contender: Contender) -> int:
+        return 0 if contender.engine is None else n_gathers(contender.engine)
+
+    def per_step(self) -> float:
+        n_steps = len(self._contender.losses) - self._first_step
+        return (self._now(self._contender) - self._first) / n_steps
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=list(MODELS), default="gpt")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--only", nargs="+", default=["fsdp2", "ddp", "stage3"], help="contenders", choices=CONTENDERS)
+    parser.add_argument("--only", nargs="+", help="contenders", choices=CONTENDERS)
     args = parser.parse_args()
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     make, make_batch = MODELS[args.model]
-    steps = {name: CONTENDERS[name](make) for name in args.only}
+    steps = {
+        name: CONTENDERS[name](seeded(make), ZERO.get(args.model, {})) for name in args.only or DEFAULT[args.model]
+    }
     batch = make_batch(torch.Generator().manual_seed(rank))
-    times = time_alternately(steps, batch, args.rounds, warmup=3)
+    gathers = {name: GatherCount(step) for name, step in steps.items()}
+    times = time_alternately(steps, batch, args.rounds, warmup=WARMUP)
+    require_same_losses(steps, 1e-4)
+    for name in {"stage3"} & set(steps):
+        require_weights_sharded(steps[name].engine, MOST, gathers[name].per_step())
     if rank == 0:
         n = sum(p.numel() for p in make().parameters())
-        for name in steps:
+        for name, step in steps.items():
             line = {"benchmark": "stage3_step", "model": args.model, "contender": name, "params": n}
+            if step.engine is not None:
+                line |= {
+                    "sharded": sharded_elems(step.engine)[0],
+                    "gathers_per_step": round(gathers[name].per_step(), 1),
+                }
             line["ms"] = round(median_spread(times[name])[0] * 1e3, 1)
-            for peer in ("fsdp2", "ddp"):
+            for peer in ("fsdp2", "fsdp2_our_all_gather", "ddp"):
                 if peer in times:
-                    ratio, low, high = median_spread([a / b for a, b in zip(times[name], times[peer])])
-                    line |= {
-                        f"ratio_to_{peer}": round(ratio, 3),
-                        f"ratio_to_{peer}_min": round(low, 3),
-                        f"ratio_to_{peer}_max": round(high, 3),
-                    }
+                    line |= ratios(f"ratio_to_{peer}", times[name], times[peer])
             line |= {"ranks": dist.get_world_size(), "threads": torch.get_num_threads(), "machine": machine()}
             print(json.dumps(line), flush=True)
     dist.barrier()

@@ -1,14 +1,15 @@
 """How long is a step of transformers.Trainer on a small Llama, and how much memory does it take, against real DeepSpeed?
 
-2 processes, stages 2 and 3, fp32, the Trainer's own AdamW with clipping, so that both sides do the same arithmetic. DSC_PEER_PYTHON names the interpreter of an
-environment with DeepSpeed, transformers and accelerate; without it ours is measured alone. The contenders' runs alternate, a ratio is that of two runs of the same round.
+2 processes, stages 2 and 3, fp32, the Trainer's own AdamW with clipping, so that both sides do the same arithmetic: their losses have to be the same. DSC_PEER_PYTHON names the interpreter of an
+environment with DeepSpeed, and with torch, transformers and accelerate in the same versions; without it ours is measured alone. The contenders' runs take turns, a ratio is that of two runs of the same round.
 Seconds are the median over a run's steps on rank 0, memory is the largest resident set of a rank over its whole life.
-Run: python -m benchmarks.hf.trainer_step [--rounds 5] [--steps 12] [--width 512]
+Run: python -m benchmarks.hf.trainer_step [--rounds 4] [--steps 12] [--width 512]
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
 import resource
@@ -23,6 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 WORLD, CONTEXT, MICRO_BATCH, WARMUP = 2, 128, 2, 3
 TIMEOUT_SECONDS = 600
+LOSS_TOLERANCE = 1e-3
 
 
 def train(is_ours: bool, stage: int, steps: int, width: int) -> None:
@@ -71,6 +73,7 @@ def train(is_ours: bool, stage: int, steps: int, width: int) -> None:
             disable_tqdm=True,
             deepspeed={**auto, "gradient_clipping": 1.0, "zero_optimization": zero},
         )
+        torch.manual_seed(0)  # the same weights on both sides
         model = LlamaForCausalLM(
             LlamaConfig(
                 vocab_size=256,
@@ -84,19 +87,28 @@ def train(is_ours: bool, stage: int, steps: int, width: int) -> None:
         )
         n_params = model.num_parameters()
         clock = Clock()
-        Trainer(model=model, args=args, train_dataset=Tokens(), callbacks=[clock]).train()
+        trainer = Trainer(model=model, args=args, train_dataset=Tokens(), callbacks=[clock])
+        trained = trainer.train()
+    engine = trainer.model_wrapped
+    packages = ("torch", "transformers", "accelerate")
     peak = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024.0)
     torch.distributed.all_reduce(peak, op=torch.distributed.ReduceOp.MAX)
     if torch.distributed.get_rank() == 0:
         result = {"params": n_params, "seconds": statistics.median(clock.seconds[WARMUP:]), "peak_mib": peak.item()}
+        result |= {
+            "loss": trained.training_loss,
+            "engine": type(engine).__module__,
+            "stage": engine.zero_optimization_stage(),
+        }
+        if is_ours:
+            result["sharded"] = sum(unit.flat_elems for unit in engine._optimizer.units if unit.is_sharded)
+        result["versions"] = {name: importlib.metadata.version(name) for name in packages}
         print("result " + json.dumps(result), flush=True)
     torch.distributed.destroy_process_group()
 
 
-def measure(python: str, is_ours: bool, stage: int, options: argparse.Namespace, extensions: str) -> dict[str, float]:
-    """Runs all ranks of one contender. ``extensions``: a folder for what DeepSpeed compiles at its first start; in the user's own a lock that a killed
-    process has left would make it wait for ever.
-    """
+def measure(python: str, is_ours: bool, stage: int, options: argparse.Namespace, extensions: str) -> dict[str, Any]:
+    """Runs all ranks of one contender. ``extensions``: a folder for what DeepSpeed compiles."""
     command = [python, "-m", "torch.distributed.run", "--nproc-per-node", str(WORLD), str(Path(__file__).resolve())]
     command += ["--rank-of", "ours" if is_ours else "theirs", "--stage", str(stage)]
     command += ["--steps", str(options.steps), "--width", str(options.width)]
@@ -114,20 +126,38 @@ def measure(python: str, is_ours: bool, stage: int, options: argparse.Namespace,
     return json.loads(lines[0])
 
 
+def check(runs: dict[str, list[dict[str, Any]]], stage: int) -> None:
+    """Both have trained the same model at this stage, with the same versions, each on its own engine, and have learnt the same."""
+    from benchmarks.measure import require, require_equal
+
+    for name, found in runs.items():
+        for run in found:
+            require(run["engine"].split(".")[0] == name, f"the engine of {name} is its own: {run['engine']}")
+            require(run["stage"] == stage, f"{name} runs stage {stage}: {run['stage']}")
+    for run in runs["deepspeed_c"]:
+        expected = 0.9 * run["params"] if stage == 3 else 0
+        require(run["sharded"] >= expected, f"{expected} elements of weights are sharded: {run['sharded']}")
+    every = [run for found in runs.values() for run in found]
+    versions = [run["versions"] for run in every]
+    require(all(found == versions[0] for found in versions), f"both environments have the same versions: {versions}")
+    require_equal("mean losses", {name: found[-1]["loss"] for name, found in runs.items()}, LOSS_TOLERANCE)
+
+
 def compare(options: argparse.Namespace) -> None:
-    from benchmarks.measure import machine, median_spread
+    from benchmarks.measure import in_turn, machine, median_spread, peer_extensions, ratios
 
     contenders = {"deepspeed_c": sys.executable}
     if peer := os.environ.get("DSC_PEER_PYTHON"):
         contenders["deepspeed"] = peer
+    results: dict[str, list[dict[str, Any]]]
+    extensions = peer_extensions()
     for stage in options.stages:
-        results: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
-        with tempfile.TemporaryDirectory() as extensions:
-            for round_ in range(options.rounds):
-                names = list(contenders)
-                for name in names if round_ % 2 == 0 else names[::-1]:
-                    run = measure(contenders[name], name == "deepspeed_c", stage, options, extensions)
-                    results[name].append(run)
+        results = {name: [] for name in contenders}
+        for round_ in range(options.rounds):
+            for name in in_turn(list(contenders), round_):
+                run = measure(contenders[name], name == "deepspeed_c", stage, options, extensions)
+                results[name].append(run)
+        check(results, stage)
         for name, runs in results.items():
             seconds, least, most = median_spread([run["seconds"] for run in runs])
             line = {
@@ -141,19 +171,20 @@ def compare(options: argparse.Namespace) -> None:
                 "seconds_min": round(least, 4),
                 "seconds_max": round(most, 4),
                 "peak_mib": round(median_spread([run["peak_mib"] for run in runs])[0], 1),
+                "loss": round(runs[-1]["loss"], 5),
+                "torch": runs[-1]["versions"]["torch"],
                 "machine": machine(),
             }
             if "deepspeed" in results:
-                pairs = list(zip(runs, results["deepspeed"], strict=True))
                 for ratio, key in (("ratio_to_deepspeed", "seconds"), ("memory_to_deepspeed", "peak_mib")):
-                    spread = median_spread([ours[key] / theirs[key] for ours, theirs in pairs])
-                    line.update(zip((ratio, f"{ratio}_min", f"{ratio}_max"), (round(value, 3) for value in spread)))
+                    theirs = [run[key] for run in results["deepspeed"]]
+                    line |= ratios(ratio, [run[key] for run in runs], theirs)
             print(json.dumps(line), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time steps of transformers.Trainer.")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=12, help="that count, of each run")
     parser.add_argument("--width", type=int, default=512, help="of the model; a multiple of 64")
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 3])

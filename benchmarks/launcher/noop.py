@@ -1,8 +1,8 @@
-"""How long does it take to launch 2 processes that do nothing, against torch.distributed.run (and DeepSpeed)?
+"""How long does it take to launch 2 processes that do next to nothing, against torch.distributed.run (and DeepSpeed)?
 
 The contenders alternate, in an order that changes each round, and each launch is timed from the outside, until its
-process has ended; a ratio is that of two launches of the same round. DSC_PEER_PYTHON, the interpreter of an environment
-with DeepSpeed, adds that. Run: python -m benchmarks.launcher.noop [--rounds 7]
+process has ended; each rank leaves an empty file, so that it is known to have run. A ratio is that of two launches of the same round. DSC_PEER_PYTHON, the interpreter of an environment
+with DeepSpeed, adds that. Run: python -m benchmarks.launcher.noop [--rounds 5]
 """
 
 from __future__ import annotations
@@ -16,11 +16,15 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.measure import machine, median_spread
+from benchmarks.measure import in_turn, machine, median_spread, ratios, require
 
 ROOT = Path(__file__).resolve().parents[2]
 WORLD = 2
-TIMEOUT_SECONDS = 120
+TIMEOUT_SECONDS = 300
+NOOP = """
+import os
+open(os.path.join(os.path.dirname(__file__), "ran." + os.environ["RANK"]), "w").close()
+"""
 
 
 def contenders(script: str) -> dict[str, list[str]]:
@@ -34,32 +38,35 @@ def contenders(script: str) -> dict[str, list[str]]:
     return commands
 
 
-def seconds_of(command: list[str]) -> float:
-    """Wall time of one launch. DS_ACCELERATOR lets DeepSpeed start without a device; the others do not read it."""
+def seconds_of(command: list[str], folder: str) -> float:
+    """Wall time of one launch of the script in ``folder``. DS_ACCELERATOR lets DeepSpeed start without a device; the others do not read it."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
     begin = time.perf_counter()
     subprocess.run(command, env=environment, check=True, capture_output=True, timeout=TIMEOUT_SECONDS)
-    return time.perf_counter() - begin
+    seconds = time.perf_counter() - begin
+    for rank in range(WORLD):
+        mark = Path(folder, f"ran.{rank}")
+        require(mark.exists(), f"{' '.join(command)} has run rank {rank}")
+        mark.unlink()
+    return seconds
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time launches of a no-op.")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     n_rounds = parser.parse_args().rounds
     with tempfile.TemporaryDirectory() as folder:
         script = os.path.join(folder, "noop.py")
-        Path(script).write_text("")
+        Path(script).write_text(NOOP)
         commands = contenders(script)
         for command in commands.values():
-            seconds_of(command)  # files into the page cache, modules compiled
+            seconds_of(command, folder)  # files into the page cache, modules compiled
         times: dict[str, list[float]] = {name: [] for name in commands}
         for round_ in range(n_rounds):
-            names = list(commands)
-            for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
-                times[name].append(seconds_of(commands[name]))
+            for name in in_turn(list(commands), round_):
+                times[name].append(seconds_of(commands[name], folder))
     for name, taken in times.items():
         seconds, least, most = median_spread(taken)
-        ratio, ratio_least, ratio_most = median_spread([a / b for a, b in zip(taken, times["torchrun"], strict=True)])
         line = {
             "benchmark": "launcher/noop",
             "contender": name,
@@ -68,9 +75,7 @@ def main() -> None:
             "seconds": round(seconds, 3),
             "seconds_min": round(least, 3),
             "seconds_max": round(most, 3),
-            "ratio_to_torchrun": round(ratio, 3),
-            "ratio_min": round(ratio_least, 3),
-            "ratio_max": round(ratio_most, 3),
+            **ratios("ratio_to_torchrun", taken, times["torchrun"]),
             "machine": machine(),
         }
         print(json.dumps(line), flush=True)

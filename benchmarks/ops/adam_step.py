@@ -1,77 +1,81 @@
 """How close is a bare AdamW step in fp32 to one pass over its memory, for one large tensor and for very many small ones?
 
-Contenders take turns in one process: FusedAdam, torch.optim.AdamW(fused=True), and DeepSpeedCPUAdam of an installed DeepSpeed. The bound is 28 bytes per
-parameter (read parameter, gradient and two moments; write all but the gradient) at the bandwidth of a pass of the same kind measured in the same run: the
-triad a = b + s * c over f32. Run: python -m benchmarks.ops.adam_step [--params 100e6] [--tensors 16384] [--elems 8192]
+Contenders take turns in one process, in an order that changes with the round: FusedAdam and torch.optim.AdamW(fused=True), each over tensors of its own. The bound is a C pass over FusedAdam's very tensors that reads
+and writes the same 28 bytes a parameter (read parameter, gradient and two moments; write all but the gradient) on the package's threads.
+Run: python -m benchmarks.ops.adam_step [--params 100e6] [--tensors 16384] [--elems 8192]
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import time
 from collections.abc import Callable
 
 import torch
 
-from benchmarks.measure import machine, median_spread, triad_gbps
+from benchmarks.measure import bound, in_turn, machine, median_spread, ratios, require
+from benchmarks.stream import Part, bytes_of, stream_step
+from deepspeed_c import _C
 from deepspeed_c.ops.adam import FusedAdam
 
 BYTES_PER_PARAM = 28
 OPTIONS = {"lr": 1e-4, "weight_decay": 0.01}
 
-Maker = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
-
-def contenders() -> dict[str, Maker]:
-    makers: dict[str, Maker] = {
-        "deepspeed_c": lambda params: FusedAdam(params, **OPTIONS),
-        "torch fused": lambda params: torch.optim.AdamW(params, fused=True, **OPTIONS),
-    }
-    if importlib.util.find_spec("deepspeed") is not None:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-        makers["DeepSpeed"] = lambda params: DeepSpeedCPUAdam(params, **OPTIONS)
-    return makers
-
-
-def measure(case: str, sizes: list[int], rounds: int) -> None:
+def make_params(sizes: list[int]) -> list[torch.nn.Parameter]:
     params = [torch.nn.Parameter(torch.full((n,), 0.5)) for n in sizes]
     for p in params:
         p.grad = torch.full_like(p, 1e-3)
-    optimizers = {name: make(params) for name, make in contenders().items()}
-    seconds: dict[str, list[float]] = {name: [] for name in optimizers}
-    bandwidths: list[float] = []
+    return params
+
+
+def seconds_of(step: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    step()
+    return time.perf_counter() - begin
+
+
+def measure(case: str, sizes: list[int], rounds: int) -> None:
+    params = {name: make_params(sizes) for name in ("deepspeed_c", "torch fused")}
+    ours = FusedAdam(params["deepspeed_c"], **OPTIONS)
+    theirs = torch.optim.AdamW(params["torch fused"], fused=True, **OPTIONS)
+    ours.step()  # makes the states
+    theirs.step()
+    parts = [
+        Part(p.detach(), p.grad, ours.state[p]["exp_avg"], ours.state[p]["exp_avg_sq"], None)
+        for p in ours.param_groups[0]["params"]
+    ]
     n_params = sum(sizes)
+    require(bytes_of(parts, with_norm=False) == BYTES_PER_PARAM * n_params, "the pass moves 28 bytes a parameter")
+    contenders: dict[str, Callable[[], float]] = {
+        "deepspeed_c": lambda: seconds_of(ours.step),
+        "torch fused": lambda: seconds_of(theirs.step),
+        "bound": lambda: stream_step(parts, with_norm=False)[0],
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for round_ in range(rounds + 1):
-        gbps = triad_gbps()
-        for name, optimizer in optimizers.items():
-            begin = time.perf_counter()
-            optimizer.step()
-            elapsed = time.perf_counter() - begin
-            if round_ > 0:  # the first round makes the states
+        for name in in_turn(list(contenders), round_):
+            elapsed = contenders[name]()
+            if round_ > 0:  # the first round warms up
                 seconds[name].append(elapsed)
-        if round_ > 0:
-            bandwidths.append(gbps)
-    bounds = [BYTES_PER_PARAM * n_params / (gbps * 1e9) for gbps in bandwidths]
-    for name, times in seconds.items():
-        speed, low, high = median_spread([bound / t for bound, t in zip(bounds, times)])
-        against_torch, _, _ = median_spread([theirs / t for theirs, t in zip(seconds["torch fused"], times)])
+    for i, (mine, other) in enumerate(zip(*params.values(), strict=True)):
+        require(
+            torch.allclose(mine, other, rtol=1e-5), f"tensor {i} is updated as torch does: {mine[0]} and {other[0]}"
+        )
+    for name in params:
         line = {
             "benchmark": "adam_step",
             "case": case,
             "contender": name,
             "tensors": len(sizes),
             "params": n_params,
-            "ms": round(median_spread(times)[0] * 1e3, 2),
-            "ns_per_param": round(median_spread(times)[0] / n_params * 1e9, 3),
-            "triad_gbps": round(median_spread(bandwidths)[0], 1),
-            "speed_over_bound": round(speed, 3),
-            "speed_over_bound_min": round(low, 3),
-            "speed_over_bound_max": round(high, 3),
-            "speed_over_torch": round(against_torch, 3),
-            "threads": torch.get_num_threads(),
+            "ms": round(median_spread(seconds[name])[0] * 1e3, 2),
+            "ns_per_param": round(median_spread(seconds[name])[0] / n_params * 1e9, 3),
+            "bound_gbps": round(BYTES_PER_PARAM * n_params / median_spread(seconds["bound"])[0] / 1e9, 1),
+            **bound("ratio_to_bound", seconds[name], seconds["bound"]),
+            **ratios("ratio_to_torch", seconds[name], seconds["torch fused"]),
+            "threads": _C.pool_n_threads() if name == "deepspeed_c" else torch.get_num_threads(),
             "machine": machine(),
         }
         print(json.dumps(line), flush=True)

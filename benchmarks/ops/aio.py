@@ -1,14 +1,14 @@
 """Does our handle read and write 1 GiB from ordinary unaligned tensors at fio's speed, and how much faster than DeepSpeed's?
 
-All contenders move the same file, which exists and has been written, in turn: fio (the better of libaio and io_uring of each round is the bound; sequential, O_DIRECT, one
-job), our ``aio_handle``, and DeepSpeed's in a process of its own where DSC_PEER_PYTHON names a Python that has it; ours and theirs from memory at an odd address ("ordinary"), and
-from memory that their ``new_cpu_locked_tensor`` made ("locked"). All with the same block size and depth. Nothing is synced.
+All contenders move the same file, which exists and has been written, in turn: fio (the best of two engines, 1 or 2 jobs and two depths in each round is the bound; sequential, O_DIRECT), our ``aio_handle``, and DeepSpeed's in a process of its own where DSC_PEER_PYTHON names a Python that has it; ours and theirs from memory at an odd address ("ordinary"), and
+from memory that their ``new_cpu_locked_tensor`` made ("locked"). All with blocks of the same size, and ours and theirs of the same depth. Nothing is synced. What ours has read has to be what it wrote.
 A ratio to DeepSpeed's is that of the same kind of tensor. Run: python -m benchmarks.ops.aio [DIR] [--size 1GiB] [--rounds 7]
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -18,8 +18,9 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.measure import machine, median_spread
-from deepspeed_c.io.bench import DIRECTIONS, FIO_ENGINES, Settings, compare, find_fio, fio, ours
+from benchmarks.fio import Setting
+from benchmarks.measure import machine, median_spread, peer_extensions, require
+from deepspeed_c.io.bench import DIRECTIONS, FIO_ENGINES, FIO_SECONDS, FioError, Settings, compare, find_fio, ours
 from deepspeed_c.io.scratch import scratch
 from deepspeed_c.quantity import parse_bytes
 
@@ -47,6 +48,27 @@ for line in sys.stdin:
 """
 
 
+FIO_SETTINGS = [Setting(*row) for row in itertools.product(FIO_ENGINES, (1, 2), (8, 32))]
+
+
+def fio(program: str, setting: Setting, path: str, n_bytes: int, block: int) -> Callable[[str], float]:
+    """Sequential O_DIRECT transfers of the file, each job its own part of it; the time is fio's own, without its start."""
+
+    def transfer(direction: str) -> float:
+        each = n_bytes // setting.jobs
+        command = [program, "--name=bound", f"--filename={path}", f"--rw={direction}", f"--size={each}", f"--offset_increment={each}", f"--bs={block}",
+                   f"--numjobs={setting.jobs}", f"--iodepth={setting.depth}", f"--ioengine={setting.engine}", "--direct=1", "--thread=1",
+                   "--group_reporting", "--output-format=json"]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, timeout=FIO_SECONDS, check=False)
+        if done.returncode:
+            raise FioError(f"exit code {done.returncode}: {done.stderr.strip()[-500:]}")
+        job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0][direction]
+        require(job["io_bytes"] == n_bytes, f"fio moved {n_bytes} bytes: {job['io_bytes']}")
+        return job["io_bytes"] / job["bw_bytes"]
+
+    return transfer
+
+
 class Peer:
     """DeepSpeed's handle in a process of its own, which waits while others are timed."""
 
@@ -58,7 +80,12 @@ class Peer:
             stdout=subprocess.PIPE,
             text=True,
             # It builds the operator with the tools of its environment.
-            env={**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": ""},
+            env={
+                **os.environ,
+                "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
+                "PYTHONPATH": "",
+                "TORCH_EXTENSIONS_DIR": peer_extensions(),
+            },
         )
         if self._process.stdout.readline() != "ready\n":
             raise SystemExit(f"{python}: DeepSpeed's aio_handle cannot be had (exit code {self._process.wait()})")
@@ -85,7 +112,7 @@ def main() -> None:
     parser.add_argument("--size", default="1GiB")
     parser.add_argument("--block", type=int, default=1 << 20)
     parser.add_argument("--depth", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     n_bytes = parse_bytes(args.size, "--size")
     settings = Settings("auto", args.block, args.depth)
@@ -103,8 +130,16 @@ def main() -> None:
         if peer:
             contenders |= {f"DeepSpeed, {kind}": peer.contender(kind, file.path) for kind in KINDS}
         if program := find_fio():
-            contenders |= {f"fio {engine}": fio(program, engine, file, settings) for engine in FIO_ENGINES}
+            contenders |= {
+                f"fio {setting}": fio(program, setting, file.path, n_bytes, args.block) for setting in FIO_SETTINGS
+            }
         rates = compare(contenders, n_bytes, args.rounds)
+        for kind, tensor in tensors.items():
+            tensor.random_(256)
+            handle.sync_pwrite(tensor, file.path)
+            written = tensor.clone()
+            handle.sync_pread(tensor.zero_(), file.path)
+            require(torch.equal(tensor, written), f"what was read into {kind} memory is what was written")
     if peer:
         peer.close()
     for name, reason in rates.absent.items():
@@ -128,9 +163,11 @@ def main() -> None:
                 if bound:
                     ratio, low, high = median_spread([a / b for a, b in zip(found[direction], bound, strict=True)])
                     line |= {key: round(ratio, 3), f"{key}_min": round(low, 3), f"{key}_max": round(high, 3)}
-            line |= {"block": args.block, "depth": args.depth, "backend": handle.backend, "machine": machine()}
-            if program != "deepspeed_c":
-                del line["backend"]
+            if program in ("deepspeed_c", "DeepSpeed"):
+                line["depth"] = args.depth
+            if program == "deepspeed_c":
+                line["backend"] = handle.backend
+            line |= {"block": args.block, "machine": machine()}
             print(json.dumps(line), flush=True)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.measure import machine, median_spread
+from benchmarks.measure import in_turn, machine, median_spread, require
 from deepspeed_c import _C
 from deepspeed_c.ops.adam import FusedAdam
 
@@ -40,7 +40,8 @@ def measure(n_params: int, rounds: int) -> None:
         steps[f"torch {name}, all cores"] = (optimizer.step, n_cores, n_pool)
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for round_ in range(rounds + 1):
-        for name, (step, n_torch, n_threads) in steps.items():
+        for name in in_turn(list(steps), round_):
+            step, n_torch, n_threads = steps[name]
             torch.set_num_threads(n_torch)
             if _C.pool_n_threads() != n_threads:
                 _C.pool_resize(n_threads)
@@ -53,6 +54,13 @@ def measure(n_params: int, rounds: int) -> None:
             elapsed = time.perf_counter() - begin
             if round_ > 0:
                 seconds[name].append(elapsed)
+    _C.pool_resize(n_pool)
+    ours.step()
+    n_workers = _C.pool_n_workers()
+    require(
+        n_params < FEW_ELEMS[-1] or n_workers == n_pool - 1,
+        f"{n_params} elements are shared out: {n_workers} workers of {n_pool} threads",
+    )
     for name, times in seconds.items():
         ratio, low, high = median_spread([t / pool for pool, t in zip(seconds["deepspeed_c"], times)])
         line = {

@@ -1,4 +1,7 @@
-/* Opens an accelerator: finds it in the registry, loads its library, and checks that the table is complete and fits this build. */
+/*
+ * Opens an accelerator: finds it in the registry, loads its library, and checks that the table is complete and fits
+ * this build.
+ */
 #include "dsc/accel.h"
 
 #include "base/fail.h"
@@ -9,8 +12,8 @@
 #include <string.h>
 
 #define DSC_ACCEL_BUILTIN(name, entry) const struct dsc_accel *entry(dsc_accel_report *report);
-#define DSC_ACCEL_LIBRARY(name, file)
-#include "accel/accelerators.inc"
+#define DSC_ACCEL_LIBRARY(name, file, key)
+#include "dsc/accelerators.inc"
 #undef DSC_ACCEL_BUILTIN
 #undef DSC_ACCEL_LIBRARY
 
@@ -22,8 +25,8 @@ struct entry {
 
 static const struct entry entries[] = {
 #define DSC_ACCEL_BUILTIN(name, entry) {#name, entry, NULL},
-#define DSC_ACCEL_LIBRARY(name, file) {#name, NULL, file},
-#include "accel/accelerators.inc"
+#define DSC_ACCEL_LIBRARY(name, file, key) {#name, NULL, file},
+#include "dsc/accelerators.inc"
 #undef DSC_ACCEL_BUILTIN
 #undef DSC_ACCEL_LIBRARY
 };
@@ -75,10 +78,13 @@ static dsc_status check_table(const char *name, const struct dsc_accel *accel)
 {
     if (accel == NULL)
         return dsc_fail(DSC_ENOTSUP, "accelerator %s: its library gave no table", name);
-    /* abi and size come first in every version of the table; nothing else may be read before they are known to match. */
+    /* abi and size come first in every version of the table; nothing else may be read before they are known to match.
+     */
     if (accel->abi != DSC_ACCEL_ABI || accel->size != sizeof *accel)
-        return dsc_fail(DSC_ENOTSUP, "accelerator %s: its library has ABI %u of %u bytes, this build needs %u of %u bytes; build both from one source",
-                        name, (unsigned)accel->abi, (unsigned)accel->size, (unsigned)DSC_ACCEL_ABI, (unsigned)sizeof *accel);
+        return dsc_fail(
+            DSC_ENOTSUP,
+            "accelerator %s: its library has ABI %u of %u bytes, this build needs %u of %u bytes; build both from one source",
+            name, (unsigned)accel->abi, (unsigned)accel->size, (unsigned)DSC_ACCEL_ABI, (unsigned)sizeof *accel);
 
     const char *missing = missing_hook(accel);
 
@@ -98,13 +104,16 @@ static dsc_status check_devices(const char *name, const struct dsc_accel *accel)
 }
 
 /* Loading a library twice gives the same handle, and so the same table. */
-static dsc_status load(const struct entry *entry, const char *library_dir, void **out_library, dsc_accel_entry *out_entry)
+static dsc_status load(const struct entry *entry, const char *library_dir, void **out_library,
+                       dsc_accel_entry *out_entry)
 {
     char path[PATH_MAX];
-    int n_bytes = snprintf(path, sizeof path, "%s%s%s", library_dir == NULL ? "" : library_dir, library_dir == NULL ? "" : "/", entry->file);
+    int n_bytes = snprintf(path, sizeof path, "%s%s%s", library_dir == NULL ? "" : library_dir,
+                           library_dir == NULL ? "" : "/", entry->file);
 
     if (n_bytes < 0 || (size_t)n_bytes >= sizeof path)
-        return dsc_fail(DSC_EINVAL, "accelerator %s: library_dir is longer than a path may be (%d bytes)", entry->name, PATH_MAX);
+        return dsc_fail(DSC_EINVAL, "accelerator %s: library_dir is longer than a path may be (%d bytes)", entry->name,
+                        PATH_MAX);
 
     void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
 

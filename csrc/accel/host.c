@@ -1,6 +1,6 @@
 /*
- * The host as an accelerator: the table over the CPU loops, so that whatever is written against it runs without a device. Calls work in
- * the calling thread and are done when they return; stream and scratch are not looked at.
+ * The host as an accelerator: the table over the CPU loops, so that whatever is written against it runs without a
+ * device. Calls work in the calling thread and are done when they return; stream and scratch are not looked at.
  */
 #include "dsc/accel.h"
 
@@ -14,8 +14,8 @@ static dsc_status device_count(int32_t *out_n_devices)
     return DSC_OK;
 }
 
-static dsc_status optim_step(const char *kind, const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors,
-                             int64_t n_tensors, double *scratch, void *stream)
+static dsc_status optim_step(const char *kind, const struct dsc_optim_args *args,
+                             const struct dsc_optim_tensor *tensors, int64_t n_tensors, double *scratch, void *stream)
 {
     const struct dsc_optim_kind *found;
 
@@ -25,8 +25,9 @@ static dsc_status optim_step(const char *kind, const struct dsc_optim_args *args
     return dsc_optim_step(found, args, tensors, n_tensors, NULL);
 }
 
-static dsc_status optim_norms(const char *kind, const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors,
-                              int64_t n_tensors, double *out_sumsq, double *scratch, void *stream)
+static dsc_status optim_norms(const char *kind, const struct dsc_optim_args *args,
+                              const struct dsc_optim_tensor *tensors, int64_t n_tensors, double *out_sumsq,
+                              double *scratch, void *stream)
 {
     const struct dsc_optim_kind *found;
 
@@ -36,8 +37,9 @@ static dsc_status optim_norms(const char *kind, const struct dsc_optim_args *arg
     return dsc_optim_norms(found, args, tensors, n_tensors, NULL, out_sumsq);
 }
 
-static dsc_status optim_apply(const char *kind, const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors,
-                              int64_t n_tensors, const double *ratios, void *stream)
+static dsc_status optim_apply(const char *kind, const struct dsc_optim_args *args,
+                              const struct dsc_optim_tensor *tensors, int64_t n_tensors, const double *ratios,
+                              void *stream)
 {
     const struct dsc_optim_kind *found;
 
@@ -46,13 +48,15 @@ static dsc_status optim_apply(const char *kind, const struct dsc_optim_args *arg
     return dsc_optim_apply(found, args, tensors, n_tensors, NULL, ratios);
 }
 
-static dsc_status muon_momentum(const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors, int64_t n_tensors, void *stream)
+static dsc_status muon_momentum(const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors,
+                                int64_t n_tensors, void *stream)
 {
     (void)stream;
     return dsc_muon_momentum(args, tensors, n_tensors, NULL);
 }
 
-static dsc_status muon_apply(const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors, int64_t n_tensors, void *stream)
+static dsc_status muon_apply(const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors,
+                             int64_t n_tensors, void *stream)
 {
     (void)stream;
     return dsc_muon_apply(args, tensors, n_tensors, NULL);
@@ -78,8 +82,8 @@ static dsc_status flat_sumsq(const struct dsc_span *spans, int64_t n_spans, doub
     return DSC_OK;
 }
 
-static dsc_status flat_reduce(const struct dsc_span *srcs, int64_t n_srcs, float scale, bool accumulate, const struct dsc_span *acc,
-                              double *out, double *scratch, void *stream)
+static dsc_status flat_reduce(const struct dsc_span *srcs, int64_t n_srcs, float scale, bool accumulate,
+                              const struct dsc_span *acc, double *out, double *scratch, void *stream)
 {
     double sumsq;
     int64_t n_nonfinite;

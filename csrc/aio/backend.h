@@ -4,7 +4,10 @@
 
 #include "dsc/aio.h"
 
-/* Headers of kernels before 5.6, which distributions and wheel builders still come with, have no io_uring, or one that cannot do what is needed. */
+/*
+ * Headers of kernels before 5.6, which distributions and wheel builders still come with, have no io_uring, or one that
+ * cannot do what is needed.
+ */
 #if __has_include(<linux/io_uring.h>)
 #include <linux/io_uring.h>
 #endif
@@ -14,23 +17,26 @@
 #define DSC_AIO_HAS_URING 0
 #endif
 
-/* One transfer: what preadv or pwrite would do once. The engine owns the storage, which stays where it is until the engine is destroyed. */
+/*
+ * One transfer: what preadv or pwrite would do once. The engine owns the storage, which stays where it is until the
+ * engine is destroyed.
+ */
 struct dsc_aio_op {
     int fd;
     bool is_write;
     int64_t offset;
     void *buf;
-    size_t n_bytes;           /* > 0 */
-    int64_t res;              /* written by the backend: bytes, fewer than n_bytes included, or -errno */
-    struct dsc_aio_op *next;  /* the backend's, from submit until the op is reaped */
+    size_t n_bytes;          /* > 0 */
+    int64_t res;             /* written by the backend: bytes, fewer than n_bytes included, or -errno */
+    struct dsc_aio_op *next; /* the backend's, from submit until the op is reaped */
 };
 
 struct dsc_aio_backend {
     const char *name;
 
     /*
-     * Makes the state for up to config->queue_depth ops in flight; config has been checked. DSC_ENOTSUP with a sentence when the kernel does not allow this
-     * backend, so that "auto" tries the next. Required.
+     * Makes the state for up to config->queue_depth ops in flight; config has been checked. DSC_ENOTSUP with a sentence
+     * when the kernel does not allow this backend, so that "auto" tries the next. Required.
      */
     dsc_status (*open)(const struct dsc_aio_config *config, void **out_state);
 
@@ -38,15 +44,17 @@ struct dsc_aio_backend {
     void (*close)(void *state);
 
     /*
-     * Starts ops[0], ops[1], ... in that order and returns how many it took, 1 to n_ops; those it did not take come again. A negative value says that none was taken:
-     * -EAGAIN and -EBUSY mean later, -EINTR at once, and any other -errno is the result of ops[0]. The engine keeps no more than queue_depth ops in flight. May block
-     * only as long as the system call does. Required.
+     * Starts ops[0], ops[1], ... in that order and returns how many it took, 1 to n_ops; those it did not take come
+     * again. A negative value says that none was taken: -EAGAIN and -EBUSY mean later, -EINTR at once, and any other
+     * -errno is the result of ops[0]. The engine keeps no more than queue_depth ops in flight. May block only as long
+     * as the system call does. Required.
      */
     int64_t (*submit)(void *state, struct dsc_aio_op *const *ops, int64_t n_ops);
 
     /*
-     * Writes finished ops, whose res is set, to out_ops, and returns how many, 0 to capacity. With wait it blocks until there is one; at least one is in flight then.
-     * Goes on after EINTR. A negative -errno means that results can no longer be had: the engine gives itself up. Required.
+     * Writes finished ops, whose res is set, to out_ops, and returns how many, 0 to capacity. With wait it blocks until
+     * there is one; at least one is in flight then. Goes on after EINTR. A negative -errno means that results can no
+     * longer be had: the engine gives itself up. Required.
      */
     int64_t (*reap)(void *state, struct dsc_aio_op **out_ops, int64_t capacity, bool wait);
 };

@@ -1,7 +1,8 @@
 /*
- * The backend "fault", for tests: transfers that fail, come back short, late and out of order, on a plan that a seed makes repeatable. A test program
- * includes aio/fault.c once, plugs the backend in (dsc_aio_plug_backend), sets a plan, and asks for the backend by name wherever an engine is made; libdsc.a does not
- * contain it. tests/aio_faults.py is the same for Python.
+ * The backend "fault", for tests: transfers that fail, come back short, late and out of order, on a plan that a seed
+ * makes repeatable. A test program includes aio/fault.c once, plugs the backend in (dsc_aio_plug_backend), sets a plan,
+ * and asks for the backend by name wherever an engine is made; libdsc.a does not contain it. tests/aio_faults.py is the
+ * same for Python.
  */
 #ifndef DSC_AIO_FAULT_H
 #define DSC_AIO_FAULT_H
@@ -11,23 +12,26 @@
 /* Chances are out of 256. Everything 0 is a backend without faults. */
 struct dsc_aio_fault_plan {
     uint64_t seed;
-    int32_t short_chance;    /* a transfer moves fewer bytes than asked, at least one */
-    int32_t passing_chance;  /* it moves nothing and says EINTR, EAGAIN or EBUSY */
-    int32_t failure_chance;  /* it moves some bytes or none, and fails with failure_err */
-    int32_t failure_err;     /* 0: EIO */
-    int32_t late_chance;     /* a reap that need not wait finds nothing, and one that waits finds one result */
-    int32_t refusal_chance;  /* submit takes nothing and says EAGAIN */
-    bool reorders;           /* results come, and transfers happen, in any order; else in that of submission */
-    bool takes_part;         /* submit takes a part of what it is offered */
-    bool refuses_direct;     /* every transfer on an O_DIRECT descriptor is EINVAL, as on file systems that find out late */
-    bool pretends;           /* nothing is moved; every transfer is whole */
-    int32_t flip_chance;     /* a read succeeds with one bit wrong: a disk that lies. It may be one that nobody asked for, in a page that was read for its neighbours */
-    int32_t delay_us;        /* every reap that waits takes so much longer */
-    int64_t bad_begin;       /* transfers that touch bytes bad_begin to bad_end - 1 of a file fail with bad_err: a bad sector */
+    int32_t short_chance;   /* a transfer moves fewer bytes than asked, at least one */
+    int32_t passing_chance; /* it moves nothing and says EINTR, EAGAIN or EBUSY */
+    int32_t failure_chance; /* it moves some bytes or none, and fails with failure_err */
+    int32_t failure_err;    /* 0: EIO */
+    int32_t late_chance;    /* a reap that need not wait finds nothing, and one that waits finds one result */
+    int32_t refusal_chance; /* submit takes nothing and says EAGAIN */
+    bool reorders;          /* results come, and transfers happen, in any order; else in that of submission */
+    bool takes_part;        /* submit takes a part of what it is offered */
+    bool refuses_direct; /* every transfer on an O_DIRECT descriptor is EINVAL, as on file systems that find out late */
+    bool pretends;       /* nothing is moved; every transfer is whole */
+    int32_t flip_chance; /* a read succeeds with one bit wrong: a disk that lies. It may be one that nobody asked for,
+                            in a page that was read for its neighbours */
+    int32_t delay_us;    /* every reap that waits takes so much longer */
+    int64_t
+        bad_begin; /* transfers that touch bytes bad_begin to bad_end - 1 of a file fail with bad_err: a bad sector */
     int64_t bad_end;
-    int32_t bad_err;         /* 0: EIO */
-    int64_t full_at;         /* > 0: a write that goes past this offset is cut there, one that begins there is ENOSPC: a full disk */
-    int64_t dies_after;      /* > 0: after so many results, reap fails with EBADF for good */
+    int32_t bad_err;    /* 0: EIO */
+    int64_t full_at;    /* > 0: a write that goes past this offset is cut there, one that begins there is ENOSPC: a full
+                           disk */
+    int64_t dies_after; /* > 0: after so many results, reap fails with EBADF for good */
 };
 
 extern const struct dsc_aio_backend dsc_aio_backend_fault;

@@ -9,9 +9,11 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <sys/utsname.h>
 #include <unistd.h>
 
 #define MAX_PATH_BYTES 4096
+#define LEAST_ALIGNMENT ((size_t)4096) /* what disks and file systems ask for, where pages are no larger */
 
 static _Thread_local char failed_path[MAX_PATH_BYTES];
 static _Thread_local struct dsc_aio_failure last_failure;
@@ -26,7 +28,8 @@ void dsc_aio_last_failure(struct dsc_aio_failure *out_failure)
 
 static const char *text_of(int err, char *buf, size_t n_bytes)
 {
-    return err == ENODATA ? "the file ends there" : strerror_r(err, buf, n_bytes); /* the GNU one, which returns the text */
+    return err == ENODATA ? "the file ends there"
+                          : strerror_r(err, buf, n_bytes); /* the GNU one, which returns the text */
 }
 
 dsc_status dsc_aio_fail(const struct dsc_aio_failure *failure)
@@ -39,21 +42,25 @@ dsc_status dsc_aio_fail(const struct dsc_aio_failure *failure)
     last_failure = *failure;
     last_failure.path = failed_path;
     if (failure->offset >= 0)
-        snprintf(where, sizeof where, " %lld bytes at offset %lld of", (long long)failure->n_bytes, (long long)failure->offset);
+        snprintf(where, sizeof where, " %lld bytes at offset %lld of", (long long)failure->n_bytes,
+                 (long long)failure->offset);
     if (failure->n_others > 0)
         snprintf(others, sizeof others, "; %lld other requests failed too", (long long)failure->n_others);
-    return dsc_fail(DSC_EIO, "%s%s %.255s: %s (errno %d)%s", failure->verb, where, failure->path, text_of(failure->err, text, sizeof text),
-                    (int)failure->err, others);
+    return dsc_fail(DSC_EIO, "%s%s %.255s: %s (errno %d)%s", failure->verb, where, failure->path,
+                    text_of(failure->err, text, sizeof text), (int)failure->err, others);
 }
 
 static dsc_status fail_file(const char *verb, const char *path, int err)
 {
-    return dsc_aio_fail(&(struct dsc_aio_failure){.path = path, .verb = verb, .offset = -1, .n_bytes = -1, .at = -1, .err = err});
+    return dsc_aio_fail(
+        &(struct dsc_aio_failure){.path = path, .verb = verb, .offset = -1, .n_bytes = -1, .at = -1, .err = err});
 }
 
 size_t dsc_aio_alignment(void)
 {
-    return DSC_AIO_ALIGNMENT;
+    const long page = sysconf(_SC_PAGESIZE);
+
+    return page > (long)LEAST_ALIGNMENT ? (size_t)page : LEAST_ALIGNMENT;
 }
 
 static int open_again(const char *path, int flags)
@@ -66,19 +73,46 @@ static int open_again(const char *path, int flags)
     return fd;
 }
 
+/*
+ * [Note: Direct transfers and fork]
+ *
+ * After fork() parent and child share pages until one of them writes; that one gets a copy. Before Linux 6.3 this went
+ * for pages, too, that a disk was reading into: a parent that wrote to another byte of such a page went on with the
+ * copy, and what the disk brought was lost with the page. (From 6.3 on the kernel holds such pages in a way that fork()
+ * sees, and gives the child the copy.)
+ *
+ * Nothing is lost where nobody else writes to the pages of a transfer. Who waits for a transfer does not write to its
+ * memory, but may well write to what lies beside it, so before 6.3 a direct transfer takes whole pages of memory and
+ * others go through the engine's ring. The ring itself is not given to children (MADV_DONTFORK): they have no use for
+ * it, and the parent is spared the copies.
+ */
+#ifdef STATX_DIOALIGN
+static bool fork_minds_direct_transfers(void)
+{
+    struct utsname system;
+    int major = 0;
+    int minor = 0;
+
+    return uname(&system) == 0 && sscanf(system.release, "%d.%d", &major, &minor) == 2 &&
+           (major > 6 || (major == 6 && minor >= 3));
+}
+#endif
+
 /* What O_DIRECT asks of addresses and offsets here; false when the file system says that it has none. */
 static bool ask_direct(int fd, size_t *out_memory_align)
 {
-    *out_memory_align = DSC_AIO_ALIGNMENT;
+    const size_t page = dsc_aio_alignment();
+
+    *out_memory_align = page;
 #ifdef STATX_DIOALIGN
     struct statx answer;
 
     if (statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &answer) == 0 && (answer.stx_mask & STATX_DIOALIGN) != 0) {
         size_t memory_align = answer.stx_dio_mem_align;
 
-        if (memory_align == 0 || answer.stx_dio_offset_align == 0 || answer.stx_dio_offset_align > DSC_AIO_ALIGNMENT)
+        if (memory_align == 0 || answer.stx_dio_offset_align == 0 || answer.stx_dio_offset_align > page)
             return false;
-        if (memory_align < DSC_AIO_ALIGNMENT && (memory_align & (memory_align - 1)) == 0)
+        if (memory_align < page && (memory_align & (memory_align - 1)) == 0 && fork_minds_direct_transfers())
             *out_memory_align = memory_align;
     }
 #else
@@ -107,13 +141,15 @@ static dsc_status add_direct(dsc_aio_file *file, int access)
         close(fd);
         return fail_file("stat", file->path, err);
     }
-    if (buffered.st_dev != direct.st_dev || buffered.st_ino != direct.st_ino) { /* someone put another file there between the two */
+    if (buffered.st_dev != direct.st_dev ||
+        buffered.st_ino != direct.st_ino) { /* someone put another file there between the two */
         close(fd);
         return fail_file("open", file->path, ESTALE);
     }
     if (!ask_direct(fd, &memory_align)) {
         close(fd);
-        snprintf(file->note, sizeof file->note, "this file system has no O_DIRECT on pages of %zu bytes", DSC_AIO_ALIGNMENT);
+        snprintf(file->note, sizeof file->note, "this file system has no O_DIRECT on pages of %zu bytes",
+                 dsc_aio_alignment());
         return DSC_OK;
     }
     file->direct_fd = fd;
@@ -129,13 +165,16 @@ dsc_status dsc_aio_open(const char *path, int flags, bool uses_direct, dsc_aio_f
     const int all = DSC_AIO_READ | DSC_AIO_WRITE | DSC_AIO_CREATE | DSC_AIO_TRUNCATE | DSC_AIO_EXCLUSIVE;
     const int direction = flags & (DSC_AIO_READ | DSC_AIO_WRITE);
     const int access = direction == DSC_AIO_READ ? O_RDONLY : direction == DSC_AIO_WRITE ? O_WRONLY : O_RDWR;
+    struct dsc_process process;
     dsc_aio_file *file;
     dsc_status status;
 
     if (path == NULL || out_file == NULL)
         return dsc_fail(DSC_EINVAL, "%s is NULL", path == NULL ? "path" : "out_file");
     if (direction == 0 || (flags & ~all) != 0)
-        return dsc_fail(DSC_EINVAL, "flags are %d, must include DSC_AIO_READ or DSC_AIO_WRITE and nothing that is no DSC_AIO_ flag", flags);
+        return dsc_fail(DSC_EINVAL,
+                        "flags are %d, must include DSC_AIO_READ or DSC_AIO_WRITE and nothing that is no DSC_AIO_ flag",
+                        flags);
     if ((flags & DSC_AIO_EXCLUSIVE) != 0 && (flags & DSC_AIO_CREATE) == 0)
         return dsc_fail(DSC_EINVAL, "DSC_AIO_EXCLUSIVE needs DSC_AIO_CREATE");
     if ((flags & DSC_AIO_TRUNCATE) != 0 && (flags & DSC_AIO_WRITE) == 0)
@@ -143,18 +182,22 @@ dsc_status dsc_aio_open(const char *path, int flags, bool uses_direct, dsc_aio_f
     if (strlen(path) >= MAX_PATH_BYTES)
         return dsc_fail(DSC_EINVAL, "path has %zu bytes, must have less than %d", strlen(path), MAX_PATH_BYTES);
 
+    DSC_TRY(dsc_process_note(&process));
     file = calloc(1, sizeof *file);
     if (file == NULL || (file->path = strdup(path)) == NULL) {
         free(file);
         return dsc_fail(DSC_ENOMEM, "no memory to open %.255s", path);
     }
+    file->process = process;
     file->flags = flags;
     file->direct_fd = -1;
     atomic_init(&file->memory_align, 1);
-    file->fd = open_again(path, access | O_CLOEXEC | (flags & DSC_AIO_CREATE ? O_CREAT : 0) | (flags & DSC_AIO_TRUNCATE ? O_TRUNC : 0) |
-                                    (flags & DSC_AIO_EXCLUSIVE ? O_EXCL : 0));
+    file->fd =
+        open_again(path, access | O_CLOEXEC | (flags & DSC_AIO_CREATE ? O_CREAT : 0) |
+                             (flags & DSC_AIO_TRUNCATE ? O_TRUNC : 0) | (flags & DSC_AIO_EXCLUSIVE ? O_EXCL : 0));
     status = file->fd < 0 ? fail_file("open", path, errno) : DSC_OK;
-    if (status == DSC_OK && lseek(file->fd, 0, SEEK_CUR) < 0) /* a pipe has no offsets, and some backends would wait on it for ever */
+    if (status == DSC_OK &&
+        lseek(file->fd, 0, SEEK_CUR) < 0) /* a pipe has no offsets, and some backends would wait on it for ever */
         status = fail_file("open", path, errno);
     if (status == DSC_OK && uses_direct)
         status = add_direct(file, access);
@@ -174,11 +217,12 @@ dsc_status dsc_aio_close(dsc_aio_file *file)
     dsc_status status = DSC_OK;
     int64_t n_requests;
 
-    if (file == NULL)
+    if (file == NULL || !dsc_process_is_this(&file->process))
         return DSC_OK;
     n_requests = atomic_load(&file->n_requests);
     if (n_requests > 0)
-        return dsc_fail(DSC_ESTATE, "close %.255s: %lld requests on it have not been waited for", file->path, (long long)n_requests);
+        return dsc_fail(DSC_ESTATE, "close %.255s: %lld requests on it have not been waited for", file->path,
+                        (long long)n_requests);
     /* EINTR too leaves the descriptor closed on Linux, and is no failure of a write. */
     if (file->direct_fd >= 0 && close(file->direct_fd) != 0 && errno != EINTR)
         status = fail_file("close", file->path, errno);
@@ -197,7 +241,7 @@ dsc_status dsc_aio_file_bytes(const dsc_aio_file *file, int64_t *out_n_bytes)
         return dsc_fail(DSC_EINVAL, "%s is NULL", file == NULL ? "file" : "out_n_bytes");
     if (fstat(file->fd, &found) != 0)
         return fail_file("stat", file->path, errno);
-    if (S_ISBLK(found.st_mode)) { /* the size that stat tells is that of the node */
+    if (S_ISBLK(found.st_mode)) {                 /* the size that stat tells is that of the node */
         off_t end = lseek(file->fd, 0, SEEK_END); /* no transfer of ours uses the file position */
 
         if (end < 0)
@@ -228,13 +272,9 @@ bool dsc_aio_file_is_direct(const dsc_aio_file *file)
 
 const char *dsc_aio_file_note(const dsc_aio_file *file)
 {
-    return file->direct_fd >= 0 && !atomic_load(&file->is_direct) ? "O_DIRECT was refused: the file system took an aligned transfer for invalid"
-                                                                  : file->note;
-}
-
-const char *dsc_aio_file_path(const dsc_aio_file *file)
-{
-    return file->path;
+    return file->direct_fd >= 0 && !atomic_load(&file->is_direct)
+               ? "O_DIRECT was refused: the file system took an aligned transfer for invalid"
+               : file->note;
 }
 
 /* fallocate without a mode never takes bytes away, whatever other writers do at the same time; ftruncate could. */
@@ -264,5 +304,5 @@ void dsc_aio_file_refused(dsc_aio_file *file, bool was_page_aligned)
     if (was_page_aligned)
         atomic_store(&file->is_direct, false);
     else
-        atomic_store(&file->memory_align, DSC_AIO_ALIGNMENT);
+        atomic_store(&file->memory_align, dsc_aio_alignment());
 }

@@ -3,31 +3,39 @@
 #define DSC_AIO_FILE_H
 
 #include "dsc/aio.h"
+#include "dsc/process.h"
 
 #include <stdatomic.h>
 
-/* Where direct transfers begin and end in a file: a page, so that no page is reached both directly and through the page cache. */
-#define DSC_AIO_ALIGNMENT ((size_t)4096)
-
 struct dsc_aio_file {
+    struct dsc_process process;
     char *path;
-    int flags;                   /* DSC_AIO_* */
-    int fd;                      /* through the page cache */
-    int direct_fd;               /* with O_DIRECT; -1: there is none */
-    char note[192];              /* why there is none; complete before the file is handed out */
+    int flags;      /* DSC_AIO_* */
+    int fd;         /* through the page cache */
+    int direct_fd;  /* with O_DIRECT; -1: there is none */
+    char note[192]; /* why there is none; complete before the file is handed out */
     atomic_bool is_direct;
-    atomic_size_t memory_align;  /* what O_DIRECT asks of addresses; a power of two */
+    atomic_size_t memory_align;         /* what O_DIRECT asks of addresses; a power of two */
     atomic_int_least64_t n_bytes_known; /* the file is at least as long */
     atomic_int_least64_t n_requests;    /* that have not been waited for */
 };
 
-/* Block devices, pipes and the like cannot reserve space; nor can some file systems. 0, or the errno of a lack of space. */
+/*
+ * Block devices, pipes and the like cannot reserve space; nor can some file systems. 0, or the errno of a lack of
+ * space.
+ */
 int dsc_aio_file_reserve(dsc_aio_file *file, int64_t offset, int64_t n_bytes);
 
-/* A direct transfer was refused with EINVAL: asks for stricter memory alignment first, and gives O_DIRECT up when that was not it. */
+/*
+ * A direct transfer was refused with EINVAL: asks for stricter memory alignment first, and gives O_DIRECT up when that
+ * was not it.
+ */
 void dsc_aio_file_refused(dsc_aio_file *file, bool was_page_aligned);
 
-/* Records the failure for dsc_aio_last_failure and dsc_last_error. failure->path need not outlive the call. Returns DSC_EIO. */
+/*
+ * Records the failure for dsc_aio_last_failure and dsc_last_error. failure->path need not outlive the call. Returns
+ * DSC_EIO.
+ */
 dsc_status dsc_aio_fail(const struct dsc_aio_failure *failure);
 
 #endif

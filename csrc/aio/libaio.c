@@ -1,4 +1,7 @@
-/* Linux AIO by its system calls. Asynchronous for O_DIRECT only: through the page cache, io_submit makes the transfer before it returns. */
+/*
+ * Linux AIO by its system calls. Asynchronous for O_DIRECT only: through the page cache, io_submit makes the transfer
+ * before it returns.
+ */
 #include "aio/backend.h"
 
 #include "aio/transfer.h"
@@ -30,7 +33,8 @@ static dsc_status libaio_open(const struct dsc_aio_config *config, void **out_st
         char text[96];
 
         free(state);
-        return dsc_fail(DSC_ENOTSUP, "libaio backend: io_setup of depth %d: %s%s", (int)config->queue_depth, strerror_r(err, text, sizeof text),
+        return dsc_fail(DSC_ENOTSUP, "libaio backend: io_setup of depth %d: %s%s", (int)config->queue_depth,
+                        strerror_r(err, text, sizeof text),
                         err == EAGAIN ? " (the kernel's limit is in /proc/sys/fs/aio-max-nr)" : "");
     }
     *out_state = state;

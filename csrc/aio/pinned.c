@@ -1,8 +1,9 @@
 /*
  * The pool of locked, page-aligned buffers: exact sizes under a budget.
  *
- * [Note: large pages] A transfer past the page cache looks up and holds every page of its memory, and names the device each contiguous piece: 256 of them for
- * 1 MiB in pages of 4 KiB, one in large pages. The kernel is asked before there are pages; it takes large ones for what they fill, so no byte more is used.
+ * [Note: large pages] A transfer past the page cache looks up and holds every page of its memory, and names the device
+ * each contiguous piece: 256 of them for 1 MiB in pages of 4 KiB, one in large pages. The kernel is asked before there
+ * are pages; it takes large ones for what they fill, so no byte more is used.
  */
 #include "dsc/aio.h"
 
@@ -74,8 +75,8 @@ static dsc_status add(dsc_aio_pool *pool, size_t n_bytes, struct buffer **out_bu
 
     make_room(pool, n_bytes);
     if ((int64_t)n_bytes > pool->budget_bytes - pool->held_bytes)
-        return dsc_fail(DSC_ENOMEM, "a buffer of %zu bytes does not fit: %lld of the %lld bytes of the pool are in use", n_bytes,
-                        (long long)pool->used_bytes, (long long)pool->budget_bytes);
+        return dsc_fail(DSC_ENOMEM, "a buffer of %zu bytes does not fit: %lld of the %lld bytes of the pool are in use",
+                        n_bytes, (long long)pool->used_bytes, (long long)pool->budget_bytes);
     if (pool->n_buffers == pool->capacity) {
         size_t capacity = 2 * pool->capacity + 8;
         struct buffer *buffers = realloc(pool->buffers, capacity * sizeof *buffers);

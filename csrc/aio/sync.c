@@ -1,4 +1,7 @@
-/* The reference backend: each transfer is one system call, made when it is submitted. What the others are compared with. */
+/*
+ * The reference backend: each transfer is one system call, made when it is submitted. What the others are compared
+ * with.
+ */
 #include "aio/backend.h"
 
 #include "aio/transfer.h"

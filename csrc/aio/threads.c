@@ -8,7 +8,8 @@
 #include <signal.h>
 #include <stdlib.h>
 
-#define WORKERS_PER_THREAD 8 /* a worker sleeps in the kernel most of the time, so there are more of them than of processors */
+#define WORKERS_PER_THREAD \
+    8 /* a worker sleeps in the kernel most of the time, so there are more of them than of processors */
 
 struct list {
     struct dsc_aio_op *first;

@@ -12,7 +12,8 @@ static inline void dsc_aio_transfer(struct dsc_aio_op *op)
     ssize_t n;
 
     do
-        n = op->is_write ? pwrite(op->fd, op->buf, op->n_bytes, op->offset) : pread(op->fd, op->buf, op->n_bytes, op->offset);
+        n = op->is_write ? pwrite(op->fd, op->buf, op->n_bytes, op->offset)
+                         : pread(op->fd, op->buf, op->n_bytes, op->offset);
     while (n < 0 && errno == EINTR);
     op->res = n < 0 ? -errno : n;
 }

@@ -3,13 +3,15 @@
  *
  * [Note: Transfers that are left lying]
  *
- * What the kernel cannot do at once, it queues for worker threads of its own, and the queue is woken when something is added to it. On Linux 6.18 a write has been
- * left in that queue for good: the process waited for more than an hour, every worker slept, and nothing was wrong with the file. So a wait in which nothing ends
- * for STALL_SECONDS asks the kernel to cancel. That takes transfers out of the queue, and this thread makes them itself. It does nothing to those that
- * are with the disk, and those in the hands of a worker go on, or end with EINTR on file systems that can be interrupted, and are then made here too: a
- * transfer is interrupted once at most, however slow its file system is.
+ * What the kernel cannot do at once, it queues for worker threads of its own, and the queue is woken when something is
+ * added to it. On Linux 6.18 a write has been left in that queue for good: the process waited for more than an hour,
+ * every worker slept, and nothing was wrong with the file. So a wait in which nothing ends for STALL_SECONDS asks the
+ * kernel to cancel. That takes transfers out of the queue, and this thread makes them itself. It does nothing to those
+ * that are with the disk, and those in the hands of a worker go on, or end with EINTR on file systems that can be
+ * interrupted, and are then made here too: a transfer is interrupted once at most, however slow its file system is.
  *
- * Kernels that cannot wait with a timeout (before 5.11) or cancel everything (before 5.19) wait for as long as it takes.
+ * Kernels that cannot wait with a timeout (before 5.11) or cancel everything (before 5.19) wait for as long as it
+ * takes.
  */
 #include "aio/backend.h"
 
@@ -69,7 +71,8 @@ static int wait_for_result(const struct state *state)
         const long long limit[2] = {STALL_SECONDS, 0}; /* struct __kernel_timespec */
         struct io_uring_getevents_arg arg = {.ts = (uintptr_t)limit};
 
-        n = syscall(SYS_io_uring_enter, state->fd, 0, 1, IORING_ENTER_GETEVENTS | IORING_ENTER_EXT_ARG, &arg, sizeof arg);
+        n = syscall(SYS_io_uring_enter, state->fd, 0, 1, IORING_ENTER_GETEVENTS | IORING_ENTER_EXT_ARG, &arg,
+                    sizeof arg);
         return n < 0 ? -errno : 0;
     }
 #endif
@@ -83,6 +86,7 @@ static bool map(const struct state *state, struct mapping *mapping, size_t n_byt
 
     if (at == MAP_FAILED)
         return false;
+    (void)madvise(at, n_bytes, MADV_DONTFORK); /* a child that read results here would take them from its parent */
     *mapping = (struct mapping){at, n_bytes};
     return true;
 }
@@ -114,7 +118,8 @@ static bool has_plain_transfers(const struct state *state)
     } answer;
 
     memset(&answer, 0, sizeof answer);
-    return syscall(SYS_io_uring_register, state->fd, IORING_REGISTER_PROBE, &answer, 64) == 0 && answer.probe.last_op >= IORING_OP_WRITE;
+    return syscall(SYS_io_uring_register, state->fd, IORING_REGISTER_PROBE, &answer, 64) == 0 &&
+           answer.probe.last_op >= IORING_OP_WRITE;
 }
 
 static dsc_status set_up(struct state *state, const struct dsc_aio_config *config)
@@ -127,13 +132,16 @@ static dsc_status set_up(struct state *state, const struct dsc_aio_config *confi
     state->fd = (int)syscall(SYS_io_uring_setup, config->queue_depth, &params); /* close-on-exec by itself */
     if (state->fd < 0) {
         err = errno;
-        return dsc_fail(DSC_ENOTSUP, "uring backend: io_uring_setup of depth %d: %s%s", (int)config->queue_depth, strerror_r(err, text, sizeof text),
-                        err == EPERM ? " (containers often forbid it, and so does /proc/sys/kernel/io_uring_disabled)" : "");
+        return dsc_fail(DSC_ENOTSUP, "uring backend: io_uring_setup of depth %d: %s%s", (int)config->queue_depth,
+                        strerror_r(err, text, sizeof text),
+                        err == EPERM ? " (containers often forbid it, and so does /proc/sys/kernel/io_uring_disabled)"
+                                     : "");
     }
     if (!has_plain_transfers(state))
         return dsc_fail(DSC_ENOTSUP, "uring backend: this kernel's io_uring is older than Linux 5.6");
     if (!map(state, &state->sq_ring, params.sq_off.array + params.sq_entries * sizeof(uint32_t), IORING_OFF_SQ_RING) ||
-        !map(state, &state->cq_ring, params.cq_off.cqes + params.cq_entries * sizeof(struct io_uring_cqe), IORING_OFF_CQ_RING) ||
+        !map(state, &state->cq_ring, params.cq_off.cqes + params.cq_entries * sizeof(struct io_uring_cqe),
+             IORING_OFF_CQ_RING) ||
         !map(state, &state->sqe_array, params.sq_entries * sizeof(struct io_uring_sqe), IORING_OFF_SQES)) {
         err = errno;
         return dsc_fail(DSC_ENOTSUP, "uring backend: mapping the rings: %s", strerror_r(err, text, sizeof text));
@@ -150,7 +158,8 @@ static dsc_status set_up(struct state *state, const struct dsc_aio_config *confi
 #ifdef IORING_ENTER_EXT_ARG
     state->has_timeout = (params.features & IORING_FEAT_EXT_ARG) != 0;
 #endif
-    state->n_sqes = params.sq_entries; /* at least queue_depth; there are twice as many results, so they cannot overflow */
+    state->n_sqes =
+        params.sq_entries; /* at least queue_depth; there are twice as many results, so they cannot overflow */
     return DSC_OK;
 }
 
@@ -198,7 +207,10 @@ static int hand_over(struct state *state, uint32_t n)
 
     __atomic_store_n(state->sq_tail, *state->sq_tail + n, __ATOMIC_RELEASE);
     taken = enter(state, n);
-    /* What was not taken comes again, perhaps behind others: the ring is left empty. The kernel reads it inside enter only. */
+    /*
+     * What was not taken comes again, perhaps behind others: the ring is left empty. The kernel reads it inside enter
+     * only.
+     */
     __atomic_store_n(state->sq_tail, __atomic_load_n(state->sq_head, __ATOMIC_ACQUIRE), __ATOMIC_RELEASE);
     return taken;
 }
@@ -264,7 +276,8 @@ static int64_t uring_reap(void *opaque, struct dsc_aio_op **out_ops, int64_t cap
         n = take_results(state, out_ops, capacity);
     }
     for (int64_t i = 0; i < n; i++)
-        if (out_ops[i]->res == -ECANCELED || out_ops[i]->res == -EINTR) /* by cancel_all, or because the thread that submitted them has ended */
+        if (out_ops[i]->res == -ECANCELED ||
+            out_ops[i]->res == -EINTR) /* by cancel_all, or because the thread that submitted them has ended */
             dsc_aio_transfer(out_ops[i]);
     return n;
 }

@@ -1,4 +1,4 @@
-/* Which processors a process has: its affinity mask, its part of the host, and the NUMA node of each. */
+/* Which processors a process has: its affinity mask, and the NUMA node of each. */
 #ifndef DSC_BASE_CORES_H
 #define DSC_BASE_CORES_H
 
@@ -16,24 +16,18 @@ struct dsc_cores {
     } bits;
 };
 
-/* Processors that the process, not the thread alone, may run on. Where the kernel does not tell, all that are online. */
+/* Processors that the process, not the thread alone, may run on. Where the kernel does not tell, all that are online.
+ */
 void dsc_cores_of(pid_t pid, struct dsc_cores *out_cores);
 
 int32_t dsc_cores_count(const struct dsc_cores *cores);
 
 /*
- * Processors' worth of time that the control groups of this process allow, rounded up; INT32_MAX without a limit. root is "" but in tests, where it
- * is a folder with proc/self/cgroup and sys/fs/cgroup in it. Both versions of control groups, and the limits of all groups above.
+ * Where thread number `thread` of n_threads should run: the processors of `cores` that lie in one NUMA node with its
+ * own when the threads are dealt out over the nodes in order; all of `cores` where there is one node or the kernel does
+ * not tell. root is "" but in tests, where it is a folder with sys/devices in it.
  */
-int32_t dsc_cores_quota(const char *root);
-
-/* Threads of one of n_ranks ranks: see dsc_pool_par. n_own: its own mask, n_launcher: its launcher's and its own together. All >= 1. */
-int32_t dsc_cores_fair_part(int32_t n_own, int32_t n_launcher, int32_t n_quota, int32_t n_ranks);
-
-/*
- * Where thread number `thread` of n_threads should run: the processors of `cores` that lie in one NUMA node with its own when the threads are dealt out
- * over the nodes in order; all of `cores` where there is one node or the kernel does not tell. root as above.
- */
-void dsc_cores_near(const char *root, const struct dsc_cores *cores, int32_t thread, int32_t n_threads, struct dsc_cores *out_near);
+void dsc_cores_near(const char *root, const struct dsc_cores *cores, int32_t thread, int32_t n_threads,
+                    struct dsc_cores *out_near);
 
 #endif

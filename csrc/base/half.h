@@ -1,6 +1,7 @@
 /*
- * bf16 and f16 <-> f32 by bit arithmetic, one element at a time, without branches, so that a loop around one of these vectorises
- * on every instruction set. Narrowing rounds to nearest, ties to even; overflow gives inf, subnormals are exact, a NaN stays a NaN.
+ * bf16 and f16 <-> f32 by bit arithmetic, one element at a time, without branches, so that a loop around one of these
+ * vectorises on every instruction set. Narrowing rounds to nearest, ties to even; overflow gives inf, subnormals are
+ * exact, a NaN stays a NaN.
  */
 #ifndef DSC_BASE_HALF_H
 #define DSC_BASE_HALF_H
@@ -43,7 +44,10 @@ static inline float dsc_f16_to_f32(uint16_t half)
     /* Normal numbers: move the fields and rebias the exponent from 15 to 127; inf and NaN: once more, up to 255. */
     uint32_t normal = (magnitude << 13) + (112u << 23);
     uint32_t special = normal + (112u << 23);
-    /* Subnormals: the fraction is an integer count of 2^-24; exact, and a normal f32, so flush-to-zero modes do not matter. */
+    /*
+     * Subnormals: the fraction is an integer count of 2^-24; exact, and a normal f32, so flush-to-zero modes do not
+     * matter.
+     */
     uint32_t subnormal = dsc_f32_bits((float)(int32_t)magnitude * 0x1p-24f);
     uint32_t bits = magnitude < 0x0400u ? subnormal : normal;
 
@@ -63,7 +67,9 @@ static inline uint16_t dsc_f32_to_f16(float value)
     uint32_t nan = 0x7e00u | ((magnitude >> 13) & 0x01ffu);
     uint32_t half = magnitude < (113u << 23) ? subnormal : normal;
 
-    half = magnitude >= (143u << 23) ? 0x7c00u : half; /* 65536 and above; the rounding of [65520, 65536) carries into inf by itself */
+    half = magnitude >= (143u << 23)
+               ? 0x7c00u
+               : half; /* 65536 and above; the rounding of [65520, 65536) carries into inf by itself */
     half = magnitude > 0x7f800000u ? nan : half;
     return (uint16_t)(half | sign);
 }

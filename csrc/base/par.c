@@ -20,7 +20,8 @@ dsc_status dsc_list_init(struct dsc_list *list, const int64_t *counts, size_t st
         if (i % list->mark_arrays == 0)
             list->mark_elems[i / list->mark_arrays] = n_elems;
         if (__builtin_add_overflow(n_elems, dsc_list_count(list, i), &n_elems))
-            return dsc_fail(DSC_EOVERFLOW, "the first %lld arrays hold more elements than int64_t counts", (long long)(i + 1));
+            return dsc_fail(DSC_EOVERFLOW, "the first %lld arrays hold more elements than int64_t counts",
+                            (long long)(i + 1));
     }
     list->n_elems = n_elems;
     list->chunk_elems = DSC_MIN_CHUNK_ELEMS;

@@ -1,9 +1,10 @@
 /*
  * Splits a list of arrays into chunks and runs them through the parallel-for that the caller lent.
  *
- * The list is seen as one long range of elements, the arrays one behind the other. A chunk is a piece of that range and may begin or end
- * inside an array, or hold many of them: 16,384 small arrays are as much work to share out as one large array. Chunk borders
- * depend on the sizes alone, and there are at most DSC_MAX_CHUNKS of them, so that partial results fit the caller's stack.
+ * The list is seen as one long range of elements, the arrays one behind the other. A chunk is a piece of that range and
+ * may begin or end inside an array, or hold many of them: 16,384 small arrays are as much work to share out as one
+ * large array. Chunk borders depend on the sizes alone, and there are at most DSC_MAX_CHUNKS of them, so that partial
+ * results fit the caller's stack.
  */
 #ifndef DSC_BASE_PAR_H
 #define DSC_BASE_PAR_H
@@ -12,8 +13,8 @@
 #include "dsc/types.h"
 
 /*
- * What a kernel is given at once: small enough that four f32 blocks stay in a 32 KiB first-level cache while memory streams through it.
- * Chunks hold whole blocks, so that only the last block of an array is short.
+ * What a kernel is given at once: small enough that four f32 blocks stay in a 32 KiB first-level cache while memory
+ * streams through it. Chunks hold whole blocks, so that only the last block of an array is short.
  */
 #define DSC_BLOCK_ELEMS 1024
 #define DSC_MIN_CHUNK_ELEMS (32 * DSC_BLOCK_ELEMS)
@@ -21,10 +22,10 @@
 #define DSC_LIST_MARKS 256
 
 struct dsc_list {
-    const char *counts;   /* borrowed: where the first array's int64_t element count lies */
-    size_t stride_bytes;  /* from one count to the next */
+    const char *counts;  /* borrowed: where the first array's int64_t element count lies */
+    size_t stride_bytes; /* from one count to the next */
     int64_t n_arrays;
-    int64_t n_elems;      /* of all arrays */
+    int64_t n_elems; /* of all arrays */
     int64_t chunk_elems;
     int64_t n_chunks;
     /* Elements before array i * mark_arrays, so that a chunk finds its first array without a walk over all of them. */
@@ -48,8 +49,8 @@ struct dsc_cursor {
 };
 
 /*
- * counts points at the element count inside the first of n_arrays structs of stride_bytes each; both are borrowed while the list is in use.
- * DSC_EOVERFLOW when the counts do not add up in int64_t. Counts must be >= 0.
+ * counts points at the element count inside the first of n_arrays structs of stride_bytes each; both are borrowed while
+ * the list is in use. DSC_EOVERFLOW when the counts do not add up in int64_t. Counts must be >= 0.
  */
 dsc_status dsc_list_init(struct dsc_list *list, const int64_t *counts, size_t stride_bytes, int64_t n_arrays);
 

@@ -1,33 +1,35 @@
 /*
  * The pool: a mailbox a worker, spun on for a moment and then slept on.
  *
- * [Note: mailboxes] The caller opens the mailbox of each worker that has a share; whoever changes OPEN to IDLE first, the worker or the caller, does the share.
- * A worker reads the job only after it has won: the job cannot end, nor the next one be written, before that share is done. So a worker that comes late, for
- * a share that was taken from it, can at worst win a share of a later job, and reads that job then.
+ * [Note: mailboxes] The caller opens the mailbox of each worker that has a share; whoever changes OPEN to IDLE first,
+ * the worker or the caller, does the share. A worker reads the job only after it has won: the job cannot end, nor the
+ * next one be written, before that share is done. So a worker that comes late, for a share that was taken from it, can
+ * at worst win a share of a later job, and reads that job then.
  */
 #include "dsc/pool.h"
 
 #include "base/cores.h"
 #include "base/fail.h"
 
-#include <errno.h>
 #include <fenv.h>
-#include <limits.h>
 #include <linux/futex.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
 #define MAX_WORKERS (DSC_POOL_MAX_THREADS - 1)
-#define MIN_CHUNKS 4      /* fewer are done sooner (some 10 us each) than a sleeping thread has woken and fetched its part into its cache */
-#define SPIN_NS 50000     /* about what it takes to wake a thread: a step calls the pool once a bucket, and little lies between the calls */
-#define PAUSES_A_LOOK 32  /* between two looks at the clock */
+#define MIN_CHUNKS                                                                                                    \
+    4 /* fewer are done sooner (some 10 us each) than a sleeping thread has woken and fetched its part into its cache \
+       */
+#define SPIN_NS                                                                                                     \
+    50000 /* about what it takes to wake a thread: a step calls the pool once a bucket, and little lies between the \
+             calls */
+#define PAUSES_A_LOOK 32 /* between two looks at the clock */
 #define CACHE_LINE_BYTES 64
 
 enum mailbox_state { IDLE = 0, OPEN, ASLEEP, QUIT };
@@ -49,9 +51,8 @@ struct job {
 
 /* Held by the thread that has the pool; all below but the atomics and what a job lends belongs to it. */
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
-static _Atomic int32_t n_threads; /* 0: not known yet */
+static _Atomic int32_t n_threads; /* 0: nobody has said yet */
 static _Atomic int32_t n_workers;
-static bool is_size_forced;
 static pthread_t workers[MAX_WORKERS];
 
 static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
@@ -64,7 +65,8 @@ static _Atomic int64_t spin_ns;
 
 static void futex_wait(_Atomic uint32_t *word, uint32_t value)
 {
-    (void)syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, NULL, NULL, 0); /* whatever ends it, the caller looks again */
+    (void)syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, NULL, NULL,
+                  0); /* whatever ends it, the caller looks again */
 }
 
 static void futex_wake(_Atomic uint32_t *word)
@@ -98,7 +100,8 @@ static uint32_t spin(_Atomic uint32_t *word, bool is_wanted_zero)
     for (int32_t i = 1;; i++) {
         uint32_t seen = atomic_load_explicit(word, memory_order_acquire);
 
-        if ((seen == 0) == is_wanted_zero || limit_ns == 0 || (i % PAUSES_A_LOOK == 0 && now_ns() - begin_ns >= limit_ns))
+        if ((seen == 0) == is_wanted_zero || limit_ns == 0 ||
+            (i % PAUSES_A_LOOK == 0 && now_ns() - begin_ns >= limit_ns))
             return seen;
         pause_briefly();
     }
@@ -117,7 +120,8 @@ static bool claim(struct mailbox *mailbox)
 {
     uint32_t expected = OPEN;
 
-    return atomic_compare_exchange_strong_explicit(&mailbox->state, &expected, IDLE, memory_order_acquire, memory_order_relaxed);
+    return atomic_compare_exchange_strong_explicit(&mailbox->state, &expected, IDLE, memory_order_acquire,
+                                                   memory_order_relaxed);
 }
 
 /* OPEN or QUIT. */
@@ -159,7 +163,10 @@ static void post(struct mailbox *mailbox, uint32_t state)
         futex_wake(&mailbox->state);
 }
 
-/* After fork() there are no workers in the child; whoever has the pool is waited for, so that nothing is half done in it. */
+/*
+ * After fork() there are no workers in the child; whoever has the pool is waited for, so that nothing is half done in
+ * it.
+ */
 static void before_fork(void)
 {
     pthread_mutex_lock(&mutex);
@@ -175,85 +182,37 @@ static void after_fork_in_child(void)
     atomic_store(&n_workers, 0);
     for (int32_t i = 0; i < MAX_WORKERS; i++)
         atomic_store_explicit(&mailboxes[i].state, IDLE, memory_order_relaxed);
-    if (!is_size_forced)
-        atomic_store(&n_threads, 0); /* the child may be bound elsewhere */
     pthread_mutex_unlock(&mutex);
 }
 
-static void handle_forks(void)
+static void add_fork_handlers(void)
 {
     fork_error = pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
 }
 
-/* Takes the mutex, for the first time not before forks are handled. */
-static dsc_status lock_pool(void)
+/* To be called before the mutex is taken for the first time. */
+static dsc_status handle_forks(void)
 {
-    pthread_once(&fork_once, handle_forks);
+    pthread_once(&fork_once, add_fork_handlers);
     if (fork_error != 0)
         return dsc_fail(DSC_ENOMEM, "no memory to make the thread pool safe to fork (errno %d)", fork_error);
-    pthread_mutex_lock(&mutex);
-    return DSC_OK;
-}
-
-/* The number in an environment variable, or `unset` where it is unset or empty. */
-static dsc_status read_number(const char *name, int32_t unset, int32_t max, int32_t *out_number)
-{
-    const char *text = getenv(name);
-    char *end;
-
-    if (text == NULL || text[strspn(text, " \t")] == '\0') {
-        *out_number = unset;
-        return DSC_OK;
-    }
-    errno = 0;
-
-    long number = strtol(text, &end, 10);
-
-    if (errno != 0 || end == text || end[strspn(end, " \t")] != '\0' || number < 1 || number > max)
-        return dsc_fail(DSC_EINVAL, "%s is \"%.63s\"; set it to a whole number from 1 to %d, or unset it", name, text, max);
-    *out_number = (int32_t)number;
-    return DSC_OK;
-}
-
-static dsc_status find_size(int32_t *out_n_threads)
-{
-    struct dsc_cores own;
-    struct dsc_cores launcher;
-    int32_t n_ranks = 1;
-    int32_t n = 0;
-
-    DSC_TRY(read_number("DSC_NUM_THREADS", 0, DSC_POOL_MAX_THREADS, &n));
-    DSC_TRY(read_number("LOCAL_WORLD_SIZE", 1, INT32_MAX, &n_ranks));
-    if (n == 0) {
-        dsc_cores_of(getpid(), &own);
-        launcher = own;
-        if (getppid() > 0) { /* 0: it is in another container */
-            dsc_cores_of(getppid(), &launcher);
-            CPU_OR_S(sizeof own.bits, &launcher.bits.set, &launcher.bits.set, &own.bits.set);
-        }
-        n = dsc_cores_fair_part(dsc_cores_count(&own), dsc_cores_count(&launcher), dsc_cores_quota(""), n_ranks);
-    }
-    *out_n_threads = n < DSC_POOL_MAX_THREADS ? n : DSC_POOL_MAX_THREADS;
     return DSC_OK;
 }
 
 /* Starts the workers; where the system allows fewer, the pool is smaller. With the mutex. */
 static void start_workers(void)
 {
-    int32_t n_wanted = 0;
+    const int32_t n_wanted = atomic_load(&n_threads) - 1;
     int32_t n = 0;
     struct dsc_cores cores;
     sigset_t all;
     sigset_t before;
 
-    if (atomic_load(&n_threads) != 0)
-        n_wanted = atomic_load(&n_threads) - 1;
-    else if (find_size(&n_wanted) == DSC_OK) /* in a child, by a dsc_par from before the fork */
-        n_wanted--;
-
     dsc_cores_of(getpid(), &cores);
-    atomic_store(&spin_ns, n_wanted < dsc_cores_count(&cores) ? SPIN_NS : 0); /* where threads outnumber processors, who spins is in the way */
-    sigfillset(&all);                                                          /* signals are for the program's own threads */
+    atomic_store(&spin_ns, n_wanted < dsc_cores_count(&cores)
+                               ? SPIN_NS
+                               : 0); /* where threads outnumber processors, who spins is in the way */
+    sigfillset(&all);                /* signals are for the program's own threads */
     pthread_sigmask(SIG_SETMASK, &all, &before);
     for (; n < n_wanted; n++) {
         struct dsc_cores near;
@@ -264,7 +223,8 @@ static void start_workers(void)
             break;
         snprintf(name, sizeof name, "dsc_pool/%d", n + 1);
         pthread_setname_np(workers[n], name);
-        /* Kept within its node, so that what it touched first stays near. Where that is not allowed it runs anywhere. */
+        /* Kept within its node, so that what it touched first stays near. Where that is not allowed it runs anywhere.
+         */
         dsc_cores_near("", &cores, n + 1, n_wanted + 1, &near);
         pthread_setaffinity_np(workers[n], sizeof near.bits, &near.bits.set);
     }
@@ -328,11 +288,12 @@ static void run(void *ctx, int64_t n_chunks, dsc_par_body body, void *arg)
     int64_t first = 0;
 
     (void)ctx;
-    if (n_chunks < MIN_CHUNKS || atomic_load(&n_threads) == 1) {
+    if (n_chunks < MIN_CHUNKS || atomic_load(&n_threads) <= 1) {
         body(arg, 0, n_chunks);
         return;
     }
-    while (first < n_chunks - 1 && pthread_mutex_trylock(&mutex) != 0) { /* busy: also where a body that has the pool comes here itself */
+    while (first < n_chunks - 1 &&
+           pthread_mutex_trylock(&mutex) != 0) { /* busy: also where a body that has the pool comes here itself */
         body(arg, first, first + 1);
         first++;
     }
@@ -346,38 +307,23 @@ static void run(void *ctx, int64_t n_chunks, dsc_par_body body, void *arg)
 
 dsc_status dsc_pool_par(struct dsc_par *out_par)
 {
-    dsc_status status = DSC_OK;
-
-    if (atomic_load(&n_threads) == 0) {
-        int32_t n = 0;
-
-        DSC_TRY(lock_pool());
-        if (atomic_load(&n_threads) == 0 && (status = find_size(&n)) == DSC_OK)
-            atomic_store(&n_threads, n);
-        pthread_mutex_unlock(&mutex);
-        DSC_TRY(status);
-    }
+    DSC_TRY(handle_forks());
     *out_par = (struct dsc_par){.ctx = NULL, .run = run};
     return DSC_OK;
 }
 
-dsc_status dsc_pool_n_threads(int32_t *out_n_threads)
+int32_t dsc_pool_n_threads(void)
 {
-    int32_t n = atomic_load(&n_threads);
-
-    if (n == 0)
-        return find_size(out_n_threads);
-    *out_n_threads = n;
-    return DSC_OK;
+    return atomic_load(&n_threads);
 }
 
 dsc_status dsc_pool_resize(int32_t n)
 {
     if (n < 0 || n > DSC_POOL_MAX_THREADS)
-        return dsc_fail(DSC_EINVAL, "%d threads; the pool has 1 to %d, and 0 asks for the automatic number", n, DSC_POOL_MAX_THREADS);
-    DSC_TRY(lock_pool());
+        return dsc_fail(DSC_EINVAL, "%d threads; the pool has 1 to %d, or 0 for not yet said", n, DSC_POOL_MAX_THREADS);
+    DSC_TRY(handle_forks());
+    pthread_mutex_lock(&mutex);
     end_workers();
-    is_size_forced = n > 0;
     atomic_store(&n_threads, n);
     pthread_mutex_unlock(&mutex);
     return DSC_OK;

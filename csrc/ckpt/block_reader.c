@@ -1,4 +1,7 @@
-/* Reads a block file, or the blocks of it that are asked for: requests run ahead through a ring, and each block is checked before anything is taken from it. */
+/*
+ * Reads a block file, or the blocks of it that are asked for: requests run ahead through a ring, and each block is
+ * checked before anything is taken from it.
+ */
 #include "ckpt/blocks.h"
 
 #include "base/fail.h"
@@ -35,7 +38,10 @@ struct reader {
 /* Who reads: which blocks, and what becomes of each. */
 struct visitor {
     void *ctx;
-    /* The next run of blocks [*out_first, *out_end), ascending and apart from one another; false when there are no more. */
+    /*
+     * The next run of blocks [*out_first, *out_end), ascending and apart from one another; false when there are no
+     * more.
+     */
     bool (*next)(void *ctx, int64_t *out_first, int64_t *out_end);
     /* n_bytes of a block; it matches its checksum, or there is none, when is_good. Called in ascending order. */
     dsc_status (*take)(void *ctx, int64_t block, const unsigned char *data, size_t n_bytes, bool is_good);
@@ -56,29 +62,32 @@ static dsc_status check_file(const struct dsc_block_file *file, const struct dsc
     if (file->n_bytes < 0)
         return dsc_fail(DSC_EINVAL, "n_bytes is %" PRId64 ", must not be negative", file->n_bytes);
 
-    int64_t n_blocks = file->n_bytes / (int64_t)config->block_bytes + (file->n_bytes % (int64_t)config->block_bytes != 0);
+    int64_t n_blocks =
+        file->n_bytes / (int64_t)config->block_bytes + (file->n_bytes % (int64_t)config->block_bytes != 0);
 
     if (file->n_crcs != (file->crcs == NULL ? 0 : n_blocks))
-        return dsc_fail(DSC_EINVAL, "n_crcs is %" PRId64 ", and %" PRId64 " bytes are %" PRId64 " blocks of %zu", file->n_crcs, file->n_bytes, n_blocks,
-                        config->block_bytes);
+        return dsc_fail(DSC_EINVAL, "n_crcs is %" PRId64 ", and %" PRId64 " bytes are %" PRId64 " blocks of %zu",
+                        file->n_crcs, file->n_bytes, n_blocks, config->block_bytes);
     return DSC_OK;
 }
 
 static void close_reader(struct reader *reader)
 {
-    dsc_aio_destroy(reader->aio); /* first: it waits for what uses file and memory */
-    (void)dsc_aio_close(reader->file); /* nothing has been written */
-    free(reader->memory);
+    dsc_block_ring_destroy(reader->aio, reader->memory); /* first: it waits for what uses file and memory */
+    (void)dsc_aio_close(reader->file);                   /* nothing has been written */
     free(reader->requests);
 }
 
-static dsc_status open_reader(const struct dsc_block_file *about, const struct dsc_block_config *config, struct reader *reader)
+static dsc_status open_reader(const struct dsc_block_file *about, const struct dsc_block_config *config,
+                              struct reader *reader)
 {
     int64_t max_blocks = (int64_t)(config->buffer_bytes / config->block_bytes);
     int64_t n_bytes = -1;
 
-    *reader = (struct reader){.about = about, .block_bytes = config->block_bytes, .max_blocks = max_blocks > 0 ? max_blocks : 1};
-    reader->n_blocks = about->n_bytes / (int64_t)config->block_bytes + (about->n_bytes % (int64_t)config->block_bytes != 0);
+    *reader = (struct reader){
+        .about = about, .block_bytes = config->block_bytes, .max_blocks = max_blocks > 0 ? max_blocks : 1};
+    reader->n_blocks =
+        about->n_bytes / (int64_t)config->block_bytes + (about->n_bytes % (int64_t)config->block_bytes != 0);
     reader->n_slots = reader->max_blocks * config->n_buffers;
     if (reader->n_slots > reader->n_blocks) /* a small file needs no large ring */
         reader->n_slots = reader->n_blocks > 0 ? reader->n_blocks : 1;
@@ -88,13 +97,15 @@ static dsc_status open_reader(const struct dsc_block_file *about, const struct d
     dsc_status status = dsc_aio_file_bytes(reader->file, &n_bytes);
 
     if (status == DSC_OK && n_bytes != about->n_bytes)
-        status = dsc_fail(DSC_ECORRUPT, "the file has %" PRId64 " bytes and should have %" PRId64, n_bytes, about->n_bytes);
+        status =
+            dsc_fail(DSC_ECORRUPT, "the file has %" PRId64 " bytes and should have %" PRId64, n_bytes, about->n_bytes);
     if (status == DSC_OK) {
         reader->requests = calloc((size_t)reader->n_slots, sizeof *reader->requests);
         if (reader->requests == NULL)
             status = dsc_fail(DSC_ENOMEM, "no memory for %" PRId64 " requests", reader->n_slots);
         else
-            status = dsc_block_ring_create(config->backend, (size_t)reader->n_slots * reader->block_bytes, &reader->aio, &reader->memory);
+            status = dsc_block_ring_create(config->backend, (size_t)reader->n_slots * reader->block_bytes, &reader->aio,
+                                           &reader->memory);
     }
     if (status != DSC_OK)
         close_reader(reader);
@@ -141,7 +152,8 @@ static dsc_status take_oldest(struct reader *reader, const struct visitor *visit
         size_t block_bytes = bytes_of_block(reader, block);
 
         if (n_bytes < (int64_t)block_bytes) /* it was long enough when it was opened */
-            return dsc_fail(DSC_ECORRUPT, "the file ends in block %" PRId64 ", it was made shorter while it was read", block);
+            return dsc_fail(DSC_ECORRUPT, "the file ends in block %" PRId64 ", it was made shorter while it was read",
+                            block);
 
         bool is_good = reader->about->crcs == NULL || dsc_crc32c(0, data, block_bytes) == reader->about->crcs[block];
 
@@ -219,7 +231,9 @@ static dsc_status copy_block(void *ctx, int64_t block, const unsigned char *data
 
     if (!is_good) {
         scatter->bad_block = block;
-        return dsc_fail(DSC_ECORRUPT, "block %" PRId64 " (bytes %" PRId64 " to %" PRId64 ") does not match its checksum", block, begin, end - 1);
+        return dsc_fail(DSC_ECORRUPT,
+                        "block %" PRId64 " (bytes %" PRId64 " to %" PRId64 ") does not match its checksum", block,
+                        begin, end - 1);
     }
     while (scatter->n_done < scatter->n_copies &&
            scatter->copies[scatter->n_done].offset + scatter->copies[scatter->n_done].n_bytes <= begin)
@@ -243,8 +257,9 @@ static int by_offset(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-dsc_status dsc_blocks_read(const struct dsc_block_file *file, const struct dsc_block_config *config, struct dsc_block_copy *copies,
-                           int64_t n_copies, int64_t *out_n_bytes_read, int64_t *out_bad_block)
+dsc_status dsc_blocks_read(const struct dsc_block_file *file, const struct dsc_block_config *config,
+                           struct dsc_block_copy *copies, int64_t n_copies, int64_t *out_n_bytes_read,
+                           int64_t *out_bad_block)
 {
     bool is_empty = true;
 
@@ -252,9 +267,11 @@ dsc_status dsc_blocks_read(const struct dsc_block_file *file, const struct dsc_b
     if (n_copies < 0 || (copies == NULL && n_copies > 0) || out_bad_block == NULL)
         return dsc_fail(DSC_EINVAL, "n_copies is %" PRId64 ", and copies or out_bad_block may not be NULL", n_copies);
     for (int64_t i = 0; i < n_copies; i++) {
-        if (copies[i].offset < 0 || copies[i].n_bytes < 0 || copies[i].offset > file->n_bytes || copies[i].n_bytes > file->n_bytes - copies[i].offset)
-            return dsc_fail(DSC_EINVAL, "copies[%" PRId64 "] is %" PRId64 " bytes at offset %" PRId64 " of a file of %" PRId64, i, copies[i].n_bytes,
-                            copies[i].offset, file->n_bytes);
+        if (copies[i].offset < 0 || copies[i].n_bytes < 0 || copies[i].offset > file->n_bytes ||
+            copies[i].n_bytes > file->n_bytes - copies[i].offset)
+            return dsc_fail(DSC_EINVAL,
+                            "copies[%" PRId64 "] is %" PRId64 " bytes at offset %" PRId64 " of a file of %" PRId64, i,
+                            copies[i].n_bytes, copies[i].offset, file->n_bytes);
         if (copies[i].into == NULL && copies[i].n_bytes > 0)
             return dsc_fail(DSC_EINVAL, "copies[%" PRId64 "].into is NULL", i);
         is_empty = is_empty && copies[i].n_bytes == 0;
@@ -263,7 +280,8 @@ dsc_status dsc_blocks_read(const struct dsc_block_file *file, const struct dsc_b
     int64_t n_bytes_read = 0;
 
     if (!is_empty) {
-        struct scatter scatter = {.copies = copies, .n_copies = n_copies, .block_bytes = (int64_t)config->block_bytes, .bad_block = -1};
+        struct scatter scatter = {
+            .copies = copies, .n_copies = n_copies, .block_bytes = (int64_t)config->block_bytes, .bad_block = -1};
         const struct visitor visitor = {&scatter, next_run, copy_block};
         struct reader reader;
 
@@ -315,7 +333,8 @@ static dsc_status note_block(void *ctx, int64_t block, const unsigned char *data
     return DSC_OK;
 }
 
-dsc_status dsc_blocks_verify(const struct dsc_block_file *file, const struct dsc_block_config *config, int64_t *out_bad, int64_t *out_n_bad)
+dsc_status dsc_blocks_verify(const struct dsc_block_file *file, const struct dsc_block_config *config, int64_t *out_bad,
+                             int64_t *out_n_bad)
 {
     DSC_TRY(check_file(file, config));
     if (file->n_bytes > 0 && (file->crcs == NULL || out_bad == NULL))

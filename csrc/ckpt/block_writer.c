@@ -1,11 +1,13 @@
-/* Writes a block file: bytes are copied into a ring of buffers and summed up on the way, while full buffers go to the disk. */
+/*
+ * Writes a block file: bytes are copied into a ring of buffers and summed up on the way, while full buffers go to the
+ * disk.
+ */
 #include "ckpt/blocks.h"
 
 #include "base/fail.h"
+#include "dsc/process.h"
 
 #include <stdlib.h>
-#include <sys/types.h>
-#include <unistd.h>
 
 enum state {
     STATE_OPEN,
@@ -15,7 +17,7 @@ enum state {
 
 struct dsc_block_writer {
     enum state state;
-    pid_t pid; /* that created it */
+    struct dsc_process process;
     dsc_aio *aio;
     dsc_aio_file *file;
     unsigned char *memory;
@@ -35,36 +37,41 @@ struct dsc_block_writer {
 
 static void close_writer(dsc_block_writer *writer)
 {
-    dsc_aio_destroy(writer->aio); /* first: it waits for what uses file and memory */
+    dsc_block_ring_destroy(writer->aio, writer->memory); /* first: it waits for what uses file and memory */
     writer->aio = NULL;
+    writer->memory = NULL;
     (void)dsc_aio_close(writer->file); /* what it could report has been asked for by sync, or no longer matters */
     writer->file = NULL;
-    free(writer->memory);
-    writer->memory = NULL;
     free(writer->ids);
     writer->ids = NULL;
 }
 
-dsc_status dsc_block_writer_create(const char *path, const struct dsc_block_config *config, dsc_block_writer **out_writer)
+dsc_status dsc_block_writer_create(const char *path, const struct dsc_block_config *config,
+                                   dsc_block_writer **out_writer)
 {
     if (path == NULL || out_writer == NULL)
         return dsc_fail(DSC_EINVAL, "%s is NULL", path == NULL ? "path" : "out_writer");
     DSC_TRY(dsc_block_config_check(config));
 
     size_t align = dsc_aio_alignment();
+    struct dsc_process process;
+
+    DSC_TRY(dsc_process_note(&process));
+
     dsc_block_writer *writer = calloc(1, sizeof *writer);
 
     if (writer == NULL)
         return dsc_fail(DSC_ENOMEM, "no memory for a writer");
-    writer->pid = getpid();
+    writer->process = process;
     writer->block_bytes = config->block_bytes;
     writer->buffer_bytes = (config->buffer_bytes + align - 1) / align * align;
     writer->n_buffers = config->n_buffers;
     writer->ids = calloc((size_t)writer->n_buffers, sizeof *writer->ids);
 
-    dsc_status status = writer->ids == NULL ? dsc_fail(DSC_ENOMEM, "no memory for a writer")
-                                            : dsc_block_ring_create(config->backend, writer->buffer_bytes * (size_t)writer->n_buffers, &writer->aio,
-                                                                    &writer->memory);
+    dsc_status status = writer->ids == NULL
+                            ? dsc_fail(DSC_ENOMEM, "no memory for a writer")
+                            : dsc_block_ring_create(config->backend, writer->buffer_bytes * (size_t)writer->n_buffers,
+                                                    &writer->aio, &writer->memory);
 
     if (status == DSC_OK) /* last, so that no other failure leaves a file behind */
         status = dsc_aio_open(path, DSC_AIO_WRITE | DSC_AIO_CREATE | DSC_AIO_EXCLUSIVE, true, &writer->file);
@@ -79,8 +86,7 @@ dsc_status dsc_block_writer_create(const char *path, const struct dsc_block_conf
 
 static dsc_status check_open(const dsc_block_writer *writer)
 {
-    if (writer->pid != getpid())
-        return dsc_fail(DSC_ESTATE, "the writer belongs to process %ld, and this one was forked from it", (long)writer->pid);
+    DSC_TRY(dsc_process_check(&writer->process, "this writer"));
     if (writer->state == STATE_FINISHED)
         return dsc_fail(DSC_ESTATE, "the writer is finished");
     if (writer->state == STATE_FAILED)
@@ -139,7 +145,8 @@ static dsc_status append(dsc_block_writer *writer, const unsigned char *data, si
 
         if (writer->fill == 0)
             DSC_TRY(wait_for(writer, writer->current));
-        writer->crc = dsc_crc32c_copy(writer->crc, writer->memory + (size_t)writer->current * writer->buffer_bytes + writer->fill, data, n);
+        writer->crc = dsc_crc32c_copy(
+            writer->crc, writer->memory + (size_t)writer->current * writer->buffer_bytes + writer->fill, data, n);
         data += n;
         n_bytes -= n;
         writer->fill += n;
@@ -208,7 +215,7 @@ dsc_status dsc_block_writer_finish(dsc_block_writer *writer, const uint32_t **ou
 void dsc_block_writer_destroy(dsc_block_writer *writer)
 {
     /* A child of fork has no threads to wait for, and would take the kernel's answers from its parent. */
-    if (writer == NULL || writer->pid != getpid())
+    if (writer == NULL || !dsc_process_is_this(&writer->process))
         return;
     close_writer(writer);
     free(writer->crcs);

@@ -29,7 +29,8 @@ dsc_status dsc_block_config_check(const struct dsc_block_config *config)
 dsc_status dsc_block_ring_create(const char *backend, size_t n_bytes, dsc_aio **out_aio, unsigned char **out_memory)
 {
     struct dsc_aio_config config = DSC_AIO_CONFIG_INIT;
-    size_t n_transfers = n_bytes / TRANSFER_BYTES + 2; /* a little more than fit, so that the queue is never what is full */
+    size_t n_transfers =
+        n_bytes / TRANSFER_BYTES + 2; /* a little more than fit, so that the queue is never what is full */
     void *memory = NULL;
 
     config.backend = backend;
@@ -46,4 +47,13 @@ dsc_status dsc_block_ring_create(const char *backend, size_t n_bytes, dsc_aio **
     }
     *out_memory = memory;
     return DSC_OK;
+}
+
+void dsc_block_ring_destroy(dsc_aio *aio, unsigned char *memory)
+{
+    const bool is_free = aio == NULL || !dsc_aio_has_given_up(aio);
+
+    dsc_aio_destroy(aio);
+    if (is_free)
+        free(memory);
 }

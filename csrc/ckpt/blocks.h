@@ -11,4 +11,10 @@ dsc_status dsc_block_config_check(const struct dsc_block_config *config);
 /* An engine that keeps n_bytes in flight, and a ring of that many bytes, aligned. Neither is left behind on failure. */
 dsc_status dsc_block_ring_create(const char *backend, size_t n_bytes, dsc_aio **out_aio, unsigned char **out_memory);
 
+/*
+ * Waits for what is in flight, and frees both. What the kernel may still write to, of an engine that has given up, is
+ * left to it. NULL is fine.
+ */
+void dsc_block_ring_destroy(dsc_aio *aio, unsigned char *memory);
+
 #endif

@@ -26,7 +26,10 @@
 /* 0x1edc6f41 with its bits in reverse: bit 31 of a value is the coefficient of x^0. */
 #define POLYNOMIAL UINT32_C(0x82f63b78)
 
-/* Bytes of one of the three streams. Three of them stay in the first-level cache, for dsc_crc32c_copy; the short ones serve the rest. */
+/*
+ * Bytes of one of the three streams. Three of them stay in the first-level cache, for dsc_crc32c_copy; the short ones
+ * serve the rest.
+ */
 #define LONG_BYTES 4096
 #define SHORT_BYTES 256
 
@@ -107,7 +110,8 @@ uint32_t dsc_crc32c_by_table(uint32_t crc, const void *data, size_t n_bytes)
         uint32_t high = load_4(p + 4);
 
         crc = slices[7][low & 0xff] ^ slices[6][low >> 8 & 0xff] ^ slices[5][low >> 16 & 0xff] ^ slices[4][low >> 24] ^
-              slices[3][high & 0xff] ^ slices[2][high >> 8 & 0xff] ^ slices[1][high >> 16 & 0xff] ^ slices[0][high >> 24];
+              slices[3][high & 0xff] ^ slices[2][high >> 8 & 0xff] ^ slices[1][high >> 16 & 0xff] ^
+              slices[0][high >> 24];
     }
     for (; n_bytes > 0; n_bytes--, p++)
         crc = crc >> 8 ^ slices[0][(crc ^ *p) & 0xff];
@@ -124,7 +128,8 @@ bool dsc_crc32c_has_instruction(void)
 
 static inline uint32_t apply(const struct shift *shift, uint32_t crc)
 {
-    return shift->of[0][crc & 0xff] ^ shift->of[1][crc >> 8 & 0xff] ^ shift->of[2][crc >> 16 & 0xff] ^ shift->of[3][crc >> 24];
+    return shift->of[0][crc & 0xff] ^ shift->of[1][crc >> 8 & 0xff] ^ shift->of[2][crc >> 16 & 0xff] ^
+           shift->of[3][crc >> 24];
 }
 
 static inline uint64_t load_8(const unsigned char *p)
@@ -136,10 +141,12 @@ static inline uint64_t load_8(const unsigned char *p)
 }
 
 /*
- * 3 * n_bytes at p, n_bytes being shift's. The instruction has a latency of three cycles and a throughput of one, so three registers run side
- * by side: the one of the second third begins at 0, and shifting the first third's over it gives the register of both (CRCs are linear).
+ * 3 * n_bytes at p, n_bytes being shift's. The instruction has a latency of three cycles and a throughput of one, so
+ * three registers run side by side: the one of the second third begins at 0, and shifting the first third's over it
+ * gives the register of both (CRCs are linear).
  */
-WITH_INSTRUCTION static inline uint32_t crc_of_thirds(uint32_t crc, const unsigned char *p, size_t n_bytes, const struct shift *shift)
+WITH_INSTRUCTION static inline uint32_t crc_of_thirds(uint32_t crc, const unsigned char *p, size_t n_bytes,
+                                                      const struct shift *shift)
 {
     uint32_t second = 0;
     uint32_t third = 0;
@@ -180,7 +187,8 @@ uint32_t dsc_crc32c_by_instruction(uint32_t crc, const void *data, size_t n_byte
 
 uint32_t dsc_crc32c(uint32_t crc, const void *data, size_t n_bytes)
 {
-    return dsc_crc32c_has_instruction() ? dsc_crc32c_by_instruction(crc, data, n_bytes) : dsc_crc32c_by_table(crc, data, n_bytes);
+    return dsc_crc32c_has_instruction() ? dsc_crc32c_by_instruction(crc, data, n_bytes)
+                                        : dsc_crc32c_by_table(crc, data, n_bytes);
 }
 
 uint32_t dsc_crc32c_copy(uint32_t crc, void *into, const void *from, size_t n_bytes)

@@ -16,8 +16,9 @@ struct part {
 };
 
 /*
- * What a piece and the wanted part have in common, in row-major order: n_rows rows of row_elems elements, each contiguous on both sides and as
- * long as that allows. A row's position grows with its number on both sides, so those that the two ranges leave are one run of rows.
+ * What a piece and the wanted part have in common, in row-major order: n_rows rows of row_elems elements, each
+ * contiguous on both sides and as long as that allows. A row's position grows with its number on both sides, so those
+ * that the two ranges leave are one run of rows.
  */
 struct overlap {
     int64_t n_dims; /* leading ones, in which rows lie apart */
@@ -74,16 +75,20 @@ static dsc_status check_part(const int64_t *shape, int32_t n_dims, const int64_t
         snprintf(name, sizeof name, "pieces[%" PRId64 "]", index);
     for (int32_t d = 0; d < n_dims; d++)
         if (start[d] < 0 || size[d] < 0 || start[d] > shape[d] || size[d] > shape[d] - start[d])
-            return dsc_fail(DSC_EINVAL, "%s starts at %" PRId64 " with size %" PRId64 " along dimension %d, the tensor's size there is %" PRId64, name,
-                            start[d], size[d], (int)d, shape[d]);
+            return dsc_fail(DSC_EINVAL,
+                            "%s starts at %" PRId64 " with size %" PRId64
+                            " along dimension %d, the tensor's size there is %" PRId64,
+                            name, start[d], size[d], (int)d, shape[d]);
     if (elems_overflow(size, n_dims, &box_elems)) /* cannot be: the shape's do not, and it is at least as large */
         return dsc_fail(DSC_EOVERFLOW, "the elements of %s do not fit int64_t", name);
     if (begin < 0 || n_elems < 0 || begin > box_elems || n_elems > box_elems - begin)
-        return dsc_fail(DSC_EINVAL, "%s is %" PRId64 " elements from %" PRId64 " of a box of %" PRId64, name, n_elems, begin, box_elems);
+        return dsc_fail(DSC_EINVAL, "%s is %" PRId64 " elements from %" PRId64 " of a box of %" PRId64, name, n_elems,
+                        begin, box_elems);
     return DSC_OK;
 }
 
-static dsc_status check_arguments(const int64_t *shape, int32_t n_dims, const int64_t *pieces, int64_t n_pieces, const int64_t *wanted)
+static dsc_status check_arguments(const int64_t *shape, int32_t n_dims, const int64_t *pieces, int64_t n_pieces,
+                                  const int64_t *wanted)
 {
     int64_t n_elems = 0;
 
@@ -202,7 +207,8 @@ static int64_t rows_between(const struct overlap *overlap, struct part piece, st
 }
 
 /* Positions count from the ranges' beginnings. *out is untouched when nothing of the row is in both ranges. */
-static bool clip_row(struct row row, int64_t n_elems, struct part piece, struct part wanted, struct dsc_reshape_run *out)
+static bool clip_row(struct row row, int64_t n_elems, struct part piece, struct part wanted,
+                     struct dsc_reshape_run *out)
 {
     int64_t src = row.src - piece.begin;
     int64_t dst = row.dst - wanted.begin;
@@ -228,10 +234,11 @@ static bool clip_row(struct row row, int64_t n_elems, struct part piece, struct 
 }
 
 /*
- * Lists what each piece could give, by piece and then by position, pieces that overlap included, and returns how many runs that are. With
- * out_runs NULL it counts rows only: a few more, in no time.
+ * Lists what each piece could give, by piece and then by position, pieces that overlap included, and returns how many
+ * runs that are. With out_runs NULL it counts rows only: a few more, in no time.
  */
-static int64_t list_candidates(int32_t n_dims, const int64_t *pieces, int64_t n_pieces, struct part wanted, struct dsc_reshape_run *out_runs)
+static int64_t list_candidates(int32_t n_dims, const int64_t *pieces, int64_t n_pieces, struct part wanted,
+                               struct dsc_reshape_run *out_runs)
 {
     int64_t n_runs = 0;
 
@@ -308,7 +315,10 @@ static int64_t end_of(const struct dsc_reshape_run *run)
     return run->dst_elem + run->n_elems;
 }
 
-/* Candidates that began where a lower piece was taken, and may have to stand in where that ends: a heap with the lowest piece on top. */
+/*
+ * Candidates that began where a lower piece was taken, and may have to stand in where that ends: a heap with the lowest
+ * piece on top.
+ */
 static void push(struct dsc_reshape_run *heap, int64_t *n_heap, struct dsc_reshape_run run)
 {
     int64_t i = (*n_heap)++;
@@ -337,11 +347,12 @@ static struct dsc_reshape_run pop(struct dsc_reshape_run *heap, int64_t *n_heap)
 }
 
 /*
- * Walks the n_candidates runs, which are in order of dst_elem, and gives each element to the lowest piece that has it. The heap takes the place
- * of candidates that have been passed. Writes at most 2 * n_candidates runs; returns the first element that nobody has, or n_elems.
+ * Walks the n_candidates runs, which are in order of dst_elem, and gives each element to the lowest piece that has it.
+ * The heap takes the place of candidates that have been passed. Writes at most 2 * n_candidates runs; returns the first
+ * element that nobody has, or n_elems.
  */
-static int64_t resolve(struct dsc_reshape_run *candidates, int64_t n_candidates, int64_t n_elems, struct dsc_reshape_run *out_runs,
-                       int64_t *out_n_runs)
+static int64_t resolve(struct dsc_reshape_run *candidates, int64_t n_candidates, int64_t n_elems,
+                       struct dsc_reshape_run *out_runs, int64_t *out_n_runs)
 {
     struct dsc_reshape_run *heap = candidates;
     int64_t n_heap = 0;
@@ -423,8 +434,9 @@ static void write_index(char *text, size_t text_bytes, struct part wanted, int32
         used += (size_t)snprintf(text + used, text_bytes - used, "%s%" PRId64, d == 0 ? "" : ", ", index[d]);
 }
 
-dsc_status dsc_reshape_plan(const int64_t *shape, int32_t n_dims, const int64_t *pieces, int64_t n_pieces, const int64_t *wanted,
-                            int64_t capacity, struct dsc_reshape_run *out_runs, int64_t *out_n_runs)
+dsc_status dsc_reshape_plan(const int64_t *shape, int32_t n_dims, const int64_t *pieces, int64_t n_pieces,
+                            const int64_t *wanted, int64_t capacity, struct dsc_reshape_run *out_runs,
+                            int64_t *out_n_runs)
 {
     DSC_TRY(check_arguments(shape, n_dims, pieces, n_pieces, wanted));
     if (out_n_runs == NULL)
@@ -456,8 +468,11 @@ dsc_status dsc_reshape_plan(const int64_t *shape, int32_t n_dims, const int64_t 
         char index[160];
 
         write_index(index, sizeof index, part, n_dims, n_found);
-        return dsc_fail(DSC_EINVAL, "no piece holds element [%s] of the tensor, the first missing one of what is wanted (its number there is %" PRId64 ")",
-                        index, n_found);
+        return dsc_fail(
+            DSC_EINVAL,
+            "no piece holds element [%s] of the tensor, the first missing one of what is wanted (its number there is %" PRId64
+            ")",
+            index, n_found);
     }
     sort_runs(out_runs, n_runs, by_src);
     *out_n_runs = merge(out_runs, n_runs);

@@ -3,7 +3,8 @@
 
 #include <string.h>
 
-const dsc_f32 *dsc_load_f32(const struct dsc_kernels *kernels, dsc_dtype dtype, const void *data, int64_t n, dsc_f32 *scratch)
+const dsc_f32 *dsc_load_f32(const struct dsc_kernels *kernels, dsc_dtype dtype, const void *data, int64_t n,
+                            dsc_f32 *scratch)
 {
     if (dtype == DSC_DTYPE_F32)
         return data;

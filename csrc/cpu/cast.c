@@ -1,6 +1,7 @@
 /*
- * Compiled once per instruction set: f32 <-> 16-bit conversion. The loops around base/half.h vectorise everywhere; for f16 the processor's own
- * conversion gives the same bits in a fifth of the time, and takes what it can of an array where there is one.
+ * Compiled once per instruction set: f32 <-> 16-bit conversion. The loops around base/half.h vectorise everywhere; for
+ * f16 the processor's own conversion gives the same bits in a fifth of the time, and takes what it can of an array
+ * where there is one.
  */
 #include "base/half.h"
 #include "cpu/table.h"
@@ -17,7 +18,8 @@ static inline void widen_f16_lanes(const dsc_half *src, dsc_f32 *dst)
 
 static inline void narrow_f16_lanes(const dsc_f32 *src, dsc_half *dst)
 {
-    _mm_storeu_si128((__m128i *)(void *)dst, _mm256_cvtps_ph(_mm256_loadu_ps((const float *)src), _MM_FROUND_TO_NEAREST_INT));
+    _mm_storeu_si128((__m128i *)(void *)dst,
+                     _mm256_cvtps_ph(_mm256_loadu_ps((const float *)src), _MM_FROUND_TO_NEAREST_INT));
 }
 #endif
 

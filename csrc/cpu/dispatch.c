@@ -6,7 +6,6 @@
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 struct isa {
@@ -20,15 +19,12 @@ static struct isa isas[] = {DSC_ISA_MAP(ISA_ENTRY)};
 #undef ISA_ENTRY
 #define N_ISAS ((int32_t)(sizeof isas / sizeof isas[0]))
 
-#define ISA_UNKNOWN (-1) /* DSC_CPU_ISA names a table that cannot be used */
+#define ISA_UNKNOWN (-1)
 #define ISA_AUTOMATIC (-2)
-
-#define REQUEST_BYTES 64
 
 /* Written once under once, then only read. */
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static int32_t automatic_isa;
-static char unknown_request[REQUEST_BYTES];
 
 static _Atomic int32_t forced_isa = ISA_AUTOMATIC;
 
@@ -53,13 +49,6 @@ static void detect(void)
     for (i = 0; i < N_ISAS; i++) /* the map is ordered, best last */
         if (isas[i].is_runnable)
             automatic_isa = i;
-
-    const char *request = getenv("DSC_CPU_ISA");
-
-    if (request != NULL && request[0] != '\0') {
-        automatic_isa = find_isa(request);
-        snprintf(unknown_request, sizeof unknown_request, "%.*s", REQUEST_BYTES - 1, request);
-    }
 }
 
 /* "scalar, avx2": what could have been asked for. */
@@ -74,48 +63,28 @@ static const char *runnable_names(char *text, size_t text_bytes)
     return text;
 }
 
-/* The table in use; NULL, and a last error, when DSC_CPU_ISA asks for one that cannot be. */
 static const struct isa *current_isa(void)
 {
     pthread_once(&once, detect);
 
     int32_t isa = atomic_load_explicit(&forced_isa, memory_order_relaxed);
-    char names[64];
 
-    if (isa == ISA_AUTOMATIC)
-        isa = automatic_isa;
-    if (isa >= 0)
-        return &isas[isa];
-    dsc_fail(DSC_ENOTSUP, "DSC_CPU_ISA=%s is not built or not runnable on this processor; use one of: %s", unknown_request,
-             runnable_names(names, sizeof names));
-    return NULL;
+    return &isas[isa == ISA_AUTOMATIC ? automatic_isa : isa];
 }
 
-dsc_status dsc_isa_index(int32_t *out_isa)
+int32_t dsc_isa_index(void)
 {
-    const struct isa *isa = current_isa();
-
-    if (isa == NULL)
-        return DSC_ENOTSUP;
-    *out_isa = (int32_t)(isa - isas);
-    return DSC_OK;
+    return (int32_t)(current_isa() - isas);
 }
 
-dsc_status dsc_kernels_get(const struct dsc_kernels **out_kernels)
+const struct dsc_kernels *dsc_kernels_get(void)
 {
-    const struct isa *isa = current_isa();
-
-    if (isa == NULL)
-        return DSC_ENOTSUP;
-    *out_kernels = isa->kernels;
-    return DSC_OK;
+    return current_isa()->kernels;
 }
 
 const char *dsc_cpu_isa_name(void)
 {
-    const struct isa *isa = current_isa();
-
-    return isa == NULL ? NULL : isa->name;
+    return current_isa()->name;
 }
 
 const char *dsc_cpu_isa_at(int32_t i, bool *out_is_runnable)
@@ -136,8 +105,9 @@ dsc_status dsc_cpu_isa_force(const char *name)
     char names[64];
 
     if (isa == ISA_UNKNOWN)
-        return dsc_fail(DSC_ENOTSUP, "instruction set \"%.63s\" is not built or not runnable on this processor; use one of: %s", name,
-                        runnable_names(names, sizeof names));
+        return dsc_fail(DSC_ENOTSUP,
+                        "instruction set \"%.63s\" is not built or not runnable on this processor; use one of: %s",
+                        name, runnable_names(names, sizeof names));
     atomic_store_explicit(&forced_isa, isa, memory_order_relaxed);
     return DSC_OK;
 }

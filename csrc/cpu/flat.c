@@ -16,11 +16,14 @@ struct partial {
 static dsc_status check_span(const struct dsc_span *span, const char *list, int64_t i)
 {
     if (dsc_dtype_bytes(span->dtype) == 0)
-        return dsc_fail(DSC_EINVAL, "%s[%lld].dtype is %d, which is no dsc_dtype", list, (long long)i, (int)span->dtype);
+        return dsc_fail(DSC_EINVAL, "%s[%lld].dtype is %d, which is no dsc_dtype", list, (long long)i,
+                        (int)span->dtype);
     if (span->n_elems < 0)
-        return dsc_fail(DSC_EINVAL, "%s[%lld].n_elems is %lld, must not be negative", list, (long long)i, (long long)span->n_elems);
+        return dsc_fail(DSC_EINVAL, "%s[%lld].n_elems is %lld, must not be negative", list, (long long)i,
+                        (long long)span->n_elems);
     if (span->data == NULL && span->n_elems > 0)
-        return dsc_fail(DSC_EINVAL, "%s[%lld].data is NULL for %lld elements", list, (long long)i, (long long)span->n_elems);
+        return dsc_fail(DSC_EINVAL, "%s[%lld].data is NULL for %lld elements", list, (long long)i,
+                        (long long)span->n_elems);
     return DSC_OK;
 }
 
@@ -99,7 +102,7 @@ dsc_status dsc_flat_sumsq(const struct dsc_span *spans, int64_t n_spans, const s
         return dsc_fail(DSC_EINVAL, "%s is NULL", out_sumsq == NULL ? "out_sumsq" : "out_n_nonfinite");
     DSC_TRY(check_spans(spans, n_spans, "spans"));
     DSC_TRY(list_of_spans(&job.list, spans, n_spans));
-    DSC_TRY(dsc_kernels_get(&job.kernels));
+    job.kernels = dsc_kernels_get();
     job.spans = spans;
     dsc_par_run(par, job.list.n_chunks, sumsq_chunks, &job);
 
@@ -146,7 +149,8 @@ static void reduce_block(const struct reduce_job *job, int64_t begin, int64_t n,
     /* Only now: acc may be one of the sources. */
     dsc_store_f32(kernels, job->acc->dtype, sum, n, acc);
     if (job->has_sumsq) {
-        const dsc_f32 *written = job->acc->dtype == DSC_DTYPE_F32 ? sum : dsc_load_f32(kernels, job->acc->dtype, acc, n, scratch);
+        const dsc_f32 *written =
+            job->acc->dtype == DSC_DTYPE_F32 ? sum : dsc_load_f32(kernels, job->acc->dtype, acc, n, scratch);
 
         kernels->sumsq_f32(n, written, &partial->sumsq, &partial->n_nonfinite);
     }
@@ -168,8 +172,9 @@ static void reduce_chunks(void *arg, int64_t first, int64_t last)
     }
 }
 
-dsc_status dsc_flat_reduce(const struct dsc_span *srcs, int64_t n_srcs, float scale, bool accumulate, const struct dsc_span *acc,
-                           const struct dsc_par *par, double *out_sumsq, int64_t *out_n_nonfinite)
+dsc_status dsc_flat_reduce(const struct dsc_span *srcs, int64_t n_srcs, float scale, bool accumulate,
+                           const struct dsc_span *acc, const struct dsc_par *par, double *out_sumsq,
+                           int64_t *out_n_nonfinite)
 {
     struct reduce_job job;
 
@@ -183,14 +188,14 @@ dsc_status dsc_flat_reduce(const struct dsc_span *srcs, int64_t n_srcs, float sc
     DSC_TRY(check_spans(srcs, n_srcs, "srcs"));
     for (int64_t i = 0; i < n_srcs; i++) {
         if (srcs[i].n_elems != acc->n_elems)
-            return dsc_fail(DSC_EINVAL, "srcs[%lld] has %lld elements, acc has %lld", (long long)i, (long long)srcs[i].n_elems,
-                            (long long)acc->n_elems);
+            return dsc_fail(DSC_EINVAL, "srcs[%lld] has %lld elements, acc has %lld", (long long)i,
+                            (long long)srcs[i].n_elems, (long long)acc->n_elems);
         if (srcs[i].dtype != srcs[0].dtype)
-            return dsc_fail(DSC_EINVAL, "srcs[%lld].dtype is %d, srcs[0].dtype is %d; sources share one dtype", (long long)i,
-                            (int)srcs[i].dtype, (int)srcs[0].dtype);
+            return dsc_fail(DSC_EINVAL, "srcs[%lld].dtype is %d, srcs[0].dtype is %d; sources share one dtype",
+                            (long long)i, (int)srcs[i].dtype, (int)srcs[0].dtype);
     }
     DSC_TRY(list_of_spans(&job.list, acc, 1));
-    DSC_TRY(dsc_kernels_get(&job.kernels));
+    job.kernels = dsc_kernels_get();
     job.srcs = srcs;
     job.n_srcs = n_srcs;
     job.acc = acc;
@@ -253,7 +258,7 @@ dsc_status dsc_flat_scale(const struct dsc_span *spans, int64_t n_spans, float s
         return dsc_fail(DSC_EINVAL, "scale is %g, must be finite", (double)scale);
     DSC_TRY(check_spans(spans, n_spans, "spans"));
     DSC_TRY(list_of_spans(&job.list, spans, n_spans));
-    DSC_TRY(dsc_kernels_get(&job.kernels));
+    job.kernels = dsc_kernels_get();
     job.spans = spans;
     job.scale = scale;
     dsc_par_run(par, job.list.n_chunks, scale_chunks, &job);
@@ -290,7 +295,8 @@ static void cast_chunks(void *arg, int64_t first, int64_t last)
                 int64_t n = block_of(n_left);
                 dsc_f32 *block = job->dst->dtype == DSC_DTYPE_F32 ? (dsc_f32 *)dst : scratch;
 
-                dsc_store_f32(job->kernels, job->dst->dtype, dsc_load_f32(job->kernels, job->src->dtype, src, n, block), n, dst);
+                dsc_store_f32(job->kernels, job->dst->dtype, dsc_load_f32(job->kernels, job->src->dtype, src, n, block),
+                              n, dst);
                 src += (size_t)n * src_bytes;
                 dst += (size_t)n * dst_bytes;
             }
@@ -307,9 +313,10 @@ dsc_status dsc_flat_cast(const struct dsc_span *src, const struct dsc_span *dst,
     DSC_TRY(check_span(src, "src", 0));
     DSC_TRY(check_span(dst, "dst", 0));
     if (src->n_elems != dst->n_elems)
-        return dsc_fail(DSC_EINVAL, "src has %lld elements, dst has %lld", (long long)src->n_elems, (long long)dst->n_elems);
+        return dsc_fail(DSC_EINVAL, "src has %lld elements, dst has %lld", (long long)src->n_elems,
+                        (long long)dst->n_elems);
     DSC_TRY(list_of_spans(&job.list, src, 1));
-    DSC_TRY(dsc_kernels_get(&job.kernels));
+    job.kernels = dsc_kernels_get();
     job.src = src;
     job.dst = dst;
     dsc_par_run(par, job.list.n_chunks, cast_chunks, &job);
@@ -332,7 +339,8 @@ static void zero_chunks(void *arg, int64_t first, int64_t last)
         while (dsc_cursor_next(&cursor, &piece)) {
             const struct dsc_region *region = &job->regions[piece.array];
 
-            memset((char *)region->data + piece.begin * region->elem_bytes, 0, (size_t)(piece.n_elems * region->elem_bytes));
+            memset((char *)region->data + piece.begin * region->elem_bytes, 0,
+                   (size_t)(piece.n_elems * region->elem_bytes));
         }
     }
 }
@@ -348,8 +356,8 @@ dsc_status dsc_flat_zero(const struct dsc_region *regions, int64_t n_regions, co
 
         if (region->n_elems < 0 || region->elem_bytes <= 0 || region->n_elems > INT64_MAX / region->elem_bytes ||
             (region->data == NULL && region->n_elems > 0))
-            return dsc_fail(DSC_EINVAL, "regions[%lld]: %lld elements of %lld bytes at %p", (long long)i, (long long)region->n_elems,
-                            (long long)region->elem_bytes, region->data);
+            return dsc_fail(DSC_EINVAL, "regions[%lld]: %lld elements of %lld bytes at %p", (long long)i,
+                            (long long)region->n_elems, (long long)region->elem_bytes, region->data);
     }
     DSC_TRY(dsc_list_init(&job.list, n_regions > 0 ? &regions->n_elems : NULL, sizeof *regions, n_regions));
     dsc_par_run(par, job.list.n_chunks, zero_chunks, &job);

@@ -3,13 +3,13 @@
 #define DSC_CPU_ISA_H
 
 /*
- * name, how the processor is asked. Best last. The Makefile compiles each per-ISA file once for every name, with -DDSC_ISA=name and the flags of that
- * name; "scalar" is what every processor of the architecture runs.
+ * name, how the processor is asked. Best last. The Makefile compiles each per-ISA file once for every name, with
+ * -DDSC_ISA=name and the flags of that name; "scalar" is what every processor of the architecture runs.
  */
 #if defined(__x86_64__)
-#define DSC_ISA_MAP(X)                                      \
-    X(scalar, true)                                         \
-    X(avx2, __builtin_cpu_supports("x86-64-v3") != 0)       \
+#define DSC_ISA_MAP(X)                                \
+    X(scalar, true)                                   \
+    X(avx2, __builtin_cpu_supports("x86-64-v3") != 0) \
     X(avx512, __builtin_cpu_supports("x86-64-v4") != 0)
 #elif defined(__aarch64__)
 #define DSC_ISA_MAP(X) \

@@ -1,9 +1,9 @@
 /*
  * Compiled once per instruction set: sum of squares and finite check in one pass.
  *
- * The order of the sum is part of the function: element i is added to lane i % LANES, and the lanes are folded in halves. Every
- * instruction set gives the same bits, however many lanes its registers hold. Written with vector types because the compiler, left alone, keeps the lanes
- * in memory (five times slower).
+ * The order of the sum is part of the function: element i is added to lane i % LANES, and the lanes are folded in
+ * halves. Every instruction set gives the same bits, however many lanes its registers hold. Written with vector types
+ * because the compiler, left alone, keeps the lanes in memory (five times slower).
  */
 #include "base/half.h"
 #include "cpu/table.h"
@@ -77,7 +77,10 @@ void DSC_K(sumsq_f32)(int64_t n, const dsc_f32 *restrict src, double *sumsq, int
 {
     double sum = sum_all(n, src);
 
-    /* Squares of finite f32 add up to something finite in f64, so the sum itself tells whether an element was not: the check costs nothing. */
+    /*
+     * Squares of finite f32 add up to something finite in f64, so the sum itself tells whether an element was not: the
+     * check costs nothing.
+     */
     if (sum - sum != 0.0)
         sum = sum_finite(n, src, n_nonfinite);
     *sumsq += sum;

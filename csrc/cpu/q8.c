@@ -1,6 +1,7 @@
 /*
- * Compiled once per instruction set: one block of f32 <-> 8-bit codes and a scale, by the formulas of dsc/optim.h. Roots and products alone, all of which IEEE 754
- * rounds correctly, so that every instruction set gives the same bits without a table to look codes up in.
+ * Compiled once per instruction set: one block of f32 <-> 8-bit codes and a scale, by the formulas of dsc/optim.h.
+ * Roots and products alone, all of which IEEE 754 rounds correctly, so that every instruction set gives the same bits
+ * without a table to look codes up in.
  */
 #include "base/half.h"
 #include "cpu/table.h"
@@ -11,8 +12,9 @@
 #define MAX_UNSIGNED 255.0f
 
 /*
- * The smallest scales. Their smallest codes still stand for normal numbers, (1 / 127)^4 * 2^-98 and (1 / 255)^8 * 2^-62, so that what is read back gives the same codes
- * again, on processors that flush subnormals as well. A signed block below is zeros; an unsigned one, which may not become 0, takes lower codes.
+ * The smallest scales. Their smallest codes still stand for normal numbers, (1 / 127)^4 * 2^-98 and (1 / 255)^8 *
+ * 2^-62, so that what is read back gives the same codes again, on processors that flush subnormals as well. A signed
+ * block below is zeros; an unsigned one, which may not become 0, takes lower codes.
  */
 #define MIN_SIGNED_SCALE 0x1p-98f
 #define MIN_UNSIGNED_SCALE 0x1p-62f
@@ -54,13 +56,16 @@ void DSC_K(quantize_q8_signed)(int64_t n, const dsc_f32 *restrict src, int8_t *r
     for (int64_t i = 0; i < n; i++) {
         float x = src[i];
         float root = sqrtf(sqrtf(fabsf(x))) * factor + 0.5f;
-        int32_t code = (int32_t)(root < MAX_SIGNED ? root : MAX_SIGNED); /* a NaN too gets a code, for the conversion to be defined */
+        int32_t code =
+            (int32_t)(root < MAX_SIGNED ? root
+                                        : MAX_SIGNED); /* a NaN too gets a code, for the conversion to be defined */
 
         codes[i] = (int8_t)(x < 0.0f ? -code : code);
     }
 }
 
-void DSC_K(quantize_q8_unsigned)(int64_t n, const dsc_f32 *restrict src, uint8_t *restrict codes, dsc_f32 *restrict scale)
+void DSC_K(quantize_q8_unsigned)(int64_t n, const dsc_f32 *restrict src, uint8_t *restrict codes,
+                                 dsc_f32 *restrict scale)
 {
     float largest = scale_of(largest_bits(n, src), MIN_UNSIGNED_SCALE, MIN_UNSIGNED_SCALE);
     float factor = largest == 0.0f ? 0.0f : MAX_UNSIGNED / sqrtf(sqrtf(sqrtf(largest)));
@@ -76,7 +81,10 @@ void DSC_K(quantize_q8_unsigned)(int64_t n, const dsc_f32 *restrict src, uint8_t
     }
 }
 
-/* The largest code times the rounded reciprocal is exactly 1 for both, so that a block's largest magnitude comes back as its scale. */
+/*
+ * The largest code times the rounded reciprocal is exactly 1 for both, so that a block's largest magnitude comes back
+ * as its scale.
+ */
 
 void DSC_K(dequantize_q8_signed)(int64_t n, const int8_t *restrict codes, float scale, dsc_f32 *restrict dst)
 {

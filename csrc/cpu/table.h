@@ -7,8 +7,8 @@
 #include "dsc/types.h"
 
 /*
- * Elements as callers hand them in: at any address, and seen through whatever type the caller wrote them with. The loads that the
- * compiler makes are the unaligned ones, which cost the same on the processors we build for.
+ * Elements as callers hand them in: at any address, and seen through whatever type the caller wrote them with. The
+ * loads that the compiler makes are the unaligned ones, which cost the same on the processors we build for.
  */
 typedef float dsc_f32 __attribute__((aligned(1), may_alias));
 typedef uint16_t dsc_half __attribute__((aligned(1), may_alias));
@@ -29,13 +29,18 @@ struct dsc_kernels {
 DSC_ISA_MAP(DSC_DECLARE_TABLE)
 #undef DSC_DECLARE_TABLE
 
-/* Which entry of DSC_ISA_MAP is in use; other cores index their own per-ISA tables with it. DSC_ENOTSUP: see dsc/kernels.h. */
-dsc_status dsc_isa_index(int32_t *out_isa);
+/* Which entry of DSC_ISA_MAP is in use; other cores index their own per-ISA tables with it. */
+int32_t dsc_isa_index(void);
 
-dsc_status dsc_kernels_get(const struct dsc_kernels **out_kernels);
+/* The table in use. */
+const struct dsc_kernels *dsc_kernels_get(void);
 
-/* n elements of any dtype as f32: data itself when it is f32, otherwise converted into scratch. data is at most DSC_BLOCK_ELEMS long. */
-const dsc_f32 *dsc_load_f32(const struct dsc_kernels *kernels, dsc_dtype dtype, const void *data, int64_t n, dsc_f32 *scratch);
+/*
+ * n elements of any dtype as f32: data itself when it is f32, otherwise converted into scratch. data is at most
+ * DSC_BLOCK_ELEMS long.
+ */
+const dsc_f32 *dsc_load_f32(const struct dsc_kernels *kernels, dsc_dtype dtype, const void *data, int64_t n,
+                            dsc_f32 *scratch);
 
 /* Writes n f32 elements to data in its dtype. src may be data itself when that is f32. */
 void dsc_store_f32(const struct dsc_kernels *kernels, dsc_dtype dtype, const dsc_f32 *src, int64_t n, void *data);

@@ -5,7 +5,8 @@ namespace dsc_cuda {
 
 struct adagrad {
     static constexpr int n_states = 1;
-    static constexpr bool touches_param = true, reads_grad = true, reads_state = true, writes_state = true, uses_ratio = false;
+    static constexpr bool touches_param = true, reads_grad = true, reads_state = true, writes_state = true,
+                          uses_ratio = false;
 
     float grad_scale, weight_decay, decayed_lr, eps;
 
@@ -18,7 +19,8 @@ struct adagrad {
     }
 };
 
-dsc_status adagrad_step(const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors, int64_t n_tensors, void *stream)
+dsc_status adagrad_step(const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors, int64_t n_tensors,
+                        void *stream)
 {
     const scalars s = scalars_of(args);
     const adagrad op = {s.grad_scale, s.weight_decay, s.decayed_lr, s.eps};

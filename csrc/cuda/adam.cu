@@ -6,13 +6,15 @@ namespace dsc_cuda {
 template <bool IS_DECOUPLED>
 struct adam {
     static constexpr int n_states = 2;
-    static constexpr bool touches_param = true, reads_grad = true, reads_state = true, writes_state = true, uses_ratio = false;
+    static constexpr bool touches_param = true, reads_grad = true, reads_state = true, writes_state = true,
+                          uses_ratio = false;
 
     float grad_scale, weight_decay, decay, one_minus_beta1, beta2, one_minus_beta2, corrected_lr, corrected_eps;
 
     explicit adam(const scalars &s)
-        : grad_scale(s.grad_scale), weight_decay(s.weight_decay), decay(s.decay), one_minus_beta1(s.one_minus_beta1), beta2(s.beta2),
-          one_minus_beta2(s.one_minus_beta2), corrected_lr(s.corrected_lr), corrected_eps(s.corrected_eps)
+        : grad_scale(s.grad_scale), weight_decay(s.weight_decay), decay(s.decay), one_minus_beta1(s.one_minus_beta1),
+          beta2(s.beta2), one_minus_beta2(s.one_minus_beta2), corrected_lr(s.corrected_lr),
+          corrected_eps(s.corrected_eps)
     {
     }
     adam() = default;
@@ -31,12 +33,14 @@ struct adam {
     }
 };
 
-dsc_status adam_step(const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors, int64_t n_tensors, void *stream)
+dsc_status adam_step(const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors, int64_t n_tensors,
+                     void *stream)
 {
     return run_step("adam", adam<false>(scalars_of(args)), args, tensors, n_tensors, nullptr, stream);
 }
 
-dsc_status adamw_step(const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors, int64_t n_tensors, void *stream)
+dsc_status adamw_step(const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors, int64_t n_tensors,
+                      void *stream)
 {
     return run_step("adamw", adam<true>(scalars_of(args)), args, tensors, n_tensors, nullptr, stream);
 }

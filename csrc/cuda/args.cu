@@ -1,4 +1,7 @@
-/* What is checked before anything is enqueued, and the scalars: the host's checks (csrc/optim/optim.c), which this library has no part of, with its sentences. */
+/*
+ * What is checked before anything is enqueued, and the scalars: the host's checks (csrc/optim/optim.c), which this
+ * library has no part of, with its sentences.
+ */
 #include "cuda/common.cuh"
 #include "cuda/kinds.h"
 
@@ -45,8 +48,8 @@ static dsc_status check_flags(const kind &kind, const struct dsc_optim_args *arg
     if ((kind.uses & USES_MOMENTUM) == 0)
         return fail(DSC_EINVAL, "%s: args.flags has DSC_OPTIM_NESTEROV, which it has no use for", kind.name);
     if (!is_muon && (args->momentum == 0.0 || args->dampening != 0.0))
-        return fail(DSC_EINVAL, "%s: DSC_OPTIM_NESTEROV needs momentum > 0 and dampening 0, not %g and %g", kind.name, args->momentum,
-                    args->dampening);
+        return fail(DSC_EINVAL, "%s: DSC_OPTIM_NESTEROV needs momentum > 0 and dampening 0, not %g and %g", kind.name,
+                    args->momentum, args->dampening);
     return DSC_OK;
 }
 
@@ -60,8 +63,8 @@ dsc_status check_args(const kind &kind, const struct dsc_optim_args *args)
     if (args == nullptr)
         return fail(DSC_EINVAL, "args is NULL");
     if (args->size != sizeof *args)
-        return fail(DSC_EINVAL, "%s: args.size is %u, this library expects %u; start from DSC_OPTIM_ARGS_INIT", name, (unsigned)args->size,
-                    (unsigned)sizeof *args);
+        return fail(DSC_EINVAL, "%s: args.size is %u, this library expects %u; start from DSC_OPTIM_ARGS_INIT", name,
+                    (unsigned)args->size, (unsigned)sizeof *args);
     DSC_TRY(check_dtype(name, "param_dtype", args->param_dtype));
     DSC_TRY(check_dtype(name, "grad_dtype", args->grad_dtype));
     DSC_TRY(check_dtype(name, "state_dtype", args->state_dtype));
@@ -99,8 +102,8 @@ static const char *missing_operand(const struct dsc_optim_tensor &tensor, int32_
     return nullptr;
 }
 
-dsc_status check_tensors(const kind &kind, const struct dsc_optim_tensor *tensors, int64_t n_tensors,
-                         int32_t n_states, unsigned needs)
+dsc_status check_tensors(const kind &kind, const struct dsc_optim_tensor *tensors, int64_t n_tensors, int32_t n_states,
+                         unsigned needs)
 {
     bool is_first = true;
 
@@ -144,9 +147,11 @@ dsc_status check_spans(const struct dsc_span *spans, int64_t n_spans, const char
         if (!is_dtype((int)span.dtype))
             return fail(DSC_EINVAL, "%s[%lld].dtype is %d, which is no dsc_dtype", list, (long long)i, (int)span.dtype);
         if (span.n_elems < 0)
-            return fail(DSC_EINVAL, "%s[%lld].n_elems is %lld, must not be negative", list, (long long)i, (long long)span.n_elems);
+            return fail(DSC_EINVAL, "%s[%lld].n_elems is %lld, must not be negative", list, (long long)i,
+                        (long long)span.n_elems);
         if (span.data == nullptr && span.n_elems > 0)
-            return fail(DSC_EINVAL, "%s[%lld].data is NULL for %lld elements", list, (long long)i, (long long)span.n_elems);
+            return fail(DSC_EINVAL, "%s[%lld].data is NULL for %lld elements", list, (long long)i,
+                        (long long)span.n_elems);
         if (is_first && span.n_elems > 0) {
             DSC_TRY(check_pointer(span.data, list));
             is_first = false;

@@ -52,8 +52,8 @@ __global__ void __launch_bounds__(N_THREADS) cast_kernel(const __grid_constant__
     const int64_t end = begin + (left < CAST_CHUNK_ELEMS ? left : CAST_CHUNK_ELEMS);
     const int src = a.src_dtype[piece], dst = a.dst_dtype[piece];
 
-#define RUN_IF(from, to)                                                            \
-    if (src == DSC_DTYPE_##from && dst == DSC_DTYPE_##to)                           \
+#define RUN_IF(from, to)                                  \
+    if (src == DSC_DTYPE_##from && dst == DSC_DTYPE_##to) \
     cast_run<DSC_DTYPE_##from, DSC_DTYPE_##to, IS_SCALED>(a, piece, begin, end)
     if constexpr (IS_SCALED) { /* in place */
         RUN_IF(F32, F32);
@@ -72,7 +72,8 @@ __global__ void __launch_bounds__(N_THREADS) cast_kernel(const __grid_constant__
 
 /* dsts may be srcs. Lengths are those of srcs. */
 template <bool IS_SCALED>
-static dsc_status run_cast(const char *what, const struct dsc_span *srcs, const struct dsc_span *dsts, int64_t n_spans, float scale, void *stream)
+static dsc_status run_cast(const char *what, const struct dsc_span *srcs, const struct dsc_span *dsts, int64_t n_spans,
+                           float scale, void *stream)
 {
     const dsc_cuda_limits limits = {CAST_CHUNK_ELEMS, CAST_MAX_PIECES, MAX_BLOCKS};
     dsc_cuda_cursor cursor = {0, 0};
@@ -107,8 +108,8 @@ dsc_status flat_scale(const struct dsc_span *spans, int64_t n_spans, float scale
 dsc_status flat_cast(const struct dsc_span *src, const struct dsc_span *dst, void *stream)
 {
     if (src->dtype == dst->dtype && src->n_elems > 0)
-        return check_cuda(cudaMemcpyAsync(dst->data, src->data, (size_t)src->n_elems * (size_t)bytes_of(src->dtype), cudaMemcpyDeviceToDevice,
-                                          (cudaStream_t)stream),
+        return check_cuda(cudaMemcpyAsync(dst->data, src->data, (size_t)src->n_elems * (size_t)bytes_of(src->dtype),
+                                          cudaMemcpyDeviceToDevice, (cudaStream_t)stream),
                           "flat_cast");
     return run_cast<false>("flat_cast", src, dst, 1, 1.0f, stream);
 }

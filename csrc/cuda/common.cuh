@@ -1,10 +1,12 @@
 /*
- * What every CUDA source of this library shares: the error channel, checked launches, and elements of any dtype seen as f32.
+ * What every CUDA source of this library shares: the error channel, checked launches, and elements of any dtype seen as
+ * f32.
  *
- * [Note: Same bits as the host] Kernels do the host loops' operations in the host loops' order (csrc/optim, csrc/cpu), compiled with -fmad=false and with IEEE
- * division and square root, and convert 16-bit floats to the same bits. An elementwise result on a device is the host's result; sums
- * differ in their order only. The kernels use nothing that a C++ compiler with a small stand-in for cuda_runtime.h cannot run
- * (tests/csrc/cuda/emulator), so they are tested without a device.
+ * [Note: Same bits as the host] Kernels do the host loops' operations in the host loops' order (csrc/optim, csrc/cpu),
+ * compiled with -fmad=false and with IEEE division and square root, and convert 16-bit floats to the same bits. An
+ * elementwise result on a device is the host's result; sums differ in their order only. The kernels use nothing that a
+ * C++ compiler with a small stand-in for cuda_runtime.h cannot run (tests/csrc/cuda/emulator), so they are tested
+ * without a device.
  */
 #ifndef DSC_CUDA_COMMON_CUH
 #define DSC_CUDA_COMMON_CUH
@@ -38,9 +40,10 @@ dsc_status fail(dsc_status status, const char *format, ...) __attribute__((forma
 dsc_status check_cuda(cudaError_t error, const char *what);
 
 /*
- * DSC_EINVAL when data (the first operand of a call that is not empty) is memory that no device sees. A host pointer in a kernel would end the
- * process' context, and with it everything that lives on the device. Which device is current is not compared: this library's own runtime need not know
- * what another copy of it, torch's, has set; the driver does, and launches follow the driver.
+ * DSC_EINVAL when data (the first operand of a call that is not empty) is memory that no device sees. A host pointer in
+ * a kernel would end the process' context, and with it everything that lives on the device. Which device is current is
+ * not compared: this library's own runtime need not know what another copy of it, torch's, has set; the driver does,
+ * and launches follow the driver.
  */
 dsc_status check_pointer(const void *data, const char *what);
 
@@ -65,7 +68,8 @@ dsc_status launch(const char *what, void (*kernel)(Params), int32_t n_blocks, co
     Params copy = params;
     void *argv[] = {&copy};
 
-    return check_cuda(cudaLaunchKernel(kernel, dim3((unsigned)n_blocks), dim3(N_THREADS), argv, 0, (cudaStream_t)stream), what);
+    return check_cuda(
+        cudaLaunchKernel(kernel, dim3((unsigned)n_blocks), dim3(N_THREADS), argv, 0, (cudaStream_t)stream), what);
 }
 
 /* A template argument in a dtype's place: known at run time only. */
@@ -155,7 +159,10 @@ __device__ inline bool is_vec_aligned(int dtype, const void *data)
     return (uintptr_t)data % (size_t)(VEC * bytes_of(dtype)) == 0;
 }
 
-/* VEC elements as they lie in memory. Loaded apart from their conversion, so that the loads of all operands are under way before the first one is needed. */
+/*
+ * VEC elements as they lie in memory. Loaded apart from their conversion, so that the loads of all operands are under
+ * way before the first one is needed.
+ */
 __device__ inline uint4 load_vec(int dtype, const void *data, int64_t i)
 {
     if (dtype == DSC_DTYPE_F32)
@@ -187,8 +194,8 @@ __device__ inline void store_vec(int dtype, void *data, int64_t i, const float i
         ((uint4 *)data)[i / VEC] =
             make_uint4(__float_as_uint(in[0]), __float_as_uint(in[1]), __float_as_uint(in[2]), __float_as_uint(in[3]));
     else
-        ((uint2 *)data)[i / VEC] =
-            make_uint2(narrow(dtype, in[0]) | narrow(dtype, in[1]) << 16, narrow(dtype, in[2]) | narrow(dtype, in[3]) << 16);
+        ((uint2 *)data)[i / VEC] = make_uint2(narrow(dtype, in[0]) | narrow(dtype, in[1]) << 16,
+                                              narrow(dtype, in[2]) | narrow(dtype, in[3]) << 16);
 }
 
 /* data + i elements; NULL stays NULL. */
@@ -198,8 +205,8 @@ __host__ __device__ inline char *at(const void *data, int dtype, int64_t i)
 }
 
 /*
- * Two f64 sums over a block's threads, in an order that depends on nothing. The result is thread 0's. Every thread of the block
- * calls it, once a kernel.
+ * Two f64 sums over a block's threads, in an order that depends on nothing. The result is thread 0's. Every thread of
+ * the block calls it, once a kernel.
  */
 __device__ inline void block_sum(double sums[2])
 {

@@ -36,7 +36,10 @@ dsc_status fail(dsc_status status, const char *format, ...)
 
 dsc_status check_cuda(cudaError_t error, const char *what)
 {
-    /* Also what an earlier kernel did; asking clears what can be cleared, so that the next call does not report it again. */
+    /*
+     * Also what an earlier kernel did; asking clears what can be cleared, so that the next call does not report it
+     * again.
+     */
     const cudaError_t last = cudaGetLastError();
 
     if (error == cudaSuccess)
@@ -98,16 +101,18 @@ static dsc_status device_count(int32_t *out_n_devices)
     if (error == cudaErrorNoDevice)
         n_devices = 0;
     else if (error == cudaErrorInsufficientDriver)
-        return fail(DSC_ENOTSUP, "cuda: no device: the driver (for CUDA %d.%d) is too old for this library (CUDA %d.%d)", driver / 1000,
-                    driver % 1000 / 10, CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
+        return fail(DSC_ENOTSUP,
+                    "cuda: no device: the driver (for CUDA %d.%d) is too old for this library (CUDA %d.%d)",
+                    driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
     else if (error != cudaSuccess)
-        return fail(DSC_EDEVICE, "cuda: the devices cannot be counted: %s (%s)", cudaGetErrorString(error), cudaGetErrorName(error));
+        return fail(DSC_EDEVICE, "cuda: the devices cannot be counted: %s (%s)", cudaGetErrorString(error),
+                    cudaGetErrorName(error));
     *out_n_devices = n_devices;
     return DSC_OK;
 }
 
-static dsc_status optim_step(const char *name, const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors, int64_t n_tensors,
-                             double *scratch, void *stream)
+static dsc_status optim_step(const char *name, const struct dsc_optim_args *args,
+                             const struct dsc_optim_tensor *tensors, int64_t n_tensors, double *scratch, void *stream)
 {
     const kind *kind;
 
@@ -116,7 +121,8 @@ static dsc_status optim_step(const char *name, const struct dsc_optim_args *args
 
     const bool is_stateless = (kind->uses & USES_MOMENTUM) != 0 && args->momentum == 0.0;
 
-    DSC_TRY(check_tensors(*kind, tensors, n_tensors, is_stateless ? 0 : kind->n_states, NEEDS_PARAM | NEEDS_GRAD | NEEDS_STATE));
+    DSC_TRY(check_tensors(*kind, tensors, n_tensors, is_stateless ? 0 : kind->n_states,
+                          NEEDS_PARAM | NEEDS_GRAD | NEEDS_STATE));
     if (!needs_norms(*kind))
         return kind->step(args, tensors, n_tensors, stream);
     DSC_TRY(check_result(name, "scratch", scratch, n_tensors));
@@ -130,8 +136,9 @@ static dsc_status check_norms_kind(const kind &kind)
     return DSC_OK;
 }
 
-static dsc_status optim_norms(const char *name, const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors, int64_t n_tensors,
-                              double *out_sumsq, double *scratch, void *stream)
+static dsc_status optim_norms(const char *name, const struct dsc_optim_args *args,
+                              const struct dsc_optim_tensor *tensors, int64_t n_tensors, double *out_sumsq,
+                              double *scratch, void *stream)
 {
     const kind *kind;
 
@@ -144,8 +151,9 @@ static dsc_status optim_norms(const char *name, const struct dsc_optim_args *arg
     return lamb_norms(args, tensors, n_tensors, out_sumsq, scratch, stream);
 }
 
-static dsc_status optim_apply(const char *name, const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors, int64_t n_tensors,
-                              const double *ratios, void *stream)
+static dsc_status optim_apply(const char *name, const struct dsc_optim_args *args,
+                              const struct dsc_optim_tensor *tensors, int64_t n_tensors, const double *ratios,
+                              void *stream)
 {
     const kind *kind;
 
@@ -157,14 +165,16 @@ static dsc_status optim_apply(const char *name, const struct dsc_optim_args *arg
     return lamb_apply(args, tensors, n_tensors, ratios, stream);
 }
 
-static dsc_status momentum_hook(const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors, int64_t n_tensors, void *stream)
+static dsc_status momentum_hook(const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors,
+                                int64_t n_tensors, void *stream)
 {
     DSC_TRY(check_args(muon, args));
     DSC_TRY(check_tensors(muon, tensors, n_tensors, muon.n_states, NEEDS_GRAD | NEEDS_STATE | NEEDS_COPY));
     return muon_momentum(args, tensors, n_tensors, stream);
 }
 
-static dsc_status apply_hook(const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors, int64_t n_tensors, void *stream)
+static dsc_status apply_hook(const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors,
+                             int64_t n_tensors, void *stream)
 {
     DSC_TRY(check_args(muon, args));
     DSC_TRY(check_tensors(muon, tensors, n_tensors, 0, NEEDS_PARAM | NEEDS_GRAD));
@@ -179,8 +189,8 @@ static dsc_status sumsq_hook(const struct dsc_span *spans, int64_t n_spans, doub
     return flat_sumsq(spans, n_spans, out, scratch, stream);
 }
 
-static dsc_status reduce_hook(const struct dsc_span *srcs, int64_t n_srcs, float scale, bool accumulate, const struct dsc_span *acc,
-                              double *out, double *scratch, void *stream)
+static dsc_status reduce_hook(const struct dsc_span *srcs, int64_t n_srcs, float scale, bool accumulate,
+                              const struct dsc_span *acc, double *out, double *scratch, void *stream)
 {
     if (acc == nullptr)
         return fail(DSC_EINVAL, "acc is NULL");
@@ -210,14 +220,20 @@ static dsc_status cast_hook(const struct dsc_span *src, const struct dsc_span *d
     DSC_TRY(check_spans(src, 1, "src"));
     DSC_TRY(check_spans(dst, 1, "dst"));
     if (src->n_elems != dst->n_elems)
-        return fail(DSC_EINVAL, "src has %lld elements, dst has %lld", (long long)src->n_elems, (long long)dst->n_elems);
+        return fail(DSC_EINVAL, "src has %lld elements, dst has %lld", (long long)src->n_elems,
+                    (long long)dst->n_elems);
     return flat_cast(src, dst, stream);
 }
 
 /* In the order of struct dsc_accel. */
 static const struct dsc_accel table = {
-    DSC_ACCEL_ABI, sizeof(struct dsc_accel), "cuda",     device_count, optim_step, optim_norms, optim_apply,
-    momentum_hook, apply_hook,               sumsq_hook, reduce_hook,  scale_hook, cast_hook,
+    DSC_ACCEL_ABI, sizeof(struct dsc_accel),
+    "cuda",        device_count,
+    optim_step,    optim_norms,
+    optim_apply,   momentum_hook,
+    apply_hook,    sumsq_hook,
+    reduce_hook,   scale_hook,
+    cast_hook,
 };
 
 }  // namespace dsc_cuda

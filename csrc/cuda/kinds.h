@@ -44,7 +44,8 @@ constexpr unsigned NEEDS_STATE = 1u << 2;
 constexpr unsigned NEEDS_COPY = 1u << 3;
 
 /* A launcher: its arguments have been checked. */
-typedef dsc_status step_launcher(const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors, int64_t n_tensors, void *stream);
+typedef dsc_status step_launcher(const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors,
+                                 int64_t n_tensors, void *stream);
 
 struct kind {
     const char *name;
@@ -55,21 +56,21 @@ struct kind {
 
 /* The checks of dsc_optim_step, with its sentences. */
 dsc_status check_args(const kind &kind, const struct dsc_optim_args *args);
-dsc_status check_tensors(const kind &kind, const struct dsc_optim_tensor *tensors, int64_t n_tensors,
-                         int32_t n_states, unsigned needs);
+dsc_status check_tensors(const kind &kind, const struct dsc_optim_tensor *tensors, int64_t n_tensors, int32_t n_states,
+                         unsigned needs);
 
 step_launcher adam_step, adamw_step, lion_step, adagrad_step, sgd_step, muon_momentum, muon_apply;
 
-dsc_status lamb_step(const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors, int64_t n_tensors, double *scratch,
-                     void *stream);
-dsc_status lamb_norms(const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors, int64_t n_tensors, double *out_sumsq,
-                      double *scratch, void *stream);
-dsc_status lamb_apply(const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors, int64_t n_tensors, const double *ratios,
-                      void *stream);
+dsc_status lamb_step(const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors, int64_t n_tensors,
+                     double *scratch, void *stream);
+dsc_status lamb_norms(const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors, int64_t n_tensors,
+                      double *out_sumsq, double *scratch, void *stream);
+dsc_status lamb_apply(const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors, int64_t n_tensors,
+                      const double *ratios, void *stream);
 
 dsc_status flat_sumsq(const struct dsc_span *spans, int64_t n_spans, double *out, double *scratch, void *stream);
-dsc_status flat_reduce(const struct dsc_span *srcs, int64_t n_srcs, float scale, bool accumulate, const struct dsc_span *acc, double *out,
-                       double *scratch, void *stream);
+dsc_status flat_reduce(const struct dsc_span *srcs, int64_t n_srcs, float scale, bool accumulate,
+                       const struct dsc_span *acc, double *out, double *scratch, void *stream);
 dsc_status flat_scale(const struct dsc_span *spans, int64_t n_spans, float scale, void *stream);
 dsc_status flat_cast(const struct dsc_span *src, const struct dsc_span *dst, void *stream);
 

@@ -1,6 +1,6 @@
 /*
- * LAMB (arXiv 1904.00962, algorithm 2): csrc/optim/lamb.c on a device. One pass updates the moments and leaves two sums a block in scratch, a
- * second adds them up by tensor in block order, a third applies.
+ * LAMB (arXiv 1904.00962, algorithm 2): csrc/optim/lamb.c on a device. One pass updates the moments and leaves two sums
+ * a block in scratch, a second adds them up by tensor in block order, a third applies.
  */
 #include "cuda/step.cuh"
 
@@ -39,7 +39,8 @@ struct norms_params {
 };
 
 /* The norms are of the moments as they are stored, which is what apply will read. */
-__device__ inline void moments_and_squares(const norms_params &a, float p, float grad, float *m, float *v, double sums[2])
+__device__ inline void moments_and_squares(const norms_params &a, float p, float grad, float *m, float *v,
+                                           double sums[2])
 {
     const float g = grad * a.grad_scale;
 
@@ -58,8 +59,8 @@ __global__ void __launch_bounds__(N_THREADS) norms_kernel(const __grid_constant_
     const step_dtypes &d = a.dtypes;
     const int64_t left = t.n_elems - begin;
     const int64_t end = begin + (left < NORMS_CHUNK_ELEMS ? left : NORMS_CHUNK_ELEMS);
-    const bool is_aligned = is_vec_aligned(d.param, t.param) && is_vec_aligned(d.grad, t.grad) && is_vec_aligned(d.state, t.state[0]) &&
-                            is_vec_aligned(d.state, t.state[1]);
+    const bool is_aligned = is_vec_aligned(d.param, t.param) && is_vec_aligned(d.grad, t.grad) &&
+                            is_vec_aligned(d.state, t.state[0]) && is_vec_aligned(d.state, t.state[1]);
     const int64_t vec_end = is_aligned ? end - (end - begin) % VEC : begin;
     double sums[2] = {0.0, 0.0};
 
@@ -140,7 +141,8 @@ __global__ void __launch_bounds__(N_THREADS) ratios_kernel(const __grid_constant
 
 struct apply_update {
     static constexpr int n_states = 2;
-    static constexpr bool touches_param = true, reads_grad = false, reads_state = true, writes_state = false, uses_ratio = true;
+    static constexpr bool touches_param = true, reads_grad = false, reads_state = true, writes_state = false,
+                          uses_ratio = true;
 
     float lr;
     update_scalars update;
@@ -153,8 +155,8 @@ struct apply_update {
     }
 };
 
-dsc_status lamb_norms(const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors, int64_t n_tensors, double *out_sumsq,
-                      double *scratch, void *stream)
+dsc_status lamb_norms(const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors, int64_t n_tensors,
+                      double *out_sumsq, double *scratch, void *stream)
 {
     const dsc_cuda_limits limits = {NORMS_CHUNK_ELEMS, NORMS_MAX_PIECES, MAX_PARTIALS};
     const scalars s = scalars_of(args);
@@ -166,7 +168,8 @@ dsc_status lamb_norms(const struct dsc_optim_args *args, const struct dsc_optim_
 
     if (n_tensors == 0)
         return DSC_OK;
-    DSC_TRY(check_cuda(cudaMemsetAsync(out_sumsq, 0, (size_t)n_tensors * 2 * sizeof *out_sumsq, (cudaStream_t)stream), "lamb norms"));
+    DSC_TRY(check_cuda(cudaMemsetAsync(out_sumsq, 0, (size_t)n_tensors * 2 * sizeof *out_sumsq, (cudaStream_t)stream),
+                       "lamb norms"));
     norms.grad_scale = s.grad_scale;
     norms.one_minus_beta1 = s.one_minus_beta1;
     norms.beta2 = s.beta2;
@@ -193,8 +196,8 @@ dsc_status lamb_norms(const struct dsc_optim_args *args, const struct dsc_optim_
     }
 }
 
-dsc_status lamb_apply(const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors, int64_t n_tensors, const double *ratios,
-                      void *stream)
+dsc_status lamb_apply(const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors, int64_t n_tensors,
+                      const double *ratios, void *stream)
 {
     const scalars s = scalars_of(args);
     const apply_update op = {s.lr, {s.weight_decay, s.corrected_one, s.corrected_eps}};
@@ -202,8 +205,8 @@ dsc_status lamb_apply(const struct dsc_optim_args *args, const struct dsc_optim_
     return run_step("lamb", op, args, tensors, n_tensors, ratios, stream);
 }
 
-dsc_status lamb_step(const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors, int64_t n_tensors, double *scratch,
-                     void *stream)
+dsc_status lamb_step(const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors, int64_t n_tensors,
+                     double *scratch, void *stream)
 {
     double *sumsq = scratch + 2 * MAX_PARTIALS;
     double *ratios = sumsq + 2 * GROUP_TENSORS;

@@ -13,7 +13,8 @@ __device__ inline float sign_of(float x)
 
 struct lion {
     static constexpr int n_states = 1;
-    static constexpr bool touches_param = true, reads_grad = true, reads_state = true, writes_state = true, uses_ratio = false;
+    static constexpr bool touches_param = true, reads_grad = true, reads_state = true, writes_state = true,
+                          uses_ratio = false;
 
     float grad_scale, lr, decay, beta1, one_minus_beta1, beta2, one_minus_beta2;
 
@@ -28,7 +29,8 @@ struct lion {
     }
 };
 
-dsc_status lion_step(const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors, int64_t n_tensors, void *stream)
+dsc_status lion_step(const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors, int64_t n_tensors,
+                     void *stream)
 {
     const scalars s = scalars_of(args);
     const lion op = {s.grad_scale, s.lr, s.decay, s.beta1, s.one_minus_beta1, s.beta2, s.one_minus_beta2};

@@ -1,4 +1,7 @@
-/* Sum of squares and finite check over many buffers: csrc/cpu/norm.c on a device. Two kernels a launch: partial sums, then their total in block order. */
+/*
+ * Sum of squares and finite check over many buffers: csrc/cpu/norm.c on a device. Two kernels a launch: partial sums,
+ * then their total in block order.
+ */
 #include "cuda/common.cuh"
 #include "cuda/kinds.h"
 #include "cuda/total.cuh"

@@ -1,10 +1,12 @@
 /*
- * Cuts a list of tensors into kernel launches, in integers only, so that a test without a device can prove every element covered once.
+ * Cuts a list of tensors into kernel launches, in integers only, so that a test without a device can prove every
+ * element covered once.
  *
- * [Note: Multi-tensor launches] A launch carries up to max_pieces *pieces* in its parameters, so that thousands of small tensors do not cost
- * a launch each. A piece is a run of one tensor; pieces are cut into chunks of chunk_elems, one thread block a chunk, and a block finds its
- * piece by bisecting first_block[]. A tensor with more chunks than a launch may have blocks goes on in the next launch. Every piece begins at a
- * multiple of chunk_elems, so that cutting never costs a tensor its alignment. Zero-size tensors take no piece.
+ * [Note: Multi-tensor launches] A launch carries up to max_pieces *pieces* in its parameters, so that thousands of
+ * small tensors do not cost a launch each. A piece is a run of one tensor; pieces are cut into chunks of chunk_elems,
+ * one thread block a chunk, and a block finds its piece by bisecting first_block[]. A tensor with more chunks than a
+ * launch may have blocks goes on in the next launch. Every piece begins at a multiple of chunk_elems, so that cutting
+ * never costs a tensor its alignment. Zero-size tensors take no piece.
  */
 #ifndef DSC_CUDA_PLAN_H
 #define DSC_CUDA_PLAN_H
@@ -41,11 +43,12 @@ struct dsc_cuda_cursor {
 typedef int64_t dsc_cuda_size_of(const void *ctx, int64_t i);
 
 /*
- * Fills the pieces of the next launch (max_pieces entries are enough) and moves the cursor on. Returns the number of pieces, 0 when all
- * tensors are done; *out_n_blocks is the launch's grid.
+ * Fills the pieces of the next launch (max_pieces entries are enough) and moves the cursor on. Returns the number of
+ * pieces, 0 when all tensors are done; *out_n_blocks is the launch's grid.
  */
-static inline int32_t dsc_cuda_plan_next(const struct dsc_cuda_limits *limits, int64_t n_tensors, dsc_cuda_size_of *size_of, const void *ctx,
-                                         struct dsc_cuda_cursor *cursor, struct dsc_cuda_piece *out_pieces, int32_t *out_n_blocks)
+static inline int32_t dsc_cuda_plan_next(const struct dsc_cuda_limits *limits, int64_t n_tensors,
+                                         dsc_cuda_size_of *size_of, const void *ctx, struct dsc_cuda_cursor *cursor,
+                                         struct dsc_cuda_piece *out_pieces, int32_t *out_n_blocks)
 {
     int32_t n_pieces = 0;
     int64_t n_blocks = 0;
@@ -76,7 +79,8 @@ static inline int32_t dsc_cuda_plan_next(const struct dsc_cuda_limits *limits, i
     return n_pieces;
 }
 
-/* The piece that block belongs to: the last one whose first_block is not behind it. n_pieces >= 1, first_block[0] == 0. */
+/* The piece that block belongs to: the last one whose first_block is not behind it. n_pieces >= 1, first_block[0] == 0.
+ */
 DSC_HD static inline int32_t dsc_cuda_piece_of(const int32_t *first_block, int32_t n_pieces, int32_t block)
 {
     int32_t low = 0, high = n_pieces - 1;

@@ -6,7 +6,8 @@
 namespace dsc_cuda {
 
 constexpr int REDUCE_CHUNK_ELEMS = 16 * N_THREADS;
-/* Sources of one call: what fits a kernel's parameters. They are summed before rounding once, so a call is one kernel. */
+/* Sources of one call: what fits a kernel's parameters. They are summed before rounding once, so a call is one kernel.
+ */
 constexpr int64_t REDUCE_MAX_SRCS = 480;
 
 struct reduce_params {
@@ -91,19 +92,20 @@ static dsc_status check_reduce(const struct dsc_span *srcs, int64_t n_srcs, cons
 {
     for (int64_t i = 0; i < n_srcs; i++) {
         if (srcs[i].n_elems != acc->n_elems)
-            return fail(DSC_EINVAL, "srcs[%lld] has %lld elements, acc has %lld", (long long)i, (long long)srcs[i].n_elems,
-                        (long long)acc->n_elems);
+            return fail(DSC_EINVAL, "srcs[%lld] has %lld elements, acc has %lld", (long long)i,
+                        (long long)srcs[i].n_elems, (long long)acc->n_elems);
         if (srcs[i].dtype != srcs[0].dtype)
-            return fail(DSC_EINVAL, "srcs[%lld].dtype is %d, srcs[0].dtype is %d; sources share one dtype", (long long)i, (int)srcs[i].dtype,
-                        (int)srcs[0].dtype);
+            return fail(DSC_EINVAL, "srcs[%lld].dtype is %d, srcs[0].dtype is %d; sources share one dtype",
+                        (long long)i, (int)srcs[i].dtype, (int)srcs[0].dtype);
     }
     if (n_srcs > REDUCE_MAX_SRCS)
-        return fail(DSC_ENOTSUP, "flat_reduce: %lld sources, at most %lld on a CUDA device", (long long)n_srcs, (long long)REDUCE_MAX_SRCS);
+        return fail(DSC_ENOTSUP, "flat_reduce: %lld sources, at most %lld on a CUDA device", (long long)n_srcs,
+                    (long long)REDUCE_MAX_SRCS);
     return DSC_OK;
 }
 
-dsc_status flat_reduce(const struct dsc_span *srcs, int64_t n_srcs, float scale, bool accumulate, const struct dsc_span *acc, double *out,
-                       double *scratch, void *stream)
+dsc_status flat_reduce(const struct dsc_span *srcs, int64_t n_srcs, float scale, bool accumulate,
+                       const struct dsc_span *acc, double *out, double *scratch, void *stream)
 {
     const dsc_cuda_limits limits = {REDUCE_CHUNK_ELEMS, 1, out == nullptr ? MAX_BLOCKS : MAX_PARTIALS};
     dsc_cuda_cursor cursor = {0, 0};

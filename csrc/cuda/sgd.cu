@@ -5,7 +5,8 @@ namespace dsc_cuda {
 
 struct sgd_plain {
     static constexpr int n_states = 0;
-    static constexpr bool touches_param = true, reads_grad = true, reads_state = false, writes_state = false, uses_ratio = false;
+    static constexpr bool touches_param = true, reads_grad = true, reads_state = false, writes_state = false,
+                          uses_ratio = false;
 
     float grad_scale, weight_decay, lr;
 
@@ -17,7 +18,8 @@ struct sgd_plain {
 
 struct sgd_momentum {
     static constexpr int n_states = 1;
-    static constexpr bool touches_param = true, reads_grad = true, reads_state = true, writes_state = true, uses_ratio = false;
+    static constexpr bool touches_param = true, reads_grad = true, reads_state = true, writes_state = true,
+                          uses_ratio = false;
 
     float grad_scale, weight_decay, lr, momentum, one_minus_dampening;
     bool is_first_step, is_nesterov;
@@ -33,7 +35,8 @@ struct sgd_momentum {
     }
 };
 
-dsc_status sgd_step(const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors, int64_t n_tensors, void *stream)
+dsc_status sgd_step(const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors, int64_t n_tensors,
+                    void *stream)
 {
     const scalars s = scalars_of(args);
     const sgd_plain plain = {s.grad_scale, s.weight_decay, s.lr};

@@ -1,6 +1,6 @@
 /*
- * The one kernel behind every elementwise optimizer: many tensors a launch, VEC elements a thread at a time, all dtypes. An optimizer is an Op:
- * its scalars, what it touches, and the formula for one element.
+ * The one kernel behind every elementwise optimizer: many tensors a launch, VEC elements a thread at a time, all
+ * dtypes. An optimizer is an Op: its scalars, what it touches, and the formula for one element.
  */
 #ifndef DSC_CUDA_STEP_CUH
 #define DSC_CUDA_STEP_CUH
@@ -28,8 +28,9 @@ struct step_dtypes {
 };
 
 /*
- * Op has: n_states; touches_param (read and written) or not, in which case the result goes to the copy alone; reads_grad; reads_state; writes_state; uses_ratio;
- * and float operator()(float p, float g, float s[], float ratio) const, which gives the new weight and leaves the new states in s.
+ * Op has: n_states; touches_param (read and written) or not, in which case the result goes to the copy alone;
+ * reads_grad; reads_state; writes_state; uses_ratio; and float operator()(float p, float g, float s[], float ratio)
+ * const, which gives the new weight and leaves the new states in s.
  */
 template <class Op>
 struct step_params {
@@ -142,21 +143,28 @@ __global__ void __launch_bounds__(N_THREADS) step_kernel(const __grid_constant__
         step_elements<1>(a.op, d, t, ratio, i);
 }
 
-/* The dtypes that training mostly has get a kernel of their own: f32 throughout, and f32 masters with bf16 gradients and copies. */
+/*
+ * The dtypes that training mostly has get a kernel of their own: f32 throughout, and f32 masters with bf16 gradients
+ * and copies.
+ */
 template <class Op>
 void (*choose_step_kernel(const struct dsc_optim_args *args, bool has_copies))(step_params<Op>)
 {
-    const bool is_f32 = (!Op::touches_param || args->param_dtype == DSC_DTYPE_F32) && (Op::n_states == 0 || args->state_dtype == DSC_DTYPE_F32);
+    const bool is_f32 = (!Op::touches_param || args->param_dtype == DSC_DTYPE_F32) &&
+                        (Op::n_states == 0 || args->state_dtype == DSC_DTYPE_F32);
     const auto is = [](bool is_used, dsc_dtype dtype, dsc_dtype wanted) { return !is_used || dtype == wanted; };
 
-    if (is_f32 && is(Op::reads_grad, args->grad_dtype, DSC_DTYPE_F32) && is(has_copies, args->copy_dtype, DSC_DTYPE_F32))
+    if (is_f32 && is(Op::reads_grad, args->grad_dtype, DSC_DTYPE_F32) &&
+        is(has_copies, args->copy_dtype, DSC_DTYPE_F32))
         return step_kernel<Op, DSC_DTYPE_F32, DSC_DTYPE_F32, DSC_DTYPE_F32, DSC_DTYPE_F32>;
-    if (is_f32 && is(Op::reads_grad, args->grad_dtype, DSC_DTYPE_BF16) && is(has_copies, args->copy_dtype, DSC_DTYPE_BF16))
+    if (is_f32 && is(Op::reads_grad, args->grad_dtype, DSC_DTYPE_BF16) &&
+        is(has_copies, args->copy_dtype, DSC_DTYPE_BF16))
         return step_kernel<Op, DSC_DTYPE_F32, DSC_DTYPE_BF16, DSC_DTYPE_F32, DSC_DTYPE_BF16>;
     return step_kernel<Op, ANY_DTYPE, ANY_DTYPE, ANY_DTYPE, ANY_DTYPE>;
 }
 
-inline step_piece step_piece_of(const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors, const dsc_cuda_piece &piece)
+inline step_piece step_piece_of(const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors,
+                                const dsc_cuda_piece &piece)
 {
     const struct dsc_optim_tensor &t = tensors[piece.tensor];
     step_piece out;
@@ -173,8 +181,8 @@ inline step_piece step_piece_of(const struct dsc_optim_args *args, const struct 
 
 /* Enqueues op over checked tensors. */
 template <class Op>
-dsc_status run_step(const char *what, const Op &op, const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors,
-                    int64_t n_tensors, const double *ratios, void *stream)
+dsc_status run_step(const char *what, const Op &op, const struct dsc_optim_args *args,
+                    const struct dsc_optim_tensor *tensors, int64_t n_tensors, const double *ratios, void *stream)
 {
     const dsc_cuda_limits limits = {STEP_CHUNK_ELEMS, STEP_MAX_PIECES, MAX_BLOCKS};
     dsc_cuda_cursor cursor = {0, 0};

@@ -1,4 +1,5 @@
-/* Compiled once per instruction set: Adagrad (Duchi, Hazan and Singer 2011), in the order of operations of torch.optim. */
+/* Compiled once per instruction set: Adagrad (Duchi, Hazan and Singer 2011), in the order of operations of torch.optim.
+ */
 #include "optim/loops.h"
 
 #include <math.h>

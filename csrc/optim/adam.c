@@ -1,6 +1,7 @@
 /*
- * Compiled once per instruction set: Adam (arXiv 1412.6980) and AdamW (arXiv 1711.05101), in the order of operations of torch.optim, except that the bias
- * corrections are folded into the step size and eps (1412.6980, end of section 2): one division an element instead of two.
+ * Compiled once per instruction set: Adam (arXiv 1412.6980) and AdamW (arXiv 1711.05101), in the order of operations of
+ * torch.optim, except that the bias corrections are folded into the step size and eps (1412.6980, end of section 2):
+ * one division an element instead of two.
  */
 #include "optim/loops.h"
 

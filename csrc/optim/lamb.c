@@ -1,6 +1,7 @@
 /*
- * Compiled once per instruction set: LAMB (arXiv 1904.00962, algorithm 2) in three loops, because the update is scaled by norms over the
- * whole tensor: the moments, the norms, the update. The update is worked out twice rather than kept: it would cost a buffer.
+ * Compiled once per instruction set: LAMB (arXiv 1904.00962, algorithm 2) in three loops, because the update is scaled
+ * by norms over the whole tensor: the moments, the norms, the update. The update is worked out twice rather than kept:
+ * it would cost a buffer.
  */
 #include "base/par.h"
 #include "optim/loops.h"

@@ -1,6 +1,6 @@
 /*
- * An optimizer's loops: f32 in, f32 out, over one block that lies in the first-level cache. Everything else (dtypes, tensors, threads, scalars
- * that depend on the step) is done once, in optim.c.
+ * An optimizer's loops: f32 in, f32 out, over one block that lies in the first-level cache. Everything else (dtypes,
+ * tensors, threads, scalars that depend on the step) is done once, in optim.c.
  */
 #ifndef DSC_OPTIM_LOOPS_H
 #define DSC_OPTIM_LOOPS_H
@@ -8,24 +8,27 @@
 #include "cpu/table.h"
 #include "dsc/optim.h"
 
-/* What the loops multiply with, worked out in double from dsc_optim_args and rounded once, as torch does with its Python scalars. */
+/*
+ * What the loops multiply with, worked out in double from dsc_optim_args and rounded once, as torch does with its
+ * Python scalars.
+ */
 struct dsc_optim_scalars {
-    float grad_scale;          /* negative under DSC_OPTIM_MAXIMIZE */
+    float grad_scale; /* negative under DSC_OPTIM_MAXIMIZE */
     float lr;
     float weight_decay;
-    float decay;               /* 1 - lr * weight_decay */
+    float decay; /* 1 - lr * weight_decay */
     float beta1;
     float one_minus_beta1;
     float beta2;
     float one_minus_beta2;
     float eps;
     /* With c1 = 1 - beta1^step and c2 = 1 - beta2^step, both 1 without DSC_OPTIM_BIAS_CORRECTION: */
-    float corrected_one;       /* sqrt(c2) / c1 */
-    float corrected_lr;        /* lr * sqrt(c2) / c1 */
-    float corrected_eps;       /* eps * sqrt(c2) */
+    float corrected_one; /* sqrt(c2) / c1 */
+    float corrected_lr;  /* lr * sqrt(c2) / c1 */
+    float corrected_eps; /* eps * sqrt(c2) */
     float momentum;
     float one_minus_dampening;
-    float decayed_lr;          /* lr / (1 + (step - 1) * lr_decay) */
+    float decayed_lr; /* lr / (1 + (step - 1) * lr_decay) */
     bool is_nesterov;
     bool is_first_step;
     bool has_momentum;
@@ -36,8 +39,8 @@ struct dsc_optim_block {
     dsc_f32 *param;
     const dsc_f32 *grad; /* as the caller stored it: to be multiplied by grad_scale */
     dsc_f32 *state[DSC_OPTIM_MAX_STATES];
-    float ratio;         /* apply: the tensor's trust ratio */
-    double *sumsq;       /* norms: [0] += sum of param^2, [1] += sum of update^2 */
+    float ratio;   /* apply: the tensor's trust ratio */
+    double *sumsq; /* norms: [0] += sum of param^2, [1] += sum of update^2 */
 };
 
 typedef void dsc_optim_loop(const struct dsc_optim_scalars *scalars, int64_t n, const struct dsc_optim_block *block);
@@ -68,7 +71,8 @@ struct dsc_optim_table {
 
 #ifdef DSC_ISA /* the variant that is being compiled */
 #define DSC_OPTIMIZER(name, n_states, uses, q8) dsc_optim_loop DSC_K(name##_step);
-#define DSC_OPTIMIZER_NORMS(name, n_states, uses, q8) dsc_optim_loop DSC_K(name##_moments), DSC_K(name##_norms), DSC_K(name##_apply);
+#define DSC_OPTIMIZER_NORMS(name, n_states, uses, q8) \
+    dsc_optim_loop DSC_K(name##_moments), DSC_K(name##_norms), DSC_K(name##_apply);
 #include "optim/optimizers.inc"
 #undef DSC_OPTIMIZER
 #undef DSC_OPTIMIZER_NORMS

@@ -1,4 +1,7 @@
-/* Compiled once per instruction set: Muon's elementwise halves (Jordan 2024), before and after the caller's orthogonalisation. */
+/*
+ * Compiled once per instruction set: Muon's elementwise halves (Jordan 2024), before and after the caller's
+ * orthogonalisation.
+ */
 #include "optim/loops.h"
 
 static inline __attribute__((always_inline)) void momentum(const struct dsc_optim_scalars *scalars, int64_t n,

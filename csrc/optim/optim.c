@@ -1,4 +1,7 @@
-/* The optimizer step: checks everything, works out the scalars, shares the tensors out in chunks, and runs the loops block by block. */
+/*
+ * The optimizer step: checks everything, works out the scalars, shares the tensors out in chunks, and runs the loops
+ * block by block.
+ */
 #include "dsc/optim.h"
 
 #include "base/fail.h"
@@ -21,9 +24,18 @@
 #define ALL_FLAGS (DSC_OPTIM_BIAS_CORRECTION | DSC_OPTIM_NESTEROV | DSC_OPTIM_MAXIMIZE | DSC_OPTIM_STATE_Q8)
 
 /* The codes of an optimizer's slots. */
-#define DSC_Q8_MOMENTS {DSC_Q8_SIGNED, DSC_Q8_UNSIGNED}
-#define DSC_Q8_MOMENTUM {DSC_Q8_SIGNED, DSC_Q8_NONE}
-#define DSC_Q8_NEVER {DSC_Q8_NONE, DSC_Q8_NONE}
+#define DSC_Q8_MOMENTS                 \
+    {                                  \
+        DSC_Q8_SIGNED, DSC_Q8_UNSIGNED \
+    }
+#define DSC_Q8_MOMENTUM            \
+    {                              \
+        DSC_Q8_SIGNED, DSC_Q8_NONE \
+    }
+#define DSC_Q8_NEVER             \
+    {                            \
+        DSC_Q8_NONE, DSC_Q8_NONE \
+    }
 
 struct dsc_optim_kind {
     const char *name;
@@ -47,8 +59,6 @@ static const struct dsc_optim_kind muon = {"muon", 1, DSC_USES_MOMENTUM, false, 
 #define TABLE_ENTRY(isa, is_runnable) &DSC_K_OF(optim_table, isa),
 static const struct dsc_optim_table *const tables[] = {DSC_ISA_MAP(TABLE_ENTRY)};
 #undef TABLE_ENTRY
-
-
 
 dsc_status dsc_optim_find(const char *name, const struct dsc_optim_kind **out_kind)
 {
@@ -93,8 +103,6 @@ dsc_q8_code dsc_optim_q8_code(const struct dsc_optim_kind *kind, int32_t slot)
     return slot >= 0 && slot < kind->n_states ? kind->q8[slot] : DSC_Q8_NONE;
 }
 
-
-
 /* One field of dsc_optim_args; finite as the f32 that the loops see, and in [low, high) where the optimizer uses it. */
 static dsc_status check_field(const char *kind, const char *field, double value, bool is_used, double low, double high)
 {
@@ -123,8 +131,8 @@ static dsc_status check_flags(const struct dsc_optim_kind *kind, const struct ds
     if ((kind->uses & DSC_USES_MOMENTUM) == 0)
         return dsc_fail(DSC_EINVAL, "%s: args.flags has DSC_OPTIM_NESTEROV, which it has no use for", kind->name);
     if (kind != &muon && (args->momentum == 0.0 || args->dampening != 0.0))
-        return dsc_fail(DSC_EINVAL, "%s: DSC_OPTIM_NESTEROV needs momentum > 0 and dampening 0, not %g and %g", kind->name, args->momentum,
-                        args->dampening);
+        return dsc_fail(DSC_EINVAL, "%s: DSC_OPTIM_NESTEROV needs momentum > 0 and dampening 0, not %g and %g",
+                        kind->name, args->momentum, args->dampening);
     return DSC_OK;
 }
 
@@ -139,8 +147,8 @@ static dsc_status check_args(const struct dsc_optim_kind *kind, const struct dsc
     bool has_coeffs = (kind->uses & DSC_USES_COEFFS) != 0;
 
     if (args->size != sizeof *args)
-        return dsc_fail(DSC_EINVAL, "%s: args.size is %u, this library expects %u; start from DSC_OPTIM_ARGS_INIT", name, (unsigned)args->size,
-                        (unsigned)sizeof *args);
+        return dsc_fail(DSC_EINVAL, "%s: args.size is %u, this library expects %u; start from DSC_OPTIM_ARGS_INIT",
+                        name, (unsigned)args->size, (unsigned)sizeof *args);
     DSC_TRY(check_dtype(name, "param_dtype", args->param_dtype));
     DSC_TRY(check_dtype(name, "grad_dtype", args->grad_dtype));
     DSC_TRY(check_dtype(name, "state_dtype", args->state_dtype));
@@ -187,8 +195,9 @@ static const char *missing_state(const struct dsc_optim_tensor *tensor, int32_t 
     return NULL;
 }
 
-static dsc_status check_tensors(const struct dsc_optim_kind *kind, const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors,
-                                int64_t n_tensors, int32_t n_states, unsigned operands)
+static dsc_status check_tensors(const struct dsc_optim_kind *kind, const struct dsc_optim_args *args,
+                                const struct dsc_optim_tensor *tensors, int64_t n_tensors, int32_t n_states,
+                                unsigned operands)
 {
     if (n_tensors < 0)
         return dsc_fail(DSC_EINVAL, "%s: n_tensors is %lld, must not be negative", kind->name, (long long)n_tensors);
@@ -202,10 +211,11 @@ static dsc_status check_tensors(const struct dsc_optim_kind *kind, const struct 
         const char *missing = NULL;
 
         if (tensor->n_elems < 0)
-            return dsc_fail(DSC_EINVAL, "%s: tensors[%lld].n_elems is %lld, must not be negative", kind->name, (long long)i,
-                            (long long)tensor->n_elems);
+            return dsc_fail(DSC_EINVAL, "%s: tensors[%lld].n_elems is %lld, must not be negative", kind->name,
+                            (long long)i, (long long)tensor->n_elems);
         if (__builtin_add_overflow(total, tensor->n_elems, &total))
-            return dsc_fail(DSC_EOVERFLOW, "%s: the first %lld tensors hold more elements than int64_t counts", kind->name, (long long)(i + 1));
+            return dsc_fail(DSC_EOVERFLOW, "%s: the first %lld tensors hold more elements than int64_t counts",
+                            kind->name, (long long)(i + 1));
         if (tensor->n_elems == 0)
             continue;
         if ((operands & TOUCHES_STATE) != 0)
@@ -217,13 +227,11 @@ static dsc_status check_tensors(const struct dsc_optim_kind *kind, const struct 
         if (tensor->param == NULL && (operands & TOUCHES_PARAM) != 0)
             missing = "param";
         if (missing != NULL)
-            return dsc_fail(DSC_EINVAL, "%s: tensors[%lld].%s is NULL for %lld elements", kind->name, (long long)i, missing,
-                            (long long)tensor->n_elems);
+            return dsc_fail(DSC_EINVAL, "%s: tensors[%lld].%s is NULL for %lld elements", kind->name, (long long)i,
+                            missing, (long long)tensor->n_elems);
     }
     return DSC_OK;
 }
-
-
 
 static struct dsc_optim_scalars scalars_of(const struct dsc_optim_args *args)
 {
@@ -253,8 +261,6 @@ static struct dsc_optim_scalars scalars_of(const struct dsc_optim_args *args)
     };
 }
 
-
-
 /* A loop and the operands it works on. */
 struct pass {
     dsc_optim_loop *loop;
@@ -275,10 +281,11 @@ struct job {
     const struct dsc_optim_tensor *tensors;
     struct dsc_optim_scalars scalars;
     int32_t n_states;
-    const dsc_q8_code *q8;          /* the codes of the states, or NULL where they are of args->state_dtype */
-    struct pass passes[MAX_PASSES]; /* one after another on each block, while it is in the cache; the second may lack a loop */
-    const double *ratios;           /* one a tensor, or NULL */
-    double *sumsq;                  /* two a tensor, or NULL */
+    const dsc_q8_code *q8; /* the codes of the states, or NULL where they are of args->state_dtype */
+    struct pass
+        passes[MAX_PASSES]; /* one after another on each block, while it is in the cache; the second may lack a loop */
+    const double *ratios;   /* one a tensor, or NULL */
+    double *sumsq;          /* two a tensor, or NULL */
     struct dsc_list list;
     struct edges edges[DSC_MAX_CHUNKS]; /* where sumsq is not NULL */
 };
@@ -295,8 +302,12 @@ static char *at(const void *data, dsc_dtype dtype, int64_t element)
     return data == NULL ? NULL : (char *)data + (size_t)element * dsc_dtype_bytes(dtype);
 }
 
-/* The block of an operand that the loop may write: in place when it is f32, otherwise in scratch, filled if it is read as well. */
-static dsc_f32 *writable(const struct dsc_kernels *kernels, dsc_dtype dtype, char *data, int64_t n, dsc_f32 *scratch, bool is_read)
+/*
+ * The block of an operand that the loop may write: in place when it is f32, otherwise in scratch, filled if it is read
+ * as well.
+ */
+static dsc_f32 *writable(const struct dsc_kernels *kernels, dsc_dtype dtype, char *data, int64_t n, dsc_f32 *scratch,
+                         bool is_read)
 {
     if (dtype == DSC_DTYPE_F32)
         return (dsc_f32 *)data;
@@ -305,8 +316,12 @@ static dsc_f32 *writable(const struct dsc_kernels *kernels, dsc_dtype dtype, cha
     return scratch;
 }
 
-/* Where the loop finds the param block. Without a parameter (muon) it is a place for the result, if possible the result's own. */
-static dsc_f32 *param_block(const struct job *job, unsigned operands, char *param, char *copy, int64_t n, struct scratch *scratch)
+/*
+ * Where the loop finds the param block. Without a parameter (muon) it is a place for the result, if possible the
+ * result's own.
+ */
+static dsc_f32 *param_block(const struct job *job, unsigned operands, char *param, char *copy, int64_t n,
+                            struct scratch *scratch)
 {
     if ((operands & TOUCHES_PARAM) == 0)
         return job->args->copy_dtype == DSC_DTYPE_F32 && copy != NULL ? (dsc_f32 *)copy : scratch->param;
@@ -314,8 +329,8 @@ static dsc_f32 *param_block(const struct job *job, unsigned operands, char *para
 }
 
 /* A state's block as f32; the one of codes is always in scratch. */
-static dsc_f32 *state_block(const struct job *job, const struct dsc_optim_tensor *tensor, int32_t slot, int64_t begin, int64_t n,
-                            dsc_f32 *scratch, bool is_read)
+static dsc_f32 *state_block(const struct job *job, const struct dsc_optim_tensor *tensor, int32_t slot, int64_t begin,
+                            int64_t n, dsc_f32 *scratch, bool is_read)
 {
     dsc_dtype dtype = job->args->state_dtype;
 
@@ -326,7 +341,8 @@ static dsc_f32 *state_block(const struct job *job, const struct dsc_optim_tensor
     return scratch;
 }
 
-static void store_state(const struct job *job, const struct dsc_optim_tensor *tensor, int32_t slot, int64_t begin, int64_t n, const dsc_f32 *block)
+static void store_state(const struct job *job, const struct dsc_optim_tensor *tensor, int32_t slot, int64_t begin,
+                        int64_t n, const dsc_f32 *block)
 {
     dsc_dtype dtype = job->args->state_dtype;
 
@@ -336,8 +352,8 @@ static void store_state(const struct job *job, const struct dsc_optim_tensor *te
         dsc_q8_store(job->kernels, job->q8[slot], block, begin, n, tensor->state[slot], tensor->state_scale[slot]);
 }
 
-static void run_pass(const struct job *job, const struct pass *pass, const struct dsc_optim_tensor *tensor, int64_t begin, int64_t n,
-                     struct dsc_optim_block *block, struct scratch *scratch)
+static void run_pass(const struct job *job, const struct pass *pass, const struct dsc_optim_tensor *tensor,
+                     int64_t begin, int64_t n, struct dsc_optim_block *block, struct scratch *scratch)
 {
     const struct dsc_kernels *kernels = job->kernels;
     const struct dsc_optim_args *args = job->args;
@@ -347,9 +363,11 @@ static void run_pass(const struct job *job, const struct pass *pass, const struc
 
     block->param = param_block(job, operands, param, copy, n, scratch);
     if ((operands & READS_GRAD) != 0)
-        block->grad = dsc_load_f32(kernels, args->grad_dtype, at(tensor->grad, args->grad_dtype, begin), n, scratch->grad);
+        block->grad =
+            dsc_load_f32(kernels, args->grad_dtype, at(tensor->grad, args->grad_dtype, begin), n, scratch->grad);
     for (int32_t slot = 0; slot < job->n_states && (operands & TOUCHES_STATE) != 0; slot++)
-        block->state[slot] = state_block(job, tensor, slot, begin, n, scratch->state[slot], (operands & READS_STATE) != 0);
+        block->state[slot] =
+            state_block(job, tensor, slot, begin, n, scratch->state[slot], (operands & READS_STATE) != 0);
 
     pass->loop(&job->scalars, n, block);
 
@@ -383,8 +401,8 @@ static void run_piece(const struct job *job, const struct dsc_piece *piece, doub
 }
 
 /*
- * The elements of a piece whose scales no other chunk writes: chunk borders are whole blocks of the list, but a tensor behind others begins anywhere in it. A block
- * that a border cuts belongs to the chunk that it begins in.
+ * The elements of a piece whose scales no other chunk writes: chunk borders are whole blocks of the list, but a tensor
+ * behind others begins anywhere in it. A block that a border cuts belongs to the chunk that it begins in.
  */
 static struct dsc_piece whole_blocks(const struct dsc_piece *piece, int64_t n_elems)
 {
@@ -450,8 +468,8 @@ static void fold_edges(struct job *job)
     }
 }
 
-static dsc_status init_job(struct job *job, const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors, int64_t n_tensors,
-                           int32_t n_states)
+static dsc_status init_job(struct job *job, const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors,
+                           int64_t n_tensors, int32_t n_states)
 {
     job->args = args;
     job->tensors = tensors;
@@ -461,22 +479,14 @@ static dsc_status init_job(struct job *job, const struct dsc_optim_args *args, c
     job->passes[0] = job->passes[1] = (struct pass){NULL, 0};
     job->ratios = NULL;
     job->sumsq = NULL;
-    DSC_TRY(dsc_kernels_get(&job->kernels));
+    job->kernels = dsc_kernels_get();
     return dsc_list_init(&job->list, n_tensors > 0 ? &tensors->n_elems : NULL, sizeof *tensors, n_tensors);
 }
 
-static dsc_status get_table(const struct dsc_optim_table **out_table)
-{
-    int32_t isa;
-
-    DSC_TRY(dsc_isa_index(&isa));
-    *out_table = tables[isa];
-    return DSC_OK;
-}
-
 /* One pass over a checked list; q8 as in the job. */
-static dsc_status run(const struct pass *pass, const dsc_q8_code *q8, const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors,
-                      int64_t n_tensors, int32_t n_states, const double *ratios, const struct dsc_par *par)
+static dsc_status run(const struct pass *pass, const dsc_q8_code *q8, const struct dsc_optim_args *args,
+                      const struct dsc_optim_tensor *tensors, int64_t n_tensors, int32_t n_states, const double *ratios,
+                      const struct dsc_par *par)
 {
     struct job job;
 
@@ -488,8 +498,6 @@ static dsc_status run(const struct pass *pass, const dsc_q8_code *q8, const stru
     return DSC_OK;
 }
 
-
-
 #define STEP_OPERANDS (READS_PARAM | WRITES_PARAM | READS_GRAD | READS_STATE | WRITES_STATE | WRITES_COPY)
 #define MOMENTS_OPERANDS (READS_GRAD | READS_STATE | WRITES_STATE)
 #define NORMS_OPERANDS (READS_PARAM | READS_STATE)
@@ -497,8 +505,9 @@ static dsc_status run(const struct pass *pass, const dsc_q8_code *q8, const stru
 #define MUON_MOMENTUM_OPERANDS (READS_GRAD | READS_STATE | WRITES_STATE | WRITES_COPY | REQUIRES_COPY)
 #define MUON_APPLY_OPERANDS (READS_PARAM | WRITES_PARAM | READS_GRAD | WRITES_COPY)
 
-static dsc_status run_norms(const struct dsc_optim_loops *loops, const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors,
-                            int64_t n_tensors, int32_t n_states, const struct dsc_par *par, double *out_sumsq)
+static dsc_status run_norms(const struct dsc_optim_loops *loops, const struct dsc_optim_args *args,
+                            const struct dsc_optim_tensor *tensors, int64_t n_tensors, int32_t n_states,
+                            const struct dsc_par *par, double *out_sumsq)
 {
     struct job job;
 
@@ -518,7 +527,8 @@ static dsc_status run_norms(const struct dsc_optim_loops *loops, const struct ds
 
 /* A whole step of a kind with norms, for so many tensors at a time that their norms fit the stack. */
 static dsc_status run_norm_groups(const struct dsc_optim_loops *loops, const struct dsc_optim_args *args,
-                                  const struct dsc_optim_tensor *tensors, int64_t n_tensors, int32_t n_states, const struct dsc_par *par)
+                                  const struct dsc_optim_tensor *tensors, int64_t n_tensors, int32_t n_states,
+                                  const struct dsc_par *par)
 {
     const struct pass apply = {loops->apply, APPLY_OPERANDS};
     double sumsq[2 * GROUP_TENSORS];
@@ -535,8 +545,8 @@ static dsc_status run_norm_groups(const struct dsc_optim_loops *loops, const str
     return DSC_OK;
 }
 
-dsc_status dsc_optim_step(const struct dsc_optim_kind *kind, const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors,
-                          int64_t n_tensors, const struct dsc_par *par)
+dsc_status dsc_optim_step(const struct dsc_optim_kind *kind, const struct dsc_optim_args *args,
+                          const struct dsc_optim_tensor *tensors, int64_t n_tensors, const struct dsc_par *par)
 {
     const struct dsc_optim_table *table;
 
@@ -546,14 +556,15 @@ dsc_status dsc_optim_step(const struct dsc_optim_kind *kind, const struct dsc_op
     int32_t n_states = is_stateless ? 0 : kind->n_states;
 
     DSC_TRY(check_tensors(kind, args, tensors, n_tensors, n_states, STEP_OPERANDS));
-    DSC_TRY(get_table(&table));
+    table = tables[dsc_isa_index()];
 
     const struct dsc_optim_loops *loops = &table->kinds[kind - kinds];
     const struct pass step = {loops->step, STEP_OPERANDS};
 
     if (kind->needs_norms)
         return run_norm_groups(loops, args, tensors, n_tensors, n_states, par);
-    return run(&step, (args->flags & DSC_OPTIM_STATE_Q8) != 0 ? kind->q8 : NULL, args, tensors, n_tensors, n_states, NULL, par);
+    return run(&step, (args->flags & DSC_OPTIM_STATE_Q8) != 0 ? kind->q8 : NULL, args, tensors, n_tensors, n_states,
+               NULL, par);
 }
 
 static dsc_status check_norms_kind(const struct dsc_optim_kind *kind)
@@ -565,8 +576,9 @@ static dsc_status check_norms_kind(const struct dsc_optim_kind *kind)
     return DSC_OK;
 }
 
-dsc_status dsc_optim_norms(const struct dsc_optim_kind *kind, const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors,
-                           int64_t n_tensors, const struct dsc_par *par, double *out_sumsq)
+dsc_status dsc_optim_norms(const struct dsc_optim_kind *kind, const struct dsc_optim_args *args,
+                           const struct dsc_optim_tensor *tensors, int64_t n_tensors, const struct dsc_par *par,
+                           double *out_sumsq)
 {
     const struct dsc_optim_table *table;
 
@@ -575,7 +587,7 @@ dsc_status dsc_optim_norms(const struct dsc_optim_kind *kind, const struct dsc_o
     DSC_TRY(check_tensors(kind, args, tensors, n_tensors, kind->n_states, MOMENTS_OPERANDS | NORMS_OPERANDS));
     if (out_sumsq == NULL && n_tensors > 0)
         return dsc_fail(DSC_EINVAL, "%s: out_sumsq is NULL for %lld tensors", kind->name, (long long)n_tensors);
-    DSC_TRY(get_table(&table));
+    table = tables[dsc_isa_index()];
     return run_norms(&table->kinds[kind - kinds], args, tensors, n_tensors, kind->n_states, par, out_sumsq);
 }
 
@@ -591,8 +603,9 @@ double dsc_optim_trust_ratio(const struct dsc_optim_args *args, double param_sum
     return ratio > args->max_coeff ? args->max_coeff : ratio;
 }
 
-dsc_status dsc_optim_apply(const struct dsc_optim_kind *kind, const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors,
-                           int64_t n_tensors, const struct dsc_par *par, const double *ratios)
+dsc_status dsc_optim_apply(const struct dsc_optim_kind *kind, const struct dsc_optim_args *args,
+                           const struct dsc_optim_tensor *tensors, int64_t n_tensors, const struct dsc_par *par,
+                           const double *ratios)
 {
     const struct dsc_optim_table *table;
 
@@ -601,21 +614,21 @@ dsc_status dsc_optim_apply(const struct dsc_optim_kind *kind, const struct dsc_o
     DSC_TRY(check_tensors(kind, args, tensors, n_tensors, kind->n_states, APPLY_OPERANDS));
     if (ratios == NULL && n_tensors > 0)
         return dsc_fail(DSC_EINVAL, "%s: ratios is NULL for %lld tensors", kind->name, (long long)n_tensors);
-    DSC_TRY(get_table(&table));
+    table = tables[dsc_isa_index()];
 
     const struct pass apply = {table->kinds[kind - kinds].apply, APPLY_OPERANDS};
 
     return run(&apply, NULL, args, tensors, n_tensors, kind->n_states, ratios, par);
 }
 
-dsc_status dsc_muon_momentum(const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors, int64_t n_tensors,
-                             const struct dsc_par *par)
+dsc_status dsc_muon_momentum(const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors,
+                             int64_t n_tensors, const struct dsc_par *par)
 {
     const struct dsc_optim_table *table;
 
     DSC_TRY(check_args(&muon, args));
     DSC_TRY(check_tensors(&muon, args, tensors, n_tensors, muon.n_states, MUON_MOMENTUM_OPERANDS));
-    DSC_TRY(get_table(&table));
+    table = tables[dsc_isa_index()];
 
     const struct pass pass = {table->muon_momentum, MUON_MOMENTUM_OPERANDS};
 
@@ -629,7 +642,7 @@ dsc_status dsc_muon_apply(const struct dsc_optim_args *args, const struct dsc_op
 
     DSC_TRY(check_args(&muon, args));
     DSC_TRY(check_tensors(&muon, args, tensors, n_tensors, 0, MUON_APPLY_OPERANDS));
-    DSC_TRY(get_table(&table));
+    table = tables[dsc_isa_index()];
 
     const struct pass pass = {table->muon_apply, MUON_APPLY_OPERANDS};
 

@@ -19,8 +19,8 @@ static int64_t rest_of_block(int64_t at, int64_t n_left)
     return n < n_left ? n : n_left;
 }
 
-void dsc_q8_load(const struct dsc_kernels *kernels, dsc_q8_code code, const void *codes, const void *scales, int64_t begin, int64_t n,
-                 dsc_f32 *dst)
+void dsc_q8_load(const struct dsc_kernels *kernels, dsc_q8_code code, const void *codes, const void *scales,
+                 int64_t begin, int64_t n, dsc_f32 *dst)
 {
     const dsc_f32 *scale = scales;
     int64_t n_done = 0;
@@ -30,14 +30,17 @@ void dsc_q8_load(const struct dsc_kernels *kernels, dsc_q8_code code, const void
         int64_t n_here = rest_of_block(at, n - n_done);
 
         if (code == DSC_Q8_SIGNED)
-            kernels->dequantize_q8_signed(n_here, (const int8_t *)codes + at, scale[at / DSC_Q8_BLOCK_ELEMS], dst + n_done);
+            kernels->dequantize_q8_signed(n_here, (const int8_t *)codes + at, scale[at / DSC_Q8_BLOCK_ELEMS],
+                                          dst + n_done);
         else
-            kernels->dequantize_q8_unsigned(n_here, (const uint8_t *)codes + at, scale[at / DSC_Q8_BLOCK_ELEMS], dst + n_done);
+            kernels->dequantize_q8_unsigned(n_here, (const uint8_t *)codes + at, scale[at / DSC_Q8_BLOCK_ELEMS],
+                                            dst + n_done);
         n_done += n_here;
     }
 }
 
-void dsc_q8_store(const struct dsc_kernels *kernels, dsc_q8_code code, const dsc_f32 *src, int64_t begin, int64_t n, void *codes, void *scales)
+void dsc_q8_store(const struct dsc_kernels *kernels, dsc_q8_code code, const dsc_f32 *src, int64_t begin, int64_t n,
+                  void *codes, void *scales)
 {
     dsc_f32 *scale = scales;
     int64_t n_done = 0;
@@ -53,8 +56,6 @@ void dsc_q8_store(const struct dsc_kernels *kernels, dsc_q8_code code, const dsc
         n_done += n_here;
     }
 }
-
-
 
 struct job {
     const struct dsc_kernels *kernels;
@@ -99,7 +100,8 @@ static void quantize_chunks(void *arg, int64_t first, int64_t last)
     for (int64_t chunk = first; chunk < last; chunk++) {
         int64_t begin = chunk * job->chunk_elems;
 
-        dsc_q8_store(job->kernels, job->code, job->values + begin, begin, end_of_chunk(job, chunk) - begin, job->out_codes, job->out_scales);
+        dsc_q8_store(job->kernels, job->code, job->values + begin, begin, end_of_chunk(job, chunk) - begin,
+                     job->out_codes, job->out_scales);
     }
 }
 
@@ -110,14 +112,14 @@ static void dequantize_chunks(void *arg, int64_t first, int64_t last)
     for (int64_t chunk = first; chunk < last; chunk++) {
         int64_t begin = chunk * job->chunk_elems;
 
-        dsc_q8_load(job->kernels, job->code, job->codes, job->scales, job->begin + begin, end_of_chunk(job, chunk) - begin,
-                    job->out_values + begin);
+        dsc_q8_load(job->kernels, job->code, job->codes, job->scales, job->begin + begin,
+                    end_of_chunk(job, chunk) - begin, job->out_values + begin);
     }
 }
 
 /* The checks that both directions share, and how the elements are shared out. */
-static dsc_status init_job(struct job *job, const char *what, dsc_q8_code code, int64_t n_elems, const void *codes, const void *scales,
-                           const void *values, int64_t *out_n_chunks)
+static dsc_status init_job(struct job *job, const char *what, dsc_q8_code code, int64_t n_elems, const void *codes,
+                           const void *scales, const void *values, int64_t *out_n_chunks)
 {
     struct dsc_list list;
 
@@ -126,9 +128,12 @@ static dsc_status init_job(struct job *job, const char *what, dsc_q8_code code, 
     if (n_elems < 0)
         return dsc_fail(DSC_EINVAL, "%s: n_elems is %lld, must not be negative", what, (long long)n_elems);
     if (n_elems > 0 && (codes == NULL || scales == NULL || values == NULL))
-        return dsc_fail(DSC_EINVAL, "%s: %s is NULL for %lld elements", what, codes == NULL ? "codes" : scales == NULL ? "scales" : "values",
+        return dsc_fail(DSC_EINVAL, "%s: %s is NULL for %lld elements", what,
+                        codes == NULL    ? "codes"
+                        : scales == NULL ? "scales"
+                                         : "values",
                         (long long)n_elems);
-    DSC_TRY(dsc_kernels_get(&job->kernels));
+    job->kernels = dsc_kernels_get();
     DSC_TRY(dsc_list_init(&list, &n_elems, sizeof n_elems, 1));
     job->code = code;
     job->n_elems = n_elems;
@@ -137,7 +142,8 @@ static dsc_status init_job(struct job *job, const char *what, dsc_q8_code code, 
     return DSC_OK;
 }
 
-dsc_status dsc_q8_quantize(dsc_q8_code code, int64_t n_elems, const void *values, void *codes, void *scales, const struct dsc_par *par)
+dsc_status dsc_q8_quantize(dsc_q8_code code, int64_t n_elems, const void *values, void *codes, void *scales,
+                           const struct dsc_par *par)
 {
     struct job job;
     int64_t n_chunks = 0;
@@ -150,15 +156,16 @@ dsc_status dsc_q8_quantize(dsc_q8_code code, int64_t n_elems, const void *values
         dsc_par_run(par, n_chunks, find_negatives, &job);
         for (int64_t chunk = 0; chunk < n_chunks; chunk++)
             if (job.first_negative[chunk] >= 0)
-                return dsc_fail(DSC_EINVAL, "dsc_q8_quantize: values[%lld] is %g, must not be negative for unsigned codes",
+                return dsc_fail(DSC_EINVAL,
+                                "dsc_q8_quantize: values[%lld] is %g, must not be negative for unsigned codes",
                                 (long long)job.first_negative[chunk], (double)job.values[job.first_negative[chunk]]);
     }
     dsc_par_run(par, n_chunks, quantize_chunks, &job);
     return DSC_OK;
 }
 
-dsc_status dsc_q8_dequantize(dsc_q8_code code, const void *codes, const void *scales, int64_t begin, int64_t n_elems, void *out_values,
-                             const struct dsc_par *par)
+dsc_status dsc_q8_dequantize(dsc_q8_code code, const void *codes, const void *scales, int64_t begin, int64_t n_elems,
+                             void *out_values, const struct dsc_par *par)
 {
     struct job job;
     int64_t n_chunks = 0;

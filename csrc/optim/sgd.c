@@ -1,4 +1,5 @@
-/* Compiled once per instruction set: SGD with momentum, dampening and Nesterov's variant, as torch.optim defines them. */
+/* Compiled once per instruction set: SGD with momentum, dampening and Nesterov's variant, as torch.optim defines them.
+ */
 #include "optim/loops.h"
 
 static void plain(const struct dsc_optim_scalars *scalars, int64_t n, const struct dsc_optim_block *block)
@@ -15,7 +16,8 @@ static void plain(const struct dsc_optim_scalars *scalars, int64_t n, const stru
 }
 
 static inline __attribute__((always_inline)) void with_momentum(const struct dsc_optim_scalars *scalars, int64_t n,
-                                                                const struct dsc_optim_block *block, bool is_first_step, bool is_nesterov)
+                                                                const struct dsc_optim_block *block, bool is_first_step,
+                                                                bool is_nesterov)
 {
     const struct dsc_optim_scalars s = *scalars;
     dsc_f32 *restrict param = block->param;

@@ -1,4 +1,7 @@
-/* The dynamic loss scale as a state machine of plain numbers. The order of the decisions is DeepSpeed's, so that a run gives the same scales. */
+/*
+ * The dynamic loss scale as a state machine of plain numbers. The order of the decisions is DeepSpeed's, so that a run
+ * gives the same scales.
+ */
 #include "dsc/scaler.h"
 
 #include "base/fail.h"
@@ -15,8 +18,8 @@ dsc_status dsc_scaler_init(struct dsc_scaler *scaler, const struct dsc_scaler_co
     if (scaler == NULL || config == NULL)
         return dsc_fail(DSC_EINVAL, "%s is NULL", scaler == NULL ? "scaler" : "config");
     if (config->size != sizeof *config)
-        return dsc_fail(DSC_EINVAL, "config.size is %u, this library expects %u; start from DSC_SCALER_CONFIG_INIT", (unsigned)config->size,
-                        (unsigned)sizeof *config);
+        return dsc_fail(DSC_EINVAL, "config.size is %u, this library expects %u; start from DSC_SCALER_CONFIG_INIT",
+                        (unsigned)config->size, (unsigned)sizeof *config);
     if (!is_scale(config->initial_scale))
         return dsc_fail(DSC_EINVAL, "initial_scale is %g, must be finite and positive", config->initial_scale);
     if (!(isfinite(config->factor) && config->factor > 1.0))
@@ -45,7 +48,10 @@ static bool back_off(struct dsc_scaler *scaler)
         scaler->hysteresis_left--;
         return false;
     }
-    /* The hysteresis stays used up until growth (or a good step) refills it: one overflow after another then cuts at once. */
+    /*
+     * The hysteresis stays used up until growth (or a good step) refills it: one overflow after another then cuts at
+     * once.
+     */
     if (scaler->scale <= scaler->config.min_scale)
         return true;
     scaler->scale = next > scaler->config.min_scale ? next : scaler->config.min_scale;
@@ -85,7 +91,8 @@ dsc_status dsc_scaler_update(struct dsc_scaler *scaler, bool has_overflow, bool 
     return DSC_OK;
 }
 
-dsc_status dsc_scaler_restore(struct dsc_scaler *scaler, double scale, int64_t step, int64_t last_overflow_step, int32_t hysteresis_left)
+dsc_status dsc_scaler_restore(struct dsc_scaler *scaler, double scale, int64_t step, int64_t last_overflow_step,
+                              int32_t hysteresis_left)
 {
     if (scaler == NULL)
         return dsc_fail(DSC_EINVAL, "scaler is NULL");
@@ -94,10 +101,11 @@ dsc_status dsc_scaler_restore(struct dsc_scaler *scaler, double scale, int64_t s
     if (step < 0)
         return dsc_fail(DSC_EINVAL, "step is %lld, must not be negative", (long long)step);
     if (last_overflow_step < -1 || last_overflow_step >= step)
-        return dsc_fail(DSC_EINVAL, "last_overflow_step is %lld, must be -1 or one of the %lld steps so far", (long long)last_overflow_step,
-                        (long long)step);
+        return dsc_fail(DSC_EINVAL, "last_overflow_step is %lld, must be -1 or one of the %lld steps so far",
+                        (long long)last_overflow_step, (long long)step);
     if (hysteresis_left < 1 || hysteresis_left > scaler->config.hysteresis)
-        return dsc_fail(DSC_EINVAL, "hysteresis_left is %d, must be 1 to %d", (int)hysteresis_left, (int)scaler->config.hysteresis);
+        return dsc_fail(DSC_EINVAL, "hysteresis_left is %d, must be 1 to %d", (int)hysteresis_left,
+                        (int)scaler->config.hysteresis);
     scaler->scale = scale;
     scaler->step = step;
     scaler->last_overflow_step = last_overflow_step;

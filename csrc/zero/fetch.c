@@ -64,7 +64,8 @@ static dsc_status check_room(const struct dsc_fetch *fetch, int64_t n_records, i
                              const struct dsc_fetch_action *actions)
 {
     if (capacity < n_needed || (actions == NULL && n_needed > 0))
-        return dsc_fail(DSC_EINVAL, "capacity is %lld, this call may need %lld; 3 * n_steps + n_units = %lld are always enough",
+        return dsc_fail(DSC_EINVAL,
+                        "capacity is %lld, this call may need %lld; 3 * n_steps + n_units = %lld are always enough",
                         actions == NULL ? 0LL : (long long)capacity, (long long)n_needed,
                         (long long)(3 * fetch->plan.n_steps + fetch->n_units));
     if (n_records > fetch->record->capacity - fetch->record->n_steps)
@@ -73,7 +74,8 @@ static dsc_status check_room(const struct dsc_fetch *fetch, int64_t n_records, i
     return DSC_OK;
 }
 
-dsc_status dsc_fetch_init(struct dsc_fetch *fetch, const int64_t *unit_elems, int32_t n_units, struct dsc_fetch_unit *units)
+dsc_status dsc_fetch_init(struct dsc_fetch *fetch, const int64_t *unit_elems, int32_t n_units,
+                          struct dsc_fetch_unit *units)
 {
     int64_t total = 0;
 
@@ -82,10 +84,12 @@ dsc_status dsc_fetch_init(struct dsc_fetch *fetch, const int64_t *unit_elems, in
     if (n_units < 0)
         return dsc_fail(DSC_EINVAL, "n_units is %d, must not be negative", (int)n_units);
     if (n_units > 0 && (unit_elems == NULL || units == NULL))
-        return dsc_fail(DSC_EINVAL, "%s is NULL for %d units", unit_elems == NULL ? "unit_elems" : "units", (int)n_units);
+        return dsc_fail(DSC_EINVAL, "%s is NULL for %d units", unit_elems == NULL ? "unit_elems" : "units",
+                        (int)n_units);
     for (int32_t u = 0; u < n_units; u++) {
         if (unit_elems[u] < 0)
-            return dsc_fail(DSC_EINVAL, "unit_elems[%d] is %lld, must not be negative", (int)u, (long long)unit_elems[u]);
+            return dsc_fail(DSC_EINVAL, "unit_elems[%d] is %lld, must not be negative", (int)u,
+                            (long long)unit_elems[u]);
         if (__builtin_add_overflow(total, unit_elems[u], &total))
             return dsc_fail(DSC_EOVERFLOW, "the elements of units 0 to %d together do not fit int64_t", (int)u);
     }
@@ -115,25 +119,27 @@ static dsc_status check_plan(struct dsc_fetch *fetch, const struct dsc_fetch_pla
         int32_t unit = plan->steps[i];
 
         if (unit < 0 || unit >= fetch->n_units)
-            return dsc_fail(DSC_EINVAL, "plan.steps[%lld] is %d, must be 0 to %d", (long long)i, (int)unit, (int)fetch->n_units - 1);
+            return dsc_fail(DSC_EINVAL, "plan.steps[%lld] is %d, must be 0 to %d", (long long)i, (int)unit,
+                            (int)fetch->n_units - 1);
         if (plan->until[i] <= i || plan->until[i] > highest)
-            return dsc_fail(DSC_EINVAL, "plan.until[%lld] is %lld, must be %lld to %lld", (long long)i, (long long)plan->until[i],
-                            (long long)i + 1, (long long)highest);
+            return dsc_fail(DSC_EINVAL, "plan.until[%lld] is %lld, must be %lld to %lld", (long long)i,
+                            (long long)plan->until[i], (long long)i + 1, (long long)highest);
         if (plan->next[i] != fetch->units[unit].step)
-            return dsc_fail(DSC_EINVAL, "plan.next[%lld] is %lld, the next step of unit %d is %lld", (long long)i, (long long)plan->next[i],
-                            (int)unit, (long long)fetch->units[unit].step);
+            return dsc_fail(DSC_EINVAL, "plan.next[%lld] is %lld, the next step of unit %d is %lld", (long long)i,
+                            (long long)plan->next[i], (int)unit, (long long)fetch->units[unit].step);
         fetch->units[unit].step = i;
     }
     return DSC_OK;
 }
 
-dsc_status dsc_fetch_begin(struct dsc_fetch *fetch, const struct dsc_fetch_plan *plan, const uint8_t *is_live, struct dsc_trace *record)
+dsc_status dsc_fetch_begin(struct dsc_fetch *fetch, const struct dsc_fetch_plan *plan, const uint8_t *is_live,
+                           struct dsc_trace *record)
 {
     if (fetch == NULL || plan == NULL || record == NULL)
         return dsc_fail(DSC_EINVAL, "%s is NULL", fetch == NULL ? "fetch" : plan == NULL ? "plan" : "record");
     if (fetch->is_active)
-        return dsc_fail(DSC_ESTATE, "the pass that is running stands at step %lld of %lld; end or abort it first", (long long)fetch->cursor,
-                        (long long)fetch->plan.n_steps);
+        return dsc_fail(DSC_ESTATE, "the pass that is running stands at step %lld of %lld; end or abort it first",
+                        (long long)fetch->cursor, (long long)fetch->plan.n_steps);
     DSC_TRY(check_plan(fetch, plan));
     fetch->is_active = true;
     fetch->plan = *plan;
@@ -177,18 +183,21 @@ static dsc_status use_unexpected(struct dsc_fetch *fetch, int32_t unit, int64_t 
     return dsc_trace_append(fetch->record, unit, true);
 }
 
-static dsc_status pass_until(struct dsc_fetch *fetch, int64_t end, bool is_last_used, int64_t capacity, struct actions *actions)
+static dsc_status pass_until(struct dsc_fetch *fetch, int64_t end, bool is_last_used, int64_t capacity,
+                             struct actions *actions)
 {
     int64_t n_gathers = end > fetch->cursor ? fetch->plan.until[end - 1] - fetch->issued : 0;
 
     /* What is released is live now, or gathered by this call. */
-    DSC_TRY(check_room(fetch, end - fetch->cursor, fetch->n_live + 2 * n_gathers + (end - fetch->cursor), capacity, actions->entries));
+    DSC_TRY(check_room(fetch, end - fetch->cursor, fetch->n_live + 2 * n_gathers + (end - fetch->cursor), capacity,
+                       actions->entries));
     while (fetch->cursor < end)
         pass_step(fetch, actions, is_last_used && fetch->cursor == end - 1);
     return DSC_OK;
 }
 
-dsc_status dsc_fetch_use(struct dsc_fetch *fetch, int32_t unit, int64_t capacity, struct dsc_fetch_action *out_actions, int64_t *out_n)
+dsc_status dsc_fetch_use(struct dsc_fetch *fetch, int32_t unit, int64_t capacity, struct dsc_fetch_action *out_actions,
+                         int64_t *out_n)
 {
     struct actions actions = {.entries = out_actions};
 
@@ -225,7 +234,8 @@ static void finish(struct dsc_fetch *fetch, int32_t keep_unit, struct actions *a
     fetch->record = NULL;
 }
 
-dsc_status dsc_fetch_end(struct dsc_fetch *fetch, int32_t keep_unit, int64_t capacity, struct dsc_fetch_action *out_actions, int64_t *out_n)
+dsc_status dsc_fetch_end(struct dsc_fetch *fetch, int32_t keep_unit, int64_t capacity,
+                         struct dsc_fetch_action *out_actions, int64_t *out_n)
 {
     struct actions actions = {.entries = out_actions};
 
@@ -240,7 +250,8 @@ dsc_status dsc_fetch_end(struct dsc_fetch *fetch, int32_t keep_unit, int64_t cap
     return DSC_OK;
 }
 
-dsc_status dsc_fetch_abort(struct dsc_fetch *fetch, int64_t capacity, struct dsc_fetch_action *out_actions, int64_t *out_n)
+dsc_status dsc_fetch_abort(struct dsc_fetch *fetch, int64_t capacity, struct dsc_fetch_action *out_actions,
+                           int64_t *out_n)
 {
     struct actions actions = {.entries = out_actions};
 

@@ -40,9 +40,11 @@ static bool close_overflows(const struct planner *planner, int64_t *out_slice, i
 }
 
 /*
- * Places the next parameter. *out_is_closing: the open bucket was closed before it, with *out_slice. False when the flat buffer would not fit int64_t.
+ * Places the next parameter. *out_is_closing: the open bucket was closed before it, with *out_slice. False when the
+ * flat buffer would not fit int64_t.
  */
-static bool place(struct planner *planner, int64_t n_elems, int64_t *out_offset, bool *out_is_closing, int64_t *out_slice)
+static bool place(struct planner *planner, int64_t n_elems, int64_t *out_offset, bool *out_is_closing,
+                  int64_t *out_slice)
 {
     int64_t offset;
     int64_t end;
@@ -67,7 +69,8 @@ static bool place(struct planner *planner, int64_t n_elems, int64_t *out_offset,
     return true;
 }
 
-static dsc_status check_layout_args(const int64_t *sizes, int64_t n_params, int32_t n_ranks, int64_t bucket_elems, int64_t align_elems)
+static dsc_status check_layout_args(const int64_t *sizes, int64_t n_params, int32_t n_ranks, int64_t bucket_elems,
+                                    int64_t align_elems)
 {
     if (n_params < 0)
         return dsc_fail(DSC_EINVAL, "n_params is %lld, must not be negative", (long long)n_params);
@@ -85,14 +88,16 @@ static dsc_status check_layout_args(const int64_t *sizes, int64_t n_params, int3
     return DSC_OK;
 }
 
-dsc_status dsc_layout_plan(const int64_t *sizes, int64_t n_params, int32_t n_ranks, int64_t bucket_elems, int64_t align_elems,
-                           int64_t bucket_capacity, int64_t *out_bucket_of, int64_t *out_offset_elems, int64_t *out_bucket_begin_elems,
-                           int64_t *out_slice_elems, int64_t *out_n_buckets, int64_t *out_flat_elems)
+dsc_status dsc_layout_plan(const int64_t *sizes, int64_t n_params, int32_t n_ranks, int64_t bucket_elems,
+                           int64_t align_elems, int64_t bucket_capacity, int64_t *out_bucket_of,
+                           int64_t *out_offset_elems, int64_t *out_bucket_begin_elems, int64_t *out_slice_elems,
+                           int64_t *out_n_buckets, int64_t *out_flat_elems)
 {
     DSC_TRY(check_layout_args(sizes, n_params, n_ranks, bucket_elems, align_elems));
     if (out_n_buckets == NULL || out_flat_elems == NULL)
         return dsc_fail(DSC_EINVAL, "%s is NULL", out_n_buckets == NULL ? "out_n_buckets" : "out_flat_elems");
-    if (n_params > 0 && (out_bucket_of == NULL || out_offset_elems == NULL || out_bucket_begin_elems == NULL || out_slice_elems == NULL))
+    if (n_params > 0 && (out_bucket_of == NULL || out_offset_elems == NULL || out_bucket_begin_elems == NULL ||
+                         out_slice_elems == NULL))
         return dsc_fail(DSC_EINVAL, "an output array is NULL for %lld parameters", (long long)n_params);
 
     const struct planner start = {.n_ranks = n_ranks, .bucket_elems = bucket_elems, .align_elems = align_elems};
@@ -105,15 +110,16 @@ dsc_status dsc_layout_plan(const int64_t *sizes, int64_t n_params, int32_t n_ran
     /* A dry walk first: on failure nothing has been written. */
     for (int64_t i = 0; i < n_params; i++)
         if (!place(&planner, sizes[i], &offset, &is_closing, &slice))
-            return dsc_fail(DSC_EOVERFLOW, "the flat buffer up to parameter %lld (%lld elements) does not fit int64_t", (long long)i,
-                            (long long)sizes[i]);
+            return dsc_fail(DSC_EOVERFLOW, "the flat buffer up to parameter %lld (%lld elements) does not fit int64_t",
+                            (long long)i, (long long)sizes[i]);
     if (close_overflows(&planner, &slice, &flat_elems))
         return dsc_fail(DSC_EOVERFLOW, "the flat buffer, padded to %d ranks, does not fit int64_t", (int)n_ranks);
 
     int64_t n_buckets = n_params > 0 ? planner.bucket + 1 : 0;
 
     if (n_buckets > bucket_capacity)
-        return dsc_fail(DSC_EINVAL, "bucket_capacity is %lld, the plan has %lld buckets", (long long)bucket_capacity, (long long)n_buckets);
+        return dsc_fail(DSC_EINVAL, "bucket_capacity is %lld, the plan has %lld buckets", (long long)bucket_capacity,
+                        (long long)n_buckets);
     if (n_buckets > 0) {
         out_bucket_begin_elems[n_buckets - 1] = planner.begin;
         out_slice_elems[n_buckets - 1] = slice;

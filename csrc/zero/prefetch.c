@@ -1,4 +1,7 @@
-/* A trace, sizes and limits become a plan: when each step's unit is gathered, and whether it stays live until its next use. */
+/*
+ * A trace, sizes and limits become a plan: when each step's unit is gathered, and whether it stays live until its next
+ * use.
+ */
 #include "dsc/fetch.h"
 
 #include "base/fail.h"
@@ -23,11 +26,12 @@ static int64_t sum_below(const int64_t *sums, int64_t position)
 }
 
 /*
- * Fills next, and keep with 1 where the reuse distance allows to keep the unit until then. Marks the last use so far of each unit with its elements:
- * between two uses of a unit the marks are then the distinct units used there, each once. sums: n_steps + 1 entries; last: n_units entries.
+ * Fills next, and keep with 1 where the reuse distance allows to keep the unit until then. Marks the last use so far of
+ * each unit with its elements: between two uses of a unit the marks are then the distinct units used there, each once.
+ * sums: n_steps + 1 entries; last: n_units entries.
  */
-static void find_reuse(const int32_t *steps, int64_t n_steps, const int64_t *unit_elems, int32_t n_units, int64_t max_reuse_elems,
-                       int64_t *sums, int64_t *last, int64_t *next, uint8_t *keep)
+static void find_reuse(const int32_t *steps, int64_t n_steps, const int64_t *unit_elems, int32_t n_units,
+                       int64_t max_reuse_elems, int64_t *sums, int64_t *last, int64_t *next, uint8_t *keep)
 {
     for (int64_t i = 0; i <= n_steps; i++)
         sums[i] = 0;
@@ -50,9 +54,9 @@ static void find_reuse(const int32_t *steps, int64_t n_steps, const int64_t *uni
 }
 
 /*
- * What each step needs at the least: its own unit, and the units that are kept over it. A tree of maxima to which ranges are added: a node holds the
- * maximum of its range, less what was added to ranges that hold its own, so that a whole range takes one addition. Leaf i of n_leaves (a power of
- * two) is node n_leaves + i.
+ * What each step needs at the least: its own unit, and the units that are kept over it. A tree of maxima to which
+ * ranges are added: a node holds the maximum of its range, less what was added to ranges that hold its own, so that a
+ * whole range takes one addition. Leaf i of n_leaves (a power of two) is node n_leaves + i.
  */
 struct floor {
     int64_t *nodes; /* 2 * n_leaves */
@@ -87,10 +91,12 @@ static int64_t floor_max(const struct floor *floor, int64_t node, int64_t low, i
 
     int64_t added = floor->nodes[node] - max_of(floor->nodes[2 * node], floor->nodes[2 * node + 1]);
 
-    return added + max_of(floor_max(floor, 2 * node, low, n / 2, begin, end), floor_max(floor, 2 * node + 1, low + n / 2, n / 2, begin, end));
+    return added + max_of(floor_max(floor, 2 * node, low, n / 2, begin, end),
+                          floor_max(floor, 2 * node + 1, low + n / 2, n / 2, begin, end));
 }
 
-static void floor_add(struct floor *floor, int64_t node, int64_t low, int64_t n, int64_t begin, int64_t end, int64_t elems)
+static void floor_add(struct floor *floor, int64_t node, int64_t low, int64_t n, int64_t begin, int64_t end,
+                      int64_t elems)
 {
     if (end <= low || low + n <= begin)
         return;
@@ -112,7 +118,8 @@ static dsc_status check_plan_args(const int32_t *steps, int64_t n_steps, const i
     int64_t total = 0;
 
     if (n_steps < 0 || n_units < 0)
-        return dsc_fail(DSC_EINVAL, "n_steps is %lld and n_units is %d, neither may be negative", (long long)n_steps, (int)n_units);
+        return dsc_fail(DSC_EINVAL, "n_steps is %lld and n_units is %d, neither may be negative", (long long)n_steps,
+                        (int)n_units);
     if (steps == NULL && n_steps > 0)
         return dsc_fail(DSC_EINVAL, "steps is NULL for %lld steps", (long long)n_steps);
     if (unit_elems == NULL && n_units > 0)
@@ -125,29 +132,32 @@ static dsc_status check_plan_args(const int32_t *steps, int64_t n_steps, const i
         return dsc_fail(DSC_EINVAL, "limits.size is %u, this library expects %u; start from DSC_PREFETCH_LIMITS_INIT",
                         (unsigned)limits->size, (unsigned)sizeof *limits);
     if (limits->max_live_elems < 0 || limits->ahead_elems < 0 || limits->max_reuse_elems < 0)
-        return dsc_fail(DSC_EINVAL, "max_live_elems is %lld, ahead_elems %lld and max_reuse_elems %lld; none may be negative",
-                        (long long)limits->max_live_elems, (long long)limits->ahead_elems, (long long)limits->max_reuse_elems);
+        return dsc_fail(
+            DSC_EINVAL, "max_live_elems is %lld, ahead_elems %lld and max_reuse_elems %lld; none may be negative",
+            (long long)limits->max_live_elems, (long long)limits->ahead_elems, (long long)limits->max_reuse_elems);
     for (int32_t u = 0; u < n_units; u++) {
         if (unit_elems[u] < 0)
-            return dsc_fail(DSC_EINVAL, "unit_elems[%d] is %lld, must not be negative", (int)u, (long long)unit_elems[u]);
+            return dsc_fail(DSC_EINVAL, "unit_elems[%d] is %lld, must not be negative", (int)u,
+                            (long long)unit_elems[u]);
         if (__builtin_add_overflow(total, unit_elems[u], &total))
             return dsc_fail(DSC_EOVERFLOW, "the elements of units 0 to %d together do not fit int64_t", (int)u);
     }
     for (int64_t i = 0; i < n_steps; i++)
         if (steps[i] < 0 || steps[i] >= n_units)
-            return dsc_fail(DSC_EINVAL, "steps[%lld] is %d, must be 0 to %d", (long long)i, (int)steps[i], (int)n_units - 1);
+            return dsc_fail(DSC_EINVAL, "steps[%lld] is %d, must be 0 to %d", (long long)i, (int)steps[i],
+                            (int)n_units - 1);
     return DSC_OK;
 }
 
 /*
- * Why no limit is broken later: what is live at a step was live at the step before or is issued at this one, and every gather is checked as it is
- * issued, except that of the step itself. Such a gather is issued at its own step only when nothing is ahead, so that what it finds live are the units
- * kept over it: it is enough that those and the step's own unit fit, which is what the floor says. Sums of distinct units fit int64_t, since the sum
- * of all does.
+ * Why no limit is broken later: what is live at a step was live at the step before or is issued at this one, and every
+ * gather is checked as it is issued, except that of the step itself. Such a gather is issued at its own step only when
+ * nothing is ahead, so that what it finds live are the units kept over it: it is enough that those and the step's own
+ * unit fit, which is what the floor says. Sums of distinct units fit int64_t, since the sum of all does.
  */
 dsc_status dsc_prefetch_plan(const int32_t *steps, int64_t n_steps, const int64_t *unit_elems, int32_t n_units,
-                             const struct dsc_prefetch_limits *limits, int64_t *scratch, int64_t *out_until, int64_t *out_next,
-                             uint8_t *out_keep, int64_t *out_peak_elems)
+                             const struct dsc_prefetch_limits *limits, int64_t *scratch, int64_t *out_until,
+                             int64_t *out_next, uint8_t *out_keep, int64_t *out_peak_elems)
 {
     DSC_TRY(check_plan_args(steps, n_steps, unit_elems, n_units, limits, scratch));
     if (out_peak_elems == NULL)
@@ -160,7 +170,8 @@ dsc_status dsc_prefetch_plan(const int32_t *steps, int64_t n_steps, const int64_
 
     int64_t *states = scratch;
     int64_t *last = scratch + n_units;
-    int64_t *nodes = scratch + 2 * (int64_t)n_units; /* 2 * n_leaves < 4 * n_steps entries; n_steps + 1 for the sums before that */
+    int64_t *nodes =
+        scratch + 2 * (int64_t)n_units; /* 2 * n_leaves < 4 * n_steps entries; n_steps + 1 for the sums before that */
 
     find_reuse(steps, n_steps, unit_elems, n_units, limits->max_reuse_elems, nodes, last, out_next, out_keep);
 
@@ -187,7 +198,8 @@ dsc_status dsc_prefetch_plan(const int32_t *steps, int64_t n_steps, const int64_
 
             if (states[unit] != NOT_LIVE)
                 continue;
-            if (unit_elems[unit] > limits->ahead_elems - ahead_elems || unit_elems[unit] > limits->max_live_elems - live_elems)
+            if (unit_elems[unit] > limits->ahead_elems - ahead_elems ||
+                unit_elems[unit] > limits->max_live_elems - live_elems)
                 break;
             states[unit] = LIVE_AHEAD;
             ahead_elems += unit_elems[unit];

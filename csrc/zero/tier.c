@@ -1,15 +1,17 @@
-/* Kinds of states to memories by exhaustive search, and the split of an update between host and device. */
+/* Kinds of states to memories by exhaustive search. */
 #include "dsc/tier.h"
 
 #include "base/fail.h"
 
-#include <math.h>
 #include <stdio.h>
 #include <string.h>
 
 static const char *const memory_names[DSC_N_TIERS] = {"device", "host", "NVMe"};
 
-/* What placements are compared by, first entry first. Each entry only grows as kinds are added, so that a part of a placement bounds the whole. */
+/*
+ * What placements are compared by, first entry first. Each entry only grows as kinds are added, so that a part of a
+ * placement bounds the whole.
+ */
 enum { MISSING, DISK, LINK, IN_NVME, IN_HOST, N_GOALS };
 
 struct search {
@@ -30,16 +32,19 @@ static dsc_status check_kind(const struct dsc_tier_kind *kind, int32_t index)
     for (int t = 0; t < DSC_N_TIERS; t++)
         for (int m = 0; m < DSC_N_TIERS; m++)
             if (kind->held_bytes[t][m] < 0)
-                return dsc_fail(DSC_EINVAL, "kinds[%d].held_bytes[%d][%d] is %lld, must not be negative", (int)index, t, m,
-                                (long long)kind->held_bytes[t][m]);
+                return dsc_fail(DSC_EINVAL, "kinds[%d].held_bytes[%d][%d] is %lld, must not be negative", (int)index, t,
+                                m, (long long)kind->held_bytes[t][m]);
     if (kind->link_bytes < 0)
-        return dsc_fail(DSC_EINVAL, "kinds[%d].link_bytes is %lld, must not be negative", (int)index, (long long)kind->link_bytes);
+        return dsc_fail(DSC_EINVAL, "kinds[%d].link_bytes is %lld, must not be negative", (int)index,
+                        (long long)kind->link_bytes);
     if (kind->disk_bytes < 0)
-        return dsc_fail(DSC_EINVAL, "kinds[%d].disk_bytes is %lld, must not be negative", (int)index, (long long)kind->disk_bytes);
+        return dsc_fail(DSC_EINVAL, "kinds[%d].disk_bytes is %lld, must not be negative", (int)index,
+                        (long long)kind->disk_bytes);
     if (kind->lowest < 0 || kind->lowest >= DSC_N_TIERS)
         return dsc_fail(DSC_EINVAL, "kinds[%d].lowest is %d, which is no tier", (int)index, (int)kind->lowest);
     if (kind->follows < -1 || kind->follows >= index)
-        return dsc_fail(DSC_EINVAL, "kinds[%d].follows is %d, must be -1 or an earlier kind", (int)index, (int)kind->follows);
+        return dsc_fail(DSC_EINVAL, "kinds[%d].follows is %d, must be -1 or an earlier kind", (int)index,
+                        (int)kind->follows);
     return DSC_OK;
 }
 
@@ -49,7 +54,8 @@ static dsc_status check_sums(const struct dsc_tier_kind *kinds, int32_t n_kinds)
     int64_t total = 0;
 
     for (int32_t i = 0; i < n_kinds; i++) {
-        bool is_over = __builtin_add_overflow(total, kinds[i].link_bytes, &total) || __builtin_add_overflow(total, kinds[i].disk_bytes, &total);
+        bool is_over = __builtin_add_overflow(total, kinds[i].link_bytes, &total) ||
+                       __builtin_add_overflow(total, kinds[i].disk_bytes, &total);
 
         for (int t = 0; t < DSC_N_TIERS && !is_over; t++)
             for (int m = 0; m < DSC_N_TIERS && !is_over; m++)
@@ -145,20 +151,26 @@ static dsc_status fail_for_room(const struct dsc_tier_plan *plan, const int64_t 
 
     for (int m = 0; m < DSC_N_TIERS; m++)
         if (plan->missing_bytes[m] > 0)
-            n += (size_t)snprintf(sentence + n, sizeof sentence - n, "%s%s lacks %lld bytes (%lld of %lld)", n ? ", " : "", memory_names[m],
-                                  (long long)plan->missing_bytes[m], (long long)plan->held_bytes[m], (long long)budget_bytes[m]);
+            n += (size_t)snprintf(sentence + n, sizeof sentence - n, "%s%s lacks %lld bytes (%lld of %lld)",
+                                  n ? ", " : "", memory_names[m], (long long)plan->missing_bytes[m],
+                                  (long long)plan->held_bytes[m], (long long)budget_bytes[m]);
     return dsc_fail(DSC_ENOSPC, "the states fit no placement; the nearest: %s", sentence);
 }
 
-dsc_status dsc_tier_plan(const struct dsc_tier_kind *kinds, int32_t n_kinds, const int64_t budget_bytes[DSC_N_TIERS], struct dsc_tier_plan *out)
+dsc_status dsc_tier_plan(const struct dsc_tier_kind *kinds, int32_t n_kinds, const int64_t budget_bytes[DSC_N_TIERS],
+                         struct dsc_tier_plan *out)
 {
     if (n_kinds < 0 || n_kinds > DSC_TIER_MAX_KINDS)
         return dsc_fail(DSC_EINVAL, "n_kinds is %d, must be 0 to %d", (int)n_kinds, DSC_TIER_MAX_KINDS);
     if ((kinds == NULL && n_kinds > 0) || budget_bytes == NULL || out == NULL)
-        return dsc_fail(DSC_EINVAL, "%s is NULL", budget_bytes == NULL ? "budget_bytes" : out == NULL ? "out" : "kinds");
+        return dsc_fail(DSC_EINVAL, "%s is NULL",
+                        budget_bytes == NULL ? "budget_bytes"
+                        : out == NULL        ? "out"
+                                             : "kinds");
     for (int m = 0; m < DSC_N_TIERS; m++)
         if (budget_bytes[m] < 0)
-            return dsc_fail(DSC_EINVAL, "budget_bytes[%d] is %lld, must not be negative", m, (long long)budget_bytes[m]);
+            return dsc_fail(DSC_EINVAL, "budget_bytes[%d] is %lld, must not be negative", m,
+                            (long long)budget_bytes[m]);
     for (int32_t i = 0; i < n_kinds; i++)
         DSC_TRY(check_kind(&kinds[i], i));
     DSC_TRY(check_sums(kinds, n_kinds));
@@ -168,54 +180,4 @@ dsc_status dsc_tier_plan(const struct dsc_tier_kind *kinds, int32_t n_kinds, con
     place_from(&s, 0);
     *out = s.best;
     return s.best_goals[MISSING] > 0 ? fail_for_room(out, budget_bytes) : DSC_OK;
-}
-
-/* -- twin flow ---------------------------------------------------------------------------------------------------- */
-
-/* Roundings of a part of up to so many elements stay below one element, so that what is kept of it fits to the byte. */
-#define MAX_ELEMS (INT64_C(1) << 50)
-
-/* Far beyond any machine, and such that no quotient or product below leaves the range of a double. */
-#define MIN_RATE 1e-60
-#define MAX_RATE 1e60
-
-static dsc_status check_rate(const char *name, double value, double least)
-{
-    if (!(value >= least && value <= MAX_RATE)) /* NaN compares false */
-        return dsc_fail(DSC_EINVAL, "%s is %g, must be a number from %g to %g", name, value, least, MAX_RATE);
-    return DSC_OK;
-}
-
-static dsc_status check_flow(const struct dsc_twin_flow *flow)
-{
-    if (flow->n_elems < 0 || flow->n_elems > MAX_ELEMS)
-        return dsc_fail(DSC_EINVAL, "n_elems is %lld, must be 0 to 2^50", (long long)flow->n_elems);
-    DSC_TRY(check_rate("device_elems_per_s", flow->device_elems_per_s, MIN_RATE));
-    DSC_TRY(check_rate("host_elems_per_s", flow->host_elems_per_s, MIN_RATE));
-    DSC_TRY(check_rate("link_bytes_per_s", flow->link_bytes_per_s, MIN_RATE));
-    DSC_TRY(check_rate("link_bytes_per_elem", flow->link_bytes_per_elem, 0));
-    if (flow->state_bytes_per_elem < 1)
-        return dsc_fail(DSC_EINVAL, "state_bytes_per_elem is %lld, must be at least 1", (long long)flow->state_bytes_per_elem);
-    if (flow->device_bytes < 0)
-        return dsc_fail(DSC_EINVAL, "device_bytes is %lld, must not be negative", (long long)flow->device_bytes);
-    return DSC_OK;
-}
-
-dsc_status dsc_twin_flow_ratio(const struct dsc_twin_flow *flow, double *out_ratio, double *out_step_s)
-{
-    if (flow == NULL || out_ratio == NULL || out_step_s == NULL)
-        return dsc_fail(DSC_EINVAL, "%s is NULL", flow == NULL ? "flow" : out_ratio == NULL ? "out_ratio" : "out_step_s");
-    DSC_TRY(check_flow(flow));
-
-    const double n = (double)flow->n_elems;
-    const double host_s = 1 / flow->host_elems_per_s + flow->link_bytes_per_elem / flow->link_bytes_per_s; /* an element */
-    const double device_s = 1 / flow->device_elems_per_s;
-    const int64_t room_elems = flow->device_bytes / flow->state_bytes_per_elem;
-    double ratio = device_s / (device_s + host_s);
-
-    if (room_elems < flow->n_elems)
-        ratio = fmax(ratio, 1 - (double)room_elems / n);
-    *out_ratio = ratio;
-    *out_step_s = fmax(ratio * n * host_s, (1 - ratio) * n * device_s);
-    return DSC_OK;
 }

@@ -10,7 +10,8 @@ dsc_status dsc_trace_init(struct dsc_trace *trace, int32_t *units, uint8_t *is_u
     if (capacity < 0)
         return dsc_fail(DSC_EINVAL, "capacity is %lld, must not be negative", (long long)capacity);
     if (capacity > 0 && (units == NULL || is_used == NULL))
-        return dsc_fail(DSC_EINVAL, "%s is NULL for %lld steps", units == NULL ? "units" : "is_used", (long long)capacity);
+        return dsc_fail(DSC_EINVAL, "%s is NULL for %lld steps", units == NULL ? "units" : "is_used",
+                        (long long)capacity);
     *trace = (struct dsc_trace){.units = units, .is_used = is_used, .capacity = capacity};
     return DSC_OK;
 }
@@ -34,16 +35,6 @@ dsc_status dsc_trace_append(struct dsc_trace *trace, int32_t unit, bool is_used)
     return DSC_OK;
 }
 
-int64_t dsc_trace_compare(const struct dsc_trace *a, const struct dsc_trace *b)
-{
-    int64_t n_common = a->n_steps < b->n_steps ? a->n_steps : b->n_steps;
-
-    for (int64_t i = 0; i < n_common; i++)
-        if (a->units[i] != b->units[i])
-            return i;
-    return a->n_steps == b->n_steps ? -1 : n_common;
-}
-
 dsc_status dsc_trace_prune(struct dsc_trace *trace, const uint8_t *may_drop, int32_t n_units, uint8_t *scratch)
 {
     uint8_t *has_use = scratch;
@@ -57,7 +48,8 @@ dsc_status dsc_trace_prune(struct dsc_trace *trace, const uint8_t *may_drop, int
         return dsc_fail(DSC_EINVAL, "%s is NULL for %d units", may_drop == NULL ? "may_drop" : "scratch", (int)n_units);
     for (int64_t i = 0; i < trace->n_steps; i++)
         if (trace->units[i] < 0 || trace->units[i] >= n_units)
-            return dsc_fail(DSC_EINVAL, "the unit of step %lld is %d, must be 0 to %d", (long long)i, (int)trace->units[i], (int)n_units - 1);
+            return dsc_fail(DSC_EINVAL, "the unit of step %lld is %d, must be 0 to %d", (long long)i,
+                            (int)trace->units[i], (int)n_units - 1);
 
     for (int32_t u = 0; u < n_units; u++)
         has_use[u] = 0;
@@ -68,7 +60,8 @@ dsc_status dsc_trace_prune(struct dsc_trace *trace, const uint8_t *may_drop, int
 
         if (!trace->is_used[i] && (may_drop[unit] || has_use[unit]))
             continue;
-        if (n_left > 0 && trace->units[n_left - 1] == unit) /* both are used, or neither: an unused one beside a used one is gone by now */
+        if (n_left > 0 && trace->units[n_left - 1] ==
+                              unit) /* both are used, or neither: an unused one beside a used one is gone by now */
             continue;
         trace->units[n_left] = unit;
         trace->is_used[n_left] = trace->is_used[i];

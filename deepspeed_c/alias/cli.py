@@ -25,8 +25,9 @@ _RUN_HELP = """usage: deepspeed_c run [--force] COMMAND [ARGUMENT ...]
 Runs COMMAND so that it, and every process that it starts, sees deepspeed_c as `deepspeed`:
     deepspeed_c run python train_hf.py --deepspeed ds_config.json
     deepspeed_c run accelerate launch --use_deepspeed train.py
+    deepspeed_c run deepspeed --num_gpus 2 train.py --deepspeed ds_config.json
 
-The command takes this process's place: its exit code and signals are its own.
+DeepSpeed's programs (deepspeed, ds_report, ds_io, zero_to_fp32.py ...) are found on PATH as well. The command takes this process's place: its exit code and signals are its own.
 
 --force   hide a real DeepSpeed that is installed, from these processes only; without, the exit code is 3
 """
@@ -59,8 +60,6 @@ def run(arguments: Sequence[str]) -> int:
         print(f"deepspeed_c run: {command[0]}: {error.strerror}", file=sys.stderr)
         if command[0].endswith(".py"):
             print(f"Fix: deepspeed_c run python {shlex.join(command)}", file=sys.stderr)
-        elif command[0] == "deepspeed":
-            print(f"Fix: deepspeed_c run deepspeed_c {shlex.join(command[1:])}", file=sys.stderr)
         return EXIT_NOT_FOUND if isinstance(error, FileNotFoundError) else EXIT_NOT_EXECUTABLE
 
 
@@ -81,7 +80,10 @@ def env(arguments: Sequence[str]) -> int:
 
 
 def _parse(arguments: Sequence[str], help_text: str) -> tuple[bool, list[str]]:
-    """(whether to force, what stands behind the options). By hand: argparse would take options of the command for ours."""
+    """(whether to force, what stands behind the options).
+
+    By hand: argparse would take options of the command for ours.
+    """
     force = False
     for i, word in enumerate(arguments):
         if word == "--":

@@ -14,10 +14,5 @@ VERSION_MAJOR, VERSION_MINOR, VERSION_PATCH = (int(part) for part in API_VERSION
 # As in a release of DeepSpeed's that was not built from a checkout.
 GIT_HASH = GIT_BRANCH = "unknown"
 
-# Optimizers as `type` names them, in lower case.
-ADAGRAD_OPTIMIZER = "adagrad"
-ADAM_OPTIMIZER = "adam"
-ADAMW_OPTIMIZER = "adamw"
-LAMB_OPTIMIZER = "lamb"
-LION_OPTIMIZER = "lion"
-MUON_OPTIMIZER = "muon"
+# The section of the configuration.
+ZERO_OPTIMIZATION = "zero_optimization"

@@ -1,4 +1,6 @@
-"""Imports of ``deepspeed.x``: our module of the table in modules.py, the same object under both names, or an error that says what to use."""
+"""Imports of ``deepspeed.x``: our module of the table in modules.py, the same object under both names, or an error that
+says what to use.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,8 @@ def _upstream_names(module: str) -> list[str]:
 class AliasedModule(types.ModuleType):
     """A module that is asked for names of DeepSpeed's: what it does not have itself is looked up in the tables."""
 
-    # A module that is no package gets one, without files: for `from module import name` Python then asks the finders about a name that is not there,
-    # and ours can say what to use instead. Without, the sentence would be Python's own.
+    # A module that is no package gets one, without files: for `from module import name` Python then asks the finders
+    # about a name that is not there, and ours can say what to use instead. Without, the sentence would be Python's own.
     __path__: Sequence[str] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -147,14 +149,17 @@ class AliasFinder:
         try:
             _our_module(name)
         except MissingModuleError as error:
-            # Python goes on with a sentence of its own when the name is the very one that `from a import b` has made it look for.
+            # Python goes on with a sentence of its own when the name is the very one that `from a import b` has made it
+            # look for.
             error.name = name.replace(UPSTREAM, OURS, 1)
             raise
         return ModuleSpec(name, _Loader())
 
 
 class MissingFinder:
-    """Last on ``sys.meta_path``: ``from deepspeed.x import name`` of what nobody has, asked for under our module's own name."""
+    """Last on ``sys.meta_path``: ``from deepspeed.x import name`` of what nobody has, asked for under our module's own
+    name.
+    """
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         parent, _, last = name.rpartition(".")

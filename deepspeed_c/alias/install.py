@@ -1,6 +1,9 @@
-"""deepspeed_c as ``deepspeed`` for this process and those that it starts: by a folder on the path, so that detection costs nothing.
+"""deepspeed_c as ``deepspeed`` for this process and those that it starts: by a folder on the path, so that detection
+costs nothing.
 
-The folder (``shim/``) holds a package ``deepspeed`` that puts deepspeed_c in its place when it is imported, and the metadata by which others find its version.
+The folder (``shim/``) holds a package ``deepspeed`` that puts deepspeed_c in its place when it is imported, and the
+metadata by which others find its version. Beside it, ``bin/`` holds DeepSpeed's programs for the processes that are
+started. Nothing is installed into the environment.
 """
 
 from __future__ import annotations
@@ -13,10 +16,12 @@ from importlib.machinery import PathFinder
 
 from deepspeed_c.errors import AliasError
 
-__all__ = ["SHIM", "activate", "environment", "find_real", "install_as_deepspeed"]
+__all__ = ["BIN", "SHIM", "activate", "environment", "find_real", "install_as_deepspeed"]
 
 SHIM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "shim")
+BIN = os.path.join(os.path.dirname(SHIM), "bin")  # DeepSpeed's programs, for PATH
 FORCE = "DSC_ALIAS_FORCE"
+PYTHON = "DSC_ALIAS_PYTHON"
 
 _PACKAGE = sys.modules["deepspeed_c"]
 
@@ -40,7 +45,8 @@ def install_as_deepspeed(force: bool = False) -> None:
         force: hide a real DeepSpeed that is installed, for this process and its children only.
 
     Raises:
-        AliasError: a real DeepSpeed is there, or has been imported; or one of the packages above has been imported without any.
+        AliasError: a real DeepSpeed is there, or has been imported; or one of the packages above has been imported
+            without any.
     """
     if is_visible():
         return
@@ -106,10 +112,18 @@ def environment(environ: Mapping[str, str], force: bool = False) -> dict[str, st
             where="PYTHONPATH",
             fix="install deepspeed_c in a folder whose path does not have that character",
         )
+    return {
+        "PYTHONPATH": _in_front(SHIM, environ.get("PYTHONPATH", "")),
+        "PATH": _in_front(BIN, environ.get("PATH", os.defpath)),
+        PYTHON: sys.executable,
+        **({FORCE: "1"} if force else {}),
+    }
+
+
+def _in_front(folder: str, present: str) -> str:
     # An empty part means the working folder, and stays; an empty variable means nothing.
-    present = environ.get("PYTHONPATH", "")
-    others = [path for path in present.split(os.pathsep) if path != SHIM] if present else []
-    return {"PYTHONPATH": os.pathsep.join([SHIM, *others]), **({FORCE: "1"} if force else {})}
+    others = [path for path in present.split(os.pathsep) if path != folder] if present else []
+    return os.pathsep.join([folder, *others])
 
 
 def activate() -> None:

@@ -1,1 +1,27 @@
-"""What goes to disk and comes back: weight files so far, written one tensor at a time."""
+"""What goes to disk and comes back.
+
+What saves and loads is imported when it is first used: a rank that starts has nothing to save yet.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+# Attributes that need no import of their own.
+_MODULES = {
+    "commit": "native.commit",
+    "deepspeed": "formats.deepspeed",
+    "model_folder": "formats.model_folder",
+    "open": "open",
+    "reader": "native.reader",
+    "save": "native.save",
+    "state": "native.state",
+    "stream": "formats.stream",
+}
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(f"{__name__}.{_MODULES[name]}")

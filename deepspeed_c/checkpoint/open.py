@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
+import stat
 from collections.abc import Callable
 
-from deepspeed_c.checkpoint.commit import find_tag, read_latest
-from deepspeed_c.checkpoint.huggingface import INDEX_FILE, SINGLE_FILE, HuggingFaceSource
-from deepspeed_c.checkpoint.manifest import MANIFEST
-from deepspeed_c.checkpoint.native import NativeSource
+from deepspeed_c.checkpoint.formats.huggingface import INDEX_FILE, SINGLE_FILE, HuggingFaceSource
+from deepspeed_c.checkpoint.native.commit import find_tag, read_latest
+from deepspeed_c.checkpoint.native.held import OPEN_ATTEMPTS, read_held
+from deepspeed_c.checkpoint.native.manifest import MANIFEST
+from deepspeed_c.checkpoint.native.reader import NativeSource
 from deepspeed_c.checkpoint.source import Source
 from deepspeed_c.errors import CheckpointError
 
@@ -24,13 +27,13 @@ _OUR_PAYLOAD = re.compile(r"rank_\d{5}\.safetensors")
 
 
 def _open_deepspeed(folder: str) -> Source:
-    from deepspeed_c.checkpoint.deepspeed import open_deepspeed
+    from deepspeed_c.checkpoint.formats.deepspeed import open_deepspeed
 
     return open_deepspeed(folder)
 
 
 def _open_dcp(folder: str) -> Source:
-    from deepspeed_c.checkpoint.dcp import DcpSource
+    from deepspeed_c.checkpoint.formats.dcp import DcpSource
 
     return DcpSource(folder)
 
@@ -46,19 +49,25 @@ FORMATS: dict[str, Callable[[str], Source]] = {
 
 
 def format_of(path: str) -> str | None:
-    """The format of the checkpoint that ``path`` itself is, by the names of its files; None if it is none, or a folder of several tags."""
+    """The format of the checkpoint that ``path`` itself is, by the names of its files; None if it is none, or a folder
+    of several tags.
+    """
     if os.path.isfile(path):
         return "huggingface" if path.endswith((".safetensors", ".safetensors.index.json")) else None
     try:
-        names = set(os.listdir(path))
+        return read_held(path, _format_in)
     except OSError:
         return None
+
+
+def _format_in(folder: int) -> str | None:
+    names = set(os.listdir(folder))
     # Also what has lost its manifest: then that is what is said.
     if MANIFEST in names or any(_OUR_PAYLOAD.fullmatch(name) for name in names):
         return "deepspeed_c"
     if DCP_METADATA in names:
         return "torch-dcp"
-    if "zero" in names and os.path.isdir(os.path.join(path, "zero")):
+    if "zero" in names and stat.S_ISDIR(os.stat("zero", dir_fd=folder).st_mode):
         return "deepspeed-universal"
     if any(name.endswith(("_model_states.pt", "_optim_states.pt")) for name in names):
         return "deepspeed"
@@ -68,7 +77,8 @@ def format_of(path: str) -> str | None:
 
 
 def find_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> tuple[str, str]:
-    """(folder or file of one checkpoint, its format): ``path`` itself, ``tag`` below it, or without a tag the one that ``latest`` names.
+    """(folder or file of one checkpoint, its format): ``path`` itself, ``tag`` below it, or without a tag the one that
+    ``latest`` names.
 
     Raises CheckpointError where none of the formats is found.
     """
@@ -79,10 +89,12 @@ def find_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> tup
             return where, found
         tag = read_latest(where) or read_latest_universal(where)
     if tag is not None:
-        folder = find_tag(where, tag)
-        found = format_of(folder)
-        if found is not None:
-            return folder, found
+        # Where a file system has no exchange of names, a save takes the name away for an instant.
+        for _ in range(OPEN_ATTEMPTS):
+            folder = find_tag(where, tag)
+            found = format_of(folder)
+            if found is not None:
+                return folder, found
         raise CheckpointError(
             "is no checkpoint" if os.path.exists(folder) else "does not exist",
             where=folder,
@@ -111,18 +123,40 @@ _LOOKED_FOR = (
 
 
 def open_checkpoint(path: str | os.PathLike[str], tag: str | None = None, *, form: str | None = None) -> Source:
-    """The checkpoint at ``path`` (see ``find_checkpoint``), open for reading. ``form``, a key of ``FORMATS``, is what it must be.
+    """The checkpoint at ``path`` (see ``find_checkpoint``), open for reading.
+
+    ``form``, a key of ``FORMATS``, is what it must be.
 
     Raises CheckpointError where there is none, where it is of another format, and for what is wrong with it.
     """
     folder, found = find_checkpoint(path, tag)
-    if form is not None and form != found:
-        raise CheckpointError(f"is a checkpoint of format {found}, not {form}", where=folder, fix=f"read it as {found}")
-    return FORMATS[found](folder)
+    for attempt in itertools.count(1):
+        before = folder, found, _identity(folder)
+        if form is not None and form != found:
+            raise CheckpointError(
+                f"is a checkpoint of format {found}, not {form}", where=folder, fix=f"read it as {found}"
+            )
+        try:
+            return FORMATS[found](folder)
+        except CheckpointError:
+            # A save, or retention, has made another folder the one that is meant (see ``find_tag``, ``latest``).
+            folder, found = find_checkpoint(path, tag)
+            if attempt == OPEN_ATTEMPTS or (folder, found, _identity(folder)) == before:
+                raise
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def read_latest_universal(folder: str) -> str | None:
-    """The tag that DeepSpeed's converter to its universal format has left in ``latest_universal``; None where there is no such file."""
+    """The tag that DeepSpeed's converter to its universal format has left in ``latest_universal``; None where there is
+    no such file.
+    """
     try:
         with open(os.path.join(folder, LATEST_UNIVERSAL), encoding="utf-8") as file:
             return file.read(4096).strip() or None

@@ -1,13 +1,14 @@
 """What a checkpoint is, whoever wrote it: logical tensors that can be read by range, and the state beside them.
 
-Loading, export and conversion work on a ``Source`` and know no format. A *logical tensor* is one parameter, master weight, optimizer state or buffer
-under its name in the module; how it was cut when it was saved is the format's business.
+Loading, export and conversion work on a ``Source`` and know no format. A *logical tensor* is one parameter, master
+weight, optimizer state or buffer under its name in the module; how it was cut when it was saved is the format's
+business.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -24,7 +25,9 @@ BUFFER = "buffer"
 
 
 class Box(NamedTuple):
-    """A rectangular part of a logical tensor, as a tensor-parallel rank holds it: [start[d], start[d] + size[d]) along each dimension d."""
+    """A rectangular part of a logical tensor, as a tensor-parallel rank holds it: [start[d], start[d] + size[d]) along
+    each dimension d.
+    """
 
     start: tuple[int, ...]
     size: tuple[int, ...]
@@ -45,7 +48,8 @@ class LogicalTensor:
 
 
 class Read(NamedTuple):
-    """Elements [begin, begin + into.numel()) of a logical tensor, or of ``box`` of it, in row-major order, to be put into ``into``.
+    """Elements [begin, begin + into.numel()) of a logical tensor, or of ``box`` of it, in row-major order, to be put
+    into ``into``.
 
     ``into`` is flat and contiguous, on any device; elements are converted to its dtype.
     """
@@ -74,20 +78,26 @@ class Topology:
     stage: int = 0
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    axes: Mapping[str, int] = field(default_factory=dict)
+    """Sizes of the mesh's axes of more than one rank, by name; empty where that is not known."""
 
 
 class Source(ABC):
     """A checkpoint that is open for reading. Use it as a context manager, from one thread.
 
     Attributes that a subclass sets before it is used:
-        where: path, for messages.  format: "deepspeed_c", "deepspeed", "deepspeed-universal", "huggingface" or "torch-dcp".
-        tensors: (kind, name) -> logical tensor, in the module's order of registration where that is known. A parameter has PARAM, MASTER or both.
+        where: path, for messages.
+        format: "deepspeed_c", "deepspeed", "deepspeed-universal", "huggingface" or "torch-dcp".
+        tensors: (kind, name) -> logical tensor, in the module's order of registration where that is known. A parameter
+            has PARAM, MASTER or both.
         aliases: further names of tied weights, name -> the name under which the tensor is listed.
         params: name -> what else is known of a parameter. Formats of weights alone leave it empty.
-        groups: options ("lr", "betas", ...) of the optimizer's groups, without "params"; empty where there is no optimizer state.
-        state: the rest, each entry only where it is known: "counters" {global_steps, global_samples, micro_steps, skipped_steps: int}, "lr_scheduler"
-            (a state dict), "loss_scaler" ({"scale": float, "step": int, "last_overflow_step": int, "hysteresis_left": int}), "client_state" (dict),
-            "config" (dict), "versions" (dict).
+        groups: options ("lr", "betas", ...) of the optimizer's groups, without "params"; empty where there is no
+            optimizer state.
+        state: the rest, each entry only where it is known: "counters" {global_steps, global_samples, micro_steps,
+            skipped_steps: int}, "lr_scheduler" (a state dict), "loss_scaler" ({"scale": float, "step": int,
+            "last_overflow_step": int, "hysteresis_left": int}), "client_state" (dict), "config" (dict), "versions"
+            (dict).
     """
 
     where: str
@@ -99,31 +109,48 @@ class Source(ABC):
     topology: Topology
     state: dict[str, Any]
     identity: str = ""
-    """What two processes that opened the same name compare, where a save may replace what has the name; "" where that is not known."""
+    """What two processes that opened the same name compare, where a save may replace what has the name; "" where that
+    is not known.
+    """
     problem: str = ""
     """Why optimizer states that are there are not listed; "" where all are."""
 
+    def put_first(self, names: Iterable[str]) -> None:
+        """``params`` has these first, as far as it has them, in this order."""
+        known = [name for name in names if name in self.params]
+        self.params = {name: self.params[name] for name in (*known, *self.params)}
+
     @property
     def was_replaced(self) -> bool:
-        """Whether the name that it was opened by stands for another checkpoint by now, or for none, so that opening it again is worth while."""
+        """Whether the name that it was opened by stands for another checkpoint by now, or for none, so that opening it
+        again is worth while.
+        """
         return False
 
     @abstractmethod
     def read(self, reads: Sequence[Read]) -> None:
-        """Fills every ``into``. Host memory in use meanwhile is bounded (64 MiB and the largest buffer of one conversion), whatever is asked for.
+        """Fills every ``into``.
 
-        Raises CheckpointError, naming file and tensors, for what is missing, short or corrupt; what had been filled by then stays filled.
+        Host memory in use meanwhile is bounded (64 MiB and the largest buffer of one conversion), whatever is asked
+        for.
+
+        Raises CheckpointError, naming file and tensors, for what is missing, short or corrupt; what had been filled by
+        then stays filled.
         """
 
     def name_groups(self, names: Sequence[Sequence[str]]) -> None:
-        """Says which parameters each group of the optimizer trains, in its order. A format that numbers optimizer states lists them under these names
-        and empties ``problem``; the others know better and do nothing.
+        """Says which parameters each group of the optimizer trains, in its order.
+
+        A format that numbers optimizer states lists them under these names and empties ``problem``; the others know
+        better and do nothing.
 
         Raises CheckpointError where names and states do not fit.
         """
 
     def rank_state(self, rank: int) -> dict[str, Any] | None:
-        """What rank ``rank`` had by itself (random number generators, position in the data); None where the checkpoint has none for it."""
+        """What rank ``rank`` had by itself (random number generators, position in the data); None where the checkpoint
+        has none for it.
+        """
         return None
 
     def close(self) -> None:

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from deepspeed_c.buffers import BufferPool
 from deepspeed_c.comm.groups import get_all_ranks_from_group, get_rank, get_world_size
-from deepspeed_c.comm.ledger import ENTERED, Entry, ledger_of
+from deepspeed_c.comm.ledger import ENTERED, LedgerEntry, ledger_of
 from deepspeed_c.errors import CommError
 
 __all__ = [
@@ -22,7 +23,6 @@ __all__ = [
     "GLOO",
     "Backend",
     "Collectives",
-    "Scratch",
     "Work",
     "all_gather_single",
     "reduce_scatter_single",
@@ -59,7 +59,7 @@ class Work:
         self._steps: tuple[Callable[[], None], ...] = () if finish is None else (finish,)
         self._kept = tuple(kept)
         self._what = what
-        self._entry: Entry | None = None
+        self._entry: LedgerEntry | None = None
         self._error: BaseException | None = None
 
     @classmethod
@@ -103,7 +103,7 @@ class Work:
             entry.finish()
 
 
-def _wait_all(handles: Sequence[Any], what: str, entry: Entry | None = None) -> None:
+def _wait_all(handles: Sequence[Any], what: str, entry: LedgerEntry | None = None) -> None:
     """Waits for every handle even when one fails: a buffer must not be freed while a transfer still runs in it."""
     first: RuntimeError | None = None
     for handle in handles:
@@ -122,53 +122,6 @@ def _wait_all(handles: Sequence[Any], what: str, entry: Entry | None = None) -> 
         ) from first
 
 
-class Scratch:
-    """Buffers that one owner borrows again and again, so that a step allocates nothing.
-
-    Kept buffers are as many as were borrowed at once, each as large as the largest request that it served. Not for
-    several threads.
-    """
-
-    # Whole cache lines and more, so that requests of nearly equal size share a buffer.
-    _GRANULE_BYTES = 4096
-
-    def __init__(self, *, poison: bool = False) -> None:
-        """poison: fill what is borrowed with NaN, so that a test notices memory that was read before it was written."""
-        self._free: dict[torch.device, list[torch.Tensor]] = {}
-        self._poison = poison
-        self.nbytes = 0
-
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """An uninitialised tensor [numel]; give it back with ``give``."""
-        n_bytes = numel * dtype.itemsize
-        free = self._free.setdefault(device, [])
-        fitting = [i for i, buffer in enumerate(free) if buffer.numel() >= n_bytes]
-        if fitting:
-            buffer = free.pop(min(fitting, key=lambda i: free[i].numel()))
-        else:
-            if free:
-                # The largest one is too small: it makes room for its successor.
-                self.nbytes -= free.pop(max(range(len(free)), key=lambda i: free[i].numel())).numel()
-            size = -(-max(n_bytes, 1) // self._GRANULE_BYTES) * self._GRANULE_BYTES
-            buffer = torch.empty(size, dtype=torch.uint8, device=device)
-            self.nbytes += size
-        if self._poison:
-            buffer.fill_(0xFF)  # all ones is a NaN in every floating dtype
-        return buffer[:n_bytes].view(dtype)
-
-    def give(self, tensor: torch.Tensor) -> None:
-        """Hands back what ``take`` gave."""
-        storage = tensor.untyped_storage()
-        buffer = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),))
-        self._free.setdefault(tensor.device, []).append(buffer)
-
-    def clear(self) -> None:
-        """Frees what is not borrowed."""
-        for free in self._free.values():
-            self.nbytes -= sum(buffer.numel() for buffer in free)
-        self._free.clear()
-
-
 class Collectives:
     """One process group, as the engine uses it.
 
@@ -184,25 +137,27 @@ class Collectives:
         self,
         group: dist.ProcessGroup | None = None,
         *,
-        scratch: Scratch | None = None,
+        scratch: BufferPool | None = None,
         reduce: ReduceKernel | None = None,
+        is_alone: bool = False,
     ) -> None:
         """group: by default all ranks. scratch: buffers to share with others. reduce: another kernel for the sums than
-        ours.
+        ours. is_alone: only this rank, whatever the group is.
         """
         self.group = group
-        self.world_size = get_world_size(group)
-        self.rank = get_rank(group)
+        self.world_size = 1 if is_alone else get_world_size(group)
+        self.rank = 0 if is_alone else get_rank(group)
         if self.rank < 0:
             raise CommError(
                 "this process is not part of the group",
                 where=f"rank {dist.get_rank()}",
                 fix="pass a group that this rank belongs to",
             )
-        self.global_ranks = get_all_ranks_from_group(group)
+        self.global_ranks = [get_rank()] if is_alone else get_all_ranks_from_group(group)
+        self.global_rank = self.global_ranks[self.rank]
         self.ledger = ledger_of(group)
         self._on_close: list[Callable[[], None]] = []
-        self.scratch = Scratch() if scratch is None else scratch
+        self.scratch = BufferPool() if scratch is None else scratch
         self.reduce: ReduceKernel = _kernel() if reduce is None else reduce
         # {"cpu": "gloo", "cuda": "nccl"}
         names = (
@@ -214,6 +169,20 @@ class Collectives:
         # Numbers travel on the CPU where they can, else on the accelerator.
         self._number_device = torch.device("cpu" if "cpu" in names or not names else next(iter(names)))
 
+    def alone(self) -> Collectives:
+        """This rank by itself: nothing is sent."""
+        return Collectives(self.group, scratch=self.scratch, reduce=self.reduce, is_alone=True)
+
+    def part(self, group: dist.ProcessGroup, axes: str) -> Collectives:
+        """Those of some of these ranks, ``group``, with the same buffers and kernel. axes: of a mesh, along which they
+        lie.
+
+        Who watches these ranks explains failures there too.
+        """
+        made = Collectives(group, scratch=self.scratch, reduce=self.reduce)
+        made.ledger.make_part_of(self.ledger, axes)
+        return made
+
     def call_on_close(self, function: Callable[[], None]) -> None:
         """Has ``close`` call ``function``, once."""
         self._on_close.append(function)
@@ -223,8 +192,6 @@ class Collectives:
         self.scratch.clear()
         while self._on_close:
             self._on_close.pop()()
-
-    # -- flat buffers
 
     def reduce_scatter(
         self, flat: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False, label: str = ""
@@ -314,8 +281,6 @@ class Collectives:
         with self.ledger.enter("all-reduce", tensor.nbytes, label, tensor.device) as entry:
             _wait_all([dist.all_reduce(tensor, group=self.group, async_op=True)], "all_reduce", entry)
 
-    # -- numbers and objects
-
     def gather_numbers(self, number: float, *, label: str = "") -> list[Any]:
         """Every rank's ``number`` by rank: all int (64 bit) or all float on all ranks."""
         return self._gather_numbers("all-gather", number, label or "gather_numbers")
@@ -347,8 +312,6 @@ class Collectives:
     def barrier(self, *, label: str = "") -> None:
         """Returns when every rank has come here."""
         self._gather_numbers("barrier", 0, label)
-
-    # -- parts of the ways below
 
     def _start(self, op: str, flat: torch.Tensor, label: str, way: Callable[..., Work], *args: Any) -> Work:
         """Enters ``op`` on ``flat`` in the ledger and starts it by ``way``."""
@@ -394,9 +357,6 @@ def _check_flat(tensor: torch.Tensor) -> None:
 
 def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype
-
-
-# -- ways to do it
 
 
 def _exchange_then_reduce(

@@ -22,8 +22,8 @@ from torch.distributed import GradBucket, ProcessGroup, ReduceOp
 from deepspeed_c.comm import collectives
 from deepspeed_c.comm.discover import DEFAULT_PORT, discover
 from deepspeed_c.comm.groups import is_initialized, require_initialized
-from deepspeed_c.comm.ledger import Entry, Ledger, ledger_of
-from deepspeed_c.comm.log import CommsLogger
+from deepspeed_c.comm.ledger import Ledger, LedgerEntry, ledger_of
+from deepspeed_c.comm.log import CommsLogger, log_collectives
 from deepspeed_c.errors import CommError
 from deepspeed_c.logging import logger
 
@@ -79,6 +79,7 @@ __all__ = [
 # One log a process, as there is one default group a process: ``configure`` and ``log_summary`` take no object to work
 # on.
 comms_logger = CommsLogger()
+comms_logger.on_switch = log_collectives(comms_logger)
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -92,8 +93,8 @@ _MESSAGES = frozenset({"send", "recv", "isend", "irecv"})
 
 
 def _operation(function: _F) -> _F:
-    """Checks that there is a group, enters the call in the group's ledger, records it if the log wants it, and types what
-    goes wrong.
+    """Checks that there is a group, enters the call in the group's ledger, records it if the log wants it, and types
+    what goes wrong.
     """
     signature = inspect.signature(function)
     names = list(signature.parameters)
@@ -146,7 +147,7 @@ def _operation(function: _F) -> _F:
     return call  # type: ignore[return-value]
 
 
-def _enter(name: str, sent: Any, group: Any, line: str) -> Entry:
+def _enter(name: str, sent: Any, group: Any, line: str) -> LedgerEntry:
     """Enters a call that was made at ``line`` of a source."""
     # What torch gives a rank for a group that it is not part of: no group, and nothing is sent.
     if group == dist.GroupMember.NON_GROUP_MEMBER:
@@ -171,7 +172,7 @@ def _failed(name: str, error: RuntimeError) -> CommError:
 class _Handle:
     """A handle whose operation ends in the ledger, and is recorded, when it has been waited for."""
 
-    def __init__(self, handle: Any, entry: Entry, record: Callable[[], None] | None = None) -> None:
+    def __init__(self, handle: Any, entry: LedgerEntry, record: Callable[[], None] | None = None) -> None:
         self._handle, self._entry, self._record = handle, entry, record
 
     def wait(self, *args: Any) -> Any:
@@ -198,9 +199,6 @@ def _n_bytes(sent: Any) -> int:
     if isinstance(sent, (list, tuple)):
         return sum(_n_bytes(part) for part in sent)
     return 0
-
-
-# -- the log
 
 
 def configure(
@@ -230,7 +228,10 @@ def _read(holder: Any, name: str) -> Any:
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
-    """Logs on rank 0 what has been recorded; every rank calls it.
+    """Prints on rank 0, to standard output, what has been recorded; every rank calls it.
+
+    ``show_straggler``: also how long the fastest rank took for each operation, and how much longer this one was in it,
+    which is mostly its waiting for others.
 
     Returns, if asked, {"summary": {name: {bytes: statistics}}, "straggler_analysis": the same or None, "metadata":
     ...}; times in ms, bandwidths in Gbit/s.
@@ -240,9 +241,11 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
     summary = comms_logger.summary(world_size)
     stragglers = comms_logger.stragglers(_gather_objects) if show_straggler else None
     if rank == 0:
-        logger.info("%s", comms_logger.format("communication", summary))
+        texts = [comms_logger.format("communication", summary)]
         if stragglers is not None:
-            logger.info("%s", comms_logger.format("communication, with what this rank waited for others", stragglers))
+            texts.append(comms_logger.format("communication, with what this rank waited for others", stragglers))
+        sys.stdout.write("\n".join([*texts, ""]))
+        sys.stdout.flush()
     if not return_dict:
         return None
     return {
@@ -277,9 +280,6 @@ def get_comm_operation_count() -> int:
 def get_logged_comm_ops() -> list[str]:
     """The names under which calls have been recorded."""
     return comms_logger.get_operation_names()
-
-
-# -- one to all, all to one
 
 
 @_operation
@@ -349,9 +349,6 @@ def scatter(
 ) -> Any:
     """Global rank ``src`` sends each rank its entry of ``scatter_list``; the other ranks pass no list."""
     return dist.scatter(tensor, scatter_list, src, group=group, async_op=async_op)
-
-
-# -- all to all
 
 
 @_operation
@@ -566,9 +563,6 @@ def _together(handles: Sequence[Any], async_op: bool) -> _Together | None:
     return None
 
 
-# -- point to point
-
-
 @_operation
 def send(
     tensor: torch.Tensor,
@@ -625,9 +619,6 @@ def irecv(
     return dist.irecv(tensor, src, group=group, tag=tag)
 
 
-# -- waiting for each other
-
-
 @_operation
 def barrier(
     group: ProcessGroup | None = None,
@@ -652,9 +643,6 @@ def monitored_barrier(
 ) -> None:
     """``barrier`` over gloo that names the ranks that did not come within ``timeout``."""
     return dist.monitored_barrier(group=group, timeout=timeout, wait_all_ranks=wait_all_ranks)
-
-
-# -- what there is
 
 
 def has_all_gather_into_tensor() -> bool:
@@ -699,9 +687,6 @@ def enable_symm_mem_for_group(group_name: str) -> None:
     from torch.distributed import _symmetric_memory
 
     _symmetric_memory.enable_symm_mem_for_group(group_name)
-
-
-# -- cloud services that start ranks by MPI
 
 
 def in_aml() -> bool:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from deepspeed_c.errors import CommError
 
-__all__ = ["DEFAULT_PORT", "LAUNCHERS", "Launcher", "Placement", "discover", "first_host", "local_rank_of"]
+__all__ = ["DEFAULT_PORT", "LAUNCHERS", "LaunchPlace", "Launcher", "discover", "first_host", "local_rank_of"]
 
 DEFAULT_PORT = 29500  # that of torch.distributed and of DeepSpeed
 
@@ -18,7 +18,7 @@ DEFAULT_PORT = 29500  # that of torch.distributed and of DeepSpeed
 _SLURM_PORT_BEGIN, _SLURM_PORT_END = 12000, 32000
 
 
-class Placement(NamedTuple):
+class LaunchPlace(NamedTuple):
     """One process among the processes of a job."""
 
     rank: int
@@ -67,7 +67,7 @@ LAUNCHERS = (
 
 def discover(
     environ: Mapping[str, str], *, distributed_port: int = DEFAULT_PORT, auto_mpi_discovery: bool = True
-) -> Placement:
+) -> LaunchPlace:
     """The first launcher of ``LAUNCHERS`` that left its variables; with none, this is the only process.
 
     ``distributed_port`` is used where the environment names none; ``auto_mpi_discovery`` False looks at RANK and
@@ -89,7 +89,7 @@ def discover(
                 where="environment",
                 fix=f"set both (torchrun and the deepspeed_c launcher do), or unset {there} to run one process",
             )
-    return Placement(0, 1, 0, None, None, "no launcher: one process")
+    return LaunchPlace(0, 1, 0, None, None, "no launcher: one process")
 
 
 def local_rank_of(environ: Mapping[str, str]) -> int:
@@ -100,7 +100,7 @@ def local_rank_of(environ: Mapping[str, str]) -> int:
     return 0
 
 
-def _placement(launcher: Launcher, environ: Mapping[str, str], distributed_port: int) -> Placement:
+def _placement(launcher: Launcher, environ: Mapping[str, str], distributed_port: int) -> LaunchPlace:
     rank = _integer(environ, launcher.rank, 0)
     world_size = _integer(environ, launcher.world_size, 1)
     if rank >= world_size:
@@ -111,9 +111,9 @@ def _placement(launcher: Launcher, environ: Mapping[str, str], distributed_port:
         )
     local_rank = _integer(environ, launcher.local_rank, 0) if launcher.local_rank in environ else None
     if world_size == 1:
-        return Placement(rank, world_size, local_rank or 0, None, None, launcher.name)
+        return LaunchPlace(rank, world_size, local_rank or 0, None, None, launcher.name)
     port = _port(launcher, environ, distributed_port)
-    return Placement(rank, world_size, local_rank, _master(launcher, environ, world_size), port, launcher.name)
+    return LaunchPlace(rank, world_size, local_rank, _master(launcher, environ, world_size), port, launcher.name)
 
 
 def _integer(environ: Mapping[str, str], name: str, minimum: int) -> int:

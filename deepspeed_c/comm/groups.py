@@ -1,11 +1,13 @@
 """Process groups: how ranks find each other, and who is who afterwards.
 
-A group forms in two steps, so that a rank that never comes is named instead of waited for: first all ranks sign in at a
-``torch.distributed`` store (``_meet``), then ``torch.distributed`` builds its group over that store.
+A group forms in two steps. First all ranks sign in at a ``torch.distributed`` store (``_meet``). Then
+``torch.distributed`` builds its group over that store. So an error can name a rank that never comes; nobody waits for
+it without a word.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import time
@@ -17,9 +19,10 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
-from deepspeed_c.comm.discover import DEFAULT_PORT, Placement, discover, local_rank_of
+from deepspeed_c.comm.discover import DEFAULT_PORT, LaunchPlace, discover, local_rank_of
 from deepspeed_c.env import read_env
 from deepspeed_c.errors import CommError
+from deepspeed_c.listening import is_loopback, listening_socket
 from deepspeed_c.logging import logger, set_rank
 
 __all__ = [
@@ -134,7 +137,7 @@ def init_distributed(
 
 def _place(
     rank: int, world_size: int, init_method: str | None, auto_mpi_discovery: bool, distributed_port: int
-) -> Placement:
+) -> LaunchPlace:
     if (rank >= 0) != (world_size >= 0):
         raise CommError(
             f"rank={rank} and world_size={world_size}: one is given without the other",
@@ -147,7 +150,8 @@ def _place(
             host, port = _tcp_address(init_method)
             environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
         elif init_method is not None and init_method != "env://":
-            environ.setdefault("MASTER_ADDR", init_method)  # such a method needs none
+            environ["MASTER_ADDR"] = init_method  # such a method needs none
+            environ.pop("MASTER_PORT", None)
         return discover(environ, distributed_port=distributed_port, auto_mpi_discovery=auto_mpi_discovery)
     given = {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
     for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
@@ -157,7 +161,8 @@ def _place(
         host, port = _tcp_address(init_method)
         given.update(MASTER_ADDR=host, MASTER_PORT=str(port))
     elif init_method is not None and init_method != "env://":
-        given.setdefault("MASTER_ADDR", init_method)
+        given["MASTER_ADDR"] = init_method
+        given.pop("MASTER_PORT", None)
     return discover(given, distributed_port=distributed_port)._replace(source="arguments")
 
 
@@ -212,17 +217,18 @@ def _check_same_place(rank: int, world_size: int) -> None:
         )
 
 
-def _address(place: Placement) -> str:
+def _address(place: LaunchPlace) -> str:
     return f"{place.master_addr}:{place.master_port}" if place.master_port else str(place.master_addr)
 
 
-def _open_store(place: Placement, init_method: str | None, timeout: timedelta) -> dist.Store:
+def _open_store(place: LaunchPlace, init_method: str | None, timeout: timedelta) -> dist.Store:
     if init_method is not None and not init_method.startswith(("env://", "tcp://")):
         store, _, _ = next(dist.rendezvous(init_method, place.rank, place.world_size, timeout=timeout))
         return store
     # torchrun's agent listens at MASTER_PORT itself; otherwise rank 0 does.
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     is_host = place.rank == 0 and not has_agent
+    listening = _listening_socket(place) if is_host else None
     try:
         return dist.TCPStore(
             place.master_addr,
@@ -232,6 +238,7 @@ def _open_store(place: Placement, init_method: str | None, timeout: timedelta) -
             timeout=timeout,
             wait_for_workers=False,
             multi_tenant=not has_agent,
+            master_listen_fd=None if listening is None else listening.detach(),
         )
     except RuntimeError as error:
         if is_host:
@@ -250,7 +257,30 @@ def _open_store(place: Placement, init_method: str | None, timeout: timedelta) -
         ) from error
 
 
-def _meet(store: dist.Store, place: Placement, timeout: timedelta) -> tuple[dist.Store, int]:
+def _listening_socket(place: LaunchPlace) -> socket.socket | None:
+    """Listens at the address at which the other ranks look for this one; None: torch listens at all addresses.
+
+    That is where other hosts know this one by an address that it does not have itself: a translated one, or a name that
+    means the loopback here and something else there. None also leaves a port that is taken to torch, which finds a
+    store of this process at it, or says so.
+    """
+    try:
+        bound = listening_socket(str(place.master_addr), int(place.master_port or 0))
+    except OSError as error:
+        if isinstance(error, socket.gaierror) or error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
+            return None
+        raise CommError(
+            f"rank 0 cannot listen on port {place.master_port}: {error}",
+            where=_address(place),
+            fix="choose another with MASTER_PORT or --master_port",
+        ) from error
+    if is_loopback(bound.getsockname()[0]) and not is_loopback(str(place.master_addr)):
+        bound.close()
+        return None
+    return bound
+
+
+def _meet(store: dist.Store, place: LaunchPlace, timeout: timedelta) -> tuple[dist.Store, int]:
     """Waits until all ranks have signed in; returns the store for the group, and how many lower ranks share this host.
 
     A store can outlive a group (that of torchrun's agent does), so each group of a process's life gets a round of its
@@ -320,7 +350,7 @@ def _linger(store: dist.Store, prefix: str, rank: int) -> None:
             return  # somebody came and went; nobody is left to tell
 
 
-def _publish(place: Placement, local_rank: int) -> None:
+def _publish(place: LaunchPlace, local_rank: int) -> None:
     os.environ.setdefault("RANK", str(place.rank))
     os.environ.setdefault("WORLD_SIZE", str(place.world_size))
     os.environ.setdefault("LOCAL_RANK", str(local_rank))
@@ -389,6 +419,13 @@ def new_group(ranks: Sequence[int] | None = None, timeout: timedelta | None = No
         )
     # torch would fall back to its own default (30 minutes) instead of ours.
     return dist.new_group(ranks, timeout=_limits(timeout)[0])
+
+
+def timeout_of(group: dist.ProcessGroup | None = None) -> timedelta:
+    """How long a collective of ``group`` may take; a group made from it should take no other."""
+    group = dist.group.WORLD if group is None else group
+    backend = group._get_backend(next(iter(group._device_types)))
+    return backend.options._timeout if hasattr(backend, "options") else _limits(None)[0]
 
 
 def get_world_group() -> dist.ProcessGroup:

@@ -1,10 +1,11 @@
 """The ledger of a process group: which collectives this rank has entered, in which order, and in which it waits.
 
-All ranks of a group enter the same collectives in the same order, so entry number n of one rank must be entry number n of
-every other. ``watchdog.py`` compares them when a rank waits for long; ``totals`` counts what goes over the wire.
+All ranks of a group enter the same collectives in the same order, so entry number n of one rank must be entry number n
+of every other. ``watchdog.py`` compares them when a rank waits for long; ``totals`` counts what goes over the wire.
 
-[Note: devices] Waiting for a collective of an accelerator makes a stream wait and returns at once; the rank hangs later, wherever it next needs a
-result. So an event is recorded behind such a collective, and its entry counts as waited for until the event has come.
+[Note: devices] Waiting for a collective of an accelerator makes a stream wait and returns at once; the rank hangs
+later, wherever it next needs a result. So an event is recorded behind such a collective, and its entry counts as waited
+for until the event has come.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import Any, NamedTuple, final
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
+from typing_extensions import Self
 
 from deepspeed_c.comm.groups import get_all_ranks_from_group
 
@@ -27,16 +29,22 @@ __all__ = [
     "ENTERED",
     "STARTING",
     "WAITING",
-    "Entry",
     "Ledger",
+    "LedgerEntry",
     "Total",
     "all_ledgers",
     "describe",
+    "group_in_words",
     "ledger_of",
+    "ranks_in_words",
 ]
 
-# The states of an entry, in their order. What starts a collective may itself block: NCCL meets the other ranks at the first one.
+# The states of an entry, in their order. What starts a collective may itself block: NCCL meets the other ranks at the
+# first one.
 STARTING, ENTERED, WAITING, DONE = "starting", "entered", "waiting", "done"
+
+# Ranges of ranks that a sentence names.
+_MAX_NAMED = 16
 
 # Entries kept. Ranks can be apart by as many collectives as are in flight at once, which are tens.
 _N_KEPT = 1024
@@ -47,15 +55,18 @@ class Total(NamedTuple):
 
     count: int
     n_bytes: int
-    """Payload: the whole buffer, as every rank has it after an all-gather or before a reduce-scatter. What is pickled counts as 0."""
+    """Payload: the whole buffer, as every rank has it after an all-gather or before a reduce-scatter.
+
+    What is pickled counts as 0.
+    """
     wire_bytes: int
-    """What a rank sends, averaged over the ranks, by the best algorithm known (a ring): n_bytes * (N-1)/N over N ranks, twice that for an
-    all-reduce, which is a reduce-scatter and an all-gather. A broadcast of B bytes arrives at N-1 ranks, which is B * (N-1)/N a rank. A
-    message between two ranks is counted whole, by its sender."""
+    """What a rank sends, averaged over the ranks, by the best algorithm known (a ring): n_bytes * (N-1)/N over N ranks,
+    twice that for an all-reduce, which is a reduce-scatter and an all-gather. A broadcast of B bytes arrives at N-1
+    ranks, which is B * (N-1)/N a rank. A message between two ranks is counted whole, by its sender.
+    """
 
 
-@final
-class Entry:
+class LedgerEntry:
     """One collective that this rank has entered.
 
     A context manager too: inside, the rank waits for it. Ranks must agree on ``op``, ``n_bytes`` and ``label``.
@@ -89,7 +100,9 @@ class Entry:
         self._ledger.waiting.pop(self, None)
 
     def finish(self) -> None:
-        """The call that waits for it has returned: it is over, or will be when the stream gets there (see [Note: devices])."""
+        """The call that waits for it has returned: it is over, or will be when the stream gets there (see [Note:
+        devices]).
+        """
         if self._device is None or self._device.type == "cpu":
             self.end()
         else:
@@ -104,7 +117,7 @@ class Entry:
         """Why it may have failed, in words; "" if that is not known."""
         return self._ledger.explain()
 
-    def __enter__(self) -> Entry:
+    def __enter__(self) -> Self:
         self.begin_wait()
         return self
 
@@ -115,7 +128,9 @@ class Entry:
             self.end()
 
     def __str__(self) -> str:
-        return describe(self.op, self.seq, self.label, self.phase, self.module)
+        what = describe(self.op, self.seq, self.label, self.phase, self.module)
+        ledger = self._ledger
+        return f"{what} {group_in_words(ledger.axes, ledger.ranks)}" if ledger.axes else what
 
 
 def describe(op: str, seq: int, label: str, phase: str, module: str) -> str:
@@ -126,28 +141,57 @@ def describe(op: str, seq: int, label: str, phase: str, module: str) -> str:
     return f"{op}{number}{of}{f' ({at})' if at else ''}"
 
 
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """``rank 3`` or ``ranks 0-2, 5``."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    shown = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    more = f", ... ({len(ranks)} in all)" if len(shown) > _MAX_NAMED else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(shown[:_MAX_NAMED])}{more}"
+
+
+def group_in_words(axes: str, ranks: Sequence[int]) -> str:
+    """``over dp_shard (ranks 0, 2)`` for a group that lies along axes of a mesh, ``of the group of ranks 0, 2`` for any
+    other.
+    """
+    return f"over {axes} ({ranks_in_words(ranks)})" if axes else f"of the group of {ranks_in_words(ranks)}"
+
+
 class Ledger:
     """The collectives of one process group, as this rank entered them. ``ledger_of`` gives the one of a group.
 
-    ``phase`` ("forward", "backward", "step" or "") and ``module`` (the path of the module at work, or "") are copied into every entry; who drives
-    the step sets them. Entering costs about a microsecond and sends nothing. Any thread may enter.
+    ``phase`` ("forward", "backward", "step" or "") and ``module`` (the path of the module at work, or "") are copied
+    into every entry; who drives the step sets them. Entering costs about a microsecond and sends nothing. Any thread
+    may enter.
+    """
+
+    entry_type: ClassVar[type[LedgerEntry]] = LedgerEntry
+    """What a collective becomes in all ledgers.
+
+    The communication log puts one of its own here while it is on (``log.py``): off, it costs nothing.
     """
 
     def __init__(self, name: str, ranks: Sequence[int]) -> None:
         """name: of the group, the same on its ranks. ranks: its members by their numbers in the world."""
         self.name = name
         self.ranks = tuple(ranks)
+        self.axes = ""
+        """The axes of a mesh that the group lies along (``dp_shard``); "" where no mesh made the group."""
         self.phase = ""
         self.module = ""
-        self.waiting: dict[Entry, None] = {}
+        self.waiting: dict[LedgerEntry, None] = {}
         """What some thread of this rank waits for now, oldest first."""
-        self.explain: Callable[[], str] = str
-        """Says which ranks have ended, for the message of a collective that fails; "" where nobody watches."""
-        self._ring: list[Entry | None] = [None] * _N_KEPT
+        self._watchman: Callable[[], str] | None = None
+        self._whole: Ledger | None = None
+        self._ring: list[LedgerEntry | None] = [None] * _N_KEPT
         self._numbers = itertools.count(1)  # next() is one step, whichever threads take it
         self._last = 0
         self._totals: dict[str, list[int]] = {}
-        self._on_device: deque[tuple[Entry, torch.Event]] = deque()
+        self._on_device: deque[tuple[LedgerEntry, torch.Event]] = deque()
         self._device_lock = threading.Lock()
 
     @property
@@ -155,20 +199,45 @@ class Ledger:
         """The number of the newest entry; 0 for none."""
         return self._last
 
-    def enter(self, op: str, n_bytes: int, label: str = "", device: torch.device | None = None) -> Entry:
-        """Enters a collective that starts now. ``n_bytes`` as in ``Total``; device: where its data is, by default the CPU."""
+    def make_part_of(self, whole: Ledger, axes: str) -> None:
+        """Says that the group lies along ``axes`` of a mesh over the ranks of ``whole``.
+
+        Who watches ``whole`` explains failures here too.
+
+        Engines with different meshes share the group of the same ranks. The ledger then keeps the names of both:
+        ``dp_shard or dp_replicate``.
+        """
+        self._whole = whole
+        if axes not in self.axes.split(" or "):
+            self.axes = f"{self.axes} or {axes}" if self.axes else axes
+
+    def explain_by(self, watchman: Callable[[], str] | None) -> None:
+        """Has ``watchman`` answer ``explain``, or nobody (None)."""
+        self._watchman = watchman
+
+    def explain(self) -> str:
+        """Which ranks have ended, for the message of a collective that fails; "" where nobody watches."""
+        if self._watchman is not None:
+            return self._watchman()
+        return "" if self._whole is None else self._whole.explain()
+
+    def enter(self, op: str, n_bytes: int, label: str = "", device: torch.device | None = None) -> LedgerEntry:
+        """Enters a collective that starts now.
+
+        ``n_bytes`` as in ``Total``; device: where its data is, by default the CPU.
+        """
         seq = next(self._numbers)
-        entry = self._ring[seq % _N_KEPT] = Entry(self, seq, op, n_bytes, label, device)
+        entry = self._ring[seq % _N_KEPT] = self.entry_type(self, seq, op, n_bytes, label, device)
         self._last = seq
         self._count(op, n_bytes)
         return entry
 
-    def enter_message(self, op: str, n_bytes: int, label: str = "", device: torch.device | None = None) -> Entry:
+    def enter_message(self, op: str, n_bytes: int, label: str = "", device: torch.device | None = None) -> LedgerEntry:
         """A message between two ranks: it takes no number (0), since the other ranks know nothing of it."""
         self._count(op, n_bytes)
-        return Entry(self, 0, op, n_bytes, label, device)
+        return LedgerEntry(self, 0, op, n_bytes, label, device)
 
-    def finish_on_device(self, entry: Entry, device: torch.device) -> None:
+    def finish_on_device(self, entry: LedgerEntry, device: torch.device) -> None:
         """``entry`` is over when the current stream of ``device`` has done what it was given so far."""
         event = record_event(device)
         if event is None:
@@ -183,13 +252,13 @@ class Ledger:
             while self._on_device and self._on_device[0][1].query():
                 self._on_device.popleft()[0].end()
 
-    def recent(self, n: int) -> list[Entry]:
+    def recent(self, n: int) -> list[LedgerEntry]:
         """The ``n`` newest entries that are kept, oldest first."""
         last = self._last
         kept = (self._ring[seq % _N_KEPT] for seq in range(max(1, last - min(n, _N_KEPT) + 1), last + 1))
         return [entry for entry in kept if entry is not None]
 
-    def blocking(self) -> list[Entry]:
+    def blocking(self) -> list[LedgerEntry]:
         """What this rank waits for: for its end, or for it to start. Oldest first."""
         if self._on_device:
             self._settle()
@@ -231,7 +300,8 @@ def _wire_bytes(op: str, n_bytes: int, n_ranks: int) -> int:
 
 
 def record_event(device: torch.device) -> torch.Event | None:
-    """An event on the current stream of ``device``; None while a graph is captured, which no event may be asked about."""
+    """An event on the current stream of ``device``; None while a graph is captured, which no event may be asked about.
+    """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return None
     event = torch.Event(device)
@@ -239,7 +309,8 @@ def record_event(device: torch.device) -> torch.Event | None:
     return event
 
 
-# One ledger a group, however many engines use it: they take turns on it, in an order that all ranks share. It goes with the group.
+# One ledger a group, however many engines use it: they take turns on it, in an order that all ranks share. It goes with
+# the group.
 _ledgers: weakref.WeakKeyDictionary[Any, Ledger] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 

@@ -1,15 +1,24 @@
-"""What was communicated, how often and how fast (the ``comms_logger`` section). Off, it costs one test per call."""
+"""What was communicated, how often and how fast (the ``comms_logger`` section).
+
+Calls of ``deepspeed_c.comm`` are recorded by their wrapper, at the cost of one test a call where the log is off. The
+engine's own collectives are recorded by their entries in the ledger (``log_collectives``), which are of another class
+while the log is on: off, nothing is done for it.
+"""
 
 from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
+import torch
+
+from deepspeed_c.comm.ledger import Ledger, LedgerEntry
 from deepspeed_c.logging import logger
 
-__all__ = ["CommsLogger", "bandwidths_gbps", "trim_mean"]
+__all__ = ["CommsLogger", "bandwidths_gbps", "log_collectives", "trim_mean"]
 
 # How many times its message an operation moves, as (n ranks) -> (factor of the algorithm's bandwidth, factor of the
 # bus's). The conventions are those of nccl-tests (PERFORMANCE.md) and DeepSpeed, whose tables count a gathered message
@@ -46,7 +55,7 @@ def trim_mean(values: Sequence[float], trim: float) -> float:
 
 
 @dataclass
-class _Record:
+class _CallRecord:
     """All calls of one name with one message size."""
 
     op: str
@@ -54,15 +63,30 @@ class _Record:
 
 
 class CommsLogger:
-    """Collects a record a call; ``world_size`` is asked when a summary is made."""
+    """Collects a record a call; ``world_size`` is asked when a summary is made.
+
+    ``on_switch`` is called with every value that ``enabled`` is set to.
+    """
+
+    on_switch: Callable[[bool], None] = staticmethod(lambda is_on: None)
 
     def __init__(self) -> None:
-        self.enabled = False
+        self._is_enabled = False
         self.verbose = False
         self.prof_all = True
         self.prof_ops: list[str] = []
         self.debug = False
-        self._records: dict[str, dict[int, _Record]] = {}
+        self._records: dict[str, dict[int, _CallRecord]] = {}
+
+    @property
+    def enabled(self) -> bool:
+        """Whether calls are recorded."""
+        return self._is_enabled
+
+    @enabled.setter
+    def enabled(self, value: bool) -> None:
+        self._is_enabled = bool(value)
+        self.on_switch(self._is_enabled)
 
     def wants(self, log_name: str, prof: bool) -> bool:
         """Whether a call is to be recorded."""
@@ -70,7 +94,7 @@ class CommsLogger:
 
     def append(self, op: str, log_name: str, seconds: float, n_bytes: int, world_size: int) -> None:
         """Records one call of ``op`` under ``log_name``."""
-        record = self._records.setdefault(log_name, {}).setdefault(n_bytes, _Record(op))
+        record = self._records.setdefault(log_name, {}).setdefault(n_bytes, _CallRecord(op))
         record.seconds.append(seconds)
         if self.verbose:
             algorithm, bus = bandwidths_gbps(op, n_bytes, seconds, world_size)
@@ -145,17 +169,78 @@ class CommsLogger:
 
     @staticmethod
     def format(title: str, table: dict[str, dict[int, dict[str, Any]]]) -> str:
-        """A table as text, a line for each name and size."""
-        lines = [title]
+        """A table as text: a line for each name, and below it one for each message size, in columns of ``_WIDTH``."""
+        keys = {key for sizes in table.values() for row in sizes.values() for key in row}
+        columns = [key for key in _COLUMNS if key in keys]
+        rows = [["Comm. Op", *(_COLUMNS[key] for key in columns)]]
         for name, sizes in table.items():
+            rows.append([name])
             for row in sizes.values():
-                shown = ", ".join(
-                    f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}"
-                    for key, value in row.items()
-                    if not key.startswith("msg_size")
-                )
-                lines.append(f"  {name} {row['msg_size_str']}: {shown}")
-        return "\n".join(lines)
+                values = [row[key] for key in columns]
+                rows.append(["", *(f"{value:.2f}" if isinstance(value, float) else str(value) for value in values)])
+        return "\n".join([title, *("".join(f"{cell:<{_WIDTH}}" for cell in row).rstrip() for row in rows)])
+
+
+# Key of a row -> heading of its column, as in DeepSpeed's tables, which people read and scripts parse.
+_WIDTH = 20
+_COLUMNS = {
+    "msg_size_str": "Message Size",
+    "count": "Count",
+    "total_latency_ms": "Total Latency(ms)",
+    "avg_latency_ms": "Avg Latency(ms)",
+    "tput_avg_gbps": "tput_avg (Gbps)",
+    "busbw_avg_gbps": "busbw_avg (Gbps)",
+    "total_comm_lat_ms": "Total comm lat(ms)",
+    "total_straggler_ms": "Total straggler(ms)",
+    "avg_comm_lat_ms": "Avg comm lat(ms)",
+    "avg_straggler_ms": "Avg straggler(ms)",
+}
+
+
+# The ledger's operations of an engine -> the name in the log, and whether a message is one rank's piece of what is
+# counted. Names and sizes are those of the functions of ``deepspeed_c.comm`` that do the same.
+_ENGINE_OPS = {
+    "all-gather": ("all_gather_into_tensor", True),
+    "all-reduce": ("all_reduce", False),
+    "barrier": ("barrier", True),
+    "broadcast": ("broadcast", False),
+    "reduce-scatter": ("reduce_scatter_tensor", False),
+}
+
+
+def log_collectives(log: CommsLogger) -> Callable[[bool], None]:
+    """Returns a function that has every collective of every engine recorded in ``log`` (True), or none (False).
+
+    A record's time runs from the start of a collective to the end of waiting for it. The log does not hurry what runs
+    beside the backward pass, so its time is an upper bound, and its bandwidth a lower one.
+    """
+
+    class LoggedEntry(LedgerEntry):
+        __slots__ = ("_began",)
+
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self._began = perf_counter()
+
+        def finish(self) -> None:
+            super().finish()
+            if self.op not in _ENGINE_OPS:
+                return  # recorded by the wrapper of deepspeed_c.comm
+            op, is_piece = _ENGINE_OPS[self.op]
+            if not log.wants(op, False):
+                return
+            if self._device is not None and self._device.type != "cpu":
+                torch.accelerator.synchronize(self._device)
+            n_ranks = len(self._ledger.ranks)
+            n_bytes = self.n_bytes // n_ranks if is_piece else self.n_bytes
+            at = ", ".join(part for part in (self.phase, self.label) if part)
+            name = f"{op} | [Caller Func: engine{f' ({at})' if at else ''}]" if log.debug else op
+            log.append(op, name, perf_counter() - self._began, n_bytes, n_ranks)
+
+    def switch(is_on: bool) -> None:
+        Ledger.entry_type = LoggedEntry if is_on else LedgerEntry
+
+    return switch
 
 
 def _size(n_bytes: int) -> str:

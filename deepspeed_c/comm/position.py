@@ -1,11 +1,12 @@
-"""Where a rank is: what it has entered and waits for, where its main thread runs, and which processes of its host are alive."""
+"""Where a rank is: what it has entered and waits for, where its main thread runs, and which processes of its host are
+alive.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
 import sys
-import sysconfig
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -16,28 +17,29 @@ from typing import Literal
 import msgspec
 import torch.distributed as dist
 
-from deepspeed_c.comm.ledger import Entry, Ledger, describe
+from deepspeed_c.comm.ledger import Ledger, LedgerEntry, describe
 
 __all__ = [
-    "Call",
     "GroupPosition",
     "Life",
     "Position",
     "Presence",
+    "ToldEntry",
     "life_of",
     "locate",
     "own_presence",
     "take_position",
 ]
 
-# Entries of a group that a rank tells the others: more than are in flight at once, so that the first entry that differs is among them.
+# Entries of a group that a rank tells the others: more than are in flight at once, so that the first entry that differs
+# is among them.
 _N_TOLD = 64
 
 Life = Literal["gone", "stopped", "traced", "runs"]
 """Of a process: has ended; stopped by a signal; held by a debugger; anything else."""
 
 
-class Call(msgspec.Struct, frozen=True, array_like=True):
+class ToldEntry(msgspec.Struct, frozen=True, array_like=True):
     """An entry of a ledger as others are told of it."""
 
     seq: int
@@ -60,9 +62,11 @@ class GroupPosition(msgspec.Struct, frozen=True):
     name: str
     ranks: list[int]
     """The members by their numbers in the world; empty: all ranks."""
-    blocking: list[Call]
+    axes: str
+    """The axes of a mesh that the group lies along, or ""."""
+    blocking: list[ToldEntry]
     """What it waits for, oldest first."""
-    recent: list[Call]
+    recent: list[ToldEntry]
     """The newest entries, oldest first."""
 
     @property
@@ -108,6 +112,7 @@ def take_position(rank: int, world_size: int, ledgers: Iterable[Ledger], neighbo
         GroupPosition(
             name=ledger.name,
             ranks=[] if len(ledger.ranks) == world_size else list(ledger.ranks),
+            axes=ledger.axes,
             blocking=[_told(entry, now) for entry in ledger.blocking()],
             recent=[_told(entry, now) for entry in ledger.recent(_N_TOLD)],
         )
@@ -117,8 +122,8 @@ def take_position(rank: int, world_size: int, ledgers: Iterable[Ledger], neighbo
     return Position(rank, groups, where, dist_call, neighbours)
 
 
-def _told(entry: Entry, now: float) -> Call:
-    return Call(
+def _told(entry: LedgerEntry, now: float) -> ToldEntry:
+    return ToldEntry(
         entry.seq,
         entry.op,
         entry.n_bytes,
@@ -130,19 +135,17 @@ def _told(entry: Entry, now: float) -> Call:
     )
 
 
-# -- the main thread
-
 _C10D = dist.distributed_c10d.__file__
 _TORCH = str(Path(dist.__file__).parents[1]) + os.sep
-_STDLIB = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
+_STDLIB = os.path.dirname(os.__file__) + os.sep
 _PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 
 
 def locate() -> tuple[str, str]:
     """(line that the main thread is at, function of ``torch.distributed`` that it is in or "").
 
-    The line is the innermost one outside torch and the standard library, followed by the innermost one of all where that is another and
-    no such function.
+    The line is the innermost one outside torch and the standard library, followed by the innermost one of all where
+    that is another and no such function.
     """
     inner = sys._current_frames().get(threading.main_thread().ident or 0)
     if inner is None:
@@ -158,7 +161,9 @@ def locate() -> tuple[str, str]:
 
 
 def _dist_call(stack: Sequence[FrameType]) -> str:
-    """Only where the innermost line is one of torch's collectives: those that write files or start processes do not wait for ranks."""
+    """Only where the innermost line is one of torch's collectives: those that write files or start processes do not
+    wait for ranks.
+    """
     name = ""
     for frame in stack:
         if frame.f_code.co_filename == _C10D:
@@ -178,9 +183,6 @@ def _line(frame: FrameType) -> str:
     path = frame.f_code.co_filename
     shown = path.removeprefix(os.getcwd() + os.sep)
     return f"{shown}:{frame.f_lineno} in {frame.f_code.co_name}"
-
-
-# -- processes
 
 
 def own_presence() -> Presence:

@@ -1,18 +1,19 @@
-"""From the positions of all ranks to a verdict: have they diverged, does one let the others wait, or is a transfer slow?
+"""From the positions of all ranks to a verdict: have they diverged, does one let the others wait, or is a transfer
+slow?
 
-Who waits for whom is a graph: a rank that waits in a collective waits for all members of its group that have not entered it. Ranks on a
-cycle wait for ever, and so does whoever waits for them.
+Who waits for whom is a graph: a rank that waits in a collective waits for all members of its group that have not
+entered it. Ranks on a cycle wait for ever, and so does whoever waits for them.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from deepspeed_c.comm.ledger import ENTERED
-from deepspeed_c.comm.position import Call, GroupPosition, Life, Position, Presence
+from deepspeed_c.comm.ledger import ENTERED, group_in_words, ranks_in_words
+from deepspeed_c.comm.position import GroupPosition, Life, Position, Presence, ToldEntry
 
 __all__ = ["EXIT_CODE", "Verdict", "ended_ranks", "judge"]
 
@@ -31,7 +32,6 @@ _UNEVEN = frozenset(
     }
 )
 
-_MAX_NAMED = 16
 _MAX_LINES = 24
 
 _FIX = (
@@ -63,7 +63,8 @@ class _Absent(NamedTuple):
 def judge(
     positions: Mapping[int, Position], presences: Mapping[int, Presence], world_size: int, long_s: float
 ) -> Verdict:
-    """The verdict on ``positions`` of the ranks that answered; ``presences`` of those that did not, where they ever came.
+    """The verdict on ``positions`` of the ranks that answered; ``presences`` of those that did not, where they ever
+    came.
 
     long_s: a rank that has waited this long (seconds) counts as one that needs an explanation.
     """
@@ -104,7 +105,8 @@ class _Judge:
         mismatches = [found for name in self._groups if (found := self._mismatch(name)) is not None]
         cycle = self._cycle(waiting)
         crossed = self._crossed()
-        # A call that is not in the ledger may wait for any rank that still runs, so it proves nothing while there is one.
+        # A call that is not in the ledger may wait for any rank that still runs, so it proves nothing while there is
+        # one.
         outside = [r for r in involved if self._is_outside(r)] if not any(map(self._is_running, self._world)) else []
 
         lasting = {f"mismatch {name} {seq}" for name, seq in mismatches} | {f"lost {rank}" for rank in lost}
@@ -116,11 +118,11 @@ class _Judge:
                 name, seq = mismatches[0]
                 head = f"collective #{seq}{self._of_group(name)} is not the same on all ranks"
             elif lost:
-                head = f"{_ranks(lost)} will not come"
+                head = f"{ranks_in_words(lost)} will not come"
             elif outside:
-                head = f"{_ranks(outside)} wait{'s' if len(outside) == 1 else ''} in a call that other ranks are not in"
+                head = f"{ranks_in_words(outside)} wait{'s' if len(outside) == 1 else ''} in a call that other ranks are not in"
             elif cycle:
-                head = f"{_ranks(cycle)} wait for each other"
+                head = f"{ranks_in_words(cycle)} wait for each other"
             else:
                 head = "ranks wait for the same collectives in different orders"
             body = [line for name, seq in mismatches for line in self._differing(name, seq)]
@@ -129,12 +131,10 @@ class _Judge:
         if running or any(self._waits_for[rank] for rank in waiting):
             slow = sorted(running) or sorted({m for rank in waiting for m in self._waits_for[rank]})
             they = "it comes" if len(slow) == 1 else "they come"
-            head = f"{_ranks(slow)} let{'s' if len(slow) == 1 else ''} others wait; the run goes on when {they}"
+            head = f"{ranks_in_words(slow)} let{'s' if len(slow) == 1 else ''} others wait; the run goes on when {they}"
             text = [head, *self._standing()]
             return Verdict("slow", "\n".join(text))
         return Verdict("transfer", "\n".join(["all ranks are in what the others wait for", *self._standing()]))
-
-    # -- the graph
 
     def _missing(self, rank: int) -> set[int]:
         """Whom it waits for: the members that have not entered what it waits in, as far as is known."""
@@ -208,11 +208,9 @@ class _Judge:
     def _at(self, rank: int) -> tuple[tuple[str, int], ...]:
         return tuple((group.name, call.seq) for group, call in _blocking(self._positions[rank]))
 
-    # -- what is not the same
-
     def _mismatch(self, name: str) -> tuple[str, int] | None:
         """(group, number) of the first entry on which ranks differ."""
-        first: dict[int, Call] = {}
+        first: dict[int, ToldEntry] = {}
         differing = set()
         for group in self._groups[name].values():
             for call in group.recent:
@@ -228,9 +226,7 @@ class _Judge:
             if call is not None:
                 kinds[f"{call}, {call.n_bytes} bytes"].append(rank)
         ordered = sorted(kinds.items(), key=lambda kind: kind[1])
-        return _cut([f"  {_ranks(ranks)} entered {what}" for what, ranks in ordered])
-
-    # -- words
+        return _cut([f"  {ranks_in_words(ranks)} entered {what}" for what, ranks in ordered])
 
     def _standing(self) -> list[str]:
         """Where everybody is, ranks in the same place on one line."""
@@ -243,7 +239,7 @@ class _Judge:
         ordered = sorted(places.items(), key=lambda place: place[1])
         return _cut(
             [
-                f"  {_ranks(ranks)} {_singular(text, len(ranks))}"
+                f"  {ranks_in_words(ranks)} {_singular(text, len(ranks))}"
                 + (f" for {longest[text]:.0f} s" if longest[text] else "")
                 for text, ranks in ordered
             ]
@@ -266,7 +262,10 @@ class _Judge:
 
     def _of_group(self, name: str) -> str:
         members = self._members[name]
-        return "" if len(members) == len(self._world) else f" of the group of {_ranks(sorted(members))}"
+        if len(members) == len(self._world):
+            return ""
+        axes = next(iter(self._groups[name].values())).axes
+        return f" {group_in_words(axes, sorted(members))}"
 
 
 def _absent(presence: Presence | None, life: Life | None) -> _Absent:
@@ -288,7 +287,7 @@ def _absent(presence: Presence | None, life: Life | None) -> _Absent:
     return _Absent(True, f"do not answer ({who})")
 
 
-def _blocking(position: Position) -> list[tuple[GroupPosition, Call]]:
+def _blocking(position: Position) -> list[tuple[GroupPosition, ToldEntry]]:
     """What a rank waits for, the longest wait first."""
     calls = [(group, call) for group in position.groups for call in group.blocking]
     return sorted(calls, key=lambda pair: -pair[1].seconds)
@@ -298,7 +297,7 @@ def _is_put_off(group: GroupPosition, seq: int) -> bool:
     return any(call.seq == seq and call.state == ENTERED for call in group.recent)
 
 
-def _agree(a: Call, b: Call) -> bool:
+def _agree(a: ToldEntry, b: ToldEntry) -> bool:
     return a.op == b.op and a.label == b.label and (a.n_bytes == b.n_bytes or a.op in _UNEVEN)
 
 
@@ -316,19 +315,6 @@ def _singular(text: str, n: int) -> str:
         return text
     verb, _, rest = text.partition(" ")
     return f"{_VERBS[verb]} {rest}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """``rank 3`` or ``ranks 0-2, 5``."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1][1:] = [rank]
-        else:
-            runs.append([rank])
-    shown = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
-    more = f", ... ({len(ranks)} in all)" if len(shown) > _MAX_NAMED else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(shown[:_MAX_NAMED])}{more}"
 
 
 def _cut(lines: list[str]) -> list[str]:

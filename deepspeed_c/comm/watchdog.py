@@ -1,9 +1,14 @@
-"""The thread that notices when a rank waits for long, has all ranks compare where they are, and ends a run that cannot go on.
+"""The thread that notices when a rank waits for long, has all ranks compare where they are, and ends a run that cannot
+go on.
 
-[Note: alarms] Ranks talk through the store of the default group, over a connection of their own. A rank that has waited for its timeout raises
-alarm k: the first to write the key ``alarm/k`` is its judge. Every watchdog looks for alarms every few seconds and answers with its rank's
-position. The judge collects the answers, has a divergence confirmed by a second round (positions of two rounds that agree held at one
-moment between them), and writes one report that all ranks read. A judge that dies is replaced: the next rank that waits raises alarm k + 1.
+[Note: alarms] Ranks talk through the store of the default group, over a connection of their own. A rank that has waited
+for its timeout raises alarm k: the first to write the key ``alarm/k`` is its judge. Every watchdog looks for alarms
+every few seconds and answers with its rank's position. The judge collects the answers, has a divergence confirmed by a
+second round (positions of two rounds that agree held at one moment between them), and writes one report that all ranks
+read. A judge that dies is replaced: the next rank that waits raises alarm k + 1.
+
+Whoever reaches the store can write to it. All that ranks conclude from is signed (comm/signed_store.py, [Note: signed
+keys]): a report that no rank has written is not read, and where an exchange was disturbed, nothing ends.
 """
 
 from __future__ import annotations
@@ -11,11 +16,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import socket
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from datetime import timedelta
 from typing import Literal
 
@@ -25,20 +31,24 @@ import torch.distributed as dist
 from deepspeed_c.comm import ledger as ledgers
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.position import Life, Position, Presence, life_of, own_presence, take_position
+from deepspeed_c.comm.signed_store import SignedStore
 from deepspeed_c.comm.verdict import EXIT_CODE, Verdict, ended_ranks, judge
+from deepspeed_c.env import read_env
 from deepspeed_c.errors import ConfigError
 from deepspeed_c.logging import logger
 
 __all__ = ["EXIT_CODE", "Watch", "watch"]
 
 _PREFIX = "deepspeed_c/watch"
-# Seconds. A live watchdog answers an alarm within _POLL_S (a sixth of the timeout, if that is less); _GRACE_S more and it is taken for lost.
+# Seconds. A live watchdog answers an alarm within _POLL_S (a sixth of the timeout, if that is less); _GRACE_S more and
+# it is taken for lost.
 _POLL_S = 5.0
 _GRACE_S = 5.0
 # Before the second round.
 _CONFIRM_S = 1.0
-# Before the process ends: the others print too, and rank 0 may hold the store that they read the report from. It begins when all have read
-# it: a connection that is lost earlier would be another rank's error before that rank knows why. One that does not come is waited for so long.
+# Before the process ends: the others print too, and rank 0 may hold the store that they read the report from. It begins
+# when all have read it: a connection that is lost earlier would be another rank's error before that rank knows why. One
+# that does not come is waited for so long.
 _LINGER_S = 2.0
 _READ_S = 10.0
 # What the store may take for one request before it counts as lost.
@@ -48,6 +58,10 @@ _STEP_S = 0.1
 _STEP_S_PER_RANK = 0.0005
 # At processes when a collective has failed: a process that is killed closes its connections before it counts as gone.
 _N_LOOKS = 3
+_STRANGER = (
+    "keys of the watchdog in the store at MASTER_ADDR and MASTER_PORT were written by somebody who is not of this run (or by ranks that were"
+    " started with another DSC_RUN_TOKEN)"
+)
 # Ranks named in the message of a collective that failed. The first to end is the cause; the others follow.
 _MAX_ENDED = 4
 
@@ -78,9 +92,10 @@ class Watch:
 def watch(comm: Collectives, timeout_s: float) -> Watch:
     """Watches this rank's collectives until ``comm.close()`` (or until ``comm`` is gone).
 
-    All ranks call it. A rank that waits in a collective for ``timeout_s`` (seconds; 0: nothing is watched) has all ranks report where they
-    are. If they have diverged, each prints the same text to standard error and the process ends with ``EXIT_CODE``, by ``os._exit``: its main
-    thread is stuck in a call that nothing interrupts. If one is merely late, the text is a warning and the run goes on.
+    All ranks call it. A rank that waits in a collective for ``timeout_s`` (seconds; 0: nothing is watched) has all
+    ranks report where they are. If they have diverged, each prints the same text to standard error and the process ends
+    with ``EXIT_CODE``, by ``os._exit``: its main thread is stuck in a call that nothing interrupts. If one is merely
+    late, the text is a warning and the run goes on.
 
     Raises:
         ConfigError: timeout_s is negative or no number.
@@ -106,7 +121,8 @@ def watch(comm: Collectives, timeout_s: float) -> Watch:
     return watched
 
 
-# One thread a process, as there is one default group a process. Reentrant: a garbage collection may close a watch while another is made.
+# One thread a process, as there is one default group a process. Reentrant: a garbage collection may close a watch while
+# another is made.
 _dogs: dict[str, _Watchdog] = {}
 _lock = threading.RLock()
 
@@ -123,6 +139,7 @@ class _Watchdog:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._pid = os.getpid()
         self._store = _own_store()
+        self._signed = SignedStore(self._store, read_env().run_token or "")
         self._watches: set[Watch] = set()
         self._ledgers: weakref.WeakSet[ledgers.Ledger] = weakref.WeakSet()
         self._timeout_s = float("inf")
@@ -132,6 +149,7 @@ class _Watchdog:
         self._next = 1
         self._presence = own_presence()
         self._has_store = True
+        self._is_disturbed = False
         self._is_ending = False
         self._leaves_as: tuple[Literal["closed", "ended"], str] = ("closed", "")
         # The thread that made the engine says who this rank is before any collective can hang.
@@ -140,7 +158,7 @@ class _Watchdog:
         self._store.add("n_watching", 1)
         if before is None or before.pid != self._pid:
             host = self._presence.host
-            self._store.set(f"on/{host}/{self._store.add(f'n_on/{host}', 1)}", str(self._rank))
+            self._signed.write(f"on/{host}/{self._store.add(f'n_on/{host}', 1)}", str(self._rank))
         self._thread = threading.Thread(target=self._run, name="deepspeed_c watchdog", daemon=True)
         atexit.register(self._at_exit)
 
@@ -152,7 +170,7 @@ class _Watchdog:
         watched = Watch(self, timeout_s)
         self._watches.add(watched)
         self._ledgers.add(ledger)
-        ledger.explain = self.who_has_ended
+        ledger.explain_by(self.who_has_ended)
         self._timeout_s = min(w.timeout_s for w in self._watches)
         if not self._thread.ident:
             self._thread.start()
@@ -174,7 +192,7 @@ class _Watchdog:
         """Ends the thread, which says that it has closed; returns when it has, except where that could not be."""
         atexit.unregister(self._at_exit)
         for ledger in self._ledgers:
-            ledger.explain = str
+            ledger.explain_by(None)
         self._stop.set()
         if threading.current_thread() is not self._thread and self._thread.ident:
             self._thread.join(2 * self._step_s + _LINGER_S)
@@ -196,9 +214,13 @@ class _Watchdog:
                     time.sleep(self._step_s)
 
     def who_has_ended(self) -> str:
-        """``rank 1 has ended with ValueError: ... (process 7 on host)``; "" if none has, as far as is known. For any thread."""
+        """``rank 1 has ended with ValueError: ... (process 7 on host)``; "" if none has, as far as is known.
+
+        For any thread.
+        """
         if self._is_ending:
-            # The other ranks have ended a moment earlier. Their connections are lost because of the report, which says what matters.
+            # The other ranks have ended a moment earlier. Their connections are lost because of the report, which says
+            # what matters.
             time.sleep(_READ_S + 2 * _LINGER_S)
         if self._stop.is_set() or not self._has_store:
             return ""
@@ -206,7 +228,8 @@ class _Watchdog:
             try:
                 # Not all presences: every rank asks this at the same moment.
                 lives = self._neighbours()
-                known = [int(self._store.get(f"ended/{i}")) for i in range(1, self._n_ended() + 1)]
+                said = [self._signed.read(f"ended/{i}") for i in range(1, self._n_ended() + 1)]
+                known = [int(rank) for rank in said if rank is not None]
                 ended = ended_ranks({rank: self._presence_of(rank) for rank in {*known, *lives}}, lives)
             except RuntimeError as error:  # see _store_errors
                 return f"the store of the ranks is gone: {error}"
@@ -214,8 +237,6 @@ class _Watchdog:
                 return "; ".join(ended)
             time.sleep(_STEP_S)
         return ""
-
-    # -- the thread
 
     def _run(self) -> None:
         with self._store_errors():
@@ -227,7 +248,9 @@ class _Watchdog:
                         self._next += 1
                 except _StopRequested:
                     break
-        if not self._has_store:
+        if self._is_disturbed:
+            logger.warning("the watchdog of rank %d ends: %s", self._rank, _STRANGER)
+        elif not self._has_store:
             self._watch_alone()
         else:
             with self._store_errors():
@@ -235,10 +258,10 @@ class _Watchdog:
 
     def _first_alarm(self) -> int:
         """The one that is under way, else the next."""
-        newest = self._store.add("n_alarms", 0)
+        newest = int(self._signed.read("newest_alarm") or 0)
         while self._store.check([f"alarm/{newest + 1}"]):
             newest += 1
-        return newest + 1 if newest == 0 or self._store.check([f"report/{newest}"]) else newest
+        return newest + 1 if newest == 0 or self._signed.read(f"report/{newest}") is not None else newest
 
     @property
     def _poll_s(self) -> float:
@@ -259,13 +282,11 @@ class _Watchdog:
         since = [entry.since for book in ledgers.all_ledgers() for entry in book.blocking()]
         return max(min(since) + self._timeout_s, self._quiet_until) if since else float("inf")
 
-    # -- an alarm
-
     def _attend(self, k: int) -> None:
         """Takes part in alarm ``k``, which this rank raises if no other has."""
-        is_judge = self._store.compare_set(f"alarm/{k}", "", str(self._rank)).decode() == str(self._rank)
+        is_judge = self._signed.claim(f"alarm/{k}", str(self._rank))
         if is_judge:
-            self._store.add("n_alarms", 1)
+            self._signed.write("newest_alarm", str(k))
         self._answer(k, 1)
         report = self._judge(k) if is_judge else self._follow(k)
         self._quiet_until = time.monotonic() + (self._timeout_s if report is not None else 0.0)
@@ -274,47 +295,56 @@ class _Watchdog:
 
     def _answer(self, k: int, round_: int) -> None:
         position = take_position(self._rank, self._world_size, ledgers.all_ledgers(), self._neighbours())
-        self._store.set(f"at/{k}/{round_}/{self._rank}", msgspec.json.encode(position))
+        self._signed.write(f"at/{k}/{round_}/{self._rank}", msgspec.json.encode(position).decode())
         self._store.add(f"n_at/{k}/{round_}", 1)
 
     def _neighbours(self) -> dict[int, Life]:
         host = self._presence.host
         lives: dict[int, Life] = {}
-        for i in range(1, self._store.add(f"n_on/{host}", 0) + 1):
-            if self._store.check([f"on/{host}/{i}"]):
-                rank = int(self._store.get(f"on/{host}/{i}"))
-                presence = self._presence_of(rank)
-                if rank != self._rank and presence is not None and presence.host == host:
-                    lives[rank] = life_of(presence)
+        for i in range(1, min(self._store.add(f"n_on/{host}", 0), self._world_size) + 1):
+            rank = self._signed.read(f"on/{host}/{i}")
+            if rank is not None and int(rank) != self._rank:
+                presence = self._presence_of(int(rank))
+                if presence is not None and presence.host == host:
+                    lives[int(rank)] = life_of(presence)
         return lives
 
     def _follow(self, k: int) -> _Report | None:
         """Answers until the judge has reported; None if it never does."""
         is_asked_again = False
         for _ in self._steps(2 * (self._poll_s + self._grace_s) + _CONFIRM_S + _LINGER_S):
-            if self._store.check([f"report/{k}"]):
-                return msgspec.json.decode(self._store.get(f"report/{k}"), type=_Report)
-            if not is_asked_again and self._store.check([f"again/{k}"]):
+            report = self._signed.read(f"report/{k}")
+            if report is not None:
+                return msgspec.json.decode(report, type=_Report)
+            if not is_asked_again and self._signed.read(f"again/{k}") is not None:
                 is_asked_again = True
                 self._answer(k, 2)
         logger.debug("watchdog: the judge of alarm %d has gone", k)
         return None
 
     def _judge(self, k: int) -> _Report:
-        positions = self._collect(k, 1, self._world_size)
+        n_forged, is_whole = self._signed.n_forged, True
+        positions = self._collect(k, 1, range(self._world_size))
         verdict = self._verdict(positions)
         if verdict.kind == "diverged" and not verdict.lasting:
             for _ in self._steps(min(_CONFIRM_S, self._timeout_s / 2)):
                 pass
-            self._store.set(f"again/{k}", "")
+            self._signed.write(f"again/{k}", "")
             self._answer(k, 2)
-            positions = self._collect(k, 2, len(positions))
+            positions = self._collect(k, 2, positions)
+            is_whole = self._signed.read(f"again/{k}") is not None
             second = self._verdict(positions)
             if second.kind == "diverged" and not second.lasting and not (second.passing & verdict.passing):
                 second = second._replace(kind="transfer")  # everything has moved in between
             verdict = second
+        is_whole = is_whole and self._signed.read(f"alarm/{k}") is not None and self._signed.n_forged == n_forged
+        if verdict.kind == "diverged" and not is_whole:
+            # A rank that seems to be silent may have answered, or not have been asked.
+            verdict = verdict._replace(
+                kind="slow", text=f"a rank has waited for long, and nothing can be said of it: {_STRANGER}"
+            )
         report = _Report(verdict.kind, verdict.text, min(positions), len(positions))
-        self._store.set(f"report/{k}", msgspec.json.encode(report))
+        self._signed.write(f"report/{k}", msgspec.json.encode(report).decode())
         for round_ in (1, 2):
             for rank in positions:
                 self._store.delete_key(f"at/{k}/{round_}/{rank}")
@@ -325,26 +355,34 @@ class _Watchdog:
         presences = {rank: presence for rank in silent if (presence := self._presence_of(rank)) is not None}
         return judge(positions, presences, self._world_size, 0.8 * self._timeout_s)
 
-    def _collect(self, k: int, round_: int, n_expected: int) -> dict[int, Position]:
-        """The answers by rank, of those that come in time."""
+    def _collect(self, k: int, round_: int, ranks: Collection[int]) -> dict[int, Position]:
+        """The answers by rank, of those among ``ranks`` that come in time."""
+        found: dict[int, Position] = {}
         for _ in self._steps(self._poll_s + self._grace_s):
-            if self._store.add(f"n_at/{k}/{round_}", 0) >= n_expected:
-                break
-        keys = {rank: f"at/{k}/{round_}/{rank}" for rank in range(self._world_size)}
-        return {
-            rank: msgspec.json.decode(self._store.get(key), type=Position)
-            for rank, key in keys.items()
-            if self._store.check([key])
-        }
+            # The count says when it is worth looking, no more: anybody may have raised it.
+            if self._store.add(f"n_at/{k}/{round_}", 0) >= len(ranks):
+                self._look_for(found, k, round_, ranks)
+                if len(found) == len(ranks):
+                    return found
+        self._look_for(found, k, round_, ranks)
+        return found
+
+    def _look_for(self, found: dict[int, Position], k: int, round_: int, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            if rank not in found:
+                position = self._signed.read(f"at/{k}/{round_}/{rank}")
+                if position is not None:
+                    found[rank] = msgspec.json.decode(position, type=Position)
 
     def _steps(self, seconds: float) -> Iterator[None]:
-        """Yields every step for so long. Steps are counted, not timed: a process that was stopped and continued has not waited for others."""
+        """Yields every step for so long.
+
+        Steps are counted, not timed: a process that was stopped and continued has not waited for others.
+        """
         for _ in range(max(1, round(seconds / self._step_s))):
             yield
             if self._stop.wait(self._step_s):
                 raise _StopRequested
-
-    # -- what follows
 
     def _act_on(self, report: _Report, k: int) -> None:
         if report.kind == "transfer":
@@ -356,7 +394,7 @@ class _Watchdog:
             self._is_ending = True
             # Of groups that nobody watches too: their connections are lost with the first rank that ends.
             for book in ledgers.all_ledgers():
-                book.explain = self.who_has_ended
+                book.explain_by(self.who_has_ended)
             with self._store_errors():
                 self._wait_for_readers(k, report.n_readers)
             self._end_process(report.text)
@@ -370,7 +408,9 @@ class _Watchdog:
             n_read = self._store.add(f"n_read/{k}", 0)
 
     def _watch_alone(self) -> None:
-        """Without the store: it was lost together with the process that held it, so what this rank waits for will not come."""
+        """Without the store: it was lost together with the process that held it, so what this rank waits for will not
+        come.
+        """
         while not self._stop.wait(self._pause()):
             if self._is_due():
                 position = take_position(self._rank, self._world_size, ledgers.all_ledgers(), {})
@@ -387,11 +427,9 @@ class _Watchdog:
         _flush([sys.stdout, sys.stderr])
         os._exit(EXIT_CODE)
 
-    # -- the store
-
     def _say_presence(self, state: Literal["watching", "closed", "ended"], how: str = "") -> None:
         said = msgspec.structs.replace(self._presence, state=state, how=how)
-        self._store.set(f"rank/{self._rank}", msgspec.json.encode(said))
+        self._signed.write(f"rank/{self._rank}", msgspec.json.encode(said).decode())
 
     def _leave(self, state: Literal["closed", "ended"], how: str = "") -> None:
         newest = [entry for book in ledgers.all_ledgers() for entry in book.recent(1)]
@@ -399,7 +437,7 @@ class _Watchdog:
         self._say_presence(state, how + after)
         if state == "ended":
             i = self._store.add("n_ended", 1)
-            self._store.set(f"ended/{i}", str(self._rank))
+            self._signed.write(f"ended/{i}", str(self._rank))
         self._store.add("n_watching", -1)
 
     def _n_ended(self) -> int:
@@ -408,17 +446,20 @@ class _Watchdog:
         return next((i - 1 for i in range(1, n + 1) if not self._store.check([f"ended/{i}"])), n)
 
     def _presence_of(self, rank: int) -> Presence | None:
-        if not self._store.check([f"rank/{rank}"]):
-            return None
-        return msgspec.json.decode(self._store.get(f"rank/{rank}"), type=Presence)
+        presence = self._signed.read(f"rank/{rank}")
+        return None if presence is None else msgspec.json.decode(presence, type=Presence)
 
     @contextlib.contextmanager
     def _store_errors(self) -> Iterator[None]:
-        """A store that is gone is no error of its own: it goes with the process that holds it, and those are to end at some time."""
+        """A store that is gone is no error of its own: it goes with the process that holds it, and those are to end at
+        some time.
+        """
         try:
             yield
         except RuntimeError as error:  # what torch raises for a connection that is lost, and its own kinds derive from
             self._has_store = False
+            # The store closes the connection of who counts with a key that is no number any more.
+            self._is_disturbed = isinstance(error, dist.DistNetworkError) and _is_reached(self._store)
             logger.debug("watchdog: the store is lost: %s", error)
 
 
@@ -427,6 +468,19 @@ def _own_store() -> dist.Store:
     store = dist.distributed_c10d._get_default_store().clone()
     store.set_timeout(_STORE_TIMEOUT)
     return dist.PrefixStore(_PREFIX, store)
+
+
+def _is_reached(store: dist.Store) -> bool:
+    """Whether somebody still listens where the store is."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):
+        return False
+    try:
+        with socket.create_connection((store.host, store.port), timeout=_STORE_TIMEOUT.total_seconds()):
+            return True
+    except OSError:
+        return False
 
 
 def _flush(streams: Iterable) -> None:

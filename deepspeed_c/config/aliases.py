@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-__all__ = ["OLD_KEYS", "OldKey", "stage_from_switch"]
+__all__ = ["NAMES_ELSEWHERE", "OLD_KEYS", "OldKey", "stage_from_switch"]
 
 
 class OldKey(NamedTuple):
@@ -55,6 +55,24 @@ OLD_KEYS: tuple[OldKey, ...] = (
     OldKey("elasticity.prefer_large_batch", "elasticity.prefer_larger_batch"),
     OldKey("nebula.load_path", "nebula.nebula_load_path"),
 )
+
+
+# What other tools call a key of ours, unlike it as a word.
+NAMES_ELSEWHERE: dict[str, str] = {
+    "max_grad_norm": "gradient_clipping",
+    "max_norm": "gradient_clipping",
+    "clip_grad": "gradient_clipping",
+    "clip_grad_norm": "gradient_clipping",
+    "learning_rate": "optimizer.params.lr",
+    "zero_stage": "zero_optimization.stage",
+    "zero1": "zero_optimization.stage",
+    "zero2": "zero_optimization.stage",
+    "zero3": "zero_optimization.stage",
+    "mixed_precision": "fp16 or bf16",
+    "precision": "fp16 or bf16",
+    "float16": "fp16",
+    "half": "fp16",
+}
 
 
 def stage_from_switch(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The batch triangle: train_batch_size = micro batch x accumulation steps x data-parallel ranks."""
+"""The batch triangle: train_batch_size = micro-batch x accumulation steps x data-parallel ranks."""
 
 from typing import NamedTuple
 

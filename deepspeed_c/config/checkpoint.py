@@ -29,7 +29,7 @@ class Writer(Section, kw_only=True):
     decoupled: Annotated[bool, tunes("Write in another process.", "checkpoint_writer")] = False
 
 
-class Preemption(Section, kw_only=True):
+class PreemptionSection(Section, kw_only=True):
     """What SIGTERM does, which clusters send before they take a machine away."""
 
     enabled: Annotated[
@@ -58,7 +58,7 @@ class Checkpoint(Section, kw_only=True, rename={"is_async": "async"}):
     keep_every: Annotated[
         Positive | None, acts("Of the older ones, those stay whose step is a multiple of this, besides keep_last.")
     ] = None
-    preemption: Annotated[Preemption, acts("What SIGTERM does.")] = Preemption()
+    preemption: Annotated[PreemptionSection, acts("What SIGTERM does.")] = PreemptionSection()
     tag_validation: Annotated[Literal["WARN", "IGNORE", "FAIL"], acts("What to do when ranks use different tags.")] = (
         "WARN"
     )

@@ -91,12 +91,6 @@ def _find(root: Root) -> Iterator[tuple[str, str, str]]:
             f"is true with device {offload.device}: what is updated ahead of the step lies in host memory",
             'set "device" to "cpu"',
         )
-    if zero.offload_param.device != "none" and zero.stage != 3:
-        yield (
-            "zero_optimization.offload_param.device",
-            f"is {zero.offload_param.device} at ZeRO stage {zero.stage}, which keeps weights whole",
-            'set "stage" to 3',
-        )
     for name, section in (("offload_optimizer", offload), ("offload_param", zero.offload_param)):
         if section.device == "nvme" and not section.nvme_path:
             yield (

@@ -31,5 +31,5 @@ class Compile(Section, kw_only=True):
     keep_int_input_tensors: Annotated[bool, tunes("Keep integer inputs for profiling.", _C)] = True
     keep_all_input_tensors: Annotated[bool, tunes("Keep all inputs for profiling.", _C)] = False
     passes: Annotated[
-        tuple[Literal["z1", "z3", "autosp", "autotp"], ...] | None, tunes("Passes to run; null: by stage.", _C)
+        tuple[Literal["z1", "z3", "autosp", "autotp"], ...] | None, asks("Passes to run; null: by stage.", _C)
     ] = None

@@ -20,7 +20,7 @@ class _Shared(Section, kw_only=True):
     schedule_offset: Annotated[NonNeg, tunes("Step at which it starts.", _C)] = 1000
 
 
-class _Group(Section, kw_only=True):
+class _GroupSection(Section, kw_only=True):
     """Modules treated alike."""
 
     modules: Annotated[tuple[str, ...], tunes("Names of the modules; * for all.", _C, one_or_many=True)] = ("*",)
@@ -53,10 +53,10 @@ class WeightGroupParams(Section, kw_only=True):
 
     start_bits: Annotated[Positive | None, tunes("Bits at the start.", _C)] = None
     target_bits: Annotated[Positive | None, tunes("Bits at the end.", _C)] = None
-    quantization_period: Annotated[Positive, tunes("Steps between bit widths.", _C)] = 1
+    quantization_period: Annotated[NonNeg, tunes("Steps between bit widths; 0: none.", _C)] = 1
 
 
-class WeightGroup(_Group, kw_only=True):
+class WeightGroup(_GroupSection, kw_only=True):
     """One group of weight quantization."""
 
     params: Annotated[WeightGroupParams, tunes("Its numbers.", _C)] = WeightGroupParams()
@@ -82,7 +82,7 @@ class ActivationGroupParams(Section, kw_only=True):
     bits: Annotated[Positive | None, tunes("Bits of an activation.", _C)] = None
 
 
-class ActivationGroup(_Group, kw_only=True):
+class ActivationGroup(_GroupSection, kw_only=True):
     """One group of activation quantization."""
 
     params: Annotated[ActivationGroupParams, tunes("Its numbers.", _C)] = ActivationGroupParams()
@@ -101,7 +101,7 @@ class PruneGroupParams(Section, kw_only=True):
     dense_ratio: Annotated[Fraction | None, tunes("Part of the weights that is kept.", _C)] = None
 
 
-class PruneGroup(_Group, kw_only=True):
+class PruneGroup(_GroupSection, kw_only=True):
     """One group of a pruning technique."""
 
     params: Annotated[PruneGroupParams, tunes("Its numbers.", _C)] = PruneGroupParams()

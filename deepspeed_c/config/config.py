@@ -12,12 +12,12 @@ from .coerce import show
 from .features import FEATURES
 from .keys import FrozenDict, Section
 from .nearest import nearest
-from .schema import Field, Root, fields_of, find, kinds_of, walk
+from .schema import Root, SectionField, fields_of, find, kinds_of, walk
 
-__all__ = ["Config", "Row"]
+__all__ = ["Config", "ConfigRow"]
 
 
-class Row(typing.NamedTuple):
+class ConfigRow(typing.NamedTuple):
     """One line of the table that ``config show`` prints."""
 
     key: str
@@ -40,9 +40,10 @@ class Config(Root, kw_only=True, rename={"zero": "zero_optimization"}):
     origin: str
     """Where it was read from: a path, "dict" or "base64 text"."""
     notes: tuple[str, ...]
-    """What the user may want to know: old names, parked keys, keys that were given twice."""
+    """What the user may want to know: old names, parked keys, keys that were given twice, keys without effect."""
     unfilled: tuple[str, ...]
     """The keys that are still "auto" and that others fill before training; their values here are only the defaults."""
+    _inert: FrozenDict
     _sources: FrozenDict
     _unpassed: FrozenDict
     _given: dict[str, Any]
@@ -50,8 +51,8 @@ class Config(Root, kw_only=True, rename={"zero": "zero_optimization"}):
     def source_of(self, path: str) -> str:
         """Where the value of a key came from.
 
-        "user": written by the user; "override": passed to ``load_config``; "auto": the user wrote "auto", which the
-        engine resolves with the model in hand or, where ``unfilled`` has the key, somebody else before training;
+        "user": written by the user; "override": passed to ``load_config``; "auto": the user wrote "auto". The engine
+        resolves it with the model in hand; where ``unfilled`` has the key, somebody else does before training;
         "derived": computed from other keys; "default": DeepSpeed's default.
 
         Raises:
@@ -107,15 +108,18 @@ class Config(Root, kw_only=True, rename={"zero": "zero_optimization"}):
             parts.append(f"unused: {', '.join(unused)}")
         return f"configuration from {self.origin}: " + "; ".join(parts)
 
-    def rows(self, *, everything: bool = False) -> list[Row]:
+    def rows(self, *, everything: bool = False) -> list[ConfigRow]:
         """The table: keys that act and keys that were written; ``everything`` adds the rest."""
         return [row for row in self._all_rows() if everything or row.source != "default" or not row.note]
 
-    def _all_rows(self, limit: int = 60) -> list[Row]:
+    def _all_rows(self, limit: int = 60) -> list[ConfigRow]:
         return [
-            Row(key, show(self._unpassed.get(key, value), limit), self.source_of(key), _note(field, self))
+            ConfigRow(key, show(self._unpassed.get(key, value), limit), self.source_of(key), self._note_of(key, field))
             for key, field, value in _leaves(self, Root, "")
         ]
+
+    def _note_of(self, key: str, field: SectionField) -> str:
+        return f"no effect: {self._inert[key]}" if key in self._inert else _note(field, self)
 
     def lines(self) -> list[str]:
         """Every key and its value as text, always in the same order: equal lists are equal configurations."""
@@ -123,13 +127,13 @@ class Config(Root, kw_only=True, rename={"zero": "zero_optimization"}):
 
     def table(self, *, everything: bool = False) -> str:
         """The rows as aligned text, with the notes below."""
-        rows = [Row("key", "value", "source", ""), *self.rows(everything=everything)]
+        rows = [ConfigRow("key", "value", "source", ""), *self.rows(everything=everything)]
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         lines = ["  ".join([*(row[i].ljust(widths[i]) for i in range(3)), row.note]).rstrip() for row in rows]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
-def _note(field: Field, root: Root) -> str:
+def _note(field: SectionField, root: Root) -> str:
     info = field.info
     if info.inherent:
         return f"no effect: {info.inherent}"

@@ -1,5 +1,6 @@
 """Writes docs/config.md from the schema: ``python -m deepspeed_c.config.docs docs/config.md``."""
 
+import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from .features import FEATURES
 from .keys import DTYPE_NAMES, Section
 from .optim import OPTIMIZERS, Kind
 from .schedule import SCHEDULES
-from .schema import Field, Root, fields_of, kinds_of
+from .schema import Root, SectionField, fields_of, kinds_of
 
 __all__ = ["main", "render"]
 
@@ -27,9 +28,13 @@ and `deepspeed_c config show FILE` what holds and where it came from; neither ne
 
 ## Rules
 
-- **Unknown keys are errors** at every depth, and the error names the nearest known key. To park a key without
-  deleting it, put `x-` in front of its name: such keys are ignored, with everything below them, and reported as
-  parked.
+- **Unknown keys are errors** at every depth, and the error names the nearest known key, at whatever depth that stands; shortened names
+  (`grad_accum_steps`) and those of other tools (`max_grad_norm`) are found too. A top-level key that is like none is somebody else's: a note says that it
+  has no effect. To park a key without deleting it, put `x-` in front of its name: such keys are ignored, with everything below them, and reported as
+  parked. So are comments: names that begin with `_`, `//` or `#`, and `comment`, `comment_1` and the like.
+- **Notes** name what was written and has no effect, or is read as something else: one line each on rank 0 at the start, and below the table of
+  `config show`. `"strict": true` makes every note an error.
+- **What changes nothing in DeepSpeed by itself** is noted, not refused: `offload_param` below stage 3, the switches of `activation_checkpointing`.
 - **Dotted keys** at the top level mean the place they spell: `"zero_optimization.stage": 2` is
   `"zero_optimization": {"stage": 2}`. They win over the nested form, and a note says so when the two differ.
 - **Known keys whose feature does not exist yet** are errors when their value asks for the feature, and accepted at
@@ -39,7 +44,8 @@ and `deepspeed_c config show FILE` what holds and where it came from; neither ne
   Trainer or accelerate fills `auto`* get their values when the configuration goes through `TrainingArguments` or
   `DeepSpeedPlugin`; `initialize` with one of them left is an error that names all that are left and what to write.
   The keys marked *may be `auto`* are resolved here: a batch size follows from the others (if it does not, it counts as
-  left), and the sizes of buckets from the model. Where a key has `"auto"` among its values it is one of them; anywhere
+  left), and the sizes of buckets from the model. Where a key has `"auto"` among its values it is one of them. In the
+  sections in which DeepSpeed drops it (`zero_optimization`, `fp16`, `bf16`, the monitors and their like) the default holds, and a note says so; anywhere
   else it is an error. `config check` and `config show` without `--world-size` read a configuration before it is
   filled, and note what is left; with it, they read as `initialize` does.
 - **Types.** An integer may be written as a whole float or a string (`5e8`, `"8"`); counts of elements that other
@@ -86,7 +92,8 @@ def render() -> str:
 def _section(cls: type[Section], path: str, title: str) -> Iterator[str]:
     yield f"## {title}\n"
     if path:
-        yield f"{cls.__doc__}\n"
+        paragraphs = inspect.getdoc(cls).split("\n\n")
+        yield "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs) + "\n"
     yield from _table(cls)
     for field in fields_of(cls).values():
         if field.section is not None:
@@ -103,7 +110,7 @@ def _table(cls: type[Section]) -> Iterator[str]:
     yield ""
 
 
-def _default(field: Field) -> str:
+def _default(field: SectionField) -> str:
     if field.default is msgspec.NODEFAULT:
         return "*required*"
     if field.section is not None and isinstance(field.default, Section):
@@ -111,14 +118,14 @@ def _default(field: Field) -> str:
     return f"`{show(field.default, 200)}`"
 
 
-def _status(field: Field) -> str:
+def _status(field: SectionField) -> str:
     info = field.info
     if info.status != "later":
         return info.status
     return "later (asks)" if info.is_switch else "later"
 
 
-def _meaning(field: Field, cls: type[Section]) -> str:
+def _meaning(field: SectionField, cls: type[Section]) -> str:
     info = field.info
     text = info.doc
     if info.inherent:

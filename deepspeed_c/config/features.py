@@ -16,10 +16,14 @@ class Feature(NamedTuple):
     """What a user can do while the feature is missing."""
     is_on: Callable[[Any], bool] = lambda root: True
     """Whether a configuration uses it, once it is built: keys that only tune it have no effect otherwise."""
+    is_inert: bool = False
+    """Whether asking for it changes nothing by itself, in DeepSpeed neither: noted with ``instead`` as the reason, not
+    refused.
+    """
 
 
-def _later(title: str, instead: str) -> Feature:
-    return Feature(title, False, instead)
+def _later(title: str, instead: str, *, is_inert: bool = False) -> Feature:
+    return Feature(title, False, instead, is_inert=is_inert)
 
 
 _REMOVE = "remove the key, or set it to its default"
@@ -62,10 +66,21 @@ FEATURES: dict[str, Feature] = {
         _REMOVE,
         is_on=lambda root: root.zero.offload_optimizer.super_offload,
     ),
+    "gds": _later("GPUDirect Storage", "set it to false: transfers go through page-locked host memory"),
+    "muon_in_memory": _later(
+        "Muon's momentum in memory beside states on NVMe",
+        'set it to false, or keep a part of the states in memory with "ratio"',
+    ),
     "zenflow": _later("ZenFlow", "remove the section"),
     "hpz": _later("ZeRO++ secondary shards (hpZ)", "set the size to 1"),
     "quantized_collectives": _later("ZeRO++ quantized collectives", "set it to false"),
-    "mics": _later("MiCS", "set mics_shard_size to -1"),
+    "mics": Feature(
+        "MiCS (shards within groups of ranks, copies between them)",
+        True,
+        "set mics_shard_size to -1",
+        is_on=lambda root: root.zero.mics_shard_size > 0,
+    ),
+    "hierarchical_gather": _later("gathers within a node, then between nodes", "set it to false"),
     "legacy_stage1": _later("the old stage 1", "set it to false: stage 1 has one implementation"),
     # Precision
     "fp16_master": _later("fp16 master weights (they need CPU offload)", "set it to false: master weights stay fp32"),
@@ -101,7 +116,10 @@ FEATURES: dict[str, Feature] = {
     "inference_quantization": _later("weight quantization for inference", "remove the section"),
     # Memory and compilation
     "activation_checkpointing": _later(
-        "the activation_checkpointing section", "use torch.utils.checkpoint in the model, and set the key to false"
+        "the activation_checkpointing section",
+        "only layers that are called through checkpointing.checkpoint heed it, which this version does not have;"
+        " torch.utils.checkpoint works at every stage",
+        is_inert=True,
     ),
     "compile": _later("the graph-pass compiler", "set deepcompile to false; torch.compile works on the model itself"),
     "graph_harvesting": _later("CUDA graph capture", "set it to false"),
@@ -113,7 +131,9 @@ FEATURES: dict[str, Feature] = {
     "autotuning": _later("autotuning", 'set "enabled": false'),
     # Where numbers go
     "monitors": _later("monitors", 'set "enabled": false; log from the training loop'),
-    "comms_logger": _later("the communication logger", 'set "enabled": false'),
+    "comms_logger": Feature(
+        "the communication logger", True, 'set "enabled": false', is_on=lambda root: root.comms_logger.enabled
+    ),
     "flops_profiler": _later("the flops profiler", 'set "enabled": false; wall_clock_breakdown times the phases'),
     # Model and data
     "sparse_attention": _later("sparse attention", "remove the section"),

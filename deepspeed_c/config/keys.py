@@ -1,15 +1,19 @@
 """What one configuration key is: its meaning, its status, and how "auto" and unusual values are read.
 
-The rule for "auto". In DeepSpeed's JSON it is a place that somebody fills before the file is read: the Hugging Face Trainer and
-accelerate do so for some twenty keys. What they have not filled is never guessed:
+The rule for "auto". In DeepSpeed's JSON it marks a place that somebody fills before the file is read: the Hugging Face
+Trainer and accelerate fill some twenty keys. We never guess what they have left:
 
-- "fill": the keys that they fill and that decide what is trained or how (stage, formats, devices, learning rate, decay, schedule,
-  clipping). One that is still "auto" is an error; all of them are named in one. A caller that reads a configuration before it is filled
-  (``load_config(batch="skip")``) gets their defaults, and ``Config.unfilled`` names them.
-- "derive": keys whose value we find ourselves: a batch size from the others, where they determine it; the sizes of buckets from the
-  model; the persistence threshold, for which the default is right for any model. The last two change speed and memory, never a result.
+- "fill": the keys that they fill and that decide what is trained or how (stage, formats, devices, learning rate, decay,
+  schedule, clipping). One that is still "auto" is an error, which names all of them. A caller that reads a
+  configuration before it is filled (``load_config(batch="skip")``) gets their defaults, and ``Config.unfilled`` names
+  them.
+- "derive": keys whose value we find ourselves: a batch size from the others, where they determine it; the sizes of
+  buckets from the model; the persistence threshold, for which the default is right for any model. The last two change
+  speed and memory, never a result.
 - "value": keys of which "auto" is a value like any other, which their feature reads.
-- "": every other key; nobody fills it, and "auto" is as wrong there as any other word.
+- "": every other key; nobody fills it. In some sections DeepSpeed takes it for a key that is not there
+  (zero_optimization, fp16, bf16, the monitors and the like: load.py lists them). There the default holds, and a note
+  says so. Elsewhere "auto" is as wrong as any other word.
 """
 
 import sys

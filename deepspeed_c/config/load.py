@@ -1,26 +1,44 @@
 """From what the user wrote to a checked, immutable Config: names, "auto", types, ranges, features, sources."""
 
+import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from ..errors import BatchSizeError, ConfigError, UnsupportedConfigError
-from .aliases import OLD_KEYS, stage_from_switch
+from .aliases import NAMES_ELSEWHERE, OLD_KEYS, stage_from_switch
 from .batch import resolve_batch
 from .checks import conflicts
 from .coerce import BadValue, coerce, describe, show
 from .config import Config
 from .features import FEATURES
 from .keys import FrozenDict, Section
-from .nearest import nearest
-from .optim import FILLED_PARAMS, Kind, Optimizer, find_torch_optimizer
-from .schema import Field, Root, fields_of, kinds_of, walk
+from .nearest import abbreviated, nearest
+from .optim import FILLED_PARAMS, Kind, OptimizerSection, find_torch_optimizer
+from .schema import Root, SectionField, fields_of, kinds_of, walk
 from .source import copy_plain, read_source
 
-__all__ = ["load_config", "problems_of"]
+__all__ = ["load_config", "load_with_problems", "problems_of"]
 
 _PARKED = "x-"
+_COMMENT = re.compile(r"(_|//|#).*|comments?([ :].*|[_-]?\d+)?", re.IGNORECASE | re.DOTALL)
+_NAME = re.compile(r"[a-z][a-z0-9_-]*", re.IGNORECASE)
+# Sections in which DeepSpeed takes "auto" for a key that is not there.
+_DROP_AUTO = (
+    "zero_optimization.",
+    "fp16.",
+    "bf16.",
+    "tensor_parallel.",
+    "hybrid_engine.",
+    "compile.",
+    "comms_logger.",
+    "timers.throughput.",
+    "tensorboard.",
+    "wandb.",
+    "csv_monitor.",
+    "comet.",
+)
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -38,16 +56,17 @@ def load_config(
         world_size: data-parallel ranks, at least 1.
         overrides: keys that replace those of ``source``, nested or dotted ("optimizer.params.lr"); this is how a
             caller resolves an "auto".
-        batch: "skip" is for a configuration that somebody has yet to fill: the batch sizes stay unresolved (``Config.batch`` is None), and
-            each "auto" that the Hugging Face Trainer or accelerate fills counts as its default and is named in ``Config.unfilled``.
-            Otherwise such an "auto" is an error (keys.py has the rule).
+        batch: "skip" is for a configuration that somebody has yet to fill: the batch sizes stay unresolved
+            (``Config.batch`` is None), and
+            each "auto" that the Hugging Face Trainer or accelerate fills counts as its default and is named in
+            ``Config.unfilled``. Otherwise such an "auto" is an error (keys.py has the rule).
 
     Raises:
         ConfigError: everything that is wrong, in one message.
         UnsupportedConfigError: the only thing wrong is that a feature is asked for that this version lacks.
         BatchSizeError: the only thing wrong are the batch sizes.
     """
-    config, problems = _load(source, world_size=world_size, overrides=overrides, batch=batch)
+    config, problems = load_with_problems(source, world_size=world_size, overrides=overrides, batch=batch)
     if problems:
         raise _join(problems)
     return config
@@ -62,7 +81,7 @@ def problems_of(
 ) -> list[ConfigError]:
     """Everything that ``load_config`` would complain about, each on its own; empty for a good configuration."""
     try:
-        return _load(source, world_size=world_size, overrides=overrides, batch=batch)[1]
+        return load_with_problems(source, world_size=world_size, overrides=overrides, batch=batch)[1]
     except ConfigError as error:
         return [error]
 
@@ -78,7 +97,19 @@ def _join(problems: list[ConfigError]) -> ConfigError:
     return kind(f"{len(problems)} problems{lines}", where="configuration")
 
 
-def _load(source: Any, *, world_size: int, overrides: Any, batch: str) -> tuple[Config, list[ConfigError]]:
+def load_with_problems(
+    source: Any,
+    *,
+    world_size: int,
+    overrides: Mapping[str, Any] | None = None,
+    batch: Literal["resolve", "skip"] = "resolve",
+) -> tuple[Config, list[ConfigError]]:
+    """The configuration, with defaults in the place of what is wrong, and everything that ``load_config`` would
+    complain about.
+
+    Raises:
+        ConfigError: the source cannot be read.
+    """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ConfigError(f"{world_size!r} is not a number of ranks", where="world_size", fix="pass an integer >= 1")
     if batch not in ("resolve", "skip"):
@@ -95,18 +126,32 @@ def _load(source: Any, *, world_size: int, overrides: Any, batch: str) -> tuple[
         zero = msgspec.structs.replace(root.zero, overlap_comm=root.zero.stage == 3)
         root = msgspec.structs.replace(root, zero=zero)
         reader.sources["zero_optimization.overlap_comm"] = "derived"
+    root = reader.without_inert(root)
     reader.problems += conflicts(root, reader.unfilled)
+    if root.strict:
+        reader.refuse_notes()
     config = Config(
         **{name: getattr(root, name) for name in root.__struct_fields__},
         batch=sizes,
         origin=origin,
-        notes=tuple(reader.notes),
+        notes=tuple(map(str, reader.notes)) + reader.to_fill,
         unfilled=tuple(reader.unfilled),
+        _inert=FrozenDict(reader.inert),
         _sources=FrozenDict(reader.sources),
         _unpassed=FrozenDict(reader.unpassed),
         _given=given,
     )
     return config, reader.problems
+
+
+class _Note(NamedTuple):
+    """What the user may want to know of a key."""
+
+    where: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.where} {self.what}"
 
 
 class _Reader:
@@ -115,7 +160,11 @@ class _Reader:
     def __init__(self, *, lenient: bool) -> None:
         self.lenient = lenient
         self.problems: list[ConfigError] = []
-        self.notes: list[str] = []
+        self.notes: list[_Note] = []
+        # The one note that "strict" leaves alone: of keys that somebody has yet to fill.
+        self.to_fill: tuple[str, ...] = ()
+        # Path of a key that was written and has no effect here -> why.
+        self.inert: dict[str, str] = {}
         self.sources: dict[str, str] = {}
         # Path of a key -> how it was spelt, where that differs.
         self.spelt: dict[str, str] = {}
@@ -130,7 +179,7 @@ class _Reader:
 
     def undot(self, tree: dict[str, Any]) -> dict[str, Any]:
         """Moves top-level keys such as "zero_optimization.stage" to the place that they spell, where they win."""
-        result = {name: value for name, value in tree.items() if "." not in name or name.startswith(_PARKED)}
+        result = {name: value for name, value in tree.items() if "." not in name or _is_parked(name)}
         for name, value in tree.items():
             if name in result:
                 continue
@@ -149,14 +198,14 @@ class _Reader:
                     break
             else:
                 if last in place and place[last] != value:
-                    self.notes.append(f'"{name}" = {show(value)} replaces {show(place[last])} of the section')
+                    self.note(f'"{name}"', f"= {show(value)} replaces {show(place[last])} of the section")
                 place[last] = value
         return result
 
     def rename(self, tree: dict[str, Any]) -> dict[str, Any]:
         """Moves old and second names to the ones of the schema."""
         if isinstance(tree.get("zero_optimization"), bool):
-            self.notes.append('zero_optimization as a switch is old: write {"stage": 1}')
+            self.note("zero_optimization", 'as a switch is old: write {"stage": 1}')
             tree["zero_optimization"] = stage_from_switch(tree["zero_optimization"])
         for key in OLD_KEYS:
             *sections, old = key.old.split(".")
@@ -165,7 +214,7 @@ class _Reader:
                 continue
             value = place.pop(old)
             if key.new is None:
-                self.notes.append(f"{key.old} is old and has no effect")
+                self.note(key.old, "is old and has no effect")
                 continue
             *sections, new = key.new.split(".")
             place = _descend(tree, sections, make=True)
@@ -175,7 +224,7 @@ class _Reader:
                 continue
             place[new] = value
             self.spelt[key.new] = key.old
-            self.notes.append(f"{key.old} is read as {key.new}")
+            self.note(key.old, f"is read as {key.new}")
         return tree
 
     def override(self, tree: dict[str, Any], top: dict[str, Any], path: str = "") -> dict[str, Any]:
@@ -199,9 +248,9 @@ class _Reader:
         values: dict[str, Any] = {}
         for name, value in given.items():
             where = path + name
-            if name.startswith(_PARKED):
-                self.notes.append(f"{where} is parked")
-            elif name not in fields:
+            if self.is_parked(name, where):
+                continue
+            if name not in fields:
                 self.unknown(name, path, list(fields))
             elif name == "params" and kinds_of(cls) is not None:
                 values[name] = self.params(kind, value, where)
@@ -219,7 +268,7 @@ class _Reader:
                 values[field.attribute] = None
         return cls(**values)
 
-    def value(self, field: Field, value: Any, where: str, values: dict[str, Any]) -> None:
+    def value(self, field: SectionField, value: Any, where: str, values: dict[str, Any]) -> None:
         """Reads one key into ``values``, or leaves it out so that its default holds."""
         if isinstance(value, str) and value == "auto" and field.info.auto != "value":
             self.auto(field, where)
@@ -249,7 +298,7 @@ class _Reader:
         self.mark(where, "user")
         self.feature(field, values[field.attribute], value, where)
 
-    def entries(self, field: Field, value: Any, where: str) -> FrozenDict | tuple | None:
+    def entries(self, field: SectionField, value: Any, where: str) -> FrozenDict | tuple | None:
         """Reads sections by name, or a list of them."""
         wanted = dict if field.container == "dict" else (list, tuple)
         if not isinstance(value, wanted):
@@ -267,8 +316,12 @@ class _Reader:
             read[name] = self.section(field.section, entry, place + ".")
         return FrozenDict(read) if wanted is dict else tuple(read.values())
 
-    def auto(self, field: Field, where: str) -> None:
+    def auto(self, field: SectionField, where: str) -> None:
         """ "auto": derived later, noted as not filled, or an error, by the rule in keys.py."""
+        if not field.info.auto and where.startswith(_DROP_AUTO) and field.default is not msgspec.NODEFAULT:
+            self.mark(where, "auto")
+            self.note(where, f'is "auto", which nobody fills: its default {show(field.default)} holds')
+            return
         if not field.info.auto:
             fix = f"write {describe(field.hint, field.info)}"
             if field.default is not msgspec.NODEFAULT:
@@ -285,7 +338,7 @@ class _Reader:
             return
         if self.lenient:
             names = ", ".join(self.place(where) for where in self.unfilled)
-            self.notes.append(f'"auto", for the Hugging Face Trainer or accelerate to fill: {names}')
+            self.to_fill = (f'"auto", for the Hugging Face Trainer or accelerate to fill: {names}',)
             return
         if len(self.unfilled) == 1:
             where = self.place(*self.unfilled)
@@ -303,7 +356,7 @@ class _Reader:
             )
         )
 
-    def feature(self, field: Field, value: Any, written: Any, where: str) -> None:
+    def feature(self, field: SectionField, value: Any, written: Any, where: str) -> None:
         """Refuses a value that asks for what does not exist."""
         info = field.info
         if not info.is_switch or info.is_built or value == field.default or value in info.off:
@@ -311,6 +364,10 @@ class _Reader:
         if isinstance(value, Section) and getattr(value, "enabled", True) is False:
             return
         feature = FEATURES[info.feature]
+        if feature.is_inert:
+            self.inert[where] = feature.instead
+            self.note(where, f"= {show(written)} has no effect: {feature.instead}")
+            return
         self.problems.append(
             UnsupportedConfigError(
                 f"{show(written)} asks for {feature.title}, which this version does not have",
@@ -318,6 +375,18 @@ class _Reader:
                 fix=feature.instead,
             )
         )
+
+    def without_inert(self, root: Root) -> Root:
+        """The configuration without what DeepSpeed reads and does not use at the other values."""
+        param = root.zero.offload_param
+        if param.device == "none" or root.zero.stage == 3 or "zero_optimization.stage" in self.unfilled:
+            return root
+        where = "zero_optimization.offload_param.device"
+        why = f"ZeRO stage {root.zero.stage} keeps weights whole on each rank"
+        self.inert[where] = why
+        self.note(where, f"= {show(param.device)} has no effect: {why}")
+        zero = msgspec.structs.replace(root.zero, offload_param=msgspec.structs.replace(param, device="none"))
+        return msgspec.structs.replace(root, zero=zero)
 
     # Sections whose params depend on their type
 
@@ -332,7 +401,7 @@ class _Reader:
         if not isinstance(name, str):
             self.fail(f"{show(name)} is not a name", where, f"write one of {', '.join(names)}")
             return None
-        kind = kinds.get(name.lower()) or (find_torch_optimizer(name) if cls is Optimizer else None)
+        kind = kinds.get(name.lower()) or (find_torch_optimizer(name) if cls is OptimizerSection else None)
         if kind is None:
             near = [kinds[known].name for known in nearest(name.lower(), kinds)]
             fix = f"did you mean {_either(near)}?" if near else f"write one of {', '.join(names)}"
@@ -369,19 +438,21 @@ class _Reader:
             passed = {}
             for name, value in given.items():
                 place = f"{where}.{name}"
-                if isinstance(value, str) and value == "auto" and not name.startswith(_PARKED):
+                if self.is_parked(name, place):
+                    continue
+                if isinstance(value, str) and value == "auto":
                     if name in FILLED_PARAMS:
                         self.mark(place, "auto")
                         self.unfilled[place] = f"what torch.optim.{kind.name} takes, or nothing for its default"
                     else:
                         self.fail('"auto" is not a value of this key, and nobody fills it', place, "write a value")
-                elif not name.startswith(_PARKED):
+                else:
                     passed[name] = value
                     self.mark(place, "user")
-            return coerce(passed, FrozenDict, fields_of(Optimizer)["params"].info)
+            return coerce(passed, FrozenDict, fields_of(OptimizerSection)["params"].info)
         read = self.section(kind.params, given, where + ".")
-        # An "auto" that has yet to be filled becomes the default that the schema shows, so that what is reported is what
-        # is used. A key without effect is not passed on: the constructor need not know it.
+        # An "auto" that has yet to be filled becomes the default that the schema shows, so that what is reported is
+        # what is used. A key without effect is not passed on: the constructor need not know it.
         passed = {}
         for field in fields_of(kind.params).values():
             value, place = getattr(read, field.attribute), f"{where}.{field.name}"
@@ -395,7 +466,9 @@ class _Reader:
     # Batch sizes
 
     def batch(self, root: Root, world_size: int | None):
-        """Solves the batch triangle and writes what it gives into the keys; an "auto" that it leaves open is not filled."""
+        """Solves the batch triangle and writes what it gives into the keys; an "auto" that it leaves open is not
+        filled.
+        """
         autos = [name for name in _BATCH_KEYS if self.sources.get(name) == "auto"]
         if world_size is None:
             self.leave_open(autos)
@@ -424,8 +497,18 @@ class _Reader:
 
     # Reports
 
+    def is_parked(self, name: str, where: str) -> bool:
+        """Whether a key is one that nobody is to read, which is noted."""
+        if not _is_parked(name):
+            return False
+        self.note(where, "is parked")
+        return True
+
     def unknown(self, name: str, path: str, known: list[str]) -> None:
-        """A key that is not in the section: the nearest that is, or the section that has it."""
+        """A key that is not in the section: the nearest that is, or the section that has it.
+
+        At the top level one that is like none is noted, as programs keep keys of their own there.
+        """
         old = [key.old[len(path) :] for key in OLD_KEYS if key.old.startswith(path) and "." not in key.old[len(path) :]]
         near = [path + hit for hit in nearest(name, known + old)]
         if not near:
@@ -433,13 +516,28 @@ class _Reader:
             places: dict[str, list[str]] = {}
             for place, field in walk():
                 places.setdefault(field.name, []).append(place)
-            hits = [name] if name in places else nearest(name, places)
+            hits = [name] if name in places else nearest(name, places) or abbreviated(name, places)
             near = sorted({place for hit in hits for place in places[hit]})[:3]
+        if not near and name in NAMES_ELSEWHERE:
+            near = [NAMES_ELSEWHERE[name]]
+        if not near and not path and _NAME.fullmatch(name):
+            self.note(name, "is not a known key and is like none: it has no effect")
+            return
         if near:
             fix = f"did you mean {_either(near)}?"
         else:
             fix = f"the keys here are {', '.join(known)}" if path else "docs/config.md lists the keys"
         self.fail("is not a known key", path + name, f"{fix} To park a key, put {_PARKED} in front of it.")
+
+    def note(self, where: str, what: str) -> None:
+        self.notes.append(_Note(where, what))
+
+    def refuse_notes(self) -> None:
+        """Makes an error of every note."""
+        self.problems += [
+            ConfigError(note.what, where=note.where, fix='write it as it is meant, remove it, or set "strict" to false')
+            for note in self.notes
+        ]
 
     def fail(self, what: str, where: str, fix: str) -> None:
         self.problems.append(ConfigError(what, where=self.place(where), fix=fix))
@@ -458,6 +556,11 @@ class _Reader:
         self.sources[where] = source
 
 
+def _is_parked(name: str) -> bool:
+    """Put aside, or a comment."""
+    return name.startswith(_PARKED) or _COMMENT.fullmatch(name) is not None
+
+
 def _descend(tree: dict[str, Any], sections: list[str], *, make: bool = False) -> dict[str, Any] | None:
     for section in sections:
         if make and tree.get(section) is None:
@@ -468,7 +571,7 @@ def _descend(tree: dict[str, Any], sections: list[str], *, make: bool = False) -
     return tree
 
 
-def _to_write(field: Field) -> str:
+def _to_write(field: SectionField) -> str:
     """What can stand in a key in the place of "auto"."""
     what = describe(field.hint, field.info).removesuffix(" or null")
     is_needed = field.default is msgspec.NODEFAULT or field.name in _BATCH_KEYS

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from .keys import NonNegFloat, Positive, Section, acts, asks, tunes
 
-__all__ = ["Comet", "CommsLogger", "CsvMonitor", "FlopsProfiler", "TensorBoard", "Timers", "Wandb"]
+__all__ = ["Comet", "CommsLoggerSection", "CsvMonitor", "FlopsProfiler", "TensorBoard", "Timers", "Wandb"]
 
 _MON = "monitors"
 
@@ -48,7 +48,7 @@ class CsvMonitor(Section, kw_only=True):
     job_name: Annotated[str, tunes("Directory below it.", _MON)] = "DeepSpeedJobName"
 
 
-class CommsLogger(Section, kw_only=True):
+class CommsLoggerSection(Section, kw_only=True):
     """A log of collectives."""
 
     enabled: Annotated[bool, asks("Switch of the section.", "comms_logger")] = False

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-__all__ = ["distance", "nearest"]
+__all__ = ["abbreviated", "distance", "nearest"]
 
 
 def distance(a: str, b: str) -> int:
@@ -42,3 +42,23 @@ def nearest(word: str, names: Iterable[str]) -> list[str]:
         elif edits == best:
             hits.append(name)
     return sorted(hits)
+
+
+def abbreviated(word: str, names: Iterable[str]) -> list[str]:
+    """The names that ``word`` shortens, sorted: each of its parts begins a part of the name, in the same order
+    ("grad_accum_steps", "batch_size").
+
+    Parts are what underscores and dashes divide. A word of one part has to begin the name, and has four letters or
+    more.
+    """
+    parts = [part for part in word.lower().replace("-", "_").split("_") if part]
+    if not parts or len(parts) == 1 and len(parts[0]) < 4:
+        return []
+
+    def shortens(name: str) -> bool:
+        if len(parts) == 1:
+            return name.startswith(parts[0])
+        rest = iter(name.split("_"))
+        return all(any(other.startswith(part) for other in rest) for part in parts)
+
+    return sorted(name for name in dict.fromkeys(names) if shortens(name))

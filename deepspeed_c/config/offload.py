@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from .keys import Fraction, NonNeg, Positive, Section, asks, tunes
+from .keys import Fraction, NonNeg, Positive, Section, asks, inherent, tunes
 
 __all__ = ["Aio", "OffloadOptimizer", "OffloadParam", "ZenFlow"]
 
@@ -38,7 +38,9 @@ class OffloadOptimizer(Section, kw_only=True):
     pipeline_write: Annotated[
         bool, tunes("Write the last piece during the update of this one.", "offload_optimizer")
     ] = False
-    fast_init: Annotated[bool, tunes("Quick start of state on NVMe.", "offload_optimizer")] = False
+    fast_init: Annotated[
+        bool, inherent("Quick start of state on NVMe.", "states are made where they live, piece by piece")
+    ] = False
     ratio: Annotated[Fraction, asks("Part of the state that is offloaded.", "partial_offload")] = 1.0
     super_offload: Annotated[bool, asks("Update in host memory while backward runs.", "super_offload")] = False
     cpuadam_cores_perc: Annotated[Fraction, tunes("Part of the cores that updates use.", "super_offload")] = 0.8
@@ -78,4 +80,4 @@ class Aio(Section, kw_only=True):
         tunes("How requests reach the kernel; auto: the first of these that it allows.", "nvme", auto="value"),
     ] = "auto"
     checksum: Annotated[bool, tunes("CRC32C of swapped tensors, verified when they are read back.", "nvme")] = False
-    use_gds: Annotated[bool, asks("Read and write device memory directly (GPUDirect Storage).", "nvme")] = False
+    use_gds: Annotated[bool, asks("Read and write device memory directly (GPUDirect Storage).", "gds")] = False

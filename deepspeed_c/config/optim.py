@@ -6,7 +6,7 @@ import msgspec
 
 from .keys import FrozenDict, NonNeg, NonNegFloat, Positive, PositiveFloat, Section, acts, asks, inherent
 
-__all__ = ["FILLED_PARAMS", "OPTIMIZERS", "Kind", "Optimizer", "find_torch_optimizer"]
+__all__ = ["FILLED_PARAMS", "OPTIMIZERS", "Kind", "OptimizerSection", "find_torch_optimizer"]
 
 FILLED_PARAMS = ("lr", "betas", "eps", "weight_decay")
 """What the Trainer and accelerate put in the place of an "auto", whatever the optimizer's type."""
@@ -194,7 +194,7 @@ OPTIMIZERS: dict[str, Kind] = {
 }
 
 
-class Optimizer(Section, kw_only=True):
+class OptimizerSection(Section, kw_only=True):
     """The optimizer that the engine builds when the client passes none."""
 
     kinds: ClassVar[dict[str, Kind]] = OPTIMIZERS

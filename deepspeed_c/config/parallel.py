@@ -81,13 +81,13 @@ class HybridEngine(Section, kw_only=True):
 class Pipeline(Section, kw_only=True):
     """Pipeline parallelism."""
 
-    stages: Annotated[Literal["auto"] | Positive, tunes("Pipeline stages.", "pipeline", auto="value")] = "auto"
-    partition: Annotated[str, tunes("How layers are dealt out.", "pipeline")] = "best"
-    seed_layers: Annotated[bool, tunes("Seed each layer by its number.", "pipeline")] = False
-    activation_checkpoint_interval: Annotated[NonNeg, tunes("Layers between checkpoints; 0: none.", "pipeline")] = 0
-    pipe_partitioned: Annotated[bool, tunes("Cut activations over model-parallel ranks.", "pipeline")] = True
-    grad_partitioned: Annotated[bool, tunes("Cut gradients over model-parallel ranks.", "pipeline")] = True
-    use_reentrant: Annotated[bool, tunes("Reentrant activation checkpointing.", "pipeline")] = True
+    stages: Annotated[Literal["auto"] | Positive, asks("Pipeline stages.", "pipeline", off=(1,), auto="value")] = "auto"
+    partition: Annotated[str, asks("How layers are dealt out.", "pipeline")] = "best"
+    seed_layers: Annotated[bool, asks("Seed each layer by its number.", "pipeline")] = False
+    activation_checkpoint_interval: Annotated[NonNeg, asks("Layers between checkpoints; 0: none.", "pipeline")] = 0
+    pipe_partitioned: Annotated[bool, asks("Cut activations over model-parallel ranks.", "pipeline")] = True
+    grad_partitioned: Annotated[bool, asks("Cut gradients over model-parallel ranks.", "pipeline")] = True
+    use_reentrant: Annotated[bool, asks("Reentrant activation checkpointing.", "pipeline")] = True
 
 
 class ExpertParallel(Section, kw_only=True):

@@ -14,20 +14,24 @@ from .compression import Compression
 from .data import Curriculum, DataEfficiency
 from .keys import DType, Infinity, KeyInfo, NonNegFloat, Positive, PositiveFloat, Section, acts, asks, inherent, tunes
 from .model import Eigenvalue, ProgressiveLayerDrop, QuantizeTraining, SparseAttention, WeightQuantization
-from .monitor import Comet, CommsLogger, CsvMonitor, FlopsProfiler, TensorBoard, Timers, Wandb
+from .monitor import Comet, CommsLoggerSection, CsvMonitor, FlopsProfiler, TensorBoard, Timers, Wandb
 from .offload import Aio
-from .optim import Kind, Optimizer
+from .optim import Kind, OptimizerSection
 from .parallel import ExpertParallel, HybridEngine, Inference, Pipeline, TensorParallel
 from .precision import Amp, Bf16, DataTypes, Fp16, MsAmp, TorchAutocast
 from .schedule import Scheduler
 from .tuning import Autotuning, Elasticity
 from .zero import Zero
 
-__all__ = ["Field", "Root", "fields_of", "find", "kinds_of", "walk"]
+__all__ = ["Root", "SectionField", "fields_of", "find", "kinds_of", "walk"]
 
 
 class Root(Section, kw_only=True, rename={"zero": "zero_optimization"}):
     """The top-level keys."""
+
+    strict: Annotated[
+        bool, acts("Every note on the configuration (keys without effect, old names, parked keys) is an error.")
+    ] = False
 
     # Batch sizes
     train_batch_size: Annotated[
@@ -58,7 +62,7 @@ class Root(Section, kw_only=True, rename={"zero": "zero_optimization"}):
     disable_allgather: Annotated[bool, acts("Broadcast updated weights where all-gather would be used.")] = False
 
     # Optimizer and schedule
-    optimizer: Annotated[Optimizer | None, acts("The optimizer that the engine builds.")] = None
+    optimizer: Annotated[OptimizerSection | None, acts("The optimizer that the engine builds.")] = None
     scheduler: Annotated[Scheduler | None, acts("The learning-rate schedule that the engine builds and advances.")] = (
         None
     )
@@ -135,7 +139,7 @@ class Root(Section, kw_only=True, rename={"zero": "zero_optimization"}):
     wandb: Annotated[Wandb, tunes("Weights & Biases.", "monitors")] = Wandb()
     comet: Annotated[Comet, tunes("Comet.", "monitors")] = Comet()
     csv_monitor: Annotated[CsvMonitor, tunes("CSV files.", "monitors")] = CsvMonitor()
-    comms_logger: Annotated[CommsLogger, tunes("Log of collectives.", "comms_logger")] = CommsLogger()
+    comms_logger: Annotated[CommsLoggerSection, tunes("Log of collectives.", "comms_logger")] = CommsLoggerSection()
     sparse_attention: Annotated[SparseAttention | None, asks("Block-sparse attention.", "sparse_attention")] = None
     progressive_layer_drop: Annotated[ProgressiveLayerDrop, tunes("Layer drop.", "progressive_layer_drop")] = (
         ProgressiveLayerDrop()
@@ -152,7 +156,7 @@ class Root(Section, kw_only=True, rename={"zero": "zero_optimization"}):
     )
 
 
-class Field(NamedTuple):
+class SectionField(NamedTuple):
     """One key of a section."""
 
     name: str
@@ -171,7 +175,7 @@ class Field(NamedTuple):
 
 
 @cache
-def fields_of(cls: type[Section]) -> dict[str, Field]:
+def fields_of(cls: type[Section]) -> dict[str, SectionField]:
     """The keys of a section by their JSON names, in the order of the struct."""
     fields = {}
     for field in msgspec.structs.fields(cls):
@@ -179,7 +183,7 @@ def fields_of(cls: type[Section]) -> dict[str, Field]:
         if info is None:
             raise TypeError(f"{cls.__name__}.{field.name} has no acts(), inherent(), asks() or tunes()")
         section, container = _section_of(field.type)
-        fields[field.encode_name] = Field(
+        fields[field.encode_name] = SectionField(
             field.encode_name, field.name, field.type, field.default, info, section, container
         )
     return fields
@@ -227,7 +231,7 @@ def kinds_of(cls: type[Section] | None) -> dict[str, Kind] | None:
     return getattr(cls, "kinds", None)
 
 
-def walk(cls: type[Section] = Root, prefix: str = "") -> Iterator[tuple[str, Field]]:
+def walk(cls: type[Section] = Root, prefix: str = "") -> Iterator[tuple[str, SectionField]]:
     """Every key with its path, sections before their keys.
 
     Entries of a container are written ``<name>`` (by name) or ``[]`` (in a list). The params of optimizers and
@@ -243,10 +247,10 @@ def walk(cls: type[Section] = Root, prefix: str = "") -> Iterator[tuple[str, Fie
                 yield from walk(params, path + ".")
 
 
-def find(path: str) -> Field | None:
+def find(path: str) -> SectionField | None:
     """The key at a path as ``walk`` writes it; a container's entry may also be spelt by any name or index."""
     cls: type[Section] | None = Root
-    field: Field | None = None
+    field: SectionField | None = None
     parts = path.replace("[", ".[").split(".")
     i = 0
     while i < len(parts):

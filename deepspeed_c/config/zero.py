@@ -96,7 +96,9 @@ class Zero(Section, kw_only=True):
     offload_param: Annotated[OffloadParam, acts("Where parameters live (stage 3).")] = OffloadParam()
     offload_optimizer: Annotated[OffloadOptimizer, acts("Where optimizer state lives.")] = OffloadOptimizer()
     zenflow: Annotated[ZenFlow | None, asks("Selective updates with offload.", "zenflow")] = None
-    save_muon_momentum_buffer_in_memory: Annotated[bool, tunes("Keep Muon's momentum off NVMe.", "nvme")] = False
+    save_muon_momentum_buffer_in_memory: Annotated[bool, asks("Keep Muon's momentum off NVMe.", "muon_in_memory")] = (
+        False
+    )
 
     # Stage 3
     sub_group_size: Annotated[
@@ -153,7 +155,11 @@ class Zero(Section, kw_only=True):
         ),
     ] = True
     override_module_apply: Annotated[
-        bool, tunes("Make Module.apply see whole parameters within zero.Init.", "stage3")
+        bool,
+        inherent(
+            "Make Module.apply see whole parameters within zero.Init.",
+            "parameters are whole until the outermost module has been built",
+        ),
     ] = True
     log_trace_cache_warnings: Annotated[
         bool, inherent("Say when the order of use changes.", "it is counted, and planned anew")
@@ -174,4 +180,6 @@ class Zero(Section, kw_only=True):
     mics_shard_size: Annotated[
         ShardGroup, asks("Ranks that hold one copy of the shards; -1 for all.", "mics", off=(0,))
     ] = -1
-    mics_hierarchical_params_gather: Annotated[bool, tunes("Gather within a node, then between nodes.", "mics")] = False
+    mics_hierarchical_params_gather: Annotated[
+        bool, asks("Gather within a node, then between nodes.", "hierarchical_gather")
+    ] = False

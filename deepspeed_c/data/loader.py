@@ -227,8 +227,8 @@ class DeepSpeedDataLoader:
             "collate_fn": self.collate_fn,
             "num_workers": self.num_local_io_workers,
             "persistent_workers": False,
-            # What workers are seeded with. By default torch draws it from the global generator, so that a run which resumes in mid-epoch, and begins
-            # its loader once more, would draw other numbers from there on.
+            # What workers are seeded with. By default torch draws it from the global generator. A run that resumes in
+            # mid-epoch begins its loader once more, and would draw other numbers from there on.
             "generator": torch.Generator().manual_seed(hash((self._worker_seed, self._epoch)) & (2**63 - 1)),
         }
         if self._is_stream:

@@ -1,4 +1,5 @@
-"""Where a user's own ``loss.backward()`` enters an engine's graph: tells the engine that a pass has begun, and scales what fp16 needs scaled."""
+"""Where a user's own ``loss.backward()`` enters an engine's graph: tells the engine that a pass has begun, and scales
+what fp16 needs scaled."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-__all__ = ["scale_outputs", "watch_outputs"]
+__all__ = ["is_boundary_node", "scale_outputs", "watch_outputs"]
 
 
 def _in_graph(value: Any) -> bool:
@@ -16,7 +17,8 @@ def _in_graph(value: Any) -> bool:
 
 
 def watch_outputs(outputs: Any, on_enter: Callable[[], Any]) -> None:
-    """Calls ``on_enter`` whenever a backward pass reaches one of ``outputs`` (any nest of lists, dicts, registered classes)."""
+    """Calls ``on_enter`` whenever a backward pass reaches one of ``outputs`` (any nest of lists, dicts, registered
+    classes)."""
 
     def hook(grad: torch.Tensor) -> None:
         on_enter()
@@ -33,13 +35,19 @@ class _Scale(torch.autograd.Function):
     def forward(ctx, on_enter: Callable[[], float], *tensors: torch.Tensor):
         ctx.on_enter = on_enter
         ctx.set_materialize_grads(False)
-        # torch forbids to change such views in place, which callers do with a loss (``loss *= n``); a copy of one number costs nothing.
+        # torch forbids to change such views in place, which callers do with a loss (``loss *= n``); a copy of one
+        # number costs nothing.
         return tuple(t.clone() if t.numel() == 1 else t.view_as(t) for t in tensors)
 
     @staticmethod
     def backward(ctx, *grads: torch.Tensor | None):
         factor = ctx.on_enter()
         return None, *(g if g is None or factor == 1.0 else g * factor for g in grads)
+
+
+def is_boundary_node(node: Any) -> bool:
+    """Whether a node of a graph is what ``scale_outputs`` has put there."""
+    return isinstance(node, _Scale._backward_cls)
 
 
 def scale_outputs(outputs: Any, on_enter: Callable[[], float]) -> Any:

@@ -1,4 +1,5 @@
-"""Makes the base optimizer that the configuration or the caller asks for, over the parameters that are to be trained."""
+"""Makes the base optimizer that the configuration or the caller asks for, over the parameters that are to be
+trained."""
 
 from __future__ import annotations
 
@@ -9,21 +10,17 @@ import torch
 
 from deepspeed_c.config import Config
 from deepspeed_c.errors import ConfigError, ModelError, OptimizerError
-from deepspeed_c.ops.adagrad import DeepSpeedCPUAdagrad
-from deepspeed_c.ops.adam import FusedAdam
-from deepspeed_c.ops.lamb import FusedLamb
-from deepspeed_c.ops.lion import FusedLion
-from deepspeed_c.ops.muon import Muon
-from deepspeed_c.ops.sgd import FusedSGD
+from deepspeed_c.ops.optim import BY_TYPE
 
-__all__ = ["build_optimizer", "muon_groups", "trainable_groups"]
+__all__ = ["build_optimizer", "trainable_groups"]
 
 Groups = list[dict[str, Any]]
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
 
 
 def trainable_groups(model: torch.nn.Module, model_parameters: Any) -> Groups:
-    """Normalises what the caller passed as ``model_parameters`` (None, parameters, groups) to groups without frozen parameters."""
+    """Normalises what the caller passed as ``model_parameters`` (None, parameters, groups) to groups without frozen
+    parameters."""
     if model_parameters is None:
         given: list[Any] = list(model.parameters())
     elif isinstance(model_parameters, torch.nn.Module):
@@ -44,55 +41,6 @@ def trainable_groups(model: torch.nn.Module, model_parameters: Any) -> Groups:
             fix="set requires_grad on what is to be trained; for evaluation pass neither optimizer nor optimizer configuration",
         )
     return groups
-
-
-def muon_groups(model: torch.nn.Module, groups: Groups, params: Mapping[str, Any]) -> Groups:
-    """Splits groups into matrices (Muon) and the rest (AdamW).
-
-    As DeepSpeed: matrices are parameters of at least two dimensions whose name holds neither "embed" nor "lm_head"; a ``use_muon``
-    attribute that the caller set on a parameter decides otherwise.
-    """
-    names = {id(p): name for name, p in model.named_parameters()}
-
-    def wants_muon(p: torch.nn.Parameter) -> bool:
-        name = names.get(id(p), "").lower()
-        return getattr(p, "use_muon", p.dim() >= 2 and "embed" not in name and "lm_head" not in name)
-
-    lr = params.get("lr")
-    split: Groups = []
-    for group in groups:
-        for use_muon, key in ((True, "muon_lr"), (False, "adam_lr")):
-            members = [p for p in group["params"] if wants_muon(p) == use_muon]
-            if not members:
-                continue
-            new = {**group, "params": members, "use_muon": use_muon}
-            chosen = params.get(key, lr)
-            if chosen is not None:
-                new.setdefault("lr", chosen)
-            split.append(new)
-    return split
-
-
-def _adam(groups: Groups, params: dict[str, Any]) -> torch.optim.Optimizer:
-    adam_w_mode = params.pop("adam_w_mode", True)
-    if params.pop("torch_adam", False):
-        return (torch.optim.AdamW if adam_w_mode else torch.optim.Adam)(groups, **params)
-    return FusedAdam(groups, adam_w_mode=adam_w_mode, **params)
-
-
-def _adamw(groups: Groups, params: dict[str, Any]) -> torch.optim.Optimizer:
-    return _adam(groups, {**params, "adam_w_mode": True})
-
-
-OURS: dict[str, Callable[[Groups, dict[str, Any]], torch.optim.Optimizer]] = {
-    "adam": _adam,
-    "adamw": _adamw,
-    "lamb": lambda groups, params: FusedLamb(groups, **params),
-    "lion": lambda groups, params: FusedLion(groups, **params),
-    "adagrad": lambda groups, params: DeepSpeedCPUAdagrad(groups, **params),
-    "sgd": lambda groups, params: FusedSGD(groups, **params),
-    "muon": lambda groups, params: Muon(groups, **params),
-}
 
 
 # What optimizer.params.state_dtype can be; int8 means codes of 8 bits with a scale for each block.
@@ -122,17 +70,14 @@ def _from_config(config: Config, model: torch.nn.Module, groups: Groups) -> torc
             where="optimizer.params.max_grad_norm",
             fix='set "gradient_clipping" at the top level',
         )
-    make = OURS.get(kind.lower())
     try:
-        if make is None:
+        if kind.lower() not in BY_TYPE:
             return getattr(torch.optim, kind)(groups, **params)
         state_dtype = _take_state_dtype(config, params)
-        if kind.lower() == "muon":
-            groups = muon_groups(model, groups, params)
-            params = {k: v for k, v in params.items() if k not in ("muon_lr", "adam_lr")}
-        if state_dtype is not None and not params.get("torch_adam", False):
+        if state_dtype is not None:
             params["state_dtype"] = state_dtype
-        return make(groups, params)
+        names = {id(p): name for name, p in model.named_parameters()}
+        return BY_TYPE[kind.lower()].from_config(kind.lower(), groups, params, names)
     except (TypeError, ValueError) as error:
         raise ConfigError(str(error), where=f"optimizer.params ({kind})", fix="see docs/config.md") from error
 
@@ -143,7 +88,8 @@ def build_optimizer(
     client: torch.optim.Optimizer | OptimizerFactory | None,
     model_parameters: Iterable[Any] | None,
 ) -> torch.optim.Optimizer | None:
-    """The base optimizer: the caller's object, what the caller's factory makes, or what the configuration names; None for none of these."""
+    """The base optimizer: the caller's object, what the caller's factory makes, or what the configuration names; None
+    for none of these."""
     if isinstance(client, torch.optim.Optimizer):
         optimizer = client
     elif callable(client):

@@ -8,7 +8,7 @@ import torch
 
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import RankMismatchError
-from deepspeed_c.zero.sharded import shape_of, state_of
+from deepspeed_c.zero.weights.param import shape_of, state_of
 
 __all__ = ["broadcast_model", "check_same_model", "check_same_text"]
 
@@ -16,7 +16,8 @@ __all__ = ["broadcast_model", "check_same_model", "check_same_text"]
 def check_same_text(what: str, lines: list[str], comm: Collectives, fix: str) -> None:
     """Raises RankMismatchError on every rank alike unless all ranks pass the same lines; names the first that differs.
 
-    Digests are compared first: they have the same length everywhere, so that the check cannot hang on ranks whose lists differ.
+    Digests are compared first: they have the same length everywhere, so that the check cannot hang on ranks whose
+    lists differ.
     """
     if comm.world_size == 1:
         return

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -17,95 +17,107 @@ import torch
 from typing_extensions import Self
 
 from deepspeed_c.accelerator import get_accelerator
-from deepspeed_c.checkpoint.background import BackgroundSave
-from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.checkpoint.native.background import Save
+from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.config import Config
 from deepspeed_c.data.loader import DeepSpeedDataLoader
-from deepspeed_c.engine.boundary import scale_outputs, watch_outputs
-from deepspeed_c.engine.checkpoints import Checkpoints
+from deepspeed_c.engine.checkpoint.checkpoints import Checkpoints
+from deepspeed_c.engine.checkpoint.model_files import save_model
 from deepspeed_c.engine.getters import ABSENT_METHODS, ConfigGetters
-from deepspeed_c.engine.model_files import save_model
 from deepspeed_c.engine.offload import OffloadDeviceEnum, OffloadedStates, OffloadStateTypeEnum
 from deepspeed_c.engine.precision import Precision
 from deepspeed_c.engine.preemption import Preemption
-from deepspeed_c.engine.shard import shard_model
-from deepspeed_c.engine.trainable import KeptState, assign_groups, match_names, put_states, take_states
-from deepspeed_c.engine.weights import consolidate, load_custom, load_weights, save_weights
+from deepspeed_c.engine.reductions import Reductions
+from deepspeed_c.engine.shard import shard_model, take_cores_back
+from deepspeed_c.engine.state import TrainState
+from deepspeed_c.engine.trainable import assign_groups, match_names, put_states, take_states
+from deepspeed_c.engine.weights import check_weights, consolidate, load_custom, load_weights, save_weights
 from deepspeed_c.env import read_env
 from deepspeed_c.errors import BackwardError, BatchSizeError, FeatureError, MissingNameError, StateError
 from deepspeed_c.logging import log_dist, logger
-from deepspeed_c.profile.timers import EngineTimers, see_memory_usage
-from deepspeed_c.zero.access import attach, detach
-from deepspeed_c.zero.gather_unit import PlacedShard
-from deepspeed_c.zero.hooks import ModuleHooks
-from deepspeed_c.zero.layout import Layout
-from deepspeed_c.zero.optimizer import ZeroOptimizer
-from deepspeed_c.zero.sharded import saved_parameters_answer, state_of
+from deepspeed_c.profile.timers import EngineTimers, ThroughputTimer, see_memory_usage
+from deepspeed_c.zero.layout.layout import Layout
+from deepspeed_c.zero.states.access import attach, detach
+from deepspeed_c.zero.states.optimizer import DeepSpeedOptimizer, ZeroOptimizer
+from deepspeed_c.zero.weights.fetch import Fetcher
+from deepspeed_c.zero.weights.gather_unit import PlacedShard
+from deepspeed_c.zero.weights.hooks import ModuleHooks
+from deepspeed_c.zero.weights.param import state_of
 
 __all__ = ["DeepSpeedEngine", "take_from_others"]
 
-# Engines that hold parameters, for one that is made over a model of theirs.
+# For one that is made over a model of theirs.
 _open_engines: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()
 
 
 def take_from_others(model: torch.nn.Module) -> None:
     """Ends other engines' hold on the sharded parameters of a model that is about to get a new engine.
 
-    One that only evaluates goes on to work: its forward runs the module, which the new engine's hooks serve. One that trains them is closed.
+    One that only evaluates goes on to work: its forward runs the module, which the new engine's hooks serve. One that
+    trains them is closed.
     """
     fetchers = {id(state.fetcher) for p in model.parameters() if isinstance(state := state_of(p), PlacedShard)}
     for engine in [engine for engine in _open_engines if id(engine._fetcher) in fetchers]:
         engine._hand_over()
 
 
-class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
+def _of(part: str, name: str) -> property:
+    """An attribute of the engine that a part of it holds; callers may set it."""
+    return property(
+        lambda self: getattr(getattr(self, part), name),
+        lambda self, value: setattr(getattr(self, part), name, value),
+    )
+
+
+class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
     """A model ready to be trained: call it, ``backward`` its loss, ``step``.
 
-    Made by ``deepspeed_c.initialize``. ``module`` is the model; its parameters stay the same objects, their storage lies in flat buffers until ``close``.
-    ``param.grad`` is None after a backward pass at every stage; ``deepspeed_c.utils.safe_get_full_grad`` reads the reduced gradient.
+    Made by ``deepspeed_c.initialize``. ``module`` is the model; its parameters stay the same objects, their storage
+    lies in flat buffers until ``close``. ``param.grad`` is None after a backward pass at every stage;
+    ``deepspeed_c.utils.safe_get_full_grad`` reads the reduced gradient.
     """
 
     def __init__(
         self,
         model: torch.nn.Module,
         config: Config,
-        comm: Collectives,
+        mesh: Mesh,
         precision: Precision,
         device: torch.device,
         optimizer: ZeroOptimizer | None = None,
         lr_scheduler: Any = None,
-        training_dataloader: DeepSpeedDataLoader | None = None,
-        layout: Layout = Layout([], [], None),  # noqa: B008  (immutable)
+        layout: Layout | None = None,
+        mpu: Any = None,
+        training_data: Any = None,
+        collate_fn: Any = None,
     ) -> None:
         super().__init__()
+        self.mpu = mpu
         self.module = model
-        self._config, self._comm, self._precision, self.device = config, comm, precision, device
-        self._optimizer, self.lr_scheduler, self.training_dataloader = optimizer, lr_scheduler, training_dataloader
+        comm = mesh.comm
+        self._config, self._mesh, self._comm, self._precision, self.device = config, mesh, comm, precision, device
+        self._state = TrainState(config, mesh, precision, device, optimizer, lr_scheduler)
+        self._window, self._passes = self._state.window, self._state.passes
+        if training_data is not None:
+            self.training_dataloader = self.deepspeed_io(training_data, collate_fn=collate_fn)
         self.config = config.as_dict()
-        self.dp_world_size, self.global_rank, self.world_size = comm.world_size, comm.rank, comm.world_size
+        self.dp_world_size, self.global_rank, self.world_size = comm.world_size, comm.global_rank, comm.world_size
         self.local_rank = read_env().local_rank
-        self._batch = config.batch
-        self.global_steps = self.micro_steps = self.global_samples = self.skipped_steps = 0
-        self._boundary_override: bool | None = None
-        self._is_inside_no_sync = False
-        self._in_engine_backward = False
-        self._loss_is_scaled = False
         self._step_applied = False
-        self._n_backwards = 0
         self._is_compiled = False
         self._is_closed = False
         self._is_generating = False
-        self._dormant: dict[torch.nn.Parameter, KeptState] = {}  # states of parameters that were frozen in mid-run
         self.timers = EngineTimers(
             enabled=config.wall_clock_breakdown,
             throughput=config.timers.throughput.enabled,
-            batch_size=self._batch.train_batch_size,
+            batch_size=config.batch.train_batch_size,
             device=device,
         )
-        self._checkpoints = Checkpoints(self)
+        self._tput_timer: ThroughputTimer | None = None
+        self._checkpoints = Checkpoints(self._state)
         self._preemption = Preemption(config.checkpoint.preemption, can_step=optimizer is not None)
         try:
-            self._adopt(layout)
+            self._adopt(Layout([], [], None) if layout is None else layout)
         except BaseException:
             self._preemption.close()
             raise
@@ -114,7 +126,7 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
 
     def _adopt(self, layout: Layout) -> None:
         """Ties parameters, hooks and passes of a layout to this engine."""
-        self._layout, self._fetcher = layout, layout.fetcher
+        self._state.lay_out(layout)
         optimizer = self._optimizer
         self._offloaded = OffloadedStates(layout, optimizer, self._config, self._comm)
         if optimizer is not None:
@@ -127,12 +139,10 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
                 for slot in attached:
                     detach(slot)
                 raise
-            optimizer.reducer.next_is_boundary = self.is_gradient_accumulation_boundary
-            optimizer.reducer.next_factor = self._factor_of_unseen_backward
-            optimizer.wants_stop = self._preemption.is_requested
+            optimizer.lend(self, wants_stop=self._preemption.is_requested, begin_window=self._state.begin_window)
         if self._fetcher is not None:
-            self._fetcher.hooks = ModuleHooks(self.module, self._fetcher, self._name_of_pass)
-            _open_engines.add(self)
+            ModuleHooks([self.module], self._fetcher, self._name_of_pass)
+        _open_engines.add(self)
 
     def _hand_over(self) -> None:
         if self._optimizer is None:
@@ -154,122 +164,90 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
             if self._fetcher.hooks is not None:
                 self._fetcher.hooks.remove()
             self._fetcher.close()
-            self._fetcher = None
         for unit in (*self._layout.trained, *self._layout.frozen):
             unit.release()
-        self._layout = Layout([], [], None)
+        self._state.lay_out(Layout([], [], None))
 
     def describe(self) -> str:
         """The resolved configuration, and how this rank's states are laid out (``dump_state`` logs it)."""
-        lines = [self._config.table()]
+        lines = [self._config.table(), f"mesh: {self._mesh}"]
         for i, unit in enumerate((*self._layout.trained, *self._layout.frozen)):
             what = "frozen" if unit in self._layout.frozen else f"group {unit.group}"
             lines.append(
-                f"unit {i}: {what}, weights {'sharded' if unit.is_sharded else 'whole'}, {len(unit.slots)} parameters, {unit.flat_elems} elements of {unit.dtype},"
-                f" reduced in {unit.comm_dtype}, masters in {unit.master_dtype}; {unit.n_buckets} buckets,"
-                f" shard {unit.shard_rank + 1} of {unit.n_shards} with {unit.shard_elems} elements"
+                f"unit {i}: {what}, weights {'sharded' if unit.is_sharded else 'whole'}, {len(unit.slots)} parameters, {unit.flat_elems} elements of {unit.dtype} ({unit.weights.label}),"
+                f" reduced in {unit.comm_dtype}, masters in {unit.master_dtype} ({unit.states.label}); {unit.n_buckets} buckets,"
+                f" shard {unit.comm.rank + 1} of {unit.comm.world_size} with {unit.shard_elems} elements, copy {unit.replicas.rank + 1} of {unit.replicas.world_size}"
             )
         return "\n".join(lines)
 
+    global_steps = _of("_state", "global_steps")
+    global_samples = _of("_state", "global_samples")
+    micro_steps = _of("_window", "micro_steps")
+    skipped_steps = _of("_state", "skipped_steps")
+    lr_scheduler = _of("_state", "lr_scheduler")
+    training_dataloader = _of("_state", "training_dataloader")
+
     @property
-    def optimizer(self) -> ZeroOptimizer | ModuleHooks | None:
-        """What ``initialize`` has returned as the optimizer. In an engine without one, what hooks the module at stage 3, and None below: DeepSpeed has it so, and
+    def _layout(self) -> Layout:
+        return self._state.layout
+
+    @property
+    def _fetcher(self) -> Fetcher | None:
+        return self._state.layout.fetcher
+
+    @property
+    def _optimizer(self) -> ZeroOptimizer | None:
+        return self._state.optimizer
+
+    @property
+    def optimizer(self) -> DeepSpeedOptimizer | torch.optim.Optimizer | ModuleHooks | None:
+        """What ``initialize`` has returned as the optimizer: at stage 0 in fp32 the caller's (or the configured one)
+        itself. In an engine without one, what hooks the module at stage 3, and None below: DeepSpeed has it so, and
         trl reaches a teacher's hooks through it.
         """
-        if self._optimizer is None and self._fetcher is not None:
-            return self._fetcher.hooks
-        return self._optimizer
+        if self._optimizer is not None:
+            return self._optimizer.face
+        return None if self._fetcher is None else self._fetcher.hooks
 
-    # -- forward ----------------------------------------------------------------------------------------------------
+    @property
+    def basic_optimizer(self) -> torch.optim.Optimizer | None:
+        """The caller's optimizer, or the one that the configuration names."""
+        return None if self._optimizer is None else self._optimizer.optimizer
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module, under autocast and with cast inputs where the configuration says so."""
         self._require_open()
         self._require_states("forward")
         if self._optimizer is not None:
-            self._recover_from_aborted_backward()
-        self._comm.ledger.phase = "forward"
+            self._passes.recover()
+        if self._tput_timer is not None and self.training:
+            self._tput_timer.start()
+        self._mesh.enter_phase("forward")
         with self.timers.measure("forward"), self._precision.autocast(self.device):
             outputs = self.module(*self._precision.cast_inputs(inputs), **self._precision.cast_inputs(kwargs))
         if self._optimizer is None or not torch.is_grad_enabled():
             return outputs
-        if self._precision.scaler is not None:
-            return scale_outputs(outputs, self._on_backward_enters)
-        watch_outputs(outputs, self._on_backward_enters)
-        return outputs
+        return self._passes.watch((inputs, kwargs), outputs)
 
     def _name_of_pass(self) -> str:
         if torch.is_grad_enabled():
             return "train"
         return "generate" if self._is_generating else "eval"
 
-    def _recover_from_aborted_backward(self) -> None:
-        reducer = self._optimizer.reducer
-        if reducer.is_in_backward and torch._C._current_graph_task_id() == -1:
-            logger.warning(
-                "rank %d: a backward pass raised before it had ended; the gradients of this accumulation window are dropped",
-                self.global_rank,
-            )
-            self._abandon_window()
-
-    def _abandon_window(self) -> None:
-        """Drops a window that cannot be completed and starts it over."""
-        self._optimizer.reducer.discard()
-        self._optimizer.forget_losses()
-        self._in_engine_backward = self._loss_is_scaled = False
-        self._n_backwards = 0
-        if self._boundary_override is None:
-            self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
-
-    # -- backward ---------------------------------------------------------------------------------------------------
-
-    def _factor(self, scale_wrt_gas: bool = True) -> float:
-        return 1.0 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0
-
-    def _factor_of_unseen_backward(self) -> float:
-        if self._precision.scaler is not None:
-            raise BackwardError(
-                "fp16 gradients reached the parameters without the loss scale",
-                where="loss.backward()",
-                fix="use engine.backward(loss), or engine.scale(loss).backward()",
-            )
-        return self._factor()
-
-    def _on_backward_enters(self) -> float:
-        """A backward pass has reached the engine's outputs. Returns what their gradients are to be multiplied with."""
-        reducer = self._optimizer.reducer
-        is_fp16 = self._precision.scaler is not None
-        if not self._in_engine_backward and not reducer.is_in_backward:
-            self._n_backwards += 1
-            self._comm.ledger.phase = "backward"
-            factor = self._factor()
-            reducer.begin_backward_in_graph(
-                is_boundary=self.is_gradient_accumulation_boundary(), factor=1.0 if is_fp16 else factor
-            )
-            if is_fp16 and not self._loss_is_scaled:
-                self._output_factor = self._optimizer.loss_scale * factor
-            else:
-                self._output_factor = 1.0
-            self._loss_is_scaled = False
-        elif self._in_engine_backward:
-            return 1.0
-        return self._output_factor if is_fp16 else 1.0
-
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times loss scale and 1 / accumulation steps (fp16), for a ``backward()`` of the caller's own."""
-        self._require_optimizer("scale")
-        if self._precision.scaler is None:
-            return loss
-        self._loss_is_scaled = True
-        self._optimizer.note_loss(loss)
-        return loss * (self._optimizer.loss_scale * self._factor())
+        optimizer = self._require_optimizer("scale")
+        if optimizer.scaler is not None:
+            optimizer.note_loss(loss)
+        return self._passes.scale(loss, self._window.factor())
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Runs backward from a scalar loss and gathers the gradients.
 
-        Gradients are averaged over micro-batches (unless ``scale_wrt_gas`` is False: the caller has done it) and over ranks. Returns the loss as averaged. May be called
-        several times in one micro-batch; the gradients add up. Raises BackwardError for what is no scalar in a graph; after an exception within
-        backward the window's gradients are dropped and the next forward starts it anew.
+        Gradients are averaged over micro-batches (unless ``scale_wrt_gas`` is False: the caller has done it) and over
+        ranks. Returns the loss as averaged. May be called several times in one micro-batch; the gradients add up.
+        Raises BackwardError for what is no scalar in a graph; after an exception within backward the window's
+        gradients are dropped and the next forward starts it anew.
         """
         optimizer = self._require_optimizer("backward")
         if not torch.is_tensor(loss) or loss.numel() != 1 or not loss.requires_grad:
@@ -280,57 +258,29 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
                 where="engine.backward",
                 fix="reduce the loss with mean() or sum(); compute it from the engine's output with gradients enabled",
             )
-        self._recover_from_aborted_backward()
-        factor = self._factor(scale_wrt_gas)
-        is_fp16 = self._precision.scaler is not None
+        self._passes.recover()
+        factor = self._window.factor(scale_wrt_gas)
         optimizer.note_loss(loss)
-        self._comm.ledger.phase = "backward"
         with self.timers.measure("backward"):
-            optimizer.reducer.begin_backward(
-                is_boundary=self.is_gradient_accumulation_boundary(), factor=1.0 if is_fp16 else factor
-            )
-            self._in_engine_backward = True
-            try:
-                scaled = loss * (optimizer.loss_scale * factor) if is_fp16 else loss
-                with saved_parameters_answer() if self._shards_parameters else nullcontext():
-                    scaled.backward(retain_graph=retain_graph)
-                optimizer.reducer.end_backward()
-            except BaseException:
-                self._abandon_window()
-                raise
-            finally:
-                self._in_engine_backward = False
-        self._n_backwards += 1
+            self._passes.run(loss, factor, retain_graph)
         return loss.detach() * factor
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Puts the reduction of gradients off, at every stage; meanwhile they are kept whole on each rank."""
-        optimizer = self._require_optimizer("no_sync")
-        before, self._is_inside_no_sync = self._is_inside_no_sync, True
-        try:
-            with optimizer.reducer.no_sync():
-                yield
-        finally:
-            self._is_inside_no_sync = before
+        self._require_optimizer("no_sync")
+        return self._passes.no_sync()
 
     def coalesce_grad_reduction(self):
         """Context in which several backward passes are reduced together, at its end."""
         return self._require_optimizer("coalesce_grad_reduction").reducer.coalesce()
 
-    # -- the accumulation window ------------------------------------------------------------------------------------
-
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next ``step()`` will update the weights."""
-        if self._boundary_override is not None:
-            return self._boundary_override
-        if not self._config.managed_gradient_accumulation:
-            return True
-        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+        return self._window.is_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Takes the decision from the engine: until the next call, every ``step()`` is, or is not, a boundary."""
-        self._boundary_override = bool(is_boundary)
+        self._window.steer(is_boundary)
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Changes the global batch by changing the accumulation steps; the micro-batch stays."""
@@ -343,9 +293,7 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
                 fix=f"choose a multiple of {per_step}",
             )
         self._require_window_start("set_train_batch_size")
-        self._batch = self._batch._replace(
-            train_batch_size=train_batch_size, accumulation_steps=train_batch_size // per_step
-        )
+        self._window.resize(train_batch_size=train_batch_size, accumulation_steps=train_batch_size // per_step)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Changes the micro-batch; the accumulation steps stay, the global batch follows."""
@@ -355,81 +303,66 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
             )
         self._require_window_start("set_train_micro_batch_size")
         gas = self.gradient_accumulation_steps()
-        self._batch = self._batch._replace(
-            train_batch_size=micro_batch_size * gas * self.dp_world_size, micro_batch_size=micro_batch_size
-        )
-
-    @property
-    def _is_within_window(self) -> bool:
-        if self._boundary_override is not None:  # the caller counts: accelerate calls step() at the boundary only
-            return self._n_backwards > 0
-        return self.micro_steps % self.gradient_accumulation_steps() > 0
+        per_step = micro_batch_size * self.dp_world_size
+        self._window.resize(train_batch_size=per_step * gas, micro_batch_size=micro_batch_size)
 
     def _require_window_start(self, what: str) -> None:
-        if self._is_within_window:
+        if self._state.is_within_window:
             raise StateError(
                 "called within an accumulation window", where=what, fix="call it right after a step that updates"
             )
 
     def train_batch_size(self) -> int:
-        return self._batch.train_batch_size
+        return self._window.batch.train_batch_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        return self._batch.micro_batch_size
+        return self._window.batch.micro_batch_size
 
     def gradient_accumulation_steps(self) -> int:
-        return self._batch.accumulation_steps
+        return self._window.batch.accumulation_steps
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """(global batch, micro-batch per rank, accumulation steps)"""
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
-    # -- step -------------------------------------------------------------------------------------------------------
-
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Ends a micro-batch; at a boundary also reduces, clips and updates, then advances the schedule.
 
-        A skipped step (overflow) changes no weight, no moment and not the schedule. Raises what ``ZeroOptimizer.step`` raises, with the counters advanced
-        as for a skipped step, so that a caller who catches it goes on with the next window.
+        A skipped step (overflow) changes no weight, no moment and not the schedule. Raises what ``ZeroOptimizer.step``
+        raises, with the counters advanced as for a skipped step, so that a caller who catches it goes on with the next
+        window.
         """
         optimizer = self._require_optimizer("step")
         self._require_states("step")
-        if self._is_inside_no_sync:
+        if self._passes.is_inside_no_sync:
             raise BackwardError(
                 "step() was called within no_sync()", where="engine.step", fix="leave the context before the step"
             )
         self._step_applied = False
         if not self.is_gradient_accumulation_boundary():
             self.micro_steps += 1
+            self._stop_tput_timer(is_step=False)
             return
         if self._config.memory_breakdown:
             see_memory_usage("before step", force=True)
-        self._comm.ledger.phase = "step"
+        self._mesh.enter_phase("step")
         try:
             with self.timers.measure("step"):
                 optimizer.step()
         finally:
             self._step_applied = not optimizer.overflow
-            self.skipped_steps += optimizer.overflow
-            self.micro_steps += 1
-            self.global_steps += 1
-            self.global_samples += self._samples_of_window()
-            self._comm.ledger.phase = ""
+            self._state.end_window(is_skipped=optimizer.overflow)
+            self._mesh.enter_phase("")
         if self._step_applied and self.lr_scheduler is not None:
-            # torch's schedules warn of a wrong order unless they have seen the step of their optimizer, which a fused one does in another method.
+            # torch's schedules warn of a wrong order unless they have seen the step of their optimizer, which a fused
+            # one does in another method.
             optimizer.optimizer._opt_called = True
             self.lr_scheduler.step(**(lr_kwargs or {}))
-        self._checkpoints.note_step()
         self.timers.end_step(self.global_steps)
+        self._stop_tput_timer(is_step=True)
         self._report()
         if optimizer.is_stopping:
-            self._preemption.end_run(self)
-
-    def _samples_of_window(self) -> int:
-        n, self._n_backwards = self._n_backwards, 0
-        if self._config.managed_gradient_accumulation:
-            return self.train_batch_size()
-        return n * self.train_micro_batch_size_per_gpu() * self.dp_world_size
+            self._preemption.end_run(self, self._checkpoints.last_dir, self._comm)
 
     def _report(self) -> None:
         # Phases that somebody asked to have timed are told even where no interval was given.
@@ -443,6 +376,25 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
         if self._config.memory_breakdown:
             see_memory_usage("after step", force=True)
 
+    @property
+    def tput_timer(self) -> ThroughputTimer:
+        """Samples per second from each training forward to the end of its step. It runs from when it is first asked
+        for, since the configuration may have it wait for the device at each reading
+        (``timers.throughput.synchronized``)."""
+        if self._tput_timer is None:
+            steps = self._config.steps_per_print
+            self._tput_timer = ThroughputTimer(
+                self._config.timers.throughput,
+                batch_size=self.train_batch_size(),
+                steps_per_output=None if steps in (None, float("inf")) else int(steps),
+                global_step_count=self.global_steps,
+            )
+        return self._tput_timer
+
+    def _stop_tput_timer(self, *, is_step: bool) -> None:
+        if self._tput_timer is not None:
+            self._tput_timer.stop(global_step=is_step, report_speed=self.global_rank == 0)
+
     def was_step_applied(self) -> bool:
         """Whether the last ``step()`` updated the weights."""
         return self._step_applied
@@ -453,27 +405,24 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops what has gathered in the present window, which starts over."""
-        if self._optimizer is not None:
-            self._abandon_window()
+        self._state.begin_window()
         super().zero_grad(set_to_none)
 
     def get_lr(self) -> list[float]:
-        return [group["lr"] for group in self._require_optimizer("get_lr").param_groups]
+        return [group["lr"] for group in self._require_optimizer("get_lr").hyper_parameters]
 
     def get_mom(self) -> list[Any]:
         """Each group's betas, or its momentum."""
-        groups = self._require_optimizer("get_mom").param_groups
+        groups = self._require_optimizer("get_mom").hyper_parameters
         return [group.get("betas", group.get("momentum")) for group in groups]
 
     def get_type(self) -> list[Any]:
         """Each group's "type" (pipeline code tells the parts of a model apart by it); None where it has none."""
-        return [group.get("type") for group in self._require_optimizer("get_type").param_groups]
+        return [group.get("type") for group in self._require_optimizer("get_type").hyper_parameters]
 
     def get_wall_clock_timers(self) -> dict[str, float]:
         """{phase: ms a step} since the last report; empty without ``wall_clock_breakdown``."""
         return self.timers.phases_ms()
-
-    # -- the module -------------------------------------------------------------------------------------------------
 
     def deepspeed_io(
         self,
@@ -485,7 +434,8 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
         collate_fn: Any = None,
         num_local_io_workers: int | None = None,
     ) -> DeepSpeedDataLoader:
-        """A loader that gives this rank its share of ``dataset`` in micro-batches (``route`` "train" shuffles, "eval" and "predict" keep the order)."""
+        """A loader that gives this rank its share of ``dataset`` in micro-batches (``route`` "train" shuffles, "eval"
+        and "predict" keep the order)."""
         return DeepSpeedDataLoader.for_engine(
             dataset,
             batch_size=batch_size or self.train_micro_batch_size_per_gpu(),
@@ -504,8 +454,8 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
     ) -> dict[str, Any]:
         """The module's state dict: whole tensors in the dtype that is trained in.
 
-        Where parameters are sharded it is collective and puts the whole model into the host memory of every rank; ``save_16bit_model`` and
-        ``_zero3_consolidated_16bit_state_dict`` do with less.
+        Where parameters are sharded it is collective and puts the whole model into the host memory of every rank;
+        ``save_16bit_model`` and ``_zero3_consolidated_16bit_state_dict`` do with less.
         """
         if self._shards_parameters:
             state = consolidate(
@@ -531,10 +481,12 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
         z3_params_to_fetch: Any = None,
         allowed_missing_keys: Any = None,
     ) -> None:
-        """Loads weights into the module, on every rank alike, and takes the fp32 masters anew from them.
+        """Loads weights into the module, on every rank alike, and takes the fp32 masters anew from them. An
+        accumulation window begins.
 
-        checkpoint: a state dict, or a dict that holds one under "module". fetch_z3_params, z3_params_to_fetch: accepted; sharded parameters are loaded
-        in any case. Raises FeatureError for allowed_missing_keys, which belong to expert parallelism.
+        checkpoint: a state dict, or a dict that holds one under "module". fetch_z3_params, z3_params_to_fetch:
+        accepted; sharded parameters are loaded in any case. Raises FeatureError for allowed_missing_keys, which belong
+        to expert parallelism.
         """
         self._require_open()
         if allowed_missing_keys is not None:
@@ -544,16 +496,16 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
                 fix="pass strict=False",
             )
         weights = checkpoint["module"] if isinstance(checkpoint.get("module"), Mapping) else checkpoint
+        if custom_load_fn is None and self._shards_parameters:
+            check_weights(self.module, weights, strict)
+        self._state.begin_window()
         if custom_load_fn is not None:
             load_custom(self.module, custom_load_fn, weights)
         elif self._shards_parameters:
-            load_weights(self.module, weights, strict)
+            load_weights(self.module, weights)
         else:
             self.module.load_state_dict(weights, strict=strict)
-        if self._optimizer is not None:
-            self._optimizer.refresh_fp32_params()
-        if self._fetcher is not None:
-            self._fetcher.weights_changed()
+        self._state.take_weights(has_masters=False)
 
     @property
     def _shards_parameters(self) -> bool:
@@ -562,10 +514,12 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Writes the weights, in the dtype that is trained in, to one file that ``torch.load`` (or safetensors, by the suffix) reads.
+        """Writes the weights, in the dtype that is trained in, to one file that ``torch.load`` (or safetensors, by the
+        suffix) reads.
 
-        Collective at stage 3; rank 0 writes, one tensor at a time, and the file appears only when it is complete. Returns True. Raises CheckpointError on all ranks
-        when it cannot be written. Needs no ``stage3_gather_16bit_weights_on_model_save``: nothing is ever whole in memory.
+        Collective at stage 3; rank 0 writes, one tensor at a time, and the file appears only when it is complete.
+        Returns True. Raises CheckpointError on all ranks when it cannot be written. Needs no
+        ``stage3_gather_16bit_weights_on_model_save``: nothing is ever whole in memory.
         """
         self._require_open()
         self._require_states("save_16bit_model")
@@ -582,12 +536,15 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
         exclude_frozen_parameters: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Writes the model as Hugging Face lays it out: ``model.safetensors``, or files of at most ``max_shard_size`` and their index, and config.json where
-        the module has a configuration of transformers. ``AutoModel.from_pretrained(save_dir)`` reads it.
+        """Writes the model as Hugging Face lays it out: ``model.safetensors``, or files of at most ``max_shard_size``
+        and their index, and config.json where the module has a configuration of transformers.
+        ``AutoModel.from_pretrained(save_dir)`` reads it.
 
-        Collective, at every stage; rank 0 writes, and no rank holds more than one gather unit of the model. ``dtype`` is that of floating-point parameters, by
-        default the one that is trained in; another one is taken from the fp32 masters. A new folder appears when it is complete; in one that has been there the
-        model is replaced and other files stay. Raises CheckpointError on all ranks when it cannot be written; everything is as it was then.
+        Collective, at every stage; rank 0 writes, and no rank holds more than one gather unit of the model. ``dtype``
+        is that of floating-point parameters, by
+        default the one that is trained in; another one is taken from the fp32 masters. A new folder appears when it is
+        complete; in one that has been there the model is replaced and other files stay. Raises CheckpointError on all
+        ranks when it cannot be written; everything is as it was then.
         """
         self._require_open()
         self._require_states("save_model")
@@ -610,23 +567,29 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
         exclude_frozen_parameters: bool = False,
         *,
         is_async: bool | None = None,
-    ) -> BackgroundSave | bool:
-        """Saves everything that training goes on from, so that any number of ranks at any stage can load it. Collective.
+    ) -> Save | bool:
+        """Saves everything that training goes on from, so that any number of ranks at any stage can load it.
+        Collective.
 
         Args:
             save_dir: folder of all checkpoints; this one is ``save_dir/tag``. On a file system that all ranks share.
             tag: default ``global_step<n>``; a tag that exists is replaced at one instant.
-            client_state: the caller's own, given back by ``load_checkpoint``: numbers, text, tensors, numpy arrays, containers of them; rank 0's counts.
-            save_latest: make it the one that is loaded when no tag is named.
+            client_state: the caller's own, given back by ``load_checkpoint``: numbers, text, tensors, numpy arrays,
+            containers of them; rank 0's counts. save_latest: make it the one that is loaded when no tag is named.
             exclude_frozen_parameters: leave the weights of frozen parameters out (with LoRA: of the base model).
-            is_async: return when the state has been copied to host memory, and write it meanwhile; default: the key ``checkpoint.async``.
+            is_async: return when the state has been copied to host memory, and write it meanwhile; default: the key
+            ``checkpoint.async``.
 
-        Returns True when it is durable; if it is asynchronous, an object with ``wait()``, which raises what went wrong (the next call on this engine that
-        saves, loads or closes does, too). Raises CheckpointError on all ranks alike when it cannot be written: the checkpoints before it are untouched then.
+        Returns True when it is durable; if it was asked for asynchronously, an object that is true and has ``wait()``,
+        which raises what went wrong (the next call on this engine that saves, loads or closes does, too): also where
+        it is durable already, because states on NVMe, and those of 8 bits, are written before the call returns. Raises
+        CheckpointError on all ranks alike when it cannot be written: the checkpoints before it are untouched then.
         """
         self._require_open()
         self._require_states("save_checkpoint")
-        return self._checkpoints.save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters, is_async)
+        return self._checkpoints.save(
+            self.module, save_dir, tag, client_state, save_latest, exclude_frozen_parameters, is_async
+        )
 
     def wait_checkpoint(self) -> None:
         """Returns when no save is under way. Raises CheckpointError if the last one failed."""
@@ -645,23 +608,34 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Goes on from a checkpoint of ours or of another's, saved by any number of ranks at any stage. Collective.
 
-        Args:
-            load_dir: what ``save_checkpoint`` was given, here or in DeepSpeed (its engine's files or its universal format); or the folder of one tag of those; or a
-                folder of ``torch.distributed.checkpoint``; or, with ``load_module_only=True``, a Hugging Face folder of safetensors or one ``.safetensors`` file.
-            tag: default: what the file ``latest`` names; where that one is broken, the newest complete one before it is loaded, and the log says why.
-            load_module_strict: names that the checkpoint lacks or has in excess are an error.
-            load_optimizer_states: moments, step counts, hyper-parameters of the groups, loss scale, and random-number generators.
-            load_lr_scheduler_states: the schedule.
-            load_module_only: weights (and master weights) and nothing else.
-            custom_load_fn: called as ``custom_load_fn(src=state_dict, dst=module)`` with whole weights instead of loading them here.
+        An accumulation window begins, whatever is loaded: gradients that have gathered since the last step were those
+        of other weights, and are dropped. The counts of steps, samples and skipped steps are those of the run that
+        saved, but with ``load_module_only`` this run's; ``micro_steps`` stands at the beginning of a window. Who
+        steers windows by ``set_gradient_accumulation_boundary`` goes on to do so.
 
-        Returns (path, client_state), or (None, None) where there is no checkpoint. Raises on all ranks alike: StateError for one that does not fit this model or
-        optimizer, nothing being changed then; CheckpointError for one that is broken, or whose schedule is none of the engine's (the message names what, and why).
+        Args:
+            load_dir: what ``save_checkpoint`` was given, here or in DeepSpeed (its engine's files or its universal
+            format); or the folder of one tag of those; or a
+                folder of ``torch.distributed.checkpoint``; or, with ``load_module_only=True``, a Hugging Face folder
+                of safetensors or one ``.safetensors`` file.
+            tag: default: what the file ``latest`` names; where that one is broken, the newest complete one before it
+            is loaded, and the log says why. load_module_strict: names that the checkpoint lacks or has in excess are
+            an error. load_optimizer_states: moments, step counts, hyper-parameters of the groups, loss scale,
+            random-number generators, and the place in the data. load_lr_scheduler_states: the schedule.
+            load_module_only: weights (and master weights) and nothing else.
+            custom_load_fn: called as ``custom_load_fn(src=state_dict, dst=module)`` with whole weights instead of
+            loading them here.
+
+        Returns (path, client_state), or (None, None) where there is no checkpoint. Raises on all ranks alike:
+        StateError for one that does not fit this model or optimizer, nothing being changed then, nor what has gathered
+        dropped; CheckpointError for one that is broken, or whose schedule is none of the engine's (the message names
+        what, and why).
         """
         self._require_open()
         if self._offloaded.kinds:
             self._offloaded.reload(non_blocking=False)
         return self._checkpoints.load(
+            self.module,
             load_dir,
             tag,
             strict=load_module_strict,
@@ -672,32 +646,37 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
         )
 
     def set_trainable(self, names: Iterable[str], keep_state: bool = True) -> list[str]:
-        """From now on exactly the parameters that ``names`` give are trained; all others are frozen. Returns the names of the trained ones.
+        """From now on exactly the parameters that ``names`` give are trained; all others are frozen. Returns the names
+        of the trained ones.
 
-        names: full parameter names or shell patterns ("layers.*.bias"), each of which must fit a parameter. Collective, between two accumulation windows; the optimizer
-        object stays the same. keep_state: a frozen parameter's master weight and optimizer state wait (in this rank's memory) for the day it is trained
-        again; otherwise they are dropped. A parameter that was never trained joins the first group (with Muon, the group for its shape).
+        names: full parameter names or shell patterns ("layers.*.bias"), each of which must fit a parameter.
+        Collective, between two accumulation windows; the optimizer object stays the same. keep_state: a frozen
+        parameter's master weight and optimizer state wait (in this rank's memory) for the day it is trained again;
+        otherwise they are dropped. A parameter that was never trained joins the first group (with Muon, the group for
+        its shape).
         """
         optimizer = self._require_optimizer("set_trainable")
         self._require_window_start("set_trainable")
         self._require_states("set_trainable")
         chosen = match_names(self.module, names)
-        kept, groups = take_states(optimizer, self._dormant)
+        kept, groups = take_states(optimizer, self._state.dormant)
         self._release()
         for name, param in self.module.named_parameters():
             param.requires_grad_(name in chosen)
         assign_groups(self.module, optimizer.optimizer, groups)
-        new, layout = shard_model(self.module, optimizer.optimizer, self._config, self._precision, self._comm)
-        optimizer.take_over(new)
+        base = optimizer.optimizer
+        _, layout = shard_model(self.module, base, self._config, self._precision, self._mesh, optimizer)
+        take_cores_back(self._config)  # what the layout that goes has left
         self._adopt(layout)
         put_states(optimizer, kept)
-        self._dormant = {p: state for p, state in kept.items() if keep_state and not p.requires_grad}
+        self._state.keep_dormant({p: state for p, state in kept.items() if keep_state and not p.requires_grad})
         if self._fetcher is not None:
             self._fetcher.weights_changed()
         return sorted(chosen)
 
     def empty_partition_cache(self) -> None:
-        """Releases gathered weights that are kept for their next use, and returns the memory to the system. Not within a forward or backward pass."""
+        """Releases gathered weights that are kept for their next use, and returns the memory to the system. Not within
+        a forward or backward pass."""
         self._require_open()
         if self._fetcher is not None:
             if self._fetcher.is_active:
@@ -717,14 +696,16 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Moves states (all kinds, or those in ``include``) out of memory until ``reload_states``; the engine cannot run or save meanwhile.
+        """Moves states (all kinds, or those in ``include``) out of memory until ``reload_states``; the engine cannot
+        run or save meanwhile.
 
-        device: "cpu": from the accelerator's memory to the host's. "nvme": to a file without a name under ``offload_optimizer.nvme_path`` (or ``offload_param``'s), whose space
-        is free again after ``reload_states`` or ``destroy``; collective then. States that live on NVMe anyway stay where they are. pin_memory: of host memory
+        device: "cpu": from the accelerator's memory to the host's. "nvme": to a file without a name under
+        ``offload_optimizer.nvme_path`` (or ``offload_param``'s), whose space is free again after ``reload_states`` or
+        ``destroy``; collective then. States that live on NVMe anyway stay where they are. pin_memory: of host memory
         beside an accelerator. At every stage; weights that are whole on each rank stay.
 
-        Raises StateError within an accumulation window; with "nvme", on all ranks alike and with everything still in memory, ConfigError where one has no folder or
-        too little room there, and OffloadError where one cannot write.
+        Raises StateError within an accumulation window; with "nvme", on all ranks alike and with everything still in
+        memory, ConfigError where one has no folder or too little room there, and OffloadError where one cannot write.
         """
         self._require_open()
         self._require_window_start("offload_states")
@@ -741,7 +722,8 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
         self._offloaded.reload(non_blocking)
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
-        """The module's state dict of whole tensors in host memory on rank 0, None on the others. Collective; ValueError below stage 3."""
+        """The module's state dict of whole tensors in host memory on rank 0, None on the others. Collective;
+        ValueError below stage 3."""
         if not self.zero_optimization_partition_weights():
             raise ValueError("this function requires ZeRO stage 3; below it module.state_dict() is whole")
         return self._consolidated_16bit_state_dict(exclude_frozen_parameters)
@@ -754,7 +736,8 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
         )
 
     def generate(self, *args: Any, synced: bool = False, **kwargs: Any) -> Any:
-        """Calls the module's ``generate``. ``synced``: ranks may stop after different numbers of forwards (see ``synced_generation``)."""
+        """Calls the module's ``generate``. ``synced``: ranks may stop after different numbers of forwards (see
+        ``synced_generation``)."""
         self._require_open()
         generate = self.module.generate
         with self.synced_generation() if synced else nullcontext():
@@ -766,10 +749,11 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
 
     @contextmanager
     def synced_generation(self) -> Iterator[None]:
-        """Context in which ranks may run different numbers of forwards: a rank that leaves it serves the others until all have left.
+        """Context in which ranks may run different numbers of forwards: a rank that leaves it serves the others until
+        all have left.
 
-        Collective to enter. One forward in evaluation or training mode should have run before, so that the order of use is known; without it whatever has
-        been gathered stays until each forward ends.
+        Collective to enter. One forward in evaluation or training mode should have run before, so that the order of
+        use is known; without it whatever has been gathered stays until each forward ends.
         """
         before, self._is_generating = self._is_generating, True
         try:
@@ -785,7 +769,8 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
         schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """Compiles the module in place with ``torch.compile``. Raises FeatureError for DeepCompile's schedule and for compiled autograd."""
+        """Compiles the module in place with ``torch.compile``. Raises FeatureError for DeepCompile's schedule and for
+        compiled autograd."""
         unsupported = {"schedule": schedule, "compiled_autograd_enabled": compiled_autograd_enabled}
         wanted = [name for name, value in unsupported.items() if value]
         if wanted:
@@ -819,8 +804,6 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
                 fix=f"use instead: {ABSENT_METHODS[name]}",
             )
         raise AttributeError(f"neither the engine nor its module ({type(module).__name__}) has {name!r}")
-
-    # -- the end ----------------------------------------------------------------------------------------------------
 
     def _require_open(self) -> None:
         if self._is_closed:
@@ -857,8 +840,9 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
     def close(self) -> None:
         """Removes hooks and frees buffers and optimizer state. May be called twice.
 
-        The module keeps its weights and works on its own. What stage 3 has sharded stays sharded, as under ``zero.Init``: no rank could
-        be sure to hold all of it; ``zero.GatheredParameters`` and another ``initialize`` take it from there.
+        The module keeps its weights and works on its own. What stage 3 has sharded stays sharded, as under
+        ``zero.Init``: no rank could be sure to hold all of it; ``zero.GatheredParameters`` and another ``initialize``
+        take it from there.
         """
         if self._is_closed:
             return
@@ -876,10 +860,9 @@ class DeepSpeedEngine(ConfigGetters, torch.nn.Module):
             self._release()
             if self._optimizer is not None:
                 self._optimizer.close()
-                self._optimizer = None
-            self._dormant.clear()
-            self.lr_scheduler = self.training_dataloader = None
-            self._comm.close()
+                take_cores_back(self._config)
+            self._state.close()
+            self._mesh.close()
 
     destroy = close
 

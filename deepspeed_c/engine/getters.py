@@ -1,4 +1,5 @@
-"""DeepSpeed's engine answers some hundred questions about its configuration by methods; here each is a row of a table."""
+"""DeepSpeed's engine answers some hundred questions about its configuration by methods; here each is a row of a
+table."""
 
 from __future__ import annotations
 
@@ -138,17 +139,11 @@ ABSENT_METHODS: dict[str, str] = {
     "swap_tensor_config": "engine.zero_offload_optimizer() and engine.aio_config() say where states lie",
     "is_map_style_dataset": "hasattr(dataset, '__getitem__') and hasattr(dataset, '__len__')",
     "is_iterable_style_dataset": "isinstance(dataset, torch.utils.data.IterableDataset)",
-    "allreduce_gradients": _BY_ITSELF,
     "clip_fp32_gradients": _BY_ITSELF,
-    "allreduce_bucket": _COMM,
-    "allreduce_and_copy": _COMM,
-    "allreduce_no_retain": _COMM,
-    "buffered_allreduce_fallback": _COMM,
     "sparse_allreduce_no_retain": _COMM,
     "sparse_allreduce_bucket": _COMM,
     "sparse_allreduce": _COMM,
     "sparse_all_gather": _COMM,
-    "all_gather_scalar": _COMM,
     "load_moe_state_dict": "expert parallelism comes with a later version; engine.load_checkpoint loads experts as other weights",
     "get_autosp_backend": _GRAPH_PASSES,
     "get_autotp_backend": _GRAPH_PASSES,

@@ -14,10 +14,10 @@ from deepspeed_c.config import Config
 from deepspeed_c.errors import AioError, ConfigError, OffloadError
 from deepspeed_c.offload.place import make_swapper, raise_together
 from deepspeed_c.offload.swap import Swapper, SwapSettings, whole_pages
-from deepspeed_c.zero.layout import Layout
-from deepspeed_c.zero.optimizer import ZeroOptimizer
-from deepspeed_c.zero.store import Tagged
-from deepspeed_c.zero.unit import Unit
+from deepspeed_c.zero.layout.layout import Layout
+from deepspeed_c.zero.layout.unit import Unit
+from deepspeed_c.zero.states.home import Tagged
+from deepspeed_c.zero.states.optimizer import ZeroOptimizer
 
 __all__ = ["OffloadDeviceEnum", "OffloadStateTypeEnum", "OffloadedStates"]
 
@@ -97,8 +97,8 @@ class _Found(NamedTuple):
 
 
 class OffloadedStates:
-    """What has been moved out. The tensors stay the same objects, so that every view of them is whole again after ``reload``; their storage is
-    empty meanwhile."""
+    """What has been moved out. The tensors stay the same objects, so that every view of them is whole again after
+    ``reload``; their storage is empty meanwhile."""
 
     def __init__(self, layout: Layout, optimizer: ZeroOptimizer | None, config: Config, comm: Collectives) -> None:
         self._layout, self._optimizer, self._config, self._comm = layout, optimizer, config, comm
@@ -112,10 +112,11 @@ class OffloadedStates:
     def offload(
         self, include: Container[OffloadStateTypeEnum] | None, device: str, pin_memory: bool, non_blocking: bool
     ) -> None:
-        """Moves the states of the kinds in ``include`` (None: all) to host memory or to a file; what is away stays where it is.
+        """Moves the states of the kinds in ``include`` (None: all) to host memory or to a file; what is away stays
+        where it is.
 
-        To a file it is collective, and raises on all ranks alike, nothing having been moved: ConfigError where one has no folder or too little room there,
-        OffloadError where one cannot write.
+        To a file it is collective, and raises on all ranks alike, nothing having been moved: ConfigError where one has
+        no folder or too little room there, OffloadError where one cannot write.
         """
         device = getattr(device, "value", device)
         if device not in {place.value for place in OffloadDeviceEnum}:
@@ -151,8 +152,8 @@ class OffloadedStates:
     def reload(self, non_blocking: bool) -> None:
         """Brings everything back.
 
-        Collective where something is in a file: OffloadError on all ranks where one cannot read it back as it was written. What that one lacks stays away, and may
-        be asked for again.
+        Collective where something is in a file: OffloadError on all ranks where one cannot read it back as it was
+        written. What that one lacks stays away, and may be asked for again.
         """
         problem = None
         try:
@@ -165,7 +166,8 @@ class OffloadedStates:
             self._close_files()
 
     def close(self) -> None:
-        """Brings back what can be, on this rank alone, and frees the files. What could not be read is NaN then; the error says why."""
+        """Brings back what can be, on this rank alone, and frees the files. What could not be read is NaN then; the
+        error says why."""
         try:
             self._read_back(non_blocking=False)
         finally:
@@ -195,7 +197,8 @@ class OffloadedStates:
         self._files.clear()
 
     def _write(self, found: dict[OffloadStateTypeEnum, list[_Found]]) -> dict[OffloadStateTypeEnum, list[_Copy]]:
-        """Copies of all of ``found`` in one new file without a name: its space is free when it is closed, and however the process ends. Collective."""
+        """Copies of all of ``found`` in one new file without a name: its space is free when it is closed, and however
+        the process ends. Collective."""
         zero = self._config.zero
         folder = zero.offload_optimizer.nvme_path or zero.offload_param.nvme_path
         if not folder:
@@ -252,8 +255,10 @@ class OffloadedStates:
             for unit in units:
                 if unit.param_shard is not None:
                     yield Tagged(unit.param_shard, f"weights of {_names(unit)}")
-        elif kind is OffloadStateTypeEnum.optim_states and optimizer is not None and optimizer.store is None:
+        elif kind is OffloadStateTypeEnum.optim_states and optimizer is not None:
             for entry in optimizer.pieces.entries:
+                if entry.unit.states.needs_open(entry.bucket):
+                    continue
                 what = f"bucket {entry.bucket} of {_names(entry.unit)}"
                 if entry.fragment is not None:
                     what = entry.fragment.slot.name

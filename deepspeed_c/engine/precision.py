@@ -9,7 +9,7 @@ import torch
 
 from deepspeed_c import _C
 from deepspeed_c.config import Config
-from deepspeed_c.zero.unit import Dtypes
+from deepspeed_c.zero.layout.unit import Dtypes
 
 __all__ = ["DTYPES", "Precision"]
 
@@ -19,7 +19,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class Precision:
     """The precision policy of one engine, read off its configuration.
 
-    ``dtype`` is what weights are cast to (None: they stay as they are), ``scaler`` the loss scale where fp16 is computed in.
+    ``dtype`` is what weights are cast to (None: they stay as they are), ``scaler`` the loss scale where fp16 is
+    computed in.
     """
 
     def __init__(self, config: Config, model: torch.nn.Module) -> None:

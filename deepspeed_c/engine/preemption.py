@@ -1,9 +1,11 @@
 """Ends a run that is asked to stop: after the step under way all ranks save, and exit with code 0.
 
-A signal may reach one rank or all, and each at another moment; the ranks agree on the step in the exchange that every step makes anyway.
+A signal may reach one rank or all, and each at another moment; the ranks agree on the step in the exchange that every
+step makes anyway.
 
-[Note: engines of one process] They share one handler, so that a signal reaches all of them. Each saves after a step of its own, with the ranks that it trains with (nobody knows
-whether another engine's ranks would be at the same place); the one that saves last ends the process. Engines that were closed meanwhile are not waited for.
+[Note: engines of one process] They share one handler, so that a signal reaches all of them. Each saves after a step of
+its own, with the ranks that it trains with (nobody knows whether another engine's ranks would be at the same place);
+the one that saves last ends the process. Engines that were closed meanwhile are not waited for.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from deepspeed_c.errors import CheckpointError, DeepSpeedCError, StateError
 from deepspeed_c.logging import logger
 
 if TYPE_CHECKING:
+    from deepspeed_c.comm.collectives import Collectives
     from deepspeed_c.engine.engine import DeepSpeedEngine
 
 __all__ = ["Preemption"]
@@ -67,8 +70,8 @@ class _Handler:
 
     def _on_signal(self, number: int, frame: Any) -> None:
         concerned = [listener for listener in self.listeners if number in listener.numbers]
-        # A process that this one has forked has nothing to save, and must be ended by what ends others. A second signal, from somebody who does not
-        # want to wait, does what it does elsewhere.
+        # A process that this one has forked has nothing to save, and must be ended by what ends others. A second
+        # signal, from somebody who does not want to wait, does what it does elsewhere.
         is_ours = os.getpid() == self._pid and concerned
         if is_ours and all(tuple(listener.notice(number) for listener in concerned)):
             return
@@ -81,7 +84,8 @@ _handler = _Handler()
 
 
 class Preemption:
-    """Listens for the signals of the configuration's ``checkpoint.preemption`` until it is closed; for an engine that never steps (``can_step``), not at all."""
+    """Listens for the signals of the configuration's ``checkpoint.preemption`` until it is closed; for an engine that
+    never steps (``can_step``), not at all."""
 
     def __init__(self, settings: Any, can_step: bool) -> None:
         self._settings = settings
@@ -105,14 +109,16 @@ class Preemption:
         """Whether this rank has been asked to stop."""
         return self.received is not None
 
-    def end_run(self, engine: DeepSpeedEngine) -> None:
-        """Saves, and ends the process when no other engine of it has to save yet. Collective; called after a step that some rank was asked to stop in.
+    def end_run(self, engine: DeepSpeedEngine, last_dir: str | None, comm: Collectives) -> None:
+        """Saves, and ends the process when no other engine of it has to save yet. Collective; called after a step that
+        some rank was asked to stop in.
 
-        The process exits with 0 if everything was saved, otherwise with 128 and the signal's number.
+        last_dir: where to, if the configuration does not say. The process exits with 0 if everything was saved,
+        otherwise with 128 and the signal's number.
         """
         if self._ended is None:
             self._ended = engine
-            self._save(engine)
+            self._save(engine, last_dir, comm)
         listeners = list(_handler.listeners)
         if any(listener._ended is None for listener in listeners):
             return
@@ -121,22 +127,22 @@ class Preemption:
             listener._ended.close()
         sys.exit(0 if is_saved else SIGNALLED + (self.received or signal.SIGTERM))
 
-    def _save(self, engine: DeepSpeedEngine) -> None:
+    def _save(self, engine: DeepSpeedEngine, last_dir: str | None, comm: Collectives) -> None:
         name = signal.Signals(self.received).name if self.received is not None else "a signal to another rank"
         try:
             engine.wait_checkpoint()
         except CheckpointError as error:
             # Of an earlier one: no reason to lose this one too.
             logger.error("%s", error)
-        self._folder = self._settings.save_dir or engine._checkpoints.last_dir
+        self._folder = self._settings.save_dir or last_dir
         try:
-            hindrances = engine._comm.gather_objects(self._hindrance(), label="preemption")
+            hindrances = comm.gather_objects(self._hindrance(), label="preemption")
             for hindrance in filter(None, hindrances):
                 raise hindrance
             engine.save_checkpoint(self._folder, is_async=False)
         except DeepSpeedCError as error:
             self._problem = str(error)
-        if engine._comm.rank == 0:
+        if comm.rank == 0:
             if self._problem:
                 told = f"step {engine.global_steps} could not be saved, ending without it: {self._problem}"
             else:

@@ -1,4 +1,5 @@
-"""Freezing and unfreezing in mid-run: which parameters are trained changes, and with it the layout; masters and optimizer state move along."""
+"""Freezing and unfreezing in mid-run: which parameters are trained changes, and with it the layout; masters and
+optimizer state move along."""
 
 from __future__ import annotations
 
@@ -10,14 +11,16 @@ import torch
 
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import ModelError
-from deepspeed_c.zero.optimizer import ZeroOptimizer
-from deepspeed_c.zero.sharded import join_pieces, shape_of
+from deepspeed_c.ops.scope import declaration
+from deepspeed_c.zero.states.optimizer import ZeroOptimizer
+from deepspeed_c.zero.weights.param import join_pieces, shape_of
 
 __all__ = ["KeptState", "assign_groups", "match_names", "put_states", "take_states"]
 
 
 class KeptState(NamedTuple):
-    """What one parameter has learnt: this rank's pieces, flat, in the cut of the layout that it was in."""
+    """What one parameter has learnt: this rank's pieces, flat, in the cut of the layout that it was in: over ``comm``,
+    of whose pieces other ranks may hold copies."""
 
     name: str
     group: int
@@ -26,10 +29,14 @@ class KeptState(NamedTuple):
     master: torch.Tensor
     pieces: dict[str, torch.Tensor]
     counts: dict[str, Any]
+    comm: Collectives
+    speaks: bool
+    """Whether this rank's copy is the one that counts."""
 
 
 def match_names(model: torch.nn.Module, names: Iterable[str]) -> set[str]:
-    """The parameters that names and shell patterns fit. Raises ModelError for one that fits none, and when none is left."""
+    """The parameters that names and shell patterns fit. Raises ModelError for one that fits none, and when none is
+    left."""
     known = [name for name, _ in model.named_parameters()]
     chosen: set[str] = set()
     patterns = [names] if isinstance(names, str) else list(names)
@@ -56,7 +63,7 @@ def take_states(
     kept = dict(dormant)
     for slot in sorted(optimizer.reducer.slots, key=lambda slot: slot.order):
         begins, numels = slot.unit.ranges_of(slot)
-        with optimizer.resident(slot.unit, slot.bucket, writes=False):
+        with slot.unit.states.open(slot.bucket, writes=False):
             master = optimizer.pieces.local(slot, None)
             pieces, counts = optimizer.pieces.named(slot)
             kept[slot.param] = KeptState(
@@ -67,6 +74,8 @@ def take_states(
                 torch.empty(0, dtype=slot.unit.master_dtype) if master is None else master.detach().clone(),
                 {key: piece.detach().clone() for key, piece in pieces.items()},
                 {key: value.clone() if torch.is_tensor(value) else value for key, value in counts.items()},
+                slot.unit.comm,
+                slot.unit.speaks,
             )
     return kept, {param: state.group for param, state in kept.items()}
 
@@ -84,15 +93,17 @@ def assign_groups(
         index = groups.get(param)
         if index is None:
             is_matrix = len(shape_of(param)) >= 2
-            fitting = [i for i, g in enumerate(base.param_groups) if bool(g.get("use_muon", is_matrix)) == is_matrix]
-            index = fitting[0] if fitting else 0
+            scope_of = declaration(base).scope_of_group
+            groups_of_kind = (i for i in range(len(base.param_groups)) if (scope_of(i) == "matrix") == is_matrix)
+            index = next(groups_of_kind, 0)
         base.param_groups[index]["params"].append(param)
 
 
 def _states_everywhere(
     kept: Mapping[torch.nn.Parameter, KeptState], comm: Collectives
 ) -> dict[str, tuple[dict[str, torch.dtype], dict[str, Any]]]:
-    """Names and dtypes of the states and the counts of every parameter: a rank that owned nothing of one knows neither."""
+    """Names and dtypes of the states and the counts of every parameter: a rank that owned nothing of one knows
+    neither."""
     mine = {
         state.name: ({key: piece.dtype for key, piece in state.pieces.items()}, state.counts)
         for state in kept.values()
@@ -106,9 +117,9 @@ def _states_everywhere(
 
 
 def put_states(optimizer: ZeroOptimizer, kept: Mapping[torch.nn.Parameter, KeptState]) -> None:
-    """Gives masters and states to the parameters that are trained in the new layout, one parameter at a time. Collective."""
-    comm = optimizer.comm
-    known = _states_everywhere(kept, comm)
+    """Gives masters and states to the parameters that are trained in the new layout, one parameter at a time.
+    Collective."""
+    known = _states_everywhere(kept, optimizer.comm)
     states: dict[Any, tuple[dict[str, torch.Tensor], dict[str, Any]]] = {}
     for slot in sorted(optimizer.reducer.slots, key=lambda slot: slot.order):
         state = kept.get(slot.param)
@@ -116,13 +127,13 @@ def put_states(optimizer: ZeroOptimizer, kept: Mapping[torch.nn.Parameter, KeptS
             continue
         fragment = slot.unit.fragment_of.get(slot)
 
-        def mine(piece: torch.Tensor) -> torch.Tensor | None:
-            whole = join_pieces(piece, state.begins, state.numels, comm, slot.unit.device, state.name)  # noqa: B023
-            return None if fragment is None else whole.narrow(0, fragment.begin, fragment.numel)  # noqa: B023
+        def mine(piece: torch.Tensor, state=state, slot=slot, fragment=fragment) -> torch.Tensor | None:
+            whole = join_pieces(piece, state.begins, state.numels, state.comm, slot.unit.device, state.name)
+            return None if fragment is None else whole.narrow(0, fragment.begin, fragment.numel)
 
         master = mine(state.master)
         if master is not None:
-            with optimizer.resident(slot.unit, slot.bucket), torch.no_grad():
+            with slot.unit.states.open(slot.bucket), torch.no_grad():
                 present = optimizer.pieces.local(slot, None)
                 # Weights that somebody replaced while they were frozen are newer than the master.
                 if torch.equal(master.to(slot.unit.dtype), present.to(slot.unit.dtype)):
@@ -135,5 +146,5 @@ def put_states(optimizer: ZeroOptimizer, kept: Mapping[torch.nn.Parameter, KeptS
             states[slot] = pieces, counts
     for unit in optimizer.units:
         for bucket in range(unit.n_buckets):
-            with optimizer.resident(unit, bucket):
+            with unit.states.open(bucket):
                 optimizer.pieces.put(unit, bucket, states)

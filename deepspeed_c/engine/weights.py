@@ -5,20 +5,24 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deepspeed_c.checkpoint.stream import TensorFileWriter
+from deepspeed_c import checkpoint as files
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import CheckpointError, StateError
-from deepspeed_c.zero.fetch import Fetcher
-from deepspeed_c.zero.gather_unit import PlacedShard
-from deepspeed_c.zero.gathered import GatheredParameters
-from deepspeed_c.zero.sharded import shape_of, state_of
+from deepspeed_c.zero.weights.fetch import Fetcher
+from deepspeed_c.zero.weights.gather_unit import PlacedShard
+from deepspeed_c.zero.weights.gathered import GatheredParameters
+from deepspeed_c.zero.weights.param import shape_of, state_of
+
+if TYPE_CHECKING:
+    from deepspeed_c.checkpoint.formats.stream import TensorFileWriter
 
 __all__ = [
     "aliases_of",
+    "check_weights",
     "consolidate",
     "load_custom",
     "load_weights",
@@ -39,7 +43,8 @@ def named_tensors(module: torch.nn.Module, exclude_frozen: bool) -> dict[str, to
 
 
 def stream_order(tensors: Mapping[str, torch.Tensor]) -> tuple[list[str], dict[int, list[str]]]:
-    """Each different tensor once, under the first of its names: those that are whole here, and those of each gather unit."""
+    """Each different tensor once, under the first of its names: those that are whole here, and those of each gather
+    unit."""
     seen: set[int] = set()
     whole: list[str] = []
     sharded: dict[int, list[str]] = {}
@@ -79,7 +84,8 @@ def aliases_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 def consolidate(
     module: torch.nn.Module, fetcher: Fetcher | None, comm: Collectives, *, exclude_frozen: bool, on_all_ranks: bool
 ) -> OrderedDict[str, torch.Tensor] | None:
-    """The module's state dict of whole tensors in host memory, on rank 0 (None elsewhere) or on all ranks. Collective."""
+    """The module's state dict of whole tensors in host memory, on rank 0 (None elsewhere) or on all ranks.
+    Collective."""
     tensors = named_tensors(module, exclude_frozen)
     keeps = on_all_ranks or comm.rank == 0
     whole: dict[str, torch.Tensor] = {}
@@ -107,7 +113,7 @@ def save_weights(
         entries = {name: (shape_of(t), t.dtype) for name, t in tensors.items() if name not in aliases}
         try:
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-            writer = TensorFileWriter(path, entries, aliases)
+            writer = files.stream.TensorFileWriter(path, entries, aliases)
             writer.__enter__()
         except (OSError, CheckpointError) as raised:
             error, writer = raised, None
@@ -131,11 +137,9 @@ def save_weights(
         ) from error
 
 
-def load_weights(module: torch.nn.Module, checkpoint: Mapping[str, Any], strict: bool) -> None:
-    """Loads a state dict of whole tensors, the same on every rank, into a module of which parameters are sharded.
-
-    Each rank copies its own pieces; nothing is sent. All names and shapes are checked before anything is written: StateError says what does not fit.
-    """
+def check_weights(module: torch.nn.Module, checkpoint: Mapping[str, Any], strict: bool) -> None:
+    """Raises StateError where the names or shapes of a state dict of whole tensors do not fit a module, of which
+    parameters may be sharded."""
     own = module.state_dict(keep_vars=True)
     problems: list[str] = []
     if strict:
@@ -152,8 +156,16 @@ def load_weights(module: torch.nn.Module, checkpoint: Mapping[str, Any], strict:
             where="load_module_state_dict",
             fix="load the state dict of this model, or pass strict=False for what is missing or unexpected",
         )
+
+
+def load_weights(module: torch.nn.Module, checkpoint: Mapping[str, Any]) -> None:
+    """Loads a state dict of whole tensors, the same on every rank, into a module of which parameters are sharded, and
+    which it fits (``check_weights``).
+
+    Each rank copies its own pieces; nothing is sent.
+    """
     with torch.no_grad():
-        for name, tensor in own.items():
+        for name, tensor in module.state_dict(keep_vars=True).items():
             value = checkpoint.get(name)
             if not torch.is_tensor(tensor) or not torch.is_tensor(value):
                 continue

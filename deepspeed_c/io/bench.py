@@ -1,6 +1,8 @@
-"""How fast a device is with our engine, and with fio beside it: each round writes and reads the same file with every contender in turn.
+"""How fast a device is with our engine, and with fio beside it: each round writes and reads the same file with every
+contender in turn.
 
-The file exists and has been written before anything is timed, as one that state is swapped to has. Nothing is synced: a transfer has ended when the device says so.
+The file exists and has been written before anything is timed, as one that state is swapped to has. Nothing is synced: a
+transfer has ended when the device says so.
 """
 
 from __future__ import annotations
@@ -15,14 +17,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deepspeed_c.io.scratch import Scratch
+from deepspeed_c.io.scratch import ScratchFile
 from deepspeed_c.ops.aio import aio_handle
 
 __all__ = [
     "DIRECTIONS",
     "FIO_ENGINES",
     "FioError",
-    "Rates",
+    "MeasuredRates",
     "Settings",
     "compare",
     "find_fio",
@@ -57,7 +59,7 @@ class FioError(Exception):
     """fio cannot measure this; the text is its reason."""
 
 
-class Rates(NamedTuple):
+class MeasuredRates(NamedTuple):
     """Bytes a second of every contender, by direction, round by round."""
 
     rounds: dict[str, dict[str, list[float]]]
@@ -69,7 +71,7 @@ class Rates(NamedTuple):
         return [max(rates) for rates in zip(*found, strict=True)] if found else None
 
 
-def ours(file: Scratch, tensor: torch.Tensor, handle: aio_handle) -> Contender:
+def ours(file: ScratchFile, tensor: torch.Tensor, handle: aio_handle) -> Contender:
     """Moves ``tensor``, which is as long as the file, in one request."""
 
     def transfer(direction: str) -> float:
@@ -85,8 +87,11 @@ def find_fio() -> str | None:
     return shutil.which("fio")
 
 
-def fio(program: str, engine: str, file: Scratch, settings: Settings) -> Contender:
-    """Sequential O_DIRECT transfers by one job; the time is fio's own, without its start. Raises FioError when called."""
+def fio(program: str, engine: str, file: ScratchFile, settings: Settings) -> Contender:
+    """Sequential O_DIRECT transfers by one job; the time is fio's own, without its start.
+
+    Raises FioError when called.
+    """
 
     def transfer(direction: str) -> float:
         command = [program, "--name=bound", f"--filename={file.path}", f"--rw={direction}", f"--size={file.n_bytes}",
@@ -108,7 +113,7 @@ def fio(program: str, engine: str, file: Scratch, settings: Settings) -> Contend
     return transfer
 
 
-def compare(contenders: dict[str, Contender], n_bytes: int, rounds: int) -> Rates:
+def compare(contenders: dict[str, Contender], n_bytes: int, rounds: int) -> MeasuredRates:
     """Times ``rounds`` rounds after one that does not count; fio's that fail in that one are left out."""
     absent: dict[str, str] = {}
     rates: dict[str, dict[str, list[float]]] = {}
@@ -124,11 +129,13 @@ def compare(contenders: dict[str, Contender], n_bytes: int, rounds: int) -> Rate
         for direction in DIRECTIONS:
             for name, found in rates.items():
                 found[direction].append(n_bytes / contenders[name](direction))
-    return Rates(rates, absent)
+    return MeasuredRates(rates, absent)
 
 
-def summary(rates: Rates) -> list[dict[str, Any]]:
-    """A row a contender and direction: GB/s (1e9 bytes), and the ratio to the best fio of the same round; medians with their spread."""
+def summary(rates: MeasuredRates) -> list[dict[str, Any]]:
+    """A row a contender and direction: GB/s (1e9 bytes), and the ratio to the best fio of the same round; medians with
+    their spread.
+    """
     return [
         {
             "contender": name,

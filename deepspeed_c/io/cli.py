@@ -15,7 +15,7 @@ from deepspeed_c import _C
 from deepspeed_c.config.offload import Aio
 from deepspeed_c.errors import ConfigError, FeatureError
 from deepspeed_c.io.bench import FIO_ENGINES, Settings, compare, find_fio, fio, ours, summary
-from deepspeed_c.io.scratch import Scratch, scratch
+from deepspeed_c.io.scratch import ScratchFile, scratch
 from deepspeed_c.io.tune import tune
 from deepspeed_c.ops.aio import aio_handle, backends
 from deepspeed_c.quantity import as_binary, parse_bytes
@@ -32,13 +32,13 @@ The device that checkpoints and offloaded state live on. Files that are made hav
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs ``deepspeed_c io`` with the words after it; 0. Raises AioError for a folder that cannot be used, ConfigError for numbers out of range,
-    FeatureError for a backend that this kernel does not allow."""
+    """Runs ``deepspeed_c io`` with the words after it; 0.
+
+    Raises AioError for a folder that cannot be used, ConfigError for numbers out of range, FeatureError for a backend
+    that this kernel does not allow.
+    """
     options = _parser().parse_args(argv)
     return options.run(options)
-
-
-# -- bench --------------------------------------------------------------------------------------------------------------
 
 
 def _bench(options: argparse.Namespace) -> int:
@@ -83,7 +83,7 @@ def _handle(settings: Settings) -> aio_handle:
         raise ConfigError(str(error), where="deepspeed_c io bench", fix="see deepspeed_c io bench --help") from error
 
 
-def _contenders(file: Scratch, settings: Settings, handle: aio_handle, program: str | None) -> dict[str, Any]:
+def _contenders(file: ScratchFile, settings: Settings, handle: aio_handle, program: str | None) -> dict[str, Any]:
     locked = handle.new_cpu_locked_tensor(file.n_bytes, torch.empty(0, dtype=torch.uint8)).random_()
     # At an odd address, as no allocator gives one: what costs most.
     ordinary = torch.empty(file.n_bytes + 1, dtype=torch.uint8)[1:].copy_(locked)
@@ -93,7 +93,7 @@ def _contenders(file: Scratch, settings: Settings, handle: aio_handle, program: 
     return contenders
 
 
-def _notes(file: Scratch, absent: dict[str, str], program: str | None, is_unwanted: bool) -> list[str]:
+def _notes(file: ScratchFile, absent: dict[str, str], program: str | None, is_unwanted: bool) -> list[str]:
     notes = [f"not the device but the page cache was measured: {file.note}"] if file.note else []
     if program is None and not is_unwanted:
         notes.append("fio is not installed: without it there is no bound to compare with")
@@ -126,9 +126,6 @@ def _as_text(result: dict[str, Any]) -> str:
     return "\n".join([head, "", *table, *[""] * bool(notes), *notes])
 
 
-# -- tune ---------------------------------------------------------------------------------------------------------------
-
-
 def _tune(options: argparse.Namespace) -> int:
     if not 0 < options.budget < float("inf"):
         raise ConfigError(f"{options.budget} seconds", where="--budget", fix="give it a second at least")
@@ -156,9 +153,6 @@ def _tune(options: argparse.Namespace) -> int:
     )
     print(f'"aio": {json.dumps(found.as_config(), indent=2)}')
     return 0
-
-
-# -- arguments ----------------------------------------------------------------------------------------------------------
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -10,10 +10,10 @@ from typing import NamedTuple
 from deepspeed_c import _C
 from deepspeed_c.ops.aio import unnamed_file
 
-__all__ = ["Scratch", "scratch"]
+__all__ = ["ScratchFile", "scratch"]
 
 
-class Scratch(NamedTuple):
+class ScratchFile(NamedTuple):
     """An open file of a reserved size."""
 
     path: str  # opens it, in this process and its children
@@ -22,7 +22,7 @@ class Scratch(NamedTuple):
 
 
 @contextlib.contextmanager
-def scratch(folder: str, n_bytes: int) -> Iterator[Scratch]:
+def scratch(folder: str, n_bytes: int) -> Iterator[ScratchFile]:
     """A file of ``n_bytes``, reserved and not written, in ``folder`` for the length of the block.
 
     Raises AioError, which has the errno, when ``folder`` cannot be written to or has too little free space.
@@ -30,6 +30,6 @@ def scratch(folder: str, n_bytes: int) -> Iterator[Scratch]:
     descriptor = unnamed_file(folder, n_bytes)
     try:
         path = f"/proc/{os.getpid()}/fd/{descriptor}"
-        yield Scratch(path, n_bytes, _C.AioFile(path, _C.AIO_READ | _C.AIO_WRITE).note)
+        yield ScratchFile(path, n_bytes, _C.AioFile(path, _C.AIO_READ | _C.AIO_WRITE).note)
     finally:
         os.close(descriptor)

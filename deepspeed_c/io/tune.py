@@ -1,4 +1,6 @@
-"""Finds the settings with which a device writes and reads fastest: all candidates are timed, then the better half of them again, and so on while time is left."""
+"""Finds the settings with which a device writes and reads fastest: all candidates are timed, then the better half of
+them again, and so on while time is left.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from deepspeed_c import _C
 from deepspeed_c.io.bench import DIRECTIONS, Settings, ours
-from deepspeed_c.io.scratch import Scratch, scratch
+from deepspeed_c.io.scratch import ScratchFile, scratch
 from deepspeed_c.ops.aio import PinnedPool, backends
 
 __all__ = ["Tuned", "candidates", "choose", "search", "tune"]
 
-PAGE_BYTES = 4096
 PILOT_BYTES = 16 << 20
 MIN_BYTES, MAX_BYTES = 4 << 20, 256 << 20
 # Of the budget, for the round in which all candidates are timed.
@@ -36,7 +38,7 @@ class Tuned(NamedTuple):
     n_bytes: int  # of one transfer
     n_measured: int
     n_candidates: int
-    note: str  # as Scratch.note
+    note: str  # as ScratchFile.note
 
     def as_config(self) -> dict[str, Any]:
         """The section "aio" of a configuration."""
@@ -56,14 +58,23 @@ class Tuned(NamedTuple):
 def candidates(names: Sequence[str]) -> list[Settings]:
     """What is tried with the backends ``names``, the likelier first."""
     blocks = (1 << 20, 1 << 18, 1 << 22)
-    kernel = [Settings(name, block, depth) for depth in (32, 8, 128) for block in blocks for name in names if name in ("uring", "libaio")]  # fmt: skip
+    kernel = [
+        Settings(name, block, depth)
+        for depth in (32, 8, 128)
+        for block in blocks
+        for name in names
+        if name in ("uring", "libaio")
+    ]
     threads = [Settings("threads", block, 32, n) for n in (1, 2, 4) for block in blocks if "threads" in names]
     rest = [Settings("sync", block, 1) for block in blocks if "sync" in names]
     return kernel + threads + rest
 
 
 def tune(folder: str, budget_s: float) -> Tuned:
-    """Times writes and reads of locked memory in ``folder`` for about ``budget_s`` seconds. Raises AioError as `scratch` does."""
+    """Times writes and reads of locked memory in ``folder`` for about ``budget_s`` seconds.
+
+    Raises AioError as `scratch` does.
+    """
     deadline = time.monotonic() + budget_s
     all_of_them = candidates([backend.name for backend in backends() if backend.is_usable])
     with scratch(folder, PILOT_BYTES) as file:
@@ -85,8 +96,10 @@ def tune(folder: str, budget_s: float) -> Tuned:
 
 
 def search(all_of_them: Sequence[Settings], sample: Callable[[Settings], float], is_over: Callable[[], bool]) -> Times:
-    """Seconds of each candidate by ``sample``, more of them the better it is. Goes on until ``is_over`` (asked before each sample but the first), or until it has
-    enough of the best."""
+    """Seconds of each candidate by ``sample``, more of them the better it is.
+
+    Goes on until ``is_over`` (asked before each sample but the first), or until it has enough of the best.
+    """
     times: Times = {}
     left = list(all_of_them)
     while True:
@@ -101,7 +114,10 @@ def search(all_of_them: Sequence[Settings], sample: Callable[[Settings], float],
 
 
 def choose(times: Times) -> Settings:
-    """What holds the least memory of all that are as fast as the fastest. Disturbances only ever add time, so a candidate's shortest counts."""
+    """What holds the least memory of all that are as fast as the fastest.
+
+    Disturbances only ever add time, so a candidate's shortest counts.
+    """
     fastest = min(min(found) for found in times.values())
     near = [settings for settings, found in times.items() if min(found) <= fastest * (1 + TOLERANCE)]
     return min(near, key=lambda settings: (settings.intra_op_parallelism, settings.block_size * settings.queue_depth))
@@ -110,9 +126,9 @@ def choose(times: Times) -> Settings:
 class _Sampler:
     """Times one write and one read of a file with any settings."""
 
-    def __init__(self, file: Scratch) -> None:
+    def __init__(self, file: ScratchFile) -> None:
         self._file = file
-        pool = PinnedPool(file.n_bytes + PAGE_BYTES)
+        pool = PinnedPool(file.n_bytes + _C.aio_alignment())
         self._tensor = pool.new_tensor(file.n_bytes, torch.uint8).random_()
         self(Settings())  # writes the file for the first time
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from deepspeed_c.errors import LaunchError
+from deepspeed_c.threads import fair_part, quota
 
 __all__ = ["allowed_cpus", "as_ranges", "parse_core_list", "split_cores", "threads_per_rank", "topology_order"]
 
 CPU_TREE = Path("/sys/devices/system/cpu")
-CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def allowed_cpus() -> list[int]:
@@ -23,16 +22,14 @@ def allowed_cpus() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
-def threads_per_rank(n_ranks: int, quota_file: Path = CPU_QUOTA) -> int:
-    """Threads that each of ``n_ranks`` processes can keep busy: the allowed CPUs, or the container's quota if less."""
+def threads_per_rank(n_ranks: int, root: str = "/") -> int:
+    """Threads that each of ``n_ranks`` processes can keep busy: its part of the allowed CPUs, or of the control groups'
+    quota if that is less.
+
+    ``root`` is another folder in tests.
+    """
     n_cpus = len(allowed_cpus())
-    try:
-        quota, period = quota_file.read_text().split()
-        if quota != "max":
-            n_cpus = min(n_cpus, math.ceil(int(quota) / int(period)))
-    except (OSError, ValueError):
-        pass  # no cgroup v2, hence no quota that could be read
-    return max(n_cpus // n_ranks, 1)
+    return fair_part(n_cpus, n_cpus, quota(root), n_ranks)
 
 
 def topology_order(cpus: Iterable[int], tree: Path = CPU_TREE) -> list[int]:

@@ -21,9 +21,9 @@ SEVERAL_HOSTS_FIX = (
 def select_slots(options: Options, devices: Sequence[int] | None) -> list[int]:
     """The slots to start one process each on, in order.
 
-    ``devices`` are the slots that this host has, by number; None means a host without accelerators, where a slot is
-    just a process and any number of them may be asked for. Raises ``LaunchError`` if the request does not come down to
-    slots of this one host.
+    ``devices`` are the slots that this host has, by number. None means a host without accelerators: a slot is just a
+    process there, and the user may ask for any number of them. Raises ``LaunchError`` if the request does not come down
+    to slots of this one host.
     """
     pool = _pool(options, devices)
     wanted = parse_filter(options.include or options.exclude, "--include" if options.include else "--exclude")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from deepspeed_c.errors import DeepSpeedCError
 
-__all__ = ["main"]
+__all__ = ["main", "report_errors"]
 
 EXIT_USAGE = 2  # nothing was started; as argparse
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell says it
@@ -20,13 +20,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``deepspeed_c`` with ``argv`` (without the program's name; default: ``sys.argv[1:]``) and returns its exit
     code.
 
-    A launch returns 0 when every rank did, otherwise the exit code of the rank that failed first (128 + n for a rank
-    that signal n ended), or 128 + n when signal n stopped the launcher and the ranks did not all end with 0 by themselves. What cannot be started returns 2, with the
-    reason on stderr. When whoever read the output has stopped to (``deepspeed_c config show FILE | head -1``), the command ends without a
-    word and returns 141, as a shell says of programs that SIGPIPE ends; Python ignores that signal and raises instead.
+    A launch returns 0 when every rank did. Otherwise it returns the exit code of the rank that failed first (128 + n
+    for a rank that signal n ended). It returns 128 + n when signal n stopped the launcher and the ranks did not all end
+    with 0 by themselves. What cannot be started returns 2, with the reason on stderr.
+
+    When the reader of the output has gone (``deepspeed_c config show FILE | head -1``), the command ends without a
+    word. It returns 141, as a shell says of programs that SIGPIPE ends: Python ignores that signal and raises instead.
+    """
+    return report_errors(lambda: _main(list(sys.argv[1:] if argv is None else argv)))
+
+
+def report_errors(command: Callable[[], int]) -> int:
+    """Runs a command of ours, and makes an exit code of whatever ends it; a typed error becomes its message on stderr.
     """
     try:
-        code = _main(list(sys.argv[1:] if argv is None else argv))
+        code = _run_command(command)
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()  # here rather than when the interpreter ends, which would complain
@@ -55,8 +63,12 @@ def _lost_reader() -> bool:
 
 def _main(arguments: list[str]) -> int:
     command = _COMMANDS.get(arguments[0]) if arguments else None
+    return command(arguments[1:]) if command else _launch(arguments)
+
+
+def _run_command(command: Callable[[], int]) -> int:
     try:
-        return command(arguments[1:]) if command else _launch(arguments)
+        return command()
     except DeepSpeedCError as error:
         print(f"deepspeed_c: {error}", file=sys.stderr)
         return EXIT_USAGE
@@ -113,7 +125,7 @@ def _plan(arguments: list[str]) -> int:
 
 
 def _checkpoint(arguments: list[str]) -> int:
-    from deepspeed_c.checkpoint.cli import main as checkpoint
+    from deepspeed_c.checkpoint.tools.cli import main as checkpoint
 
     return checkpoint(arguments)
 

@@ -47,8 +47,8 @@ class Options:
 def parse_options(argv: Sequence[str]) -> Options:
     """The options of a launch from the command line.
 
-    Raises ``LaunchError`` for what this version cannot do and for options that exclude each other; as any argparse
-    program it exits with code 2 (0 for help) on what it does not understand.
+    Raises ``LaunchError`` for what this version cannot do and for options that exclude each other. It exits with code 2
+    (0 for help) on what it does not understand, as any argparse program does.
     """
     parser = _parser()
     end = _script_index(argv)
@@ -153,7 +153,10 @@ _OPTIONS = (
     (
         "How they find each other",
         (
-            (("--master_addr",), {"metavar": "ADDR", "help": "an address of this host (default: 127.0.0.1)"}),
+            (
+                ("--master_addr",),
+                {"metavar": "ADDR", "help": "the one address of this host to listen at (default: 127.0.0.1)"},
+            ),
             (("--master_port",), {"type": int, "metavar": "PORT", "help": "default: a port that is free"}),
         ),
     ),

@@ -65,8 +65,8 @@ class Plan:
 def make_plan(options: Options, devices: Devices | str | None = "find") -> Plan:
     """Decides what to start. ``devices`` is for tests: None stands for a host without accelerators.
 
-    Raises ``LaunchError`` for all that can be known to be wrong: a script that is not there, a host or slot that is not
-    there, too few cores, an address that is not this host's, a log folder that cannot be made.
+    Raises ``LaunchError`` for all that the launcher can know to be wrong: a script that is not there, a host or slot
+    that is not there, too few cores, an address that is not this host's, a log folder that cannot be made.
     """
     command = _command(options)
     if options.master_addr is not None and not is_this_host(options.master_addr):

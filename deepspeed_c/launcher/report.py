@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import ctypes
 import importlib
+import importlib.util
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -21,34 +23,41 @@ from deepspeed_c.launcher.cores import allowed_cpus, as_ranges, threads_per_rank
 
 __all__ = ["gather", "main"]
 
-EXIT_NOT_BUILT = 1
+EXIT_NOT_WHOLE = 1
 PROBE_SECONDS = 10
+ROOT = Path(__file__).resolve().parent.parent
+# (dots, module) of an import: of one line, as all of ours are; parsing each file would take seconds.
+IMPORT = re.compile(r"^\s*(?:from|import)\s+(\.*)((?:[A-Za-z_][\w.]*)?)(?=\s|$)", re.MULTILINE)
 CUDA_LIBRARY = "libdsc_cuda.so"
 # What a build on a machine with all headers has, so that what this one lacks is said.
 IO_BACKENDS = ("uring", "libaio", "threads", "sync")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the report; 0, or 1 if the compiled part of the package is missing or does not load."""
+    """Prints the report; 0, or 1 if a part of the package is missing or the compiled one does not load."""
     parser = argparse.ArgumentParser(
         prog="deepspeed_c report", description="Says what was built, what was found on this machine, and versions."
     )
     parser.add_argument("--json", action="store_true", help="as one JSON object")
     options = parser.parse_args(argv)
-    report, is_built = gather()
+    report, is_whole = gather()
     print(json.dumps(report, indent=2) if options.json else _as_text(report))
-    return 0 if is_built else EXIT_NOT_BUILT
+    return 0 if is_whole else EXIT_NOT_WHOLE
 
 
 def gather() -> tuple[dict[str, dict[str, Any]], bool]:
-    """The report as sections of plain values, and whether the compiled part of the package is there and loads."""
+    """The report as sections of plain values, and whether the package is whole: all modules are there, and the compiled
+    one loads.
+    """
     import torch
 
     extension, problem = _extension()
+    missing = _missing_modules({"deepspeed_c": ROOT, "deepspeed_c.ops": _folder_of_ops()})
     sections = {
         "package": {
             "deepspeed_c": __version__,
-            "folder": str(Path(__file__).resolve().parent.parent),
+            "folder": str(ROOT),
+            "modules": f"missing: {', '.join(missing)}. Fix: install the package again" if missing else "all there",
             "extension": problem or extension.__file__,
             "python": f"{platform.python_version()} ({sys.executable})",
             "torch": torch.__version__,
@@ -62,7 +71,41 @@ def gather() -> tuple[dict[str, dict[str, Any]], bool]:
         "i/o backends": _io_backends(extension),
         "communication": _communication(torch),
     }
-    return {title: values for title, values in sections.items() if values}, extension is not None
+    return {title: values for title, values in sections.items() if values}, extension is not None and not missing
+
+
+def _folder_of_ops() -> Path | None:
+    """Beside the package where it is installed as a link, in it otherwise."""
+    spec = importlib.util.find_spec("deepspeed_c.ops")
+    return Path(spec.origin).parent if spec is not None and spec.origin else None
+
+
+def _missing_modules(folders: Mapping[str, Path | None]) -> list[str]:
+    """Modules of ours that a file imports, at any place in it, and that are not there.
+
+    Imports nothing: what is missing may be what is imported first.
+
+    ``folders`` are the packages by name; those within them are found by their path.
+    """
+    wanted: set[str] = set(folders)
+    for package, folder in folders.items():
+        for path in sorted(folder.rglob("*.py")) if folder is not None else ():
+            inside = [package, *path.relative_to(folder).parts[:-1]]
+            for dots, name in IMPORT.findall(path.read_text(encoding="utf-8")):
+                base = inside[: len(inside) - len(dots) + 1] if dots else []
+                wanted.add(".".join([*base, *([name] if name else [])]))
+    # The compiled module has a line of its own.
+    ours = {name for name in wanted if name.split(".")[0] == "deepspeed_c"} - {"deepspeed_c._C"}
+    return sorted(name for name in ours if not _is_there(name, folders))
+
+
+def _is_there(name: str, folders: Mapping[str, Path | None]) -> bool:
+    package = max((p for p in folders if name == p or name.startswith(f"{p}.")), key=len)
+    folder = folders[package]
+    if folder is None:
+        return False
+    path = folder.joinpath(*name.removeprefix(package).split(".")[1:])
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
 
 
 def _extension() -> tuple[ModuleType | None, str]:
@@ -92,10 +135,10 @@ def _cpu(extension: ModuleType | None) -> dict[str, Any]:
         isas = extension.cpu_isas()
         values["instruction sets built"] = ", ".join(name for name, _ in isas)
         values["... that run here"] = ", ".join(name for name, is_runnable in isas if is_runnable)
-        values["... in use"] = extension.cpu_isa()
         try:
             values["threads of an optimizer step"] = extension.pool_n_threads()
-        except ValueError as error:  # a variable that asks for no number of threads: every operator says so, too
+            values["... in use"] = extension.cpu_isa()
+        except ValueError as error:  # a variable that asks for what cannot be: every operator says so, too
             values["threads of an optimizer step"] = str(error)
     return values
 
@@ -170,7 +213,9 @@ def _cuda_library(extension: ModuleType | None) -> dict[str, Any]:
 
 
 def _io_backends(extension: ModuleType | None) -> dict[str, Any]:
-    """What reads and writes checkpoints and what is offloaded to NVMe: built, usable on this kernel now, and if not, why."""
+    """What reads and writes checkpoints and what is offloaded to NVMe: built, usable on this kernel now, and if not,
+    why.
+    """
     if extension is None:
         return {}
     built = extension.aio_backends()

@@ -1,36 +1,44 @@
 """Starts the ranks of a plan, stands by until they end, and says which one failed and why.
 
-Processes, their groups, and their end after a failure or a signal are torchelastic's (``torch.distributed.elastic``),
-as with ``torch.distributed.run``, and so is the store at MASTER_PORT that the ranks meet at: the launcher holds it, so
-its port cannot be lost to somebody else between choosing it and using it. There is one host and no restart, so there is
-no rendezvous of agents.
+torchelastic (``torch.distributed.elastic``) starts the processes and their groups, and ends them after a failure or a
+signal, as ``torch.distributed.run`` does. The ranks meet at its store at MASTER_PORT. The launcher holds that store, so
+nobody else takes the port between choosing it and using it. There is one host and no restart, so agents need no
+rendezvous.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
+import secrets
 import shlex
 import shutil
 import signal
+import socket
+import stat
 import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
+from typing import TextIO
 
 from torch.distributed import DistNetworkError, TCPStore
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, SubprocessContext
 from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
 
+from deepspeed_c.env import RUN_TOKEN
 from deepspeed_c.errors import LaunchError
 from deepspeed_c.launcher.output import Output
 from deepspeed_c.launcher.plan import Plan
+from deepspeed_c.listening import is_loopback, listening_socket
 
 __all__ = ["launch"]
 
 POLL_SECONDS = 0.02
 FAILURE_GRACE_SECONDS = 5  # what the other ranks get after SIGTERM when one has failed: they most likely wait for it
+TOKEN_BYTES = 32
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # torchelastic's default
 
 logger = logging.getLogger("deepspeed_c.launcher")
@@ -50,7 +58,7 @@ def launch(plan: Plan) -> int:
         tempfile.TemporaryDirectory(prefix="deepspeed_c_") as folder,
     ):
         handlers = {number: signal.getsignal(number) for number in SIGNALS}
-        ranks = _Ranks(plan, store.port, output, folder)
+        ranks = _RankProcesses(plan, store.port, output, folder)
         try:
             code = _supervise(ranks, plan, output)
         finally:
@@ -62,7 +70,7 @@ def launch(plan: Plan) -> int:
         return code
 
 
-def _supervise(ranks: _Ranks, plan: Plan, output: Output) -> int:
+def _supervise(ranks: _RankProcesses, plan: Plan, output: Output) -> int:
     try:
         ranks.start()
         for rank, pid in ranks.pids().items():
@@ -109,7 +117,7 @@ def _explain(rank: int, pid: int, exitcode: int, n_ranks: int, output: Output) -
     print("\n".join(lines), file=sys.stderr, flush=True)
 
 
-class _Ranks(SubprocessContext):
+class _RankProcesses(SubprocessContext):
     """torchelastic's group of processes, started and ended without gaps."""
 
     def __init__(self, plan: Plan, port: int, output: Output, folder: str) -> None:
@@ -123,6 +131,9 @@ class _Ranks(SubprocessContext):
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_MAX_RESTARTS": "0",
             "TORCHELASTIC_RUN_ID": str(uuid.uuid4()),
+            # Through the environment, which only this user can read: a command line is everybody's.
+            RUN_TOKEN: secrets.token_hex(TOKEN_BYTES),
+            **_network_environment(plan.master_addr),
             **_terminal_size(),
         }
         super().__init__(
@@ -138,9 +149,9 @@ class _Ranks(SubprocessContext):
             signal.signal(number, signal.SIG_IGN)
         try:
             with _deferred_signals():
-                # One by one into the list, as torchelastic's own _start does not: where one cannot be started, those
-                # before it must be known. (Looking for them in /proc is no way: a process that has just begun to run
-                # its program has an empty environment there for a moment.)
+                # Each handler goes into the list at once, which torchelastic's own _start does not do: where one
+                # process cannot be started, we must know those before it. (/proc does not tell: a process that has just
+                # begun to run its program has an empty environment there for a moment.)
                 for rank in range(self.nprocs):
                     self.subprocess_handlers[rank] = get_subprocess_handler(
                         entrypoint=self.entrypoint,
@@ -227,15 +238,38 @@ def _kill_group(pid: int) -> None:
 
 
 def _open_store(plan: Plan) -> TCPStore:
+    """Listens at the master address alone.
+
+    Torch by itself listens at every address of the host, and asks nobody who connects who they are.
+    """
     try:
-        return TCPStore(plan.master_addr, plan.master_port or 0, is_master=True, wait_for_workers=False)
+        listening = listening_socket(plan.master_addr, plan.master_port or 0)
+        port = listening.getsockname()[1]
+        return TCPStore(
+            plan.master_addr, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+        )
     except (DistNetworkError, OSError) as error:
+        if isinstance(error, socket.gaierror) or getattr(error, "errno", None) == errno.EADDRNOTAVAIL:
+            raise LaunchError(
+                f"is not an address of this host: {error}",
+                where=f"--master_addr {plan.master_addr}",
+                fix="leave it out",
+            ) from error
         reason = str(error).splitlines()[0]
         raise LaunchError(
             f"cannot be used: {reason}",
             where=f"port {plan.master_port or ''} of {plan.master_addr}",
             fix="leave out --master_port, and a free one is chosen",
         ) from error
+
+
+def _network_environment(master_addr: str) -> dict[str, str]:
+    """Ranks that meet at the loopback have nobody on other hosts to talk to: gloo then listens there, too, and not
+    where the host's name leads.
+    """
+    if is_loopback(master_addr) and not os.environ.get("GLOO_SOCKET_IFNAME"):
+        return {"GLOO_SOCKET_IFNAME": "lo"}
+    return {}
 
 
 def _terminal_size() -> dict[str, str]:
@@ -252,13 +286,38 @@ def _pid_file(is_wanted: bool) -> Iterator[None]:
         yield
         return
     path = os.path.join(tempfile.gettempdir(), f"{os.getpid()}.deepspeed")
-    with open(path, "w", encoding="ascii") as file:
+    with _new_pid_file(path) as file:
         file.write(str(os.getpid()))
+        made = os.fstat(file.fileno())
     try:
         yield
     finally:
         with contextlib.suppress(FileNotFoundError):
-            os.remove(path)
+            if os.path.samestat(os.lstat(path), made):
+                os.remove(path)
+
+
+def _new_pid_file(path: str) -> TextIO:
+    """Creates the file, for this user alone: the folder is one that everybody may write to, and may have a link or a
+    file of somebody else there.
+
+    A plain file of this user is left over from a process that had this number before, and ended without removing it: it
+    is replaced.
+    """
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            found = os.lstat(path)
+            if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
+                os.remove(path)
+        return os.fdopen(
+            os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w", encoding="ascii"
+        )
+    except OSError as error:
+        raise LaunchError(
+            f"cannot be made: {error.strerror}",
+            where=f"--save_pid {path}",
+            fix="remove what is there (a link or a file that is not yours is not written to), or name another folder in TMPDIR",
+        ) from error
 
 
 def _set_up_logging(level: str) -> None:

@@ -1,4 +1,4 @@
-"""Decides from the configuration which states and weights lie in host memory or in a file, and makes the files."""
+"""Decides from the configuration which home states and weights get, and makes the files of those that live in one."""
 
 from __future__ import annotations
 
@@ -13,13 +13,24 @@ from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.config import Config
 from deepspeed_c.errors import AioError, ConfigError, DeepSpeedCError, FeatureError
 from deepspeed_c.logging import log_dist
+from deepspeed_c.offload.file import SWAP_ELEMS, FileHome
 from deepspeed_c.offload.swap import Swapper, SwapSettings, reserve, whole_pages
-from deepspeed_c.ops.muon import Muon
 from deepspeed_c.ops.optim import FusedOptimizer
-from deepspeed_c.zero.fetch import Fetcher
-from deepspeed_c.zero.unit import Placement, Unit
+from deepspeed_c.ops.scope import declaration
+from deepspeed_c.zero.layout.unit import Unit
+from deepspeed_c.zero.states.home import Home, Place, Placement
+from deepspeed_c.zero.weights.fetch import Fetcher
 
-__all__ = ["is_apart", "make_store", "make_swapper", "place", "raise_together", "store_weights", "swapped_bytes"]
+__all__ = [
+    "is_apart",
+    "make_swapper",
+    "place",
+    "placement_of",
+    "raise_together",
+    "store_states",
+    "store_weights",
+    "swapped_bytes",
+]
 
 STATES, PARAMS = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
 MAX_QUEUE_DEPTH = 1024
@@ -31,7 +42,8 @@ def is_apart(device: torch.device) -> bool:
 
 
 def place(config: Config, base: torch.optim.Optimizer | None, device: torch.device) -> Placement:
-    """Where the units of a model that is trained by ``base`` (None: not trained) on ``device`` have their states and weights.
+    """Where the units of a model that is trained by ``base`` (None: not trained) on ``device`` have their states and
+    weights.
 
     Raises FeatureError for what cannot be offloaded.
     """
@@ -40,39 +52,51 @@ def place(config: Config, base: torch.optim.Optimizer | None, device: torch.devi
     if base is not None:
         _check_states(config, base, apart)
     has_states = base is not None and states.device != "none"
-    return Placement(
-        states=apart and has_states,
-        params=apart and params.device != "none",
-        is_pinned=apart and (states.pin_memory if has_states else params.pin_memory),
-        swaps_states=has_states and states.device == "nvme",
-        swaps_params=params.device == "nvme",
+    return placement_of(
+        states.device if has_states else "none",
+        params.device,
+        is_apart=apart,
+        is_pinned=states.pin_memory if has_states else params.pin_memory,
+        buffer_elems=params.buffer_size,
     )
 
 
+def placement_of(states: str, weights: str, *, is_apart: bool, is_pinned: bool, buffer_elems: int) -> Placement:
+    """``states`` and ``weights`` are devices of the configuration; ``is_apart``: see the function. At most
+    ``buffer_elems`` of a unit's weights are read at once."""
+
+    def place_on(device: str, most_elems: int) -> Place:
+        if device == "nvme":
+            return Place(FileHome, is_apart, is_apart and is_pinned, most_elems)
+        return Place(Home, is_apart, is_pinned) if device == "cpu" and is_apart else Place()
+
+    return Placement(place_on(states, SWAP_ELEMS), place_on(weights, max(buffer_elems, 1)))
+
+
 def _check_states(config: Config, base: torch.optim.Optimizer, apart: bool) -> None:
-    states = config.zero.offload_optimizer
-    if states.device == "nvme" and not isinstance(base, FusedOptimizer):
+    states, declared = config.zero.offload_optimizer, declaration(base)
+    if states.device == "nvme" and not declared.updates_buckets:
         raise FeatureError(
             f"{type(base).__name__} updates all parameters at once, so that its states cannot lie on NVMe",
             where=f"{STATES}.device",
             fix='use an optimizer of this package (such as "AdamW" in the optimizer section), or "device": "cpu"',
         )
-    if states.super_offload and not (isinstance(base, FusedOptimizer) and base.is_elementwise):
+    if states.super_offload and not (declared.updates_buckets and declared.scope == "element"):
         raise FeatureError(
             f"{type(base).__name__} cannot update a bucket before it knows of the others, and so not ahead of the step",
             where=f"{STATES}.super_offload",
             fix="use Adam, AdamW, Lion, Adagrad or SGD of the optimizer section, or set it to false",
         )
     forced = config.zero_force_ds_cpu_optimizer and config.source_of("zero_force_ds_cpu_optimizer") != "default"
-    if forced and states.device != "none" and not isinstance(base, FusedOptimizer):
+    if forced and states.device != "none" and not declared.updates_buckets:
         raise FeatureError(
             f"the optimizer is a {type(base).__name__}, and the configuration demands one of this package with offload",
             where="zero_force_ds_cpu_optimizer",
             fix="set it to false, or name the optimizer in the optimizer section",
         )
-    if apart and states.device != "none" and isinstance(base, Muon):
+    if apart and states.device != "none" and declared.scope == "matrix":
         raise FeatureError(
-            "Muon orthogonalises matrices on the device",
+            f"{type(base).__name__} works on whole matrices, which are put together on the device",
             where=f"{STATES}.device",
             fix='set "device": "none", or use AdamW',
         )
@@ -80,15 +104,14 @@ def _check_states(config: Config, base: torch.optim.Optimizer, apart: bool) -> N
 
 def _group_bytes(unit: Unit, bucket: int, base: FusedOptimizer) -> list[int]:
     """Of the tensors of one bucket that are brought and sent together."""
-    n_elems = unit.slice_elems[bucket]
-    masters = [] if unit.master_is_param else [n_elems * unit.master_dtype.itemsize]
+    masters = [tagged.tensor.nbytes for tagged in unit.masters(bucket)]
     layout = base.layout_of_state(unit.group, unit.master[bucket])
     return masters + [numel * dtype.itemsize for dtype, numel in layout.values()]
 
 
 def _groups(units: Sequence[Unit], base: FusedOptimizer) -> Iterator[list[int]]:
     for unit in units:
-        if unit.placement.swaps_states:
+        if unit.states.has_slices:
             yield from (_group_bytes(unit, bucket, base) for bucket in range(unit.n_buckets))
 
 
@@ -101,14 +124,15 @@ def swapped_bytes(units: Sequence[Unit], base: FusedOptimizer) -> int:
     return sum(whole_pages(n) for group in _groups(units, base) for n in group)
 
 
-def make_store(config: Config, units: Sequence[Unit], base: torch.optim.Optimizer, comm: Collectives) -> Swapper | None:
-    """The file that this rank's masters and states live in; None where they live in memory. Collective.
+def store_states(config: Config, units: Sequence[Unit], base: torch.optim.Optimizer, comm: Collectives) -> bool:
+    """Moves the masters of new units to the file that they live in, and says whether the configuration wants that; no
+    optimizer has looked at them yet. Collective.
 
     Raises ConfigError on all ranks where one cannot make its file: no folder, no room.
     """
     offload = config.zero.offload_optimizer
     if offload.device != "nvme":
-        return None
+        return False
     # While a bucket is updated, the next one's and the last one's must all be on their way.
     settings = _settings(config, 2 * _largest_group(units, base))._replace(
         pipeline_read=offload.pipeline_read, pipeline_write=offload.pipeline_write
@@ -116,11 +140,17 @@ def make_store(config: Config, units: Sequence[Unit], base: torch.optim.Optimize
     n_bytes, folder = swapped_bytes(units, base), offload.nvme_path or ""
     store = make_swapper(folder, n_bytes, settings, f"{STATES}.nvme_path", comm, n_buffers=offload.buffer_count)
     log_dist(f"masters and optimizer states live in {folder}: {n_bytes / 2**30:.2f} GiB a rank", ranks=[0])
-    return store
+    for unit in (unit for unit in units if unit.states.has_slices):
+        unit.states.attach(store)
+        for bucket in range(unit.n_buckets):
+            unit.states.move_in(bucket)
+    store.wait()
+    return True
 
 
 def store_weights(config: Config, fetcher: Fetcher, comm: Collectives) -> None:
-    """Moves the weights' shards to a file where the configuration says so: all but the first ``max_in_cpu`` elements in the order of the model. Collective.
+    """Moves the weights' shards to a file where the configuration says so: all but the first ``max_in_cpu`` elements
+    in the order of the model. Collective.
 
     Raises ConfigError on all ranks where one cannot make its file.
     """
@@ -138,12 +168,15 @@ def store_weights(config: Config, fetcher: Fetcher, comm: Collectives) -> None:
     n_bytes, folder = sum(map(whole_pages, sizes)), offload.nvme_path or ""
     settings = _settings(config, (1 + n_ahead) * max(sizes))
     store = make_swapper(folder, n_bytes, settings, f"{PARAMS}.nvme_path", comm, n_buffers=offload.buffer_count)
-    fetcher.store_weights(store, groups, n_ahead)
+    for group in groups:
+        group.unit.weights.attach(store)
+    fetcher.store_weights(groups, n_ahead)
     log_dist(f"weights live in {folder}: {n_bytes / 2**30:.2f} GiB a rank", ranks=[0])
 
 
 def _settings(config: Config, n_bytes: int) -> SwapSettings:
-    """``n_bytes`` are on their way at a time: the I/O engine starts transfers only when it is called, so its queue must hold all of them."""
+    """``n_bytes`` are on their way at a time: the I/O engine starts transfers only when it is called, so its queue
+    must hold all of them."""
     aio = config.aio
     depth = min(max(aio.queue_depth, n_bytes // aio.block_size + 2), MAX_QUEUE_DEPTH)
     return SwapSettings.of(aio)._replace(queue_depth=depth)
@@ -152,7 +185,8 @@ def _settings(config: Config, n_bytes: int) -> SwapSettings:
 def make_swapper(
     folder: str, n_bytes: int, settings: SwapSettings, where: str, comm: Collectives, *, n_buffers: int = 4
 ) -> Swapper:
-    """A file without a name in ``folder`` that has room for ``n_bytes``, one on each rank. Collective; raises on all ranks where one cannot make its file."""
+    """A file without a name in ``folder`` that has room for ``n_bytes``, one on each rank. Collective; raises on all
+    ranks where one cannot make its file."""
     with ExitStack() as undo:
         problem = None
         try:
@@ -166,7 +200,8 @@ def make_swapper(
 
 
 def raise_together(problem: DeepSpeedCError | None, kind: type[DeepSpeedCError], where: str, comm: Collectives) -> None:
-    """Raises on all ranks where one has a ``problem``: its own, or an error of ``kind`` that quotes the first. Collective."""
+    """Raises on all ranks where one has a ``problem``: its own, or an error of ``kind`` that quotes the first.
+    Collective."""
     problems = comm.gather_objects(problem and (socket.gethostname(), problem.what), label=where)
     for rank, found in enumerate(problems):
         if found is not None:

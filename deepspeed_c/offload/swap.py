@@ -1,7 +1,9 @@
-"""Tensors that live in a file between their uses: read ahead, attached, written back behind the computation (ZeRO-Infinity, arXiv 2104.07857, section 5.2).
+"""Tensors that live in a file between their uses: read ahead, attached, written back behind the computation
+(ZeRO-Infinity, arXiv 2104.07857, section 5.2).
 
-A tensor that is *away* stays the same object with the same shape and dtype, and every element of it reads NaN: a use that was not announced shows.
-It is *brought* into a buffer before its use and *sent* away after it. Buffers are used again and again, so that no page of memory is made twice.
+A tensor that is *away* stays the same object with the same shape and dtype, and every element of it reads NaN: a use
+that was not announced shows. It is *brought* into a buffer before its use and *sent* away after it. Buffers are used
+again and again, so that no page of memory is made twice.
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ from deepspeed_c.errors import AioError, ConfigError, OffloadError
 from deepspeed_c.logging import logger
 from deepspeed_c.ops import flat
 from deepspeed_c.ops.aio import PinnedPool, as_aio_error, unnamed_file
-from deepspeed_c.zero.store import Tagged
+from deepspeed_c.zero.states.home import Tagged
 
 __all__ = ["PAGE_BYTES", "SwapSettings", "Swapper", "reserve", "whole_pages"]
 
-PAGE_BYTES = 4096
+PAGE_BYTES = _C.aio_alignment()
 
 
 def whole_pages(n_bytes: int) -> int:
@@ -72,6 +74,12 @@ class _Extent:
     def n_pieces(self) -> int:
         return -(-self.n_bytes // self.piece_bytes)
 
+    def in_file(self, at: int, n_bytes: int) -> int:
+        """What is transferred for bytes from ``at`` on: with the last ones the rest of their page, which is theirs, as
+        a direct transfer makes less apart."""
+        is_last = at % PAGE_BYTES == 0 and at + n_bytes == self.n_bytes
+        return whole_pages(n_bytes) if is_last else n_bytes
+
     def pieces(self, begin: int = 0, n_bytes: int | None = None) -> Iterator[tuple[int, int]]:
         """(first byte, bytes) of each that begins in the given range."""
         end = self.n_bytes if n_bytes is None else begin + n_bytes
@@ -82,14 +90,15 @@ class _Write(NamedTuple):
     request: int
     extent: _Extent
     tensor: weakref.ref[torch.Tensor] | None  # None: a piece of it
-    data: torch.Tensor  # kept until it is written
-    buffer: torch.Tensor | None  # of the pool
+    data: torch.Tensor  # what the tensor was pointed at
+    buffer: torch.Tensor  # of the pool, with the data at its beginning
     group: int  # number of the ``send`` that it belongs to
 
 
 @dataclass
 class _Read:
-    """Bytes of an extent on their way in; ``request`` is None when they have been waited for, and ``buffer`` when that failed."""
+    """Bytes of an extent on their way in; ``request`` is None when they have been waited for, and ``buffer`` when that
+    failed."""
 
     extent: _Extent
     at: int  # first byte within the extent
@@ -99,7 +108,8 @@ class _Read:
 
 
 def reserve(folder: str, n_bytes: int, where: str) -> int:
-    """A descriptor of a new file of ``n_bytes`` in ``folder`` without a name: however this process ends, the space is free again.
+    """A descriptor of a new file of ``n_bytes`` in ``folder`` without a name: however this process ends, the space is
+    free again.
 
     Raises ConfigError where the folder cannot be written to or has not that much room.
     """
@@ -125,11 +135,13 @@ class Swapper:
     """Moves tensors between one file and host memory.
 
     Args:
-        file: descriptor of the file, which becomes this object's (see ``reserve``); it grows beyond what is reserved where it must.
-        settings: see ``SwapSettings``.
-        n_buffers: how many groups of tensors (``bring`` takes one) may have buffers at a time: the one in use, one on its way in, the rest on their way out.
+        file: descriptor of the file, which becomes this object's (see ``reserve``); it grows beyond what is reserved
+        where it must. settings: see ``SwapSettings``.
+        n_buffers: how many groups of tensors (``bring`` takes one) may have buffers at a time: the one in use, one on
+        its way in, the rest on their way out.
 
-    Raises AioError where a transfer fails, and OffloadError where what is read is not what was written. A tensor whose write has failed is still in memory.
+    Raises AioError where a transfer fails, and OffloadError where what is read is not what was written. A tensor whose
+    write has failed is still in memory.
     """
 
     def __init__(self, file: int, settings: SwapSettings, *, n_buffers: int = 4, folder: str = "") -> None:
@@ -157,10 +169,10 @@ class Swapper:
         self._end = 0
         self._writes: deque[_Write] = deque()  # in the order in which they were started
         self._group = 0  # groups that were sent
+        self._n_buffers = n_buffers
         self._max_groups_out = max(n_buffers - 2, 1) if settings.pipeline_write else 0
+        self._ahead: list[list[_Extent]] = []  # groups that are being read
         self._nan: dict[torch.dtype, torch.Tensor] = {}
-
-    # -- what is where ----------------------------------------------------------------------------------------------
 
     def is_away(self, tensor: torch.Tensor) -> bool:
         extent = self._extents.get(id(tensor))
@@ -195,7 +207,8 @@ class Swapper:
         return extent
 
     def new_zeros(self, shape: torch.Size, dtype: torch.dtype, name: str, piece_elems: int = 0) -> torch.Tensor:
-        """A tensor of zeros that has a buffer until it is sent; one of several pieces is away at once, and never was in memory as a whole."""
+        """A tensor of zeros that has a buffer until it is sent; one of several pieces is away at once, and never was
+        in memory as a whole."""
         n_bytes = shape.numel() * dtype.itemsize
         if n_bytes == 0:
             return torch.zeros(shape, dtype=dtype)
@@ -222,13 +235,12 @@ class Swapper:
         return tensor
 
     def _forget(self, key: int) -> None:
-        """The tensor is gone: its place is free. What is on its way there still arrives before anything else does (``_settle``)."""
+        """The tensor is gone: its place is free. What is on its way there still arrives before anything else does
+        (``_settle``)."""
         extent = self._extents.pop(key, None)
         self._finalizers.pop(key, None)
         if extent is not None:
             self._free_space.setdefault(whole_pages(extent.n_bytes), []).append(extent.offset)
-
-    # -- buffers ----------------------------------------------------------------------------------------------------
 
     def _take_buffer(self, n_bytes: int) -> torch.Tensor:
         size = whole_pages(max(n_bytes, 1))
@@ -243,19 +255,24 @@ class Swapper:
         if buffer is not None:
             self._free_buffers.append(buffer)
 
-    # -- in ---------------------------------------------------------------------------------------------------------
-
     def prefetch(self, tensors: Iterable[Tagged]) -> None:
-        """Starts to read what is away of ``tensors``."""
-        for tagged in tensors:
-            extent = self._extents.get(id(tagged.tensor))
-            if extent is None or not extent.is_away or extent.read is not None:
-                continue
+        """Starts to read what is away of ``tensors``, a group. Earlier groups that are still on their way out are
+        waited for where it would be one too many."""
+        extents = [self._extents.get(id(tagged.tensor)) for tagged in tensors]
+        extents = [extent for extent in extents if extent is not None and extent.is_away and extent.read is None]
+        if not extents:
+            return
+        self._ahead = [group for group in self._ahead if any(extent.read is not None for extent in group)]
+        self._ahead.append(extents)
+        is_in_use = any(extent.buffer is not None for extent in self._extents.values())
+        self._limit_writes(self._n_buffers - is_in_use - len(self._ahead))
+        for extent in extents:
             self._settle(extent)
             extent.read = self._start_read(extent, 0, extent.n_bytes)
 
     def bring(self, tensors: Sequence[Tagged], *, reads: bool = True) -> None:
-        """Attaches ``tensors``: on return they hold what they held when they were sent away; anything, without ``reads``."""
+        """Attaches ``tensors``: on return they hold what they held when they were sent away; anything, without
+        ``reads``."""
         extents = [self._extents.get(id(tagged.tensor)) for tagged in tensors]
         started = [extent is not None and extent.read is not None for extent in extents]
         if reads:
@@ -266,7 +283,8 @@ class Swapper:
                     try:
                         self._finish_read(extent)
                     except (AioError, OffloadError) as error:
-                        # A read ahead is of no use where nothing is to be read, however it ends; elsewhere it may have failed before the cause was mended.
+                        # A read ahead is of no use where nothing is to be read, however it ends; elsewhere it may have
+                        # failed before the cause was mended.
                         if reads and not was_ahead:
                             raise
                         if reads:
@@ -286,7 +304,9 @@ class Swapper:
     def _start_read(self, extent: _Extent, at: int, n_bytes: int) -> _Read:
         buffer = self._take_buffer(n_bytes)
         with as_aio_error():
-            request = self._engine.submit_read(self._file, extent.offset + at, buffer.data_ptr(), n_bytes, buffer)
+            request = self._engine.submit_read(
+                self._file, extent.offset + at, buffer.data_ptr(), extent.in_file(at, n_bytes), buffer
+            )
         return _Read(extent, at, n_bytes, buffer, request)
 
     def _wait_for(self, read: _Read) -> None:
@@ -298,7 +318,9 @@ class Swapper:
                 n_done = self._engine.wait(request)
             self._check(read.extent, read.at, read.n_bytes, n_done, read.buffer)
         except (AioError, OffloadError):
-            self._give_buffer(read.buffer)
+            # An engine that has given up does not know when the kernel is done with a buffer, and keeps it for good.
+            if not self._engine.has_given_up:
+                self._give_buffer(read.buffer)
             read.buffer = None
             raise
 
@@ -311,8 +333,9 @@ class Swapper:
         self._give_buffer(read.buffer)
 
     def _check(self, extent: _Extent, begin: int, n_bytes: int, n_done: int, buffer: torch.Tensor) -> None:
-        """Raises OffloadError where ``buffer`` does not hold the bytes of an extent from ``begin`` on (whole pieces) that were written."""
-        if n_done != n_bytes:
+        """Raises OffloadError where ``buffer`` does not hold the bytes of an extent from ``begin`` on (whole pieces)
+        that were written."""
+        if n_done < n_bytes:
             raise OffloadError(
                 f"{extent.name}: the swap file ends after {n_done} of its {n_bytes} bytes at offset {extent.offset + begin}",
                 where=self.folder,
@@ -330,11 +353,10 @@ class Swapper:
     def _view(buffer: torch.Tensor, extent: _Extent) -> torch.Tensor:
         return buffer.narrow(0, 0, extent.n_bytes).view(extent.dtype).view(extent.shape)
 
-    # -- piece by piece ---------------------------------------------------------------------------------------------
-
     def stream(self, tensors: Sequence[Tagged]) -> Generator[list[torch.Tensor], None, None]:
-        """The pieces of tensors that are away, all first ones, then all second ones and so on: flat, in memory, and written back as they are when the next are
-        asked for. Meanwhile pieces are read ahead and written behind; the tensors stay away. Tensors must have equally many pieces.
+        """The pieces of tensors that are away, all first ones, then all second ones and so on: flat, in memory, and
+        written back as they are when the next are asked for. Meanwhile pieces are read ahead and written behind; the
+        tensors stay away. Tensors must have equally many pieces.
 
         To be closed where it is not exhausted: what has been given out last is not written then.
         """
@@ -365,10 +387,9 @@ class Swapper:
             for read in (read for group in reads for read in group):
                 self._give_up(read)
 
-    # -- out --------------------------------------------------------------------------------------------------------
-
     def send(self, tensors: Sequence[Tagged]) -> None:
-        """Starts to write ``tensors``, which are away from now on. All of what is in flight of earlier groups beyond the limit is waited for."""
+        """Starts to write ``tensors``, which are away from now on. All of what is in flight of earlier groups beyond
+        the limit is waited for."""
         self._group += 1
         for tagged in tensors:
             tensor = tagged.tensor
@@ -382,10 +403,31 @@ class Swapper:
                 self._give_buffer(buffer)  # somebody gave the tensor other memory
                 buffer = None
             self._settle(extent)
-            self._start_write(extent, 0, extent.n_bytes, data.contiguous(), buffer, tensor)
+            if buffer is None and extent.n_pieces > 1:
+                self._send_pieces(extent, data)
+                tensor.data, extent.is_away = self._stand_in(extent.dtype, extent.shape), True
+                continue
+            if buffer is None:
+                # Memory that begins within a page would be copied by the I/O engine, into a ring of its own that it
+                # keeps.
+                buffer = self._take_buffer(extent.n_bytes)
+                data = self._view(buffer, extent).copy_(data)
+            self._start_write(extent, 0, extent.n_bytes, data, buffer, tensor)
             tensor.data = self._stand_in(extent.dtype, extent.shape)
             extent.buffer, extent.is_away = None, True
         self._limit_writes()
+
+    def _send_pieces(self, extent: _Extent, data: torch.Tensor) -> None:
+        """Writes all of an extent from memory that is no buffer, and waits for it: ``data`` is what is left where that
+        fails."""
+        data = data.reshape(-1).view(torch.uint8)
+        for at, n_bytes in extent.pieces():
+            buffer = self._take_buffer(n_bytes)
+            buffer.narrow(0, 0, n_bytes).copy_(data.narrow(0, at, n_bytes))
+            self._start_write(extent, at, n_bytes, buffer, buffer)
+            self._group += 1
+            self._limit_writes()
+        self._settle(extent)
 
     def _start_write(
         self,
@@ -393,21 +435,25 @@ class Swapper:
         at: int,
         n_bytes: int,
         data: torch.Tensor,
-        buffer: torch.Tensor | None,
+        buffer: torch.Tensor,
         tensor: torch.Tensor | None = None,
     ) -> None:
-        """Of an extent's bytes from ``at`` on, whole pieces, which are those of ``data``; ``tensor`` where they are all of it."""
+        """Of an extent's bytes from ``at`` on, whole pieces, which are those of ``data``; ``tensor`` where they are
+        all of it."""
         if self.settings.checksum:
             extent.crcs |= {first: _crc(data, first - at, n) for first, n in extent.pieces(at, n_bytes)}
         with as_aio_error():
             request = self._engine.submit_write(
-                self._file, extent.offset + at, data.data_ptr(), n_bytes, data if buffer is None else buffer
+                self._file, extent.offset + at, data.data_ptr(), extent.in_file(at, n_bytes), buffer
             )
         whole = None if tensor is None else weakref.ref(tensor)
         self._writes.append(_Write(request, extent, whole, data, buffer, self._group))
 
-    def _limit_writes(self) -> None:
-        while self._writes and self._group - self._writes[0].group >= self._max_groups_out:
+    def _limit_writes(self, n_out: int | None = None) -> None:
+        """Waits for the oldest writes until at most ``n_out`` groups are on their way out; by default as many as may
+        be while one is in use and one comes in."""
+        n_out = self._max_groups_out if n_out is None else min(max(n_out, 0), self._max_groups_out)
+        while self._writes and self._group - self._writes[0].group >= n_out:
             self._finish_write(self._writes.popleft())
 
     def let_go(self, tensors: Sequence[Tagged]) -> None:

@@ -32,7 +32,8 @@ Bytes per rank, phase by phase, for each ZeRO stage and offload choice, without 
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs ``deepspeed_c plan`` with the words after it; 0 when a plan was printed. Raises ConfigError, ModelError, OptimizerError."""
+    """Runs ``deepspeed_c plan`` with the words after it; 0 when a plan was printed. Raises ConfigError, ModelError,
+    OptimizerError."""
     parser = _parser()
     n_own = _script_index(parser, argv)
     options = parser.parse_args(argv[:n_own])
@@ -180,7 +181,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _script_index(parser: argparse.ArgumentParser, argv: Sequence[str]) -> int:
-    """Where the script stands: at the first word that is neither an option nor the value of one. All behind it is the script's."""
+    """Where the script stands: at the first word that is neither an option nor the value of one. All behind it is the
+    script's."""
     takes_value = {flag for action in parser._actions if action.nargs != 0 for flag in action.option_strings}
     i = 0
     while i < len(argv) and argv[i].startswith("-"):

@@ -1,31 +1,36 @@
-"""Plans the memory of one rank: lays the model out with the engine's own layout on the meta device, then walks through a run in bytes.
+"""Plans the memory of one rank: lays the model out with the engine's own layout on the meta device, then walks through
+a run in bytes.
 
-What is walked through is what the engine does, in its order: ``initialize`` replaces the weights by flat buffers or shards; a forward gathers and releases
-along the C core's plan; a backward gathers again, stages gradients bucket by bucket and reduces them, a bounded number at a time; the step
-makes optimizer state. The pools in which the engine keeps buffers for the next time are kept here as well (``book``).
+What is walked through is what the engine does, in its order: ``initialize`` replaces the weights by flat buffers or
+shards; a forward gathers and releases along the C core's plan; a backward gathers again, stages gradients bucket by
+bucket and reduces them, a bounded number at a time; the step makes optimizer state. The pools in which the engine
+keeps buffers for the next time are kept here as well (``book``).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 
 from deepspeed_c import _C
+from deepspeed_c.buffers import BufferPool
+from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.config import Config
 from deepspeed_c.engine.precision import Precision
+from deepspeed_c.offload.place import placement_of
 from deepspeed_c.offload.swap import whole_pages
-from deepspeed_c.plan.book import Book, Buffer, GatherBook, Phase, ScratchBook, StagingBook
+from deepspeed_c.plan.book import Book, Phase
 from deepspeed_c.plan.sizes import ModelSizes, OptimizerSizes, ParamSize, model_of
-from deepspeed_c.zero.fetch import PACE_STEPS, FetchLimits
-from deepspeed_c.zero.gather_unit import GatherUnit
-from deepspeed_c.zero.layout import Layout, lay_out
-from deepspeed_c.zero.reducer import MAX_IN_FLIGHT
-from deepspeed_c.zero.stages import STAGES, Sharding
-from deepspeed_c.zero.unit import Dtypes, Placement, Slot, Unit
+from deepspeed_c.zero.gradients.reducer import MAX_IN_FLIGHT
+from deepspeed_c.zero.layout.layout import Layout, lay_out, mesh_of_config
+from deepspeed_c.zero.layout.stages import STAGES, Sharding
+from deepspeed_c.zero.layout.unit import Dtypes, Slot, Unit
+from deepspeed_c.zero.weights.fetch import PACE_STEPS, FetchLimits
+from deepspeed_c.zero.weights.gather_unit import GatherUnit
 
 __all__ = ["KINDS", "PHASES", "MemoryPlan", "Offload", "plan_memory"]
 
@@ -38,6 +43,7 @@ GRADIENTS = "gradients"
 GATHERED = "gathered weights"
 STAGING = "gradient staging"
 SCRATCH = "collective scratch"
+META = torch.device("meta")
 INCOMING = "new gradients"
 UPDATE = "step transients"
 NEW_MASTERS = "new master weights"
@@ -71,14 +77,16 @@ N_WINDOWS = 3
 
 
 class Offload(NamedTuple):
-    """Where states live between their uses: "none" (on the device), "cpu" (in host memory) or "nvme", as in the configuration."""
+    """Where states live between their uses: "none" (on the device), "cpu" (in host memory) or "nvme", as in the
+    configuration."""
 
     optimizer: str = "none"  # masters and optimizer state; gradients' sums are in host memory for both
     params: str = "none"  # the weights' shard (stage 3)
     kept_elems: int = 0  # of the weights' shard, in host memory although ``params`` is "nvme" (max_in_cpu)
 
     def kinds(self, stage: int, *, is_host: bool = False) -> dict[str, str]:
-        """What lives elsewhere than on the device: "host" or "nvme" by kind. ``is_host``: the device is the host's processor, and has its memory."""
+        """What lives elsewhere than on the device: "host" or "nvme" by kind. ``is_host``: the device is the host's
+        processor, and has its memory."""
         found: dict[str, str] = {}
         if self.optimizer == "nvme":
             found |= {MASTERS: "nvme", STATE: "nvme"}
@@ -127,6 +135,10 @@ class _Ranks(NamedTuple):
     world_size: int
     rank: int = 0
 
+    @classmethod
+    def of(cls, ranks: Sequence[int], axes: Sequence[str]) -> _Ranks:
+        return cls(len(ranks))
+
 
 class _Policy:
     """The engine's precision, for parameters whose modules are not known: what they said stands in the sizes."""
@@ -153,9 +165,9 @@ def plan_memory(
 ) -> MemoryPlan:
     """Bytes of one rank of ``n_ranks``, at the peak of each phase, for the stage that ``config`` names.
 
-    ``optimizer`` None plans an engine that only evaluates. ``device_type`` decides how collectives work ("cpu": over gloo, anything else: as NCCL does) and whether
-    gathered buffers are kept. ``activation_bytes`` are added to forward and backward. Nothing is allocated. Raises what ``initialize`` would raise for
-    the same layout (ModelError).
+    ``optimizer`` None plans an engine that only evaluates. ``device_type`` decides how collectives work ("cpu": over
+    gloo, anything else: as NCCL does) and whether gathered buffers are kept. ``activation_bytes`` are added to forward
+    and backward. Nothing is allocated. Raises what ``initialize`` would raise for the same layout (ModelError).
     """
     walk = _Walk(sizes, config, n_ranks, optimizer, device_type == "cpu", offload)
     walk.initialize()
@@ -195,8 +207,8 @@ def _label(slots: Sequence[Slot]) -> str:
 class _Bucket:
     """A bucket of gradients, as the reducer handles it."""
 
-    def __init__(self, unit: Unit, index: int, has_home: bool) -> None:
-        self.unit, self.index, self.has_home = unit, index, has_home
+    def __init__(self, unit: Unit, index: int, has_whole: bool) -> None:
+        self.unit, self.index, self.has_whole = unit, index, has_whole
         self.slots = unit.bucket_slots[index]
         self.numel = unit.bucket_numel(index)
         self.reset()
@@ -205,15 +217,15 @@ class _Bucket:
         self.n_missing = len(self.slots)
         self.is_launched = False
         self.is_open = False
-        self.staging: Buffer | None = None  # None while open: the gradients gather in the home
+        self.staging: torch.Tensor | None = None  # None while open: the gradients gather in the whole bucket
 
 
 class _Work(NamedTuple):
     """A reduction on its way, and what it holds."""
 
-    scratch: int | None
+    scratch: torch.Tensor | None
     sent_copy: int  # bytes
-    staging: Buffer | None
+    staging: torch.Tensor | None
 
 
 class _Module(NamedTuple):
@@ -255,16 +267,23 @@ class _Walk:
         model, groups = model_of(sizes)
         self._precision = Precision(config, model)
         policy = _Policy(self._precision, sizes)
-        placement = Placement(
-            states=states_apart,
-            params=offload.params != "none" and not is_host,
-            swaps_states=offload.optimizer == "nvme",
-            swaps_params=offload.params == "nvme",
+        placement = placement_of(
+            offload.optimizer,
+            offload.params,
+            is_apart=not is_host,
+            is_pinned=False,
+            buffer_elems=config.zero.offload_param.buffer_size,
         )
         layout: Layout = lay_out(
-            model, groups if optimizer is not None else [], config, policy, _Ranks(n_ranks), placement
+            model,
+            groups if optimizer is not None else [],
+            config,
+            policy,
+            mesh_of_config(config, Mesh(_Ranks(n_ranks), connect=_Ranks.of)),
+            placement,
         )
         self._trained, self._frozen = layout.trained, layout.frozen
+        self._swapped = [unit for unit in self._trained if unit.states.label == "file"]
         self._size_of = {p.name: p for p in sizes.params}
         placed = {slot.name for unit in (*self._trained, *self._frozen) for slot in unit.slots}
         self._cast = [p for p in sizes.params if p.name not in placed]  # what no unit holds
@@ -274,10 +293,11 @@ class _Walk:
         self._run = _C.Fetch(self._elems)
         self.window_elems = 0
         self._forward_steps = list(range(len(self.groups)))  # until a forward has been recorded
-        self._gather_pool = GatherBook(self.book, GATHERED, keeps=is_host)
-        self._staging_pool = StagingBook(self.book, STAGING)
-        self._scratch = ScratchBook(self.book, SCRATCH)
-        self._live: dict[int, Buffer] = {}  # gathered units
+        # The engine's own pools, which lend tensors without memory here.
+        self._gather_pool = BufferPool(keeps=lambda device: is_host, count=self.book.counter(GATHERED))
+        self._staging_pool = BufferPool(count=self.book.counter(STAGING))
+        self._scratch = BufferPool(count=self.book.counter(SCRATCH))
+        self._live: dict[int, torch.Tensor] = {}  # gathered units
         self._pins = [0] * len(self.groups)
         self._leaving: set[int] = set()
         self._make_buckets()
@@ -289,8 +309,6 @@ class _Walk:
         self._has_state = False
         self._n_buffer_bytes = 0
 
-    # -- what there is ----------------------------------------------------------------------------------------------
-
     def _make_plan(self, steps: list[int]) -> Any:
         plan = _C.FetchPlan(steps, self._elems, *self._limits)
         self.window_elems = max(self.window_elems, plan.peak_elems)
@@ -301,23 +319,24 @@ class _Walk:
         return self._precision.accum_dtype or offloaded or unit.dtype
 
     def _place_of(self, unit: Unit) -> str | None:
-        """Where a unit's states lie that stay on the device although the others are offloaded (``ratio``); None for where their kinds lie."""
-        is_offloaded = unit.placement.states or unit.placement.swaps_states
-        return "device" if self._offload.optimizer != "none" and not is_offloaded else None
+        """Where a unit's states lie that stay on the device, although others may be offloaded (``ratio``); None for
+        where their kinds lie."""
+        return "device" if unit.states.label == "device" else None
 
-    def _has_home(self, unit: Unit) -> bool:
+    def _has_whole(self, unit: Unit) -> bool:
         """Whether its gradients gather whole, and the shard's sums are a part of that."""
-        return not self._sharding.gradients or (self._n_ranks == 1 and not unit.placement.states)
+        return not self._sharding.gradients or unit.sums_in_place
 
     def _make_buckets(self) -> None:
-        """In the order of the reducer: a bucket is full when the gradient of the parameter registered first has come."""
+        """In the order of the reducer: a bucket is full when the gradient of the parameter registered first has
+        come."""
         entries = [
             (-min((slot.order for slot in unit.bucket_slots[b]), default=0), unit, b)
             for unit in self._trained
             for b in range(unit.n_buckets)
         ]
         entries.sort(key=lambda entry: entry[0])
-        self.buckets = [_Bucket(unit, b, self._has_home(unit)) for _, unit, b in entries]
+        self.buckets = [_Bucket(unit, b, self._has_whole(unit)) for _, unit, b in entries]
         self._bucket_of = {slot: i for i, bucket in enumerate(self.buckets) for slot in bucket.slots}
         place = {(bucket.unit, bucket.index): i for i, bucket in enumerate(self.buckets)}
         self._bucket_of_group = {
@@ -356,7 +375,8 @@ class _Walk:
         return next((name for name in outward if name in self._sizes.leaves), None)
 
     def _find_read_in_backward(self) -> set[int]:
-        """Gather units whose weights a backward reads: of the modules behind the first that is trained, whose input needs no gradient."""
+        """Gather units whose weights a backward reads: of the modules behind the first that is trained, whose input
+        needs no gradient."""
         found: set[int] = set()
         is_behind = False
         for root in self._roots:
@@ -365,8 +385,6 @@ class _Walk:
                     found.update(module.groups)
                 is_behind = is_behind or any(slot in self._bucket_of for slot in module.slots)
         return found
-
-    # -- initialize -------------------------------------------------------------------------------------------------
 
     def _given_bytes(self, size: ParamSize) -> int:
         if not self._sizes.is_sharded:
@@ -388,13 +406,11 @@ class _Walk:
                 book.free(GIVEN, given[p.name])
                 given[p.name] = whole
         for unit in (*self._trained, *self._frozen):
-            elems = unit.shard_elems if unit.is_sharded else unit.flat_elems
             # Weights go to a file when all of them are there; those that are whole stay on the device.
-            book.take(WEIGHTS, elems * unit.dtype.itemsize, self._first_place_of_weights(unit))
-            has_new_masters = unit.placement.swaps_states and not unit.master_is_param
-            if not unit.master_is_param and not has_new_masters:
-                book.take(MASTERS, unit.shard_elems * unit.master_dtype.itemsize, self._place_of(unit))
-            missing = set(range(unit.n_buckets)) if has_new_masters else set()
+            book.take(WEIGHTS, unit.weight_bytes, unit.weights.memory)
+            if unit not in self._swapped:
+                book.take(MASTERS, unit.master_bytes(), self._place_of(unit))
+            missing = set(range(unit.n_buckets)) if unit in self._swapped else set()
             for slot in unit.slots:
                 size = self._size_of[slot.name]
                 is_put_together = self._sizes.is_sharded and self._sharding.parameters
@@ -404,9 +420,9 @@ class _Walk:
                     slot.bucket in missing and slot in unit.fragment_of
                 ):  # bucket by bucket, as the weights as given are let go of
                     missing.remove(slot.bucket)
-                    book.take(NEW_MASTERS, unit.slice_elems[slot.bucket] * unit.master_dtype.itemsize)
+                    book.take(NEW_MASTERS, unit.master_bytes(slot.bucket))
                 book.free(GIVEN, whole + given[slot.name])
-            book.take(NEW_MASTERS, sum(unit.slice_elems[b] for b in missing) * unit.master_dtype.itemsize)
+            book.take(NEW_MASTERS, sum(map(unit.master_bytes, missing)))
         for p in self._cast:
             dtype = (
                 self._precision.dtype if self._precision.dtype is not None and p.dtype.is_floating_point else p.dtype
@@ -421,61 +437,68 @@ class _Walk:
         if self._optimizer is None:
             return
         if self._offload.optimizer == "nvme":
-            for unit in self._trained:
-                if unit.placement.swaps_states and not unit.master_is_param:
-                    nbytes = unit.shard_elems * unit.master_dtype.itemsize
-                    book.take(MASTERS, nbytes)
-                    book.free(NEW_MASTERS, nbytes)
-            self._take_buffers(self._swap_bytes(with_masters=False))  # masters are written from where they were made
-            self._make_state(is_swapped=True)
+            self._send_masters()
+            self._take_buffers(self._swap_bytes(is_start=True))
+            self._make_state(self._swapped)
         for unit in self._trained:
-            elems = unit.flat_elems if self._has_home(unit) else unit.shard_elems
+            elems = unit.flat_elems if self._has_whole(unit) else unit.shard_elems
             book.take(GRADIENTS, elems * self._accum_dtype(unit).itemsize, self._place_of(unit))
-
-    def _first_place_of_weights(self, unit: Unit) -> str | None:
-        if not unit.is_sharded:
-            return "device"
-        return ("device" if self._is_host else "host") if unit.swaps_weights else None
 
     def _swap_weights(self) -> None:
         """What of the weights goes to a file, and the buffers that it is read into."""
-        left, largest = self._offload.kept_elems, 0
+        left, largest, n_stored = self._offload.kept_elems, 0, 0
         for group in self.groups:
             elems = group.unit.slice_elems[group.bucket]
             left -= elems
-            if group.unit.swaps_weights and left < 0:
+            if group.unit.weights.label == "file" and left < 0:
                 nbytes = elems * group.unit.dtype.itemsize
                 self.book.take(WEIGHTS, nbytes)
-                self.book.free(WEIGHTS, nbytes, self._first_place_of_weights(group.unit))
+                self.book.free(WEIGHTS, nbytes, group.unit.weights.memory)
                 largest = max(largest, whole_pages(nbytes))
-        # One in use, the others on their way in (``offload.place.store_weights``).
-        n_buffers = 1 + max(self._config.zero.offload_param.buffer_count - 2, 1)
-        self.book.take(SWAP, n_buffers * largest)
+                n_stored += 1
+        # One in use, one on its way out where weights change, the others on their way in
+        # (``offload.place.store_weights``).
+        n_buffers = self._config.zero.offload_param.buffer_count
+        n_buffers = max(n_buffers - 1, 1) if self._optimizer is None else max(n_buffers, 2)
+        self.book.take(SWAP, min(n_buffers, n_stored) * largest)
+
+    def _send_masters(self) -> None:
+        """Each bucket's go through a buffer, in pieces where they are large, while the next ones are still in
+        memory."""
+        n_out, sent = self._n_buckets_out(), []
+        for unit in (unit for unit in self._swapped if unit.master_bytes()):
+            for bucket, elems in enumerate(unit.slice_elems):
+                nbytes = unit.master_bytes(bucket)
+                sent.append(whole_pages((unit.piece_elems(bucket) or elems) * unit.master_dtype.itemsize))
+                self._take_buffers(max(sent) * min(1 + n_out, len(sent)))
+                self.book.take(MASTERS, nbytes)
+                self.book.free(NEW_MASTERS, nbytes)
+
+    def _n_buckets_out(self) -> int:
+        settings = self._config.zero.offload_optimizer
+        return max(settings.buffer_count - 2, 1) if settings.pipeline_write else 0
 
     def _take_buffers(self, nbytes: int) -> None:
         """So many in all; none is given back."""
-        self.book.take(SWAP, nbytes - self._n_buffer_bytes)
-        self._n_buffer_bytes = nbytes
+        self.book.take(SWAP, max(nbytes - self._n_buffer_bytes, 0))
+        self._n_buffer_bytes = max(nbytes, self._n_buffer_bytes)
 
-    def _swap_bytes(self, *, with_masters: bool = True) -> int:
-        """Host memory of the buffers: as many buckets as are in use, on their way in and on their way out (``offload.swap``)."""
-        settings = self._config.zero.offload_optimizer
-        n_out = max(settings.buffer_count - 2, 1) if settings.pipeline_write else 0
+    def _swap_bytes(self, *, is_start: bool = False) -> int:
+        """Host memory of the buffers: as many buckets as are in use, on their way in and on their way out
+        (``offload.swap``). At the start states are made and written, and nothing is read."""
+        n_in = 0 if is_start else int(self._config.zero.offload_optimizer.pipeline_read)
         largest = 0
-        for unit in (unit for unit in self._trained if unit.placement.swaps_states):
-            has_masters = with_masters and not unit.master_is_param
+        for unit in self._swapped:
             for bucket, elems in enumerate(unit.slice_elems):
                 if self._optimizer.sees_slices:
                     elems = unit.piece_elems(bucket) or elems
                 states = self._optimizer.states[unit.group]
                 tensors = [nbytes for state in states for nbytes in state.tensor_bytes(elems, unit.master_dtype)]
-                if has_masters:
+                if unit.master_bytes() and not is_start:
                     tensors.append(elems * unit.master_dtype.itemsize)
                 largest = max(largest, sum(whole_pages(nbytes) for nbytes in tensors))
-        n_buckets = sum(unit.n_buckets for unit in self._trained if unit.placement.swaps_states)
-        return largest * min(1 + settings.pipeline_read + n_out, n_buckets)
-
-    # -- gathers ----------------------------------------------------------------------------------------------------
+        n_buckets = sum(unit.n_buckets for unit in self._swapped)
+        return largest * min(1 + n_in + self._n_buckets_out(), n_buckets)
 
     def _apply(self, actions: Sequence[tuple[int, int]]) -> None:
         for kind, index in actions:
@@ -486,7 +509,7 @@ class _Walk:
             elif kind == _C.Fetch.GATHER:
                 if index not in self._live:
                     group = self.groups[index]
-                    self._live[index] = self._gather_pool.take(group.numel, group.unit.dtype.itemsize)
+                    self._live[index] = self._gather_pool.take(group.numel, group.unit.dtype, META)
                 self._leaving.discard(index)
             elif self._pins[index]:
                 self._leaving.add(index)
@@ -542,8 +565,6 @@ class _Walk:
         if holds:
             self._leave(module.groups)
 
-    # -- gradients --------------------------------------------------------------------------------------------------
-
     def backward(self) -> None:
         if self.groups:
             # What the first backward turned out not to use is in no later plan.
@@ -591,8 +612,8 @@ class _Walk:
         bucket = self.buckets[i]
         if not bucket.is_open:
             bucket.is_open = True
-            if not bucket.has_home:
-                bucket.staging = self._staging_pool.take(i, bucket.numel, bucket.unit.comm_dtype.itemsize)
+            if not bucket.has_whole:
+                bucket.staging = self._staging_pool.take(bucket.numel, bucket.unit.comm_dtype, META)
         bucket.n_missing -= 1
         if not self.groups:
             while self._next < len(self.buckets) and self.buckets[self._next].n_missing == 0:
@@ -614,21 +635,28 @@ class _Walk:
             self._wait()
 
     def _reduce(self, i: int) -> _Work:
-        bucket, n = self.buckets[i], self._n_ranks
-        unit = bucket.unit
+        bucket = self.buckets[i]
+        unit, n = bucket.unit, bucket.unit.n_ranks
         bucket.is_launched = True
         if n == 1 or bucket.numel == 0:
             return _Work(None, 0, bucket.staging)
         comm_bytes = unit.comm_dtype.itemsize
-        gathers_in = self._accum_dtype(unit) if bucket.has_home else unit.comm_dtype
+        gathers_in = self._accum_dtype(unit) if bucket.has_whole else unit.comm_dtype
         sent_copy = 0 if gathers_in == unit.comm_dtype else bucket.numel * comm_bytes
         self.book.take(SCRATCH, sent_copy)
         scratch_bytes = 0
-        if self._sharding.optimizer and self._config.zero.reduce_scatter:
+        if unit.is_cut and self._config.zero.reduce_scatter:
+            n = unit.comm.world_size
+            if unit.replicas.world_size > 1:  # summed over the copies before it is added
+                beside = bucket.numel // n * self._accum_dtype(unit).itemsize
+                self.book.take(SCRATCH, beside)
+                sent_copy += beside
             accumulates = self._sharding.gradients and _accumulates(self._config)
             if self._is_host:
                 scratch_bytes = bucket.numel * comm_bytes
-            elif unit.placement.states:  # received beside, and brought to the host from there
+            elif (
+                unit.states.is_apart and unit.replicas.world_size == 1
+            ):  # received beside, and brought to the host from there
                 beside = bucket.numel // n * comm_bytes
                 self.book.take(SCRATCH, beside)
                 sent_copy += beside
@@ -636,7 +664,7 @@ class _Walk:
                 scratch_bytes = bucket.numel // n * comm_bytes
         elif self._is_host and unit.comm_dtype != torch.float32:
             scratch_bytes = n * -(-bucket.numel // n) * comm_bytes
-        scratch = self._scratch.take(scratch_bytes) if scratch_bytes else None
+        scratch = self._scratch.take(scratch_bytes, torch.uint8, META) if scratch_bytes else None
         return _Work(scratch, sent_copy, bucket.staging)
 
     def _finish(self, work: _Work) -> None:
@@ -650,12 +678,11 @@ class _Walk:
         while self._works:
             self._finish(self._works.popleft())
 
-    # -- the step ---------------------------------------------------------------------------------------------------
-
     def step(self) -> None:
         if not self._has_state:
             self._has_state = True
-            self._make_state(is_swapped=False)  # the others' were made along with their file
+            # The others' were made along with their file.
+            self._make_state(unit for unit in self._trained if unit not in self._swapped)
             if self._config.zero.offload_optimizer.super_offload:
                 self._copy_states()
         if self._offload.optimizer == "nvme":
@@ -666,10 +693,9 @@ class _Walk:
         for index in list(self._live):
             self._let_go(index)  # out of date
 
-    def _make_state(self, *, is_swapped: bool) -> None:
-        for unit in self._trained:
-            if unit.placement.swaps_states == is_swapped:
-                self.book.take(STATE, self._state_bytes(unit), self._place_of(unit))
+    def _make_state(self, units: Iterable[Unit]) -> None:
+        for unit in units:
+            self.book.take(STATE, self._state_bytes(unit), self._place_of(unit))
 
     def _state_bytes(self, unit: Unit) -> int:
         pieces = unit.slice_elems if self._optimizer.sees_slices else [f.numel for f in unit.fragments]
@@ -679,8 +705,8 @@ class _Walk:
     def _copy_states(self) -> None:
         """At most: buckets that backward comes to last are never updated ahead."""
         for unit in self._trained:
-            if not unit.master_is_param and (unit.placement.states or self._is_host):
-                self.book.take(COPIES, unit.shard_elems * unit.master_dtype.itemsize + self._state_bytes(unit))
+            if unit.master_bytes() and (unit.states.is_apart or self._is_host):
+                self.book.take(COPIES, unit.master_bytes() + self._state_bytes(unit))
 
     def _copies_of_gradients(self) -> int:
         """Bytes of the gradients that another optimizer than ours gets in its own dtype."""
@@ -693,18 +719,16 @@ class _Walk:
         )
 
     def _largest_update(self) -> int:
-        """Bytes that the update of one entry takes beside its states: torch's loops make up to two temporaries of its size; Muon puts a bucket together."""
+        """Bytes that the update of one entry takes beside its states: torch's loops make up to two temporaries of its
+        size; whole matrices are put together in fp32."""
         largest = 0
         for unit in self._trained:
             for b in range(unit.n_buckets):
-                if unit.group in self._optimizer.muon_groups:
-                    matrices = [f.slot.numel for f in unit.fragments if f.slot.bucket == b]
-                    # The momentum of the bucket, the results so far, and six matrices of an iteration: as large as the matrix where it is
-                    # square, smaller elsewhere. They are in bf16 on a device (newton_schulz in ops/muon.py).
-                    iterated = 6 * (4 if self._is_host else 2) * max(matrices, default=0)
-                    nbytes = 4 * (unit.bucket_numel(b) + sum(matrices) - max(matrices, default=0)) + iterated
-                elif self._optimizer.is_fused:
-                    nbytes = 0
+                if self._optimizer.is_fused:
+                    puts_together = unit.group in self._optimizer.matrix_groups
+                    matrices = [f.slot.numel for f in unit.fragments if puts_together and f.slot.bucket == b]
+                    nbytes = 4 * unit.bucket_numel(b) if puts_together else 0
+                    nbytes += self._optimizer.update_bytes(matrices, on_host=self._is_host)
                 else:
                     nbytes = 2 * unit.slice_elems[b] * unit.master_dtype.itemsize
                 largest = max(largest, nbytes)

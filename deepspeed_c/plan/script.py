@@ -1,4 +1,5 @@
-"""Finds the model that a training script passes to ``initialize``: runs the script on the meta device up to that call, and no further."""
+"""Finds the model that a training script passes to ``initialize``: runs the script on the meta device up to that call,
+and no further."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from typing_extensions import Self
 
 from deepspeed_c.errors import ModelError
-from deepspeed_c.zero import partition_parameters
+from deepspeed_c.zero.weights import init as partition_parameters
 
 __all__ = ["Found", "find_model"]
 
@@ -46,10 +47,12 @@ class _Reached(BaseException):
 
 
 def find_model(script: str, arguments: Sequence[str], n_ranks: int) -> Found:
-    """Runs ``script`` as rank 0 of ``n_ranks`` (with a process group that sends nothing) until it calls ``deepspeed_c.initialize``.
+    """Runs ``script`` as rank 0 of ``n_ranks`` (with a process group that sends nothing) until it calls
+    ``deepspeed_c.initialize``.
 
-    Tensors are made on the meta device and moving a module between devices does nothing, so that no memory is taken. Raises ModelError where there is no such
-    file, the script ends before it calls initialize, or fails on tensors without data.
+    Tensors are made on the meta device and moving a module between devices does nothing, so that no memory is taken.
+    Raises ModelError where there is no such file, the script ends before it calls initialize, or fails on tensors
+    without data.
     """
     if not os.path.isfile(script):
         raise ModelError(
@@ -133,7 +136,7 @@ def _stopping(initialize: Callable, notes: dict[str, bool]) -> Callable:
 
 
 def _stand_in_for_init(notes: dict[str, bool]) -> type:
-    class Init:
+    class PlannedInit:
         """``zero.Init`` of a run that is only planned: remembers that it was used."""
 
         def __init__(
@@ -148,7 +151,7 @@ def _stand_in_for_init(notes: dict[str, bool]) -> type:
         def __exit__(self, *error: object) -> None:
             return None
 
-    return Init
+    return PlannedInit
 
 
 def _staying(name: str) -> Callable:

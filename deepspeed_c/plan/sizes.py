@@ -1,4 +1,5 @@
-"""What a planner has to know of a model and its optimizer: parameters in order of registration, and bytes of state per element."""
+"""What a planner has to know of a model and its optimizer: parameters in order of registration, and bytes of state per
+element."""
 
 from __future__ import annotations
 
@@ -11,11 +12,10 @@ import torch
 
 from deepspeed_c.errors import ModelError, OptimizerError
 from deepspeed_c.ops import q8
-from deepspeed_c.ops.muon import Muon
-from deepspeed_c.ops.optim import FusedOptimizer
-from deepspeed_c.zero.entries import must_see_pieces
-from deepspeed_c.zero.leaf import is_leaf
-from deepspeed_c.zero.sharded import shape_of, state_of
+from deepspeed_c.ops.scope import declaration
+from deepspeed_c.zero.layout.leaf import is_leaf
+from deepspeed_c.zero.states.entries import must_see_pieces
+from deepspeed_c.zero.weights.param import shape_of, state_of
 
 __all__ = [
     "ModelSizes",
@@ -85,19 +85,20 @@ class OptimizerSizes(NamedTuple):
     states: tuple[tuple[StateSize, ...], ...]  # by group
     is_fused: bool  # reads gradients in any dtype, makes nothing on the way
     sees_slices: bool  # state lies over whole slices of buckets, padding included; else over each parameter's piece
-    muon_groups: frozenset[int] = frozenset()  # groups whose whole matrices are put together in the step
+    matrix_groups: frozenset[int] = frozenset()  # groups whose whole matrices are put together in the step
+    update_bytes: Callable[..., int] | None = None  # of a fused one: what the update of a bucket takes besides
 
-
-# -- a model ------------------------------------------------------------------------------------------------------------
 
 
 def guess_layers(n_params: int) -> int:
-    """How many layers a transformer of that size has: 12 width^2 parameters a layer, and a width of 128 times the number of layers."""
+    """How many layers a transformer of that size has: 12 width^2 parameters a layer, and a width of 128 times the
+    number of layers."""
     return max(1, round((n_params / (12 * 128**2)) ** (1 / 3)))
 
 
 def stack_of(n_params: int, n_layers: int, dtype: torch.dtype = torch.float32) -> ModelSizes:
-    """A stack of equal layers, each of the four matrices of a transformer layer: 3, 1, 4 and 4 of its 12 parts. Sums to ``n_params`` exactly."""
+    """A stack of equal layers, each of the four matrices of a transformer layer: 3, 1, 4 and 4 of its 12 parts. Sums
+    to ``n_params`` exactly."""
     if n_params < 1 or n_layers < 1 or n_layers * 4 > n_params:
         raise ModelError(
             f"{n_params} parameters cannot be cut into {n_layers} layers",
@@ -123,8 +124,8 @@ def sizes_of(
 ) -> ModelSizes:
     """The sizes of ``model``, on the meta device or not, sharded or not, whose optimizer groups are ``groups``.
 
-    Parameters that require a gradient and are in no group are the caller's own; they are counted as frozen. ``comm_dtype_of`` says what a gradient travels
-    in, where the configuration alone does not.
+    Parameters that require a gradient and are in no group are the caller's own; they are counted as frozen.
+    ``comm_dtype_of`` says what a gradient travels in, where the configuration alone does not.
     """
     group_of = {id(p): i for i, group in enumerate(groups) for p in group}
     params = tuple(
@@ -137,7 +138,8 @@ def sizes_of(
 
 
 def model_of(sizes: ModelSizes) -> tuple[torch.nn.Module, list[list[torch.nn.Parameter]]]:
-    """(a model of these sizes on the meta device, its optimizer groups): what the engine's own layout is asked about. It takes no memory."""
+    """(a model of these sizes on the meta device, its optimizer groups): what the engine's own layout is asked about.
+    It takes no memory."""
     root = torch.nn.Module()
     n_groups = 1 + max((p.group for p in sizes.params if p.group is not None), default=-1)
     groups: list[list[torch.nn.Parameter]] = [[] for _ in range(n_groups)]
@@ -156,27 +158,22 @@ def model_of(sizes: ModelSizes) -> tuple[torch.nn.Module, list[list[torch.nn.Par
     return root, groups
 
 
-# -- an optimizer -------------------------------------------------------------------------------------------------------
-
 
 def group_sizes(base: torch.optim.Optimizer, *, is_sharded: bool, allow_untested: bool = False) -> OptimizerSizes:
-    """What ``base`` keeps per element, by group: read off a fused optimizer of ours, tried on a small tensor for any other.
+    """What ``base`` keeps per element, by group: read off a fused optimizer of ours, tried on a small tensor for any
+    other.
 
     Raises OptimizerError where it cannot be applied to shards, as ``initialize`` does, or cannot be tried.
     """
     sees_slices = not must_see_pieces(base, is_sharded=is_sharded, allow_untested=allow_untested)
-    is_fused = isinstance(base, FusedOptimizer)
-    states = []
-    muon: set[int] = set()
-    for index, group in enumerate(base.param_groups):
-        if is_fused:
-            block_elems = q8.BLOCK_ELEMS if base.is_quantized else 0
-            states.append(tuple(StateSize(base.state_dtype, block_elems) for _ in base.names_of_states(index)))
-            if isinstance(base, Muon) and group.get("use_muon"):
-                muon.add(index)
-        else:
-            states.append(_try_out(base, group))
-    return OptimizerSizes(type(base).__name__, tuple(states), is_fused, sees_slices, frozenset(muon))
+    name = type(base).__name__
+    if not declaration(base).updates_buckets:
+        return OptimizerSizes(name, tuple(_try_out(base, g) for g in base.param_groups), False, sees_slices)
+    state = StateSize(base.state_dtype, q8.BLOCK_ELEMS if base.is_quantized else 0)
+    groups = range(len(base.param_groups))
+    states = tuple((state,) * len(base.names_of_states(i)) for i in groups)
+    matrices = frozenset(i for i in groups if base.scope_of_group(i) == "matrix")
+    return OptimizerSizes(name, states, True, sees_slices, matrices, base.update_bytes)
 
 
 def _try_out(base: torch.optim.Optimizer, group: dict) -> tuple[StateSize, ...]:

@@ -14,12 +14,12 @@ from deepspeed_c.engine.build import build_optimizer
 from deepspeed_c.engine.precision import Precision
 from deepspeed_c.errors import DeepSpeedCError
 from deepspeed_c.offload.place import place
-from deepspeed_c.ops.optim import FusedOptimizer
+from deepspeed_c.ops.scope import declaration
 from deepspeed_c.plan.memory import KINDS, PHASES, MemoryPlan, Offload, plan_memory
 from deepspeed_c.plan.sizes import ModelSizes, group_sizes, model_of, sizes_of
 from deepspeed_c.plan.tiers import NVME_PATH, Budgets, Placed, Rates, offload_section, place_states, suggest_ratio
-from deepspeed_c.zero.layout import mark_leaves
-from deepspeed_c.zero.stages import STAGES
+from deepspeed_c.zero.layout.layout import mark_leaves
+from deepspeed_c.zero.layout.stages import STAGES
 
 __all__ = ["Row", "Table", "as_json", "as_text", "plan_table"]
 
@@ -78,10 +78,12 @@ def plan_table(
     budgets: Budgets | None = None,
     rates: Rates = Rates(),  # noqa: B008  (immutable)
 ) -> Table:
-    """Plans ``sizes``, or ``model`` (on the meta device) with what else was given to ``initialize``, for every stage under the configuration ``source``.
+    """Plans ``sizes``, or ``model`` (on the meta device) with what else was given to ``initialize``, for every stage
+    under the configuration ``source``.
 
-    With ``budgets`` it is also decided for each stage which states live where, and at ``rates`` what part of the update the host should take. Raises what is wrong with the configuration (ConfigError) and with the
-    optimizer (OptimizerError, ModelError).
+    With ``budgets`` it is also decided for each stage which states live where, and at ``rates`` what part of the
+    update the host should take. Raises what is wrong with the configuration (ConfigError) and with the optimizer
+    (OptimizerError, ModelError).
     """
     notes: list[str] = []
     overrides: dict[str, Any] = {}
@@ -131,7 +133,7 @@ def plan_table(
         placed = [place_states(stage, partial(plan_of, stage), budgets, is_host=is_host) for stage in STAGES]
         placed = [
             one._replace(ratio=suggest_ratio(one, budgets, rates))
-            if one.plan is not None and one.offload.optimizer == "cpu" and isinstance(base, FusedOptimizer)
+            if one.plan is not None and one.offload.optimizer == "cpu" and declaration(base).updates_buckets
             else one
             for one in placed
         ]
@@ -206,8 +208,6 @@ def _row(
         return Row(stage, offload, None, f"{error.where}: {error.what}" if error.where else error.what)
     return Row(stage, offload, plan)
 
-
-# -- printing -----------------------------------------------------------------------------------------------------------
 
 
 def _count(n: int) -> str:

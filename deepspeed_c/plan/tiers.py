@@ -1,4 +1,5 @@
-"""Where each stage's states live when memory is limited: the plan of ``csrc/zero/tier.c`` from what the planner has counted, and the configuration that says so."""
+"""Where each stage's states live when memory is limited: the plan of ``csrc/zero/tier.c`` from what the planner has
+counted, and the configuration that says so."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any, NamedTuple
 
 from deepspeed_c import _C
 from deepspeed_c.plan.memory import GRADIENTS, MASTERS, STATE, SWAP, WEIGHTS, MemoryPlan, Offload
-from deepspeed_c.zero.stages import STAGES
+from deepspeed_c.zero.layout.stages import STAGES
 
 __all__ = ["NVME_PATH", "TIERS", "Budgets", "Placed", "Rates", "offload_section", "place_states", "suggest_ratio"]
 
@@ -29,7 +30,8 @@ class Budgets(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """Bytes that a rank moves in a second: an update takes as long as its bytes take. The defaults are of one of eight ranks on a node of accelerators."""
+    """Bytes that a rank moves in a second: an update takes as long as its bytes take. The defaults are of one of eight
+    ranks on a node of accelerators."""
 
     device: float = 2e12
     host: float = 25e9
@@ -68,9 +70,10 @@ def place_states(
 ) -> Placed:
     """Places the states of a stage within ``budgets``.
 
-    ``plan_of`` plans the stage with an offload choice, or says why the engine refuses it. What moves together is what the configuration moves together:
-    the optimizer's state with its masters, and the sums of gradients no further than to the host. Whatever is no state (activations, gathered weights,
-    buffers) comes off the device's budget first. ``is_host``: ranks train on the CPU.
+    ``plan_of`` plans the stage with an offload choice, or says why the engine refuses it. What moves together is what
+    the configuration moves together: the optimizer's state with its masters, and the sums of gradients no further than
+    to the host. Whatever is no state (activations, gathered weights, buffers) comes off the device's budget first.
+    ``is_host``: ranks train on the CPU.
     """
     none = plan_of(Offload())
     if isinstance(none, str):
@@ -104,10 +107,11 @@ def place_states(
 
 
 def suggest_ratio(placed: Placed, budgets: Budgets, rates: Rates) -> float:
-    """The part of the update, in hundredths, that the host should take so that host and device are done at the same time, or more where the device has no room for the
-    rest (Twin-Flow; ``csrc/include/dsc/tier.h`` has the formula).
+    """The part of the update, in hundredths, that the host should take so that host and device are done at the same
+    time, or more where the device has no room for the rest (Twin-Flow; ``csrc/include/dsc/tier.h`` has the formula).
 
-    ``placed`` has the states in host memory. An update reads and writes masters and state, and reads the sums of gradients.
+    ``placed`` has the states in host memory. An update reads and writes masters and state, and reads the sums of
+    gradients.
     """
     kinds = placed.plan.phases["step"].kinds
     sums, states = kinds.get(GRADIENTS, 0), kinds.get(MASTERS, 0) + kinds.get(STATE, 0)
@@ -128,7 +132,8 @@ def suggest_ratio(placed: Placed, budgets: Budgets, rates: Rates) -> float:
 
 
 def _excess(plan: MemoryPlan, budgets: Budgets) -> str:
-    """Where a run with that placement needs more than there is: starting it may, and swapped layouts have other buckets."""
+    """Where a run with that placement needs more than there is: starting it may, and swapped layouts have other
+    buckets."""
     for name, phase in plan.phases.items():
         needs = (("device", phase.nbytes), ("host", phase.host_nbytes), ("nvme", phase.nvme_nbytes))
         for memory, nbytes in needs:
@@ -143,7 +148,8 @@ def _kinds(none: MemoryPlan, plans: Mapping[str, MemoryPlan], may_move_weights: 
     held = {place: _largest(plan) for place, plan in plans.items()}
     here, there, swapped = held["none"], held.get("cpu", {}), held.get("nvme", {})
     buffers = swapped.get(SWAP, 0)
-    # On the CPU what is on the device is in host memory; nothing is gained by a move from the one to the other, and the host's budget is 0.
+    # On the CPU what is on the device is in host memory; nothing is gained by a move from the one to the other, and
+    # the host's budget is 0.
     behind = [buffers, 0] if is_host else [0, buffers]
     last = _C.TIER_NVME if swapped else _C.TIER_HOST if there else _C.TIER_DEVICE
     near = _C.TIER_DEVICE if is_host else min(last, _C.TIER_HOST)

@@ -38,9 +38,6 @@ def _accelerator() -> torch.device | None:
     return torch.accelerator.current_accelerator(check_available=True)
 
 
-# -- time
-
-
 class _Timer:
     """Adds up the time between ``start`` and ``stop``. On an accelerator, the device's time, else the host's."""
 
@@ -227,20 +224,21 @@ class ThroughputTimer:
         logging_fn: Callable[[str], None] | None = None,
         *,
         tokens_per_sample: float | None = None,
+        global_step_count: int = 0,
         clock: Clock = time.perf_counter,
     ) -> None:
         """config: has ``enabled``, and ``synchronized`` (wait for the accelerator at each reading of the clock).
 
         batch_size: samples of a step over all ranks. start_step: steps that are not counted. steps_per_output: steps
         between two lines of log; None is no log.
-        monitor_memory: the lines say the host's memory too.
+        monitor_memory: the lines say the host's memory too. global_step_count: steps that lie behind.
         """
         self.config = config
         self.batch_size = 1 if batch_size is None else batch_size
         self.start_step, self.steps_per_output, self.monitor_memory = start_step, steps_per_output, monitor_memory
         self.tokens_per_sample = tokens_per_sample
         self.logging = logger.info if logging_fn is None else logging_fn
-        self.epoch_count = self.micro_step_count = self.global_step_count = 0
+        self.epoch_count, self.micro_step_count, self.global_step_count = 0, 0, global_step_count
         self.started = False
         self.total_elapsed_time = 0.0  # seconds of the counted steps
         self.step_elapsed_time = 0.0  # seconds of the step that is running
@@ -388,9 +386,6 @@ class EngineTimers:
             if self.tokens_per_sample is not None:
                 parts.append(f", tokens/s={rate * self.tokens_per_sample:.4g}")
         return "".join(parts)
-
-
-# -- memory
 
 
 class MemoryReport(NamedTuple):

@@ -8,7 +8,17 @@ from deepspeed_c.utils import groups
 from deepspeed_c.utils.groups import *
 from deepspeed_c.utils.init_on_device import OnDevice
 from deepspeed_c.utils.nvtx import instrument_w_nvtx
-from deepspeed_c.zero.access import (
+from deepspeed_c.zero.layout.leaf import (
+    get_z3_leaf_modules,
+    set_z3_leaf_module,
+    set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+    unset_z3_leaf_modules,
+    z3_leaf_module,
+    z3_leaf_parameter,
+)
+from deepspeed_c.zero.states.access import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
@@ -22,16 +32,6 @@ from deepspeed_c.zero.access import (
     safe_set_local_grad,
     safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
-)
-from deepspeed_c.zero.leaf import (
-    get_z3_leaf_modules,
-    set_z3_leaf_module,
-    set_z3_leaf_modules,
-    set_z3_leaf_modules_by_name,
-    set_z3_leaf_modules_by_suffix,
-    unset_z3_leaf_modules,
-    z3_leaf_module,
-    z3_leaf_parameter,
 )
 
 __all__ = [  # noqa: PLE0604  (they are strings)

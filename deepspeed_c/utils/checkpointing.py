@@ -1,6 +1,8 @@
-"""DeepSpeed's switches for activation checkpointing, for callers that set them up front (Lightning): what is on by a switch comes with a later version.
+"""DeepSpeed's switches for activation checkpointing, for callers that set them up front (Lightning): what is on by a
+switch comes with a later version.
 
-Activations are checkpointed by ``torch.utils.checkpoint``, and by ``gradient_checkpointing_enable()`` of a model of transformers, at every stage.
+Activations are checkpointed by ``torch.utils.checkpoint``, and by ``gradient_checkpointing_enable()`` of a model of
+transformers, at every stage.
 """
 
 from __future__ import annotations
@@ -34,9 +36,12 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Accepts a set-up in which every switch is off; ``num_checkpoints`` tunes one of them. Raises FeatureError for a switch that is on.
+    """Accepts a set-up in which every switch is off; ``num_checkpoints`` tunes one of them.
 
-    ``deepspeed_config``: a configuration (a dict, or a path) whose section ``activation_checkpointing`` holds the switches that are not given.
+    Raises FeatureError for a switch that is on.
+
+    ``deepspeed_config``: a configuration (a dict, or a path) whose section ``activation_checkpointing`` holds the
+    switches that are not given.
     """
     global _is_configured
     section = {}

@@ -1,7 +1,8 @@
 """Who this rank works with, under the names of ``deepspeed.utils.groups``.
 
-Ranks are data-parallel in this version: there is one group of them, or that of the ``mpu`` which ``deepspeed_c.initialize`` was given. A tensor, sequence or
-model-parallel size is 1 wherever it is asked for, and a group of such ranks is an error.
+The answers are those of the mesh (``comm/mesh.py``) that the process was told of last: by ``deepspeed_c.initialize``,
+or by ``initialize`` here. An engine never asks: it has its own. Without one all ranks are data-parallel. A group of
+ranks that this version does not make is an error.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from deepspeed_c import comm
+from deepspeed_c.comm.mesh import DATA, Mesh, mesh_of_mpu
 from deepspeed_c.errors import FeatureError
 
 __all__ = [
@@ -27,8 +29,8 @@ __all__ = [
     "set_tensor_model_parallel_world_size",
 ]
 
-# What the process was told last; other code (Megatron's, accelerate's) asks for it without an engine at hand.
-mpu: Any = None
+# Other code (Megatron's, accelerate's) asks without an engine at hand.
+_told: list[Mesh] = []
 
 
 def _later(what: str, where: str) -> FeatureError:
@@ -38,21 +40,33 @@ def _later(what: str, where: str) -> FeatureError:
 
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:
-    """Tells what to answer from: ``mpu`` is an object with ``get_data_parallel_group()`` and its kin, None for all ranks.
+    """Tells what to answer from: ``mpu`` is an object with ``get_data_parallel_group()`` and its kin, None for all
+    ranks.
 
     Raises FeatureError unless ``ep_size`` is 1.
     """
     if ep_size != 1:
         raise _later("expert", "initialize(ep_size=...)")
-    globals()["mpu"] = mpu
+    tell(None if mpu is None else mesh_of_mpu(mpu))
 
 
-# -- data parallelism -------------------------------------------------------------------------------------------------
+def tell(mesh: Mesh | None) -> None:
+    """From now on answers come from ``mesh``; None: all ranks are data-parallel."""
+    _told[:] = [] if mesh is None else [mesh]
+
+
+def _size(axis: str) -> int:
+    return _told[0].size(axis) if _told else 1
+
+
+def _rank(axis: str) -> int:
+    return _told[0].index(axis) if _told else 0
 
 
 def get_data_parallel_group() -> Any:
     """The ranks that hold copies, or shards, of the same model."""
-    return comm.get_world_group() if mpu is None else mpu.get_data_parallel_group()
+    group = _told[0].along(*DATA).group if _told else None
+    return comm.get_world_group() if group is None else group
 
 
 def get_data_parallel_world_size() -> int:
@@ -78,15 +92,29 @@ _get_data_parallel_world_size = _get_sequence_data_parallel_world_size = get_dat
 _get_data_parallel_rank = _get_sequence_data_parallel_rank = get_data_parallel_rank
 
 
-# -- parallelism of other kinds: one rank each ------------------------------------------------------------------------
+def _get_zero_param_intra_parallel_group() -> Any:
+    """None, which means all ranks: parameters have no secondary shards (hpZ)."""
+    return None
+
+
+def _get_zero_param_intra_parallel_rank_in_mygroup() -> int:
+    return comm.get_rank()
+
+
+def _get_zero_param_intra_parallel_group_world_size() -> int:
+    return comm.get_world_size()
+
+
+def _get_zero_param_intra_parallel_group_ranks() -> list[int]:
+    return list(range(comm.get_world_size()))
 
 
 def get_tensor_model_parallel_world_size() -> int:
-    return 1
+    return _size("tp")
 
 
 def get_tensor_model_parallel_rank() -> int:
-    return 0
+    return _rank("tp")
 
 
 def get_tensor_model_parallel_src_rank() -> int:
@@ -122,5 +150,12 @@ def _get_sequence_parallel_group() -> Any:
 
 
 get_model_parallel_world_size = _get_model_parallel_world_size = get_tensor_model_parallel_world_size
-_get_sequence_parallel_world_size = get_tensor_model_parallel_world_size
-get_model_parallel_rank = _get_sequence_parallel_rank = get_tensor_model_parallel_rank
+get_model_parallel_rank = get_tensor_model_parallel_rank
+
+
+def _get_sequence_parallel_world_size() -> int:
+    return _size("sp")
+
+
+def _get_sequence_parallel_rank() -> int:
+    return _rank("sp")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from typing_extensions import Self
 
@@ -13,13 +16,36 @@ __all__ = ["OnDevice"]
 class OnDevice:
     """Context in which modules and tensors are made on ``device``, and in ``dtype`` where they are of floating point.
 
-    What is made with a device or dtype of its own keeps it. ``enabled=False`` makes the context do nothing. Raises StateError when it is entered
-    while it is open.
+    What is made with a device or dtype of its own keeps it. ``enabled=False`` makes the context do nothing. Raises
+    StateError when it is entered while it is open.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device | str = "meta", enabled: bool = True) -> None:
         self.dtype, self.device, self.enabled = dtype, device, enabled
         self._outer: tuple[torch.device, torch.dtype] | None = None
+
+    def fp_tensor_constructor(
+        self, fn: Callable[..., torch.Tensor], target_fp_dtype: torch.dtype
+    ) -> Callable[..., torch.Tensor]:
+        """``fn`` with this context's device where it is called without one, and with what it makes of floating point
+        cast to ``target_fp_dtype``.
+        """
+
+        def construct(*args: Any, **kwargs: Any) -> torch.Tensor:
+            if kwargs.get("device") is None:
+                kwargs["device"] = self.device
+            tensor = fn(*args, **kwargs)
+            return tensor.to(target_fp_dtype) if tensor.is_floating_point() else tensor
+
+        return construct
+
+    def get_new_tensor_fn_for_dtype(self, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+        """A function (class, *sizes) that makes an empty tensor of ``dtype`` on this context's device."""
+
+        def construct(cls: type, *sizes: Any) -> torch.Tensor:
+            return torch.empty(0, dtype=dtype, device=self.device).new_empty(*sizes)
+
+        return construct
 
     def __enter__(self) -> Self:
         if self.enabled:

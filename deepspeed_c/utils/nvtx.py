@@ -14,7 +14,9 @@ __all__ = ["instrument_w_nvtx"]
 
 
 def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
-    """``func`` within a range of its name, for profilers that listen (NVTX on CUDA); plain while ``torch.compile`` traces it."""
+    """``func`` within a range of its name, for profilers that listen (NVTX on CUDA); plain while ``torch.compile``
+    traces it.
+    """
 
     @functools.wraps(func)
     def instrumented(*args: Any, **kwargs: Any) -> Any:

@@ -16,10 +16,12 @@ from deepspeed_c import comm
 from deepspeed_c.accelerator import get_accelerator
 from deepspeed_c.errors import StateError
 from deepspeed_c.profile.timers import see_memory_usage
-from deepspeed_c.utils import groups
-from deepspeed_c.zero.sharded import ZeroParamStatus
+from deepspeed_c.utils import gradients, groups
+from deepspeed_c.utils.gradients import *
+from deepspeed_c.zero.weights.param import ZeroParamStatus
 
-__all__ = [
+__all__ = [  # noqa: PLE0604  (they are strings)
+    *gradients.__all__,
     "align_dense_tensors",
     "call_to_str",
     "clip_grad_norm_",
@@ -37,7 +39,6 @@ __all__ = [
     "get_only_unique_item",
     "get_tensor_bytes",
     "get_weight_norm",
-    "is_model_parallel_parameter",
     "mask_nan_or_inf_with_val_inplace",
     "memory_status",
     "move_to_device",
@@ -46,9 +47,6 @@ __all__ = [
     "see_memory_usage",
     "set_random_seed",
 ]
-
-
-# -- tensors in lists, tuples and dictionaries --------------------------------------------------------------------------
 
 
 def _map(item: Any, function: Callable[[Any], Any], is_leaf: Callable[[Any], bool]) -> Any:
@@ -62,12 +60,17 @@ def _map(item: Any, function: Callable[[Any], Any], is_leaf: Callable[[Any], boo
 
 
 def copy_to_device(item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool]) -> Any:
-    """``item`` (a tensor, or lists, tuples and dictionaries of them) with what fits the criterion copied to ``device``, the rest as it is."""
+    """``item`` (a tensor, or lists, tuples and dictionaries of them) with what fits the criterion copied to ``device``,
+    the rest as it is.
+    """
     return _map(item, lambda tensor: tensor.to(device), criterion_func)
 
 
 def move_to_device(item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool] | None = None) -> Any:
-    """``item`` with its tensors on ``device``. With a criterion, what fits is moved in place (a parameter stays the same object) and the rest stays."""
+    """``item`` with its tensors on ``device``.
+
+    With a criterion, what fits is moved in place (a parameter stays the same object) and the rest stays.
+    """
     if criterion_func is None:
         return _map(item, lambda tensor: tensor.to(device), torch.is_tensor)
 
@@ -114,21 +117,15 @@ def mask_nan_or_inf_with_val_inplace(
     input.masked_fill_(~torch.isfinite(input), val)
 
 
-# -- norms --------------------------------------------------------------------------------------------------------------
-
-
 def get_global_norm(norm_list: Iterable[float]) -> float:
     """The L2 norm of what has these L2 norms in parts."""
     return math.hypot(*norm_list)
 
 
-def is_model_parallel_parameter(p: torch.Tensor) -> bool:
-    """Whether Megatron has marked the parameter as one of which each rank holds another part."""
-    return bool(getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False))
-
-
 def _norm(tensors: Sequence[torch.Tensor], norm_type: float, group: Any) -> torch.Tensor:
-    """The norm of all tensors as one vector, over the ranks of ``group`` if there is one: an fp32 scalar where the first tensor lies; -1 for inf and NaN."""
+    """The norm of all tensors as one vector, over the ranks of ``group`` if there is one: an fp32 scalar where the
+    first tensor lies; -1 for inf and NaN.
+    """
     device = tensors[0].device if tensors else torch.device(get_accelerator().current_device_name())
     norms = [torch.linalg.vector_norm(t.detach(), norm_type, dtype=torch.float32).to(device) for t in tensors]
     total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), device=device)
@@ -159,7 +156,8 @@ def get_global_norm_of_tensors(
 ) -> torch.Tensor:
     """The norm of the tensors as one vector, a scalar tensor; -1 for inf and NaN.
 
-    With ``mpu`` over its model-parallel ranks, with ``moe_ep_group`` over that group too. ``use_graph`` changes nothing.
+    With ``mpu`` over its model-parallel ranks, with ``moe_ep_group`` over that group too. ``use_graph`` changes
+    nothing.
     """
     total = _norm(input_tensors, float(norm_type), _model_parallel(mpu))
     return total if moe_ep_group is None else _norm([total], float(norm_type), moe_ep_group)
@@ -173,7 +171,9 @@ def clip_tensors_by_global_norm(
     eps: float = 1e-6,
     use_graph: bool = False,
 ) -> float | torch.Tensor:
-    """Scales the tensors, in place, so that their global norm is at most ``max_norm``; returns the norm before. ``use_graph`` changes nothing.
+    """Scales the tensors, in place, so that their global norm is at most ``max_norm``; returns the norm before.
+
+    ``use_graph`` changes nothing.
 
     A norm that is inf or NaN (-1) leaves them as they are.
     """
@@ -188,10 +188,11 @@ def clip_tensors_by_global_norm(
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2, mpu: Any = None
 ) -> torch.Tensor:
-    """Scales the ``grad`` of the parameters, in place, so that their norm is at most ``max_norm``; returns the norm before, a scalar tensor.
+    """Scales the ``grad`` of the parameters, in place, so that their norm is at most ``max_norm``; returns the norm
+    before, a scalar tensor.
 
-    The norm is over model-parallel ranks (with ``mpu``) and the mean over data-parallel ones. For parameters that no engine trains: an engine keeps no
-    ``grad`` and clips by its configuration.
+    The norm is over model-parallel ranks (with ``mpu``) and the mean over data-parallel ones. For parameters that no
+    engine trains: an engine keeps no ``grad`` and clips by its configuration.
     """
     parameters = [parameters] if torch.is_tensor(parameters) else list(parameters)
     with_grad = [p for p in parameters if p.grad is not None]
@@ -212,11 +213,10 @@ def get_weight_norm(parameters: torch.Tensor | Iterable[torch.Tensor], norm_type
     return _norm(_counted(parameters, mpu), float(norm_type), _model_parallel(mpu)).item()
 
 
-# -- parameters ---------------------------------------------------------------------------------------------------------
-
-
 def filter_empty_parameters(params: Any) -> Any:
-    """A list of parameters, or of parameter groups, without parameters that have no elements and groups that have none left."""
+    """A list of parameters, or of parameter groups, without parameters that have no elements and groups that have none
+    left.
+    """
     if not isinstance(params, (list, tuple)) or not params:
         return params
     if not isinstance(params[0], dict):
@@ -230,16 +230,15 @@ def get_inactive_params(param_list: Iterable[torch.Tensor]) -> list[torch.Tensor
     return [p for p in param_list if getattr(p, "ds_status", None) is ZeroParamStatus.NOT_AVAILABLE]
 
 
-# -- numbers ------------------------------------------------------------------------------------------------------------
-
-
 def prefix_sum_inc(weights: Iterable[float]) -> list[float]:
     """The sums of the first 1, 2, ... weights."""
     return list(accumulate(weights))
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Where ``num_parts`` runs of items begin, and the last one ends: each of as many items as the others, the first ones of one more where it must be."""
+    """Where ``num_parts`` runs of items begin, and the last one ends: each of as many items as the others, the first
+    ones of one more where it must be.
+    """
     if num_items <= num_parts:
         return [min(part, num_items) for part in range(num_parts + 1)]
     each, more = divmod(num_items, num_parts)
@@ -259,9 +258,6 @@ def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
     return f"{base}({', '.join([*map(repr, args), *(f'{key}={value!r}' for key, value in kwargs.items())])})"
 
 
-# -- the process --------------------------------------------------------------------------------------------------------
-
-
 def set_random_seed(seed: int) -> None:
     """Seeds the generators of Python, torch and, where it is installed, numpy."""
     random.seed(seed)
@@ -279,7 +275,9 @@ def ensure_directory_exists(filename: str) -> None:
 
 
 def get_checkpoint_folder_size(save_dir: str, tag: str, local_rank: int | None = None) -> int:
-    """Bytes of the files below ``save_dir/tag``: on rank 0 the sum of what the ranks see whose ``local_rank`` is 0, one a host. Collective."""
+    """Bytes of the files below ``save_dir/tag``: on rank 0 the sum of what the ranks see whose ``local_rank`` is 0, one
+    a host. Collective.
+    """
     size = 0
     if local_rank == 0:
         for folder, _, files in os.walk(os.path.join(save_dir, tag)):
@@ -290,7 +288,10 @@ def get_checkpoint_folder_size(save_dir: str, tag: str, local_rank: int | None =
 
 
 def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
-    """Prints what the device's allocator holds, on rank ``print_rank`` or all ranks (-1). ``reset_max`` begins the peaks anew before."""
+    """Prints what the device's allocator holds, on rank ``print_rank`` or all ranks (-1).
+
+    ``reset_max`` begins the peaks anew before.
+    """
     rank = comm.get_rank() if comm.is_initialized() else 0
     if print_rank not in (-1, rank):
         return

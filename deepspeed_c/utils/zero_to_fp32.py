@@ -1,4 +1,6 @@
-"""fp32 weights from a checkpoint of ours or of DeepSpeed, under the names by which DeepSpeed offers them, and the program of that name."""
+"""fp32 weights from a checkpoint of ours or of DeepSpeed, under the names by which DeepSpeed offers them, and the
+program of that name.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,9 @@ from typing import Any
 
 import torch
 
-from deepspeed_c.checkpoint.export import Weight, export, weights_of
 from deepspeed_c.checkpoint.open import open_checkpoint
 from deepspeed_c.checkpoint.source import Read, Source
+from deepspeed_c.checkpoint.tools.export import Weight, export, weights_of
 from deepspeed_c.errors import CheckpointError, DeepSpeedCError
 from deepspeed_c.logging import logger
 
@@ -72,15 +74,17 @@ class LazyTensor:
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> OrderedDict[str, Any]:
-    """The whole model's state dict from a checkpoint: parameters in fp32, from their masters; half-precision buffers in fp32, others as they are.
+    """The whole model's state dict from a checkpoint: parameters in fp32, from their masters; half-precision buffers in
+    fp32, others as they are.
 
     Args:
-        checkpoint_dir: what ``save_checkpoint`` was given, or the folder of a tag; ours or DeepSpeed's, any stage and world size.
-        tag: default: what the file ``latest`` names.
+        checkpoint_dir: what ``save_checkpoint`` was given, or the folder of a tag; ours or DeepSpeed's, any stage and
+            world size. tag: default: what the file ``latest`` names.
         exclude_frozen_parameters: leave out what was not trained.
         lazy_mode: give :class:`LazyTensor` in the place of tensors, which are read one by one by ``contiguous()``.
 
-    Tied weights are there under all their names, as one tensor. Without ``lazy_mode`` the model is in host memory, once. Raises CheckpointError.
+    Tied weights are there under all their names, as one tensor. Without ``lazy_mode`` the model is in host memory,
+    once. Raises CheckpointError.
     """
     opened = _Open(open_checkpoint(checkpoint_dir, tag))
     source = opened.source
@@ -96,7 +100,9 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
 
 def to_torch_tensor(state_dict: OrderedDict[str, Any], return_empty_tensor: bool = False) -> OrderedDict[str, Any]:
-    """Tensors in the place of lazy ones, each read once; ``return_empty_tensor`` gives them their shape and dtype without values or memory."""
+    """Tensors in the place of lazy ones, each read once; ``return_empty_tensor`` gives them their shape and dtype
+    without values or memory.
+    """
     read: dict[int, torch.Tensor] = {}
     tensors: OrderedDict[str, torch.Tensor] = OrderedDict()
     for name, lazy in state_dict.items():
@@ -118,7 +124,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Writes the fp32 weights of a checkpoint into ``output_dir`` as Hugging Face lays them out, with a bounded part of them in memory.
+    """Writes the fp32 weights of a checkpoint into ``output_dir`` as Hugging Face lays them out, with a bounded part of
+    them in memory.
 
     Args:
         checkpoint_dir, tag, exclude_frozen_parameters: as for ``get_fp32_state_dict_from_zero_checkpoint``.
@@ -142,7 +149,10 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def load_state_dict_from_zero_checkpoint(
     model: torch.nn.Module, checkpoint_dir: str, tag: str | None = None
 ) -> torch.nn.Module:
-    """Moves ``model`` to the CPU, loads the fp32 weights of a checkpoint into it and returns it. Names that only one of them has are left alone."""
+    """Moves ``model`` to the CPU, loads the fp32 weights of a checkpoint into it and returns it.
+
+    Names that only one of them has are left alone.
+    """
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     model = model.cpu()
     missing, unexpected = model.load_state_dict(state, strict=False)
@@ -151,27 +161,36 @@ def load_state_dict_from_zero_checkpoint(
     return model
 
 
-# -- the files of DeepSpeed's layout ------------------------------------------------------------------------------------
-
-
 def get_model_state_file(checkpoint_dir: str, zero_stage: int) -> str:
-    """Path of rank 0's model states in a tag's folder of DeepSpeed's layout. Raises FileNotFoundError where it is not."""
+    """Path of rank 0's model states in a tag's folder of DeepSpeed's layout.
+
+    Raises FileNotFoundError where it is not.
+    """
     name = "zero_pp_rank_0_mp_rank_00_model_states.pt" if zero_stage == 3 else "mp_rank_00_model_states.pt"
     return get_checkpoint_files(checkpoint_dir, name)[0]
 
 
 def get_optim_files(checkpoint_dir: str) -> list[str]:
-    """Paths of the optimizer states in a tag's folder of DeepSpeed's layout, by rank. Raises FileNotFoundError where there are none."""
+    """Paths of the optimizer states in a tag's folder of DeepSpeed's layout, by rank.
+
+    Raises FileNotFoundError where there are none.
+    """
     return get_checkpoint_files(checkpoint_dir, "*_optim_states.pt")
 
 
 def get_model_state_files(checkpoint_dir: str) -> list[str]:
-    """Paths of the model states in a tag's folder of DeepSpeed's layout, by rank. Raises FileNotFoundError where there are none."""
+    """Paths of the model states in a tag's folder of DeepSpeed's layout, by rank.
+
+    Raises FileNotFoundError where there are none.
+    """
     return get_checkpoint_files(checkpoint_dir, "*_model_states.pt")
 
 
 def get_checkpoint_files(checkpoint_dir: str, glob_pattern: str) -> list[str]:
-    """Paths in ``checkpoint_dir`` that match, numbers in their names in the order of their values. Raises FileNotFoundError where there are none."""
+    """Paths in ``checkpoint_dir`` that match, numbers in their names in the order of their values.
+
+    Raises FileNotFoundError where there are none.
+    """
     if not os.path.isdir(checkpoint_dir):
         raise FileNotFoundError(f"{checkpoint_dir} is no folder")
     found = glob.glob(os.path.join(glob.escape(checkpoint_dir), glob_pattern))
@@ -183,11 +202,10 @@ def get_checkpoint_files(checkpoint_dir: str, glob_pattern: str) -> list[str]:
     return sorted(found, key=lambda path: [int(p) if p.isdigit() else p for p in re.split(r"([0-9]+)", path)])
 
 
-# -- the program --------------------------------------------------------------------------------------------------------
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs ``zero_to_fp32.py`` with ``argv`` (default: ``sys.argv[1:]``); 0 when the weights are written, 1 with the reason on stderr when not."""
+    """Runs ``zero_to_fp32.py`` with ``argv`` (default: ``sys.argv[1:]``); 0 when the weights are written, 1 with the
+    reason on stderr when not.
+    """
     parser = argparse.ArgumentParser(
         prog="zero_to_fp32.py", description="Writes the fp32 weights of a checkpoint of deepspeed_c or DeepSpeed."
     )

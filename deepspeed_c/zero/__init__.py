@@ -1,4 +1,5 @@
-"""ZeRO: model states sharded over the data-parallel ranks. The names are DeepSpeed's, each imported when it is first used."""
+"""ZeRO: model states sharded over the data-parallel ranks. The names are DeepSpeed's, each imported when it is first
+used."""
 
 from __future__ import annotations
 
@@ -6,32 +7,34 @@ import importlib
 from typing import Any
 
 _NAMES = {
-    "GatheredParameters": "gathered",
-    "register_external_parameter": "gathered",
-    "unregister_external_parameter": "gathered",
-    "unwrap_model_for_generation": "gathered",
-    "DeepSpeedTensorOverride": "partition_parameters",
-    "Init": "partition_parameters",
-    "ZeroParamStatus": "sharded",
-    "ZeroParamType": "sharded",
-    "estimate_zero2_model_states_mem_needs": "estimate",
-    "estimate_zero2_model_states_mem_needs_all_cold": "estimate",
-    "estimate_zero2_model_states_mem_needs_all_live": "estimate",
-    "estimate_zero3_model_states_mem_needs": "estimate",
-    "estimate_zero3_model_states_mem_needs_all_cold": "estimate",
-    "estimate_zero3_model_states_mem_needs_all_live": "estimate",
+    "GatheredParameters": "weights.gathered",
+    "register_external_parameter": "weights.gathered",
+    "unregister_external_parameter": "weights.gathered",
+    "unwrap_model_for_generation": "weights.gathered",
+    "DeepSpeedTensorOverride": "weights.init",
+    "Init": "weights.init",
+    "ZeroParamStatus": "weights.param",
+    "ZeroParamType": "weights.param",
 }
+_NAMES.update(
+    {
+        f"estimate_zero{stage}_model_states_mem_needs{kind}": ".compat.zero_estimate"
+        for stage in (2, 3)
+        for kind in ("", "_all_cold", "_all_live")
+    }
+)
 
-_MODULES = ("partition_parameters",)
+# What DeepSpeed has as a module here.
+_MODULES = {"partition_parameters": "weights.init"}
 
 __all__ = [*_NAMES, *_MODULES]  # noqa: PLE0604  (they are strings)
 
 
 def __getattr__(name: str) -> Any:
     if name in _NAMES:
-        value = getattr(importlib.import_module(f"{__name__}.{_NAMES[name]}"), name)
+        value = getattr(importlib.import_module(f".{_NAMES[name]}", __name__), name)
     elif name in _MODULES:
-        value = importlib.import_module(f"{__name__}.{name}")
+        value = importlib.import_module(f".{_MODULES[name]}", __name__)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value

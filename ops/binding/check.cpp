@@ -1,6 +1,7 @@
 /* The checks behind check.h, and where the accelerator's library is found. */
 #include "check.h"
 
+#include <atomic>
 #include <dlfcn.h>
 
 namespace dsc {
@@ -24,8 +25,8 @@ void Checker::begin(const TensorList &list, const char *name, int index)
         return;
     }
     if (!is_free_ && static_cast<size_t>(list.size()) != references_.size())
-        fail(DSC_EINVAL, where(name, index, -1) + " has " + std::to_string(list.size()) + " tensors, but " + first_name_ + " has " +
-                             std::to_string(references_.size()));
+        fail(DSC_EINVAL, where(name, index, -1) + " has " + std::to_string(list.size()) + " tensors, but " +
+                             first_name_ + " has " + std::to_string(references_.size()));
 }
 
 View Checker::read_one(AtenTensorHandle tensor, const char *name, int index, int64_t i, int32_t *dtype)
@@ -36,12 +37,13 @@ View Checker::read_one(AtenTensorHandle tensor, const char *name, int index, int
         fail(DSC_EINVAL, where(name, index, i) + " is sparse; a dense tensor is needed");
     if (*dtype < 0) {
         if (to_dsc_dtype(view.dtype) < 0)
-            fail(DSC_EINVAL,
-                 where(name, index, i) + " is of " + dtype_name(view.dtype) + "; float32, bfloat16 and float16 are supported");
+            fail(DSC_EINVAL, where(name, index, i) + " is of " + dtype_name(view.dtype) +
+                                 "; float32, bfloat16 and float16 are supported");
         *dtype = view.dtype;
     }
     if (view.dtype != *dtype)
-        fail(DSC_EINVAL, where(name, index, i) + " is of " + dtype_name(view.dtype) + ", the tensors before it of " + dtype_name(*dtype));
+        fail(DSC_EINVAL, where(name, index, i) + " is of " + dtype_name(view.dtype) + ", the tensors before it of " +
+                             dtype_name(*dtype));
     check_device(tensor, view, name, index, i);
     check_length(tensor, view, name, index, i);
     return view;
@@ -55,8 +57,9 @@ void Checker::check_device(AtenTensorHandle tensor, const View &view, const char
         device_index_ = view.device_index;
     }
     if (view.device_type != device_type_ || view.device_index != device_index_)
-        fail(DSC_EINVAL, where(name, index, i) + " is on " + device_name(view.device_type) + ":" + std::to_string(view.device_index) +
-                             ", the tensors before it on " + device_name(device_type_) + ":" + std::to_string(device_index_));
+        fail(DSC_EINVAL, where(name, index, i) + " is on " + device_name(view.device_type) + ":" +
+                             std::to_string(view.device_index) + ", the tensors before it on " +
+                             device_name(device_type_) + ":" + std::to_string(device_index_));
 }
 
 View Checker::read_code_tensor(AtenTensorHandle tensor, const char *name, int index, int64_t i, dsc_q8_code code)
@@ -65,8 +68,8 @@ View Checker::read_code_tensor(AtenTensorHandle tensor, const char *name, int in
     const View view = view_of(tensor);
 
     if (!view.is_strided || view.dtype != wanted)
-        fail(DSC_EINVAL, where(name, index, i) + " is " + (view.is_strided ? "of " : "sparse, of ") + dtype_name(view.dtype) +
-                             "; dense codes of " + dtype_name(wanted) + " are needed");
+        fail(DSC_EINVAL, where(name, index, i) + " is " + (view.is_strided ? "of " : "sparse, of ") +
+                             dtype_name(view.dtype) + "; dense codes of " + dtype_name(wanted) + " are needed");
     check_device(tensor, view, name, index, i);
     check_length(tensor, view, name, index, i);
     return view;
@@ -77,8 +80,9 @@ View Checker::read_f32_tensor(AtenTensorHandle tensor, const char *name, int ind
     const View view = view_of(tensor);
 
     if (!view.is_strided || !view.is_contiguous || view.dtype != aoti_torch_dtype_float32() || view.n_elems != n_elems)
-        fail(DSC_EINVAL, where(name, index, i) + " has " + std::to_string(view.n_elems) + " elements of " + dtype_name(view.dtype) + "; " +
-                             std::to_string(n_elems) + " contiguous ones of float32 are needed");
+        fail(DSC_EINVAL, where(name, index, i) + " has " + std::to_string(view.n_elems) + " elements of " +
+                             dtype_name(view.dtype) + "; " + std::to_string(n_elems) +
+                             " contiguous ones of float32 are needed");
     check_device(tensor, view, name, index, i);
     return view;
 }
@@ -116,13 +120,17 @@ void Checker::check_length(AtenTensorHandle tensor, const View &view, const char
     }
     const auto at = static_cast<size_t>(i);
     if (view.n_elems != n_elems_[at])
-        fail(DSC_EINVAL, where(name, index, i) + " has " + std::to_string(view.n_elems) + " elements, but " + first_name_ + "[" +
-                             std::to_string(i) + "] has " + std::to_string(n_elems_[at]));
-    /* Elementwise work needs the same order in memory, not one order in particular: channels_last weights pass as they are. */
+        fail(DSC_EINVAL, where(name, index, i) + " has " + std::to_string(view.n_elems) + " elements, but " +
+                             first_name_ + "[" + std::to_string(i) + "] has " + std::to_string(n_elems_[at]));
+    /*
+     * Elementwise work needs the same order in memory, not one order in particular: channels_last weights pass as they
+     * are.
+     */
     if (view.is_contiguous && is_contiguous_[at])
         return;
     if (!has_same_dense_layout(references_[at], tensor))
-        fail(DSC_EINVAL, where(name, index, i) + " has other strides than " + first_name_ + "[" + std::to_string(i) + "]");
+        fail(DSC_EINVAL,
+             where(name, index, i) + " has other strides than " + first_name_ + "[" + std::to_string(i) + "]");
 }
 
 struct dsc_span Checker::read_first(const Tensor &tensor, const char *name, int index)
@@ -171,24 +179,25 @@ const std::string &module_dir()
     return dir;
 }
 
+namespace {
+
+std::atomic<void (*)()> size_pool{nullptr};
+
+}  // namespace
+
+void on_unsized_pool(void (*size)())
+{
+    size_pool = size;
+}
+
 struct dsc_par pool_par()
 {
     struct dsc_par par;
 
+    if (dsc_pool_n_threads() == 0 && size_pool != nullptr)
+        size_pool.load()();
     check(dsc_pool_par(&par), "deepspeed_c");
     return par;
-}
-
-const struct dsc_accel &cuda_accel()
-{
-    static const struct dsc_accel *accel = [] {
-        const struct dsc_accel *opened = nullptr;
-
-        check(dsc_accel_open("cuda", module_dir().c_str(), &opened), "deepspeed_c on CUDA tensors");
-        return opened;
-    }();
-
-    return *accel;
 }
 
 }  // namespace dsc

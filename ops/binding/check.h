@@ -13,17 +13,17 @@
 namespace dsc {
 
 /*
- * Checks the tensors of one operator call against one another. The first list (or tensor) that is read fixes the device and the
- * lengths, and each later one has to match it; nothing has been written when one does not. A mismatch is a ValueError that names the operator,
- * the argument and both values.
+ * Checks the tensors of one operator call against one another. The first list (or tensor) that is read fixes the device
+ * and the lengths, and each later one has to match it; nothing has been written when one does not. A mismatch is a
+ * ValueError that names the operator, the argument and both values.
  */
 class Checker {
   public:
     explicit Checker(const char *op) : op_(op) {}
 
     /*
-     * Reads argument number `index` of the schema: calls visit(i, data, n_elems) for each tensor and returns the dtype that all of them
-     * share, DSC_DTYPE_F32 for an empty list.
+     * Reads argument number `index` of the schema: calls visit(i, data, n_elems) for each tensor and returns the dtype
+     * that all of them share, DSC_DTYPE_F32 for an empty list.
      */
     template <class Visit>
     dsc_dtype read(const TensorList &list, const char *name, int index, Visit visit)
@@ -41,8 +41,8 @@ class Checker {
     }
 
     /*
-     * Reads 8-bit codes of optimizer states (signed: int8, unsigned: uint8), and the f32 scales of their blocks, one tensor of
-     * dsc_q8_n_scales(elements) each. Both belong to the tensors of the first list.
+     * Reads 8-bit codes of optimizer states (signed: int8, unsigned: uint8), and the f32 scales of their blocks, one
+     * tensor of dsc_q8_n_scales(elements) each. Both belong to the tensors of the first list.
      */
     template <class Visit>
     void read_codes(const TensorList &list, const char *name, int index, dsc_q8_code code, Visit visit)
@@ -59,7 +59,10 @@ class Checker {
             visit(i, read_f32_tensor(list[i], name, index, i, dsc_q8_n_scales(n_elems_[static_cast<size_t>(i)])).data);
     }
 
-    /* Single contiguous host tensors: codes, whose dtype says which, to be read first; and f32 elements on the same device. */
+    /*
+     * Single contiguous host tensors: codes, whose dtype says which, to be read first; and f32 elements on the same
+     * device.
+     */
     View read_first_codes(const Tensor &tensor, const char *name, int index, dsc_q8_code *out_code);
     View read_f32(const Tensor &tensor, const char *name, int index, int64_t n_elems);
 
@@ -74,6 +77,7 @@ class Checker {
     AtenTensorHandle like() const { return like_; }
     bool is_empty() const { return like_ == nullptr; }
     bool is_on_cpu() const { return is_cpu(device_type_); }
+    int32_t device_type() const { return device_type_; }
     int32_t device_index() const { return device_index_; }
 
   private:
@@ -90,18 +94,42 @@ class Checker {
     int32_t device_type_ = 0;
     int32_t device_index_ = 0;
     const char *first_name_ = nullptr;
-    bool has_lengths_ = false;                 /* the first list has been read to its end */
-    bool is_free_ = false;                     /* lengths do not matter */
-    std::vector<AtenTensorHandle> references_; /* the tensors of the first list; kept alive by the caller's TensorList */
+    bool has_lengths_ = false; /* the first list has been read to its end */
+    bool is_free_ = false;     /* lengths do not matter */
+    std::vector<AtenTensorHandle>
+        references_; /* the tensors of the first list; kept alive by the caller's TensorList */
     std::vector<int64_t> n_elems_;
     std::vector<bool> is_contiguous_;
 };
 
-/* The parallel-for of the process's pool (dsc/pool.h). Operators run without the GIL. ValueError when an environment variable asks for no size. */
+/*
+ * The parallel-for of the process's pool (dsc/pool.h). Operators run without the GIL. Fails as what on_unsized_pool was
+ * given does.
+ */
 struct dsc_par pool_par();
 
-/* The vtable of libdsc_cuda.so, which lies beside this module; opened once. NotImplementedError where there is none or no device. */
-const struct dsc_accel &cuda_accel();
+/*
+ * Runs a checked call where its tensors are: host(par) with the pool's parallel-for, or device(accel, stream) with the
+ * table of their accelerator on torch's current stream, the device being current. Both give a status. Results and
+ * scratch on the device are to be made in device().
+ */
+template <class Host, class Device>
+void run(const Checker &checker, const char *op, Host host, Device device)
+{
+    if (checker.is_on_cpu()) {
+        const struct dsc_par par = pool_par();
+
+        check(host(&par), op);
+        return;
+    }
+    const int32_t accelerator = accelerator_of(checker.device_type());
+
+    if (accelerator < 0)
+        fail(DSC_ENOTSUP, std::string(op) + ": the tensors are on no device that this build has operators for");
+    const DeviceScope scope(accelerator, checker.device_index());
+
+    check(device(open_accel(accelerator), scope.stream()), op);
+}
 
 /* The folder of this module. */
 const std::string &module_dir();

@@ -1,4 +1,4 @@
-/* Tensors, lists and the current CUDA stream, in terms of torch's C shim. */
+/* Tensors, lists and the current stream of a device, in terms of torch's C shim. */
 #include "dsc_torch.h"
 
 #include "check.h"
@@ -6,6 +6,7 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <atomic>
 #include <string>
 
 namespace dsc {
@@ -56,7 +57,8 @@ bool has_same_dense_layout(AtenTensorHandle a, AtenTensorHandle b)
     if (n_dims != other_dims || !std::equal(sizes, sizes + n_dims, other_sizes))
         return false;
 
-    std::vector<std::pair<int64_t, int64_t>> dims; /* (stride, size), of the dimensions that have more than one element */
+    std::vector<std::pair<int64_t, int64_t>>
+        dims; /* (stride, size), of the dimensions that have more than one element */
     for (int64_t i = 0; i < n_dims; i++) {
         if (sizes[i] == 1)
             continue;
@@ -72,6 +74,79 @@ bool has_same_dense_layout(AtenTensorHandle a, AtenTensorHandle b)
         expected *= size;
     }
     return true;
+}
+
+namespace {
+
+using CurrentStream = AOTITorchError (*)(int32_t, void **);
+
+struct Accelerator {
+    const char *name;
+    int32_t (*device_type)();
+    const char *library; /* torch's own for this device */
+    const char *current_stream;
+    std::atomic<CurrentStream> found{nullptr};
+    std::atomic<const struct dsc_accel *> table{nullptr};
+};
+
+Accelerator accelerators[] = {
+#define DSC_ACCEL_BUILTIN(name, entry)
+#define DSC_ACCEL_LIBRARY(name, file, key) \
+    {#name, aoti_torch_device_type_##name, "libtorch_" #name ".so", "aoti_torch_get_current_" #name "_stream"},
+#include "dsc/accelerators.inc"
+#undef DSC_ACCEL_BUILTIN
+#undef DSC_ACCEL_LIBRARY
+};
+
+/* A CPU build of torch does not have the symbol: it is looked up where tensors of the device exist, and never linked.
+ */
+CurrentStream find_current_stream(Accelerator &accelerator)
+{
+    CurrentStream found = accelerator.found;
+
+    if (found != nullptr)
+        return found;
+    void *library = dlopen(accelerator.library, RTLD_NOW | RTLD_NOLOAD);
+    void *symbol = library == nullptr ? nullptr : dlsym(library, accelerator.current_stream);
+
+    if (symbol == nullptr)
+        fail(DSC_ENOTSUP, std::string(accelerator.name) + " tensors need torch's " + accelerator.library +
+                              ", which is not loaded in this process");
+    found = reinterpret_cast<CurrentStream>(symbol);
+    accelerator.found = found;
+    return found;
+}
+
+}  // namespace
+
+int32_t accelerator_of(int32_t device_type)
+{
+    int32_t i = 0;
+
+    for (const Accelerator &accelerator : accelerators) {
+        if (accelerator.device_type() == device_type)
+            return i;
+        i++;
+    }
+    return -1;
+}
+
+const struct dsc_accel &open_accel(int32_t accelerator)
+{
+    Accelerator &entry = accelerators[accelerator];
+    const struct dsc_accel *table = entry.table;
+
+    if (table == nullptr) {
+        check(dsc_accel_open(entry.name, module_dir().c_str(), &table),
+              (std::string("deepspeed_c on ") + entry.name + " tensors").c_str());
+        entry.table = table; /* the same, whichever thread has opened it first */
+    }
+    return *table;
+}
+
+DeviceScope::DeviceScope(int32_t accelerator, int32_t device_index) : guard_(device_index)
+{
+    check_shim(find_current_stream(accelerators[accelerator])(device_index, &stream_), "get_current_stream");
 }
 
 int64_t elem_bytes_of(int32_t torch_dtype)
@@ -96,10 +171,11 @@ const char *dtype_name(int32_t torch_dtype)
         int32_t (*code)();
         const char *name;
     } names[] = {
-        {aoti_torch_dtype_float32, "float32"}, {aoti_torch_dtype_bfloat16, "bfloat16"}, {aoti_torch_dtype_float16, "float16"},
-        {aoti_torch_dtype_float64, "float64"}, {aoti_torch_dtype_int64, "int64"},       {aoti_torch_dtype_int32, "int32"},
-        {aoti_torch_dtype_int16, "int16"},     {aoti_torch_dtype_int8, "int8"},         {aoti_torch_dtype_uint8, "uint8"},
-        {aoti_torch_dtype_bool, "bool"},
+        {aoti_torch_dtype_float32, "float32"}, {aoti_torch_dtype_bfloat16, "bfloat16"},
+        {aoti_torch_dtype_float16, "float16"}, {aoti_torch_dtype_float64, "float64"},
+        {aoti_torch_dtype_int64, "int64"},     {aoti_torch_dtype_int32, "int32"},
+        {aoti_torch_dtype_int16, "int16"},     {aoti_torch_dtype_int8, "int8"},
+        {aoti_torch_dtype_uint8, "uint8"},     {aoti_torch_dtype_bool, "bool"},
     };
 
     for (const auto &entry : names)
@@ -112,8 +188,8 @@ const char *device_name(int32_t device_type)
 {
     if (device_type == aoti_torch_device_type_cpu())
         return "cpu";
-    if (device_type == aoti_torch_device_type_cuda())
-        return "cuda";
+    if (accelerator_of(device_type) >= 0)
+        return accelerators[accelerator_of(device_type)].name;
     if (device_type == aoti_torch_device_type_meta())
         return "meta";
     return "another device";
@@ -156,30 +232,6 @@ void TensorList::release() noexcept
     handles_.clear();
 }
 
-namespace {
-
-using CurrentStream = AOTITorchError (*)(int32_t, void **);
-
-/* libtorch_cuda has this symbol and a CPU build of torch does not: it is looked up where CUDA tensors exist, and never linked. */
-CurrentStream find_current_stream()
-{
-    void *library = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
-    void *symbol = library == nullptr ? nullptr : dlsym(library, "aoti_torch_get_current_cuda_stream");
-
-    if (symbol == nullptr)
-        fail(DSC_ENOTSUP, "CUDA tensors need torch's libtorch_cuda.so, which is not loaded in this process");
-    return reinterpret_cast<CurrentStream>(symbol);
-}
-
-}  // namespace
-
-CudaScope::CudaScope(int32_t device_index) : guard_(device_index)
-{
-    static const CurrentStream current_stream = find_current_stream();
-
-    check_shim(current_stream(device_index, &stream_), "get_current_cuda_stream");
-}
-
 Tensor new_f64(AtenTensorHandle like, std::initializer_list<int64_t> sizes, bool is_zeroed)
 {
     AtenTensorHandle owned = nullptr;
@@ -189,7 +241,8 @@ Tensor new_f64(AtenTensorHandle like, std::initializer_list<int64_t> sizes, bool
     const torch::headeronly::IntHeaderOnlyArrayRef shape(sizes.begin(), sizes.size());
     constexpr auto f64 = torch::headeronly::ScalarType::Double;
 
-    return is_zeroed ? torch::stable::new_zeros(reference, shape, f64) : torch::stable::new_empty(reference, shape, f64);
+    return is_zeroed ? torch::stable::new_zeros(reference, shape, f64)
+                     : torch::stable::new_empty(reference, shape, f64);
 }
 
 double *f64_data(const Tensor &tensor)

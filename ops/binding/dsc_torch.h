@@ -1,4 +1,5 @@
-/* The only file that names PyTorch: tensors, lists of tensors and operator registration, over the LibTorch stable ABI. */
+/* The only file that names PyTorch: tensors, lists of tensors and operator registration, over the LibTorch stable ABI.
+ */
 #ifndef DSC_TORCH_H
 #define DSC_TORCH_H
 
@@ -33,7 +34,10 @@ View view_of(AtenTensorHandle tensor);
 /* Bytes of an element, of any dtype that torch has. */
 int64_t elem_bytes_of(int32_t torch_dtype);
 
-/* True when the two have the same strides and these leave no gap and no overlap: then memory order is as good as element order. */
+/*
+ * True when the two have the same strides and these leave no gap and no overlap: then memory order is as good as
+ * element order.
+ */
 bool has_same_dense_layout(AtenTensorHandle a, AtenTensorHandle b);
 
 /* -1 for a dtype that the cores have no number for. */
@@ -43,8 +47,8 @@ const char *device_name(int32_t device_type);
 bool is_cpu(int32_t device_type);
 
 /*
- * A list argument. It holds a reference to each tensor for the call, as std::vector<Tensor> would, without the shared_ptr around each: a step over many
- * small tensors is bound by what a tensor costs here.
+ * A list argument. It holds a reference to each tensor for the call, as std::vector<Tensor> would, without the
+ * shared_ptr around each: a step over many small tensors is bound by what a tensor costs here.
  */
 class TensorList {
   public:
@@ -65,10 +69,19 @@ class TensorList {
     std::vector<AtenTensorHandle> handles_;
 };
 
-/* Makes a CUDA device current for its lifetime, and says which stream torch is on. */
-class CudaScope {
+/* The accelerators of dsc/accelerators.inc that torch has tensors on. -1: a device type of none of them. */
+int32_t accelerator_of(int32_t device_type);
+
+/*
+ * The table of an accelerator, whose library lies beside this module; opened once. NotImplementedError where there is
+ * no library or no device.
+ */
+const struct dsc_accel &open_accel(int32_t accelerator);
+
+/* Makes a device current for its lifetime, and says which stream torch is on. */
+class DeviceScope {
   public:
-    explicit CudaScope(int32_t device_index);
+    DeviceScope(int32_t accelerator, int32_t device_index);
 
     void *stream() const { return stream_; }
 
@@ -85,15 +98,19 @@ double *f64_data(const Tensor &tensor);
 
 template <>
 struct torch::stable::detail::ToImpl<dsc::TensorList> {
-    static dsc::TensorList call(StableIValue value, uint64_t, bool) {
+    static dsc::TensorList call(StableIValue value, uint64_t, bool)
+    {
         return dsc::TensorList(torch::stable::detail::to<StableListHandle>(value));
     }
 };
 
-/* Operators of the namespace deepspeed_c: schemas, and one implementation that serves host and CUDA tensors. */
+/*
+ * Operators of the namespace deepspeed_c: schemas, and one implementation that serves host tensors and those of every
+ * accelerator.
+ */
 #define DSC_OPS(m) STABLE_TORCH_LIBRARY_FRAGMENT(deepspeed_c, m)
 #define DSC_OPS_CPU(m) STABLE_TORCH_LIBRARY_IMPL(deepspeed_c, CPU, m)
-#define DSC_OPS_CUDA(m) STABLE_TORCH_LIBRARY_IMPL(deepspeed_c, CUDA, m)
+#define DSC_OPS_ON(key, m) STABLE_TORCH_LIBRARY_IMPL(deepspeed_c, key, m)
 #define DSC_BOX(function) TORCH_BOX(function)
 
 #endif

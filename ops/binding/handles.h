@@ -1,8 +1,17 @@
-/* What module.cpp calls: one function a handles_*.cpp file, each adding its classes and functions to the module. */
+/* What module.cpp calls: one function a handles_*.cpp file, each adding its classes and functions to the module. The
+ * build parses this file once for all of them. */
 #ifndef DSC_HANDLES_H
 #define DSC_HANDLES_H
 
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
 
 namespace dsc {
 
@@ -13,6 +22,9 @@ void bind_scaler(pybind11::module_ &m);
 void bind_ckpt(pybind11::module_ &m);
 void bind_aio(pybind11::module_ &m);
 void bind_build(pybind11::module_ &m);
+
+/* check.cpp has size called, without the GIL, by an operator that finds the pool without a size. */
+void on_unsized_pool(void (*size)());
 
 }  // namespace dsc
 

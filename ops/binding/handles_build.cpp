@@ -1,4 +1,4 @@
-/* What was built, by what, which optimizers it has, which instruction set runs here, and on how many threads. */
+/* What was built, by what, which instruction set runs here, and on how many threads. */
 #include "handles.h"
 
 #include "dsc/dsc.h"
@@ -7,8 +7,8 @@
 #include <pybind11/stl.h>
 
 #include <optional>
+#include <stdexcept>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -40,25 +40,46 @@ void force_isa(const std::optional<std::string> &name)
     dsc::check(dsc_cpu_isa_force(name.has_value() ? name->c_str() : nullptr), "cpu_isa_force");
 }
 
-std::vector<std::tuple<std::string, int32_t, bool>> optim_kinds()
+/*
+ * The function of deepspeed_c that says how many threads there shall be. Never freed: operators may run until the
+ * process has gone.
+ */
+py::object *decide = nullptr;
+
+/* With the GIL. What decide raises becomes an exception that both torch's pybind11 and ours know. */
+int32_t ask_for_size()
 {
-    std::vector<std::tuple<std::string, int32_t, bool>> kinds;
-
-    for (int32_t i = 0;; i++) {
-        const struct dsc_optim_kind *kind = dsc_optim_at(i);
-
-        if (kind == nullptr)
-            return kinds;
-        kinds.emplace_back(dsc_optim_name(kind), dsc_optim_n_states(kind), dsc_optim_needs_norms(kind));
+    if (decide == nullptr)
+        dsc::fail(DSC_ESTATE, "nobody has said how many threads a pass over host memory has: pool_decided_by");
+    try {
+        return (*decide)().cast<int32_t>();
+    } catch (py::error_already_set &error) {
+        if (error.matches(PyExc_ValueError))
+            throw std::invalid_argument(py::str(error.value()).cast<std::string>());
+        throw std::runtime_error(error.what());
     }
+}
+
+/* Of an operator, which runs without the GIL. Another thread may have come first. */
+void size_pool()
+{
+    const py::gil_scoped_acquire gil;
+
+    if (dsc_pool_n_threads() == 0)
+        dsc::check(dsc_pool_resize(ask_for_size()), "the thread pool");
+}
+
+void pool_decided_by(const py::object &function)
+{
+    decide = new py::object(function);
+    dsc::on_unsized_pool(&size_pool);
 }
 
 int32_t pool_n_threads()
 {
-    int32_t n_threads = 0;
+    const int32_t n_threads = dsc_pool_n_threads();
 
-    dsc::check(dsc_pool_n_threads(&n_threads), "pool_n_threads");
-    return n_threads;
+    return n_threads != 0 ? n_threads : ask_for_size();
 }
 
 void pool_resize(int32_t n_threads)
@@ -70,7 +91,8 @@ py::dict build_info()
 {
     py::dict info;
 
-    info["version"] = std::to_string(DSC_VERSION_MAJOR) + "." + std::to_string(DSC_VERSION_MINOR) + "." + std::to_string(DSC_VERSION_PATCH);
+    info["version"] = std::to_string(DSC_VERSION_MAJOR) + "." + std::to_string(DSC_VERSION_MINOR) + "." +
+                      std::to_string(DSC_VERSION_PATCH);
     info["compiler"] = std::string(DSC_BUILD_COMPILER) + " " + __VERSION__;
     info["torch_target_version"] = DSC_BUILD_TORCH_TARGET;
     info["torch_built_with"] = DSC_BUILD_TORCH;
@@ -90,14 +112,22 @@ void dsc::bind_build(py::module_ &m)
 {
     m.def("cpu_isa", &isa_name, "The instruction set whose loops run, by name.");
     m.def("cpu_isas", &isas, "[(name, whether this processor runs it)] of the instruction sets that this build has.");
-    m.def("cpu_isa_force", &force_isa, py::arg("name"),
-          "Forces an instruction set by name for the whole process (tests and benchmarks); None goes back to the automatic choice.");
-    m.def("pool_n_threads", &pool_n_threads,
-          "Threads that share a pass over host memory: of the pool in use, or of the one that would be started now (dsc/pool.h). ValueError for a bad "
-          "DSC_NUM_THREADS or LOCAL_WORLD_SIZE.");
-    m.def("pool_n_workers", &dsc_pool_n_workers, "Threads that the pool has started: 0 before the first work that is worth sharing.");
-    m.def("pool_resize", &pool_resize, py::arg("n_threads"), py::call_guard<py::gil_scoped_release>(),
-          "Sets the pool's size for the whole process (tests and benchmarks); 0 goes back to the automatic one. Waits for work in progress.");
-    m.def("optim_kinds", &optim_kinds, "[(name, state slots, whether it needs norms)] of the optimizers that this build has.");
-    m.def("build_info", &build_info, "How this module was built: version, compiler, torch, whether the CUDA library was made.");
+    m.def(
+        "cpu_isa_force", &force_isa, py::arg("name"),
+        "Forces an instruction set by name for the whole process; None goes back to the automatic choice. NotImplementedError for one that cannot run here.");
+    m.def(
+        "pool_n_threads", &pool_n_threads,
+        "Threads that share a pass over host memory: of the pool in use, or of the one that would be started now. Raises what pool_decided_by's function does.");
+    m.def(
+        "pool_decided_by", &pool_decided_by, py::arg("function"),
+        "Has this function say how many threads the pool gets, at the first operator on host tensors and whenever the size is 0. A ValueError of it is one of "
+        "the operator.");
+    m.def("pool_n_workers", &dsc_pool_n_workers,
+          "Threads that the pool has started: 0 before the first work that is worth sharing.");
+    m.def(
+        "pool_resize", &pool_resize, py::arg("n_threads"), py::call_guard<py::gil_scoped_release>(),
+        "Sets the pool's size for the whole process; 0 has pool_decided_by's function asked again. Waits for work in progress.");
+    m.attr("POOL_MAX_THREADS") = DSC_POOL_MAX_THREADS;
+    m.def("build_info", &build_info,
+          "How this module was built: version, compiler, torch, whether the CUDA library was made.");
 }

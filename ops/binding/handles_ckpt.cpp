@@ -1,8 +1,12 @@
-/* What checkpoints need below their format, as Python objects: checksums, reshape plans, an atomic swap of names, block files. */
+/*
+ * What checkpoints need below their format, as Python objects: checksums, reshape plans, an atomic swap of names, block
+ * files.
+ */
 #include "handles.h"
 
 #include "dsc/aio.h"
 #include "dsc/ckpt.h"
+#include "path.h"
 #include "status.h"
 
 #include <pybind11/stl.h>
@@ -44,33 +48,21 @@ std::vector<int64_t> ints_of(const py::handle &object, const char *name, const c
     std::vector<int64_t> ints(bytes.n_bytes() / sizeof(int64_t));
 
     if (bytes.n_bytes() % sizeof(int64_t) != 0)
-        dsc::fail(DSC_EINVAL, std::string(op) + ": " + name + " has " + std::to_string(bytes.n_bytes()) + " bytes, which are no whole int64 numbers");
+        dsc::fail(DSC_EINVAL, std::string(op) + ": " + name + " has " + std::to_string(bytes.n_bytes()) +
+                                  " bytes, which are no whole int64 numbers");
     if (!ints.empty())
         std::memcpy(ints.data(), bytes.data(), bytes.n_bytes());
     return ints;
 }
 
-/* A str, bytes or path object, as the system takes it. */
-class Path {
-  public:
-    explicit Path(py::object given) : given(std::move(given))
-    {
-        PyObject *encoded = nullptr;
-
-        if (PyUnicode_FSConverter(this->given.ptr(), &encoded) == 0)
-            throw py::error_already_set();
-        bytes = py::reinterpret_steal<py::bytes>(encoded);
-    }
-    const char *c_str() const { return bytes.c_str(); }
-
-    py::object given;
-    std::string bytes;
-};
+using dsc::Path;
 
 /* For what OSError chooses by the number: FileNotFoundError, PermissionError, ... */
-[[noreturn]] void raise_os_error(int error, const std::string &message, const py::object &path, const py::object &other_path = py::none())
+[[noreturn]] void raise_os_error(int error, const std::string &message, const py::object &path,
+                                 const py::object &other_path = py::none())
 {
-    const py::object exception = py::module_::import("builtins").attr("OSError")(error, message, path, py::none(), other_path);
+    const py::object exception =
+        py::module_::import("builtins").attr("OSError")(error, message, path, py::none(), other_path);
 
     PyErr_SetObject(reinterpret_cast<PyObject *>(Py_TYPE(exception.ptr())), exception.ptr());
     throw py::error_already_set();
@@ -117,7 +109,8 @@ uint32_t crc32c(const py::buffer &buffer, uint32_t crc)
     return dsc_crc32c(crc, bytes.data(), bytes.n_bytes());
 }
 
-py::object reshape_plan(const std::vector<int64_t> &shape, const py::buffer &pieces, int64_t n_pieces, const py::buffer &wanted)
+py::object reshape_plan(const std::vector<int64_t> &shape, const py::buffer &pieces, int64_t n_pieces,
+                        const py::buffer &wanted)
 {
     const char *const op = "reshape_plan";
     const std::vector<int64_t> piece_numbers = ints_of(pieces, "pieces", op);
@@ -127,21 +120,28 @@ py::object reshape_plan(const std::vector<int64_t> &shape, const py::buffer &pie
     int64_t n_runs = 0;
 
     if (shape.size() > DSC_RESHAPE_MAX_DIMS)
-        dsc::fail(DSC_EINVAL, std::string(op) + ": shape has " + std::to_string(shape.size()) + " dimensions, at most " +
-                                  std::to_string(DSC_RESHAPE_MAX_DIMS) + " are possible");
+        dsc::fail(DSC_EINVAL, std::string(op) + ": shape has " + std::to_string(shape.size()) +
+                                  " dimensions, at most " + std::to_string(DSC_RESHAPE_MAX_DIMS) + " are possible");
     if (wanted_numbers.size() != part_size)
         dsc::fail(DSC_EINVAL, std::string(op) + ": wanted has " + std::to_string(wanted_numbers.size()) + " numbers, " +
-                                  std::to_string(part_size) + " belong to " + std::to_string(shape.size()) + " dimensions");
-    if (n_pieces < 0 || piece_numbers.size() % part_size != 0 || piece_numbers.size() / part_size != static_cast<size_t>(n_pieces))
-        dsc::fail(DSC_EINVAL, std::string(op) + ": pieces has " + std::to_string(piece_numbers.size()) + " numbers, not " +
-                                  std::to_string(part_size) + " for each of " + std::to_string(n_pieces));
+                                  std::to_string(part_size) + " belong to " + std::to_string(shape.size()) +
+                                  " dimensions");
+    if (n_pieces < 0 || piece_numbers.size() % part_size != 0 ||
+        piece_numbers.size() / part_size != static_cast<size_t>(n_pieces))
+        dsc::fail(DSC_EINVAL, std::string(op) + ": pieces has " + std::to_string(piece_numbers.size()) +
+                                  " numbers, not " + std::to_string(part_size) + " for each of " +
+                                  std::to_string(n_pieces));
     {
         const py::gil_scoped_release release;
         const auto n_dims = static_cast<int32_t>(shape.size());
 
-        dsc::check(dsc_reshape_plan(shape.data(), n_dims, piece_numbers.data(), n_pieces, wanted_numbers.data(), 0, nullptr, &n_runs), op);
+        dsc::check(dsc_reshape_plan(shape.data(), n_dims, piece_numbers.data(), n_pieces, wanted_numbers.data(), 0,
+                                    nullptr, &n_runs),
+                   op);
         runs.resize(static_cast<size_t>(n_runs) + 1); /* never empty: NULL would ask for the number again */
-        dsc::check(dsc_reshape_plan(shape.data(), n_dims, piece_numbers.data(), n_pieces, wanted_numbers.data(), n_runs, runs.data(), &n_runs), op);
+        dsc::check(dsc_reshape_plan(shape.data(), n_dims, piece_numbers.data(), n_pieces, wanted_numbers.data(), n_runs,
+                                    runs.data(), &n_runs),
+                   op);
     }
 
     static_assert(sizeof(struct dsc_reshape_run) == 4 * sizeof(int64_t), "four numbers and no padding");
@@ -171,12 +171,14 @@ bool exchange_paths(py::object a, py::object b)
 size_t size_of(int64_t value, const char *name, const char *op)
 {
     if (value < 0)
-        dsc::fail(DSC_EINVAL, std::string(op) + ": " + name + " is " + std::to_string(value) + ", must not be negative");
+        dsc::fail(DSC_EINVAL,
+                  std::string(op) + ": " + name + " is " + std::to_string(value) + ", must not be negative");
     return static_cast<size_t>(value);
 }
 
 /* backend is borrowed. */
-struct dsc_block_config config_of(int64_t block_bytes, const std::string &backend, int64_t buffer_bytes, int32_t n_buffers, const char *op)
+struct dsc_block_config config_of(int64_t block_bytes, const std::string &backend, int64_t buffer_bytes,
+                                  int32_t n_buffers, const char *op)
 {
     struct dsc_block_config config = DSC_BLOCK_CONFIG_INIT;
 
@@ -206,15 +208,19 @@ std::vector<uint32_t> unpack_crcs(const py::buffer &packed, const char *op)
     std::vector<uint32_t> crcs(bytes.n_bytes() / 4);
 
     if (bytes.n_bytes() % 4 != 0)
-        dsc::fail(DSC_EINVAL, std::string(op) + ": crcs has " + std::to_string(bytes.n_bytes()) + " bytes, which are no whole uint32 numbers");
+        dsc::fail(DSC_EINVAL, std::string(op) + ": crcs has " + std::to_string(bytes.n_bytes()) +
+                                  " bytes, which are no whole uint32 numbers");
     for (size_t i = 0; i < crcs.size(); i++, p += 4)
-        crcs[i] = p[0] | static_cast<uint32_t>(p[1]) << 8 | static_cast<uint32_t>(p[2]) << 16 | static_cast<uint32_t>(p[3]) << 24;
+        crcs[i] = p[0] | static_cast<uint32_t>(p[1]) << 8 | static_cast<uint32_t>(p[2]) << 16 |
+                  static_cast<uint32_t>(p[3]) << 24;
     return crcs;
 }
 
 class BlockWriter {
   public:
-    BlockWriter(py::object path, int64_t block_bytes, const std::string &backend, int64_t buffer_bytes, int32_t n_buffers) : path_(std::move(path))
+    BlockWriter(py::object path, int64_t block_bytes, const std::string &backend, int64_t buffer_bytes,
+                int32_t n_buffers)
+        : path_(std::move(path))
     {
         const struct dsc_block_config config = config_of(block_bytes, backend, buffer_bytes, n_buffers, "BlockWriter");
         dsc_status status = DSC_OK;
@@ -232,7 +238,8 @@ class BlockWriter {
 
     void write(uintptr_t address, int64_t n_bytes)
     {
-        append(reinterpret_cast<const void *>(address), size_of(n_bytes, "n_bytes", "BlockWriter.write"), "BlockWriter.write");
+        append(reinterpret_cast<const void *>(address), size_of(n_bytes, "n_bytes", "BlockWriter.write"),
+               "BlockWriter.write");
     }
 
     void write_bytes(const py::buffer &buffer)
@@ -310,41 +317,46 @@ class BlockWriter {
     int64_t n_bytes_ = 0;
 };
 
-int64_t read_blocks(py::object path, int64_t n_bytes, int64_t block_bytes, const py::buffer &crcs, const py::buffer &copies, int64_t buffer_bytes,
-                    int32_t n_buffers, const std::string &backend)
+int64_t read_blocks(py::object path, int64_t n_bytes, int64_t block_bytes, const py::buffer &crcs,
+                    const py::buffer &copies, int64_t buffer_bytes, int32_t n_buffers, const std::string &backend)
 {
     const char *const op = "read_blocks";
     const Path file_path(std::move(path));
     const struct dsc_block_config config = config_of(block_bytes, backend, buffer_bytes, n_buffers, op);
     const std::vector<uint32_t> numbers = unpack_crcs(crcs, op);
     const std::vector<int64_t> triples = ints_of(copies, "copies", op);
-    const struct dsc_block_file file = {file_path.c_str(), n_bytes, numbers.empty() ? nullptr : numbers.data(), static_cast<int64_t>(numbers.size())};
+    const struct dsc_block_file file = {file_path.c_str(), n_bytes, numbers.empty() ? nullptr : numbers.data(),
+                                        static_cast<int64_t>(numbers.size())};
     std::vector<struct dsc_block_copy> list(triples.size() / 3);
     int64_t n_bytes_read = 0;
     int64_t bad_block = -1;
     dsc_status status = DSC_OK;
 
     if (triples.size() % 3 != 0)
-        dsc::fail(DSC_EINVAL, std::string(op) + ": copies has " + std::to_string(triples.size()) + " numbers, three belong to each");
+        dsc::fail(DSC_EINVAL, std::string(op) + ": copies has " + std::to_string(triples.size()) +
+                                  " numbers, three belong to each");
     for (size_t i = 0; i < list.size(); i++)
-        list[i] = {triples[3 * i], triples[3 * i + 1], reinterpret_cast<void *>(static_cast<uintptr_t>(triples[3 * i + 2]))};
+        list[i] = {triples[3 * i], triples[3 * i + 1],
+                   reinterpret_cast<void *>(static_cast<uintptr_t>(triples[3 * i + 2]))};
     {
         const py::gil_scoped_release release;
 
-        status = dsc_blocks_read(&file, &config, list.data(), static_cast<int64_t>(list.size()), &n_bytes_read, &bad_block);
+        status =
+            dsc_blocks_read(&file, &config, list.data(), static_cast<int64_t>(list.size()), &n_bytes_read, &bad_block);
     }
     check_file(status, op, file_path, bad_block);
     return n_bytes_read;
 }
 
-std::vector<int64_t> verify_blocks(py::object path, int64_t n_bytes, int64_t block_bytes, const py::buffer &crcs, int64_t buffer_bytes, int32_t n_buffers,
-                                   const std::string &backend)
+std::vector<int64_t> verify_blocks(py::object path, int64_t n_bytes, int64_t block_bytes, const py::buffer &crcs,
+                                   int64_t buffer_bytes, int32_t n_buffers, const std::string &backend)
 {
     const char *const op = "verify_blocks";
     const Path file_path(std::move(path));
     const struct dsc_block_config config = config_of(block_bytes, backend, buffer_bytes, n_buffers, op);
     const std::vector<uint32_t> numbers = unpack_crcs(crcs, op);
-    const struct dsc_block_file file = {file_path.c_str(), n_bytes, numbers.empty() ? nullptr : numbers.data(), static_cast<int64_t>(numbers.size())};
+    const struct dsc_block_file file = {file_path.c_str(), n_bytes, numbers.empty() ? nullptr : numbers.data(),
+                                        static_cast<int64_t>(numbers.size())};
     std::vector<int64_t> bad(numbers.size());
     int64_t n_bad = 0;
     dsc_status status = DSC_OK;
@@ -363,45 +375,56 @@ std::vector<int64_t> verify_blocks(py::object path, int64_t n_bytes, int64_t blo
 
 void dsc::bind_ckpt(py::module_ &m)
 {
-    block_error = PyErr_NewExceptionWithDoc("deepspeed_c._C.BlockError",
-                                            "A block of a file does not match its checksum. path: the file; block: index of the block.",
-                                            PyExc_ValueError, nullptr);
+    block_error = PyErr_NewExceptionWithDoc(
+        "deepspeed_c._C.BlockError",
+        "A block of a file does not match its checksum. path: the file; block: index of the block.", PyExc_ValueError,
+        nullptr);
     if (block_error == nullptr)
         throw py::error_already_set();
     m.attr("BlockError") = py::reinterpret_borrow<py::object>(block_error);
 
-    m.def("crc32c", &crc32c, py::arg("buffer"), py::arg("crc") = 0,
-          "CRC32C (Castagnoli, RFC 3720) of the bytes of a contiguous object of the buffer protocol, going on from crc. BufferError when it is not "
-          "contiguous. Other threads run meanwhile.");
-    m.def("reshape_plan", &reshape_plan, py::arg("shape"), py::arg("pieces"), py::arg("n_pieces"), py::arg("wanted"),
-          "How a part of a tensor of that shape is put together from the pieces that it was saved in (dsc/ckpt.h). A part is 2 * n_dims + 2 int64 "
-          "numbers: start[n_dims], size[n_dims], begin, n_elems; elements [begin, begin + n_elems) of that box in row-major order. pieces: n_pieces of "
-          "them in one buffer; wanted: one. Returns array('q') of four numbers a run: piece, first element in what the piece stores, first element in "
-          "what is wanted, number of elements; by piece and then by position. Lower pieces come first where pieces overlap. ValueError names a part "
-          "that does not fit, or the first element that no piece holds.");
-    m.def("exchange_paths", &exchange_paths, py::arg("a"), py::arg("b"),
-          "Swaps what two names stand for, atomically. False, and nothing done, where the kernel or file system cannot do it (or one lies inside "
-          "the other); OSError for all other reasons.");
-    py::class_<BlockWriter>(m, "BlockWriter",
-                            "Writes a new file from its beginning to its end at the disk's speed, and gives the CRC32C of each block_bytes of it (dsc/ckpt.h). "
-                            "The ring takes n_buffers * buffer_bytes of memory; backend is one of dsc/aio.h. For one thread at a time, any thread; others run "
-                            "meanwhile. What the system refuses is an OSError with errno and filename, once: from then on, and after finish, every call is a "
-                            "RuntimeError. A writer that goes away unfinished leaves its file behind, incomplete. FileExistsError when the file exists.")
-        .def(py::init<py::object, int64_t, const std::string &, int64_t, int32_t>(), py::arg("path"), py::arg("block_bytes"), py::arg("backend") = "auto",
-             py::arg("buffer_bytes") = 2 << 20, py::arg("n_buffers") = 8)
-        .def("write", &BlockWriter::write, py::arg("address"), py::arg("n_bytes"), "Appends n_bytes of memory from an address, borrowed for the call.")
-        .def("write_bytes", &BlockWriter::write_bytes, py::arg("buffer"), "Appends the bytes of a contiguous object of the buffer protocol.")
+    m.def(
+        "crc32c", &crc32c, py::arg("buffer"), py::arg("crc") = 0,
+        "CRC32C (Castagnoli, RFC 3720) of the bytes of a contiguous object of the buffer protocol, going on from crc. BufferError when it is not "
+        "contiguous. Other threads run meanwhile.");
+    m.def(
+        "reshape_plan", &reshape_plan, py::arg("shape"), py::arg("pieces"), py::arg("n_pieces"), py::arg("wanted"),
+        "How a part of a tensor of that shape is put together from the pieces that it was saved in (dsc/ckpt.h). A part is 2 * n_dims + 2 int64 "
+        "numbers: start[n_dims], size[n_dims], begin, n_elems; elements [begin, begin + n_elems) of that box in row-major order. pieces: n_pieces of "
+        "them in one buffer; wanted: one. Returns array('q') of four numbers a run: piece, first element in what the piece stores, first element in "
+        "what is wanted, number of elements; by piece and then by position. Lower pieces come first where pieces overlap. ValueError names a part "
+        "that does not fit, or the first element that no piece holds.");
+    m.def(
+        "exchange_paths", &exchange_paths, py::arg("a"), py::arg("b"),
+        "Swaps what two names stand for, atomically. False, and nothing done, where the kernel or file system cannot do it (or one lies inside "
+        "the other); OSError for all other reasons.");
+    py::class_<BlockWriter>(
+        m, "BlockWriter",
+        "Writes a new file from its beginning to its end at the disk's speed, and gives the CRC32C of each block_bytes of it (dsc/ckpt.h). "
+        "The ring takes n_buffers * buffer_bytes of memory; backend is one of dsc/aio.h. For one thread at a time, any thread; others run "
+        "meanwhile. What the system refuses is an OSError with errno and filename, once: from then on, and after finish, every call is a "
+        "RuntimeError. A writer that goes away unfinished leaves its file behind, incomplete. FileExistsError when the file exists.")
+        .def(py::init<py::object, int64_t, const std::string &, int64_t, int32_t>(), py::arg("path"),
+             py::arg("block_bytes"), py::arg("backend") = "auto", py::arg("buffer_bytes") = 2 << 20,
+             py::arg("n_buffers") = 8)
+        .def("write", &BlockWriter::write, py::arg("address"), py::arg("n_bytes"),
+             "Appends n_bytes of memory from an address, borrowed for the call.")
+        .def("write_bytes", &BlockWriter::write_bytes, py::arg("buffer"),
+             "Appends the bytes of a contiguous object of the buffer protocol.")
         .def_property_readonly("n_bytes", &BlockWriter::n_bytes, "Bytes given so far.")
-        .def("finish", &BlockWriter::finish,
-             "Writes what is left, syncs and closes the file. The CRC32C of each block in order, packed as little-endian uint32. The folder is not synced.")
+        .def(
+            "finish", &BlockWriter::finish,
+            "Writes what is left, syncs and closes the file. The CRC32C of each block in order, packed as little-endian uint32. The folder is not synced.")
         .def("abort", &BlockWriter::abort, "Closes the file and leaves it as it is. Nothing when that has been done.");
-    m.def("read_blocks", &read_blocks, py::arg("path"), py::arg("n_bytes"), py::arg("block_bytes"), py::arg("crcs"), py::arg("copies"),
-          py::arg("buffer_bytes") = 2 << 20, py::arg("n_buffers") = 8, py::arg("backend") = "auto",
-          "Reads parts of a file of n_bytes to memory at the disk's speed. copies: int64 triples (offset in the file, bytes, address) in any order. Each block that one of "
-          "them touches is read once and whole, checked against its CRC32C (crcs: little-endian uint32 of all blocks of the file; empty: no check) and then "
-          "copied from. Returns the bytes read from the file. BlockError for a block that does not match, of which nothing has been copied; OSError with errno and "
-          "filename for what the system reports, and EIO for a file of another length; ValueError names a copy that does not lie in the file.");
-    m.def("verify_blocks", &verify_blocks, py::arg("path"), py::arg("n_bytes"), py::arg("block_bytes"), py::arg("crcs"), py::arg("buffer_bytes") = 2 << 20,
-          py::arg("n_buffers") = 8, py::arg("backend") = "auto",
-          "Reads a whole file and lists the indices of the blocks that do not match their CRC32C. Errors as for read_blocks, except that a bad block is a result.");
+    m.def(
+        "read_blocks", &read_blocks, py::arg("path"), py::arg("n_bytes"), py::arg("block_bytes"), py::arg("crcs"),
+        py::arg("copies"), py::arg("buffer_bytes") = 2 << 20, py::arg("n_buffers") = 8, py::arg("backend") = "auto",
+        "Reads parts of a file of n_bytes to memory at the disk's speed. copies: int64 triples (offset in the file, bytes, address) in any order. Each block that one of "
+        "them touches is read once and whole, checked against its CRC32C (crcs: little-endian uint32 of all blocks of the file; empty: no check) and then "
+        "copied from. Returns the bytes read from the file. BlockError for a block that does not match, of which nothing has been copied; OSError with errno and "
+        "filename for what the system reports, and EIO for a file of another length; ValueError names a copy that does not lie in the file.");
+    m.def(
+        "verify_blocks", &verify_blocks, py::arg("path"), py::arg("n_bytes"), py::arg("block_bytes"), py::arg("crcs"),
+        py::arg("buffer_bytes") = 2 << 20, py::arg("n_buffers") = 8, py::arg("backend") = "auto",
+        "Reads a whole file and lists the indices of the blocks that do not match their CRC32C. Errors as for read_blocks, except that a bad block is a result.");
 }

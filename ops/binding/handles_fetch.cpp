@@ -1,4 +1,7 @@
-/* Gather plans and their runner (ZeRO stage 3) as Python objects: FetchPlan, Fetch, and two functions on traces. Integers in, integers out. */
+/*
+ * Gather plans and their runner (ZeRO stage 3) as Python objects: FetchPlan, Fetch, and two functions on traces.
+ * Integers in, integers out.
+ */
 #include "handles.h"
 
 #include "dsc/fetch.h"
@@ -42,8 +45,8 @@ std::vector<uint8_t> bytes_of(const Flags &flags)
 class FetchPlan {
   public:
     FetchPlan(Units steps, Elems unit_elems, int64_t max_live_elems, int64_t ahead_elems, int64_t max_reuse_elems)
-        : steps(std::move(steps)), unit_elems(std::move(unit_elems)), until(this->steps.size()), next_(this->steps.size()),
-          keep_(this->steps.size())
+        : steps(std::move(steps)), unit_elems(std::move(unit_elems)), until(this->steps.size()),
+          next_(this->steps.size()), keep_(this->steps.size())
     {
         const int32_t n_units = n_units_of(this->unit_elems.size(), "FetchPlan");
         Elems scratch(4 * this->steps.size() + 2 * this->unit_elems.size());
@@ -52,8 +55,8 @@ class FetchPlan {
         limits.max_live_elems = max_live_elems;
         limits.ahead_elems = ahead_elems;
         limits.max_reuse_elems = max_reuse_elems;
-        dsc::check(dsc_prefetch_plan(this->steps.data(), count_of(this->steps), this->unit_elems.data(), n_units, &limits, scratch.data(),
-                                     until.data(), next_.data(), keep_.data(), &peak_elems),
+        dsc::check(dsc_prefetch_plan(this->steps.data(), count_of(this->steps), this->unit_elems.data(), n_units,
+                                     &limits, scratch.data(), until.data(), next_.data(), keep_.data(), &peak_elems),
                    "FetchPlan");
     }
     FetchPlan(const FetchPlan &) = delete;
@@ -81,7 +84,8 @@ class Fetch {
   public:
     explicit Fetch(Elems unit_elems) : unit_elems_(std::move(unit_elems)), units_(unit_elems_.size())
     {
-        dsc::check(dsc_fetch_init(&fetch_, unit_elems_.data(), n_units_of(unit_elems_.size(), "Fetch"), units_.data()), "Fetch");
+        dsc::check(dsc_fetch_init(&fetch_, unit_elems_.data(), n_units_of(unit_elems_.size(), "Fetch"), units_.data()),
+                   "Fetch");
         dsc::check(dsc_trace_init(&record_, nullptr, nullptr, 0), "Fetch");
     }
     Fetch(const Fetch &) = delete;
@@ -93,11 +97,13 @@ class Fetch {
         std::vector<uint8_t> is_live(unit_elems_.size());
 
         if (plan->unit_elems != unit_elems_)
-            dsc::fail(DSC_EINVAL, "Fetch.begin: the plan was made for other units: " + std::to_string(plan->unit_elems.size()) +
-                                      " here are " + std::to_string(unit_elems_.size()) + ", or sizes differ");
+            dsc::fail(DSC_EINVAL,
+                      "Fetch.begin: the plan was made for other units: " + std::to_string(plan->unit_elems.size()) +
+                          " here are " + std::to_string(unit_elems_.size()) + ", or sizes differ");
         for (const int32_t unit : live) {
             if (unit < 0 || unit >= fetch_.n_units)
-                dsc::fail(DSC_EINVAL, "Fetch.begin: live unit " + std::to_string(unit) + " must be 0 to " + std::to_string(fetch_.n_units - 1));
+                dsc::fail(DSC_EINVAL, "Fetch.begin: live unit " + std::to_string(unit) + " must be 0 to " +
+                                          std::to_string(fetch_.n_units - 1));
             is_live[static_cast<size_t>(unit)] = 1;
         }
         actions_.resize(std::max(actions_.size(), 3 * plan->steps.size() + unit_elems_.size()));
@@ -137,8 +143,6 @@ class Fetch {
     }
 
     bool is_active() const { return fetch_.is_active; }
-    int64_t cursor() const { return fetch_.cursor; }
-    int64_t issued() const { return fetch_.issued; }
     int64_t n_unexpected() const { return fetch_.n_unexpected; }
     int64_t live_elems() const { return fetch_.live_elems; }
     int64_t peak_elems() const { return fetch_.peak_elems; }
@@ -155,7 +159,8 @@ class Fetch {
 
     std::pair<Units, Flags> record() const
     {
-        return {Units(record_.units, record_.units + record_.n_steps), Flags(record_.is_used, record_.is_used + record_.n_steps)};
+        return {Units(record_.units, record_.units + record_.n_steps),
+                Flags(record_.is_used, record_.is_used + record_.n_steps)};
     }
 
   private:
@@ -189,8 +194,8 @@ class Fetch {
     Units record_units_;
     std::vector<uint8_t> record_is_used_;
     std::shared_ptr<const FetchPlan> plan_;
-    struct dsc_fetch fetch_{};
-    struct dsc_trace record_{};
+    struct dsc_fetch fetch_ {};
+    struct dsc_trace record_ {};
 };
 
 Units trace_prune(Units units, const Flags &used, const Flags &may_drop)
@@ -198,23 +203,17 @@ Units trace_prune(Units units, const Flags &used, const Flags &may_drop)
     std::vector<uint8_t> is_used = bytes_of(used);
     const std::vector<uint8_t> is_droppable = bytes_of(may_drop);
     std::vector<uint8_t> scratch(may_drop.size());
-    struct dsc_trace trace{};
+    struct dsc_trace trace {};
 
     if (units.size() != used.size())
-        dsc::fail(DSC_EINVAL, "trace_prune: " + std::to_string(units.size()) + " units and " + std::to_string(used.size()) + " used flags");
+        dsc::fail(DSC_EINVAL, "trace_prune: " + std::to_string(units.size()) + " units and " +
+                                  std::to_string(used.size()) + " used flags");
     dsc::check(dsc_trace_init(&trace, units.data(), is_used.data(), count_of(units)), "trace_prune");
     trace.n_steps = count_of(units);
-    dsc::check(dsc_trace_prune(&trace, is_droppable.data(), n_units_of(may_drop.size(), "trace_prune"), scratch.data()), "trace_prune");
+    dsc::check(dsc_trace_prune(&trace, is_droppable.data(), n_units_of(may_drop.size(), "trace_prune"), scratch.data()),
+               "trace_prune");
     units.resize(static_cast<size_t>(trace.n_steps));
     return units;
-}
-
-int64_t trace_compare(Units a, Units b)
-{
-    const struct dsc_trace trace_a = {a.data(), nullptr, count_of(a), count_of(a)};
-    const struct dsc_trace trace_b = {b.data(), nullptr, count_of(b), count_of(b)};
-
-    return dsc_trace_compare(&trace_a, &trace_b);
 }
 
 }  // namespace
@@ -225,11 +224,12 @@ void dsc::bind_fetch(py::module_ &m)
         m, "FetchPlan",
         "When each step's gather unit is gathered, and whether it stays live until its next use (dsc/fetch.h). steps: unit of each use in "
         "order; unit_elems: elements of each unit; the limits are elements as well. ValueError names the bad entry.")
-        .def(py::init<Units, Elems, int64_t, int64_t, int64_t>(), py::arg("steps"), py::arg("unit_elems"), py::arg("max_live_elems"),
-             py::arg("ahead_elems"), py::arg("max_reuse_elems"))
+        .def(py::init<Units, Elems, int64_t, int64_t, int64_t>(), py::arg("steps"), py::arg("unit_elems"),
+             py::arg("max_live_elems"), py::arg("ahead_elems"), py::arg("max_reuse_elems"))
         .def_readonly("steps", &FetchPlan::steps)
         .def_property_readonly("n_steps", [](const FetchPlan &self) { return self.steps.size(); })
-        .def_readonly("until", &FetchPlan::until, "Before step i runs, the gathers of the steps below until[i] have been issued.")
+        .def_readonly("until", &FetchPlan::until,
+                      "Before step i runs, the gathers of the steps below until[i] have been issued.")
         .def_property_readonly("keep", &FetchPlan::keep, "Whether the unit of step i stays live until its next step.")
         .def_readonly("peak_elems", &FetchPlan::peak_elems, "The largest number of live elements at any step.");
 
@@ -242,25 +242,25 @@ void dsc::bind_fetch(py::module_ &m)
         .def("begin", &Fetch::begin, py::arg("plan").none(false), py::arg("live") = Units(),
              "Begins a pass. live: units that are live already; the same on all ranks.")
         .def("use", &Fetch::use, py::arg("unit"), "The unit is going to be used now: what to do first.")
-        .def("end", &Fetch::end, py::arg("keep_unit") = -1,
-             "Ends the pass: the gathers of the steps that are left, then all releases, except that of keep_unit (the same on all ranks).")
-        .def("abort", &Fetch::abort, "Gives the pass up: all releases, no gather, an empty record. Nothing outside a pass.")
+        .def(
+            "end", &Fetch::end, py::arg("keep_unit") = -1,
+            "Ends the pass: the gathers of the steps that are left, then all releases, except that of keep_unit (the same on all ranks).")
+        .def("abort", &Fetch::abort,
+             "Gives the pass up: all releases, no gather, an empty record. Nothing outside a pass.")
         .def_property_readonly("is_active", &Fetch::is_active, "Between begin and end.")
-        .def_property_readonly("cursor", &Fetch::cursor, "Steps of the plan that have been passed, the running one included.")
-        .def_property_readonly("issued", &Fetch::issued, "Steps of the plan whose gathers have been issued.")
         .def_property_readonly("n_unexpected", &Fetch::n_unexpected, "Uses of this pass that the plan did not have.")
         .def_property_readonly("live", &Fetch::live, "The live units, ascending; after end the one that was kept.")
         .def_property_readonly("live_elems", &Fetch::live_elems, "Their elements.")
         .def_property_readonly("peak_elems", &Fetch::peak_elems, "The largest live_elems of this pass.")
-        .def_property_readonly("record", &Fetch::record,
-                               "(units, used) of this pass, or of the last one: the steps passed in order, unexpected ones where they came.");
+        .def_property_readonly(
+            "record", &Fetch::record,
+            "(units, used) of this pass, or of the last one: the steps passed in order, unexpected ones where they came.");
     fetch.attr("GATHER") = static_cast<int>(DSC_FETCH_GATHER);
     fetch.attr("RELEASE") = static_cast<int>(DSC_FETCH_RELEASE);
     fetch.attr("STEP") = static_cast<int>(DSC_FETCH_STEP);
 
-    m.def("trace_prune", &trace_prune, py::arg("units"), py::arg("used"), py::arg("may_drop"),
-          "The steps that the next plan should have: without those that were not used and whose unit may be dropped (may_drop, one flag a unit) or "
-          "is used by another step, and without repetitions side by side. used has to be the same on all ranks: combine it with OR first.");
-    m.def("trace_compare", &trace_compare, py::arg("a"), py::arg("b"),
-          "The first step at which two sequences of units differ (the length of the shorter, if it begins the longer); -1 when they are equal.");
+    m.def(
+        "trace_prune", &trace_prune, py::arg("units"), py::arg("used"), py::arg("may_drop"),
+        "The steps that the next plan should have: without those that were not used and whose unit may be dropped (may_drop, one flag a unit) or "
+        "is used by another step, and without repetitions side by side. used has to be the same on all ranks: combine it with OR first.");
 }

@@ -28,8 +28,8 @@ std::tuple<std::vector<int32_t>, Bytes> tier_plan(const std::vector<Kind> &kinds
     Bytes held;
 
     if (kinds.size() > DSC_TIER_MAX_KINDS)
-        dsc::fail(DSC_EINVAL, "tier_plan: " + std::to_string(kinds.size()) + " kinds, at most " + std::to_string(DSC_TIER_MAX_KINDS) +
-                                  " can be planned");
+        dsc::fail(DSC_EINVAL, "tier_plan: " + std::to_string(kinds.size()) + " kinds, at most " +
+                                  std::to_string(DSC_TIER_MAX_KINDS) + " can be planned");
     for (size_t i = 0; i < kinds.size(); i++) {
         const auto &[held_bytes, link_bytes, disk_bytes, lowest, follows] = kinds[i];
 
@@ -41,17 +41,20 @@ std::tuple<std::vector<int32_t>, Bytes> tier_plan(const std::vector<Kind> &kinds
         given[i].lowest = lowest;
         given[i].follows = follows;
     }
-    dsc::check(dsc_tier_plan(given.data(), static_cast<int32_t>(given.size()), budget_bytes.data(), &plan), "tier_plan");
+    dsc::check(dsc_tier_plan(given.data(), static_cast<int32_t>(given.size()), budget_bytes.data(), &plan),
+               "tier_plan");
     for (size_t m = 0; m < DSC_N_TIERS; m++)
         held[m] = plan.held_bytes[m];
     return {std::vector<int32_t>(plan.tiers, plan.tiers + kinds.size()), held};
 }
 
-std::tuple<double, double> twin_flow_ratio(int64_t n_elems, double device_elems_per_s, double host_elems_per_s, double link_bytes_per_s,
-                                           double link_bytes_per_elem, int64_t state_bytes_per_elem, int64_t device_bytes)
+std::tuple<double, double> twin_flow_ratio(int64_t n_elems, double device_elems_per_s, double host_elems_per_s,
+                                           double link_bytes_per_s, double link_bytes_per_elem,
+                                           int64_t state_bytes_per_elem, int64_t device_bytes)
 {
-    const struct dsc_twin_flow flow = {n_elems,             device_elems_per_s,   host_elems_per_s, link_bytes_per_s,
-                                       link_bytes_per_elem, state_bytes_per_elem, device_bytes};
+    const struct dsc_twin_flow flow = {n_elems,          device_elems_per_s,  host_elems_per_s,
+                                       link_bytes_per_s, link_bytes_per_elem, state_bytes_per_elem,
+                                       device_bytes};
     double ratio = 0;
     double step_s = 0;
 
@@ -66,12 +69,15 @@ void dsc::bind_tier(py::module_ &m)
     m.attr("TIER_DEVICE") = DSC_TIER_DEVICE;
     m.attr("TIER_HOST") = DSC_TIER_HOST;
     m.attr("TIER_NVME") = DSC_TIER_NVME;
-    m.def("tier_plan", &tier_plan, py::arg("kinds"), py::arg("budget_bytes"),
-          "(tier of each kind, bytes held in each memory). A kind is (held_bytes[3][3], link_bytes, disk_bytes, lowest, follows), see "
-          "dsc/tier.h; budgets are of the device, the host and NVMe. Raises ValueError naming the bad entry, and MemoryError, which says what is "
-          "missing where, when no placement fits.");
-    m.def("twin_flow_ratio", &twin_flow_ratio, py::kw_only(), py::arg("n_elems"), py::arg("device_elems_per_s"), py::arg("host_elems_per_s"),
-          py::arg("link_bytes_per_s"), py::arg("link_bytes_per_elem"), py::arg("state_bytes_per_elem"), py::arg("device_bytes"),
-          "(part of the states that the host should update, 0..1; seconds that the step then takes): both sides done at the same time, or the "
-          "least part with which the rest fits device_bytes. Raises ValueError naming the argument that is out of range.");
+    m.def(
+        "tier_plan", &tier_plan, py::arg("kinds"), py::arg("budget_bytes"),
+        "(tier of each kind, bytes held in each memory). A kind is (held_bytes[3][3], link_bytes, disk_bytes, lowest, follows), see "
+        "dsc/tier.h; budgets are of the device, the host and NVMe. Raises ValueError naming the bad entry, and MemoryError, which says what is "
+        "missing where, when no placement fits.");
+    m.def(
+        "twin_flow_ratio", &twin_flow_ratio, py::kw_only(), py::arg("n_elems"), py::arg("device_elems_per_s"),
+        py::arg("host_elems_per_s"), py::arg("link_bytes_per_s"), py::arg("link_bytes_per_elem"),
+        py::arg("state_bytes_per_elem"), py::arg("device_bytes"),
+        "(part of the states that the host should update, 0..1; seconds that the step then takes): both sides done at the same time, or the "
+        "least part with which the rest fits device_bytes. Raises ValueError naming the argument that is out of range.");
 }

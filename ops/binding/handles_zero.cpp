@@ -1,4 +1,4 @@
-/* The ZeRO planners as Python objects: a layout, a bucket tracker, and two functions. Integers in, integers out. */
+/* The ZeRO planners as Python objects: a layout, a bucket tracker, and the even split. Integers in, integers out. */
 #include "handles.h"
 
 #include "dsc/zero.h"
@@ -30,8 +30,9 @@ class ZeroLayout {
     {
         int64_t n_buckets = 0;
 
-        dsc::check(dsc_layout_plan(this->sizes.data(), count_of(this->sizes), n_ranks, bucket_elems, align_elems, count_of(bucket_begin),
-                                   bucket_of.data(), offsets.data(), bucket_begin.data(), slice_elems.data(), &n_buckets, &flat_elems),
+        dsc::check(dsc_layout_plan(this->sizes.data(), count_of(this->sizes), n_ranks, bucket_elems, align_elems,
+                                   count_of(bucket_begin), bucket_of.data(), offsets.data(), bucket_begin.data(),
+                                   slice_elems.data(), &n_buckets, &flat_elems),
                    "ZeroLayout");
         bucket_begin.resize(static_cast<size_t>(n_buckets));
         slice_elems.resize(static_cast<size_t>(n_buckets));
@@ -52,9 +53,9 @@ class ZeroLayout {
         /* A NULL array asks for the count only, so an empty one must not look like that. */
         if (found.empty())
             found.resize(1);
-        dsc::check(dsc_shard_fragments(sizes.data(), count_of(sizes), bucket_of.data(), offsets.data(), bucket_begin.data(),
-                                       slice_elems.data(), count_of(bucket_begin), n_ranks, rank, static_cast<int64_t>(found.size()),
-                                       found.data(), &n),
+        dsc::check(dsc_shard_fragments(sizes.data(), count_of(sizes), bucket_of.data(), offsets.data(),
+                                       bucket_begin.data(), slice_elems.data(), count_of(bucket_begin), n_ranks, rank,
+                                       static_cast<int64_t>(found.size()), found.data(), &n),
                    "ZeroLayout.fragments");
         result.reserve(static_cast<size_t>(n));
         for (int64_t i = 0; i < n; i++) {
@@ -82,31 +83,48 @@ class BucketTracker {
     BucketTracker(Ints bucket_of, int64_t n_buckets) : bucket_of_(std::move(bucket_of)), is_marked_(bucket_of_.size())
     {
         if (n_buckets < 0)
-            dsc::fail(DSC_EINVAL, "BucketTracker: n_buckets is " + std::to_string(n_buckets) + ", must not be negative");
+            dsc::fail(DSC_EINVAL,
+                      "BucketTracker: n_buckets is " + std::to_string(n_buckets) + ", must not be negative");
         pending_.resize(static_cast<size_t>(n_buckets));
-        dsc::check(dsc_bucket_tracker_init(&tracker_, bucket_of_.data(), count_of(bucket_of_), n_buckets, pending_.data(),
-                                           is_marked_.data()),
+        states_.resize(static_cast<size_t>(n_buckets));
+        dsc::check(dsc_bucket_tracker_init(&tracker_, bucket_of_.data(), count_of(bucket_of_), n_buckets,
+                                           pending_.data(), is_marked_.data(), states_.data()),
                    "BucketTracker");
     }
     BucketTracker(const BucketTracker &) = delete;
     BucketTracker &operator=(const BucketTracker &) = delete;
 
-    bool mark(int64_t param)
+    int32_t mark(int64_t param)
     {
-        bool is_late = false;
+        int32_t time = 0;
 
-        dsc::check(dsc_bucket_tracker_mark(&tracker_, param, &is_late), "BucketTracker.mark");
-        return is_late;
+        dsc::check(dsc_bucket_tracker_mark(&tracker_, param, &time), "BucketTracker.mark");
+        return time;
     }
 
-    int64_t next(bool force) { return dsc_bucket_tracker_next(&tracker_, force); }
+    int64_t next(int32_t due) { return dsc_bucket_tracker_next(&tracker_, due); }
+
+    bool pass(int64_t bucket)
+    {
+        bool is_due = false;
+
+        dsc::check(dsc_bucket_tracker_pass(&tracker_, bucket, &is_due), "BucketTracker.pass_turn");
+        return is_due;
+    }
+
+    void set_waiting(int64_t bucket, bool waits)
+    {
+        dsc::check(dsc_bucket_tracker_set_waiting(&tracker_, bucket, waits), "BucketTracker.set_waiting");
+    }
+
     void reset() { dsc_bucket_tracker_reset(&tracker_); }
 
   private:
     Ints bucket_of_;
     Ints pending_;
     std::vector<uint8_t> is_marked_;
-    struct dsc_bucket_tracker tracker_{};
+    std::vector<uint8_t> states_;
+    struct dsc_bucket_tracker tracker_ {};
 };
 
 std::tuple<int64_t, int64_t> shard_range(int64_t n_elems, int32_t n_ranks, int32_t rank)
@@ -118,32 +136,14 @@ std::tuple<int64_t, int64_t> shard_range(int64_t n_elems, int32_t n_ranks, int32
     return {begin, end};
 }
 
-int32_t shard_owner(int64_t n_elems, int32_t n_ranks, int64_t element)
-{
-    int32_t rank = 0;
-
-    dsc::check(dsc_shard_owner_of(n_elems, n_ranks, element, &rank), "shard_owner");
-    return rank;
-}
-
-std::vector<int32_t> balance(const Ints &costs, int32_t n_ranks)
-{
-    std::vector<int32_t> rank_of(costs.size());
-    Ints scratch;
-
-    if (n_ranks > 0)
-        scratch.resize(costs.size() + static_cast<size_t>(n_ranks));
-    dsc::check(dsc_balance_assign(costs.data(), count_of(costs), n_ranks, scratch.data(), rank_of.data()), "balance");
-    return rank_of;
-}
-
 }  // namespace
 
 void dsc::bind_zero(py::module_ &m)
 {
-    py::class_<ZeroLayout>(m, "ZeroLayout",
-                           "Where each parameter of a unit lies in its flat buffer, the buckets it is cut into and each rank's shard "
-                           "(dsc/zero.h). All numbers are elements. Raises ValueError naming the bad entry.")
+    py::class_<ZeroLayout>(
+        m, "ZeroLayout",
+        "Where each parameter of a unit lies in its flat buffer, the buckets it is cut into and each rank's shard "
+        "(dsc/zero.h). All numbers are elements. Raises ValueError naming the bad entry.")
         .def(py::init<Ints, int32_t, int64_t, int64_t>(), py::arg("sizes"), py::arg("n_ranks"), py::arg("bucket_elems"),
              py::arg("align_elems"))
         .def_readonly("sizes", &ZeroLayout::sizes)
@@ -155,21 +155,30 @@ void dsc::bind_zero(py::module_ &m)
         .def_readonly("bucket_begin", &ZeroLayout::bucket_begin, "First element of each bucket within the flat buffer.")
         .def_readonly("slice_elems", &ZeroLayout::slice_elems, "Length of one rank's slice of each bucket.")
         .def_readonly("shard_elems", &ZeroLayout::shard_elems, "Length of one rank's shard: the sum of slice_elems.")
-        .def_readonly("shard_offset", &ZeroLayout::shard_offset, "First element of each bucket's slice within a rank's shard.")
-        .def("fragments", &ZeroLayout::fragments, py::arg("rank"),
-             "The pieces of parameters that rank owns, as (param, param_begin, flat_begin, shard_begin, n_elems), by bucket and position.");
-    py::class_<BucketTracker>(m, "BucketTracker",
-                              "Which parameters of a step window are ready, and which bucket may be reduced next (dsc/zero.h).")
-        .def(py::init<Ints, int64_t>(), py::arg("bucket_of"), py::arg("n_buckets"))
-        .def("mark", &BucketTracker::mark, py::arg("param"),
-             "Marks a parameter as ready. True when its bucket has been launched in this window already.")
-        .def("next", &BucketTracker::next, py::arg("force") = false,
-             "The next bucket that is due, counted as launched from now on; -1 when none is. force: missing members do not matter.")
-        .def("reset", &BucketTracker::reset, "Begins a new window.");
+        .def_readonly("shard_offset", &ZeroLayout::shard_offset,
+                      "First element of each bucket's slice within a rank's shard.")
+        .def(
+            "fragments", &ZeroLayout::fragments, py::arg("rank"),
+            "The pieces of parameters that rank owns, as (param, param_begin, flat_begin, shard_begin, n_elems), by bucket and position.");
+    auto tracker = py::class_<BucketTracker>(
+        m, "BucketTracker", "Which parameters of a pass are ready, and which bucket may be reduced next (dsc/zero.h).");
+    tracker.def(py::init<Ints, int64_t>(), py::arg("bucket_of"), py::arg("n_buckets"))
+        .def("mark", &BucketTracker::mark, py::arg("param"), "Marks a parameter as ready: IN_TIME, WAITED or LATE.")
+        .def(
+            "next", &BucketTracker::next, py::arg("due"),
+            "The next bucket of those that due (READY, PROMPT or ALL) names, counted as launched from now on; -1 when there is none.")
+        .def(
+            "pass_turn", &BucketTracker::pass, py::arg("bucket"),
+            "The bucket's turn has come, whatever its members: whether it is to be launched, and counts as launched from now on.")
+        .def("set_waiting", &BucketTracker::set_waiting, py::arg("bucket"), py::arg("waits"),
+             "Whether the bucket lets its turn pass and is due after all others; kept by reset.")
+        .def("reset", &BucketTracker::reset, "Begins anew: nothing marked, nothing launched.");
+    tracker.attr("IN_TIME") = static_cast<int>(DSC_BUCKET_IN_TIME);
+    tracker.attr("WAITED") = static_cast<int>(DSC_BUCKET_WAITED);
+    tracker.attr("LATE") = static_cast<int>(DSC_BUCKET_LATE);
+    tracker.attr("READY") = static_cast<int>(DSC_BUCKET_READY);
+    tracker.attr("PROMPT") = static_cast<int>(DSC_BUCKET_PROMPT);
+    tracker.attr("ALL") = static_cast<int>(DSC_BUCKET_ALL);
     m.def("shard_range", &shard_range, py::arg("n_elems"), py::arg("n_ranks"), py::arg("rank"),
           "(begin, end) of rank's piece of n_elems split evenly without padding.");
-    m.def("shard_owner", &shard_owner, py::arg("n_elems"), py::arg("n_ranks"), py::arg("element"),
-          "The rank whose shard_range holds element.");
-    m.def("balance", &balance, py::arg("costs"), py::arg("n_ranks"),
-          "A rank for each item such that the largest sum of costs is small (longest first to the least loaded).");
 }

@@ -1,4 +1,7 @@
-/* The extension module deepspeed_c._C: handles here, one line a file; operators register themselves when the library is loaded. */
+/*
+ * The extension module deepspeed_c._C: handles here, one line a file; operators register themselves when the library is
+ * loaded.
+ */
 #include "handles.h"
 
 PYBIND11_MODULE(_C, m)

@@ -32,19 +32,24 @@ Tensor flat_sumsq(const TensorList &spans)
     Checker checker(op);
     const std::vector<struct dsc_span> read = checker.read_free(spans, "spans", 0);
 
-    if (checker.is_on_cpu()) {
-        const struct dsc_par par = dsc::pool_par();
-        double sumsq = 0.0;
-        int64_t n_nonfinite = 0;
+    Tensor stats;
 
-        dsc::check(dsc_flat_sumsq(read.data(), size_of(read), &par, &sumsq, &n_nonfinite), op);
-        return stats_tensor(checker.like(), sumsq, n_nonfinite);
-    }
-    const dsc::CudaScope scope(checker.device_index());
-    const Tensor stats = dsc::new_f64(checker.like(), {2}, true);
-    const Tensor scratch = dsc::new_f64(checker.like(), {DSC_ACCEL_SCRATCH_ELEMS}, false);
+    dsc::run(
+        checker, op,
+        [&](const struct dsc_par *par) {
+            double sumsq = 0.0;
+            int64_t n_nonfinite = 0;
+            const dsc_status status = dsc_flat_sumsq(read.data(), size_of(read), par, &sumsq, &n_nonfinite);
 
-    dsc::check(dsc::cuda_accel().flat_sumsq(read.data(), size_of(read), dsc::f64_data(stats), dsc::f64_data(scratch), scope.stream()), op);
+            stats = stats_tensor(checker.like(), sumsq, n_nonfinite);
+            return status;
+        },
+        [&](const struct dsc_accel &accel, void *stream) {
+            const Tensor scratch = dsc::new_f64(checker.like(), {DSC_ACCEL_SCRATCH_ELEMS}, false);
+
+            stats = dsc::new_f64(checker.like(), {2}, true);
+            return accel.flat_sumsq(read.data(), size_of(read), dsc::f64_data(stats), dsc::f64_data(scratch), stream);
+        });
     return stats;
 }
 
@@ -53,35 +58,39 @@ Tensor flat_reduce(const TensorList &srcs, double scale, bool accumulate, const 
     const char *const op = "flat_reduce_";
     Checker checker(op);
     std::vector<struct dsc_span> read(static_cast<size_t>(srcs.size()));
-    struct dsc_span to{};
+    struct dsc_span to {};
     int64_t n_elems = -1;
 
     const dsc_dtype dtype = checker.read(srcs, "srcs", 0, [&](int64_t i, void *data, int64_t n) {
         if (n_elems >= 0 && n != n_elems)
-            dsc::fail(DSC_EINVAL, "deepspeed_c::flat_reduce_: argument 0 (srcs[" + std::to_string(i) + "]) has " + std::to_string(n) +
-                                      " elements, but srcs[0] has " + std::to_string(n_elems));
+            dsc::fail(DSC_EINVAL, "deepspeed_c::flat_reduce_: argument 0 (srcs[" + std::to_string(i) + "]) has " +
+                                      std::to_string(n) + " elements, but srcs[0] has " + std::to_string(n_elems));
         n_elems = n;
         read[static_cast<size_t>(i)] = {data, n, DSC_DTYPE_F32};
     });
     for (struct dsc_span &span : read)
         span.dtype = dtype;
     to = checker.read_like_first(acc, "acc", 3);
-    if (checker.is_on_cpu()) {
-        const struct dsc_par par = dsc::pool_par();
-        double sumsq = 0.0;
-        int64_t n_nonfinite = 0;
+    Tensor stats;
 
-        dsc::check(dsc_flat_reduce(read.data(), size_of(read), static_cast<float>(scale), accumulate, &to, &par, &sumsq, &n_nonfinite),
-                   op);
-        return stats_tensor(checker.like(), sumsq, n_nonfinite);
-    }
-    const dsc::CudaScope scope(checker.device_index());
-    const Tensor stats = dsc::new_f64(checker.like(), {2}, true);
-    const Tensor scratch = dsc::new_f64(checker.like(), {DSC_ACCEL_SCRATCH_ELEMS}, false);
+    dsc::run(
+        checker, op,
+        [&](const struct dsc_par *par) {
+            double sumsq = 0.0;
+            int64_t n_nonfinite = 0;
+            const dsc_status status = dsc_flat_reduce(read.data(), size_of(read), static_cast<float>(scale), accumulate,
+                                                      &to, par, &sumsq, &n_nonfinite);
 
-    dsc::check(dsc::cuda_accel().flat_reduce(read.data(), size_of(read), static_cast<float>(scale), accumulate, &to, dsc::f64_data(stats),
-                                             dsc::f64_data(scratch), scope.stream()),
-               op);
+            stats = stats_tensor(checker.like(), sumsq, n_nonfinite);
+            return status;
+        },
+        [&](const struct dsc_accel &accel, void *stream) {
+            const Tensor scratch = dsc::new_f64(checker.like(), {DSC_ACCEL_SCRATCH_ELEMS}, false);
+
+            stats = dsc::new_f64(checker.like(), {2}, true);
+            return accel.flat_reduce(read.data(), size_of(read), static_cast<float>(scale), accumulate, &to,
+                                     dsc::f64_data(stats), dsc::f64_data(scratch), stream);
+        });
     return stats;
 }
 
@@ -91,15 +100,13 @@ void flat_scale(const TensorList &spans, double scale)
     Checker checker(op);
     const std::vector<struct dsc_span> read = checker.read_free(spans, "spans", 0);
 
-    if (checker.is_on_cpu()) {
-        const struct dsc_par par = dsc::pool_par();
+    const auto factor = static_cast<float>(scale);
 
-        dsc::check(dsc_flat_scale(read.data(), size_of(read), static_cast<float>(scale), &par), op);
-    } else {
-        const dsc::CudaScope scope(checker.device_index());
-
-        dsc::check(dsc::cuda_accel().flat_scale(read.data(), size_of(read), static_cast<float>(scale), scope.stream()), op);
-    }
+    dsc::run(
+        checker, op, [&](const struct dsc_par *par) { return dsc_flat_scale(read.data(), size_of(read), factor, par); },
+        [&](const struct dsc_accel &accel, void *stream) {
+            return accel.flat_scale(read.data(), size_of(read), factor, stream);
+        });
 }
 
 void flat_cast(const Tensor &src, const Tensor &dst)
@@ -109,15 +116,9 @@ void flat_cast(const Tensor &src, const Tensor &dst)
     const struct dsc_span from = checker.read_first(src, "src", 0);
     const struct dsc_span to = checker.read_like_first(dst, "dst", 1);
 
-    if (checker.is_on_cpu()) {
-        const struct dsc_par par = dsc::pool_par();
-
-        dsc::check(dsc_flat_cast(&from, &to, &par), op);
-    } else {
-        const dsc::CudaScope scope(checker.device_index());
-
-        dsc::check(dsc::cuda_accel().flat_cast(&from, &to, scope.stream()), op);
-    }
+    dsc::run(
+        checker, op, [&](const struct dsc_par *par) { return dsc_flat_cast(&from, &to, par); },
+        [&](const struct dsc_accel &accel, void *stream) { return accel.flat_cast(&from, &to, stream); });
 }
 
 void flat_zero(const TensorList &tensors)
@@ -158,11 +159,16 @@ DSC_OPS(m)
 DSC_OPS_CPU(m)
 {
     IMPLEMENTATIONS(m);
-    /* First touch is a matter of the host: the dispatcher refuses CUDA tensors, with NotImplementedError. */
+    /* First touch is a matter of the host: the dispatcher refuses tensors of devices, with NotImplementedError. */
     m.impl("flat_zero_", DSC_BOX(&flat_zero));
 }
 
-DSC_OPS_CUDA(m)
-{
-    IMPLEMENTATIONS(m);
-}
+#define DSC_ACCEL_BUILTIN(name, entry)
+#define DSC_ACCEL_LIBRARY(name, file, key) \
+    DSC_OPS_ON(key, m)                     \
+    {                                      \
+        IMPLEMENTATIONS(m);                \
+    }
+#include "dsc/accelerators.inc"
+#undef DSC_ACCEL_BUILTIN
+#undef DSC_ACCEL_LIBRARY

@@ -22,7 +22,10 @@ class OutOfMemory : public std::bad_alloc {
     std::string message_;
 };
 
-/* Both torch's and our pybind11 translate a builtin_exception by asking it; one that did not know the class would still make it a RuntimeError. */
+/*
+ * Both torch's and our pybind11 translate a builtin_exception by asking it; one that did not know the class would still
+ * make it a RuntimeError.
+ */
 class NotSupported : public pybind11::builtin_exception {
   public:
     using pybind11::builtin_exception::builtin_exception;

@@ -9,8 +9,8 @@
 namespace dsc {
 
 /*
- * Throws what Python sees as ValueError (EINVAL, EOVERFLOW, ENOTFOUND), MemoryError (ENOMEM, ENOSPC), NotImplementedError (ENOTSUP) or RuntimeError (the rest).
- * The GIL need not be held.
+ * Throws what Python sees as ValueError (EINVAL, EOVERFLOW, ENOTFOUND), MemoryError (ENOMEM, ENOSPC),
+ * NotImplementedError (ENOTSUP) or RuntimeError (the rest). The GIL need not be held.
  */
 [[noreturn]] void fail(dsc_status status, const std::string &message);
 

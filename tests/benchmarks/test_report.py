@@ -1,37 +1,82 @@
-"""benchmarks/report.py: lines become rows, nothing is invented for what was not measured, the README keeps its text."""
+"""benchmarks/report.py: lines become rows, a goal without a result is shown, the README keeps its text and has eight figures, and the documents are what the results say."""
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from benchmarks import report, run
+from benchmarks import report, results, run
+from benchmarks.results import Origin, Result
+
+ORIGIN = Origin("0123456789abcdef", False, "2026-02-03T04:05:06+00:00", "a machine", 17)
 
 
 @pytest.fixture
-def results(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
+def store(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
 
-    def store(name, *lines):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    def store(name, *lines, **origin):
+        results.store(name, Result(ORIGIN._replace(**origin), list(lines)))
 
     return store
 
 
-def test_a_plain_result_is_a_row_and_its_machine_is_in_the_text(results):
+def section(text: str, name: str) -> str:
+    return text.split(f"\n## {name}\n")[1].split("\n## ")[0]
+
+
+def test_a_plain_result_is_a_row_below_its_commit_date_and_machine(store):
     line = {"benchmark": "engine_step", "stage": 1, "ratio_to_bound": 1.2345, "machine": "a machine"}
-    results("engine_step", line, {**line, "stage": 2, "extra": "x"})
-    text = report.performance(run.BENCHMARKS)
+    store("engine_step", line, {**line, "stage": 2, "extra": "x"}, is_dirty=True)
+    text = section(report.performance(run.BENCHMARKS), "engine_step")
     assert "| stage | ratio_to_bound | extra |" in text
     assert "| 1 | 1.23 |  |" in text and "| 2 | 1.23 | x |" in text
+    assert "Commit 0123456 and changes, 2026-02-03 04:05 UTC, 17 s, on a machine." in text
     assert text.count("a machine") == 1
-    assert "## engine_step" in text and "## cores" not in text
 
 
-def test_kernels_stand_side_by_side_for_each_instruction_set(results):
+def test_what_was_not_measured_is_shown_with_its_reason_and_its_goal(store):
+    store("cuda_step", skipped="no CUDA device")
+    text = report.performance(run.BENCHMARKS)
+    assert "Not measured: no CUDA device." in section(text, "cuda_step")
+    assert "Not measured." in section(text, "cores")
+    goals = section(text, "Goals")
+    assert goals.count("| not measured |") == len(report.FIGURES)
+    for figure in report.FIGURES:
+        assert f"| {figure.what} | {figure.goal} | not measured |" in goals
+
+
+def test_a_goal_has_median_spread_commit_and_date_and_says_whether_it_is_met(store):
+    line = {"stage": 2, "ratio_to_bound": 1.1, "ratio_to_bound_min": 1.0, "ratio_to_bound_max": 1.2}
+    store("engine_step", {**line, "stage": 1, "ratio_to_bound": 1.3}, line)
+    goals = section(report.performance(run.BENCHMARKS), "Goals")
+    assert (
+        "stage 2: over a C pass over the same memory | <= 1.25 | 1.1 | 1 to 1.2 | yes | 0123456 | 2026-02-03 |" in goals
+    )
+    assert (
+        "stage 1: over a C pass over the same memory | <= 1.25 | 1.3 | 1 to 1.2 | no | 0123456 | 2026-02-03 |" in goals
+    )
+
+
+def test_a_peer_that_was_not_there_leaves_its_goal_not_measured(store):
+    store("aio", {"contender": "deepspeed_c, ordinary", "direction": "read", "ratio_to_fio": 1.0})
+    goals = section(report.performance(run.BENCHMARKS), "Goals")
+    assert "speed over the best fio | >= 0.9 | 1 |" in goals
+    assert "from an ordinary unaligned tensor: speed over DeepSpeed's | >= 4 | not measured |" in goals
+
+
+def test_a_time_below_its_bound_is_flagged_in_its_row_and_at_its_goal(store):
+    store("engine_step", {"stage": 2, "ratio_to_bound": 0.9, "note": "below its bound: the bound is wrong"})
+    text = report.performance(run.BENCHMARKS)
+    assert text.count("below its bound: the bound is wrong") == 2
+    kernel = {"kernel": "adam", "dtypes": "f32", "case": "flat", "isa": "avx2", "ns_per_elem": 1.0, "gbps": 5.0}
+    store("cores", {**kernel, "bound_ratio": 1.02}, {**kernel, "case": "many", "bound_ratio": 1.2})
+    text = section(report.performance(run.BENCHMARKS), "cores")
+    assert "| 1.02 |" in text and "| 1.2 (above its bound) |" in text
+
+
+def test_kernels_stand_side_by_side_for_each_instruction_set(store):
     base = {"kernel": "adam", "dtypes": "f32", "case": "flat", "gbps": 5.0, "bound_ratio": 0.5}
-    results(
+    store(
         "cores",
         {**base, "isa": "scalar", "ns_per_elem": 4.0},
         {**base, "isa": "avx2", "ns_per_elem": 2.0, "gbps": 10.0, "bound_ratio": 0.97},
@@ -42,31 +87,28 @@ def test_kernels_stand_side_by_side_for_each_instruction_set(results):
     assert "| adam | f32 | cached | 1 |  | 7 |  |" in text
 
 
-def test_the_readme_gets_the_measured_figures_only(results):
+def test_the_readme_has_the_eight_main_figures_measured_or_not(store):
     readme = f"before\n{report.README_BEGIN}\nold\n{report.README_END}\nafter\n"
     empty = report.with_figures(readme)
-    assert empty == f"before\n{report.README_BEGIN}\n{report.README_END}\nafter\n"
-    results("engine_step", {"stage": 2, "ratio_to_bound": 1.1, "ratio_min": 1.0, "ratio_max": 1.2})
+    assert empty.startswith("before\n") and empty.endswith("after\n") and "old" not in empty
+    assert empty.count("| not measured |") == report.N_MAIN == 8
+    store("engine_step", {"stage": 2, "ratio_to_bound": 1.1, "ratio_to_bound_min": 1.0, "ratio_to_bound_max": 1.2})
     filled = report.with_figures(empty)
-    assert filled.startswith("before\n") and filled.endswith("after\n")
-    assert "stage 2: over the memory bound | <= 1.25 | 1.1 (1 to 1.2) |" in filled
-    assert "stage 1" not in filled and "old" not in filled
+    assert "over a C pass over the same memory | <= 1.25 | 1.1 (1 to 1.2) | 0123456, 2026-02-03 |" in filled
+    assert filled.count("| not measured |") == 7
     assert report.with_figures(filled) == filled
 
 
-def test_every_benchmark_names_a_source_that_asks_a_question():
-    for benchmark in run.BENCHMARKS:
-        assert "?" in report.question(report.ROOT / benchmark.source), benchmark.name
-    names = [benchmark.name for benchmark in run.BENCHMARKS]
-    assert len(set(names)) == len(names)
-    assert {name for _, _, name, _, _ in report.FIGURES} <= set(names)
+def test_the_documents_are_what_the_results_in_the_tree_say():
+    assert (report.ROOT / "docs" / "performance.md").read_text() == report.performance(run.BENCHMARKS)
+    readme = (report.ROOT / "README.md").read_text()
+    assert readme == report.with_figures(readme)
 
 
-def test_a_failed_benchmark_leaves_the_earlier_result(results, capfd):
-    results("x", {"old": 1})
-    command = [run.PYTHON, "-c", "print('{\"new\": 1}'); raise SystemExit(3)"]
-    assert not run.run(run.Benchmark("x", "", command))
-    assert report.load("x") == [{"old": 1}]
-    assert "exit code 3" in capfd.readouterr().err
-    assert run.run(run.Benchmark("x", "", command[:-1] + ["print('noise'); print('{\"new\": 1}')"]))
-    assert report.load("x") == [{"new": 1}]
+def test_every_figure_names_a_benchmark_and_a_goal_that_can_be_compared():
+    names = {benchmark.name for benchmark in run.BENCHMARKS}
+    for figure in report.FIGURES:
+        relation, limit = figure.goal.split()
+        assert relation in ("<=", ">=") and float(limit) >= 0
+        assert figure.benchmark in names
+    assert len({figure.what for figure in report.FIGURES}) == len(report.FIGURES)

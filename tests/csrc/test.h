@@ -139,6 +139,17 @@ static inline double test_uniform(uint64_t *state)
     return (double)(int64_t)(test_random(state) >> 11) * 0x1p-52 - 1.0;
 }
 
+/* The runner names the instruction set in DSC_CPU_ISA; the cores read no environment. */
+__attribute__((constructor)) static void test_choose_isa(void)
+{
+    const char *isa = getenv("DSC_CPU_ISA");
+
+    if (isa != NULL && isa[0] != '\0' && dsc_cpu_isa_force(isa) != DSC_OK) {
+        fprintf(stderr, "%s\n", dsc_last_error());
+        exit(1);
+    }
+}
+
 static inline void *test_alloc(size_t n_bytes)
 {
     void *memory = malloc(n_bytes > 0 ? n_bytes : 1);

@@ -281,7 +281,7 @@ def peer(tmp_path_factory):
         input=json.dumps(cases),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(out.read_text())

@@ -26,7 +26,7 @@ LAUNCH = [sys.executable, "-m", "deepspeed_c", "--num_procs", "2"]
 
 
 def train(command: list[str], folder: Path) -> str:
-    done = subprocess.run(command, cwd=folder, check=False, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=folder, check=False, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout + done.stderr
 
@@ -66,10 +66,18 @@ def test_one_process_without_the_launcher_at_another_stage(tmp_path):
 
 def test_without_a_configuration_it_says_which_file_to_give(tmp_path):
     done = subprocess.run(
-        [sys.executable, SCRIPT[0]], cwd=tmp_path, check=False, capture_output=True, text=True, timeout=120
+        [sys.executable, SCRIPT[0]], cwd=tmp_path, check=False, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 2
     assert "--deepspeed_config FILE is needed" in done.stderr and "Traceback" not in done.stderr
+
+
+def has_processes(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def test_ctrl_c_ends_it_quietly_and_leaves_no_process(tmp_path):
@@ -88,12 +96,13 @@ def test_ctrl_c_ends_it_quietly_and_leaves_no_process(tmp_path):
             assert piece, f"ended before the first step:\n{seen}"
             seen += piece
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: launcher and ranks alike
-        rest, _ = process.communicate(timeout=60)
+        rest, _ = process.communicate(timeout=300)
         assert process.returncode == 130, f"exit code {process.returncode}\n{seen + rest}"
         assert "Traceback" not in seen + rest, seen + rest
-        time.sleep(0.5)
-        with pytest.raises(ProcessLookupError):
-            os.killpg(process.pid, 0)
+        limit = time.monotonic() + 200
+        while has_processes(process.pid):
+            assert time.monotonic() < limit, "processes of the launcher's group are still there"
+            time.sleep(0.02)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

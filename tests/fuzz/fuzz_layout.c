@@ -96,15 +96,22 @@ static void fuzz_range(struct input *input)
 {
     int64_t n_elems = take_wild(input);
     int32_t n_ranks = (int32_t)take_wild(input);
-    int64_t element = take_wild(input);
-    int32_t rank = -7;
-    int64_t begin;
-    int64_t end;
+    int32_t rank = (int32_t)take_wild(input);
+    int64_t begin = -7;
+    int64_t end = -7;
+    int64_t next = -7;
 
-    if (dsc_shard_owner_of(n_elems, n_ranks, element, &rank) != DSC_OK)
+    if (dsc_shard_range_of(n_elems, n_ranks, rank, &begin, &end) != DSC_OK) {
+        REQUIRE((n_elems < 0 || rank < 0 || rank >= n_ranks) && begin == -7 && end == -7);
         return;
-    REQUIRE(dsc_shard_range_of(n_elems, n_ranks, rank, &begin, &end) == DSC_OK);
-    REQUIRE(begin <= element && element < end && end <= n_elems);
+    }
+    REQUIRE(0 <= begin && begin <= end && end <= n_elems && (rank > 0 || begin == 0));
+    REQUIRE(end - begin == n_elems / n_ranks || end - begin == n_elems / n_ranks + 1);
+    REQUIRE(rank < n_ranks - 1 || end == n_elems);
+    if (rank < n_ranks - 1) {
+        REQUIRE(dsc_shard_range_of(n_elems, n_ranks, rank + 1, &next, &begin) == DSC_OK);
+        REQUIRE(next == end);
+    }
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n_bytes)

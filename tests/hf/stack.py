@@ -20,9 +20,9 @@ ACCUMULATION, MICRO_BATCH, STEPS = 2, 2, 5
 LEARNING_RATE = 5e-3
 
 
-def on_ranks(world: int, body: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+def on_ranks(world: int, body: Callable[..., Any], *args: Any) -> list[Any]:
     """``run_ranks`` on ranks that have the stack loaded."""
-    return run_ranks(world, body, *args, timeout=timeout, preload=PRELOAD)
+    return run_ranks(world, body, *args, preload=PRELOAD)
 
 
 def forget() -> None:

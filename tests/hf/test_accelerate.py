@@ -347,3 +347,30 @@ def test_a_step_that_overflows_is_told_as_skipped():
     for skipped, unchanged, still in on_ranks(2, overflow):
         assert len(skipped) > 2 and skipped == [True] * (len(skipped) - 1) + [False]
         assert unchanged and not still
+
+
+def train_from_options(rank, world, stage, offloads_params):
+    """The options of accelerate's own tests, which ask for offload_param at every stage."""
+    from accelerate import DeepSpeedPlugin
+
+    forget()
+    options = {"offload_optimizer_device": "cpu", "offload_param_device": "cpu" if offloads_params else "none"}
+    made = DeepSpeedPlugin(
+        zero_stage=stage, gradient_accumulation_steps=1, gradient_clipping=1.0, zero3_save_16bit_model=True, **options
+    )
+    made.deepspeed_config["train_micro_batch_size_per_gpu"] = MICRO_BATCH
+    acc = accelerator(made)
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    model, optimizer, data = acc.prepare(model, optimizer, loader())
+    found = loop(acc, model, optimizer, data, clip=1.0)
+    device = model.config["zero_optimization"]["offload_param"]["device"]
+    acc.end_training()
+    return found, device, model.zero_optimization_stage()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_offload_param_below_stage_3_changes_nothing(stage):
+    found, expected = (on_ranks(2, train_from_options, stage, offloads) for offloads in (True, False))
+    for (losses, device, reached), (losses_expected, _, _) in zip(found, expected):
+        assert losses == losses_expected and (device, reached) == ("cpu", stage)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -25,3 +29,16 @@ def positive(n: int, seed: int, dtype: torch.dtype = torch.float32, scale: float
 def bits(tensor: Tensor) -> Tensor:
     """The tensor's bytes: comparing these tells -0 from 0 and one NaN from another."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+class OptimizerKind(NamedTuple):
+    name: str
+    n_states: int
+    needs_norms: bool
+
+
+def optimizer_kinds() -> list[OptimizerKind]:
+    """The optimizers that the cores have, as their registry lists them."""
+    registry = (Path(__file__).resolve().parents[2] / "csrc" / "optim" / "optimizers.inc").read_text()
+    lines = re.findall(r"^DSC_OPTIMIZER(_NORMS)?\((\w+), (\d)", registry, re.MULTILINE)
+    return [OptimizerKind(name, int(n_states), bool(norms)) for norms, name, n_states in lines]

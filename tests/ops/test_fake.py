@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepspeed_c import _C, ops  # noqa: F401  (registers the operators)
+from deepspeed_c import ops  # noqa: F401  (registers the operators)
+from tests.ops.data import optimizer_kinds
 
 HYPER = (2, 0.01, 0.9, 0.999, 1e-8, 0.1, 0.9, 0.0, 0.0, 0.01, 10.0, 1.0, 1)
 
@@ -24,7 +25,7 @@ def lists(n_states, has_copies):
 
 
 def cases():
-    for kind, n_states, needs_norms in _C.optim_kinds():
+    for kind, n_states, needs_norms in optimizer_kinds():
         for has_copies in (False, True):
             name = f"{kind}{'-copies' if has_copies else ''}"
             yield f"optim_step_-{name}", "optim_step_", (kind, *lists(n_states, has_copies), *HYPER)

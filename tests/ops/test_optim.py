@@ -22,9 +22,9 @@ from deepspeed_c.ops.muon import Muon
 from deepspeed_c.ops.optim import BIAS_CORRECTION, MAXIMIZE, NESTEROV, Steps
 from deepspeed_c.ops.reference import Hyper
 from deepspeed_c.ops.sgd import FusedSGD
-from tests.ops.data import DTYPES, SIZES, bits, normal, positive
+from tests.ops.data import DTYPES, SIZES, bits, normal, optimizer_kinds, positive
 
-KINDS = [name for name, _, _ in _C.optim_kinds()]
+KINDS = [name for name, _, _ in optimizer_kinds()]
 
 HYPER = {
     "adam": Hyper(lr=0.01, weight_decay=0.1),
@@ -117,8 +117,8 @@ def clear_of_sign_changes(kind, grads, states, h):
 
 
 def test_registry_is_what_the_formulas_cover():
-    assert {name: n for name, n, _ in _C.optim_kinds()} == {name: n for name, (_, n) in reference.STEPS.items()}
-    assert [name for name, _, needs_norms in _C.optim_kinds() if needs_norms] == ["lamb"]
+    assert {name: n for name, n, _ in optimizer_kinds()} == {name: n for name, (_, n) in reference.STEPS.items()}
+    assert [name for name, _, needs_norms in optimizer_kinds() if needs_norms] == ["lamb"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,6 +1,6 @@
 /*
- * What checkpoints need below their format: checksums, the map from one arrangement's pieces of a tensor to another's, an atomic swap of names, and
- * files that are written and read at the disk's speed with a checksum a block.
+ * What checkpoints need below their format: checksums, the map from one arrangement's pieces of a tensor to another's,
+ * an atomic swap of names, and files that are written and read at the disk's speed with a checksum a block.
  */
 #ifndef DSC_CKPT_H
 #define DSC_CKPT_H
@@ -13,8 +13,9 @@ extern "C" {
 #endif
 
 /*
- * CRC32C (Castagnoli; RFC 3720, appendix B.4) of n_bytes at data, going on from crc: 0 to begin with, the value of what lies before to
- * go on. "123456789" gives 0xe3069283. The processor's instruction where it has one, tables elsewhere: the same value.
+ * CRC32C (Castagnoli; RFC 3720, appendix B.4) of n_bytes at data, going on from crc: 0 to begin with, the value of what
+ * lies before to go on. "123456789" gives 0xe3069283. The processor's instruction where it has one, tables elsewhere:
+ * the same value.
  */
 DSC_API uint32_t dsc_crc32c(uint32_t crc, const void *data, size_t n_bytes);
 
@@ -24,7 +25,10 @@ DSC_API uint32_t dsc_crc32c_copy(uint32_t crc, void *into, const void *from, siz
 /* The most dimensions of a tensor, those that torch has. */
 #define DSC_RESHAPE_MAX_DIMS 64
 
-/* Elements [src_elem, src_elem + n_elems) of what a piece stores are elements [dst_elem, dst_elem + n_elems) of what is wanted. */
+/*
+ * Elements [src_elem, src_elem + n_elems) of what a piece stores are elements [dst_elem, dst_elem + n_elems) of what is
+ * wanted.
+ */
 struct dsc_reshape_run {
     int64_t piece;
     int64_t src_elem;
@@ -35,54 +39,64 @@ struct dsc_reshape_run {
 /*
  * Plans how a part of a tensor of shape[n_dims] is put together from the pieces that it was saved in.
  *
- * A part is 2 * n_dims + 2 numbers: start[n_dims], size[n_dims], begin, n_elems. It means the box [start[d], start[d] + size[d]) along each
- * dimension d, and of its elements in row-major order those in [begin, begin + n_elems). pieces is n_pieces such parts, whose elements are
- * stored one after another; wanted is one. Where pieces overlap, the lower one is taken.
+ * A part is 2 * n_dims + 2 numbers: start[n_dims], size[n_dims], begin, n_elems. It means the box [start[d], start[d] +
+ * size[d]) along each dimension d, and of its elements in row-major order those in [begin, begin + n_elems). pieces is
+ * n_pieces such parts, whose elements are stored one after another; wanted is one. Where pieces overlap, the lower one
+ * is taken.
  *
- * Call with out_runs NULL: *out_n_runs is then how many entries the array needs (work space included, up to three times the runs of the
- * plan). Then with an array of capacity entries: *out_n_runs runs of the plan, as few as there can be, by piece and then by src_elem;
- * each wanted element lies in exactly one. The rest of the array is scratch.
+ * Call with out_runs NULL: *out_n_runs is then how many entries the array needs (work space included, up to three times
+ * the runs of the plan). Then with an array of capacity entries: *out_n_runs runs of the plan, as few as there can be,
+ * by piece and then by src_elem; each wanted element lies in exactly one. The rest of the array is scratch.
  *
- * DSC_EINVAL names the part that does not fit the shape, or the first wanted element that no piece holds; DSC_EOVERFLOW when the tensor's
- * elements (or the entries needed) do not fit int64_t. *out_n_runs is untouched on failure. Time is O(pieces) for whole boxes and cuts
- * along the first dimension, O(runs log runs) otherwise.
+ * DSC_EINVAL names the part that does not fit the shape, or the first wanted element that no piece holds; DSC_EOVERFLOW
+ * when the tensor's elements (or the entries needed) do not fit int64_t. *out_n_runs is untouched on failure. Time is
+ * O(pieces) for whole boxes and cuts along the first dimension, O(runs log runs) otherwise.
  */
-DSC_API dsc_status dsc_reshape_plan(const int64_t *shape, int32_t n_dims, const int64_t *pieces, int64_t n_pieces, const int64_t *wanted,
-                                    int64_t capacity, struct dsc_reshape_run *out_runs, int64_t *out_n_runs);
+DSC_API dsc_status dsc_reshape_plan(const int64_t *shape, int32_t n_dims, const int64_t *pieces, int64_t n_pieces,
+                                    const int64_t *wanted, int64_t capacity, struct dsc_reshape_run *out_runs,
+                                    int64_t *out_n_runs);
 
 /*
- * Swaps what two names stand for, atomically: whoever looks sees both before or both after. Returns 0, or -errno of the system;
- * -ENOSYS, -EINVAL and -ENOTSUP are a kernel or file system without it (-EINVAL also when one of them lies inside the other).
+ * Swaps what two names stand for, atomically: whoever looks sees both before or both after. Returns 0, or -errno of the
+ * system; -ENOSYS, -EINVAL and -ENOTSUP are a kernel or file system without it (-EINVAL also when one of them lies
+ * inside the other).
  */
 DSC_API int dsc_exchange_paths(const char *a, const char *b);
 
 /*
- * A *block file* is any file, of which the CRC32C of each block_bytes is kept elsewhere (the last block may be shorter). It is written and read through a
- * ring of buffers and an I/O engine (dsc/aio.h), so that the disk, the checksums and the copies go on at the same time.
+ * A *block file* is any file, of which the CRC32C of each block_bytes is kept elsewhere (the last block may be
+ * shorter). It is written and read through a ring of buffers and an I/O engine (dsc/aio.h), so that the disk, the
+ * checksums and the copies go on at the same time.
  */
 struct dsc_block_config {
-    uint32_t size;        /* sizeof(struct dsc_block_config) */
-    size_t block_bytes;   /* 1 to 1 GiB; what one checksum covers. Multiples of dsc_aio_alignment() go to the disk as they are */
-    const char *backend;  /* of dsc_aio_config */
-    size_t buffer_bytes;  /* 1 to 1 GiB, rounded up to dsc_aio_alignment() (a reader: to whole blocks): the largest request */
-    int32_t n_buffers;    /* 2 to 1024. The ring takes n_buffers * buffer_bytes of memory */
+    uint32_t size;      /* sizeof(struct dsc_block_config) */
+    size_t block_bytes; /* 1 to 1 GiB; what one checksum covers. Multiples of dsc_aio_alignment() go to the disk as they
+                           are */
+    const char *backend; /* of dsc_aio_config */
+    size_t buffer_bytes; /* 1 to 1 GiB, rounded up to dsc_aio_alignment() (a reader: to whole blocks): the largest
+                            request */
+    int32_t n_buffers;   /* 2 to 1024. The ring takes n_buffers * buffer_bytes of memory */
 };
 
-#define DSC_BLOCK_CONFIG_INIT \
-    { sizeof(struct dsc_block_config), (size_t)256 << 10, NULL, (size_t)2 << 20, 4 }
+#define DSC_BLOCK_CONFIG_INIT                                                        \
+    {                                                                                \
+        sizeof(struct dsc_block_config), (size_t)256 << 10, NULL, (size_t)2 << 20, 4 \
+    }
 
 /* Writes one file, from its beginning to its end. For one thread at a time. */
 typedef struct dsc_block_writer dsc_block_writer;
 
 /*
- * Creates path, which must not exist (mode 0666 less the umask). DSC_EINVAL names the bad field; DSC_ENOTFOUND or DSC_ENOTSUP: the backend, and no file has been
- * created; DSC_ENOMEM; DSC_EIO: dsc_aio_last_failure has the errno.
+ * Creates path, which must not exist (mode 0666 less the umask). DSC_EINVAL names the bad field; DSC_ENOTFOUND or
+ * DSC_ENOTSUP: the backend, and no file has been created; DSC_ENOMEM; DSC_EIO: dsc_aio_last_failure has the errno.
  */
-DSC_API dsc_status dsc_block_writer_create(const char *path, const struct dsc_block_config *config, dsc_block_writer **out_writer);
+DSC_API dsc_status dsc_block_writer_create(const char *path, const struct dsc_block_config *config,
+                                           dsc_block_writer **out_writer);
 
 /*
- * Appends n_bytes, which are borrowed for the call. DSC_EIO (dsc_aio_last_failure has the errno) and DSC_ENOMEM may be about what earlier calls gave; from then on, as
- * after finish and in a process forked from the one that created the writer, every call is DSC_ESTATE.
+ * Appends n_bytes, which are borrowed for the call. DSC_EIO (dsc_aio_last_failure has the errno) and DSC_ENOMEM may be
+ * about what earlier calls gave; from then on, as after finish and in a process forked from the one that created the
+ * writer, every call is DSC_ESTATE.
  */
 DSC_API dsc_status dsc_block_writer_write(dsc_block_writer *writer, const void *data, size_t n_bytes);
 
@@ -90,14 +104,14 @@ DSC_API dsc_status dsc_block_writer_write(dsc_block_writer *writer, const void *
 DSC_API int64_t dsc_block_writer_bytes(const dsc_block_writer *writer);
 
 /*
- * Writes what is left, syncs the file and closes it. *out_crcs is the checksum of each block in order, *out_n_blocks of them; borrowed, until destroy.
- * Fails as write does. Syncs the file, not its folder.
+ * Writes what is left, syncs the file and closes it. *out_crcs is the checksum of each block in order, *out_n_blocks of
+ * them; borrowed, until destroy. Fails as write does. Syncs the file, not its folder.
  */
 DSC_API dsc_status dsc_block_writer_finish(dsc_block_writer *writer, const uint32_t **out_crcs, int64_t *out_n_blocks);
 
 /*
- * Waits for what the disk is doing, closes and frees; a file that has not been finished stays behind, incomplete. NULL is fine. In a forked process
- * it does nothing at all: engine and file are the parent's.
+ * Waits for what the disk is doing, closes and frees; a file that has not been finished stays behind, incomplete. NULL
+ * is fine. In a forked process it does nothing at all: engine and file are the parent's.
  */
 DSC_API void dsc_block_writer_destroy(dsc_block_writer *writer);
 
@@ -117,20 +131,25 @@ struct dsc_block_file {
 };
 
 /*
- * Makes the copies, which it sorts by offset; they may overlap in the file. Reads each block that one of them touches, once and whole, and no other; checks it, then
- * copies from it. *out_n_bytes_read (may be NULL) is what has been read from the file. With nothing to copy, the file is not opened.
+ * Makes the copies, which it sorts by offset; they may overlap in the file. Reads each block that one of them touches,
+ * once and whole, and no other; checks it, then copies from it. *out_n_bytes_read (may be NULL) is what has been read
+ * from the file. With nothing to copy, the file is not opened.
  *
- * DSC_EINVAL names a copy that does not lie in the file, a bad field, or n_crcs; DSC_EIO as above; DSC_ECORRUPT when the file's length is not n_bytes (*out_bad_block
- * is -1) or a block does not match its checksum (*out_bad_block is its index): nothing of that block has been copied, blocks before it may have been.
+ * DSC_EINVAL names a copy that does not lie in the file, a bad field, or n_crcs; DSC_EIO as above; DSC_ECORRUPT when
+ * the file's length is not n_bytes (*out_bad_block is -1) or a block does not match its checksum (*out_bad_block is its
+ * index): nothing of that block has been copied, blocks before it may have been.
  */
-DSC_API dsc_status dsc_blocks_read(const struct dsc_block_file *file, const struct dsc_block_config *config, struct dsc_block_copy *copies,
-                                   int64_t n_copies, int64_t *out_n_bytes_read, int64_t *out_bad_block);
+DSC_API dsc_status dsc_blocks_read(const struct dsc_block_file *file, const struct dsc_block_config *config,
+                                   struct dsc_block_copy *copies, int64_t n_copies, int64_t *out_n_bytes_read,
+                                   int64_t *out_bad_block);
 
 /*
- * Reads the whole file and lists the blocks that do not match their checksums, ascending, in out_bad, which has n_crcs entries. crcs may not be NULL unless the file is
- * to be empty. Fails as dsc_blocks_read does, except that a bad block is a result and no failure.
+ * Reads the whole file and lists the blocks that do not match their checksums, ascending, in out_bad, which has n_crcs
+ * entries. crcs may not be NULL unless the file is to be empty. Fails as dsc_blocks_read does, except that a bad block
+ * is a result and no failure.
  */
-DSC_API dsc_status dsc_blocks_verify(const struct dsc_block_file *file, const struct dsc_block_config *config, int64_t *out_bad, int64_t *out_n_bad);
+DSC_API dsc_status dsc_blocks_verify(const struct dsc_block_file *file, const struct dsc_block_config *config,
+                                     int64_t *out_bad, int64_t *out_n_bad);
 
 #ifdef __cplusplus
 }

@@ -14,6 +14,7 @@
 #include "dsc/kernels.h"
 #include "dsc/optim.h"
 #include "dsc/pool.h"
+#include "dsc/process.h"
 #include "dsc/scaler.h"
 #include "dsc/status.h"
 #include "dsc/tier.h"

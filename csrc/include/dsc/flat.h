@@ -1,4 +1,7 @@
-/* Passes over flat buffers: norm and finite check, reduction of ranks' pieces, scale, cast, zero. Same bits for any thread count and any ISA. */
+/*
+ * Passes over flat buffers: norm and finite check, reduction of ranks' pieces, scale, cast, zero. Same bits for any
+ * thread count and any ISA.
+ */
 #ifndef DSC_FLAT_H
 #define DSC_FLAT_H
 
@@ -17,24 +20,26 @@ struct dsc_span {
 };
 
 /*
- * Sum of squares of all elements of n_spans spans, and how many are inf or NaN, in one pass. Elements are squared and summed in f64, where no
- * square of an f32 is lost: gradients of 1e-30 have a norm. Non-finite elements are counted and left out of the sum.
+ * Sum of squares of all elements of n_spans spans, and how many are inf or NaN, in one pass. Elements are squared and
+ * summed in f64, where no square of an f32 is lost: gradients of 1e-30 have a norm. Non-finite elements are counted and
+ * left out of the sum.
  */
 DSC_API dsc_status dsc_flat_sumsq(const struct dsc_span *spans, int64_t n_spans, const struct dsc_par *par,
                                   double *out_sumsq, int64_t *out_n_nonfinite);
 
 /*
- * Adds up what n_srcs ranks sent, in the order given: acc = (accumulate ? acc : 0) + scale * (src[0] + src[1] + ...), the sum held in f32 and
- * rounded once. All spans have acc's length; sources share one dtype; acc may have another. acc may be one of the sources
- * (same address, same dtype) and must not overlap one otherwise. out_sumsq and out_n_nonfinite (each may be NULL) describe acc as it was written,
- * so that the global norm costs no pass of its own.
+ * Adds up what n_srcs ranks sent, in the order given: acc = (accumulate ? acc : 0) + scale * (src[0] + src[1] + ...),
+ * the sum held in f32 and rounded once. All spans have acc's length; sources share one dtype; acc may have another. acc
+ * may be one of the sources (same address, same dtype) and must not overlap one otherwise. out_sumsq and
+ * out_n_nonfinite (each may be NULL) describe acc as it was written, so that the global norm costs no pass of its own.
  */
 DSC_API dsc_status dsc_flat_reduce(const struct dsc_span *srcs, int64_t n_srcs, float scale, bool accumulate,
                                    const struct dsc_span *acc, const struct dsc_par *par, double *out_sumsq,
                                    int64_t *out_n_nonfinite);
 
 /* data *= scale, in f32, rounded once. */
-DSC_API dsc_status dsc_flat_scale(const struct dsc_span *spans, int64_t n_spans, float scale, const struct dsc_par *par);
+DSC_API dsc_status dsc_flat_scale(const struct dsc_span *spans, int64_t n_spans, float scale,
+                                  const struct dsc_par *par);
 
 /* dst = src converted, round-to-nearest-even, inf and NaN kept (a NaN stays a NaN). Lengths are equal, no overlap. */
 DSC_API dsc_status dsc_flat_cast(const struct dsc_span *src, const struct dsc_span *dst, const struct dsc_par *par);
@@ -47,8 +52,9 @@ struct dsc_region {
 };
 
 /*
- * Sets all bytes to 0. The elements are cut into chunks as every pass over a list of as many elements cuts them, so that memory that was not used before
- * (pages that the system has not yet given out) comes to lie in the NUMA node of the thread that will update it, where par is dsc_pool_par's.
+ * Sets all bytes to 0. The elements are cut into chunks as every pass over a list of as many elements cuts them, so
+ * that memory that was not used before (pages that the system has not yet given out) comes to lie in the NUMA node of
+ * the thread that will update it, where par is dsc_pool_par's.
  */
 DSC_API dsc_status dsc_flat_zero(const struct dsc_region *regions, int64_t n_regions, const struct dsc_par *par);
 

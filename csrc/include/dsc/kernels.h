@@ -10,16 +10,19 @@ extern "C" {
 #endif
 
 /*
- * The best table that this processor runs, by name: "scalar", "avx2", "avx512", "neon". The environment variable DSC_CPU_ISA overrides it
- * (read once, at the first use); a name that is not built or not runnable here is DSC_ENOTSUP from every call that needs a kernel, never a crash,
- * and NULL from this one.
+ * The table in use, by name: "scalar", "avx2", "avx512", "neon". The best one that this processor runs, unless another
+ * has been forced.
  */
 DSC_API const char *dsc_cpu_isa_name(void);
 
-/* Walks the tables that this build holds: name of the i-th, NULL past the end; and whether this processor can run it. */
+/* Walks the tables that this build holds: name of the i-th, NULL past the end; and whether this processor can run it.
+ */
 DSC_API const char *dsc_cpu_isa_at(int32_t i, bool *out_is_runnable);
 
-/* Forces a table by name for the calls that follow, process-wide (tests and benchmarks). NULL goes back to the automatic choice. */
+/*
+ * Forces a table by name for the calls that follow, process-wide. NULL goes back to the automatic choice. DSC_ENOTSUP,
+ * with nothing changed, for a name that is not built or that this processor does not run.
+ */
 DSC_API dsc_status dsc_cpu_isa_force(const char *name);
 
 #ifdef __cplusplus

@@ -1,8 +1,9 @@
 /*
  * The optimizer step, one pass over memory: unscale, clip factor, decay, moments, update, 16-bit copy.
  *
- * A step works on a list of tensors (or slices of tensors) that share one set of hyper-parameters. Arithmetic is f32 whatever
- * the storage is; conversion is round-to-nearest-even. Results have the same bits for any thread count and any instruction set.
+ * A step works on a list of tensors (or slices of tensors) that share one set of hyper-parameters. Arithmetic is f32
+ * whatever the storage is; conversion is round-to-nearest-even. Results have the same bits for any thread count and any
+ * instruction set.
  */
 #ifndef DSC_OPTIM_H
 #define DSC_OPTIM_H
@@ -26,25 +27,32 @@ DSC_API dsc_status dsc_optim_find(const char *name, const struct dsc_optim_kind 
 DSC_API const struct dsc_optim_kind *dsc_optim_at(int32_t i);
 DSC_API const char *dsc_optim_name(const struct dsc_optim_kind *kind);
 DSC_API int32_t dsc_optim_n_states(const struct dsc_optim_kind *kind);
-/* True for an optimizer that scales each tensor's update by norms (lamb): dsc_optim_step needs whole tensors, shards use the two halves below. */
+/*
+ * True for an optimizer that scales each tensor's update by norms (lamb): dsc_optim_step needs whole tensors, shards
+ * use the two halves below.
+ */
 DSC_API bool dsc_optim_needs_norms(const struct dsc_optim_kind *kind);
 
 /*
- * States of 8 bits (DSC_OPTIM_STATE_Q8): a code an element, and one f32 scale for each block of DSC_Q8_BLOCK_ELEMS elements, counted from the tensor's start; the
- * last block may be shorter. With s = the block's scale, its largest magnitude, a code c stands for
+ * States of 8 bits (DSC_OPTIM_STATE_Q8): a code an element, and one f32 scale for each block of DSC_Q8_BLOCK_ELEMS
+ * elements, counted from the tensor's start; the last block may be shorter. With s = the block's scale, its largest
+ * magnitude, a code c stands for
  *
  *     signed, int8 in [-127, 127]:   sign(c) * (c / 127)^4 * s     (first moments)
  *     unsigned, uint8 in [0, 255]:   (c / 255)^8 * s               (second moments)
  *
- * and x becomes the code that is nearest to 127 (|x| / s)^(1/4), or 255 (x / s)^(1/8), halves up; an unsigned x > 0 never becomes 0. Zeros stay zeros, and a block of
- * them has scale 0. A signed block below 2^-98 becomes zeros; an unsigned one that is not zeros has a scale of at least 2^-62. A block that holds NaN or inf has
- * scale NaN, and reads as NaN.
+ * and x becomes the code that is nearest to 127 (|x| / s)^(1/4), or 255 (x / s)^(1/8), halves up; an unsigned x > 0
+ * never becomes 0. Zeros stay zeros, and a block of them has scale 0. A signed block below 2^-98 becomes zeros; an
+ * unsigned one that is not zeros has a scale of at least 2^-62. A block that holds NaN or inf has scale NaN, and reads
+ * as NaN.
  *
- * Why: a scale for each block, and codes that lie closer together towards 0, are the ideas of Dettmers et al., arXiv 2110.02861, section 2. Their codes are a table of
- * seven decades; a power needs no look-up and is what an update m / sqrt(v) asks for: with these exponents the first moment and the root of the second have the
- * same codes, down to 4e-9 and 2e-10 of the block's largest, and the second is never 0 where the first is not, which is where linear codes (0 below s / 510),
- * and a table too, make the update explode. Squares and fourth powers were as good while gradients of a block lay within two decades, and lost 1 to 2 % of the
- * loss at four. 256 elements: scales are then 1.6 % of the codes, and an outlier costs few elements their precision.
+ * Why: a scale for each block, and codes that lie closer together towards 0, are the ideas of Dettmers et al., arXiv
+ * 2110.02861, section 2. Their codes are a table of seven decades; a power needs no look-up and is what an update m /
+ * sqrt(v) asks for: with these exponents the first moment and the root of the second have the same codes, down to 4e-9
+ * and 2e-10 of the block's largest, and the second is never 0 where the first is not, which is where linear codes (0
+ * below s / 510), and a table too, make the update explode. Squares and fourth powers were as good while gradients of a
+ * block lay within two decades, and lost 1 to 2 % of the loss at four. 256 elements: scales are then 1.6 % of the
+ * codes, and an outlier costs few elements their precision.
  */
 #define DSC_Q8_BLOCK_ELEMS 256
 
@@ -57,69 +65,77 @@ DSC_API int64_t dsc_q8_n_scales(int64_t n_elems);
 DSC_API dsc_q8_code dsc_optim_q8_code(const struct dsc_optim_kind *kind, int32_t slot);
 
 /*
- * n_elems f32 values to codes and their scales, and the elements [begin, begin + n_elems) of a tensor back to f32. codes and scales are the tensor's own, and
- * quantize starts at its first element or at that of any block. What was read back gives the same codes and scales again, to the bit. par is borrowed, may be NULL.
- * DSC_EINVAL: no code, a NULL buffer for elements, a negative count, a value below 0 for unsigned codes; nothing is written then.
+ * n_elems f32 values to codes and their scales, and the elements [begin, begin + n_elems) of a tensor back to f32.
+ * codes and scales are the tensor's own, and quantize starts at its first element or at that of any block. What was
+ * read back gives the same codes and scales again, to the bit. par is borrowed, may be NULL. DSC_EINVAL: no code, a
+ * NULL buffer for elements, a negative count, a value below 0 for unsigned codes; nothing is written then.
  */
-DSC_API dsc_status dsc_q8_quantize(dsc_q8_code code, int64_t n_elems, const void *values, void *codes, void *scales, const struct dsc_par *par);
-DSC_API dsc_status dsc_q8_dequantize(dsc_q8_code code, const void *codes, const void *scales, int64_t begin, int64_t n_elems, void *out_values,
-                                     const struct dsc_par *par);
+DSC_API dsc_status dsc_q8_quantize(dsc_q8_code code, int64_t n_elems, const void *values, void *codes, void *scales,
+                                   const struct dsc_par *par);
+DSC_API dsc_status dsc_q8_dequantize(dsc_q8_code code, const void *codes, const void *scales, int64_t begin,
+                                     int64_t n_elems, void *out_values, const struct dsc_par *par);
 
 /* Borrowed for the call. Buffers may have any alignment, and may not overlap one another. */
 struct dsc_optim_tensor {
-    int64_t n_elems;                     /* >= 0 */
-    void *param;                         /* param_dtype: the master weights */
-    const void *grad;                    /* grad_dtype */
-    void *state[DSC_OPTIM_MAX_STATES];   /* state_dtype, or codes; unused ones NULL */
+    int64_t n_elems;                         /* >= 0 */
+    void *param;                             /* param_dtype: the master weights */
+    const void *grad;                        /* grad_dtype */
+    void *state[DSC_OPTIM_MAX_STATES];       /* state_dtype, or codes; unused ones NULL */
     void *state_scale[DSC_OPTIM_MAX_STATES]; /* f32, with DSC_OPTIM_STATE_Q8 alone: the states' scales */
-    void *copy;                          /* copy_dtype: receives the updated weights; NULL for none */
+    void *copy;                              /* copy_dtype: receives the updated weights; NULL for none */
 };
 
 /* Bits of dsc_optim_args.flags. */
 #define DSC_OPTIM_BIAS_CORRECTION (1u << 0) /* adam adamw lamb */
 #define DSC_OPTIM_NESTEROV (1u << 1)        /* sgd */
 #define DSC_OPTIM_MAXIMIZE (1u << 2)        /* all: the gradient's sign is turned */
-#define DSC_OPTIM_STATE_Q8 (1u << 3)        /* adam adamw lion sgd: states are codes, state_dtype is not looked at; DSC_ENOTSUP for the others */
+#define DSC_OPTIM_STATE_Q8 \
+    (1u << 3) /* adam adamw lion sgd: states are codes, state_dtype is not looked at; DSC_ENOTSUP for the others */
 
 struct dsc_optim_args {
-    uint32_t size;        /* sizeof(struct dsc_optim_args), set by DSC_OPTIM_ARGS_INIT */
+    uint32_t size; /* sizeof(struct dsc_optim_args), set by DSC_OPTIM_ARGS_INIT */
     uint32_t flags;
     dsc_dtype param_dtype;
     dsc_dtype grad_dtype;
     dsc_dtype state_dtype;
     dsc_dtype copy_dtype;
-    int64_t step;         /* 1 for the first step: Adam's t */
+    int64_t step; /* 1 for the first step: Adam's t */
     double lr;
-    double beta1;         /* adam, lamb, lion */
+    double beta1; /* adam, lamb, lion */
     double beta2;
-    double eps;           /* adam, lamb, adagrad */
-    double weight_decay;  /* adam: L2 into the gradient; adamw, lion, lamb: decoupled; sgd, adagrad: L2 */
-    double momentum;      /* sgd; 0 means no momentum, and state[0] may be NULL */
-    double dampening;     /* sgd */
-    double lr_decay;      /* adagrad: lr / (1 + (step - 1) * lr_decay) */
-    double min_coeff;     /* lamb: bounds of the trust ratio */
+    double eps;          /* adam, lamb, adagrad */
+    double weight_decay; /* adam: L2 into the gradient; adamw, lion, lamb: decoupled; sgd, adagrad: L2 */
+    double momentum;     /* sgd; 0 means no momentum, and state[0] may be NULL */
+    double dampening;    /* sgd */
+    double lr_decay;     /* adagrad: lr / (1 + (step - 1) * lr_decay) */
+    double min_coeff;    /* lamb: bounds of the trust ratio */
     double max_coeff;
-    double grad_scale;    /* gradients are multiplied by this as they are read: 1 / loss scale, averaging and clip factor in one */
+    double grad_scale; /* gradients are multiplied by this as they are read: 1 / loss scale, averaging and clip factor
+                          in one */
 };
 
-#define DSC_OPTIM_ARGS_INIT                                                                                         \
-    { sizeof(struct dsc_optim_args), DSC_OPTIM_BIAS_CORRECTION, DSC_DTYPE_F32, DSC_DTYPE_F32, DSC_DTYPE_F32,         \
-      DSC_DTYPE_F32, 1, 1e-3, 0.9, 0.999, 1e-8, 0.0, 0.0, 0.0, 0.0, 0.01, 10.0, 1.0 }
+#define DSC_OPTIM_ARGS_INIT                                                                                    \
+    {                                                                                                          \
+        sizeof(struct dsc_optim_args), DSC_OPTIM_BIAS_CORRECTION, DSC_DTYPE_F32, DSC_DTYPE_F32, DSC_DTYPE_F32, \
+            DSC_DTYPE_F32, 1, 1e-3, 0.9, 0.999, 1e-8, 0.0, 0.0, 0.0, 0.0, 0.01, 10.0, 1.0                      \
+    }
 
 /*
  * One step over tensors. par is borrowed, may be NULL. All arguments are checked before anything is written:
- * DSC_EINVAL names the field or the tensor; then nothing has changed. DSC_EOVERFLOW: the elements do not add up in int64_t.
+ * DSC_EINVAL names the field or the tensor; then nothing has changed. DSC_EOVERFLOW: the elements do not add up in
+ * int64_t.
  *
- * Fields that a kind does not use need only be finite. sgd's first step (step == 1) sets its state to the gradient and does not read it.
+ * Fields that a kind does not use need only be finite. sgd's first step (step == 1) sets its state to the gradient and
+ * does not read it.
  */
 DSC_API dsc_status dsc_optim_step(const struct dsc_optim_kind *kind, const struct dsc_optim_args *args,
                                   const struct dsc_optim_tensor *tensors, int64_t n_tensors, const struct dsc_par *par);
 
 /*
- * The two halves of a step that needs norms, for tensors that are cut over ranks. First: updates the moments, and writes
- * out_sumsq[2 * i] = sum of param^2 and out_sumsq[2 * i + 1] = sum of update^2 of tensor i (f64). The caller adds up over the ranks that hold
- * pieces of the same parameter. Second: applies lr * ratio[i] * update, where ratio is dsc_optim_trust_ratio of the summed pair.
- * DSC_ENOTSUP for a kind without norms.
+ * The two halves of a step that needs norms, for tensors that are cut over ranks. First: updates the moments, and
+ * writes out_sumsq[2 * i] = sum of param^2 and out_sumsq[2 * i + 1] = sum of update^2 of tensor i (f64). The caller
+ * adds up over the ranks that hold pieces of the same parameter. Second: applies lr * ratio[i] * update, where ratio is
+ * dsc_optim_trust_ratio of the summed pair. DSC_ENOTSUP for a kind without norms.
  */
 DSC_API dsc_status dsc_optim_norms(const struct dsc_optim_kind *kind, const struct dsc_optim_args *args,
                                    const struct dsc_optim_tensor *tensors, int64_t n_tensors, const struct dsc_par *par,
@@ -130,10 +146,11 @@ DSC_API dsc_status dsc_optim_apply(const struct dsc_optim_kind *kind, const stru
                                    const double *ratios);
 
 /*
- * Muon's elementwise halves (Jordan 2024); the orthogonalisation between them is a few matrix products and belongs to the caller.
- * First half, with mu = args->momentum: momentum = mu * momentum + grad, then out_update = nesterov ? grad + mu * momentum : momentum (out_update in state_dtype's
- * place is f32; written through tensors[i].copy with copy_dtype). param is not read. Second half: param = param * (1 - lr * weight_decay) - lr * update,
- * where update is read through tensors[i].grad with grad_dtype.
+ * Muon's elementwise halves (Jordan 2024); the orthogonalisation between them is a few matrix products and belongs to
+ * the caller. First half, with mu = args->momentum: momentum = mu * momentum + grad, then out_update = nesterov ? grad
+ * + mu * momentum : momentum (out_update in state_dtype's place is f32; written through tensors[i].copy with
+ * copy_dtype). param is not read. Second half: param = param * (1 - lr * weight_decay) - lr * update, where update is
+ * read through tensors[i].grad with grad_dtype.
  */
 DSC_API dsc_status dsc_muon_momentum(const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors,
                                      int64_t n_tensors, const struct dsc_par *par);

@@ -1,6 +1,6 @@
 /*
- * The dynamic loss scale of fp16 training (mixed precision training, arXiv 1710.03740; DeepSpeed's fp16 keys): halve on overflow once the hysteresis is used up,
- * double after a window of good steps, never below a floor.
+ * The dynamic loss scale of fp16 training (mixed precision training, arXiv 1710.03740; DeepSpeed's fp16 keys): halve on
+ * overflow once the hysteresis is used up, double after a window of good steps, never below a floor.
  */
 #ifndef DSC_SCALER_H
 #define DSC_SCALER_H
@@ -13,34 +13,37 @@ extern "C" {
 #endif
 
 struct dsc_scaler_config {
-    uint32_t size;                /* sizeof(struct dsc_scaler_config) */
-    bool is_dynamic;              /* false: scale never changes */
-    bool consecutive_hysteresis;  /* true: a good step refills the hysteresis; false: only growth does */
-    double initial_scale;         /* finite, > 0 */
-    double factor;                /* > 1; 2 */
-    double min_scale;             /* finite, > 0 */
-    int64_t window_steps;         /* >= 1 good steps between growths */
-    int32_t hysteresis;           /* >= 1 overflows until the scale is cut */
+    uint32_t size;               /* sizeof(struct dsc_scaler_config) */
+    bool is_dynamic;             /* false: scale never changes */
+    bool consecutive_hysteresis; /* true: a good step refills the hysteresis; false: only growth does */
+    double initial_scale;        /* finite, > 0 */
+    double factor;               /* > 1; 2 */
+    double min_scale;            /* finite, > 0 */
+    int64_t window_steps;        /* >= 1 good steps between growths */
+    int32_t hysteresis;          /* >= 1 overflows until the scale is cut */
 };
 
-#define DSC_SCALER_CONFIG_INIT \
-    { sizeof(struct dsc_scaler_config), true, false, 65536.0, 2.0, 1.0, 1000, 2 }
+#define DSC_SCALER_CONFIG_INIT                                                    \
+    {                                                                             \
+        sizeof(struct dsc_scaler_config), true, false, 65536.0, 2.0, 1.0, 1000, 2 \
+    }
 
 /* Plain data, so that a checkpoint is these fields and nothing else. The caller owns the storage. */
 struct dsc_scaler {
     struct dsc_scaler_config config;
     double scale;
-    int64_t step;                /* updates so far */
-    int64_t last_overflow_step;  /* -1 before any */
+    int64_t step;               /* updates so far */
+    int64_t last_overflow_step; /* -1 before any */
     int32_t hysteresis_left;
 };
 
 DSC_API dsc_status dsc_scaler_init(struct dsc_scaler *scaler, const struct dsc_scaler_config *config);
 
 /*
- * Counts one attempted step. *out_at_floor is true when the step overflowed, the hysteresis was used up and a dynamic scale could not be cut any
- * further: the run cannot be saved by scaling. Always false for a static scale. As in DeepSpeed, the window counts the good steps after the first
- * one that follows an overflow (or the start), and the hysteresis, once used up, stays so until the scale grows (consecutive_hysteresis: until a good step).
+ * Counts one attempted step. *out_at_floor is true when the step overflowed, the hysteresis was used up and a dynamic
+ * scale could not be cut any further: the run cannot be saved by scaling. Always false for a static scale. As in
+ * DeepSpeed, the window counts the good steps after the first one that follows an overflow (or the start), and the
+ * hysteresis, once used up, stays so until the scale grows (consecutive_hysteresis: until a good step).
  */
 DSC_API dsc_status dsc_scaler_update(struct dsc_scaler *scaler, bool has_overflow, bool *out_at_floor);
 

@@ -9,18 +9,18 @@ extern "C" {
 #endif
 
 /* name, value, text. The values are part of the ABI. */
-#define DSC_STATUS_MAP(X)                                      \
-    X(OK, 0, "success")                                        \
-    X(EINVAL, 1, "invalid argument")                           \
-    X(ENOMEM, 2, "out of memory")                              \
-    X(EOVERFLOW, 3, "a size does not fit its type")            \
-    X(ENOTFOUND, 4, "no entry of that name")                   \
-    X(ENOTSUP, 5, "not supported by this build or device")     \
-    X(ESTATE, 6, "not allowed in the object's present state")  \
-    X(EDEVICE, 7, "the accelerator reported an error")         \
-    X(EAGAIN, 8, "try again")                                  \
-    X(EIO, 9, "a transfer failed")                             \
-    X(ECORRUPT, 10, "stored data is not what was written")     \
+#define DSC_STATUS_MAP(X)                                     \
+    X(OK, 0, "success")                                       \
+    X(EINVAL, 1, "invalid argument")                          \
+    X(ENOMEM, 2, "out of memory")                             \
+    X(EOVERFLOW, 3, "a size does not fit its type")           \
+    X(ENOTFOUND, 4, "no entry of that name")                  \
+    X(ENOTSUP, 5, "not supported by this build or device")    \
+    X(ESTATE, 6, "not allowed in the object's present state") \
+    X(EDEVICE, 7, "the accelerator reported an error")        \
+    X(EAGAIN, 8, "try again")                                 \
+    X(EIO, 9, "a transfer failed")                            \
+    X(ECORRUPT, 10, "stored data is not what was written")    \
     X(ENOSPC, 11, "not enough room")
 
 typedef enum dsc_status {
@@ -42,11 +42,11 @@ DSC_API const char *dsc_status_text(dsc_status status);
 DSC_API const char *dsc_last_error(void);
 
 /* Passes a failing status up; for functions that have nothing to undo. */
-#define DSC_TRY(call)                                  \
-    do {                                               \
-        dsc_status dsc_try_status = (call);            \
-        if (dsc_try_status != DSC_OK)                  \
-            return dsc_try_status;                     \
+#define DSC_TRY(call)                       \
+    do {                                    \
+        dsc_status dsc_try_status = (call); \
+        if (dsc_try_status != DSC_OK)       \
+            return dsc_try_status;          \
     } while (0)
 
 #ifdef __cplusplus

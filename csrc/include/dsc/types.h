@@ -17,12 +17,7 @@ extern "C" {
 #endif
 
 /* Element types of the buffers that cross this ABI. The values are part of the ABI. */
-typedef enum dsc_dtype {
-    DSC_DTYPE_F32 = 0,
-    DSC_DTYPE_BF16 = 1,
-    DSC_DTYPE_F16 = 2,
-    DSC_DTYPE_COUNT = 3
-} dsc_dtype;
+typedef enum dsc_dtype { DSC_DTYPE_F32 = 0, DSC_DTYPE_BF16 = 1, DSC_DTYPE_F16 = 2, DSC_DTYPE_COUNT = 3 } dsc_dtype;
 
 /* Bytes of one element; 0 for a value that is no dsc_dtype. */
 DSC_API size_t dsc_dtype_bytes(dsc_dtype dtype);

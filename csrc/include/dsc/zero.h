@@ -1,5 +1,5 @@
 /*
- * Who owns which element: flat layouts, buckets, shards and whole-parameter balance, as plain integers.
+ * Who owns which element: flat layouts, buckets and shards, as plain integers.
  *
  * Nothing here touches a tensor and nothing allocates. A *layout* places the parameters of one unit (one optimizer
  * group, one dtype) one after another in a flat buffer. The buffer is cut into *buckets*: what one collective carries.
@@ -9,7 +9,8 @@
  *   bucket 0: rank 0 | rank 1 | ...    rank r owns            flat[begin[b] + r * slice[b] .. + slice[b])
  *   shard of rank r: slice of bucket 0, slice of bucket 1, ... shard offset of bucket b = sum of slice[0..b)
  *
- * Element counts and offsets are int64_t, ranks int32_t. Planners fill the caller's arrays. (ZeRO: arXiv 1910.02054, section 5.)
+ * Element counts and offsets are int64_t, ranks int32_t. Planners fill the caller's arrays. (ZeRO: arXiv 1910.02054,
+ * section 5.)
  */
 #ifndef DSC_ZERO_H
 #define DSC_ZERO_H
@@ -24,20 +25,21 @@ extern "C" {
 /*
  * Places n_params parameters, in the order given, and cuts the buffer into buckets.
  *
- * sizes[i] >= 0 elements. A bucket takes parameters until the next one would push it over bucket_elems (> 0); a parameter
- * larger than that gets a bucket of its own and is never cut. Each parameter starts at a multiple of align_elems (a power
- * of two) within the flat buffer; every slice is a multiple of align_elems. Zero-size parameters take no room and belong
- * to the bucket that is open where they stand. n_params == 0 gives zero buckets; a unit of only zero-size parameters one bucket of slice 0.
+ * sizes[i] >= 0 elements. A bucket takes parameters until the next one would push it over bucket_elems (> 0); a
+ * parameter larger than that gets a bucket of its own and is never cut. Each parameter starts at a multiple of
+ * align_elems (a power of two) within the flat buffer; every slice is a multiple of align_elems. Zero-size parameters
+ * take no room and belong to the bucket that is open where they stand. n_params == 0 gives zero buckets; a unit of only
+ * zero-size parameters one bucket of slice 0.
  *
- * Fills out_bucket_of[n_params] and out_offset_elems[n_params] (offset within the flat buffer), and up to bucket_capacity
- * entries of out_bucket_begin_elems and out_slice_elems; n_params entries are always enough. *out_n_buckets and *out_flat_elems
- * (length of the flat buffer, padding included) are written too. DSC_EINVAL names the first bad entry; DSC_EOVERFLOW when
- * the flat buffer would not fit int64_t. On failure nothing is written.
+ * Fills out_bucket_of[n_params] and out_offset_elems[n_params] (offset within the flat buffer), and up to
+ * bucket_capacity entries of out_bucket_begin_elems and out_slice_elems; n_params entries are always enough.
+ * *out_n_buckets and *out_flat_elems (length of the flat buffer, padding included) are written too. DSC_EINVAL names
+ * the first bad entry; DSC_EOVERFLOW when the flat buffer would not fit int64_t. On failure nothing is written.
  */
 DSC_API dsc_status dsc_layout_plan(const int64_t *sizes, int64_t n_params, int32_t n_ranks, int64_t bucket_elems,
                                    int64_t align_elems, int64_t bucket_capacity, int64_t *out_bucket_of,
-                                   int64_t *out_offset_elems, int64_t *out_bucket_begin_elems,
-                                   int64_t *out_slice_elems, int64_t *out_n_buckets, int64_t *out_flat_elems);
+                                   int64_t *out_offset_elems, int64_t *out_bucket_begin_elems, int64_t *out_slice_elems,
+                                   int64_t *out_n_buckets, int64_t *out_flat_elems);
 
 /* One piece of a parameter that lies in one rank's slice. */
 struct dsc_fragment {
@@ -49,59 +51,80 @@ struct dsc_fragment {
 };
 
 /*
- * Lists the fragments that rank owns, by bucket and then by position. Call with out_fragments NULL for the count; then with an
- * array of capacity entries. A parameter gives a rank at most one fragment, so n_params entries are always enough. The arrays are those
- * that dsc_layout_plan filled.
+ * Lists the fragments that rank owns, by bucket and then by position. Call with out_fragments NULL for the count; then
+ * with an array of capacity entries. A parameter gives a rank at most one fragment, so n_params entries are always
+ * enough. The arrays are those that dsc_layout_plan filled.
  */
 DSC_API dsc_status dsc_shard_fragments(const int64_t *sizes, int64_t n_params, const int64_t *bucket_of,
                                        const int64_t *offset_elems, const int64_t *bucket_begin_elems,
                                        const int64_t *slice_elems, int64_t n_buckets, int32_t n_ranks, int32_t rank,
                                        int64_t capacity, struct dsc_fragment *out_fragments, int64_t *out_n_fragments);
 
-/* The even split without padding: rank's range of n_elems over n_ranks; the first n_elems % n_ranks ranks get one more. */
+/* The even split without padding: rank's range of n_elems over n_ranks; the first n_elems % n_ranks ranks get one more.
+ */
 DSC_API dsc_status dsc_shard_range_of(int64_t n_elems, int32_t n_ranks, int32_t rank, int64_t *out_begin_elems,
                                       int64_t *out_end_elems);
 
-/* The inverse of dsc_shard_range_of: which rank owns element. DSC_EINVAL unless 0 <= element < n_elems. */
-DSC_API dsc_status dsc_shard_owner_of(int64_t n_elems, int32_t n_ranks, int64_t element, int32_t *out_rank);
-
 /*
- * Gives whole items to ranks so that the largest load is small: longest first, to the least loaded rank, ties to the lower rank
- * and the lower index (LPT, Graham 1969: at most 4/3 - 1/(3 n_ranks) of the optimum). costs[i] >= 0. Deterministic.
- * scratch: n_items + n_ranks int64_t, borrowed.
- */
-DSC_API dsc_status dsc_balance_assign(const int64_t *costs, int64_t n_items, int32_t n_ranks, int64_t *scratch,
-                                      int32_t *out_rank_of);
-
-/*
- * Tracks which parameters of a step window are ready, and says which bucket may be reduced next.
+ * Tracks which parameters of a pass are ready, and says which bucket may be reduced next.
  *
- * Collectives must start in the same order on every rank, whatever order the gradients come in: a bucket is *due* when all its
- * members have been marked and all lower buckets have been launched. The caller owns the storage.
+ * Collectives must start in the same order on every rank, whatever order the gradients come in. A bucket's *turn* comes
+ * when all its members have been marked and the turns of all lower buckets have come; it is due then. A bucket that
+ * *waits* lets its turn pass, and is due after all others. Which ones wait must be the same on all ranks. The caller
+ * owns the storage.
  */
 struct dsc_bucket_tracker {
     const int64_t *bucket_of; /* kept */
     int64_t n_params;
     int64_t n_buckets;
-    int64_t *pending;         /* kept: n_buckets entries, members still missing */
-    uint8_t *is_marked;       /* kept: n_params entries */
-    int64_t next_bucket;      /* lowest bucket that has not been launched */
+    int64_t *pending;     /* kept: n_buckets entries, members still missing */
+    uint8_t *is_marked;   /* kept: n_params entries */
+    uint8_t *states;      /* kept: n_buckets entries, how far each bucket is */
+    int64_t next_turn;    /* lowest bucket whose turn has not come by its members */
+    int64_t next_waiting; /* where to look for the next one that has waited */
 };
 
-DSC_API dsc_status dsc_bucket_tracker_init(struct dsc_bucket_tracker *tracker, const int64_t *bucket_of, int64_t n_params,
-                                           int64_t n_buckets, int64_t *pending, uint8_t *is_marked);
+/* waits is 0 for all. */
+DSC_API dsc_status dsc_bucket_tracker_init(struct dsc_bucket_tracker *tracker, const int64_t *bucket_of,
+                                           int64_t n_params, int64_t n_buckets, int64_t *pending, uint8_t *is_marked,
+                                           uint8_t *states);
 
-/* Begins a new window: nothing marked, nothing launched. */
+/* Begins anew: nothing marked, nothing launched. What waits goes on to. */
 DSC_API void dsc_bucket_tracker_reset(struct dsc_bucket_tracker *tracker);
 
-/*
- * Marks a parameter. *out_is_late is true when its bucket has been launched in this window, with an earlier contribution of its or by
- * force without: this one has to be reduced by itself. Marking one twice before its bucket is launched is fine (contributions add up).
- */
-DSC_API dsc_status dsc_bucket_tracker_mark(struct dsc_bucket_tracker *tracker, int64_t param, bool *out_is_late);
+/* From now on bucket waits, or does no longer. What has been launched stays so. */
+DSC_API dsc_status dsc_bucket_tracker_set_waiting(struct dsc_bucket_tracker *tracker, int64_t bucket, bool waits);
 
-/* Hands out the next due bucket and counts it as launched; -1 when none is due. With force, missing members do not matter. */
-DSC_API int64_t dsc_bucket_tracker_next(struct dsc_bucket_tracker *tracker, bool force);
+enum dsc_bucket_time {
+    DSC_BUCKET_IN_TIME = 0,
+    DSC_BUCKET_WAITED = 1, /* the bucket's turn had passed, and because it waits the gradient is in time all the same */
+    DSC_BUCKET_LATE = 2, /* the bucket has been launched, with an earlier contribution or by force without: this one has
+                            to be reduced by itself */
+};
+
+/*
+ * Marks a parameter; *out_time: enum dsc_bucket_time. Marking one twice before its bucket's turn is fine (contributions
+ * add up).
+ */
+DSC_API dsc_status dsc_bucket_tracker_mark(struct dsc_bucket_tracker *tracker, int64_t param, int32_t *out_time);
+
+enum dsc_bucket_due {
+    DSC_BUCKET_READY = 0,  /* whose turn has come */
+    DSC_BUCKET_PROMPT = 1, /* all that do not wait; missing members do not matter */
+    DSC_BUCKET_ALL = 2,    /* those that wait as well, after the others */
+};
+
+/*
+ * Hands out the next bucket of those that due (enum dsc_bucket_due) names and counts it as launched; -1 when there is
+ * none.
+ */
+DSC_API int64_t dsc_bucket_tracker_next(struct dsc_bucket_tracker *tracker, int32_t due);
+
+/*
+ * Has the bucket's turn come, whatever its members and the lower ones: where the caller knows the turns, the same on
+ * all ranks. *out_is_due: it is to be launched, and counts as launched; false where it waits or has been launched.
+ */
+DSC_API dsc_status dsc_bucket_tracker_pass(struct dsc_bucket_tracker *tracker, int64_t bucket, bool *out_is_due);
 
 #ifdef __cplusplus
 }

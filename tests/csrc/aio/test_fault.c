@@ -138,7 +138,7 @@ static void test_never(void)
 /* A backend that is gone: everything pending fails, nothing hangs, nothing more is taken. */
 static void test_death(void)
 {
-    const struct dsc_aio_fault_plan plan = {.seed = 9, .dies_after = 7};
+    const struct dsc_aio_fault_plan plan = {.seed = 9, .dies_after = 7, .late_chance = 256};
     dsc_aio *aio = make(&plan);
     dsc_aio_file *file = folder_open(CREATE, false);
     dsc_aio_id ids[4];
@@ -147,7 +147,9 @@ static void test_death(void)
     TEST_CASE("death");
     for (int i = 0; i < 4; i++)
         (void)dsc_aio_submit_write(aio, file, i * BYTES, data + i * BYTES, BYTES, &ids[i]);
+    CHECK(!dsc_aio_has_given_up(aio));
     CHECK_ERROR(dsc_aio_wait_all(aio, &n_done), DSC_EIO, "Bad file descriptor");
+    CHECK(dsc_aio_has_given_up(aio));
     CHECK_EQ(dsc_aio_pending(aio), 0);
     CHECK_ERROR(dsc_aio_submit_write(aio, file, 0, data, 1, &ids[0]), DSC_ESTATE, "given up");
     CHECK_STATUS(dsc_aio_close(file), DSC_OK);

@@ -47,10 +47,10 @@ static bool occupy_the_worker(struct ring *ring, const char *fifo)
     return syscall(SYS_io_uring_enter, ring->fd, 1, 0, 0, NULL, (size_t)0) == 1;
 }
 
-/* -1 when no worker has come to the FIFO in ten seconds: it was not occupied, and the test has shown nothing. */
+/* -1 when no worker has come to the FIFO in thirty seconds: it was not occupied, and the test has shown nothing. */
 static int open_other_end(const char *fifo)
 {
-    for (int i = 0; i < 10000; i++) {
+    for (int i = 0; i < 30000; i++) {
         int fd = open(fifo, O_WRONLY | O_NONBLOCK | O_CLOEXEC);
 
         if (fd >= 0 || errno != ENXIO)

@@ -1,4 +1,4 @@
-/* base/cores.c: limits of control groups of both versions, the rank's part, NUMA nodes; the kernel's files are made in a folder. */
+/* base/cores.c: NUMA nodes and this process; the kernel's files are made in a folder. */
 #include "test.h"
 
 #include "base/cores.h"
@@ -45,81 +45,6 @@ static void remove_root(void)
 
     snprintf(command, sizeof command, "rm -rf '%s'", root);
     CHECK_EQ(system(command), 0);
-}
-
-static void test_version_2(void)
-{
-    static const struct {
-        const char *text;
-        int32_t quota;
-    } cases[] = {{"max 100000\n", INT32_MAX}, {"200000 100000\n", 2}, {"150000 100000\n", 2}, {"1000 100000\n", 1},
-                 {"", INT32_MAX},             {"400000 100000", 4},   {"nonsense\n", INT32_MAX}};
-
-    new_root();
-    TEST_CASE("no file");
-    CHECK_EQ(dsc_cores_quota(root), INT32_MAX);
-    put("proc/self/cgroup", "0::/a/b\n");
-    CHECK_EQ(dsc_cores_quota(root), INT32_MAX);
-    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
-        TEST_CASE("\"%s\"", cases[i].text);
-        put("sys/fs/cgroup/a/b/cpu.max", cases[i].text);
-        CHECK_EQ(dsc_cores_quota(root), cases[i].quota);
-    }
-    TEST_CASE("the least of all above");
-    put("sys/fs/cgroup/a/b/cpu.max", "800000 100000\n");
-    put("sys/fs/cgroup/a/cpu.max", "300000 100000\n");
-    put("sys/fs/cgroup/cpu.max", "500000 100000\n");
-    CHECK_EQ(dsc_cores_quota(root), 3);
-    put("sys/fs/cgroup/cpu.max", "100000 100000\n");
-    CHECK_EQ(dsc_cores_quota(root), 1);
-    TEST_CASE("a path that is not there, as in a container that sees its group as the top one");
-    put("proc/self/cgroup", "0::/elsewhere/deep/down\n");
-    CHECK_EQ(dsc_cores_quota(root), 1);
-    TEST_CASE("the top group");
-    put("proc/self/cgroup", "0::/\n");
-    CHECK_EQ(dsc_cores_quota(root), 1);
-    remove_root();
-}
-
-static void test_version_1(void)
-{
-    new_root();
-    TEST_CASE("version 1");
-    put("proc/self/cgroup", "12:memory:/m\n5:cpuset:/s\n4:cpu,cpuacct:/pod/x\n0::/unified\n");
-    CHECK_EQ(dsc_cores_quota(root), INT32_MAX);
-    put("sys/fs/cgroup/cpu/pod/x/cpu.cfs_quota_us", "250000\n");
-    put("sys/fs/cgroup/cpu/pod/x/cpu.cfs_period_us", "50000\n");
-    CHECK_EQ(dsc_cores_quota(root), 5);
-    put("sys/fs/cgroup/cpu/pod/cpu.cfs_quota_us", "-1\n");
-    put("sys/fs/cgroup/cpu/pod/cpu.cfs_period_us", "100000\n");
-    CHECK_EQ(dsc_cores_quota(root), 5);
-    put("sys/fs/cgroup/cpu/cpu.cfs_quota_us", "100001\n");
-    put("sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000\n");
-    CHECK_EQ(dsc_cores_quota(root), 2);
-    TEST_CASE("the group of another controller does not count");
-    put("proc/self/cgroup", "5:cpuset:/pod/x\n3:cpuacct:/pod/x\n");
-    CHECK_EQ(dsc_cores_quota(root), INT32_MAX);
-    remove_root();
-}
-
-static void test_fair_part(void)
-{
-    static const struct {
-        int32_t n_own, n_launcher, n_quota, n_ranks, wanted;
-    } cases[] = {
-        {64, 64, INT32_MAX, 1, 64}, /* alone */
-        {64, 64, INT32_MAX, 8, 8},  /* all share all */
-        {8, 64, INT32_MAX, 8, 8},   /* bound, each to its own */
-        {4, 4, INT32_MAX, 2, 2},    /* a launcher that was bound itself: its ranks share */
-        {24, 96, INT32_MAX, 8, 12}, /* bound to NUMA nodes, two ranks a node */
-        {64, 64, 6, 2, 3},          /* a container with 6 processors' worth of time */
-        {8, 64, 6, 2, 3},           {2, 2, INT32_MAX, 5, 1}, {1, 64, INT32_MAX, 2, 1}, {3, 7, INT32_MAX, 2, 3}, {64, 64, 1, 1, 1},
-    };
-
-    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
-        TEST_CASE("case %d", (int)i);
-        CHECK_EQ(dsc_cores_fair_part(cases[i].n_own, cases[i].n_launcher, cases[i].n_quota, cases[i].n_ranks), cases[i].wanted);
-    }
 }
 
 static struct dsc_cores cores_from(int32_t first, int32_t last)
@@ -174,14 +99,10 @@ static void test_this_process(void)
         CHECK_EQ(!CPU_ISSET_S((size_t)i, sizeof own.bits, &own.bits.set), !CPU_ISSET(i, &set));
     dsc_cores_of(-1, &own); /* a process that does not exist: those online */
     CHECK_EQ(dsc_cores_count(&own), sysconf(_SC_NPROCESSORS_ONLN));
-    CHECK(dsc_cores_quota("") >= 1);
 }
 
 int main(void)
 {
-    test_version_2();
-    test_version_1();
-    test_fair_part();
     test_nodes();
     test_this_process();
     return test_finish(__FILE__);

@@ -365,7 +365,7 @@ static void test_fork(const char *backend)
     if (child == 0) {
         bool is_refused = dsc_block_writer_write(writer, bytes, 1) == DSC_ESTATE && dsc_block_writer_finish(writer, &got, &n_blocks) == DSC_ESTATE;
 
-        alarm(20);
+        alarm(200); /* a child that hangs ends, and is seen to have */
         dsc_block_writer_destroy(writer);
         _exit(is_refused ? 0 : 1);
     }

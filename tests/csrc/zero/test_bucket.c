@@ -1,4 +1,4 @@
-/* zero/bucket.c against a set of marks kept by the test: buckets leave in order, once, and not before their members, in any order of marking. */
+/* zero/bucket.c against marks and turns kept by the test: buckets leave in order, once, and not before their members, in any order of marking; those that wait after the others. */
 #include "test.h"
 
 #include "dsc/zero.h"
@@ -14,30 +14,66 @@ static bool is_complete(const int64_t *bucket_of, int64_t n_params, const bool *
     return true;
 }
 
-static void check_window(struct dsc_bucket_tracker *tracker, const int64_t *bucket_of, uint64_t *random)
-{
-    bool is_marked[MAX_PARAMS] = {false};
-    int64_t n_launched = 0;
+/* What the tracker should know, worked out from scratch. */
+struct model {
+    const int64_t *bucket_of;
+    bool waits[MAX_BUCKETS];
+    bool is_marked[MAX_PARAMS];
+    bool is_passed[MAX_BUCKETS];
+    bool is_launched[MAX_BUCKETS];
+};
 
+static int64_t expected_next(struct model *model, int64_t n_params, int64_t n_buckets, int32_t due)
+{
+    for (int64_t b = 0; b < n_buckets; b++) {
+        if (due == DSC_BUCKET_READY && !is_complete(model->bucket_of, n_params, model->is_marked, b))
+            return -1; /* and none behind it */
+        model->is_passed[b] = true;
+        if (!model->waits[b] && !model->is_launched[b]) {
+            model->is_launched[b] = true;
+            return b;
+        }
+    }
+    for (int64_t b = 0; due == DSC_BUCKET_ALL && b < n_buckets; b++)
+        if (!model->is_launched[b]) {
+            model->is_launched[b] = true;
+            return b;
+        }
+    return -1;
+}
+
+static void check_next(struct dsc_bucket_tracker *tracker, struct model *model, int32_t due)
+{
+    int64_t want;
+
+    do {
+        want = expected_next(model, tracker->n_params, tracker->n_buckets, due);
+        CHECK_EQ(dsc_bucket_tracker_next(tracker, due), want);
+    } while (want >= 0);
+}
+
+static void check_window(struct dsc_bucket_tracker *tracker, struct model *model, uint64_t *random)
+{
+    memset(model->is_marked, 0, sizeof model->is_marked);
+    memset(model->is_passed, 0, sizeof model->is_passed);
+    memset(model->is_launched, 0, sizeof model->is_launched);
     for (int64_t step = 0; step < 3 * tracker->n_params; step++) {
         int64_t param = test_below(random, tracker->n_params); /* some twice, some never */
-        bool is_late = false;
-        int64_t due;
+        int64_t bucket = model->bucket_of[param];
+        int32_t time = -7;
 
-        CHECK_STATUS(dsc_bucket_tracker_mark(tracker, param, &is_late), DSC_OK);
-        CHECK_EQ(is_late, bucket_of[param] < n_launched);
-        is_marked[param] = true;
-        while ((due = dsc_bucket_tracker_next(tracker, false)) >= 0) {
-            CHECK_EQ(due, n_launched);
-            CHECK(is_complete(bucket_of, tracker->n_params, is_marked, due));
-            n_launched++;
-        }
-        CHECK(n_launched == tracker->n_buckets || !is_complete(bucket_of, tracker->n_params, is_marked, n_launched));
+        CHECK_STATUS(dsc_bucket_tracker_mark(tracker, param, &time), DSC_OK);
+        CHECK_EQ(time, model->is_launched[bucket] ? DSC_BUCKET_LATE : model->is_passed[bucket] ? DSC_BUCKET_WAITED : DSC_BUCKET_IN_TIME);
+        model->is_marked[param] = true;
+        if (test_below(random, 3) > 0)
+            check_next(tracker, model, DSC_BUCKET_READY);
     }
-    for (; n_launched < tracker->n_buckets; n_launched++)
-        CHECK_EQ(dsc_bucket_tracker_next(tracker, true), n_launched);
-    CHECK_EQ(dsc_bucket_tracker_next(tracker, true), -1);
-    CHECK_EQ(dsc_bucket_tracker_next(tracker, false), -1);
+    if (test_below(random, 2) > 0)
+        check_next(tracker, model, DSC_BUCKET_PROMPT);
+    check_next(tracker, model, DSC_BUCKET_ALL);
+    for (int64_t b = 0; b < tracker->n_buckets; b++)
+        CHECK(model->is_launched[b]);
+    CHECK_EQ(dsc_bucket_tracker_next(tracker, DSC_BUCKET_READY), -1);
 }
 
 static void test_random_cases(void)
@@ -48,20 +84,68 @@ static void test_random_cases(void)
         int64_t bucket_of[MAX_PARAMS];
         int64_t pending[MAX_BUCKETS];
         uint8_t is_marked[MAX_PARAMS];
+        uint8_t states[MAX_BUCKETS];
         int64_t n_params = 1 + test_below(&random, MAX_PARAMS);
         int64_t n_buckets = 1 + test_below(&random, MAX_BUCKETS);
+        struct model model = {.bucket_of = bucket_of};
         struct dsc_bucket_tracker tracker;
 
         for (int64_t i = 0; i < n_params; i++)
             bucket_of[i] = test_below(&random, n_buckets); /* some buckets have no members */
         memset(pending, 0x5a, sizeof pending);
         memset(is_marked, 0x5a, sizeof is_marked);
+        memset(states, 0x5a, sizeof states);
         TEST_CASE("round %d: %d parameters, %d buckets", round, (int)n_params, (int)n_buckets);
-        CHECK_STATUS(dsc_bucket_tracker_init(&tracker, bucket_of, n_params, n_buckets, pending, is_marked), DSC_OK);
-        check_window(&tracker, bucket_of, &random);
-        dsc_bucket_tracker_reset(&tracker); /* nothing of the last window is left */
-        check_window(&tracker, bucket_of, &random);
+        CHECK_STATUS(dsc_bucket_tracker_init(&tracker, bucket_of, n_params, n_buckets, pending, is_marked, states), DSC_OK);
+        check_window(&tracker, &model, &random);
+        for (int window = 0; window < 4; window++) {
+            int64_t bucket = test_below(&random, n_buckets);
+
+            dsc_bucket_tracker_reset(&tracker); /* nothing of the last window is left, but who waits */
+            model.waits[bucket] = !model.waits[bucket];
+            CHECK_STATUS(dsc_bucket_tracker_set_waiting(&tracker, bucket, model.waits[bucket]), DSC_OK);
+            check_window(&tracker, &model, &random);
+        }
     }
+}
+
+/* The caller says whose turn it is, as a plan does that all ranks have. */
+static void test_turns_by_plan(void)
+{
+    const int64_t bucket_of[] = {0, 1, 2};
+    int64_t pending[3];
+    uint8_t is_marked[3];
+    uint8_t states[3];
+    struct dsc_bucket_tracker tracker;
+    bool is_due = false;
+    int32_t time = -7;
+
+    TEST_CASE("turns by plan");
+    CHECK_STATUS(dsc_bucket_tracker_init(&tracker, bucket_of, 3, 3, pending, is_marked, states), DSC_OK);
+    CHECK_STATUS(dsc_bucket_tracker_set_waiting(&tracker, 2, true), DSC_OK);
+    CHECK_STATUS(dsc_bucket_tracker_pass(&tracker, 1, &is_due), DSC_OK);
+    CHECK(is_due);
+    CHECK_STATUS(dsc_bucket_tracker_pass(&tracker, 1, &is_due), DSC_OK);
+    CHECK(!is_due);
+    CHECK_STATUS(dsc_bucket_tracker_mark(&tracker, 1, &time), DSC_OK);
+    CHECK_EQ(time, DSC_BUCKET_LATE);
+    CHECK_STATUS(dsc_bucket_tracker_mark(&tracker, 2, &time), DSC_OK);
+    CHECK_EQ(time, DSC_BUCKET_IN_TIME);
+    is_due = true;
+    CHECK_STATUS(dsc_bucket_tracker_pass(&tracker, 2, &is_due), DSC_OK);
+    CHECK(!is_due);
+    CHECK_STATUS(dsc_bucket_tracker_mark(&tracker, 2, &time), DSC_OK);
+    CHECK_EQ(time, DSC_BUCKET_WAITED);
+    CHECK_EQ(dsc_bucket_tracker_next(&tracker, DSC_BUCKET_ALL), 0);
+    CHECK_EQ(dsc_bucket_tracker_next(&tracker, DSC_BUCKET_ALL), 2);
+    CHECK_EQ(dsc_bucket_tracker_next(&tracker, DSC_BUCKET_ALL), -1);
+
+    /* Who waits is forgotten between its turn and the end: it leaves with the rest all the same. */
+    dsc_bucket_tracker_reset(&tracker);
+    CHECK_STATUS(dsc_bucket_tracker_pass(&tracker, 2, &is_due), DSC_OK);
+    CHECK_STATUS(dsc_bucket_tracker_set_waiting(&tracker, 2, false), DSC_OK);
+    for (int64_t b = 0; b < 3; b++)
+        CHECK_EQ(dsc_bucket_tracker_next(&tracker, DSC_BUCKET_ALL), b);
 }
 
 /* A contribution to a bucket that was forced out without it must not be lost. */
@@ -70,19 +154,20 @@ static void test_forced_out(void)
     const int64_t bucket_of[] = {0, 0};
     int64_t pending[1];
     uint8_t is_marked[2];
+    uint8_t states[1];
     struct dsc_bucket_tracker tracker;
-    bool is_late = true;
+    int32_t time = -7;
 
     TEST_CASE("forced out");
-    CHECK_STATUS(dsc_bucket_tracker_init(&tracker, bucket_of, 2, 1, pending, is_marked), DSC_OK);
-    CHECK_STATUS(dsc_bucket_tracker_mark(&tracker, 0, &is_late), DSC_OK);
-    CHECK(!is_late);
-    CHECK_STATUS(dsc_bucket_tracker_mark(&tracker, 0, &is_late), DSC_OK);
-    CHECK(!is_late);
-    CHECK_EQ(dsc_bucket_tracker_next(&tracker, false), -1);
-    CHECK_EQ(dsc_bucket_tracker_next(&tracker, true), 0);
-    CHECK_STATUS(dsc_bucket_tracker_mark(&tracker, 1, &is_late), DSC_OK);
-    CHECK(is_late);
+    CHECK_STATUS(dsc_bucket_tracker_init(&tracker, bucket_of, 2, 1, pending, is_marked, states), DSC_OK);
+    CHECK_STATUS(dsc_bucket_tracker_mark(&tracker, 0, &time), DSC_OK);
+    CHECK_EQ(time, DSC_BUCKET_IN_TIME);
+    CHECK_STATUS(dsc_bucket_tracker_mark(&tracker, 0, &time), DSC_OK);
+    CHECK_EQ(time, DSC_BUCKET_IN_TIME);
+    CHECK_EQ(dsc_bucket_tracker_next(&tracker, DSC_BUCKET_READY), -1);
+    CHECK_EQ(dsc_bucket_tracker_next(&tracker, DSC_BUCKET_PROMPT), 0);
+    CHECK_STATUS(dsc_bucket_tracker_mark(&tracker, 1, &time), DSC_OK);
+    CHECK_EQ(time, DSC_BUCKET_LATE);
 }
 
 static void test_errors(void)
@@ -90,32 +175,42 @@ static void test_errors(void)
     const int64_t bucket_of[] = {0, 2};
     int64_t pending[2] = {-7, -7};
     uint8_t is_marked[2] = {77, 77};
+    uint8_t states[2] = {77, 77};
     struct dsc_bucket_tracker tracker = {.n_params = -7};
-    bool is_late = true;
+    int32_t time = -7;
+    bool is_due = true;
 
     TEST_CASE("errors");
-    CHECK_ERROR(dsc_bucket_tracker_init(NULL, bucket_of, 1, 1, pending, is_marked), DSC_EINVAL, "tracker");
-    CHECK_ERROR(dsc_bucket_tracker_init(&tracker, bucket_of, 2, 2, pending, is_marked), DSC_EINVAL, "bucket_of[1]");
-    CHECK_ERROR(dsc_bucket_tracker_init(&tracker, bucket_of, -1, 2, pending, is_marked), DSC_EINVAL, "n_params");
-    CHECK_ERROR(dsc_bucket_tracker_init(&tracker, NULL, 1, 2, pending, is_marked), DSC_EINVAL, "bucket_of");
-    CHECK_ERROR(dsc_bucket_tracker_init(&tracker, bucket_of, 1, 2, NULL, is_marked), DSC_EINVAL, "pending");
-    CHECK_ERROR(dsc_bucket_tracker_init(&tracker, bucket_of, 1, 2, pending, NULL), DSC_EINVAL, "is_marked");
+    CHECK_ERROR(dsc_bucket_tracker_init(NULL, bucket_of, 1, 1, pending, is_marked, states), DSC_EINVAL, "tracker");
+    CHECK_ERROR(dsc_bucket_tracker_init(&tracker, bucket_of, 2, 2, pending, is_marked, states), DSC_EINVAL, "bucket_of[1]");
+    CHECK_ERROR(dsc_bucket_tracker_init(&tracker, bucket_of, -1, 2, pending, is_marked, states), DSC_EINVAL, "n_params");
+    CHECK_ERROR(dsc_bucket_tracker_init(&tracker, NULL, 1, 2, pending, is_marked, states), DSC_EINVAL, "bucket_of");
+    CHECK_ERROR(dsc_bucket_tracker_init(&tracker, bucket_of, 1, 2, NULL, is_marked, states), DSC_EINVAL, "pending");
+    CHECK_ERROR(dsc_bucket_tracker_init(&tracker, bucket_of, 1, 2, pending, NULL, states), DSC_EINVAL, "is_marked");
     CHECK_EQ(tracker.n_params, -7);
     CHECK_EQ(pending[0], -7);
     CHECK_EQ(is_marked[0], 77);
-    CHECK_STATUS(dsc_bucket_tracker_init(&tracker, NULL, 0, 0, NULL, NULL), DSC_OK);
-    CHECK_EQ(dsc_bucket_tracker_next(&tracker, true), -1);
-    CHECK_ERROR(dsc_bucket_tracker_mark(&tracker, 0, &is_late), DSC_EINVAL, "param");
-    CHECK_STATUS(dsc_bucket_tracker_init(&tracker, bucket_of, 1, 1, pending, is_marked), DSC_OK);
-    CHECK_ERROR(dsc_bucket_tracker_mark(&tracker, 1, &is_late), DSC_EINVAL, "param");
-    CHECK_ERROR(dsc_bucket_tracker_mark(&tracker, -1, &is_late), DSC_EINVAL, "param");
-    CHECK_ERROR(dsc_bucket_tracker_mark(&tracker, 0, NULL), DSC_EINVAL, "out_is_late");
-    CHECK(is_late);
+    CHECK_EQ(states[0], 77);
+    CHECK_STATUS(dsc_bucket_tracker_init(&tracker, NULL, 0, 0, NULL, NULL, NULL), DSC_OK);
+    CHECK_EQ(dsc_bucket_tracker_next(&tracker, DSC_BUCKET_ALL), -1);
+    CHECK_ERROR(dsc_bucket_tracker_mark(&tracker, 0, &time), DSC_EINVAL, "param");
+    CHECK_STATUS(dsc_bucket_tracker_init(&tracker, bucket_of, 1, 1, pending, is_marked, states), DSC_OK);
+    CHECK_ERROR(dsc_bucket_tracker_mark(&tracker, 1, &time), DSC_EINVAL, "param");
+    CHECK_ERROR(dsc_bucket_tracker_mark(&tracker, -1, &time), DSC_EINVAL, "param");
+    CHECK_ERROR(dsc_bucket_tracker_mark(&tracker, 0, NULL), DSC_EINVAL, "out_time");
+    CHECK_EQ(time, -7);
+    CHECK_ERROR(dsc_bucket_tracker_init(&tracker, bucket_of, 1, 1, pending, is_marked, NULL), DSC_EINVAL, "states");
+    CHECK_ERROR(dsc_bucket_tracker_set_waiting(&tracker, 1, true), DSC_EINVAL, "bucket");
+    CHECK_ERROR(dsc_bucket_tracker_set_waiting(NULL, 0, true), DSC_EINVAL, "tracker");
+    CHECK_ERROR(dsc_bucket_tracker_pass(&tracker, -1, &is_due), DSC_EINVAL, "bucket");
+    CHECK_ERROR(dsc_bucket_tracker_pass(&tracker, 0, NULL), DSC_EINVAL, "out_is_due");
+    CHECK(is_due);
 }
 
 int main(void)
 {
     test_random_cases();
+    test_turns_by_plan();
     test_forced_out();
     test_errors();
     return test_finish(__FILE__);

@@ -171,12 +171,6 @@ static void test_range(void)
                 CHECK_STATUS(dsc_shard_range_of(n_elems, n_ranks, rank, &begin, &end), DSC_OK);
                 CHECK_EQ(begin, next);
                 CHECK_EQ(end - begin, n_elems / n_ranks + (rank < n_elems % n_ranks));
-                for (int64_t e = begin; e < end; e++) {
-                    int32_t owner = -1;
-
-                    CHECK_STATUS(dsc_shard_owner_of(n_elems, n_ranks, e, &owner), DSC_OK);
-                    CHECK_EQ(owner, rank);
-                }
                 next = end;
             }
             CHECK_EQ(next, n_elems);
@@ -185,23 +179,14 @@ static void test_range(void)
 
     int64_t begin;
     int64_t end;
-    int32_t owner = -1;
 
     TEST_CASE("limits");
     CHECK_STATUS(dsc_shard_range_of(INT64_MAX, INT32_MAX, INT32_MAX - 1, &begin, &end), DSC_OK);
     CHECK_EQ(end, INT64_MAX);
-    CHECK_STATUS(dsc_shard_owner_of(INT64_MAX, INT32_MAX, INT64_MAX - 1, &owner), DSC_OK);
-    CHECK_EQ(owner, INT32_MAX - 1);
-    owner = -1;
     CHECK_ERROR(dsc_shard_range_of(-1, 1, 0, &begin, &end), DSC_EINVAL, "n_elems");
     CHECK_ERROR(dsc_shard_range_of(1, 0, 0, &begin, &end), DSC_EINVAL, "n_ranks");
     CHECK_ERROR(dsc_shard_range_of(1, 2, 2, &begin, &end), DSC_EINVAL, "rank");
     CHECK_ERROR(dsc_shard_range_of(1, 2, 0, NULL, &end), DSC_EINVAL, "out_begin_elems");
-    CHECK_ERROR(dsc_shard_owner_of(5, 2, 5, &owner), DSC_EINVAL, "element");
-    CHECK_ERROR(dsc_shard_owner_of(5, 2, -1, &owner), DSC_EINVAL, "element");
-    CHECK_ERROR(dsc_shard_owner_of(0, 2, 0, &owner), DSC_EINVAL, "element");
-    CHECK_ERROR(dsc_shard_owner_of(5, 2, 0, NULL), DSC_EINVAL, "out_rank");
-    CHECK_EQ(owner, -1);
 }
 
 int main(void)

@@ -1,4 +1,4 @@
-/* zero/trace.c: what is appended is what is there; comparing and pruning against a search for each step by itself. */
+/* zero/trace.c: what is appended is what is there; pruning against a search for each step by itself. */
 #include "test.h"
 
 #include "dsc/fetch.h"
@@ -30,26 +30,6 @@ static void test_append(void)
 
     CHECK_STATUS(dsc_trace_init(&trace, NULL, NULL, 0), DSC_OK);
     CHECK_ERROR(dsc_trace_append(&trace, 0, true), DSC_EOVERFLOW, "0 steps");
-}
-
-static void test_compare(void)
-{
-    int32_t units[] = {3, 1, 4, 1, 5};
-    int32_t others[] = {3, 1, 4, 2, 5};
-    uint8_t is_used[] = {1, 0, 1, 0, 1};
-    uint8_t is_other_used[] = {0, 0, 0, 0, 0};
-
-    TEST_CASE("compare");
-    for (int64_t n_a = 0; n_a <= 5; n_a++)
-        for (int64_t n_b = 0; n_b <= 5; n_b++) {
-            const struct dsc_trace a = {units, is_used, 5, n_a};
-            const struct dsc_trace same = {units, is_other_used, 5, n_b}; /* is_used does not matter */
-            const struct dsc_trace other = {others, is_used, 5, n_b};
-            int64_t shorter = n_a < n_b ? n_a : n_b;
-
-            CHECK_EQ(dsc_trace_compare(&a, &same), n_a == n_b ? -1 : shorter);
-            CHECK_EQ(dsc_trace_compare(&a, &other), shorter > 3 ? 3 : n_a == n_b ? -1 : shorter);
-        }
 }
 
 static bool is_used_elsewhere(const int32_t *units, const uint8_t *is_used, int64_t n_steps, int64_t step)
@@ -140,7 +120,6 @@ static void test_errors(void)
 int main(void)
 {
     test_append();
-    test_compare();
     test_prune();
     test_errors();
     return test_finish(__FILE__);

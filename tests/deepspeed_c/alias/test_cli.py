@@ -16,7 +16,7 @@ from deepspeed_c.alias.install import FORCE, SHIM
 from deepspeed_c.launcher.main import main
 
 ROOT = Path(__file__).resolve().parents[3]
-TIMEOUT_SECONDS = 60
+TIMEOUT_SECONDS = 300
 
 SHOW = (
     "import json, sys; from importlib.metadata import version\n"
@@ -140,13 +140,6 @@ def test_command_that_cannot_be_run(mode, code, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     assert cli.run([str(script), "--lr", "1"]) == code
     assert f"Fix: deepspeed_c run python {script} --lr 1" in capsys.readouterr().err
-
-
-def test_deepspeeds_own_launcher_is_ours(monkeypatch, capsys):
-    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert cli.run(["deepspeed", "--num_gpus", "2", "a b.py"]) == 127
-    assert "Fix: deepspeed_c run deepspeed_c --num_gpus 2 'a b.py'" in capsys.readouterr().err
 
 
 def test_shell_takes_over_the_variables(monkeypatch, capsys, tmp_path):

@@ -23,8 +23,8 @@ from torch import nn
 
 import deepspeed_c
 from deepspeed_c import _C, errors
-from deepspeed_c.checkpoint import cli
-from deepspeed_c.checkpoint import save as saving
+from deepspeed_c.checkpoint.native import save as saving
+from deepspeed_c.checkpoint.tools import cli
 from deepspeed_c.logging import logger
 from deepspeed_c.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from tests.deepspeed_c.zero.traits import whole_params
@@ -233,7 +233,7 @@ def failure_of(engine, folder: str, tag: str, is_async: bool) -> str:
 
 @pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (3, "bf16")])
 def test_a_failed_write_of_one_rank_fails_the_save_of_all_and_costs_nothing(tmp_path, stage, dtype):
-    for problems in run_ranks(WORLD, failing_saves, str(tmp_path / "ckpt"), stage, dtype, timeout=120):
+    for problems in run_ranks(WORLD, failing_saves, str(tmp_path / "ckpt"), stage, dtype):
         assert problems == []
 
 
@@ -282,7 +282,7 @@ def small_disk(tmp_path):
 
 
 def test_a_full_disk_fails_the_save_and_costs_nothing(small_disk):
-    for problems in run_ranks(WORLD, full_disk, small_disk, timeout=30):
+    for problems in run_ranks(WORLD, full_disk, small_disk):
         assert problems == []
 
 
@@ -319,7 +319,7 @@ def failing_latest(rank: int, world: int, folder: str) -> list[str]:
 
 
 def test_a_checkpoint_that_latest_could_not_name_is_complete_and_said_to_be(tmp_path):
-    for problems in run_ranks(WORLD, failing_latest, str(tmp_path / "ckpt"), timeout=30):
+    for problems in run_ranks(WORLD, failing_latest, str(tmp_path / "ckpt")):
         assert problems == []
 
 
@@ -465,7 +465,7 @@ def verified(path: str) -> tuple[int, str]:
     ("stage", "dtype", "names"), [(1, "fp32", FILES), (3, "bf16", {"rank_00001.safetensors": True})]
 )
 def test_a_damaged_file_is_named_and_the_checkpoint_before_is_loaded(tmp_path, stage, dtype, names):
-    for problems in run_ranks(WORLD, damaged_files, str(tmp_path / "ckpt"), stage, dtype, names, timeout=120):
+    for problems in run_ranks(WORLD, damaged_files, str(tmp_path / "ckpt"), stage, dtype, names):
         assert problems == []
 
 
@@ -510,5 +510,5 @@ def failing_reads(rank: int, world: int, folder: str) -> list[str]:
 
 
 def test_an_engine_that_was_half_loaded_does_not_train_until_a_load_has_succeeded(tmp_path):
-    for problems in run_ranks(WORLD, failing_reads, str(tmp_path / "ckpt"), timeout=30):
+    for problems in run_ranks(WORLD, failing_reads, str(tmp_path / "ckpt")):
         assert problems == []

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from deepspeed_c.checkpoint.export import export
+from deepspeed_c.checkpoint.native.save import write_native
 from deepspeed_c.checkpoint.open import FORMATS, find_checkpoint, format_of, open_checkpoint
-from deepspeed_c.checkpoint.save import write_native
+from deepspeed_c.checkpoint.tools.export import export
 from deepspeed_c.errors import CheckpointError
 from tests.deepspeed_c.checkpoint.memory_source import adam_checkpoint
 

@@ -180,7 +180,8 @@ def test_errors_are_typed(run_ranks):
     run_ranks(2, errors_body, fresh=True)
 
 
-def log_body(rank, world):
+def log_body(rank, world, flag):
+    import os
     import time
 
     assert not comm.has_comm_data()
@@ -202,7 +203,11 @@ def log_body(rank, world):
     handle.wait()
     comm.all_gather([torch.zeros(4) for _ in range(world)], torch.zeros(4))
     if rank == 1:
-        time.sleep(0.3)
+        while not os.path.exists(flag):
+            time.sleep(0.01)
+        time.sleep(1.0)
+    else:
+        open(flag, "w").close()
     comm.barrier()
     if rank == 0:
         comm.send(torch.zeros(3), 1)  # a record that only one rank has
@@ -216,8 +221,8 @@ def log_body(rank, world):
     assert result["metadata"]["world_size"] == world and result["metadata"]["rank"] == rank
     waited = result["straggler_analysis"]["barrier"][0]
     assert waited["count"] == 1
-    # Rank 1 came 300 ms late: its own barrier is the fastest, rank 0 waited for it.
-    assert (waited["total_straggler_ms"] > 200) == (rank == 0), waited
+    # Rank 1 came late: its own barrier is the fastest, rank 0 waited for it.
+    assert (waited["total_straggler_ms"] > 0) == (rank == 0), waited
     own = "send" if rank == 0 else "recv"
     assert result["straggler_analysis"][own][12]["count"] == 0
     assert comm.log_summary() is None
@@ -229,8 +234,8 @@ def log_body(rank, world):
     comm.reset_log()
 
 
-def test_the_log(run_ranks):
-    run_ranks(2, log_body, fresh=True)
+def test_the_log(run_ranks, tmp_path):
+    run_ranks(2, log_body, str(tmp_path / "flag"), fresh=True)
 
 
 def test_the_log_is_off_by_default():

@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from deepspeed_c.comm.discover import DEFAULT_PORT, Placement, discover, first_host, local_rank_of
+from deepspeed_c.comm.discover import DEFAULT_PORT, LaunchPlace, discover, first_host, local_rank_of
 from deepspeed_c.errors import CommError
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node7", "MASTER_PORT": "1234"}
@@ -28,7 +28,7 @@ def test_nothing_set_is_one_process():
 
 
 def test_torchrun():
-    assert discover(TORCHRUN) == Placement(3, 8, 1, "node7", 1234, "environment")
+    assert discover(TORCHRUN) == LaunchPlace(3, 8, 1, "node7", 1234, "environment")
     assert discover({**TORCHRUN, **OPEN_MPI})[:2] == (3, 8), "what a launcher for torch says wins over MPI's"
 
 

@@ -59,14 +59,14 @@ def body(rank: int, world: int, folder: str, how: str) -> None:
         engine(x, True)
     else:
         # Stands for a backend that does not notice, as NCCL; gloo's connections break by themselves.
-        with engine.optimizer.comm.ledger.enter("all-reduce", 16, "the end of epoch 1"):
-            time.sleep(60)
+        with engine._optimizer.comm.ledger.enter("all-reduce", 16, "the end of epoch 1"):
+            time.sleep(2000)
 
 
 @pytest.mark.parametrize("how", ["branch", "elsewhere"])
 def test_the_text_names_rank_and_parameter(run_ranks, tmp_path, how: str) -> None:
     with pytest.raises(RanksFailed) as failed:
-        run_ranks(2, body, str(tmp_path), how, fresh=True, timeout=45, grace=20)
+        run_ranks(2, body, str(tmp_path), how, fresh=True, grace=200)
     for outcome in failed.value.outcomes:
         assert outcome.kind == "died" and f"exit code {EXIT_CODE}" in outcome.text, str(failed.value)
         text = (tmp_path / str(outcome.rank)).read_text()

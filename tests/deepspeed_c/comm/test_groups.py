@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import time
 from datetime import timedelta
 
 import pytest
@@ -17,10 +16,12 @@ import torch.distributed as dist
 from deepspeed_c import comm
 from deepspeed_c.comm import groups
 from deepspeed_c.errors import CommError, ConfigError
+from deepspeed_c.listening import is_loopback
+from tests.network import answers, own_address
 from tests.ranks import RanksFailed, free_port
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI_", "MPI_", "SLURM_", "MV2_", "TORCHELASTIC")
-LONG = timedelta(seconds=60)  # on a busy machine ranks come late; nobody waits this long when all is well
+LONG = timedelta(seconds=200)  # on a busy machine ranks come late; nobody waits this long when all is well
 
 
 def bare(**environ):
@@ -111,6 +112,34 @@ def test_ranks_join(run_ranks, way):
     run_ranks(2, join_body, way, free_port(), fresh=True)
 
 
+def host_body(rank, world, host, port):
+    bare(**{**torchrun(rank, world, port), "MASTER_ADDR": host})
+    comm.init_distributed(timeout=LONG, verbose=False)
+    found = {
+        address for address in ("127.0.0.1", "127.0.0.2", "::1", own_address()) if address and answers(address, port)
+    }
+    comm.barrier()
+    return found
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "127.0.0.2", "own", "name"])
+def test_rank_0_listens_where_the_others_look_for_it(run_ranks, host):
+    own = own_address()
+    if host == "own":
+        host = own or "127.0.0.1"
+    elif host == "name":
+        host = socket.gethostname()
+    seen = run_ranks(2, host_body, host, free_port(), fresh=True)
+    if host != socket.gethostname():
+        assert seen == [{host}] * 2
+    else:
+        # What the name means here need not be what it means on other hosts, unless it is an address that they reach.
+        means = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0]
+        assert (
+            seen == [{"127.0.0.1", "127.0.0.2", "::1", *([own] if own else [])} if is_loopback(means) else {means}] * 2
+        )
+
+
 def arguments_body(rank, world, method):
     bare()
     comm.init_distributed(init_method=method, rank=rank, world_size=world, timeout=LONG)
@@ -141,19 +170,20 @@ def test_a_group_can_be_formed_again_over_a_store_that_lives_on(run_ranks):
     run_ranks(2, again_body, store.port, fresh=True)
 
 
+ARRIVAL_S = 8  # within which both of two ranks come, however busy the machine is
+
+
 def missing_body(rank, world, port):
     bare(**torchrun(rank, 4, port))
-    began = time.monotonic()
     with pytest.raises(CommError) as caught:
-        comm.init_distributed(timeout=timedelta(seconds=4))
-    return str(caught.value), time.monotonic() - began
+        comm.init_distributed(timeout=timedelta(seconds=ARRIVAL_S))
+    return str(caught.value)
 
 
 def test_missing_ranks_are_named_on_every_rank_within_the_limit(run_ranks):
-    for rank, (message, seconds) in enumerate(run_ranks(2, missing_body, free_port(), fresh=True)):
-        assert "2 of 4 ranks came within 4 s; missing: rank 2, 3" in message, f"rank {rank}: {message}"
+    for rank, message in enumerate(run_ranks(2, missing_body, free_port(), fresh=True)):
+        assert f"2 of 4 ranks came within {ARRIVAL_S} s; missing: rank 2, 3" in message, f"rank {rank}: {message}"
         assert "Fix: look at the output of the missing ranks" in message
-        assert seconds < 30, f"rank {rank}: {seconds}"
 
 
 def no_host_body(rank, world, port):
@@ -183,7 +213,7 @@ def dying_body(rank, world, port):
 
 def test_rank_0_dying_while_the_ranks_gather(run_ranks):
     with pytest.raises(RanksFailed) as failed:
-        run_ranks(2, dying_body, free_port(), fresh=True, grace=30)
+        run_ranks(2, dying_body, free_port(), fresh=True, grace=200)
     assert [outcome.kind for outcome in failed.value.outcomes] == ["died", "returned"], str(failed.value)
 
 
@@ -194,7 +224,7 @@ def twice_body(rank, world, port, meeting_port):
     if rank == 2:
         meeting.wait(["formed"], LONG)
         with pytest.raises(CommError, match="two processes say that they are rank 1"):
-            comm.init_distributed(timeout=timedelta(seconds=20))
+            comm.init_distributed(timeout=LONG)
         meeting.set("refused", "")
     else:
         comm.init_distributed(timeout=LONG, verbose=False)

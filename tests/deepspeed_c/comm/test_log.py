@@ -57,7 +57,7 @@ def test_records_are_kept_by_name_and_size():
     assert (row["count"], row["total_latency_ms"], row["avg_latency_ms"]) == (2, pytest.approx(4.0), pytest.approx(2.0))
     assert summary["grads"][1]["msg_size_str"] == "1 B" and summary["weights"][3 << 20]["msg_size_str"] == "3.00 MB"
     text = log.format("title", summary)
-    assert text.startswith("title\n") and "grads 4.00 KB: count 2" in text
+    assert text.startswith("title\n") and "4.00 KB             2                   4.00" in text
     log.reset_data()
     assert not log.has_data() and log.summary(2) == {}
 

@@ -20,33 +20,46 @@ from deepspeed_c.comm.position import Position, Presence, life_of, locate, own_p
 needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="no /proc: processes are not looked up")
 
 
-def from_a_thread(function):
-    """What ``function`` returns in a thread, while the main thread waits for it here."""
-    answers = queue.Queue()
-    thread = threading.Thread(target=lambda: (time.sleep(0.05), answers.put(function())))
+def from_a_thread(function, wait):
+    """What ``function`` returns in a thread, once the main thread waits for it in ``wait(answers)``."""
+    answers, main = queue.Queue(), threading.main_thread().ident
+
+    def run():
+        while not is_waiting(sys._current_frames()[main]):
+            time.sleep(0.001)
+        answers.put(function())
+
+    def is_waiting(frame):
+        # Nothing that is called on the way there, and is left again.
+        if frame.f_code.co_name not in ("wait", "barrier"):
+            return False
+        while frame is not None and frame.f_code is not wait.__code__:
+            frame = frame.f_back
+        return frame is not None
+
+    thread = threading.Thread(target=run)
     thread.start()
-    answer = answers.get(timeout=10)
+    answer = wait(answers)
     thread.join()
     return answer
 
 
 def test_the_users_line_comes_first_and_then_where_it_leads():
-    where, dist_call = from_a_thread(locate)
-    assert "test_position.py:" in where and " in from_a_thread (in " in where, where
-    assert "in get)" in where or "in wait)" in where, where
+    def wait_here(answers):
+        return answers.get()
+
+    where, dist_call = from_a_thread(locate, wait_here)
+    assert "test_position.py:" in where and " in wait_here (in " in where, where
+    assert "in wait)" in where, where
     assert dist_call == ""
 
 
 def test_a_call_of_torch_is_known():
     # A function that waits, compiled as if it stood in the source of torch's collectives.
-    scope = {"seen": []}
-    code = "def barrier():\n    while not seen:\n        pass\n"
+    scope = {}
+    code = "def barrier(answers):\n    while not answers.queue:\n        pass\n    return answers.get()\n"
     exec(compile(code, dist.distributed_c10d.__file__, "exec"), scope)  # noqa: S102
-    thread = threading.Thread(target=lambda: (time.sleep(0.05), scope["seen"].append(locate())))
-    thread.start()
-    scope["barrier"]()
-    thread.join()
-    where, dist_call = scope["seen"][0]
+    where, dist_call = from_a_thread(locate, scope["barrier"])
     assert dist_call == "barrier", (where, dist_call)
     assert "test_position.py:" in where and "(in " not in where, "the line that called it, and not where it waits"
 
@@ -59,6 +72,7 @@ def test_a_position_travels():
     waiting = ledger.enter("all-reduce", 8, "v")
     waiting.begin_wait()
     sub = Ledger("5", [1])
+    sub.make_part_of(ledger, "dp_shard")
     position = take_position(1, 2, [ledger, sub], {0: "runs"})
     back = msgspec.json.decode(msgspec.json.encode(position), type=Position)
     assert back == position
@@ -67,8 +81,9 @@ def test_a_position_travels():
     assert [(c.seq, c.op, c.label, c.phase, c.state) for c in group.blocking] == [
         (101, "all-reduce", "v", "step", "waiting")
     ]
-    assert 0 <= group.blocking[0].seconds < 10
+    assert 0 <= group.blocking[0].seconds < 200
     assert back.group("5") is not None and back.group("5").ranks == [1] and back.group("5").last == 0
+    assert (group.axes, back.group("5").axes) == ("", "dp_shard")
     assert back.group("6") is None and back.neighbours == {0: "runs"}
 
 
@@ -78,7 +93,7 @@ def test_life_of_a_process():
     assert me.pid == os.getpid() and life_of(me) == "runs"
     assert life_of(msgspec.structs.replace(me, started=me.started + 1)) == "gone", "another process got its number"
     child = subprocess.Popen(
-        [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"], stdout=subprocess.PIPE
+        [sys.executable, "-c", "import time; print(flush=True); time.sleep(1000)"], stdout=subprocess.PIPE
     )
     try:
         child.stdout.readline()
@@ -86,7 +101,7 @@ def test_life_of_a_process():
             theirs = Presence(me.host, child.pid, int(f.read().rpartition(")")[2].split()[19]))
         assert life_of(theirs) == "runs"
         child.send_signal(signal.SIGSTOP)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 200
         while life_of(theirs) != "stopped" and time.monotonic() < deadline:
             time.sleep(0.01)
         assert life_of(theirs) == "stopped"

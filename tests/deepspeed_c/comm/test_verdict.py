@@ -7,29 +7,29 @@ import random
 import pytest
 
 from deepspeed_c.comm.ledger import DONE, ENTERED, WAITING
-from deepspeed_c.comm.position import Call, GroupPosition, Position, Presence
+from deepspeed_c.comm.position import GroupPosition, Position, Presence, ToldEntry
 from deepspeed_c.comm.verdict import ended_ranks, judge
 
 LONG = 30.0
 
 
 def call(seq, op="all-gather", label="w", *, n_bytes=64, phase="forward", state=DONE, seconds=0.0):
-    return Call(seq, op, n_bytes, label, phase, "", state, seconds)
+    return ToldEntry(seq, op, n_bytes, label, phase, "", state, seconds)
 
 
 def waits(*args, seconds=LONG + 1, **kwargs):
     return call(*args, state=WAITING, seconds=seconds, **kwargs)
 
 
-def at(rank, *calls, where="train.py:7 in step", dist_call="", neighbours=None, name="0", ranks=()):
+def at(rank, *calls, where="train.py:7 in step", dist_call="", neighbours=None, name="0", ranks=(), axes=""):
     """A rank with one group; its blocking calls are those that wait."""
     blocking = [c for c in calls if c.state == WAITING]
-    return Position(rank, [GroupPosition(name, list(ranks), blocking, list(calls))], where, dist_call, neighbours or {})
+    return Position(rank, [GroupPosition(name, list(ranks), axes, blocking, list(calls))], where, dist_call, neighbours or {})
 
 
 def both(rank, *groups, where="train.py:7 in step"):
     """A rank in several groups: (name, ranks, calls)."""
-    parts = [GroupPosition(n, list(r), [c for c in calls if c.state == WAITING], list(calls)) for n, r, calls in groups]
+    parts = [GroupPosition(n, list(r), "", [c for c in calls if c.state == WAITING], list(calls)) for n, r, calls in groups]
     return Position(rank, parts, where, "", {})
 
 
@@ -48,6 +48,13 @@ def test_another_collective_under_the_same_number():
     assert "rank 1 entered reduce-scatter #812 of layers.8.mlp.w2 (backward), 128 bytes" in found.text
     assert "rank 0 waits in all-gather #812 of layers.7.mlp.w1 (forward) for 31 s" in found.text
     assert "Fix: " in found.text
+
+
+def test_a_group_of_a_mesh_is_told_by_its_axes():
+    group = {"ranks": (0, 2), "axes": "dp_shard"}
+    text = verdict(at(0, waits(7), **group), at(1), at(2, waits(7, label="v"), **group)).text
+    assert "collective #7 over dp_shard (ranks 0, 2) is not the same on all ranks" in text, text
+    assert "rank 2 waits in all-gather #7 of v (forward) over dp_shard (ranks 0, 2) for 31 s" in text, text
 
 
 @pytest.mark.parametrize("other", [{"label": "v"}, {"n_bytes": 65}, {"op": "all-reduce"}])

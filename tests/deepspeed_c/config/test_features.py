@@ -32,6 +32,10 @@ def other_values(field):
             yield {}
         elif kind is bool:
             yield not field.default
+        elif kind is str:
+            yield "text"
+        elif typing.get_origin(kind) is tuple:
+            yield [typing.get_args(bare(typing.get_args(kind)[0]))[0]]
         elif kind is int:
             yield 8
         elif kind is float:
@@ -41,7 +45,9 @@ def other_values(field):
 
 
 PLAIN = [(path, field) for path, field in walk() if not path.startswith(("optimizer.params.", "scheduler.params."))]
-SWITCHES = [(path, field) for path, field in PLAIN if field.info.is_switch]
+ASKING = [(path, field) for path, field in PLAIN if field.info.is_switch and not FEATURES[field.info.feature].is_inert]
+SWITCHES = [(path, field) for path, field in ASKING if not field.info.is_built]
+BUILT_SWITCHES = [(path, field) for path, field in ASKING if field.info.is_built]
 TUNING = [
     (path, field) for path, field in PLAIN if field.info.feature and not field.info.is_switch and field.section is None
 ]
@@ -53,8 +59,6 @@ def test_there_are_switches_and_tuning_keys():
 
 @pytest.mark.parametrize("path, field", SWITCHES, ids=[path for path, _ in SWITCHES])
 def test_switch_is_refused_when_on_and_accepted_when_off(path, field):
-    if field.info.is_built:
-        pytest.skip(f"{FEATURES[field.info.feature].title} is built")
     values = list(other_values(field))
     assert values, path
     for value in values:
@@ -68,6 +72,15 @@ def test_switch_is_refused_when_on_and_accepted_when_off(path, field):
     for value in (field.default, *field.info.off):
         if field.section is None or value is None:
             assert problems_of(tree_of(path, value), batch="skip") == [], (path, value)
+
+
+@pytest.mark.parametrize("path, field", BUILT_SWITCHES, ids=[path for path, _ in BUILT_SWITCHES])
+def test_switch_of_what_is_built_is_not_refused_for_itself(path, field):
+    """It may ask for other keys beside it; it is never said to be missing."""
+    for value in (*other_values(field), field.default, *field.info.off):
+        if field.section is None or value is None:
+            problems = problems_of(tree_of(path, value), batch="skip")
+            assert not any(isinstance(problem, UnsupportedConfigError) for problem in problems), (path, value, problems)
 
 
 @pytest.mark.parametrize("path, field", TUNING, ids=[path for path, _ in TUNING])

@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def run(code):
     return subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
     )
 
 

@@ -41,11 +41,11 @@ def train_step(engine, step: int = 0, rank: int = 0) -> float:
 def state_of(engine) -> dict[str, torch.Tensor]:
     """Every bit that training changes."""
     state = whole_params(engine.module)
-    for slot in engine.optimizer.reducer.slots:
+    for slot in engine._optimizer.reducer.slots:
         state[slot.name + " master"] = safe_get_full_fp32_param(slot.param)
         for key in ("exp_avg", "exp_avg_sq"):
             state[slot.name + key] = safe_get_full_optimizer_state(slot.param, key)
-    for i, entry in enumerate(engine.optimizer.pieces.entries):
+    for i, entry in enumerate(engine._optimizer.pieces.entries):
         state[f"step {i}"] = torch.as_tensor(engine.optimizer.state[entry.param]["step"]).clone()
     return state
 
@@ -369,9 +369,10 @@ def cycles_body(rank: int, world: int) -> list[tuple[int, int, int]]:
 
 def test_closed_engines_leave_nothing_behind():
     for seen in run_ranks(2, cycles_body):
-        (rss0, tensors0, fds0), (rss1, tensors1, fds1) = seen[4], seen[-1]
-        assert tensors1 == tensors0, f"live tensors by cycle: {[s[1] for s in seen]}"
-        assert fds1 == fds0, f"open files by cycle: {[s[2] for s in seen]}"
+        # What leaks never goes down again; what a thread of gloo's still holds for a moment does.
+        (rss0, tensors0, fds0), (rss1, tensors1, fds1) = map(max, zip(*seen[4:7])), map(min, zip(*seen[11:]))
+        assert tensors1 <= tensors0, f"live tensors by cycle: {[s[1] for s in seen]}"
+        assert fds1 <= fds0, f"open files by cycle: {[s[2] for s in seen]}"
         assert rss1 - rss0 < 4 << 20, f"resident bytes by cycle: {[s[0] for s in seen]}"
 
 
@@ -453,7 +454,7 @@ def dead_rank_body(rank: int, world: int, stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_dead_rank_is_an_error_on_the_others_and_no_hang(stage):
     with pytest.raises(RanksFailed) as caught:
-        run_ranks(2, dead_rank_body, stage, timeout=60)
+        run_ranks(2, dead_rank_body, stage)
     kinds = {o.rank: o.kind for o in caught.value.outcomes}
     assert kinds == {0: "returned", 1: "died"}, caught.value
 

@@ -67,13 +67,13 @@ def body(rank: int, world: int, is_learnt: bool, is_synced: bool) -> list[list[i
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_stop_after_different_numbers_of_forwards(world: int, is_learnt: bool) -> None:
     plain = make()
-    for rank, got in enumerate(run_ranks(world, body, is_learnt, True, timeout=60)):
+    for rank, got in enumerate(run_ranks(world, body, is_learnt, True)):
         want = [plain.generate(torch.tensor([rank + 1, 3]), FORWARDS[(rank + t) % 3]).tolist() for t in range(3)]
         assert got == want, f"rank {rank}: {got} is not {want}"
 
 
 def test_equal_numbers_need_no_sync() -> None:
     plain = make()
-    for rank, got in enumerate(run_ranks(2, body, False, False, timeout=60)):
+    for rank, got in enumerate(run_ranks(2, body, False, False)):
         want = [plain.generate(torch.tensor([rank + 1, 3]), n).tolist() for n in range(3)]
         assert got == want, f"rank {rank}: {got} is not {want}"

@@ -74,7 +74,6 @@ def test_what_is_configured() -> None:
         "data_types": {"grad_accum_dtype": "fp32"},
         "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
         "checkpoint": {"tag_validation": "fail"},
-        "compile": {"passes": ["z3", "autotp"]},
     }
     (said,) = run_ranks(1, answers_body, extra)
     assert said["dynamic_loss_scale_args"] == {
@@ -88,8 +87,10 @@ def test_what_is_configured() -> None:
     assert said["get_data_types"] == ["torch.float16", "torch.float32"]
     assert said["zero_use_cpu_optimizer"] and said["zero_cpu_offload"] and not said["zero_nvme_offload_optimizer"]
     assert said["is_first_weights_partition_group"] and said["checkpoint_tag_validation_fail"]
-    assert said["compile_zero_optimization_stage"] and said["compile_autotp"] and not said["compile_autosp"]
-    assert said["uses_parallelization_pass_only"] and said["loss_scale"] == 32
+    assert said["loss_scale"] == 32
+    # Passes are refused until the graph compiler is there.
+    for name in ("compile_zero_optimization_stage", "compile_autotp", "compile_autosp", "uses_parallelization_pass_only"):
+        assert said[name] is False, name
 
 
 def test_table_says_where_each_comes_from() -> None:
@@ -113,7 +114,7 @@ def engine_body(rank: int, world: int) -> None:
             before = engine(*batch(1, 0, rank, 0))
         engine.empty_partition_cache()
         live = [group for group in engine._fetcher.groups if group.buffer is not None]
-        assert not live and not engine._fetcher.pool._free
+        assert not live and engine._fetcher.pool.n_free == 0
         with torch.no_grad():
             assert torch.equal(engine(*batch(1, 0, rank, 0)), before)
         state = engine.module_state_dict()

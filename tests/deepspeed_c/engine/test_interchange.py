@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 import deepspeed_c
 from deepspeed_c.errors import StateError
 from deepspeed_c.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from tests.deepspeed_c.checkpoint.deepspeed.harness import GROUP_NAMES, MORE_STEPS, STATES, STEPS, config
-from tests.deepspeed_c.checkpoint.deepspeed.test_read import FIXTURES, unpack
-from tests.deepspeed_c.checkpoint.deepspeed.tiny import Tiny, batch, groups_of, train
+from tests.deepspeed_c.checkpoint.formats.deepspeed.harness import GROUP_NAMES, MORE_STEPS, STATES, STEPS, config
+from tests.deepspeed_c.checkpoint.formats.deepspeed.test_read import FIXTURES, unpack
+from tests.deepspeed_c.checkpoint.formats.deepspeed.tiny import Tiny, batch, groups_of, train
 from tests.deepspeed_c.zero.traits import whole_params
 from tests.ranks import run_ranks
 
@@ -117,7 +117,7 @@ def test_fixtures_load_and_go_on_as_deepspeed_did(tmp_path, name):
         # DeepSpeed's accessors look in the wrong places there (see test_read.py).
         report["saved"] |= {"master": {}, "state": {}}
     stages = [stage] if stage else [0, 2, 3]
-    results = run_ranks(world_of(name), load_and_go_on, str(folder), stages, dtype, kind_of(name), timeout=60)
+    results = run_ranks(world_of(name), load_and_go_on, str(folder), stages, dtype, kind_of(name))
     for rank, of_rank in enumerate(results):
         for at, path, client_state, shown, losses in of_rank:
             assert Path(path) == folder / "t3" and client_state["epoch"] == 3
@@ -230,7 +230,7 @@ def test_weights_of_hugging_face_and_dcp_folders_are_loaded_alone(tmp_path):
     )
     safetensors.torch.save_file(one_name, tmp_path / "one.safetensors")
     dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    for found in run_ranks(2, load_weights, str(tmp_path), weights, timeout=60):
+    for found in run_ranks(2, load_weights, str(tmp_path), weights):
         assert found == []
 
 
@@ -258,7 +258,7 @@ def test_a_run_of_torch_goes_on_from_its_dcp_folder(tmp_path, is_flat):
         for state in STATES["adamw"]
     }
     losses = go_on_in_torch(model, optimizer, STEPS, MORE_STEPS)
-    for path, shown, ours in run_ranks(1, load_dcp, str(tmp_path / "dcp"), timeout=60)[0]:
+    for path, shown, ours in run_ranks(1, load_dcp, str(tmp_path / "dcp"))[0]:
         assert path == str(tmp_path / "dcp")
         for name, value in masters.items():
             assert torch.equal(shown["master"][name], value), name
@@ -288,7 +288,7 @@ def test_a_folder_of_tags_comes_before_weights_beside_it_and_a_tags_own_folder_i
     folder, _ = unpack("0.19.6-universal-stage1-bf16", tmp_path / "universal")
     (folder / "latest_universal").write_text("t3")
     tag = str(tmp_path / "ours" / f"global_step{STEPS + 1}")
-    for found in run_ranks(2, find_places, str(folder), str(tmp_path / "ours"), timeout=60):
+    for found in run_ranks(2, find_places, str(folder), str(tmp_path / "ours")):
         assert found == [str(folder / "t3"), tag, tag, (None, None)]
 
 
@@ -312,7 +312,7 @@ def save_for_deepspeed(rank: int, world: int, folder: str) -> Any:
 
 
 def test_groups_are_written_as_the_optimizer_has_them(tmp_path):
-    masters = run_ranks(1, save_for_deepspeed, str(tmp_path), timeout=60)[0]
+    masters = run_ranks(1, save_for_deepspeed, str(tmp_path))[0]
     groups = [of_group[::-1] for of_group in GROUP_NAMES]
     wrapped = torch.load(tmp_path / "0" / "t2" / "mp_rank_00_model_states.pt", weights_only=True)["optimizer"]
     for flat, names in zip(wrapped["fp32_groups_flat"], groups, strict=True):

@@ -19,7 +19,7 @@ import torch
 
 from deepspeed_c import errors
 from deepspeed_c.utils import RepeatingLoader
-from tests.deepspeed_c.engine.test_checkpoints import Numbers, make
+from tests.deepspeed_c.engine.checkpoint.test_checkpoints import Numbers, make
 from tests.deepspeed_c.launcher.test_main import end, start, wait_for
 from tests.ranks import RanksFailed, run_ranks
 
@@ -121,10 +121,10 @@ def test_sigterm_saves_and_all_end_with_0(tmp_path):
 
     n_done, n_windows = int(told[1][1]), int(told[1][1]) + 3
     stopped = [[json.loads(line) for line in (all_ranks / f"told{rank}").read_text().splitlines()] for rank in (0, 1)]
-    for rank, (begin, more) in enumerate(run_ranks(2, resumed, told[1][2], n_windows, timeout=60)):
+    for rank, (begin, more) in enumerate(run_ranks(2, resumed, told[1][2], n_windows)):
         assert begin == n_done and len(stopped[rank]) == n_done * GAS
         stopped[rank] += more
-    for rank, expected in enumerate(run_ranks(2, uninterrupted, n_windows, timeout=60)):
+    for rank, expected in enumerate(run_ranks(2, uninterrupted, n_windows)):
         assert stopped[rank] == expected, f"rank {rank}, stopped after {n_done} windows"
 
 
@@ -148,14 +148,14 @@ def ask_here() -> None:
 
 def stopped_in_a_window(rank: int, world: int, folder: str, is_async: bool, asks_again: bool) -> Any:
     """Rank 1 alone is asked, after the first micro-batch of the fifth window; a save of the fourth may be under way then."""
-    import deepspeed_c.engine.checkpoints as module
+    import deepspeed_c.checkpoint.native.save as module
 
     may_write, save = threading.Event(), module.save
     told: list = []
 
     def late(contents, destination, ranks) -> None:
         if destination.tag == "before":
-            assert may_write.wait(20)
+            assert may_write.wait(200)
         save(contents, destination, ranks)
 
     def meddle(engine) -> None:
@@ -186,18 +186,20 @@ def stopped_in_a_window(rank: int, world: int, folder: str, is_async: bool, asks
 @pytest.mark.parametrize("is_async", [False, True])
 def test_one_rank_is_asked_within_a_window(tmp_path, is_async):
     folder = str(tmp_path)
-    stopped = run_ranks(2, stopped_in_a_window, folder, is_async, is_async, timeout=60)
+    stopped = run_ranks(2, stopped_in_a_window, folder, is_async, is_async)
     assert [(code, len(told)) for code, _, told in stopped] == [(0, 5 * GAS)] * 2, stopped
-    assert "a signal to another rank: saved step 5" in stopped[0][1] and stopped[1][1] == "", stopped
+    assert "a signal to another rank: saved step 5" in stopped[0][1] and "saved step" not in stopped[1][1], stopped
+    for _, err, _ in stopped:  # of the save before, between a backward and its step
+        assert ("the gradients of its micro-batches are not saved" in err) == is_async, err
     tags = {path.parent.name for path in tmp_path.glob("*/manifest.json")}
     assert tags == {"global_step5", *(["before"] if is_async else [])}
-    again, expected = run_ranks(2, resumed, folder, 8, timeout=60), run_ranks(2, uninterrupted, 8, timeout=60)
+    again, expected = run_ranks(2, resumed, folder, 8), run_ranks(2, uninterrupted, 8)
     for (_, _, told), (begin, more), everything in zip(stopped, again, expected):
         assert begin == 5 and told + more == everything
 
 
 def failures(rank: int, world: int, folder: str) -> dict[str, Any]:
-    import deepspeed_c.engine.checkpoints as module
+    import deepspeed_c.checkpoint.native.save as module
 
     found = {}
 
@@ -233,7 +235,7 @@ def failures(rank: int, world: int, folder: str) -> dict[str, Any]:
 
 
 def test_what_cannot_be_saved_ends_with_another_code(tmp_path):
-    first, second = run_ranks(2, failures, str(tmp_path), timeout=60)
+    first, second = run_ranks(2, failures, str(tmp_path))
     assert {name: code for name, (code, _) in first.items()} == {"nowhere": 143, "blocked": 143, "before": 0}, first
     assert {name: code for name, (code, _) in second.items()} == {"nowhere": 143, "blocked": 143, "before": 0}, second
     assert "SIGTERM: step 2 could not be saved" in first["nowhere"][1] and "save_dir" in first["nowhere"][1], first
@@ -260,13 +262,13 @@ def die(rank: int, world: int, how: str) -> None:
         engine = deepspeed_c.initialize(model=torch.nn.Linear(2, 2), config=config)[0]
         assert engine.optimizer is None
         ask_here()
-    time.sleep(20)
+    time.sleep(2000)
 
 
 @pytest.mark.parametrize("how", ["not enabled", "twice", "no optimizer"])
 def test_sigterm_kills(how):
     with pytest.raises(RanksFailed) as caught:
-        run_ranks(1, die, how, fresh=True, timeout=30)
+        run_ranks(1, die, how, fresh=True)
     assert "killed by SIGTERM" in caught.value.outcomes[0].text, caught.value
 
 
@@ -307,7 +309,7 @@ def two_engines(rank: int, world: int, folder: str, case: str) -> Any:
 
 @pytest.mark.parametrize("case", ["both", "closed", "same folder"])
 def test_a_signal_reaches_both_engines(tmp_path, case):
-    results = run_ranks(2, two_engines, str(tmp_path), case, timeout=60)
+    results = run_ranks(2, two_engines, str(tmp_path), case)
     assert [code for code, _ in results] == [143 if case == "same folder" else 0] * 2, results
     saved = {path.relative_to(tmp_path).parent.as_posix() for path in tmp_path.glob("*/*/manifest.json")}
     assert saved == {"one/global_step4", *(["other/global_step4"] if case == "both" else [])}
@@ -332,7 +334,7 @@ def handlers(rank: int, world: int, folder: str) -> None:
         if pid == 0:
             try:
                 ask_here()
-                time.sleep(10)
+                time.sleep(2000)
             finally:
                 os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
@@ -357,4 +359,4 @@ def handlers(rank: int, world: int, folder: str) -> None:
 
 
 def test_signals_go_back_to_whom_they_belonged(tmp_path):
-    run_ranks(1, handlers, str(tmp_path), timeout=30)
+    run_ranks(1, handlers, str(tmp_path))

@@ -100,7 +100,7 @@ def saving_body(rank: int, world: int, folder: str, trait: str, stage: int, dtyp
 @pytest.mark.parametrize("trait", ["tied", "frozen", "zero_size"])
 def test_saved_weights_are_a_plain_models(tmp_path, trait: str, world: int) -> None:
     for stage, dtype in ((3, "fp32"), (3, "bf16"), (1, "bf16")):
-        run_ranks(world, saving_body, str(tmp_path), trait, stage, dtype, timeout=30)
+        run_ranks(world, saving_body, str(tmp_path), trait, stage, dtype)
 
 
 def safetensors_body(rank: int, world: int, folder: str) -> None:
@@ -113,7 +113,7 @@ def test_safetensors_hold_the_same_values(tmp_path) -> None:
     """Read here by the format's own definition: a length, a JSON header, then the bytes."""
     import json
 
-    run_ranks(2, safetensors_body, str(tmp_path), timeout=30)
+    run_ranks(2, safetensors_body, str(tmp_path))
     raw = (tmp_path / "model.safetensors").read_bytes()
     n = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + n])
@@ -146,7 +146,7 @@ def failing_body(rank: int, world: int, blocked: str, folder: str) -> str:
 def test_a_folder_that_cannot_be_written_raises_on_all_ranks(tmp_path) -> None:
     blocked = tmp_path / "a file"
     blocked.write_text("in the way")
-    run_ranks(2, failing_body, str(blocked), str(tmp_path), timeout=30)
+    run_ranks(2, failing_body, str(blocked), str(tmp_path))
     assert blocked.read_text() == "in the way"
     assert sorted(os.listdir(tmp_path)) == ["a file", "pytorch_model.bin"]
 
@@ -215,4 +215,4 @@ def loading_body(rank: int, world: int, stage: int, dtype: str, half_whole: bool
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_loaded_weights_reach_shards_masters_and_forward(dtype: str, world: int) -> None:
     for stage, half_whole in ((3, False), (3, True), (2, False)):
-        run_ranks(world, loading_body, stage, dtype, half_whole, timeout=30)
+        run_ranks(world, loading_body, stage, dtype, half_whole)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepspeed_c.io.bench import FIO_ENGINES, FioError, Rates, Settings, compare, find_fio, fio, ours, summary
+from deepspeed_c.io.bench import FIO_ENGINES, FioError, MeasuredRates, Settings, compare, find_fio, fio, ours, summary
 from deepspeed_c.io.scratch import scratch
 
 # Keeps what it was called with and reports as fio does, after a line of text as some versions print one.
@@ -59,7 +59,7 @@ def test_rates_are_bytes_over_seconds_and_ratios_are_of_one_round():
 
 
 def test_without_fio_there_is_no_ratio():
-    rates = Rates({"a": {"write": [2e9], "read": [3e9]}}, {})
+    rates = MeasuredRates({"a": {"write": [2e9], "read": [3e9]}}, {})
     assert rates.best_fio("read") is None
     assert [row["ratio_to_fio"] for row in summary(rates)] == [None, None]
     assert [row["gb_per_s"] for row in summary(rates)] == [2, 3]

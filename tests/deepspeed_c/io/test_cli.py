@@ -9,9 +9,10 @@ import re
 import pytest
 
 from deepspeed_c.io import cli
-from deepspeed_c.io.scratch import Scratch
+from deepspeed_c.io.scratch import ScratchFile
 from deepspeed_c.launcher.main import EXIT_INTERRUPTED, EXIT_USAGE, main
-from deepspeed_c.ops.aio import Backend, backends
+from deepspeed_c.ops.aio import AioBackend, backends
+from tests.open_files import open_files
 
 SMALL = ["--size", "300kB", "--block", "64KiB", "--rounds", "2"]
 
@@ -70,7 +71,7 @@ def test_the_text_has_the_ratios_and_the_notes():
 
 
 def test_a_device_that_is_not_reached_directly_is_said():
-    file = Scratch("/x", 1, "the file system refuses O_DIRECT")
+    file = ScratchFile("/x", 1, "the file system refuses O_DIRECT")
     assert cli._notes(file, {"fio libaio": "no"}, "fio", False) == [
         "not the device but the page cache was measured: the file system refuses O_DIRECT",
         "fio libaio: no",
@@ -116,17 +117,17 @@ def test_wrong_calls(tmp_path, capfd, words, message):
 
 
 def test_a_backend_that_the_kernel_does_not_allow(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(cli, "backends", lambda: [Backend("uring", False, "io_uring is disabled"), *backends()[1:]])
+    monkeypatch.setattr(cli, "backends", lambda: [AioBackend("uring", False, "io_uring is disabled"), *backends()[1:]])
     assert main(["io", "bench", str(tmp_path), *SMALL, "--backend", "uring"]) == EXIT_USAGE
     assert "--backend uring: io_uring is disabled" in capsys.readouterr().err
 
 
 def test_an_interrupt_leaves_nothing(tmp_path, monkeypatch):
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
 
     def interrupt(*arguments):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "compare", interrupt)
     assert main(["io", "bench", str(tmp_path), *SMALL]) == EXIT_INTERRUPTED
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files() == before

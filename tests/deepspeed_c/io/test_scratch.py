@@ -9,6 +9,7 @@ import pytest
 
 from deepspeed_c.errors import AioError
 from deepspeed_c.io.scratch import scratch
+from tests.open_files import open_files
 
 
 @pytest.fixture(params=["unnamed", "unlinked"])
@@ -40,12 +41,12 @@ def test_it_has_its_size_and_no_name(kind, tmp_path):
 
 
 def test_no_descriptor_is_left_after_an_error(kind, tmp_path):
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     with pytest.raises(KeyboardInterrupt), scratch(str(tmp_path), 1):
         raise KeyboardInterrupt
     with pytest.raises(AioError), scratch(str(tmp_path), 1 << 60):
         pass
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files() == before
     assert os.listdir(tmp_path) == []
 
 

@@ -105,7 +105,7 @@ def test_core_that_is_not_allowed(allowed):
 @pytest.mark.parametrize(("n_ranks", "threads"), [(1, 6), (2, 3), (4, 1), (6, 1), (9, 1)])
 def test_threads(tmp_path, allowed, n_ranks, threads):
     allowed(range(6))
-    assert threads_per_rank(n_ranks, tmp_path / "no_quota") == threads
+    assert threads_per_rank(n_ranks, str(tmp_path)) == threads
 
 
 @pytest.mark.parametrize(
@@ -113,8 +113,12 @@ def test_threads(tmp_path, allowed, n_ranks, threads):
 )
 def test_quota_of_a_container(tmp_path, allowed, quota, threads):
     allowed(range(6))
-    (tmp_path / "cpu.max").write_text(quota)
-    assert threads_per_rank(1, tmp_path / "cpu.max") == threads
+    # The group's own file is the host's in a container: that of the mount point counts.
+    for name, text in (("proc/self/cgroup", "0::/pod/x\n"), ("sys/fs/cgroup/cpu.max", quota)):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    assert threads_per_rank(1, str(tmp_path)) == threads
 
 
 def test_this_machine():

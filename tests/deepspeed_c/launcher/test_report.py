@@ -66,7 +66,8 @@ def test_json(extension, capsys):
 
 
 def test_io_backends_are_those_that_a_handle_has():
-    aio = pytest.importorskip("deepspeed_c.ops.aio")
+    from deepspeed_c.ops import aio
+
     values = report.gather()[0]["i/o backends"]
     usable = [name for name, what in values.items() if what == "built, usable"]
     assert usable == [backend.name for backend in aio.backends() if backend.is_usable]
@@ -79,7 +80,7 @@ def test_threads_are_those_of_the_pool(monkeypatch):
     monkeypatch.setenv("DSC_NUM_THREADS", "all")
     extension.pool_resize(0)
     try:
-        assert 'DSC_NUM_THREADS is "all"' in report.gather()[0]["cpu"]["threads of an optimizer step"]
+        assert "DSC_NUM_THREADS: is 'all'" in report.gather()[0]["cpu"]["threads of an optimizer step"]
     finally:
         monkeypatch.undo()
         extension.pool_resize(0)
@@ -96,7 +97,7 @@ def test_missing_extension(monkeypatch, capsys):
         raise ImportError(f"No module named {name!r}")
 
     monkeypatch.setattr(importlib, "import_module", refuse)
-    assert report.main([]) == report.EXIT_NOT_BUILT
+    assert report.main([]) == report.EXIT_NOT_WHOLE
     text = capsys.readouterr().out
     assert "missing or does not load" in text and "pip install" in text
     assert "torch" in text and "total" in text  # the rest is there all the same
@@ -116,3 +117,33 @@ def test_bad_option(capsys):
     with pytest.raises(SystemExit):
         report.main(["--nope"])
     assert "--nope" in capsys.readouterr().err
+
+
+def test_modules_that_others_import_and_that_are_not_there(tmp_path):
+    package = tmp_path / "deepspeed_c"
+    for name, text in {
+        "__init__.py": "from .errors import E\nfrom deepspeed_c import _C\n",
+        "errors.py": "import os\nimport torch.nn\n",
+        "a/__init__.py": "",
+        "a/b.py": "def f():\n    from deepspeed_c.engine.engine import Engine\n    from . import c\n    from ..gone import x\n",
+        "a/c.py": "import deepspeed_c.a.b\nfrom deepspeed_c.ops.adam import Adam\nfrom deepspeed_c._C import x\n",
+    }.items():
+        (package / name).parent.mkdir(exist_ok=True, parents=True)
+        (package / name).write_text(text)
+    ops = tmp_path / "ops"
+    ops.mkdir()
+    (ops / "__init__.py").write_text("")
+    folders = {"deepspeed_c": package, "deepspeed_c.ops": ops}
+    assert report._missing_modules(folders) == ["deepspeed_c.engine.engine", "deepspeed_c.gone", "deepspeed_c.ops.adam"]
+    (ops / "adam.py").touch()
+    (package / "gone.py").touch()
+    (package / "engine").mkdir()
+    (package / "engine" / "engine.py").touch()
+    assert report._missing_modules(folders) == []
+    assert report._missing_modules({**folders, "deepspeed_c.ops": None}) == ["deepspeed_c.ops", "deepspeed_c.ops.adam"]
+
+
+def test_a_package_that_is_not_whole_says_so(extension, monkeypatch, capsys):
+    monkeypatch.setattr(report, "_missing_modules", lambda folders: ["deepspeed_c.engine.engine"])
+    assert report.main([]) == report.EXIT_NOT_WHOLE
+    assert "missing: deepspeed_c.engine.engine. Fix: install the package again" in capsys.readouterr().out

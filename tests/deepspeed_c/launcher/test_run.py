@@ -14,6 +14,7 @@ from deepspeed_c.errors import LaunchError
 from deepspeed_c.launcher.options import parse_options
 from deepspeed_c.launcher.plan import Plan, RankPlan, make_plan
 from deepspeed_c.launcher.run import SIGNALS, launch
+from tests.open_files import open_files
 
 
 def plan_of(*commands):
@@ -56,14 +57,14 @@ def test_program_that_is_no_program():
 
 def test_nothing_is_left_behind_in_the_callers_process(tmp_path):
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    files = set(os.listdir("/proc/self/fd"))
+    files = open_files()
     before = children()
     script = tmp_path / "t.py"
     script.write_text("import sys; sys.exit(int(sys.argv[1]))")
     for code in (0, 3):
         assert launch(make_plan(parse_options(["--no_local_rank", str(script), str(code)]))) == code
     assert {number: signal.getsignal(number) for number in SIGNALS} == handlers
-    assert len(os.listdir("/proc/self/fd")) <= len(files) + 2, "the store's own descriptors may close a little later"
+    assert len(open_files()) <= len(files) + 2, "the store's own descriptors may close a little later"
     assert children() <= before, "processes that the launcher started, dead ones too"
 
 
@@ -81,10 +82,12 @@ def children() -> set[str]:
     return found
 
 
-def test_first_failure_is_reported_not_the_lowest_rank(capfd):
-    code = "import sys, time; time.sleep({}); sys.exit({})"
-    python = [sys.executable, "-c"]
-    assert launch(plan_of([*python, code.format(0.7, 4)], [*python, code.format(0, 5)])) == 5
+def test_first_failure_is_reported_not_the_lowest_rank(tmp_path, capfd):
+    """Rank 0 fails because of rank 1, whose failure it waits for."""
+    ready = str(tmp_path / "ready")
+    first = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(4)); open(sys.argv[1], 'w'); time.sleep(1000)"
+    second = "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.01)\nsys.exit(5)"
+    assert launch(plan_of(*([sys.executable, "-c", code, ready] for code in (first, second)))) == 5
     assert "rank 1" in capfd.readouterr().err
 
 
@@ -129,9 +132,59 @@ def test_labels(script, capfd):
     assert out == "[rank0]: to ['x']\n" and "[rank0]: no 0\n" in err, (out, err)
 
 
-def test_pid_file(tmp_path, monkeypatch):
+@pytest.fixture
+def pid_path(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    code = "import glob, sys; (name,) = glob.glob(sys.argv[1] + '/*.deepspeed'); sys.exit(open(name).read() != sys.argv[2])"
-    python = [sys.executable, "-c", code, str(tmp_path), str(os.getpid())]
-    assert launch(replace(plan_of(python), save_pid=True)) == 0
-    assert list(tmp_path.iterdir()) == []
+    return tmp_path / f"{os.getpid()}.deepspeed"
+
+
+def see_pid_file(path):
+    """A rank that ends with 0 if the file holds this process's number and is for this user alone."""
+    code = "import os, sys; path, pid = sys.argv[1:]; sys.exit(open(path).read() != pid or os.stat(path).st_mode & 0o777 != 0o600)"
+    return replace(plan_of([sys.executable, "-c", code, str(path), str(os.getpid())]), save_pid=True)
+
+
+def test_pid_file(pid_path):
+    assert launch(see_pid_file(pid_path)) == 0
+    assert list(pid_path.parent.iterdir()) == []
+
+
+def test_a_pid_file_that_an_earlier_process_left_is_replaced(pid_path):
+    pid_path.write_text("left by a process that was killed")
+    pid_path.chmod(0o666)
+    assert launch(see_pid_file(pid_path)) == 0
+    assert list(pid_path.parent.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["link", "link to nothing", "folder", "pipe"])
+def test_what_is_no_pid_file_of_ours_is_neither_followed_nor_removed(pid_path, kind):
+    victim = pid_path.with_name("victim")
+    if kind.startswith("link"):
+        if kind == "link":
+            victim.write_text("precious")
+        pid_path.symlink_to(victim)
+    elif kind == "folder":
+        pid_path.mkdir()
+    else:
+        os.mkfifo(pid_path)
+    before = os.lstat(pid_path)
+    with pytest.raises(LaunchError, match="cannot be made: File exists") as caught:
+        launch(see_pid_file(pid_path))
+    assert str(pid_path) in caught.value.where and caught.value.fix
+    assert os.path.samestat(os.lstat(pid_path), before)
+    assert victim.exists() == (kind == "link") and (kind != "link" or victim.read_text() == "precious")
+
+
+def test_a_pid_file_of_somebody_else(pid_path, monkeypatch):
+    pid_path.write_text("1")
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(LaunchError, match="cannot be made: File exists"):
+        launch(see_pid_file(pid_path))
+    assert pid_path.read_text() == "1"
+
+
+@pytest.mark.parametrize("address", ["203.0.113.7", "no-such-host.invalid", "2001:db8::7"])
+def test_a_master_address_of_another_host(address):
+    with pytest.raises(LaunchError, match="is not an address of this host") as caught:
+        launch(replace(plan_of([sys.executable, "-c", ""]), master_addr=address))
+    assert caught.value.where == f"--master_addr {address}" and caught.value.fix

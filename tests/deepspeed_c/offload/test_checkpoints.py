@@ -81,7 +81,9 @@ def round_trips(rank: int, world: int, folder: str) -> None:
         swapped = make(folder, stage, dtype, SWAPPED, kind)
         train(swapped, rank, range(3))
         same(states(swapped), want, f"{label}: trained")
-        swapped.save_checkpoint(here, tag="file", is_async=True)
+        saved = swapped.save_checkpoint(here, tag="file", is_async=True)
+        assert saved and saved.is_done(), f"{label}: {saved!r}"
+        saved.wait()
         assert train(swapped, rank, range(3, 6)) == rest, f"{label}: going on after a save"
         # Into the engine that wrote it, and the other's.
         for tag in ("file", "memory"):
@@ -102,7 +104,7 @@ def round_trips(rank: int, world: int, folder: str) -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_round_trips(world):
     with tempfile.TemporaryDirectory() as folder:
-        run_ranks(world, round_trips, folder, timeout=120)
+        run_ranks(world, round_trips, folder)
 
 
 def other_world(rank: int, world: int, folder: str) -> dict[str, torch.Tensor]:
@@ -119,9 +121,9 @@ def other_world(rank: int, world: int, folder: str) -> dict[str, torch.Tensor]:
 
 def test_other_worlds():
     with tempfile.TemporaryDirectory() as folder:
-        want = run_ranks(2, other_world, folder, timeout=60)[0]
+        want = run_ranks(2, other_world, folder)[0]
         for world in (1, 3):
-            for got in run_ranks(world, other_world, folder, timeout=60):
+            for got in run_ranks(world, other_world, folder):
                 same(got, want, f"2 ranks to {world}")
 
 
@@ -164,7 +166,7 @@ def edits(rank: int, world: int, folder: str, kind: str) -> None:
 @pytest.mark.parametrize("world, kind", [(1, "fp32"), (2, "fp32"), (1, "bf16")])
 def test_states_can_be_read_edited_frozen_and_thawed(world, kind):
     with tempfile.TemporaryDirectory() as folder:
-        run_ranks(world, edits, folder, kind, timeout=60)
+        run_ranks(world, edits, folder, kind)
 
 
 def codes(rank: int, world: int, folder: str) -> None:
@@ -190,4 +192,4 @@ def codes(rank: int, world: int, folder: str) -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_states_of_8_bits_can_be_edited_frozen_and_thawed(world):
     with tempfile.TemporaryDirectory() as folder:
-        run_ranks(world, codes, folder, timeout=60)
+        run_ranks(world, codes, folder)

@@ -36,7 +36,7 @@ def plain(rank: int, world: int, folder: str) -> tuple[list[float], dict[str, to
 
 def test_short_and_reordered_transfers_change_nothing():
     with tempfile.TemporaryDirectory() as folder:
-        for got, want in zip(run_ranks(2, reordered, folder, timeout=60), run_ranks(2, plain, folder, timeout=60)):
+        for got, want in zip(run_ranks(2, reordered, folder), run_ranks(2, plain, folder)):
             assert got[0] == want[0], f"losses {got[0]} and {want[0]}"
             same(got[1], want[1], "states")
 
@@ -45,7 +45,7 @@ def reads_and_waits(rank: int, world: int, folder: str) -> list[str]:
     """What a step asks of the store, in order: a letter and the first tensor's name."""
     engine = make(folder, 2, "bf16", SWAPPED)
     train(engine, rank, range(1))
-    store, calls = engine.optimizer.store, []
+    store, calls = engine._optimizer.units[0].states.store, []
 
     def noted(letter, call):
         def note(tensors, **more):
@@ -63,7 +63,7 @@ def reads_and_waits(rank: int, world: int, folder: str) -> list[str]:
 
 def test_the_next_bucket_is_asked_for_before_this_one_is_waited_for():
     with tempfile.TemporaryDirectory() as folder:
-        calls = run_ranks(1, reads_and_waits, folder, timeout=60)[0]
+        calls = run_ranks(1, reads_and_waits, folder)[0]
     waits = [i for i, call in enumerate(calls) if call.startswith("w ")]
     assert len(waits) > 2, calls
     for this, following in itertools.pairwise(waits):
@@ -100,7 +100,7 @@ def failing(rank: int, world: int, folder: str) -> None:
 
 def test_a_device_that_breaks_and_a_checkpoint_that_mends_it():
     with tempfile.TemporaryDirectory() as folder:
-        run_ranks(1, failing, folder, timeout=60)
+        run_ranks(1, failing, folder)
 
 
 def flipping(rank: int, world: int, folder: str) -> None:
@@ -122,7 +122,7 @@ def flipping(rank: int, world: int, folder: str) -> None:
 
 def test_flipped_bytes_are_found_and_named():
     with tempfile.TemporaryDirectory() as folder:
-        run_ranks(1, flipping, folder, timeout=60)
+        run_ranks(1, flipping, folder)
 
 
 @pytest.mark.parametrize("problem", ["folder", "room"])
@@ -130,7 +130,7 @@ def test_what_cannot_begin_says_so_on_all_ranks(problem, tmp_path):
     folder = tmp_path / "swap"
     if problem == "folder":
         folder.write_text("a file")
-    for error in run_ranks(2, cannot_begin, str(folder), problem, timeout=60):
+    for error in run_ranks(2, cannot_begin, str(folder), problem):
         assert "nvme_path" in error and ("cannot be used" in error or "cannot be reserved" in error), error
 
 

@@ -1,4 +1,5 @@
-"""The parity oracle with masters and moments in a file, and with states in memory of their own: against one plain-torch fp32 process.
+"""The parity oracle with masters and moments in a file, and with states in memory of their own: against one process of plain torch, which in 16 bits
+rounds where the engine does: where states lie must not change a bit.
 
 On a machine without an accelerator "in host memory" is where everything lies; the path that moves states between two memories is taken all the same by
 saying that the device's is another one (``is_apart``).
@@ -12,8 +13,8 @@ from unittest import mock
 import pytest
 
 from deepspeed_c.offload import place
-from tests.deepspeed_c.zero.test_oracle import by_rank, check, engine_run
-from tests.deepspeed_c.zero.traits import TRAITS, Run, plain_run
+from tests.deepspeed_c.zero.test_oracle import check_runs, engine_run
+from tests.deepspeed_c.zero.traits import TRAITS, Run
 from tests.ranks import run_ranks
 
 # Small buckets: several of them are on their way at any time.
@@ -72,25 +73,25 @@ def offloaded_runs(rank: int, world: int, trait: str, folder: str) -> list[list[
     return found
 
 
-def run(rank: int, world: int, trait: str, dtype: str, stage: int, where: str, folder: str) -> Run:
+def settings_of(trait: str, where: str, folder: str = "") -> dict:
     zero = {"reduce_bucket_size": 60, **WHERE[where]}
     for section in ("offload_optimizer", "offload_param"):
         if section in zero:
             zero[section] = {**zero[section], "nvme_path": folder}
     if trait == "unused":
         zero["leaf_module"] = {"classes": ["tests.deepspeed_c.zero.traits.Unused"]}
-    settings = {"zero_optimization": zero, "aio": {"checksum": True, "block_size": 4096}}
-    return engine_run(rank, world, trait, stage, dtype, MICRO_BATCHES, settings)
+    return {"zero_optimization": zero, "aio": {"checksum": True, "block_size": 4096}}
+
+
+def run(rank: int, world: int, trait: str, dtype: str, stage: int, where: str, folder: str) -> Run:
+    return engine_run(rank, world, trait, stage, dtype, MICRO_BATCHES, settings_of(trait, where, folder))
 
 
 @pytest.mark.parametrize("world", list(ALWAYS))
 @pytest.mark.parametrize("trait", list(TRAITS))
 def test_parity(trait: str, world: int) -> None:
-    want = plain_run(TRAITS[trait], world, MICRO_BATCHES, None)
     with tempfile.TemporaryDirectory() as folder:
-        results = run_ranks(world, offloaded_runs, trait, folder, timeout=240)
-    for rank, runs in enumerate(results):
-        losses = by_rank(want.losses, world, MICRO_BATCHES, TRAITS[trait].n_backwards, rank)
-        for (where, dtype), of_stage in zip(cells_of(trait, world), runs):
-            for stage, got in zip(stages_of(where), of_stage):
-                check(f"{trait} stage {stage} {dtype} {where} world {world} rank {rank}", got, want, losses, dtype)
+        results = run_ranks(world, offloaded_runs, trait, folder)
+    for i, (where, dtype) in enumerate(cells_of(trait, world)):
+        cells = [(stage, MICRO_BATCHES) for stage in stages_of(where)]
+        check_runs(trait, dtype, cells, settings_of(trait, where), [runs[i] for runs in results])

@@ -11,11 +11,11 @@ import torch
 
 import deepspeed_c
 from deepspeed_c.errors import OffloadError, StateError
+from deepspeed_c.offload import file as file_home
 from deepspeed_c.offload import place
 from deepspeed_c.offload.swap import Swapper
 from deepspeed_c.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from deepspeed_c.zero import unit
-from deepspeed_c.zero.store import Tagged
+from deepspeed_c.zero.states.home import Tagged
 from tests.deepspeed_c.offload.test_swap import make, new_tensor, open_file
 from tests.ranks import run_ranks
 
@@ -109,14 +109,14 @@ def train(folder: str, cell: str, piece_elems: int) -> tuple[list[Tensors], int,
 
     with (
         mock.patch.object(place, "is_apart", lambda device: is_apart),
-        mock.patch.object(unit, "SWAP_ELEMS", piece_elems),
+        mock.patch.object(file_home, "SWAP_ELEMS", piece_elems),
         mock.patch.object(Swapper, "stream", counting),
         make_engine(folder, stage, settings) as engine,
     ):
-        held, found = engine.optimizer.store.buffer_bytes, []
+        held, found = engine._optimizer.units[0].states.store.buffer_bytes, []
         for step in range(STEPS):
             one_step(engine, step)
-            held = max(held, engine.optimizer.store.buffer_bytes)
+            held = max(held, engine._optimizer.units[0].states.store.buffer_bytes)
             found.append(bits(engine) if step == STEPS - 1 or "LAMB" in cell else {})
         return found, n_pieces, held
 
@@ -138,7 +138,7 @@ def compare(rank: int, world: int, folder: str) -> dict[str, tuple[int, int, int
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_every_bit_is_that_of_a_whole_bucket(world: int, tmp_path) -> None:
-    for found in run_ranks(world, compare, str(tmp_path), timeout=120):
+    for found in run_ranks(world, compare, str(tmp_path)):
         for cell, (n_pieces, held, held_whole) in found.items():
             print(f"{cell}: {n_pieces} pieces, {held} bytes in buffers, {held_whole} with whole buckets")
             n_expected = 0 if "LAMB" in cell else STEPS * -(-N_IN * N_OUT // world // PIECE_ELEMS)
@@ -148,11 +148,11 @@ def test_every_bit_is_that_of_a_whole_bucket(world: int, tmp_path) -> None:
 def flip(rank: int, world: int, folder: str) -> str:
     """A byte of the file changes between two steps: the step that streams it says of what."""
     with (
-        mock.patch.object(unit, "SWAP_ELEMS", PIECE_ELEMS),
+        mock.patch.object(file_home, "SWAP_ELEMS", PIECE_ELEMS),
         make_engine(folder, 2, {"bf16": {"enabled": True}}) as engine,
     ):
         one_step(engine, 0)
-        store = engine.optimizer.store
+        store = engine._optimizer.units[0].states.store
         extent = max(store._extents.values(), key=lambda extent: extent.n_bytes)
         with open(open_file(folder), "r+b", buffering=0) as file:
             file.seek(extent.offset + 5 * extent.piece_bytes + 17)
@@ -168,7 +168,7 @@ def flip(rank: int, world: int, folder: str) -> str:
 
 
 def test_a_flipped_byte_is_told(tmp_path) -> None:
-    (message,) = run_ranks(1, flip, str(tmp_path), timeout=60)
+    (message,) = run_ranks(1, flip, str(tmp_path))
     assert "large.weight" in message and "are not those that were written" in message, message
 
 
@@ -176,17 +176,17 @@ def peak_of_buffers(rank: int, world: int, folder: str) -> tuple[int, int]:
     held = []
     for piece_elems in (1 << 30, PIECE_ELEMS):
         with (
-            mock.patch.object(unit, "SWAP_ELEMS", piece_elems),
+            mock.patch.object(file_home, "SWAP_ELEMS", piece_elems),
             make_engine(folder, 2, {"bf16": {"enabled": True}}) as engine,
         ):
             for step in range(STEPS):
                 one_step(engine, step)
-            held.append(engine.optimizer.store.buffer_bytes)
+            held.append(engine._optimizer.units[0].states.store.buffer_bytes)
     return held[0], held[1]
 
 
 def test_only_some_pieces_are_in_memory(tmp_path) -> None:
-    ((whole, in_pieces),) = run_ranks(1, peak_of_buffers, str(tmp_path), timeout=60)
+    ((whole, in_pieces),) = run_ranks(1, peak_of_buffers, str(tmp_path))
     # One group of pieces in use, one on its way in, two on their way out; masters and two moments in fp32. And what the small buckets use.
     limit = 4 * 3 * 4 * (PIECE_ELEMS + 1500)
     assert in_pieces <= limit < 3 * 4 * N_IN * N_OUT <= whole, (

@@ -13,7 +13,8 @@ import torch
 from deepspeed_c.errors import ConfigError, OffloadError
 from deepspeed_c.offload.swap import PAGE_BYTES, Swapper, SwapSettings, reserve
 from deepspeed_c.ops.aio import backends
-from deepspeed_c.zero.store import Tagged
+from deepspeed_c.zero.states.home import Tagged
+from tests.open_files import open_files
 
 USABLE = [backend.name for backend in backends() if backend.is_usable]
 SIZES = [1, 2, 1023, 1024, 1025, 4099, 65537]
@@ -42,7 +43,7 @@ def open_file(folder) -> int:
 
 
 def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+    return len(open_files())
 
 
 @pytest.mark.parametrize("checksum", [False, True])

@@ -97,7 +97,7 @@ def forward_alone(rank: int, world: int, folder: str) -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_forward_without_training(world: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        run_ranks(world, forward_alone, folder, timeout=60)
+        run_ranks(world, forward_alone, folder)
         assert list(Path(folder).iterdir()) == []  # files have no names: nothing to clean up after a crash
 
 
@@ -135,7 +135,7 @@ def read_ahead(rank: int, world: int, folder: str) -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_weights_are_read_before_they_are_due(world: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        run_ranks(world, read_ahead, folder, timeout=60)
+        run_ranks(world, read_ahead, folder)
 
 
 def edited(rank: int, world: int, folder: str, params: dict | None, states: dict | None) -> dict[str, torch.Tensor]:
@@ -169,8 +169,8 @@ def resumed(rank: int, world: int, folder: str, params: dict | None, states: dic
 def test_edits_and_checkpoints_are_those_of_weights_in_memory() -> None:
     both = (NVME, {"device": "nvme", "pipeline_read": True, "pipeline_write": True})
     with tempfile.TemporaryDirectory() as folder:
-        want = run_ranks(2, edited, folder, None, None, timeout=60)
-        got = run_ranks(2, edited, f"{folder}/b", *both, timeout=60)
+        want = run_ranks(2, edited, folder, None, None)
+        got = run_ranks(2, edited, f"{folder}/b", *both)
         for a, b in zip(got, want):
             for key, value in a.items():
                 assert torch.equal(value, b[key]), (key, value, b[key])
@@ -178,7 +178,7 @@ def test_edits_and_checkpoints_are_those_of_weights_in_memory() -> None:
         cases = [(folder, both), (f"{folder}/b", (None, None)), (folder, (None, None)), (f"{folder}/b", (NVME, None))]
         found = []
         for source, kinds in cases:
-            found.append(run_ranks(2, resumed, source, *kinds, timeout=60))
+            found.append(run_ranks(2, resumed, source, *kinds))
         for other in found[1:]:
             for a, b in zip(other, found[0]):
                 for key, value in a.items():
@@ -190,7 +190,7 @@ def kept(rank: int, world: int, folder: str) -> None:
     for limit in (0, 100, 10**9):
         engine = make(folder, build(), {**NVME, "max_in_cpu": limit}, trains=True)
         groups = engine._fetcher.groups
-        away = [group.unit.has_stored_weights(group.bucket) for group in groups]
+        away = [group.unit.weights.needs_open(group.bucket) for group in groups]
         n_kept = n_in_memory(engine)
         assert away == sorted(away), away  # the first ones stay
         assert n_kept <= limit and (all(away), any(away)) == (limit == 0, limit < n_params), (limit, n_kept, away)
@@ -202,7 +202,7 @@ def kept(rank: int, world: int, folder: str) -> None:
 
 def test_max_in_cpu_keeps_the_first_weights_in_memory() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        run_ranks(1, kept, folder, timeout=60)
+        run_ranks(1, kept, folder)
 
 
 def unnamed_file(folder: str) -> int:
@@ -236,7 +236,7 @@ def failing(rank: int, world: int, folder: str) -> None:
 
 def test_a_device_that_fails_is_an_error_and_no_wrong_result() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        run_ranks(1, failing, folder, timeout=60)
+        run_ranks(1, failing, folder)
 
 
 def refused(rank: int, world: int, folder: str) -> None:
@@ -255,4 +255,4 @@ def refused(rank: int, world: int, folder: str) -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_no_room_and_no_folder_are_told_at_the_start(world: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        run_ranks(world, refused, folder, timeout=60)
+        run_ranks(world, refused, folder)

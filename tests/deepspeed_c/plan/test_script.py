@@ -103,7 +103,7 @@ def test_init_that_is_disabled_shards_nothing(script):
         script("""
             import torch
             from deepspeed_c.initialize import initialize
-            from deepspeed_c.zero.partition_parameters import Init
+            from deepspeed_c.zero.weights.init import Init
             with Init(enabled=False):
                 model = torch.nn.Linear(3, 3)
             initialize(model=model)

@@ -114,7 +114,7 @@ def test_trying_an_optimizer_leaves_it_alone():
 def test_groups_differ_and_muon_puts_matrices_together():
     base = Muon(params(), lr=0.1)
     sizes = group_sizes(base, is_sharded=True)
-    assert sizes.muon_groups == {i for i, g in enumerate(base.param_groups) if g["use_muon"]} != set()
+    assert sizes.matrix_groups == {i for i, g in enumerate(base.param_groups) if g["use_muon"]} != set()
     assert not sizes.sees_slices
 
 

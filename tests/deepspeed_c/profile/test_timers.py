@@ -117,10 +117,12 @@ def test_the_hosts_clock_measures_on_the_cpu():
     import time
 
     timer = SynchronizedWallClockTimer(device=CPU)("sleep")
+    begin = time.perf_counter()
     timer.start()
     time.sleep(0.02)
     timer.stop()
-    assert 20 <= timer.elapsed() < 5000
+    outer_ms = (time.perf_counter() - begin) * 1e3
+    assert 20 <= timer.elapsed() <= outer_ms
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

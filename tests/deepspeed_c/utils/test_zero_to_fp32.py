@@ -10,7 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from deepspeed_c.checkpoint.save import write_native
+from deepspeed_c.checkpoint.native.save import write_native
 from deepspeed_c.checkpoint.source import BUFFER, MASTER
 from deepspeed_c.errors import CheckpointError
 from deepspeed_c.utils.zero_to_fp32 import (
@@ -25,6 +25,7 @@ from deepspeed_c.utils.zero_to_fp32 import (
     to_torch_tensor,
 )
 from tests.deepspeed_c.checkpoint.memory_source import adam_checkpoint
+from tests.open_files import open_files
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def check(got, want):
 
 
 def n_open() -> int:
-    return len(os.listdir("/proc/self/fd"))
+    return len(open_files())
 
 
 def test_state_dict(saved):

@@ -39,7 +39,7 @@ def cuda_run(rank: int, world: int, trait_name: str, fine: str) -> dict[str, tor
 )
 def test_parity_on_devices(trait: str, fine: str) -> None:
     want = plain_run(TRAITS[trait], 2, 1).params
-    for rank, got in enumerate(run_ranks(2, cuda_run, trait, fine, timeout=120, fresh=True)):
+    for rank, got in enumerate(run_ranks(2, cuda_run, trait, fine, fresh=True)):
         for name, value in got.items():
             assert torch.allclose(value, want[name], rtol=1e-4, atol=1e-5), (
                 f"rank {rank}, {name}: {value} not {want[name]}"

@@ -8,7 +8,8 @@ from torch import nn
 
 import deepspeed_c
 from deepspeed_c.utils import safe_get_full_fp32_param
-from tests.deepspeed_c.zero.test_oracle import by_rank, check, make_config
+from tests.deepspeed_c.zero.reference import recorded
+from tests.deepspeed_c.zero.test_oracle import by_rank, check, check_runs, make_config
 from tests.deepspeed_c.zero.traits import (
     CLIP,
     OPTIMIZER,
@@ -25,14 +26,17 @@ from tests.ranks import run_ranks
 GAS = 3
 
 
+def steered_options(how: str) -> dict:
+    if how == "deferred_fp32_accumulation":
+        return {"data_types": {"grad_accum_dtype": "fp32"}}
+    return {"managed_gradient_accumulation": False} if how == "unmanaged" else {}
+
+
 def steered_body(rank: int, world: int, stage: int, how: str, dtype: str) -> Run:
     model = make_model(TRAITS["used_twice"])
-    extra = {"managed_gradient_accumulation": False} if how == "unmanaged" else {}
-    if how == "deferred_fp32_accumulation":
-        extra = {"data_types": {"grad_accum_dtype": "fp32"}}
-    config = make_config(stage, dtype, GAS, extra)
+    config = make_config(stage, dtype, GAS, steered_options(how))
     losses, norms = [], []
-    with deepspeed_c.initialize(model=model, config=config)[0] as engine:
+    with deepspeed_c.initialize(model=model, config=config)[0] as engine, recorded() as order:
         to = next(model.parameters()).dtype
 
         def backward(step: int, micro: int) -> None:
@@ -70,7 +74,7 @@ def steered_body(rank: int, world: int, stage: int, how: str, dtype: str) -> Run
                 engine.step()
             norms.append(engine.get_global_grad_norm())
         params = {n: safe_get_full_fp32_param(p) for n, p in model.named_parameters()}
-    return Run(losses, norms, params)
+    return Run(losses, norms, params, order=order)
 
 
 @pytest.mark.parametrize(
@@ -79,26 +83,33 @@ def steered_body(rank: int, world: int, stage: int, how: str, dtype: str) -> Run
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_window_steered_by_the_caller_is_the_same_window(stage: int, dtype: str, how: str) -> None:
+    gots, label = run_ranks(2, steered_body, stage, how, dtype), f"{how} stage {stage} {dtype}"
+    if dtype == "bf16":
+        check_runs("used_twice", dtype, [(stage, GAS)], steered_options(how), [[got] for got in gots])
+        return
     want = plain_run(TRAITS["used_twice"], 2, GAS)
-    for rank, got in enumerate(run_ranks(2, steered_body, stage, how, dtype)):
-        check(f"{how} stage {stage} {dtype}", got, want, by_rank(want.losses, 2, GAS, 1, rank), dtype)
+    for rank, got in enumerate(gots):
+        check(label, got, want, by_rank(want.losses, 2, GAS, 1, rank))
+
+
+LOW_PRECISION = {
+    "autocast_bf16": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+    "autocast_fp16": {
+        "torch_autocast": {"enabled": True, "dtype": "float16"},
+        "fp16": {"initial_scale_power": 8},
+    },
+    "bf16_masters": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+    "bf16_states": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
+}
 
 
 def low_precision_body(rank: int, world: int, stage: int, kind: str) -> Run:
     model = make_model(TRAITS["plain"])
-    extra = {
-        "autocast_bf16": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
-        "autocast_fp16": {
-            "torch_autocast": {"enabled": True, "dtype": "float16"},
-            "fp16": {"initial_scale_power": 8},
-        },
-        "bf16_masters": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
-        "bf16_states": {
-            "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
-        },
-    }[kind]
     losses, norms = [], []
-    with deepspeed_c.initialize(model=model, config=make_config(stage, "fp32", 1, extra))[0] as engine:
+    with (
+        deepspeed_c.initialize(model=model, config=make_config(stage, "fp32", 1, LOW_PRECISION[kind]))[0] as engine,
+        recorded() as order,
+    ):
         for step in range(STEPS):
             x, y = batch(step, 0, rank, 0)
             loss = engine(x.to(next(model.parameters()).dtype), y)
@@ -106,8 +117,8 @@ def low_precision_body(rank: int, world: int, stage: int, kind: str) -> Run:
             engine.backward(loss)
             engine.step()
             norms.append(engine.get_global_grad_norm())
-        units = engine.optimizer.units
-        state = engine.optimizer.state[engine.optimizer.pieces.entries[0].param]["exp_avg"].dtype
+        units = engine._optimizer.units
+        state = engine.optimizer.state[engine._optimizer.pieces.entries[0].param]["exp_avg"].dtype
         comm = {(str(u.dtype), str(u.comm_dtype)) for u in units}
         if kind.startswith("autocast"):
             short = torch.bfloat16 if kind.endswith("bf16") else torch.float16
@@ -116,20 +127,18 @@ def low_precision_body(rank: int, world: int, stage: int, kind: str) -> Run:
             assert {u.master_dtype for u in units} == {torch.bfloat16} and all(u.master_flat is None for u in units)
             assert state == (torch.bfloat16 if kind == "bf16_states" else torch.float32)
         params = {n: safe_get_full_fp32_param(p) for n, p in model.named_parameters()}
-    return Run(losses, norms, params)
+    return Run(losses, norms, params, order=order)
 
 
-@pytest.mark.parametrize("kind", ["autocast_bf16", "autocast_fp16", "bf16_masters", "bf16_states"])
+@pytest.mark.parametrize("kind", list(LOW_PRECISION))
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_low_precision(stage: int, kind: str) -> None:
-    want = plain_run(TRAITS["plain"], 2, 1)
-    dtype = "bf16" if kind.startswith("autocast") else "bf16_masters"
-    for rank, got in enumerate(run_ranks(2, low_precision_body, stage, kind)):
-        check(f"{kind} stage {stage}", got, want, by_rank(want.losses, 2, 1, 1, rank), dtype)
+    results = [[run] for run in run_ranks(2, low_precision_body, stage, kind)]
+    check_runs("plain", "fp32", [(stage, 1)], LOW_PRECISION[kind], results)
 
 
-def late_body(rank: int, world: int, stage: int) -> list[int]:
-    """How many collectives a step takes when one rank's hooks fire late and the other's do not; the oracle holds the values."""
+def late_body(rank: int, world: int, stage: int) -> tuple[list[bool], list[torch.Tensor]]:
+    """Which buckets wait after each step when one rank's hooks fire late and the other's do not, and the weights."""
 
     class Sometimes(nn.Module):
         def __init__(self) -> None:
@@ -151,8 +160,8 @@ def late_body(rank: int, world: int, stage: int) -> list[int]:
         for _ in range(3):
             engine.backward(engine(torch.ones(2, 4)))
             engine.step()
-            reducer = engine.optimizer.reducer
-            seen.append(bool(reducer._saw_late or reducer._waits_for_end))
+            reducer = engine._optimizer.reducer
+            seen.append(bool(reducer._waiting))
         return seen, list(whole_params(engine.module).values())
 
 
@@ -196,5 +205,5 @@ def compiled_body(rank: int, world: int, stage: int) -> Run:
 @pytest.mark.parametrize("stage", [0, 2])
 def test_a_compiled_module_trains_the_same(stage: int) -> None:
     want = plain_run(TRAITS["used_twice"], 2, 1)
-    for rank, got in enumerate(run_ranks(2, compiled_body, stage, timeout=180)):
-        check(f"compiled stage {stage}", got, want, by_rank(want.losses, 2, 1, 1, rank), "fp32")
+    for rank, got in enumerate(run_ranks(2, compiled_body, stage)):
+        check(f"compiled stage {stage}", got, want, by_rank(want.losses, 2, 1, 1, rank))

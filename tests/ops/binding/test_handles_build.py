@@ -39,19 +39,34 @@ def test_isa_can_be_forced_and_released():
     assert _C.cpu_isa() == automatic
 
 
-def test_an_isa_in_the_environment_that_does_not_exist_is_an_error_and_no_crash():
+@pytest.mark.parametrize("name", ["mmx", "neon" if "avx2" in dict(_C.cpu_isas()) else "avx2"])
+def test_an_isa_in_the_environment_that_cannot_run_is_an_error_of_each_operator(name):
     code = (
         "import torch, deepspeed_c.ops.flat as f\n"
-        "try: f.norm([torch.ones(3)])\n"
-        "except NotImplementedError as e: print('refused', e)\n"
+        "for _ in range(2):\n"
+        "    try: f.norm([torch.ones(3)])\n"
+        "    except ValueError as e: print('refused', e)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, "DSC_CPU_ISA": "mmx"},
+        env={**os.environ, "DSC_CPU_ISA": name},
         check=False,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(f"refused DSC_CPU_ISA: is '{name}'") == 2, done.stdout
+
+
+def test_an_isa_in_the_environment_is_the_one_that_runs():
+    code = "import torch, deepspeed_c.ops.flat as f\nfrom deepspeed_c import _C\nf.norm([torch.ones(3)])\nprint(_C.cpu_isa())\n"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "DSC_CPU_ISA": "scalar"},
+        check=True,
         capture_output=True,
         text=True,
         timeout=60,
     )
-    assert done.returncode == 0, done.stderr
-    assert "refused" in done.stdout and "mmx" in done.stdout
+    assert done.stdout == "scalar\n", done.stdout

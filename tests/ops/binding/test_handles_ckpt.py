@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from deepspeed_c import _C
+from tests.open_files import open_files
 
 BLOCK = 4096
 BUFFER = 4 * BLOCK
@@ -382,7 +383,7 @@ def test_writers_end_once(tmp_path):
 
 
 def test_no_descriptor_stays_open(tmp_path):
-    n_open = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     for i in range(20):
         path = tmp_path / str(i)
         writer = _C.BlockWriter(str(path), BLOCK, buffer_bytes=BLOCK, n_buffers=2)
@@ -396,7 +397,7 @@ def test_no_descriptor_stays_open(tmp_path):
             _C.BlockWriter(str(path), BLOCK)
         with pytest.raises(OSError, match="should have"):
             _C.verify_blocks(str(path), 1, BLOCK, b"1234")
-    assert len(os.listdir("/proc/self/fd")) == n_open
+    assert open_files() == before
 
 
 FULL_DISK = """
@@ -427,7 +428,7 @@ for n_allowed in (0, 30_000, 190_000):
 def test_what_the_disk_refuses_is_told_once(tmp_path):
     """A limit on the size of files stands for a full disk; 200 000 bytes are written."""
     done = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
     assert len(os.listdir(tmp_path)) == 9
@@ -451,28 +452,33 @@ def test_writers_work_in_background_threads(tmp_path):
 
 
 def test_one_thread_at_a_time(tmp_path):
-    """The second thread is refused; it neither waits nor mixes its bytes in."""
+    """Who comes second is refused; it neither waits nor mixes its bytes in."""
     writer = _C.BlockWriter(str(tmp_path / "file"), 1 << 18)
-    data = np.zeros(64 << 20, dtype=np.uint8)
-    started = threading.Event()
+    data = np.zeros(16 << 20, dtype=np.uint8)
+    is_over = threading.Event()
+    refused: list[str] = []  # whichever of the two it was
+    n_written = 0
 
     def run() -> None:
-        started.set()
-        for _ in range(4):
-            writer.write(data.ctypes.data, data.size)
+        nonlocal n_written
+        while not is_over.is_set() and n_written < 64:
+            try:
+                writer.write(data.ctypes.data, data.size)
+                n_written += 1
+            except RuntimeError as error:
+                refused.append(str(error))
 
     thread = threading.Thread(target=run)
     thread.start()
-    started.wait()
-    refused = None
-    while thread.is_alive() and refused is None:
+    while thread.is_alive() and not refused:
         try:
             writer.write_bytes(b"")
         except RuntimeError as error:
-            refused = error
+            refused.append(str(error))
+    is_over.set()
     thread.join()
-    assert "another thread" in str(refused)
-    assert writer.n_bytes == 4 * data.size
+    assert refused and all("another thread" in text for text in refused), (refused, n_written)
+    assert writer.n_bytes == n_written * data.size
     writer.abort()
 
 
@@ -492,12 +498,20 @@ def test_other_threads_run_meanwhile(tmp_path):
     sys.setswitchinterval(60)  # a thread that holds the GIL keeps it
     thread.start()
     try:
-        before = n_turns
-        crcs = write(tmp_path / "file", data)
+        # Again and again: on a busy machine the other thread may not come to a core while one call lasts.
+        before, into = n_turns, np.zeros_like(data)
+        for k in range(200):
+            path = tmp_path / str(k)
+            crcs = write(path, data)
+            if n_turns > before:
+                break
+            path.unlink()
         assert n_turns > before
         before = n_turns
-        into = np.zeros_like(data)
-        _C.read_blocks(str(tmp_path / "file"), data.size, BLOCK, crcs, copies_of((0, data.size, into.ctypes.data)))
+        for _ in range(200):
+            _C.read_blocks(str(path), data.size, BLOCK, crcs, copies_of((0, data.size, into.ctypes.data)))
+            if n_turns > before:
+                break
         assert n_turns > before
     finally:
         is_over = True

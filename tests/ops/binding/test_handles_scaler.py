@@ -57,7 +57,8 @@ def test_follows_the_rule(consecutive, hysteresis, window):
         has_overflow = rng.random() < 0.4
         at_floor = scaler.update(has_overflow)
         wanted = model.update(has_overflow)
-        got = (scaler.scale, scaler.step, scaler.last_overflow_step, scaler.hysteresis_left, at_floor)
+        state = scaler.state_dict()
+        got = (scaler.scale, scaler.step, state["last_overflow_step"], state["hysteresis_left"], at_floor)
         assert got == (model.scale, model.step, model.last, model.left, wanted), f"after update {i}"
 
 

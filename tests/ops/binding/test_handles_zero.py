@@ -56,19 +56,34 @@ def test_bad_rank():
 
 def test_tracker_launches_in_order():
     tracker = _C.BucketTracker([0, 0, 1, 2], 3)
-    assert tracker.next() == -1
-    assert tracker.mark(2) is False
-    assert tracker.next() == -1  # bucket 1 is complete, and waits for bucket 0
+    ready = tracker.READY
+    assert tracker.next(ready) == -1
+    assert tracker.mark(2) == tracker.IN_TIME
+    assert tracker.next(ready) == -1  # bucket 1 is complete, and its turn comes after bucket 0's
     tracker.mark(0)
     tracker.mark(0)  # contributions add up
-    assert tracker.next() == -1
+    assert tracker.next(ready) == -1
     tracker.mark(1)
-    assert [tracker.next(), tracker.next(), tracker.next()] == [0, 1, -1]
-    assert tracker.mark(0) is True  # late: its bucket is on its way
-    assert tracker.next(force=True) == 2
-    assert tracker.next(True) == -1
+    assert [tracker.next(ready), tracker.next(ready), tracker.next(ready)] == [0, 1, -1]
+    assert tracker.mark(0) == tracker.LATE  # its bucket is on its way
+    assert tracker.next(due=tracker.ALL) == 2
+    assert tracker.next(tracker.ALL) == -1
     tracker.reset()
-    assert tracker.mark(3) is False and tracker.next() == -1
+    assert tracker.mark(3) == tracker.IN_TIME and tracker.next(ready) == -1
+
+
+def test_tracker_lets_waiting_buckets_go_last():
+    tracker = _C.BucketTracker([0, 1, 2], 3)
+    tracker.set_waiting(0, True)
+    for param in range(3):
+        assert tracker.mark(param) == tracker.IN_TIME
+    assert [tracker.next(tracker.READY) for _ in range(3)] == [1, 2, -1]
+    assert tracker.mark(0) == tracker.WAITED  # after its turn, and in time for its reduction
+    assert tracker.next(tracker.PROMPT) == -1 and tracker.next(tracker.ALL) == 0
+    tracker.reset()
+    tracker.set_waiting(0, False)
+    tracker.mark(0)
+    assert tracker.next(tracker.READY) == 0
 
 
 def test_tracker_keeps_its_own_arrays():
@@ -77,7 +92,7 @@ def test_tracker_keeps_its_own_arrays():
     buckets[0] = 77
     del buckets
     tracker.mark(0)
-    assert tracker.next() == 0
+    assert tracker.next(tracker.READY) == 0
 
 
 @pytest.mark.parametrize("arguments", [([0], -1), ([1], 1), ([-1], 1)])
@@ -100,20 +115,5 @@ def test_even_split(n_elems, n_ranks):
     assert [i for begin, end in ranges for i in range(begin, end)] == list(range(n_elems))
     lengths = [end - begin for begin, end in ranges]
     assert max(lengths) - min(lengths) <= 1
-    for element in range(n_elems):
-        begin, end = ranges[_C.shard_owner(n_elems, n_ranks, element)]
-        assert begin <= element < end
     with pytest.raises(ValueError):
         _C.shard_range(n_elems, n_ranks, n_ranks)
-    with pytest.raises(ValueError):
-        _C.shard_owner(n_elems, n_ranks, n_elems)
-
-
-def test_balance():
-    assert _C.balance([], 3) == []
-    assert _C.balance([5, 4, 3, 3, 3], 2) == [0, 1, 1, 0, 1]
-    for n_ranks in (0, -1):
-        with pytest.raises(ValueError):
-            _C.balance([1], n_ranks)
-    with pytest.raises(ValueError):
-        _C.balance([-1], 1)

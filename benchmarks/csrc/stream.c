@@ -1,0 +1,210 @@
+/*
+ * The memory bound of an optimizer step: a pass that reads and writes exactly what the step does, on as many threads of the same pool, over the very arrays of the process that is
+ * measured, and computes next to nothing.
+ *
+ * Built by `make -C csrc stream` as a library of its own for benchmarks/stream.py; no part of the package. The pass leaves every value as it was (but for the sign of
+ * a zero): a scale of 1 and an addition of 0 whose operands the compiler does not know, and copies that are the parameters rounded to bf16.
+ */
+#include "dsc/dsc.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#define CHUNK_ELEMS 16384
+
+/* Two loops, compiled for what the machine has, as the cores are. */
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define PER_ISA __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
+#else
+#define PER_ISA
+#endif
+
+/* One array of each kind, all of n_elems. The order of the members is that of stream.py. */
+struct stream_part {
+    int64_t n_elems;
+    float *param;
+    const void *grad;
+    float *state0;
+    float *state1;
+    uint16_t *copy;         /* bf16, or NULL */
+    int64_t grad_is_bf16;   /* otherwise f32 */
+};
+
+struct pass {
+    const struct stream_part *parts;
+    int64_t n_parts;
+    int64_t *first_chunk; /* of each part */
+    double *sums;         /* of each chunk, for the norm */
+    float one;
+    float zero;
+};
+
+DSC_API dsc_status stream_resize(int32_t n_threads);
+DSC_API dsc_status stream_step(const struct stream_part *parts, int64_t n_parts, int32_t with_norm, float one, float zero, double *out_sumsq);
+
+static inline float widen(uint16_t half)
+{
+    uint32_t bits = (uint32_t)half << 16;
+    float value;
+
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static inline uint16_t narrow(float value)
+{
+    uint32_t bits;
+
+    memcpy(&bits, &value, sizeof bits);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+#define LANES 16
+
+/* Sums in lanes, so that the loop is as wide as the machine and not as long as a chain of additions. */
+PER_ISA static double sumsq_f32(const float *restrict g, int64_t n)
+{
+    float lanes[LANES] = {0};
+    double sum = 0;
+    int64_t i = 0;
+
+    for (; i + LANES <= n; i += LANES)
+        for (int64_t j = 0; j < LANES; j++)
+            lanes[j] += g[i + j] * g[i + j];
+    for (; i < n; i++)
+        sum += (double)g[i] * g[i];
+    for (int64_t j = 0; j < LANES; j++)
+        sum += lanes[j];
+    return sum;
+}
+
+PER_ISA static double sumsq_bf16(const uint16_t *restrict g, int64_t n)
+{
+    float lanes[LANES] = {0};
+    double sum = 0;
+    int64_t i = 0;
+
+    for (; i + LANES <= n; i += LANES)
+        for (int64_t j = 0; j < LANES; j++)
+            lanes[j] += widen(g[i + j]) * widen(g[i + j]);
+    for (; i < n; i++)
+        sum += (double)widen(g[i]) * widen(g[i]);
+    for (int64_t j = 0; j < LANES; j++)
+        sum += lanes[j];
+    return sum;
+}
+
+#define UPDATE(name, grad_type, value_of, with_copy)                                                                                              \
+    PER_ISA static void name(float *restrict p, const grad_type *restrict g, float *restrict m, float *restrict v, uint16_t *restrict c, float one, \
+                             float zero, int64_t n)                                                                                                 \
+    {                                                                                                                                               \
+        for (int64_t i = 0; i < n; i++) {                                                                                                           \
+            float grad = value_of(g[i]);                                                                                                            \
+                                                                                                                                                    \
+            m[i] = one * m[i] + zero * grad;                                                                                                        \
+            v[i] = one * v[i] + zero * grad;                                                                                                        \
+            p[i] = one * p[i] + zero * grad;                                                                                                        \
+            if (with_copy)                                                                                                                          \
+                c[i] = narrow(p[i]);                                                                                                                \
+        }                                                                                                                                           \
+    }
+
+UPDATE(update_f32, float, (float), 0)
+UPDATE(update_f32_copy, float, (float), 1)
+UPDATE(update_bf16, uint16_t, widen, 0)
+UPDATE(update_bf16_copy, uint16_t, widen, 1)
+
+/* The part that a chunk of the pass lies in, and what of it: parts are cut one after the other, so that a pass over many small ones is one piece of work too. */
+static const struct stream_part *find(const struct pass *pass, int64_t chunk, int64_t *out_begin, int64_t *out_n)
+{
+    int64_t low = 0, high = pass->n_parts - 1;
+
+    while (low < high) {
+        int64_t middle = (low + high + 1) / 2;
+
+        if (pass->first_chunk[middle] <= chunk)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+
+    const struct stream_part *part = &pass->parts[low];
+    int64_t begin = (chunk - pass->first_chunk[low]) * CHUNK_ELEMS;
+
+    *out_begin = begin;
+    *out_n = part->n_elems - begin < CHUNK_ELEMS ? part->n_elems - begin : CHUNK_ELEMS;
+    return part;
+}
+
+static void norm_body(void *arg, int64_t first, int64_t last)
+{
+    struct pass *pass = arg;
+
+    for (int64_t chunk = first; chunk < last; chunk++) {
+        int64_t begin, n;
+        const struct stream_part *part = find(pass, chunk, &begin, &n);
+
+        pass->sums[chunk] = part->grad_is_bf16 ? sumsq_bf16((const uint16_t *)part->grad + begin, n) : sumsq_f32((const float *)part->grad + begin, n);
+    }
+}
+
+static void update_body(void *arg, int64_t first, int64_t last)
+{
+    struct pass *pass = arg;
+
+    for (int64_t chunk = first; chunk < last; chunk++) {
+        int64_t begin, n;
+        const struct stream_part *part = find(pass, chunk, &begin, &n);
+        float *p = part->param + begin, *m = part->state0 + begin, *v = part->state1 + begin;
+        uint16_t *c = part->copy == NULL ? NULL : part->copy + begin;
+
+        if (part->grad_is_bf16)
+            (c == NULL ? update_bf16 : update_bf16_copy)(p, (const uint16_t *)part->grad + begin, m, v, c, pass->one, pass->zero, n);
+        else
+            (c == NULL ? update_f32 : update_f32_copy)(p, (const float *)part->grad + begin, m, v, c, pass->one, pass->zero, n);
+    }
+}
+
+/* As many threads as the process's own pool has. */
+DSC_API dsc_status stream_resize(int32_t n_threads)
+{
+    return dsc_pool_resize(n_threads);
+}
+
+/*
+ * One pass for the norm, if wanted, over all gradients, and then one over everything: per element the gradient (twice), param and both states both ways, and the copy.
+ * one is 1 and zero is 0; *out_sumsq is the sum of the squares of the gradients (0 without the norm). DSC_ENOMEM without memory for the plan, 16 bytes a chunk.
+ */
+DSC_API dsc_status stream_step(const struct stream_part *parts, int64_t n_parts, int32_t with_norm, float one, float zero, double *out_sumsq)
+{
+    struct pass pass = {.parts = parts, .n_parts = n_parts, .one = one, .zero = zero};
+    struct dsc_par par;
+    int64_t n_chunks = 0;
+    double sumsq = 0;
+    dsc_status status = dsc_pool_par(&par);
+
+    if (status != DSC_OK)
+        return status;
+    pass.first_chunk = malloc((size_t)(n_parts + 1) * sizeof *pass.first_chunk);
+    if (pass.first_chunk == NULL)
+        return DSC_ENOMEM;
+    for (int64_t i = 0; i < n_parts; i++) {
+        pass.first_chunk[i] = n_chunks;
+        n_chunks += (parts[i].n_elems + CHUNK_ELEMS - 1) / CHUNK_ELEMS;
+    }
+    pass.sums = calloc((size_t)n_chunks + 1, sizeof *pass.sums);
+    if (pass.sums == NULL) {
+        free(pass.first_chunk);
+        return DSC_ENOMEM;
+    }
+    if (with_norm && n_chunks > 0)
+        par.run(par.ctx, n_chunks, norm_body, &pass);
+    for (int64_t chunk = 0; chunk < n_chunks; chunk++)
+        sumsq += pass.sums[chunk];
+    if (n_chunks > 0)
+        par.run(par.ctx, n_chunks, update_body, &pass);
+    free(pass.sums);
+    free(pass.first_chunk);
+    *out_sumsq = sumsq;
+    return DSC_OK;
+}

@@ -1,0 +1,83 @@
+"""Results on disk: the JSON lines of each benchmark below one line that says of which commit, tree, day and machine they are, and whether the code has changed since."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+__all__ = ["RESULTS", "WRITTEN", "Origin", "Result", "age", "commit_of", "is_dirty", "load", "store"]
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+# What a run of benchmarks writes itself: it makes no tree dirty.
+WRITTEN = ("benchmarks/results", "docs/performance.md", "docs/images/memory_by_stage.svg", "README.md")
+
+Line = dict[str, Any]
+
+
+class Origin(NamedTuple):
+    """Where results come from."""
+
+    commit: str  # "" where there is no repository
+    is_dirty: bool  # what was measured is not quite that commit
+    date: str  # UTC, ISO 8601
+    machine: str
+    seconds: int  # that the run took
+    skipped: str = ""  # why there are no lines
+
+    def __str__(self) -> str:
+        return f"{self.commit[:7] or 'no commit'}{' and changes' if self.is_dirty else ''}"
+
+
+class Result(NamedTuple):
+    origin: Origin
+    lines: list[Line]
+
+
+def load(name: str) -> Result | None:
+    """None where the benchmark never ran."""
+    path = RESULTS / f"{name}.jsonl"
+    if not path.exists():
+        return None
+    first, *lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return Result(Origin(**first["origin"]), lines)
+
+
+def store(name: str, result: Result) -> None:
+    RESULTS.mkdir(exist_ok=True)
+    rows = [{"origin": result.origin._asdict()}, *result.lines]
+    (RESULTS / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def git(*args: str) -> str | None:
+    """What git prints; None where it fails, as outside a repository."""
+    done = subprocess.run(["git", *args], cwd=ROOT, check=False, capture_output=True, text=True)
+    return done.stdout.rstrip("\n") if done.returncode == 0 else None
+
+
+def commit_of() -> str:
+    return git("rev-parse", "HEAD") or ""
+
+
+def is_dirty() -> bool:
+    """Whether anything but what benchmarks write differs from the commit."""
+    return bool(git("status", "--porcelain", "--", ".", *(f":(exclude){path}" for path in WRITTEN)))
+
+
+def age(origin: Origin, paths: Sequence[str]) -> str:
+    """What has changed in the code that was measured, in words; "" when nothing has."""
+    if not origin.commit or git("merge-base", "--is-ancestor", origin.commit, "HEAD") is None:
+        return f"{origin} is not in this history"
+    parts = []
+    if origin.is_dirty:
+        parts.append("measured with changes that were not committed")
+    found = git("rev-list", "--count", f"{origin.commit}..HEAD", "--", *paths)
+    if found != "0":
+        parts.append(f"{found} commits since {origin}")
+    if git("status", "--porcelain", "--", *paths):
+        parts.append("changes that are not committed")
+    return ", ".join(parts)

@@ -1,0 +1,102 @@
+"""The memory bound of an optimizer step: a C pass (``benchmarks/csrc/stream.c``) that reads and writes what the step does, over the step's own tensors and on as many threads."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import subprocess
+import time
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from deepspeed_c import _C
+
+__all__ = ["Part", "bytes_of", "stream_step"]
+
+CSRC = Path(__file__).resolve().parents[1] / "csrc"
+
+
+class Part(NamedTuple):
+    """Tensors of one length, contiguous and on the CPU: fp32, but for a gradient in bf16 and a copy, which is bf16 or None."""
+
+    param: torch.Tensor
+    grad: torch.Tensor
+    state0: torch.Tensor
+    state1: torch.Tensor
+    copy: torch.Tensor | None
+
+
+class _Part(ctypes.Structure):
+    _fields_ = [
+        ("n_elems", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("param", "grad", "state0", "state1", "copy")),
+        ("grad_is_bf16", ctypes.c_int64),
+    ]
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    """Built where it is missing or old; ranks take turns."""
+    with open(CSRC / "Makefile") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        subprocess.run(["make", "-s", "-C", str(CSRC), "stream"], check=True, stdout=subprocess.DEVNULL)
+    library = ctypes.CDLL(str(CSRC / "build" / "libstream.so"))
+    library.stream_resize.argtypes = [ctypes.c_int32]
+    library.stream_step.argtypes = [
+        ctypes.POINTER(_Part), ctypes.c_int64, ctypes.c_int32, ctypes.c_float, ctypes.c_float, ctypes.POINTER(ctypes.c_double)
+    ]  # fmt: skip
+    return library
+
+
+@lru_cache(maxsize=1)
+def _resize(n_threads: int) -> None:
+    """Only when it is another number: the workers start anew."""
+    if _library().stream_resize(n_threads):
+        raise RuntimeError(f"no pool of {n_threads} threads")
+
+
+def _checked(part: Part) -> _Part:
+    n, fp32 = part.param.numel(), (torch.float32,)
+    for name, dtypes in zip(Part._fields, (fp32, (torch.float32, torch.bfloat16), fp32, fp32, (torch.bfloat16,))):
+        tensor = getattr(part, name)
+        if tensor is None and name == "copy":
+            continue
+        if (
+            tensor.dtype not in dtypes
+            or not tensor.is_contiguous()
+            or tensor.numel() != n
+            or tensor.device.type != "cpu"
+        ):
+            raise ValueError(
+                f"{name}: {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, beside a param of {n} elements"
+            )
+    copy = None if part.copy is None else part.copy.data_ptr()
+    others = [tensor.data_ptr() for tensor in part[:4]]
+    return _Part(n, *others, copy, part.grad.dtype == torch.bfloat16)
+
+
+def bytes_of(parts: Sequence[Part], *, with_norm: bool) -> int:
+    """What one pass moves at least: gradients (twice with the norm), params and states both ways, copies."""
+    total = 0
+    for part in parts:
+        per_elem = part.grad.element_size() * (2 if with_norm else 1) + 24 + (0 if part.copy is None else 2)
+        total += per_elem * part.param.numel()
+    return total
+
+
+def stream_step(parts: Sequence[Part], *, with_norm: bool) -> tuple[float, float]:
+    """(seconds, sum of squares of the gradients) of one pass, which leaves all values as they were; a copy becomes its param rounded to bf16."""
+    library = _library()
+    found = (_Part * len(parts))(*map(_checked, parts))
+    _resize(_C.pool_n_threads())
+    sumsq = ctypes.c_double()
+    begin = time.perf_counter()
+    status = library.stream_step(found, len(parts), with_norm, 1.0, 0.0, ctypes.byref(sumsq))
+    seconds = time.perf_counter() - begin
+    if status:
+        raise RuntimeError(f"the pass over memory ended with status {status}")
+    return seconds, sumsq.value

@@ -1,0 +1,112 @@
+"""A pool of buffers that are borrowed again and again, so that a step allocates nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+__all__ = ["BufferPool"]
+
+# Requests of nearly equal size share a buffer.
+GRANULE_BYTES = 4096
+# gloo's threads hold on to a buffer for some microseconds after they have said that they are done.
+PATIENCE_SECONDS = 0.002
+
+
+class BufferPool:
+    """Lends one-dimensional tensors of any dtype out of buffers that it keeps, the tightest that fits.
+
+    It keeps as many buffers as were lent at once, each as large as the largest request that it served: where none fits, the largest free one
+    makes room for its successor. Not for several threads.
+
+    keeps: False where a device's own allocator keeps memory at hand; what is given back is freed then. By default all is kept.
+    waits: a borrower's views may outlive the loan (autograd's, a user's). A buffer that somebody else still holds is then left to him.
+    poison: fills what is lent with NaN, so that a test notices memory that was read before it was written.
+    count: is told by how many bytes the pool's holdings have grown or shrunk.
+    """
+
+    def __init__(
+        self,
+        *,
+        keeps: Callable[[torch.device], bool] = lambda device: True,
+        waits: bool = False,
+        poison: bool = False,
+        count: Callable[[int], None] | None = None,
+    ) -> None:
+        self._free: list[torch.Tensor] = []
+        self._keeps, self._waits, self._poison, self._count = keeps, waits, poison, count
+        self._alone = _use_count(torch.empty(1)) if waits and hasattr(torch._C, "_storage_Use_Count") else None
+        self.n_bytes = 0
+
+    @property
+    def n_free(self) -> int:
+        """Buffers that are kept, and lent to nobody."""
+        return len(self._free)
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """An uninitialised tensor [numel]; ``give`` takes it back."""
+        n_bytes = numel * dtype.itemsize
+        buffer = self._find(n_bytes, device)
+        if buffer is None:
+            size = -(-max(n_bytes, 1) // GRANULE_BYTES) * GRANULE_BYTES
+            buffer = torch.empty(size, dtype=torch.uint8, device=device)
+            self._grow(size)
+        if self._poison:
+            buffer.fill_(0xFF)  # all ones is a NaN in every floating dtype
+        return buffer[:n_bytes].view(dtype)
+
+    def _find(self, n_bytes: int, device: torch.device) -> torch.Tensor | None:
+        mine = [buffer for buffer in self._free if buffer.device == device]
+        fitting = sorted(
+            (buffer for buffer in mine if buffer.numel() >= n_bytes),
+            key=lambda buffer: (self._is_held(buffer), buffer.numel()),
+        )
+        for buffer in fitting:
+            self._remove(buffer)
+            if self._becomes_free(buffer):
+                return buffer
+            self._grow(-buffer.numel())
+        if mine and not fitting:
+            largest = max(mine, key=torch.Tensor.numel)
+            self._remove(largest)
+            self._grow(-largest.numel())
+        return None
+
+    def _is_held(self, buffer: torch.Tensor) -> bool:
+        return self._alone is not None and _use_count(buffer) != self._alone
+
+    def _becomes_free(self, buffer: torch.Tensor) -> bool:
+        until = time.monotonic() + PATIENCE_SECONDS
+        while (is_held := self._is_held(buffer)) and time.monotonic() < until:
+            time.sleep(0)
+        return not is_held
+
+    def _remove(self, buffer: torch.Tensor) -> None:
+        self._free = [other for other in self._free if other is not buffer]
+
+    def _grow(self, n_bytes: int) -> None:
+        self.n_bytes += n_bytes
+        if self._count is not None:
+            self._count(n_bytes)
+
+    def give(self, tensor: torch.Tensor) -> None:
+        """Takes back what ``take`` has lent."""
+        storage = tensor.untyped_storage()
+        if not self._keeps(tensor.device) or (self._waits and self._alone is None):
+            self._grow(-storage.nbytes())
+            return
+        # Who borrows it next may record a graph, wherever it is given back.
+        with torch.inference_mode(False):
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            self._free.append(whole.set_(storage, 0, (storage.nbytes(),)))
+
+    def clear(self) -> None:
+        """Frees what is lent to nobody."""
+        free, self._free = self._free, []
+        self._grow(-sum(buffer.numel() for buffer in free))
+
+
+def _use_count(tensor: torch.Tensor) -> int:
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

@@ -1,0 +1,56 @@
+"""Checkpoints of DeepSpeed: its engine's files and its universal format, read and written, without DeepSpeed."""
+
+from __future__ import annotations
+
+import os
+
+from deepspeed_c.checkpoint.formats.deepspeed.read import DeepSpeedSource, is_deepspeed
+from deepspeed_c.checkpoint.formats.deepspeed.universal import UniversalSource, is_universal
+from deepspeed_c.checkpoint.formats.deepspeed.write import write_deepspeed, write_rank_files, write_universal
+from deepspeed_c.errors import CheckpointError
+
+__all__ = [
+    "DeepSpeedSource",
+    "UniversalSource",
+    "is_deepspeed",
+    "is_universal",
+    "open_deepspeed",
+    "write_deepspeed",
+    "write_rank_files",
+    "write_universal",
+]
+
+
+def open_deepspeed(path: str, tag: str | None = None) -> DeepSpeedSource | UniversalSource:
+    """Opens a checkpoint of DeepSpeed, in its engine's files or its universal format, whichever is there.
+
+    path: the folder that ``save_checkpoint`` was given, or that of a tag. tag: by default what the file ``latest``
+    names, then ``latest_universal``. Raises CheckpointError, with what was looked for, if neither format is there, and
+    for what cannot be read.
+    """
+    path = os.fspath(path)
+    looked_for = []
+    if tag is not None:
+        folders = [os.path.join(path, tag)]
+    else:
+        folders = [path]
+        for name in ("latest", "latest_universal"):
+            file = os.path.join(path, name)
+            try:
+                with open(file, encoding="utf-8") as text:
+                    folders.append(os.path.join(path, text.read().strip()))
+            except OSError as error:
+                looked_for.append(f"{file}: {error.strerror}")
+    for folder in folders:
+        if is_universal(folder):
+            return UniversalSource(folder)
+        if is_deepspeed(folder):
+            return DeepSpeedSource(folder)
+        looked_for.append(
+            f"{folder}: no zero/optimizer_state.pt, mp_rank_00_model_states.pt or zero_pp_rank_0_mp_rank_00_model_states.pt"
+        )
+    raise CheckpointError(
+        "no checkpoint of DeepSpeed found; " + "; ".join(looked_for),
+        where=path,
+        fix="give the folder that DeepSpeed's save_checkpoint was given, and the tag",
+    )

@@ -1,0 +1,23 @@
+"""A value of a pickle whose state is still to come."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["Pending"]
+
+
+class Pending:
+    """Stands for a value until its state is there, which says what it is.
+
+    ``places``: under which numbers the pickle can refer to it.
+    """
+
+    __slots__ = ("places",)
+
+    def __init__(self) -> None:
+        self.places: list[int] = []
+
+    def finish(self, state: Any) -> Any:
+        """The value. Raises UnpicklingError for a state that it cannot have."""
+        raise NotImplementedError

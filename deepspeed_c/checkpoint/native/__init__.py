@@ -1,0 +1,1 @@
+"""Our own format: a manifest and pieces, written by all ranks and brought into being by one rename."""

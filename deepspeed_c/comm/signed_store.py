@@ -1,0 +1,57 @@
+"""Keys of the ranks' store that carry a signature: what somebody without the secret of the run has written is not read.
+
+[Note: signed keys] A store of ``torch.distributed`` asks nobody who connects who they are, and lets them read, write
+and delete every key. So a value is written together with a code (HMAC-SHA256) over key and value, made with the secret
+that the launcher put into the environment of all ranks (``DSC_RUN_TOKEN``). The secret itself never goes through the
+store. A value that is taken to another key does not fit there. Counters cannot be signed: nothing may be concluded from
+one alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+
+import torch.distributed as dist
+
+__all__ = ["SignedStore"]
+
+
+class SignedStore:
+    """``store`` as ranks with the same ``secret`` use it; "" signs against accidents only, as where no launcher gave
+    one.
+    """
+
+    def __init__(self, store: dist.Store, secret: str) -> None:
+        self._store = store
+        self._secret = secret.encode()
+        self.n_forged = 0
+        """Values that were read and had no signature of this run."""
+
+    def write(self, key: str, value: str) -> None:
+        """Sets ``key``, whatever was there."""
+        self._store.set(key, self._signed(key, value))
+
+    def claim(self, key: str, value: str) -> bool:
+        """Sets ``key`` if nothing is there; whether ``value`` is there now."""
+        mine = self._signed(key, value)
+        return self._store.compare_set(key, "", mine) == mine.encode()
+
+    def read(self, key: str) -> str | None:
+        """The value of ``key``; None where there is none, and where what is there was not written by a rank of this
+        run.
+        """
+        if not self._store.check([key]):
+            return None
+        code, _, value = self._store.get(key).partition(b" ")
+        if hmac.compare_digest(code, self._code(key, value)):
+            return value.decode()
+        self.n_forged += 1
+        return None
+
+    def _signed(self, key: str, value: str) -> str:
+        return f"{self._code(key, value.encode()).decode()} {value}"
+
+    def _code(self, key: str, value: bytes) -> bytes:
+        # A key holds no NUL, so that no other key and value are the same bytes.
+        return hmac.new(self._secret, key.encode() + b"\0" + value, hashlib.sha256).hexdigest().encode()

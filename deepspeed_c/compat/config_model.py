@@ -1,0 +1,335 @@
+"""``DeepSpeedConfigModel``: a class of configuration keys with types and defaults, which checks what it is given and
+dumps it again.
+
+DeepSpeed's is a model of pydantic; this one has what programs use of it, and needs no pydantic.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import json
+import sys
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from functools import reduce
+from typing import Any
+
+from typing_extensions import Self
+
+from deepspeed_c.compat.convert import convert, kind_of, thaw, thawed_kind
+from deepspeed_c.config.keys import Section
+from deepspeed_c.config.nearest import nearest
+from deepspeed_c.config.schema import fields_of
+from deepspeed_c.errors import ConfigError, FeatureError
+from deepspeed_c.logging import logger
+
+__all__ = ["DeepSpeedConfigModel", "Field", "get_config_default"]
+
+
+class Field:
+    """One key of a model, as ``Model.model_fields`` has it; written as a class attribute it gives the key more than a
+    default.
+
+    Args:
+        default: the value without the key; ``...`` where it must be given.
+        default_factory: makes the default anew for each object.
+        alias: the key's name in a configuration, where it is not the attribute's; both are read.
+        ge, gt, le, lt: bounds of a number.
+        json_schema_extra: ``deprecated``, ``new_param`` and the like of an old key.
+        exclude: whether dumps leave it out.
+    """
+
+    def __init__(
+        self,
+        default: Any = ...,
+        *,
+        default_factory: Callable[[], Any] | None = None,
+        alias: str | None = None,
+        ge: float | None = None,
+        gt: float | None = None,
+        le: float | None = None,
+        lt: float | None = None,
+        json_schema_extra: dict[str, Any] | None = None,
+        exclude: bool = False,
+    ) -> None:
+        self.default, self.default_factory, self.alias = default, default_factory, alias
+        self.bounds = {"ge": ge, "gt": gt, "le": le, "lt": lt}
+        self.json_schema_extra, self.exclude = json_schema_extra or {}, exclude
+        self.annotation: Any = Any
+
+    def is_required(self) -> bool:
+        return self.default is ... and self.default_factory is None
+
+    def get_default(self) -> Any:
+        return copy.deepcopy(self.default) if self.default_factory is None else self.default_factory()
+
+    def __repr__(self) -> str:
+        return f"Field(annotation={kind_of(self.annotation)}, default={self.default!r})"
+
+
+def _as_field(value: Any) -> Field:
+    """The field that a class attribute says, whether it is ours, pydantic's or a plain default."""
+    if isinstance(value, Field):
+        return value
+    if type(value).__name__ == "FieldInfo":  # pydantic's: its bounds are objects with one attribute of the bound's name
+        bounds = {
+            key: getattr(each, key) for each in value.metadata for key in ("ge", "gt", "le", "lt") if hasattr(each, key)
+        }
+        is_required = value.is_required()
+        return Field(
+            ... if is_required or value.default_factory else value.default,
+            default_factory=value.default_factory,
+            alias=value.alias,
+            json_schema_extra=value.json_schema_extra,
+            exclude=bool(value.exclude),
+            **bounds,
+        )
+    return Field(value)
+
+
+class _Fields:
+    """``model_fields``: on the class and on its objects, by attribute name, in the order of definition."""
+
+    def __get__(self, instance: Any, owner: type[DeepSpeedConfigModel]) -> dict[str, Field]:
+        return owner._resolved_fields()
+
+
+class DeepSpeedConfigModel:
+    """The base of DeepSpeed's configuration classes. A subclass says its keys as annotated attributes.
+
+    Values are checked and converted as pydantic does without strictness: "3" is an integer, 5e8 is, "yes" is a boolean;
+    enumerations are kept as their values. A key with the value "auto" counts as not given, unless ``strict``. Objects
+    compare by their values, attributes may be set (with the same checks), and an unknown key is an error. Validators of
+    pydantic are not run: a subclass that has some is a FeatureError.
+
+    Args:
+        strict: "auto" is a value as any other.
+        data: the keys by their names or aliases.
+
+    Raises:
+        ConfigError: unknown keys, values that are not of their type or out of bounds, a required key that is not there.
+    """
+
+    model_fields = _Fields()
+    _own_fields: typing.ClassVar = {}
+    _names: typing.ClassVar = {}
+
+    def __init_subclass__(cls, section: type[Section] | None = None, prefix: str = "", **options: Any) -> None:
+        """``section``: one whose keys, types and defaults the class has before its own; attributes are called as the
+        keys, without ``prefix``.
+        """
+        super().__init_subclass__(**options)
+        own: dict[str, Field] = {}
+        if section is not None:
+            for each in fields_of(section).values():
+                name = each.name.removeprefix(prefix)
+                own[name] = Field(thaw(each.default), alias=each.name if each.name != name else None)
+                own[name].annotation = thawed_kind(each.hint)
+        for name, value in list(vars(cls).items()):
+            if type(value).__name__ == "PydanticDescriptorProxy":
+                raise FeatureError(
+                    f"{cls.__name__}.{name} is a validator of pydantic, which this class does not run",
+                    where="DeepSpeedConfigModel",
+                    fix="derive the class from pydantic.BaseModel, or check in __init__",
+                )
+        for name in vars(cls).get("__annotations__", {}):
+            if name.startswith("_") or "ClassVar" in str(vars(cls)["__annotations__"][name]):
+                continue
+            own[name] = _as_field(vars(cls).get(name, ...))
+            own[name].annotation = None  # read with the class's names at the first use
+            if name in vars(cls):
+                delattr(cls, name)
+        cls._own_fields = own
+        # A class of a function may name others of it in its annotations, which are read later.
+        scope = sys._getframe(1)
+        cls._names = {} if scope.f_locals is scope.f_globals else dict(scope.f_locals)
+
+    @classmethod
+    def _resolved_fields(cls) -> dict[str, Field]:
+        found: dict[str, Field] = {}
+        for base in reversed(cls.__mro__):
+            own = vars(base).get("_own_fields", {})
+            if any(field.annotation is None for field in own.values()):
+                hints = typing.get_type_hints(base, localns=vars(base)["_names"], include_extras=True)
+                for name, field in own.items():
+                    field.annotation = hints[name] if field.annotation is None else field.annotation
+            found.update(own)
+        return found
+
+    def __init__(self, strict: bool = False, **data: Any) -> None:
+        if not strict:
+            data = {key: value for key, value in data.items() if _is_not_auto(key, value)}
+        fields = self.model_fields
+        by_key = {key: name for name, field in fields.items() for key in (name, field.alias) if key}
+        where = type(self).__name__
+        if unknown := sorted(data.keys() - by_key.keys()):
+            near = nearest(unknown[0], by_key)
+            raise ConfigError(
+                f"{', '.join(unknown)}: no such key" + ("s" if len(unknown) > 1 else ""),
+                where=where,
+                fix=f"did you mean {' or '.join(near)}?" if near else f"the keys are {', '.join(by_key)}",
+            )
+        given: dict[str, Any] = {}
+        for key, value in data.items():
+            name = by_key[key]
+            if name in given and fields[name].alias == key or name not in given:
+                given[name] = value  # an alias wins over its attribute's name
+        object.__setattr__(self, "model_fields_set", set(given))
+        for name, field in fields.items():
+            if name not in given and field.is_required():
+                raise ConfigError("must be given", where=f"{where}.{field.alias or name}", fix="write the key")
+            setattr_unchecked(self, name, self._checked(name, given[name] if name in given else field.get_default()))
+        self._replace_old_keys()
+        self._check()
+
+    def _check(self) -> None:
+        """What involves several keys; a subclass may have some."""
+
+    def _checked(self, name: str, value: Any) -> Any:
+        field = self.model_fields[name]
+        return convert(value, field.annotation, f"{type(self).__name__}.{field.alias or name}", field.bounds)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self.model_fields:
+            raise ConfigError(
+                f"has no key {name}", where=type(self).__name__, fix=f"the keys are {', '.join(self.model_fields)}"
+            )
+        setattr_unchecked(self, name, self._checked(name, value))
+        self.model_fields_set.add(name)
+
+    def _replace_old_keys(self) -> None:
+        for name, field in self.model_fields.items():
+            extra = field.json_schema_extra
+            if not extra.get("deprecated") or name not in self.model_fields_set:
+                continue
+            new, message = extra.get("new_param", ""), extra.get("deprecated_msg", "")
+            logger.warning(
+                "%s.%s is an old key%s%s",
+                type(self).__name__,
+                name,
+                f", use {new} instead" if new else "",
+                f". {message}" if message else "",
+            )
+            if not new or not extra.get("set_new_param", True):
+                continue
+            *path, last = new.split(".")
+            owner = reduce(getattr, path, self)
+            if last in owner.model_fields_set:
+                raise ConfigError(
+                    f"{name} and {new} are both given", where=type(self).__name__, fix=f"keep {new}, remove {name}"
+                )
+            value = extra.get("new_param_fn", lambda value: value)(getattr(self, name))
+            del self.__dict__[name]
+            setattr(owner, last, value)
+
+    def model_dump(
+        self,
+        *,
+        mode: str = "python",
+        include: Any = None,
+        exclude: Any = None,
+        by_alias: bool = False,
+        exclude_unset: bool = False,
+        exclude_defaults: bool = False,
+        exclude_none: bool = False,
+    ) -> dict[str, Any]:
+        """The values by attribute names, or by their names in a configuration with ``by_alias``; models within as
+        dictionaries.
+
+        ``mode="json"`` makes paths and the like text. A dtype is text in both.
+        """
+        dump: dict[str, Any] = {}
+        options = {"mode": mode, "by_alias": by_alias, "exclude_unset": exclude_unset}
+        options |= {"exclude_defaults": exclude_defaults, "exclude_none": exclude_none}
+        for name, value in self:
+            field = self.model_fields[name]
+            if (
+                field.exclude
+                or (include is not None and name not in include)
+                or (exclude is not None and name in exclude)
+            ):
+                continue
+            if (exclude_unset and name not in self.model_fields_set) or (exclude_none and value is None):
+                continue
+            if exclude_defaults and not field.is_required() and value == self._checked(name, field.get_default()):
+                continue
+            dump[field.alias if by_alias and field.alias else name] = _dumped(value, options)
+        return dump
+
+    def model_dump_json(self, *, indent: int | None = None, **options: Any) -> str:
+        """``model_dump(mode="json")`` as text."""
+        separators = (",", ":") if indent is None else None
+        return json.dumps(self.model_dump(mode="json", **options), indent=indent, separators=separators)
+
+    dict = model_dump
+    json = model_dump_json
+
+    @classmethod
+    def model_validate(cls, obj: Any) -> Self:
+        """An object of this class from a mapping, or ``obj`` itself if it is one."""
+        return obj if isinstance(obj, cls) else cls(**obj)
+
+    parse_obj = model_validate
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy, with ``update`` put in unchecked."""
+        new = copy.deepcopy(self) if deep else copy.copy(self)
+        object.__setattr__(new, "model_fields_set", set(self.model_fields_set) | set(update or ()))
+        for name, value in (update or {}).items():
+            setattr_unchecked(new, name, value)
+        return new
+
+    copy = model_copy
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        # An old key that was replaced is not there any more.
+        return ((name, self.__dict__[name]) for name in self.model_fields if name in self.__dict__)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            type(self) is type(other) and [*self] == [*other]
+            if isinstance(other, DeepSpeedConfigModel)
+            else NotImplemented
+        )
+
+    __hash__ = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self)})"
+
+    __str__ = __repr__
+
+
+def setattr_unchecked(model: DeepSpeedConfigModel, name: str, value: Any) -> None:
+    model.__dict__[name] = value
+
+
+def _is_not_auto(key: str, value: Any) -> bool:
+    # "replace_method" is the one key of DeepSpeed's models that has the value "auto".
+    return key == "replace_method" or not (isinstance(value, str) and value == "auto")
+
+
+def _dumped(value: Any, options: Mapping[str, Any]) -> Any:
+    if isinstance(value, DeepSpeedConfigModel):
+        return value.model_dump(**options)
+    if isinstance(value, Mapping):
+        return {key: _dumped(each, options) for key, each in value.items()}
+    if isinstance(value, (list, tuple, set)):
+        return type(value)(_dumped(each, options) for each in value)
+    if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
+        return str(value)
+    if options["mode"] == "json":
+        if isinstance(value, enum.Enum):
+            return value.value
+        return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+    return value
+
+
+def get_config_default(config: type[DeepSpeedConfigModel], field_name: str) -> Any:
+    """The default of a key of a model. Raises ConfigError: there is no such key, or it has no default."""
+    field = config.model_fields.get(field_name)
+    if field is None or field.is_required():
+        what = "has no default" if field is not None else "is not a key"
+        raise ConfigError(what, where=f"{config.__name__}.{field_name}", fix="ask for a key that has one")
+    return field.get_default()

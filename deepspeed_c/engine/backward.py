@@ -1,0 +1,248 @@
+"""The backward pass of an engine: how it began, what its gradients are multiplied with, and where it ends.
+
+A pass begins in one of three ways: by ``engine.backward``, by a caller's ``loss.backward()`` that comes through
+outputs of the engine, or inside the module, where the first sign of it is a gradient.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+from torch.utils._pytree import tree_flatten
+
+from deepspeed_c import _C
+from deepspeed_c.comm.mesh import Mesh
+from deepspeed_c.engine.boundary import scale_outputs, watch_outputs
+from deepspeed_c.engine.passes import accumulates_into, leads_here, nodes_of, will_run
+from deepspeed_c.engine.window import Window
+from deepspeed_c.errors import BackwardError
+from deepspeed_c.logging import logger
+from deepspeed_c.zero.gradients.reducer import GradientReducer
+from deepspeed_c.zero.weights.fetch import Fetcher
+from deepspeed_c.zero.weights.param import saved_parameters_answer
+
+__all__ = ["BackwardPass"]
+
+# No pass of autograd's has this number.
+NO_PASS = -2
+
+# One pass may come through the outputs of several engines.
+_all: weakref.WeakSet[BackwardPass] = weakref.WeakSet()
+
+
+class BackwardPass:
+    """One engine's backward passes, one at a time.
+
+    ``drop_window`` is called where a pass has failed, and with it the window. ``drive`` comes before the first forward.
+    """
+
+    def __init__(
+        self, window: Window, scaler: _C.LossScaler | None, mesh: Mesh, drop_window: Callable[[], None]
+    ) -> None:
+        self._window, self._scaler, self._mesh, self._drop_window = window, scaler, mesh, drop_window
+        self._reducer: GradientReducer | None = None
+        self._fetcher: Fetcher | None = None
+        self.n_backwards = 0  # in this window
+        self.is_inside_no_sync = False
+        # Autograd's number of the last pass that has entered the outputs on its way to parameters, and what it
+        # multiplies the outputs' gradients with.
+        self._task, self._output_factor = NO_PASS, 1.0
+        self._scaled_pass = NO_PASS, 1.0  # the last pass whose loss this engine has scaled, and what with
+        self._has_told_of_inputs = False
+        self.begin_window()
+
+    def drive(self, reducer: GradientReducer, fetcher: Fetcher | None) -> None:
+        """From now on passes go through ``reducer``, and read weights that ``fetcher`` gathers."""
+        self._reducer, self._fetcher = reducer, fetcher
+        reducer.follow(self)
+        _all.add(self)
+
+    def leave(self) -> None:
+        """Lets go of what ``drive`` was given."""
+        self._reducer = self._fetcher = None
+
+    def begin_window(self) -> None:
+        """Forgets the passes of the window before."""
+        self.n_backwards = 0
+        self._has_gradient_graph = False  # a pass with create_graph=True has come through outputs in this window
+        self._forget_inputs()
+
+    def _forget_inputs(self) -> None:
+        # Of a pass whose gradients are scaled at the outputs: its number, and where gradients of the forward's inputs
+        # go.
+        self._scaled_inputs: tuple[int, frozenset[Any]] = NO_PASS, frozenset()
+
+    @property
+    def _loss_scale(self) -> float:
+        return 1.0 if self._scaler is None else self._scaler.scale
+
+    def recover(self) -> None:
+        """Drops what a pass has left that raised before it had ended; for a moment at which none of this engine's can
+        be running."""
+        if torch._C._current_graph_task_id() != -1:
+            return
+        if not self._reducer.is_in_backward:
+            if self._fetcher is not None:
+                self._fetcher.drop_reading()
+            return
+        logger.warning(
+            "rank %d: a backward pass raised before it had ended; the gradients of this accumulation window are dropped",
+            self._mesh.comm.global_rank,
+        )
+        self._drop_window()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Puts the reduction of gradients off."""
+        before, self.is_inside_no_sync = self.is_inside_no_sync, True
+        try:
+            with self._reducer.no_sync():
+                yield
+        finally:
+            self.is_inside_no_sync = before
+
+    def _begin(self, *, factor: float, output_factor: float = 1.0, starts: Sequence[Any] | None = None) -> None:
+        """A pass begins whose gradients are to be multiplied with ``output_factor`` at the outputs, and with
+        ``factor`` where they are gathered.
+
+        starts: the nodes of the graph at which it does. None for a pass that runs already: nobody knows them then, and
+        it ends itself.
+        """
+        self._mesh.enter_phase("backward")
+        self._reducer.begin_backward(is_boundary=self._window.is_boundary(), factor=factor, starts=starts)
+        self._output_factor = output_factor
+        if starts is None:
+            Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        self._reducer.end_backward()
+
+    def run(self, loss: torch.Tensor, factor: float, retain_graph: bool) -> None:
+        """``engine.backward``: the gradients of the loss times ``factor``."""
+        starts = [] if loss.grad_fn is None else [loss.grad_fn]
+        self._begin(factor=1.0 if self._scaler is not None else factor, starts=starts)
+        try:
+            scaled = self.scale(loss, factor)
+            has_sharded = self._fetcher is not None and bool(self._fetcher.groups)
+            with saved_parameters_answer() if has_sharded else nullcontext():
+                scaled.backward(retain_graph=retain_graph)
+            self._end()
+        except BaseException:
+            self._drop_window()
+            raise
+        self.n_backwards += 1
+
+    def scale(self, loss: torch.Tensor, factor: float) -> torch.Tensor:
+        """In fp16 the loss times loss scale and ``factor``; engines that its backward comes to know of it
+        (``_scale_of_pass``)."""
+        if self._scaler is None:
+            return loss
+        total = self._loss_scale * factor
+
+        def note(_: torch.Tensor) -> None:
+            self._scaled_pass = torch._C._current_graph_task_id(), total
+
+        scaled = loss * total
+        if scaled.requires_grad:
+            scaled.register_hook(note)
+        return scaled
+
+    def begin_inside(self) -> None:
+        """A gradient has come, and no output of the engine was on the way: the pass began inside the module."""
+        carried = self._scale_of_pass(torch._C._current_graph_task_id())
+        if carried is None and self._scaler is not None:
+            raise BackwardError(
+                "fp16 gradients reached the parameters without the loss scale",
+                where="loss.backward()",
+                fix="use engine.backward(loss), or engine.scale(loss).backward()",
+            )
+        self._begin(factor=self._loss_scale * self._window.factor() / (carried or 1.0))
+
+    def watch(self, inputs: Any, outputs: Any) -> Any:
+        """Returns a forward's outputs, which tell of a pass that reaches them."""
+        if torch._C._are_functorch_transforms_active():
+            # Within torch.func.grad and the like: what it differentiates by are no parameters.
+            self._has_gradient_graph = True
+            return outputs
+        enters = partial(self._enter, nodes_of(tree_flatten(inputs)[0]), torch._C._current_graph_task_id())
+        if self._scaler is not None:
+            return scale_outputs(outputs, enters)
+        watch_outputs(outputs, enters)
+        return outputs
+
+    def _enter(self, inputs: frozenset[Any], made_in: int) -> float:
+        """A backward pass has reached outputs of a forward. Returns what their gradients are to be multiplied with.
+
+        inputs: where gradients of the forward's inputs go (nodes). made_in: the pass that the forward was a part of,
+        as recomputation is; -1 outside of any.
+        """
+        task = torch._C._current_graph_task_id()
+        if task == self._task and self._reducer.is_in_backward:
+            return self._output_factor
+        if not accumulates_into((slot.param for slot in self._reducer.slots), inputs):
+            # autograd.grad, backward(inputs=...), all of it frozen: no concern of the window.
+            self._has_gradient_graph |= torch.is_grad_enabled()
+            if self._fetcher is not None:
+                self._fetcher.begin_reading()
+            return 1.0
+        if not self._reducer.is_in_backward:
+            self._begin_by_caller(task, made_in)
+        self._task = task
+        self._check_scales(task, inputs)
+        return self._output_factor
+
+    def _begin_by_caller(self, task: int, made_in: int) -> None:
+        wanted, carried = self._loss_scale * self._window.factor(), self._scale_of_pass(task, made_in)
+        scales_here = carried is None and self._scaler is not None
+        if scales_here and self._has_gradient_graph:
+            raise BackwardError(
+                "in fp16 outputs' gradients are scaled, and those of what autograd.grad(..., create_graph=True) gave in this window do not come through outputs",
+                where="loss.backward()",
+                fix="use engine.backward(loss), or engine.scale(loss).backward()",
+            )
+        if scales_here:
+            self._begin(factor=1.0, output_factor=wanted)
+        else:
+            self._begin(factor=wanted / (carried or 1.0))
+        self.n_backwards += 1
+
+    def _scale_of_pass(self, *tasks: int) -> float | None:
+        """What an engine has multiplied the loss of a pass with: this one if it has; None where none has."""
+        found = {each: each._scaled_pass[1] for each in _all if each._scaled_pass[0] in tasks}
+        if self in found or not found:
+            return found.get(self)
+        if len(set(found.values())) > 1:
+            raise BackwardError(
+                "gradients come to an engine from losses that several others have scaled",
+                where="loss.backward()",
+                fix="have one engine scale the sum of the losses: engine.backward(loss), or engine.scale(loss).backward()",
+            )
+        return next(iter(found.values()))
+
+    def _check_scales(self, task: int, inputs: frozenset[Any]) -> None:
+        """Raises where gradients come that another engine has multiplied at its outputs. Tells once that those beyond
+        the inputs carry a loss scale."""
+        for other in _all:
+            if other is not self and other._scaled_inputs[0] == task and leads_here(other._scaled_inputs[1]):
+                raise BackwardError(
+                    "gradients came through another engine in fp16, which has multiplied them by its loss scale",
+                    where="loss.backward()",
+                    fix="scale the loss instead: engine.backward(loss), or engine.scale(loss).backward(), of the engine nearest to it",
+                )
+        if self._output_factor != 1.0 and inputs:
+            self._scaled_inputs = task, inputs
+            Variable._execution_engine.queue_callback(self._forget_inputs)
+        if self._scaler is not None and not self._has_told_of_inputs and will_run(inputs):
+            self._has_told_of_inputs = True
+            logger.warning(
+                "rank %d: this backward pass goes on beyond the inputs of the engine. In fp16 gradients there are multiplied by loss scale / accumulation steps (%g now),"
+                " unless they are those of another engine's parameters; torch.autograd.grad(loss, inputs) gives them as they are",
+                self._mesh.comm.global_rank,
+                self._scale_of_pass(task) or self._output_factor,
+            )

@@ -1,0 +1,2 @@
+"""An engine's side of its checkpoints: which rank saves which of its states, and how an engine is filled from any
+source."""

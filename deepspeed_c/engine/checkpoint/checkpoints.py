@@ -1,0 +1,394 @@
+"""An engine's checkpoints: what is saved and when it is durable, and which one is loaded when the last one is
+broken."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from deepspeed_c import checkpoint as files
+from deepspeed_c.checkpoint.native.background import BackgroundSave, Save, Snapshot
+from deepspeed_c.checkpoint.native.ranks import Ranks
+from deepspeed_c.checkpoint.source import PARAM, ParamInfo, Read, Source
+from deepspeed_c.engine.checkpoint.contents import Reading, names_of, owned_pieces, param_infos
+from deepspeed_c.engine.checkpoint.restore import LoadOptions, plan_restore
+from deepspeed_c.engine.weights import load_custom
+from deepspeed_c.env import read_env
+from deepspeed_c.errors import AioError, CheckpointError, DeepSpeedCError, OffloadError, StateError
+from deepspeed_c.logging import log_dist, logger
+from deepspeed_c.ops.scope import declaration
+
+if TYPE_CHECKING:
+    from deepspeed_c.checkpoint.native.save import Contents
+    from deepspeed_c.engine.state import TrainState
+
+__all__ = ["Checkpoints"]
+
+# How often a checkpoint is opened again that another run replaces while it is being loaded.
+LOAD_ATTEMPTS = 5
+
+
+class Checkpoints:
+    """Saves and loads one engine. Every method is collective."""
+
+    def __init__(self, state: TrainState) -> None:
+        self._state, self._comm = state, state.mesh.comm
+        self._ranks = Ranks(self._comm.rank, self._comm.global_ranks)
+        self._snapshot = Snapshot()
+        self._reading = Reading()
+        self._pending: BackgroundSave | None = None
+        self.is_half_loaded = False
+        """A load failed after it had overwritten something: the engine must not be trained on until another one has
+        succeeded."""
+        # Optimizer states may be among what it had overwritten: a load of weights alone does not mend them.
+        self._has_mixed_states = False
+        self.last_dir: str | None = None
+        """The folder that was last saved to or loaded from."""
+
+    def save(
+        self,
+        module: torch.nn.Module,
+        save_dir: str,
+        tag: str | None,
+        client_state: Mapping[str, Any],
+        save_latest: bool,
+        exclude_frozen: bool,
+        is_async: bool | None,
+    ) -> Save | bool:
+        state, config = self._state, self._state.config.checkpoint
+        self.wait()
+        tag = f"global_step{state.global_steps}" if tag is None else str(tag)
+        contents, error = None, None
+        try:
+            if state.optimizer is not None:
+                state.optimizer.keep_edits()
+            contents = self._contents(module, dict(client_state), exclude_frozen)
+        except DeepSpeedCError as raised:
+            error = raised
+        tag, save_dir = self._agree(tag, os.path.abspath(save_dir), error)
+        leads = self._ranks.rank == 0
+        if config.use_node_local_storage:
+            leads = read_env().local_rank == 0
+        destination = files.save.Destination(
+            save_dir=save_dir,
+            tag=tag,
+            save_latest=save_latest,
+            keep_last=config.keep_last,
+            keep_every=config.keep_every,
+            is_node_local=config.use_node_local_storage,
+            convert=self._converter() if config.format == "deepspeed" else None,
+            leads=leads,
+        )
+        self._ranks.connect()
+        self.last_dir = save_dir
+        is_async = config.is_async if is_async is None else is_async
+        if not is_async or any(isinstance(piece.data, files.save.Deferred) for piece in contents.pieces):
+            # States that live in a file are read from it, and those of 8 bits converted, while they are written: the
+            # next step may not begin before.
+            try:
+                files.save.save(contents, destination, self._ranks)
+            finally:
+                self._reading.close()
+            log_dist(f"saved {destination.path}", ranks=[0])
+            return Save(destination.path) if is_async else True
+        params = {name: _frozen_counts(info) for name, info in contents.params.items()}
+        copied = replace(contents, pieces=self._snapshot.take(contents.pieces), params=params)
+        self._pending = BackgroundSave(lambda: files.save.save(copied, destination, self._ranks), destination.path)
+        return self._pending
+
+    def _converter(self) -> Callable[[str, str, int], None]:
+        """What writes this rank's files in DeepSpeed's layout: perhaps later, on a thread of its own, so all that it
+        asks the engine is asked now."""
+        state, n_ranks = self._state, self._ranks.world_size
+        stage, dtype = state.config.zero.stage, state.precision.dtype or torch.float32
+        # DeepSpeed lays a group out in the order of the optimizer; our manifest has that of the module.
+        order = [name for of_group in state.layout.groups for name in of_group]
+        is_fused = state.optimizer is not None and declaration(state.optimizer.optimizer).is_fused_in_deepspeed
+
+        def convert(native: str, folder: str, rank: int) -> None:
+            with files.reader.NativeSource(native) as source:
+                source.put_first(order)
+                files.deepspeed.write_rank_files(
+                    source, folder, world_size=n_ranks, stage=stage, dtype=dtype, ranks=[rank], is_fused=is_fused
+                )
+
+        return convert
+
+    def wait(self) -> None:
+        """Returns when no save is under way; raises what the last one failed with, once."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.wait()
+
+    def _agree(self, tag: str, save_dir: str, error: DeepSpeedCError | None) -> tuple[str, str]:
+        """Rank 0's tag and folder; raises on all ranks what hinders one, before anything is written.
+
+        Through the engine's own collectives: a rank that does not come here is named by the watchdog.
+        """
+        offers = self._comm.gather_objects((tag, save_dir, error), label="save_checkpoint")
+        for rank, (_, _, hindrance) in enumerate(offers):
+            if hindrance is not None:
+                raise CheckpointError(hindrance.what, where=f"rank {rank}: {hindrance.where}", fix=hindrance.fix)
+        rule = self._state.config.checkpoint.tag_validation
+        first_tag, first_dir, _ = offers[0]
+        other = next((rank for rank, offer in enumerate(offers) if offer[0] != first_tag), None)
+        if other is not None and rule != "IGNORE":
+            message = f"rank 0 saves {first_tag!r}, rank {other} {offers[other][0]!r}"
+            if rule == "FAIL":
+                raise CheckpointError(message, where="save_checkpoint", fix="pass the same tag on all ranks")
+            logger.warning("save_checkpoint: %s; rank 0's is taken", message)
+        is_node_local = self._state.config.checkpoint.use_node_local_storage
+        return files.commit.check_tag(first_tag), save_dir if is_node_local else first_dir
+
+    def _contents(self, module: torch.nn.Module, client_state: Mapping[str, Any], exclude_frozen: bool) -> Contents:
+        """What this rank saves. Raises DeepSpeedCError for what cannot be saved."""
+        state = self._state
+        layout, optimizer, rank = state.layout, state.optimizer, self._ranks.rank
+        named = names_of(module)
+        return files.save.Contents(
+            pieces=owned_pieces(
+                named,
+                layout,
+                optimizer,
+                state.dormant,
+                self._comm,
+                reading=self._reading,
+                exclude_frozen=exclude_frozen,
+            ),
+            stage=state.config.zero.stage,
+            axes=state.mesh.wide_axes,
+            params=param_infos(layout, optimizer, state.dormant, rank),
+            names=named.names,
+            aliases=named.aliases,
+            counters=state.counters(),
+            config=state.config.as_dict(),
+            mine=files.state.pack(state.of_rank(), f"rank {rank}"),
+            common=self._common(client_state, named.others) if rank == 0 else b"",
+            excludes_frozen=exclude_frozen,
+        )
+
+    def _common(self, client_state: Mapping[str, Any], extra: Mapping[str, Any]) -> bytes:
+        common = {"client_state": dict(client_state), **self._state.common()}
+        if extra:
+            common["extra_state"] = dict(extra)
+        return files.state.pack(common, "save_checkpoint")
+
+    def load(
+        self,
+        module: torch.nn.Module,
+        load_dir: str,
+        tag: str | None,
+        *,
+        strict: bool,
+        load_optimizer: bool,
+        load_scheduler: bool,
+        module_only: bool,
+        custom_load_fn: Any,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        self.wait()
+        self._ranks.connect()
+        options = LoadOptions(
+            strict=strict,
+            optimizer=load_optimizer and not module_only,
+            masters=self._state.config.zero.load_from_fp32_weights,
+        )
+        candidates = self._candidates(load_dir, tag)
+        if not candidates:
+            logger.warning(
+                "load_checkpoint: %s holds no checkpoint (no file 'latest' and no complete tag); nothing was loaded",
+                load_dir,
+            )
+            return None, None
+        reasons: list[str] = []
+        for place, name in candidates:
+            for _ in range(LOAD_ATTEMPTS):
+                was_replaced = False
+                source, problem = self._open(place, name, options)
+                if source is not None:
+                    with source:
+                        problem = self._load_from(module, source, options, custom_load_fn)
+                        if not problem:
+                            self.is_half_loaded = True
+                            client_state = self._restore_state(module, source, options, load_scheduler, module_only)
+                            self.is_half_loaded = self._has_mixed_states
+                            path = source.where
+                        else:
+                            was_replaced = any(self._ranks.all_gather(source.was_replaced))
+                if not was_replaced:
+                    break
+            if not problem:
+                if reasons:
+                    logger.error("load_checkpoint: loaded %s, because %s", path, "; ".join(reasons))
+                if name is not None:
+                    self.last_dir = os.path.abspath(load_dir)
+                log_dist(f"loaded {path}", ranks=[0])
+                return path, client_state
+            reasons.append(problem)
+        fix = "restore the files from a copy, or load another tag"
+        if self.is_half_loaded:
+            fix += "; parts of the engine have been overwritten: it refuses to train until a checkpoint has been loaded"
+        raise CheckpointError("; ".join(reasons), where=f"load_checkpoint({load_dir!r})", fix=fix)
+
+    def _candidates(self, load_dir: str, tag: str | None) -> list[tuple[str, str | None]]:
+        """(folder, tag) of what may be loaded, best first, as rank 0 sees it: a named tag only, or the latest and the
+        complete ones before it, or the folder (or file) itself where that is a checkpoint."""
+        found: list[tuple[str, str | None]] = []
+        if self._ranks.rank == 0:
+            if tag is not None:
+                found = [(load_dir, str(tag))]
+            else:
+                latest = files.commit.read_latest(load_dir)
+                tags = [name for name, _ in files.commit.tags_by_age(load_dir)]
+                if latest is not None:
+                    found.append((load_dir, latest))
+                    older = tags[tags.index(latest) + 1 :] if latest in tags else tags
+                    found += [(load_dir, name) for name in older]
+                elif tags:
+                    logger.warning("%s: there is no file 'latest'; the furthest trained tag is taken", load_dir)
+                    found = [(load_dir, name) for name in tags]
+                elif files.open.format_of(load_dir) is not None:
+                    found = [(load_dir, None)]
+                elif (universal := files.open.read_latest_universal(load_dir)) is not None:
+                    found = [(load_dir, universal)]
+        # Through the engine's own collectives: a rank that does not come here is named by the watchdog.
+        everyone = self._comm.gather_objects(found, label="load_checkpoint")
+        return everyone[0]
+
+    def _open(self, place: str, tag: str | None, options: LoadOptions) -> tuple[Source | None, str]:
+        """The checkpoint, the same one open on all ranks, or why it is broken."""
+        for _ in range(LOAD_ATTEMPTS):
+            source, problem, identity = None, "", ""
+            try:
+                source = files.open.open_checkpoint(place, tag)
+                identity = source.identity
+                if options.optimizer:
+                    self._state.check(source)
+            except CheckpointError as error:
+                problem = str(error).splitlines()[0]
+            replies = self._ranks.all_gather((problem, identity))
+            problem = next((p for p, _ in replies if p), "")
+            is_same = len({its for _, its in replies}) == 1
+            if not problem and is_same:
+                return source, ""
+            if source is not None:
+                source.close()
+            if problem:
+                return None, problem
+        return None, f"{os.path.join(place, tag or '')}: is replaced by another save whenever it is opened"
+
+    def _load_from(self, module: torch.nn.Module, source: Source, options: LoadOptions, custom_load_fn: Any) -> str:
+        """Fills the engine, of which an accumulation window begins: gradients were those of other weights. Returns why
+        it could not be read, the same on all ranks; raises StateError where it does not fit (nothing is changed
+        then)."""
+        state = self._state
+        plan, whole, error, problem = None, {}, None, ""
+        if custom_load_fn is None:
+            named = names_of(module)
+            try:
+                plan = plan_restore(source, named, state.layout, state.optimizer, self._comm, options)
+            except StateError as raised:
+                error = raised
+            verdicts = self._ranks.all_gather(str(error) if error else "")
+            if any(verdicts):
+                raise error or StateError(
+                    f"the checkpoint does not fit on another rank: {next(v for v in verdicts if v)}", where=source.where
+                )
+        else:
+            try:
+                whole = _whole_state(source)
+            except CheckpointError as raised:
+                problem = str(raised).splitlines()[0]
+            problem = next((p for p in self._ranks.all_gather(problem) if p), "")
+            if problem:
+                return problem
+        reads_states = plan is not None and options.optimizer and state.optimizer is not None
+        state.begin_window()
+        self.is_half_loaded = True
+        self._has_mixed_states |= reads_states
+        try:
+            if plan is None:
+                load_custom(module, custom_load_fn, whole)
+            else:
+                plan.run(source)
+        except (CheckpointError, OffloadError, AioError) as error:
+            problem = str(error).splitlines()[0]
+        problem = next((p for p in self._ranks.all_gather(problem) if p), "")
+        if problem:
+            return problem
+        if reads_states:
+            state.optimizer.mend()
+        if plan is not None:
+            plan.finish()
+            if options.optimizer:
+                state.keep_dormant(plan.dormant)
+            self._tell(source, plan.missing, plan.unexpected, plan.fresh)
+        state.take_weights(has_masters=plan is not None)
+        self._has_mixed_states &= not reads_states
+        self.is_half_loaded = self._has_mixed_states
+        return ""
+
+    @staticmethod
+    def _tell(source: Source, missing: list[str], unexpected: list[str], fresh: list[str]) -> None:
+        for what, names in (
+            ("lacks, and left as they were", missing),
+            ("has, and the model does not", unexpected),
+            ("has no optimizer state of, which begins anew for them", fresh),
+        ):
+            if names:
+                more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+                log_dist(f"{source.where} {what}: {', '.join(names[:5])}{more}", ranks=[0])
+
+    def _restore_state(
+        self, module: torch.nn.Module, source: Source, options: LoadOptions, load_scheduler: bool, module_only: bool
+    ) -> dict[str, Any]:
+        client_state = dict(source.state.get("client_state") or {})
+        if "extra_state" in source.state:
+            _load_extra_state(module, source.state["extra_state"])
+        if module_only:
+            return client_state
+        if options.optimizer:
+            self._state.restore_optimizer(source)
+        if load_scheduler:
+            self._state.restore_scheduler(source)
+        self._state.restore_counters(source)
+        if options.optimizer:
+            self._state.restore_of_rank(source)
+        return client_state
+
+    def close(self) -> None:
+        """Waits for a save that is under way; its failure is raised after everything has been let go of."""
+        try:
+            self.wait()
+        finally:
+            self._snapshot.clear()
+            self._ranks.close()
+
+
+def _frozen_counts(info: ParamInfo) -> ParamInfo:
+    """``info`` as it is now: optimizers count in place."""
+    counts = {key: value.clone() if torch.is_tensor(value) else value for key, value in info.counts.items()}
+    return ParamInfo(group=info.group, counts=counts)
+
+
+def _whole_state(source: Source) -> dict[str, torch.Tensor]:
+    """Every weight and buffer, whole, in host memory: for callers who load by a function of their own."""
+    state: dict[str, torch.Tensor] = {}
+    reads = []
+    for (kind, name), tensor in source.tensors.items():
+        if kind in (PARAM, "buffer") or (kind == "master" and (PARAM, name) not in source.tensors):
+            state[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+            reads.append(Read(tensor, 0, state[name].view(-1)))
+    source.read(reads)
+    state.update({alias: state[name] for alias, name in source.aliases.items() if name in state})
+    return state
+
+
+def _load_extra_state(module: torch.nn.Module, extra: Mapping[str, Any]) -> None:
+    for prefix, child in module.named_modules():
+        key = f"{prefix}{'.' if prefix else ''}_extra_state"
+        if key in extra:
+            child.set_extra_state(extra[key])

@@ -1,0 +1,275 @@
+"""What of an engine goes into a checkpoint, and which rank writes which bytes of it: each exactly once, no rank much
+more than another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from deepspeed_c import checkpoint as files
+from deepspeed_c.checkpoint.source import BUFFER, MASTER, PARAM, ParamInfo
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.engine.trainable import KeptState
+from deepspeed_c.errors import CheckpointError
+from deepspeed_c.zero.layout.layout import Layout
+from deepspeed_c.zero.layout.unit import Fragment, Slot, Unit
+from deepspeed_c.zero.states.optimizer import ZeroOptimizer
+from deepspeed_c.zero.weights.param import shape_of
+
+if TYPE_CHECKING:
+    from deepspeed_c.checkpoint.native.save import Deferred, OwnedPiece
+
+__all__ = ["Named", "Reading", "names_of", "owned_pieces", "param_infos"]
+
+# A copy on every rank is cut up among them only above this: small ones are not worth two entries.
+UNCUT_BYTES = 1 << 16
+
+
+class Named(NamedTuple):
+    """The tensors of a module's state dict."""
+
+    tensors: dict[str, torch.Tensor]
+    """By first name: parameters as objects, and persistent buffers."""
+    aliases: dict[str, str]
+    """Other names of tied weights, name -> first name."""
+    names: list[str]
+    """First names, in the module's order."""
+    others: dict[str, Any]
+    """What a module's state dict holds besides tensors (``get_extra_state``)."""
+
+
+def names_of(module: torch.nn.Module) -> Named:
+    """The tensors of a module under the names of its state dict, tied ones once."""
+    first: dict[int, str] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    aliases: dict[str, str] = {}
+    others: dict[str, Any] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if not torch.is_tensor(value):
+            others[name] = value
+        elif first.setdefault(id(value), name) == name:
+            tensors[name] = value
+        else:
+            aliases[name] = first[id(value)]
+    return Named(tensors, aliases, list(tensors), others)
+
+
+class _Whole(NamedTuple):
+    """A tensor of which every rank has a copy."""
+
+    kind: str
+    name: str
+    tensor: torch.Tensor
+
+
+class Reading:
+    """Brings what lives in a file into memory while it is saved: a bucket stays until a piece of another one is read,
+    or ``close``."""
+
+    def __init__(self) -> None:
+        self._open, self._key = ExitStack(), None
+
+    def of(
+        self,
+        key: tuple[str, Unit, int],
+        dtype: torch.dtype,
+        fragment: Fragment,
+        resident: Callable[[], AbstractContextManager],
+        read: Callable[[], torch.Tensor],
+    ) -> Deferred:
+        """A fragment that ``read`` gives within ``resident``, which serves all fragments of the same ``key``."""
+
+        def read_resident() -> torch.Tensor:
+            if self._key != key:
+                self.close()
+                self._open.enter_context(resident())
+                self._key = key
+            return read()
+
+        return files.save.Deferred(dtype, fragment.numel, read_resident)
+
+    def close(self) -> None:
+        self._key = None
+        self._open.close()
+
+
+def owned_pieces(
+    named: Named,
+    layout: Layout,
+    optimizer: ZeroOptimizer | None,
+    dormant: Mapping[torch.nn.Parameter, KeptState],
+    comm: Collectives,
+    *,
+    reading: Reading,
+    exclude_frozen: bool,
+) -> list[OwnedPiece]:
+    """This rank's share of everything: its shards, and its part of what is the same on all ranks. What lives in a file
+    is read through ``reading``.
+
+    Buffers may differ between ranks (running means); rank 0's are saved, as everywhere.
+    """
+    pieces: list[OwnedPiece] = []
+    copies: list[_Whole] = []
+    placed: set[int] = set()
+    for unit in (*layout.trained, *layout.frozen):
+        is_frozen = unit in layout.frozen
+        for slot in unit.slots:
+            placed.add(id(slot.param))
+            if not (is_frozen and exclude_frozen):
+                _add_unit_weights(unit, slot, reading, pieces, copies)
+            if not is_frozen:
+                _add_states(unit, slot, optimizer, reading, pieces, copies)
+    for param, state in dormant.items():
+        if not (exclude_frozen and not param.requires_grad):
+            pieces += _dormant_pieces(param, state)
+    for name, tensor in named.tensors.items():
+        if id(tensor) in placed:
+            continue
+        if not isinstance(tensor, torch.nn.Parameter):
+            if comm.rank == 0:
+                pieces.append(files.save.OwnedPiece(BUFFER, name, tuple(tensor.shape), 0, tensor.detach().reshape(-1)))
+        elif not exclude_frozen or tensor.requires_grad:
+            copies.append(_Whole(PARAM, name, tensor.detach()))
+    pieces += _share_out(copies, comm.rank, comm.world_size)
+    return pieces
+
+
+def _add_unit_weights(unit: Unit, slot: Slot, reading: Reading, pieces: list[OwnedPiece], copies: list[_Whole]) -> None:
+    fragment = unit.fragment_of.get(slot)
+    is_stored = unit.weights.needs_open(slot.bucket)
+    if not unit.is_cut and not is_stored:
+        data = torch.empty(0, dtype=unit.dtype) if fragment is None else unit.weight_piece(fragment)
+        copies.append(_Whole(PARAM, slot.name, data.view(slot.shape)))
+        return
+    if not _writes(unit, slot):
+        return
+    if fragment is None:
+        # A parameter without elements belongs to nobody: one rank notes that it exists.
+        if slot.numel == 0 and unit.comm.rank == 0:
+            pieces.append(
+                files.save.OwnedPiece(PARAM, slot.name, tuple(slot.shape), 0, torch.empty(0, dtype=unit.dtype))
+            )
+        return
+    data: torch.Tensor | Deferred
+    if not is_stored:
+        data = unit.weight_piece(fragment)
+    else:
+        data = reading.of(
+            ("weights", unit, slot.bucket),
+            unit.dtype,
+            fragment,
+            partial(unit.weights.open, slot.bucket, writes=False),
+            partial(unit.weight_piece, fragment),
+        )
+    pieces.append(files.save.OwnedPiece(PARAM, slot.name, tuple(slot.shape), fragment.begin, data))
+
+
+def _writes(unit: Unit, slot: Slot) -> bool:
+    """Whether this rank, among those that hold the same pieces of a parameter, writes them: the parameters take
+    turns."""
+    return slot.index % unit.replicas.world_size == unit.replicas.rank
+
+
+def _add_states(
+    unit: Unit,
+    slot: Slot,
+    optimizer: ZeroOptimizer,
+    reading: Reading,
+    pieces: list[OwnedPiece],
+    copies: list[_Whole],
+) -> None:
+    fragment = unit.fragment_of.get(slot)
+    shape = tuple(slot.shape)
+    if fragment is None:
+        return
+    kinds, counts = optimizer.pieces.kinds(slot)
+    for key in kinds:
+        if key in (PARAM, MASTER, BUFFER):
+            raise CheckpointError(
+                f"the optimizer calls a state {key!r}", where=slot.name, fix="such a name is taken; rename it"
+            )
+    if not unit.master_is_param:
+        kinds = {MASTER: unit.master_dtype, **kinds}
+    for kind, dtype in kinds.items():
+        key = None if kind == MASTER else kind
+        if not optimizer.pieces.are_views(unit, slot.bucket, key):
+            if not _writes(unit, slot):
+                continue
+            deferred = reading.of(
+                ("states", unit, slot.bucket),
+                dtype,
+                fragment,
+                partial(unit.states.open, slot.bucket, writes=False),
+                partial(optimizer.pieces.local, slot, key),
+            )
+            pieces.append(files.save.OwnedPiece(kind, slot.name, shape, fragment.begin, deferred))
+            continue
+        data = optimizer.pieces.local(slot, key)
+        if not unit.is_cut:
+            copies.append(_Whole(kind, slot.name, data.view(shape)))
+        elif _writes(unit, slot):
+            pieces.append(files.save.OwnedPiece(kind, slot.name, shape, fragment.begin, data))
+    for key, value in counts.items():
+        # States of another shape than the parameter's (Adafactor's rows and columns): whole, where nothing is cut.
+        if torch.is_tensor(value) and value.numel() != 1 and not unit.is_cut:
+            copies.append(_Whole(key, slot.name, value))
+
+
+def _dormant_pieces(param: torch.nn.Parameter, state: KeptState) -> Iterator[OwnedPiece]:
+    """What a parameter that was frozen in mid-run waits with, in the cut of the layout that it left."""
+    if not state.speaks:
+        return  # another rank's copy is written
+    at = state.comm.rank
+    shape = tuple(shape_of(param))
+    if state.master.numel():
+        yield files.save.OwnedPiece(MASTER, state.name, shape, state.begins[at], state.master)
+    for key, piece in state.pieces.items():
+        if piece.numel():
+            yield files.save.OwnedPiece(key, state.name, shape, state.begins[at], piece)
+
+
+def _share_out(copies: Iterable[_Whole], rank: int, n_ranks: int) -> Iterator[OwnedPiece]:
+    """This rank's part of tensors that all ranks hold alike: a run of their bytes, cut within a tensor only where that
+    is large."""
+    copies = list(copies)
+    total = sum(copy.tensor.nbytes for copy in copies)
+    low, high = total * rank // n_ranks, total * (rank + 1) // n_ranks
+    at = 0
+    for kind, name, tensor in copies:
+        begin, at = at, at + tensor.nbytes
+        if tensor.nbytes <= UNCUT_BYTES:
+            if low <= begin < high if tensor.nbytes else rank == 0:
+                yield files.save.OwnedPiece(kind, name, tuple(tensor.shape), 0, tensor.reshape(-1))
+            continue
+        itemsize = tensor.element_size()
+        first = min(max(-(-(low - begin) // itemsize), 0), tensor.numel())
+        last = min(max(-(-(high - begin) // itemsize), 0), tensor.numel())
+        if last > first:
+            flat = tensor.reshape(-1)
+            yield files.save.OwnedPiece(kind, name, tuple(tensor.shape), first, flat.narrow(0, first, last - first))
+
+
+def param_infos(
+    layout: Layout, optimizer: ZeroOptimizer | None, dormant: Mapping[torch.nn.Parameter, KeptState], rank: int
+) -> dict[str, ParamInfo]:
+    """Groups and counts of the trained parameters of which this rank owns something, and on rank 0 of all others
+    too."""
+    infos: dict[str, ParamInfo] = {}
+    if optimizer is None:
+        return infos
+    for unit in layout.trained:
+        for slot in unit.slots:
+            if slot in unit.fragment_of:
+                counts = optimizer.pieces.kinds(slot)[1]
+                kept = {k: v for k, v in counts.items() if not torch.is_tensor(v) or v.numel() == 1 or unit.is_cut}
+                infos[slot.name] = ParamInfo(group=unit.group, counts=kept)
+            elif rank == 0:
+                infos[slot.name] = ParamInfo(group=unit.group)
+    for state in dormant.values():
+        if state.counts or rank == 0:
+            infos.setdefault(state.name, ParamInfo(group=state.group, counts=dict(state.counts)))
+    return infos

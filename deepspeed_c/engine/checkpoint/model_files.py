@@ -1,0 +1,129 @@
+"""Writes the model of an engine as Hugging Face lays it out, one gather unit at a time: what ``from_pretrained``
+reads."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from deepspeed_c import checkpoint as files
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.engine.weights import aliases_of, named_tensors, stream, stream_order
+from deepspeed_c.errors import CheckpointError, StateError
+from deepspeed_c.zero.states.access import safe_get_full_fp32_param, safe_get_local_fp32_param
+from deepspeed_c.zero.weights.fetch import Fetcher
+from deepspeed_c.zero.weights.param import shape_of
+
+if TYPE_CHECKING:
+    from deepspeed_c.checkpoint.formats.model_folder import ModelFolderWriter
+
+__all__ = ["save_model"]
+
+CONVERTED_ELEMS = 4 << 20
+
+
+def save_model(
+    module: torch.nn.Module,
+    fetcher: Fetcher | None,
+    comm: Collectives,
+    folder: str,
+    *,
+    max_shard_size: int | str,
+    exclude_frozen: bool,
+    dtype: torch.dtype | None,
+) -> None:
+    """Rank 0 writes ``folder``; no rank holds more of the model than one gather unit, or one fp32 master. Collective.
+
+    Where ``dtype`` is wider than what is trained in, the fp32 masters are written. Buffers keep their dtype.
+    Raises CheckpointError on all ranks when the folder cannot be written; it is as it was then.
+    """
+    files.model_folder.parse_size(max_shard_size)  # before anybody waits for anybody
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise StateError(f"{dtype!r} is no floating-point dtype", where="dtype", fix="pass torch.bfloat16, for example")
+    tensors = named_tensors(module, exclude_frozen)
+    params = {id(p) for p in module.parameters()}
+    dtypes = {
+        name: t.dtype if dtype is None or id(t) not in params or not t.is_floating_point() else dtype
+        for name, t in tensors.items()
+    }
+    has_master = {name for name, t in tensors.items() if dtypes[name] != t.dtype != torch.float32 and _is_trained(t)}
+    aliases = aliases_of(tensors)
+    masters = [name for name in tensors if name in has_master and name not in aliases]
+    others = {name: t for name, t in tensors.items() if name not in has_master}
+    whole, sharded = stream_order(others)
+    order = [*masters, *whole, *(name for names in sharded.values() for name in names)]
+
+    def values() -> Iterator[tuple[str, torch.Tensor]]:
+        for name in masters:
+            yield name, safe_get_full_fp32_param(tensors[name])
+        yield from stream(others, fetcher)
+
+    error: CheckpointError | None = None
+    writer: ModelFolderWriter | None = None
+    if comm.rank == 0:
+        try:
+            entries = [(name, tuple(shape_of(tensors[name])), dtypes[name]) for name in order]
+            writer = files.model_folder.ModelFolderWriter(
+                folder, entries, aliases, max_shard_size=max_shard_size
+            ).__enter__()
+        except CheckpointError as raised:
+            error = raised
+    try:
+        # A rank that cannot write still takes part in every gather: the others wait for it.
+        for name, tensor in values():
+            if writer is not None and error is None:
+                try:
+                    _write(writer, name, tensor, dtypes[name])
+                except CheckpointError as raised:
+                    error = raised
+        if writer is not None and error is None:
+            try:
+                _save_configs(module, writer.staging)
+            except (OSError, ValueError) as raised:
+                error = CheckpointError(f"the model's configuration cannot be saved: {raised}", where=folder)
+    except BaseException as failure:
+        if writer is not None:
+            writer.__exit__(type(failure), failure, None)
+        raise
+    if writer is not None:
+        try:
+            writer.__exit__(type(error) if error else None, error, None)
+        except CheckpointError as raised:
+            error = error or raised
+    if any(comm.gather_numbers(int(error is not None), label="model saved")):
+        raise error or CheckpointError(
+            "the model could not be written by rank 0",
+            where=folder,
+            fix="look at rank 0's message: the folder must be writable and have room",
+        )
+
+
+def _is_trained(tensor: torch.Tensor) -> bool:
+    """Whether an optimizer of ours has a master of it."""
+    return safe_get_local_fp32_param(tensor) is not None
+
+
+def _write(writer: ModelFolderWriter, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    if tensor.dtype == dtype:
+        writer.write(name, tensor)
+        return
+    # Converted in pieces: a second copy of a large tensor need not fit.
+    for piece in tensor.reshape(-1).split(CONVERTED_ELEMS):
+        writer.write_part(name, piece.to(dtype))
+
+
+def _save_configs(module: torch.nn.Module, folder: str) -> None:
+    """Writes config.json (and generation_config.json) for a model of transformers, so that ``from_pretrained`` knows
+    what it reads."""
+    config = getattr(module, "config", None)
+    if callable(getattr(config, "save_pretrained", None)):
+        # As transformers' own save_pretrained: the class that the weights belong to.
+        config = copy.deepcopy(config)
+        config.architectures = [type(module).__name__]
+        config.save_pretrained(folder)
+        generation = getattr(module, "generation_config", None)
+        if callable(getattr(generation, "save_pretrained", None)):
+            generation.save_pretrained(folder)

@@ -1,0 +1,400 @@
+"""Fills an engine from a checkpoint of any format and arrangement: each rank reads the ranges that it holds, straight
+into their places.
+
+First a plan is made, and everything that does not fit is found; only then is anything overwritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from deepspeed_c import _C
+from deepspeed_c.checkpoint.source import BUFFER, MASTER, PARAM, LogicalTensor, Read, Source
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.engine.checkpoint.contents import Named
+from deepspeed_c.engine.trainable import KeptState
+from deepspeed_c.errors import CheckpointError, StateError
+from deepspeed_c.ops.scope import declaration
+from deepspeed_c.zero.layout.layout import Layout
+from deepspeed_c.zero.layout.unit import Fragment, Slot, Unit
+from deepspeed_c.zero.states.optimizer import ZeroOptimizer
+from deepspeed_c.zero.weights.param import shape_of
+
+__all__ = ["LoadOptions", "RestorePlan", "plan_restore"]
+
+NAMES_SHOWN = 5
+
+# Makes room for states: what is to be read into it, and what is to be called when that has been done.
+Room = Callable[[], tuple[Sequence[Read], Callable[[], None]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """What is wanted of a checkpoint; the arguments of ``load_checkpoint``."""
+
+    strict: bool = True
+    optimizer: bool = True
+    """Moments, step counts, groups, loss scale."""
+    masters: bool = True
+    """Master weights from the checkpoint's; otherwise from its 16-bit weights."""
+
+
+@dataclass(kw_only=True)
+class RestorePlan:
+    """What will be read, and what happens before and after."""
+
+    reads: list[Read] = field(default_factory=list)
+    before: list[Callable[[], Sequence[Read]]] = field(default_factory=list)
+    """Make room (optimizer states) and say what is read into it."""
+    streams: list[Callable[[Source], None]] = field(default_factory=list)
+    """Read what does not stay in memory, one bucket after the other."""
+    after: list[Callable[[], None]] = field(default_factory=list)
+    """Copies out of temporary places, on this rank alone."""
+    rooms: dict[tuple[Unit, int], Room] = field(default_factory=dict)
+    """As ``before``, of buckets that are streamed."""
+    stored: dict[tuple[Unit, int], list[tuple[LogicalTensor, Fragment]]] = field(default_factory=dict)
+    """What is read into weights that live in a file, by bucket."""
+    gathers: list[tuple[Unit, int]] = field(default_factory=list)
+    """Buckets of which each rank has read its slice of the whole weights. Collective."""
+    dormant: dict[torch.nn.Parameter, KeptState] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    fresh: list[str] = field(default_factory=list)
+    """Trained parameters of which the checkpoint has no optimizer state."""
+
+    def run(self, source: Source) -> None:
+        """Reads. Raises CheckpointError for what cannot be read; what it has overwritten by then stays so."""
+        reads = list(self.reads)
+        for step in self.before:
+            reads += step()
+        source.read(reads)
+        for (unit, bucket), found in self.stored.items():
+            with unit.weights.open(bucket):
+                source.read([Read(weight, f.begin, unit.weight_piece(f)) for weight, f in found])
+        for stream in self.streams:
+            stream(source)
+        with torch.no_grad():
+            for step in self.after:
+                step()
+
+    def finish(self) -> None:
+        """Brings weights that are whole on every rank together. Collective, when all ranks have read."""
+        for unit, bucket in self.gathers:
+            unit.comm.all_gather(unit.bucket_view(unit.flat_param, bucket), label=f"weights of bucket {bucket}").wait()
+
+
+class _Finder:
+    """Looks up a parameter's tensors in a source, under any of its names."""
+
+    def __init__(self, source: Source, named: Named) -> None:
+        self.source = source
+        self.other_names: dict[str, list[str]] = {}
+        for alias, name in named.aliases.items():
+            self.other_names.setdefault(name, []).append(alias)
+        self.kinds: dict[str, list[str]] = {}
+        for kind, name in source.tensors:
+            self.kinds.setdefault(name, []).append(kind)
+        self.used: set[str] = set()
+
+    def name_of(self, name: str) -> str | None:
+        """The name under which the source has what the model calls ``name``."""
+        candidates = (name, *self.other_names.get(name, ()))
+        found = [
+            known
+            for candidate in candidates
+            for known in (candidate, self.source.aliases.get(candidate))
+            if known in self.kinds
+        ]
+        # A tied weight may be there under each of its names.
+        self.used.update(found)
+        return found[0] if found else None
+
+    def weight(self, name: str, dtype: torch.dtype) -> LogicalTensor | None:
+        """What a weight of ``dtype`` is read from: the weight if it was saved so, else the master, which has lost
+        nothing."""
+        weight, master = self.source.tensors.get((PARAM, name)), self.source.tensors.get((MASTER, name))
+        if weight is not None and (weight.dtype == dtype or master is None):
+            return weight
+        return master
+
+    def master(self, name: str) -> LogicalTensor | None:
+        return self.source.tensors.get((MASTER, name)) or self.source.tensors.get((PARAM, name))
+
+    def states(self, name: str) -> dict[str, LogicalTensor]:
+        return {
+            kind: self.source.tensors[kind, name]
+            for kind in self.kinds.get(name, ())
+            if kind not in (PARAM, MASTER, BUFFER)
+        }
+
+
+def plan_restore(
+    source: Source,
+    named: Named,
+    layout: Layout,
+    optimizer: ZeroOptimizer | None,
+    comm: Collectives,
+    options: LoadOptions,
+) -> RestorePlan:
+    """What has to be read. Nothing is changed. Raises StateError for what does not fit the model or the optimizer, all
+    of it at once."""
+    problems = _name_groups(source, named, layout) if options.optimizer and optimizer is not None else []
+    plan, finder = RestorePlan(), _Finder(source, named)
+    placed: set[int] = set()
+    by_bucket: dict[tuple[Unit, int], dict[Slot, str]] = {}
+    for unit in (*layout.trained, *layout.frozen):
+        for slot in unit.slots:
+            placed.add(id(slot.param))
+            name = finder.name_of(slot.name)
+            if name is None:
+                plan.missing.append(slot.name)
+                continue
+            found = finder.weight(name, unit.dtype)
+            if found is None or not _fits(found, slot.shape, slot.name, problems):
+                continue
+            by_bucket.setdefault((unit, slot.bucket), {})[slot] = name
+            _plan_weights(plan, finder, unit, slot, name, options)
+    plan.gathers = [(unit, bucket) for unit, bucket in by_bucket if unit.flat_param is not None and unit.is_cut]
+    for name, tensor in named.tensors.items():
+        if id(tensor) in placed:
+            continue
+        known = finder.name_of(name)
+        if known is None:
+            plan.missing.append(name)
+            continue
+        found = source.tensors.get((BUFFER, known)) or finder.weight(known, tensor.dtype)
+        if found is not None and _fits(found, shape_of(tensor), name, problems):
+            _plan_whole(plan, tensor, found)
+    _plan_dormant(plan, finder, named, layout, comm, options, has_optimizer=optimizer is not None)
+    plan.unexpected = [name for name in finder.kinds if name not in finder.used]
+    if options.optimizer and optimizer is not None:
+        problems += _plan_states(plan, finder, optimizer, by_bucket)
+    if optimizer is not None:
+        _plan_streams(plan, finder, optimizer, by_bucket, options)
+    frozen = {name for name, tensor in named.tensors.items() if not tensor.requires_grad}
+    missing = [name for name in plan.missing if not (source.state.get("excludes_frozen") and name in frozen)]
+    if options.strict:
+        problems += [f"missing: {name}" for name in missing] + [f"unexpected: {name}" for name in plan.unexpected]
+    if problems:
+        more = f"; and {len(problems) - NAMES_SHOWN} more" if len(problems) > NAMES_SHOWN else ""
+        raise StateError(
+            f"the checkpoint does not fit: {'; '.join(problems[:NAMES_SHOWN])}{more}",
+            where=source.where,
+            fix="load the model that was saved; pass load_module_strict=False for missing and unexpected names,"
+            " load_optimizer_states=False for another optimizer",
+        )
+    return plan
+
+
+def _name_groups(source: Source, named: Named, layout: Layout) -> list[str]:
+    """Tells the source which parameters the optimizer's groups have: some formats have states without names. Returns
+    what does not fit."""
+    finder = _Finder(source, named)
+    groups = [[finder.name_of(name) for name in of_group] for of_group in layout.groups]
+    names = [[name for name in of_group if name is not None] for of_group in groups]
+    if names != groups:
+        return []  # of missing parameters, which are told elsewhere
+    try:
+        source.name_groups(names)
+    except CheckpointError as error:
+        return [f"{error.where}: {error.what}"]
+    return []
+
+
+def _fits(found: LogicalTensor, shape: Iterable[int], name: str, problems: list[str]) -> bool:
+    if tuple(found.shape) != tuple(shape):
+        problems.append(f"{name} has shape {tuple(found.shape)}, the model's has {tuple(shape)}")
+        return False
+    return True
+
+
+def _plan_weights(plan: RestorePlan, finder: _Finder, unit: Unit, slot: Slot, name: str, options: LoadOptions) -> None:
+    weight, fragment = finder.weight(name, unit.dtype), unit.fragment_of.get(slot)
+    if fragment is not None and unit.weights.needs_open(slot.bucket):
+        plan.stored.setdefault((unit, slot.bucket), []).append((weight, fragment))
+    elif fragment is not None:
+        plan.reads.append(Read(weight, fragment.begin, unit.weight_piece(fragment)))
+    if fragment is not None and not unit.master_is_param and not unit.states.needs_open(slot.bucket):
+        source = finder.master(name) if options.masters else weight
+        plan.reads.append(Read(source, fragment.begin, unit.piece(unit.master, fragment)))
+
+
+def _plan_streams(
+    plan: RestorePlan,
+    finder: _Finder,
+    optimizer: ZeroOptimizer,
+    by_bucket: Mapping[tuple[Unit, int], Mapping[Slot, str]],
+    options: LoadOptions,
+) -> None:
+    """Masters and states that live in a file between steps: each bucket is read when it is its turn, and sent there."""
+    for (unit, bucket), slots in by_bucket.items():
+        if unit not in optimizer.units or optimizer.pieces.are_views(unit, bucket, "states"):
+            continue
+        masters: list[tuple[Slot, LogicalTensor]] = []
+        if unit.states.needs_open(bucket) and not unit.master_is_param:
+            for slot, name in slots.items():
+                if slot in unit.fragment_of:
+                    found = finder.master(name) if options.masters else finder.weight(name, unit.dtype)
+                    masters.append((slot, found))
+        make_room = plan.rooms.get((unit, bucket), lambda: ([], lambda: None))
+        plan.streams.append(partial(_stream, optimizer, unit, bucket, masters, make_room))
+
+
+def _stream(
+    optimizer: ZeroOptimizer,
+    unit: Unit,
+    bucket: int,
+    masters: Sequence[tuple[Slot, LogicalTensor]],
+    make_room: Room,
+    source: Source,
+) -> None:
+    with unit.states.open(bucket, reads=not optimizer.broken):
+        reads = []
+        for slot, tensor in masters:
+            fragment = unit.fragment_of[slot]
+            reads.append(Read(tensor, fragment.begin, unit.piece(unit.master, fragment)))
+        more, close = make_room()
+        source.read([*reads, *more])
+        with torch.no_grad():
+            close()
+
+
+def _plan_whole(plan: RestorePlan, tensor: torch.Tensor, found: LogicalTensor) -> None:
+    target = tensor.detach()
+    if target.is_contiguous():
+        plan.reads.append(Read(found, 0, target.view(-1)))
+        return
+
+    def make_room() -> Sequence[Read]:
+        held = torch.empty(target.numel(), dtype=target.dtype)
+        plan.after.append(lambda: target.copy_(held.view(target.shape)))
+        return [Read(found, 0, held)]
+
+    plan.before.append(make_room)
+
+
+def _plan_states(
+    plan: RestorePlan,
+    finder: _Finder,
+    optimizer: ZeroOptimizer,
+    by_bucket: Mapping[tuple[Unit, int], Mapping[Slot, str]],
+) -> list[str]:
+    """Adds the optimizer's states. Returns what does not fit."""
+    problems: list[str] = []
+    base, source = optimizer.optimizer, finder.source
+    if not source.groups and not source.params:
+        return [source.problem or "it holds no optimizer state; load_module_only=True loads the weights alone"]
+    # DeepSpeed's elastic checkpoints have states and no options of the groups, which stay as they are then.
+    if source.groups and len(source.groups) != len(base.param_groups):
+        return [f"it has {len(source.groups)} optimizer groups, this optimizer {len(base.param_groups)}"]
+    for (unit, bucket), slots in by_bucket.items():
+        if unit not in optimizer.units:
+            continue
+        expected = set(base.names_of_states(unit.group)) if declaration(base).updates_buckets else None
+        known: dict[Slot, tuple[dict[str, torch.dtype], Mapping[str, Any]]] = {}
+        wanted: list[tuple[Slot, str, LogicalTensor]] = []
+        for slot, name in slots.items():
+            states = finder.states(name)
+            info = source.params.get(name)
+            counts = {} if info is None else info.counts
+            if not states and not counts:
+                plan.fresh.append(slot.name)
+                continue
+            if expected is not None and states.keys() != expected:
+                problems.append(
+                    f"{slot.name} has the optimizer states {sorted(states)}, {type(base).__name__} keeps {sorted(expected)}"
+                )
+                continue
+            odd = {kind for kind, tensor in states.items() if tuple(tensor.shape) != tuple(slot.shape)}
+            if odd and unit.is_cut:
+                problems.append(f"{min(odd)} of {slot.name} has another shape than it and cannot be sharded")
+                continue
+            kept = None if expected is None else base.dtype_of_state(unit.master[bucket])
+            if expected is not None and "step" not in counts:
+                counts = {
+                    **counts,
+                    "step": torch.tensor(float(source.state.get("counters", {}).get("global_steps", 0))),
+                }
+            known[slot] = {kind: kept or t.dtype for kind, t in states.items() if kind not in odd}, counts
+            wanted += [(slot, kind, tensor) for kind, tensor in states.items()]
+        make_room = partial(_make_room, optimizer, unit, bucket, known, wanted)
+        if not optimizer.pieces.are_views(unit, bucket, "states"):
+            plan.rooms[unit, bucket] = make_room
+        else:
+            plan.before.append(lambda make_room=make_room: make_room()[0])
+    return problems
+
+
+def _make_room(
+    optimizer: ZeroOptimizer,
+    unit: Unit,
+    bucket: int,
+    known: Mapping[Slot, tuple[dict[str, torch.dtype], Mapping[str, Any]]],
+    wanted: Sequence[tuple[Slot, str, LogicalTensor]],
+) -> tuple[Sequence[Read], Callable[[], None]]:
+    """Makes a bucket's states. Returns what is read into them, and what is to be called then."""
+    optimizer.pieces.make(unit, bucket, known)
+    place, close = optimizer.pieces.open(unit, bucket)
+    reads = []
+    for slot, kind, tensor in wanted:
+        fragment = unit.fragment_of.get(slot)
+        if fragment is None:
+            continue
+        if kind in known[slot][0]:
+            reads.append(Read(tensor, fragment.begin, place(slot, kind)))
+        else:
+            held = torch.empty(tensor.shape, dtype=tensor.dtype, device=unit.device)
+            optimizer.pieces.add(slot, kind, held)
+            reads.append(Read(tensor, 0, held.view(-1)))
+    return reads, close
+
+
+def _plan_dormant(
+    plan: RestorePlan,
+    finder: _Finder,
+    named: Named,
+    layout: Layout,
+    comm: Collectives,
+    options: LoadOptions,
+    *,
+    has_optimizer: bool,
+) -> None:
+    """States of parameters that are frozen now and were trained once: they wait for the day they are trained again."""
+    if not (options.optimizer and has_optimizer):
+        return
+    trained = {slot.name for unit in layout.trained for slot in unit.slots}
+    for name, param in named.tensors.items():
+        known = finder.name_of(name) if name not in trained and isinstance(param, torch.nn.Parameter) else None
+        info = None if known is None else finder.source.params.get(known)
+        states = {} if known is None else finder.states(known)
+        # A master alone is more than the weight, too: what has never had a gradient has no states.
+        has_more = bool(states) or (MASTER, known) in finder.source.tensors
+        if info is None or info.group is None or not has_more or finder.master(known) is None:
+            continue
+        numel = shape_of(param).numel()
+        spans = [_C.shard_range(numel, comm.world_size, rank) for rank in range(comm.world_size)]
+        begin, end = spans[comm.rank]
+        master = torch.empty(end - begin, dtype=torch.float32, device=param.device)
+        pieces = {
+            kind: torch.empty(end - begin, dtype=tensor.dtype, device=param.device)
+            for kind, tensor in states.items()
+            if tensor.shape == tuple(shape_of(param))
+        }
+        plan.reads.append(Read(finder.master(known), begin, master))
+        plan.reads += [Read(states[kind], begin, piece) for kind, piece in pieces.items()]
+        plan.dormant[param] = KeptState(
+            name,
+            info.group,
+            [low for low, _ in spans],
+            [high - low for low, high in spans],
+            master,
+            pieces,
+            dict(info.counts),
+            comm,
+            speaks=True,
+        )

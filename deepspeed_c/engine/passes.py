@@ -1,0 +1,79 @@
+"""What the backward pass that is running will end in, asked from within it: ``autograd.grad`` comes through the same
+graph as ``backward`` does."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.autograd.function import BackwardCFunction
+
+from deepspeed_c.engine.boundary import is_boundary_node
+from deepspeed_c.zero.weights.param import gradient_edge
+
+__all__ = ["accumulates_into", "leads_here", "nodes_of", "will_run"]
+
+# A node of this name is a whole graph of torch.compile. Parameters are inputs of it, so it hides none.
+_COMPILED = "CompiledFunctionBackward"
+
+
+def _node_of(tensor: torch.Tensor) -> Any:
+    """The node that a gradient of ``tensor`` goes to: of a leaf, the one that adds to its ``.grad``."""
+    return gradient_edge(tensor).node if tensor.grad_fn is None else tensor.grad_fn
+
+
+def nodes_of(values: Iterable[Any]) -> frozenset[Any]:
+    """Where gradients go of those of ``values`` that are tensors and require any; leaves of other layouts than strided
+    are left out."""
+    wanted = [v for v in values if torch.is_tensor(v) and v.requires_grad]
+    return frozenset(_node_of(v) for v in wanted if v.grad_fn is not None or v.layout == torch.strided)
+
+
+def _nodes_from(starts: Iterable[Any], ends: Collection[Any] = ()) -> Iterator[Any]:
+    """All nodes that gradients come to from ``starts`` on, but ``ends`` and what is behind them."""
+    todo, seen = list(starts), {None, *ends}
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            todo += [follower for follower, _ in node.next_functions]
+
+
+def will_run(nodes: Iterable[Any]) -> bool:
+    """Whether the pass that is running, which adds to gradients, comes to one of ``nodes``."""
+    return any(map(torch._C._will_engine_execute_node, nodes))
+
+
+def leads_here(nodes: Iterable[Any]) -> bool:
+    """Whether gradients come from one of ``nodes`` to the one that is running."""
+    return torch._C._current_autograd_node() in _nodes_from(nodes)
+
+
+def accumulates_into(params: Iterable[torch.nn.Parameter], inputs: Collection[Any]) -> bool:
+    """Whether the pass that is running adds to ``.grad`` of one of ``params``; to be asked where it enters an output
+    of what they are parameters of.
+
+    inputs: ``nodes_of`` its inputs. Where none of ``params`` is in the pass's graph, but between here and there is a
+    node that may run a pass of its own, as reentrant checkpointing does, the answer is yes: what that will reach is in
+    no graph yet.
+    """
+    for param in params:
+        if param.requires_grad:
+            try:
+                if torch._C._will_engine_execute_node(_node_of(param)):
+                    return True
+            except RuntimeError:  # autograd.grad gives the caller this one's gradient, and adds to no other
+                return False
+    return _may_hide_a_pass(inputs)
+
+
+def _may_hide_a_pass(inputs: Collection[Any]) -> bool:
+    if not torch.autograd._is_checkpoint_valid():
+        return False  # autograd.grad or backward(inputs=...), which reentrant checkpointing refuses
+    for node in _nodes_from([torch._C._current_autograd_node()], inputs):
+        is_opaque = isinstance(node, BackwardCFunction) and type(node).__name__ != _COMPILED
+        if is_opaque and not is_boundary_node(node) and torch._C._will_engine_execute_node(node):
+            return True
+    return False

@@ -1,0 +1,51 @@
+"""The accumulation window: which micro-batch ends it, and by what its losses are divided."""
+
+from __future__ import annotations
+
+from deepspeed_c.config.batch import Batch
+
+__all__ = ["Window"]
+
+
+class Window:
+    """Counts the micro-batches of one engine. ``is_managed`` (``managed_gradient_accumulation``): the engine decides
+    where a window ends."""
+
+    def __init__(self, batch: Batch, *, is_managed: bool) -> None:
+        self.batch, self.is_managed = batch, is_managed
+        self.micro_steps = 0
+        self._override: bool | None = None
+
+    def is_boundary(self) -> bool:
+        """Whether the next ``step()`` updates the weights."""
+        if self._override is not None:
+            return self._override
+        return not self.is_managed or (self.micro_steps + 1) % self.batch.accumulation_steps == 0
+
+    def steer(self, is_boundary: bool) -> None:
+        """Until the next call, every ``step()`` is, or is not, a boundary."""
+        self._override = bool(is_boundary)
+
+    def resize(self, **sizes: int) -> None:
+        """Changes fields of ``batch``; called between two windows."""
+        self.batch = self.batch._replace(**sizes)
+
+    def place(self, micro_steps: int) -> None:
+        """``micro_steps`` calls of ``step()`` lie behind."""
+        self.micro_steps = micro_steps
+
+    @property
+    def n_micro_steps(self) -> int:
+        """How many calls of ``step()`` belong to the present window; 0 where the caller steers it: accelerate calls
+        ``step()`` at the boundary only."""
+        is_steered = self._override is not None or not self.is_managed
+        return 0 if is_steered else self.micro_steps % self.batch.accumulation_steps
+
+    @property
+    def begin(self) -> int:
+        """``micro_steps`` as it was when the present window began."""
+        return self.micro_steps - self.n_micro_steps
+
+    def factor(self, scale_wrt_gas: bool = True) -> float:
+        """What a micro-batch's gradients are multiplied with, so that a window's are averaged."""
+        return 1.0 / self.batch.accumulation_steps if scale_wrt_gas else 1.0

@@ -1,0 +1,72 @@
+"""What autograd saves of a forward for its backward: a chain of packers, each of which may keep a tensor in another form than itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["Packer", "SavedTensors"]
+
+
+class Packer(Protocol):
+    """Keeps saved tensors of some kind in a form of its own: as a place, a copy elsewhere, fewer bits."""
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Returns what is kept in place of ``tensor``, or None: the next packer is asked.
+
+        A packer must not keep ``tensor`` itself where it is an operator's output: it would keep the graph that keeps it. ``tensor.detach()`` will do.
+        """
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """Returns the tensor again, when a backward asks for it: same shape and dtype, and on the device where it was."""
+
+
+class _AsItIs:
+    """Keeps tensors that nobody took, and finds out whether one was overwritten: autograd looks only where nobody else does the saving."""
+
+    def pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+        # An operator's own output, kept as it is, would keep the operator that keeps it: the graph would never die.
+        return tensor if tensor.is_leaf else tensor.detach(), tensor._version
+
+    def unpack(self, packed: tuple[torch.Tensor, int]) -> torch.Tensor:
+        tensor, version = packed
+        if tensor._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} instead"
+            )
+        return tensor
+
+
+class SavedTensors:
+    """Packers in the order in which they are asked. The one that took a tensor gives it back; what none takes is kept as it is."""
+
+    def __init__(self) -> None:
+        self._packers: list[Packer] = [_AsItIs()]
+
+    def add(self, packer: Packer) -> None:
+        """Asks ``packer`` after those that were added before it. Not while a forward runs."""
+        self._packers = [*self._packers[:-1], packer, self._packers[-1]]
+
+    def hooks_of(self, owner: object, on_unpack: Callable[[Any], None]) -> torch.autograd.graph.saved_tensors_hooks:
+        """The context of one forward, in which autograd saves through the chain.
+
+        owner: lives at least as long as anything that the forward has saved. on_unpack: called with it whenever a backward asks for some of that.
+        """
+        packers = self._packers
+
+        def pack(tensor: torch.Tensor) -> Any:
+            for packer in packers:
+                packed = packer.pack(tensor)
+                if packed is not None:
+                    return packer, packed, owner
+            raise AssertionError("the last packer takes everything")
+
+        def unpack(kept: Any) -> torch.Tensor:
+            packer, packed, owner = kept
+            on_unpack(owner)
+            return packer.unpack(packed)
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)

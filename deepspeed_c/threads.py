@@ -1,0 +1,142 @@
+"""What passes over host memory may use of the processor: how many threads, and which instruction set. Decided here; the cores do as they are told."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from deepspeed_c.env import Env, read_env
+from deepspeed_c.errors import ConfigError
+
+__all__ = ["decide", "fair_part", "leave", "number", "quota", "take_back"]
+
+VARIABLES = ("DSC_NUM_THREADS", "LOCAL_WORLD_SIZE", "DSC_CPU_ISA")
+
+# The parts of this rank's processors that running engines update on, where backward runs beside updates. One pool serves the process.
+_parts: list[float] = []
+
+
+def decide() -> int:
+    """Chooses the instruction set and returns the threads of the pool. The binding calls it at the first operator on host tensors, and after ``pool_resize(0)``.
+
+    Raises ConfigError where one of the environment variables asks for what cannot be.
+    """
+    from deepspeed_c import _C
+
+    env = read_env({name: os.environ[name] for name in VARIABLES if name in os.environ})
+    if env.cpu_isa is not None:
+        try:
+            _C.cpu_isa_force(env.cpu_isa)
+        except NotImplementedError as error:
+            raise ConfigError(f"is {env.cpu_isa!r}: {error}", where="DSC_CPU_ISA", fix="unset it") from error
+    _decide_again_after_fork()
+    n_threads = number(env, _C.POOL_MAX_THREADS)
+    return max(1, int(n_threads * min(_parts))) if _parts else n_threads
+
+
+def leave(part: float) -> None:
+    """Updates take ``part`` of this rank's processors until ``take_back``: backward, beside which they run, has the others.
+
+    An engine says so before it makes states, which the threads that will update them touch first.
+    """
+    from deepspeed_c import _C
+
+    _parts.append(part)
+    _C.pool_resize(0)
+
+
+def take_back(part: float) -> None:
+    """Ends one ``leave`` of this ``part``: passes over host memory run on all of this rank's processors again, unless another engine leaves some."""
+    from deepspeed_c import _C
+
+    _parts.remove(part)
+    _C.pool_resize(0)
+
+
+def number(env: Env, most: int) -> int:
+    """Threads of this rank: what ``DSC_NUM_THREADS`` says, or its fair part of the host's processors; at most ``most``.
+
+    The launcher is the parent process: a rank that it has bound to processors of its own has all of those, ranks that share theirs divide them.
+    """
+    if env.num_threads is not None:
+        if env.num_threads > most:
+            raise ConfigError(
+                f"is {env.num_threads}", where="DSC_NUM_THREADS", fix=f"set it to a whole number from 1 to {most}, or unset it"
+            )
+        return env.num_threads
+    own = _processors_of(os.getpid())
+    return min(fair_part(len(own), len(own | _processors_of(os.getppid(), own)), quota(), env.local_world_size), most)
+
+
+def fair_part(n_own: int, n_launcher: int, n_quota: int | None, n_ranks: int) -> int:
+    """Processors of one of ``n_ranks`` ranks. ``n_own``: in its own mask; ``n_launcher``: in that of its launcher or its own; ``n_quota``: of :func:`quota`."""
+    n_shared = n_launcher if n_quota is None else min(n_launcher, n_quota)
+    return min(n_own, max(n_shared // n_ranks, 1))
+
+
+def quota(root: str = "/") -> int | None:
+    """Processors' worth of time that the control groups of this process allow, rounded up; None without a limit.
+
+    The least limit of the process's groups and of all above them counts, in both versions of control groups. In a container the path of a group may be
+    the host's: what is not there limits nothing. ``root`` is another folder in tests.
+    """
+    limits: list[int] = []
+    try:
+        lines = Path(root, "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        fields = line.split(":", 2)  # number, controllers (none in version 2), group
+        if len(fields) < 3:
+            continue
+        _, controllers, group = fields
+        if not controllers:
+            limits += _limits(Path(root, "sys/fs/cgroup"), group, _limit_of_version_2)
+        elif "cpu" in controllers.split(","):
+            limits += _limits(Path(root, "sys/fs/cgroup/cpu"), group, _limit_of_version_1)
+    return min(limits, default=None)
+
+
+def _limits(mount: Path, group: str, limit_of) -> Iterator[int]:
+    """The limits of a group and of those above it, up to the mount point."""
+    parts = [part for part in group.split("/") if part]
+    for n in range(len(parts), -1, -1):
+        try:
+            limit = limit_of(mount.joinpath(*parts[:n]))
+        except (OSError, ValueError):
+            continue  # no such file, or "max"
+        if limit is not None:
+            yield limit
+
+
+def _limit_of_version_2(folder: Path) -> int | None:
+    quota_us, period_us = folder.joinpath("cpu.max").read_text().split()
+    return _processors_for(int(quota_us), int(period_us))
+
+
+def _limit_of_version_1(folder: Path) -> int | None:
+    return _processors_for(*(int(folder.joinpath(f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period")))
+
+
+def _processors_for(quota_us: int, period_us: int) -> int | None:
+    return -(-quota_us // period_us) if quota_us > 0 and period_us > 0 else None
+
+
+def _processors_of(pid: int, otherwise: set[int] | None = None) -> set[int]:
+    """The processors that a process, not one thread of it alone, may run on; ``otherwise`` where the kernel does not tell."""
+    if pid > 0:  # 0: the parent is in another container
+        try:
+            return os.sched_getaffinity(pid)
+        except OSError:
+            pass
+    return set(range(os.cpu_count() or 1)) if otherwise is None else otherwise
+
+
+@functools.cache
+def _decide_again_after_fork() -> None:
+    """A child may be bound elsewhere."""
+    from deepspeed_c import _C
+
+    os.register_at_fork(after_in_child=functools.partial(_C.pool_resize, 0))

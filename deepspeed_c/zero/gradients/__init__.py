@@ -1,0 +1,1 @@
+"""From autograd's hooks to reduced gradients: buckets, their order, and what travels."""

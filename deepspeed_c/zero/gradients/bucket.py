@@ -1,0 +1,184 @@
+"""A gradient bucket: where the gradients of its parameters gather, and where their sum over the ranks ends up."""
+
+from __future__ import annotations
+
+import torch
+
+from deepspeed_c import ops  # noqa: F401  (loads torch.ops.deepspeed_c)
+from deepspeed_c.buffers import BufferPool
+from deepspeed_c.comm.collectives import Work
+from deepspeed_c.zero.gradients.sparse import sparse_sum
+from deepspeed_c.zero.layout.unit import Slot, Unit
+
+__all__ = ["Bucket"]
+
+
+class Bucket:
+    """One bucket of one unit.
+
+    ``result`` is this rank's share of the sum over ``unit.comm`` and ``unit.replicas``: the whole bucket where nothing
+    is cut (stage 0), the owned slice otherwise. ``whole`` is a buffer of the whole bucket that exists all the time
+    (stages 0 and 1, or a single rank), into which gradients gather until the window's one reduction; without one
+    (stage 2) they gather in a staging buffer that is given back after each reduction.
+
+    A gradient that arrives after its bucket was launched (a parameter used in two graphs, a second backward) gathers
+    in a staging buffer of its own and is reduced by itself: sums are linear, so nothing is ever lost or counted twice.
+    """
+
+    def __init__(
+        self,
+        unit: Unit,
+        index: int,
+        *,
+        whole: torch.Tensor | None,
+        result: torch.Tensor,
+        accum_dtype: torch.dtype,
+        pool: BufferPool,
+        use_reduce_scatter: bool,
+        pre_factor: float,
+    ) -> None:
+        self.unit, self.index = unit, index
+        self.slots: list[Slot] = unit.bucket_slots[index]
+        self.whole, self.result = whole, result
+        self._accum_dtype, self._pool = accum_dtype, pool
+        self._use_reduce_scatter, self._pre_factor = use_reduce_scatter, pre_factor
+        self._position = {slot: i for i, slot in enumerate(self.slots)}
+        self._begin = unit.bucket_begin[index]
+        self._gaps = self._find_gaps()
+        self._streams: set = set()
+        self.reset()
+
+    def _find_gaps(self) -> list[tuple[int, int]]:
+        """(begin, end) of what no parameter lies in, within the bucket."""
+        gaps, end = [], 0
+        for slot in sorted(self.slots, key=lambda slot: slot.offset):
+            begin = slot.offset - self._begin
+            gaps.append((end, begin))
+            end = begin + slot.numel
+        gaps.append((end, self.unit.bucket_numel(self.index)))
+        return [gap for gap in gaps if gap[0] < gap[1]]
+
+    def reset(self) -> None:
+        """Begins a window: nothing gathered, nothing reduced."""
+        self.drop_staging()
+        self.is_launched = False
+        self.has_result = False
+
+    def drop_staging(self) -> None:
+        staging = getattr(self, "staging", None)
+        if staging is not None and staging is not self.whole:
+            self._pool.give(staging)
+        self.staging: torch.Tensor | None = None
+        self._is_written = [False] * len(self.slots)
+        self._streams.clear()
+
+    @property
+    def is_pending(self) -> bool:
+        """Gradients have gathered that no reduction has taken yet."""
+        return self.staging is not None
+
+    def add(self, slot: Slot, grad: torch.Tensor, ratio: float, *, will_reduce: bool) -> None:
+        """Adds ``ratio * grad`` to what has gathered. ``will_reduce`` is False while reductions are put off."""
+        view = slot.view(self._open(will_reduce), self._begin)
+        i = self._position[slot]
+        if grad.is_sparse:
+            if not self._is_written[i]:
+                view.zero_()
+            grad = grad.coalesce()
+            view.index_add_(0, grad.indices()[0], grad.values().to(view.dtype), alpha=ratio)
+        elif self._is_written[i]:
+            view.add_(grad, alpha=ratio)
+        elif ratio == 1.0:
+            view.copy_(grad)
+        else:
+            torch.mul(grad, ratio, out=view)
+        self._is_written[i] = True
+        if view.device.type != "cpu":
+            # Autograd runs a node on the stream of its forward; the reduction waits for each stream that wrote here.
+            self._streams.add(torch.accelerator.current_stream(view.device))
+
+    def _open(self, will_reduce: bool) -> torch.Tensor:
+        if self.staging is None:
+            if self.whole is not None and not self.is_launched:
+                self.staging = self.whole
+            else:
+                # What is reduced at once is gathered in the dtype that travels; what waits is gathered in the dtype
+                # that accumulates.
+                dtype = self.unit.comm_dtype if will_reduce else self._accum_dtype
+                self.staging = self._pool.take(self.unit.bucket_numel(self.index), dtype, self.unit.device)
+                self._clear_gaps(self.staging)
+        return self.staging
+
+    def _clear_gaps(self, staging: torch.Tensor) -> None:
+        """What lies between the parameters is summed along with them, and counted in the norm."""
+        if self._gaps:
+            torch._foreach_zero_([staging[begin:end] for begin, end in self._gaps])
+
+    def _close(self) -> torch.Tensor:
+        """The gathered gradients, with zeros for members that gave none."""
+        staging = self._open(True)
+        for slot, is_written in zip(self.slots, self._is_written):
+            if not is_written:
+                slot.view(staging, self._begin).zero_()
+        for stream in self._streams:
+            torch.accelerator.current_stream(self.unit.device).wait_stream(stream)
+        return staging
+
+    def reduce(self) -> Work:
+        """Starts the sum over ranks of what has gathered. Every rank must call it for the same bucket at the same
+        time."""
+        staging = self._close()
+        if staging is self.whole and self.unit.sums_in_place:
+            # Nothing to sum: what has gathered is the result, and goes on gathering in place.
+            self._is_written = [True] * len(self.slots)
+            self.has_result = True
+            return Work.done()
+        work = self._start(staging)
+        is_whole = staging is self.whole
+        self.staging = None
+        self._is_written = [False] * len(self.slots)
+        self._streams.clear()
+        self.is_launched = True
+        self.has_result = True
+        if is_whole:
+            return work
+        return work.then(lambda: self._pool.give(staging))
+
+    def _start(self, staging: torch.Tensor) -> Work:
+        unit, comm, replicas = self.unit, self.unit.comm, self.unit.replicas
+        if self._pre_factor != 1.0:
+            torch.ops.deepspeed_c.flat_scale_([staging], self._pre_factor)
+        # What gathered in place is the whole window's; nothing of it was summed before.
+        accumulate = self.has_result and staging is not self.whole
+        if unit.is_sparse:
+            for group in (comm, replicas):
+                sparse_sum([slot.view(staging, self._begin) for slot in self.slots], group)
+            self._store(unit.own_slice(staging, self.index), accumulate)
+            return Work.done()
+        sent = staging if staging.dtype == unit.comm_dtype else staging.to(unit.comm_dtype)
+        if not unit.is_cut:
+            return replicas.all_reduce(sent).then(lambda: self._store(sent, accumulate))
+        if not self._use_reduce_scatter:
+            own, work = unit.own_slice(sent, self.index), comm.all_reduce(sent)
+        elif replicas.world_size == 1 and not unit.states.is_apart:
+            return comm.reduce_scatter(sent, self.result, scale=1.0, accumulate=accumulate)
+        else:
+            # A sum that is added to once more is not rounded to 16 bits before.
+            dtype = sent.dtype if replicas.world_size == 1 else self.result.dtype
+            own = sent.new_empty(self.result.numel(), dtype=dtype)
+            work = comm.reduce_scatter(sent, own, scale=1.0, accumulate=False)
+
+        def finish() -> None:
+            replicas.all_reduce(own).wait()
+            self._store(own, accumulate)
+
+        return work.then(finish)
+
+    def _store(self, part: torch.Tensor, accumulate: bool) -> None:
+        """Adds this rank's share of a sum to the result, or begins it, wherever it lies."""
+        if part.data_ptr() == self.result.data_ptr() and part.dtype == self.result.dtype:
+            return
+        if accumulate:
+            self.result.add_(part.to(self.result.device))
+        else:
+            self.result.copy_(part)

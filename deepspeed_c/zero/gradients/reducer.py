@@ -1,0 +1,455 @@
+"""Gradients from autograd's hooks to reduced sums, bucket by bucket, for every stage alike.
+
+A *window* is the run of micro-batches between two optimizer steps. Within it:
+
+* every parameter's hook moves its gradient into a bucket and clears ``param.grad``;
+* buckets are launched in one fixed order on all ranks, each when its turn comes: as soon as its members and all
+  buckets before it are there, at the latest when backward ends;
+* ``finish`` waits for everything and returns the facts that all ranks agree on.
+
+A parameter whose hook fires again after its bucket was launched is *late*: its contribution gathers by itself and
+``finish`` reduces it. With the facts all ranks learn which parameters came after their bucket's turn on any rank. In
+the next window those buckets, and no others, *wait*: they are launched after all the rest, when backward ends (where
+gradients are not sharded, by ``finish``: a second backward may follow, and nothing is kept for it that would not be
+kept anyway). So lateness costs an extra collective once and not in every step, and one bucket's memory and not all
+gradients'. A window in which nothing came after the turn of a bucket ends its waiting.
+
+Where parameters are sharded as well, their gathers and these reductions must come in one order on all ranks: the
+fetcher then says whose turn it is (``launch_bucket``), by how far backward has come and not by which gradients this
+rank has seen.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+
+from deepspeed_c import _C
+from deepspeed_c.buffers import BufferPool
+from deepspeed_c.comm.collectives import Collectives, Work
+from deepspeed_c.errors import BackwardError, CommError
+from deepspeed_c.logging import logger
+from deepspeed_c.zero.gradients.bucket import Bucket
+from deepspeed_c.zero.layout.stages import Sharding
+from deepspeed_c.zero.layout.unit import Slot, Unit
+
+if TYPE_CHECKING:
+    from deepspeed_c.zero.weights.fetch import Fetcher
+
+# Reductions that run while backward goes on (overlap_comm): one on the wire and one behind it.
+MAX_IN_FLIGHT = 2
+# Late parameters that are named when they are first seen.
+MAX_NAMES = 8
+
+__all__ = ["GradientReducer", "Passes", "ReduceSettings", "WindowFacts"]
+
+
+class Passes(Protocol):
+    """Begins backward passes (``begin_backward``), and ends them."""
+
+    def begin_inside(self) -> None: ...
+
+
+class ReduceSettings(NamedTuple):
+    """How gradients are reduced; each field is the configuration key of that name."""
+
+    overlap_comm: bool = True
+    reduce_scatter: bool = True
+    prescale_gradients: bool = False
+    gradient_predivide_factor: float = 1.0
+    is_mean: bool = True  # gradient_allreduce_op
+    accum_dtype: torch.dtype | None = None  # grad_accum_dtype; None: the parameters' dtype
+
+
+class WindowFacts(NamedTuple):
+    """What all ranks agree on at the end of a window."""
+
+    norm: float  # global L2 norm of the summed gradients as stored, padding and unused parameters being zero
+    n_nonfinite: int  # inf or NaN elements over all ranks
+    n_bad_losses: int  # ranks whose loss was inf or NaN
+    unused: list[Slot]  # parameters that no rank gave a gradient
+    n_stops: int = 0  # ranks that have been asked to end after this step
+
+
+class GradientReducer:
+    """Owns the gradient buffers and hooks of a list of units."""
+
+    def __init__(self, units: Sequence[Unit], sharding: Sharding, comm: Collectives, settings: ReduceSettings) -> None:
+        self.units, self.sharding, self.comm, self.settings = list(units), sharding, comm, settings
+        # Autograd runs one thread per device, so hooks may come from several threads.
+        self._lock = threading.RLock()
+        self._pool = BufferPool()
+        self._works: deque[Work] = deque()
+        self._depth = MAX_IN_FLIGHT if settings.overlap_comm else 0
+        world = comm.world_size
+        if settings.prescale_gradients:
+            self._pre_factor, self.post_factor = 1.0 / world, 1.0
+        else:
+            self._pre_factor = 1.0 / settings.gradient_predivide_factor if world > 1 else 1.0
+            self.post_factor = 1.0 / (self._pre_factor * world)
+        if not settings.is_mean:
+            self.post_factor *= world
+
+        self._make_buckets()
+        self.slots: list[Slot] = [slot for bucket in self.buckets for slot in bucket.slots]
+        bucket_of: list[int] = []
+        for i, bucket in enumerate(self.buckets):
+            for slot in bucket.slots:
+                slot.tracker_index = len(bucket_of)
+                bucket_of.append(i)
+        self._bucket_of = bucket_of
+        self._tracker = _C.BucketTracker(bucket_of, len(self.buckets))
+        self._after_turn = comm.world_size + 1  # more than the ranks that can have given a gradient
+        self._hooks = [
+            slot.param.register_post_accumulate_grad_hook(partial(self._on_grad, slot)) for slot in self.slots
+        ]
+
+        self.is_in_backward = False
+        self.is_sync = True  # False within no_sync
+        self._is_boundary = True
+        self._is_coalescing = False  # within coalesce_grad_reduction
+        self._on_summed: Callable[[Bucket], None] = lambda _: None
+        self._on_change: Callable[[], None] = lambda: None
+        self._passes: Passes | None = None  # there is one before the first forward
+        self._fetcher: Fetcher | None = None
+        self._on_summed: Callable[[Bucket], None] = lambda bucket: None
+        self._on_change: Callable[[], None] = lambda: None
+        self._waiting: set[int] = set()  # buckets that let their turn pass; the same on all ranks
+        self._has_told_of_late = False
+        self._reset_window()
+
+    def _make_buckets(self) -> None:
+        self.results: dict[Unit, list[torch.Tensor]] = {}
+        entries: list[tuple[int, Unit, int]] = []
+        for unit in self.units:
+            for b in range(unit.n_buckets):
+                # The bucket is full when its last gradient comes: that of the parameter registered first.
+                last = min((slot.order for slot in unit.bucket_slots[b]), default=0)
+                entries.append((-last, unit, b))
+        entries.sort(key=lambda entry: entry[0])
+        wholes: dict[Unit, torch.Tensor] = {}
+        shards: dict[Unit, torch.Tensor] = {}
+        for unit in self.units:
+            dtype = self.settings.accum_dtype or unit.dtype
+            if (self.sharding.gradients and not unit.sums_in_place) or unit.states.is_apart:
+                shards[unit] = unit.states.new_zeros(unit.shard_elems, dtype)
+            if not self.sharding.gradients or unit.sums_in_place:
+                wholes[unit] = torch.zeros(unit.flat_elems, dtype=dtype, device=unit.device)
+            self.results[unit] = [None] * unit.n_buckets  # type: ignore[list-item]
+        self.buckets: list[Bucket] = []
+        for _, unit, b in entries:
+            whole = unit.bucket_view(wholes[unit], b) if unit in wholes else None
+            if unit in shards:
+                result = unit.shard_slice(shards[unit], b)
+            else:
+                result = unit.own_slice(whole, b)
+            self.results[unit][b] = result
+            self.buckets.append(
+                Bucket(
+                    unit,
+                    b,
+                    whole=whole,
+                    result=result,
+                    accum_dtype=self.settings.accum_dtype or unit.dtype,
+                    pool=self._pool,
+                    use_reduce_scatter=self.settings.reduce_scatter,
+                    pre_factor=self._pre_factor,
+                )
+            )
+
+    def _reset_window(self) -> None:
+        self._tracker.reset()
+        # By parameter: 1 for a gradient; + _after_turn where one came after its bucket's turn.
+        self._contributed = [0] * len(self.slots)
+        self._has_unreduced = False
+        self._has_passed = False  # a backward that reduces has ended, or everything was finished
+        # By bucket: 1 where gradients have come that only an extra reduction takes.
+        self._n_late = [0] * len(self.buckets)
+        self.factor: float | None = None  # the window's 1 / accumulation steps; applied once, in the optimizer step
+        self.facts: WindowFacts | None = None  # set by finish; a further backward or an edit makes them stale
+        self.is_complete = False  # the boundary's backward has ended: gradients may be finished and read
+        for bucket in self.buckets:
+            bucket.reset()
+
+    def follow(self, passes: Passes) -> None:
+        """From now on a pass that only its first gradient tells of is begun by ``passes``."""
+        self._passes = passes
+
+    def tell(self, on_summed: Callable[[Bucket], None], on_change: Callable[[], None]) -> None:
+        """For an optimizer that updates ahead of the step. From now on ``on_summed`` is called with a bucket whose
+        sums are what the step will see, unless it is told otherwise: ``on_change`` is called where the step will see
+        other sums."""
+        self._on_summed, self._on_change = on_summed, on_change
+
+    def connect(self, fetcher: Fetcher) -> None:
+        """From now on ``fetcher`` is told of backward passes, and says when a bucket is launched."""
+        self._fetcher = fetcher
+        fetcher.connect(self)
+
+    @property
+    def has_window(self) -> bool:
+        """Whether a backward pass has begun whose gradients wait for a step."""
+        return self.factor is not None
+
+    @property
+    def _reduces_this_backward(self) -> bool:
+        return self.is_sync and not self._is_coalescing and (self.sharding.gradients or self._is_boundary)
+
+    def begin_backward(self, *, is_boundary: bool, factor: float, starts: Sequence[Any] | None = None) -> None:
+        """Called when a backward pass starts. ``factor`` is what its gradients are to be multiplied with (1 /
+        accumulation steps), ``starts`` the nodes of the graph at which it does; None from within it."""
+        if self.is_in_backward:
+            raise BackwardError(
+                "a backward pass began while another had not ended",
+                where="engine.backward",
+                fix="one backward pass at a time runs through an engine; after an exception in backward call engine.zero_grad()",
+            )
+        self._on_change()
+        self.is_in_backward = True
+        self._is_boundary = is_boundary
+        self.facts = None
+        if self.factor is None:
+            self.factor = factor
+        self._ratio = factor / self.factor
+        # What earlier micro-batches have marked says nothing of this one, unless the turns of this window have come
+        # already.
+        if self.sharding.gradients or not self._has_passed:
+            self._tracker.reset()
+        if self._fetcher is not None:
+            self._fetcher.begin_backward(starts)
+
+    def _on_grad(self, slot: Slot, param: torch.Tensor) -> None:
+        grad = param.grad
+        if grad is None:
+            return
+        with self._lock:
+            if not self.is_in_backward:
+                self._passes.begin_inside()
+            will_reduce = self._reduces_this_backward
+            bucket_index = self._bucket_of[slot.tracker_index]
+            self.buckets[bucket_index].add(slot, grad, self._ratio, will_reduce=will_reduce)
+            param.grad = None
+            time = self._tracker.mark(slot.tracker_index)
+            if time != _C.BucketTracker.IN_TIME:
+                self._contributed[slot.tracker_index] = 1 + self._after_turn
+            elif not self._contributed[slot.tracker_index]:
+                self._contributed[slot.tracker_index] = 1
+            if time == _C.BucketTracker.LATE:
+                self._n_late[bucket_index] = 1
+            elif will_reduce and self._fetcher is None:
+                self._launch(_C.BucketTracker.READY)
+
+    def end_backward(self) -> None:
+        """Called when a backward pass has ended: reduces what is due."""
+        with self._lock:
+            if self._fetcher is not None:
+                self._fetcher.end_backward()
+            self.is_in_backward = False
+            self.is_complete = self._is_boundary
+            if self._reduces_this_backward:
+                self._launch(_C.BucketTracker.ALL if self.sharding.gradients else _C.BucketTracker.PROMPT)
+                self._has_passed = True
+                self._has_unreduced = False
+                if self.sharding.gradients:
+                    self._wait()  # gives the staging buffers back
+                    for bucket in self.buckets:
+                        bucket.is_launched = False
+            else:
+                self._has_unreduced = True
+
+    def _launch(self, due: int) -> None:
+        """Starts the reductions that ``due`` (of ``BucketTracker``) names, and lets ``_depth`` of them run while
+        backward goes on.
+
+        Each holds buffers, so an unbounded number would cost as much memory as stage 2 saves. The oldest is waited for
+        before the next one starts, in the same place of the same order on all ranks.
+        """
+        while (i := self._tracker.next(due)) >= 0:
+            self._start(i)
+
+    def forget_lateness(self) -> None:
+        """The order of backward is planned anew (on all ranks): what was late by the old one need not be by the new
+        one."""
+        self._have_waiting(set())
+
+    def _have_waiting(self, buckets: set[int]) -> None:
+        for i in self._waiting ^ buckets:
+            self._tracker.set_waiting(i, i in buckets)
+        self._waiting = buckets
+
+    def _start(self, i: int) -> None:
+        while self._works and len(self._works) >= self._depth:
+            self._works.popleft().wait()
+        bucket = self.buckets[i]
+        self._works.append(bucket.reduce().then(lambda: self._note_sums(bucket)))
+        if self._depth == 0:
+            self._wait()
+
+    def _note_sums(self, bucket: Bucket) -> None:
+        if self.is_in_backward and self._is_boundary:
+            self._on_summed(bucket)
+
+    def launch_bucket(self, i: int) -> None:
+        """The backward has gone past a bucket's parameters: its turn has come, on every rank at the same point of the
+        plan."""
+        if self._reduces_this_backward and self._tracker.pass_turn(i):
+            self._start(i)
+
+    def _wait(self) -> None:
+        while self._works:
+            self._works.popleft().wait()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Puts reductions off until the first backward outside. Gradients gather unsharded meanwhile, at every
+        stage."""
+        before, self.is_sync = self.is_sync, False
+        try:
+            yield
+        finally:
+            self.is_sync = before
+
+    @contextmanager
+    def coalesce(self) -> Iterator[None]:
+        """Reduces once for all backward passes within."""
+        before, self._is_coalescing = self._is_coalescing, True
+        try:
+            yield
+        finally:
+            self._is_coalescing = before
+            if self._has_unreduced and self._reduces_this_backward:
+                self._tracker.reset()
+                self.end_backward()
+
+    def finish(self, *, has_bad_loss: bool = False, wants_stop: bool = False) -> WindowFacts:
+        """Completes every sum and exchanges the window's facts in one small collective. ``results`` holds the sums
+        afterwards.
+
+        May be called again; it does something only after a further backward or an edit of a result.
+        """
+        if self.facts is not None:
+            return self.facts
+        if self.is_in_backward:
+            raise BackwardError(
+                "a backward pass did not end before the step (it raised, or is still running)",
+                where="engine.step",
+                fix="call engine.zero_grad() after an exception in loss.backward(), then go on with the next batch",
+            )
+        if self._has_unreduced or not all(bucket.has_result for bucket in self.buckets):
+            if self.sharding.gradients:
+                self._tracker.reset()
+            self._launch(_C.BucketTracker.ALL)
+            self._has_unreduced = False
+        self._has_passed = True
+        self._wait()
+        facts = self._exchange(has_bad_loss, wants_stop)
+        late = facts[4 : 4 + len(self.buckets)]
+        if any(late):
+            self._on_change()
+            for bucket, is_late in zip(self.buckets, late):
+                if is_late:
+                    bucket.reduce().wait()
+            self._n_late = [0] * len(self.buckets)
+            facts = self._exchange(has_bad_loss, wants_stop)
+        flags = facts[4 + len(self.buckets) :]
+        self._plan_waiting([slot for slot, flag in zip(self.slots, flags) if flag >= self._after_turn])
+        self.facts = WindowFacts(
+            norm=math.sqrt(facts[0]),
+            n_nonfinite=int(facts[1]),
+            n_bad_losses=int(facts[2]),
+            unused=[slot for slot, flag in zip(self.slots, flags) if not flag],
+            n_stops=int(facts[3]),
+        )
+        return self.facts
+
+    def _plan_waiting(self, slots: Sequence[Slot]) -> None:
+        """``slots`` gave gradients after their buckets' turns on some rank: in the next window these wait, and no
+        others."""
+        self._have_waiting({self._bucket_of[slot.tracker_index] for slot in slots})
+        if slots and not self._has_told_of_late:
+            self._has_told_of_late = True
+            names = ", ".join(slot.name for slot in slots[:MAX_NAMES])
+            logger.info(
+                "gradients of %s%s came again after their buckets had been reduced (a second use, as under reentrant checkpointing, or a second"
+                " backward); as long as such gradients come, their %d of %d buckets are reduced after the others",
+                names,
+                f" and {len(slots) - MAX_NAMES} more parameters" if len(slots) > MAX_NAMES else "",
+                len(self._waiting),
+                len(self.buckets),
+            )
+
+    def _exchange(self, has_bad_loss: bool, wants_stop: bool) -> list[float]:
+        """[sum of squares, non-finite elements, bad losses, stops, late buckets..., ``_contributed``...], summed over
+        ranks."""
+        # Where ranks hold the same sums, one speaks for all.
+        results = [r for unit in self.units if unit.speaks for r in self.results[unit] if r.numel()]
+        facts = [0.0, 0.0, float(has_bad_loss), float(wants_stop)]
+        if results:
+            stats = torch.ops.deepspeed_c.flat_sumsq(results)
+            facts[0], facts[1] = stats.tolist()
+        facts += [float(n) for n in self._n_late]
+        facts += [float(c) for c in self._contributed]
+        return self.comm.sum_numbers(facts)
+
+    def note_edit(self, slot: Slot) -> None:
+        """Somebody wrote to a parameter's finished result: it counts as used, and the next ``finish`` takes the facts
+        anew. On all ranks alike."""
+        self._on_change()
+        self._contributed[slot.tracker_index] = 1
+        self.facts = None
+
+    def first_nonfinite(self) -> tuple[str, int, int] | None:
+        """(name, inf elements, NaN elements) of the first bad parameter in this rank's results; costs a pass over
+        them."""
+        for unit in self.units:
+            results = self.results[unit]
+            for fragment in sorted(unit.fragments, key=lambda f: f.slot.order):
+                piece = unit.piece(results, fragment)
+                n_inf, n_nan = int(piece.isinf().sum()), int(piece.isnan().sum())
+                if n_inf or n_nan:
+                    return fragment.slot.name, n_inf, n_nan
+        return None
+
+    def next_window(self) -> None:
+        """Forgets the window: called after the optimizer has read the results."""
+        self._on_change()
+        self._reset_window()
+
+    def discard(self) -> None:
+        """Drops everything that has gathered in this window, also when a backward pass raised and it is incomplete."""
+        if self._fetcher is not None and self._fetcher.is_in_backward:
+            self._fetcher.abort()
+        while self._works:
+            try:
+                self._works.popleft().wait()
+            except CommError as error:
+                logger.warning("a reduction of the dropped window failed: %s", error)
+        self.is_in_backward = False
+        self._on_change()
+        for slot in self.slots:
+            slot.param.grad = None
+        self._reset_window()
+
+    def drop_spare_buffers(self) -> None:
+        """Frees the staging buffers that no gradient is in."""
+        self._pool.clear()
+        self.comm.scratch.clear()
+
+    def close(self) -> None:
+        """Removes the hooks and frees the buffers."""
+        self._on_change()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._works.clear()
+        self._pool.clear()
+        self.buckets.clear()
+        self.results.clear()
+        self.slots.clear()

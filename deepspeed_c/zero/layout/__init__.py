@@ -1,0 +1,1 @@
+"""Which parameter lies where: what a stage shards, units and their flat buffers, and what stays whole."""

@@ -1,0 +1,230 @@
+"""Which parameter lies where: units for what is trained, for what is frozen, and what of them is sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from deepspeed_c.comm.mesh import DATA, Mesh
+from deepspeed_c.config import Config
+from deepspeed_c.errors import CommError, ConfigError
+from deepspeed_c.zero.layout.leaf import (
+    apply_zero_leaf_module_config,
+    find_expert_blocks,
+    mark_fine_modules,
+    set_z3_leaf_module,
+)
+from deepspeed_c.zero.layout.stages import STAGES
+from deepspeed_c.zero.layout.unit import Dtypes, Unit, UnitGroups, build_units
+from deepspeed_c.zero.states.home import ON_DEVICE, Placement
+from deepspeed_c.zero.weights.fetch import Fetcher, FetchLimits
+from deepspeed_c.zero.weights.param import shape_of, state_of, take_over, whole_of
+
+__all__ = ["Layout", "bucket_elems", "gather_for_good", "lay_out", "mark_leaves", "mesh_of_config", "persistent_params"]
+
+# Unless the user sizes the buckets, a model fills at least this many: what is reduced while backward runs is all but
+# the last one, and stages 2 and 3 hold one or two of them beside their shard. Smaller ones than the floor cost more in
+# latency than they hide.
+DEFAULT_BUCKETS = 16
+DEFAULT_BUCKET_FLOOR_ELEMS = 1 << 20
+
+
+class DtypePolicy(Protocol):
+    """What the layout asks of the engine's precision policy."""
+
+    def dtypes_of(self, name: str, param: torch.nn.Parameter) -> Dtypes: ...
+
+
+class Layout(NamedTuple):
+    """The units of one engine. ``fetcher`` is None below stage 3."""
+
+    trained: list[Unit]
+    frozen: list[Unit]
+    fetcher: Fetcher | None
+    groups: Sequence[Sequence[str]] = ()
+    """Names of the parameters of each optimizer group, in the optimizer's order."""
+
+
+def mark_leaves(model: torch.nn.Module, config: Config) -> None:
+    """Marks the modules that the configuration, their size, or their experts make leaves."""
+    apply_zero_leaf_module_config(model, config.zero.leaf_module)
+    if config.zero.stage3_module_granularity_threshold > 0:
+        mark_fine_modules(model, config.zero.stage3_module_granularity_threshold)
+    for module in find_expert_blocks(model):
+        set_z3_leaf_module(module)
+
+
+def gather_for_good(model: torch.nn.Module) -> None:
+    """Makes every parameter of a model that was built under ``zero.Init`` an ordinary one: stages that keep weights
+    whole. Collective."""
+    for param in model.parameters():
+        if state_of(param) is not None:
+            take_over(param, whole_of(param))
+
+
+def persistent_params(params: Iterable[torch.nn.Parameter], config: Config) -> set[int]:
+    """Ids of the parameters that stay whole under stage 3: smallest first, each below one threshold, together below
+    the other."""
+    zero = config.zero
+    chosen: set[int] = set()
+    total = 0
+    for param in sorted(params, key=lambda p: shape_of(p).numel()):
+        numel = shape_of(param).numel()
+        if numel and (
+            numel >= zero.stage3_param_persistence_threshold or total + numel > zero.stage3_model_persistence_threshold
+        ):
+            break
+        chosen.add(id(param))
+        total += numel
+    return chosen
+
+
+def params_that_stay(params: Iterable[torch.nn.Parameter], config: Config) -> set[int]:
+    """Ids of the parameters whose states are not offloaded where ``offload_optimizer.ratio`` is less than 1
+    (Twin-Flow).
+
+    They are spread over the model, so that the device's part of the step runs beside the host's from its beginning to
+    its end.
+    """
+    chosen: set[int] = set()
+    offloaded = total = 0
+    for param in params:
+        numel = shape_of(param).numel()
+        total += numel
+        if offloaded + numel <= config.zero.offload_optimizer.ratio * total:
+            offloaded += numel
+        else:
+            chosen.add(id(param))
+    return chosen
+
+
+def mesh_of_config(config: Config, mesh: Mesh) -> Mesh:
+    """The mesh that the configuration's ZeRO section cuts data parallelism into: groups of ``mics_shard_size``
+    neighbours each hold one copy of the shards.
+
+    Raises ConfigError where data parallelism has been cut already, or cannot be cut so."""
+    n_shards = config.zero.mics_shard_size
+    if n_shards < 1 or n_shards == mesh.size("dp_shard"):
+        return mesh
+    try:
+        return mesh.split_data(n_shards)
+    except CommError as error:
+        raise ConfigError(error.what, where="zero_optimization.mics_shard_size", fix=error.fix) from error
+
+
+def bucket_elems(config: Config, n_elems: int) -> int:
+    """Most elements of a bucket of a model of ``n_elems``. One list of buckets serves all collectives, so the smallest
+    limit of their keys holds."""
+    zero = config.zero
+    limit = min(zero.reduce_bucket_size, zero.allgather_bucket_size or zero.reduce_bucket_size)
+    if STAGES[zero.stage].parameters:
+        limit = min(limit, zero.sub_group_size)
+    if config.source_of("zero_optimization.reduce_bucket_size") in ("default", "auto"):
+        limit = min(limit, max(n_elems // DEFAULT_BUCKETS, DEFAULT_BUCKET_FLOOR_ELEMS))
+        if STAGES[zero.stage].parameters:
+            # Two or three of them are live at a time, which must not outgrow a shard of a large model on many ranks.
+            limit = min(limit, max(zero.stage3_prefetch_bucket_size, DEFAULT_BUCKET_FLOOR_ELEMS))
+    return max(limit, 1)
+
+
+def _limits(config: Config, elems: int) -> FetchLimits:
+    """In elements. Prefetching takes what hides a gather, one bucket, unless the user sizes it."""
+    zero = config.zero
+    ahead = zero.stage3_prefetch_bucket_size
+    if config.source_of("zero_optimization.stage3_prefetch_bucket_size") in ("default", "auto"):
+        ahead = min(ahead, elems)
+    return FetchLimits(zero.stage3_max_live_parameters, ahead, zero.stage3_max_reuse_distance)
+
+
+def lay_out(
+    model: torch.nn.Module,
+    groups: Sequence[Sequence[torch.nn.Parameter]],
+    config: Config,
+    precision: DtypePolicy,
+    mesh: Mesh,
+    placement: Placement = ON_DEVICE,
+    device: torch.device | None = None,
+    *,
+    shard_axes: Callable[[torch.nn.Parameter], Sequence[str]] = lambda param: ("dp_shard",),
+) -> Layout:
+    """Makes the units of a model whose optimizer groups are ``groups`` (empty for an engine that only evaluates), and
+    shards what the stage shards.
+
+    ``device``: which computes (default: where each parameter is). ``shard_axes``: the data-parallel axes of the mesh
+    over which the stage cuts a parameter; along the others lie copies. Collective where the groups of such axes are
+    not there yet.
+    """
+    sharding = STAGES[config.zero.stage]
+
+    def groups_of(param: torch.nn.Parameter) -> UnitGroups:
+        axes = shard_axes(param)
+        return UnitGroups(mesh.along(*axes), mesh.along(*(axis for axis in DATA if axis not in axes)))
+
+    def groups_of_trained(param: torch.nn.Parameter) -> UnitGroups:
+        return groups_of(param) if sharding.optimizer else UnitGroups(mesh.along(), mesh.along(*DATA))
+
+    names: Mapping[int, tuple[str, int]] = {id(p): (name, i) for i, (name, p) in enumerate(model.named_parameters())}
+    names_by_group = [[names[id(p)][0] for p in group] for group in groups]
+    trained_ids = {id(p) for group in groups for p in group}
+    # What requires a gradient and is in no group is the caller's: its gradients are, too.
+    frozen = [p for p in model.parameters() if id(p) not in trained_ids and not (groups and p.requires_grad)]
+    n_trained = sum(shape_of(p).numel() for group in groups for p in group)
+    # On one rank too where the shard lies elsewhere than the weights that are used.
+    shards_params = sharding.parameters and (mesh.size("dp_shard") > 1 or placement.weights != ON_DEVICE.weights)
+    whole: set[int] = set()
+    if shards_params:
+        whole = persistent_params([*frozen, *(p for group in groups for p in group)], config)
+
+    def elems_of(n_elems: int, placement: Placement) -> Callable[[int], int]:
+        def elems_of_bucket(n_shards: int) -> int:
+            return min([bucket_elems(config, n_elems), *(p.most_elems * n_shards for p in placement if p.most_elems)])
+
+        return elems_of_bucket
+
+    staying = params_that_stay((p for p in model.parameters() if id(p) in trained_ids), config)
+    on_device = placement._replace(states=ON_DEVICE.states)
+
+    def is_sharded(param: torch.nn.Parameter) -> bool:
+        return shards_params and id(param) not in whole
+
+    trained_units = build_units(
+        groups,
+        names,
+        groups_of=groups_of_trained,
+        bucket_elems=elems_of(n_trained, placement),
+        dtypes_of=precision.dtypes_of,
+        is_sharded=is_sharded,
+        placement_of=lambda param: on_device if id(param) in staying else placement,
+        device=device,
+    )
+    if not sharding.parameters:
+        return Layout(trained_units, [], None, names_by_group)
+
+    def frozen_dtypes(name: str, param: torch.nn.Parameter) -> Dtypes:
+        dtype = precision.dtypes_of(name, param).param
+        return Dtypes(dtype, dtype, None)
+
+    n_frozen = sum(shape_of(p).numel() for p in frozen)
+    frozen_units = build_units(
+        [frozen] if frozen else [],
+        names,
+        groups_of=groups_of,
+        bucket_elems=elems_of(n_frozen, on_device),
+        dtypes_of=frozen_dtypes,
+        is_sharded=is_sharded,
+        placement_of=lambda param: on_device,
+        device=device,
+    )
+    units = [*trained_units, *frozen_units]
+    sharded = [unit for unit in units if unit.is_sharded]
+    largest = max((unit.bucket_numel(b) for unit in sharded for b in range(unit.n_buckets)), default=0)
+    fetcher = Fetcher(
+        sharded,
+        [unit for unit in units if unit not in sharded],
+        mesh.comm,
+        _limits(config, largest),
+        use_broadcast=not config.zero.allgather_partitions or config.disable_allgather,
+    )
+    return Layout(trained_units, frozen_units, fetcher, names_by_group)

@@ -1,0 +1,446 @@
+"""A unit: the flat buffers of all parameters that share an optimizer group, a dtype and a reduction dtype.
+
+Everything that the engine does per step is done on a unit's buckets and slices, so its cost does not depend on how many
+parameters a model is cut into. Where an element lies is decided by the C core ``csrc/zero`` (see ``dsc/zero.h``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from deepspeed_c import _C
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.errors import ModelError
+from deepspeed_c.zero.states.home import ON_DEVICE, Home, Placement, Tagged
+from deepspeed_c.zero.weights.param import shape_of, take_over, whole_of
+
+__all__ = ["ALIGN_ELEMS", "Dtypes", "Fragment", "Slot", "Unit", "UnitGroups", "build_units"]
+
+# Every parameter and every slice starts on a 64-byte line, whatever the element is (16 f32 or 32 16-bit elements).
+ALIGN_ELEMS = 32
+
+SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Dtypes(NamedTuple):
+    """What a parameter is stored, reduced and updated in."""
+
+    param: torch.dtype
+    comm: torch.dtype
+    master: torch.dtype | None  # None: not trained
+    is_sparse: bool = False  # rows that were not touched are not sent
+
+
+class UnitGroups(NamedTuple):
+    """Who holds the states of a parameter: see ``Unit``."""
+
+    comm: Collectives
+    replicas: Collectives
+
+
+class Fragment(NamedTuple):
+    """The piece of one parameter that this rank owns."""
+
+    slot: Slot
+    begin: int  # first element within the parameter
+    flat_begin: int  # first element within the unit's flat buffer
+    shard_begin: int  # first element within this rank's shard
+    numel: int
+
+
+@dataclass(eq=False)
+class Slot:
+    """Where one parameter lies in its unit."""
+
+    param: torch.nn.Parameter
+    name: str
+    unit: Unit
+    index: int  # position within the unit, which is the order in which gradients are expected
+    order: int  # position within the model, in order of registration
+    bucket: int  # bucket of the unit
+    offset: int  # first element within the unit's flat buffer
+    numel: int
+    shape: torch.Size
+    # Filled by the gradient reducer: index of the parameter and of its bucket over all units.
+    tracker_index: int = -1
+
+    def __post_init__(self) -> None:
+        # The first dimension's is the product of the others', and so on.
+        self._strides = tuple(math.prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
+
+    def view(self, flat: torch.Tensor, begin: int = 0) -> torch.Tensor:
+        """The parameter's place in ``flat``, whose first element is element ``begin`` of the unit's flat buffer."""
+        # One call and not two (narrow, view): it is made for every parameter in every step.
+        return flat.as_strided(self.shape, self._strides, flat.storage_offset() + self.offset - begin)
+
+
+class Unit:
+    """The parameters of one layout, and this rank's shard of their master weights.
+
+    The weights themselves are either whole on every rank, ``flat_param`` ([flat_elems], the parameters' dtype) backing
+    ``param.data`` of every member, or sharded: ``weight_slices`` (one of each bucket, together ``param_shard``,
+    [shard_elems], where they lie in memory) are then all that is kept, and a bucket is put together while it is used
+    (``gather_unit.py``). ``master`` holds this rank's slice of each bucket, in fp32 (or in the parameters' own dtype
+    when that is what is trained); where the master is the parameter itself, the slices are views of the weights and no
+    second copy exists.
+
+    ``comm`` are the ranks over which masters and states are cut (and weights, where those are sharded): one slice of
+    each bucket a rank. ``replicas`` are the ranks that hold the same shard as this one, over which gradients are
+    summed as well: each of them makes the same update. A parameter's gradient is the sum over all ranks that are in
+    either.
+
+    ``states`` and ``weights`` are where they live. Whoever uses ``master`` does so within ``states.open(bucket)``, and
+    whoever uses ``weight_slices`` within ``weights.open(bucket)``: they may be away (offload).
+    """
+
+    def __init__(
+        self,
+        group: int,
+        params: Sequence[tuple[str, int, torch.nn.Parameter]],
+        *,
+        comm: Collectives,
+        replicas: Collectives,
+        bucket_elems: int,
+        dtypes: Dtypes,
+        is_sharded: bool = False,
+        placement: Placement = ON_DEVICE,
+        device: torch.device | None = None,
+    ) -> None:
+        self.group, self.is_sharded = group, is_sharded
+        self.device = device or params[0][2].device
+        weights = placement.weights if is_sharded else ON_DEVICE.weights
+        self.states: Home = placement.states.make(placement.states, self.device)
+        self.weights: Home = weights.make(weights, self.device)
+        self.dtype, self.comm_dtype, self.is_sparse = dtypes.param, dtypes.comm, dtypes.is_sparse
+        self.master_dtype = dtypes.master or dtypes.param
+        self.comm, self.replicas = comm, replicas
+        layout = _C.ZeroLayout([shape_of(p).numel() for _, _, p in params], comm.world_size, bucket_elems, ALIGN_ELEMS)
+        # Read once: each look at an attribute of the layout makes a list anew.
+        self.flat_elems: int = layout.flat_elems
+        self.shard_elems: int = layout.shard_elems
+        self.bucket_begin: list[int] = layout.bucket_begin
+        self.slice_elems: list[int] = layout.slice_elems
+        self.shard_offset: list[int] = layout.shard_offset
+        self.slots = [
+            Slot(p, name, self, i, order, bucket, offset, shape_of(p).numel(), shape_of(p))
+            for i, ((name, order, p), bucket, offset) in enumerate(zip(params, layout.bucket_of, layout.offsets))
+        ]
+        self.n_buckets = len(self.bucket_begin)
+        self.bucket_slots: list[list[Slot]] = [[] for _ in range(self.n_buckets)]
+        for slot in self.slots:
+            self.bucket_slots[slot.bucket].append(slot)
+        fragments: list[tuple[int, int, int, int, int]] = layout.fragments(comm.rank)
+        self.fragments = [Fragment(self.slots[i], *rest) for i, *rest in fragments]
+        self.fragment_of: dict[Slot, Fragment] = {f.slot: f for f in self.fragments}
+
+        is_trained, is_alike = dtypes.master is not None, self.master_dtype == self.dtype
+        is_apart = self.states.is_apart != self.weights.is_apart
+        self.copies_up = is_trained and (is_apart or (is_alike and self.weights.has_slices))
+        """Updated weights have to be copied from the masters: they lie in another memory, or in a file of their own
+        and in the masters' dtype."""
+        # Elsewhere one copy serves as both where dtypes allow.
+        self.master_is_param = not is_trained or (is_alike and not self.copies_up)
+        self.flat_param: torch.Tensor | None = None
+        self.param_shard: torch.Tensor | None = None
+        self.weight_slices: list[torch.Tensor] = []
+        self._labels: dict[int, str] = {}
+        self.states.keep(self.masters)
+        self.weights.keep(self._weights_of)
+        if not is_sharded:
+            self.flat_param = self.weights.new_zeros(self.flat_elems, self.dtype)
+        elif self.weights.has_slices:
+            self.weight_slices = [self.weights.new_zeros(n, self.dtype) for n in self.slice_elems]
+        else:
+            self.param_shard = self.weights.new_zeros(self.shard_elems, self.dtype)
+            self.weight_slices = [self.shard_slice(self.param_shard, b) for b in range(self.n_buckets)]
+        self._fill()
+        self._versions: list[int] = []
+        self.note_weights()
+
+    def _fill(self) -> None:
+        """Moves the members' weights into the buffers, casting them, and makes the master slices.
+
+        Masters start from the weights as they were given, not from their 16-bit image. One parameter at a time: a
+        sharded one's own storage is given up before the next is looked at. Collective where members are sharded
+        already (``zero.Init``).
+        """
+        with torch.no_grad():
+            self._master: list[torch.Tensor] = []
+            self._master_flat: torch.Tensor | None = None
+            if self.master_is_param:
+                self._master = [self.param_slice(b) for b in range(self.n_buckets)]
+            elif self.states.has_slices:
+                self._master = [self.states.new_zeros(0, self.master_dtype) for _ in self.slice_elems]
+            else:
+                self._master_flat = self.states.new_zeros(self.shard_elems, self.master_dtype)
+                self._master = [self.shard_slice(self._master_flat, b) for b in range(self.n_buckets)]
+            for slot in self.slots:
+                whole = whole_of(slot.param)
+                fragment = self.fragment_of.get(slot)
+                if fragment is not None:
+                    mine = whole.reshape(-1).narrow(0, fragment.begin, fragment.numel)
+                    if not self.master_is_param:
+                        self._make_master(slot.bucket)
+                        self.piece(self.master, fragment).copy_(mine)
+                    if self.is_sharded:
+                        self.piece(self.weight_slices, fragment).copy_(mine)
+                if self.flat_param is not None:
+                    view = slot.view(self.flat_param)
+                    view.copy_(whole)
+                    take_over(slot.param, view)
+                else:
+                    take_over(slot.param, torch.empty(0, dtype=self.dtype, device=self.device))
+                del whole  # before the next is put together
+                mine = None
+            for bucket in range(self.n_buckets):
+                self._make_master(bucket)  # those of nothing but padding
+
+    def _make_master(self, bucket: int) -> None:
+        """Where each bucket's masters have memory of their own, they are made when they are filled: the weights as
+        given are let go of on the way."""
+        if self.master[bucket].numel() != self.slice_elems[bucket]:
+            self.master[bucket] = self.states.new_zeros(self.slice_elems[bucket], self.master_dtype)
+
+    def label(self, bucket: int) -> str:
+        """What of a bucket this rank owns, for messages."""
+        if bucket not in self._labels:
+            names = [slot.name for slot in self.bucket_slots[bucket] if slot in self.fragment_of]
+            self._labels[bucket] = " to ".join(dict.fromkeys((names[0], names[-1]))) if names else "padding"
+        return self._labels[bucket]
+
+    @property
+    def n_ranks(self) -> int:
+        """Over how many ranks its gradients are summed."""
+        return self.comm.world_size * self.replicas.world_size
+
+    @property
+    def sums_in_place(self) -> bool:
+        """Whether the sums of its gradients are the gradients themselves: there is nothing to sum over, and they stay
+        in their memory."""
+        return self.n_ranks == 1 and not self.states.is_apart
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a rank has but a part of it: masters, states, and the weights where they are sharded."""
+        return self.comm.world_size > 1
+
+    @property
+    def speaks(self) -> bool:
+        """Whether what this rank has of it counts where all ranks add up: each shard's copies count once."""
+        return self.replicas.rank == 0
+
+    @property
+    def master(self) -> list[torch.Tensor]:
+        """This rank's masters, one slice a bucket, as the last step left them."""
+        self.states.settle()
+        return self._master
+
+    @property
+    def master_flat(self) -> torch.Tensor | None:
+        """All of them, where they lie together and are no parameters."""
+        self.states.settle()
+        return self._master_flat
+
+    def bucket_numel(self, bucket: int) -> int:
+        return self.slice_elems[bucket] * self.comm.world_size
+
+    def bucket_view(self, flat: torch.Tensor, bucket: int) -> torch.Tensor:
+        """Bucket of a flat buffer of the whole unit."""
+        return flat.narrow(0, self.bucket_begin[bucket], self.bucket_numel(bucket))
+
+    def piece_elems(self, bucket: int) -> int:
+        """How many elements of a bucket's masters and states are moved at once, where they are swapped and a parameter
+        is larger than that; 0: all."""
+        return self.states.piece_elems(self.slice_elems[bucket])
+
+    def own_slice(self, bucket_buffer: torch.Tensor, bucket: int) -> torch.Tensor:
+        """This rank's slice of a buffer that holds one bucket."""
+        n = self.slice_elems[bucket]
+        return bucket_buffer.narrow(0, self.comm.rank * n, n)
+
+    def shard_slice(self, shard: torch.Tensor, bucket: int) -> torch.Tensor:
+        """Bucket's slice within a buffer that holds this rank's shard."""
+        return shard.narrow(0, self.shard_offset[bucket], self.slice_elems[bucket])
+
+    def param_slice(self, bucket: int) -> torch.Tensor:
+        """This rank's slice of the parameters themselves."""
+        if self.is_sharded:
+            return self.weight_slices[bucket]
+        return self.own_slice(self.bucket_view(self.flat_param, bucket), bucket)
+
+    def piece(self, slices: Sequence[torch.Tensor], fragment: Fragment) -> torch.Tensor:
+        """A fragment's elements in a list of this rank's slices, one per bucket."""
+        bucket = fragment.slot.bucket
+        return slices[bucket].narrow(0, fragment.shard_begin - self.shard_offset[bucket], fragment.numel)
+
+    def masters(self, bucket: int) -> list[Tagged]:
+        """A bucket's masters; none where they are parameters."""
+        if self.master_is_param:
+            return []
+        return [Tagged(self.master[bucket], f"masters of {self.label(bucket)}", self.piece_elems(bucket))]
+
+    def master_bytes(self, bucket: int | None = None) -> int:
+        """What masters (a bucket's) take beside the weights; 0 where they are parameters."""
+        elems = self.shard_elems if bucket is None else self.slice_elems[bucket]
+        return 0 if self.master_is_param else elems * self.master_dtype.itemsize
+
+    @property
+    def weight_bytes(self) -> int:
+        """What this rank keeps of the weights takes."""
+        return (self.shard_elems if self.is_sharded else self.flat_elems) * self.dtype.itemsize
+
+    def _weights_of(self, bucket: int) -> list[Tagged]:
+        return [Tagged(self.weight_slices[bucket], f"weights of {self.label(bucket)}")]
+
+    def weight_piece(self, fragment: Fragment) -> torch.Tensor:
+        """A fragment's elements of the weights, flat, within ``weights.open``."""
+        if self.is_sharded:
+            return self.piece(self.weight_slices, fragment)
+        return self.flat_param.narrow(0, fragment.flat_begin, fragment.numel)
+
+    def put_master(self, fragment: Fragment, values: torch.Tensor) -> None:
+        """Overwrites this rank's elements of a parameter's master, where that is not the parameter itself; ``values``
+        is flat."""
+        if not self.master_is_param:
+            with self.states.open(fragment.slot.bucket):
+                self.piece(self.master, fragment).copy_(values)
+
+    def copies(self, bucket: int) -> list[torch.Tensor]:
+        """The weights, where an update writes them along with the masters: as casts of those, in the same memory."""
+        return [] if self.master_is_param or self.copies_up else [self.param_slice(bucket)]
+
+    def copy_up(self, bucket: int) -> None:
+        """Brings the weights that an update has not written (``copies``)."""
+        if self.copies_up:
+            self.bring_weights(bucket)
+
+    def bring_weights(self, bucket: int) -> None:
+        """The weights that forward uses, from the masters; both are open. Cast to their dtype, or from one memory to
+        the other."""
+        if self.copies_up:
+            # What is not in pinned memory is staged before the call returns; a pinned master is not written to before
+            # gradients of the new weights have come.
+            self.param_slice(bucket).copy_(self.master[bucket], non_blocking=self.states.is_apart)
+        elif not self.master_is_param and self.slice_elems[bucket]:
+            torch.ops.deepspeed_c.flat_cast_(self.master[bucket], self.param_slice(bucket))
+
+    def refresh_master(self) -> None:
+        """Takes the masters anew from the parameters (after somebody wrote to them, e.g. ``load_state_dict``)."""
+        if not self.master_is_param:
+            for bucket in range(self.n_buckets):
+                with self.states.open(bucket), self.weights.open(bucket, writes=False), torch.no_grad():
+                    self.master[bucket].copy_(self.param_slice(bucket))
+            self.note_weights()
+
+    def note_weights(self) -> None:
+        """Masters and weights agree now: what has been written to the weights before is no edit."""
+        if self._has_whole_copies:
+            self._versions = [slot.param._version for slot in self.slots]
+
+    @property
+    def _has_whole_copies(self) -> bool:
+        return self.flat_param is not None and not self.master_is_param
+
+    def edited(self, slots: Sequence[Slot]) -> list[Slot]:
+        """Those of ``slots`` that somebody has written to in place, and whose masters do not know of it. Torch counts
+        such writes; those through ``.data`` it does not, and sharded weights have ways of their own
+        (``gathered.py``)."""
+        if not self._has_whole_copies:
+            return []
+        return [slot for slot in slots if slot.param._version != self._versions[slot.index]]
+
+    def keep_edits(self, slots: Sequence[Slot]) -> None:
+        """The masters of edited slots take over the elements that differ from what their own rounding gives. Within
+        ``states.open``."""
+        with torch.no_grad():
+            for slot in slots:
+                fragment = self.fragment_of.get(slot)
+                if fragment is not None:
+                    master = self.piece(self.master, fragment)
+                    weight = self.weight_piece(fragment).to(master.device)
+                    is_other = weight != master.to(weight.dtype)  # true for NaN, which is no harm
+                    master.copy_(torch.where(is_other, weight.to(master.dtype), master))
+                self._versions[slot.index] = slot.param._version
+
+    def ranges_of(self, slot: Slot) -> tuple[list[int], list[int]]:
+        """Which elements of a parameter each rank's shard holds: (first ones, counts), by rank."""
+        begins, numels = [], []
+        first, slice_elems = self.bucket_begin[slot.bucket], self.slice_elems[slot.bucket]
+        for rank in range(self.comm.world_size):
+            low = min(max(first + rank * slice_elems - slot.offset, 0), slot.numel)
+            high = min(max(first + (rank + 1) * slice_elems - slot.offset, 0), slot.numel)
+            begins.append(low)
+            numels.append(high - low)
+        return begins, numels
+
+    def release(self) -> None:
+        """Gives every parameter storage of its own again, so that the model outlives the unit."""
+        with torch.no_grad():
+            if self.flat_param is not None:
+                for slot in self.slots:
+                    slot.param.data = slot.param.data.clone()
+        self.master.clear()
+        self.fragments.clear()
+        self.fragment_of.clear()
+        self._master_flat = None
+        self.flat_param = self.param_shard = None
+        self.weight_slices.clear()
+        self.states.end()
+        self.weights.end()
+
+
+def build_units(
+    groups: Sequence[Sequence[torch.nn.Parameter]],
+    names: dict[int, tuple[str, int]],
+    *,
+    groups_of: Callable[[torch.nn.Parameter], UnitGroups],
+    bucket_elems: Callable[[int], int],
+    dtypes_of: Callable[[str, torch.nn.Parameter], Dtypes],
+    is_sharded: Callable[[torch.nn.Parameter], bool] = lambda param: False,
+    placement_of: Callable[[torch.nn.Parameter], Placement] = lambda param: ON_DEVICE,
+    device: torch.device | None = None,
+) -> list[Unit]:
+    """Makes the units of all optimizer groups.
+
+    ``names`` maps ``id(param)`` to (name, order of registration). Members are laid out in reverse order of
+    registration, which is about the order in which backward produces their gradients, so that the first buckets fill
+    first. ``bucket_elems(n_shards)`` is the most that a bucket may hold. ``dtypes_of(name, param)`` gives the dtypes
+    of the weights, of what is reduced, and of the masters; ``is_sharded(param)`` whether its weights are (masters are,
+    wherever the unit has more than one shard); ``groups_of(param)`` the ranks that hold its shards and their copies;
+    ``placement_of(param)`` where they lie. ``device`` computes with them (default: where each is).
+    """
+    units: list[Unit] = []
+    for index, group in enumerate(groups):
+        by_kind: dict[tuple, list[tuple[str, int, torch.nn.Parameter]]] = {}
+        for p in group:
+            name, order = names[id(p)]
+            dtypes = dtypes_of(name, p)
+            if p.requires_grad and dtypes.param not in SUPPORTED_DTYPES:
+                raise ModelError(
+                    f"trainable parameter has dtype {dtypes.param}; the optimizer step works on fp32, bf16 and fp16",
+                    where=name,
+                    fix="cast the parameter, or freeze it with requires_grad_(False)",
+                )
+            kind = device or p.device, dtypes, is_sharded(p), placement_of(p), groups_of(p)
+            by_kind.setdefault(kind, []).append((name, order, p))
+        for (of_kind, dtypes, sharded, placement, (comm, replicas)), members in by_kind.items():
+            members.sort(key=lambda member: -member[1])
+            units.append(
+                Unit(
+                    index,
+                    members,
+                    comm=comm,
+                    replicas=replicas,
+                    bucket_elems=bucket_elems(comm.world_size),
+                    dtypes=dtypes,
+                    is_sharded=sharded,
+                    placement=placement,
+                    device=of_kind,
+                )
+            )
+    return units

@@ -1,0 +1,294 @@
+"""Reading and writing the fp32 master, optimizer state and gradient of a parameter, whole or this rank's piece, at
+every stage.
+
+The ``full`` functions are collective when states are sharded: call them on all ranks. The ``local`` ones touch only
+this rank's piece, a flat tensor (empty on ranks that own nothing of the parameter).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+import torch
+
+from deepspeed_c.errors import StateError
+
+if TYPE_CHECKING:
+    from deepspeed_c.zero.layout.unit import Slot
+    from deepspeed_c.zero.states.optimizer import ZeroOptimizer
+
+__all__ = [
+    "attach",
+    "detach",
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized",
+]
+
+_ATTRIBUTE = "_dsc_handle"
+
+
+class ParamHandle:
+    """Ties a parameter to its place in an engine. Copies and pickles of the parameter do not carry it along."""
+
+    def __init__(self, optimizer: ZeroOptimizer, slot: Slot) -> None:
+        self.optimizer, self.slot = optimizer, slot
+
+    def __reduce__(self):
+        return type(None), ()
+
+    def __deepcopy__(self, memo: dict) -> None:
+        return None
+
+
+def attach(optimizer: ZeroOptimizer, slot: Slot) -> None:
+    if getattr(slot.param, _ATTRIBUTE, None) is not None:
+        raise StateError(
+            "the parameter is trained by another engine already",
+            where=slot.name,
+            fix="close that engine first, or leave shared parameters to one of the engines",
+        )
+    setattr(slot.param, _ATTRIBUTE, ParamHandle(optimizer, slot))
+
+
+def detach(slot: Slot) -> None:
+    if hasattr(slot.param, _ATTRIBUTE):
+        delattr(slot.param, _ATTRIBUTE)
+
+
+def _find(param: torch.nn.Parameter) -> ParamHandle | None:
+    return getattr(param, _ATTRIBUTE, None)
+
+
+def _resident(handle: ParamHandle, *, writes: bool = True) -> AbstractContextManager:
+    """The parameter's masters and states are in memory meanwhile, wherever they live, and know of what was written to
+    the weights."""
+    handle.optimizer.keep_edits(handle.slot)
+    return handle.slot.unit.states.open(handle.slot.bucket, writes=writes)
+
+
+def _whole(handle: ParamHandle, piece: torch.Tensor | None) -> torch.Tensor:
+    """The parameter's elements from every rank's piece, as fp32 in the parameter's shape. Exact: bits are summed, not
+    values."""
+    slot = handle.slot
+    whole = torch.zeros(slot.numel, dtype=torch.float32, device=slot.unit.device)
+    if piece is not None:
+        fragment = slot.unit.fragment_of[slot]
+        whole.narrow(0, fragment.begin, fragment.numel).copy_(piece)
+    slot.unit.comm.sum_disjoint_bits(whole)
+    return whole.view(slot.shape)
+
+
+def _write(handle: ParamHandle, piece: torch.Tensor | None, value: torch.Tensor, name: str) -> None:
+    slot = handle.slot
+    if value.shape != slot.shape:
+        raise StateError(
+            f"{name} of shape {tuple(value.shape)} does not fit a parameter of shape {tuple(slot.shape)}",
+            where=slot.name,
+            fix="pass the whole tensor, on every rank",
+        )
+    if piece is not None:
+        fragment = slot.unit.fragment_of[slot]
+        with torch.no_grad():
+            piece.copy_(value.detach().reshape(-1).narrow(0, fragment.begin, fragment.numel))
+
+
+def _write_local(handle: ParamHandle, piece: torch.Tensor | None, value: torch.Tensor, name: str) -> None:
+    n = 0 if piece is None else piece.numel()
+    if value.numel() != n:
+        raise StateError(
+            f"local {name} of {value.numel()} elements does not fit this rank's piece of {n}",
+            where=handle.slot.name,
+            fix="pass what the matching safe_get_local function returned, edited",
+        )
+    if piece is not None:
+        with torch.no_grad():
+            piece.copy_(value.detach().reshape(-1))
+
+
+def _local(handle: ParamHandle, piece: torch.Tensor | None) -> torch.Tensor:
+    if piece is None:
+        return torch.empty(0, dtype=torch.float32, device=handle.slot.unit.device)
+    return piece.detach().float().clone()
+
+
+
+def safe_get_full_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
+    """The whole fp32 master weight, a copy in the parameter's shape; None for a parameter that no engine trains."""
+    if (handle := _find(param)) is None:
+        return None
+    with _resident(handle, writes=False):
+        return _whole(handle, handle.optimizer.pieces.local(handle.slot, None))
+
+
+def safe_set_full_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> None:
+    """Overwrites the master weight and the weights that forward uses. ``value`` has the parameter's shape, on every
+    rank."""
+    if (handle := _find(param)) is not None:
+        with _resident(handle):
+            _write(handle, handle.optimizer.pieces.local(handle.slot, None), value, "a weight")
+            handle.optimizer.write_back(handle.slot)
+
+
+def safe_get_local_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
+    """A copy of this rank's piece of the master weight, flat fp32."""
+    if (handle := _find(param)) is None:
+        return None
+    with _resident(handle, writes=False):
+        return _local(handle, handle.optimizer.pieces.local(handle.slot, None))
+
+
+def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> None:
+    """Overwrites this rank's piece of the master weight; call it on all ranks, since the weights are then gathered
+    anew."""
+    if (handle := _find(param)) is not None:
+        with _resident(handle):
+            _write_local(handle, handle.optimizer.pieces.local(handle.slot, None), value, "weight")
+            handle.optimizer.write_back(handle.slot)
+
+
+
+def _state_piece(handle: ParamHandle, key: str) -> torch.Tensor | None:
+    """This rank's piece of a named state. Where any rank has none of that name, all ranks raise: those that own nothing
+    of the parameter cannot know by themselves, and would wait for the others."""
+    optimizer = handle.optimizer
+    error: StateError | None = None
+    piece: torch.Tensor | None = None
+    try:
+        piece = optimizer.pieces.local(handle.slot, key)
+    except StateError as raised:
+        error = raised
+    if any(handle.slot.unit.comm.gather_numbers(int(error is not None))):
+        raise error or StateError(
+            f"the optimizer keeps no state {key!r}",
+            where=handle.slot.name,
+            fix="look at the ranks that own the parameter",
+        )
+    return piece
+
+
+def safe_get_full_optimizer_state(param: torch.nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """The whole optimizer state of that name ("exp_avg", "exp_avg_sq", "momentum_buffer", ...), fp32 in the
+    parameter's shape."""
+    if (handle := _find(param)) is None:
+        return None
+    with _resident(handle, writes=False):
+        return _whole(handle, _state_piece(handle, optim_state_key))
+
+
+def safe_set_full_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Overwrites the optimizer state of that name."""
+    if (handle := _find(param)) is not None:
+        with _resident(handle):
+            piece = _state_piece(handle, optim_state_key)
+            _write(handle, piece, value, optim_state_key)
+            if piece is not None:
+                handle.optimizer.pieces.keep(handle.slot, optim_state_key, piece)
+
+
+def safe_get_local_optimizer_state(param: torch.nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """A copy of this rank's piece of the optimizer state of that name, flat fp32."""
+    if (handle := _find(param)) is None:
+        return None
+    with _resident(handle, writes=False):
+        return _local(handle, handle.optimizer.pieces.local(handle.slot, optim_state_key))
+
+
+def safe_set_local_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Overwrites this rank's piece of the optimizer state of that name."""
+    if (handle := _find(param)) is not None:
+        with _resident(handle):
+            piece = handle.optimizer.pieces.local(handle.slot, optim_state_key)
+            _write_local(handle, piece, value, optim_state_key)
+            if piece is not None:
+                handle.optimizer.pieces.keep(handle.slot, optim_state_key, piece)
+
+
+
+def _gradient(handle: ParamHandle) -> tuple[torch.Tensor | None, float]:
+    optimizer = handle.optimizer
+    optimizer.complete_gradients()
+    return optimizer.local_gradient(handle.slot), optimizer.gradient_factor
+
+
+def _is_unused(handle: ParamHandle) -> bool:
+    return handle.slot in handle.optimizer.complete_gradients().unused
+
+
+def safe_get_full_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
+    """The whole gradient as the optimizer will see it before clipping: averaged over ranks and micro-batches, loss
+    scale removed, fp32.
+
+    Valid between the backward pass of the last micro-batch and ``engine.step()``; None at other times. Zeros for a
+    parameter that no backward has reached.
+    """
+    handle = _find(param)
+    if handle is None or not handle.optimizer.can_read_gradients:
+        return None
+    piece, factor = _gradient(handle)
+    return _whole(handle, piece).mul_(factor)
+
+
+def safe_set_full_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
+    """Overwrites the gradient that the next ``engine.step()`` uses; the same moment and meaning as
+    ``safe_get_full_grad``.
+
+    On all ranks. The step updates this parameter then, also where no backward has reached it, as plain torch does once
+    ``param.grad`` is a tensor.
+    """
+    _set_gradient(param, value, _write, "a gradient")
+
+
+def safe_get_local_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
+    """A copy of this rank's piece of the gradient, flat fp32; when and what as ``safe_get_full_grad``."""
+    handle = _find(param)
+    if handle is None or not handle.optimizer.can_read_gradients:
+        return None
+    piece, factor = _gradient(handle)
+    return _local(handle, piece).mul_(factor)
+
+
+def safe_set_local_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
+    """Overwrites this rank's piece of the gradient; call it on all ranks."""
+    _set_gradient(param, value, _write_local, "gradient")
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Sequence[torch.nn.Parameter],
+    update_func: Callable[[torch.Tensor, torch.nn.Parameter], torch.Tensor],
+) -> None:
+    """Replaces each gradient by ``update_func(gradient, parameter)``; parameters that no backward of the window has
+    reached on any rank have none to replace."""
+    for param in param_list:
+        grad = safe_get_full_grad(param)
+        if grad is not None and not _is_unused(_find(param)):
+            safe_set_full_grad(param, update_func(grad, param))
+
+
+def _set_gradient(param: torch.nn.Parameter, value: torch.Tensor, write: Callable[..., None], name: str) -> None:
+    """Writes a gradient with ``write``, in the scale that sums are stored in; the norm is taken anew, and the
+    parameter counts as used."""
+    handle = _find(param)
+    if handle is None:
+        return
+    if not handle.optimizer.can_read_gradients:
+        raise StateError(
+            "there is no gradient to overwrite",
+            where=handle.slot.name,
+            fix="call it between the backward pass of the last micro-batch and engine.step()",
+        )
+    piece, factor = _gradient(handle)
+    write(handle, piece, value.detach().float() / factor, name)
+    handle.optimizer.reducer.note_edit(handle.slot)

@@ -1,0 +1,154 @@
+"""Updates in host memory that begin while backward still runs on the device, and are taken back, to the bit, where it
+turns out that they should not have been.
+
+Speculation, then validation (SuperOffload, arXiv 2509.21271): a bucket whose gradients have arrived is updated as if
+no step were ever skipped or clipped. Before it is, its masters and states are copied: that copy, and not arithmetic in
+reverse, is what takes an update back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from copy import deepcopy
+from typing import Any
+
+import torch
+
+from deepspeed_c.logging import logger
+from deepspeed_c.ops import flat
+from deepspeed_c.ops.optim import FusedOptimizer
+from deepspeed_c.zero.layout.unit import Unit
+
+__all__ = ["StepAhead"]
+
+Key = tuple[Unit, int]
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    """By the threads that update it, where their kernels know the dtype."""
+    if source.is_floating_point():
+        flat.cast(source, target)
+    else:
+        target.copy_(source)
+
+
+class StepAhead:
+    """Updates buckets on a thread of its own, from the first ``submit`` of a step to its ``keep`` or to ``take_back``.
+
+    Args:
+        base: an optimizer that updates any piece by itself; ``begin_step`` and ``take_back_step`` count its steps.
+        states: the tensors of a bucket that an update changes.
+        update: updates a bucket with gradients times a factor, and writes nothing but those tensors: weights are still
+        read by backward.
+
+    The copies take as much host memory as the states that are updated ahead, and are made when they are first needed.
+    Nothing here is for several threads: callers take turns (autograd's hooks hold the reducer's lock, a step begins
+    when backward has ended).
+    """
+
+    def __init__(
+        self,
+        base: FusedOptimizer,
+        states: Callable[[Unit, int], Sequence[torch.Tensor]],
+        update: Callable[[Unit, int, float], None],
+    ) -> None:
+        self._base, self._states, self._update = base, states, update
+        self._thread: ThreadPoolExecutor | None = None
+        self._jobs: dict[Key, Future[None]] = {}
+        self._before: dict[Key, list[torch.Tensor]] = {}  # copies; kept from step to step
+        self._is_open = False
+        self._terms: tuple[float, Any] = 0.0, None
+        self._is_promising = True
+
+    @property
+    def begins_next(self) -> bool:
+        """Whether the next ``submit`` is the first of a step."""
+        return self._is_promising and not self._is_open
+
+    def expect(self, is_kept: bool) -> None:
+        """Whether this step would keep an update ahead: where steps are clipped one after the other, none is begun in
+        vain."""
+        self._is_promising = is_kept
+
+    def _terms_now(self, grad_scale: float) -> tuple[float, Any]:
+        """What an update depends on besides gradients and states."""
+        groups = self._base.param_groups
+        # Copies: betas that are a list may be written in place.
+        return grad_scale, [
+            {k: float(v) if torch.is_tensor(v) else deepcopy(v) for k, v in g.items() if k != "params"} for g in groups
+        ]
+
+    def submit(self, unit: Unit, bucket: int, grad_scale: float) -> None:
+        """A bucket's gradients are complete, unless backward goes on after its end: updates it soon."""
+        if not self._is_promising:
+            return
+        if (unit, bucket) in self._jobs:
+            self.take_back()  # its gradients were not complete
+            return
+        if not self._is_open:
+            self._terms = self._terms_now(grad_scale)
+            self._base.begin_step()
+            self._is_open = True
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="deepspeed_c step ahead")
+        self._jobs[unit, bucket] = self._thread.submit(self._run, unit, bucket, grad_scale)
+
+    def _run(self, unit: Unit, bucket: int, grad_scale: float) -> None:
+        tensors = self._states(unit, bucket)
+        before = self._before.pop((unit, bucket), [])
+        if [(t.shape, t.dtype) for t in before] != [(t.shape, t.dtype) for t in tensors]:
+            before = [torch.empty_like(tensor) for tensor in tensors]
+        with torch.no_grad():
+            for tensor, copy in zip(tensors, before):
+                _copy(tensor, copy)
+        self._before[unit, bucket] = before  # from here on the update can be taken back
+        self._update(unit, bucket, grad_scale)
+
+    def _settle(self) -> set[Key]:
+        """Waits for the update that runs, and forgets those that have not begun. Returns the buckets that have been
+        updated."""
+        begun = {key for key, job in reversed(list(self._jobs.items())) if not job.cancel()}
+        for key in begun:
+            self._jobs[key].exception()  # waits
+        return begun
+
+    def keep(self, grad_scale: float) -> set[Key]:
+        """The step is to be as it was assumed to be, if with this factor and the same settings. Returns the buckets
+        that have been updated: the others' parameters are still open in the base. An empty set where nothing has been,
+        or all had to be taken back."""
+        begun = self._settle() if self._is_open and self._terms == self._terms_now(grad_scale) else set()
+        if not begun or any(self._jobs[key].exception() is not None for key in begun):
+            self.take_back()
+            return set()
+        self._jobs.clear()
+        self._is_open = False
+        return begun
+
+    def take_back(self) -> None:
+        """Masters, states and counts are as they were before the first ``submit``. Where nothing was begun, nothing is
+        done."""
+        if not self._is_open:
+            return
+        with torch.no_grad():
+            for key in self._settle():
+                error = self._jobs[key].exception()
+                if error is not None:
+                    # The update that the step makes instead fails in the same way, or does not fail.
+                    logger.warning("an update ahead of the step failed and is done in the step: %s", error)
+                for tensor, copy in zip(self._states(*key), self._before.get(key, [])):
+                    _copy(copy, tensor)
+        self._jobs.clear()
+        self._base.take_back_step()
+        self._is_open = False
+
+    def free_copies(self) -> None:
+        """Gives their memory up until they are needed again; for between two steps."""
+        self._before.clear()
+
+    def close(self) -> None:
+        self.take_back()
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
+        self.free_copies()

@@ -1,0 +1,136 @@
+"""DeepSpeed's optimizer classes, as ``isinstance`` meets them: one for each stage and precision. The work is
+``ZeroOptimizer``'s in all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from types import MethodType
+from typing import Any
+
+import torch
+
+from deepspeed_c.config import Config
+from deepspeed_c.ops.scope import declaration
+from deepspeed_c.zero.layout.unit import Unit
+from deepspeed_c.zero.states.entries import Entry, keep_parameters
+from deepspeed_c.zero.states.optimizer import StateMover, ZeroOptimizer
+
+__all__ = [
+    "BF16_Optimizer",
+    "DeepSpeedZeroOptimizer",
+    "DeepSpeedZeroOptimizer_Stage3",
+    "FP16_Optimizer",
+    "FP16_UnfusedOptimizer",
+    "PlainOptimizer",
+    "ZeROOptimizer",
+    "kind_of",
+]
+
+
+class ZeROOptimizer(ZeroOptimizer):
+    """One that shards: stages 1 to 3."""
+
+
+class DeepSpeedZeroOptimizer(ZeROOptimizer):
+    """Stages 1 and 2."""
+
+
+class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):
+    """Stage 3."""
+
+
+class BF16_Optimizer(ZeROOptimizer):
+    """Stage 1 in bf16 where gradients are asked to gather in fp32 (``grad_accum_dtype``), and no states are offloaded
+    to the host."""
+
+
+class FP16_Optimizer(ZeroOptimizer):
+    """Stage 0 in fp16 or bf16, over an optimizer that DeepSpeed has fused."""
+
+
+class FP16_UnfusedOptimizer(ZeroOptimizer):
+    """Stage 0 in fp16 or bf16, over any other optimizer."""
+
+
+class PlainOptimizer(ZeroOptimizer):
+    """Stage 0 in fp32: callers hold the base itself, whose groups keep the model's own parameters, as in plain torch.
+
+    What they call on it and what its own method would not do is done here (``lend``): gradients are none of its
+    parameters' ``.grad``, and states may be away.
+    """
+
+    _lent: tuple[str, ...] = ()
+
+    @property
+    def face(self) -> torch.optim.Optimizer:
+        return self.optimizer
+
+    def _point_base(self, base: torch.optim.Optimizer, units: list[Unit], *, allow_untested: bool) -> list[Entry]:
+        return keep_parameters(base, units)
+
+    def _step_base(self) -> None:
+        type(self._base).step(self._base)
+
+    def lend(self, mover: StateMover, *, wants_stop: Callable[[], bool], begin_window: Callable[[], None]) -> None:
+        super().lend(mover, wants_stop=wants_stop, begin_window=begin_window)
+        own = {
+            "step": self._step_for_caller,
+            "zero_grad": self.zero_grad,
+            "add_param_group": self.add_param_group,
+            "state_dict": self._state_dict_for_caller,
+            "load_state_dict": self._load_for_caller,
+        }
+        for name, method in own.items():
+            _stand_in(self._base, name, method)
+        self._lent = tuple(own)
+
+    def _step_for_caller(self, closure: Callable[[], Any] | None = None) -> None:
+        # torch's schedules warn where they come before the first step of their optimizer, which they know by this.
+        self._base._opt_called = True
+        self.step(closure)
+
+    def _state_dict_for_caller(self) -> dict[str, Any]:
+        self._require_in_memory("state_dict")
+        return type(self._base).state_dict(self._base)
+
+    def _load_for_caller(self, state_dict: dict[str, Any]) -> None:
+        self._require_in_memory("load_state_dict")
+        type(self._base).load_state_dict(self._base, state_dict)
+        self._begin_window()
+
+    def close(self) -> None:
+        for name in self._lent:
+            self._base.__dict__.pop(name, None)
+        super().close()
+
+
+def _stand_in(base: torch.optim.Optimizer, name: str, call: Callable[..., Any]) -> None:
+    """Has ``base.name(...)`` call something else; a bound method of the optimizer, as schedules of torch want of
+    ``step``."""
+
+    @wraps(getattr(type(base), name))
+    def method(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    if hasattr(getattr(base, name), "_wrapped_by_lr_sched"):
+        # A schedule has been made before, and looks for its mark.
+        method._wrapped_by_lr_sched = True
+    setattr(base, name, MethodType(method, base))
+
+
+def kind_of(config: Config, base: torch.optim.Optimizer, units: Sequence[Unit]) -> type[ZeroOptimizer]:
+    """The class that answers as DeepSpeed's would with this configuration and base. ``units`` are those that are
+    trained."""
+    is_16bit = config.fp16.enabled or config.bf16.enabled
+    if config.zero.stage == 3:
+        return DeepSpeedZeroOptimizer_Stage3
+    if config.zero.stage > 0:
+        gathers_fp32 = config.bf16.enabled and config.data_types.grad_accum_dtype == "fp32"
+        on_host = config.zero.offload_optimizer.device == "cpu"
+        return BF16_Optimizer if config.zero.stage == 1 and gathers_fp32 and not on_host else DeepSpeedZeroOptimizer
+    if is_16bit:
+        return FP16_Optimizer if declaration(base).is_fused_in_deepspeed else FP16_UnfusedOptimizer
+    # What DeepSpeed does not have: states in another place, or in 8 bits, whose scales are those of whole buckets.
+    is_elsewhere = any(unit.states.label != "device" for unit in units)
+    return ZeroOptimizer if is_elsewhere or declaration(base).is_quantized else PlainOptimizer

@@ -1,0 +1,234 @@
+"""Where a parameter's master and states lie: in which tensors of the base optimizer, and which elements of those are
+this rank's piece of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from deepspeed_c.errors import StateError
+from deepspeed_c.ops.q8 import SCALE_SUFFIX
+from deepspeed_c.ops.scope import declaration
+from deepspeed_c.zero.layout.unit import Fragment, Slot, Unit
+from deepspeed_c.zero.states.entries import COUNTERS, Entry, split_entry
+
+__all__ = ["Pieces"]
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if torch.is_tensor(value) else value
+
+
+def _like(param: torch.Tensor, dtype: torch.dtype, held: Any) -> torch.Tensor:
+    """``held``, if it is a tensor like ``param`` of ``dtype``; else zeros."""
+    fits = torch.is_tensor(held) and held.shape == param.shape and held.dtype == dtype and held.device == param.device
+    return held if fits else torch.zeros_like(param, dtype=dtype)
+
+
+def _alike(a: tuple[Mapping, Mapping], b: tuple[Mapping, Mapping]) -> bool:
+    """Whether two parameters' states have the same names, dtypes and counts, so that one tensor can hold both."""
+    return a[0] == b[0] and a[1].keys() == b[1].keys() and all(bool(a[1][key] == b[1][key]) for key in a[1])
+
+
+class Pieces:
+    """Looks up and replaces what a base optimizer keeps, by parameter. Masters and states that are away
+    (``Unit.states``) are the caller's to bring.
+
+    ``settle`` is called before a state is looked at or replaced: it may have been updated ahead of the step.
+    """
+
+    def __init__(self, base: torch.optim.Optimizer, entries: list[Entry], settle: Callable[[], None]) -> None:
+        self._base, self.entries, self._settle = base, entries, settle
+        self._by_bucket: dict[tuple[Unit, int], list[Entry]] = {}
+        for entry in entries:
+            self._by_bucket.setdefault((entry.unit, entry.bucket), []).append(entry)
+
+    @property
+    def _states(self) -> Mapping[torch.Tensor, dict[str, Any]]:
+        self._settle()
+        return self._base.state
+
+    def entries_of(self, unit: Unit, bucket: int) -> list[Entry]:
+        """What the base sees of a bucket; nothing where all that this rank has of it is padding."""
+        return self._by_bucket.get((unit, bucket), [])
+
+    def clear(self) -> None:
+        self.entries.clear()
+        self._by_bucket.clear()
+
+    def split(self, unit: Unit, bucket: int) -> None:
+        """From now on the base sees each parameter of a bucket by itself, with a step count of its own."""
+        self._settle()
+        entries = self._by_bucket[unit, bucket]
+        if entries[0].fragment is None:
+            pieces = split_entry(self._base, entries[0])
+            # By identity: == would compare tensors.
+            at = next(i for i, entry in enumerate(self.entries) if entry is entries[0])
+            self.entries[at : at + 1] = pieces
+            self._by_bucket[unit, bucket] = pieces
+
+    @staticmethod
+    def _at(fragment: Fragment) -> int:
+        """First element of a fragment within this rank's slice of its bucket."""
+        return fragment.shard_begin - fragment.slot.unit.shard_offset[fragment.slot.bucket]
+
+    def _entry(self, slot: Slot) -> Entry:
+        entries = self._by_bucket[slot.unit, slot.bucket]
+        if entries[0].fragment is None:
+            return entries[0]
+        return next(entry for entry in entries if entry.fragment.slot is slot)
+
+    def _part(self, value: torch.Tensor, entry: Entry, fragment: Fragment) -> torch.Tensor:
+        if entry.fragment is not None:
+            return value.reshape(-1)
+        return value.narrow(0, self._at(fragment), fragment.numel)
+
+    def local(self, slot: Slot, key: str | None) -> torch.Tensor | None:
+        """This rank's piece (flat, a view) of a parameter's master (``key`` None) or named state; None where it owns
+        nothing.
+
+        Raises StateError where the optimizer keeps no tensor of that name for the parameter.
+        """
+        fragment = slot.unit.fragment_of.get(slot)
+        if fragment is None:
+            return None
+        if key is None:
+            return slot.unit.piece(slot.unit.master, fragment)
+        entry = self._entry(slot)
+        state = self._states.get(entry.param, {})
+        value = state.get(key)
+        if not torch.is_tensor(value) or value.numel() != entry.param.numel():
+            names = sorted(k for k, v in state.items() if torch.is_tensor(v) and v.numel() == entry.param.numel())
+            raise StateError(
+                f"the optimizer keeps no state {key!r}",
+                where=slot.name,
+                fix=f"names are {names}" if names else "state exists after the first step",
+            )
+        if self.is_quantized:
+            begin = self._at(fragment) if entry.fragment is None else 0
+            return self._base.dequantized_state(entry.param, key, begin, begin + fragment.numel)
+        return self._part(value, entry, fragment)
+
+    def named(self, slot: Slot) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """This rank's piece of each state of a parameter (flat views), and what is counted for it as a whole; empty
+        where it owns nothing."""
+        kinds, counts = self.kinds(slot)
+        return {key: self.local(slot, key) for key in kinds}, counts
+
+    def kinds(self, slot: Slot) -> tuple[dict[str, torch.dtype], dict[str, Any]]:
+        """Names and dtypes of a parameter's states as ``local`` gives them, wherever they are now, and its counts."""
+        if slot not in slot.unit.fragment_of:
+            return {}, {}
+        entry = self._entry(slot)
+        state = self._states.get(entry.param, {})
+        kinds: dict[str, torch.dtype] = {}
+        counts: dict[str, Any] = {}
+        for key, value in state.items():
+            if self.is_quantized and key.endswith(SCALE_SUFFIX):
+                continue
+            if torch.is_tensor(value) and value.numel() == entry.param.numel() and key not in COUNTERS:
+                kinds[key] = torch.float32 if self.is_quantized else value.dtype
+            else:
+                counts[key] = value
+        return kinds, counts
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the base keeps its states in codes of 8 bits: pieces of them are then copies in fp32, written back
+        by ``keep``."""
+        return declaration(self._base).is_quantized
+
+    def are_views(self, unit: Unit, bucket: int, key: str | None) -> bool:
+        """Whether what ``local`` gives of ``key`` is the memory itself, to be read and written at any time: nothing
+        that lives in a file, and no copy."""
+        return not unit.states.needs_open(bucket) and (key is None or not self.is_quantized)
+
+    def keep(self, slot: Slot, key: str, piece: torch.Tensor) -> None:
+        """A state was edited in ``piece``, as ``local`` had given it."""
+        if self.is_quantized:
+            place, close = self.open(slot.unit, slot.bucket, [key])
+            place(slot, key).copy_(piece)
+            close()
+
+    def open(
+        self, unit: Unit, bucket: int, keys: Sequence[str] | None = None
+    ) -> tuple[Callable[[Slot, str], torch.Tensor], Callable[[], None]]:
+        """(place, close): ``place(slot, key)`` is where a piece of a state is written (flat), and ``close()`` makes
+        what was written count."""
+        if not self.is_quantized:
+            return self.local, lambda: None
+        base = self._base
+        values = {
+            (entry.param, key): base.dequantized_state(entry.param, key)
+            for entry in self.entries_of(unit, bucket)
+            for key in keys or base.names_of_states(unit.group)
+            if key in self._states.get(entry.param, {})
+        }
+
+        def place(slot: Slot, key: str) -> torch.Tensor:
+            entry = self._entry(slot)
+            return self._part(values[entry.param, key], entry, unit.fragment_of[slot])
+
+        def close() -> None:
+            for (param, key), value in values.items():
+                base.quantize_state_(param, key, value)
+
+        return place, close
+
+    def make(
+        self, unit: Unit, bucket: int, known: Mapping[Slot, tuple[Mapping[str, torch.dtype], Mapping[str, Any]]]
+    ) -> None:
+        """Gives a bucket's parameters states of the names and dtypes in ``known``, and copies of its counts; ``local``
+        then gives the places to be filled: what is not filled holds zeros, or what it held before. Parameters that are
+        not in ``known`` begin anew."""
+        slots = [f.slot for f in unit.fragments if f.slot.bucket == bucket]
+        if not slots:
+            return
+        present = [known[slot] for slot in slots if slot in known]
+        held = {e.param: self._states.pop(e.param, {}) for e in self._by_bucket[unit, bucket]}
+        if not present:
+            return
+        if self._by_bucket[unit, bucket][0].fragment is None and not (
+            len(present) == len(slots) and all(_alike(present[0], other) for other in present)
+        ):
+            self.split(unit, bucket)
+        for entry in self._by_bucket[unit, bucket]:
+            slot = slots[0] if entry.fragment is None else entry.fragment.slot
+            if slot in known:
+                dtypes, counts = known[slot]
+                # Tensors that fit are used again: new memory costs more than what is read into it.
+                before = held.get(entry.param, {})
+                self._states[entry.param] = {key: _copy(value) for key, value in counts.items()}
+                if self.is_quantized:
+                    self._base.init_state(unit.group, entry.param)
+                    continue
+                self._states[entry.param].update(
+                    {key: _like(entry.param, dtype, before.get(key)) for key, dtype in dtypes.items()}
+                )
+
+    def add(self, slot: Slot, key: str, value: torch.Tensor) -> None:
+        """Gives a parameter a state that is not in its shape; where nothing is sharded."""
+        self._states[self._entry(slot).param][key] = value
+
+    def put(
+        self, unit: Unit, bucket: int, states: Mapping[Slot, tuple[Mapping[str, torch.Tensor], Mapping[str, Any]]]
+    ) -> None:
+        """Gives the base optimizer the states of a bucket's parameters (as ``named`` names them); those that are not
+        in ``states`` begin anew."""
+        self.make(
+            unit,
+            bucket,
+            {
+                slot: ({k: piece.dtype for k, piece in pieces.items()}, counts)
+                for slot, (pieces, counts) in states.items()
+            },
+        )
+        with torch.no_grad():
+            place, close = self.open(unit, bucket)
+            for slot, (pieces, _) in states.items():
+                if slot.unit is unit and slot.bucket == bucket and slot in unit.fragment_of:
+                    for key, piece in pieces.items():
+                        place(slot, key).copy_(piece)
+            close()

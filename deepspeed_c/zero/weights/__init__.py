@@ -1,0 +1,1 @@
+"""Sharded weights: the parameter itself, its gathers and their plan, the hooks, ``Init`` and ``GatheredParameters``."""

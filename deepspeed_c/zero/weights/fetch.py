@@ -1,0 +1,653 @@
+"""Puts sharded parameters together just before use and lets go of them just after, along a plan made from the recorded
+order of use.
+
+The unit of all of it is a *gather unit*: one bucket of a sharded unit, so small neighbours share one collective and
+Python is touched once for all of them. A
+*pass* is one forward (each mode has its own record) or one backward. The C core ``csrc/zero`` plans and runs passes:
+every rank issues the gathers of a plan in the plan's order whatever part of it its own control flow uses, so a branch
+that one rank does not take stops nobody.
+
+What autograd saves of a gathered parameter is not the data but where it lies (``saved.py``); it is put together again
+when backward asks for it. So nothing ever points at memory that was given up, whatever a model does with its weights.
+
+A backward is planned from the forwards that it goes through, of all that are in flight (``forwards.py``). So a
+backward finds the same plan whichever forwards came before it and wait for their own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.autograd import Variable
+
+from deepspeed_c import _C
+from deepspeed_c.buffers import BufferPool
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.errors import StateError
+from deepspeed_c.logging import logger
+from deepspeed_c.saved_tensors import SavedTensors
+from deepspeed_c.zero.layout.unit import Unit
+from deepspeed_c.zero.weights.forwards import Forward, ForwardsInFlight, Route, reversed_steps
+from deepspeed_c.zero.weights.gather_unit import GatherUnit, PlacedShard, Places, WholeShard
+from deepspeed_c.zero.weights.param import (
+    StandaloneShard,
+    make_sharded,
+    point_at_nothing,
+    state_of,
+    take_over,
+)
+from deepspeed_c.zero.weights.saved import WeightPacker
+
+if TYPE_CHECKING:
+    from deepspeed_c.zero.gradients.reducer import GradientReducer
+    from deepspeed_c.zero.weights.hooks import ModuleHooks
+
+__all__ = ["FetchLimits", "FetchStats", "Fetcher"]
+
+# A bucket's gradients are sent when the backward has gone on by this many gather units: those of its own parameters
+# have come by then, on every rank.
+PACE_STEPS = 2
+# Backward plans that are remembered, one for each order of the forwards that a pass goes through.
+MAX_BACKWARD_PLANS = 64
+
+
+class FetchLimits(NamedTuple):
+    """In elements; the configuration keys ``stage3_max_live_parameters``, ``stage3_prefetch_bucket_size``,
+    ``stage3_max_reuse_distance``."""
+
+    max_live: int
+    ahead: int
+    max_reuse: int
+
+
+class FetchStats:
+    """Counts since the engine was made."""
+
+    def __init__(self) -> None:
+        self.n_gathers = 0
+        self.n_passes = 0
+        self.n_unexpected = 0  # uses that the plan did not hold
+        self.n_replans = 0  # passes after which the plan was made anew
+        self.max_live_elems = 0
+
+    def as_dict(self) -> dict[str, int]:
+        return dict(vars(self))
+
+
+class _Mode:
+    """The plan of one mode, and what it was learnt from."""
+
+    def __init__(self, steps: list[int], plan: Any) -> None:
+        self.steps, self.plan = steps, plan
+        self.n_passes = 0
+
+
+class _Pass:
+    """A forward or backward that runs: its way along the plan of its mode."""
+
+    def __init__(self, mode: _Mode, *, expects_grads: bool, forward: Forward | None = None) -> None:
+        self.mode = mode
+        self.expects_grads = expects_grads  # gradients may arrive at what is released
+        self.forward = forward  # where it is one, with gradients
+        self.position = 0  # step that was gathered last
+
+
+class _BackwardPass(_Pass):
+    """``task``: autograd's number of a pass that reads weights without adding to gradients; None for one that adds."""
+
+    def __init__(self, mode: _Mode, route: Route, task: int | None) -> None:
+        super().__init__(mode, expects_grads=task is None)
+        self.route, self.task = route, task
+        self.n_passed = 0  # steps
+        self.last_use = {unit: i for i, unit in enumerate(mode.steps)}
+
+
+def _forward_key(name: str, root: int) -> Any:
+    return name if root == 0 else (name, root)
+
+
+class Fetcher:
+    """Gathers and releases the sharded units of one engine.
+
+    ``use`` is what hooks call; passes are begun and ended by the hooks of the root module (``hooks.py``) and by the
+    gradient reducer.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        whole_units: Sequence[Unit],
+        comm: Collectives,
+        limits: FetchLimits,
+        *,
+        use_broadcast: bool = False,
+    ) -> None:
+        self.comm, self.limits, self.use_broadcast = comm, limits, use_broadcast
+        self.stats = FetchStats()
+        # An accelerator's own allocator keeps memory at hand; the C library's hands large pieces back and has to clear
+        # them anew.
+        self.pool = BufferPool(keeps=lambda device: device.type == "cpu", waits=True)
+        self.places = Places()
+        self.live_elems = 0
+        self.lock = threading.RLock()  # autograd runs one thread per device
+        self._stream: Any = None
+        places = [(unit, b) for unit in units for b in range(unit.n_buckets) if unit.bucket_slots[b]]
+        places.sort(key=lambda place: min(slot.order for slot in place[0].bucket_slots[place[1]]))
+        self.groups = [GatherUnit(i, unit, bucket, self) for i, (unit, bucket) in enumerate(places)]
+        for group in self.groups:
+            for slot in group.slots:
+                make_sharded(slot.param, PlacedShard(slot, group, self))
+                point_at_nothing(slot.param)
+        self._whole_slots = [slot for unit in whole_units for slot in unit.slots]
+        for slot in self._whole_slots:
+            make_sharded(slot.param, WholeShard(slot, comm))
+        self._elems = [group.numel for group in self.groups]
+        self._run = _C.Fetch(self._elems)
+        self._modes: OrderedDict[Any, _Mode] = OrderedDict()
+        self._pass: _Pass | None = None  # the one that runs
+        self._in_flight = ForwardsInFlight(comm)
+        self._forward_used: set[int] = set()
+        self.saved = SavedTensors()
+        self.saved.add(WeightPacker(self))
+        self._hooks: ModuleHooks | None = None
+        self._reducer: GradientReducer | None = None
+        self._bucket_of: dict[int, int] = {}
+        self._held: dict[object, Sequence[GatherUnit]] = {}
+        self._is_synced = False
+        self._keeps_all = False  # within a pass nothing is let go
+        self._is_closed = False
+        self._n_read_ahead = 0
+        self._used_last: GatherUnit | None = None  # since the runner was last told anything else
+        self._no_plan = self._make_plan([])
+        self._rest()
+
+    def store_weights(self, groups: Sequence[GatherUnit], n_ahead: int) -> None:
+        """Moves this rank's shards of ``groups`` to where they live. ``n_ahead`` gather units are read before their
+        gathers begin, in the plan's order."""
+        self._n_read_ahead = n_ahead
+        for group in groups:
+            group.unit.weights.move_in(group.bucket)
+        for group in groups:
+            group.unit.weights.wait()
+
+    def _read_ahead(self, index: int) -> None:
+        """Gather unit ``index`` is about to be gathered: starts to read those that follow it in the plan."""
+        running = self._pass
+        if self._n_read_ahead == 0 or running is None:
+            return
+        steps = running.mode.steps
+        running.position = next((i for i in range(running.position, len(steps)) if steps[i] == index), running.position)
+        ahead: dict[int, None] = {}
+        for follower in steps[running.position :]:
+            if len(ahead) > self._n_read_ahead:
+                break
+            if self.groups[follower].buffer is None:
+                ahead[follower] = None
+        for follower in ahead:
+            group = self.groups[follower]
+            group.unit.weights.read_ahead(group.bucket)
+
+    @contextmanager
+    def on_gather_stream(self, device: torch.device) -> Iterator[None]:
+        """Gathers run beside the computation: after what wrote the shards, before what reads the weights."""
+        if device.type == "cpu":
+            yield
+            return
+        if self._stream is None:
+            self._stream = torch.Stream(device)
+        self._stream.wait_stream(torch.accelerator.current_stream(device))
+        with self._stream:
+            yield
+
+    def after_gather(self, buffer: torch.Tensor) -> None:
+        if buffer.device.type != "cpu":
+            current = torch.accelerator.current_stream(buffer.device)
+            current.wait_stream(self._stream)
+            buffer.record_stream(current)
+
+    def count_live(self, n_elems: int) -> None:
+        self.live_elems += n_elems
+        self.stats.max_live_elems = max(self.stats.max_live_elems, self.live_elems)
+
+    def _make_plan(self, steps: list[int]) -> Any:
+        return _C.FetchPlan(steps, self._elems, self.limits.max_live, self.limits.ahead, self.limits.max_reuse)
+
+    def _live(self) -> list[int]:
+        return [group.index for group in self.groups if group.buffer is not None and not group.is_leaving]
+
+    def _rest(self) -> None:
+        """Between passes: every use is gathered on the spot."""
+        self._pass = None
+        self._run.abort()
+        self._run.begin(self._no_plan, self._live())
+        self._used_last = None
+
+    def _apply(self, actions: Sequence[tuple[int, int]]) -> None:
+        for kind, index in actions:
+            if kind == _C.Fetch.STEP:
+                if self._adds_gradients:
+                    self._pace(self._pass)
+                continue
+            group = self.groups[index]
+            if kind == _C.Fetch.GATHER:
+                if not (self._keeps_all and group.buffer is not None):
+                    self._read_ahead(index)
+                    group.start()
+                    self.stats.n_gathers += 1
+                group.stay()
+            else:
+                group.leave(expects_grads=self._expects_grads, later=self._keeps_all)
+
+    def _let_all_go(self, expects_grads: bool, keep: int = -1) -> None:
+        """Releases what is gathered and not held, except unit ``keep``."""
+        for group in self.groups:
+            if group.buffer is not None and group.index != keep and not group.pins:
+                group.let_go(expects_grads=expects_grads)
+
+    def _mode_of(self, key: Any, first_steps: Callable[[], list[int]]) -> _Mode:
+        mode = self._modes.get(key)
+        if mode is None:
+            steps = first_steps()
+            mode = self._modes[key] = _Mode(steps, self._make_plan(steps))
+        return mode
+
+    def _begin(self, beginning: _Pass) -> None:
+        self._pass, mode = beginning, beginning.mode
+        # What is left over from before stays if it comes first now.
+        keep = mode.steps[0] if mode.steps else -1
+        self._let_all_go(self._expects_grads, keep)
+        self._run.abort()
+        self._run.begin(mode.plan, self._live())
+        self._used_last = None
+        self.stats.n_passes += 1
+
+    def _end(self, may_drop: Callable[[], list[bool]], keep: int) -> tuple[list[int], list[bool]]:
+        """Runs the rest of the plan, and learns from the pass. Returns its record."""
+        mode = self._pass.mode
+        self._apply(self._run.end(keep))
+        steps, used = self._run.record
+        mode.n_passes += 1
+        self.stats.n_unexpected += self._run.n_unexpected
+        is_new = self._run.n_unexpected > 0
+        # What all ranks did is the same in the record; what they used is not. They tell one another now and then, all
+        # at the same time.
+        if mode.n_passes & (mode.n_passes - 1) == 0 and steps:
+            used = [n > 0 for n in self.comm.sum_numbers([float(u) for u in used], label="order of use")]
+            pruned = _C.trace_prune(steps, used, may_drop())
+            is_new = is_new or pruned != list(mode.steps)
+        else:
+            pruned = steps
+        if is_new:
+            if self._adds_gradients and self._reducer is not None:
+                self._reducer.forget_lateness()
+            mode.steps = list(pruned)
+            mode.plan = self._make_plan(mode.steps)
+            self.stats.n_replans += mode.n_passes > 1
+        return steps, used
+
+    @property
+    def has_learnt(self) -> bool:
+        """Whether any plan comes from a pass that has run."""
+        return any(mode.n_passes for mode in self._modes.values())
+
+    def learn_anew(self) -> None:
+        """Takes every plan for a mere guess: the next pass of its kind is recorded and compared among the ranks as the
+        first one is, and what no rank used of the plan is dropped after it. On all ranks alike; within a pass as
+        well."""
+        for mode in self._modes.values():
+            mode.n_passes = 0
+
+    def begin_forward(self, name: str, root: int = 0, units: Callable[[], list[int]] | None = None) -> Forward | None:
+        """A forward of a root module begins. Returns what is to live as long as its graph; None without gradients.
+
+        name: train, eval or generate. root: which of several, each of which has plans of its own. units: those that
+        the root has parameters in, by default all.
+        """
+        self._drop_pass()
+        forward = Forward() if name == "train" else None
+        with self.lock:
+            if self._is_synced:
+                self.comm.sum_numbers([1.0], label="ranks that go on generating")
+                name, root = "generate", 0
+            mode = self._mode_of(_forward_key(name, root), lambda: self._first_forward(root, units))
+            self._begin(_Pass(mode, expects_grads=forward is not None, forward=forward))
+        return forward
+
+    def _first_forward(self, root: int = 0, units: Callable[[], list[int]] | None = None) -> list[int]:
+        """What a mode is taken to use before its first pass: what another mode used, or all in order of
+        registration."""
+        for name in ("generate", "eval", "train"):
+            if (mode := self._modes.get(_forward_key(name, root))) is not None:
+                return list(mode.steps)
+        return list(range(len(self.groups))) if units is None else units()
+
+    def end_forward(self, outputs: Sequence[torch.Tensor]) -> None:
+        """A forward of a root module has ended; ``outputs``: the tensors that it gives and that require a gradient."""
+        running = self._pass
+        if running is None or self.is_in_backward:
+            return
+        with self.lock:
+            if self._is_synced:
+                self._end_synced()
+                return
+            is_train, mode = running.forward is not None, running.mode
+            # Backward begins with what forward ended with.
+            keep = mode.steps[-1] if is_train and mode.steps else -1
+            if keep >= 0 and self._elems[keep] > min(self.limits.max_reuse, self.limits.max_live):
+                keep = -1
+            n = len(self.groups)
+            steps, used = self._end(lambda: [False] * n, keep)
+            # Without a reducer no backward is announced, so that none is planned.
+            if is_train and self._reducer is not None:
+                self._in_flight.add(running.forward, steps, outputs)
+                self._forward_used.update(u for u, is_used in zip(steps, used) if is_used)
+            self._rest()
+
+    @contextmanager
+    def synced(self) -> Iterator[None]:
+        """Lets ranks run different numbers of forwards: one that is done serves the others' gathers until all are."""
+        if self._is_synced:
+            yield
+            return
+        learnt = any(self._modes[name].n_passes for name in ("generate", "eval", "train") if name in self._modes)
+        # The plan must hold every use, or those who serve could not know of it. An order that was only guessed may not:
+        # what it has gathered then stays until the forward ends, so that a second use finds it.
+        self._is_synced, self._keeps_all = True, not learnt
+        try:
+            yield
+            while self.comm.sum_numbers([0.0], label="ranks that go on generating")[0]:
+                with self.lock:
+                    self._begin(_Pass(self._mode_of("generate", self._first_forward), expects_grads=False))
+                    self._end_synced()
+        finally:
+            self._is_synced = self._keeps_all = False
+
+    def _end_synced(self) -> None:
+        """Ends a forward whose record may differ between ranks: nothing is learnt from it."""
+        self._apply(self._run.end(-1))
+        self._let_all_go(expects_grads=False)
+        self._rest()
+
+    def begin_backward(self, starts: Sequence[Any] | None = None) -> None:
+        """A backward pass begins: gradients may arrive at released parameters, which take on their shape for it.
+
+        starts: the nodes of the graph at which it does. None: it has begun already, and is at one of its nodes now.
+        Collective where several forwards are in flight.
+        """
+        if self._adds_gradients:
+            return
+        with self.lock:
+            self._drop_pass()
+            for group in self.groups:
+                group.expect_grads(True)
+            self._begin_backward("backward", starts, None)
+
+    def begin_reading(self) -> None:
+        """A pass begins, from within it, that reads weights as a backward does and adds to no gradient; the backward
+        of the forwards before it may still come.
+
+        Within another pass it is a part of that.
+        """
+        task = torch._C._current_graph_task_id()
+        running = self._pass
+        if running is not None and not (self.is_in_backward and running.task not in (None, task)):
+            return
+        with self.lock:
+            self._drop_pass()
+            self._begin_backward("reading", None, task)
+        Variable._execution_engine.queue_callback(lambda: self._end_reading(task))
+
+    def _begin_backward(self, kind: str, starts: Sequence[Any] | None, task: int | None) -> None:
+        route = self._in_flight.route(starts, within=torch._C._current_autograd_node())
+        key = (kind, *route.key)
+        mode = self._mode_of(key, lambda: list(reversed_steps(route)))
+        old = [k for k in self._modes if k[0] in ("backward", "reading") and k != key]
+        for k in old[: max(0, len(old) + 1 - MAX_BACKWARD_PLANS)]:
+            del self._modes[k]
+        self._begin(_BackwardPass(mode, route, task))
+
+    def end_backward(self) -> None:
+        if self.is_in_backward:
+            with self.lock:
+                route = self._pass.route
+                self._end_backward()
+                self._in_flight.end(route)
+
+    def _end_reading(self, task: int) -> None:
+        if self.is_in_backward and self._pass.task == task:
+            with self.lock:
+                self._end_backward()
+                self._in_flight.leave()
+
+    def _end_backward(self) -> None:
+        self._let_held_go()
+        self._pass.expects_grads = False  # they have all come
+        used = self._forward_used
+        self._end(lambda: [i in used for i in range(len(self.groups))], -1)
+        self._leave_backward()
+
+    def drop_reading(self) -> None:
+        """No pass is running: one that only read weights and is still open has raised."""
+        if self.is_in_backward and not self._adds_gradients:
+            self.abort()
+
+    def _leave_backward(self) -> None:
+        self._rest()
+        for group in self.groups:
+            group.expect_grads(False)
+
+    def abort(self) -> None:
+        """A pass raised (on all ranks alike): releases everything, learns nothing."""
+        with self.lock:
+            was_in_backward = self.is_in_backward
+            self._let_held_go()
+            self._drop_pass()
+            self._in_flight.forget()
+            self._let_all_go(expects_grads=False)
+            if was_in_backward:
+                self._leave_backward()
+            else:
+                self._rest()
+
+    def _drop_pass(self) -> None:
+        if self._pass is not None:
+            self._apply(self._run.abort())
+            self._rest()
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether a reducer takes the gradients, or the engine is closed and none come."""
+        return self._reducer is not None or self._is_closed
+
+    @property
+    def is_active(self) -> bool:
+        """Within a forward of a root module or a backward pass."""
+        return self._pass is not None
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Within a backward pass, also one that only reads weights."""
+        return type(self._pass) is _BackwardPass
+
+    @property
+    def _adds_gradients(self) -> bool:
+        return self.is_in_backward and self._pass.task is None
+
+    @property
+    def _expects_grads(self) -> bool:
+        return self._pass is not None and self._pass.expects_grads
+
+    def is_in_use(self, group: GatherUnit) -> bool:
+        """Whether nothing is due when an available unit is used: it is held (whatever part of it this rank goes
+        through, the plan stands still) or was used just now."""
+        return group.is_ready and (group is self._used_last or group.pins > 0)
+
+    def use(self, index: int) -> None:
+        """Makes a gather unit available now; collective unless the plan has gathered it already."""
+        group = self.groups[index]
+        if self.is_in_use(group):
+            return
+        with self.lock:
+            self._used_last = group
+            actions = self._run.use(index)
+            if actions:
+                if self._is_closed:
+                    raise self._closed_error()
+                self._apply(actions)
+            if not group.is_ready:
+                group.finish()
+
+    @staticmethod
+    def _closed_error() -> StateError:
+        return StateError(
+            "the engine is closed, so its weights cannot be gathered any more",
+            where="backward",
+            fix="run backward before engine.close()",
+        )
+
+    def pin(self, groups: Sequence[GatherUnit]) -> None:
+        """Makes gather units available until ``unpin``. Collective."""
+        with self.lock:
+            if self._is_closed:
+                raise self._closed_error()
+            wanted = sorted(groups, key=lambda group: group.index)
+            for group in wanted:
+                if group.buffer is None:
+                    group.start()
+                    self.stats.n_gathers += 1
+                group.hold()
+            for group in wanted:
+                group.finish()
+            if self._pass is None:
+                self._rest()
+
+    def unpin(self, groups: Sequence[GatherUnit]) -> None:
+        with self.lock:
+            live = set(self._run.live) if self._pass is not None else set()
+            for group in groups:
+                if group.unhold() and group.buffer is not None and group.index not in live:
+                    group.let_go(expects_grads=self._expects_grads)
+            if self._pass is None:
+                self._rest()
+
+    def hold(self, group: GatherUnit) -> None:
+        """Keeps an available unit while a module runs, whatever the plan says."""
+        group.hold()
+
+    def unhold(self, group: GatherUnit) -> None:
+        if group.unhold() and group.is_leaving and group.buffer is not None:
+            with self.lock:
+                group.let_go(expects_grads=self._expects_grads)
+
+    def hold_in_backward(
+        self, groups: Sequence[GatherUnit], inputs: list[torch.Tensor], outputs: list[torch.Tensor]
+    ) -> None:
+        """Makes units available when a backward reaches ``outputs``, whatever of them it goes through, until it has
+        passed ``inputs``."""
+        if not outputs:
+            return
+        token = object()
+
+        def enter(*_: Any) -> None:
+            with self.lock:
+                if self.is_in_backward and token not in self._held:
+                    self._held[token] = groups
+                    for group in reversed(groups):  # about the order of backward
+                        self.use(group.index)
+                        self.hold(group)
+
+        def leave(*_: Any) -> None:
+            for group in self._held.pop(token, ()):
+                self.unhold(group)
+
+        torch.autograd.graph.register_multi_grad_hook(outputs, enter, mode="any")
+        # Such a hook cannot be on a leaf whose gradient autograd.grad returns. What is fed with leaves is held until
+        # the pass ends.
+        if inputs and all(t.grad_fn is not None for t in inputs):
+            torch.autograd.graph.register_multi_grad_hook(inputs, leave, mode="all")
+
+    def _let_held_go(self) -> None:
+        while self._held:
+            for group in self._held.popitem()[1]:
+                self.unhold(group)
+
+    def weights_changed(self, group: GatherUnit | None = None) -> None:
+        """The shards were written to: what is gathered is out of date. Collective where units are pinned."""
+        with self.lock:
+            for g in self.groups if group is None else [group]:
+                if g.buffer is None:
+                    continue
+                if g.pins:
+                    g.start()
+                    g.finish()
+                else:
+                    g.let_go(expects_grads=self._expects_grads)
+            if self._pass is None:
+                self._rest()
+
+    def group_at(self, unit: Unit, bucket: int) -> GatherUnit | None:
+        return next((g for g in self.groups if g.unit is unit and g.bucket == bucket), None)
+
+    @property
+    def hooks(self) -> ModuleHooks | None:
+        """What tells this fetcher of passes; None before an engine has taken it over."""
+        return self._hooks
+
+    def connect_hooks(self, hooks: ModuleHooks) -> None:
+        """From now on ``hooks`` begin and end forwards. Those before it must have been removed."""
+        self._hooks = hooks
+
+    def connect(self, reducer: GradientReducer) -> None:
+        """Lets the passes drive when ``reducer`` sends which bucket: in the plan's order, the same on all ranks."""
+        self._reducer = reducer
+        place = {(bucket.unit, bucket.index): i for i, bucket in enumerate(reducer.buckets)}
+        self._bucket_of = {
+            group.index: place[group.unit, group.bucket] for group in self.groups if (group.unit, group.bucket) in place
+        }
+
+    def _pace(self, backward: _BackwardPass) -> None:
+        """A step of the backward plan has been passed: sends the gradients of the unit whose last step lies
+        ``PACE_STEPS`` behind it."""
+        passed = backward.n_passed - PACE_STEPS
+        backward.n_passed += 1
+        if self._reducer is None or passed < 0:
+            return
+        unit = backward.mode.steps[passed]
+        if backward.last_use[unit] == passed and unit in self._bucket_of:
+            self._reducer.launch_bucket(self._bucket_of[unit])
+
+    def close(self) -> None:
+        """Leaves every sharded parameter released and on its own, in the pieces that it has, and whole ones
+        ordinary."""
+        if self._is_closed:
+            return
+        self._pass = None
+        self._is_closed = True
+        for group in self.groups:
+            group.close()
+        for group in self.groups:
+            for slot in group.slots:
+                state = state_of(slot.param)
+                alone = StandaloneShard(
+                    slot.param,
+                    slot.name,
+                    state.comm,
+                    shape=slot.shape,
+                    piece=state.piece.clone(),
+                    ranges=(list(state.begins), list(state.numels)),
+                    everyone=self.comm,
+                )
+                make_sharded(slot.param, alone)
+                point_at_nothing(slot.param)
+        for slot in self._whole_slots:
+            take_over(slot.param, slot.param.data)
+        self._reducer = None
+        self.pool.clear()
+        for group in self.groups:
+            group.unit.weights.end()
+        logger.debug("stage 3: %s", self.stats.as_dict())

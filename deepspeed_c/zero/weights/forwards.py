@@ -1,0 +1,182 @@
+"""The forwards that are in flight: which ones a backward goes through, told from the graph, and the same on all ranks.
+
+A forward is one micro-batch's way through the root module (or through a chunk of it). Several may run before the first
+backward, and their backwards come in any order: pipelines, contrastive losses and evaluations with gradients do it.
+Autograd numbers nodes in the order in which they are made, so the numbers of a forward's nodes are an interval, and a
+walk from the loss finds whose nodes are on its way, whatever a module has done with its outputs.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from deepspeed_c.comm.collectives import Collectives
+
+__all__ = ["Forward", "ForwardsInFlight", "Route"]
+
+# Forwards that no backward has followed, at least, before ranks ask one another whose graphs live.
+FORWARDS_BEFORE_ASKING = 16
+
+
+def _n_nodes() -> int:
+    """How many nodes of graphs this thread has made."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+class Forward:
+    """One forward with gradients. What autograd saves of it and the nodes of its outputs hold this object, so it lives
+    as long as its graph does."""
+
+    __slots__ = ("__weakref__", "first_node", "is_entered")
+
+    def __init__(self) -> None:
+        self.first_node = _n_nodes()
+        self.is_entered = False
+
+    def enter(self) -> None:
+        """A backward asks for something that this forward has saved."""
+        self.is_entered = True
+
+    def leave(self) -> bool:
+        """The pass has ended. Returns whether it has come through here."""
+        is_entered, self.is_entered = self.is_entered, False
+        return is_entered
+
+
+class _ForwardRecord:
+    """What is known of a forward without keeping its graph alive."""
+
+    def __init__(self, forward: Forward, steps: tuple[int, ...]) -> None:
+        self.steps = steps
+        self._forward = weakref.ref(forward)
+        self.first_node, self.last_node = forward.first_node, _n_nodes()
+        self.thread = threading.get_ident()
+        self.is_done = False  # a backward of this rank has come through
+
+    def lives(self) -> bool:
+        return self._forward() is not None and not self.is_done
+
+    def leave(self, *, is_done: bool) -> None:
+        forward = self._forward()
+        if forward is not None and forward.leave() and is_done:
+            self.is_done = True
+
+
+class Route(NamedTuple):
+    """The forwards that a pass goes through, the same on all ranks."""
+
+    records: list[_ForwardRecord]
+    """Those that it may go through, oldest first; its plan is made from these."""
+    certain: list[_ForwardRecord]
+    """Those of them that some rank's pass is known to go through."""
+
+    @property
+    def key(self) -> tuple:
+        """What the pass has in common with others that do the same."""
+        certain = set(map(id, self.certain))
+        which = [i for i, record in enumerate(self.records) if id(record) in certain]
+        return (*(record.steps for record in self.records), *([tuple(which)] if len(which) < len(self.records) else []))
+
+
+class ForwardsInFlight:
+    """Those since whose end no backward has come through them; the list is the same on all ranks."""
+
+    def __init__(self, comm: Collectives) -> None:
+        self._comm = comm
+        self._records: list[_ForwardRecord] = []
+        self._max = FORWARDS_BEFORE_ASKING
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def add(self, forward: Forward, steps: Sequence[int], outputs: Sequence[torch.Tensor]) -> None:
+        """``forward`` has ended. Collective now and then: the ranks tell one another which graphs live."""
+        for output in outputs:
+            if output.grad_fn is not None:
+                output.grad_fn.metadata[forward] = None
+        self._records.append(_ForwardRecord(forward, tuple(steps)))
+        if len(self._records) >= self._max:
+            self._keep(self._comm.sum_numbers(self._lives(), label="forwards whose graph lives"))
+            self._max = max(FORWARDS_BEFORE_ASKING, 2 * len(self._records))
+
+    def route(self, starts: Sequence[Any] | None, within: Any = None) -> Route:
+        """The way of a pass. Collective where several forwards are in flight, and free of cost where one is.
+
+        starts: the nodes at which it begins. None: nobody knows them all, because the pass runs already; ``within`` is
+        the node that runs, if it is one. A rank whose pass leaves out what another's goes through follows the one that
+        does.
+        """
+        if len(self._records) < 2:
+            return Route(list(self._records), list(self._records))
+        known = self._walk(([] if within is None else [within]) if starts is None else starts)
+        # Each thread numbers its nodes for itself.
+        is_partial = starts is None or len({record.thread for record in self._records}) > 1
+        n = len(self._records)
+        numbers = [*self._lives(), *map(float, known), float(is_partial)]
+        numbers = self._comm.sum_numbers(numbers, label="forwards that a backward goes through")
+        certain = [record for record, n_ranks in zip(self._records, numbers[n:]) if n_ranks]
+        self._keep([a + b for a, b in zip(numbers[:n], numbers[n:])])
+        return Route(list(self._records) if numbers[-1] else certain, certain)
+
+    def _lives(self) -> list[float]:
+        return [float(record.lives()) for record in self._records]
+
+    def _keep(self, n_ranks: Sequence[float]) -> None:
+        """Forgets forwards that no rank knows of. Ranks may differ, as where one keeps its losses: all follow those
+        that know more."""
+        # A graph that saves nothing and whose outputs nobody can see: the last forward is as good as any.
+        self._records = [r for r, n in zip(self._records, n_ranks) if n] or self._records[-1:]
+
+    def _walk(self, starts: Sequence[Any]) -> list[bool]:
+        """For each forward whether nodes of it are behind ``starts``."""
+        firsts, found = [record.first_node for record in self._records], [False] * len(self._records)
+        todo: list[Any] = list(starts)
+        seen: set[Any] = {None}
+        while todo and not all(found):
+            node = todo.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            number = node._sequence_nr()
+            i = bisect_right(firsts, number) - 1
+            if i >= 0 and number < self._records[i].last_node:
+                found[i] = True
+                # What a node is made from was made before it.
+                if all(found[:i]):
+                    continue
+            todo += [follower for follower, _ in node.next_functions]
+        return found
+
+    def end(self, route: Route) -> None:
+        """The backward along ``route`` has ended: forgets what it went through."""
+        for record in self._records:
+            record.leave(is_done=True)
+        gone = set(map(id, route.certain))
+        self._records = [record for record in self._records if id(record) not in gone]
+        if not self._records:
+            self._max = FORWARDS_BEFORE_ASKING
+
+    def leave(self) -> None:
+        """A pass that has only read weights has ended: the backward may still come."""
+        for record in self._records:
+            record.leave(is_done=False)
+
+    def forget(self) -> None:
+        self._records.clear()
+        self._max = FORWARDS_BEFORE_ASKING
+
+
+def reversed_steps(route: Route) -> Iterator[int]:
+    """The order in which a backward is taken to use units before its first pass: the reverse of its forwards'."""
+    last = None
+    for record in reversed(route.records):
+        for unit in reversed(record.steps):
+            if unit != last:
+                yield unit
+            last = unit

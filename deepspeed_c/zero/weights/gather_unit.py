@@ -1,0 +1,273 @@
+"""A gather unit: one bucket of a sharded unit, put together in a buffer of the pool, and what its parameters know
+about where they lie."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from deepspeed_c.comm.collectives import Collectives, Work
+from deepspeed_c.zero.layout.unit import Slot, Unit
+from deepspeed_c.zero.weights.param import (
+    ShardState,
+    ZeroParamStatus,
+    adopt_shape,
+    point_at,
+    point_at_nothing,
+    state_of,
+)
+
+if TYPE_CHECKING:
+    from deepspeed_c.zero.weights.fetch import Fetcher
+
+__all__ = ["GatherUnit", "PlacedShard", "Places", "WholeShard"]
+
+
+class Places:
+    """Which gather unit lies where in memory, among those that are live."""
+
+    def __init__(self) -> None:
+        self._begins: list[int] = []
+        self._ends: list[int] = []
+        self._units: list[GatherUnit] = []
+
+    def __len__(self) -> int:
+        return len(self._units)
+
+    def add(self, unit: GatherUnit) -> None:
+        begin = unit.buffer.data_ptr()
+        i = bisect_right(self._begins, begin)
+        self._begins.insert(i, begin)
+        self._ends.insert(i, begin + unit.buffer.nbytes)
+        self._units.insert(i, unit)
+
+    def remove(self, unit: GatherUnit) -> None:
+        i = self._units.index(unit)
+        del self._begins[i], self._ends[i], self._units[i]
+
+    def find(self, address: int) -> GatherUnit | None:
+        i = bisect_right(self._begins, address) - 1
+        return self._units[i] if i >= 0 and address < self._ends[i] else None
+
+
+class GatherUnit:
+    """One bucket of a sharded unit: the parameters that are gathered by one collective."""
+
+    def __init__(self, index: int, unit: Unit, bucket: int, fetcher: Fetcher) -> None:
+        self.index, self.unit, self.bucket, self._fetcher = index, unit, bucket, fetcher
+        self.slots: list[Slot] = unit.bucket_slots[bucket]
+        self.numel = unit.bucket_numel(bucket)
+        first = min(self.slots, key=lambda slot: slot.order)
+        self.label = first.name if len(self.slots) == 1 else f"{first.name} (+{len(self.slots) - 1} more)"
+        self.buffer: torch.Tensor | None = None  # [numel], lent by the pool
+        self._work: Work | None = None
+        self.is_ready = False  # the parameters point into the buffer
+        self._expects_grads = False  # released, and a gradient may arrive: those that are trained have their shapes
+        self.pins = 0
+        self.is_leaving = False  # released by the plan while pinned
+        self._begin = unit.bucket_begin[bucket]
+
+    @property
+    def status(self) -> ZeroParamStatus:
+        if self.is_ready:
+            return ZeroParamStatus.AVAILABLE
+        return ZeroParamStatus.NOT_AVAILABLE if self.buffer is None else ZeroParamStatus.INFLIGHT
+
+    def start(self) -> None:
+        """Issues the gather. In place where the unit is here already (its weights were updated, or a plan asks for it
+        again)."""
+        fetcher = self._fetcher
+        self.wait()
+        with (
+            self.unit.weights.open(self.bucket, writes=False),
+            fetcher.on_gather_stream(self.unit.device),
+            torch.inference_mode(False),
+            torch.no_grad(),
+        ):
+            if self.buffer is None:
+                self.buffer = fetcher.pool.take(self.numel, self.unit.dtype, self.unit.device)
+                fetcher.places.add(self)
+                fetcher.count_live(self.numel)
+            self.unit.own_slice(self.buffer, self.bucket).copy_(self.unit.param_slice(self.bucket))
+            self._work = self.unit.comm.all_gather(self.buffer, use_broadcast=fetcher.use_broadcast, label=self.label)
+        self.is_leaving = False
+
+    def wait(self) -> None:
+        if self._work is not None:
+            work, self._work = self._work, None
+            with torch.inference_mode(False), torch.no_grad():
+                work.wait()
+                self._fetcher.after_gather(self.buffer)
+
+    def finish(self) -> None:
+        """Waits for the gather and makes the parameters available."""
+        self.wait()
+        if not self.is_ready:
+            with torch.inference_mode(False), torch.no_grad():
+                for slot in self.slots:
+                    point_at(slot.param, slot.view(self.buffer, self._begin))
+            self.is_ready, self._expects_grads = True, False
+
+    def hold(self) -> None:
+        """Keeps the unit, whatever a plan says, until ``unhold``."""
+        self.pins += 1
+
+    def unhold(self) -> bool:
+        """Returns whether nobody holds it any more."""
+        self.pins -= 1
+        return self.pins == 0
+
+    def leave(self, *, expects_grads: bool, later: bool) -> None:
+        """A plan releases the unit. It goes now, or, where somebody holds it or ``later`` is said, by another call."""
+        if self.pins or later:
+            self.is_leaving = True
+        elif self.buffer is not None:
+            self.let_go(expects_grads=expects_grads)
+
+    def stay(self) -> None:
+        """A plan gathers the unit, which may not have gone yet."""
+        self.is_leaving = False
+
+    def close(self) -> None:
+        """Lets go of everything, whoever holds it."""
+        self.pins = 0
+        if self.buffer is not None:
+            self.let_go(expects_grads=False)
+
+    def let_go(self, *, expects_grads: bool) -> None:
+        """Releases the parameters and the buffer."""
+        self.wait()
+        fetcher = self._fetcher
+        # Where nothing is trained no backward is announced: a gradient may arrive whenever a graph is left.
+        self._release(expects_grads or not fetcher.is_trained)
+        fetcher.places.remove(self)
+        fetcher.count_live(-self.numel)
+        fetcher.pool.give(self.buffer)
+        self.buffer = None
+        self.is_ready = self.is_leaving = False
+
+    def expect_grads(self, expects: bool) -> None:
+        """Released parameters that are trained take on their shapes, for gradients that may arrive, or give them up."""
+        if self.buffer is None and self._expects_grads != expects:
+            self._release(expects)
+
+    def _release(self, expects_grads: bool) -> None:
+        self._expects_grads = expects_grads
+        for slot in self.slots:
+            if expects_grads and slot.param.requires_grad:
+                adopt_shape(slot.param)
+            else:
+                point_at_nothing(slot.param)
+
+
+class PlacedShard(ShardState):
+    """The state of a parameter that lies in a gather unit of an engine."""
+
+    def __init__(self, slot: Slot, group: GatherUnit, fetcher: Fetcher) -> None:
+        super().__init__(slot.param, slot.name, slot.unit.comm, slot.shape, persists=False, everyone=fetcher.comm)
+        self.slot, self.group, self.fetcher = slot, group, fetcher
+        self._ranges: tuple[list[int], list[int]] | None = None
+
+    def _find_ranges(self) -> tuple[list[int], list[int]]:
+        if self._ranges is None:
+            self._ranges = self.slot.unit.ranges_of(self.slot)
+        return self._ranges
+
+    @property
+    def begins(self) -> Sequence[int]:
+        return self._find_ranges()[0]
+
+    @property
+    def numels(self) -> Sequence[int]:
+        return self._find_ranges()[1]
+
+    @property
+    def piece(self) -> torch.Tensor:
+        """A copy where the weights live in a file."""
+        unit, bucket = self.slot.unit, self.slot.bucket
+        fragment = unit.fragment_of.get(self.slot)
+        if fragment is None:
+            return self.empty
+        with unit.weights.open(bucket, writes=False):
+            piece = unit.weight_piece(fragment)
+            return piece.clone() if unit.weights.needs_open(bucket) else piece
+
+    def put_piece(self, values: torch.Tensor) -> None:
+        """Overwrites this rank's elements of the weights; ``values`` is flat."""
+        unit, fragment = self.slot.unit, self.slot.unit.fragment_of.get(self.slot)
+        if fragment is not None:
+            with unit.weights.open(self.slot.bucket):
+                unit.weight_piece(fragment).copy_(values)
+
+    @property
+    def status(self) -> ZeroParamStatus:
+        return self.group.status
+
+    def acquire(self, params: Sequence[torch.nn.Parameter]) -> None:
+        self.fetcher.pin([state_of(param).group for param in params])
+
+    def give_back(self, params: Sequence[torch.nn.Parameter]) -> None:
+        self.fetcher.unpin([state_of(param).group for param in params])
+
+    def store(self, param: torch.nn.Parameter) -> None:
+        unit, fragment = self.slot.unit, self.slot.unit.fragment_of.get(self.slot)
+        if fragment is not None:
+            with torch.no_grad():
+                mine = self.own_part(param.data.reshape(-1))
+                unit.put_master(fragment, mine)
+                self.put_piece(mine)
+
+    def open_for_edit(self, param: torch.nn.Parameter) -> bool:
+        """What a pass reads of a parameter that nobody announced, or that was released since it was looked up, is
+        gathered on the spot."""
+        if not self.fetcher.is_active:
+            return False
+        self.fetcher.use(self.group.index)
+        return True
+
+    def hold(self) -> Callable[[], None]:
+        self.fetcher.hold(self.group)
+        return lambda: self.fetcher.unhold(self.group)
+
+    @property
+    def view(self) -> torch.Tensor:
+        """The parameter's place in what is gathered."""
+        return self.slot.view(self.group.buffer, self.slot.unit.bucket_begin[self.slot.bucket])
+
+
+class WholeShard(ShardState):
+    """The state of a parameter that stays whole on every rank (below the persistence threshold, or on a single
+    rank)."""
+
+    def __init__(self, slot: Slot, comm: Collectives) -> None:
+        super().__init__(slot.param, slot.name, comm, slot.shape, persists=True)
+        self.slot = slot
+        self.begins, self.numels = [0] * comm.world_size, [self.numel] * comm.world_size
+
+    @property
+    def piece(self) -> torch.Tensor:
+        return self.view.reshape(-1)
+
+    @property
+    def status(self) -> ZeroParamStatus:
+        return ZeroParamStatus.AVAILABLE
+
+    def acquire(self, params: Sequence[torch.nn.Parameter]) -> None:
+        pass
+
+    def give_back(self, params: Sequence[torch.nn.Parameter]) -> None:
+        pass
+
+    def store(self, param: torch.nn.Parameter) -> None:
+        unit, fragment = self.slot.unit, self.slot.unit.fragment_of.get(self.slot)
+        with torch.no_grad():
+            if fragment is not None:
+                unit.put_master(fragment, param.data.reshape(-1).narrow(0, fragment.begin, fragment.numel))
+
+    @property
+    def view(self) -> torch.Tensor:
+        """The parameter's place in the unit's weights."""
+        return self.slot.view(self.slot.unit.flat_param)

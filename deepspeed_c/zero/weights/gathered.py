@@ -1,0 +1,225 @@
+"""Whole parameters for a while: reading and editing what stage 3 has sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from deepspeed_c.errors import StateError
+from deepspeed_c.zero.weights.gather_unit import PlacedShard, WholeShard
+from deepspeed_c.zero.weights.hooks import external_parameters
+from deepspeed_c.zero.weights.param import check_edit, point_at, state_of
+
+__all__ = [
+    "GatheredParameters",
+    "register_external_parameter",
+    "unregister_external_parameter",
+    "unwrap_model_for_generation",
+]
+
+
+def _fingerprint(param: torch.nn.Parameter) -> tuple[int, ...]:
+    """Position-dependent sums of a tensor's bits: equal before and after unless somebody wrote to it (up to a chance
+    of about 2^-64)."""
+    data = param.data
+    if data.numel() == 0:
+        return (data.data_ptr(),)
+    bits = data.detach().contiguous().view(-1)
+    bits = bits.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[bits.element_size()])
+    width = min(bits.numel(), 4099)  # prime: rows start at ever other offsets of what repeats
+    n_rows = bits.numel() // width
+    rows = bits.narrow(0, 0, n_rows * width).view(n_rows, width)
+    by_column, by_row = rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64)
+    rest = bits.narrow(0, n_rows * width, bits.numel() - n_rows * width).to(torch.int64)
+
+    def weigh(sums: torch.Tensor) -> torch.Tensor:
+        # Odd weights, so that no change of one sum is lost modulo 2^64.
+        weights = torch.arange(sums.numel(), device=sums.device, dtype=torch.int64)
+        return (sums * (weights * 0x1E3779B97F4A7C15 + 1)).sum() if sums.numel() else sums.new_zeros(())
+
+    return tuple(torch.stack([weigh(by_column), weigh(by_row), weigh(rest)]).tolist())
+
+
+class GatheredParameters:
+    """Context in which sharded parameters are whole. Collective: enter it on all ranks, with the same parameters.
+
+    Args:
+        params: a parameter, or any iterable of tensors; what is not sharded is left alone.
+        modifier_rank: the rank (global) whose edits count: on exit its values go to every rank's shard and master
+        weights. None: parameters are only read; a write
+            raises StateError on all ranks, and is not kept.
+        fwd_module: the module that will read ``params`` in its forward although they are another's (see
+        ``register_external_parameter``). enabled: False makes the context do nothing.
+    """
+
+    def __init__(
+        self,
+        params: torch.Tensor | Iterable[torch.Tensor],
+        modifier_rank: int | None = None,
+        fwd_module: torch.nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        self._params: list[torch.nn.Parameter] = []
+        self._modifier_rank = modifier_rank
+        if not enabled:
+            return
+        given = [params] if torch.is_tensor(params) else list(params)
+        seen: set[int] = set()
+        for param in given:
+            if state_of(param) is not None and id(param) not in seen:
+                seen.add(id(param))
+                self._params.append(param)
+        # A set comes in another order on each rank; states are made in the same order on all.
+        self._params.sort(key=lambda param: state_of(param).ds_id)
+        if fwd_module is not None:
+            for param in self._params:
+                register_external_parameter(fwd_module, param)
+
+    def __enter__(self) -> None:
+        for params in self._together():
+            state_of(params[0]).acquire(params)
+        # A parameter that stays whole has no shards to come back from: small ones are copied.
+        self._copies = [p.data.clone() if isinstance(state_of(p), WholeShard) else None for p in self._params]
+        if self._modifier_rank is None:
+            self._before = [None if c is not None else _fingerprint(p) for p, c in zip(self._params, self._copies)]
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        if not self._params:
+            return False
+        try:
+            if self._modifier_rank is None:
+                self._forbid_edits(raises=kind is None)
+            else:
+                self._keep_edits(raises=kind is None)
+        finally:
+            for params in self._together():
+                state_of(params[0]).give_back(params)
+            self._copies = self._before = None
+        return False
+
+    def _together(self) -> list[list[torch.nn.Parameter]]:
+        """Parameters that are gathered together: those of one engine; those of none."""
+        sets: dict[Any, list[torch.nn.Parameter]] = {}
+        for param in self._params:
+            state = state_of(param)
+            sets.setdefault(state.fetcher if isinstance(state, PlacedShard) else type(state), []).append(param)
+        return list(sets.values())
+
+    def _keep_edits(self, raises: bool) -> None:
+        # An exception on one rank must not leave the others in a broadcast.
+        failed = state_of(self._params[0]).everyone.gather_numbers(int(not raises), label="edits of parameters")
+        if any(failed):
+            self._restore()
+            if raises:
+                raise StateError(
+                    f"rank {failed.index(1)} raised within GatheredParameters; the edits were not kept",
+                    where=state_of(self._params[0]).name,
+                    fix="look at that rank's exception",
+                )
+            return
+        try:
+            for param in self._params:
+                check_edit(state_of(param), param.data)
+        except StateError:
+            self._restore()
+            raise
+        for param in self._params:
+            state = state_of(param)
+            # What replaced the data may have another dtype, other strides, or be a view of what it replaced.
+            whole = param.data.to(device=state.device, dtype=state.dtype).contiguous()
+            everyone = state.everyone
+            everyone.broadcast(whole, everyone.global_ranks.index(self._modifier_rank), label=state.name)
+            if isinstance(state, (PlacedShard, WholeShard)):
+                if whole.data_ptr() != state.view.data_ptr():
+                    state.view.copy_(whole)
+                whole = state.view
+            point_at(param, whole)
+            state.store(param)
+
+    def _restore(self) -> None:
+        """Makes the parameters what they were, for contexts around this one as well. Collective."""
+        fetchers: dict[int, Any] = {}
+        for param, copy in zip(self._params, self._copies):
+            state = state_of(param)
+            if copy is not None:
+                point_at(param, state.view)
+                param.data.copy_(copy)
+            elif isinstance(state, PlacedShard):
+                point_at(param, state.view)
+                fetchers[id(state.fetcher)] = state.fetcher
+            elif state.is_shared:
+                point_at(param, state.whole())
+        for fetcher in fetchers.values():
+            fetcher.weights_changed()
+
+    def _is_written(self, param: torch.nn.Parameter, before: Any, copy: torch.Tensor | None) -> bool:
+        if copy is not None:
+            return param.data.shape != copy.shape or not torch.equal(_bits(param.data), _bits(copy))
+        return _fingerprint(param) != before
+
+    def _forbid_edits(self, raises: bool) -> None:
+        looked_at = enumerate(zip(self._params, self._before, self._copies))
+        first = next((i for i, seen in looked_at if self._is_written(*seen)), -1)
+        firsts = state_of(self._params[0]).everyone.gather_numbers(first, label="edits of parameters")
+        if all(first < 0 for first in firsts):
+            return
+        self._restore()
+        if raises:
+            rank = next(r for r, first in enumerate(firsts) if first >= 0)
+            raise StateError(
+                f"rank {rank} wrote to the parameter within GatheredParameters without modifier_rank; the edit was not kept",
+                where=state_of(self._params[firsts[rank]]).name,
+                fix="pass modifier_rank=0 (the rank whose edits count) to GatheredParameters",
+            )
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0)
+
+
+def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
+    """Says that ``module`` reads a parameter of another module in its forward.
+
+    An access as an attribute (``other.weight``) is noticed by itself; this is for one that is not, such as a parameter
+    kept in a list.
+    """
+    if not isinstance(parameter, torch.nn.Parameter):
+        raise StateError(
+            f"a {type(parameter).__name__} is no parameter",
+            where="register_external_parameter",
+            fix="pass a torch.nn.Parameter",
+        )
+    external_parameters(module)[id(parameter)] = parameter
+    state = state_of(parameter)
+    if isinstance(state, PlacedShard) and state.fetcher.hooks is not None:
+        state.fetcher.hooks.watch(module)
+
+
+def unregister_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
+    """Undoes ``register_external_parameter``."""
+    if external_parameters(module).pop(id(parameter), None) is None:
+        raise StateError(
+            "the parameter was not registered with the module",
+            where="unregister_external_parameter",
+            fix="call register_external_parameter first",
+        )
+
+
+@contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[torch.nn.Module]:
+    """Yields the plain module of an engine with all parameters whole and no hooks, for a fast ``generate``.
+    Collective; takes the memory of the whole model."""
+    module = getattr(model, "module", model)
+    fetchers = {state.fetcher for p in module.parameters() if isinstance(state := state_of(p), PlacedShard)}
+    hooks = [f.hooks for f in fetchers if f.hooks is not None]
+    with GatheredParameters(module.parameters()):
+        for h in hooks:
+            h.remove()
+        try:
+            yield module
+        finally:
+            for h in hooks:
+                h.install()

@@ -1,0 +1,267 @@
+"""The hooks that tell a fetcher which module is about to run, and the look-ups of parameters that no hook foresees."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+from deepspeed_c.zero.layout.leaf import is_leaf
+from deepspeed_c.zero.weights.fetch import Fetcher
+from deepspeed_c.zero.weights.forwards import Forward
+from deepspeed_c.zero.weights.gather_unit import GatherUnit, PlacedShard
+from deepspeed_c.zero.weights.param import is_released, state_of
+
+__all__ = ["ModuleHooks", "ParamCoordinator", "external_parameters"]
+
+_EXTERNAL = "_dsc_external_parameters"
+_DS_EXTERNAL = "ds_external_parameters"
+
+# Counts registrations of modules and parameters in this process: hooks look for newcomers when it has moved.
+_n_registrations = 0
+
+
+def _count_registration(*_: Any) -> None:
+    global _n_registrations
+    _n_registrations += 1
+
+
+def external_parameters(module: torch.nn.Module) -> dict[int, torch.nn.Parameter]:
+    """Parameters that ``module`` reads although they are another module's (``register_external_parameter``), by id."""
+    return module.__dict__.setdefault(_EXTERNAL, {})
+
+
+def _named_external_parameters(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(state_of(param).name, param) for param in external_parameters(module).values() if state_of(param)]
+
+
+def _outside_of_graphs(hook: Callable) -> Callable:
+    """Keeps a compiler that is in use from tracing into the hook."""
+    dynamo = sys.modules.get("torch._dynamo")
+    return hook if dynamo is None else dynamo.disable(hook)
+
+
+class _Parameters(dict):
+    """A module's ``_parameters`` that gathers what is read while the engine runs, whoever reads it: tied weights, a
+    parent that uses its child's weight, a functional call. Iterating (``named_parameters``) gathers nothing."""
+
+    def __init__(self, params: Mapping[str, Any], fetcher: Fetcher) -> None:
+        super().__init__(params)
+        self.fetcher = fetcher
+
+    def __getitem__(self, name: str) -> Any:
+        param = dict.__getitem__(self, name)
+        if is_released(param):
+            state = state_of(param)
+            if type(state) is PlacedShard and self.fetcher.is_active:
+                self.fetcher.use(state.group.index)
+        return param
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        return dict, (dict(self),)
+
+
+class ParamCoordinator:
+    """What plans the gathers, under DeepSpeed's names for it: trl makes the order of use invalid after it has
+    generated."""
+
+    def __init__(self, fetcher: Fetcher) -> None:
+        self._fetcher = fetcher
+
+    def is_invalid_trace(self) -> bool:
+        """Whether no pass has been recorded yet, or none since ``_invalidate_trace``."""
+        return not self._fetcher.has_learnt
+
+    def _invalidate_trace(self) -> None:
+        """Has the order of use recorded anew by the passes that follow. Call it on all ranks."""
+        self._fetcher.learn_anew()
+
+
+class ModuleHooks:
+    """Hooks of one engine on its module, and on what else is called by itself.
+
+    roots: the module, then those of its submodules that are called outside of its forward, as chunks of an interleaved
+    pipeline are. A forward of a root that is not within another root's is a pass, and each root has plans of its own.
+    Any other submodule that is called by itself is gathered on the spot.
+    """
+
+    def __init__(self, roots: Sequence[torch.nn.Module], fetcher: Fetcher, name_of_pass: Callable[[], str]) -> None:
+        self._roots, self._fetcher, self._name_of_pass = list(roots), fetcher, name_of_pass
+        self.module = self._roots[0]
+        self.param_coordinator = ParamCoordinator(fetcher)
+        # DeepSpeed's names, and lists, because callers take the hooks out through them.
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+        self._watched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._depth = 0
+        self._saving: Any = None
+        self._failing: BaseException | None = None
+        self._counters: list[Any] = []
+        fetcher.connect_hooks(self)
+        self.install()
+
+    def install(self) -> None:
+        """Hooks the root and every module that reads a sharded parameter; again after ``remove`` (or after callers
+        took the hooks out).
+
+        Where nothing is sharded (one rank, small parameters) there is nothing to hook.
+        """
+        for module in self.module.modules():  # DeepSpeed's name, by which trl looks for them
+            module.__dict__[_DS_EXTERNAL] = partial(_named_external_parameters, module)
+        if not self._fetcher.groups:
+            return
+        for counter in self._counters:
+            counter.remove()
+        self._watched.clear()
+        self._depth = 0
+        self._counters = [
+            torch.nn.modules.module.register_module_module_registration_hook(_count_registration),
+            torch.nn.modules.module.register_module_parameter_registration_hook(_count_registration),
+        ]
+        for i, root in enumerate(self._roots):
+            self._hook_root(i, root)
+        self._scan()
+
+    _register_deepspeed_module = lambda self, module, *_: self.install() if not self.forward_hooks else self._scan()
+
+    def _scan(self) -> None:
+        """Watches modules that were attached since the last look."""
+        self._n_registrations = _n_registrations
+        skipped: set[torch.nn.Module] = set()
+        for module in self.module.modules():
+            if module in skipped:
+                continue
+            if is_leaf(module):
+                skipped.update(m for m in module.modules() if m is not module)
+            if module not in self._watched:
+                self.watch(module)
+
+    def watch(self, module: torch.nn.Module) -> None:
+        """Hooks ``module`` if it reads sharded parameters of its own, external ones, or (a leaf) its subtree's."""
+        leaf = is_leaf(module)
+        sources = [m for m in (module.modules() if leaf else [module])]
+        groups: dict[int, GatherUnit] = {}
+        for source in sources:
+            found = False
+            for param in (*source._parameters.values(), *external_parameters(source).values()):
+                state = state_of(param)
+                if type(state) is PlacedShard and state.fetcher is self._fetcher:
+                    groups[state.group.index] = state.group
+                    found = True
+            if found and type(source._parameters) is not _Parameters:
+                source._parameters = _Parameters(source._parameters, self._fetcher)
+        if not groups:
+            return
+        self._watched.add(module)
+        wanted = [groups[i] for i in sorted(groups)]
+        # Only where something else may run in between can a unit be released while the module still reads it.
+        if leaf or len(wanted) > 1 or any(True for _ in module.children()):
+            self._hook_holding(module, wanted, leaf)
+        else:
+            self._hook_using(module, wanted[0])
+
+    def _hook_using(self, module: torch.nn.Module, group: GatherUnit) -> None:
+        fetcher = self._fetcher
+        use = _outside_of_graphs(lambda: fetcher.use(group.index))
+
+        def enter(*_: Any) -> None:
+            # Of many small modules all but the first find their unit in use. A compiler that traces this sees the call
+            # alone, and keeps out of it.
+            if torch.compiler.is_dynamo_compiling() or not fetcher.is_in_use(group):
+                use()
+
+        self.forward_hooks.append(module.register_forward_pre_hook(enter, prepend=True))
+
+    def _hook_holding(self, module: torch.nn.Module, groups: Sequence[GatherUnit], leaf: bool) -> None:
+        fetcher = self._fetcher
+
+        def enter(*_: Any) -> None:
+            for group in groups:
+                fetcher.use(group.index)
+                fetcher.hold(group)
+
+        def leave(_: torch.nn.Module, args: Any, output: Any) -> None:
+            for group in groups:
+                fetcher.unhold(group)
+            if leaf:
+                fetcher.hold_in_backward(groups, _in_graph(args), _in_graph(output))
+
+        self.forward_hooks += [
+            module.register_forward_pre_hook(_outside_of_graphs(enter), prepend=True),
+            module.register_forward_hook(_outside_of_graphs(leave), always_call=True),
+        ]
+
+    def _hook_root(self, i: int, root: torch.nn.Module) -> None:
+        def enter(*_: Any) -> None:
+            self._enter_root(i)
+
+        self.forward_hooks += [
+            root.register_forward_pre_hook(_outside_of_graphs(enter), prepend=True),
+            root.register_forward_hook(_outside_of_graphs(self._leave_root), always_call=True),
+        ]
+
+    def _units_of(self, root: torch.nn.Module) -> list[int]:
+        states = [state_of(param) for param in root.parameters()]
+        return sorted({s.group.index for s in states if type(s) is PlacedShard and s.fetcher is self._fetcher})
+
+    def _enter_root(self, i: int) -> None:
+        self._depth += 1
+        fetcher = self._fetcher
+        if self._depth > 1 or fetcher.is_in_backward:
+            return
+        if self._n_registrations != _n_registrations:
+            self._scan()
+        self._failing = sys.exc_info()[1]
+        units = partial(self._units_of, self._roots[i]) if i else None
+        forward = fetcher.begin_forward(self._name_of_pass(), i, units)
+        if torch.is_grad_enabled():
+            self._saving = fetcher.saved.hooks_of(forward, Forward.enter)
+            self._saving.__enter__()
+
+    def _leave_root(self, _: torch.nn.Module, __: Any, output: Any) -> None:
+        self._depth -= 1
+        if self._depth > 0:
+            return
+        if self._saving is not None:
+            self._saving.__exit__(None, None, None)
+            self._saving = None
+        if self._fetcher.is_in_backward:
+            return
+        # The hook is called when forward raised, too.
+        if sys.exc_info()[1] is not self._failing:
+            self._fetcher.abort()
+        else:
+            self._fetcher.end_forward(_in_graph(output))
+        self._failing = None
+
+    def remove(self) -> None:
+        """Takes all hooks out, and gives modules their plain dictionaries back."""
+        for handle in (*self.forward_hooks, *self.backward_hooks, *self._counters):
+            handle.remove()
+        self.forward_hooks.clear()
+        self.backward_hooks.clear()
+        self._counters.clear()
+        self._watched.clear()
+        self._depth = 0
+        for module in self.module.modules():
+            module.__dict__.pop(_DS_EXTERNAL, None)
+            if type(module._parameters) is _Parameters and module._parameters.fetcher is self._fetcher:
+                module._parameters = dict(module._parameters)
+
+    @contextmanager
+    def removed(self) -> Iterator[None]:
+        self.remove()
+        try:
+            yield
+        finally:
+            self.install()
+
+
+def _in_graph(value: Any) -> list[torch.Tensor]:
+    return [v for v in tree_flatten(value)[0] if torch.is_tensor(v) and v.requires_grad]

@@ -1,0 +1,486 @@
+"""``zero.Init``: a model whose parameters are sharded as its modules are constructed, so that no rank ever holds all
+of it.
+
+The file has DeepSpeed's name because Hugging Face code replaces and looks up names in it:
+``zero_wrapper_for_fp_tensor_constructor``, ``_orig_torch_arange``, ``get_accelerator``.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch.utils import _device
+from typing_extensions import Self
+
+from deepspeed_c.accelerator import get_accelerator
+from deepspeed_c.comm import get_world_group, init_distributed, is_initialized
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.config.source import read_source
+from deepspeed_c.errors import ConfigError, FeatureError, ModelError, StateError
+from deepspeed_c.logging import logger
+from deepspeed_c.zero.weights.gathered import (
+    GatheredParameters,
+    register_external_parameter,
+    unregister_external_parameter,
+)
+from deepspeed_c.zero.weights.param import (
+    StandaloneShard,
+    ZeroParamStatus,
+    ZeroParamType,
+    check_edit,
+    is_data_held,
+    make_sharded,
+    point_at_nothing,
+    state_of,
+)
+
+__all__ = [
+    "DeepSpeedTensorOverride",
+    "GatheredParameters",
+    "Init",
+    "ZeroParamStatus",
+    "ZeroParamType",
+    "materialize",
+    "register_external_parameter",
+    "restore_init_context",
+    "shutdown_init_context",
+    "unregister_external_parameter",
+    "zero_wrapper_for_fp_tensor_constructor",
+]
+
+_orig_torch_empty = torch.empty
+_orig_torch_zeros = torch.zeros
+_orig_torch_ones = torch.ones
+_orig_torch_full = torch.full
+_orig_torch_arange = torch.arange
+_orig_torch_eye = torch.eye
+_orig_torch_randn = torch.randn
+_orig_torch_rand = torch.rand
+_orig_torch_tensor = torch.tensor
+
+_CONSTRUCTORS: dict[str, Callable] = {
+    "empty": _orig_torch_empty,
+    "zeros": _orig_torch_zeros,
+    "ones": _orig_torch_ones,
+    "full": _orig_torch_full,
+    "arange": _orig_torch_arange,
+    "eye": _orig_torch_eye,
+    "randn": _orig_torch_randn,
+    "rand": _orig_torch_rand,
+    "tensor": _orig_torch_tensor,
+}
+
+
+def zero_wrapper_for_fp_tensor_constructor(
+    fn: Callable, target_fp_dtype: torch.dtype | None, target_device: str | torch.device | None = None
+) -> Callable:
+    """A constructor like ``fn`` whose floating-point results are of ``target_fp_dtype``, on ``target_device`` unless
+    the caller names one.
+
+    None for either leaves it to the constructor.
+    """
+
+    @functools.wraps(fn)
+    def construct(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("device") is None and target_device is not None and not _is_placed_by_context():
+            kwargs["device"] = target_device
+        tensor = fn(*args, **kwargs)
+        return tensor.to(target_fp_dtype) if target_fp_dtype is not None and tensor.is_floating_point() else tensor
+
+    return construct
+
+
+def _is_placed_by_context() -> bool:
+    """Within ``with torch.device(...)``, which decides by itself where tensors go (the meta device above all)."""
+    # Not torch.get_default_device(), which asks torch.tensor, which is replaced.
+    return _orig_torch_empty(0).device.type != "cpu"
+
+
+# The contexts that are open, innermost last. One stack a process, as the names that they replace are the process's.
+_open: list[Init] = []
+_suspended: list[list[Init]] = []
+
+
+class DeepSpeedTensorOverride(enum.Enum):
+    """What ``Init`` decides of the tensors that are made within it."""
+
+    dtype = 1
+    device = 2
+
+
+class Init:
+    """Context in which every module's parameters are sharded as soon as the module is constructed.
+
+    Each rank constructs the module, rank 0's values are sent to all, and each rank keeps an even share of the elements
+    (no padding). Contexts may be nested. ``torch.distributed`` is started if it is not.
+
+    Args:
+        module: an existing module to shard in place, right away; parameters on the meta device are made first, module
+        by module. data_parallel_group, zero_param_parallel_group: the ranks to shard over; default: all, or those of
+        ``mpu.get_data_parallel_group()``. mem_efficient_linear: accepted; linear layers need no replacement here,
+        since autograd keeps no gathered weight. remote_device: "none", "cpu" or "nvme"; None: as the configuration's
+        offload_param says. Shards lie in host memory for the last two; the engine moves
+            them to files for "nvme".
+        pin_memory: accepted for shards in host memory.
+        config_dict_or_path, config: the configuration; its bf16/fp16 sections give the dtype, ``"auto"`` values are
+        fine. enabled: False makes the context do nothing.
+        dtype: of the floating-point parameters and buffers that are made within; overrides the configuration's.
+        mpu: an object with ``get_data_parallel_group()``.
+        zero_quantized_weights, zero_quantized_nontrainable_weights: not supported yet.
+        sequence_data_parallel_group: the ranks over which data and sequence are cut, in place of the data-parallel
+        group. param_swapper: refused; the configuration says where weights live.
+        tensor_overrides: what holds for every tensor that ``torch.empty`` and its kin make within: dtype and device
+        (the default), one of them, or neither. param_dict: the configuration as a dict (an older name of ``config``).
+
+    Raises:
+        CommError: no group could be started. FeatureError: for what is not supported yet. ModelError: a meta parameter
+        whose module cannot initialise it.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: Any = None,
+        param_swapper: Any = None,
+        tensor_overrides: Collection[DeepSpeedTensorOverride] = tuple(DeepSpeedTensorOverride),
+        *,
+        param_dict: Any = None,
+    ) -> None:
+        self.enabled = enabled
+        if not enabled:
+            return
+        if zero_quantized_weights or zero_quantized_nontrainable_weights:
+            raise FeatureError(
+                "gathering quantized weights is not part of this version",
+                where="zero.Init(zero_quantized_weights=...)",
+                fix="leave it out",
+            )
+        if param_swapper is not None:
+            raise FeatureError(
+                "the engine makes the files that weights live in by itself",
+                where="zero.Init(param_swapper=...)",
+                fix='leave it out, and set "zero_optimization.offload_param" in the configuration',
+            )
+        if remote_device not in (None, "none", "cpu", "nvme"):
+            raise ConfigError(
+                f"{remote_device!r} is no place for shards",
+                where="zero.Init(remote_device=...)",
+                fix='use "none", "cpu" or "nvme"',
+            )
+        if not is_initialized():
+            init_distributed()
+        group = sequence_data_parallel_group or zero_param_parallel_group or data_parallel_group
+        if group is None and mpu is not None:
+            group = mpu.get_data_parallel_group()
+        self.comm = Collectives(group=group)
+        if self.comm.world_size == 1:
+            logger.warning(
+                "zero.Init shards over one rank, which saves nothing; start several with the launcher,"
+                " or call deepspeed_c.init_distributed() before"
+            )
+        self.device = torch.device(get_accelerator().current_device_name())
+        source = next((c for c in (config_dict_or_path, config, param_dict) if c), None)
+        is_remote = (remote_device or _place_of(source)) in ("cpu", "nvme")
+        self._home = torch.device("cpu") if is_remote else None
+        self.dtype = dtype or _dtype_of(source)
+        self.tensor_overrides = tuple(tensor_overrides)
+        # What constructors have touched after it was sharded, whole until nobody holds its data.
+        self._edited: list[torch.nn.Parameter] = []
+        if module is not None:
+            materialize(module, self.device, self._shard_module)
+            for name, each in module.named_modules():
+                self._shard_module(each, name)
+
+    def get_dp_process_group(self) -> Any:
+        """The ranks that parameters are sharded over."""
+        return self.comm.group or get_world_group()
+
+    def get_partition_dp_group(self, param: torch.nn.Parameter) -> Any:
+        """The ranks that ``param``, a sharded parameter, is sharded over."""
+        return state_of(param).comm.group or get_world_group()
+
+    def get_partition_rank(self) -> int:
+        """This process's number among them."""
+        return self.comm.rank
+
+    @property
+    def num_partitions(self) -> int:
+        return self.comm.world_size
+
+    def __enter__(self) -> Self:
+        if self.enabled:
+            if not _open:
+                _patch_modules()
+            _open.append(self)
+            _patch_constructors(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        if self.enabled:
+            if not _open or _open[-1] is not self:
+                raise StateError("contexts were left in another order than entered", where="zero.Init", fix="nest them")
+            try:
+                self._shard_edited(keep=kind is None)
+            finally:
+                _open.pop()
+                if _open:
+                    _patch_constructors(_open[-1])
+                else:
+                    _unpatch_constructors()
+                    _unpatch_modules()
+        return False
+
+    @property
+    def is_open(self) -> bool:
+        return self in _open
+
+    def open_for_edit(self, param: torch.nn.Parameter) -> None:
+        """Makes a parameter of this context whole; rank 0's values count when it is sharded again. Collective, as
+        construction is the same on all ranks."""
+        self._shard_unused()
+        state_of(param).acquire([param])
+        self._edited.append(param)
+
+    def _shard_unused(self) -> None:
+        """Shards the edited parameters again of whose data no rank holds a reference: an edit through one would be
+        lost."""
+        if not self._edited:
+            return
+        held = self.comm.sum_numbers([float(is_data_held(param)) for param in self._edited], label="edited parameters")
+        edited, self._edited = self._edited, []
+        for param, n_holders in zip(edited, held):
+            if n_holders:
+                self._edited.append(param)
+            else:
+                self._shard_again(param)
+
+    def _shard_edited(self, keep: bool) -> None:
+        """Shards all of them. Without ``keep`` (something raised, perhaps on one rank only) edits are dropped and
+        nothing is sent."""
+        while self._edited:
+            param = self._edited.pop(0)
+            if keep:
+                self._shard_again(param)
+            else:
+                state_of(param).give_back([param])
+
+    def _shard_again(self, param: torch.nn.Parameter) -> None:
+        state = state_of(param)
+        with torch.no_grad():
+            whole = param.data.to(device=self.device, dtype=state.dtype).contiguous()
+            check_edit(state, whole)
+            self.comm.broadcast(whole, 0, label=state.name)
+            param.data = whole
+        state.store(param)
+        state.give_back([param])
+
+    def _shard_module(self, module: torch.nn.Module, name: str = "") -> None:
+        """Shards the parameters that are the module's own."""
+        for key, param in module._parameters.items():
+            if param is None or state_of(param) is not None or param.is_meta:
+                continue
+            full = f"{name}.{key}" if name else f"{type(module).__name__}.{key}"
+            with torch.no_grad():
+                data = param.data
+                if data.device != self.device:
+                    data = data.to(self.device)
+                if self.dtype is not None and data.is_floating_point():
+                    data = data.to(self.dtype)
+                data = data.contiguous()
+                self.comm.broadcast(data, 0, label=full)
+                param.data = data
+            state = StandaloneShard(param, full, self.comm, home=self._home, builder=self)
+            make_sharded(param, state)
+            point_at_nothing(param)
+
+
+def _place_of(source: Any) -> str | None:
+    """Where a configuration has weights lie; None where it does not say. Only this is read, as by ``_dtype_of``."""
+    if source is None:
+        return None
+    keys, _ = read_source(source)
+    place = keys
+    for name in ("zero_optimization", "offload_param", "device"):
+        place = place.get(name) if isinstance(place, dict) else None
+    return place if isinstance(place, str) else None
+
+
+def _dtype_of(source: Any) -> torch.dtype | None:
+    """The dtype that a configuration computes in; None where it names none.
+
+    Only this is read: values that somebody fills in later ("auto") may stand anywhere else.
+    """
+    if source is None:
+        return None
+    keys, _ = read_source(source)
+    for name, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16)):
+        section = keys.get(name)
+        if (section.get("enabled") if isinstance(section, dict) else keys.get(f"{name}.enabled")) is True:
+            return dtype
+    return None
+
+
+_patched: dict[type, tuple[Callable, Callable]] = {}  # class -> its own __init__, and what stands in its place
+_replaced: dict[str, Callable] = {}  # what stood in torch under the names of _CONSTRUCTORS
+_orig_init_subclass = torch.nn.Module.__dict__.get("__init_subclass__")
+_BUILDING = "_dsc_building"
+
+
+def _wrap_init(cls: type) -> None:
+    original = cls.__dict__.get("__init__")
+    if original is None or cls in _patched:
+        return
+
+    @functools.wraps(original)
+    def construct(module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        # __init__ of the bases run within that of the class; only when the outermost is done are the parameters there
+        depth = module.__dict__.get(_BUILDING, 0)
+        module.__dict__[_BUILDING] = depth + 1
+        try:
+            original(module, *args, **kwargs)
+        finally:
+            if depth:
+                module.__dict__[_BUILDING] = depth
+            else:
+                module.__dict__.pop(_BUILDING, None)
+        if depth == 0 and _open:
+            _open[-1]._shard_unused()
+            _open[-1]._shard_module(module)
+
+    _patched[cls] = original, construct
+    cls.__init__ = construct
+
+
+def _all_subclasses(cls: type) -> list[type]:
+    found: dict[type, None] = {}
+    todo = [cls]
+    while todo:
+        for sub in type.__subclasses__(todo.pop()):
+            if sub not in found:
+                found[sub] = None
+                todo.append(sub)
+    return list(found)
+
+
+def _patch_modules() -> None:
+    for cls in _all_subclasses(torch.nn.Module):
+        _wrap_init(cls)
+
+    def init_subclass(cls: type, **kwargs: Any) -> None:
+        super(torch.nn.Module, cls).__init_subclass__(**kwargs)
+        _wrap_init(cls)
+
+    torch.nn.Module.__init_subclass__ = classmethod(init_subclass)
+
+
+def _unpatch_modules() -> None:
+    while _patched:
+        cls, (original, construct) = _patched.popitem()
+        if cls.__dict__.get("__init__") is construct:  # nobody has put another in its place meanwhile
+            cls.__init__ = original
+    if _orig_init_subclass is None:
+        del torch.nn.Module.__init_subclass__
+    else:
+        torch.nn.Module.__init_subclass__ = _orig_init_subclass
+
+
+def _patch_constructors(init: Init) -> None:
+    _unpatch_constructors()
+    # A set of constructors that torch makes at its first look and keeps: it must not hold ours.
+    _device._device_constructors()
+    _replaced.update((name, getattr(torch, name)) for name in _CONSTRUCTORS)
+    places = DeepSpeedTensorOverride.device in init.tensor_overrides and init.device.type != "cpu"
+    casts = DeepSpeedTensorOverride.dtype in init.tensor_overrides and (init.dtype is not None or places)
+    if not (places or casts):
+        return
+    dtype = (init.dtype or torch.get_default_dtype()) if casts else None
+    device = init.device if DeepSpeedTensorOverride.device in init.tensor_overrides else None
+    for name, original in _CONSTRUCTORS.items():
+        # Looked up here, each time: others put a wrapper of their own in its place.
+        wrapper = globals()["zero_wrapper_for_fp_tensor_constructor"]
+        setattr(torch, name, wrapper(original, dtype, target_device=device))
+
+
+def _unpatch_constructors() -> None:
+    while _replaced:
+        setattr(torch, *_replaced.popitem())
+
+
+def shutdown_init_context() -> None:
+    """Suspends the open contexts: what is made next is not sharded. Undone by ``restore_init_context``."""
+    for context in _open:
+        context._shard_edited(keep=True)
+    _suspended.append(list(_open))
+    if _open:
+        _open.clear()
+        _unpatch_constructors()
+        _unpatch_modules()
+
+
+def restore_init_context() -> None:
+    """Opens again what ``shutdown_init_context`` suspended."""
+    if _suspended and (contexts := _suspended.pop()):
+        _patch_modules()
+        _open.extend(contexts)
+        _patch_constructors(_open[-1])
+
+
+def materialize(
+    model: torch.nn.Module,
+    device: torch.device,
+    then: Callable[[torch.nn.Module, str], None] = lambda module, name: None,
+) -> None:
+    """Makes parameters and buffers that are on the meta device, module by module, by each module's own
+    ``reset_parameters`` and then Hugging Face's ``_init_weights`` of the model, and calls ``then(module, name)`` after
+    each.
+
+    Raises ModelError where a module has no such method: its values would be whatever memory held.
+    """
+    init_weights = getattr(model, "_init_weights", None)
+    tied: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    for name, module in model.named_modules():
+        own = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
+        if not any(t.is_meta for t in own):
+            continue
+        reset = getattr(module, "reset_parameters", None)
+        if reset is None and init_weights is None:
+            raise ModelError(
+                f"a {type(module).__name__} on the meta device has no reset_parameters(), so its values cannot be made",
+                where=name or type(model).__name__,
+                fix="give the class a reset_parameters method, or construct the model within deepspeed_c.zero.Init",
+            )
+        made: list[torch.nn.Parameter] = []
+        for key, param in module._parameters.items():
+            if param is not None and param.is_meta:
+                if param in tied:
+                    module._parameters[key] = tied[param]
+                    continue
+                new = torch.nn.Parameter(torch.empty_like(param, device=device), param.requires_grad)
+                new.__dict__.update(param.__dict__)
+                tied[param] = module._parameters[key] = new
+                made.append(new)
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[key] = torch.empty_like(buffer, device=device)
+        with torch.no_grad():
+            if reset is not None and (made or any(b is not None for b in module._buffers.values())):
+                reset()
+            if init_weights is not None:  # the model's own distribution; what it does not know keeps the module's
+                init_weights(module)
+        then(module, name)

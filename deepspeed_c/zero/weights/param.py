@@ -1,0 +1,757 @@
+"""A sharded parameter: a ``torch.nn.Parameter`` of which each rank keeps one piece, and the whole only while somebody
+uses it.
+
+The object stays the same one for good. While it is *released* its storage is empty and its class is a subclass that
+turns a read of ``.data`` into an error that says what to do; while it is *available* it is an ordinary parameter of
+its own class. What is known about it lies in a ``ShardState``, which either stands alone (a model under ``zero.Init``
+that no engine has yet) or belongs to an engine's gather unit (``gather_unit.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from deepspeed_c import _C
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.errors import StateError
+
+__all__ = [
+    "ShardState",
+    "StandaloneShard",
+    "ZeroParamStatus",
+    "ZeroParamType",
+    "adopt_shape",
+    "check_edit",
+    "gradient_edge",
+    "is_data_held",
+    "is_released",
+    "join_pieces",
+    "make_sharded",
+    "point_at",
+    "point_at_nothing",
+    "saved_parameters_answer",
+    "shape_of",
+    "state_of",
+    "take_over",
+    "unmake_sharded",
+    "whole_of",
+]
+
+_ATTRIBUTE = "_dsc_shard"
+_DATA = torch.Tensor.data  # the descriptor: reads and writes storage past the checks below
+_ids = itertools.count()
+
+
+class ZeroParamType(Enum):
+    """What kind of parameter it is (DeepSpeed's names)."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+class ZeroParamStatus(Enum):
+    """Whether the whole parameter is here (DeepSpeed's names)."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class ShardState:
+    """What a rank knows about one sharded parameter.
+
+    ``piece`` is this rank's part, flat, of exactly the elements that it owns: [n], the parameter's dtype. ``begins``
+    and ``numels`` say which elements each rank of ``comm`` owns. ``everyone`` are all ranks that hold some of it:
+    other ranks may hold copies of the same pieces.
+    """
+
+    def __init__(
+        self,
+        param: torch.nn.Parameter,
+        name: str,
+        comm: Collectives,
+        shape: torch.Size,
+        persists: bool,
+        everyone: Collectives | None = None,
+    ) -> None:
+        self.ds_id = next(_ids)
+        self.name, self.comm, self.persists = name, comm, persists
+        self.everyone = comm if everyone is None else everyone
+        self.shape, self.numel = shape, shape.numel()
+        self.dtype, self.device = param.dtype, param.device
+        self.active_modules: set[Any] = set()  # DeepSpeed's bookkeeping, which callers clear; nothing of ours reads it
+        self.empty = torch.empty(0, dtype=self.dtype, device=self.device)
+        self._stand_in: torch.Tensor | None = None
+
+    piece: torch.Tensor
+    begins: Sequence[int]
+    numels: Sequence[int]
+
+    @property
+    def status(self) -> ZeroParamStatus:
+        raise NotImplementedError
+
+    def acquire(self, params: Sequence[torch.nn.Parameter]) -> None:
+        """Makes this kind's ``params`` available until ``give_back``. Collective; calls may nest."""
+        raise NotImplementedError
+
+    def give_back(self, params: Sequence[torch.nn.Parameter]) -> None:
+        """Ends one ``acquire``; the last one releases."""
+        raise NotImplementedError
+
+    def store(self, param: torch.nn.Parameter) -> None:
+        """Takes this rank's piece from the available ``param`` (its masters too, where an engine trains it)."""
+        raise NotImplementedError
+
+    @property
+    def is_available(self) -> bool:
+        return self.status is ZeroParamStatus.AVAILABLE
+
+    @property
+    def stand_in(self) -> torch.Tensor:
+        """A tensor of the whole shape that takes one element of memory, all NaN: autograd looks at a parameter's shape
+        when its gradient arrives."""
+        if self._stand_in is None:
+            one = torch.full((), float("nan"), dtype=self.dtype, device=self.device)
+            self._stand_in = one.expand(self.shape) if self.numel else one.new_empty(self.shape)
+        return self._stand_in
+
+    def own_part(self, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's elements of the whole parameter, given flat."""
+        rank = self.comm.rank
+        return flat.narrow(0, self.begins[rank], self.numels[rank])
+
+    def open_for_edit(self, param: torch.nn.Parameter) -> bool:
+        """Makes a released ``param`` available because somebody touches it, where that is legal; False where it is
+        not."""
+        return False
+
+    def hold(self) -> Callable[[], None]:
+        """Keeps an available parameter so until the returned function is called."""
+        return lambda: None
+
+    def change_dtype(self, dtype: torch.dtype) -> None:
+        """The module is cast as a whole (``half()``, ``to(dtype)``) while the parameter is released."""
+        if dtype != self.dtype:
+            raise self.describe_released()
+
+    def describe_released(self) -> StateError:
+        return StateError(
+            f"the parameter of shape {tuple(self.shape)} is sharded over {self.comm.world_size} ranks and released: its data is not here",
+            where=self.name,
+            fix="read or edit it within `with deepspeed_c.zero.GatheredParameters(param, modifier_rank=0):`, on all ranks;"
+            " deepspeed_c.utils.safe_get_full_fp32_param(param) copies its master weight",
+        )
+
+    # A parameter that is copied or pickled while it is released must not turn into an empty one.
+    def __deepcopy__(self, memo: dict) -> ShardState:
+        raise self.describe_released()
+
+    def __reduce__(self):
+        raise self.describe_released()
+
+
+class Builder(Protocol):
+    """The ``zero.Init`` under which a parameter was sharded: while it is open, constructors may edit what is sharded
+    already."""
+
+    is_open: bool
+
+    def open_for_edit(self, param: torch.nn.Parameter) -> None: ...
+
+
+class StandaloneShard(ShardState):
+    """The state of a parameter that no engine holds: split evenly by elements, or in the pieces of the engine that it
+    was in. ``home``: where this rank's piece lies, if not where the parameter is used."""
+
+    def __init__(
+        self,
+        param: torch.nn.Parameter,
+        name: str,
+        comm: Collectives,
+        *,
+        shape: torch.Size | None = None,
+        piece: torch.Tensor | None = None,
+        ranges: tuple[Sequence[int], Sequence[int]] | None = None,
+        home: torch.device | None = None,
+        everyone: Collectives | None = None,
+        builder: Builder | None = None,
+    ) -> None:
+        super().__init__(param, name, comm, param.shape if shape is None else shape, persists=False, everyone=everyone)
+        if ranges is None:
+            spans = [_C.shard_range(self.numel, comm.world_size, rank) for rank in range(comm.world_size)]
+            ranges = [begin for begin, _ in spans], [end - begin for begin, end in spans]
+        self.begins, self.numels = ranges
+        if piece is None:
+            # A copy: a view would keep the whole parameter alive.
+            piece = self.own_part(_DATA.__get__(param).reshape(-1)).to(home or param.device, copy=True)
+        self.piece = piece
+        self._depth = 0
+        self._builder = builder
+
+    @property
+    def status(self) -> ZeroParamStatus:
+        return ZeroParamStatus.AVAILABLE if self._depth else ZeroParamStatus.NOT_AVAILABLE
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several ``acquire`` are under way, so that somebody else looks at the data."""
+        return self._depth > 1
+
+    def whole(self) -> torch.Tensor:
+        """The parameter put together from all ranks' pieces: a new tensor in its shape. Collective."""
+        return join_pieces(self.piece, self.begins, self.numels, self.comm, self.device, self.name).view(self.shape)
+
+    def acquire(self, params: Sequence[torch.nn.Parameter]) -> None:
+        for param in params:
+            state = state_of(param)
+            if state._depth == 0:
+                point_at(param, state.whole())
+            state._depth += 1
+
+    def give_back(self, params: Sequence[torch.nn.Parameter]) -> None:
+        for param in params:
+            state = state_of(param)
+            state._depth -= 1
+            if state._depth == 0:
+                point_at_nothing(param)
+
+    def store(self, param: torch.nn.Parameter) -> None:
+        with torch.no_grad():
+            self.piece.copy_(self.own_part(_DATA.__get__(param).reshape(-1)))
+
+    def open_for_edit(self, param: torch.nn.Parameter) -> bool:
+        if self._builder is None or not self._builder.is_open:
+            return False
+        self._builder.open_for_edit(param)
+        return True
+
+    def change_dtype(self, dtype: torch.dtype) -> None:
+        self.piece, self.empty, self.dtype = self.piece.to(dtype), self.empty.to(dtype), dtype
+        self._stand_in = None
+
+
+def join_pieces(
+    piece: torch.Tensor,
+    begins: Sequence[int],
+    numels: Sequence[int],
+    comm: Collectives,
+    device: torch.device,
+    label: str,
+) -> torch.Tensor:
+    """All ranks' pieces in one flat tensor. ``begins`` and ``numels`` say which elements each rank has; one rank has
+    all where every rank has. Collective."""
+    numel = max((begin + n for begin, n in zip(begins, numels)), default=0)
+    whole = torch.empty(numel, dtype=piece.dtype, device=device)
+    if len(begins) == 1:  # a copy on every rank
+        return whole.copy_(piece)
+    whole.narrow(0, begins[comm.rank], numels[comm.rank]).copy_(piece)
+    for rank, (begin, n) in enumerate(zip(begins, numels)):
+        comm.broadcast(whole.narrow(0, begin, n), rank, label=label)
+    return whole
+
+
+
+class _Face:
+    """What a sharded parameter answers to in both states: DeepSpeed's ``ds_`` names."""
+
+    ds_param_type = ZeroParamType.PARTITIONED
+    _dsc_base: type  # the parameter's own class
+    _dsc_available: type
+    _dsc_released: type
+
+    @property
+    def ds_id(self) -> int:
+        return self._dsc_shard.ds_id
+
+    @property
+    def ds_shape(self) -> torch.Size:
+        return self._dsc_shard.shape
+
+    @property
+    def ds_numel(self) -> int:
+        return self._dsc_shard.numel
+
+    @property
+    def ds_tensor(self) -> torch.Tensor:
+        return self._dsc_shard.piece
+
+    @property
+    def ds_status(self) -> ZeroParamStatus:
+        return self._dsc_shard.status
+
+    @property
+    def ds_persist(self) -> bool:
+        return self._dsc_shard.persists
+
+    @property
+    def ds_process_group(self) -> Any:
+        return self._dsc_shard.comm.group
+
+    @property
+    def ds_active_sub_modules(self) -> set[Any]:
+        return self._dsc_shard.active_modules
+
+    def ds_summary(self, *_: Any, **__: Any) -> dict[str, Any]:
+        """What is known about the parameter, for a message."""
+        state = self._dsc_shard
+        return {
+            "id": state.ds_id,
+            "name": state.name,
+            "status": state.status.name,
+            "shape": tuple(state.shape),
+            "numel": state.numel,
+            "persist": state.persists,
+            "piece": state.numels[state.comm.rank],
+            "requires_grad": self.requires_grad,
+        }
+
+    def all_gather(self, param_list: Sequence[torch.nn.Parameter] | None = None, **_: Any) -> None:
+        """Makes the whole parameter (or those listed) available until ``partition``. Collective."""
+        for param in [self] if param_list is None else param_list:
+            state = state_of(param)
+            if state is not None:
+                state.acquire([param])
+
+    def partition(
+        self, param_list: Sequence[torch.nn.Parameter] | None = None, has_been_updated: bool = False, **_: Any
+    ) -> None:
+        """Ends one ``all_gather``; with ``has_been_updated`` what the parameter holds (the same on all ranks) is
+        kept."""
+        for param in [self] if param_list is None else param_list:
+            state = state_of(param)
+            if state is not None and state.is_available:
+                if has_been_updated:
+                    state.store(param)
+                state.give_back([param])
+
+    def partition_numel(self) -> int:
+        """Elements of this rank's piece."""
+        state = self._dsc_shard
+        return state.numels[state.comm.rank]
+
+
+class _ReleasedTensor(torch.Tensor):
+    """What ``detach``, ``to`` and the like give of a released parameter, as in a module's ``state_dict()``: it has a
+    dtype and a device, and no data to read."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def of(cls, state: ShardState, empty: torch.Tensor | None = None) -> torch.Tensor:
+        tensor = torch.Tensor._make_subclass(cls, state.empty if empty is None else empty)
+        tensor._dsc_shard_of = state
+        return tensor
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise self._dsc_shard_of.describe_released()
+
+    __reduce_ex__ = __deepcopy__ = _refuse
+
+
+class _Released(_Face):
+    """The face while the data is not here. What reads or writes it raises; in an open ``zero.Init`` it makes the
+    parameter available instead."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Functions that are no methods (``F.linear``, ``torch.cat``): an empty tensor would give an empty result, or
+        an error about sizes."""
+        if func in (torch.autograd.grad, torch.autograd.backward):
+            return func(*_as_edges(args), **dict(zip(kwargs, _as_edges(kwargs.values()))))
+        held: list[Callable[[], None]] = []
+        try:
+            if func.__name__ not in _HARMLESS_FUNCTIONS:
+                for param in _sharded_in([*args, *(kwargs or {}).values()]):
+                    if isinstance(param, _Released):
+                        _open_or_refuse(param)
+                    # Making the next one available must not release this one.
+                    held.append(state_of(param).hold())
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        finally:
+            for let_go in held:
+                let_go()
+
+    def detach(self) -> torch.Tensor:
+        if self._dsc_shard.open_for_edit(self):
+            return self.detach()
+        return _ReleasedTensor.of(self._dsc_shard)
+
+    @property
+    def data(self) -> torch.Tensor:
+        _open_or_refuse(self)
+        return _DATA.__get__(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        state = self._dsc_shard
+        if value.numel():
+            _open_or_refuse(self)
+            _DATA.__set__(self, value)
+        else:
+            # Module.to() and the like put back what they were given: nothing, in another dtype perhaps.
+            state.change_dtype(value.dtype)
+            _DATA.__set__(self, state.empty)
+
+    # The whole parameter's, so that what asks for sizes (``torch.nn.init``, Muon's choice of matrices, counts of
+    # parameters) goes on as with a plain model.
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._dsc_shard.shape
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    ndimension, nelement = dim, numel
+
+    def __repr__(self) -> str:
+        state = self._dsc_shard
+        return (
+            f"Parameter {state.name} (released; {tuple(state.shape)} {state.dtype} over {state.comm.world_size} ranks)"
+        )
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        """An ordinary, whole parameter. Collective, which a parameter that an engine holds refuses, because forwards
+        may be under way.
+
+        peft copies modules this way, and gathers them before only if ``numel()`` is 0, as DeepSpeed has it.
+        """
+        state = self._dsc_shard
+        if not isinstance(state, StandaloneShard):
+            raise state.describe_released()
+        if id(self) not in memo:
+            memo[id(self)] = torch.nn.Parameter(state.whole(), self.requires_grad)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        raise self._dsc_shard.describe_released()
+
+
+@contextmanager
+def saved_parameters_answer() -> Iterator[None]:
+    """Within it (a backward pass) every tensor says by ``ds_status`` that it is available.
+
+    Autograd hands parameters that were saved for backward back as plain tensors, which are whole; kernels that
+    recompute (trl's) ask them.
+    """
+    before = torch.Tensor.__dict__.get("ds_status")
+    torch.Tensor.ds_status = ZeroParamStatus.AVAILABLE
+    try:
+        yield
+    finally:
+        if before is None:
+            del torch.Tensor.ds_status
+
+
+def gradient_edge(leaf: torch.Tensor) -> GradientEdge:
+    """Where gradients of a leaf go. As ``torch.autograd.graph.get_gradient_edge``, but for released parameters too."""
+    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+        return GradientEdge(torch.Tensor.view_as(leaf, leaf).grad_fn.next_functions[0][0], 0)
+
+
+def _as_edges(values: Iterable[Any]) -> list[Any]:
+    """Arguments of a backward pass with edges in place of released parameters, of which it asks where gradients go and
+    not what they hold."""
+    edges = []
+    for value in values:
+        if isinstance(value, _Released):
+            value = gradient_edge(value)
+        elif isinstance(value, (list, tuple)):
+            value = tuple(_as_edges(value))
+        edges.append(value)
+    return edges
+
+
+def _sharded_in(values: Sequence[Any]) -> list[torch.nn.Parameter]:
+    found = []
+    for value in values:
+        if isinstance(value, _Face):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _sharded_in(value)
+    return found
+
+
+def _open_or_refuse(param: torch.nn.Parameter) -> None:
+    state = state_of(param)
+    if not state.open_for_edit(param):
+        raise state.describe_released()
+
+
+def _touching(name: str) -> Callable:
+    @functools.wraps(getattr(torch.Tensor, name))
+    def call(self: torch.nn.Parameter, *args: Any, **kwargs: Any) -> Any:
+        _open_or_refuse(self)
+        return getattr(self, name)(*args, **kwargs)
+
+    return call
+
+
+def _converting(name: str) -> Callable:
+    @functools.wraps(getattr(torch.Tensor, name))
+    def call(self: torch.nn.Parameter, *args: Any, **kwargs: Any) -> Any:
+        state = self._dsc_shard
+        return _ReleasedTensor.of(state, getattr(state.empty, name)(*args, **kwargs))
+
+    return call
+
+
+# What ``Module.to``, ``half`` and the like call on every parameter.
+_CONVERSIONS = ("bfloat16", "cpu", "cuda", "double", "float", "half", "ipu", "to", "type", "xpu")
+# Methods that ask about the object and not about its elements.
+_HARMLESS = frozenset(
+    [
+        "as_subclass",
+        "data_ptr",
+        "detach_",
+        "element_size",
+        "get_device",
+        "has_names",
+        "is_complex",
+        "is_conj",
+        "is_contiguous",
+        "is_floating_point",
+        "is_inference",
+        "is_neg",
+        "is_pinned",
+        "is_set_to",
+        "is_shared",
+        "is_signed",
+        "new",
+        "new_empty",
+        "new_empty_strided",
+        "new_full",
+        "new_ones",
+        "new_tensor",
+        "new_zeros",
+        "record_stream",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "requires_grad_",
+        "retain_grad",
+        "share_memory_",
+        "storage",
+        "storage_offset",
+        "storage_type",
+        "stride",
+        "untyped_storage",
+    ]
+)
+# Functions, and the reading and writing of attributes such as ``grad`` and ``dtype``, of which the same is true.
+_HARMLESS_FUNCTIONS = frozenset(
+    {
+        *_HARMLESS,
+        *_CONVERSIONS,
+        "__get__",
+        "__set__",
+        "__delete__",
+        "__hash__",
+        "__repr__",
+        "_has_compatible_shallow_copy_type",
+    }
+    | {
+        "empty_like",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "rand_like",
+        "randn_like",
+        "detach",
+        "is_tensor",
+        "is_storage",
+    }
+)
+_OPERATORS = [
+    "abs",
+    "add",
+    "array",
+    "bool",
+    "float",
+    "ge",
+    "getitem",
+    "gt",
+    "iadd",
+    "imul",
+    "index",
+    "int",
+    "isub",
+    "iter",
+    "itruediv",
+    "le",
+    "len",
+    "lt",
+    "matmul",
+    "mul",
+    "neg",
+    "pow",
+    "radd",
+    "rmatmul",
+    "rmul",
+    "rpow",
+    "rsub",
+    "rtruediv",
+    "setitem",
+    "sub",
+    "truediv",
+]
+
+
+@functools.cache
+def _refuse_access() -> None:
+    """Fills in what a released parameter refuses, once, when there is to be one: some 700 methods."""
+    methods = [
+        name
+        for name in dir(torch.Tensor)
+        if not name.startswith("_")
+        and name not in _HARMLESS
+        and type(getattr(torch.Tensor, name)).__name__ in ("method_descriptor", "function")
+    ]
+    for name in (*methods, *(f"__{operator}__" for operator in _OPERATORS)):
+        if name in _CONVERSIONS:
+            setattr(_Released, name, _converting(name))
+        elif name not in vars(_Released):
+            setattr(_Released, name, _touching(name))
+        if name not in ("dim", "size", "numel", "nelement", "ndimension", "detach"):
+            setattr(_ReleasedTensor, name, _ReleasedTensor._refuse)
+
+
+
+class _Available(_Face):
+    """The face while the whole parameter is here: copies of it are plain parameters."""
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        if id(self) not in memo:
+            memo[id(self)] = torch.nn.Parameter(
+                self.data.clone(memory_format=torch.preserve_format), self.requires_grad
+            )
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        return torch.nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
+
+
+_faces: dict[type, tuple[type, type]] = {}
+
+
+def _faces_of(base: type) -> tuple[type, type]:
+    """(available, released) subclasses of a parameter's own class."""
+    if base not in _faces:
+        _refuse_access()
+        made = []
+        for face in (_Available, _Released):
+            made.append(type(base.__name__, (face, base), {"__module__": base.__module__, "_dsc_base": base}))
+        _faces[base] = made[0], made[1]
+        for face in made:
+            face._dsc_available, face._dsc_released = made
+    return _faces[base]
+
+
+def state_of(param: Any) -> ShardState | None:
+    """The state of a sharded parameter; None for any other object."""
+    return getattr(param, "__dict__", {}).get(_ATTRIBUTE)
+
+
+def make_sharded(param: torch.nn.Parameter, state: ShardState) -> None:
+    """Gives ``param`` the faces of a sharded parameter; what it holds and its other attributes stay."""
+    param.__dict__[_ATTRIBUTE] = state
+    if not isinstance(param, _Face):
+        param.__class__ = _faces_of(type(param))[0]
+
+
+def shape_of(param: torch.nn.Parameter) -> torch.Size:
+    """The whole parameter's shape, whether it is here or not."""
+    state = state_of(param)
+    return param.shape if state is None else state.shape
+
+
+def whole_of(param: torch.nn.Parameter) -> torch.Tensor:
+    """The whole parameter's data; put together (collective) where it is sharded and released."""
+    state = state_of(param)
+    if isinstance(state, StandaloneShard) and not state.is_available:
+        return state.whole()
+    return param.data
+
+
+def take_over(param: torch.nn.Parameter, data: torch.Tensor) -> None:
+    """Makes ``param`` an ordinary parameter with this data, whatever it was before."""
+    _DATA.__set__(param, data)
+    unmake_sharded(param)
+
+
+def unmake_sharded(param: torch.nn.Parameter) -> None:
+    """Takes the faces of a sharded parameter away; what it holds stays."""
+    param.__dict__.pop(_ATTRIBUTE, None)
+    if isinstance(param, _Face):
+        param.__class__ = type(param)._dsc_base
+
+
+def check_edit(state: ShardState, data: torch.Tensor) -> None:
+    """Raises StateError on all ranks alike where an edit left a parameter with another shape on any of them.
+    Collective."""
+    shapes = state.everyone.gather_numbers(int(data.shape != state.shape), label=state.name)
+    if any(shapes):
+        raise StateError(
+            f"rank {shapes.index(1)} replaced its data by a tensor of another shape"
+            f"{f' ({tuple(data.shape)})' if data.shape != state.shape else ''}; the parameter has {tuple(state.shape)}",
+            where=state.name,
+            fix="keep the shape, or make a new Parameter and give it to the module before deepspeed_c.initialize",
+        )
+
+
+def is_data_held(param: torch.nn.Parameter) -> bool:
+    """Whether anything but ``param`` refers to its storage; True where torch does not tell."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    if count is None:
+        return True
+    mine = _DATA.__get__(torch.nn.Parameter(torch.empty(1)))
+    return count(_DATA.__get__(param).untyped_storage()._cdata) > count(mine.untyped_storage()._cdata)
+
+
+def point_at(param: torch.nn.Parameter, whole: torch.Tensor) -> None:
+    """Makes ``whole`` the storage of a sharded parameter, which is then available."""
+    # In this order: what is done to a released parameter goes through Python.
+    param.__class__ = param._dsc_available
+    _DATA.__set__(param, whole)
+
+
+def point_at_nothing(param: torch.nn.Parameter) -> None:
+    """Releases a sharded parameter: it takes no memory, and reading it says so."""
+    _release(param, param._dsc_shard.empty)
+
+
+def adopt_shape(param: torch.nn.Parameter) -> None:
+    """As ``point_at_nothing``, with the whole shape: while a gradient may arrive."""
+    _release(param, param._dsc_shard.stand_in)
+
+
+def _release(param: torch.nn.Parameter, data: torch.Tensor) -> None:
+    # While it has the face of an available one: what is done to a released parameter goes through Python.
+    param.__class__ = param._dsc_available
+    _DATA.__set__(param, data)
+    param.__class__ = param._dsc_released
+
+
+def is_released(param: Any) -> bool:
+    """Whether it is a sharded parameter whose data is not here."""
+    return isinstance(param, _Released)

@@ -1,0 +1,39 @@
+"""benchmarks/measure.py: ratios round by round, bounds that say when they are none, an order that is fair, and proofs that end a benchmark."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from benchmarks.measure import bound, in_turn, ratios, require, require_equal
+
+
+def test_a_ratio_is_the_median_of_rounds_and_not_of_medians():
+    assert ratios("r", [1.0, 4.0, 9.0], [1.0, 2.0, 3.0]) == {"r": 2.0, "r_min": 1.0, "r_max": 3.0}
+    with pytest.raises(ValueError):
+        ratios("r", [1.0], [1.0, 2.0])
+
+
+def test_a_bound_that_is_undercut_says_so_and_noise_does_not():
+    assert "note" not in bound("r", [1.0, 0.5, 1.5], [1.0, 1.0, 1.0])
+    assert "note" not in bound("r", [0.98], [1.0])
+    assert "bound is wrong" in bound("r", [0.9, 0.9, 1.5], [1.0, 1.0, 1.0])["note"]
+
+
+def test_each_contender_is_first_equally_often():
+    names = ["a", "b", "c"]
+    firsts = Counter(in_turn(names, round_)[0] for round_ in range(9))
+    assert firsts == {"a": 3, "b": 3, "c": 3}
+    assert all(sorted(in_turn(names, round_)) == names for round_ in range(5))
+
+
+def test_a_benchmark_that_does_not_measure_what_it_says_ends():
+    require(True, "it holds")
+    with pytest.raises(SystemExit, match="0 gathers"):
+        require(False, "0 gathers")
+    require_equal("losses", {"a": 1.0, "b": 1.00001}, 1e-4)
+    with pytest.raises(SystemExit, match="losses"):
+        require_equal("losses", {"a": 1.0, "b": 1.1}, 1e-4)
+    with pytest.raises(SystemExit, match="nan"):
+        require_equal("losses", {"a": 1.0, "b": float("nan")}, 1e-4)

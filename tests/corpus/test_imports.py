@@ -1,0 +1,61 @@
+"""What projects import works under the name deepspeed, or says what to do without it, as imports.py says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.corpus.imports import IMPORTS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Each line by itself, in one process: what the lines before it have loaded makes no name appear that is not there.
+EXECUTE = """
+import json, sys
+errors = []
+for line in json.load(sys.stdin):
+    try:
+        exec(line, {})
+        errors.append("")
+    except Exception as error:
+        errors.append(f"{type(error).__name__}: {error}")
+print("ERRORS " + json.dumps(errors))
+"""
+
+
+def errors_of(*python: str) -> list[str]:
+    """What each line raises, "" for nothing."""
+    given = json.dumps([row.line for row in IMPORTS])
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [*python, "-c", EXECUTE]
+    done = subprocess.run(command, input=given, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.rpartition("ERRORS ")[2])
+
+
+def test_there_are_enough_and_no_line_twice():
+    lines = [row.line for row in IMPORTS]
+    assert len(lines) >= 80 and len(set(lines)) == len(lines)
+    assert all(row.projects for row in IMPORTS) and sum(bool(row.words) for row in IMPORTS) >= 10
+
+
+def test_each_line_works_or_says_what_to_do():
+    wrong = []
+    for row, error in zip(IMPORTS, errors_of(sys.executable, "-m", "deepspeed_c", "run", sys.executable), strict=True):
+        is_right = error == "" if row.words == "" else row.words in error and "Fix: " in error
+        if not is_right:
+            wrong.append(f"{row.line} ({row.projects}): {error or 'works'}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_each_line_is_one_that_deepspeed_knows():
+    python = os.environ.get("DSC_PEER_PYTHON")
+    if not python:
+        pytest.skip("DSC_PEER_PYTHON does not name a Python that has DeepSpeed")
+    wrong = [f"{row.line}: {error}" for row, error in zip(IMPORTS, errors_of(python), strict=True) if error]
+    assert not wrong, "\n".join(wrong)

@@ -1,0 +1,73 @@
+"""No key is accepted and then read by nobody: each one is read by the code, says why it changes nothing, or is refused."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import deepspeed_c
+from deepspeed_c.config.features import FEATURES
+from deepspeed_c.config.optim import OPTIMIZERS
+from deepspeed_c.config.schedule import SCHEDULES
+from deepspeed_c.config.schema import walk
+
+ROOT = Path(deepspeed_c.__file__).parent
+# What reads, checks and prints all keys alike, and DeepSpeed's getters and objects, which hand them on: none of it acts on a value.
+NO_READERS = {
+    *(ROOT / "config" / f"{name}.py" for name in ("checks", "coerce", "config", "docs", "keys", "load", "schema")),
+    ROOT / "engine" / "getters.py",
+    *(ROOT / "compat").glob("*.py"),
+}
+# Keys that act without a reader in the package, and how.
+ELSEWHERE = {
+    "data_types.param_dtype": "a value that contradicts fp16.enabled and bf16.enabled is an error (checks.py)",
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": "accelerate and the Trainer read it by the engine's getter",
+}
+PARAMS = ("optimizer.params.", "scheduler.params.")
+
+
+def attributes_read():
+    """Every name that stands behind a dot somewhere in the package."""
+    found = set()
+    for path in ROOT.rglob("*.py"):
+        if path not in NO_READERS:
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                    found.add(node.attr)
+    return found
+
+
+READ = attributes_read()
+# A key that only tunes a feature that is not built does no harm while asking for the feature is refused.
+REFUSED = {field.info.feature for _, field in walk() if field.info.is_switch and not field.info.is_built} | {
+    kind.feature for kind in (*OPTIMIZERS.values(), *SCHEDULES.values())
+}
+KEYS = [(path, field) for path, field in walk() if not path.startswith(PARAMS)]
+
+
+def test_the_walk_sees_all_keys_and_the_search_finds_readers():
+    assert len(list(walk())) > 590 and len(KEYS) > 380
+    assert {"stage", "reduce_bucket_size", "cpuadam_cores_perc"} <= READ
+    assert not {"legacy_stage1", "use_gds", "no_such_key"} & READ
+
+
+@pytest.mark.parametrize("status", ["acts", "inherent", "later"])
+def test_each_key_has_a_reader_or_a_reason_or_is_refused(status):
+    keys = [(path, field) for path, field in KEYS if field.info.status == status]
+    assert keys
+    if status == "acts":
+        unread = [path for path, field in keys if field.attribute not in READ]
+        assert sorted(unread) == sorted(ELSEWHERE)
+    elif status == "inherent":
+        assert all(field.info.inherent for _, field in keys)
+    else:
+        unrefused = [path for path, field in keys if field.info.feature not in REFUSED]
+        assert unrefused == []
+        assert all(not FEATURES[field.info.feature].is_built for _, field in keys)
+
+
+@pytest.mark.parametrize("kinds", [OPTIMIZERS, SCHEDULES], ids=["optimizers", "schedules"])
+def test_parameters_go_to_a_constructor_or_are_refused(kinds):
+    """What acts is passed on; the constructors' own tests say what they do with it (test_build, test_lr_schedules)."""
+    for kind in kinds.values():
+        assert kind.params is not None or kind.feature is None or kind.feature in REFUSED, kind.name

@@ -1,0 +1,113 @@
+"""The pool of buffers: never the same bytes twice, no more of them than were lent at once, and what somebody kept is left to him."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+
+import pytest
+import torch
+
+from deepspeed_c.buffers import GRANULE_BYTES, BufferPool
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+SIZES = (0, 1, 2, 31, 1023, 1024, 1025, 4099, 10_007)
+
+
+def test_what_fits_is_used_again_and_what_is_too_small_is_replaced():
+    pool = BufferPool()
+    small = pool.take(10, torch.float32, CPU)
+    assert small.shape == (10,) and small.dtype == torch.float32
+    address = small.data_ptr()
+    pool.give(small)
+    again = pool.take(20, torch.bfloat16, CPU)
+    assert again.data_ptr() == address, "a buffer that fits was not used again"
+    pool.give(again)
+    assert pool.n_bytes == GRANULE_BYTES
+    large = pool.take(100_000, torch.float32, CPU)
+    assert pool.n_bytes == -(-400_000 // GRANULE_BYTES) * GRANULE_BYTES and pool.n_free == 0
+    other = pool.take(1, torch.float16, CPU)
+    assert other.data_ptr() != large.data_ptr()
+    pool.give(large)
+    pool.give(other)
+    tight = pool.take(2, torch.float16, CPU)
+    assert tight.data_ptr() == other.data_ptr(), "a larger buffer was lent than was asked for"
+    assert pool.take(0, torch.float32, CPU).numel() == 0
+    pool.clear()
+    assert pool.n_free == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_poison_is_not_a_number(dtype):
+    assert BufferPool(poison=True).take(33, dtype, CPU).isnan().all()
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("seed", range(5))
+def test_bytes_are_lent_once_and_counted(seed, waits):
+    rng = random.Random(seed)
+    counted = 0
+
+    def count(n_bytes: int) -> None:
+        nonlocal counted
+        counted += n_bytes
+
+    pool, twin, lent, most = BufferPool(waits=waits, count=count), BufferPool(), [], 0
+    for step in range(500):
+        if lent and (len(lent) == 4 or rng.random() < 0.5):
+            tensor, value, other = lent.pop(rng.randrange(len(lent)))
+            assert (tensor == value).all(), f"step {step}: somebody wrote to a lent buffer"
+            pool.give(tensor)
+            twin.give(other)
+            del tensor
+        else:
+            numel, dtype = rng.choice(SIZES), rng.choice(DTYPES)
+            tensor = pool.take(numel, dtype, CPU).fill_(step)
+            assert tensor.shape == (numel,) and tensor.dtype == dtype
+            lent.append((tensor, step % 3000 if dtype == torch.float64 else torch.tensor(step, dtype=dtype), None))
+            # Without memory it holds the same.
+            lent[-1] = (*lent[-1][:2], twin.take(numel, dtype, META))
+            del tensor
+        most = max(most, len(lent))
+        alive = sum(tensor.untyped_storage().nbytes() for tensor, *_ in lent)
+        assert counted == pool.n_bytes >= alive
+        assert pool.n_bytes == twin.n_bytes
+        assert pool.n_free + len(lent) <= most, "more is kept than was lent at once"
+
+
+def test_what_somebody_keeps_is_left_to_him():
+    pool = BufferPool(waits=True)
+    with torch.no_grad():
+        lent = pool.take(100, torch.float32, CPU)
+        kept = lent.fill_(7.0)[10:20].view(2, 5)
+        pool.give(lent)
+        del lent
+        again = pool.take(100, torch.float32, CPU).fill_(1.0)
+    assert kept.tolist() == [[7.0] * 5] * 2, "a kept view was overwritten"
+    assert pool.n_bytes == again.untyped_storage().nbytes() == GRANULE_BYTES
+    address = again.data_ptr()
+    pool.give(again)
+    del again
+    assert pool.take(50, torch.float64, CPU).data_ptr() == address
+
+
+def test_a_pool_that_keeps_nothing_frees_at_once():
+    pool = BufferPool(keeps=lambda device: False)
+    lent = pool.take(100, torch.float32, CPU)
+    gone = weakref.ref(lent)
+    pool.give(lent)
+    del lent
+    gc.collect()
+    assert gone() is None and (pool.n_bytes, pool.n_free) == (0, 0)
+
+
+def test_what_is_given_back_in_inference_mode_can_be_trained_with():
+    pool = BufferPool()
+    with torch.inference_mode():
+        pool.give(pool.take(4, torch.float32, CPU))
+    lent = pool.take(4, torch.float32, CPU).fill_(2.0)
+    x = torch.ones(4, requires_grad=True)
+    (x * lent).sum().backward()
+    assert x.grad.tolist() == [2.0] * 4

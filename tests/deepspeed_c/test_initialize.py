@@ -1,0 +1,106 @@
+"""initialize: what it refuses of an ``mpu``, and what an engine over a part of the ranks knows of itself and gives back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import deepspeed_c
+from deepspeed_c import _C
+from deepspeed_c.errors import FeatureError
+from tests.ranks import run_ranks
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    "zero_optimization": {"stage": 1},
+}
+
+
+class Mpu:
+    """What Megatron's and DeepSpeed's topologies answer."""
+
+    def __init__(self, group=None, **sizes: int) -> None:
+        self._group, self._sizes = group, sizes
+
+    def __getattr__(self, name: str):
+        axis = name.removeprefix("get_").removesuffix("_world_size")
+        if axis == name or axis.startswith("_"):
+            raise AttributeError(name)
+        return lambda: self._sizes.get(axis, 1)
+
+    def get_data_parallel_group(self):
+        return self._group
+
+
+AXES = {
+    "model_parallel": "tp",
+    "tensor_model_parallel": "tp",
+    "slice_parallel": "tp",
+    "sequence_parallel": "sp",
+    "context_parallel": "sp",
+    "pipeline_model_parallel": "pp",
+    "pipe_parallel": "pp",
+}
+
+
+def axes_body(rank: int, world: int) -> None:
+    for name, axis in AXES.items():
+        with pytest.raises(FeatureError, match=f"axis '{axis}' has 2 ranks"):
+            deepspeed_c.initialize(model=torch.nn.Linear(2, 2), config=CONFIG, mpu=Mpu(**{name: 2}))
+
+
+def test_mpu_with_another_axis_is_refused_by_its_name():
+    run_ranks(1, axes_body)
+
+
+def subgroup_body(rank: int, world: int) -> tuple[int, int, int]:
+    group = [dist.new_group([0]), dist.new_group([1, 2])][rank > 0]
+    with deepspeed_c.initialize(model=torch.nn.Linear(2, 2), config=CONFIG, mpu=Mpu(group))[0] as engine:
+        engine.backward(engine(torch.ones(2, 2)).sum())
+        engine.step()
+        return engine.global_rank, engine._comm.rank, engine.dp_world_size
+
+
+def test_global_rank_is_that_of_the_job_and_not_of_the_group():
+    assert run_ranks(3, subgroup_body) == [(0, 0, 1), (1, 0, 2), (2, 1, 2)]
+
+
+def threads_body(rank: int, world: int) -> tuple[int, int, int]:
+    offload = {"device": "cpu", "super_offload": True, "cpuadam_cores_perc": 0.0}
+    zero = {"stage": 2, "offload_optimizer": offload}
+    config = {**CONFIG, "bf16": {"enabled": True}, "zero_optimization": zero}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DSC_NUM_THREADS", "3")
+        _C.pool_resize(0)
+        before = _C.pool_n_threads()
+        refused = {**config, "optimizer": {"type": "Lamb", "params": {"lr": 1e-2}}}
+        with pytest.raises(FeatureError, match="ahead of the step"):
+            deepspeed_c.initialize(model=torch.nn.Linear(2, 2), config=refused)
+        assert _C.pool_n_threads() == before, "a refused engine has left some"
+        with deepspeed_c.initialize(model=torch.nn.Linear(2, 2), config=config)[0] as engine:
+            engine.set_trainable(["weight"])
+            during = _C.pool_n_threads()
+        after = _C.pool_n_threads()
+    _C.pool_resize(0)
+    return before, during, after
+
+
+def test_super_offload_gives_back_the_threads_that_it_takes():
+    assert run_ranks(1, threads_body) == [(3, 1, 3)]
+
+
+def layouts_body(rank: int, world: int) -> None:
+    engines = [deepspeed_c.initialize(model=torch.nn.Linear(2, 2), config={"train_batch_size": 2})[0] for _ in range(2)]
+    try:
+        assert engines[0]._layout is not engines[1]._layout
+        assert engines[0]._layout.trained is not engines[1]._layout.trained
+    finally:
+        for engine in engines:
+            engine.close()
+
+
+def test_engines_without_a_layout_share_none():
+    """An engine that evaluates at stage 0 has an empty layout of its own."""
+    run_ranks(1, layouts_body)

@@ -1,0 +1,215 @@
+"""saved_tensors.py: which packer takes what, that it gives it back, and packers of activations beside sharded weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import deepspeed_c
+from deepspeed_c.saved_tensors import SavedTensors
+from deepspeed_c.zero import GatheredParameters
+
+WIDTH, LAYERS, STEPS, LR = 13, 3, 4, 0.05
+ROWS, WIDE = 3, 29  # of an activation; its width inside a block
+
+
+class ToNumpy:
+    """Moves tensors of up to ``most`` elements out of torch's memory."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.n = Counter()
+
+    def pack(self, tensor: torch.Tensor) -> np.ndarray | None:
+        if tensor.numel() > self.most:
+            return None
+        self.n["packed"] += 1
+        return tensor.detach().numpy().copy()
+
+    def unpack(self, packed: np.ndarray) -> torch.Tensor:
+        self.n["unpacked"] += 1
+        return torch.from_numpy(packed)
+
+
+class ToBf16:
+    """Rounds fp32 tensors to 16 bits."""
+
+    def __init__(self) -> None:
+        self.n = Counter()
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        if tensor.dtype != torch.float32:
+            return None
+        self.n["packed"] += 1
+        return tensor.detach().bfloat16()
+
+    def unpack(self, packed: torch.Tensor) -> torch.Tensor:
+        self.n["unpacked"] += 1
+        return packed.float()
+
+
+class Block(nn.Module):
+    """Saves activations of two sizes, an output of its own (tanh), and whole numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDE), nn.Linear(WIDE, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.down(torch.tanh(self.up(x)))
+        return x + y.gather(1, y.argsort(dim=1))
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(*(Block() for _ in range(LAYERS)))
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank)).requires_grad_()
+
+
+def packers_of(kind: str) -> list[Any]:
+    return {
+        "none": [],
+        "numpy": [ToNumpy(10**6)],
+        "bf16": [ToBf16()],
+        # The wide activations are rounded, the narrow ones moved.
+        "both": [ToNumpy(ROWS * WIDTH), ToBf16()],
+    }[kind]
+
+
+def sharded_body(rank: int, world: int, kind: str) -> tuple[list[float], list[torch.Tensor], list[dict]]:
+    model = make_model()
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": LR}},
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_param_persistence_threshold": 0,
+            "reduce_bucket_size": WIDTH * WIDE,
+            "stage3_max_reuse_distance": 0,
+        },
+    }
+    losses, packers = [], packers_of(kind)
+    with deepspeed_c.initialize(model=model, model_parameters=model.parameters(), config=config)[0] as engine:
+        for packer in packers:
+            engine._fetcher.saved.add(packer)
+        for step in range(STEPS):
+            # Two in flight: what the packers keep outlives the other's backward.
+            first, second = (engine(batch(i, rank)).square().mean() for i in (step, 50 + step))
+            losses += [first.item(), second.item()]
+            engine.backward(second)
+            engine.backward(first)
+            engine.step()
+        assert engine._fetcher.live_elems == 0
+        with GatheredParameters(list(model.parameters())):
+            weights = [p.detach().clone() for p in model.parameters()]
+    return losses, weights, [dict(packer.n) for packer in packers]
+
+
+def expected(world: int, kind: str) -> tuple[list[list[float]], list[torch.Tensor], list[dict]]:
+    """Plain torch, where a hook of the test's own keeps weights and hands the rest to packers of the same kinds."""
+    model, losses = make_model(), [[] for _ in range(world)]
+    weights = {p.data_ptr() for p in model.parameters()}
+    packers = packers_of(kind)
+
+    def pack(tensor: torch.Tensor) -> tuple:
+        if tensor.data_ptr() not in weights:
+            for packer in packers:
+                if (packed := packer.pack(tensor)) is not None:
+                    return packer, packed
+        return None, tensor
+
+    def unpack(kept: tuple) -> torch.Tensor:
+        return kept[1] if kept[0] is None else kept[0].unpack(kept[1])
+
+    for step in range(STEPS):
+        model.zero_grad()
+        for rank in range(world):
+            for i in (step, 50 + step):
+                with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+                    out = model(batch(i, rank))
+                loss = out.square().mean()
+                losses[rank].append(loss.item())
+                (loss / world).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= LR * p.grad
+    return losses, [p.detach() for p in model.parameters()], [dict(packer.n) for packer in packers]
+
+
+@pytest.mark.parametrize("kind", ["none", "numpy", "bf16", "both"])
+def test_packers_beside_sharded_weights(run_ranks, kind: str) -> None:
+    world = 2
+    want_losses, want, want_n = expected(world, kind)
+    plain = expected(world, "none")[1]
+    assert ("bf16" in kind or kind == "both") == (not all(map(torch.equal, want, plain))), "rounding must be seen"
+    for rank, (losses, weights, n) in enumerate(run_ranks(world, sharded_body, kind)):
+        assert losses == pytest.approx(want_losses[rank], rel=2e-5), (losses, want_losses[rank])
+        for a, b in zip(weights, want, strict=True):
+            assert torch.allclose(a, b, rtol=2e-5, atol=2e-6), f"rank {rank}: {(a - b).abs().max():g} apart"
+        # The packers got every activation and no weight: as often as where a hook sorts weights out by hand.
+        assert [{k: world * v for k, v in counts.items()} for counts in n] == want_n, (n, want_n)
+
+
+class Takes:
+    """Takes tensors of one width, and notes who asked."""
+
+    def __init__(self, width: int, asked: list[tuple[int, int]]) -> None:
+        self.width, self.asked = width, asked
+
+    def pack(self, tensor: torch.Tensor) -> list[torch.Tensor] | None:
+        self.asked.append((self.width, tensor.shape[-1]))
+        return [tensor.detach().clone()] if tensor.shape[-1] == self.width else None
+
+    def unpack(self, packed: list[torch.Tensor]) -> torch.Tensor:
+        return packed[0]
+
+
+def run_chain(saved: SavedTensors, function: Callable[[], torch.Tensor]) -> list[object]:
+    entered: list[object] = []
+    owner = object()
+    with saved.hooks_of(owner, entered.append):
+        loss = function()
+    loss.backward()
+    assert all(o is owner for o in entered), entered
+    return entered
+
+
+def test_each_packer_is_asked_for_what_those_before_it_left() -> None:
+    asked: list[tuple[int, int]] = []
+    saved = SavedTensors()
+    for width in (2, 3, 2):
+        saved.add(Takes(width, asked))
+    tensors = [torch.randn(4, width, requires_grad=True) for width in (2, 3, 5)]
+    entered = run_chain(saved, lambda: sum((t * t.detach()).sum() for t in tensors))
+    assert all(torch.equal(t.grad, t.detach()) for t in tensors)
+    # The product saves both factors where both are wanted; here the one that is not differentiated by.
+    assert asked == [(2, 2), (2, 3), (3, 3), (2, 5), (3, 5), (2, 5)], asked
+    assert len(entered) == 3, entered
+
+
+def test_what_nobody_takes_must_not_be_overwritten() -> None:
+    saved, x = SavedTensors(), torch.randn(3, requires_grad=True)
+
+    def overwrite() -> torch.Tensor:
+        y = x.exp()  # saves its own output
+        y.mul_(2)
+        return y.sum()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        run_chain(saved, overwrite)
+    asked: list[tuple[int, int]] = []
+    saved.add(Takes(3, asked))
+    x.grad = None
+    run_chain(saved, overwrite)  # a copy was taken before
+    assert asked == [(3, 3)], asked
+    assert torch.allclose(x.grad, 2 * x.detach().exp()), (x.grad, x)

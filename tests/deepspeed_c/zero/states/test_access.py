@@ -1,0 +1,226 @@
+"""safe_get/set: whole tensors and local pieces are what the optimizer holds, and writes reach masters, weights and the next step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import deepspeed_c
+from deepspeed_c import errors, utils
+from deepspeed_c.zero.weights.param import shape_of
+from tests.deepspeed_c.zero.test_oracle import make_config
+from tests.deepspeed_c.zero.traits import TRAITS, batch, make_model, whole_params
+from tests.ranks import run_ranks
+
+FULL = {
+    "master": (utils.safe_get_full_fp32_param, utils.safe_set_full_fp32_param),
+    "exp_avg": (utils.safe_get_full_optimizer_state, utils.safe_set_full_optimizer_state),
+}
+
+
+def start(stage: int, precision: str, trait: str = "zero_size", gas: int = 1):
+    model = make_model(TRAITS[trait])
+    config = make_config(stage, precision, gas, {})
+    return model, deepspeed_c.initialize(model=model, config=config)[0]
+
+
+def run_backward(engine, rank: int, step: int = 0):
+    x, y = batch(step, 0, rank, 0)
+    engine.backward(engine(x.to(next(engine.parameters()).dtype), y))
+
+
+def round_trip_body(rank: int, world: int, stage: int, precision: str) -> None:
+    model, engine = start(stage, precision)
+    with engine:
+        run_backward(engine, rank)
+        engine.step()
+        for i, (name, p) in enumerate(model.named_parameters()):
+            value = torch.full(shape_of(p), float(i) + 1 / 3)
+            utils.safe_set_full_fp32_param(p, value)
+            assert torch.equal(utils.safe_get_full_fp32_param(p), value), name
+            assert torch.equal(whole_params(model)[name].float(), value.to(p.dtype).float()), name
+            for key in ("exp_avg", "exp_avg_sq"):
+                utils.safe_set_full_optimizer_state(p, value + 1, key)
+                assert torch.equal(utils.safe_get_full_optimizer_state(p, key), value + 1), (name, key)
+            local = utils.safe_get_local_fp32_param(p)
+            utils.safe_set_local_fp32_param(p, local * 2)
+            assert torch.equal(utils.safe_get_full_fp32_param(p), value * 2), name
+            local = utils.safe_get_local_optimizer_state(p, "exp_avg")
+            utils.safe_set_local_optimizer_state(p, local * 2, "exp_avg")
+            assert torch.equal(utils.safe_get_full_optimizer_state(p, "exp_avg"), (value + 1) * 2), name
+        p = model.inp.weight
+        special = torch.full(shape_of(p), -0.0)
+        special[0, 0], special[0, 1] = float("nan"), float("inf")
+        utils.safe_set_full_fp32_param(p, special)
+        back = utils.safe_get_full_fp32_param(p)
+        assert torch.equal(back.view(torch.int32), special.view(torch.int32)), "bits of -0.0, NaN and inf"
+        with pytest.raises(errors.StateError, match="does not fit"):
+            utils.safe_set_full_fp32_param(p, torch.zeros(3))
+        with pytest.raises(errors.StateError, match="no state 'nope'"):
+            # On all ranks alike, also on those that own nothing of the parameter.
+            utils.safe_get_full_optimizer_state(p, "nope")
+        with pytest.raises(errors.StateError, match="no state 'nope'"):
+            utils.safe_get_full_optimizer_state(model.scalar, "nope")
+        assert utils.safe_get_full_fp32_param(torch.nn.Parameter(torch.ones(1))) is None
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3])
+def test_round_trip(world, stage, precision):
+    run_ranks(world, round_trip_body, stage, precision)
+
+
+def gradient_body(rank: int, world: int, stage: int, gas: int) -> dict[str, torch.Tensor]:
+    model, engine = start(stage, "fp32", gas=gas)
+    with engine:
+        p = model.inp.weight
+        assert utils.safe_get_full_grad(p) is None
+        for micro in range(gas):
+            x, y = batch(0, micro, rank, 0)
+            engine.backward(engine(x, y))
+            if micro < gas - 1:
+                assert utils.safe_get_full_grad(p) is None
+                engine.step()
+        return {n: utils.safe_get_full_grad(q) for n, q in model.named_parameters()}
+
+
+@pytest.mark.parametrize("gas", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_are_the_average_over_ranks_and_micro_batches(stage, gas):
+    model = make_model(TRAITS["zero_size"])
+    for rank in range(2):
+        for micro in range(gas):
+            (model(*batch(0, micro, rank, 0)) / (2 * gas)).backward()
+    for got in run_ranks(2, gradient_body, stage, gas):
+        for name, p in model.named_parameters():
+            worst = (got[name] - p.grad).abs().max().item() if p.numel() else 0.0
+            assert torch.allclose(got[name], p.grad, rtol=1e-5, atol=1e-7), f"{name} is off by {worst:g}"
+
+
+def edited_gradient_body(rank: int, world: int, stage: int) -> tuple:
+    """Writing a gradient changes the norm and the step; a further backward after reading adds to it."""
+    model, engine = start(stage, "fp32", "plain")
+    with engine:
+        run_backward(engine, rank)
+        for p in model.parameters():
+            utils.safe_set_full_grad(p, torch.zeros(p.shape))
+        p = model.out.bias
+        utils.safe_set_full_grad(p, torch.full(p.shape, 2.0))
+        local = utils.safe_get_local_grad(p)
+        utils.safe_set_local_grad(p, local * 1.5)
+        assert torch.equal(utils.safe_get_full_grad(p), torch.full(p.shape, 3.0))
+        engine.step()
+        norm = engine.get_global_grad_norm()
+        run_backward(engine, rank, 1)
+        once = utils.safe_get_full_grad(p)
+        run_backward(engine, rank, 1)
+        twice = utils.safe_get_full_grad(p)
+        engine.step()
+        with pytest.raises(errors.StateError, match="no gradient"):
+            utils.safe_set_full_grad(p, once)
+        return norm, once, twice
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_can_be_read_edited_and_added_to(stage, world):
+    for norm, once, twice in run_ranks(world, edited_gradient_body, stage):
+        assert norm == pytest.approx(3.0 * 5**0.5), norm
+        assert torch.allclose(twice, 2 * once, rtol=1e-5, atol=1e-7), f"{twice} != 2 * {once}"
+
+
+def vectorized_body(rank: int, world: int) -> None:
+    model, engine = start(2, "fp32", "plain")
+    with engine:
+        run_backward(engine, rank)
+        before = [utils.safe_get_full_grad(p) for p in model.parameters()]
+        utils.safe_update_full_grad_vectorized(list(model.parameters()), lambda g, p: g * 2 + 1)
+        for old, p in zip(before, model.parameters()):
+            assert torch.allclose(utils.safe_get_full_grad(p), old * 2 + 1, rtol=1e-5, atol=1e-6)
+
+
+def test_vectorized_update():
+    run_ranks(2, vectorized_body)
+
+
+class Branches(torch.nn.Module):
+    """Two layers, of which the second is used only where it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(5, 7), torch.nn.Linear(5, 7)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        y = self.a(x)
+        return (y + self.b(x) if both else y).square().mean()
+
+
+EDIT_OPTIMIZER = {"lr": 0.1, "weight_decay": 0.1}
+EDITS = ["same", "local", "vectorized", "of_an_unused", "zeros_on_an_unused"]
+
+
+def branch_batch(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(3, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def edited_branches(rank: int, stage: int, offload: str, edit: str) -> dict[str, torch.Tensor]:
+    """The second layer takes part in the first step and in no other; in the second one a gradient is written."""
+    torch.manual_seed(3)
+    model = Branches()
+    zero = {"offload_optimizer": {"device": "cpu"}} if offload == "cpu" else {}
+    config = make_config(stage, "fp32", 1, {"zero_optimization": zero, "gradient_clipping": 0.0})
+    config["optimizer"] = {"type": "AdamW", "params": EDIT_OPTIMIZER}
+    with deepspeed_c.initialize(model=model, config=config)[0] as engine:
+        for step in range(3):
+            engine.backward(engine(branch_batch(rank, step), step == 0))
+            p = model.a.weight
+            if step != 1:
+                pass
+            elif edit == "same":
+                utils.safe_set_full_grad(p, utils.safe_get_full_grad(p))
+            elif edit == "local":
+                utils.safe_set_local_grad(p, utils.safe_get_local_grad(p))
+            elif edit == "vectorized":
+                utils.safe_update_full_grad_vectorized(list(model.parameters()), lambda g, p: g * 2 + 1)
+            else:
+                value = torch.full(shape_of(p), 0.0 if edit == "zeros_on_an_unused" else 2.0)
+                utils.safe_set_full_grad(model.b.weight, value)
+            engine.step()
+        return {name: utils.safe_get_full_fp32_param(p) for name, p in model.named_parameters()}
+
+
+def edited_branches_body(rank: int, world: int, stage: int, offload: str) -> dict[str, dict[str, torch.Tensor]]:
+    return {edit: edited_branches(rank, stage, offload, edit) for edit in EDITS}
+
+
+def edited_branches_in_plain_torch(world: int, edit: str) -> dict[str, torch.Tensor]:
+    torch.manual_seed(3)
+    model = Branches()
+    optimizer = torch.optim.AdamW(model.parameters(), **EDIT_OPTIMIZER)
+    for step in range(3):
+        optimizer.zero_grad()
+        for rank in range(world):
+            (model(branch_batch(rank, step), step == 0) / world).backward()
+        if step == 1 and edit == "vectorized":
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.grad = p.grad * 2 + 1
+        elif step == 1 and edit.endswith("unused"):
+            model.b.weight.grad = torch.full_like(model.b.weight, 0.0 if edit == "zeros_on_an_unused" else 2.0)
+        optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "offload"),
+    [*((world, stage, "none") for world in (1, 2) for stage in range(4)), *((2, stage, "cpu") for stage in (1, 2, 3))],
+)
+def test_a_written_gradient_makes_its_parameter_count_as_used_and_no_other(world, stage, offload):
+    results = run_ranks(world, edited_branches_body, stage, offload)
+    for edit in EDITS:
+        want = edited_branches_in_plain_torch(world, edit)
+        for got in results:
+            for name, value in want.items():
+                worst = (got[edit][name] - value).abs().max().item()
+                assert worst < 2e-5, f"{edit}: {name} is off by {worst:g}"

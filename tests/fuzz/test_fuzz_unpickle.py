@@ -1,0 +1,46 @@
+"""A short, seeded run of fuzz_unpickle.py, and its corpus as it is: a value of plain data or a CheckpointError, whatever is in a file."""
+
+from __future__ import annotations
+
+import itertools
+import pathlib
+import warnings
+
+import pytest
+
+from tests.fuzz.fuzz_unpickle import CORPUS, Harness, assemble, inputs, parse, seeds
+
+N_INPUTS = 800
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_changed_pickles_are_read_or_refused(tmp_path: pathlib.Path) -> None:
+    harness = Harness(tmp_path)
+    for i, data in enumerate(itertools.islice(inputs(5, seeds()), N_INPUTS)):
+        try:
+            harness.run(data, measures=i % 50 == 0)
+        except Exception as error:
+            raise AssertionError(f"input {i}: {data!r}"[:5000]) from error
+    # The run is worth something only if both happen.
+    assert harness.n_read > N_INPUTS // 4 and harness.n_refused > N_INPUTS // 4, (harness.n_read, harness.n_refused)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("path", sorted(CORPUS.glob("*.pkl")), ids=lambda path: path.stem)
+def test_the_corpus_is_read_or_refused(path: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    Harness(tmp_path).run(path.read_bytes(), measures=True)
+
+
+def test_seeds_are_read_as_they_are(tmp_path: pathlib.Path) -> None:
+    """Taken apart and put together again they are what they were, and most are values that somebody reads."""
+    harness = Harness(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        # Those behind are sparse ones, whose numbers are others here, and what is no tree of values.
+        pool = seeds()[:11]
+        for ops in pool:
+            data = assemble(ops)
+            assert parse(data) == ops
+            before = harness.n_read
+            harness.run(data, measures=False)
+            assert harness.n_read > before, ops

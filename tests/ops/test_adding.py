@@ -1,0 +1,28 @@
+"""docs/adding/optimizer.md: its diff fits this tree, and touches what the page says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_diff_fits() -> None:
+    diff = (ROOT / "docs" / "adding" / "optimizer.md").read_text().partition("```diff\n")[2].partition("```\n")[0]
+    _, *files = re.split(r"^--- (\S+)\n\+\+\+ b/(\S+)\n", diff, flags=re.MULTILINE)
+    given = dict(zip(files[1::3], zip(files[::3], files[2::3])))
+    # One C file, one line, one class, one reference; and the tests.
+    parts = ["csrc/optim/optimizers.inc", "csrc/optim/rmsprop.c", "ops/reference.py", "ops/rmsprop.py"]
+    assert list(given) == [*parts, "tests/csrc/optim/test_optim.c", "tests/csrc/optim/test_rmsprop.c"]
+    for name, (before, hunks) in given.items():
+        is_new = before == "/dev/null"
+        assert (ROOT / name).exists() != is_new, name
+        for header, body in re.findall(r"^@@ (.*?) @@.*\n((?:[-+ ].*\n|\n)*)", hunks, re.MULTILINE):
+            lines = body.splitlines()
+            removed, added = ([line[1:] for line in lines if line[:1] != sign] for sign in "+-")
+            sizes = [int(size or 1) for size in re.findall(r"[-+]\d+(?:,(\d+))?", header)]
+            assert [len(removed), len(added)] == sizes, f"{name} @@ {header}"
+            if not is_new:
+                found = ("\n" + (ROOT / name).read_text()).count("\n" + "\n".join(removed) + "\n")
+                assert found == 1, f"{name} @@ {header} has {found} places"

@@ -1,0 +1,143 @@
+"""Whoever reads a class sees all of its attributes in its own file: nobody sets one from another file."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Attributes of objects that are Python's or torch's, whoever has them.
+FOREIGN = {
+    "data": "of a tensor",
+    "grad": "of a tensor",
+    "__class__": "of any object",
+    "__doc__": "of a function",
+    "__name__": "of a function",
+    "__qualname__": "of a function",
+    "__spec__": "of a module",
+    "__version__": "of a module",
+}
+
+SETTERS = {"setattr", "delattr", "object.__setattr__"}
+
+# What is set from another file all the same, each with its reason. The list may only get shorter.
+PERMITTED: dict[str, str] = {
+    "accelerator.py: setattr(Accelerator, _name)": "a table makes the methods of the class below it",
+    "engine/getters.py: setattr(ConfigGetters, _name)": "a table makes the methods of the class below it",
+    "zero/weights/param.py: setattr(_Released, name)": "a table makes the methods of the class below it",
+    "zero/weights/param.py: setattr(_ReleasedTensor, name)": "a table makes the methods of the class below it",
+    "alias/finder.py: error.name": "Python's own: an import error says which module",
+    "launcher/run.py: logger.propagate": "Python's own: a logger",
+    "logging.py: logger.propagate": "Python's own: a logger",
+    "comm/watchdog.py: weakref.finalize(comm, watched.close).atexit": "Python's own: a finalizer",
+    "checkpoint/native/ranks.py: options.rootRank": "torch's own: options of a collective have no constructor",
+    "checkpoint/native/ranks.py: options.rootTensor": "torch's own: options of a collective have no constructor",
+    "engine/boundary.py: ctx.on_enter": "torch's own: the context of an autograd function",
+    "engine/engine.py: optimizer.optimizer._opt_called": "torch's own: its schedules ask whether an optimizer has stepped, and through which method",
+    "zero/states/kinds.py: self._base._opt_called": "torch's own: its schedules ask whether an optimizer has stepped, and through which method",
+    "zero/states/kinds.py: method._wrapped_by_lr_sched": "torch's own: its schedules ask whether an optimizer has stepped, and through which method",
+    "zero/states/kinds.py: setattr(base, name)": "torch's own: its schedules ask whether an optimizer has stepped, and through which method",
+    "plan/sizes.py: trial.param_groups": "torch's own: a copy of an optimizer takes a step on trial",
+    "plan/sizes.py: trial.state": "torch's own: a copy of an optimizer takes a step on trial",
+    "zero/weights/hooks.py: module._parameters": "torch's own: a module that reads its parameters through ours, until the hooks are removed",
+    "zero/weights/hooks.py: source._parameters": "torch's own: a module that reads its parameters through ours, until the hooks are removed",
+    "zero/weights/init.py: setattr(torch, *_replaced.popitem())": "torch's own: constructors make sharded parameters within zero.Init",
+    "zero/weights/init.py: setattr(torch, name)": "torch's own: constructors make sharded parameters within zero.Init",
+    "zero/weights/init.py: torch.nn.Module.__init_subclass__": "torch's own: constructors make sharded parameters within zero.Init",
+    "zero/states/access.py: setattr(slot.param, _ATTRIBUTE)": "torch's own: what a tensor is marked with",
+    "zero/weights/param.py: tensor._dsc_shard_of": "torch's own: what a tensor is marked with",
+    "zero/weights/param.py: torch.Tensor.ds_status": "torch's own: what a tensor is marked with",
+    "engine/checkpoint/model_files.py: config.architectures": "transformers' own: what from_pretrained reads",
+    "compat/ds_config.py: param.use_muon": "DeepSpeed's names on a parameter",
+    "compat/fragments.py: param._dp_group": "DeepSpeed's names on a parameter",
+    "compat/fragments.py: param._hp_mapping": "DeepSpeed's names on a parameter",
+    "compat/fragments.py: param._index_in_param_group": "DeepSpeed's names on a parameter",
+    "compat/fragments.py: setattr(param, name)": "DeepSpeed's names on a parameter",
+    "compat/config_model.py: setattr(new, 'model_fields_set')": "an object that its own class makes",
+    "compat/config_utils.py: number.custom_print_str": "an object that its own class makes",
+    "compat/config_model.py: setattr(owner, last)": "a name that DeepSpeed has renamed: the value goes where the new one is",
+    "compat/dotted.py: setattr(reduce(getattr, path, model), last)": "a name that DeepSpeed has renamed: the value goes where the new one is",
+    "engine/engine.py: setattr(getattr(self, part), name)": "what callers set on the engine under DeepSpeed's names, its state holds",
+    "comm/comm.py: comms_logger.on_switch": "one log a process, which collectives know nothing of",
+    "comm/comm.py: setattr(comms_logger, name)": "one log a process, which collectives know nothing of",
+    "comm/log.py: Ledger.entry_type": "one log a process, which collectives know nothing of",
+    "comm/collectives.py: entry.state": "to be a method of the ledger",
+    "comm/comm.py: entry.module": "to be a method of the ledger",
+    "comm/mesh.py: part.ledger.phase": "to be a method of the ledger",
+    "zero/gradients/reducer.py: bucket.is_launched": "the reducer numbers the slots of its buckets, and has them launched once a backward",
+    "zero/gradients/reducer.py: slot.tracker_index": "the reducer numbers the slots of its buckets, and has them launched once a backward",
+}
+
+
+def own_attributes(tree: ast.Module) -> set[str]:
+    """The attributes that classes of a file declare: in their bodies, or by their methods on ``self``."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            fields = [field for field in node.body if isinstance(field, (ast.Assign, ast.AnnAssign))]
+            names |= {n.id for field in fields for n in ast.walk(field) if isinstance(n, ast.Name)}
+            names |= {f.name for f in node.body if isinstance(f, ast.FunctionDef) and _is_setter(f)}
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_own(node.value):
+            names.add(node.attr)
+    return names
+
+
+def _is_setter(function: ast.FunctionDef) -> bool:
+    return any(isinstance(each, ast.Attribute) and each.attr == "setter" for each in function.decorator_list)
+
+
+def _is_own(value: ast.expr) -> bool:
+    return isinstance(value, ast.Name) and value.id in ("self", "cls")
+
+
+def set_from_outside(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, what) of each attribute that a file sets or deletes on an object whose class is not in it."""
+    own = own_attributes(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, (ast.Store, ast.Del)):
+            if node.attr == "__dict__" or not (_is_own(node.value) or node.attr in own or node.attr in FOREIGN):
+                yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in SETTERS and not _is_own(node.args[0]):
+            yield node.lineno, f"setattr({ast.unparse(node.args[0])}, {ast.unparse(node.args[1])})"
+
+
+def test_the_search_finds_what_is_set_from_outside():
+    text = """
+class Own:
+    known: int
+    def __init__(self, other):
+        self.mine, self.known, other.theirs = 1, 2, 3
+        self.part.deep += 1
+        other.mine = other.known = 4
+        other.data = self.part
+        self.__dict__ = other.__dict__
+        setattr(other, "late", 1)
+        setattr(self, "late", 1)
+        del other.gone
+        with open("f") as other.file:
+            pass
+def read(other):
+    return other.anything
+"""
+    found = {what for _, what in set_from_outside(ast.parse(text))}
+    assert found == {
+        "other.theirs",
+        "self.part.deep",
+        "self.__dict__",
+        "setattr(other, 'late')",
+        "other.gone",
+        "other.file",
+    }
+
+
+def test_no_attribute_is_set_from_another_file():
+    found: dict[str, int] = {}
+    for path in sorted((ROOT / "deepspeed_c").rglob("*.py")):
+        name = path.relative_to(ROOT / "deepspeed_c").as_posix()
+        found |= {f"{name}: {what}": line for line, what in set_from_outside(ast.parse(path.read_text()))}
+    wrong = [f"{where} (line {found[where]})" for where in sorted(found.keys() - PERMITTED.keys())]
+    assert not wrong, "give it to the constructor, or to a method of the object: " + "; ".join(wrong)
+    gone = sorted(PERMITTED.keys() - found.keys())
+    assert not gone, f"no longer set from outside; take them from the list: {gone}"

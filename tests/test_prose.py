@@ -1,0 +1,96 @@
+"""Comments and docstrings end at column 120, and no file has banners: folder by folder, as they have been rewritten."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LIMIT = 120
+
+# Grows only: a folder that is added stays.
+FOLDERS = (
+    "deepspeed_c/alias",
+    "deepspeed_c/checkpoint",
+    "deepspeed_c/comm",
+    "deepspeed_c/compat",
+    "deepspeed_c/config",
+    "deepspeed_c/data",
+    "deepspeed_c/engine",
+    "deepspeed_c/io",
+    "deepspeed_c/launcher",
+    "deepspeed_c/offload",
+    "deepspeed_c/plan",
+    "deepspeed_c/profile",
+    "deepspeed_c/utils",
+    "deepspeed_c/zero",
+    "ops",
+    "csrc",
+)
+AT_LEAST = 16
+C_SUFFIXES = (".c", ".h", ".inc", ".cpp", ".cu", ".cuh")
+
+# A line that draws, or a title between dashes.
+BANNER = re.compile(r"# ?([-=#*~]{2,}|[-=#*~] .* [-=#*~]$)")
+
+
+def files(suffixes: tuple[str, ...]) -> list[Path]:
+    found = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*")) if path.suffix in suffixes]
+    return [path for path in found if "build" not in path.relative_to(ROOT).parts]
+
+
+def prose_lines(source: str) -> set[int]:
+    """Numbers of the lines of a Python file that have a comment or are in a docstring."""
+    lines: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            lines |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return lines | {token.start[0] for token in tokens if token.type == tokenize.COMMENT}
+
+
+def too_long(source: str) -> list[int]:
+    lines = source.splitlines()
+    return [number for number in sorted(prose_lines(source)) if len(lines[number - 1]) > LIMIT]
+
+
+def banners(source: str) -> list[str]:
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return [token.string for token in tokens if token.type == tokenize.COMMENT and BANNER.match(token.string)]
+
+
+def too_long_in_c(source: str) -> list[int]:
+    """Lines of comments: those that begin one or go on with one, as all of ours do."""
+    lines = enumerate(source.splitlines(), 1)
+    return [number for number, line in lines if len(line) > LIMIT and re.match(r"\s*(//|/?\*)", line)]
+
+
+def test_the_list_of_folders_grows_only() -> None:
+    assert len(set(FOLDERS)) >= AT_LEAST
+    assert all((ROOT / folder).is_dir() for folder in FOLDERS), "a folder that was moved takes its place here along"
+
+
+@pytest.mark.parametrize("path", files((".py",)), ids=lambda path: str(path.relative_to(ROOT)))
+def test_prose_in_python(path: Path) -> None:
+    source = path.read_text()
+    assert too_long(source) == [], f"longer than {LIMIT}"
+    assert banners(source) == [], "a file that needs a table of contents is two files"
+
+
+def test_comments_in_c() -> None:
+    found = {str(path.relative_to(ROOT)): too_long_in_c(path.read_text()) for path in files(C_SUFFIXES)}
+    assert len(found) > 50
+    assert not {path: lines for path, lines in found.items() if lines}
+
+
+def test_what_is_too_long_is_found() -> None:
+    long = "x" * LIMIT
+    source = f'"""{long}"""\nx = "{long}"\ny = 1  # {long}\n# {long[:-2]}\n# ---- title\n# -- x --\n'
+    assert too_long(source) == [1, 3]
+    assert banners(source) == ["# ---- title", "# -- x --"]
+    assert too_long_in_c(f'/* {long} */\nchar *x = "{long}";\n * {long}\n   // {long}') == [1, 3, 4]
