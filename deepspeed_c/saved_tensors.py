@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+import torch.utils.checkpoint
 
 __all__ = ["Packer", "SavedTensors"]
 
@@ -23,32 +24,35 @@ class Packer(Protocol):
         """Returns the tensor again, when a backward asks for it: same shape and dtype, and on the device where it was."""
 
 
-class _AsItIs:
-    """Keeps tensors that nobody took, and finds out whether one was overwritten: autograd looks only where nobody else does the saving."""
+def _keep(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Keeps a tensor that no packer took, as autograd does where nobody else does the saving."""
+    # An operator's own output, kept as it is, would keep the operator that keeps it: the graph would never die.
+    return tensor if tensor.is_leaf else tensor.detach(), tensor._version
 
-    def pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-        # An operator's own output, kept as it is, would keep the operator that keeps it: the graph would never die.
-        return tensor if tensor.is_leaf else tensor.detach(), tensor._version
 
-    def unpack(self, packed: tuple[torch.Tensor, int]) -> torch.Tensor:
-        tensor, version = packed
-        if tensor._version != version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} instead"
-            )
-        return tensor
+def _give_back(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
+    """Raises RuntimeError where the tensor was overwritten: autograd looks only where nobody else does the saving."""
+    tensor, version = packed
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} instead"
+        )
+    return tensor
 
 
 class SavedTensors:
-    """Packers in the order in which they are asked. The one that took a tensor gives it back; what none takes is kept as it is."""
+    """Packers in the order in which they are asked. The one that took a tensor gives it back.
+
+    What none takes goes to the ``saved_tensors_hooks`` around the forward, if there are any, and is kept as it is otherwise.
+    """
 
     def __init__(self) -> None:
-        self._packers: list[Packer] = [_AsItIs()]
+        self._packers: tuple[Packer, ...] = ()
 
     def add(self, packer: Packer) -> None:
         """Asks ``packer`` after those that were added before it. Not while a forward runs."""
-        self._packers = [*self._packers[:-1], packer, self._packers[-1]]
+        self._packers = (*self._packers, packer)
 
     def hooks_of(self, owner: object, on_unpack: Callable[[Any], None]) -> torch.autograd.graph.saved_tensors_hooks:
         """The context of one forward, in which autograd saves through the chain.
@@ -56,17 +60,24 @@ class SavedTensors:
         owner: lives at least as long as anything that the forward has saved. on_unpack: called with it whenever a backward asks for some of that.
         """
         packers = self._packers
+        # Autograd asks the innermost hooks alone, which will be ours: a caller's (save_on_cpu, say) are asked by us.
+        around = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        pack_rest, unpack_rest = (_keep, _give_back) if around is None else around
+        # A checkpoint knows tensors by their number, and meets all of them again when it runs the forward once more.
+        counts_all = getattr(pack_rest, "__module__", None) == torch.utils.checkpoint.__name__
 
         def pack(tensor: torch.Tensor) -> Any:
             for packer in packers:
                 packed = packer.pack(tensor)
                 if packed is not None:
-                    return packer, packed, owner
-            raise AssertionError("the last packer takes everything")
+                    if counts_all:
+                        pack_rest(tensor)
+                    return packer.unpack, packed, owner
+            return unpack_rest, pack_rest(tensor), owner
 
         def unpack(kept: Any) -> torch.Tensor:
-            packer, packed, owner = kept
+            give_back, packed, owner = kept
             on_unpack(owner)
-            return packer.unpack(packed)
+            return give_back(packed)
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)

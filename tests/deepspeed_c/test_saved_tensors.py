@@ -213,3 +213,84 @@ def test_what_nobody_takes_must_not_be_overwritten() -> None:
     run_chain(saved, overwrite)  # a copy was taken before
     assert asked == [(3, 3)], asked
     assert torch.allclose(x.grad, 2 * x.detach().exp()), (x.grad, x)
+
+
+def test_what_nobody_takes_goes_to_the_hooks_around() -> None:
+    asked: list[tuple[int, int]] = []
+    saved = SavedTensors()
+    saved.add(Takes(2, asked))
+    tensors = [torch.randn(4, width, requires_grad=True) for width in (2, 3, 5)]
+    outside: list[Any] = []
+
+    def pack(tensor: torch.Tensor) -> None:
+        outside.append(tensor.detach())  # and None is what is kept
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: outside.pop()):
+        entered = run_chain(saved, lambda: sum((t * t.detach()).sum() for t in tensors[:2]))
+    assert asked == [(2, 2), (2, 3)] and not outside, (asked, outside)
+    assert len(entered) == 2 and all(torch.equal(t.grad, t.detach()) for t in tensors[:2])
+
+
+class CountsForwards(nn.Linear):
+    n_forwards = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.n_forwards += 1
+        return super().forward(x).tanh()
+
+
+def around_body(rank: int, world: int, kind: str, is_sharded: bool) -> tuple[list[float], int, int]:
+    """Losses of a training in which hooks lie around each forward, tensors that went through them, forwards of the last layer."""
+    torch.manual_seed(3)
+    model = nn.Sequential(*(CountsForwards(WIDTH, WIDTH) for _ in range(LAYERS)))
+    losses, packed = [], []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, nn.Parameter) and tensor.shape != (WIDTH, WIDTH):  # a transposed weight is no parameter
+            packed.append(tensor.shape)
+        return tensor.detach().clone()
+
+    def run(forward: Callable, x: torch.Tensor) -> torch.Tensor:
+        if kind == "checkpoint":
+            return torch.utils.checkpoint.checkpoint(forward, x, use_reentrant=False).square().mean()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
+            out = forward(x)
+        return out.square().mean()
+
+    if is_sharded:
+        sharding = {"stage": 3, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": WIDTH * (WIDTH + 1)}
+        # One layer at a time: a backward that took a weight from an earlier forward would find another's.
+        sharding |= {"stage3_max_reuse_distance": 0, "stage3_max_live_parameters": WIDTH * (WIDTH + 1)}
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_clipping": 0.0,
+            "optimizer": {"type": "SGD", "params": {"lr": LR}},
+            "zero_optimization": sharding,
+        }
+        with deepspeed_c.initialize(model=model, model_parameters=model.parameters(), config=config)[0] as engine:
+            for step in range(STEPS):
+                loss = run(engine, batch(step, rank))
+                losses.append(loss.item())
+                engine.backward(loss)
+                engine.step()
+            assert engine._fetcher.live_elems == 0
+        return losses, len(packed), model[-1].n_forwards
+    for step in range(STEPS):
+        shares = [run(model, batch(step, r)) for r in range(world)]
+        losses.append(shares[rank].item())
+        (sum(shares) / world).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= LR * p.grad
+                p.grad = None
+    return losses, len(packed) // world, model[-1].n_forwards // world
+
+
+@pytest.mark.parametrize("kind", ["copy", "checkpoint"])
+def test_hooks_around_an_engine_of_sharded_weights(run_ranks, kind: str) -> None:
+    world = 2
+    for rank, got in enumerate(run_ranks(world, around_body, kind, True)):
+        want = around_body(rank, world, kind, False)
+        assert got[0] == pytest.approx(want[0], rel=2e-5), (rank, got, want)
+        # The activations, and no weight; with a checkpoint each forward runs again in the backward.
+        assert got[1:] == want[1:] and got[2] == (2 if kind == "checkpoint" else 1) * STEPS, (rank, got, want)
