@@ -1,4 +1,6 @@
-"""The public names, each imported when it is first used: ``import deepspeed_c`` itself costs nothing and needs no torch."""
+"""The public names, each imported when it is first used: ``import deepspeed_c`` itself costs nothing and needs no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,8 @@ def _decide_threads() -> int:
 class _Package(types.ModuleType):
     """A package one of whose functions has the name of the submodule that defines it (``initialize``, as in DeepSpeed).
 
-    The import system binds a submodule to its parent's attribute; under a name of the table the object of that name is kept instead.
+    The import system binds a submodule to its parent's attribute; under a name of the table the object of that name is
+    kept instead.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:

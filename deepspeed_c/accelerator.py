@@ -106,7 +106,9 @@ class _Host:
 
     @staticmethod
     def device_count() -> int:
-        """Processes of the job on this host, so that each local rank has a device of its number: LOCAL_SIZE, or else LOCAL_WORLD_SIZE."""
+        """Processes of the job on this host, so that each local rank has a device of its number: LOCAL_SIZE, or else
+        LOCAL_WORLD_SIZE.
+        """
         env = read_env()
         return env.local_size or env.local_world_size
 
@@ -225,8 +227,6 @@ class Accelerator:
     def _is_host(self) -> bool:
         return self._type == "cpu"
 
-    # -- which device ------------------------------------------------------------------------------------------------
-
     def device_name(self, device_index: int | str | None = None) -> str:
         """ "cuda:1", or "cuda" without an index; "cpu" whatever the index."""
         return self._type if device_index is None or self._is_host else f"{self._type}:{device_index}"
@@ -248,8 +248,6 @@ class Accelerator:
         """The ``torch.distributed`` backend for tensors of this device: "nccl", "gloo"."""
         return torch.distributed.get_default_backend_for_device(self._type)
 
-    # -- how it behaves ----------------------------------------------------------------------------------------------
-
     def is_synchronized_device(self) -> bool:
         """True when a call has done its work as it returns: the CPU."""
         return self._is_host
@@ -270,8 +268,6 @@ class Accelerator:
     def prefer_triton_grouped_mm(self) -> bool:
         """False: no kernel of this package is in Triton."""
         return False
-
-    # -- random numbers, streams, memory -----------------------------------------------------------------------------
 
     def random(self) -> Any:
         return torch.random
@@ -320,8 +316,6 @@ class Accelerator:
     def unpin_memory(self, tensor: torch.Tensor) -> None:
         """Does nothing: page-locked memory goes back to its pool with the last tensor over it."""
 
-    # -- graphs, ranges, compilation ---------------------------------------------------------------------------------
-
     def create_graph(self) -> Any:
         return self._ask("CUDAGraph")()
 
@@ -355,8 +349,6 @@ class Accelerator:
             )
         self._compile_backend = backend
 
-    # -- the launcher's questions ------------------------------------------------------------------------------------
-
     def export_envs(self) -> list[str]:
         """Prefixes of variables that other hosts need."""
         return ["NCCL"] if self._type == "cuda" else []
@@ -367,8 +359,6 @@ class Accelerator:
     def set_visible_devices_envs(self, current_env: dict[str, str], local_accelerator_ids: Sequence[int]) -> None:
         for name in self.visible_devices_envs():
             current_env[name] = ",".join(map(str, local_accelerator_ids))
-
-    # -- operators ---------------------------------------------------------------------------------------------------
 
     def op_builder_dir(self) -> str:
         """The module that holds the builders."""
@@ -385,7 +375,7 @@ class Accelerator:
         return None if builder is None else builder()
 
     def build_extension(self) -> Any:
-        """torch's command ``build_ext``, for a setup script of one's own; nothing of this package is built at run time."""
+        """torch's command ``build_ext``, for a setup script of one's own; this package builds nothing at run time."""
         from torch.utils.cpp_extension import BuildExtension
 
         return BuildExtension
@@ -411,7 +401,8 @@ _chosen: list[Accelerator] = []  # at most one: what get_accelerator has found, 
 def get_accelerator() -> Accelerator:
     """The accelerator of this process, the same object each time: that of the machine, the CPU where there is none.
 
-    DS_ACCELERATOR names another kind of device, such as "cpu" on a machine with GPUs. Raises ConfigError when it names one that is not there.
+    DS_ACCELERATOR names another kind of device, such as "cpu" on a machine with GPUs. Raises ConfigError when it names
+    one that is not there.
     """
     if not _chosen:
         asked = read_env().accelerator
@@ -428,7 +419,9 @@ def get_accelerator() -> Accelerator:
 
 
 def set_accelerator(accel_obj: Accelerator) -> None:
-    """Makes ``accel_obj`` what ``get_accelerator`` returns from now on. Raises ConfigError when it is no ``Accelerator``."""
+    """Makes ``accel_obj`` what ``get_accelerator`` returns from now on. Raises ConfigError when it is no
+    ``Accelerator``.
+    """
     if not isinstance(accel_obj, Accelerator):
         raise ConfigError(
             f"{type(accel_obj).__name__} is no Accelerator",

@@ -18,11 +18,13 @@ PATIENCE_SECONDS = 0.002
 class BufferPool:
     """Lends one-dimensional tensors of any dtype out of buffers that it keeps, the tightest that fits.
 
-    It keeps as many buffers as were lent at once, each as large as the largest request that it served: where none fits, the largest free one
-    makes room for its successor. Not for several threads.
+    It keeps as many buffers as were lent at once, each as large as the largest request that it served: where none fits,
+    the largest free one makes room for its successor. Not for several threads.
 
-    keeps: False where a device's own allocator keeps memory at hand; what is given back is freed then. By default all is kept.
-    waits: a borrower's views may outlive the loan (autograd's, a user's). A buffer that somebody else still holds is then left to him.
+    keeps: False where a device's own allocator keeps memory at hand; what is given back is freed then. By default all
+        is kept.
+    waits: a borrower's views may outlive the loan (autograd's, a user's). A buffer that somebody else still holds is
+        then left to him.
     poison: fills what is lent with NaN, so that a test notices memory that was read before it was written.
     count: is told by how many bytes the pool's holdings have grown or shrunk.
     """

@@ -24,7 +24,9 @@ class _Facts(NamedTuple):
 
 
 class _Variable:
-    """An attribute that reads its variable when it is asked for: what nobody needs is not judged, and may hold anything."""
+    """An attribute that reads its variable when it is asked for: what nobody needs is not judged, and may hold
+    anything.
+    """
 
     def __init__(self, *facts: Any, **more: Any) -> None:
         self.facts = _Facts(*facts, **more)
@@ -83,8 +85,8 @@ class Env:
     """DSC_CPU_ISA: instruction set of the CPU loops, instead of the best one."""
 
     num_threads: int | None = _Variable("DSC_NUM_THREADS", None, int, 1)
-    """DSC_NUM_THREADS: threads that share a pass over host memory, such as an optimizer step, instead of this rank's part of the host's processors, whatever
-    OMP_NUM_THREADS says."""
+    """DSC_NUM_THREADS: threads that share a pass over host memory, such as an optimizer step, instead of this rank's
+    part of the host's processors, whatever OMP_NUM_THREADS says."""
 
     log: str | None = _Variable("DSC_LOG", None, str)
     """DSC_LOG: level of the logger and, with "json", one JSON object a line; for example "debug" or "info,json"."""
@@ -93,17 +95,22 @@ class Env:
     """DS_ACCELERATOR: kind of device to train on ("cpu", "cuda"), where that of the machine is not meant."""
 
     alias_force: str | None = _Variable("DSC_ALIAS_FORCE", None, str, words=("0", "1"))
-    """DSC_ALIAS_FORCE: 1 hides a real DeepSpeed where deepspeed_c answers to its name; `deepspeed_c run --force` sets it."""
+    """DSC_ALIAS_FORCE: 1 hides a real DeepSpeed where deepspeed_c answers to its name; `deepspeed_c run --force` sets
+    it.
+    """
 
     alias_python: str | None = _Variable("DSC_ALIAS_PYTHON", None, str)
-    """DSC_ALIAS_PYTHON: interpreter of DeepSpeed's programs (alias/bin), which read it by themselves; `deepspeed_c run` sets it to its own."""
+    """DSC_ALIAS_PYTHON: interpreter of DeepSpeed's programs (alias/bin), which read it by themselves; `deepspeed_c run`
+    sets it to its own.
+    """
 
     timeout_minutes: float | None = _Variable("DEEPSPEED_TIMEOUT", None, float, 0.0)
     """DEEPSPEED_TIMEOUT: minutes that one collective may take."""
 
     run_token: str | None = _Variable(RUN_TOKEN, None, str, is_secret=True)
-    """DSC_RUN_TOKEN: a secret that the processes of one run share and nobody else knows: only who has it can have the watchdog end the run. The
-    deepspeed_c launcher makes one for each run; under other launchers it can be set by hand, to the same on all ranks."""
+    """DSC_RUN_TOKEN: a secret that the processes of one run share and nobody else knows: only who has it can have the
+    watchdog end the run. The deepspeed_c launcher makes one for each run; under other launchers it can be set by hand,
+    to the same on all ranks."""
 
 
 VARIABLES: dict[str, _Facts] = {

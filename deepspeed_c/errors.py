@@ -98,10 +98,11 @@ class OffloadError(DeepSpeedCError, RuntimeError):
 
 
 class AioError(DeepSpeedCError, OSError):
-    """A transfer between memory and a file failed. An ``OSError`` too: ``errno`` and ``filename`` are those of the system.
+    """A transfer between memory and a file failed. An ``OSError`` too: ``errno`` and ``filename`` are those of the
+    system.
 
-    ``offset`` and ``n_bytes`` are the request's, in bytes; None where there is none, as when a file cannot be opened. A read that
-    meets the end of its file has ``errno.ENODATA``.
+    ``offset`` and ``n_bytes`` are the request's, in bytes; None where there is none, as when a file cannot be opened. A
+    read that meets the end of its file has ``errno.ENODATA``.
     """
 
     def __init__(
@@ -147,7 +148,9 @@ class FeatureError(DeepSpeedCError, NotImplementedError):
 
 
 class MissingNameError(FeatureError, AttributeError):
-    """A name of DeepSpeed's that was reached as an attribute of one of its modules, and that this version does not have."""
+    """A name of DeepSpeed's that was reached as an attribute of one of its modules, and that this version does not
+    have.
+    """
 
 
 class MissingModuleError(FeatureError, ModuleNotFoundError):

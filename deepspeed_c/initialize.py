@@ -53,27 +53,32 @@ def initialize(
     Args:
         args: an object that may hold ``deepspeed_config`` (a path), used when no ``config`` is given.
         model: the module to train; moved to this rank's device, its trainable parameters into flat buffers.
-        optimizer: a ``torch.optim.Optimizer`` over the model's parameters, or a function that makes one from a list of them; otherwise
-            the configuration's ``optimizer`` section. With neither the engine only evaluates.
+        optimizer: a ``torch.optim.Optimizer`` over the model's parameters, or a function that makes one from a list of
+            them; otherwise the configuration's ``optimizer`` section. With neither the engine only evaluates.
         model_parameters: parameters, or groups of them, to train; default: all that require gradients.
         training_data: a dataset; the third value returned is then a loader of this rank's micro-batches.
-        lr_scheduler: an object with ``step()``, or a function that makes one from the optimizer; otherwise the ``scheduler`` section.
+        lr_scheduler: an object with ``step()``, or a function that makes one from the optimizer; otherwise the
+            ``scheduler`` section.
         distributed_port: port of rank 0 when ``torch.distributed`` has to be started and the environment names none.
         mpu: an object with ``get_data_parallel_group()``, whose ranks hold copies of this model.
         dist_init_required: False: ``torch.distributed`` is up already. Default: start it if it is not.
         collate_fn: merges samples to a batch.
         config, config_params: path of a JSON file, or a dict; see docs/config.md. Never modified.
-        mesh_param: (data-parallel ranks, sequence-parallel ranks), DeepSpeed's way to say a mesh; the second has to be 1.
-        mesh_device: a ``torch.distributed.device_mesh.DeviceMesh`` whose dimensions are named for axes: "dp_shard" for the ranks that model states are cut
-            over, "dp_replicate" for those that hold copies of the same shards (``comm/mesh.py`` has the other names).
+        mesh_param: (data-parallel ranks, sequence-parallel ranks), DeepSpeed's way to say a mesh; the second has to
+            be 1.
+        mesh_device: a ``torch.distributed.device_mesh.DeviceMesh`` whose dimensions are named for axes: "dp_shard" for
+            the ranks that model states are cut over, "dp_replicate" for those that hold copies of the same shards
+            (``comm/mesh.py`` has the other names).
 
     Returns:
-        (engine, optimizer, training_dataloader, lr_scheduler), with None for what was not asked for. The optimizer is one over shards, which holds the given or configured
-        one as its ``optimizer``; at stage 0 in fp32 it is that one itself.
+        (engine, optimizer, training_dataloader, lr_scheduler), with None for what was not asked for. The optimizer is
+        one over shards, which holds the given or configured one as its ``optimizer``; at stage 0 in fp32 it is that one
+        itself.
 
     Raises:
-        ConfigError, BatchSizeError: the configuration. ModelError, OptimizerError: model and optimizer do not fit. RankMismatchError: ranks
-        were given different models or configurations. CommError: communication could not be set up.
+        ConfigError, BatchSizeError: the configuration. ModelError, OptimizerError: model and optimizer do not fit.
+        RankMismatchError: ranks were given different models or configurations. CommError: communication could not be
+        set up.
     """
     if not isinstance(model, torch.nn.Module):
         raise ModelError(
@@ -167,7 +172,9 @@ def _make_mesh(mpu: Any, mesh_param: Any, mesh_device: Any) -> Mesh:
 
 
 def _bring_model(model: torch.nn.Module, device: torch.device, config: Config) -> None:
-    """Moves a model to the device that computes; only its buffers where weights are offloaded: all of it may not have room there."""
+    """Moves a model to the device that computes; only its buffers where weights are offloaded: all of it may not have
+    room there.
+    """
     if config.zero.offload_param.device == "none":
         model.to(device)
         return

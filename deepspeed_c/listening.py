@@ -1,4 +1,6 @@
-"""Where a store of the ranks listens: at the one address that the ranks are told, not at every address of the host. Knows no torch."""
+"""Where a store of the ranks listens: at the one address that the ranks are told, not at every address of the host.
+Knows no torch.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,12 @@ __all__ = ["is_loopback", "listening_socket"]
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """A TCP socket that listens at the first address of ``host``, a name or an address, that is this machine's; port 0 takes a free one.
+    """A TCP socket that listens at the first address of ``host``, a name or an address, that is this machine's; port 0
+    takes a free one.
 
-    It is for ``master_listen_fd`` of torch's ``TCPStore``, which by itself listens at all addresses. Raises ``OSError``: ``EADDRNOTAVAIL`` where
-    no address of ``host`` is this machine's, ``EADDRINUSE``, or ``socket.gaierror`` for a name that is not known.
+    It is for ``master_listen_fd`` of torch's ``TCPStore``, which by itself listens at all addresses. Raises
+    ``OSError``: ``EADDRNOTAVAIL`` where no address of ``host`` is this machine's, ``EADDRINUSE``, or
+    ``socket.gaierror`` for a name that is not known.
     """
     problem: OSError | None = None
     for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):

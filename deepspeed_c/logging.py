@@ -152,10 +152,6 @@ def _is_named(ranks: Collection[int] | None) -> bool:
     wanted = (0,) if ranks is None else ranks
     return _settings.rank in wanted or -1 in wanted
 
-
-# -- what DeepSpeed's module of this name has besides -------------------------------------------------------------------
-
-
 def get_dist_msg(message: str, ranks: Collection[int] | None = None) -> str | None:
     """``message`` with this rank in front, or None on a rank that ``ranks`` (as in ``log_dist``) does not name."""
     return f"[Rank {_settings.rank}] {message}" if _is_named(ranks) else None
@@ -185,7 +181,8 @@ def warning_once(*args: Any, **kwargs: Any) -> None:
 
 
 def print_json_dist(message: dict[str, Any], ranks: Collection[int] | None = None, path: str | None = None) -> None:
-    """Writes ``message`` and this rank's number as one JSON object to the file ``path``, on the given ranks (as in ``log_dist``).
+    """Writes ``message`` and this rank's number as one JSON object to the file ``path``, on the given ranks (as in
+    ``log_dist``).
 
     Raises ConfigError without a path.
     """
@@ -204,14 +201,18 @@ def print_configuration(args: Any, name: str) -> None:
 
 
 def get_log_level_from_string(log_level_str: str) -> int:
-    """The number of a level by name: "debug", "info", "warning", "error", "critical". Raises ConfigError (a ValueError) for another."""
+    """The number of a level by name: "debug", "info", "warning", "error", "critical". Raises ConfigError (a ValueError)
+    for another.
+    """
     if not isinstance(log_level_str, str):
         raise ConfigError(f"{log_level_str!r} is not a level", where="log level", fix=f"use one of {', '.join(LEVELS)}")
     return _level(log_level_str, "log level")
 
 
 def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
-    """Sets the level of the package's logger as ``set_level`` does, or of ``custom_logger`` and its handlers. Raises ConfigError as above."""
+    """Sets the level of the package's logger as ``set_level`` does, or of ``custom_logger`` and its handlers. Raises
+    ConfigError as above.
+    """
     level = get_log_level_from_string(log_level_str)
     if custom_logger is None:
         set_level(level)
@@ -226,7 +227,8 @@ def get_current_level() -> int:
 
 
 def should_log_le(max_log_level_str: str) -> bool:
-    """Whether the present level is at most that of the given name, so that such messages are shown. Raises ConfigError."""
+    """Whether the present level is at most that of the given name, so that such messages are shown. Raises ConfigError.
+    """
     return get_current_level() <= get_log_level_from_string(max_log_level_str)
 
 

@@ -507,9 +507,6 @@ def _number(where: str, value: Any, *, minimum: float = -math.inf, may_be_minimu
     return number
 
 
-# -- the command line
-
-
 def _truth(text: str) -> bool:
     words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
     if text.lower() not in words:

@@ -28,7 +28,9 @@ def parse_count(text: str, where: str) -> int:
 
 
 def parse_bytes(text: str, where: str) -> int:
-    """A number of bytes such as 2e9, 4GB (powers of 1000) or 1.5GiB (of 1024); ConfigError, which names ``where`` it stands, for anything else."""
+    """A number of bytes such as 2e9, 4GB (powers of 1000) or 1.5GiB (of 1024); ConfigError, which names ``where`` it
+    stands, for anything else.
+    """
     return _parse(text, _BYTE_UNITS, where, "write a number of bytes such as 2e9, 4GB or 1.5GiB")
 
 

@@ -1,4 +1,6 @@
-"""What autograd saves of a forward for its backward: a chain of packers, each of which may keep a tensor in another form than itself."""
+"""What autograd saves of a forward for its backward: a chain of packers, each of which may keep a tensor in a form of
+its own.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,13 @@ class Packer(Protocol):
     def pack(self, tensor: torch.Tensor) -> Any:
         """Returns what is kept in place of ``tensor``, or None: the next packer is asked.
 
-        A packer must not keep ``tensor`` itself where it is an operator's output: it would keep the graph that keeps it. ``tensor.detach()`` will do.
+        A packer must not keep ``tensor`` itself where it is an operator's output: it would keep the graph that keeps
+        it. ``tensor.detach()`` will do.
         """
 
     def unpack(self, packed: Any) -> torch.Tensor:
-        """Returns the tensor again, when a backward asks for it: same shape and dtype, and on the device where it was."""
+        """Returns the tensor again, when a backward asks for it: same shape and dtype, and on the device where it was.
+        """
 
 
 def _keep(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -44,7 +48,8 @@ def _give_back(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
 class SavedTensors:
     """Packers in the order in which they are asked. The one that took a tensor gives it back.
 
-    What none takes goes to the ``saved_tensors_hooks`` around the forward, if there are any, and is kept as it is otherwise.
+    What none takes goes to the ``saved_tensors_hooks`` around the forward, if there are any, and is kept as it is
+    otherwise.
     """
 
     def __init__(self) -> None:
@@ -57,7 +62,8 @@ class SavedTensors:
     def hooks_of(self, owner: object, on_unpack: Callable[[Any], None]) -> torch.autograd.graph.saved_tensors_hooks:
         """The context of one forward, in which autograd saves through the chain.
 
-        owner: lives at least as long as anything that the forward has saved. on_unpack: called with it whenever a backward asks for some of that.
+        owner: lives at least as long as anything that the forward has saved.
+        on_unpack: called with it whenever a backward asks for some of that.
         """
         packers = self._packers
         # Autograd asks the innermost hooks alone, which will be ours: a caller's (save_on_cpu, say) are asked by us.

@@ -1,4 +1,6 @@
-"""What passes over host memory may use of the processor: how many threads, and which instruction set. Decided here; the cores do as they are told."""
+"""What passes over host memory may use of the processor: how many threads, and which instruction set. Decided here; the
+cores do as they are told.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,14 @@ __all__ = ["decide", "fair_part", "leave", "number", "quota", "take_back"]
 
 VARIABLES = ("DSC_NUM_THREADS", "LOCAL_WORLD_SIZE", "DSC_CPU_ISA")
 
-# The parts of this rank's processors that running engines update on, where backward runs beside updates. One pool serves the process.
+# The parts of this rank's processors that running engines update on, where backward runs beside updates. One pool
+# serves the process.
 _parts: list[float] = []
 
 
 def decide() -> int:
-    """Chooses the instruction set and returns the threads of the pool. The binding calls it at the first operator on host tensors, and after ``pool_resize(0)``.
+    """Chooses the instruction set and returns the threads of the pool. The binding calls it at the first operator on
+    host tensors, and after ``pool_resize(0)``.
 
     Raises ConfigError where one of the environment variables asks for what cannot be.
     """
@@ -37,7 +41,8 @@ def decide() -> int:
 
 
 def leave(part: float) -> None:
-    """Updates take ``part`` of this rank's processors until ``take_back``: backward, beside which they run, has the others.
+    """Updates take ``part`` of this rank's processors until ``take_back``: backward, beside which they run, has the
+    others.
 
     An engine says so before it makes states, which the threads that will update them touch first.
     """
@@ -48,7 +53,9 @@ def leave(part: float) -> None:
 
 
 def take_back(part: float) -> None:
-    """Ends one ``leave`` of this ``part``: passes over host memory run on all of this rank's processors again, unless another engine leaves some."""
+    """Ends one ``leave`` of this ``part``: passes over host memory run on all of this rank's processors again, unless
+    another engine leaves some.
+    """
     from deepspeed_c import _C
 
     _parts.remove(part)
@@ -58,7 +65,8 @@ def take_back(part: float) -> None:
 def number(env: Env, most: int) -> int:
     """Threads of this rank: what ``DSC_NUM_THREADS`` says, or its fair part of the host's processors; at most ``most``.
 
-    The launcher is the parent process: a rank that it has bound to processors of its own has all of those, ranks that share theirs divide them.
+    The launcher is the parent process: a rank that it has bound to processors of its own has all of those, ranks that
+    share theirs divide them.
     """
     if env.num_threads is not None:
         if env.num_threads > most:
@@ -71,7 +79,9 @@ def number(env: Env, most: int) -> int:
 
 
 def fair_part(n_own: int, n_launcher: int, n_quota: int | None, n_ranks: int) -> int:
-    """Processors of one of ``n_ranks`` ranks. ``n_own``: in its own mask; ``n_launcher``: in that of its launcher or its own; ``n_quota``: of :func:`quota`."""
+    """Processors of one of ``n_ranks`` ranks. ``n_own``: in its own mask; ``n_launcher``: in that of its launcher or
+    its own; ``n_quota``: of :func:`quota`.
+    """
     n_shared = n_launcher if n_quota is None else min(n_launcher, n_quota)
     return min(n_own, max(n_shared // n_ranks, 1))
 
@@ -79,8 +89,9 @@ def fair_part(n_own: int, n_launcher: int, n_quota: int | None, n_ranks: int) ->
 def quota(root: str = "/") -> int | None:
     """Processors' worth of time that the control groups of this process allow, rounded up; None without a limit.
 
-    The least limit of the process's groups and of all above them counts, in both versions of control groups. In a container the path of a group may be
-    the host's: what is not there limits nothing. ``root`` is another folder in tests.
+    The least limit of the process's groups and of all above them counts, in both versions of control groups. In a
+    container the path of a group may be the host's: what is not there limits nothing. ``root`` is another folder in
+    tests.
     """
     limits: list[int] = []
     try:
@@ -125,7 +136,9 @@ def _processors_for(quota_us: int, period_us: int) -> int | None:
 
 
 def _processors_of(pid: int, otherwise: set[int] | None = None) -> set[int]:
-    """The processors that a process, not one thread of it alone, may run on; ``otherwise`` where the kernel does not tell."""
+    """The processors that a process, not one thread of it alone, may run on; ``otherwise`` where the kernel does not
+    tell.
+    """
     if pid > 0:  # 0: the parent is in another container
         try:
             return os.sched_getaffinity(pid)
