@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 
 from deepspeed_c import ops  # noqa: F401  (loads torch.ops.deepspeed_c)
@@ -44,11 +46,11 @@ class Bucket:
         self._use_reduce_scatter, self._pre_factor = use_reduce_scatter, pre_factor
         self._position = {slot: i for i, slot in enumerate(self.slots)}
         self._begin = unit.bucket_begin[index]
-        self._gaps = self._find_gaps()
         self._streams: set = set()
         self.reset()
 
-    def _find_gaps(self) -> list[tuple[int, int]]:
+    @cached_property
+    def _gaps(self) -> list[tuple[int, int]]:
         """(begin, end) of what no parameter lies in, within the bucket."""
         gaps, end = [], 0
         for slot in sorted(self.slots, key=lambda slot: slot.offset):
