@@ -25,9 +25,15 @@ __all__ = [
     "DeepSpeedAccelerator",
     "HostEvent",
     "get_accelerator",
+    "has_streams",
     "is_current_accelerator_supported",
     "set_accelerator",
 ]
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether what is asked of ``device`` runs behind the program, in streams. The meta device runs nothing."""
+    return device.type not in ("cpu", "meta")
 
 
 class HostEvent:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import Self
 
+from deepspeed_c.accelerator import has_streams
 from deepspeed_c.comm.groups import get_all_ranks_from_group
 
 __all__ = [
@@ -103,7 +104,7 @@ class LedgerEntry:
         """The call that waits for it has returned: it is over, or will be when the stream gets there (see [Note:
         devices]).
         """
-        if self._device is None or self._device.type == "cpu":
+        if self._device is None or not has_streams(self._device):
             self.end()
         else:
             self._ledger.finish_on_device(self, self._device)

@@ -8,18 +8,19 @@ import torch
 
 from deepspeed_c import threads
 from deepspeed_c.accelerator import get_accelerator
+from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.config import Config
 from deepspeed_c.engine.precision import Precision
 from deepspeed_c.logging import log_dist
 from deepspeed_c.offload.place import place, store_states, store_weights
-from deepspeed_c.zero.gradients.reducer import GradientReducer, ReduceSettings
+from deepspeed_c.zero.gradients.reducer import GradientPools, GradientReducer, ReduceSettings
 from deepspeed_c.zero.layout.layout import Layout, lay_out, mark_leaves
 from deepspeed_c.zero.layout.stages import STAGES
 from deepspeed_c.zero.states.kinds import kind_of
 from deepspeed_c.zero.states.optimizer import ZeroOptimizer
 
-__all__ = ["lay_out_untrained", "shard_model", "take_cores_back"]
+__all__ = ["lay_out_untrained", "make_reducer", "shard_model", "take_cores_back"]
 
 
 def lay_out_untrained(model: torch.nn.Module, config: Config, precision: Precision, mesh: Mesh) -> Layout:
@@ -71,32 +72,18 @@ def shard_model(
         raise
 
 
-def _shard_model(
-    model: torch.nn.Module,
-    base: torch.optim.Optimizer,
-    config: Config,
-    precision: Precision,
-    mesh: Mesh,
-    optimizer: ZeroOptimizer | None,
-) -> tuple[ZeroOptimizer, Layout]:
+def make_reducer(
+    layout: Layout, config: Config, precision: Precision, comm: Collectives, pools: GradientPools | None = None
+) -> GradientReducer:
+    """Hooks the trained parameters' gradients, and makes the buffers of their sums."""
     sharding = STAGES[config.zero.stage]
-    layout = _lay_out(model, base, config, precision, mesh)
-    if config.zero.offload_optimizer.super_offload and all(unit.master_is_param for unit in layout.trained):
-        log_dist(
-            "super_offload has nothing to do here: masters are the weights themselves, which backward reads",
-            ranks=[0],
-            level=logging.WARNING,
-        )
-    # Before there are buffers for gradients: both need not have room at once.
-    if store_states(config, layout.trained, base, mesh.comm):
-        get_accelerator().empty_cache()
     if any(unit.states.is_apart for unit in layout.trained):
         # Gradients go to the host's memory as they come; sums of whole ones would lie on the device.
         sharding = STAGES[max(config.zero.stage, 2)]
     reducer = GradientReducer(
         layout.trained,
         sharding,
-        mesh.comm,
+        comm,
         ReduceSettings(
             overlap_comm=bool(config.zero.overlap_comm),
             reduce_scatter=config.zero.reduce_scatter,
@@ -107,9 +94,32 @@ def _shard_model(
             accum_dtype=precision.accum_dtype
             or (torch.float32 if config.zero.offload_optimizer.device != "none" else None),
         ),
+        pools,
     )
     if layout.fetcher is not None and layout.fetcher.groups:
         reducer.connect(layout.fetcher)
+    return reducer
+
+
+def _shard_model(
+    model: torch.nn.Module,
+    base: torch.optim.Optimizer,
+    config: Config,
+    precision: Precision,
+    mesh: Mesh,
+    optimizer: ZeroOptimizer | None,
+) -> tuple[ZeroOptimizer, Layout]:
+    layout = _lay_out(model, base, config, precision, mesh)
+    if config.zero.offload_optimizer.super_offload and all(unit.master_is_param for unit in layout.trained):
+        log_dist(
+            "super_offload has nothing to do here: masters are the weights themselves, which backward reads",
+            ranks=[0],
+            level=logging.WARNING,
+        )
+    # Before there are buffers for gradients: both need not have room at once.
+    if store_states(config, layout.trained, base, mesh.comm):
+        get_accelerator().empty_cache()
+    reducer = make_reducer(layout, config, precision, mesh.comm)
     if optimizer is not None:
         optimizer.lay_out(layout.trained, reducer, layout.fetcher)
         return optimizer, layout

@@ -7,6 +7,7 @@ from functools import cached_property
 import torch
 
 from deepspeed_c import ops  # noqa: F401  (loads torch.ops.deepspeed_c)
+from deepspeed_c.accelerator import has_streams
 from deepspeed_c.buffers import BufferPool
 from deepspeed_c.comm.collectives import Work
 from deepspeed_c.zero.gradients.sparse import sparse_sum
@@ -25,6 +26,9 @@ class Bucket:
 
     A gradient that arrives after its bucket was launched (a parameter used in two graphs, a second backward) gathers
     in a staging buffer of its own and is reduced by itself: sums are linear, so nothing is ever lost or counted twice.
+
+    ``pool`` lends staging buffers, and ``copies`` what a reduction needs beside them: gradients in the dtype that
+    travels, and sums on their way to ``result``.
     """
 
     def __init__(
@@ -36,13 +40,14 @@ class Bucket:
         result: torch.Tensor,
         accum_dtype: torch.dtype,
         pool: BufferPool,
+        copies: BufferPool,
         use_reduce_scatter: bool,
         pre_factor: float,
     ) -> None:
         self.unit, self.index = unit, index
         self.slots: list[Slot] = unit.bucket_slots[index]
         self.whole, self.result = whole, result
-        self._accum_dtype, self._pool = accum_dtype, pool
+        self._accum_dtype, self._pool, self._copies = accum_dtype, pool, copies
         self._use_reduce_scatter, self._pre_factor = use_reduce_scatter, pre_factor
         self._position = {slot: i for i, slot in enumerate(self.slots)}
         self._begin = unit.bucket_begin[index]
@@ -95,7 +100,7 @@ class Bucket:
         else:
             torch.mul(grad, ratio, out=view)
         self._is_written[i] = True
-        if view.device.type != "cpu":
+        if has_streams(view.device):
             # Autograd runs a node on the stream of its forward; the reduction waits for each stream that wrote here.
             self._streams.add(torch.accelerator.current_stream(view.device))
 
@@ -147,34 +152,39 @@ class Bucket:
         return work.then(lambda: self._pool.give(staging))
 
     def _start(self, staging: torch.Tensor) -> Work:
-        unit, comm, replicas = self.unit, self.unit.comm, self.unit.replicas
+        unit = self.unit
         if self._pre_factor != 1.0:
             torch.ops.deepspeed_c.flat_scale_([staging], self._pre_factor)
         # What gathered in place is the whole window's; nothing of it was summed before.
         accumulate = self.has_result and staging is not self.whole
         if unit.is_sparse:
-            for group in (comm, replicas):
+            for group in (unit.comm, unit.replicas):
                 sparse_sum([slot.view(staging, self._begin) for slot in self.slots], group)
             self._store(unit.own_slice(staging, self.index), accumulate)
             return Work.done()
-        sent = staging if staging.dtype == unit.comm_dtype else staging.to(unit.comm_dtype)
+        if staging.dtype == unit.comm_dtype:
+            return self._send(staging, accumulate)
+        sent = self._copies.take(staging.numel(), unit.comm_dtype, staging.device).copy_(staging)
+        return self._send(sent, accumulate).then(lambda: self._copies.give(sent))
+
+    def _send(self, sent: torch.Tensor, accumulate: bool) -> Work:
+        unit, comm, replicas = self.unit, self.unit.comm, self.unit.replicas
         if not unit.is_cut:
             return replicas.all_reduce(sent).then(lambda: self._store(sent, accumulate))
-        if not self._use_reduce_scatter:
-            own, work = unit.own_slice(sent, self.index), comm.all_reduce(sent)
-        elif replicas.world_size == 1 and not unit.states.is_apart:
-            return comm.reduce_scatter(sent, self.result, scale=1.0, accumulate=accumulate)
-        else:
-            # A sum that is added to once more is not rounded to 16 bits before.
-            dtype = sent.dtype if replicas.world_size == 1 else self.result.dtype
-            own = sent.new_empty(self.result.numel(), dtype=dtype)
-            work = comm.reduce_scatter(sent, own, scale=1.0, accumulate=False)
 
-        def finish() -> None:
+        def finish(own: torch.Tensor) -> None:
             replicas.all_reduce(own).wait()
             self._store(own, accumulate)
 
-        return work.then(finish)
+        if not self._use_reduce_scatter:
+            return comm.all_reduce(sent).then(lambda: finish(unit.own_slice(sent, self.index)))
+        if replicas.world_size == 1 and not unit.states.is_apart:
+            return comm.reduce_scatter(sent, self.result, scale=1.0, accumulate=accumulate)
+        # A sum that is added to once more is not rounded to 16 bits before.
+        dtype = sent.dtype if replicas.world_size == 1 else self.result.dtype
+        own = self._copies.take(self.result.numel(), dtype, sent.device)
+        work = comm.reduce_scatter(sent, own, scale=1.0, accumulate=False).then(lambda: finish(own))
+        return work.then(lambda: self._copies.give(own))
 
     def _store(self, part: torch.Tensor, accumulate: bool) -> None:
         """Adds this rank's share of a sum to the result, or begins it, wherever it lies."""

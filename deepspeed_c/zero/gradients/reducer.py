@@ -48,7 +48,7 @@ MAX_IN_FLIGHT = 2
 # Late parameters that are named when they are first seen.
 MAX_NAMES = 8
 
-__all__ = ["GradientReducer", "Passes", "ReduceSettings", "WindowFacts"]
+__all__ = ["GradientPools", "GradientReducer", "Passes", "ReduceSettings", "WindowFacts"]
 
 
 class Passes(Protocol):
@@ -68,6 +68,22 @@ class ReduceSettings(NamedTuple):
     accum_dtype: torch.dtype | None = None  # grad_accum_dtype; None: the parameters' dtype
 
 
+class GradientPools(NamedTuple):
+    """What gradients are borrowed room from on their way."""
+
+    staging: BufferPool
+    copies: BufferPool
+    """Keeps nothing: what a reduction needs beside its staging buffer is freed after it."""
+
+    @classmethod
+    def make(cls, count: Callable[[str], Callable[[int], None] | None] = lambda name: None) -> GradientPools:
+        """``count(name)`` is told of what the pool of that name holds."""
+        return cls(
+            staging=BufferPool(count=count("staging")),
+            copies=BufferPool(keeps=lambda device: False, count=count("copies")),
+        )
+
+
 class WindowFacts(NamedTuple):
     """What all ranks agree on at the end of a window."""
 
@@ -81,11 +97,18 @@ class WindowFacts(NamedTuple):
 class GradientReducer:
     """Owns the gradient buffers and hooks of a list of units."""
 
-    def __init__(self, units: Sequence[Unit], sharding: Sharding, comm: Collectives, settings: ReduceSettings) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        sharding: Sharding,
+        comm: Collectives,
+        settings: ReduceSettings,
+        pools: GradientPools | None = None,
+    ) -> None:
         self.units, self.sharding, self.comm, self.settings = list(units), sharding, comm, settings
         # Autograd runs one thread per device, so hooks may come from several threads.
         self._lock = threading.RLock()
-        self._pool = BufferPool()
+        self.pools = GradientPools.make() if pools is None else pools
         self._works: deque[Work] = deque()
         self._depth = MAX_IN_FLIGHT if settings.overlap_comm else 0
         world = comm.world_size
@@ -127,6 +150,8 @@ class GradientReducer:
 
     def _make_buckets(self) -> None:
         self.results: dict[Unit, list[torch.Tensor]] = {}
+        self.sum_bytes: dict[Unit, int] = {}
+        """What the sums of each unit's gradients take."""
         entries: list[tuple[int, Unit, int]] = []
         for unit in self.units:
             for b in range(unit.n_buckets):
@@ -137,11 +162,12 @@ class GradientReducer:
         wholes: dict[Unit, torch.Tensor] = {}
         shards: dict[Unit, torch.Tensor] = {}
         for unit in self.units:
-            dtype = self.settings.accum_dtype or unit.dtype
+            dtype = self.sum_dtype(unit)
             if (self.sharding.gradients and not unit.sums_in_place) or unit.states.is_apart:
                 shards[unit] = unit.states.new_zeros(unit.shard_elems, dtype)
             if not self.sharding.gradients or unit.sums_in_place:
                 wholes[unit] = torch.zeros(unit.flat_elems, dtype=dtype, device=unit.device)
+            self.sum_bytes[unit] = sum(sums[unit].nbytes for sums in (shards, wholes) if unit in sums)
             self.results[unit] = [None] * unit.n_buckets  # type: ignore[list-item]
         self.buckets: list[Bucket] = []
         for _, unit, b in entries:
@@ -157,12 +183,17 @@ class GradientReducer:
                     b,
                     whole=whole,
                     result=result,
-                    accum_dtype=self.settings.accum_dtype or unit.dtype,
-                    pool=self._pool,
+                    accum_dtype=self.sum_dtype(unit),
+                    pool=self.pools.staging,
+                    copies=self.pools.copies,
                     use_reduce_scatter=self.settings.reduce_scatter,
                     pre_factor=self._pre_factor,
                 )
             )
+
+    def sum_dtype(self, unit: Unit) -> torch.dtype:
+        """What the sums of its gradients are held in."""
+        return self.settings.accum_dtype or unit.dtype
 
     def _reset_window(self) -> None:
         self._tracker.reset()
@@ -439,7 +470,7 @@ class GradientReducer:
 
     def drop_spare_buffers(self) -> None:
         """Frees the staging buffers that no gradient is in."""
-        self._pool.clear()
+        self.pools.staging.clear()
         self.comm.scratch.clear()
 
     def close(self) -> None:
@@ -449,7 +480,7 @@ class GradientReducer:
             hook.remove()
         self._hooks.clear()
         self._works.clear()
-        self._pool.clear()
+        self.pools.staging.clear()
         self.buckets.clear()
         self.results.clear()
         self.slots.clear()

@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from deepspeed_c.buffers import BufferPool
 from deepspeed_c.comm.mesh import DATA, Mesh
 from deepspeed_c.config import Config
 from deepspeed_c.errors import CommError, ConfigError
@@ -148,12 +149,14 @@ def lay_out(
     device: torch.device | None = None,
     *,
     shard_axes: Callable[[torch.nn.Parameter], Sequence[str]] = lambda param: ("dp_shard",),
+    gather_pool: BufferPool | None = None,
 ) -> Layout:
     """Makes the units of a model whose optimizer groups are ``groups`` (empty for an engine that only evaluates), and
     shards what the stage shards.
 
     ``device``: which computes (default: where each parameter is). ``shard_axes``: the data-parallel axes of the mesh
-    over which the stage cuts a parameter; along the others lie copies. Collective where the groups of such axes are
+    over which the stage cuts a parameter; along the others lie copies. ``gather_pool``: the fetcher's, instead of one
+    of its own. Collective where the groups of such axes are
     not there yet.
     """
     sharding = STAGES[config.zero.stage]
@@ -226,5 +229,6 @@ def lay_out(
         mesh.comm,
         _limits(config, largest),
         use_broadcast=not config.zero.allgather_partitions or config.disable_allgather,
+        pool=gather_pool,
     )
     return Layout(trained_units, frozen_units, fetcher, names_by_group)

@@ -26,6 +26,7 @@ import torch
 from torch.autograd import Variable
 
 from deepspeed_c import _C
+from deepspeed_c.accelerator import has_streams
 from deepspeed_c.buffers import BufferPool
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import StateError
@@ -47,13 +48,19 @@ if TYPE_CHECKING:
     from deepspeed_c.zero.gradients.reducer import GradientReducer
     from deepspeed_c.zero.weights.hooks import ModuleHooks
 
-__all__ = ["FetchLimits", "FetchStats", "Fetcher"]
+__all__ = ["FetchLimits", "FetchStats", "Fetcher", "keeps_gathered"]
 
 # A bucket's gradients are sent when the backward has gone on by this many gather units: those of its own parameters
 # have come by then, on every rank.
 PACE_STEPS = 2
 # Backward plans that are remembered, one for each order of the forwards that a pass goes through.
 MAX_BACKWARD_PLANS = 64
+
+
+def keeps_gathered(device_type: str) -> bool:
+    """Whether buffers are kept that nothing is gathered in. An accelerator's own allocator keeps memory at hand; the C
+    library's hands large pieces back and has to clear them anew."""
+    return device_type == "cpu"
 
 
 class FetchLimits(NamedTuple):
@@ -115,7 +122,7 @@ class Fetcher:
     """Gathers and releases the sharded units of one engine.
 
     ``use`` is what hooks call; passes are begun and ended by the hooks of the root module (``hooks.py``) and by the
-    gradient reducer.
+    gradient reducer. ``pool`` lends what units are gathered in.
     """
 
     def __init__(
@@ -126,12 +133,11 @@ class Fetcher:
         limits: FetchLimits,
         *,
         use_broadcast: bool = False,
+        pool: BufferPool | None = None,
     ) -> None:
         self.comm, self.limits, self.use_broadcast = comm, limits, use_broadcast
         self.stats = FetchStats()
-        # An accelerator's own allocator keeps memory at hand; the C library's hands large pieces back and has to clear
-        # them anew.
-        self.pool = BufferPool(keeps=lambda device: device.type == "cpu", waits=True)
+        self.pool = BufferPool(keeps=lambda device: keeps_gathered(device.type), waits=True) if pool is None else pool
         self.places = Places()
         self.live_elems = 0
         self.lock = threading.RLock()  # autograd runs one thread per device
@@ -195,7 +201,7 @@ class Fetcher:
     @contextmanager
     def on_gather_stream(self, device: torch.device) -> Iterator[None]:
         """Gathers run beside the computation: after what wrote the shards, before what reads the weights."""
-        if device.type == "cpu":
+        if not has_streams(device):
             yield
             return
         if self._stream is None:
@@ -205,7 +211,7 @@ class Fetcher:
             yield
 
     def after_gather(self, buffer: torch.Tensor) -> None:
-        if buffer.device.type != "cpu":
+        if has_streams(buffer.device):
             current = torch.accelerator.current_stream(buffer.device)
             current.wait_stream(self._stream)
             buffer.record_stream(current)
