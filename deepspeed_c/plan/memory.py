@@ -1,36 +1,39 @@
-"""Plans the memory of one rank: lays the model out with the engine's own layout on the meta device, then walks through
-a run in bytes.
+"""Plans the memory of one rank: lays the model out on the meta device with the engine's own objects, and runs them.
 
-What is walked through is what the engine does, in its order: ``initialize`` replaces the weights by flat buffers or
-shards; a forward gathers and releases along the C core's plan; a backward gathers again, stages gradients bucket by
-bucket and reduces them, a bounded number at a time; the step makes optimizer state. The pools in which the engine
-keeps buffers for the next time are kept here as well (``book``).
+Layout, hooks, fetcher, reducer and collectives are those of an engine, among ranks that are not there (``ranks``). What
+they borrow is counted by their pools. The model computes nothing (``outline``): its passes are autograd's all the same.
+What only a step makes and moves is counted from what its objects say of themselves, in the engine's order: states,
+their buffers and files, and what an update takes.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import NamedTuple
 
 import torch
+from typing_extensions import Self
 
 from deepspeed_c import _C
 from deepspeed_c.buffers import BufferPool
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.config import Config
 from deepspeed_c.engine.precision import Precision
+from deepspeed_c.engine.shard import make_reducer
 from deepspeed_c.offload.place import placement_of
 from deepspeed_c.offload.swap import whole_pages
 from deepspeed_c.plan.book import Book, Phase
-from deepspeed_c.plan.sizes import ModelSizes, OptimizerSizes, ParamSize, model_of
-from deepspeed_c.zero.gradients.reducer import MAX_IN_FLIGHT
-from deepspeed_c.zero.layout.layout import Layout, lay_out, mesh_of_config
-from deepspeed_c.zero.layout.stages import STAGES, Sharding
+from deepspeed_c.plan.outline import outline_of
+from deepspeed_c.plan.ranks import PretendedRanks
+from deepspeed_c.plan.sizes import ModelSizes, OptimizerSizes, ParamSize
+from deepspeed_c.zero.gradients.bucket import Bucket
+from deepspeed_c.zero.gradients.reducer import GradientPools, GradientReducer
+from deepspeed_c.zero.layout.layout import lay_out, mesh_of_config
+from deepspeed_c.zero.layout.stages import STAGES
 from deepspeed_c.zero.layout.unit import Dtypes, Slot, Unit
-from deepspeed_c.zero.weights.fetch import PACE_STEPS, FetchLimits
-from deepspeed_c.zero.weights.gather_unit import GatherUnit
+from deepspeed_c.zero.weights.fetch import keeps_gathered
+from deepspeed_c.zero.weights.hooks import ModuleHooks
 
 __all__ = ["KINDS", "PHASES", "MemoryPlan", "Offload", "plan_memory"]
 
@@ -43,7 +46,6 @@ GRADIENTS = "gradients"
 GATHERED = "gathered weights"
 STAGING = "gradient staging"
 SCRATCH = "collective scratch"
-META = torch.device("meta")
 INCOMING = "new gradients"
 UPDATE = "step transients"
 NEW_MASTERS = "new master weights"
@@ -129,17 +131,6 @@ class MemoryPlan(NamedTuple):
         return max(self.phases.values(), key=lambda phase: (phase.nbytes, phase.host_nbytes))
 
 
-class _Ranks(NamedTuple):
-    """As much of a group of ranks as a layout asks for."""
-
-    world_size: int
-    rank: int = 0
-
-    @classmethod
-    def of(cls, ranks: Sequence[int], axes: Sequence[str]) -> _Ranks:
-        return cls(len(ranks))
-
-
 class _Policy:
     """The engine's precision, for parameters whose modules are not known: what they said stands in the sizes."""
 
@@ -169,82 +160,36 @@ def plan_memory(
     gloo, anything else: as NCCL does) and whether gathered buffers are kept. ``activation_bytes`` are added to forward
     and backward. Nothing is allocated. Raises what ``initialize`` would raise for the same layout (ModelError).
     """
-    walk = _Walk(sizes, config, n_ranks, optimizer, device_type == "cpu", offload)
-    walk.initialize()
-    held = {ACTIVATIONS: activation_bytes}
-    for _ in range(N_WINDOWS):
-        walk.book.begin("forward", held)
-        walk.forward()
-        if optimizer is not None:
-            walk.book.begin("backward", held)
-            walk.backward()
-            walk.book.begin("step")
-            walk.step()
-    walk.book.end()
-    units = [(group.slots, group.numel * group.unit.dtype.itemsize) for group in walk.groups] or [
-        (bucket.slots, bucket.numel * bucket.unit.dtype.itemsize) for bucket in walk.buckets
-    ]
-    slots, nbytes = max(units, key=lambda unit: unit[1], default=([], 0))
-    return MemoryPlan(
-        config.zero.stage,
-        n_ranks,
-        offload,
-        {name: walk.book.phases[name] for name in PHASES if name in walk.book.phases},
-        len(walk.buckets),
-        _label(slots),
-        nbytes,
-        walk.window_elems,
-    )
+    with _Walk(sizes, config, n_ranks, optimizer, device_type, offload) as walk:
+        walk.initialize()
+        held = {ACTIVATIONS: activation_bytes}
+        for _ in range(N_WINDOWS):
+            walk.window(held)
+        walk.book.end()
+        if walk.fetcher is not None and walk.fetcher.groups:
+            pieces = [(group.unit, group.bucket) for group in walk.fetcher.groups]
+        else:
+            pieces = [(bucket.unit, bucket.index) for bucket in walk.buckets]
+        unit, index = max(pieces, key=lambda piece: piece[0].bucket_bytes(piece[1]), default=(None, 0))
+        return MemoryPlan(
+            config.zero.stage,
+            n_ranks,
+            offload,
+            {name: walk.book.phases[name] for name in PHASES if name in walk.book.phases},
+            len(walk.buckets),
+            "" if unit is None else _label(unit.bucket_slots[index]),
+            0 if unit is None else unit.bucket_bytes(index),
+            0 if walk.fetcher is None else walk.fetcher.stats.max_live_elems,
+        )
 
 
 def _label(slots: Sequence[Slot]) -> str:
-    if not slots:
-        return ""
     first = min(slots, key=lambda slot: slot.order).name
     return first if len(slots) == 1 else f"{first} (+{len(slots) - 1} more)"
 
 
-class _Bucket:
-    """A bucket of gradients, as the reducer handles it."""
-
-    def __init__(self, unit: Unit, index: int, has_whole: bool) -> None:
-        self.unit, self.index, self.has_whole = unit, index, has_whole
-        self.slots = unit.bucket_slots[index]
-        self.numel = unit.bucket_numel(index)
-        self.reset()
-
-    def reset(self) -> None:
-        self.n_missing = len(self.slots)
-        self.is_launched = False
-        self.is_open = False
-        self.staging: torch.Tensor | None = None  # None while open: the gradients gather in the whole bucket
-
-
-class _Work(NamedTuple):
-    """A reduction on its way, and what it holds."""
-
-    scratch: torch.Tensor | None
-    sent_copy: int  # bytes
-    staging: torch.Tensor | None
-
-
-class _Module(NamedTuple):
-    """A module that has parameters of its own."""
-
-    slots: list[Slot]  # its own, trained or not
-    groups: list[int]  # their gather units
-    children: list[_Module]
-    is_leaf: bool = False  # all below it belong to it, and are gathered at once
-
-    def in_order(self) -> Iterator[_Module]:
-        """It and what is below it, in the order of forward."""
-        yield self
-        for child in self.children:
-            yield from child.in_order()
-
-
 class _Walk:
-    """One rank's run, in bytes."""
+    """One rank's run. A context manager, which takes away at its end what the run has hooked."""
 
     def __init__(
         self,
@@ -252,21 +197,18 @@ class _Walk:
         config: Config,
         n_ranks: int,
         optimizer: OptimizerSizes | None,
-        is_host: bool,
+        device_type: str,
         offload: Offload,
     ) -> None:
+        is_host = device_type == "cpu"
         places = offload.kinds(config.zero.stage, is_host=is_host)
         host, nvme = ({kind for kind, place in places.items() if place == name} for name in ("host", "nvme"))
-        self.book = Book(host, nvme)
-        self._offload = offload
-        states_apart = offload.optimizer != "none" and not is_host  # states have another memory than what computes
+        self.book = book = Book(host, nvme)
         self._sizes, self._config, self._n_ranks, self._optimizer = sizes, config, n_ranks, optimizer
-        self._is_host = is_host
-        # Gradients that go to the host go there as they come.
-        self._sharding: Sharding = STAGES[max(config.zero.stage, 2) if states_apart else config.zero.stage]
-        model, groups = model_of(sizes)
-        self._precision = Precision(config, model)
-        policy = _Policy(self._precision, sizes)
+        self._offload, self._is_host = offload, is_host
+        self._sharding = STAGES[config.zero.stage]
+        self._model, groups = outline_of(sizes, lambda n_bytes: book.take(INCOMING, n_bytes))
+        self._precision = Precision(config, self._model)
         placement = placement_of(
             offload.optimizer,
             offload.params,
@@ -274,117 +216,54 @@ class _Walk:
             is_pinned=False,
             buffer_elems=config.zero.offload_param.buffer_size,
         )
-        layout: Layout = lay_out(
-            model,
+        comm = PretendedRanks(n_ranks, BufferPool(count=book.counter(SCRATCH)), is_host=is_host)
+        mesh = mesh_of_config(config, Mesh(comm, connect=comm.along))
+        layout = lay_out(
+            self._model,
             groups if optimizer is not None else [],
             config,
-            policy,
-            mesh_of_config(config, Mesh(_Ranks(n_ranks), connect=_Ranks.of)),
+            _Policy(self._precision, sizes),
+            mesh,
             placement,
+            gather_pool=BufferPool(keeps=lambda _: keeps_gathered(device_type), count=book.counter(GATHERED)),
         )
-        self._trained, self._frozen = layout.trained, layout.frozen
+        self._trained, self._frozen, self.fetcher = layout.trained, layout.frozen, layout.fetcher
         self._swapped = [unit for unit in self._trained if unit.states.label == "file"]
         self._size_of = {p.name: p for p in sizes.params}
         placed = {slot.name for unit in (*self._trained, *self._frozen) for slot in unit.slots}
         self._cast = [p for p in sizes.params if p.name not in placed]  # what no unit holds
-        self.groups: list[GatherUnit] = [] if layout.fetcher is None else layout.fetcher.groups
-        self._limits = FetchLimits(0, 0, 0) if layout.fetcher is None else layout.fetcher.limits
-        self._elems = [group.numel for group in self.groups]
-        self._run = _C.Fetch(self._elems)
-        self.window_elems = 0
-        self._forward_steps = list(range(len(self.groups)))  # until a forward has been recorded
-        # The engine's own pools, which lend tensors without memory here.
-        self._gather_pool = BufferPool(keeps=lambda device: is_host, count=self.book.counter(GATHERED))
-        self._staging_pool = BufferPool(count=self.book.counter(STAGING))
-        self._scratch = BufferPool(count=self.book.counter(SCRATCH))
-        self._live: dict[int, torch.Tensor] = {}  # gathered units
-        self._pins = [0] * len(self.groups)
-        self._leaving: set[int] = set()
-        self._make_buckets()
-        self._roots = self._make_modules()
-        self._read_in_backward = self._find_read_in_backward()
-        self._has_learnt = False
-        self._works: deque[_Work] = deque()
-        self._depth = MAX_IN_FLIGHT if config.zero.overlap_comm else 0
         self._has_state = False
         self._n_buffer_bytes = 0
+        self._reducer: GradientReducer | None = None
+        self._exit = ExitStack()
+        self._exit.callback(mesh.close)
+        if optimizer is not None:
+            pools = GradientPools.make(lambda name: book.counter(STAGING if name == "staging" else SCRATCH))
+            self._reducer = make_reducer(layout, config, self._precision, comm, pools)
+            self._exit.callback(self._reducer.close)
+            for slot in self._reducer.slots:  # after the reducer has taken it
+                slot.param.register_post_accumulate_grad_hook(self._forget_gradient(slot))
+        if self.fetcher is not None:
+            hooks = ModuleHooks([self._model], self.fetcher, lambda: "train" if torch.is_grad_enabled() else "eval")
+            self._exit.callback(hooks.remove)
 
-    def _make_plan(self, steps: list[int]) -> Any:
-        plan = _C.FetchPlan(steps, self._elems, *self._limits)
-        self.window_elems = max(self.window_elems, plan.peak_elems)
-        return plan
+    def __enter__(self) -> Self:
+        return self
 
-    def _accum_dtype(self, unit: Unit) -> torch.dtype:
-        offloaded = torch.float32 if self._offload.optimizer != "none" else None
-        return self._precision.accum_dtype or offloaded or unit.dtype
+    def __exit__(self, *_: object) -> None:
+        self._exit.close()
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        return [] if self._reducer is None else self._reducer.buckets
+
+    def _forget_gradient(self, slot: Slot) -> Callable[[torch.Tensor], None]:
+        return lambda _: self.book.free(INCOMING, slot.numel * slot.unit.dtype.itemsize)
 
     def _place_of(self, unit: Unit) -> str | None:
         """Where a unit's states lie that stay on the device, although others may be offloaded (``ratio``); None for
         where their kinds lie."""
         return "device" if unit.states.label == "device" else None
-
-    def _has_whole(self, unit: Unit) -> bool:
-        """Whether its gradients gather whole, and the shard's sums are a part of that."""
-        return not self._sharding.gradients or unit.sums_in_place
-
-    def _make_buckets(self) -> None:
-        """In the order of the reducer: a bucket is full when the gradient of the parameter registered first has
-        come."""
-        entries = [
-            (-min((slot.order for slot in unit.bucket_slots[b]), default=0), unit, b)
-            for unit in self._trained
-            for b in range(unit.n_buckets)
-        ]
-        entries.sort(key=lambda entry: entry[0])
-        self.buckets = [_Bucket(unit, b, self._has_whole(unit)) for _, unit, b in entries]
-        self._bucket_of = {slot: i for i, bucket in enumerate(self.buckets) for slot in bucket.slots}
-        place = {(bucket.unit, bucket.index): i for i, bucket in enumerate(self.buckets)}
-        self._bucket_of_group = {
-            group.index: place[group.unit, group.bucket] for group in self.groups if (group.unit, group.bucket) in place
-        }
-
-    def _make_modules(self) -> list[_Module]:
-        """The modules that have parameters, as a tree, from the parameters' names."""
-        group_of = {slot: group.index for group in self.groups for slot in group.slots}
-        slots = sorted((s for unit in (*self._trained, *self._frozen) for s in unit.slots), key=lambda s: s.order)
-        modules: dict[str, _Module] = {}
-        for slot in slots:
-            path = self._size_of[slot.name].module
-            leaf = self._leaf_above(path)
-            module = modules.setdefault(path if leaf is None else leaf, _Module([], [], [], leaf is not None))
-            module.slots.append(slot)
-            if slot in group_of and group_of[slot] not in module.groups:
-                module.groups.append(group_of[slot])
-        roots: list[_Module] = []
-        for path, module in modules.items():
-            module.groups.sort()
-            parent = path
-            while parent:
-                parent = parent.rpartition(".")[0]
-                if parent in modules:
-                    modules[parent].children.append(module)
-                    break
-            else:
-                roots.append(module)
-        return roots
-
-    def _leaf_above(self, path: str) -> str | None:
-        """The outermost leaf that a module is, or lies in."""
-        parts = path.split(".")
-        outward = ["", *(".".join(parts[: i + 1]) for i in range(len(parts)))]
-        return next((name for name in outward if name in self._sizes.leaves), None)
-
-    def _find_read_in_backward(self) -> set[int]:
-        """Gather units whose weights a backward reads: of the modules behind the first that is trained, whose input
-        needs no gradient."""
-        found: set[int] = set()
-        is_behind = False
-        for root in self._roots:
-            for module in root.in_order():
-                if is_behind:
-                    found.update(module.groups)
-                is_behind = is_behind or any(slot in self._bucket_of for slot in module.slots)
-        return found
 
     def _given_bytes(self, size: ParamSize) -> int:
         if not self._sizes.is_sharded:
@@ -441,13 +320,12 @@ class _Walk:
             self._take_buffers(self._swap_bytes(is_start=True))
             self._make_state(self._swapped)
         for unit in self._trained:
-            elems = unit.flat_elems if self._has_whole(unit) else unit.shard_elems
-            book.take(GRADIENTS, elems * self._accum_dtype(unit).itemsize, self._place_of(unit))
+            book.take(GRADIENTS, self._reducer.sum_bytes[unit], self._place_of(unit))
 
     def _swap_weights(self) -> None:
         """What of the weights goes to a file, and the buffers that it is read into."""
         left, largest, n_stored = self._offload.kept_elems, 0, 0
-        for group in self.groups:
+        for group in () if self.fetcher is None else self.fetcher.groups:
             elems = group.unit.slice_elems[group.bucket]
             left -= elems
             if group.unit.weights.label == "file" and left < 0:
@@ -500,185 +378,25 @@ class _Walk:
         n_buckets = sum(unit.n_buckets for unit in self._swapped)
         return largest * min(1 + n_in + self._n_buckets_out(), n_buckets)
 
-    def _apply(self, actions: Sequence[tuple[int, int]]) -> None:
-        for kind, index in actions:
-            if kind == _C.Fetch.STEP:
-                self._n_passed += 1
-                if self._is_in_backward and self._n_passed > PACE_STEPS:
-                    self._pace(self._n_passed - 1 - PACE_STEPS)
-            elif kind == _C.Fetch.GATHER:
-                if index not in self._live:
-                    group = self.groups[index]
-                    self._live[index] = self._gather_pool.take(group.numel, group.unit.dtype, META)
-                self._leaving.discard(index)
-            elif self._pins[index]:
-                self._leaving.add(index)
-            else:
-                self._let_go(index)
-
-    def _let_go(self, index: int) -> None:
-        if index in self._live:
-            self._gather_pool.give(self._live.pop(index))
-        self._leaving.discard(index)
-
-    def _begin_pass(self, plan: Any, keep: int) -> None:
-        self._n_passed = 0
-        for index in [i for i in self._live if i != keep]:
-            self._let_go(index)
-        self._run.abort()
-        self._run.begin(plan, sorted(self._live))
-
-    def _enter(self, module: _Module) -> bool:
-        """Gathers what a module reads; True where it is held until the module is left."""
-        holds = module.is_leaf or len(module.groups) > 1 or bool(module.children)
-        for index in module.groups:
-            if not (self._pins[index] and index in self._live):  # held: the plan stands still
-                self._apply(self._run.use(index))
-            if holds:
-                self._pins[index] += 1
-        return holds
-
-    def _leave(self, groups: Sequence[int]) -> None:
-        for index in groups:
-            self._pins[index] -= 1
-            if self._pins[index] == 0 and index in self._leaving:
-                self._let_go(index)
-
-    def forward(self) -> None:
-        if not self.groups:
-            return
-        self._is_in_backward = False
-        self._begin_pass(self._make_plan(self._forward_steps), keep=self._forward_steps[0])
-        for module in self._roots:
-            self._forward_of(module)
-        last = self._forward_steps[-1]
-        is_kept = self._optimizer is not None and self._elems[last] <= min(
-            self._limits.max_reuse, self._limits.max_live
-        )
-        self._apply(self._run.end(last if is_kept else -1))
-        self._forward_steps = list(self._run.record[0])
-
-    def _forward_of(self, module: _Module) -> None:
-        holds = self._enter(module)
-        for child in module.children:
-            self._forward_of(child)
-        if holds:
-            self._leave(module.groups)
-
-    def backward(self) -> None:
-        if self.groups:
-            # What the first backward turned out not to use is in no later plan.
-            is_first, self._has_learnt = not self._has_learnt, True
-            units = [u for u in reversed(self._forward_steps) if is_first or u in self._read_in_backward]
-            self._steps = [unit for unit, _ in groupby(units)]
-            self._last_use = {unit: step for step, unit in enumerate(self._steps)}
-            self._is_in_backward = True
-            self._begin_pass(self._make_plan(self._steps), keep=self._steps[0] if self._steps else -1)
-        for bucket in self.buckets:
-            bucket.reset()
-        self._next = 0
-        for module in reversed(self._roots):
-            self._backward_of(module)
-        if self.groups:
-            self._apply(self._run.end(-1))
-        for i, bucket in enumerate(self.buckets):
-            if not bucket.is_launched:
-                self._start(i)
-        self._wait()
-
-    def _backward_of(self, module: _Module) -> None:
-        for child in reversed(module.children):
-            self._backward_of(child)
-        for index in reversed(module.groups):
-            if index in self._read_in_backward:
-                if not (self._pins[index] and index in self._live):
-                    self._apply(self._run.use(index))
-                if module.is_leaf:
-                    self._pins[index] += 1
-        trained = [slot for slot in reversed(module.slots) if slot in self._bucket_of]
-        # One operator hands over the gradients of one module, not those of all in a leaf.
-        for _, slots in groupby(trained, key=lambda slot: self._size_of[slot.name].module):
-            slots = list(slots)
-            for slot in slots:
-                self.book.take(INCOMING, slot.numel * slot.unit.dtype.itemsize)
-            for slot in slots:
-                self._add(slot)
-                self.book.free(INCOMING, slot.numel * slot.unit.dtype.itemsize)
-        if module.is_leaf:
-            self._leave([index for index in module.groups if index in self._read_in_backward])
-
-    def _add(self, slot: Slot) -> None:
-        i = self._bucket_of[slot]
-        bucket = self.buckets[i]
-        if not bucket.is_open:
-            bucket.is_open = True
-            if not bucket.has_whole:
-                bucket.staging = self._staging_pool.take(bucket.numel, bucket.unit.comm_dtype, META)
-        bucket.n_missing -= 1
-        if not self.groups:
-            while self._next < len(self.buckets) and self.buckets[self._next].n_missing == 0:
-                self._start(self._next)
-                self._next += 1
-
-    def _pace(self, step: int) -> None:
-        """Sends the gradients of the gather unit of a step of the backward, if it was the last of that unit."""
-        unit = self._steps[step]
-        i = self._bucket_of_group.get(unit)
-        if i is not None and self._last_use[unit] == step and not self.buckets[i].is_launched:
-            self._start(i)
-
-    def _start(self, i: int) -> None:
-        while self._works and len(self._works) >= self._depth:
-            self._finish(self._works.popleft())
-        self._works.append(self._reduce(i))
-        if self._depth == 0:
-            self._wait()
-
-    def _reduce(self, i: int) -> _Work:
-        bucket = self.buckets[i]
-        unit, n = bucket.unit, bucket.unit.n_ranks
-        bucket.is_launched = True
-        if n == 1 or bucket.numel == 0:
-            return _Work(None, 0, bucket.staging)
-        comm_bytes = unit.comm_dtype.itemsize
-        gathers_in = self._accum_dtype(unit) if bucket.has_whole else unit.comm_dtype
-        sent_copy = 0 if gathers_in == unit.comm_dtype else bucket.numel * comm_bytes
-        self.book.take(SCRATCH, sent_copy)
-        scratch_bytes = 0
-        if unit.is_cut and self._config.zero.reduce_scatter:
-            n = unit.comm.world_size
-            if unit.replicas.world_size > 1:  # summed over the copies before it is added
-                beside = bucket.numel // n * self._accum_dtype(unit).itemsize
-                self.book.take(SCRATCH, beside)
-                sent_copy += beside
-            accumulates = self._sharding.gradients and _accumulates(self._config)
-            if self._is_host:
-                scratch_bytes = bucket.numel * comm_bytes
-            elif (
-                unit.states.is_apart and unit.replicas.world_size == 1
-            ):  # received beside, and brought to the host from there
-                beside = bucket.numel // n * comm_bytes
-                self.book.take(SCRATCH, beside)
-                sent_copy += beside
-            elif accumulates or self._accum_dtype(unit) != unit.comm_dtype:
-                scratch_bytes = bucket.numel // n * comm_bytes
-        elif self._is_host and unit.comm_dtype != torch.float32:
-            scratch_bytes = n * -(-bucket.numel // n) * comm_bytes
-        scratch = self._scratch.take(scratch_bytes, torch.uint8, META) if scratch_bytes else None
-        return _Work(scratch, sent_copy, bucket.staging)
-
-    def _finish(self, work: _Work) -> None:
-        if work.scratch is not None:
-            self._scratch.give(work.scratch)
-        self.book.free(SCRATCH, work.sent_copy)
-        if work.staging is not None:
-            self._staging_pool.give(work.staging)
-
-    def _wait(self) -> None:
-        while self._works:
-            self._finish(self._works.popleft())
+    def window(self, held: dict[str, int]) -> None:
+        """Micro-batches until a step, as many as differ in what they take."""
+        n = 2 if self._optimizer is not None and _accumulates(self._config) else 1
+        for i in range(n):
+            self.book.begin("forward", held)
+            with torch.set_grad_enabled(self._optimizer is not None):
+                loss = self._model(torch.zeros(1, device="meta"))
+            if self._reducer is not None:
+                self.book.begin("backward", held)
+                self._reducer.begin_backward(is_boundary=i == n - 1, factor=1.0, starts=[loss.grad_fn])
+                loss.backward()
+                self._reducer.end_backward()
+            del loss
+        if self._reducer is not None:
+            self.book.begin("step")
+            self.step()
 
     def step(self) -> None:
+        self._reducer.discard()  # waits for what is on its way
         if not self._has_state:
             self._has_state = True
             # The others' were made along with their file.
@@ -690,8 +408,8 @@ class _Walk:
         transient = self._copies_of_gradients() + self._largest_update()
         self.book.take(UPDATE, transient)
         self.book.free(UPDATE, transient)
-        for index in list(self._live):
-            self._let_go(index)  # out of date
+        if self.fetcher is not None:
+            self.fetcher.weights_changed()
 
     def _make_state(self, units: Iterable[Unit]) -> None:
         for unit in units:
@@ -715,7 +433,7 @@ class _Walk:
         return sum(
             unit.shard_elems * unit.master_dtype.itemsize
             for unit in self._trained
-            if self._accum_dtype(unit) != unit.master_dtype
+            if self._reducer.sum_dtype(unit) != unit.master_dtype
         )
 
     def _largest_update(self) -> int:

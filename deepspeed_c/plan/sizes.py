@@ -137,10 +137,12 @@ def sizes_of(
     return ModelSizes(params, sum(b.nbytes for b in model.buffers()), is_sharded, leaves)
 
 
-def model_of(sizes: ModelSizes) -> tuple[torch.nn.Module, list[list[torch.nn.Parameter]]]:
+def model_of(
+    sizes: ModelSizes, make_module: Callable[[], torch.nn.Module] = torch.nn.Module
+) -> tuple[torch.nn.Module, list[list[torch.nn.Parameter]]]:
     """(a model of these sizes on the meta device, its optimizer groups): what the engine's own layout is asked about.
     It takes no memory."""
-    root = torch.nn.Module()
+    root = make_module()
     n_groups = 1 + max((p.group for p in sizes.params if p.group is not None), default=-1)
     groups: list[list[torch.nn.Parameter]] = [[] for _ in range(n_groups)]
     for size in sizes.params:
@@ -148,7 +150,7 @@ def model_of(sizes: ModelSizes) -> tuple[torch.nn.Module, list[list[torch.nn.Par
         module = root
         for part in path:
             if part not in module._modules:
-                module.add_module(part, torch.nn.Module())
+                module.add_module(part, make_module())
             module = module._modules[part]
         data = torch.empty(size.numel, dtype=size.dtype, device="meta")
         param = torch.nn.Parameter(data, requires_grad=size.group is not None)

@@ -249,6 +249,10 @@ class Unit:
     def bucket_numel(self, bucket: int) -> int:
         return self.slice_elems[bucket] * self.comm.world_size
 
+    def bucket_bytes(self, bucket: int) -> int:
+        """What the weights of a bucket take, put together."""
+        return self.bucket_numel(bucket) * self.dtype.itemsize
+
     def bucket_view(self, flat: torch.Tensor, bucket: int) -> torch.Tensor:
         """Bucket of a flat buffer of the whole unit."""
         return flat.narrow(0, self.bucket_begin[bucket], self.bucket_numel(bucket))

@@ -14,7 +14,17 @@ from benchmarks.live_bytes import LiveBytes
 from deepspeed_c import buffers
 from deepspeed_c.config import load_config
 from deepspeed_c.engine.build import build_optimizer
-from deepspeed_c.plan.memory import COPIES, MASTERS, STATE, MemoryPlan, Offload, plan_memory
+from deepspeed_c.plan.memory import (
+    COPIES,
+    GATHERED,
+    MASTERS,
+    SCRATCH,
+    STAGING,
+    STATE,
+    MemoryPlan,
+    Offload,
+    plan_memory,
+)
 from deepspeed_c.plan.sizes import group_sizes, sizes_of
 from deepspeed_c.plan.table import plan_table
 from deepspeed_c.zero.weights import fetch
@@ -223,6 +233,60 @@ def test_what_is_on_nvme_leaves_its_buffers(run_ranks, tmp_path, max_in_cpu):
     for phase, nbytes in expected.items():
         peak = max(peaks[phase] for peaks in measured)
         assert abs(nbytes / peak - 1) <= TOLERANCE, (phase, nbytes, peak)
+
+
+POOLS = {
+    "sums in another dtype than what travels": config(1, "Lion", data_types={"grad_accum_dtype": "fp32"}),
+    "16 bits whole on every rank": config(0, precision="fp16"),
+    "buckets that are summed whole": config(2, zero={"reduce_scatter": False, "reduce_bucket_size": 3001}),
+    "shards that have copies": config(3, zero={"mics_shard_size": 2, "stage3_param_persistence_threshold": 0}),
+    "two micro-batches": config(3, micro_batches=2, zero={"reduce_bucket_size": 40_009}),
+    # Layers lie in one of two units by turns, and both are gathered all the time.
+    "units that take turns": config(
+        3, zero={"offload_optimizer": {"device": "nvme", "nvme_path": "PATH", "ratio": 0.4}, "reduce_bucket_size": 90_001}
+    ),
+}
+
+
+def pools_of_engines(rank: int, world: int, cases: list[Case]) -> list[tuple[dict[str, int], int, int]]:
+    found = []
+    for case in cases:
+        with (
+            mock.patch.object(fetch, "BufferPool", PatientPool),
+            deepspeed_c.initialize(model=make_model(case), config=case.config)[0] as engine,
+        ):
+            dtype = next(engine.module.parameters()).dtype
+            for _ in range(N_STEPS * case.micro_batches):
+                engine.backward(engine(torch.ones(1, case.widths[0], dtype=dtype)).float().square().mean())
+                engine.step()
+            optimizer = engine.optimizer
+            reducer, fetcher = optimizer.reducer, optimizer.fetcher
+            comms = {id(c.scratch): c.scratch for unit in reducer.units for c in (unit.comm, unit.replicas)}
+            held = {
+                STAGING: reducer.pools.staging.n_bytes,
+                SCRATCH: reducer.pools.copies.n_bytes + sum(scratch.n_bytes for scratch in comms.values()),
+                GATHERED: 0 if fetcher is None else fetcher.pool.n_bytes,
+            }
+            live = 0 if fetcher is None else fetcher.stats.max_live_elems
+            found.append(({kind: n for kind, n in held.items() if n}, live, len(reducer.buckets)))
+    return found
+
+
+def test_pools_hold_what_was_planned_to_the_byte(run_ranks, tmp_path):
+    cases = []
+    for settings in POOLS.values():
+        offload = settings["zero_optimization"].get("offload_optimizer", {})
+        offload.update({"nvme_path": str(tmp_path)} if offload else {})
+        cases.append(Case(4, settings, (131, 127) * 6, micro_batches=settings["gradient_accumulation_steps"]))
+    planned = []
+    for case in cases:
+        plan = plan_of(case)
+        kinds = plan.phases["step"].kinds
+        held = {kind: kinds[kind] for kind in (STAGING, SCRATCH, GATHERED) if kind in kinds}
+        planned.append((held, plan.window_elems, plan.n_buckets))
+    for rank, found in enumerate(run_ranks(4, pools_of_engines, cases)):
+        assert dict(zip(POOLS, found)) == dict(zip(POOLS, planned)), f"rank {rank}"
+    assert any(held.get(STAGING) for held, *_ in planned) and any(held.get(GATHERED) for held, *_ in planned)
 
 
 class Block(torch.nn.Module):

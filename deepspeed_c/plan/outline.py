@@ -1,0 +1,55 @@
+"""A model's outline: its modules and parameters on the meta device, whose passes hooks and autograd see and which
+compute nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from deepspeed_c.plan.sizes import ModelSizes, model_of
+from deepspeed_c.zero.layout.leaf import set_z3_leaf_module
+from deepspeed_c.zero.weights.param import state_of
+
+__all__ = ["Outline", "outline_of"]
+
+
+class Outline(torch.nn.Module):
+    """A module that uses its own parameters, and then calls those below it.
+
+    on_gradients: is told of the bytes of the gradients that one operator hands over.
+    """
+
+    def __init__(self, on_gradients: Callable[[int], None]) -> None:
+        super().__init__()
+        self._on_gradients = on_gradients
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        params = list(self._parameters.values())
+        trained = [p for p in params if p.requires_grad]
+        if trained or (params and x.requires_grad):
+            # An operator's backward reads its weights where its input needs a gradient.
+            read = [p for p in reversed(params) if state_of(p) is not None] if x.requires_grad else []
+            n_bytes = sum(p.nbytes for p in trained)
+            x = torch.cat([x, *(p.view(-1) for p in trained)])[:1]
+            if x.grad_fn is not None:
+                x.grad_fn.register_prehook(lambda _: self._begin_backward(read, n_bytes))
+        for child in self.children():
+            x = child(x)
+        return x
+
+    def _begin_backward(self, read: Sequence[torch.nn.Parameter], n_bytes: int) -> None:
+        for param in read:
+            state_of(param).open_for_edit(param)
+        self._on_gradients(n_bytes)
+
+
+def outline_of(
+    sizes: ModelSizes, on_gradients: Callable[[int], None]
+) -> tuple[Outline, list[list[torch.nn.Parameter]]]:
+    """(the outline of a model of these sizes, its optimizer groups)."""
+    model, groups = model_of(sizes, lambda: Outline(on_gradients))
+    for name, module in model.named_modules():
+        if name in sizes.leaves:
+            set_z3_leaf_module(module)
+    return model, groups

@@ -1,0 +1,60 @@
+"""Ranks that are not there: collectives that take the memory that real ones take, and send nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.distributed_c10d import _world
+
+from deepspeed_c.buffers import BufferPool
+from deepspeed_c.comm.collectives import BACKENDS, GENERIC, Collectives, Work
+from deepspeed_c.comm.ledger import Ledger
+
+__all__ = ["PretendedRanks"]
+
+
+class _NoGroup:
+    """What ``torch.distributed`` hands transfers to. Its methods have had two names each."""
+
+    def _transfer(self, *_: Any) -> _NoGroup:
+        return self
+
+    allreduce = broadcast = _transfer
+    all_to_all_single = alltoall_base = _transfer
+    reduce_scatter_single = _reduce_scatter_base = _transfer
+
+    def wait(self) -> None:
+        """Of the transfer: it is over."""
+
+
+class PretendedRanks(Collectives):
+    """The first of ``world_size`` ranks, as the engine's objects use it with tensors of the meta device.
+
+    is_host: the ranks compute on the CPU. scratch: what collectives receive into.
+    """
+
+    def __init__(self, world_size: int, scratch: BufferPool, *, is_host: bool) -> None:
+        self.group: Any = _NoGroup()
+        self.world_size, self.rank, self.global_rank = world_size, 0, 0
+        self.global_ranks = list(range(world_size))
+        self.ledger = Ledger("pretended", self.global_ranks)
+        self._on_close = [lambda: _world.pg_group_ranks.pop(self.group, None)]
+        _world.pg_group_ranks[self.group] = range(world_size)  # where torch looks up who sends a broadcast
+        self.scratch = scratch
+        self.reduce = lambda sources, scale, accumulate, out: None
+        self._is_host = is_host
+        self._backends = {"meta": BACKENDS["gloo"] if is_host else GENERIC}
+
+    def along(self, ranks: Sequence[int], axes: Sequence[str]) -> PretendedRanks:
+        """As many others, with the same buffers: what connects the axes of a mesh."""
+        return PretendedRanks(len(ranks), self.scratch, is_host=self._is_host)
+
+    def all_gather(self, flat: torch.Tensor, *, use_broadcast: bool = False, label: str = "") -> Work:
+        """Takes no memory on any backend, and would be one transfer a rank on some."""
+        return Work.done()
+
+    def sum_numbers(self, numbers: Sequence[float], *, label: str = "") -> list[float]:
+        """All ranks do the same."""
+        return [float(number) * self.world_size for number in numbers]
