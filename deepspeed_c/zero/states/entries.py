@@ -11,6 +11,7 @@ import torch
 from deepspeed_c.errors import OptimizerError
 from deepspeed_c.ops.scope import declaration
 from deepspeed_c.zero.layout.unit import Fragment, Unit
+from deepspeed_c.zero.states.codec import Codec
 
 __all__ = ["COUNTERS", "Entry", "keep_parameters", "must_see_pieces", "point_at_shards", "split_entry"]
 
@@ -99,35 +100,11 @@ def _piece_entry(unit: Unit, fragment: Fragment) -> Entry:
     return Entry(torch.nn.Parameter(piece), unit, fragment.slot.bucket, fragment)
 
 
-def split_entry(base: torch.optim.Optimizer, entry: Entry) -> list[Entry]:
-    """Replaces the entry of a slice by one for each piece in it, with its state: views of the tensors, copies of the
-    counters."""
-    unit = entry.unit
+def split_entry(base: torch.optim.Optimizer, entry: Entry, codec: Codec) -> list[Entry]:
+    """Replaces the entry of a slice by one for each piece in it, and gives each its part of the state."""
+    unit, begin = entry.unit, entry.unit.shard_offset[entry.bucket]
     pieces = [_piece_entry(unit, f) for f in unit.fragments if f.slot.bucket == entry.bucket]
-    state = base.state.pop(entry.param, {})
-    begin = unit.shard_offset[entry.bucket]
-    if declaration(base).is_quantized and state:
-        base.state[entry.param] = state
-        for piece in pieces:
-            first = piece.fragment.shard_begin - begin
-            if "step" in state:
-                base.state[piece.param]["step"] = state["step"].clone()
-            base.init_state(unit.group, piece.param)
-            for key in base.names_of_states(unit.group):
-                # Blocks of codes are counted from each tensor's beginning: these are new ones.
-                values = base.dequantized_state(entry.param, key, first, first + piece.fragment.numel)
-                base.quantize_state_(piece.param, key, values)
-        del base.state[entry.param]
-        state = {}
-    for piece in pieces:
-        for key, value in state.items():
-            if not torch.is_tensor(value):
-                base.state[piece.param][key] = value
-            elif value.dim() == 1 and value.numel() == entry.param.numel():
-                part = value.narrow(0, piece.fragment.shard_begin - begin, piece.fragment.numel)
-                base.state[piece.param][key] = part.view(piece.param.shape)
-            else:
-                base.state[piece.param][key] = value.clone()
+    codec.split(unit.group, entry.param, [(piece.param, piece.fragment.shard_begin - begin) for piece in pieces])
     for group in base.param_groups:
         at = next((i for i, p in enumerate(group["params"]) if p is entry.param), None)
         if at is not None:

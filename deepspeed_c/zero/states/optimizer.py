@@ -22,7 +22,6 @@ from deepspeed_c.comm.collectives import Collectives, Work
 from deepspeed_c.errors import AioError, LossScaleError, NonFiniteLossError, OffloadError, OptimizerError, StateError
 from deepspeed_c.logging import logger
 from deepspeed_c.ops.optim import Call
-from deepspeed_c.ops.q8 import BLOCK_ELEMS, SCALE_SUFFIX, scale_name
 from deepspeed_c.ops.scope import Shards, declaration
 from deepspeed_c.zero.gradients.bucket import Bucket
 from deepspeed_c.zero.gradients.reducer import GradientReducer, WindowFacts
@@ -148,8 +147,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         return Tagged(value, f"{key} of {what}", self._piece_of(entry, key))
 
     def _piece_of(self, entry: Entry, key: str) -> int:
-        elems = entry.unit.piece_elems(entry.bucket)
-        return elems // BLOCK_ELEMS if self.pieces.is_quantized and key.endswith(SCALE_SUFFIX) else elems
+        return self.pieces.codec.piece_elems(key, entry.unit.piece_elems(entry.bucket))
 
     def _is_streamed(self, unit: Unit, bucket: int) -> bool:
         """Whether a step takes a bucket piece by piece, so that all of it is never in memory."""
@@ -405,7 +403,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         """A bucket that is streamed, and whose weights are open."""
         base, piece = self._base, unit.piece_elems(bucket)
         names = base.names_of_states(unit.group)
-        keys = [*names, *map(scale_name, names)] if self.pieces.is_quantized else names
+        keys = self.pieces.codec.tensor_names(names)
         state = base.state[entry.param]
         kept, copies = unit.masters(bucket), unit.copies(bucket)
         stored = kept + [self._tagged(entry, key, state[key]) for key in keys]

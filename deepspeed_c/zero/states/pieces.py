@@ -3,15 +3,14 @@ this rank's piece of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from deepspeed_c.errors import StateError
-from deepspeed_c.ops.q8 import SCALE_SUFFIX
-from deepspeed_c.ops.scope import declaration
 from deepspeed_c.zero.layout.unit import Fragment, Slot, Unit
+from deepspeed_c.zero.states.codec import codec_of
 from deepspeed_c.zero.states.entries import COUNTERS, Entry, split_entry
 
 __all__ = ["Pieces"]
@@ -19,12 +18,6 @@ __all__ = ["Pieces"]
 
 def _copy(value: Any) -> Any:
     return value.clone() if torch.is_tensor(value) else value
-
-
-def _like(param: torch.Tensor, dtype: torch.dtype, held: Any) -> torch.Tensor:
-    """``held``, if it is a tensor like ``param`` of ``dtype``; else zeros."""
-    fits = torch.is_tensor(held) and held.shape == param.shape and held.dtype == dtype and held.device == param.device
-    return held if fits else torch.zeros_like(param, dtype=dtype)
 
 
 def _alike(a: tuple[Mapping, Mapping], b: tuple[Mapping, Mapping]) -> bool:
@@ -41,6 +34,7 @@ class Pieces:
 
     def __init__(self, base: torch.optim.Optimizer, entries: list[Entry], settle: Callable[[], None]) -> None:
         self._base, self.entries, self._settle = base, entries, settle
+        self.codec = codec_of(base)
         self._by_bucket: dict[tuple[Unit, int], list[Entry]] = {}
         for entry in entries:
             self._by_bucket.setdefault((entry.unit, entry.bucket), []).append(entry)
@@ -63,7 +57,7 @@ class Pieces:
         self._settle()
         entries = self._by_bucket[unit, bucket]
         if entries[0].fragment is None:
-            pieces = split_entry(self._base, entries[0])
+            pieces = split_entry(self._base, entries[0], self.codec)
             # By identity: == would compare tensors.
             at = next(i for i, entry in enumerate(self.entries) if entry is entries[0])
             self.entries[at : at + 1] = pieces
@@ -80,10 +74,9 @@ class Pieces:
             return entries[0]
         return next(entry for entry in entries if entry.fragment.slot is slot)
 
-    def _part(self, value: torch.Tensor, entry: Entry, fragment: Fragment) -> torch.Tensor:
-        if entry.fragment is not None:
-            return value.reshape(-1)
-        return value.narrow(0, self._at(fragment), fragment.numel)
+    def _begin(self, entry: Entry, fragment: Fragment) -> int:
+        """First element of a fragment within what the base sees."""
+        return self._at(fragment) if entry.fragment is None else 0
 
     def local(self, slot: Slot, key: str | None) -> torch.Tensor | None:
         """This rank's piece (flat, a view) of a parameter's master (``key`` None) or named state; None where it owns
@@ -106,10 +99,8 @@ class Pieces:
                 where=slot.name,
                 fix=f"names are {names}" if names else "state exists after the first step",
             )
-        if self.is_quantized:
-            begin = self._at(fragment) if entry.fragment is None else 0
-            return self._base.dequantized_state(entry.param, key, begin, begin + fragment.numel)
-        return self._part(value, entry, fragment)
+        begin = self._begin(entry, fragment)
+        return self.codec.elements(entry.param, key, begin, begin + fragment.numel)
 
     def named(self, slot: Slot) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """This rank's piece of each state of a parameter (flat views), and what is counted for it as a whole; empty
@@ -125,55 +116,39 @@ class Pieces:
         state = self._states.get(entry.param, {})
         kinds: dict[str, torch.dtype] = {}
         counts: dict[str, Any] = {}
-        for key, value in state.items():
-            if self.is_quantized and key.endswith(SCALE_SUFFIX):
-                continue
+        for key, value in self.codec.named(state):
             if torch.is_tensor(value) and value.numel() == entry.param.numel() and key not in COUNTERS:
-                kinds[key] = torch.float32 if self.is_quantized else value.dtype
+                kinds[key] = self.codec.dtype(value)
             else:
                 counts[key] = value
         return kinds, counts
 
-    @property
-    def is_quantized(self) -> bool:
-        """Whether the base keeps its states in codes of 8 bits: pieces of them are then copies in fp32, written back
-        by ``keep``."""
-        return declaration(self._base).is_quantized
-
     def are_views(self, unit: Unit, bucket: int, key: str | None) -> bool:
         """Whether what ``local`` gives of ``key`` is the memory itself, to be read and written at any time: nothing
         that lives in a file, and no copy."""
-        return not unit.states.needs_open(bucket) and (key is None or not self.is_quantized)
+        return not unit.states.needs_open(bucket) and (key is None or self.codec.gives_views)
 
     def keep(self, slot: Slot, key: str, piece: torch.Tensor) -> None:
-        """A state was edited in ``piece``, as ``local`` had given it."""
-        if self.is_quantized:
-            place, close = self.open(slot.unit, slot.bucket, [key])
-            place(slot, key).copy_(piece)
-            close()
+        """Somebody has edited a state in ``piece``, as ``local`` had given it."""
+        entry = self._entry(slot)
+        self.codec.keep(entry.param, key, self._begin(entry, slot.unit.fragment_of[slot]), piece)
 
-    def open(
-        self, unit: Unit, bucket: int, keys: Sequence[str] | None = None
-    ) -> tuple[Callable[[Slot, str], torch.Tensor], Callable[[], None]]:
+    def open(self, unit: Unit, bucket: int) -> tuple[Callable[[Slot, str], torch.Tensor], Callable[[], None]]:
         """(place, close): ``place(slot, key)`` is where a piece of a state is written (flat), and ``close()`` makes
         what was written count."""
-        if not self.is_quantized:
-            return self.local, lambda: None
-        base = self._base
-        values = {
-            (entry.param, key): base.dequantized_state(entry.param, key)
-            for entry in self.entries_of(unit, bucket)
-            for key in keys or base.names_of_states(unit.group)
-            if key in self._states.get(entry.param, {})
-        }
+        self._settle()
+        whole: dict[tuple[torch.nn.Parameter, str], torch.Tensor] = {}
 
         def place(slot: Slot, key: str) -> torch.Tensor:
-            entry = self._entry(slot)
-            return self._part(values[entry.param, key], entry, unit.fragment_of[slot])
+            entry, fragment = self._entry(slot), unit.fragment_of[slot]
+            at = entry.param, key
+            if at not in whole:
+                whole[at] = self.codec.whole(*at)
+            return whole[at].reshape(-1).narrow(0, self._begin(entry, fragment), fragment.numel)
 
         def close() -> None:
-            for (param, key), value in values.items():
-                base.quantize_state_(param, key, value)
+            for (param, key), values in whole.items():
+                self.codec.put(param, key, values)
 
         return place, close
 
@@ -198,15 +173,8 @@ class Pieces:
             slot = slots[0] if entry.fragment is None else entry.fragment.slot
             if slot in known:
                 dtypes, counts = known[slot]
-                # Tensors that fit are used again: new memory costs more than what is read into it.
-                before = held.get(entry.param, {})
                 self._states[entry.param] = {key: _copy(value) for key, value in counts.items()}
-                if self.is_quantized:
-                    self._base.init_state(unit.group, entry.param)
-                    continue
-                self._states[entry.param].update(
-                    {key: _like(entry.param, dtype, before.get(key)) for key, dtype in dtypes.items()}
-                )
+                self.codec.make(unit.group, entry.param, dtypes, held.get(entry.param, {}))
 
     def add(self, slot: Slot, key: str, value: torch.Tensor) -> None:
         """Gives a parameter a state that is not in its shape; where nothing is sharded."""
