@@ -173,11 +173,7 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
         lines = [self._config.table(), f"mesh: {self._mesh}"]
         for i, unit in enumerate((*self._layout.trained, *self._layout.frozen)):
             what = "frozen" if unit in self._layout.frozen else f"group {unit.group}"
-            lines.append(
-                f"unit {i}: {what}, weights {'sharded' if unit.is_sharded else 'whole'}, {len(unit.slots)} parameters, {unit.flat_elems} elements of {unit.dtype} ({unit.weights.label}),"
-                f" reduced in {unit.comm_dtype}, masters in {unit.master_dtype} ({unit.states.label}); {unit.n_buckets} buckets,"
-                f" shard {unit.comm.rank + 1} of {unit.comm.world_size} with {unit.shard_elems} elements, copy {unit.replicas.rank + 1} of {unit.replicas.world_size}"
-            )
+            lines.append(f"unit {i}: {what}, {unit.describe()}")
         return "\n".join(lines)
 
     global_steps = _of("_state", "global_steps")

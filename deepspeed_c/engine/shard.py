@@ -110,9 +110,9 @@ def _shard_model(
     optimizer: ZeroOptimizer | None,
 ) -> tuple[ZeroOptimizer, Layout]:
     layout = _lay_out(model, base, config, precision, mesh)
-    if config.zero.offload_optimizer.super_offload and all(unit.master_is_param for unit in layout.trained):
+    if config.zero.offload_optimizer.super_offload and not any(unit.steps_ahead for unit in layout.trained):
         log_dist(
-            "super_offload has nothing to do here: masters are the weights themselves, which backward reads",
+            "super_offload has nothing to do here: masters lie on the device or are the weights that backward reads",
             ranks=[0],
             level=logging.WARNING,
         )

@@ -192,7 +192,7 @@ def _add_states(
             raise CheckpointError(
                 f"the optimizer calls a state {key!r}", where=slot.name, fix="such a name is taken; rename it"
             )
-    if not unit.master_is_param:
+    if unit.master_piece(fragment) is not None:
         kinds = {MASTER: unit.master_dtype, **kinds}
     for kind, dtype in kinds.items():
         key = None if kind == MASTER else kind

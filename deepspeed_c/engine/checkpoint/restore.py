@@ -85,7 +85,7 @@ class RestorePlan:
     def finish(self) -> None:
         """Brings weights that are whole on every rank together. Collective, when all ranks have read."""
         for unit, bucket in self.gathers:
-            unit.comm.all_gather(unit.bucket_view(unit.flat_param, bucket), label=f"weights of bucket {bucket}").wait()
+            unit.gather_weights(bucket, label=f"weights of bucket {bucket}").wait()
 
 
 class _Finder:
@@ -159,7 +159,7 @@ def plan_restore(
                 continue
             by_bucket.setdefault((unit, slot.bucket), {})[slot] = name
             _plan_weights(plan, finder, unit, slot, name, options)
-    plan.gathers = [(unit, bucket) for unit, bucket in by_bucket if unit.flat_param is not None and unit.is_cut]
+    plan.gathers = list(by_bucket)
     for name, tensor in named.tensors.items():
         if id(tensor) in placed:
             continue
@@ -219,9 +219,11 @@ def _plan_weights(plan: RestorePlan, finder: _Finder, unit: Unit, slot: Slot, na
         plan.stored.setdefault((unit, slot.bucket), []).append((weight, fragment))
     elif fragment is not None:
         plan.reads.append(Read(weight, fragment.begin, unit.weight_piece(fragment)))
-    if fragment is not None and not unit.master_is_param and not unit.states.needs_open(slot.bucket):
-        source = finder.master(name) if options.masters else weight
-        plan.reads.append(Read(source, fragment.begin, unit.piece(unit.master, fragment)))
+    if fragment is not None and not unit.states.needs_open(slot.bucket):
+        master = unit.master_piece(fragment)
+        if master is not None:
+            source = finder.master(name) if options.masters else weight
+            plan.reads.append(Read(source, fragment.begin, master))
 
 
 def _plan_streams(
@@ -236,7 +238,7 @@ def _plan_streams(
         if unit not in optimizer.units or optimizer.pieces.are_views(unit, bucket, "states"):
             continue
         masters: list[tuple[Slot, LogicalTensor]] = []
-        if unit.states.needs_open(bucket) and not unit.master_is_param:
+        if unit.states.needs_open(bucket):
             for slot, name in slots.items():
                 if slot in unit.fragment_of:
                     found = finder.master(name) if options.masters else finder.weight(name, unit.dtype)
@@ -257,7 +259,9 @@ def _stream(
         reads = []
         for slot, tensor in masters:
             fragment = unit.fragment_of[slot]
-            reads.append(Read(tensor, fragment.begin, unit.piece(unit.master, fragment)))
+            master = unit.master_piece(fragment)
+            if master is not None:
+                reads.append(Read(tensor, fragment.begin, master))
         more, close = make_room()
         source.read([*reads, *more])
         with torch.no_grad():

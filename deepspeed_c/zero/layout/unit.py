@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from deepspeed_c import _C
-from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.comm.collectives import Collectives, Work
 from deepspeed_c.errors import ModelError
 from deepspeed_c.zero.states.home import ON_DEVICE, Home, Placement, Tagged
 from deepspeed_c.zero.weights.param import shape_of, take_over, whole_of
@@ -288,6 +288,12 @@ class Unit:
             return []
         return [Tagged(self.master[bucket], f"masters of {self.label(bucket)}", self.piece_elems(bucket))]
 
+    @property
+    def steps_ahead(self) -> bool:
+        """Whether the host may update its masters while backward runs: they lie in host memory, and backward reads
+        other tensors."""
+        return not self.master_is_param and (self.states.is_apart or self.device.type == "cpu")
+
     def master_bytes(self, bucket: int | None = None) -> int:
         """What masters (a bucket's) take beside the weights; 0 where they are parameters."""
         elems = self.shard_elems if bucket is None else self.slice_elems[bucket]
@@ -298,6 +304,16 @@ class Unit:
         """What this rank keeps of the weights takes."""
         return (self.shard_elems if self.is_sharded else self.flat_elems) * self.dtype.itemsize
 
+    def describe(self) -> str:
+        """Its size, and where everything of it lies."""
+        return (
+            f"weights {'sharded' if self.is_sharded else 'whole'}, {len(self.slots)} parameters,"
+            f" {self.flat_elems} elements of {self.dtype} ({self.weights.label}), reduced in {self.comm_dtype},"
+            f" masters in {self.master_dtype} ({self.states.label}); {self.n_buckets} buckets,"
+            f" shard {self.comm.rank + 1} of {self.comm.world_size} with {self.shard_elems} elements,"
+            f" copy {self.replicas.rank + 1} of {self.replicas.world_size}"
+        )
+
     def _weights_of(self, bucket: int) -> list[Tagged]:
         return [Tagged(self.weight_slices[bucket], f"weights of {self.label(bucket)}")]
 
@@ -307,12 +323,26 @@ class Unit:
             return self.piece(self.weight_slices, fragment)
         return self.flat_param.narrow(0, fragment.flat_begin, fragment.numel)
 
+    def master_piece(self, fragment: Fragment) -> torch.Tensor | None:
+        """A fragment's elements of the masters, flat, within ``states.open``; None where the parameter is its own
+        master."""
+        return None if self.master_is_param else self.piece(self.master, fragment)
+
     def put_master(self, fragment: Fragment, values: torch.Tensor) -> None:
         """Overwrites this rank's elements of a parameter's master, where that is not the parameter itself; ``values``
         is flat."""
         if not self.master_is_param:
             with self.states.open(fragment.slot.bucket):
                 self.piece(self.master, fragment).copy_(values)
+
+    def copy_of_masters(self) -> torch.Tensor | None:
+        """A copy of all masters, flat; None where they are parameters."""
+        return None if self.master_is_param else torch.cat(self.master)
+
+    def put_masters(self, values: torch.Tensor | None) -> None:
+        """Overwrites all masters by what ``copy_of_masters`` has given."""
+        for bucket, mine in enumerate(self.master if values is not None else ()):
+            mine.copy_(self.shard_slice(values, bucket))
 
     def copies(self, bucket: int) -> list[torch.Tensor]:
         """The weights, where an update writes them along with the masters: as casts of those, in the same memory."""
@@ -322,6 +352,17 @@ class Unit:
         """Brings the weights that an update has not written (``copies``)."""
         if self.copies_up:
             self.bring_weights(bucket)
+
+    def copy_up_part(self, bucket: int, begin: int, masters: torch.Tensor) -> None:
+        """As ``copy_up``, of the elements from ``begin`` on. It waits: ``masters`` may be used again."""
+        if self.copies_up:
+            self.param_slice(bucket).narrow(0, begin, masters.numel()).copy_(masters)
+
+    def gather_weights(self, bucket: int, *, use_broadcast: bool = False, label: str = "") -> Work:
+        """Sends this rank's slice of whole weights to all ranks. Collective; sharded weights wait for their use."""
+        if self.is_sharded:
+            return Work.done()
+        return self.comm.all_gather(self.bucket_view(self.flat_param, bucket), use_broadcast=use_broadcast, label=label)
 
     def bring_weights(self, bucket: int) -> None:
         """The weights that forward uses, from the masters; both are open. Cast to their dtype, or from one memory to

@@ -124,7 +124,6 @@ def _local(handle: ParamHandle, piece: torch.Tensor | None) -> torch.Tensor:
     return piece.detach().float().clone()
 
 
-
 def safe_get_full_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
     """The whole fp32 master weight, a copy in the parameter's shape; None for a parameter that no engine trains."""
     if (handle := _find(param)) is None:
@@ -157,7 +156,6 @@ def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) ->
         with _resident(handle):
             _write_local(handle, handle.optimizer.pieces.local(handle.slot, None), value, "weight")
             handle.optimizer.write_back(handle.slot)
-
 
 
 def _state_piece(handle: ParamHandle, key: str) -> torch.Tensor | None:
@@ -214,7 +212,6 @@ def safe_set_local_optimizer_state(param: torch.nn.Parameter, value: torch.Tenso
             _write_local(handle, piece, value, optim_state_key)
             if piece is not None:
                 handle.optimizer.pieces.keep(handle.slot, optim_state_key, piece)
-
 
 
 def _gradient(handle: ParamHandle) -> tuple[torch.Tensor | None, float]:

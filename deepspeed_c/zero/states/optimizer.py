@@ -101,7 +101,6 @@ class ZeroOptimizer(DeepSpeedOptimizer):
             self._ahead = None
         base = self._base
         self.units, self.reducer, self.fetcher = units, reducer, fetcher
-        self.is_sharded = any(unit.is_cut for unit in units)
         self.broken = ""
         """Why the states are not to be trusted: a step that failed in its middle. A checkpoint mends it."""
         self.pieces = Pieces(base, self._point_base(base, units, allow_untested=self._allow_untested), self.settle)
@@ -118,7 +117,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
             unit.states.wait()
 
     def _point_base(self, base: torch.optim.Optimizer, units: list[Unit], *, allow_untested: bool) -> list[Entry]:
-        return point_at_shards(base, units, is_sharded=self.is_sharded, allow_untested=allow_untested)
+        return point_at_shards(base, units, allow_untested=allow_untested)
 
     @property
     def face(self) -> DeepSpeedOptimizer | torch.optim.Optimizer:
@@ -315,7 +314,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         entries = self.pieces.entries_of(unit, bucket.index)
         if not entries:  # nothing but padding lies here
             return
-        if not unit.master_is_param and entries[0].param.device.type == "cpu":
+        if unit.steps_ahead:
             if self._ahead.begins_next:
                 self.keep_edits()
             self._ahead.submit(unit, bucket.index, self.gradient_factor)
@@ -417,8 +416,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
                 call = Call([masters], [gradients[mine]], slots[: len(names)], copied, slots[len(names) :])
                 is_last = mine.stop >= unit.slice_elems[bucket]
                 base.step_slice(unit.group, entry.param, call, grad_scale, is_last=is_last)
-                if unit.copies_up:
-                    weights[mine].copy_(masters)  # waited for: the buffer is used again
+                unit.copy_up_part(bucket, begin, masters)
 
     def _tensors(self, entries: list[Entry]) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
         """(masters, gradients, 16-bit copies) of entries of one bucket; no copies where the master is the parameter,
@@ -437,7 +435,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
     def _sum_norms(self, grad_scale: float, used: dict[tuple[Unit, int], list[Entry]]) -> dict:
         keys = self._visit([key for key, entries in used.items() if entries])
         buckets = ((key, used[key], self._shards(key[0], used[key], grad_scale)) for key in keys)
-        return sum_norms(self._base, buckets, len(self.reducer.slots), self.comm if self.is_sharded else None)
+        return sum_norms(self._base, buckets, self.units, self.comm)
 
     def _update_plain(self, grad_scale: float, skipped: set[Slot]) -> list[Work]:
         """Any ``torch.optim`` optimizer: scaled gradients in the masters' dtype, its own step, then the 16-bit
@@ -463,9 +461,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         self._base.step()
 
     def _gather(self, unit: Unit, bucket: int) -> Work:
-        if unit.is_sharded:
-            return Work.done()
-        return unit.comm.all_gather(unit.bucket_view(unit.flat_param, bucket), use_broadcast=not self._uses_all_gather)
+        return unit.gather_weights(bucket, use_broadcast=not self._uses_all_gather)
 
     def local_gradient(self, slot: Slot) -> torch.Tensor | None:
         """This rank's piece of the summed gradient as stored (see ``gradient_factor``); None where it owns nothing."""
@@ -486,8 +482,9 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         with unit.states.open(bucket, writes=False), unit.weights.open(bucket, reads=False):
             unit.bring_weights(bucket)
         self._gather(unit, bucket).wait()
-        if unit.is_sharded:
-            self.fetcher.weights_changed(self.fetcher.group_at(unit, bucket))
+        gather_unit = None if self.fetcher is None else self.fetcher.group_at(unit, bucket)
+        if gather_unit is not None:
+            self.fetcher.weights_changed(gather_unit)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -623,7 +620,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         self.keep_edits()
         return {
             "base_optimizer_state": self.optimizer.state_dict(),
-            "masters": [None if u.master_is_param else torch.cat(u.master) for u in self.units],
+            "masters": [unit.copy_of_masters() for unit in self.units],
             "shard_elems": [u.shard_elems for u in self.units],
             "world_size": self.comm.world_size,
             "loss_scaler": None if self.scaler is None else self.scaler.state_dict(),
@@ -663,8 +660,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         self.optimizer.load_state_dict(state["base_optimizer_state"])
         with torch.no_grad():
             for unit, master in zip(self.units, state["masters"]):
-                for bucket, mine in enumerate(unit.master if master is not None else ()):
-                    mine.copy_(unit.shard_slice(master, bucket))
+                unit.put_masters(master)
         self.note_weights()
         if self.scaler is not None and state["loss_scaler"] is not None:
             self.scaler.load_state_dict(state["loss_scaler"])

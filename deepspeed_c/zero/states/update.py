@@ -39,21 +39,22 @@ class WholeMatrices:
 def sum_norms(
     base: torch.optim.Optimizer,
     buckets: Iterable[tuple[Key, Sequence[Entry], Shards]],
-    n_params: int,
-    comm: Collectives | None,
+    units: Sequence[Unit],
+    comm: Collectives,
 ) -> dict[Key, torch.Tensor]:
-    """Sums of squares over whole parameters, whose pieces lie on several ranks, in one small collective (``comm``
-    None: all are whole).
+    """Sums of squares over whole parameters. Where ``units`` are cut, their pieces lie on several ranks of ``comm``,
+    and it is one small collective.
 
     Returns float64 [entries of the bucket, 2] for each bucket, on the host.
     """
-    table = torch.zeros(n_params, 2, dtype=torch.float64)
+    is_cut = any(unit.is_cut for unit in units)
+    table = torch.zeros(sum(len(unit.slots) for unit in units), 2, dtype=torch.float64)
     places: dict[Key, list[int]] = {}
     for key, entries, shards in buckets:
         at = places[key] = [entry.fragment.slot.tracker_index for entry in entries]
         # This pass writes the moments, so every rank makes it, also where another one's copy is what counts.
         norms = base.norms(*shards[:5]).to(table.device)
-        table[at] = norms if comm is None or key[0].speaks else torch.zeros_like(norms)
-    if comm is not None:
+        table[at] = norms if key[0].speaks or not is_cut else torch.zeros_like(norms)
+    if is_cut:
         table = torch.tensor(comm.sum_numbers(table.view(-1).tolist()), dtype=torch.float64).view(-1, 2)
     return {key: table[at] for key, at in places.items()}
