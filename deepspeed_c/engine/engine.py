@@ -697,8 +697,8 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
 
         device: "cpu": from the accelerator's memory to the host's. "nvme": to a file without a name under
         ``offload_optimizer.nvme_path`` (or ``offload_param``'s), whose space is free again after ``reload_states`` or
-        ``destroy``; collective then. States that live on NVMe anyway stay where they are. pin_memory: of host memory
-        beside an accelerator. At every stage; weights that are whole on each rank stay.
+        ``destroy``; collective then. What lives on NVMe anyway, or in host memory with "cpu", stays where it is.
+        pin_memory: of host memory beside an accelerator. At every stage; weights that are whole on each rank stay.
 
         Raises StateError within an accumulation window; with "nvme", on all ranks alike and with everything still in
         memory, ConfigError where one has no folder or too little room there, and OffloadError where one cannot write.

@@ -93,11 +93,16 @@ class _Moved(NamedTuple):
 
 class _Found(NamedTuple):
     storage: torch.UntypedStorage
-    name: str
+    names: list[str]  # of the tensors in it
+
+    @property
+    def name(self) -> str:
+        return self.names[0] if len(self.names) == 1 else f"{self.names[0]} and {len(self.names) - 1} more"
 
 
 class OffloadedStates:
-    """What has been moved out. The tensors stay the same objects, so that every view of them is whole again after
+    """What the homes of states and weights (``Unit.states``, ``Unit.weights``) have in memory, moved out of it for a
+    while. The tensors stay the same objects, so that every view of them is whole again after
     ``reload``; their storage is empty meanwhile."""
 
     def __init__(self, layout: Layout, optimizer: ZeroOptimizer | None, config: Config, comm: Collectives) -> None:
@@ -130,7 +135,7 @@ class OffloadedStates:
             return
         if self._optimizer is not None:
             self._optimizer.settle(frees_copies=True)
-        found = self._find(wanted)
+        found = self._find(wanted, device)
         if device == "nvme":
             copies: dict[OffloadStateTypeEnum, list[_Copy]] = self._write(found)
         else:
@@ -220,7 +225,7 @@ class OffloadedStates:
             copies: dict[OffloadStateTypeEnum, list[_Copy]] = {}
             try:
                 for kind, found_of_kind in found.items():
-                    copies[kind] = [_FileCopy(file, _bytes_of(storage), name) for storage, name in found_of_kind]
+                    copies[kind] = [_FileCopy(file, _bytes_of(each.storage), each.name) for each in found_of_kind]
                 file.wait()
             except (AioError, OffloadError) as error:
                 fix = "training can go on, everything is still in memory; free space there or use another device"
@@ -230,44 +235,36 @@ class OffloadedStates:
         self._files.append(file)
         return copies
 
-    def _find(self, kinds: Sequence[OffloadStateTypeEnum]) -> dict[OffloadStateTypeEnum, list[_Found]]:
-        """The storages of ``kinds``, each once: some are shared."""
+    def _find(self, kinds: Sequence[OffloadStateTypeEnum], device: str) -> dict[OffloadStateTypeEnum, list[_Found]]:
+        """The storages of ``kinds``, each once: some are shared, also by tensors of several kinds."""
         seen = {moved.storage._cdata for moved_of_kind in self._away.values() for moved in moved_of_kind}
         found: dict[OffloadStateTypeEnum, list[_Found]] = {}
         for kind in kinds:
-            found[kind] = []
-            for tagged in self._tensors(kind):
+            of_kind: dict[int, _Found] = {}
+            for tagged in self._tensors(kind, device):
                 storage = tagged.tensor.untyped_storage()
-                if storage.nbytes() > 0 and storage._cdata not in seen:
-                    seen.add(storage._cdata)
-                    found[kind].append(_Found(storage, tagged.name))
+                if storage._cdata in of_kind:
+                    of_kind[storage._cdata].names.append(tagged.name)
+                elif storage.nbytes() > 0 and storage._cdata not in seen:
+                    of_kind[storage._cdata] = _Found(storage, [tagged.name])
+            seen |= of_kind.keys()
+            found[kind] = list(of_kind.values())
         return found
 
-    def _tensors(self, kind: OffloadStateTypeEnum) -> Iterator[Tagged]:
-        optimizer = self._optimizer
-        units = (*self._layout.trained, *self._layout.frozen)
-        if kind is OffloadStateTypeEnum.hp_params:
-            for unit in units:
-                if unit.master_flat is not None:
-                    yield Tagged(unit.master_flat, f"masters of {_names(unit)}")
-        elif kind is OffloadStateTypeEnum.lp_params:
-            # Weights that are whole are read by everybody at any time: they stay.
-            for unit in units:
-                if unit.param_shard is not None:
-                    yield Tagged(unit.param_shard, f"weights of {_names(unit)}")
-        elif kind is OffloadStateTypeEnum.optim_states and optimizer is not None:
-            for entry in optimizer.pieces.entries:
-                if entry.unit.states.needs_open(entry.bucket):
-                    continue
-                what = f"bucket {entry.bucket} of {_names(entry.unit)}"
-                if entry.fragment is not None:
-                    what = entry.fragment.slot.name
-                for key, value in optimizer.state.get(entry.param, {}).items():
-                    if torch.is_tensor(value) and value.dim() > 0:
-                        yield Tagged(value, f"{key} of {what}")
-        elif kind is OffloadStateTypeEnum.lp_grads and optimizer is not None:
-            for unit, sums in optimizer.reducer.results.items():
+    def _tensors(self, kind: OffloadStateTypeEnum, device: str) -> Iterator[Tagged]:
+        """What the homes of all units have of a kind in memory, but for what is in the memory of ``device`` already."""
+        for unit in (*self._layout.trained, *self._layout.frozen):
+            home = unit.weights if kind is OffloadStateTypeEnum.lp_params else unit.states
+            if device == "cpu" and home.memory == "host":
+                continue
+            if kind is OffloadStateTypeEnum.lp_grads:
+                # The sums of gradients lie where states are used.
+                sums = [] if self._optimizer is None else self._optimizer.reducer.results.get(unit, [])
                 yield from (Tagged(part, f"gradients of {_names(unit)}") for part in sums)
+            elif kind is not OffloadStateTypeEnum.contiguous_grad_buffer:
+                is_master = kind is OffloadStateTypeEnum.hp_params
+                for bucket in range(unit.n_buckets):
+                    yield from (tagged for tagged in home.in_memory(bucket) if tagged.is_master == is_master)
 
 
 def _names(unit: Unit) -> str:

@@ -62,6 +62,9 @@ class FileHome(Home):
                 self.store.send(tensors)
             self._on_move(bucket)
 
+    def in_memory(self, bucket: int) -> list[Tagged]:
+        return [] if self.needs_open(bucket) else super().in_memory(bucket)
+
     def read_ahead(self, bucket: int) -> None:
         if bucket in self._away and bucket not in self._open and self.store.settings.pipeline_read:
             self.store.prefetch(self._tensors_of(bucket))

@@ -286,7 +286,8 @@ class Unit:
         """A bucket's masters; none where they are parameters."""
         if self.master_is_param:
             return []
-        return [Tagged(self.master[bucket], f"masters of {self.label(bucket)}", self.piece_elems(bucket))]
+        name = f"masters of {self.label(bucket)}"
+        return [Tagged(self.master[bucket], name, self.piece_elems(bucket), is_master=True)]
 
     @property
     def steps_ahead(self) -> bool:
@@ -315,6 +316,9 @@ class Unit:
         )
 
     def _weights_of(self, bucket: int) -> list[Tagged]:
+        """A bucket's sharded weights. Everybody reads whole ones at any time: those have no home."""
+        if not self.is_sharded:
+            return []
         return [Tagged(self.weight_slices[bucket], f"weights of {self.label(bucket)}")]
 
     def weight_piece(self, fragment: Fragment) -> torch.Tensor:

@@ -25,6 +25,8 @@ class Tagged(NamedTuple):
     name: str
     piece_elems: int = 0
     """How many elements of it may be moved by themselves (``Home.stream``); 0: none but all."""
+    is_master: bool = False
+    """Whether it holds masters; else states, or weights."""
 
 
 MakeZeros = Callable[[torch.Size, torch.dtype, str, int], torch.Tensor]
@@ -83,6 +85,10 @@ class Home:
         """Within it the tensors of a bucket are in memory; may be nested. Without ``reads`` they hold anything, to be
         overwritten; without ``writes`` changes may be lost."""
         return nullcontext()
+
+    def in_memory(self, bucket: int) -> list[Tagged]:
+        """The tensors of a bucket that take memory while nobody uses them."""
+        return self._tensors_of(bucket)
 
     def read_ahead(self, bucket: int) -> None:
         """Starts to read what ``open`` will give."""

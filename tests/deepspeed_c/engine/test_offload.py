@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -43,8 +44,8 @@ def train(engine, rank: int, steps: range) -> list[float]:
     return losses
 
 
-def storages(engine, kind: OffloadStateTypeEnum) -> int:
-    found = [tagged.tensor.untyped_storage() for tagged in engine._offloaded._tensors(kind)]
+def storages(engine, kind: OffloadStateTypeEnum, device: str = "nvme") -> int:
+    found = [tagged.tensor.untyped_storage() for tagged in engine._offloaded._tensors(kind, device)]
     return sum({storage._cdata: storage.nbytes() for storage in found}.values())
 
 
@@ -121,6 +122,94 @@ def out_and_back(engine, rank: int, place: OffloadDeviceEnum, folder: str) -> No
 def test_out_and_back(world: int, stage: int, dtype: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         run_ranks(world, body, stage, dtype, folder)
+
+
+# Where states live -> (offload_optimizer, whether the device's memory is another one than the host's, and the label of
+# the homes of which "cpu" and "nvme" move what they have in memory).
+HOMES = {
+    "all in a file": ({"device": "nvme"}, False, {"cpu": "none", "nvme": "none"}),
+    "some in a file": ({"device": "nvme", "ratio": 0.5}, False, {"cpu": "device", "nvme": "device"}),
+    "some in a file, apart": ({"device": "nvme", "ratio": 0.5}, True, {"cpu": "device", "nvme": "device"}),
+    "in host memory": ({"device": "cpu"}, True, {"cpu": "none", "nvme": "host"}),
+    "some in host memory": ({"device": "cpu", "ratio": 0.5}, True, {"cpu": "device", "nvme": "both"}),
+}
+
+
+def homes_body(rank: int, world: int, stage: int, name: str, folder: str) -> None:
+    states, is_apart, moves = HOMES[name]
+    zero = {"reduce_bucket_size": 60, "offload_optimizer": {"nvme_path": folder, **states}}
+    config = {"zero_optimization": zero}
+    runs = []
+    with mock.patch("deepspeed_c.offload.place.is_apart", lambda device: is_apart):
+        for device in (None, "cpu", "nvme"):
+            with deepspeed_c.initialize(
+                model=make_model(TRAITS["plain"]), config=make_config(stage, "bf16", 1, config)
+            )[0] as engine:
+                losses = train(engine, rank, range(2))
+                if device is not None:
+                    units = engine._layout.trained
+                    moving = [unit for unit in units if moves[device] in (unit.states.label, "both")]
+                    assert bool(moving) == (moves[device] != "none"), [unit.states.label for unit in units]
+                    # Adam's two moments, and masters, of four bytes each; of what this rank has.
+                    n_masters = sum(4 * unit.shard_elems for unit in moving)
+                    for kind, n_bytes in (("optim_states", 2 * n_masters), ("hp_params", n_masters)):
+                        assert storages(engine, OffloadStateTypeEnum(kind), device) == n_bytes, kind
+                    engine.offload_states(include=["optim_states", "hp_params"], device=device)
+                    for unit in units:
+                        for bucket in range(unit.n_buckets):
+                            stays = unit not in moving
+                            in_memory = unit.states.in_memory(bucket)
+                            # Buckets in a file take none; elsewhere they have masters and two moments.
+                            assert len(in_memory) == (0 if unit.states.label == "file" else 3), in_memory
+                            for tagged in in_memory:
+                                nbytes = tagged.tensor.untyped_storage().nbytes()
+                                assert (nbytes > 0) == (stays and tagged.tensor.numel() > 0), tagged.name
+                    assert "have been offloaded" in failure(lambda: engine(*batch(0, 0, rank, 0)), StateError)
+                    engine.reload_states()
+                losses += train(engine, rank, range(2, 4))
+                runs.append((losses, whole_params(engine.module)))
+    for losses, params in runs[1:]:
+        assert losses == runs[0][0], f"{losses} != {runs[0][0]}"
+        for param, value in params.items():
+            assert torch.equal(value, runs[0][1][param]), f"{param}: {value} != {runs[0][1][param]}"
+
+
+@pytest.mark.parametrize("name", HOMES)
+@pytest.mark.parametrize("world, stage", [(1, 3), (2, 1)])
+def test_each_home_moves_what_it_has_in_memory(world: int, stage: int, name: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(world, homes_body, stage, name, folder)
+
+
+def weights_body(rank: int, world: int, folder: str) -> None:
+    """Weights in a file, but for the first elements of the model, which stay in memory."""
+    zero = {"reduce_bucket_size": 60, "offload_param": {"device": "nvme", "nvme_path": folder, "max_in_cpu": 60}}
+    runs = []
+    for device in (None, "cpu", "nvme"):
+        with deepspeed_c.initialize(
+            model=make_model(TRAITS["plain"]), config=make_config(3, "bf16", 1, {"zero_optimization": zero})
+        )[0] as engine:
+            losses = train(engine, rank, range(2))
+            if device is not None:
+                units = [unit for unit in engine._layout.trained if unit.weights.label == "file"]
+                kept = [(u, b) for u in units for b in range(u.n_buckets) if not u.weights.needs_open(b)]
+                assert 0 < len(kept) < sum(unit.n_buckets for unit in units)
+                n_bytes = sum(2 * unit.slice_elems[bucket] for unit, bucket in kept)
+                assert storages(engine, OffloadStateTypeEnum.lp_params, device) == n_bytes
+                engine.offload_states(include=["lp_params"], device=device)
+                assert storages(engine, OffloadStateTypeEnum.lp_params, device) == 0
+                engine.reload_states()
+            losses += train(engine, rank, range(2, 4))
+            runs.append((losses, whole_params(engine.module)))
+    for losses, params in runs[1:]:
+        assert losses == runs[0][0], f"{losses} != {runs[0][0]}"
+        for name, value in params.items():
+            assert torch.equal(value, runs[0][1][name]), f"{name}: {value} != {runs[0][1][name]}"
+
+
+def test_weights_that_a_file_leaves_in_memory_move() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(2, weights_body, folder)
 
 
 def close_body(rank: int, world: int, folder: str) -> None:
