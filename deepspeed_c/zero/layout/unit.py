@@ -6,6 +6,7 @@ parameters a model is cut into. Where an element lies is decided by the C core `
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -395,26 +396,26 @@ class Unit:
     def _has_whole_copies(self) -> bool:
         return self.flat_param is not None and not self.master_is_param
 
-    def edited(self, slots: Sequence[Slot]) -> list[Slot]:
+    def _edited(self, slots: Sequence[Slot]) -> list[Slot]:
         """Those of ``slots`` that somebody has written to in place, and whose masters do not know of it. Torch counts
-        such writes; those through ``.data`` it does not, and sharded weights have ways of their own
-        (``gathered.py``)."""
+        such writes, but not those through ``.data``; sharded weights have ways of their own (``gathered.py``)."""
         if not self._has_whole_copies:
             return []
         return [slot for slot in slots if slot.param._version != self._versions[slot.index]]
 
     def keep_edits(self, slots: Sequence[Slot]) -> None:
-        """The masters of edited slots take over the elements that differ from what their own rounding gives. Within
-        ``states.open``."""
-        with torch.no_grad():
-            for slot in slots:
-                fragment = self.fragment_of.get(slot)
-                if fragment is not None:
-                    master = self.piece(self.master, fragment)
-                    weight = self.weight_piece(fragment).to(master.device)
-                    is_other = weight != master.to(weight.dtype)  # true for NaN, which is no harm
-                    master.copy_(torch.where(is_other, weight.to(master.dtype), master))
-                self._versions[slot.index] = slot.param._version
+        """The masters of ``slots`` take over what somebody has written in place to whole weights of which they are
+        copies: the elements that differ from what their own rounding gives."""
+        for bucket, edited in itertools.groupby(self._edited(slots), key=lambda slot: slot.bucket):
+            with self.states.open(bucket), torch.no_grad():
+                for slot in edited:
+                    fragment = self.fragment_of.get(slot)
+                    if fragment is not None:
+                        master = self.piece(self.master, fragment)
+                        weight = self.weight_piece(fragment).to(master.device)
+                        is_other = weight != master.to(weight.dtype)  # true for NaN, which is no harm
+                        master.copy_(torch.where(is_other, weight.to(master.dtype), master))
+                    self._versions[slot.index] = slot.param._version
 
     def ranges_of(self, slot: Slot) -> tuple[list[int], list[int]]:
         """Which elements of a parameter each rank's shard holds: (first ones, counts), by rank."""

@@ -1,9 +1,9 @@
-"""Updates in host memory that begin while backward still runs on the device, and are taken back, to the bit, where it
-turns out that they should not have been.
+"""Updates in host memory that begin while backward still runs on the device. Where the step turns out otherwise, they
+are taken back to the bit.
 
 Speculation, then validation (SuperOffload, arXiv 2509.21271): a bucket whose gradients have arrived is updated as if
-no step were ever skipped or clipped. Before it is, its masters and states are copied: that copy, and not arithmetic in
-reverse, is what takes an update back.
+no step were ever skipped or clipped. Its masters and states are copied first. That copy takes an update back, and no
+arithmetic in reverse.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ class StepAhead:
     Args:
         base: an optimizer that updates any piece by itself; ``begin_step`` and ``take_back_step`` count its steps.
         states: the tensors of a bucket that an update changes.
-        update: updates a bucket with gradients times a factor, and writes nothing but those tensors: weights are still
-        read by backward.
+        update: updates a bucket with gradients times a factor, and writes nothing but those tensors: backward still
+        reads the weights.
+        before_first: is called before the first update of a step.
 
     The copies take as much host memory as the states that are updated ahead, and are made when they are first needed.
     Nothing here is for several threads: callers take turns (autograd's hooks hold the reducer's lock, a step begins
@@ -52,19 +53,15 @@ class StepAhead:
         base: FusedOptimizer,
         states: Callable[[Unit, int], Sequence[torch.Tensor]],
         update: Callable[[Unit, int, float], None],
+        before_first: Callable[[], None],
     ) -> None:
-        self._base, self._states, self._update = base, states, update
+        self._base, self._states, self._update, self._before_first = base, states, update, before_first
         self._thread: ThreadPoolExecutor | None = None
         self._jobs: dict[Key, Future[None]] = {}
         self._before: dict[Key, list[torch.Tensor]] = {}  # copies; kept from step to step
         self._is_open = False
         self._terms: tuple[float, Any] = 0.0, None
         self._is_promising = True
-
-    @property
-    def begins_next(self) -> bool:
-        """Whether the next ``submit`` is the first of a step."""
-        return self._is_promising and not self._is_open
 
     def expect(self, is_kept: bool) -> None:
         """Whether this step would keep an update ahead: where steps are clipped one after the other, none is begun in
@@ -87,6 +84,7 @@ class StepAhead:
             self.take_back()  # its gradients were not complete
             return
         if not self._is_open:
+            self._before_first()
             self._terms = self._terms_now(grad_scale)
             self._base.begin_step()
             self._is_open = True

@@ -1,60 +1,185 @@
-"""What the update of a bucket gets to see beyond this rank's pieces of it, by what the base optimizer declares of
-itself (``scope``)."""
+"""The update of all weights from their summed gradients, whatever the base optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
 
 import torch
 
-from deepspeed_c.comm.collectives import Collectives
-from deepspeed_c.ops.scope import Shards
-from deepspeed_c.zero.layout.unit import Unit
+from deepspeed_c.comm.collectives import Work
+from deepspeed_c.ops.optim import Call
+from deepspeed_c.ops.scope import Shards, declaration
+from deepspeed_c.zero.gradients.reducer import GradientReducer
+from deepspeed_c.zero.layout.unit import Slot, Unit
 from deepspeed_c.zero.states.entries import Entry
+from deepspeed_c.zero.states.pieces import Pieces
+from deepspeed_c.zero.states.stored import StoredBuckets
+from deepspeed_c.zero.states.whole import WholeMatrices, sum_norms
+from deepspeed_c.zero.weights.fetch import Fetcher
 
-__all__ = ["WholeMatrices", "sum_norms"]
+__all__ = ["Updates"]
 
 Key = tuple[Unit, int]
 
 
-class WholeMatrices:
-    """The parameters of a bucket as whole matrices (``ops.scope.Matrices``), in one flat buffer of the bucket's size
-    in fp32."""
+class Updates:
+    """Updates masters and states, and brings the weights that forward uses in line with them, bucket by bucket.
 
-    def __init__(self, unit: Unit, bucket: int, entries: Sequence[Entry]) -> None:
-        self._unit, self._begin, self._entries = unit, unit.bucket_begin[bucket], entries
-        self._whole = torch.zeros(unit.bucket_numel(bucket), dtype=torch.float32, device=unit.device)
-        own = {bucket: unit.own_slice(self._whole, bucket)}
-        self.mine = [entry.part_of(own) for entry in entries]
-
-    def gather(self) -> list[torch.Tensor]:
-        self._unit.comm.all_gather(self._whole).wait()
-        return [entry.fragment.slot.view(self._whole, self._begin) for entry in self._entries]
-
-    def cut(self, index: int, whole: torch.Tensor) -> torch.Tensor:
-        entry = self._entries[index]
-        return whole.reshape(-1).narrow(0, entry.fragment.begin, entry.fragment.numel).view(entry.param.shape)
-
-
-def sum_norms(
-    base: torch.optim.Optimizer,
-    buckets: Iterable[tuple[Key, Sequence[Entry], Shards]],
-    units: Sequence[Unit],
-    comm: Collectives,
-) -> dict[Key, torch.Tensor]:
-    """Sums of squares over whole parameters. Where ``units`` are cut, their pieces lie on several ranks of ``comm``,
-    and it is one small collective.
-
-    Returns float64 [entries of the bucket, 2] for each bucket, on the host.
+    A base that updates bucket by bucket does unscale, clip, decay, moments, update and 16-bit copy in one pass. Any
+    other gets gradients in ``param.grad``, and steps once: ``step_base`` is that step. ``order`` is the forward's order
+    of use: it needs first what is updated and gathered first. ``use_broadcast``: whole weights are sent by broadcasts.
     """
-    is_cut = any(unit.is_cut for unit in units)
-    table = torch.zeros(sum(len(unit.slots) for unit in units), 2, dtype=torch.float64)
-    places: dict[Key, list[int]] = {}
-    for key, entries, shards in buckets:
-        at = places[key] = [entry.fragment.slot.tracker_index for entry in entries]
-        # This pass writes the moments, so every rank makes it, also where another one's copy is what counts.
-        norms = base.norms(*shards[:5]).to(table.device)
-        table[at] = norms if key[0].speaks or not is_cut else torch.zeros_like(norms)
-    if is_cut:
-        table = torch.tensor(comm.sum_numbers(table.view(-1).tolist()), dtype=torch.float64).view(-1, 2)
-    return {key: table[at] for key, at in places.items()}
+
+    def __init__(
+        self,
+        base: torch.optim.Optimizer,
+        reducer: GradientReducer,
+        pieces: Pieces,
+        stored: StoredBuckets,
+        fetcher: Fetcher | None,
+        *,
+        order: Sequence[Key],
+        step_base: Callable[[], None],
+        use_broadcast: bool,
+    ) -> None:
+        self._base, self._reducer, self._pieces, self._stored = base, reducer, pieces, stored
+        self._fetcher, self._order, self._step_base = fetcher, order, step_base
+        self._use_broadcast = use_broadcast
+
+    def run(self, grad_scale: float, unused: Sequence[Slot], done: set[Key]) -> None:
+        """Updates every parameter with its gradient times ``grad_scale``, but for ``unused``, which stay as they are,
+        as in plain torch. The masters of ``done`` have been updated."""
+        skipped = set(unused)
+        for unit, bucket in {(slot.unit, slot.bucket) for slot in unused if slot in slot.unit.fragment_of}:
+            with unit.states.open(bucket):
+                self._pieces.split(unit, bucket)
+        with torch.no_grad():
+            if declaration(self._base).updates_buckets:
+                works = self._run_fused(grad_scale, skipped, done)
+            else:
+                works = self._run_plain(grad_scale, skipped)
+        for work in works:
+            work.wait()
+        if self._fetcher is not None:
+            self._fetcher.weights_changed()
+
+    def write_back(self, unit: Unit, bucket: int) -> None:
+        """Brings the weights of a bucket, some of whose masters somebody has edited. Collective when sharded."""
+        with unit.states.open(bucket, writes=False), unit.weights.open(bucket, reads=False):
+            unit.bring_weights(bucket)
+        self._gather(unit, bucket).wait()
+        gather_unit = None if self._fetcher is None else self._fetcher.group_at(unit, bucket)
+        if gather_unit is not None:
+            self._fetcher.weights_changed(gather_unit)
+
+    def _gather(self, unit: Unit, bucket: int) -> Work:
+        return unit.gather_weights(bucket, use_broadcast=self._use_broadcast)
+
+    def update_masters(self, unit: Unit, bucket: int, grad_scale: float) -> None:
+        """Updates masters and states (``changed``) of a bucket, and leaves the weights as they are."""
+        shards = self._shards(unit, self._pieces.entries_of(unit, bucket), grad_scale)
+        self._base.update_bucket(shards._replace(copies=[]))
+
+    def changed(self, unit: Unit, bucket: int) -> list[torch.Tensor]:
+        """What ``update_masters`` changes: masters and states, flat, past the doors that would take an update ahead
+        back."""
+        found: list[torch.Tensor] = []
+        for entry in self._pieces.entries_of(unit, bucket):
+            state = self._base.state.get(entry.param, {})
+            found += [entry.param, *(value for value in state.values() if torch.is_tensor(value) and value.dim() > 0)]
+        return [tensor.detach().view(-1) for tensor in found]
+
+    def _used_entries(self, unit: Unit, bucket: int, skipped: set[Slot]) -> list[Entry]:
+        entries = self._pieces.entries_of(unit, bucket)
+        if not skipped:
+            return entries
+        return [entry for entry in entries if entry.fragment is None or entry.fragment.slot not in skipped]
+
+    def _run_fused(self, grad_scale: float, skipped: set[Slot], done: set[Key]) -> list[Work]:
+        base = self._base
+        used = {key: self._used_entries(*key, skipped) for key in self._order}
+        if not done:
+            base.begin_step([entry.param for entries in used.values() for entry in entries] if skipped else None)
+        sums = self._sum_norms(grad_scale, used) if base.scope == "norms" else {}
+        works: list[Work] = []
+        for unit, bucket in self._stored.visit(list(used)):
+            entries = used[unit, bucket]
+            # The update does not write what is skipped.
+            with unit.weights.open(bucket, reads=bool(skipped)):
+                if (unit, bucket) in done:
+                    unit.bring_weights(bucket)
+                elif self._stored.is_streamed(unit, bucket):
+                    self._update_pieces(entries[0], grad_scale)
+                else:
+                    self._update_bucket(unit, bucket, entries, grad_scale, sums.get((unit, bucket)))
+            works.append(self._gather(unit, bucket))
+        return works
+
+    def _update_bucket(
+        self, unit: Unit, bucket: int, entries: list[Entry], grad_scale: float, sums: torch.Tensor | None
+    ) -> None:
+        """Updates a bucket whose states and weights are open."""
+        is_gathered = self._base.scope_of_group(unit.group) == "matrix"
+        # Where this rank has nothing but padding, the others wait for its slice all the same.
+        if entries or is_gathered:
+            matrices = WholeMatrices(unit, bucket, entries) if is_gathered else None
+            shards = self._shards(unit, entries, grad_scale)
+            self._base.update_bucket(shards._replace(sums=sums, matrices=matrices))
+        unit.copy_up(bucket)
+
+    def _update_pieces(self, entry: Entry, grad_scale: float) -> None:
+        """Updates a bucket that is streamed, and whose weights are open."""
+        base, unit, bucket = self._base, entry.unit, entry.bucket
+        piece, names = unit.piece_elems(bucket), base.names_of_states(unit.group)
+        weights, gradients = unit.param_slice(bucket), self._reducer.results[unit][bucket]
+        has_masters, copies = bool(unit.masters(bucket)), unit.copies(bucket)
+        with closing(self._stored.stream(entry, names)) as pieces:
+            # Pieces are asked for first: the last ones are written when there are no more.
+            for tensors, begin in zip(pieces, range(0, unit.slice_elems[bucket], piece)):
+                mine = slice(begin, begin + piece)
+                masters, *states = tensors if has_masters else [weights[mine], *tensors]
+                slots, copied = [[tensor] for tensor in states], [copy[mine] for copy in copies]
+                call = Call([masters], [gradients[mine]], slots[: len(names)], copied, slots[len(names) :])
+                is_last = mine.stop >= unit.slice_elems[bucket]
+                base.step_slice(unit.group, entry.param, call, grad_scale, is_last=is_last)
+                unit.copy_up_part(bucket, begin, masters)
+
+    def _tensors(self, entries: list[Entry]) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+        """(masters, gradients, 16-bit copies) of entries of one bucket; no copies where the master is the parameter,
+        or where they lie elsewhere."""
+        unit, bucket = entries[0].unit, entries[0].bucket
+        results = self._reducer.results[unit]
+        params = [entry.param for entry in entries]
+        grads = [entry.part_of(results) for entry in entries]
+        copies = [{bucket: copy} for copy in unit.copies(bucket)]
+        # type: ignore[arg-type]
+        return params, grads, [entry.part_of(of_bucket) for of_bucket in copies for entry in entries]
+
+    def _shards(self, unit: Unit, entries: list[Entry], grad_scale: float) -> Shards:
+        return Shards(unit.group, *(self._tensors(entries) if entries else ([], [], [])), grad_scale)
+
+    def _sum_norms(self, grad_scale: float, used: dict[Key, list[Entry]]) -> dict[Key, torch.Tensor]:
+        keys = self._stored.visit([key for key, entries in used.items() if entries])
+        buckets = ((key, used[key], self._shards(key[0], used[key], grad_scale)) for key in keys)
+        return sum_norms(self._base, buckets, self._reducer.units, self._reducer.comm)
+
+    def _run_plain(self, grad_scale: float, skipped: set[Slot]) -> list[Work]:
+        """Any ``torch.optim`` optimizer: scaled gradients in the masters' dtype, its own step, then the 16-bit
+        copies."""
+        for unit, bucket in self._order:
+            for entry in self._used_entries(unit, bucket, skipped):
+                grad = entry.part_of(self._reducer.results[unit]).to(entry.param.dtype)
+                if grad_scale != 1.0:
+                    torch.ops.deepspeed_c.flat_scale_([grad], grad_scale)
+                entry.param.grad = grad
+        with torch.enable_grad():
+            self._step_base()
+        works: list[Work] = []
+        for unit, bucket in self._order:
+            for entry in self._pieces.entries_of(unit, bucket):
+                entry.param.grad = None
+            with unit.weights.open(bucket, reads=False):
+                unit.bring_weights(bucket)
+            works.append(self._gather(unit, bucket))
+        return works

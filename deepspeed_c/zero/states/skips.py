@@ -1,0 +1,88 @@
+"""Why a step is skipped or refused, in words that name the rank and the parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from deepspeed_c import _C
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.errors import LossScaleError, NonFiniteLossError, OptimizerError, StateError
+from deepspeed_c.logging import logger
+from deepspeed_c.zero.gradients.reducer import GradientReducer
+from deepspeed_c.zero.layout.unit import Slot
+
+__all__ = ["WindowLosses", "broken_error", "lowest_scale_error", "unused_error", "warn_of_overflow"]
+
+
+class WindowLosses:
+    """Whether a loss of this window was inf or NaN on this rank."""
+
+    def __init__(self) -> None:
+        self._has_bad: torch.Tensor | bool = False
+
+    def note(self, loss: torch.Tensor) -> None:
+        """Remembers a loss; waits for no device."""
+        bad = ~torch.isfinite(loss.detach()).all()
+        self._has_bad = bad if self._has_bad is False else self._has_bad | bad
+
+    def forget(self) -> None:
+        self._has_bad = False
+
+    @property
+    def has_bad(self) -> bool:
+        return bool(self._has_bad)
+
+    def error(self, comm: Collectives) -> NonFiniteLossError:
+        """Names the ranks of ``comm`` that had a bad loss. Collective."""
+        bad = [float(r) for r in comm.gather_numbers(int(self.has_bad))]
+        ranks = ", ".join(str(r) for r, is_bad in enumerate(bad) if is_bad)
+        return NonFiniteLossError(
+            "the loss is inf or NaN; the step was skipped and weights and optimizer state are unchanged",
+            where=f"rank {ranks}",
+            fix="look at the batch and the forward pass of that rank (torch.autograd.detect_anomaly helps);"
+            " no loss scale mends this",
+        )
+
+
+def warn_of_overflow(reducer: GradientReducer, rank: int, n_nonfinite: int, scaler: _C.LossScaler | None) -> None:
+    """Logs the first parameter of this rank's shard whose gradient is not finite."""
+    found = reducer.first_nonfinite()
+    if found is not None:
+        name, n_inf, n_nan = found
+        logger.warning(
+            "rank %d: step skipped, the sum of gradients over ranks is not finite: %d elements in all;"
+            " the first in this rank's shard is in %s (%d inf, %d NaN)%s",
+            rank,
+            n_nonfinite,
+            name,
+            n_inf,
+            n_nan,
+            f"; loss scale {scaler.scale:g}" if scaler is not None else "",
+        )
+
+
+def unused_error(unused: Sequence[Slot]) -> OptimizerError:
+    return OptimizerError(
+        f"{len(unused)} parameters got no gradient on any rank, the first is {unused[0].name}",
+        where="engine.step",
+        fix='freeze them, or set "zero_optimization.ignore_unused_parameters": true',
+    )
+
+
+def broken_error(why: str) -> StateError:
+    return StateError(
+        f"an earlier step failed in its middle: {why}",
+        where="engine.step",
+        fix="load a checkpoint; masters and moments of some buckets have been updated and others not",
+    )
+
+
+def lowest_scale_error(scaler: _C.LossScaler) -> LossScaleError:
+    return LossScaleError(
+        f"gradients overflow at the lowest loss scale ({scaler.scale:g})",
+        where=f"step {scaler.step}",
+        fix="train in bf16, lower the learning rate, or look at the parameter named in the log;"
+        ' "min_loss_scale" is the floor',
+    )
