@@ -1,4 +1,4 @@
-"""The home "file": masters and states, or weights, that are read before their use and written after it."""
+"""The home "file": its masters and states, or weights, are read before their use and written after it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Where the states of a unit, or its weights, live between their uses: what everybody asks of such a place. Here is
-memory, in ``offload/file.py`` a file.
+"""Where the states of a unit, or its weights, live between their uses: what everybody asks of such a place.
 
-``offload/place.py`` decides which home each gets. Another one (another device, a peer's memory) is another subclass of
-``Home``.
+Here is memory, and in ``offload/file.py`` a file. ``offload/place.py`` decides which home each gets. Another one
+(another device, a peer's memory) is another subclass of ``Home``.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Home:
 
     @property
     def memory(self) -> str:
-        """In which its tensors are used: "device" or "host"."""
+        """The memory in which its tensors are used: "device" or "host"."""
         return "host" if self.is_apart else "device"
 
     @property
@@ -68,9 +67,10 @@ class Home:
         on_move: Callable[[int], None] = lambda bucket: None,
         settle: Callable[[], None] = lambda: None,
     ) -> None:
-        """Learns of its tensors: ``tensors_of(bucket)`` are those of a bucket, and ``on_move(bucket)`` is called when
-        they have come or gone. ``settle()`` is called before they are given out to anybody: they may have been updated
-        ahead of the step."""
+        """Learns of its tensors: ``tensors_of(bucket)`` are those of a bucket.
+
+        It calls ``on_move(bucket)`` when they have come or gone. Whoever gives them out calls ``settle()`` first: an
+        update may have gone ahead of the step."""
         self.settle, self._tensors_of, self._on_move = settle, tensors_of, on_move
 
     def move_in(self, bucket: int, make: Callable[[MakeZeros], None] = lambda make_zeros: None) -> None:
@@ -82,8 +82,9 @@ class Home:
         return False
 
     def open(self, bucket: int, *, reads: bool = True, writes: bool = True) -> AbstractContextManager[None]:
-        """Within it the tensors of a bucket are in memory; may be nested. Without ``reads`` they hold anything, to be
-        overwritten; without ``writes`` changes may be lost."""
+        """Within it the tensors of a bucket are in memory; it may be nested.
+
+        Without ``reads`` they hold anything, for the caller to overwrite. Without ``writes`` changes may be lost."""
         return nullcontext()
 
     def in_memory(self, bucket: int) -> list[Tagged]:
@@ -98,8 +99,9 @@ class Home:
         return 0
 
     def stream(self, tensors: Sequence[Tagged]) -> Generator[list[torch.Tensor], None, None]:
-        """The pieces of tensors, all first ones, then all second ones and so on: flat, in memory, kept as they are
-        when the next are asked for."""
+        """Gives the pieces of tensors: all first ones, then all second ones, and so on.
+
+        They are flat and in memory. When the caller asks for the next ones, what it left in them is kept."""
         yield [tagged.tensor.view(-1) for tagged in tensors]
 
     def wait(self) -> None:

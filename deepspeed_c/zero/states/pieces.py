@@ -26,10 +26,10 @@ def _alike(a: tuple[Mapping, Mapping], b: tuple[Mapping, Mapping]) -> bool:
 
 
 class Pieces:
-    """Looks up and replaces what a base optimizer keeps, by parameter. Masters and states that are away
-    (``Unit.states``) are the caller's to bring.
+    """Looks up and replaces what a base optimizer keeps, by parameter.
 
-    ``settle`` is called before a state is looked at or replaced: it may have been updated ahead of the step.
+    The caller opens the home (``Unit.states``) of what is away. Before ``Pieces`` looks at a state or replaces it, it
+    calls ``settle``: an update may have gone ahead of the step.
     """
 
     def __init__(self, base: torch.optim.Optimizer, entries: list[Entry], settle: Callable[[], None]) -> None:
@@ -79,8 +79,8 @@ class Pieces:
         return self._at(fragment) if entry.fragment is None else 0
 
     def local(self, slot: Slot, key: str | None) -> torch.Tensor | None:
-        """This rank's piece (flat, a view) of a parameter's master (``key`` None) or named state; None where it owns
-        nothing.
+        """This rank's piece of a parameter's master (``key`` None) or named state, flat; None where it owns nothing.
+        It is a view where ``are_views`` says so.
 
         Raises StateError where the optimizer keeps no tensor of that name for the parameter.
         """
@@ -103,8 +103,8 @@ class Pieces:
         return self.codec.elements(entry.param, key, begin, begin + fragment.numel)
 
     def named(self, slot: Slot) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """This rank's piece of each state of a parameter (flat views), and what is counted for it as a whole; empty
-        where it owns nothing."""
+        """This rank's piece of each state of a parameter (``local``), and what counts for it as a whole; empty where
+        it owns nothing."""
         kinds, counts = self.kinds(slot)
         return {key: self.local(slot, key) for key in kinds}, counts
 
@@ -155,9 +155,10 @@ class Pieces:
     def make(
         self, unit: Unit, bucket: int, known: Mapping[Slot, tuple[Mapping[str, torch.dtype], Mapping[str, Any]]]
     ) -> None:
-        """Gives a bucket's parameters states of the names and dtypes in ``known``, and copies of its counts; ``local``
-        then gives the places to be filled: what is not filled holds zeros, or what it held before. Parameters that are
-        not in ``known`` begin anew."""
+        """Gives a bucket's parameters states of the names and dtypes in ``known``, and copies of its counts.
+
+        ``open`` then gives the places to fill. A place that nobody fills holds zeros, or what it held before.
+        Parameters that are not in ``known`` begin anew."""
         slots = [f.slot for f in unit.fragments if f.slot.bucket == bucket]
         if not slots:
             return
