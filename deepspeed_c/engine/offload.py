@@ -202,8 +202,8 @@ class OffloadedStates:
         self._files.clear()
 
     def _write(self, found: dict[OffloadStateTypeEnum, list[_Found]]) -> dict[OffloadStateTypeEnum, list[_Copy]]:
-        """Copies of all of ``found`` in one new file without a name: its space is free when it is closed, and however
-        the process ends. Collective."""
+        """Copies all of ``found`` to one new file without a name. Its space is free when it is closed, however the
+        process ends. Collective."""
         zero = self._config.zero
         folder = zero.offload_optimizer.nvme_path or zero.offload_param.nvme_path
         if not folder:

@@ -233,7 +233,7 @@ def _plan_streams(
     by_bucket: Mapping[tuple[Unit, int], Mapping[Slot, str]],
     options: LoadOptions,
 ) -> None:
-    """Masters and states that live in a file between steps: each bucket is read when it is its turn, and sent there."""
+    """Masters and states that live in a file between steps, or in codes: each bucket is read when it is its turn."""
     for (unit, bucket), slots in by_bucket.items():
         if unit not in optimizer.units or optimizer.pieces.are_views(unit, bucket, "states"):
             continue

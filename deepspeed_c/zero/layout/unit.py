@@ -83,20 +83,19 @@ class Slot:
 class Unit:
     """The parameters of one layout, and this rank's shard of their master weights.
 
-    The weights themselves are either whole on every rank, ``flat_param`` ([flat_elems], the parameters' dtype) backing
-    ``param.data`` of every member, or sharded: ``weight_slices`` (one of each bucket, together ``param_shard``,
-    [shard_elems], where they lie in memory) are then all that is kept, and a bucket is put together while it is used
-    (``gather_unit.py``). ``master`` holds this rank's slice of each bucket, in fp32 (or in the parameters' own dtype
-    when that is what is trained); where the master is the parameter itself, the slices are views of the weights and no
+    Weights are whole on every rank, or sharded. Whole ones lie in ``flat_param`` ([flat_elems], in the parameters'
+    dtype), which backs ``param.data`` of every member. Of sharded ones a rank keeps ``weight_slices``, one of each
+    bucket; where these lie together in memory, they are ``param_shard`` ([shard_elems]). ``gather_unit.py`` puts a
+    bucket together while it is used. ``master`` holds this rank's slice of each bucket, in fp32, or in the parameters'
+    own dtype where that is trained. Where the parameter is its own master, the slices are views of the weights, and no
     second copy exists.
 
     ``comm`` are the ranks over which masters and states are cut (and weights, where those are sharded): one slice of
-    each bucket a rank. ``replicas`` are the ranks that hold the same shard as this one, over which gradients are
-    summed as well: each of them makes the same update. A parameter's gradient is the sum over all ranks that are in
-    either.
+    each bucket a rank. ``replicas`` are the ranks that hold the same shard as this one; each of them makes the same
+    update. A parameter's gradient is the sum over all ranks that are in either.
 
-    ``states`` and ``weights`` are where they live. Whoever uses ``master`` does so within ``states.open(bucket)``, and
-    whoever uses ``weight_slices`` within ``weights.open(bucket)``: they may be away (offload).
+    ``states`` and ``weights`` are the homes of both, which may be away (offload). Whoever uses ``master`` does so
+    within ``states.open(bucket)``, and whoever uses ``weight_slices`` within ``weights.open(bucket)``.
     """
 
     def __init__(
@@ -142,8 +141,8 @@ class Unit:
         is_trained, is_alike = dtypes.master is not None, self.master_dtype == self.dtype
         is_apart = self.states.is_apart != self.weights.is_apart
         self.copies_up = is_trained and (is_apart or (is_alike and self.weights.has_slices))
-        """Updated weights have to be copied from the masters: they lie in another memory, or in a file of their own
-        and in the masters' dtype."""
+        """Whether an update must copy the masters to the weights: these lie in another memory, or in a file of their
+        own and in the masters' dtype."""
         # Elsewhere one copy serves as both where dtypes allow.
         self.master_is_param = not is_trained or (is_alike and not self.copies_up)
         self.flat_param: torch.Tensor | None = None
@@ -164,11 +163,11 @@ class Unit:
         self.note_weights()
 
     def _fill(self) -> None:
-        """Moves the members' weights into the buffers, casting them, and makes the master slices.
+        """Casts the members' weights into the buffers, and makes the master slices.
 
-        Masters start from the weights as they were given, not from their 16-bit image. One parameter at a time: a
-        sharded one's own storage is given up before the next is looked at. Collective where members are sharded
-        already (``zero.Init``).
+        Masters start from the weights as they were given, not from their 16-bit image. It takes one parameter at a
+        time: a sharded one gives up its own storage before the next comes. Collective where members are sharded already
+        (``zero.Init``).
         """
         with torch.no_grad():
             self._master: list[torch.Tensor] = []
@@ -202,8 +201,8 @@ class Unit:
                 self._make_master(bucket)  # those of nothing but padding
 
     def _make_master(self, bucket: int) -> None:
-        """Where each bucket's masters have memory of their own, they are made when they are filled: the weights as
-        given are let go of on the way."""
+        """Makes a bucket's masters, where each bucket's have memory of their own. They come one by one as they are
+        filled: the weights as given go on the way."""
         if self.master[bucket].numel() != self.slice_elems[bucket]:
             self.master[bucket] = self.states.new_zeros(self.slice_elems[bucket], self.master_dtype)
 
@@ -259,8 +258,7 @@ class Unit:
         return flat.narrow(0, self.bucket_begin[bucket], self.bucket_numel(bucket))
 
     def piece_elems(self, bucket: int) -> int:
-        """How many elements of a bucket's masters and states are moved at once, where they are swapped and a parameter
-        is larger than that; 0: all."""
+        """How many elements of a bucket's masters and states their home moves at once; 0: all."""
         return self.states.piece_elems(self.slice_elems[bucket])
 
     def own_slice(self, bucket_buffer: torch.Tensor, bucket: int) -> torch.Tensor:
@@ -297,13 +295,13 @@ class Unit:
         return not self.master_is_param and (self.states.is_apart or self.device.type == "cpu")
 
     def master_bytes(self, bucket: int | None = None) -> int:
-        """What masters (a bucket's) take beside the weights; 0 where they are parameters."""
+        """How many bytes masters (a bucket's) take beside the weights; 0 where they are parameters."""
         elems = self.shard_elems if bucket is None else self.slice_elems[bucket]
         return 0 if self.master_is_param else elems * self.master_dtype.itemsize
 
     @property
     def weight_bytes(self) -> int:
-        """What this rank keeps of the weights takes."""
+        """How many bytes this rank keeps of the weights."""
         return (self.shard_elems if self.is_sharded else self.flat_elems) * self.dtype.itemsize
 
     def describe(self) -> str:
@@ -334,8 +332,8 @@ class Unit:
         return None if self.master_is_param else self.piece(self.master, fragment)
 
     def put_master(self, fragment: Fragment, values: torch.Tensor) -> None:
-        """Overwrites this rank's elements of a parameter's master, where that is not the parameter itself; ``values``
-        is flat."""
+        """Overwrites a fragment's elements of the masters by ``values``, flat; does nothing where the parameter is its
+        own master."""
         if not self.master_is_param:
             with self.states.open(fragment.slot.bucket):
                 self.piece(self.master, fragment).copy_(values)
@@ -370,8 +368,8 @@ class Unit:
         return self.comm.all_gather(self.bucket_view(self.flat_param, bucket), use_broadcast=use_broadcast, label=label)
 
     def bring_weights(self, bucket: int) -> None:
-        """The weights that forward uses, from the masters; both are open. Cast to their dtype, or from one memory to
-        the other."""
+        """Writes the weights that forward uses from the masters: casts them, or copies from one memory to the other.
+        Both are open."""
         if self.copies_up:
             # What is not in pinned memory is staged before the call returns; a pinned master is not written to before
             # gradients of the new weights have come.
@@ -388,7 +386,7 @@ class Unit:
             self.note_weights()
 
     def note_weights(self) -> None:
-        """Masters and weights agree now: what has been written to the weights before is no edit."""
+        """Masters and weights agree now: whatever somebody has written to the weights before is no edit."""
         if self._has_whole_copies:
             self._versions = [slot.param._version for slot in self.slots]
 
@@ -457,12 +455,14 @@ def build_units(
 ) -> list[Unit]:
     """Makes the units of all optimizer groups.
 
-    ``names`` maps ``id(param)`` to (name, order of registration). Members are laid out in reverse order of
-    registration, which is about the order in which backward produces their gradients, so that the first buckets fill
-    first. ``bucket_elems(n_shards)`` is the most that a bucket may hold. ``dtypes_of(name, param)`` gives the dtypes
-    of the weights, of what is reduced, and of the masters; ``is_sharded(param)`` whether its weights are (masters are,
-    wherever the unit has more than one shard); ``groups_of(param)`` the ranks that hold its shards and their copies;
-    ``placement_of(param)`` where they lie. ``device`` computes with them (default: where each is).
+    Members lie in reverse order of registration. Backward produces their gradients in about that order, so that the
+    first buckets fill first.
+
+    names: ``id(param)`` -> (name, order of registration). bucket_elems: most elements of a bucket, of (ranks that a
+    unit is cut over). dtypes_of: the dtypes of weights, of what is reduced, and of masters. is_sharded: whether weights
+    are sharded; masters are wherever a unit has more than one shard. groups_of: the ranks that hold the shards of a
+    parameter, and their copies. placement_of: where its states and weights live. device: computes with them (default:
+    where each is).
     """
     units: list[Unit] = []
     for index, group in enumerate(groups):

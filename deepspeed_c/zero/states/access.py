@@ -73,8 +73,8 @@ def _find(param: torch.nn.Parameter) -> ParamHandle | None:
 
 
 def _resident(handle: ParamHandle, *, writes: bool = True) -> AbstractContextManager:
-    """The parameter's masters and states are in memory meanwhile, wherever they live, and know of what was written to
-    the weights."""
+    """Meanwhile the parameter's masters and states are in memory, wherever they live, and masters know of what somebody
+    has written to the weights."""
     handle.optimizer.keep_edits(handle.slot)
     return handle.slot.unit.states.open(handle.slot.bucket, writes=writes)
 
@@ -159,8 +159,10 @@ def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) ->
 
 
 def _state_piece(handle: ParamHandle, key: str) -> torch.Tensor | None:
-    """This rank's piece of a named state. Where any rank has none of that name, all ranks raise: those that own nothing
-    of the parameter cannot know by themselves, and would wait for the others."""
+    """This rank's piece of a named state. Collective.
+
+    Where any rank has none of that name, all ranks raise: those that own nothing of the parameter do not know, and
+    would wait for the others."""
     optimizer = handle.optimizer
     error: StateError | None = None
     piece: torch.Tensor | None = None

@@ -56,8 +56,8 @@ class FP16_UnfusedOptimizer(ZeroOptimizer):
 class PlainOptimizer(ZeroOptimizer):
     """Stage 0 in fp32: callers hold the base itself, whose groups keep the model's own parameters, as in plain torch.
 
-    What they call on it and what its own method would not do is done here (``lend``): gradients are none of its
-    parameters' ``.grad``, and states may be away.
+    Some of its own methods would not do: gradients are in none of its parameters' ``.grad``, and states may be away.
+    ``lend`` has those of this class called instead.
     """
 
     _lent: tuple[str, ...] = ()
