@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from typing import Protocol
 
 import torch
 
@@ -14,14 +15,16 @@ from deepspeed_c.config import Config
 from deepspeed_c.errors import AioError, ConfigError, DeepSpeedCError, FeatureError
 from deepspeed_c.logging import log_dist
 from deepspeed_c.offload.file import SWAP_ELEMS, FileHome
-from deepspeed_c.offload.swap import Swapper, SwapSettings, reserve, whole_pages
-from deepspeed_c.ops.optim import FusedOptimizer
+from deepspeed_c.offload.swap import SwapFile, Swapper, SwapSettings, reserve, whole_pages
 from deepspeed_c.ops.scope import declaration
 from deepspeed_c.zero.layout.unit import Unit
 from deepspeed_c.zero.states.home import Home, Place, Placement
 from deepspeed_c.zero.weights.fetch import Fetcher
+from deepspeed_c.zero.weights.gather_unit import GatherUnit
 
 __all__ = [
+    "StateLayout",
+    "groups_in_file",
     "is_apart",
     "make_swapper",
     "place",
@@ -34,6 +37,16 @@ __all__ = [
 
 STATES, PARAMS = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
 MAX_QUEUE_DEPTH = 1024
+
+
+class StateLayout(Protocol):
+    """What an optimizer says of the states that it will make."""
+
+    def layout_of_state(self, group: int, param: torch.Tensor) -> dict[str, tuple[torch.dtype, int]]: ...
+
+
+MakeSwapper = Callable[..., Swapper]
+"""What takes the place of ``make_swapper``."""
 
 
 def is_apart(device: torch.device) -> bool:
@@ -102,31 +115,37 @@ def _check_states(config: Config, base: torch.optim.Optimizer, apart: bool) -> N
         )
 
 
-def _group_bytes(unit: Unit, bucket: int, base: FusedOptimizer) -> list[int]:
+def _group_bytes(unit: Unit, bucket: int, base: StateLayout) -> list[int]:
     """Of the tensors of one bucket that are brought and sent together."""
     masters = [tagged.tensor.nbytes for tagged in unit.masters(bucket)]
     layout = base.layout_of_state(unit.group, unit.master[bucket])
     return masters + [numel * dtype.itemsize for dtype, numel in layout.values()]
 
 
-def _groups(units: Sequence[Unit], base: FusedOptimizer) -> Iterator[list[int]]:
+def _groups(units: Sequence[Unit], base: StateLayout) -> Iterator[list[int]]:
     for unit in units:
         if unit.states.has_slices:
             yield from (_group_bytes(unit, bucket, base) for bucket in range(unit.n_buckets))
 
 
-def _largest_group(units: Sequence[Unit], base: FusedOptimizer) -> int:
+def _largest_group(units: Sequence[Unit], base: StateLayout) -> int:
     return max(map(sum, _groups(units, base)), default=0)
 
 
-def swapped_bytes(units: Sequence[Unit], base: FusedOptimizer) -> int:
+def swapped_bytes(units: Sequence[Unit], base: StateLayout) -> int:
     """What the masters and states of this rank take in the file."""
     return sum(whole_pages(n) for group in _groups(units, base) for n in group)
 
 
-def store_states(config: Config, units: Sequence[Unit], base: torch.optim.Optimizer, comm: Collectives) -> bool:
+def store_states(
+    config: Config,
+    units: Sequence[Unit],
+    base: StateLayout,
+    comm: Collectives,
+    make: MakeSwapper | None = None,
+) -> bool:
     """Moves the masters of new units to the file that they live in, and says whether the configuration wants that; no
-    optimizer has looked at them yet. Collective.
+    optimizer has looked at them yet. ``make``: instead of ``make_swapper``. Collective.
 
     Raises ConfigError on all ranks where one cannot make its file: no folder, no room.
     """
@@ -138,8 +157,15 @@ def store_states(config: Config, units: Sequence[Unit], base: torch.optim.Optimi
         pipeline_read=offload.pipeline_read, pipeline_write=offload.pipeline_write
     )
     n_bytes, folder = swapped_bytes(units, base), offload.nvme_path or ""
-    store = make_swapper(folder, n_bytes, settings, f"{STATES}.nvme_path", comm, n_buffers=offload.buffer_count)
-    log_dist(f"masters and optimizer states live in {folder}: {n_bytes / 2**30:.2f} GiB a rank", ranks=[0])
+    store = (make or make_swapper)(
+        folder,
+        n_bytes,
+        settings,
+        f"{STATES}.nvme_path",
+        comm,
+        n_buffers=offload.buffer_count,
+        what="masters and optimizer states",
+    )
     for unit in (unit for unit in units if unit.states.has_slices):
         unit.states.attach(store)
         for bucket in range(unit.n_buckets):
@@ -148,30 +174,39 @@ def store_states(config: Config, units: Sequence[Unit], base: torch.optim.Optimi
     return True
 
 
-def store_weights(config: Config, fetcher: Fetcher, comm: Collectives) -> None:
-    """Moves the weights' shards to a file where the configuration says so: all but the first ``max_in_cpu`` elements
-    in the order of the model. Collective.
+def groups_in_file(config: Config, fetcher: Fetcher) -> list[GatherUnit]:
+    """The gather units whose shards live in a file: where the configuration says so, all but the first ``max_in_cpu``
+    elements in the order of the model."""
+    offload = config.zero.offload_param
+    if offload.device != "nvme":
+        return []
+    elems = (group.unit.slice_elems[group.bucket] for group in fetcher.groups)
+    n_kept = sum(1 for total in itertools.accumulate(elems) if total <= offload.max_in_cpu)
+    return fetcher.groups[n_kept:]
+
+
+def store_weights(
+    config: Config, fetcher: Fetcher, comm: Collectives, make: MakeSwapper | None = None
+) -> None:
+    """Moves the weights' shards to a file where they live in one (``groups_in_file``). ``make``: instead of
+    ``make_swapper``. Collective.
 
     Raises ConfigError on all ranks where one cannot make its file.
     """
-    offload = config.zero.offload_param
-    if offload.device != "nvme":
-        return
-    elems = [group.unit.slice_elems[group.bucket] for group in fetcher.groups]
-    n_kept = sum(1 for total in itertools.accumulate(elems) if total <= offload.max_in_cpu)
-    groups = fetcher.groups[n_kept:]
+    offload, groups = config.zero.offload_param, groups_in_file(config, fetcher)
     if not groups:
         return
-    sizes = [n * group.unit.dtype.itemsize for n, group in zip(elems[n_kept:], groups)]
+    sizes = [group.unit.slice_elems[group.bucket] * group.unit.dtype.itemsize for group in groups]
     # One that is put together, one that is being written, the others on their way in.
     n_ahead = max(offload.buffer_count - 2, 0)
     n_bytes, folder = sum(map(whole_pages, sizes)), offload.nvme_path or ""
     settings = _settings(config, (1 + n_ahead) * max(sizes))
-    store = make_swapper(folder, n_bytes, settings, f"{PARAMS}.nvme_path", comm, n_buffers=offload.buffer_count)
+    store = (make or make_swapper)(
+        folder, n_bytes, settings, f"{PARAMS}.nvme_path", comm, n_buffers=offload.buffer_count, what="weights"
+    )
     for group in groups:
         group.unit.weights.attach(store)
     fetcher.store_weights(groups, n_ahead)
-    log_dist(f"weights live in {folder}: {n_bytes / 2**30:.2f} GiB a rank", ranks=[0])
 
 
 def _settings(config: Config, n_bytes: int) -> SwapSettings:
@@ -183,19 +218,28 @@ def _settings(config: Config, n_bytes: int) -> SwapSettings:
 
 
 def make_swapper(
-    folder: str, n_bytes: int, settings: SwapSettings, where: str, comm: Collectives, *, n_buffers: int = 4
+    folder: str,
+    n_bytes: int,
+    settings: SwapSettings,
+    where: str,
+    comm: Collectives,
+    *,
+    n_buffers: int = 4,
+    what: str = "",
 ) -> Swapper:
     """A file without a name in ``folder`` that has room for ``n_bytes``, one on each rank. Collective; raises on all
-    ranks where one cannot make its file."""
+    ranks where one cannot make its file. what: will live there, for the log."""
     with ExitStack() as undo:
         problem = None
         try:
-            store = Swapper(reserve(folder, n_bytes, where), settings, n_buffers=n_buffers, folder=folder)
+            store = Swapper(SwapFile(reserve(folder, n_bytes, where), settings, folder), n_buffers=n_buffers)
             undo.callback(store.close)
         except (ConfigError, AioError) as error:
             problem = error
         raise_together(problem, ConfigError, where, comm)
         undo.pop_all()
+    if what:
+        log_dist(f"{what} live in {folder}: {n_bytes / 2**30:.2f} GiB a rank", ranks=[0])
     return store
 
 

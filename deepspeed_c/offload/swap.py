@@ -26,7 +26,7 @@ from deepspeed_c.ops import flat
 from deepspeed_c.ops.aio import PinnedPool, as_aio_error, unnamed_file
 from deepspeed_c.zero.states.home import Tagged
 
-__all__ = ["PAGE_BYTES", "SwapSettings", "Swapper", "reserve", "whole_pages"]
+__all__ = ["PAGE_BYTES", "SwapFile", "SwapSettings", "Swapper", "reserve", "whole_pages"]
 
 PAGE_BYTES = _C.aio_alignment()
 
@@ -131,25 +131,19 @@ def _crc(tensor: torch.Tensor, begin: int, n_bytes: int) -> int:
     return _C.crc32c((ctypes.c_char * n_bytes).from_address(tensor.data_ptr() + begin))
 
 
-class Swapper:
-    """Moves tensors between one file and host memory.
+class SwapFile:
+    """A file, what moves bytes to and from it, and the memory that they are moved from and to.
 
-    Args:
-        file: descriptor of the file, which becomes this object's (see ``reserve``); it grows beyond what is reserved
-        where it must. settings: see ``SwapSettings``.
-        n_buffers: how many groups of tensors (``bring`` takes one) may have buffers at a time: the one in use, one on
-        its way in, the rest on their way out.
-
-    Raises AioError where a transfer fails, and OffloadError where what is read is not what was written. A tensor whose
-    write has failed is still in memory.
+    descriptor: of the file, which becomes this object's (see ``reserve``). folder: where it is, for messages.
     """
 
-    def __init__(self, file: int, settings: SwapSettings, *, n_buffers: int = 4, folder: str = "") -> None:
-        self.folder, self.settings = folder, settings
-        self._is_closed = False
+    device = torch.device("cpu")
+
+    def __init__(self, descriptor: int, settings: SwapSettings, folder: str = "") -> None:
+        self.settings, self.folder = settings, folder
         try:
             with as_aio_error():
-                self._file = _C.AioFile(f"/proc/self/fd/{file}", _C.AIO_READ | _C.AIO_WRITE)
+                self._file = _C.AioFile(f"/proc/self/fd/{descriptor}", _C.AIO_READ | _C.AIO_WRITE)
                 self._engine = _C.AioEngine(
                     settings.backend,
                     settings.block_size,
@@ -160,8 +154,58 @@ class Swapper:
                     True,
                 )
         finally:
-            os.close(file)  # it is open again now, in an object that closes it whatever becomes of this one
+            os.close(descriptor)  # it is open again now, in an object that closes it whatever becomes of this one
         self._pool = PinnedPool((1 << 63) - 1)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Host memory that buffers take."""
+        return self._pool.held_bytes
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether it is not known any more when the kernel is done with a buffer."""
+        return self._engine.has_given_up
+
+    def new_buffer(self, n_bytes: int) -> torch.Tensor:
+        """uint8 [n_bytes] that begins a page, its contents undefined."""
+        return self._pool.new_tensor(n_bytes, torch.uint8)
+
+    def start_read(self, offset: int, buffer: torch.Tensor, n_bytes: int) -> int:
+        """Begins to read into the beginning of ``buffer``; returns a number for ``wait``."""
+        return self._engine.submit_read(self._file, offset, buffer.data_ptr(), n_bytes, buffer)
+
+    def start_write(self, offset: int, data: torch.Tensor, n_bytes: int, buffer: torch.Tensor) -> int:
+        """Begins to write from where ``data`` begins, which lies in ``buffer``."""
+        return self._engine.submit_write(self._file, offset, data.data_ptr(), n_bytes, buffer)
+
+    def wait(self, request: int) -> int:
+        """Returns how many bytes were moved."""
+        return self._engine.wait(request)
+
+    def close(self) -> None:
+        self._engine.close()
+        try:
+            self._file.close()
+        except (OSError, RuntimeError) as error:  # the file has no name: nothing can be lost
+            logger.warning("the swap file in %s: %s", self.folder, error)
+
+
+class Swapper:
+    """Moves tensors between one file and host memory.
+
+    Args:
+        file: becomes this object's; it grows beyond what is reserved where it must.
+        n_buffers: how many groups of tensors (``bring`` takes one) may have buffers at a time: the one in use, one on
+        its way in, the rest on their way out.
+
+    Raises AioError where a transfer fails, and OffloadError where what is read is not what was written. A tensor whose
+    write has failed is still in memory.
+    """
+
+    def __init__(self, file: SwapFile, *, n_buffers: int = 4) -> None:
+        self.folder, self.settings, self._file = file.folder, file.settings, file
+        self._is_closed = False
         self._free_buffers: list[torch.Tensor] = []
         self._extents: dict[int, _Extent] = {}  # by id of the tensor, as long as it lives
         self._finalizers: dict[int, weakref.finalize] = {}
@@ -170,7 +214,7 @@ class Swapper:
         self._writes: deque[_Write] = deque()  # in the order in which they were started
         self._group = 0  # groups that were sent
         self._n_buffers = n_buffers
-        self._max_groups_out = max(n_buffers - 2, 1) if settings.pipeline_write else 0
+        self._max_groups_out = max(n_buffers - 2, 1) if self.settings.pipeline_write else 0
         self._ahead: list[list[_Extent]] = []  # groups that are being read
         self._nan: dict[torch.dtype, torch.Tensor] = {}
 
@@ -181,14 +225,14 @@ class Swapper:
     @property
     def buffer_bytes(self) -> int:
         """Host memory that buffers take."""
-        return self._pool.held_bytes
+        return self._file.buffer_bytes
 
     def _stand_in(self, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
         one = self._nan.get(dtype)
         if one is None:
             # The largest number where there is no NaN: codes of quantised states.
             value = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max
-            one = self._nan[dtype] = torch.full((), value, dtype=dtype)
+            one = self._nan[dtype] = torch.full((), value, dtype=dtype, device=self._file.device)
         return one.expand(shape)
 
     def _extent_of(self, tagged: Tagged) -> _Extent:
@@ -211,7 +255,7 @@ class Swapper:
         in memory as a whole."""
         n_bytes = shape.numel() * dtype.itemsize
         if n_bytes == 0:
-            return torch.zeros(shape, dtype=dtype)
+            return torch.zeros(shape, dtype=dtype, device=self._file.device)
         if 0 < piece_elems < shape.numel():
             return self._new_zeros_away(shape, dtype, name, piece_elems)
         buffer = self._take_buffer(n_bytes)
@@ -221,7 +265,7 @@ class Swapper:
         return tensor
 
     def _new_zeros_away(self, shape: torch.Size, dtype: torch.dtype, name: str, piece_elems: int) -> torch.Tensor:
-        tensor = torch.empty(0, dtype=dtype)
+        tensor = torch.empty(0, dtype=dtype, device=self._file.device)
         tensor.data = self._stand_in(dtype, shape)
         extent = self._extent_of(Tagged(tensor, name, piece_elems))
         extent.is_away = True
@@ -249,7 +293,7 @@ class Swapper:
             best = min(fitting, key=torch.Tensor.numel)
             self._free_buffers = [b for b in self._free_buffers if b is not best]
             return best
-        return self._pool.new_tensor(size, torch.uint8)
+        return self._file.new_buffer(size)
 
     def _give_buffer(self, buffer: torch.Tensor | None) -> None:
         if buffer is not None:
@@ -304,9 +348,7 @@ class Swapper:
     def _start_read(self, extent: _Extent, at: int, n_bytes: int) -> _Read:
         buffer = self._take_buffer(n_bytes)
         with as_aio_error():
-            request = self._engine.submit_read(
-                self._file, extent.offset + at, buffer.data_ptr(), extent.in_file(at, n_bytes), buffer
-            )
+            request = self._file.start_read(extent.offset + at, buffer, extent.in_file(at, n_bytes))
         return _Read(extent, at, n_bytes, buffer, request)
 
     def _wait_for(self, read: _Read) -> None:
@@ -315,11 +357,11 @@ class Swapper:
         request, read.request = read.request, None
         try:
             with as_aio_error():
-                n_done = self._engine.wait(request)
+                n_done = self._file.wait(request)
             self._check(read.extent, read.at, read.n_bytes, n_done, read.buffer)
         except (AioError, OffloadError):
-            # An engine that has given up does not know when the kernel is done with a buffer, and keeps it for good.
-            if not self._engine.has_given_up:
+            # A buffer that the kernel may still write to is nobody's any more.
+            if not self._file.has_given_up:
                 self._give_buffer(read.buffer)
             read.buffer = None
             raise
@@ -443,9 +485,7 @@ class Swapper:
         if self.settings.checksum:
             extent.crcs |= {first: _crc(data, first - at, n) for first, n in extent.pieces(at, n_bytes)}
         with as_aio_error():
-            request = self._engine.submit_write(
-                self._file, extent.offset + at, data.data_ptr(), extent.in_file(at, n_bytes), buffer
-            )
+            request = self._file.start_write(extent.offset + at, data, extent.in_file(at, n_bytes), buffer)
         whole = None if tensor is None else weakref.ref(tensor)
         self._writes.append(_Write(request, extent, whole, data, buffer, self._group))
 
@@ -469,7 +509,7 @@ class Swapper:
     def _finish_write(self, write: _Write) -> None:
         try:
             with as_aio_error():
-                self._engine.wait(write.request)
+                self._file.wait(write.request)
         except AioError as error:
             tensor, extent = write.tensor and write.tensor(), write.extent
             if tensor is not None and extent.is_away and extent.read is None:
@@ -495,14 +535,10 @@ class Swapper:
         if self._is_closed:
             return
         self._is_closed = True
-        self._engine.close()
+        self._file.close()
         self._writes.clear()
         for finalizer in list(self._finalizers.values()):
             finalizer.detach()
         self._extents.clear()
         self._finalizers.clear()
         self._free_buffers.clear()
-        try:
-            self._file.close()
-        except (OSError, RuntimeError) as error:  # the file has no name: nothing can be lost
-            logger.warning("the swap file in %s: %s", self.folder, error)

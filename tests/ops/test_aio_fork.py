@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from deepspeed_c import _C
 from deepspeed_c.errors import StateError
-from deepspeed_c.offload.swap import Swapper, SwapSettings, reserve
+from deepspeed_c.offload.swap import SwapFile, Swapper, SwapSettings, reserve
 from deepspeed_c.ops.aio import aio_handle, backends
 from deepspeed_c.zero.states.home import Tagged
 from tests.aio_faults import faults
@@ -221,7 +221,7 @@ print("good")
 
 def test_a_swapper_is_left_alone(tmp_path):
     """The swap file and its buffers, with tensors on their way out and in."""
-    swapper = Swapper(reserve(str(tmp_path), 1 << 20, "test"), SwapSettings(), folder=str(tmp_path))
+    swapper = Swapper(SwapFile(reserve(str(tmp_path), 1 << 20, "test"), SwapSettings(), str(tmp_path)))
     tensors = [Tagged(torch.full((10_000,), float(i)), str(i)) for i in range(4)]
     swapper.send(tensors)
     swapper.prefetch(tensors[:2])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from deepspeed_c.errors import ConfigError, OffloadError
-from deepspeed_c.offload.swap import PAGE_BYTES, Swapper, SwapSettings, reserve
+from deepspeed_c.offload.swap import PAGE_BYTES, SwapFile, Swapper, SwapSettings, reserve
 from deepspeed_c.ops.aio import backends
 from deepspeed_c.zero.states.home import Tagged
 from tests.open_files import open_files
@@ -23,12 +23,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8]
 
 def make(folder, n_bytes: int = 0, **settings) -> Swapper:
     n_buffers = settings.pop("n_buffers", 4)
-    return Swapper(
-        reserve(str(folder), n_bytes, "here"),
-        SwapSettings(block_size=4096, queue_depth=4, **settings),
-        n_buffers=n_buffers,
-        folder=str(folder),
-    )
+    settings = SwapSettings(block_size=4096, queue_depth=4, **settings)
+    return Swapper(SwapFile(reserve(str(folder), n_bytes, "here"), settings, str(folder)), n_buffers=n_buffers)
 
 
 def new_tensor(n: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -175,14 +171,14 @@ def test_no_descriptor_is_left_of_a_store_that_nobody_closes(tmp_path):
 def test_what_could_not_be_written_is_still_in_memory(tmp_path, monkeypatch):
     store = make(tmp_path)
     tagged = Tagged(torch.arange(2000.0), "masters of x")
-    wait = store._engine.wait
+    wait = store._file.wait
 
     class Failing:
-        def __init__(self, engine):
-            self.engine, self.n = engine, 0
+        def __init__(self, file):
+            self.file, self.n = file, 0
 
         def __getattr__(self, name):
-            return getattr(self.engine, name)
+            return getattr(self.file, name)
 
         def wait(self, request):
             wait(request)
@@ -191,7 +187,7 @@ def test_what_could_not_be_written_is_still_in_memory(tmp_path, monkeypatch):
                 raise OSError(errno.ENOSPC, "full")
             return 8000
 
-    monkeypatch.setattr(store, "_engine", Failing(store._engine))
+    monkeypatch.setattr(store, "_file", Failing(store._file))
     store.send([tagged])
     with pytest.raises(OffloadError, match="masters of x could not be written"):
         store.wait()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deepspeed_c.offload.file import SWAP_ELEMS, FileHome
-from deepspeed_c.offload.swap import Swapper, SwapSettings, reserve
+from deepspeed_c.offload.swap import SwapFile, Swapper, SwapSettings, reserve
 from deepspeed_c.zero.states.home import Home, Place, Tagged
 
 CPU = torch.device("cpu")
@@ -48,7 +48,8 @@ def home(request: pytest.FixtureRequest, tmp_path) -> Iterator[Home]:
     home = place.make(place, CPU)
     assert (home.label, home.memory) == (label, memory)
     if isinstance(home, FileHome):
-        home.attach(Swapper(reserve(str(tmp_path), 0, "test"), SwapSettings(checksum=True), folder=str(tmp_path)))
+        file = SwapFile(reserve(str(tmp_path), 0, "test"), SwapSettings(checksum=True), str(tmp_path))
+        home.attach(Swapper(file))
     yield home
     home.end()
     home.end()  # several units share a file, and each of them ends its home
