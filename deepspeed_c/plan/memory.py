@@ -1,15 +1,17 @@
 """Plans the memory of one rank: lays the model out on the meta device with the engine's own objects, and runs them.
 
-Layout, hooks, fetcher, reducer and collectives are those of an engine, among ranks that are not there (``ranks``). What
-they borrow is counted by their pools. The model computes nothing (``outline``): its passes are autograd's all the same.
-What only a step makes and moves is counted from what its objects say of themselves, in the engine's order: states,
-their buffers and files, and what an update takes.
+Layout, hooks, fetcher, reducer, collectives, homes and swap files are those of an engine, among ranks and over files
+that are not there (``pretended``). What they borrow is counted by their pools. The model computes nothing
+(``outline``): its passes are autograd's all the same. The rest is added up from what its objects say of themselves, in
+the engine's order: weights as given, masters, states, and what an update takes.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -21,17 +23,19 @@ from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.config import Config
 from deepspeed_c.engine.precision import Precision
 from deepspeed_c.engine.shard import make_reducer
-from deepspeed_c.offload.place import placement_of
-from deepspeed_c.offload.swap import whole_pages
+from deepspeed_c.offload.place import groups_in_file, placement_of, store_states, store_weights
+from deepspeed_c.offload.swap import Swapper, SwapSettings
+from deepspeed_c.ops.q8 import BLOCK_ELEMS
 from deepspeed_c.plan.book import Book, Phase
 from deepspeed_c.plan.outline import outline_of
-from deepspeed_c.plan.ranks import PretendedRanks
+from deepspeed_c.plan.pretended import PretendedFile, PretendedRanks
 from deepspeed_c.plan.sizes import ModelSizes, OptimizerSizes, ParamSize
 from deepspeed_c.zero.gradients.bucket import Bucket
 from deepspeed_c.zero.gradients.reducer import GradientPools, GradientReducer
 from deepspeed_c.zero.layout.layout import lay_out, mesh_of_config
 from deepspeed_c.zero.layout.stages import STAGES
 from deepspeed_c.zero.layout.unit import Dtypes, Slot, Unit
+from deepspeed_c.zero.states.home import MakeZeros, Tagged
 from deepspeed_c.zero.weights.fetch import keeps_gathered
 from deepspeed_c.zero.weights.hooks import ModuleHooks
 
@@ -85,6 +89,12 @@ class Offload(NamedTuple):
     optimizer: str = "none"  # masters and optimizer state; gradients' sums are in host memory for both
     params: str = "none"  # the weights' shard (stage 3)
     kept_elems: int = 0  # of the weights' shard, in host memory although ``params`` is "nvme" (max_in_cpu)
+
+    @classmethod
+    def of(cls, config: Config) -> Offload:
+        """What a configuration asks for."""
+        states, params = config.zero.offload_optimizer, config.zero.offload_param
+        return cls(states.device, params.device, params.max_in_cpu if params.device == "nvme" else 0)
 
     def kinds(self, stage: int, *, is_host: bool = False) -> dict[str, str]:
         """What lives elsewhere than on the device: "host" or "nvme" by kind. ``is_host``: the device is the host's
@@ -151,7 +161,6 @@ def plan_memory(
     optimizer: OptimizerSizes | None,
     *,
     device_type: str = "cpu",
-    offload: Offload = Offload(),  # noqa: B008  (immutable)
     activation_bytes: int = 0,
 ) -> MemoryPlan:
     """Bytes of one rank of ``n_ranks``, at the peak of each phase, for the stage that ``config`` names.
@@ -160,6 +169,7 @@ def plan_memory(
     gloo, anything else: as NCCL does) and whether gathered buffers are kept. ``activation_bytes`` are added to forward
     and backward. Nothing is allocated. Raises what ``initialize`` would raise for the same layout (ModelError).
     """
+    offload = Offload.of(config)
     with _Walk(sizes, config, n_ranks, optimizer, device_type, offload) as walk:
         walk.initialize()
         held = {ACTIVATIONS: activation_bytes}
@@ -205,7 +215,7 @@ class _Walk:
         host, nvme = ({kind for kind, place in places.items() if place == name} for name in ("host", "nvme"))
         self.book = book = Book(host, nvme)
         self._sizes, self._config, self._n_ranks, self._optimizer = sizes, config, n_ranks, optimizer
-        self._offload, self._is_host = offload, is_host
+        self._is_host = is_host
         self._sharding = STAGES[config.zero.stage]
         self._model, groups = outline_of(sizes, lambda n_bytes: book.take(INCOMING, n_bytes))
         self._precision = Precision(config, self._model)
@@ -216,7 +226,7 @@ class _Walk:
             is_pinned=False,
             buffer_elems=config.zero.offload_param.buffer_size,
         )
-        comm = PretendedRanks(n_ranks, BufferPool(count=book.counter(SCRATCH)), is_host=is_host)
+        self._comm = comm = PretendedRanks(n_ranks, BufferPool(count=book.counter(SCRATCH)), is_host=is_host)
         mesh = mesh_of_config(config, Mesh(comm, connect=comm.along))
         layout = lay_out(
             self._model,
@@ -233,7 +243,7 @@ class _Walk:
         placed = {slot.name for unit in (*self._trained, *self._frozen) for slot in unit.slots}
         self._cast = [p for p in sizes.params if p.name not in placed]  # what no unit holds
         self._has_state = False
-        self._n_buffer_bytes = 0
+        self._states: dict[tuple[Unit, int], list[Tagged]] = {}  # in the file
         self._reducer: GradientReducer | None = None
         self._exit = ExitStack()
         self._exit.callback(mesh.close)
@@ -256,6 +266,11 @@ class _Walk:
     @property
     def buckets(self) -> Sequence[Bucket]:
         return [] if self._reducer is None else self._reducer.buckets
+
+    @property
+    def _order(self) -> list[Bucket]:
+        """As an optimizer updates them."""
+        return list(reversed(self.buckets))
 
     def _forget_gradient(self, slot: Slot) -> Callable[[torch.Tensor], None]:
         return lambda _: self.book.free(INCOMING, slot.numel * slot.unit.dtype.itemsize)
@@ -312,71 +327,78 @@ class _Walk:
             else:
                 book.free(GIVEN, given[p.name])
                 book.take(WEIGHTS, given[p.name])
-        self._swap_weights()
+        self._store_weights()
         if self._optimizer is None:
             return
-        if self._offload.optimizer == "nvme":
-            self._send_masters()
-            self._take_buffers(self._swap_bytes(is_start=True))
-            self._make_state(self._swapped)
+        self._store_states()
         for unit in self._trained:
             book.take(GRADIENTS, self._reducer.sum_bytes[unit], self._place_of(unit))
 
-    def _swap_weights(self) -> None:
-        """What of the weights goes to a file, and the buffers that it is read into."""
-        left, largest, n_stored = self._offload.kept_elems, 0, 0
-        for group in () if self.fetcher is None else self.fetcher.groups:
-            elems = group.unit.slice_elems[group.bucket]
-            left -= elems
-            if group.unit.weights.label == "file" and left < 0:
-                nbytes = elems * group.unit.dtype.itemsize
-                self.book.take(WEIGHTS, nbytes)
-                self.book.free(WEIGHTS, nbytes, group.unit.weights.memory)
-                largest = max(largest, whole_pages(nbytes))
-                n_stored += 1
-        # One in use, one on its way out where weights change, the others on their way in
-        # (``offload.place.store_weights``).
-        n_buffers = self._config.zero.offload_param.buffer_count
-        n_buffers = max(n_buffers - 1, 1) if self._optimizer is None else max(n_buffers, 2)
-        self.book.take(SWAP, min(n_buffers, n_stored) * largest)
+    def _store_weights(self) -> None:
+        if self.fetcher is not None:
+            for group in groups_in_file(self._config, self.fetcher):
+                n_bytes = group.unit.slice_elems[group.bucket] * group.unit.dtype.itemsize
+                self.book.take(WEIGHTS, n_bytes)
+                self.book.free(WEIGHTS, n_bytes, group.unit.weights.memory)
+            store_weights(self._config, self.fetcher, self._comm, self._make_swapper)
 
-    def _send_masters(self) -> None:
-        """Each bucket's go through a buffer, in pieces where they are large, while the next ones are still in
-        memory."""
-        n_out, sent = self._n_buckets_out(), []
-        for unit in (unit for unit in self._swapped if unit.master_bytes()):
-            for bucket, elems in enumerate(unit.slice_elems):
-                nbytes = unit.master_bytes(bucket)
-                sent.append(whole_pages((unit.piece_elems(bucket) or elems) * unit.master_dtype.itemsize))
-                self._take_buffers(max(sent) * min(1 + n_out, len(sent)))
-                self.book.take(MASTERS, nbytes)
-                self.book.free(NEW_MASTERS, nbytes)
+    def _store_states(self) -> None:
+        """Masters, and then the states that an optimizer makes where they live."""
 
-    def _n_buckets_out(self) -> int:
-        settings = self._config.zero.offload_optimizer
-        return max(settings.buffer_count - 2, 1) if settings.pipeline_write else 0
+        def note_moved(unit: Unit, bucket: int) -> None:
+            self.book.take(MASTERS, unit.master_bytes(bucket))
+            self.book.free(NEW_MASTERS, unit.master_bytes(bucket))
 
-    def _take_buffers(self, nbytes: int) -> None:
-        """So many in all; none is given back."""
-        self.book.take(SWAP, max(nbytes - self._n_buffer_bytes, 0))
-        self._n_buffer_bytes = max(nbytes, self._n_buffer_bytes)
-
-    def _swap_bytes(self, *, is_start: bool = False) -> int:
-        """Host memory of the buffers: as many buckets as are in use, on their way in and on their way out
-        (``offload.swap``). At the start states are made and written, and nothing is read."""
-        n_in = 0 if is_start else int(self._config.zero.offload_optimizer.pipeline_read)
-        largest = 0
         for unit in self._swapped:
-            for bucket, elems in enumerate(unit.slice_elems):
-                if self._optimizer.sees_slices:
-                    elems = unit.piece_elems(bucket) or elems
-                states = self._optimizer.states[unit.group]
-                tensors = [nbytes for state in states for nbytes in state.tensor_bytes(elems, unit.master_dtype)]
-                if unit.master_bytes() and not is_start:
-                    tensors.append(elems * unit.master_dtype.itemsize)
-                largest = max(largest, sum(whole_pages(nbytes) for nbytes in tensors))
-        n_buckets = sum(unit.n_buckets for unit in self._swapped)
-        return largest * min(1 + n_in + self._n_buckets_out(), n_buckets)
+            unit.states.keep(unit.masters, partial(note_moved, unit))
+        store_states(self._config, self._trained, self._optimizer, self._comm, self._make_swapper)
+        for unit in self._swapped:
+            unit.states.keep(partial(self._stored, unit))
+        for bucket in self._order:
+            bucket.unit.states.move_in(bucket.index, partial(self._make_states, bucket))
+        self._count_states(self._swapped)
+
+    def _make_swapper(
+        self, folder: str, n_bytes: int, settings: SwapSettings, where: str, comm: object, *, n_buffers: int, what: str
+    ) -> Swapper:
+        made = Swapper(PretendedFile(settings, self.book.counter(SWAP)), n_buffers=n_buffers)
+        self._exit.callback(made.close)
+        return made
+
+    def _stored(self, unit: Unit, bucket: int) -> list[Tagged]:
+        return unit.masters(bucket) + self._states.get((unit, bucket), [])
+
+    def _make_states(self, bucket: Bucket, make_zeros: MakeZeros) -> None:
+        unit = bucket.unit
+        found = self._states[unit, bucket.index] = []
+        piece = unit.piece_elems(bucket.index)
+        for master in self._pieces(unit, bucket.index):
+            for name, (dtype, numel) in self._optimizer.layout_of_state(unit.group, master).items():
+                part = piece if numel == master.numel() else piece // BLOCK_ELEMS
+                found.append(Tagged(make_zeros(torch.Size([numel]), dtype, name, part), name, part))
+
+    def _pieces(self, unit: Unit, bucket: int) -> list[torch.Tensor]:
+        """The masters of a bucket, as the optimizer sees them."""
+        if self._optimizer.sees_slices:
+            return [unit.master[bucket]]
+        return [unit.piece(unit.master, fragment) for fragment in unit.fragments if fragment.slot.bucket == bucket]
+
+    def _is_streamed(self, bucket: Bucket) -> bool:
+        is_large = bucket.unit.piece_elems(bucket.index) > 0 and self._optimizer.sees_slices
+        return is_large and bool(self._stored(bucket.unit, bucket.index))
+
+    def _update(self) -> None:
+        """Bucket by bucket, the next one read meanwhile."""
+        for bucket, follower in zip(self._order, [*self._order[1:], None]):
+            unit, index = bucket.unit, bucket.index
+            if self._is_streamed(bucket):
+                with unit.weights.open(index, reads=False):
+                    deque(unit.states.stream(self._stored(unit, index)), maxlen=0)
+                continue
+            if follower is not None and not self._is_streamed(follower):
+                follower.unit.states.read_ahead(follower.index)
+            with unit.states.open(index), unit.weights.open(index, reads=False):
+                pass
 
     def window(self, held: dict[str, int]) -> None:
         """Micro-batches until a step, as many as differ in what they take."""
@@ -384,7 +406,7 @@ class _Walk:
         for i in range(n):
             self.book.begin("forward", held)
             with torch.set_grad_enabled(self._optimizer is not None):
-                loss = self._model(torch.zeros(1, device="meta"))
+                loss = self._model(torch.zeros(1))
             if self._reducer is not None:
                 self.book.begin("backward", held)
                 self._reducer.begin_backward(is_boundary=i == n - 1, factor=1.0, starts=[loss.grad_fn])
@@ -400,25 +422,24 @@ class _Walk:
         if not self._has_state:
             self._has_state = True
             # The others' were made along with their file.
-            self._make_state(unit for unit in self._trained if unit not in self._swapped)
+            self._count_states(unit for unit in self._trained if unit not in self._swapped)
             if self._config.zero.offload_optimizer.super_offload:
                 self._copy_states()
-        if self._offload.optimizer == "nvme":
-            self._take_buffers(self._swap_bytes())
+        self._update()
         transient = self._copies_of_gradients() + self._largest_update()
         self.book.take(UPDATE, transient)
         self.book.free(UPDATE, transient)
         if self.fetcher is not None:
             self.fetcher.weights_changed()
 
-    def _make_state(self, units: Iterable[Unit]) -> None:
+    def _count_states(self, units: Iterable[Unit]) -> None:
         for unit in units:
             self.book.take(STATE, self._state_bytes(unit), self._place_of(unit))
 
     def _state_bytes(self, unit: Unit) -> int:
-        pieces = unit.slice_elems if self._optimizer.sees_slices else [f.numel for f in unit.fragments]
-        states = self._optimizer.states[unit.group]
-        return sum(sum(state.tensor_bytes(elems, unit.master_dtype)) for state in states for elems in pieces)
+        pieces = (piece for bucket in range(unit.n_buckets) for piece in self._pieces(unit, bucket))
+        layouts = (self._optimizer.layout_of_state(unit.group, piece).values() for piece in pieces)
+        return sum(numel * dtype.itemsize for layout in layouts for dtype, numel in layout)
 
     def _copy_states(self) -> None:
         """At most: buckets that backward comes to last are never updated ahead."""

@@ -1,9 +1,10 @@
-"""A model's outline: its modules and parameters on the meta device, whose passes hooks and autograd see and which
-compute nothing."""
+"""A model's outline: its modules, and its parameters on the meta device. It has passes as the model does, and computes
+nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -12,6 +13,19 @@ from deepspeed_c.zero.layout.leaf import set_z3_leaf_module
 from deepspeed_c.zero.weights.param import state_of
 
 __all__ = ["Outline", "outline_of"]
+
+
+class _Use(torch.autograd.Function):
+    """An operator that uses parameters: it hands over gradients of their shapes, and computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*(torch.empty((), dtype=p.dtype).expand(p.shape) for p in params))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return grad, *(torch.empty(like.shape, dtype=like.dtype, device="meta") for like in ctx.saved_tensors)
 
 
 class Outline(torch.nn.Module):
@@ -31,7 +45,8 @@ class Outline(torch.nn.Module):
             # An operator's backward reads its weights where its input needs a gradient.
             read = [p for p in reversed(params) if state_of(p) is not None] if x.requires_grad else []
             n_bytes = sum(p.nbytes for p in trained)
-            x = torch.cat([x, *(p.view(-1) for p in trained)])[:1]
+            for group in [[p] for p in trained] or [[]]:  # gradients come one by one, the last one first
+                x = _Use.apply(x, *group)
             if x.grad_fn is not None:
                 x.grad_fn.register_prehook(lambda _: self._begin_backward(read, n_bytes))
         for child in self.children():

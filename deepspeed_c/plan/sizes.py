@@ -72,10 +72,14 @@ class StateSize(NamedTuple):
     dtype: torch.dtype | None  # None: that of the masters
     block_elems: int = 0  # elements that have a scale in fp32, in a tensor beside; 0: none have
 
+    def tensors(self, numel: int, master_dtype: torch.dtype) -> list[tuple[torch.dtype, int]]:
+        """(dtype, elements) of the tensors that hold it for a piece of ``numel`` elements."""
+        values = [(self.dtype or master_dtype, numel)]
+        return [*values, (torch.float32, -(-numel // self.block_elems))] if self.block_elems else values
+
     def tensor_bytes(self, numel: int, master_dtype: torch.dtype) -> list[int]:
-        """Of the tensors that hold it for a piece of ``numel`` elements."""
-        values = numel * (self.dtype or master_dtype).itemsize
-        return [values, -(-numel // self.block_elems) * torch.float32.itemsize] if self.block_elems else [values]
+        """Of those tensors."""
+        return [n * dtype.itemsize for dtype, n in self.tensors(numel, master_dtype)]
 
 
 class OptimizerSizes(NamedTuple):
@@ -88,6 +92,10 @@ class OptimizerSizes(NamedTuple):
     matrix_groups: frozenset[int] = frozenset()  # groups whose whole matrices are put together in the step
     update_bytes: Callable[..., int] | None = None  # of a fused one: what the update of a bucket takes besides
 
+    def layout_of_state(self, group: int, param: torch.Tensor) -> dict[str, tuple[torch.dtype, int]]:
+        """Every tensor of the state of ``param``, by a name: (dtype, elements)."""
+        found = (tensor for state in self.states[group] for tensor in state.tensors(param.numel(), param.dtype))
+        return {str(i): tensor for i, tensor in enumerate(found)}
 
 
 def guess_layers(n_params: int) -> int:

@@ -93,12 +93,9 @@ def plan_table(
         notes.append(f"the configuration names no optimizer: {ASSUMED_OPTIMIZER['type']} is assumed")
         config = load_config(source, world_size=n_ranks, overrides=overrides, batch="skip")
 
-    params = config.zero.offload_param
-    asked = Offload(
-        config.zero.offload_optimizer.device, params.device, params.max_in_cpu if params.device == "nvme" else 0
-    )
+    asked = Offload.of(config)
     chosen = (config.zero.stage, asked)
-    nvme_path = config.zero.offload_optimizer.nvme_path or params.nvme_path
+    nvme_path = config.zero.offload_optimizer.nvme_path or config.zero.offload_param.nvme_path
     for section in ("offload_optimizer", "offload_param"):
         if getattr(config.zero, section).nvme_path is None:
             overrides[f"zero_optimization.{section}.nvme_path"] = nvme_path or NVME_PATH
@@ -186,6 +183,8 @@ def _row(
         "zero_optimization.offload_optimizer.device": offload.optimizer,
         "zero_optimization.offload_param.device": offload.params,
     }
+    if offload.params == "nvme":
+        choice["zero_optimization.offload_param.max_in_cpu"] = offload.kept_elems
     if offload.optimizer != "cpu":
         choice["zero_optimization.offload_optimizer.super_offload"] = False
     try:
@@ -201,7 +200,6 @@ def _row(
             n_ranks,
             optimizer,
             device_type=device_type,
-            offload=offload,
             activation_bytes=activation_bytes,
         )
     except DeepSpeedCError as error:

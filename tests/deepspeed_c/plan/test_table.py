@@ -92,13 +92,14 @@ def test_on_nvme_are_masters_and_moments_and_on_the_host_gradients_and_buffers()
     assert plan.offload == Offload("nvme")
     step = plan.phases["step"]
     assert step.nvme_nbytes == pytest.approx(12 * small / 2, rel=1e-3)
-    # 4 buffers of at most 4 Mi elements of 12 bytes, and 4 bytes of gradients
+    # 4 groups of buffers of at most 4 Mi elements of 12 bytes, and some that were made for smaller buckets; 4 bytes of
+    # gradients
     assert step.host_nbytes - 4 * small / 2 == pytest.approx(step.kinds["swap buffers"], rel=1e-2)
-    assert 4 * 12 * (3 << 20) < step.kinds["swap buffers"] <= 4 * 12 * (4 << 20)
+    assert 4 * 12 * (3 << 20) < step.kinds["swap buffers"] <= 5 * 12 * (4 << 20)
     one = {"offload_optimizer": {"device": "nvme", "nvme_path": "/disk"}}
     plain = plan_table(config(3, zero={**buckets, **one}), 2, sizes=stack_of(small, 10), device_type="cuda")
     buffers = plain.rows[plain.chosen].plan.phases["step"].kinds["swap buffers"]
-    assert 4 * buffers == step.kinds["swap buffers"]
+    assert 3 * buffers < step.kinds["swap buffers"] <= 4 * buffers
 
 
 def test_masters_are_apart_from_fp32_weights_in_another_memory_only():

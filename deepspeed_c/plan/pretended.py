@@ -1,8 +1,9 @@
-"""Ranks that are not there: collectives that take the memory that real ones take, and send nothing."""
+"""What the engine's objects run against in a plan: ranks and files that are not there. They take the memory that real
+ones take, and move nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ from torch.distributed.distributed_c10d import _world
 from deepspeed_c.buffers import BufferPool
 from deepspeed_c.comm.collectives import BACKENDS, GENERIC, Collectives, Work
 from deepspeed_c.comm.ledger import Ledger
+from deepspeed_c.offload.swap import SwapFile, SwapSettings
 
-__all__ = ["PretendedRanks"]
+__all__ = ["PretendedFile", "PretendedRanks"]
 
 
 class _NoGroup:
@@ -58,3 +60,32 @@ class PretendedRanks(Collectives):
     def sum_numbers(self, numbers: Sequence[float], *, label: str = "") -> list[float]:
         """All ranks do the same."""
         return [float(number) * self.world_size for number in numbers]
+
+
+class PretendedFile(SwapFile):
+    """A file of tensors of the meta device. count: is told of the bytes of each new buffer."""
+
+    device = torch.device("meta")
+    has_given_up = False
+    buffer_bytes = 0
+
+    def __init__(self, settings: SwapSettings, count: Callable[[int], None]) -> None:
+        self.settings, self.folder = settings._replace(checksum=False), ""
+        self._count = count
+
+    def new_buffer(self, n_bytes: int) -> torch.Tensor:
+        self._count(n_bytes)
+        self.buffer_bytes += n_bytes
+        return torch.empty(n_bytes, dtype=torch.uint8, device=self.device)
+
+    def start_read(self, offset: int, buffer: torch.Tensor, n_bytes: int) -> int:
+        return n_bytes
+
+    def start_write(self, offset: int, data: torch.Tensor, n_bytes: int, buffer: torch.Tensor) -> int:
+        return n_bytes
+
+    def wait(self, request: int) -> int:
+        return request
+
+    def close(self) -> None:
+        """There is nothing to close."""
