@@ -15,7 +15,6 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from typing_extensions import Self
 
 from deepspeed_c import _C
 from deepspeed_c.buffers import BufferPool
@@ -170,7 +169,8 @@ def plan_memory(
     and backward. Nothing is allocated. Raises what ``initialize`` would raise for the same layout (ModelError).
     """
     offload = Offload.of(config)
-    with _Walk(sizes, config, n_ranks, optimizer, device_type, offload) as walk:
+    with ExitStack() as at_end:
+        walk = _Walk(sizes, config, n_ranks, optimizer, device_type, offload, at_end)
         walk.initialize()
         held = {ACTIVATIONS: activation_bytes}
         for _ in range(N_WINDOWS):
@@ -199,7 +199,7 @@ def _label(slots: Sequence[Slot]) -> str:
 
 
 class _Walk:
-    """One rank's run. A context manager, which takes away at its end what the run has hooked."""
+    """One rank's run. ``at_end`` takes away what the run has hooked."""
 
     def __init__(
         self,
@@ -209,6 +209,7 @@ class _Walk:
         optimizer: OptimizerSizes | None,
         device_type: str,
         offload: Offload,
+        at_end: ExitStack,
     ) -> None:
         is_host = device_type == "cpu"
         places = offload.kinds(config.zero.stage, is_host=is_host)
@@ -228,6 +229,8 @@ class _Walk:
         )
         self._comm = comm = PretendedRanks(n_ranks, BufferPool(count=book.counter(SCRATCH)), is_host=is_host)
         mesh = mesh_of_config(config, Mesh(comm, connect=comm.along))
+        self._at_end = at_end
+        at_end.callback(mesh.close)
         layout = lay_out(
             self._model,
             groups if optimizer is not None else [],
@@ -245,23 +248,15 @@ class _Walk:
         self._has_state = False
         self._states: dict[tuple[Unit, int], list[Tagged]] = {}  # in the file
         self._reducer: GradientReducer | None = None
-        self._exit = ExitStack()
-        self._exit.callback(mesh.close)
         if optimizer is not None:
             pools = GradientPools.make(lambda name: book.counter(STAGING if name == "staging" else SCRATCH))
             self._reducer = make_reducer(layout, config, self._precision, comm, pools)
-            self._exit.callback(self._reducer.close)
+            at_end.callback(self._reducer.close)
             for slot in self._reducer.slots:  # after the reducer has taken it
                 slot.param.register_post_accumulate_grad_hook(self._forget_gradient(slot))
         if self.fetcher is not None:
             hooks = ModuleHooks([self._model], self.fetcher, lambda: "train" if torch.is_grad_enabled() else "eval")
-            self._exit.callback(hooks.remove)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._exit.close()
+            at_end.callback(hooks.remove)
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -362,7 +357,7 @@ class _Walk:
         self, folder: str, n_bytes: int, settings: SwapSettings, where: str, comm: object, *, n_buffers: int, what: str
     ) -> Swapper:
         made = Swapper(PretendedFile(settings, self.book.counter(SWAP)), n_buffers=n_buffers)
-        self._exit.callback(made.close)
+        self._at_end.callback(made.close)
         return made
 
     def _stored(self, unit: Unit, bucket: int) -> list[Tagged]:
@@ -406,7 +401,7 @@ class _Walk:
         for i in range(n):
             self.book.begin("forward", held)
             with torch.set_grad_enabled(self._optimizer is not None):
-                loss = self._model(torch.zeros(1))
+                loss = self._model(torch.zeros(1, device="cpu"))
             if self._reducer is not None:
                 self.book.begin("backward", held)
                 self._reducer.begin_backward(is_boundary=i == n - 1, factor=1.0, starts=[loss.grad_fn])

@@ -20,7 +20,7 @@ class _Use(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(*(torch.empty((), dtype=p.dtype).expand(p.shape) for p in params))
+        ctx.save_for_backward(*(torch.empty((), dtype=p.dtype, device="cpu").expand(p.shape) for p in params))
         return x.view_as(x)
 
     @staticmethod

@@ -8,12 +8,14 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.distributed_c10d import _world
 
 import deepspeed_c
 from benchmarks.live_bytes import LiveBytes
 from deepspeed_c import buffers
 from deepspeed_c.config import load_config
 from deepspeed_c.engine.build import build_optimizer
+from deepspeed_c.errors import ModelError
 from deepspeed_c.plan.memory import (
     COPIES,
     GATHERED,
@@ -25,7 +27,7 @@ from deepspeed_c.plan.memory import (
     MemoryPlan,
     plan_memory,
 )
-from deepspeed_c.plan.sizes import group_sizes, sizes_of
+from deepspeed_c.plan.sizes import ModelSizes, OptimizerSizes, ParamSize, StateSize, group_sizes, sizes_of
 from deepspeed_c.plan.table import plan_table
 from deepspeed_c.zero.weights import fetch
 
@@ -204,6 +206,20 @@ def test_states_of_8_bits_are_counted_with_their_scales(run_ranks):
     measured = run_ranks(2, state_bytes, IN_8_BITS)[0]  # the plan is of the first rank
     expected = [plan_of(case).phases["step"].kinds[STATE] for case in IN_8_BITS]
     assert measured == expected, f"{measured} held, {expected} planned"
+
+
+def test_a_plan_leaves_nothing_behind():
+    case = Case(3, config(3, precision="fp32", zero={"stage3_param_persistence_threshold": 0}), (131, 127) * 4)
+    groups = dict(_world.pg_group_ranks)
+    hooks = len(torch.nn.modules.module._global_module_registration_hooks)
+    assert plan_of(case).window_elems > 0
+    assert _world.pg_group_ranks == groups
+    assert len(torch.nn.modules.module._global_module_registration_hooks) == hooks
+    adam = OptimizerSizes("Adam", ((StateSize(None),) * 2,), is_fused=True, sees_slices=True)
+    doubles = ModelSizes((ParamSize("a.weight", 64, torch.float64),))
+    with pytest.raises(ModelError, match="float64"):
+        plan_memory(doubles, load_config(case.config, world_size=3), 3, adam)
+    assert _world.pg_group_ranks == groups
 
 
 def test_updates_ahead_are_planned_with_a_copy_of_all_that_they_change():
