@@ -38,6 +38,17 @@ def one_torch_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def no_process_group_is_left() -> Iterator[None]:
+    """A test that leaves one behind fails here, and not a later test on whichever process comes to run both."""
+    yield
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail("this test left a process group: have ranks run it (run_ranks), or destroy it")
+
+
 def pytest_collection_finish() -> None:
     """What is there now (torch, the tests) lives as long as the session: tests that collect garbage need not look through it, 0.3 s each time."""
     gc.collect()

@@ -583,9 +583,13 @@ def test_an_update_that_fails_is_taken_back() -> None:
     assert run_ranks(1, check_failing)[0] > 0
 
 
-def test_refusals() -> None:
+def refused(rank: int, world: int) -> None:
     with pytest.raises(ConfigError, match="super_offload.*device nvme"):
         make_engine(2, {"device": "nvme", "nvme_path": "/nowhere", "super_offload": True}, {})
     lamb = {"optimizer": {"type": "Lamb", "params": {"lr": 0.01}}}
     with pytest.raises(FeatureError, match="FusedLamb cannot update a bucket before"):
         make_engine(2, {"super_offload": True}, lamb)
+
+
+def test_refusals(run_ranks) -> None:
+    run_ranks(1, refused)
