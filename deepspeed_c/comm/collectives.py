@@ -1,4 +1,4 @@
-"""The few collectives that the engine runs on, each by the fastest way that a backend has (``BACKENDS``).
+"""The few collectives that the engine runs on, each by the fastest way that a backend has (``backends.py``).
 
 Gradients travel unsummed and are added by our own kernel: in rank order, in f32, rounded once. So a sum has the same
 bits in every run, and 16-bit gradients lose nothing on the way. With one rank nothing is sent.
@@ -7,119 +7,23 @@ bits in every run, and 16-bit gradients lose nothing on the way. With one rank n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from deepspeed_c.buffers import BufferPool
+from deepspeed_c.comm.backends import BACKENDS, GENERIC, Backend, broadcast_slices
 from deepspeed_c.comm.groups import get_all_ranks_from_group, get_rank, get_world_size
-from deepspeed_c.comm.ledger import ENTERED, LedgerEntry, ledger_of
+from deepspeed_c.comm.ledger import ledger_of
+from deepspeed_c.comm.work import Work, wait_all
 from deepspeed_c.errors import CommError
 
-__all__ = [
-    "BACKENDS",
-    "GENERIC",
-    "GLOO",
-    "Backend",
-    "Collectives",
-    "Work",
-    "all_gather_single",
-    "reduce_scatter_single",
-]
-
-# torch 2.13 renamed these two and warns about the old names; torch 2.10 has only the old ones.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+__all__ = ["Collectives"]
 
 # (sources of one dtype and length, scale, accumulate, out): out = (out if accumulate else 0) + scale * (sum of sources
 # in order).
 ReduceKernel = Callable[[Sequence[torch.Tensor], float, bool, torch.Tensor], Any]
-
-
-class Work:
-    """Something that was started and is finished by ``wait``.
-
-    Finishing may send as well (``all_reduce`` of 16-bit tensors over gloo), so all ranks wait for their works in the
-    same order, and between the same other collectives.
-    """
-
-    __slots__ = ("_entry", "_error", "_handles", "_kept", "_steps", "_what")
-
-    def __init__(
-        self,
-        handles: Sequence[Any] = (),
-        *,
-        finish: Callable[[], None] | None = None,
-        kept: Sequence[torch.Tensor] = (),
-        what: str = "",
-    ) -> None:
-        """handles: of ``torch.distributed``; when they are done, ``finish`` runs. kept: tensors in use until then."""
-        self._handles = tuple(handles)
-        self._steps: tuple[Callable[[], None], ...] = () if finish is None else (finish,)
-        self._kept = tuple(kept)
-        self._what = what
-        self._entry: LedgerEntry | None = None
-        self._error: BaseException | None = None
-
-    @classmethod
-    def done(cls) -> Work:
-        """Work that is finished already."""
-        return cls()
-
-    def then(self, step: Callable[[], None]) -> Work:
-        """Runs ``step`` once, after earlier steps, when this work has been waited for (at once if it has been)."""
-        if self._error is not None:
-            raise self._error
-        if self._handles or self._steps:
-            self._steps += (step,)
-        else:
-            step()
-        return self
-
-    def wait(self) -> None:
-        """Waits and runs the steps; a second call does nothing (or raises what the first one raised).
-
-        Raises ``CommError`` when a rank is gone or the group's timeout is over.
-        """
-        if self._error is not None:
-            raise self._error
-        handles, self._handles = self._handles, ()
-        steps, self._steps = self._steps, ()
-        kept, self._kept = self._kept, ()  # noqa: F841  alive until this call returns
-        entry, self._entry = self._entry, None
-        if entry is not None:
-            entry.begin_wait()
-        try:
-            _wait_all(handles, self._what, entry)
-            for step in steps:
-                step()
-        except BaseException as error:
-            self._error = error
-            if entry is not None:
-                entry.end()
-            raise
-        if entry is not None:
-            entry.finish()
-
-
-def _wait_all(handles: Sequence[Any], what: str, entry: LedgerEntry | None = None) -> None:
-    """Waits for every handle even when one fails: a buffer must not be freed while a transfer still runs in it."""
-    first: RuntimeError | None = None
-    for handle in handles:
-        try:
-            handle.wait()
-        except RuntimeError as error:
-            first = first or error
-    if first is not None:
-        at = [f"rank {dist.get_rank()}"] if dist.is_initialized() else []
-        why = "" if entry is None else entry.explain()
-        raise CommError(
-            f"{what} failed: {first}",
-            where=", ".join(at if entry is None else [*at, str(entry)]),
-            fix=f"{why + '; ' if why else ''}look at the output of the other ranks: one of them has stopped, or runs"
-            " something else",
-        ) from first
 
 
 class Collectives:
@@ -213,7 +117,7 @@ class Collectives:
             if accumulate or scale != 1.0 or not _is_same(flat, out):
                 self.reduce([flat], scale, accumulate, out)
             return Work.done()
-        way = self._backend(flat).reduce_scatter
+        way = self.backend_of(flat).reduce_scatter
         return self._start("reduce-scatter", flat, label, way, flat, out, scale, accumulate)
 
     def all_gather(self, flat: torch.Tensor, *, use_broadcast: bool = False, label: str = "") -> Work:
@@ -229,7 +133,7 @@ class Collectives:
             raise ValueError(f"flat has {flat.numel()} elements, no multiple of {self.world_size} ranks")
         if flat.numel() == 0 or self.world_size == 1:
             return Work.done()
-        way = _broadcast_slices if use_broadcast else self._backend(flat).all_gather
+        way = broadcast_slices if use_broadcast else self.backend_of(flat).all_gather
         return self._start(op, flat, label, way, flat)
 
     def all_reduce(self, flat: torch.Tensor, *, scale: float = 1.0, label: str = "") -> Work:
@@ -244,14 +148,14 @@ class Collectives:
             if scale != 1.0:
                 self.reduce([flat], scale, False, flat)
             return Work.done()
-        return self._start("all-reduce", flat, label, self._backend(flat).all_reduce, flat, scale)
+        return self._start("all-reduce", flat, label, self.backend_of(flat).all_reduce, flat, scale)
 
     def broadcast(self, tensor: torch.Tensor, src: int, *, label: str = "") -> None:
         """Rank ``src`` of the group sends its contiguous ``tensor`` (any shape and dtype) to all."""
         if self.world_size > 1 and tensor.numel():
+            way = self.backend_of(tensor).broadcast
             with self.ledger.enter("broadcast", tensor.nbytes, label, tensor.device) as entry:
-                handle = dist.broadcast(tensor, self.global_ranks[src], group=self.group, async_op=True)
-                _wait_all([handle], "broadcast", entry)
+                wait_all([way(self, tensor, src)], "broadcast", entry)
 
     def all_gather_list(self, tensor: torch.Tensor, *, label: str = "") -> list[torch.Tensor]:
         """Every rank's ``tensor`` (any shape, the same everywhere), by rank."""
@@ -278,8 +182,9 @@ class Collectives:
         self._all_reduce_now(bits, label or "sum_disjoint_bits")
 
     def _all_reduce_now(self, tensor: torch.Tensor, label: str) -> None:
+        way = self.backend_of(tensor).add_up
         with self.ledger.enter("all-reduce", tensor.nbytes, label, tensor.device) as entry:
-            _wait_all([dist.all_reduce(tensor, group=self.group, async_op=True)], "all_reduce", entry)
+            wait_all([way(self, tensor)], "all_reduce", entry)
 
     def gather_numbers(self, number: float, *, label: str = "") -> list[Any]:
         """Every rank's ``number`` by rank: all int (64 bit) or all float on all ranks."""
@@ -321,15 +226,14 @@ class Collectives:
         except BaseException:
             entry.end()
             raise
-        entry.state = ENTERED
-        work._entry = entry
-        return work
+        return work.note_in(entry)
 
-    def _backend(self, flat: torch.Tensor) -> Backend:
-        backend = self._backends.get(flat.device.type)
+    def backend_of(self, tensor: torch.Tensor) -> Backend:
+        """What carries ``tensor``. Raises ``CommError`` where the group has nothing for its device."""
+        backend = self._backends.get(tensor.device.type)
         if backend is None:
             raise CommError(
-                f"the group has no backend for {flat.device.type} tensors"
+                f"the group has no backend for {tensor.device.type} tensors"
                 f" (it has {dist.get_backend_config(self.group)})",
                 where=f"rank {self.rank}",
                 fix="leave dist_backend unset in init_distributed, or name one backend for each device",
@@ -357,104 +261,3 @@ def _check_flat(tensor: torch.Tensor) -> None:
 
 def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype
-
-
-def _exchange_then_reduce(
-    comm: Collectives, flat: torch.Tensor, out: torch.Tensor, scale: float, accumulate: bool
-) -> Work:
-    """Every rank gets all ranks' versions of its slice and adds them up itself."""
-    received = comm.scratch.take(flat.numel(), flat.dtype, flat.device)
-    handle = dist.all_to_all_single(received, flat, group=comm.group, async_op=True)
-
-    def finish() -> None:
-        comm.reduce(list(received.view(comm.world_size, -1)), scale, accumulate, out)
-        comm.scratch.give(received)
-
-    return Work([handle], finish=finish, kept=[flat, out], what=f"reduce_scatter of {flat.numel()} {flat.dtype}")
-
-
-def _reduce_scatter_by_backend(
-    comm: Collectives, flat: torch.Tensor, out: torch.Tensor, scale: float, accumulate: bool
-) -> Work:
-    """The backend sums (in flat's dtype); scaling and adding to what is there is ours."""
-    what = f"reduce_scatter of {flat.numel()} {flat.dtype}"
-    if scale == 1.0 and not accumulate and out.dtype == flat.dtype:
-        handle = reduce_scatter_single(out, flat, group=comm.group, async_op=True)
-        return Work([handle], kept=[flat, out], what=what)
-    received = comm.scratch.take(out.numel(), flat.dtype, flat.device)
-    handle = reduce_scatter_single(received, flat, group=comm.group, async_op=True)
-
-    def finish() -> None:
-        comm.reduce([received], scale, accumulate, out)
-        comm.scratch.give(received)
-
-    return Work([handle], finish=finish, kept=[flat, out], what=what)
-
-
-def _broadcast_slices(comm: Collectives, flat: torch.Tensor) -> Work:
-    """All ranks' broadcasts run at once. Over gloo 3 to 5 times as fast as its all_gather, which copies into lists."""
-    handles = [
-        dist.broadcast(part, comm.global_ranks[r], group=comm.group, async_op=True)
-        for r, part in enumerate(flat.view(comm.world_size, -1))
-    ]
-    return Work(handles, kept=[flat], what=f"all_gather of {flat.numel()} {flat.dtype}")
-
-
-def _all_gather_by_backend(comm: Collectives, flat: torch.Tensor) -> Work:
-    handle = all_gather_single(flat, comm.own_slice(flat), group=comm.group, async_op=True)
-    return Work([handle], kept=[flat], what=f"all_gather of {flat.numel()} {flat.dtype}")
-
-
-def _all_reduce_by_backend(comm: Collectives, flat: torch.Tensor, scale: float) -> Work:
-    handle = dist.all_reduce(flat, group=comm.group, async_op=True)
-    finish = None if scale == 1.0 else lambda: comm.reduce([flat], scale, False, flat)
-    return Work([handle], finish=finish, kept=[flat], what=f"all_reduce of {flat.numel()} {flat.dtype}")
-
-
-def _exchange_reduce_broadcast(comm: Collectives, flat: torch.Tensor, scale: float) -> Work:
-    """Each rank sums one piece (as ``_exchange_then_reduce``) and sends it to all. Pieces differ by at most 1."""
-    n, rank, numel = comm.world_size, comm.rank, flat.numel()
-    sizes = [numel // n + (r < numel % n) for r in range(n)]
-    pieces = flat.split(sizes)
-    received = comm.scratch.take(n * sizes[rank], flat.dtype, flat.device)
-    handle = dist.all_to_all_single(received, flat, [sizes[rank]] * n, sizes, group=comm.group, async_op=True)
-    what = f"all_reduce of {numel} {flat.dtype}"
-
-    def finish() -> None:
-        if sizes[rank]:
-            comm.reduce(list(received.view(n, -1)), scale, False, pieces[rank])
-        comm.scratch.give(received)
-        _wait_all(
-            [
-                dist.broadcast(piece, comm.global_ranks[r], group=comm.group, async_op=True)
-                for r, piece in enumerate(pieces)
-                if piece.numel()
-            ],
-            what,
-        )
-
-    return Work([handle], finish=finish, kept=[flat], what=what)
-
-
-def _all_reduce_gloo(comm: Collectives, flat: torch.Tensor, scale: float) -> Work:
-    """gloo's ring sums 16-bit numbers one by one and rounds at each rank; in f32 it is fast, and takes no scratch."""
-    way = _all_reduce_by_backend if flat.dtype == torch.float32 else _exchange_reduce_broadcast
-    return way(comm, flat, scale)
-
-
-class Backend(NamedTuple):
-    """How each collective is done over one backend of ``torch.distributed``. Lengths are > 0, ranks > 1."""
-
-    reduce_scatter: Callable[[Collectives, torch.Tensor, torch.Tensor, float, bool], Work]
-    all_gather: Callable[[Collectives, torch.Tensor], Work]
-    all_reduce: Callable[[Collectives, torch.Tensor, float], Work]
-
-
-# Measured over gloo with 48 MiB, 2 / 3 ranks on 2 cores: reduce_scatter 38 / 51 ms by all_to_all (its own
-# reduce_scatter: 120 ms for 64 MiB and 2 ranks), all_gather 20-28 / 32 ms by broadcasts (its own: 75-109 / 93-230),
-# all_reduce f32 55 / 79 ms by its ring (ours 56 / 85), fp16 104 / 129 ms by its ring, 68 / 89 by ours.
-GLOO = Backend(_exchange_then_reduce, _broadcast_slices, _all_reduce_gloo)
-# What a backend made for large machines does best itself.
-GENERIC = Backend(_reduce_scatter_by_backend, _all_gather_by_backend, _all_reduce_by_backend)
-
-BACKENDS: dict[str, Backend] = {"gloo": GLOO}

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import GradBucket, ProcessGroup, ReduceOp
 
-from deepspeed_c.comm import collectives
+from deepspeed_c.comm import backends
 from deepspeed_c.comm.discover import DEFAULT_PORT, discover
 from deepspeed_c.comm.groups import is_initialized, require_initialized
 from deepspeed_c.comm.ledger import Ledger, LedgerEntry, ledger_of
@@ -418,7 +418,7 @@ def all_gather_into_tensor(
     debug: str | None = None,
 ) -> Any:
     """Every rank gets all ranks' ``tensor``, one after another, in ``output_tensor``."""
-    return collectives.all_gather_single(output_tensor, tensor, group=group, async_op=async_op)
+    return backends.all_gather_single(output_tensor, tensor, group=group, async_op=async_op)
 
 
 def allgather_fn(
@@ -443,7 +443,7 @@ def all_gather_coalesced(
     if len(output_tensors) != len(input_tensors):
         raise ValueError(f"{len(output_tensors)} output tensors for {len(input_tensors)} input tensors")
     handles = [
-        collectives.all_gather_single(out, tensor, group=group, async_op=True)
+        backends.all_gather_single(out, tensor, group=group, async_op=True)
         for out, tensor in zip(output_tensors, input_tensors)
     ]
     return _together(handles, async_op)
@@ -489,7 +489,7 @@ def reduce_scatter_tensor(
     debug: str | None = None,
 ) -> Any:
     """Rank r's ``output_tensor`` becomes the reduction of slice r of all ranks' ``tensor``."""
-    return collectives.reduce_scatter_single(output_tensor, tensor, op=op, group=group, async_op=async_op)
+    return backends.reduce_scatter_single(output_tensor, tensor, op=op, group=group, async_op=async_op)
 
 
 def reduce_scatter_fn(

@@ -10,8 +10,10 @@ import torch
 from torch.distributed.distributed_c10d import _world
 
 from deepspeed_c.buffers import BufferPool
-from deepspeed_c.comm.collectives import BACKENDS, GENERIC, Collectives, Work
+from deepspeed_c.comm.backends import BACKENDS, GENERIC
+from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.ledger import Ledger
+from deepspeed_c.comm.work import Work
 from deepspeed_c.offload.swap import SwapFile, SwapSettings
 
 __all__ = ["PretendedFile", "PretendedRanks"]

@@ -9,7 +9,7 @@ import torch
 from deepspeed_c import ops  # noqa: F401  (loads torch.ops.deepspeed_c)
 from deepspeed_c.accelerator import has_streams
 from deepspeed_c.buffers import BufferPool
-from deepspeed_c.comm.collectives import Work
+from deepspeed_c.comm.work import Work
 from deepspeed_c.zero.gradients.sparse import sparse_sum
 from deepspeed_c.zero.layout.unit import Slot, Unit
 

@@ -33,7 +33,8 @@ import torch
 
 from deepspeed_c import _C
 from deepspeed_c.buffers import BufferPool
-from deepspeed_c.comm.collectives import Collectives, Work
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.comm.work import Work
 from deepspeed_c.errors import BackwardError, CommError
 from deepspeed_c.logging import logger
 from deepspeed_c.zero.gradients.bucket import Bucket

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 
 from deepspeed_c import _C
-from deepspeed_c.comm.collectives import Collectives, Work
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.comm.work import Work
 from deepspeed_c.errors import ModelError
 from deepspeed_c.zero.states.home import ON_DEVICE, Home, Placement, Tagged
 from deepspeed_c.zero.weights.param import shape_of, take_over, whole_of

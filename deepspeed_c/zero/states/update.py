@@ -7,7 +7,7 @@ from contextlib import closing
 
 import torch
 
-from deepspeed_c.comm.collectives import Work
+from deepspeed_c.comm.work import Work
 from deepspeed_c.ops.optim import Call
 from deepspeed_c.ops.scope import Shards, declaration
 from deepspeed_c.zero.gradients.reducer import GradientReducer

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from deepspeed_c.comm.collectives import Collectives, Work
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.comm.work import Work
 from deepspeed_c.zero.layout.unit import Slot, Unit
 from deepspeed_c.zero.weights.param import (
     ShardState,

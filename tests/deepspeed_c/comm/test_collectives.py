@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_c.buffers import BufferPool
-from deepspeed_c.comm import collectives
-from deepspeed_c.comm.collectives import GENERIC, GLOO, Collectives, Work
+from deepspeed_c.comm import backends
+from deepspeed_c.comm.backends import GENERIC, GLOO
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.comm.work import Work
 from deepspeed_c.errors import CommError
 from tests.ranks import RanksFailed
 
@@ -406,10 +408,10 @@ def test_work_waits_once_and_for_every_handle():
 
 def test_new_names_are_used_where_torch_has_them():
     if hasattr(dist, "all_gather_single"):
-        assert collectives.all_gather_single is dist.all_gather_single
-        assert collectives.reduce_scatter_single is dist.reduce_scatter_single
+        assert backends.all_gather_single is dist.all_gather_single
+        assert backends.reduce_scatter_single is dist.reduce_scatter_single
     else:
-        assert collectives.all_gather_single is dist.all_gather_into_tensor
+        assert backends.all_gather_single is dist.all_gather_into_tensor
 
 
 def test_without_a_group_the_error_says_what_to_call():

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from deepspeed_c import comm as ds_comm
 from deepspeed_c.comm import ledger as ledger_module
-from deepspeed_c.comm.collectives import GENERIC, GLOO, Collectives
+from deepspeed_c.comm.backends import GENERIC, GLOO
+from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.ledger import DONE, ENTERED, STARTING, WAITING, Ledger, Total, all_ledgers, describe, ledger_of
 from deepspeed_c.errors import CommError
 
