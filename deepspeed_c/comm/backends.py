@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from deepspeed_c.comm.collectives import Collectives
 
 __all__ = [
-    "BACKENDS",
     "GENERIC",
     "GLOO",
     "Backend",
     "all_gather_single",
+    "backend_named",
     "broadcast_slices",
     "reduce_scatter_single",
 ]
@@ -122,6 +122,8 @@ class Backend(NamedTuple):
     Lengths are > 0, ranks > 1. The first three take flat tensors, the others any contiguous ones.
     """
 
+    name: str
+    """What ledgers say that a collective took."""
     reduce_scatter: Callable[[Collectives, torch.Tensor, torch.Tensor, float, bool], Work]
     all_gather: Callable[[Collectives, torch.Tensor], Work]
     all_reduce: Callable[[Collectives, torch.Tensor, float], Work]
@@ -134,9 +136,12 @@ class Backend(NamedTuple):
 # Measured over gloo with 48 MiB, 2 / 3 ranks on 2 cores: reduce_scatter 38 / 51 ms by all_to_all (its own
 # reduce_scatter: 120 ms for 64 MiB and 2 ranks), all_gather 20-28 / 32 ms by broadcasts (its own: 75-109 / 93-230),
 # all_reduce f32 55 / 79 ms by its ring (ours 56 / 85), fp16 104 / 129 ms by its ring, 68 / 89 by ours.
-GLOO = Backend(_exchange_then_reduce, broadcast_slices, _all_reduce_gloo, _broadcast_by_backend, _add_up_by_backend)
+GLOO = Backend(
+    "gloo", _exchange_then_reduce, broadcast_slices, _all_reduce_gloo, _broadcast_by_backend, _add_up_by_backend
+)
 # What a backend made for large machines does best itself.
 GENERIC = Backend(
+    "torch",
     _reduce_scatter_by_backend,
     _all_gather_by_backend,
     _all_reduce_by_backend,
@@ -144,4 +149,7 @@ GENERIC = Backend(
     _add_up_by_backend,
 )
 
-BACKENDS: dict[str, Backend] = {"gloo": GLOO}
+
+def backend_named(name: str) -> Backend:
+    """How to use the backend of ``torch.distributed`` of that name."""
+    return GLOO if name == "gloo" else GENERIC._replace(name=name)

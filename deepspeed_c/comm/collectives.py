@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_c.buffers import BufferPool
-from deepspeed_c.comm.backends import BACKENDS, GENERIC, Backend, broadcast_slices
+from deepspeed_c.comm.backends import Backend, backend_named, broadcast_slices
 from deepspeed_c.comm.groups import get_all_ranks_from_group, get_rank, get_world_size
 from deepspeed_c.comm.ledger import ledger_of
 from deepspeed_c.comm.work import Work, wait_all
@@ -69,9 +69,10 @@ class Collectives:
             if self.world_size > 1
             else {}
         )
-        self._backends = {device: BACKENDS.get(name, GENERIC) for device, name in names.items()}
+        self._backends = {device: backend_named(name) for device, name in names.items()}
         # Numbers travel on the CPU where they can, else on the accelerator.
         self._number_device = torch.device("cpu" if "cpu" in names or not names else next(iter(names)))
+        self._object_path = names.get(self._number_device.type, "")
 
     def alone(self) -> Collectives:
         """This rank by itself: nothing is sent."""
@@ -117,8 +118,10 @@ class Collectives:
             if accumulate or scale != 1.0 or not _is_same(flat, out):
                 self.reduce([flat], scale, accumulate, out)
             return Work.done()
-        way = self.backend_of(flat).reduce_scatter
-        return self._start("reduce-scatter", flat, label, way, flat, out, scale, accumulate)
+        backend = self.backend_of(flat)
+        return self._start(
+            "reduce-scatter", flat, label, backend, backend.reduce_scatter, flat, out, scale, accumulate
+        )
 
     def all_gather(self, flat: torch.Tensor, *, use_broadcast: bool = False, label: str = "") -> Work:
         """Each rank's slice of ``flat`` [n * s] goes to all ranks, in place. Any dtype.
@@ -133,8 +136,9 @@ class Collectives:
             raise ValueError(f"flat has {flat.numel()} elements, no multiple of {self.world_size} ranks")
         if flat.numel() == 0 or self.world_size == 1:
             return Work.done()
-        way = broadcast_slices if use_broadcast else self.backend_of(flat).all_gather
-        return self._start(op, flat, label, way, flat)
+        backend = self.backend_of(flat)
+        way = broadcast_slices if use_broadcast else backend.all_gather
+        return self._start(op, flat, label, backend, way, flat)
 
     def all_reduce(self, flat: torch.Tensor, *, scale: float = 1.0, label: str = "") -> Work:
         """flat = scale * (sum of every rank's ``flat``), in place, the same bits on every rank.
@@ -148,14 +152,15 @@ class Collectives:
             if scale != 1.0:
                 self.reduce([flat], scale, False, flat)
             return Work.done()
-        return self._start("all-reduce", flat, label, self.backend_of(flat).all_reduce, flat, scale)
+        backend = self.backend_of(flat)
+        return self._start("all-reduce", flat, label, backend, backend.all_reduce, flat, scale)
 
     def broadcast(self, tensor: torch.Tensor, src: int, *, label: str = "") -> None:
         """Rank ``src`` of the group sends its contiguous ``tensor`` (any shape and dtype) to all."""
         if self.world_size > 1 and tensor.numel():
-            way = self.backend_of(tensor).broadcast
-            with self.ledger.enter("broadcast", tensor.nbytes, label, tensor.device) as entry:
-                wait_all([way(self, tensor, src)], "broadcast", entry)
+            backend = self.backend_of(tensor)
+            with self.ledger.enter("broadcast", tensor.nbytes, label, tensor.device, backend.name) as entry:
+                wait_all([backend.broadcast(self, tensor, src)], "broadcast", entry)
 
     def all_gather_list(self, tensor: torch.Tensor, *, label: str = "") -> list[torch.Tensor]:
         """Every rank's ``tensor`` (any shape, the same everywhere), by rank."""
@@ -182,9 +187,9 @@ class Collectives:
         self._all_reduce_now(bits, label or "sum_disjoint_bits")
 
     def _all_reduce_now(self, tensor: torch.Tensor, label: str) -> None:
-        way = self.backend_of(tensor).add_up
-        with self.ledger.enter("all-reduce", tensor.nbytes, label, tensor.device) as entry:
-            wait_all([way(self, tensor)], "all_reduce", entry)
+        backend = self.backend_of(tensor)
+        with self.ledger.enter("all-reduce", tensor.nbytes, label, tensor.device, backend.name) as entry:
+            wait_all([backend.add_up(self, tensor)], "all_reduce", entry)
 
     def gather_numbers(self, number: float, *, label: str = "") -> list[Any]:
         """Every rank's ``number`` by rank: all int (64 bit) or all float on all ranks."""
@@ -210,7 +215,7 @@ class Collectives:
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
-        with self.ledger.enter("all-gather", 0, label or "gather_objects"):
+        with self.ledger.enter("all-gather", 0, label or "gather_objects", path=self._object_path):
             dist.all_gather_object(values, value, group=self.group)
         return values
 
@@ -218,9 +223,11 @@ class Collectives:
         """Returns when every rank has come here."""
         self._gather_numbers("barrier", 0, label)
 
-    def _start(self, op: str, flat: torch.Tensor, label: str, way: Callable[..., Work], *args: Any) -> Work:
-        """Enters ``op`` on ``flat`` in the ledger and starts it by ``way``."""
-        entry = self.ledger.enter(op, flat.nbytes, label, flat.device)
+    def _start(
+        self, op: str, flat: torch.Tensor, label: str, backend: Backend, way: Callable[..., Work], *args: Any
+    ) -> Work:
+        """Enters ``op`` on ``flat`` in the ledger and starts it by ``way`` over ``backend``."""
+        entry = self.ledger.enter(op, flat.nbytes, label, flat.device, backend.name)
         try:
             work = way(self, *args)
         except BaseException:

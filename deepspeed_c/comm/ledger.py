@@ -73,10 +73,17 @@ class LedgerEntry:
     A context manager too: inside, the rank waits for it. Ranks must agree on ``op``, ``n_bytes`` and ``label``.
     """
 
-    __slots__ = ("_device", "_ledger", "label", "module", "n_bytes", "op", "phase", "seq", "since", "state")
+    __slots__ = ("_device", "_ledger", "label", "module", "n_bytes", "op", "path", "phase", "seq", "since", "state")
 
     def __init__(
-        self, ledger: Ledger, seq: int, op: str, n_bytes: int, label: str, device: torch.device | None = None
+        self,
+        ledger: Ledger,
+        seq: int,
+        op: str,
+        n_bytes: int,
+        label: str,
+        device: torch.device | None = None,
+        path: str = "",
     ) -> None:
         self._ledger = ledger
         self._device = device
@@ -84,6 +91,8 @@ class LedgerEntry:
         self.op = op
         self.n_bytes = n_bytes
         self.label = label
+        self.path = path
+        """What carries it: "shm", or a backend of ``torch.distributed``; "" where the caller said it to torch."""
         self.phase = ledger.phase
         self.module = ledger.module
         self.state = STARTING
@@ -129,16 +138,16 @@ class LedgerEntry:
             self.end()
 
     def __str__(self) -> str:
-        what = describe(self.op, self.seq, self.label, self.phase, self.module)
+        what = describe(self.op, self.seq, self.label, self.phase, self.module, self.path)
         ledger = self._ledger
         return f"{what} {group_in_words(ledger.axes, ledger.ranks)}" if ledger.axes else what
 
 
-def describe(op: str, seq: int, label: str, phase: str, module: str) -> str:
-    """``all-gather #812 of layers.7.mlp.w1 (forward)``; what is empty is left out, and so is a number below 1."""
+def describe(op: str, seq: int, label: str, phase: str, module: str, path: str = "") -> str:
+    """``all-gather #812 of layers.7.mlp.w1 (forward, gloo)``; what is empty is left out, as is a number below 1."""
     number = f" #{seq}" if seq > 0 else ""
     of = f" of {label}" if label else ""
-    at = ", ".join(part for part in (phase, module) if part)
+    at = ", ".join(part for part in (phase, module, path) if part)
     return f"{op}{number}{of}{f' ({at})' if at else ''}"
 
 
@@ -192,6 +201,7 @@ class Ledger:
         self._numbers = itertools.count(1)  # next() is one step, whichever threads take it
         self._last = 0
         self._totals: dict[str, list[int]] = {}
+        self._carried: dict[str, int] = {}
         self._on_device: deque[tuple[LedgerEntry, torch.Event]] = deque()
         self._device_lock = threading.Lock()
 
@@ -222,15 +232,19 @@ class Ledger:
             return self._watchman()
         return "" if self._whole is None else self._whole.explain()
 
-    def enter(self, op: str, n_bytes: int, label: str = "", device: torch.device | None = None) -> LedgerEntry:
+    def enter(
+        self, op: str, n_bytes: int, label: str = "", device: torch.device | None = None, path: str = ""
+    ) -> LedgerEntry:
         """Enters a collective that starts now.
 
-        ``n_bytes`` as in ``Total``; device: where its data is, by default the CPU.
+        ``n_bytes`` as in ``Total``; device: where its data is, by default the CPU; path: as in ``LedgerEntry``.
         """
         seq = next(self._numbers)
-        entry = self._ring[seq % _N_KEPT] = self.entry_type(self, seq, op, n_bytes, label, device)
+        entry = self._ring[seq % _N_KEPT] = self.entry_type(self, seq, op, n_bytes, label, device, path)
         self._last = seq
         self._count(op, n_bytes)
+        if path:
+            self._carried[path] = self._carried.get(path, 0) + n_bytes
         return entry
 
     def enter_message(self, op: str, n_bytes: int, label: str = "", device: torch.device | None = None) -> LedgerEntry:
@@ -275,9 +289,14 @@ class Ledger:
             for op, (count, n_bytes) in list(self._totals.items())
         }
 
+    @property
+    def carried(self) -> dict[str, int]:
+        """Payload of the engines' collectives by what carried them (``LedgerEntry.path``), in bytes as in ``Total``."""
+        return dict(self._carried)
+
     def reset_totals(self) -> None:
         """Counts from zero again."""
-        self._totals = {}
+        self._totals, self._carried = {}, {}
 
     def _count(self, op: str, n_bytes: int) -> None:
         total = self._totals.get(op)

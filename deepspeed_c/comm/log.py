@@ -60,6 +60,8 @@ class _CallRecord:
 
     op: str
     seconds: list[float] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
+    """What carried them, each once; empty where the caller said it to torch."""
 
 
 class CommsLogger:
@@ -92,15 +94,18 @@ class CommsLogger:
         """Whether a call is to be recorded."""
         return self.enabled and (prof or self.prof_all or log_name in self.prof_ops)
 
-    def append(self, op: str, log_name: str, seconds: float, n_bytes: int, world_size: int) -> None:
-        """Records one call of ``op`` under ``log_name``."""
+    def append(self, op: str, log_name: str, seconds: float, n_bytes: int, world_size: int, path: str = "") -> None:
+        """Records one call of ``op`` under ``log_name``. path: as in ``LedgerEntry``."""
         record = self._records.setdefault(log_name, {}).setdefault(n_bytes, _CallRecord(op))
         record.seconds.append(seconds)
+        if path and path not in record.paths:
+            record.paths.append(path)
         if self.verbose:
             algorithm, bus = bandwidths_gbps(op, n_bytes, seconds, world_size)
             logger.info(
-                "comm %s: %.3f ms, %s, algorithm %.2f Gbit/s, bus %.2f Gbit/s",
+                "comm %s%s: %.3f ms, %s, algorithm %.2f Gbit/s, bus %.2f Gbit/s",
                 log_name,
+                f" over {path}" if path else "",
                 seconds * 1e3,
                 _size(n_bytes),
                 algorithm,
@@ -135,6 +140,7 @@ class CommsLogger:
                     "busbw_avg_gbps": trim_mean([b for _, b in speeds], 0.1),
                     "msg_size_bytes": n_bytes,
                     "msg_size_str": _size(n_bytes),
+                    **({"path": ", ".join(record.paths)} if record.paths else {}),
                 }
         return table
 
@@ -176,7 +182,7 @@ class CommsLogger:
         for name, sizes in table.items():
             rows.append([name])
             for row in sizes.values():
-                values = [row[key] for key in columns]
+                values = [row.get(key, "") for key in columns]
                 rows.append(["", *(f"{value:.2f}" if isinstance(value, float) else str(value) for value in values)])
         return "\n".join([title, *("".join(f"{cell:<{_WIDTH}}" for cell in row).rstrip() for row in rows)])
 
@@ -194,6 +200,7 @@ _COLUMNS = {
     "total_straggler_ms": "Total straggler(ms)",
     "avg_comm_lat_ms": "Avg comm lat(ms)",
     "avg_straggler_ms": "Avg straggler(ms)",
+    "path": "Path",
 }
 
 
@@ -235,7 +242,7 @@ def log_collectives(log: CommsLogger) -> Callable[[bool], None]:
             n_bytes = self.n_bytes // n_ranks if is_piece else self.n_bytes
             at = ", ".join(part for part in (self.phase, self.label) if part)
             name = f"{op} | [Caller Func: engine{f' ({at})' if at else ''}]" if log.debug else op
-            log.append(op, name, perf_counter() - self._began, n_bytes, n_ranks)
+            log.append(op, name, perf_counter() - self._began, n_bytes, n_ranks, self.path)
 
     def switch(is_on: bool) -> None:
         Ledger.entry_type = LoggedEntry if is_on else LedgerEntry

@@ -51,9 +51,11 @@ class ToldEntry(msgspec.Struct, frozen=True, array_like=True):
     state: str
     seconds: float
     """How long its rank has been in this state."""
+    path: str = ""
+    """What carries it."""
 
     def __str__(self) -> str:
-        return describe(self.op, self.seq, self.label, self.phase, self.module)
+        return describe(self.op, self.seq, self.label, self.phase, self.module, self.path)
 
 
 class GroupPosition(msgspec.Struct, frozen=True):
@@ -132,6 +134,7 @@ def _told(entry: LedgerEntry, now: float) -> ToldEntry:
         entry.module,
         entry.state,
         max(0.0, now - entry.since),
+        entry.path,
     )
 
 

@@ -72,7 +72,7 @@ def test_the_text_names_rank_and_parameter(run_ranks, tmp_path, how: str) -> Non
         text = (tmp_path / str(outcome.rank)).read_text()
         told = text[text.index("ranks have diverged") :]
         assert "rank 0" in told and "rank 1" in told, told
-        assert "all-gather" in told and "(forward)" in told, told
+        assert "all-gather" in told and "(forward" in told, told
         assert ".weight" in told or ".bias" in told, told
         if how == "elsewhere":
             assert "the end of epoch 1" in told, told

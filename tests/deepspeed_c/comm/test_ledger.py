@@ -40,6 +40,7 @@ def test_words_for_an_entry():
     assert describe("all-gather", 812, "layers.7.mlp.w1", "forward", "") == (
         "all-gather #812 of layers.7.mlp.w1 (forward)"
     )
+    assert describe("all-gather", 2, "w", "forward", "", "shm") == "all-gather #2 of w (forward, shm)"
     assert describe("comm.recv", 0, "", "", "train.py:3") == "comm.recv (train.py:3)"
     assert describe("barrier", 1, "", "", "") == "barrier #1"
 
@@ -161,7 +162,7 @@ def test_totals(world):
         "comm.recv": Total(1, 70, 0),
     }
     ledger.reset_totals()
-    assert ledger.totals == {} and ledger.last == 5, "numbers go on, and messages take none"
+    assert ledger.totals == {} and ledger.carried == {} and ledger.last == 5, "numbers go on, and messages take none"
 
 
 # ---- over gloo
@@ -192,6 +193,9 @@ def sharded_step_body(rank, world, way):
         (2, "all-gather", 2 * n_params, "layers.0.w (+3 more)", "backward", DONE),
         (3, "reduce-scatter", 2 * n_params, "layers.0.w", "backward", DONE),
     ], told
+    path = {"gloo": "gloo", "generic": "torch"}[way]
+    assert [e.path for e in comm.ledger.recent(3)] == [path] * 3
+    assert comm.ledger.carried == {path: 3 * 2 * n_params}, comm.ledger.carried
     moved = sum(total.wire_bytes for total in comm.ledger.totals.values())
     assert moved == 3 * 2 * n_params * (world - 1) // world, (moved, comm.ledger.totals)
 

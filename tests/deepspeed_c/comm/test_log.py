@@ -72,3 +72,15 @@ def test_stragglers_of_ranks_with_different_records():
     assert row["count"] == 2
     assert row["total_comm_lat_ms"] == pytest.approx(24.0) and row["total_straggler_ms"] == pytest.approx(6.0)
     assert table["b"][8]["count"] == 0 and table["b"][8]["avg_straggler_ms"] == 0.0
+
+
+def test_what_carried_a_call_is_in_its_row():
+    log = CommsLogger()
+    log.append("all_reduce", "grads", 0.001, 4096, 2, "shm")
+    log.append("all_reduce", "grads", 0.001, 4096, 2, "gloo")
+    log.append("all_reduce", "grads", 0.001, 4096, 2, "shm")
+    log.append("all_reduce", "mine", 0.001, 4096, 2)
+    summary = log.summary(2)
+    assert summary["grads"][4096]["path"] == "shm, gloo" and "path" not in summary["mine"][4096]
+    heading, _, row, *_ = log.format("title", summary).splitlines()[1:]
+    assert heading.endswith("Path") and row.endswith("shm, gloo"), (heading, row)
