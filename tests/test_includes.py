@@ -26,6 +26,7 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
     "accel": ("accel/", "base/", "dsc/"),
     "aio": ("aio/", "base/", "dsc/"),
     "ckpt": ("ckpt/", "base/", "dsc/"),
+    "comm": ("comm/", "cpu/", "base/", "dsc/"),
     "cuda": ("cuda/", "dsc/"),
 }
 
@@ -41,7 +42,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     r"(pybind11/|Python\.h)": ("ops/binding/*",),
     r"(cuda|nccl|cub/|thrust/)": ("csrc/cuda/*",),
     r"dlfcn\.h": ("csrc/accel/*", "ops/binding/*"),
-    r"pthread\.h": ("csrc/base/pool.c", "csrc/base/process.c", "csrc/cpu/dispatch.c", "csrc/ckpt/crc32c.c", "csrc/aio/threads.c"),
+    r"pthread\.h": ("csrc/base/pool.c", "csrc/base/process.c", "csrc/cpu/dispatch.c", "csrc/ckpt/crc32c.c", "csrc/aio/threads.c", "csrc/comm/*"),
     r"immintrin\.h": ("csrc/cpu/*",),
     r"(libaio|liburing)\.h": (),
 }

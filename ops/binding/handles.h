@@ -21,6 +21,7 @@ void bind_fetch(pybind11::module_ &m);
 void bind_scaler(pybind11::module_ &m);
 void bind_ckpt(pybind11::module_ &m);
 void bind_aio(pybind11::module_ &m);
+void bind_comm(pybind11::module_ &m);
 void bind_build(pybind11::module_ &m);
 
 /* check.cpp has size called, without the GIL, by an operator that finds the pool without a size. */

@@ -13,5 +13,6 @@ PYBIND11_MODULE(_C, m)
     dsc::bind_scaler(m);
     dsc::bind_ckpt(m);
     dsc::bind_aio(m);
+    dsc::bind_comm(m);
     dsc::bind_build(m);
 }

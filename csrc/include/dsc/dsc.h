@@ -9,6 +9,7 @@
 #include "dsc/accel.h"
 #include "dsc/aio.h"
 #include "dsc/ckpt.h"
+#include "dsc/comm.h"
 #include "dsc/fetch.h"
 #include "dsc/flat.h"
 #include "dsc/kernels.h"

@@ -9,19 +9,21 @@ extern "C" {
 #endif
 
 /* name, value, text. The values are part of the ABI. */
-#define DSC_STATUS_MAP(X)                                     \
-    X(OK, 0, "success")                                       \
-    X(EINVAL, 1, "invalid argument")                          \
-    X(ENOMEM, 2, "out of memory")                             \
-    X(EOVERFLOW, 3, "a size does not fit its type")           \
-    X(ENOTFOUND, 4, "no entry of that name")                  \
-    X(ENOTSUP, 5, "not supported by this build or device")    \
-    X(ESTATE, 6, "not allowed in the object's present state") \
-    X(EDEVICE, 7, "the accelerator reported an error")        \
-    X(EAGAIN, 8, "try again")                                 \
-    X(EIO, 9, "a transfer failed")                            \
-    X(ECORRUPT, 10, "stored data is not what was written")    \
-    X(ENOSPC, 11, "not enough room")
+#define DSC_STATUS_MAP(X)                                       \
+    X(OK, 0, "success")                                         \
+    X(EINVAL, 1, "invalid argument")                            \
+    X(ENOMEM, 2, "out of memory")                               \
+    X(EOVERFLOW, 3, "a size does not fit its type")             \
+    X(ENOTFOUND, 4, "no entry of that name")                    \
+    X(ENOTSUP, 5, "not supported by this build or device")      \
+    X(ESTATE, 6, "not allowed in the object's present state")   \
+    X(EDEVICE, 7, "the accelerator reported an error")          \
+    X(EAGAIN, 8, "try again")                                   \
+    X(EIO, 9, "a transfer failed")                              \
+    X(ECORRUPT, 10, "stored data is not what was written")      \
+    X(ENOSPC, 11, "not enough room")                            \
+    X(EPEER, 12, "another rank is gone, or does another thing") \
+    X(ETIMEDOUT, 13, "nothing came in time")
 
 typedef enum dsc_status {
 #define DSC_STATUS_ENUM(name, value, text) DSC_##name = value,

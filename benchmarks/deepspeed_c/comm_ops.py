@@ -1,0 +1,144 @@
+"""How long do collectives between the ranks of one host take through shared memory, and how long over gloo?
+
+Each operation and size by turns: over gloo, through shared memory from memory of the arena (which the other ranks read in place), and from any other (staged). A time is that of
+the slowest rank from a barrier to its own end. The bound is what the bytes that a rank has to read and write take where all ranks copy memory at once.
+Run: python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.deepspeed_c.comm_ops
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.measure import bound, in_turn, machine, median_spread, ratios, require
+from deepspeed_c import _C
+from deepspeed_c.comm.collectives import all_gather_single, reduce_scatter_single
+
+KIB = (4, 64, 1024, 65536)
+
+
+def connect() -> _C.ShmGroup:
+    group = _C.ShmGroup(dist.get_rank(), dist.get_world_size(), 300.0)
+    addresses: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(addresses, group.address)
+    group.attach(addresses)
+    dist.barrier()
+    return group
+
+
+def contenders(group: _C.ShmGroup, op: str, n: int) -> dict[str, tuple[torch.Tensor, Callable[[], object]]]:
+    """What each contender works on (n float32 elements), and its call, which returns when it is done."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    mine = slice(rank * (n // world), (rank + 1) * (n // world))
+    block: _C.ShmBuffer = group.empty(4 * n)
+    arena = torch.frombuffer(block, dtype=torch.float32)
+    plain, theirs = torch.empty(n), torch.empty(n)
+    require(group.owns(arena) and not group.owns(plain), "one tensor lies in the arena, the other does not")
+
+    def shm(flat: torch.Tensor) -> _C.ShmWork:
+        if op == "all_reduce":
+            return group.all_reduce(flat)
+        if op == "reduce_scatter":
+            return group.reduce_scatter(flat, flat[mine], 1.0, False)
+        return group.all_gather(flat)
+
+    def gloo() -> None:
+        if op == "all_reduce":
+            dist.all_reduce(theirs)
+        elif op == "reduce_scatter":
+            reduce_scatter_single(theirs[mine], theirs)
+        else:
+            all_gather_single(theirs, theirs[mine])
+
+    return {
+        "gloo": (theirs, gloo),
+        "arena": (arena, lambda: shm(arena).wait()),
+        "staged": (plain, lambda: shm(plain).wait()),
+    }
+
+
+def bytes_moved(op: str, n: int, world: int) -> int:
+    """That a rank reads and writes at least, in memory that all of them share."""
+    part = 4 * n // world
+    reduced, gathered = (world + 1) * part, 2 * (world - 1) * part
+    return {"all_reduce": reduced + gathered, "reduce_scatter": reduced, "all_gather": gathered}[op]
+
+
+def slowest(call: Callable[[], object], group: _C.ShmGroup, repeats: int) -> float:
+    """Seconds of one call, on the slowest rank; of many where one is too short for a clock."""
+    group.barrier()
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    seconds = torch.tensor([(time.perf_counter() - begin) / repeats], dtype=torch.float64)
+    group.all_reduce(seconds, "max").wait()
+    return seconds.item()
+
+
+def check(calls: dict[str, tuple[torch.Tensor, Callable[[], object]]]) -> None:
+    """All contenders compute the same."""
+    results = []
+    for flat, call in calls.values():
+        flat.copy_(torch.arange(flat.numel()).remainder_(1000).add_(dist.get_rank()))
+        call()
+        mine = flat.view(dist.get_world_size(), -1)[dist.get_rank()]
+        results.append(mine.clone())
+    require(all(torch.equal(one, results[0]) for one in results), "all contenders give the same")
+    for flat, _ in calls.values():
+        flat.zero_()  # sums of sums stay what they are
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--kib", type=int, nargs="+", default=KIB)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    world = dist.get_world_size()
+    group = connect()
+    for kib in args.kib:
+        n = kib * 256 // world * world
+        repeats = max(1, 256 // kib)
+        one, other = torch.ones(n), torch.empty(n)
+        for op in ("all_reduce", "reduce_scatter", "all_gather"):
+            calls = contenders(group, op, n)
+            check(calls)
+            times: dict[str, list[float]] = {name: [] for name in (*calls, "bound")}
+            for round_ in range(args.rounds + 3):
+                for name in in_turn(list(times), round_):
+                    if name == "bound":
+                        seconds = slowest(partial(other.copy_, one), group, repeats)
+                        seconds *= bytes_moved(op, n, world) / (8 * n)
+                    else:
+                        seconds = slowest(calls[name][1], group, repeats)
+                    if round_ >= 3:
+                        times[name].append(seconds)
+            if dist.get_rank() == 0:
+                for name in ("arena", "staged"):
+                    row = {
+                        "benchmark": "comm_ops",
+                        "op": op,
+                        "kib": kib,
+                        "ranks": world,
+                        "contender": name,
+                        "us": round(median_spread(times[name])[0] * 1e6, 1),
+                        "us_gloo": round(median_spread(times["gloo"])[0] * 1e6, 1),
+                        **ratios("gloo_over_it", times["gloo"], times[name]),
+                        # What fits a cache is not bound by memory.
+                        **(bound("over_bound", times[name], times["bound"]) if kib >= 1 << 15 else {}),
+                        "machine": machine(),
+                    }
+                    print(json.dumps(row), flush=True)
+    group.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

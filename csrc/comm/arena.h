@@ -1,0 +1,29 @@
+/* Which parts of a segment's arena are in use. */
+#ifndef DSC_COMM_ARENA_H
+#define DSC_COMM_ARENA_H
+
+#include "comm/segment.h"
+#include "dsc/process.h"
+
+#include <pthread.h>
+
+/* Lives as long as its end or one of its blocks. */
+struct dsc_comm_arena {
+    struct dsc_process process;
+    struct dsc_comm_segment *segment;
+    pthread_mutex_t mutex;
+    /* Under mutex: */
+    struct dsc_comm_block *first; /* by offset */
+    int64_t n_users;
+};
+
+/* A user of the segment more; one user. */
+dsc_status dsc_comm_arena_create(struct dsc_comm_segment *segment, struct dsc_comm_arena **out_arena);
+void dsc_comm_arena_drop(struct dsc_comm_arena *arena);
+
+dsc_status dsc_comm_arena_take(struct dsc_comm_arena *arena, int64_t n_bytes, dsc_comm_block **out_block);
+
+/* The offset in the segment of memory that lies in the arena; -1 for other memory. */
+int64_t dsc_comm_arena_offset(const struct dsc_comm_segment *segment, const void *data, int64_t n_bytes);
+
+#endif

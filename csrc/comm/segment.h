@@ -1,0 +1,108 @@
+/*
+ * A rank's segment: shared memory without a name, which its owner writes and the other ranks read. Pages come with
+ * their first use, so that its length, which never changes, costs nothing.
+ */
+#ifndef DSC_COMM_SEGMENT_H
+#define DSC_COMM_SEGMENT_H
+
+#include "dsc/comm.h"
+
+#include <stdatomic.h>
+#include <sys/types.h>
+
+#define DSC_COMM_MAGIC UINT64_C(0x6d6d6f6363736405)
+#define DSC_COMM_VERSION 1u
+
+/* What goes through the staging area in one round is at most as long as a small lane; a chunk fills a lane. */
+#define DSC_COMM_SMALL_BYTES ((int64_t)64 << 10)
+#define DSC_COMM_LANE_BYTES ((int64_t)512 << 10)
+
+enum {
+    DSC_COMM_PAGE = 4096,
+    DSC_COMM_LINE = 64,
+    DSC_COMM_N_LANES = 4, /* two for what comes in, two for what has been reduced */
+    DSC_COMM_WHY_BYTES = 320,
+};
+
+/* Where each part begins. The arena begins where a huge page can. */
+#define DSC_COMM_AT_CONTROL ((int64_t)DSC_COMM_PAGE)
+#define DSC_COMM_AT_SMALL ((int64_t)2 * DSC_COMM_PAGE)
+#define DSC_COMM_AT_LANES (DSC_COMM_AT_SMALL + 2 * DSC_COMM_SMALL_BYTES)
+#define DSC_COMM_AT_ARENA ((int64_t)4 << 20)
+
+_Static_assert(DSC_COMM_AT_LANES + DSC_COMM_N_LANES * DSC_COMM_LANE_BYTES <= DSC_COMM_AT_ARENA, "the lanes end there");
+
+/* Never written after the segment has been made. */
+struct dsc_comm_header {
+    uint64_t magic;
+    uint32_t version;
+    uint32_t layout; /* of what follows: builds that differ do not meet */
+    uint8_t token[16];
+    int32_t rank;
+    int32_t n_ranks;
+    int64_t n_bytes;
+};
+
+/* What a rank says of a call before it begins. */
+struct dsc_comm_post {
+    int32_t op;
+    int32_t type;
+    int32_t combine;
+    int32_t src;
+    int64_t n_elems;
+    double scale;
+    int64_t offset; /* of the data in the segment when is_in_place */
+    int32_t is_in_place;
+    int64_t in_splits[DSC_COMM_MAX_RANKS];
+};
+
+enum dsc_comm_state { DSC_COMM_OPEN, DSC_COMM_FAILED, DSC_COMM_CLOSED };
+
+/* [Note: Ticks] in pipeline.h says what the tick counts. */
+struct dsc_comm_control {
+    _Alignas(DSC_COMM_LINE) _Atomic uint32_t tick;
+    _Atomic uint32_t state;                          /* why is written before it */
+    _Alignas(DSC_COMM_LINE) _Atomic int32_t awaited; /* the rank + 1 whose tick this one sleeps for; 0: it is awake */
+    _Alignas(DSC_COMM_LINE) struct dsc_comm_post posts[2]; /* by the parity of the call's number */
+    char why[DSC_COMM_WHY_BYTES];
+};
+
+_Static_assert(sizeof(struct dsc_comm_control) <= DSC_COMM_PAGE, "the control words have a page");
+
+struct dsc_comm_segment {
+    char *base;
+    int64_t n_bytes;
+    int fd;      /* -1 for another process's */
+    pid_t pid;   /* of the owner */
+    bool is_own; /* of this process: mapped to be written, and shared by all ends here that use it */
+    uint8_t token[16];
+    _Atomic int32_t n_users;
+    struct dsc_comm_segment *next; /* of those of this process */
+};
+
+/* n_arena_bytes as dsc_comm_config; address has DSC_COMM_ADDRESS_BYTES. One user. */
+dsc_status dsc_comm_segment_create(int32_t rank, int32_t n_ranks, int64_t arena_bytes, char *address,
+                                   struct dsc_comm_segment **out_segment);
+
+/*
+ * Opens what an address names, and checks that it is the segment of that rank. *out_pidfd becomes readable when its
+ * process ends; -1 for this process. One user more.
+ */
+dsc_status dsc_comm_segment_open(const char *address, int32_t rank, int32_t n_ranks,
+                                 struct dsc_comm_segment **out_segment, int *out_pidfd);
+
+void dsc_comm_segment_hold(struct dsc_comm_segment *segment);
+
+/* The last user's unmaps it. NULL is fine. */
+void dsc_comm_segment_drop(struct dsc_comm_segment *segment);
+
+/* Commits pages, so that none of them is refused later. what: for the sentence. */
+dsc_status dsc_comm_segment_commit(const struct dsc_comm_segment *segment, int64_t offset, int64_t n_bytes,
+                                   const char *what);
+
+static inline struct dsc_comm_control *dsc_comm_control_of(const struct dsc_comm_segment *segment)
+{
+    return (struct dsc_comm_control *)(void *)(segment->base + DSC_COMM_AT_CONTROL);
+}
+
+#endif

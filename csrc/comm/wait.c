@@ -1,0 +1,182 @@
+/* How ranks wait for one another, and how they notice that one will not come. */
+#include "comm/end.h"
+
+#include "base/fail.h"
+
+#include <errno.h>
+#include <limits.h>
+#include <linux/futex.h>
+#include <poll.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#define SLICE_NS INT64_C(100000000) /* between looks at the other ranks */
+
+int64_t dsc_comm_now_ns(void)
+{
+    struct timespec now;
+
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+static void relax(void)
+{
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static void wake(struct dsc_comm *comm)
+{
+    (void)syscall(SYS_futex, &dsc_comm_control_of(comm->segment)->tick, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+}
+
+/*
+ * [Note: Sleepers] A rank that goes to sleep says for whom, and then looks at that rank's tick again; a rank that goes
+ * on writes its tick, and then looks who sleeps for it. All four are sequentially consistent, so one of the two sees
+ * the other, and a tick that nobody sleeps for costs no system call.
+ */
+void dsc_comm_publish(struct dsc_comm *comm, uint32_t tick)
+{
+    bool is_awaited = false;
+
+    comm->tick = tick;
+    atomic_store(&dsc_comm_control_of(comm->segment)->tick, tick);
+    for (int32_t rank = 0; rank < comm->n_ranks; rank++)
+        is_awaited |= atomic_load(&dsc_comm_control_at(comm, rank)->awaited) == comm->rank + 1;
+    if (is_awaited)
+        wake(comm);
+}
+
+static bool has_reached(const struct dsc_comm *comm, int32_t rank, uint32_t tick)
+{
+    uint32_t at = atomic_load_explicit(&dsc_comm_control_at(comm, rank)->tick, memory_order_acquire);
+
+    return (int32_t)(at - tick) >= 0;
+}
+
+dsc_status dsc_comm_check(const struct dsc_comm *comm)
+{
+    int32_t failure = atomic_load_explicit(&comm->failure, memory_order_acquire);
+
+    return failure == DSC_OK ? DSC_OK : dsc_fail((dsc_status)failure, "%s", comm->why);
+}
+
+dsc_status dsc_comm_break(struct dsc_comm *comm, dsc_status status, const char *format, ...)
+{
+    struct dsc_comm_control *control = dsc_comm_control_of(comm->segment);
+    va_list args;
+    int n = 0;
+
+    if (dsc_comm_check(comm) != DSC_OK)
+        return dsc_comm_check(comm);
+    if (comm->running != NULL)
+        n = snprintf(comm->why, sizeof comm->why, "%s number %llu: ", dsc_comm_op_text(comm->running->op),
+                     (unsigned long long)comm->n_calls);
+    va_start(args, format);
+    (void)vsnprintf(comm->why + n, sizeof comm->why - (size_t)n, format, args);
+    va_end(args);
+    (void)snprintf(control->why, sizeof control->why, "%s", comm->why);
+    atomic_store_explicit(&comm->failure, (int32_t)status, memory_order_release);
+    atomic_store(&control->state, DSC_COMM_FAILED);
+    wake(comm);
+    return dsc_comm_check(comm);
+}
+
+void dsc_comm_say_closed(struct dsc_comm *comm)
+{
+    uint32_t open = DSC_COMM_OPEN;
+
+    /* Why it has failed stays. */
+    (void)atomic_compare_exchange_strong(&dsc_comm_control_of(comm->segment)->state, &open, DSC_COMM_CLOSED);
+    wake(comm);
+}
+
+static bool has_ended(const struct dsc_comm_peer *peer)
+{
+    struct pollfd look = {.fd = peer->pidfd, .events = POLLIN};
+
+    return peer->pidfd >= 0 && poll(&look, 1, 0) > 0;
+}
+
+/* Breaks the end when a rank that has not come to the end of this call never will. */
+static dsc_status look_at(struct dsc_comm *comm, int32_t rank, bool asks_kernel)
+{
+    const struct dsc_comm_peer *peer = &comm->peers[rank];
+    struct dsc_comm_control *control = dsc_comm_control_of(peer->segment);
+    int pid = (int)peer->segment->pid;
+
+    if (has_reached(comm, rank, comm->end_tick))
+        return DSC_OK;
+
+    bool is_dead = asks_kernel && has_ended(peer);
+    uint32_t state = atomic_load_explicit(&control->state, memory_order_acquire);
+
+    /* It may have come to the end of the call before it closed or died. */
+    if ((!is_dead && state == DSC_COMM_OPEN) || has_reached(comm, rank, comm->end_tick))
+        return DSC_OK;
+    if (is_dead)
+        return dsc_comm_break(comm, DSC_EPEER, "rank %d (process %d) has ended", (int)rank, pid);
+    if (state == DSC_COMM_CLOSED)
+        return dsc_comm_break(comm, DSC_EPEER, "rank %d (process %d) has closed its end", (int)rank, pid);
+    return dsc_comm_break(comm, DSC_EPEER, "rank %d (process %d) has failed: %.*s", (int)rank, pid,
+                          (int)sizeof control->why - 1, control->why);
+}
+
+/* Whether it is worth going on to wait for that rank. */
+static dsc_status look_around(struct dsc_comm *comm, int32_t awaited, bool asks_kernel)
+{
+    /* Who has died first: the others may have failed because of it. */
+    for (int32_t rank = 0; asks_kernel && rank < comm->n_ranks; rank++)
+        if (has_ended(&comm->peers[rank]))
+            DSC_TRY(look_at(comm, rank, true));
+    for (int32_t rank = 0; rank < comm->n_ranks; rank++)
+        if (rank != comm->rank)
+            DSC_TRY(look_at(comm, rank, asks_kernel));
+    if (atomic_load_explicit(&comm->is_closing, memory_order_acquire))
+        return dsc_fail(DSC_ESTATE, "the end has been closed");
+    if (dsc_comm_now_ns() < comm->deadline_ns)
+        return DSC_OK;
+    return dsc_comm_break(comm, DSC_ETIMEDOUT, "rank %d (process %d) has not come in %.3g s", (int)awaited,
+                          (int)comm->peers[awaited].segment->pid, (double)comm->timeout_ns * 1e-9);
+}
+
+/* Until the rank goes on, or a slice of time is over. */
+static void sleep_for(struct dsc_comm *comm, int32_t rank, uint32_t tick)
+{
+    struct dsc_comm_control *own = dsc_comm_control_of(comm->segment);
+    _Atomic uint32_t *word = &dsc_comm_control_at(comm, rank)->tick;
+    int64_t left_ns = comm->deadline_ns - dsc_comm_now_ns();
+    struct timespec slice = {.tv_nsec = (long)(left_ns < SLICE_NS ? (left_ns > 0 ? left_ns : 1) : SLICE_NS)};
+
+    atomic_store(&own->awaited, rank + 1);
+
+    uint32_t at = atomic_load(word);
+
+    if ((int32_t)(at - tick) < 0)
+        (void)syscall(SYS_futex, word, FUTEX_WAIT, at, &slice, NULL, 0);
+    atomic_store_explicit(&own->awaited, 0, memory_order_relaxed);
+}
+
+dsc_status dsc_comm_await(struct dsc_comm *comm, int32_t rank, uint32_t tick)
+{
+    if (has_reached(comm, rank, tick))
+        return DSC_OK;
+    for (int64_t until = dsc_comm_now_ns() + comm->spin_ns; dsc_comm_now_ns() < until;)
+        for (int32_t i = 0; i < 16; i++) {
+            if (has_reached(comm, rank, tick))
+                return DSC_OK;
+            relax();
+        }
+    for (bool is_first = true; !has_reached(comm, rank, tick); is_first = false) {
+        DSC_TRY(look_around(comm, rank, !is_first));
+        sleep_for(comm, rank, tick);
+    }
+    return DSC_OK;
+}

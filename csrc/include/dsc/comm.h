@@ -1,0 +1,222 @@
+/*
+ * Collectives between processes of one host, through shared memory.
+ *
+ * Each rank makes an *end*. An end owns one segment of shared memory that has no name: control words, a staging area
+ * and an arena. Its owner alone writes to it; the other ranks map it read-only. The segment is gone with the last
+ * process that maps it, however that ends. Only processes of the same user, host and PID namespace can open it.
+ *
+ *   dsc_comm_create -> end, address       the addresses travel to all ranks by any way
+ *   dsc_comm_attach(end, all addresses)
+ *   dsc_comm_submit(end, call) -> request ... dsc_comm_wait(request), dsc_comm_release(request)
+ *   dsc_comm_close, dsc_comm_destroy
+ *
+ * All ranks submit the same calls in the same order. Before anything is moved, the ranks compare what they called: a
+ * difference in operation, element type or length is DSC_EPEER, which names the rank and both values.
+ *
+ * Where the data lies. A call works on any memory. Memory of the arena (dsc_comm_block_create) is read by the other
+ * ranks where it lies, without a copy; all else goes through the staging area, chunk by chunk. The bits of a result
+ * depend on neither, nor on timing or threads: sums run in rank order.
+ *
+ * Failures. A wait ends when its peer has gone on, has failed, has closed its end, or has died, and when timeout_ns
+ * are over. All but the first break the end: every later call returns the same failure at once, and the other ranks
+ * learn of it. A rank that dies is noticed within a second.
+ *
+ * Threads and processes. Any thread may call; requests run one after the other in the order of submission, in the
+ * thread that waits or in a worker of the end, which is started when it is first needed. In a child of fork() calls
+ * are DSC_ESTATE, and close and destroy do nothing. What a child writes to the arena, its parent sees.
+ */
+#ifndef DSC_COMM_H
+#define DSC_COMM_H
+
+#include "dsc/status.h"
+#include "dsc/types.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define DSC_COMM_MAX_RANKS 16
+#define DSC_COMM_ADDRESS_BYTES 192 /* with the zero at the end */
+
+typedef struct dsc_comm dsc_comm;
+typedef struct dsc_comm_block dsc_comm_block;
+typedef struct dsc_comm_request dsc_comm_request;
+
+/* Operations: name, text. */
+#define DSC_COMM_OPS(X)                 \
+    X(ALL_REDUCE, "all_reduce")         \
+    X(REDUCE_SCATTER, "reduce_scatter") \
+    X(ALL_GATHER, "all_gather")         \
+    X(ALL_TO_ALL, "all_to_all")         \
+    X(BROADCAST, "broadcast")           \
+    X(BARRIER, "barrier")
+
+typedef enum dsc_comm_op {
+#define DSC_COMM_OP_ENUM(name, text) DSC_COMM_##name,
+    DSC_COMM_OPS(DSC_COMM_OP_ENUM)
+#undef DSC_COMM_OP_ENUM
+        DSC_COMM_N_OPS
+} dsc_comm_op;
+
+/* Element types: name, text, bytes. BYTES_n are elements of which no more is known; they can be moved, not reduced. */
+#define DSC_COMM_TYPES(X)    \
+    X(F32, "float32", 4)     \
+    X(BF16, "bfloat16", 2)   \
+    X(F16, "float16", 2)     \
+    X(F64, "float64", 8)     \
+    X(I8, "int8", 1)         \
+    X(I16, "int16", 2)       \
+    X(I32, "int32", 4)       \
+    X(I64, "int64", 8)       \
+    X(U8, "uint8", 1)        \
+    X(BYTES_1, "1 byte", 1)  \
+    X(BYTES_2, "2 bytes", 2) \
+    X(BYTES_4, "4 bytes", 4) \
+    X(BYTES_8, "8 bytes", 8) \
+    X(BYTES_16, "16 bytes", 16)
+
+typedef enum dsc_comm_type {
+#define DSC_COMM_TYPE_ENUM(name, text, bytes) DSC_COMM_##name,
+    DSC_COMM_TYPES(DSC_COMM_TYPE_ENUM)
+#undef DSC_COMM_TYPE_ENUM
+        DSC_COMM_N_TYPES
+} dsc_comm_type;
+
+/*
+ * How all_reduce combines. float32, bfloat16 and float16 are combined in f32 and rounded once, the others in their own
+ * type; integers wrap around. MAX and MIN are NaN where one rank's element is.
+ */
+#define DSC_COMM_COMBINES(X) \
+    X(SUM, "sum")            \
+    X(MAX, "max")            \
+    X(MIN, "min")            \
+    X(PROD, "prod")
+
+typedef enum dsc_comm_combine {
+#define DSC_COMM_COMBINE_ENUM(name, text) DSC_COMM_##name,
+    DSC_COMM_COMBINES(DSC_COMM_COMBINE_ENUM)
+#undef DSC_COMM_COMBINE_ENUM
+        DSC_COMM_N_COMBINES
+} dsc_comm_combine;
+
+struct dsc_comm_config {
+    uint32_t size; /* sizeof(struct dsc_comm_config) */
+    int32_t rank;
+    int32_t n_ranks;     /* 1 to DSC_COMM_MAX_RANKS */
+    int64_t timeout_ns;  /* of one operation, from its start; > 0 */
+    int64_t arena_bytes; /* address space for blocks, > 0; 0: twice the memory of the machine */
+    struct dsc_par par;  /* lent for reductions as long as the end lives; run NULL: none */
+};
+
+#define DSC_COMM_CONFIG_INIT                                                 \
+    {                                                                        \
+        sizeof(struct dsc_comm_config), 0, 1, (int64_t)1800 * 1000000000, 0, \
+        {                                                                    \
+            NULL, NULL                                                       \
+        }                                                                    \
+    }
+
+/*
+ * Makes this rank's end. DSC_EINVAL names the field; DSC_ENOTSUP: the kernel lacks what this needs, and which;
+ * DSC_ENOSPC, DSC_ENOMEM: with what was asked for and what there is.
+ */
+DSC_API dsc_status dsc_comm_create(const struct dsc_comm_config *config, dsc_comm **out_comm);
+
+/* What the other ranks need to attach: printable text without spaces. Lives as long as the end. */
+DSC_API const char *dsc_comm_address(const dsc_comm *comm);
+
+/*
+ * Opens the segments of all ranks; addresses[i] is rank i's. Once. DSC_ENOTSUP: that rank cannot share memory with this
+ * one (another host, PID namespace, user or build), and why; DSC_EPEER: it is gone, or its segment is not what its
+ * address says; DSC_EINVAL: no address. The end is as before then, and may be tried again or closed. Keep ends open
+ * until all ranks have attached.
+ */
+DSC_API dsc_status dsc_comm_attach(dsc_comm *comm, const char *const *addresses);
+
+/*
+ * Ends all requests that are not done with DSC_ESTATE, tells the other ranks, and lets go of their memory. Waits for
+ * the request that runs, at most 0.1 s and a chunk. Blocks live on. Again: nothing.
+ */
+DSC_API dsc_status dsc_comm_close(dsc_comm *comm);
+
+/* Closes. All requests must have been released; no other thread may be in a call. NULL is fine. */
+DSC_API void dsc_comm_destroy(dsc_comm *comm);
+
+/*
+ * n_bytes of the arena, page-aligned and zero. The memory is committed here, so that a machine without enough says so
+ * with both numbers (DSC_ENOMEM; DSC_ENOSPC when the arena's address space is used up). Freed memory returns to the
+ * system, also after the end is gone. No other thread may use a block that is freed; NULL is fine.
+ */
+DSC_API dsc_status dsc_comm_block_create(dsc_comm *comm, int64_t n_bytes, dsc_comm_block **out_block);
+DSC_API void dsc_comm_block_destroy(dsc_comm_block *block);
+DSC_API void *dsc_comm_block_data(const dsc_comm_block *block);
+
+/* Whether all n_bytes at data lie in this end's arena. */
+DSC_API bool dsc_comm_owns(const dsc_comm *comm, const void *data, int64_t n_bytes);
+
+/*
+ * One collective. What an operation does not name is ignored.
+ *
+ * ALL_REDUCE      data[n_elems] = scale * combined, in place. Integers: scale 1.
+ * REDUCE_SCATTER  out[n_elems / n_ranks] = (accumulates ? out : 0) + scale * (sum of this rank's slices). type and
+ *                 out_type: both of F32, BF16, F16, or one type of F64 and integers, which neither scale nor
+ *                 accumulate. out: this rank's own slice of data, of the same type, or memory apart from data.
+ * ALL_GATHER      slice i of data[n_elems] comes from rank i, in place.
+ * ALL_TO_ALL      block i of data (in_splits[i] elements) goes to rank i; block i of out comes from it. The arrays of
+ *                 n_ranks numbers are copied. data and out lie apart.
+ * BROADCAST       data[n_elems] of rank src goes to all.
+ * BARRIER         returns when all ranks have come.
+ */
+struct dsc_comm_call {
+    dsc_comm_op op;
+    dsc_comm_type type;
+    void *data; /* borrowed until the request is done; NULL only without elements. Any alignment */
+    int64_t n_elems;
+    double scale;
+    dsc_comm_combine combine;
+    int32_t src;
+    bool accumulates;
+    dsc_comm_type out_type;
+    void *out; /* as data */
+    const int64_t *in_splits;
+    const int64_t *out_splits;
+};
+
+/*
+ * Submits a call; *out_request is to be released. DSC_EINVAL names the field, and nothing has been submitted. A broken
+ * or closed end returns its failure. Takes no longer than a copy of 64 KiB.
+ */
+DSC_API dsc_status dsc_comm_submit(dsc_comm *comm, const struct dsc_comm_call *call, dsc_comm_request **out_request);
+
+/* Returns when it is done, with how it ended: DSC_OK, DSC_EPEER, DSC_ETIMEDOUT, DSC_ENOMEM, DSC_ESTATE. May be called
+ * again. */
+DSC_API dsc_status dsc_comm_wait(dsc_comm_request *request);
+
+/* Whether dsc_comm_wait would return at once. A request goes on whether or not anybody asks. False in a child of
+ * fork(). */
+DSC_API bool dsc_comm_is_done(dsc_comm_request *request);
+
+/* Frees a request that is done; DSC_ESTATE when it is not. NULL is fine. Nothing in a child of fork(). */
+DSC_API dsc_status dsc_comm_release(dsc_comm_request *request);
+
+struct dsc_comm_count {
+    int64_t n_calls;
+    int64_t n_bytes;    /* of data */
+    int64_t n_in_place; /* calls whose data the other ranks read in the arena */
+    int64_t n_staged;   /* calls whose data went through the staging area */
+};
+
+/* What this rank has done of one operation. */
+DSC_API dsc_status dsc_comm_count_of(const dsc_comm *comm, dsc_comm_op op, struct dsc_comm_count *out_count);
+
+/* Static storage; NULL for what is none. */
+DSC_API const char *dsc_comm_op_text(dsc_comm_op op);
+
+/* Static storage; "no type" and 0 for what is none. */
+DSC_API const char *dsc_comm_type_text(dsc_comm_type type);
+DSC_API size_t dsc_comm_type_bytes(dsc_comm_type type);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

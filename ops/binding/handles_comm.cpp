@@ -1,0 +1,461 @@
+/*
+ * Collectives through shared memory as Python objects (dsc/comm.h). Tensors come as torch's Python objects and are
+ * asked what they are in Python: handles see no torch header.
+ */
+#include "handles.h"
+
+#include "dsc/comm.h"
+#include "dsc/pool.h"
+#include "dsc/process.h"
+#include "status.h"
+
+#include <cmath>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace py = pybind11;
+
+namespace {
+
+/* The name as an object that lives as long as the process. */
+PyObject *name_of(const char *text)
+{
+    PyObject *name = PyUnicode_InternFromString(text);
+
+    if (name == nullptr)
+        throw py::error_already_set();
+    return name;
+}
+
+py::object call_method(const py::handle &tensor, PyObject *name)
+{
+    PyObject *args[] = {tensor.ptr()};
+    PyObject *result = PyObject_VectorcallMethod(name, args, 1 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
+
+    if (result == nullptr)
+        throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(result);
+}
+
+py::object get_attr(const py::handle &tensor, PyObject *name)
+{
+    PyObject *result = PyObject_GetAttr(tensor.ptr(), name);
+
+    if (result == nullptr)
+        throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(result);
+}
+
+/* torch's dtypes live as long as torch: their addresses are their names. */
+dsc_comm_type type_of(const py::handle &dtype)
+{
+    static const std::vector<std::pair<PyObject *, dsc_comm_type>> known = [] {
+        const py::module_ torch = py::module_::import("torch");
+        std::vector<std::pair<PyObject *, dsc_comm_type>> types;
+
+        for (int32_t i = DSC_COMM_F32; i <= DSC_COMM_U8; i++) {
+            const auto type = static_cast<dsc_comm_type>(i);
+
+            types.emplace_back(torch.attr(dsc_comm_type_text(type)).ptr(), type);
+        }
+        return types;
+    }();
+
+    for (const auto &[address, type] : known)
+        if (address == dtype.ptr())
+            return type;
+    switch (dtype.attr("itemsize").cast<int64_t>()) {
+    case 1:
+        return DSC_COMM_BYTES_1;
+    case 2:
+        return DSC_COMM_BYTES_2;
+    case 4:
+        return DSC_COMM_BYTES_4;
+    case 8:
+        return DSC_COMM_BYTES_8;
+    case 16:
+        return DSC_COMM_BYTES_16;
+    default:
+        dsc::fail(DSC_EINVAL, "tensors of " + py::str(dtype).cast<std::string>() + " cannot be sent");
+    }
+}
+
+struct Flat {
+    void *data;
+    int64_t n_elems;
+    dsc_comm_type type;
+};
+
+/* What a tensor is; ValueError where its elements do not lie in host memory one behind the other. */
+Flat read(const py::handle &tensor, const char *op, const char *name)
+{
+    static PyObject *const IS_CPU = name_of("is_cpu");
+    static PyObject *const IS_CONTIGUOUS = name_of("is_contiguous");
+    static PyObject *const DATA_PTR = name_of("data_ptr");
+    static PyObject *const NUMEL = name_of("numel");
+    static PyObject *const DTYPE = name_of("dtype");
+
+    if (get_attr(tensor, IS_CPU).ptr() != Py_True)
+        dsc::fail(DSC_EINVAL, std::string("ShmGroup.") + op + ": " + name + " is not in host memory");
+    if (call_method(tensor, IS_CONTIGUOUS).ptr() != Py_True)
+        dsc::fail(DSC_EINVAL, std::string("ShmGroup.") + op + ": " + name + " is not contiguous");
+    Flat flat;
+
+    flat.data = reinterpret_cast<void *>(call_method(tensor, DATA_PTR).cast<uintptr_t>());
+    flat.n_elems = call_method(tensor, NUMEL).cast<int64_t>();
+    flat.type = type_of(get_attr(tensor, DTYPE));
+    return flat;
+}
+
+/* A request, and the tensors that it uses until it is done. */
+struct Sent {
+    dsc_comm_request *request = nullptr;
+    py::object flat;
+    py::object out;
+};
+
+/* The core's end; works hold it as well as the group. */
+class End {
+  public:
+    explicit End(const struct dsc_comm_config &config)
+    {
+        dsc::check(dsc_process_note(&process_), "ShmGroup");
+        dsc::check(dsc_comm_create(&config, &comm_), "ShmGroup");
+    }
+    End(const End &) = delete;
+    End &operator=(const End &) = delete;
+    /* In a forked process the core leaves everything as it lies. */
+    ~End()
+    {
+        {
+            py::gil_scoped_release release;
+            (void)dsc_comm_close(comm_);
+        }
+        reap();
+        dsc_comm_destroy(comm_);
+    }
+
+    dsc_comm *get() const { return comm_; }
+
+    /* Takes over what nobody will wait for. With the interpreter's lock, as reap. */
+    void adopt(Sent sent) { left_.push_back(std::move(sent)); }
+
+    void reap()
+    {
+        std::vector<Sent> kept;
+
+        for (Sent &sent : left_)
+            if (dsc_process_is_this(&process_) && !dsc_comm_is_done(sent.request))
+                kept.push_back(std::move(sent));
+            else
+                (void)dsc_comm_release(sent.request);
+        /* Tensors go here: what their ends run may come back to this object. */
+        left_.swap(kept);
+    }
+
+    bool has_left() const { return !left_.empty(); }
+
+  private:
+    struct dsc_process process_ {};
+    dsc_comm *comm_ = nullptr;
+    std::vector<Sent> left_;
+};
+
+class ShmWork {
+  public:
+    ShmWork(std::shared_ptr<End> end, const char *op, Sent sent) : end_(std::move(end)), op_(op), sent_(std::move(sent))
+    {
+    }
+    ShmWork(const ShmWork &) = delete;
+    ShmWork &operator=(const ShmWork &) = delete;
+    ~ShmWork()
+    {
+        if (dsc_comm_is_done(sent_.request))
+            (void)dsc_comm_release(sent_.request);
+        else
+            end_->adopt(std::move(sent_));
+    }
+
+    void wait()
+    {
+        dsc_status status = DSC_OK;
+        {
+            py::gil_scoped_release release;
+            status = dsc_comm_wait(sent_.request);
+        }
+        if (dsc_comm_is_done(sent_.request)) {
+            sent_.flat = py::object();
+            sent_.out = py::object();
+        }
+        dsc::check(status, op_);
+    }
+
+    bool is_done() const { return dsc_comm_is_done(sent_.request); }
+
+  private:
+    std::shared_ptr<End> end_;
+    const char *op_;
+    Sent sent_;
+};
+
+class ShmBuffer {
+  public:
+    ShmBuffer(const End &end, int64_t n_bytes) : n_bytes(n_bytes)
+    {
+        dsc_status status = DSC_OK;
+        {
+            py::gil_scoped_release release; /* committing pages takes its time */
+            status = dsc_comm_block_create(end.get(), n_bytes, &block_);
+        }
+        dsc::check(status, "ShmGroup.empty");
+    }
+    ShmBuffer(const ShmBuffer &) = delete;
+    ShmBuffer &operator=(const ShmBuffer &) = delete;
+    ~ShmBuffer() { dsc_comm_block_destroy(block_); }
+
+    uint8_t *data() const { return static_cast<uint8_t *>(dsc_comm_block_data(block_)); }
+
+    int64_t n_bytes;
+
+  private:
+    dsc_comm_block *block_ = nullptr;
+};
+
+class ShmGroup {
+  public:
+    ShmGroup(int32_t rank, int32_t n_ranks, double timeout_s, int64_t arena_bytes) : n_ranks_(n_ranks)
+    {
+        struct dsc_comm_config config = DSC_COMM_CONFIG_INIT;
+
+        config.rank = rank;
+        config.n_ranks = n_ranks;
+        config.arena_bytes = arena_bytes;
+        if (std::isnan(timeout_s))
+            dsc::fail(DSC_EINVAL, "ShmGroup: timeout_s is NaN");
+        config.timeout_ns = timeout_s > 4e9 ? INT64_C(4000000000000000000) : static_cast<int64_t>(timeout_s * 1e9);
+        dsc::check(dsc_pool_par(&config.par), "ShmGroup");
+        end_ = std::make_shared<End>(config);
+    }
+
+    std::string address() const { return dsc_comm_address(end_->get()); }
+
+    void attach(const std::vector<std::string> &addresses)
+    {
+        std::vector<const char *> texts;
+        dsc_status status = DSC_OK;
+
+        if (addresses.size() != static_cast<size_t>(n_ranks_))
+            dsc::fail(DSC_EINVAL, "ShmGroup.attach: " + std::to_string(addresses.size()) + " addresses for " +
+                                      std::to_string(n_ranks_) + " ranks");
+        for (const std::string &address : addresses)
+            texts.push_back(address.c_str());
+        {
+            py::gil_scoped_release release;
+            status = dsc_comm_attach(end_->get(), texts.data());
+        }
+        dsc::check(status, "ShmGroup.attach");
+    }
+
+    std::unique_ptr<ShmBuffer> empty(int64_t n_bytes) const { return std::make_unique<ShmBuffer>(*end_, n_bytes); }
+
+    bool owns(const py::object &tensor) const
+    {
+        const Flat flat = read(tensor, "owns", "tensor");
+
+        return dsc_comm_owns(end_->get(), flat.data,
+                             flat.n_elems * static_cast<int64_t>(dsc_comm_type_bytes(flat.type)));
+    }
+
+    std::unique_ptr<ShmWork> reduce_scatter(py::object flat, py::object out, double scale, bool accumulate)
+    {
+        struct dsc_comm_call call = call_of(DSC_COMM_REDUCE_SCATTER, read(flat, "reduce_scatter", "flat"));
+        const Flat to = read(out, "reduce_scatter", "out");
+
+        if (call.n_elems != n_ranks_ * to.n_elems)
+            dsc::fail(DSC_EINVAL, "ShmGroup.reduce_scatter: flat has " + std::to_string(call.n_elems) +
+                                      " elements, out " + std::to_string(to.n_elems) + "; " + std::to_string(n_ranks_) +
+                                      " times as many are needed");
+        call.scale = scale;
+        call.accumulates = accumulate;
+        call.out = to.data;
+        call.out_type = to.type;
+        return submit(call, "ShmGroup.reduce_scatter", std::move(flat), std::move(out));
+    }
+
+    std::unique_ptr<ShmWork> all_gather(py::object flat)
+    {
+        const struct dsc_comm_call call = call_of(DSC_COMM_ALL_GATHER, read(flat, "all_gather", "flat"));
+
+        return submit(call, "ShmGroup.all_gather", std::move(flat), py::object());
+    }
+
+    std::unique_ptr<ShmWork> all_reduce(py::object flat, const std::string &op, double scale)
+    {
+        struct dsc_comm_call call = call_of(DSC_COMM_ALL_REDUCE, read(flat, "all_reduce", "flat"));
+
+        call.combine = combine_of(op);
+        call.scale = scale;
+        return submit(call, "ShmGroup.all_reduce", std::move(flat), py::object());
+    }
+
+    std::unique_ptr<ShmWork> all_to_all(py::object flat, py::object out, const std::vector<int64_t> &in_splits,
+                                        const std::vector<int64_t> &out_splits)
+    {
+        struct dsc_comm_call call = call_of(DSC_COMM_ALL_TO_ALL, read(flat, "all_to_all", "flat"));
+        const Flat to = read(out, "all_to_all", "out");
+
+        check_splits(in_splits, "in_splits", call.n_elems, "flat");
+        check_splits(out_splits, "out_splits", to.n_elems, "out");
+        if (to.type != call.type)
+            dsc::fail(DSC_EINVAL, std::string("ShmGroup.all_to_all: flat is of ") + dsc_comm_type_text(call.type) +
+                                      ", out of " + dsc_comm_type_text(to.type));
+        call.out = to.data;
+        call.in_splits = in_splits.data();
+        call.out_splits = out_splits.data();
+        return submit(call, "ShmGroup.all_to_all", std::move(flat), std::move(out));
+    }
+
+    std::unique_ptr<ShmWork> broadcast(py::object flat, int32_t src)
+    {
+        struct dsc_comm_call call = call_of(DSC_COMM_BROADCAST, read(flat, "broadcast", "flat"));
+
+        call.src = src;
+        return submit(call, "ShmGroup.broadcast", std::move(flat), py::object());
+    }
+
+    void barrier()
+    {
+        submit(call_of(DSC_COMM_BARRIER, Flat{}), "ShmGroup.barrier", py::object(), py::object())->wait();
+    }
+
+    py::dict counts() const
+    {
+        py::dict counts;
+
+        for (int32_t i = 0; i < DSC_COMM_N_OPS; i++) {
+            const auto op = static_cast<dsc_comm_op>(i);
+            struct dsc_comm_count count = {};
+            py::dict fields;
+
+            dsc::check(dsc_comm_count_of(end_->get(), op, &count), "ShmGroup.counts");
+            fields["calls"] = count.n_calls;
+            fields["bytes"] = count.n_bytes;
+            fields["in_place"] = count.n_in_place;
+            fields["staged"] = count.n_staged;
+            counts[dsc_comm_op_text(op)] = fields;
+        }
+        return counts;
+    }
+
+    void close()
+    {
+        {
+            py::gil_scoped_release release;
+            (void)dsc_comm_close(end_->get());
+        }
+        end_->reap();
+    }
+
+  private:
+    static struct dsc_comm_call call_of(dsc_comm_op op, const Flat &flat)
+    {
+        struct dsc_comm_call call = {};
+
+        call.op = op;
+        call.type = flat.type;
+        call.data = flat.data;
+        call.n_elems = flat.n_elems;
+        call.scale = 1.0;
+        return call;
+    }
+
+    static dsc_comm_combine combine_of(const std::string &op)
+    {
+#define COMBINE(name, text) \
+    if (op == text)         \
+        return DSC_COMM_##name;
+        DSC_COMM_COMBINES(COMBINE)
+#undef COMBINE
+        dsc::fail(DSC_EINVAL, "ShmGroup.all_reduce: op is \"" + op + R"(", must be "sum", "max", "min" or "prod")");
+    }
+
+    void check_splits(const std::vector<int64_t> &splits, const char *name, int64_t n_elems, const char *tensor) const
+    {
+        int64_t sum = 0;
+
+        if (splits.size() != static_cast<size_t>(n_ranks_))
+            dsc::fail(DSC_EINVAL, std::string("ShmGroup.all_to_all: ") + name + " has " +
+                                      std::to_string(splits.size()) + " entries for " + std::to_string(n_ranks_) +
+                                      " ranks");
+        for (const int64_t split : splits)
+            if (split < 0 || __builtin_add_overflow(sum, split, &sum))
+                dsc::fail(DSC_EINVAL,
+                          std::string("ShmGroup.all_to_all: ") + name + " has an entry of " + std::to_string(split));
+        if (sum != n_elems)
+            dsc::fail(DSC_EINVAL, std::string("ShmGroup.all_to_all: ") + name + " adds up to " + std::to_string(sum) +
+                                      ", " + tensor + " has " + std::to_string(n_elems) + " elements");
+    }
+
+    std::unique_ptr<ShmWork> submit(const struct dsc_comm_call &call, const char *op, py::object flat, py::object out)
+    {
+        Sent sent{nullptr, std::move(flat), std::move(out)};
+        dsc_status status = DSC_OK;
+
+        if (end_->has_left())
+            end_->reap();
+        {
+            py::gil_scoped_release release;
+            status = dsc_comm_submit(end_->get(), &call, &sent.request);
+        }
+        dsc::check(status, op);
+        return std::make_unique<ShmWork>(end_, op, std::move(sent));
+    }
+
+    int32_t n_ranks_;
+    std::shared_ptr<End> end_;
+};
+
+}  // namespace
+
+void dsc::bind_comm(py::module_ &m)
+{
+    py::class_<ShmWork>(m, "ShmWork", "A collective of a ShmGroup. Its tensors are referenced until it is done.")
+        .def("wait", &ShmWork::wait,
+             "Returns when it is done; RuntimeError says which rank has died, failed, closed or called something else. "
+             "Other threads run meanwhile.")
+        .def("is_done", &ShmWork::is_done, "Whether wait would return at once.");
+    py::class_<ShmBuffer>(m, "ShmBuffer", py::buffer_protocol(),
+                          "Memory of a ShmGroup's arena, by the buffer protocol; it may outlive the group.")
+        .def_buffer(
+            [](ShmBuffer &self) { return py::buffer_info(self.data(), static_cast<py::ssize_t>(self.n_bytes)); })
+        .def_readonly("n_bytes", &ShmBuffer::n_bytes);
+    py::class_<ShmGroup>(
+        m, "ShmGroup",
+        "This rank's end of collectives between the processes of one host (dsc/comm.h). Any thread may call it.")
+        .def(py::init<int32_t, int32_t, double, int64_t>(), py::arg("rank"), py::arg("n_ranks"), py::arg("timeout_s"),
+             py::arg("arena_bytes") = 0)
+        .def_property_readonly("address", &ShmGroup::address, "What the other ranks need to attach.")
+        .def("attach", &ShmGroup::attach, py::arg("addresses"),
+             "Opens the memory of all ranks, whose addresses these are. NotImplementedError says why memory cannot be "
+             "shared with one of them, RuntimeError that one is gone or not what its address says.")
+        .def("empty", &ShmGroup::empty, py::arg("n_bytes"),
+             "Memory that other ranks read without a copy, page-aligned and zero. MemoryError has both numbers.")
+        .def("owns", &ShmGroup::owns, py::arg("tensor"), "Whether a tensor lies in such memory of this group.")
+        .def("reduce_scatter", &ShmGroup::reduce_scatter, py::arg("flat"), py::arg("out"), py::arg("scale"),
+             py::arg("accumulate"))
+        .def("all_gather", &ShmGroup::all_gather, py::arg("flat"), "In place; slice i comes from rank i.")
+        .def("all_reduce", &ShmGroup::all_reduce, py::arg("flat"), py::arg("op") = "sum", py::arg("scale") = 1.0,
+             "In place; op: \"sum\", \"max\", \"min\" or \"prod\".")
+        .def("all_to_all", &ShmGroup::all_to_all, py::arg("flat"), py::arg("out"), py::arg("in_splits"),
+             py::arg("out_splits"), "Splits are numbers of elements by rank.")
+        .def("broadcast", &ShmGroup::broadcast, py::arg("flat"), py::arg("src"))
+        .def("barrier", &ShmGroup::barrier)
+        .def_property_readonly("counts", &ShmGroup::counts,
+                               "What this rank has done, by operation: calls, bytes, and how many calls showed their "
+                               "data in_place or staged.")
+        .def("close", &ShmGroup::close,
+             "Ends what is not done with RuntimeError, and tells the other ranks. Memory that empty gave lives on.");
+}
