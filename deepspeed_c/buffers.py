@@ -7,12 +7,20 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["BufferPool"]
+__all__ = ["Allocate", "BufferPool", "ordinary_memory"]
+
+Allocate = Callable[[int, torch.device], torch.Tensor]
+"""(bytes, device) -> an uninitialised tensor of so many bytes (torch.uint8), with storage of its own."""
 
 # Requests of nearly equal size share a buffer.
 GRANULE_BYTES = 4096
 # gloo's threads hold on to a buffer for some microseconds after they have said that they are done.
 PATIENCE_SECONDS = 0.002
+
+
+def ordinary_memory(n_bytes: int, device: torch.device) -> torch.Tensor:
+    """What torch allocates."""
+    return torch.empty(n_bytes, dtype=torch.uint8, device=device)
 
 
 class BufferPool:
@@ -27,6 +35,7 @@ class BufferPool:
         then left to him.
     poison: fills what is lent with NaN, so that a test notices memory that was read before it was written.
     count: is told by how many bytes the pool's holdings have grown or shrunk.
+    allocate: where its memory comes from.
     """
 
     def __init__(
@@ -36,9 +45,11 @@ class BufferPool:
         waits: bool = False,
         poison: bool = False,
         count: Callable[[int], None] | None = None,
+        allocate: Allocate = ordinary_memory,
     ) -> None:
         self._free: list[torch.Tensor] = []
         self._keeps, self._waits, self._poison, self._count = keeps, waits, poison, count
+        self._allocate = allocate
         self._alone = _use_count(torch.empty(1)) if waits and hasattr(torch._C, "_storage_Use_Count") else None
         self.n_bytes = 0
 
@@ -53,7 +64,7 @@ class BufferPool:
         buffer = self._find(n_bytes, device)
         if buffer is None:
             size = -(-max(n_bytes, 1) // GRANULE_BYTES) * GRANULE_BYTES
-            buffer = torch.empty(size, dtype=torch.uint8, device=device)
+            buffer = self._allocate(size, device)
             self._grow(size)
         if self._poison:
             buffer.fill_(0xFF)  # all ones is a NaN in every floating dtype

@@ -103,6 +103,7 @@ def initialize(
         configure(deepspeed_config=settings)
 
     check_same_text("the configuration", settings.lines(), comm, "start all ranks with the same configuration file")
+    comm.use_shared_memory(settings.comm.local)
     check_same_model(model, comm)
     take_from_others(model)
     device = torch.device(get_accelerator().current_device_name())

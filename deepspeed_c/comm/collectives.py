@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepspeed_c.buffers import BufferPool
+from deepspeed_c.buffers import BufferPool, ordinary_memory
+from deepspeed_c.comm import shm
 from deepspeed_c.comm.backends import Backend, backend_named, broadcast_slices
 from deepspeed_c.comm.groups import get_all_ranks_from_group, get_rank, get_world_size
 from deepspeed_c.comm.ledger import ledger_of
@@ -49,6 +50,8 @@ class Collectives:
         ours. is_alone: only this rank, whatever the group is.
         """
         self.group = group
+        self._local: shm.Wish = "off"
+        self._connection: shm.Connection | None = None
         self.world_size = 1 if is_alone else get_world_size(group)
         self.rank = 0 if is_alone else get_rank(group)
         if self.rank < 0:
@@ -74,6 +77,25 @@ class Collectives:
         self._number_device = torch.device("cpu" if "cpu" in names or not names else next(iter(names)))
         self._object_path = names.get(self._number_device.type, "")
 
+    def use_shared_memory(self, wish: shm.Wish) -> None:
+        """From now on CPU tensors go through memory that the ranks share, where ``wish`` (the configuration key
+        ``comm.local``) allows it and they can. The ``part``s that are made later do as this group is told.
+
+        Collective. Raises ``CommError`` where "shm" is asked for and cannot be.
+        """
+        self._local = wish
+        if wish == "off" or self.world_size == 1:
+            return
+        self._connection = shm.connect(self, wish)
+        if self._connection is not None:
+            self._backends["cpu"] = self._connection.backend
+
+    def allocate(self, n_bytes: int, device: torch.device) -> torch.Tensor:
+        """Uninitialised bytes for what is sent among these ranks, as they are sent fastest."""
+        if self._connection is None:
+            return ordinary_memory(n_bytes, device)
+        return self._connection.allocate(n_bytes, device)
+
     def alone(self) -> Collectives:
         """This rank by itself: nothing is sent."""
         return Collectives(self.group, scratch=self.scratch, reduce=self.reduce, is_alone=True)
@@ -85,6 +107,7 @@ class Collectives:
         Who watches these ranks explains failures there too.
         """
         made = Collectives(group, scratch=self.scratch, reduce=self.reduce)
+        made.use_shared_memory(self._local)
         made.ledger.make_part_of(self.ledger, axes)
         return made
 

@@ -1,13 +1,30 @@
-"""Sections tensor_parallel, expert_parallel, pipeline, inference and hybrid_engine: how the model is cut."""
+"""Sections tensor_parallel, expert_parallel, pipeline, inference and hybrid_engine: how the model is cut.
+
+And comm: what its ranks talk through.
+"""
 
 from typing import Annotated, Any, Literal
 
-from .keys import DType, NonNeg, Positive, Section, asks, tunes
+from .keys import DType, NonNeg, Positive, Section, acts, asks, tunes
 
-__all__ = ["ExpertParallel", "HybridEngine", "Inference", "Pipeline", "TensorParallel"]
+__all__ = ["Comm", "ExpertParallel", "HybridEngine", "Inference", "Pipeline", "TensorParallel"]
 
 _TP = "tensor_parallel"
 _EP = "expert_parallel"
+
+
+class Comm(Section, kw_only=True):
+    """What ranks talk through."""
+
+    local: Annotated[
+        Literal["auto", "shm", "off"],
+        acts(
+            "CPU tensors among the ranks of a group that share a host. auto: through shared memory where the group's"
+            " backend for the CPU is gloo and all its ranks can map one another's memory, else over gloo; shm: an error"
+            " where they cannot; off: never.",
+            auto="value",
+        ),
+    ] = "auto"
 
 
 class LayerSpec(Section, kw_only=True):

@@ -17,7 +17,7 @@ from .model import Eigenvalue, ProgressiveLayerDrop, QuantizeTraining, SparseAtt
 from .monitor import Comet, CommsLoggerSection, CsvMonitor, FlopsProfiler, TensorBoard, Timers, Wandb
 from .offload import Aio
 from .optim import Kind, OptimizerSection
-from .parallel import ExpertParallel, HybridEngine, Inference, Pipeline, TensorParallel
+from .parallel import Comm, ExpertParallel, HybridEngine, Inference, Pipeline, TensorParallel
 from .precision import Amp, Bf16, DataTypes, Fp16, MsAmp, TorchAutocast
 from .schedule import Scheduler
 from .tuning import Autotuning, Elasticity
@@ -96,6 +96,7 @@ class Root(Section, kw_only=True, rename={"zero": "zero_optimization"}):
         Literal["debug", "info", "warning", "error", "critical"] | None, acts("Level of the logger; null leaves it.")
     ] = None
     timers: Annotated[Timers, acts("Timers.")] = Timers()
+    comm: Annotated[Comm, acts("How ranks exchange data.")] = Comm()
     collective_timeout_s: Annotated[
         NonNegFloat,
         acts("Seconds a rank waits in a collective before all ranks compare where they are; 0: never."),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch.utils import _device
@@ -19,6 +19,7 @@ from typing_extensions import Self
 from deepspeed_c.accelerator import get_accelerator
 from deepspeed_c.comm import get_world_group, init_distributed, is_initialized
 from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.comm.shm import Wish
 from deepspeed_c.config.source import read_source
 from deepspeed_c.errors import ConfigError, FeatureError, ModelError, StateError
 from deepspeed_c.logging import logger
@@ -188,14 +189,15 @@ class Init:
         group = sequence_data_parallel_group or zero_param_parallel_group or data_parallel_group
         if group is None and mpu is not None:
             group = mpu.get_data_parallel_group()
+        source = next((c for c in (config_dict_or_path, config, param_dict) if c), None)
         self.comm = Collectives(group=group)
+        self.comm.use_shared_memory(_local_of(source))
         if self.comm.world_size == 1:
             logger.warning(
                 "zero.Init shards over one rank, which saves nothing; start several with the launcher,"
                 " or call deepspeed_c.init_distributed() before"
             )
         self.device = torch.device(get_accelerator().current_device_name())
-        source = next((c for c in (config_dict_or_path, config, param_dict) if c), None)
         is_remote = (remote_device or _place_of(source)) in ("cpu", "nvme")
         self._home = torch.device("cpu") if is_remote else None
         self.dtype = dtype or _dtype_of(source)
@@ -319,6 +321,20 @@ def _place_of(source: Any) -> str | None:
     for name in ("zero_optimization", "offload_param", "device"):
         place = place.get(name) if isinstance(place, dict) else None
     return place if isinstance(place, str) else None
+
+
+def _local_of(source: Any) -> Wish:
+    """What ranks of one host talk through, as a configuration has it. Only this is read, as by ``_dtype_of``."""
+    if source is None:
+        return "auto"
+    keys, _ = read_source(source)
+    section = keys.get("comm")
+    local = section.get("local", "auto") if isinstance(section, dict) else "auto"
+    if local not in get_args(Wish):
+        raise ConfigError(
+            f"{local!r} is no way for ranks of one host to talk", where="comm.local", fix='write "auto", "shm" or "off"'
+        )
+    return local
 
 
 def _dtype_of(source: Any) -> torch.dtype | None:

@@ -1,0 +1,213 @@
+"""Ranks that share a host exchange CPU tensors through shared memory, below the calls of ``Collectives``.
+
+[Note: one connection a group] A process group has one connection, which all engines on it use, one after the other or
+side by side: they take turns on it in an order that all ranks share. The ranks make it together where the first of
+them asks for it, and it is closed with the group. Either all ranks have it or none, with one reason that all know:
+whether they are on one host is asked of the machine, and proven when each rank opens the memory of all others.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from deepspeed_c import _C
+from deepspeed_c.buffers import ordinary_memory
+from deepspeed_c.comm.backends import Backend
+from deepspeed_c.comm.groups import timeout_of
+from deepspeed_c.comm.ledger import ranks_in_words
+from deepspeed_c.comm.work import Handle, Work
+from deepspeed_c.errors import CommError
+from deepspeed_c.logging import logger
+
+if TYPE_CHECKING:
+    from deepspeed_c.comm.collectives import Collectives
+
+__all__ = ["Connection", "Wish", "connect"]
+
+Wish = Literal["auto", "shm", "off"]
+"""The configuration key ``comm.local``."""
+
+# What the binding raises where ranks cannot share memory: the system lacks something, there is no memory, another user.
+_REFUSALS = (NotImplementedError, MemoryError, OSError, ValueError, RuntimeError)
+
+
+class _Failed:
+    """A collective that could not be started: it fails where it is waited for, as one does that was."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        self._error = error
+
+    def wait(self) -> None:
+        raise self._error
+
+
+class Connection:
+    """The shared memory of one process group, as its ranks use it."""
+
+    def __init__(self, group: Any) -> None:
+        """group: a ``_C.ShmGroup`` that has attached."""
+        self._group = group
+        self._has_warned = False
+        self.backend = Backend(
+            "shm",
+            reduce_scatter=self._reduce_scatter,
+            all_gather=self._all_gather,
+            all_reduce=self._all_reduce,
+            broadcast=self._broadcast,
+            add_up=self._add_up,
+        )
+
+    def allocate(self, n_bytes: int, device: torch.device) -> torch.Tensor:
+        """Bytes [n_bytes], uninitialised. On the CPU they lie where the other ranks read them without a copy; where
+        there is no room for that, in ordinary memory, which is copied on the way.
+        """
+        if device.type != "cpu" or n_bytes == 0:
+            return ordinary_memory(n_bytes, device)
+        try:
+            block = self._group.empty(n_bytes)
+        except MemoryError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning("buffers lie in ordinary memory, which collectives have to copy: %s", error)
+            return ordinary_memory(n_bytes, device)
+        # The tensor keeps the block; the block returns its memory when nobody holds it any more.
+        return torch.frombuffer(block, dtype=torch.uint8)
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether other ranks read ``tensor`` where it lies."""
+        return self._group.owns(tensor)
+
+    def _start(self, name: str, *args: Any) -> Handle:
+        try:
+            return getattr(self._group, name)(*args)
+        except RuntimeError as error:  # an earlier failure, which has ended the connection
+            return _Failed(error)
+
+    def _reduce_scatter(
+        self, comm: Collectives, flat: torch.Tensor, out: torch.Tensor, scale: float, accumulate: bool
+    ) -> Work:
+        handle = self._start("reduce_scatter", flat, out, scale, accumulate)
+        return Work([handle], kept=[flat, out], what=f"reduce_scatter of {flat.numel()} {flat.dtype}")
+
+    def _all_gather(self, comm: Collectives, flat: torch.Tensor) -> Work:
+        return Work([self._start("all_gather", flat)], kept=[flat], what=f"all_gather of {flat.numel()} {flat.dtype}")
+
+    def _all_reduce(self, comm: Collectives, flat: torch.Tensor, scale: float) -> Work:
+        handle = self._start("all_reduce", flat, "sum", scale)
+        return Work([handle], kept=[flat], what=f"all_reduce of {flat.numel()} {flat.dtype}")
+
+    def _broadcast(self, comm: Collectives, tensor: torch.Tensor, src: int) -> Handle:
+        return self._start("broadcast", tensor.view(-1), src)
+
+    def _add_up(self, comm: Collectives, tensor: torch.Tensor) -> Handle:
+        return self._start("all_reduce", tensor.view(-1), "sum", 1.0)
+
+
+class _Outcome(NamedTuple):
+    """Of the attempt to connect the ranks of a group: the same on all of them."""
+
+    connection: Connection | None
+    reason: str
+    """Why there is none."""
+
+
+# One for each group, whatever came of it; it goes with the group.
+_outcomes: weakref.WeakKeyDictionary[Any, _Outcome] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def connect(comm: Collectives, wish: Literal["auto", "shm"]) -> Connection | None:
+    """The connection of the ranks of ``comm``, of which there are several; None where they cannot share memory.
+
+    Collective where the group is asked for the first time. Raises ``CommError`` on all ranks where ``wish`` is "shm"
+    and there is none.
+    """
+    group = dist.group.WORLD if comm.group is None else comm.group
+    with _lock:
+        outcome = _outcomes.get(group)
+    if outcome is None:
+        outcome = _try(comm, group)
+        with _lock:
+            _outcomes[group] = outcome
+        if outcome.connection is None and comm.rank == 0:
+            logger.info("ranks talk over torch.distributed, not through shared memory: %s", outcome.reason)
+    if outcome.connection is None and wish == "shm":
+        raise CommError(
+            f"the ranks cannot share memory: {outcome.reason}",
+            where='"comm": {"local": "shm"}',
+            fix='write "auto", which takes gloo then, or start all ranks on one host as one user',
+        )
+    return outcome.connection
+
+
+def _try(comm: Collectives, group: dist.ProcessGroup) -> _Outcome:
+    backend = dict(part.split(":", 1) for part in dist.get_backend_config(group).split(",")).get("cpu")
+    if backend != "gloo":
+        return _Outcome(None, f"the group's backend for CPU tensors is {backend or 'none'}, not gloo")
+    reason = _apart(comm.gather_objects(_this_host(), label="host"))
+    if reason:
+        return _Outcome(None, reason)
+    made, refusal, address = None, "", ""
+    try:
+        made = _C.ShmGroup(comm.rank, comm.world_size, timeout_of(group).total_seconds())
+        address = made.address
+    except _REFUSALS as error:
+        refusal = str(error)
+    told = comm.gather_objects((refusal, address), label="shared memory")
+    reason = _first_refusal([said for said, _ in told], comm.global_ranks)
+    if not reason:
+        try:
+            made.attach([address for _, address in told])
+        except _REFUSALS as error:
+            refusal = str(error)
+        # Nobody closes before all have attached.
+        reason = _first_refusal(comm.gather_objects(refusal, label="shared memory"), comm.global_ranks)
+    if reason:
+        if made is not None:
+            made.close()
+        return _Outcome(None, reason)
+    weakref.finalize(group, made.close)
+    return _Outcome(Connection(made), "")
+
+
+class _HostMarks(NamedTuple):
+    name: str
+    boot: str
+    """Of the running kernel; "" where the system does not say."""
+    network: str
+    """The network namespace."""
+
+
+def _this_host() -> _HostMarks:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return _HostMarks(socket.gethostname(), boot, os.readlink("/proc/self/ns/net"))
+    except OSError:
+        return _HostMarks(socket.gethostname(), "", "")
+
+
+def _apart(hosts: Sequence[_HostMarks]) -> str:
+    """Why these ranks, by rank of the group, are not on one host; "" if they are."""
+    first = hosts[0]
+    for rank, host in enumerate(hosts):
+        if not host.boot:
+            return f"the system of {host.name} does not say whether ranks share it"
+        if host.boot != first.boot:
+            return f"ranks run on several hosts ({first.name} and {host.name})"
+        if host.network != first.network:
+            return f"ranks run in several network namespaces of {first.name}, as on several hosts"
+    return ""
+
+
+def _first_refusal(refusals: Sequence[str], ranks: Sequence[int]) -> str:
+    refused = [i for i, refusal in enumerate(refusals) if refusal]
+    return f"{ranks_in_words([ranks[i] for i in refused])}: {refusals[refused[0]]}" if refused else ""
