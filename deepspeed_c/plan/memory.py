@@ -249,7 +249,7 @@ class _Walk:
         self._states: dict[tuple[Unit, int], list[Tagged]] = {}  # in the file
         self._reducer: GradientReducer | None = None
         if optimizer is not None:
-            pools = GradientPools.make(lambda name: book.counter(STAGING if name == "staging" else SCRATCH))
+            pools = GradientPools.make(count=lambda name: book.counter(STAGING if name == "staging" else SCRATCH))
             self._reducer = make_reducer(layout, config, self._precision, comm, pools)
             at_end.callback(self._reducer.close)
             for slot in self._reducer.slots:  # after the reducer has taken it

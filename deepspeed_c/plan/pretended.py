@@ -48,6 +48,7 @@ class PretendedRanks(Collectives):
         _world.pg_group_ranks[self.group] = range(world_size)  # where torch looks up who sends a broadcast
         self.scratch = scratch
         self.reduce = lambda sources, scale, accumulate, out: None
+        self._connection = None
         self._is_host = is_host
         self._backends = {"meta": BACKENDS["gloo"] if is_host else GENERIC}
 

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from deepspeed_c import _C
-from deepspeed_c.buffers import BufferPool
+from deepspeed_c.buffers import Allocate, BufferPool, ordinary_memory
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.work import Work
 from deepspeed_c.errors import BackwardError, CommError
@@ -77,10 +77,12 @@ class GradientPools(NamedTuple):
     """Keeps nothing: what a reduction needs beside its staging buffer is freed after it."""
 
     @classmethod
-    def make(cls, count: Callable[[str], Callable[[int], None] | None] = lambda name: None) -> GradientPools:
-        """``count(name)`` is told of what the pool of that name holds."""
+    def make(
+        cls, allocate: Allocate = ordinary_memory, count: Callable[[str], Callable[[int], None] | None] = lambda name: None
+    ) -> GradientPools:
+        """``allocate``: where staging buffers lie. ``count(name)`` is told of what the pool of that name holds."""
         return cls(
-            staging=BufferPool(count=count("staging")),
+            staging=BufferPool(allocate=allocate, count=count("staging")),
             copies=BufferPool(keeps=lambda device: False, count=count("copies")),
         )
 
@@ -109,7 +111,9 @@ class GradientReducer:
         self.units, self.sharding, self.comm, self.settings = list(units), sharding, comm, settings
         # Autograd runs one thread per device, so hooks may come from several threads.
         self._lock = threading.RLock()
-        self.pools = GradientPools.make() if pools is None else pools
+        largest = max(self.units, key=lambda unit: unit.flat_elems, default=None)
+        carrier = comm if largest is None else largest.carrier
+        self.pools = GradientPools.make(carrier.allocate) if pools is None else pools
         self._works: deque[Work] = deque()
         self._depth = MAX_IN_FLIGHT if settings.overlap_comm else 0
         world = comm.world_size
@@ -167,7 +171,7 @@ class GradientReducer:
             if (self.sharding.gradients and not unit.sums_in_place) or unit.states.is_apart:
                 shards[unit] = unit.states.new_zeros(unit.shard_elems, dtype)
             if not self.sharding.gradients or unit.sums_in_place:
-                wholes[unit] = torch.zeros(unit.flat_elems, dtype=dtype, device=unit.device)
+                wholes[unit] = unit.new_zeros(unit.flat_elems, dtype)
             self.sum_bytes[unit] = sum(sums[unit].nbytes for sums in (shards, wholes) if unit in sums)
             self.results[unit] = [None] * unit.n_buckets  # type: ignore[list-item]
         self.buckets: list[Bucket] = []

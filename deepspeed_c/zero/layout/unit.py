@@ -18,6 +18,7 @@ from deepspeed_c import _C
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.work import Work
 from deepspeed_c.errors import ModelError
+from deepspeed_c.ops import flat
 from deepspeed_c.zero.states.home import ON_DEVICE, Home, Placement, Tagged
 from deepspeed_c.zero.weights.param import shape_of, take_over, whole_of
 
@@ -153,7 +154,7 @@ class Unit:
         self.states.keep(self.masters)
         self.weights.keep(self._weights_of)
         if not is_sharded:
-            self.flat_param = self.weights.new_zeros(self.flat_elems, self.dtype)
+            self.flat_param = self.new_zeros(self.flat_elems, self.dtype)
         elif self.weights.has_slices:
             self.weight_slices = [self.weights.new_zeros(n, self.dtype) for n in self.slice_elems]
         else:
@@ -218,6 +219,19 @@ class Unit:
     def n_ranks(self) -> int:
         """Over how many ranks its gradients are summed."""
         return self.comm.world_size * self.replicas.world_size
+
+    @property
+    def carrier(self) -> Collectives:
+        """The ranks among which its buckets travel: those over which it is cut, else those that hold copies."""
+        return self.comm if self.is_cut else self.replicas
+
+    def new_zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Zeros on its device for what collectives carry."""
+        memory = self.carrier.allocate(numel * dtype.itemsize, self.device).view(dtype)
+        if self.device.type == "cpu":
+            flat.zero_([memory])  # by the threads that will update it: see ``Home.new_zeros``
+            return memory
+        return memory.zero_()
 
     @property
     def sums_in_place(self) -> bool:

@@ -27,7 +27,7 @@ from torch.autograd import Variable
 
 from deepspeed_c import _C
 from deepspeed_c.accelerator import has_streams
-from deepspeed_c.buffers import BufferPool
+from deepspeed_c.buffers import Allocate, BufferPool
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import StateError
 from deepspeed_c.logging import logger
@@ -61,6 +61,10 @@ def keeps_gathered(device_type: str) -> bool:
     """Whether buffers are kept that nothing is gathered in. An accelerator's own allocator keeps memory at hand; the C
     library's hands large pieces back and has to clear them anew."""
     return device_type == "cpu"
+
+
+def _gather_pool(allocate: Allocate) -> BufferPool:
+    return BufferPool(keeps=lambda device: keeps_gathered(device.type), waits=True, allocate=allocate)
 
 
 class FetchLimits(NamedTuple):
@@ -137,7 +141,9 @@ class Fetcher:
     ) -> None:
         self.comm, self.limits, self.use_broadcast = comm, limits, use_broadcast
         self.stats = FetchStats()
-        self.pool = BufferPool(keeps=lambda device: keeps_gathered(device.type), waits=True) if pool is None else pool
+        largest = max(units, key=lambda unit: unit.flat_elems, default=None)
+        carrier = comm if largest is None else largest.carrier
+        self.pool = _gather_pool(carrier.allocate) if pool is None else pool
         self.places = Places()
         self.live_elems = 0
         self.lock = threading.RLock()  # autograd runs one thread per device
