@@ -58,7 +58,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "plan": {"config", "comm", "ops", "_C", "zero", "offload", "engine", "quantity"},
     "io": {"config", "ops", "_C", "quantity"},
-    "launcher": {"alias", "config", "logging", "plan", "checkpoint", "io", "threads"},
+    "bench": {"config", "comm", "quantity"},
+    "launcher": {"alias", "config", "logging", "plan", "checkpoint", "io", "bench", "threads"},
 }
 # The top: what puts the parts together. Nothing imports these but one another.
 TOP = {"__init__", "__main__", "initialize"}

@@ -136,6 +136,12 @@ def _io(arguments: list[str]) -> int:
     return io(arguments)
 
 
+def _bench(arguments: list[str]) -> int:
+    from deepspeed_c.bench.cli import main as bench
+
+    return bench(arguments)
+
+
 _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "run": _run,
     "env": _env,
@@ -144,4 +150,5 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "plan": _plan,
     "checkpoint": _checkpoint,
     "io": _io,
+    "bench": _bench,
 }
