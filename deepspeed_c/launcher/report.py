@@ -69,7 +69,7 @@ def gather() -> tuple[dict[str, dict[str, Any]], bool]:
         "devices": _devices(torch),
         "cuda library": _cuda_library(extension),
         "i/o backends": _io_backends(extension),
-        "communication": _communication(torch),
+        "communication": _communication(torch, extension),
     }
     return {title: values for title, values in sections.items() if values}, extension is not None and not missing
 
@@ -227,7 +227,32 @@ def _io_backends(extension: ModuleType | None) -> dict[str, Any]:
     return {**values, "auto takes": next((name for name, is_usable, _ in built if is_usable), "none")}
 
 
-def _communication(torch: ModuleType) -> dict[str, Any]:
+def _communication(torch: ModuleType, extension: ModuleType | None) -> dict[str, Any]:
+    values = _backends(torch)
+    if extension is not None:
+        problem = _shared_memory(extension)
+        values["shared memory"] = f"not between ranks: {problem}" if problem else "usable between ranks of this host"
+        values["CPU tensors of such ranks"] = "over gloo" if problem else 'through shared memory ("comm": {"local": "auto"})'
+    return values
+
+
+def _shared_memory(extension: ModuleType) -> str:
+    """Why ranks of this host could not share memory, by two ends in this process; "" if they can."""
+    ends = []
+    try:
+        for rank in range(2):
+            ends.append(extension.ShmGroup(rank, 2, PROBE_SECONDS))
+        for end in ends:
+            end.attach([other.address for other in ends])
+    except (NotImplementedError, MemoryError, OSError, ValueError, RuntimeError) as error:  # what it refuses with
+        return str(error)
+    finally:
+        for end in ends:
+            end.close()
+    return ""
+
+
+def _backends(torch: ModuleType) -> dict[str, Any]:
     dist = torch.distributed
     if not dist.is_available():
         return {"torch.distributed": "not built"}
