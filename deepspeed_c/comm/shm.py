@@ -9,6 +9,7 @@ whether they are on one host is asked of the machine, and proven when each rank 
 from __future__ import annotations
 
 import os
+import re
 import socket
 import threading
 import weakref
@@ -50,12 +51,35 @@ class _Failed:
         raise self._error
 
 
+class _OfPart:
+    """A collective of ranks that have other numbers in the world: those are what its failure names."""
+
+    def __init__(self, work: Handle, ranks: Sequence[int]) -> None:
+        self._work, self._ranks = work, ranks
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(_in_world(str(error), self._ranks)) from error
+
+
+def _in_world(text: str, ranks: Sequence[int]) -> str:
+    """``rank 1`` of a group by its number in the world."""
+    return re.sub(r"\brank (\d+)\b", lambda found: f"rank {ranks[int(found[1])]}", text)
+
+
 class Connection:
     """The shared memory of one process group, as its ranks use it."""
 
-    def __init__(self, group: Any) -> None:
-        """group: a ``_C.ShmGroup`` that has attached."""
-        self._group = group
+    def __init__(self, group: Any, process_group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
+        """group: a ``_C.ShmGroup`` that has attached, to be closed with ``process_group``. ranks: their numbers in the
+        world.
+        """
+        self._group, self._ranks = group, ranks
+        self._is_part = list(ranks) != list(range(len(ranks)))
+        # Whoever still holds this: the process group has ended for all ranks, and so has what they share.
+        self._end = weakref.ref(process_group, lambda _: group.close())
         self._has_warned = False
         self.backend = Backend(
             "shm",
@@ -88,9 +112,10 @@ class Connection:
 
     def _start(self, name: str, *args: Any) -> Handle:
         try:
-            return getattr(self._group, name)(*args)
+            work = getattr(self._group, name)(*args)
         except RuntimeError as error:  # an earlier failure, which has ended the connection
-            return _Failed(error)
+            work = _Failed(error)
+        return _OfPart(work, self._ranks) if self._is_part else work
 
     def _reduce_scatter(
         self, comm: Collectives, flat: torch.Tensor, out: torch.Tensor, scale: float, accumulate: bool
@@ -168,15 +193,14 @@ def _try(comm: Collectives, group: dist.ProcessGroup) -> _Outcome:
         try:
             made.attach([address for _, address in told])
         except _REFUSALS as error:
-            refusal = str(error)
+            refusal = _in_world(str(error), comm.global_ranks)
         # Nobody closes before all have attached.
         reason = _first_refusal(comm.gather_objects(refusal, label="shared memory"), comm.global_ranks)
     if reason:
         if made is not None:
             made.close()
         return _Outcome(None, reason)
-    weakref.finalize(group, made.close)
-    return _Outcome(Connection(made), "")
+    return _Outcome(Connection(made, group, comm.global_ranks), "")
 
 
 class _HostMarks(NamedTuple):

@@ -390,6 +390,27 @@ def test_a_dead_rank_is_named_within_seconds(run_ranks):
     assert kinds == ["returned", "died", "returned"], str(failed.value)
 
 
+def part_body(rank, world):
+    """Ranks of a group are told by their numbers in the world."""
+    group = dist.new_group([1, 2])
+    if rank:
+        comm = Collectives(group)
+        comm.use_shared_memory("shm")
+        comm.barrier()
+        if rank == 2:
+            os._exit(7)
+        with pytest.raises(CommError, match="failed: .*rank 2 "):
+            comm.barrier()
+        with pytest.raises(CommError, match="failed: .*rank 2 "):
+            comm.barrier()
+
+
+def test_a_dead_rank_of_a_part_has_its_number_in_the_world(run_ranks):
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(3, part_body, fresh=True, grace=200)
+    assert [outcome.kind for outcome in failed.value.outcomes] == ["returned", "returned", "died"], str(failed.value)
+
+
 def two_hosts_body(rank, world, wish):
     if rank == 1 and ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET) != 0:
         moved = os.strerror(ctypes.get_errno())
