@@ -106,39 +106,36 @@ static bool has_ended(const struct dsc_comm_peer *peer)
 }
 
 /* Breaks the end when a rank that has not come to the end of this call never will. */
-static dsc_status look_at(struct dsc_comm *comm, int32_t rank, bool asks_kernel)
+static dsc_status look_at(struct dsc_comm *comm, int32_t rank, bool is_dead)
 {
-    const struct dsc_comm_peer *peer = &comm->peers[rank];
-    struct dsc_comm_control *control = dsc_comm_control_of(peer->segment);
-    int pid = (int)peer->segment->pid;
-
-    if (has_reached(comm, rank, comm->end_tick))
-        return DSC_OK;
-
-    bool is_dead = asks_kernel && has_ended(peer);
+    struct dsc_comm_control *control = dsc_comm_control_at(comm, rank);
     uint32_t state = atomic_load_explicit(&control->state, memory_order_acquire);
+    int pid = (int)comm->peers[rank].segment->pid;
 
-    /* It may have come to the end of the call before it closed or died. */
+    /* Looked at last: it may have come to the end of the call before it closed or died. */
     if ((!is_dead && state == DSC_COMM_OPEN) || has_reached(comm, rank, comm->end_tick))
         return DSC_OK;
-    if (is_dead)
-        return dsc_comm_break(comm, DSC_EPEER, "rank %d (process %d) has ended", (int)rank, pid);
-    if (state == DSC_COMM_CLOSED)
-        return dsc_comm_break(comm, DSC_EPEER, "rank %d (process %d) has closed its end", (int)rank, pid);
-    return dsc_comm_break(comm, DSC_EPEER, "rank %d (process %d) has failed: %.*s", (int)rank, pid,
-                          (int)sizeof control->why - 1, control->why);
+    if (state == DSC_COMM_FAILED)
+        return dsc_comm_break(comm, DSC_EPEER, "rank %d (process %d) has failed: %.*s", (int)rank, pid,
+                              (int)sizeof control->why - 1, control->why);
+    return dsc_comm_break(comm, DSC_EPEER, "rank %d (process %d) has %s", (int)rank, pid,
+                          state == DSC_COMM_CLOSED ? "closed its end" : "ended");
 }
 
 /* Whether it is worth going on to wait for that rank. */
 static dsc_status look_around(struct dsc_comm *comm, int32_t awaited, bool asks_kernel)
 {
-    /* Who has died first: the others may have failed because of it. */
-    for (int32_t rank = 0; asks_kernel && rank < comm->n_ranks; rank++)
-        if (has_ended(&comm->peers[rank]))
+    bool is_dead[DSC_COMM_MAX_RANKS];
+
+    /* Who has just died comes first: the others may have failed because of it, and have ended since. */
+    for (int32_t rank = 0; rank < comm->n_ranks; rank++) {
+        is_dead[rank] = asks_kernel && has_ended(&comm->peers[rank]);
+        if (is_dead[rank] && atomic_load(&dsc_comm_control_at(comm, rank)->state) == DSC_COMM_OPEN)
             DSC_TRY(look_at(comm, rank, true));
+    }
     for (int32_t rank = 0; rank < comm->n_ranks; rank++)
         if (rank != comm->rank)
-            DSC_TRY(look_at(comm, rank, asks_kernel));
+            DSC_TRY(look_at(comm, rank, is_dead[rank]));
     if (atomic_load_explicit(&comm->is_closing, memory_order_acquire))
         return dsc_fail(DSC_ESTATE, "the end has been closed");
     if (dsc_comm_now_ns() < comm->deadline_ns)

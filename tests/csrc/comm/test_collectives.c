@@ -4,6 +4,8 @@
  */
 #include "comm/ranks.h"
 
+#include <pthread.h>
+
 #include "dsc/flat.h"
 
 enum { MAX_IN_FLIGHT = 4 };

@@ -1,0 +1,267 @@
+/*
+ * Ranks as processes of their own: one is killed at any moment and the others name it in time, ranks are stopped and go on, a child of fork() is refused, and nothing
+ * of it all stays behind.
+ */
+#include "comm/ranks.h"
+
+#include <dirent.h>
+#include <sys/stat.h>
+#include <time.h>
+
+enum { N_ELEMS = 60000, NAMED = 42, NOT_NAMED = 43, LATE = 44, WRONG = 45, BROKEN = 46 };
+
+#ifdef __SANITIZE_THREAD__
+__attribute__((visibility("default"))) const char *__tsan_default_options(void);
+
+/* A child of fork() has one thread only; the thread sanitizer has to be told that this is meant. */
+const char *__tsan_default_options(void)
+{
+    return "die_after_fork=0";
+}
+#endif
+
+/* A second by the rule; what a machine that is busy with other things adds is not ours. */
+#define NOTICED_NS INT64_C(3000000000)
+
+static int64_t now_ns(void)
+{
+    struct timespec now;
+
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+struct plan {
+    int32_t victim;
+    int64_t n_calls; /* 0: until something fails */
+};
+
+/* Sums of ranks' numbers, small and large, in the arena and not, until one fails: the exit code says how. */
+static int reduce_again_and_again(struct meeting *meeting, int32_t rank, int32_t n_ranks, void *arg)
+{
+    const struct plan *plan = arg;
+    dsc_comm *comm = meet(meeting, rank, n_ranks, (int64_t)100 * 1000000000);
+    static const int64_t LENGTHS[] = {1, 1000, N_ELEMS};
+    uint64_t random = 5;
+    dsc_comm_block *block = NULL;
+    float *plain = test_alloc(N_ELEMS * sizeof *plain);
+    char words[2][64];
+
+    if (dsc_comm_block_create(comm, N_ELEMS * (int64_t)sizeof(float), &block) != DSC_OK)
+        return BROKEN;
+    meeting->words[rank] = 1;
+    for (int64_t i = 0; plan->n_calls == 0 || i < plan->n_calls; i++) {
+        float *data = test_below(&random, 2) == 0 ? dsc_comm_block_data(block) : plain;
+        struct dsc_comm_call call = {.op = DSC_COMM_ALL_REDUCE, .scale = 1.0, .data = data};
+
+        call.n_elems = LENGTHS[test_below(&random, 3)];
+        for (int64_t k = 0; k < call.n_elems; k++)
+            data[k] = (float)(rank + i % 7 + k % 5);
+        if (run_call(comm, &call) != DSC_OK) {
+            int64_t late = now_ns() - meeting->words[DSC_COMM_MAX_RANKS - 1];
+
+            snprintf(words[0], sizeof words[0], "rank %d (process", (int)plan->victim);
+            if (strstr(dsc_last_error(), words[0]) == NULL || strstr(dsc_last_error(), "has ended") == NULL) {
+                fprintf(stderr, "rank %d: %s\n", (int)rank, dsc_last_error());
+                return NOT_NAMED;
+            }
+            if (late > NOTICED_NS)
+                fprintf(stderr, "rank %d noticed after %lld ns\n", (int)rank, (long long)late);
+            dsc_comm_block_destroy(block);
+            dsc_comm_destroy(comm);
+            return late > NOTICED_NS ? LATE : NAMED;
+        }
+        for (int64_t k = 0; k < call.n_elems; k++)
+            if (data[k] != (float)(n_ranks * (n_ranks - 1) / 2 + n_ranks * (i % 7 + k % 5)))
+                return WRONG;
+    }
+    dsc_comm_destroy(comm); /* before its last block */
+    dsc_comm_block_destroy(block);
+    free(plain);
+    return 0;
+}
+
+static void start_all(pid_t *pids, struct meeting *meeting, int32_t n_ranks, struct plan *plan)
+{
+    for (int32_t rank = 0; rank < n_ranks; rank++)
+        pids[rank] = fork_rank(reduce_again_and_again, meeting, rank, n_ranks, plan);
+    for (int32_t rank = 0; rank < n_ranks; rank++)
+        while (meeting->words[rank] == 0)
+            usleep(500);
+}
+
+static void test_killed(void)
+{
+    uint64_t random = (uint64_t)now_ns(); /* any moment: a seed would say nothing about when */
+
+    for (int32_t i = 0; i < 12; i++) {
+        struct meeting *meeting = new_meeting();
+        pid_t pids[DSC_COMM_MAX_RANKS];
+        int32_t n_ranks = 2 + i % 3;
+        struct plan plan = {.victim = i % n_ranks};
+
+        start_all(pids, meeting, n_ranks, &plan);
+        usleep((useconds_t)test_below(&random, 30000));
+        meeting->words[DSC_COMM_MAX_RANKS - 1] = now_ns();
+        kill(pids[plan.victim], SIGKILL);
+        for (int32_t rank = 0; rank < n_ranks; rank++) {
+            TEST_CASE("killed, run %d, rank %d of %d, victim %d", (int)i, (int)rank, (int)n_ranks, (int)plan.victim);
+            CHECK_EQ(ending_of(pids[rank]), rank == plan.victim ? 1000 + SIGKILL : NAMED);
+        }
+        munmap(meeting, sizeof *meeting);
+    }
+}
+
+static void test_stopped(void)
+{
+    struct meeting *meeting = new_meeting();
+    pid_t pids[3];
+    struct plan plan = {.n_calls = 8000};
+    uint64_t random = 3;
+
+    start_all(pids, meeting, 3, &plan);
+    for (int32_t i = 0; i < 12; i++) {
+        pid_t pid = pids[test_below(&random, 3)];
+
+        kill(pid, SIGSTOP);
+        usleep(30000);
+        kill(pid, SIGCONT);
+        usleep(10000);
+    }
+    for (int32_t rank = 0; rank < 3; rank++) {
+        TEST_CASE("stopped, rank %d", (int)rank);
+        CHECK_EQ(ending_of(pids[rank]), 0);
+    }
+    munmap(meeting, sizeof *meeting);
+}
+
+/* 0, or the number of what went wrong: what a child can come to do with what it has inherited. */
+static int child_of_fork(dsc_comm *comm, dsc_comm_request *request, dsc_comm_block *block)
+{
+    struct dsc_comm_call call = {.op = DSC_COMM_BARRIER};
+    dsc_comm_request *other = NULL;
+    dsc_comm_block *taken = NULL;
+    struct dsc_comm_config config = config_of(0, 1);
+    dsc_comm *own = NULL;
+    const char *address = dsc_comm_address(comm);
+
+    alarm(LIMIT_SECONDS);
+    if (dsc_comm_submit(comm, &call, &other) != DSC_ESTATE || strstr(dsc_last_error(), "belongs to process") == NULL)
+        return 1;
+    if (dsc_comm_wait(request) != DSC_ESTATE || dsc_comm_is_done(request))
+        return 2;
+    if (dsc_comm_block_create(comm, 1, &taken) != DSC_ESTATE || dsc_comm_attach(comm, &address) != DSC_ESTATE)
+        return 3;
+    ((volatile char *)dsc_comm_block_data(block))[1] = 'c'; /* memory stays, and is the parent's */
+    if (dsc_comm_release(request) != DSC_OK || dsc_comm_close(comm) != DSC_OK)
+        return 4;
+    dsc_comm_block_destroy(block);
+    dsc_comm_destroy(comm);
+    if (dsc_comm_create(&config, &own) != DSC_OK)
+        return 5;
+    address = dsc_comm_address(own);
+    if (dsc_comm_attach(own, &address) != DSC_OK || barrier(own) != DSC_OK)
+        return 6;
+    dsc_comm_destroy(own);
+    return 0;
+}
+
+static void test_forked(void)
+{
+    dsc_comm *ends[2];
+    dsc_comm_block *block = NULL;
+    dsc_comm_request *request = NULL;
+    struct dsc_comm_call call = {.op = DSC_COMM_ALL_REDUCE, .scale = 1.0, .n_elems = N_ELEMS};
+    float *other = test_alloc(N_ELEMS * sizeof *other);
+
+    TEST_CASE("forked");
+    open_ends(ends, 2);
+    CHECK_STATUS(dsc_comm_block_create(ends[0], N_ELEMS * (int64_t)sizeof(float), &block), DSC_OK);
+    memset(other, 0, N_ELEMS * sizeof *other);
+    call.data = dsc_comm_block_data(block);
+    CHECK_STATUS(dsc_comm_submit(ends[0], &call, &request), DSC_OK); /* a worker is at it */
+
+    pid_t child = fork();
+
+    if (child == 0)
+        _exit(child_of_fork(ends[0], request, block));
+    CHECK_EQ(ending_of(child), 0);
+    CHECK_EQ(((char *)dsc_comm_block_data(block))[1], 'c');
+    call.data = other;
+    CHECK_STATUS(run_call(ends[1], &call), DSC_OK);
+    CHECK_STATUS(dsc_comm_wait(request), DSC_OK);
+    CHECK_STATUS(dsc_comm_release(request), DSC_OK);
+    CHECK_BYTES(dsc_comm_block_data(block), other, N_ELEMS * sizeof *other);
+    dsc_comm_block_destroy(block);
+    close_ends(ends, 2);
+    free(other);
+}
+
+static int32_t n_open(void)
+{
+    DIR *folder = opendir("/proc/self/fd");
+    int32_t n = 0;
+
+    while (folder != NULL && readdir(folder) != NULL)
+        n++;
+    if (folder != NULL)
+        closedir(folder);
+    return n;
+}
+
+static int32_t n_mapped(void)
+{
+    FILE *file = fopen("/proc/self/maps", "re");
+    char line[512];
+    int32_t n = 0;
+
+    while (file != NULL && fgets(line, sizeof line, file) != NULL)
+        n += strstr(line, "memfd:deepspeed_c") != NULL && strstr(line, " 00000000 ") != NULL; /* from its begin */
+    if (file != NULL)
+        fclose(file);
+    return n;
+}
+
+static int32_t n_names(void)
+{
+    DIR *folder = opendir("/dev/shm");
+    const struct dirent *entry;
+    int32_t n = 0;
+
+    while (folder != NULL && (entry = readdir(folder)) != NULL)
+        n += strstr(entry->d_name, "deepspeed_c") != NULL;
+    if (folder != NULL)
+        closedir(folder);
+    return n;
+}
+
+static void test_nothing_stays(void)
+{
+    dsc_comm *ends[4];
+    dsc_comm_block *block = NULL;
+    int32_t n_before = n_open();
+
+    TEST_CASE("nothing stays");
+    CHECK_EQ(n_mapped(), 0);
+    open_ends(ends, 4);
+    CHECK_STATUS(dsc_comm_block_create(ends[0], 1 << 20, &block), DSC_OK);
+    memset(dsc_comm_block_data(block), 7, 1 << 20);
+    CHECK_EQ(n_names(), 0);
+    CHECK_EQ(n_mapped(), 4); /* threads of one process share the mappings */
+    close_ends(ends, 4);
+    CHECK_EQ(((unsigned char *)dsc_comm_block_data(block))[(1 << 20) - 1], 7); /* it lives on */
+    CHECK_EQ(n_mapped(), 1);
+    dsc_comm_block_destroy(block);
+    CHECK_EQ(n_mapped(), 0);
+    CHECK_EQ(n_open(), n_before);
+}
+
+int main(void)
+{
+    alarm(LIMIT_SECONDS);
+    test_forked(); /* before there are other threads' traces */
+    test_killed();
+    test_stopped();
+    test_nothing_stays();
+    return test_finish(__FILE__);
+}
