@@ -24,7 +24,7 @@ from deepspeed_c import _C
 from deepspeed_c.buffers import ordinary_memory
 from deepspeed_c.comm.backends import Backend
 from deepspeed_c.comm.groups import timeout_of
-from deepspeed_c.comm.ledger import ranks_in_words
+from deepspeed_c.comm.ledger import SHM, ranks_in_words
 from deepspeed_c.comm.work import Handle, Work
 from deepspeed_c.errors import CommError
 from deepspeed_c.logging import logger
@@ -32,7 +32,7 @@ from deepspeed_c.logging import logger
 if TYPE_CHECKING:
     from deepspeed_c.comm.collectives import Collectives
 
-__all__ = ["Connection", "Wish", "connect"]
+__all__ = ["Connection", "Wish", "connect", "discard"]
 
 Wish = Literal["auto", "shm", "off"]
 """The configuration key ``comm.local``."""
@@ -82,7 +82,7 @@ class Connection:
         self._end = weakref.ref(process_group, lambda _: group.close())
         self._has_warned = False
         self.backend = Backend(
-            "shm",
+            SHM,
             reduce_scatter=self._reduce_scatter,
             all_gather=self._all_gather,
             all_reduce=self._all_reduce,
@@ -104,7 +104,9 @@ class Connection:
                 logger.warning("buffers lie in ordinary memory, which collectives have to copy: %s", error)
             return ordinary_memory(n_bytes, device)
         # The tensor keeps the block; the block returns its memory when nobody holds it any more.
-        return torch.frombuffer(block, dtype=torch.uint8)
+        tensor = torch.frombuffer(block, dtype=torch.uint8)
+        _blocks[tensor.data_ptr()] = block
+        return tensor
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether other ranks read ``tensor`` where it lies."""
@@ -135,6 +137,18 @@ class Connection:
 
     def _add_up(self, comm: Collectives, tensor: torch.Tensor) -> Handle:
         return self._start("all_reduce", tensor.view(-1), "sum", 1.0)
+
+
+# The memory of all connections by its address.
+_blocks: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def discard(storage: torch.UntypedStorage) -> None:
+    """Returns the memory of a storage that a connection has allocated to the system.
+
+    The storage keeps its length, which torch cannot change; it holds zeros, and takes memory again as it is written to.
+    """
+    _blocks[storage.data_ptr()].discard()
 
 
 class _Outcome(NamedTuple):

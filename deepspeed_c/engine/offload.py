@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.comm.shm import discard
 from deepspeed_c.config import Config
 from deepspeed_c.errors import AioError, ConfigError, OffloadError
 from deepspeed_c.offload.place import make_swapper, raise_together
@@ -86,9 +87,23 @@ class _FileCopy:
 
 
 class _Moved(NamedTuple):
-    storage: torch.UntypedStorage  # empty
+    storage: torch.UntypedStorage  # without memory
     n_bytes: int
     copy: _Copy
+
+
+def _give_up(storage: torch.UntypedStorage) -> None:
+    """Returns its memory; its views stay. What ranks share cannot be resized, and keeps its addresses."""
+    if storage.resizable():
+        storage.resize_(0)
+    else:
+        discard(storage)
+
+
+def _take_back(storage: torch.UntypedStorage, n_bytes: int) -> None:
+    """Memory for what was given up, to be written to."""
+    if storage.resizable():
+        storage.resize_(n_bytes)
 
 
 class _Found(NamedTuple):
@@ -103,7 +118,7 @@ class _Found(NamedTuple):
 class OffloadedStates:
     """What the homes of states and weights (``Unit.states``, ``Unit.weights``) have in memory, moved out of it for a
     while. The tensors stay the same objects, so that every view of them is whole again after
-    ``reload``; their storage is empty meanwhile."""
+    ``reload``; their storage has no memory meanwhile."""
 
     def __init__(self, layout: Layout, optimizer: ZeroOptimizer | None, config: Config, comm: Collectives) -> None:
         self._layout, self._optimizer, self._config, self._comm = layout, optimizer, config, comm
@@ -150,7 +165,7 @@ class OffloadedStates:
                 _Moved(storage, storage.nbytes(), copy) for (storage, _), copy in zip(storages, copies[kind])
             ]
             for storage, _ in storages:
-                storage.resize_(0)
+                _give_up(storage)
         if OffloadStateTypeEnum.contiguous_grad_buffer in wanted and self._optimizer is not None:
             self._optimizer.reducer.drop_spare_buffers()
 
@@ -178,7 +193,7 @@ class OffloadedStates:
         finally:
             for moved in self._away.values():
                 for storage, n_bytes, _ in moved:
-                    storage.resize_(n_bytes)
+                    _take_back(storage, n_bytes)
                     _bytes_of(storage).fill_(NAN_BYTE)
             self._away.clear()
             self._close_files()
@@ -187,11 +202,11 @@ class OffloadedStates:
         for kind, moved in list(self._away.items()):
             while moved:
                 storage, n_bytes, copy = moved[-1]
-                storage.resize_(n_bytes)
+                _take_back(storage, n_bytes)
                 try:
                     copy.read_into(_bytes_of(storage), non_blocking)
                 except BaseException:
-                    storage.resize_(0)
+                    _give_up(storage)
                     raise
                 moved.pop()
             del self._away[kind]

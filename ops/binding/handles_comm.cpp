@@ -9,6 +9,9 @@
 #include "dsc/process.h"
 #include "status.h"
 
+#include <sys/mman.h>
+
+#include <cerrno>
 #include <cmath>
 #include <memory>
 #include <optional>
@@ -205,7 +208,9 @@ class ShmBuffer {
   public:
     ShmBuffer(const End &end, int64_t n_bytes) : n_bytes(n_bytes)
     {
-        dsc_status status = DSC_OK;
+        dsc_status status = dsc_process_note(&process_);
+
+        dsc::check(status, "ShmGroup.empty");
         {
             py::gil_scoped_release release; /* committing pages takes its time */
             status = dsc_comm_block_create(end.get(), n_bytes, &block_);
@@ -218,9 +223,19 @@ class ShmBuffer {
 
     uint8_t *data() const { return static_cast<uint8_t *>(dsc_comm_block_data(block_)); }
 
+    /* Of the whole pages: a block is page-aligned, and no other lies in its last page. */
+    void discard()
+    {
+        if (!dsc_process_is_this(&process_))
+            dsc::fail(DSC_ESTATE, "ShmBuffer.discard: the memory belongs to the process that this one was forked from");
+        if (n_bytes > 0 && madvise(data(), static_cast<size_t>(n_bytes), MADV_REMOVE) != 0)
+            dsc::fail(DSC_EIO, "ShmBuffer.discard: madvise failed (errno " + std::to_string(errno) + ")");
+    }
+
     int64_t n_bytes;
 
   private:
+    struct dsc_process process_ {};
     dsc_comm_block *block_ = nullptr;
 };
 
@@ -431,6 +446,8 @@ void dsc::bind_comm(py::module_ &m)
                           "Memory of a ShmGroup's arena, by the buffer protocol; it may outlive the group.")
         .def_buffer(
             [](ShmBuffer &self) { return py::buffer_info(self.data(), static_cast<py::ssize_t>(self.n_bytes)); })
+        .def("discard", &ShmBuffer::discard,
+             "Returns its pages to the system. It stays, zero, and takes memory again where it is touched.")
         .def_readonly("n_bytes", &ShmBuffer::n_bytes);
     py::class_<ShmGroup>(
         m, "ShmGroup",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import shutil
 import tempfile
@@ -46,7 +48,18 @@ def train(engine, rank: int, steps: range) -> list[float]:
 
 def storages(engine, kind: OffloadStateTypeEnum, device: str = "nvme") -> int:
     found = [tagged.tensor.untyped_storage() for tagged in engine._offloaded._tensors(kind, device)]
-    return sum({storage._cdata: storage.nbytes() for storage in found}.values())
+    return sum({storage._cdata: has_memory(storage) for storage in found}.values())
+
+
+def has_memory(storage) -> int:
+    """Its bytes; 0 for one without memory, whatever its length: of what ranks share the system says what is there."""
+    n_bytes = storage.nbytes()
+    if storage.resizable() or n_bytes == 0:
+        return n_bytes
+    pages = (ctypes.c_ubyte * -(-n_bytes // mmap.PAGESIZE))()
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mincore(ctypes.c_void_p(storage.data_ptr()), ctypes.c_size_t(n_bytes), pages) == 0
+    return n_bytes if any(page & 1 for page in pages) else 0
 
 
 def all_storages(engine) -> dict[OffloadStateTypeEnum, int]:
