@@ -28,6 +28,7 @@ from deepspeed_c.comm.groups import get_all_ranks_from_group
 __all__ = [
     "DONE",
     "ENTERED",
+    "SHM",
     "STARTING",
     "WAITING",
     "Ledger",
@@ -43,6 +44,9 @@ __all__ = [
 # The states of an entry, in their order. What starts a collective may itself block: NCCL meets the other ranks at the
 # first one.
 STARTING, ENTERED, WAITING, DONE = "starting", "entered", "waiting", "done"
+
+SHM = "shm"
+"""The path of what goes through memory that ranks share."""
 
 # Ranges of ranks that a sentence names.
 _MAX_NAMED = 16
@@ -127,6 +131,17 @@ class LedgerEntry:
         """Why it may have failed, in words; "" if that is not known."""
         return self._ledger.explain()
 
+    def under_way(self) -> list[LedgerEntry]:
+        """Those entered before this one on the same path that this rank has not waited for, oldest first.
+
+        On a path of its own they run one after the other: where this one fails, one of those may have.
+        """
+        return [
+            entry
+            for entry in self._ledger.recent(_N_KEPT)
+            if entry.path == self.path and entry.state != DONE and entry.seq < self.seq
+        ]
+
     def __enter__(self) -> Self:
         self.begin_wait()
         return self
@@ -144,10 +159,13 @@ class LedgerEntry:
 
 
 def describe(op: str, seq: int, label: str, phase: str, module: str, path: str = "") -> str:
-    """``all-gather #812 of layers.7.mlp.w1 (forward, gloo)``; what is empty is left out, as is a number below 1."""
+    """``all-gather #812 of layers.7.mlp.w1 (forward)``; what is empty is left out, and so is a number below 1.
+
+    A path other than a backend of ``torch.distributed`` is said: ``(forward, shm)``.
+    """
     number = f" #{seq}" if seq > 0 else ""
     of = f" of {label}" if label else ""
-    at = ", ".join(part for part in (phase, module, path) if part)
+    at = ", ".join(part for part in (phase, module, path if path == SHM else "") if part)
     return f"{op}{number}{of}{f' ({at})' if at else ''}"
 
 

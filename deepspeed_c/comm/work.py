@@ -13,6 +13,9 @@ from deepspeed_c.errors import CommError
 
 __all__ = ["Handle", "Work", "wait_all"]
 
+# Collectives under way that the message of a failure names.
+_MAX_NAMED = 3
+
 
 class Handle(Protocol):
     """One transfer under way, as a backend knows it."""
@@ -104,10 +107,13 @@ def wait_all(handles: Sequence[Handle], what: str, entry: LedgerEntry | None = N
             first = first or error
     if first is not None:
         at = [f"rank {dist.get_rank()}"] if dist.is_initialized() else []
+        if entry is not None:
+            before = [str(other) for other in entry.under_way()]
+            at.append(f"{entry}, with {', '.join(before[:_MAX_NAMED])} under way" if before else str(entry))
         why = "" if entry is None else entry.explain()
         raise CommError(
             f"{what} failed: {first}",
-            where=", ".join(at if entry is None else [*at, str(entry)]),
+            where=", ".join(at),
             fix=f"{why + '; ' if why else ''}look at the output of the other ranks: one of them has stopped, or runs"
             " something else",
         ) from first

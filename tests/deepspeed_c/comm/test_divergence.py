@@ -33,11 +33,12 @@ class Branching(nn.Module):
         return self.tail(x).sum()
 
 
-def body(rank: int, world: int, folder: str, how: str) -> None:
+def body(rank: int, world: int, folder: str, how: str, local: str) -> None:
     sys.stderr = open(os.path.join(folder, str(rank)), "w")  # noqa: SIM115  the rank ends with it
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "collective_timeout_s": TIMEOUT_S,
+        "comm": {"local": local},
         "optimizer": {"type": "AdamW"},
         "zero_optimization": {
             "stage": 3,
@@ -63,10 +64,21 @@ def body(rank: int, world: int, folder: str, how: str) -> None:
             time.sleep(2000)
 
 
-@pytest.mark.parametrize("how", ["branch", "elsewhere"])
-def test_the_text_names_rank_and_parameter(run_ranks, tmp_path, how: str) -> None:
+def test_ranks_that_share_memory_are_told_at_once(run_ranks, tmp_path) -> None:
+    """Before anything is summed, both find that they call different things, and say which."""
     with pytest.raises(RanksFailed) as failed:
-        run_ranks(2, body, str(tmp_path), how, fresh=True, grace=200)
+        run_ranks(2, body, str(tmp_path), "branch", "shm", fresh=True, grace=200)
+    said = [outcome.text.strip().splitlines()[-2] for outcome in failed.value.outcomes]
+    for outcome, text in zip(failed.value.outcomes, said):
+        assert outcome.kind == "raised" and "CommError: rank " in text, str(failed.value)
+        assert "(backward, shm)" in text and ("calls all_gather" in text or "calls reduce_scatter" in text), said
+    assert any(".weight" in text or ".bias" in text for text in said), said
+
+
+@pytest.mark.parametrize(("how", "local"), [("branch", "off"), ("elsewhere", "off"), ("elsewhere", "shm")])
+def test_the_text_names_rank_and_parameter(run_ranks, tmp_path, how: str, local: str) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(2, body, str(tmp_path), how, local, fresh=True, grace=200)
     for outcome in failed.value.outcomes:
         assert outcome.kind == "died" and f"exit code {EXIT_CODE}" in outcome.text, str(failed.value)
         text = (tmp_path / str(outcome.rank)).read_text()
