@@ -36,6 +36,13 @@ dsc_status dsc_comm_arena_create(struct dsc_comm_segment *segment, struct dsc_co
     return DSC_OK;
 }
 
+void dsc_comm_arena_hold(struct dsc_comm_arena *arena)
+{
+    pthread_mutex_lock(&arena->mutex);
+    arena->n_users++;
+    pthread_mutex_unlock(&arena->mutex);
+}
+
 void dsc_comm_arena_drop(struct dsc_comm_arena *arena)
 {
     pthread_mutex_lock(&arena->mutex);

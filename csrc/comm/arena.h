@@ -19,6 +19,7 @@ struct dsc_comm_arena {
 
 /* A user of the segment more; one user. */
 dsc_status dsc_comm_arena_create(struct dsc_comm_segment *segment, struct dsc_comm_arena **out_arena);
+void dsc_comm_arena_hold(struct dsc_comm_arena *arena);
 void dsc_comm_arena_drop(struct dsc_comm_arena *arena);
 
 dsc_status dsc_comm_arena_take(struct dsc_comm_arena *arena, int64_t n_bytes, dsc_comm_block **out_block);

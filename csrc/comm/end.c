@@ -169,9 +169,17 @@ dsc_status dsc_comm_block_create(dsc_comm *comm, int64_t n_bytes, dsc_comm_block
 {
     DSC_TRY(dsc_process_check(&comm->process, "this end of shared memory"));
     pthread_mutex_lock(&comm->mutex);
-    dsc_status status = comm->is_closed ? dsc_fail(DSC_ESTATE, "the end has been closed")
-                                        : dsc_comm_arena_take(comm->arena, n_bytes, out_block);
+    bool is_closed = comm->is_closed;
+    if (!is_closed)
+        dsc_comm_arena_hold(comm->arena);
     pthread_mutex_unlock(&comm->mutex);
+    if (is_closed)
+        return dsc_fail(DSC_ESTATE, "the end has been closed");
+
+    /* Without the mutex: pages are committed, which takes its time, and requests go on. */
+    dsc_status status = dsc_comm_arena_take(comm->arena, n_bytes, out_block);
+
+    dsc_comm_arena_drop(comm->arena);
     return status;
 }
 

@@ -2,6 +2,7 @@
 #include "comm/segment.h"
 
 #include "base/fail.h"
+#include "comm/memory.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -441,34 +442,10 @@ void dsc_comm_segment_drop(struct dsc_comm_segment *segment)
     free(segment);
 }
 
-/* Bytes that the system could give out; INT64_MAX when it does not tell. */
-static int64_t available_bytes(void)
-{
-    FILE *file = fopen("/proc/meminfo", "re");
-    int64_t n_kib = 0;
-    bool is_found = false;
-    char line[128];
-
-    if (file == NULL)
-        return INT64_MAX;
-    while (fgets(line, sizeof line, file) != NULL) {
-        int64_t value = 0;
-
-        if (sscanf(line, "MemAvailable: %" SCNd64, &value) == 1) {
-            is_found = true;
-            n_kib += value;
-        }
-        if (sscanf(line, "SwapFree: %" SCNd64, &value) == 1)
-            n_kib += value;
-    }
-    fclose(file);
-    return is_found ? n_kib * 1024 : INT64_MAX;
-}
-
 dsc_status dsc_comm_segment_commit(const struct dsc_comm_segment *segment, int64_t offset, int64_t n_bytes,
                                    const char *what)
 {
-    int64_t available = available_bytes();
+    int64_t available = dsc_comm_available_bytes("");
     int result;
 
     if (n_bytes > available)

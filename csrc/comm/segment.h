@@ -13,9 +13,12 @@
 #define DSC_COMM_MAGIC UINT64_C(0x6d6d6f6363736405)
 #define DSC_COMM_VERSION 1u
 
-/* What goes through the staging area in one round is at most as long as a small lane; a chunk fills a lane. */
+/*
+ * What goes through the staging area in one round is at most as long as a small lane; a chunk fills a lane. Of 64 KiB
+ * to 1 MiB, measured with 64 MiB between 2 ranks, longer lanes take less time, the last doubling by a twentieth.
+ */
 #define DSC_COMM_SMALL_BYTES ((int64_t)64 << 10)
-#define DSC_COMM_LANE_BYTES ((int64_t)512 << 10)
+#define DSC_COMM_LANE_BYTES ((int64_t)1 << 20)
 
 enum {
     DSC_COMM_PAGE = 4096,
@@ -28,7 +31,7 @@ enum {
 #define DSC_COMM_AT_CONTROL ((int64_t)DSC_COMM_PAGE)
 #define DSC_COMM_AT_SMALL ((int64_t)2 * DSC_COMM_PAGE)
 #define DSC_COMM_AT_LANES (DSC_COMM_AT_SMALL + 2 * DSC_COMM_SMALL_BYTES)
-#define DSC_COMM_AT_ARENA ((int64_t)4 << 20)
+#define DSC_COMM_AT_ARENA ((int64_t)8 << 20)
 
 _Static_assert(DSC_COMM_AT_LANES + DSC_COMM_N_LANES * DSC_COMM_LANE_BYTES <= DSC_COMM_AT_ARENA, "the lanes end there");
 

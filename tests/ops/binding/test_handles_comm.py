@@ -3,15 +3,21 @@ keeps; how failures read. The core has C tests of its own (tests/csrc/comm)."""
 
 from __future__ import annotations
 
+import os
 import random
+import re
+import signal
+import threading
 import time
+import weakref
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from deepspeed_c import _C
-from tests.ranks import run_ranks
+from tests.ranks import RanksFailed, run_ranks
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
@@ -181,3 +187,199 @@ def random_operations(rank: int, world: int, n_operations: int, seed: int) -> in
 @pytest.mark.parametrize(("world", "seed"), [(2, 1), (2, 2), (3, 3), (4, 4)])
 def test_same_as_gloo(world, seed):
     assert run_ranks(world, random_operations, 60, seed) == [60] * world
+
+
+def alone() -> _C.ShmGroup:
+    group = _C.ShmGroup(0, 1, 60.0)
+    group.attach([group.address])
+    return group
+
+
+def test_one_rank_and_its_counts():
+    group = alone()
+    flat = torch.frombuffer(group.empty(4 * 100_000), dtype=torch.float32).fill_(3.0)
+    group.all_reduce(flat, "sum", 0.5).wait()
+    group.all_reduce(torch.ones(7), "max").wait()
+    group.barrier()
+    assert flat.eq(1.5).all()
+    assert group.counts["all_reduce"] == {"calls": 2, "bytes": 400_028, "in_place": 1, "staged": 1}
+    assert group.counts["barrier"]["calls"] == 1 and group.counts["broadcast"]["calls"] == 0
+    group.close()
+    group.close()
+
+
+def test_memory_outlives_its_group_and_returns():
+    group = alone()
+    n_before = shared_bytes()
+    flat = torch.frombuffer(group.empty(8 << 20), dtype=torch.float32).fill_(7.0)
+    half = flat[1 << 20 :]
+    assert group.owns(flat) and group.owns(half) and not group.owns(torch.ones(3))
+    assert shared_bytes() - n_before >= 8 << 20
+    group.close()
+    with pytest.raises(RuntimeError, match="has been closed"):
+        group.empty(1)
+    del flat, group
+    assert half.eq(7.0).all() and shared_bytes() >= 8 << 20
+    del half
+    assert shared_bytes() == 0
+
+
+def shared_bytes() -> int:
+    """Of this process's mappings of segments, what is in memory."""
+    total, ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            ours = "memfd:deepspeed_c" in line
+        elif ours and line.startswith("Rss:"):
+            total += int(line.split()[1]) << 10
+    return total
+
+
+def test_refusals():
+    group = alone()
+    with pytest.raises(MemoryError, match=r"\d+ bytes are asked for, the arena has \d+"):
+        group.empty(1 << 60)
+    with pytest.raises(ValueError, match="not contiguous"):
+        group.all_reduce(torch.ones(4, 4).t())
+    with pytest.raises(ValueError, match="not in host memory"):
+        group.all_reduce(torch.ones(4, device="meta"))
+    with pytest.raises(ValueError, match='op is "mean", must be "sum"'):
+        group.all_reduce(torch.ones(4), "mean")
+    with pytest.raises(ValueError, match="type is not known"):
+        group.all_reduce(torch.ones(4).bool())
+    with pytest.raises(ValueError, match=r"in_splits adds up to 3, flat has 4"):
+        group.all_to_all(torch.ones(4), torch.ones(3), [3], [3])
+    with pytest.raises(ValueError, match=r"flat is of float32, out of float64"):
+        group.all_to_all(torch.ones(4), torch.ones(4).double(), [4], [4])
+    with pytest.raises(ValueError, match="1 times as many"):
+        group.reduce_scatter(torch.ones(4), torch.ones(3), 1.0, False)
+    with pytest.raises(ValueError, match="2 addresses for 1 ranks"):
+        _C.ShmGroup(0, 1, 1.0).attach(["a", "b"])
+    with pytest.raises(ValueError, match="timeout_ns"):
+        _C.ShmGroup(0, 1, 0.0)
+    group.all_reduce(torch.ones(4)).wait()  # none of these has harmed it
+    group.close()
+
+
+def test_another_namespace_is_no_place_to_share_with():
+    group, other = _C.ShmGroup(0, 2, 1.0), _C.ShmGroup(1, 2, 1.0)
+    parts = other.address.split(":")
+    with pytest.raises(NotImplementedError, match=r"rank 1 runs in another PID namespace \(77, this rank in \d+\)"):
+        group.attach([group.address, ":".join([*parts[:2], "77", *parts[3:]])])
+    with pytest.raises(NotImplementedError, match="rank 1 runs on another host"):
+        group.attach([group.address, ":".join([parts[0], "0" * 16, *parts[2:]])])
+    with pytest.raises(RuntimeError, match="token"):
+        group.attach([group.address, ":".join([*parts[:-1], "0" * 32])])
+    group.attach([group.address, other.address])
+
+
+def call_differently(rank: int, world: int) -> str:
+    group = group_of(rank, world)
+    flat = torch.full((100,), float(rank))
+    with pytest.raises(RuntimeError) as caught:
+        (group.all_reduce(flat) if rank else group.all_reduce(flat.double())).wait()
+    with pytest.raises(RuntimeError) as again:
+        group.barrier()
+    assert flat.eq(float(rank)).all()
+    assert str(caught.value).partition(": ")[2] == str(again.value).partition(": ")[2]
+    group.close()
+    return str(caught.value)
+
+
+def test_a_difference_is_named_on_all_ranks():
+    texts = run_ranks(3, call_differently)
+    assert re.search(r"rank [12] \(process \d+\) passes float32, rank 0 float64", texts[0])
+    assert re.search(r"rank 0 \(process \d+\) passes float64, rank 1 float32", texts[1])
+
+
+def keep_and_drop(rank: int, world: int) -> None:
+    group = group_of(rank, world)
+    flat, out = torch.ones(world * 50_000), torch.zeros(50_000)
+    gone = weakref.ref(flat), weakref.ref(out)
+    dist.barrier()
+    if rank == 0:
+        work = group.reduce_scatter(flat, out, 1.0, False)
+        del flat, out
+        assert not work.is_done() and gone[0]() is not None and gone[1]() is not None
+        del work  # nobody waits for it: it goes on all the same, with its tensors
+        assert gone[0]() is not None and gone[1]() is not None
+        dist.barrier()
+    else:
+        dist.barrier()
+        group.reduce_scatter(flat, out, 1.0, False).wait()
+        assert out.eq(world).all()
+    group.barrier()
+    group.barrier()
+    assert rank or (gone[0]() is None and gone[1]() is None)
+    group.close()
+
+
+def test_a_work_keeps_its_tensors_until_it_is_done():
+    run_ranks(2, keep_and_drop)
+
+
+def run_beside(rank: int, world: int) -> bool:
+    group = group_of(rank, world)
+    if rank == 0:
+        thread = threading.Thread(target=group.barrier)
+        thread.start()
+        dist.barrier()  # this thread goes on while the other one waits
+        thread.join()
+    else:
+        dist.barrier()
+        group.barrier()
+    group.close()
+    return True
+
+
+def test_other_threads_run_while_one_waits():
+    assert run_ranks(2, run_beside) == [True, True]
+
+
+def lose_a_rank(rank: int, world: int) -> None:
+    group = group_of(rank, world)
+    flat = torch.ones(100_000)
+    group.all_reduce(flat).wait()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    with pytest.raises(
+        RuntimeError, match=r"all_reduce number \d+: rank 1 \(process \d+\) has ended|rank 1 .*has ended"
+    ):
+        while True:
+            group.all_reduce(flat).wait()
+    seconds = time.monotonic() - begin
+    group.close()
+    raise AssertionError(f"noticed after {'a moment' if seconds < 5 else seconds}")
+
+
+def test_a_rank_that_dies_is_named():
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(3, lose_a_rank, fresh=True)
+    assert [outcome.kind for outcome in caught.value.outcomes] == ["raised", "died", "raised"]
+    assert all("noticed after a moment" in caught.value.outcomes[rank].text for rank in (0, 2))
+
+
+def fork_a_child(rank: int, world: int) -> None:
+    group = group_of(rank, world)
+    flat = torch.frombuffer(group.empty(400_000), dtype=torch.float32).fill_(1.0)
+    group.all_reduce(flat).wait()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            with pytest.raises(RuntimeError, match=r"belongs to process \d+, and this process"):
+                group.all_reduce(flat)
+            group.close()
+            del group
+            code = 0 if flat.eq(float(world)).all() else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    group.all_reduce(flat).wait()
+    assert flat.eq(float(world * world)).all()
+    group.close()
+
+
+def test_a_child_of_fork_is_refused_and_harms_nothing():
+    run_ranks(2, fork_a_child)

@@ -1,0 +1,74 @@
+/* How much memory is left, from files as a kernel writes them: of the machine, of a control group, and of the groups around it. */
+#include "test.h"
+
+#include "comm/memory.h"
+
+#include <sys/stat.h>
+#include <unistd.h>
+
+static char root[] = "/tmp/dsc_memory_XXXXXX";
+
+static void make_folder(const char *name)
+{
+    char path[256];
+
+    snprintf(path, sizeof path, "%s/%s", root, name);
+    if (mkdir(path, 0700) != 0)
+        exit(1);
+}
+
+static void write_file(const char *name, const char *text)
+{
+    char path[256];
+
+    snprintf(path, sizeof path, "%s/%s", root, name);
+
+    FILE *file = fopen(path, "we");
+
+    if (file == NULL || fputs(text, file) < 0 || fclose(file) != 0)
+        exit(1);
+}
+
+static void remove_all(void)
+{
+    char command[64];
+
+    snprintf(command, sizeof command, "rm -r %s", root);
+    if (system(command) != 0)
+        exit(1);
+}
+
+int main(void)
+{
+    if (mkdtemp(root) == NULL)
+        return 1;
+    CHECK_EQ(dsc_comm_available_bytes(root), INT64_MAX);
+    make_folder("proc");
+    make_folder("proc/self");
+    write_file("proc/meminfo", "MemTotal:       1000 kB\nMemFree:         10 kB\nMemAvailable:    300 kB\nSwapFree:         50 kB\n");
+    CHECK_EQ(dsc_comm_available_bytes(root), 350 * 1024);
+    write_file("proc/self/cgroup", "12:memory:/old\n0::/outer/inner\n");
+    CHECK_EQ(dsc_comm_available_bytes(root), 350 * 1024);
+    make_folder("sys");
+    make_folder("sys/fs");
+    make_folder("sys/fs/cgroup");
+    make_folder("sys/fs/cgroup/outer");
+    make_folder("sys/fs/cgroup/outer/inner");
+    write_file("sys/fs/cgroup/outer/inner/memory.max", "max\n");
+    write_file("sys/fs/cgroup/outer/inner/memory.current", "5000\n");
+    CHECK_EQ(dsc_comm_available_bytes(root), 350 * 1024);
+    write_file("sys/fs/cgroup/outer/memory.max", "200000\n");
+    write_file("sys/fs/cgroup/outer/memory.current", "150000\n");
+    CHECK_EQ(dsc_comm_available_bytes(root), 50000);
+    write_file("sys/fs/cgroup/outer/memory.stat", "anon 120000\nfile 30000\ninactive_file 20000\nactive_file 8000\ninactive_file_x 7\n");
+    CHECK_EQ(dsc_comm_available_bytes(root), 78000);
+    write_file("sys/fs/cgroup/outer/inner/memory.max", "5100\n");
+    CHECK_EQ(dsc_comm_available_bytes(root), 100);
+    write_file("sys/fs/cgroup/outer/inner/memory.max", "4000\n");
+    CHECK_EQ(dsc_comm_available_bytes(root), 0);
+    write_file("proc/meminfo", "");
+    CHECK_EQ(dsc_comm_available_bytes(root), 0);
+    remove_all();
+    CHECK(dsc_comm_available_bytes("") > 0 && dsc_comm_available_bytes("") < INT64_MAX);
+    return test_finish(__FILE__);
+}
