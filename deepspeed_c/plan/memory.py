@@ -18,6 +18,7 @@ import torch
 
 from deepspeed_c import _C
 from deepspeed_c.buffers import BufferPool
+from deepspeed_c.comm.backends import GENERIC, GLOO, Backend
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.config import Config
 from deepspeed_c.engine.precision import Precision
@@ -27,7 +28,7 @@ from deepspeed_c.offload.swap import Swapper, SwapSettings
 from deepspeed_c.ops.q8 import BLOCK_ELEMS
 from deepspeed_c.plan.book import Book, Phase
 from deepspeed_c.plan.outline import outline_of
-from deepspeed_c.plan.pretended import PretendedFile, PretendedRanks
+from deepspeed_c.plan.pretended import IN_PLACE, PretendedFile, PretendedRanks
 from deepspeed_c.plan.sizes import ModelSizes, OptimizerSizes, ParamSize
 from deepspeed_c.zero.gradients.bucket import Bucket
 from deepspeed_c.zero.gradients.reducer import GradientPools, GradientReducer
@@ -153,6 +154,14 @@ class _Policy:
         return dtypes if comm_dtype is None else dtypes._replace(comm=comm_dtype)
 
 
+def _backend(config: Config, *, is_host: bool) -> Backend:
+    """How ranks exchange tensors. Nobody knows yet which ranks will share a host: where they may or may not, what takes
+    more is planned."""
+    if not is_host:
+        return GENERIC
+    return IN_PLACE if config.comm.local == "shm" else GLOO
+
+
 def plan_memory(
     sizes: ModelSizes,
     config: Config,
@@ -165,8 +174,9 @@ def plan_memory(
     """Bytes of one rank of ``n_ranks``, at the peak of each phase, for the stage that ``config`` names.
 
     ``optimizer`` None plans an engine that only evaluates. ``device_type`` decides how collectives work ("cpu": over
-    gloo, anything else: as NCCL does) and whether gathered buffers are kept. ``activation_bytes`` are added to forward
-    and backward. Nothing is allocated. Raises what ``initialize`` would raise for the same layout (ModelError).
+    gloo, unless "comm.local" is "shm"; else as NCCL does) and whether gathered buffers are kept. ``activation_bytes``
+    are added to forward and backward. Nothing is allocated. Raises what ``initialize`` would raise for the same
+    layout (ModelError).
     """
     offload = Offload.of(config)
     with ExitStack() as at_end:
@@ -227,7 +237,8 @@ class _Walk:
             is_pinned=False,
             buffer_elems=config.zero.offload_param.buffer_size,
         )
-        self._comm = comm = PretendedRanks(n_ranks, BufferPool(count=book.counter(SCRATCH)), is_host=is_host)
+        scratch = BufferPool(count=book.counter(SCRATCH))
+        self._comm = comm = PretendedRanks(n_ranks, scratch, _backend(config, is_host=is_host))
         mesh = mesh_of_config(config, Mesh(comm, connect=comm.along))
         self._at_end = at_end
         at_end.callback(mesh.close)

@@ -10,13 +10,13 @@ import torch
 from torch.distributed.distributed_c10d import _world
 
 from deepspeed_c.buffers import BufferPool
-from deepspeed_c.comm.backends import BACKENDS, GENERIC
+from deepspeed_c.comm.backends import Backend
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.ledger import Ledger
 from deepspeed_c.comm.work import Work
 from deepspeed_c.offload.swap import SwapFile, SwapSettings
 
-__all__ = ["PretendedFile", "PretendedRanks"]
+__all__ = ["IN_PLACE", "PretendedFile", "PretendedRanks"]
 
 
 class _NoGroup:
@@ -33,13 +33,21 @@ class _NoGroup:
         """Of the transfer: it is over."""
 
 
+def _lie(*_: Any) -> Work:
+    return Work([_NoGroup()])
+
+
+# Over memory that ranks share: what is sent is read where it lies, until it has been waited for.
+IN_PLACE = Backend("shm", reduce_scatter=_lie, all_gather=_lie, all_reduce=_lie, broadcast=_lie, add_up=_lie)
+
+
 class PretendedRanks(Collectives):
     """The first of ``world_size`` ranks, as the engine's objects use it with tensors of the meta device.
 
-    is_host: the ranks compute on the CPU. scratch: what collectives receive into.
+    backend: how they exchange tensors. scratch: what collectives receive into.
     """
 
-    def __init__(self, world_size: int, scratch: BufferPool, *, is_host: bool) -> None:
+    def __init__(self, world_size: int, scratch: BufferPool, backend: Backend) -> None:
         self.group: Any = _NoGroup()
         self.world_size, self.rank, self.global_rank = world_size, 0, 0
         self.global_ranks = list(range(world_size))
@@ -49,12 +57,11 @@ class PretendedRanks(Collectives):
         self.scratch = scratch
         self.reduce = lambda sources, scale, accumulate, out: None
         self._connection = None
-        self._is_host = is_host
-        self._backends = {"meta": BACKENDS["gloo"] if is_host else GENERIC}
+        self._backends = {"meta": backend}
 
     def along(self, ranks: Sequence[int], axes: Sequence[str]) -> PretendedRanks:
         """As many others, with the same buffers: what connects the axes of a mesh."""
-        return PretendedRanks(len(ranks), self.scratch, is_host=self._is_host)
+        return PretendedRanks(len(ranks), self.scratch, self._backends["meta"])
 
     def all_gather(self, flat: torch.Tensor, *, use_broadcast: bool = False, label: str = "") -> Work:
         """Takes no memory on any backend, and would be one transfer a rank on some."""

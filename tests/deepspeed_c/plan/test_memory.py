@@ -56,6 +56,8 @@ def config(
         "optimizer": optimizer if isinstance(optimizer, dict) else {"type": optimizer, "params": params},
         "zero_optimization": zero,
         "steps_per_print": None,
+        # Planned is what ranks need that do not share a host.
+        "comm": {"local": "off"},
         **more,
     }
     if precision != "fp32":
@@ -99,6 +101,12 @@ CASES: dict[str, Case] = {
         WIDE,
         micro_batches=2,
     ),
+}
+
+SHARED: dict[str, Case] = {
+    f"shared memory, {name}": case._replace(config={**case.config, "comm": {"local": "shm"}})
+    for name, case in CASES.items()
+    if "2 ranks" in name or "3 ranks" in name
 }
 
 # What others keep and make on the way; torch's own optimizers get gradients in their masters' dtype.
@@ -166,9 +174,9 @@ def planned(case: Case) -> dict[str, int]:
     return {name: phase.nbytes for name, phase in plan_of(case).phases.items()}
 
 
-@pytest.mark.parametrize("name", [*CASES, *OPTIMIZERS])
+@pytest.mark.parametrize("name", [*CASES, *SHARED, *OPTIMIZERS])
 def test_planned_peaks_are_what_an_engine_allocates(run_ranks, name):
-    case = {**CASES, **OPTIMIZERS}[name]
+    case = {**CASES, **SHARED, **OPTIMIZERS}[name]
     expected = planned(case)
     worst = 0.0
     lines = [f"{name}: MB planned, measured on each rank, planned / measured"]
