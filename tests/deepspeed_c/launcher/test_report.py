@@ -7,11 +7,31 @@ import json
 import os
 import sys
 import types
+from typing import ClassVar
 
 import pytest
 import torch
 
 from deepspeed_c.launcher import report
+
+
+class ShmEnd:
+    """One end of memory that ranks share."""
+
+    opened: ClassVar[list[ShmEnd]] = []
+    refusal = ""
+
+    def __init__(self, rank, n_ranks, timeout_s):
+        self.address, self.seen = f"end {rank} of {n_ranks}", []
+        ShmEnd.opened.append(self)
+
+    def attach(self, addresses):
+        if ShmEnd.refusal:
+            raise NotImplementedError(ShmEnd.refusal)
+        assert addresses == ["end 0 of 2", "end 1 of 2"]
+
+    def close(self):
+        ShmEnd.opened.remove(self)
 
 
 @pytest.fixture
@@ -29,6 +49,7 @@ def extension(monkeypatch, tmp_path):
     module.cpu_isas = lambda: [("scalar", True), ("avx2", True), ("avx512", False)]
     module.cpu_isa = lambda: "avx2"
     module.pool_n_threads = lambda: 37
+    module.ShmGroup = ShmEnd
     module.aio_backends = lambda: [("libaio", False, "the kernel says no"), ("threads", True, ""), ("sync", True, "")]
     monkeypatch.setitem(sys.modules, "deepspeed_c._C", module)
     return module
@@ -50,11 +71,20 @@ def test_text(extension, capsys):
     assert values["libaio"] == "built, not usable: the kernel says no"
     assert (values["threads"], values["sync"]) == ("built, usable", "built, usable")
     assert values["auto takes"] == "threads"
+    assert values["shared memory"] == "usable between ranks of this host" and ShmEnd.opened == []
     assert values["gloo"] == ("yes" if torch.distributed.is_gloo_available() else "no")
     columns = {
         line.index(value) for line in text.splitlines() for value in [line.rsplit("  ", 1)[-1]] if line[:2] == "  "
     }
     assert len(columns) == 1, text
+
+
+def test_ranks_that_could_not_share_memory(extension, capsys, monkeypatch):
+    monkeypatch.setattr(ShmEnd, "refusal", "the kernel has no pidfd_getfd")
+    assert report.main(["--json"]) == 0
+    said = json.loads(capsys.readouterr().out)["communication"]
+    assert said["shared memory"] == "not between ranks: the kernel has no pidfd_getfd" and ShmEnd.opened == []
+    assert said["CPU tensors of such ranks"] == "over gloo"
 
 
 def test_json(extension, capsys):
