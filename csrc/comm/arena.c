@@ -142,14 +142,3 @@ void *dsc_comm_block_data(const dsc_comm_block *block)
 {
     return block->arena->segment->base + block->offset;
 }
-
-int64_t dsc_comm_arena_offset(const struct dsc_comm_segment *segment, const void *data, int64_t n_bytes)
-{
-    uintptr_t begin = (uintptr_t)segment->base + DSC_COMM_AT_ARENA;
-    uintptr_t end = (uintptr_t)segment->base + (uintptr_t)segment->n_bytes;
-    uintptr_t at = (uintptr_t)data;
-
-    if (at < begin || at >= end || n_bytes < 0 || (uint64_t)n_bytes > end - at)
-        return -1;
-    return (int64_t)(at - (uintptr_t)segment->base);
-}

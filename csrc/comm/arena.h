@@ -24,7 +24,4 @@ void dsc_comm_arena_drop(struct dsc_comm_arena *arena);
 
 dsc_status dsc_comm_arena_take(struct dsc_comm_arena *arena, int64_t n_bytes, dsc_comm_block **out_block);
 
-/* The offset in the segment of memory that lies in the arena; -1 for other memory. */
-int64_t dsc_comm_arena_offset(const struct dsc_comm_segment *segment, const void *data, int64_t n_bytes);
-
 #endif

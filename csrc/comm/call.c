@@ -8,6 +8,9 @@
 #include <math.h>
 #include <string.h>
 
+/* So that those of all ranks add up, in bytes. */
+#define MAX_SPLIT (INT64_MAX / 2 / DSC_COMM_MAX_RANKS)
+
 size_t dsc_comm_type_bytes(dsc_comm_type type)
 {
     static const size_t bytes[] = {
@@ -129,7 +132,7 @@ static dsc_status check_splits(const struct dsc_comm *comm, const int64_t *split
     if (splits == NULL)
         return dsc_fail(DSC_EINVAL, "%s is NULL", name);
     for (int32_t rank = 0; rank < comm->n_ranks; rank++)
-        if (splits[rank] < 0 || splits[rank] > INT64_MAX / 32 / (int64_t)bytes)
+        if (splits[rank] < 0 || splits[rank] > MAX_SPLIT / (int64_t)bytes)
             return dsc_fail(DSC_EINVAL, "%s[%d] is %" PRId64 ", must be a number of elements", name, (int)rank,
                             splits[rank]);
         else
@@ -213,6 +216,16 @@ static void show_small(struct dsc_comm *comm, const struct dsc_comm_call *call)
            data + (call->op == DSC_COMM_ALL_GATHER ? (size_t)comm->rank * n_bytes : 0), n_bytes);
 }
 
+/* Of the data in this rank's segment; -1 when it does not lie there. */
+static int64_t offset_of(const struct dsc_comm *comm, const struct dsc_comm_call *call)
+{
+    int64_t n_bytes = call->n_elems * (int64_t)dsc_comm_type_bytes(call->type);
+
+    if (!dsc_comm_owns(comm, call->data, n_bytes))
+        return -1;
+    return (int64_t)((uintptr_t)call->data - comm->arena_begin) + DSC_COMM_AT_ARENA;
+}
+
 /*
  * [Note: Two of each] A rank that has begun call n has ended call n - 1, and so has seen that all ranks had begun it,
  * and had ended call n - 2. What call n - 2 showed, nobody reads any more: two posts and two small lanes, used in turn,
@@ -235,8 +248,7 @@ void dsc_comm_begin(struct dsc_comm *comm, struct dsc_comm_request *request)
     if (dsc_comm_is_small(comm, call))
         show_small(comm, call);
     else if (is_shown)
-        post->offset =
-            dsc_comm_arena_offset(comm->segment, call->data, call->n_elems * (int64_t)dsc_comm_type_bytes(call->type));
+        post->offset = offset_of(comm, call);
     post->is_in_place = post->offset >= 0;
     if (call->op == DSC_COMM_ALL_TO_ALL)
         memcpy(post->in_splits, request->in_splits, (size_t)comm->n_ranks * sizeof *post->in_splits);
@@ -254,7 +266,7 @@ static int64_t sum_of(const int64_t *splits, int32_t n_ranks)
     int64_t sum = 0;
 
     for (int32_t rank = 0; rank < n_ranks; rank++)
-        if (splits[rank] < 0 || __builtin_add_overflow(sum, splits[rank], &sum))
+        if (splits[rank] < 0 || splits[rank] > MAX_SPLIT || __builtin_add_overflow(sum, splits[rank], &sum))
             return -1;
     return sum;
 }

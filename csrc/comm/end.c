@@ -60,6 +60,8 @@ dsc_status dsc_comm_create(const struct dsc_comm_config *config, dsc_comm **out_
     if ((status = dsc_comm_arena_create(comm->segment, &comm->arena)) != DSC_OK)
         goto drop_segment;
     init_fields(comm, config);
+    comm->arena_begin = (uintptr_t)comm->segment->base + DSC_COMM_AT_ARENA;
+    comm->arena_end = (uintptr_t)comm->segment->base + (uintptr_t)comm->segment->n_bytes;
     *out_comm = comm;
     return DSC_OK;
 
@@ -185,7 +187,11 @@ dsc_status dsc_comm_block_create(dsc_comm *comm, int64_t n_bytes, dsc_comm_block
 
 bool dsc_comm_owns(const dsc_comm *comm, const void *data, int64_t n_bytes)
 {
-    return comm->segment != NULL && dsc_comm_arena_offset(comm->segment, data, n_bytes) >= 0;
+    uintptr_t at = (uintptr_t)data;
+
+    /* Takes no lock, which a child of fork() could not: the bounds never change. */
+    return !atomic_load_explicit(&comm->is_closing, memory_order_acquire) && n_bytes >= 0 && at >= comm->arena_begin &&
+           at < comm->arena_end && (uint64_t)n_bytes <= comm->arena_end - at;
 }
 
 dsc_status dsc_comm_count_of(const dsc_comm *comm, dsc_comm_op op, struct dsc_comm_count *out_count)

@@ -32,6 +32,8 @@ struct dsc_comm {
     char address[DSC_COMM_ADDRESS_BYTES];
     struct dsc_comm_segment *segment;
     struct dsc_comm_arena *arena;
+    uintptr_t arena_begin; /* of this process's mapping */
+    uintptr_t arena_end;
     struct dsc_comm_peer peers[DSC_COMM_MAX_RANKS]; /* by rank; this rank's holds its own segment */
     int64_t spin_ns;
 

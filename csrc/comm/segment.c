@@ -105,7 +105,8 @@ static dsc_status make_file(int64_t n_bytes, int *out_fd)
     if (fd < 0 && errno == EINVAL) /* a kernel before 6.3 */
         fd = memfd_create("deepspeed_c", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (fd < 0)
-        return dsc_fail(errno == ENOSYS ? DSC_ENOTSUP : DSC_ENOMEM, "memfd_create: %s", strerror(errno));
+        return dsc_fail(errno == ENOMEM || errno == EMFILE || errno == ENFILE ? DSC_ENOMEM : DSC_ENOTSUP,
+                        "memfd_create: %s", strerror(errno));
     if (fchmod(fd, 0600) != 0 || ftruncate(fd, (off_t)n_bytes) != 0 || fcntl(fd, F_ADD_SEALS, SEALS) != 0) {
         dsc_status status =
             dsc_fail(DSC_ENOTSUP, "shared memory of %" PRId64 " bytes of address space: %s", n_bytes, strerror(errno));

@@ -417,15 +417,11 @@ class ShmGroup {
     std::unique_ptr<ShmWork> submit(const struct dsc_comm_call &call, const char *op, py::object flat, py::object out)
     {
         Sent sent{nullptr, std::move(flat), std::move(out)};
-        dsc_status status = DSC_OK;
 
         if (end_->has_left())
             end_->reap();
-        {
-            py::gil_scoped_release release;
-            status = dsc_comm_submit(end_->get(), &call, &sent.request);
-        }
-        dsc::check(status, op);
+        /* With the interpreter's lock: it waits for nobody, and another thread would keep the lock for longer. */
+        dsc::check(dsc_comm_submit(end_->get(), &call, &sent.request), op);
         return std::make_unique<ShmWork>(end_, op, std::move(sent));
     }
 

@@ -151,7 +151,7 @@ DSC_API dsc_status dsc_comm_block_create(dsc_comm *comm, int64_t n_bytes, dsc_co
 DSC_API void dsc_comm_block_destroy(dsc_comm_block *block);
 DSC_API void *dsc_comm_block_data(const dsc_comm_block *block);
 
-/* Whether all n_bytes at data lie in this end's arena. */
+/* Whether all n_bytes at data lie in this end's arena. False once it is closed. */
 DSC_API bool dsc_comm_owns(const dsc_comm *comm, const void *data, int64_t n_bytes);
 
 /*

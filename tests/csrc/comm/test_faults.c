@@ -4,8 +4,9 @@
  */
 #include "comm/ranks.h"
 
-#include <pthread.h>
+#include "comm/segment.h"
 
+#include <pthread.h>
 #include <time.h>
 
 enum { N_ELEMS = 40000, MAX_WHY = 512 };
@@ -268,6 +269,52 @@ static void test_nobody_waits(void)
     close_ends(ends, 2);
 }
 
+/* What a rank says that cannot be so is not believed: nothing is read outside of its segment. */
+static void test_lies(void)
+{
+    const struct {
+        const char *word;
+        struct dsc_comm_post post;
+    } LIES[] = {
+        {"outside of its arena", {.op = DSC_COMM_ALL_REDUCE, .scale = 1.0, .n_elems = N_ELEMS, .is_in_place = 1, .offset = DSC_COMM_AT_ARENA - 1}},
+        {"outside of its arena", {.op = DSC_COMM_ALL_REDUCE, .scale = 1.0, .n_elems = N_ELEMS, .is_in_place = 1, .offset = DSC_COMM_AT_ARENA + ARENA_BYTES - 4 * N_ELEMS + 1}},
+        {"outside of its arena", {.op = DSC_COMM_ALL_REDUCE, .scale = 1.0, .n_elems = N_ELEMS, .is_in_place = 1, .offset = INT64_MAX}},
+        {"nothing known", {.op = 1234}},
+        {"no type", {.op = DSC_COMM_ALL_REDUCE, .type = -5}},
+        {"for nothing", {.op = DSC_COMM_ALL_REDUCE, .combine = 1234}},
+        {"do not add up", {.op = DSC_COMM_ALL_TO_ALL, .n_elems = 20, .in_splits = {20, INT64_MAX}}},
+        {"do not add up", {.op = DSC_COMM_ALL_TO_ALL, .n_elems = 20, .in_splits = {20, -1}}},
+        {"do not add up", {.op = DSC_COMM_ALL_TO_ALL, .n_elems = INT64_MAX, .in_splits = {20, INT64_MAX - 20}}},
+        {"outside of its arena", {.op = DSC_COMM_ALL_TO_ALL, .n_elems = INT64_MAX / 64, .in_splits = {20, INT64_MAX / 64 - 20}, .is_in_place = 1, .offset = DSC_COMM_AT_ARENA}},
+    };
+    static const int64_t SPLITS[2] = {5, 20};
+    static const int64_t EXPECTED[2] = {5, 20};
+
+    for (size_t i = 0; i < sizeof LIES / sizeof *LIES; i++) {
+        struct dsc_comm_call call = {.op = DSC_COMM_ALL_REDUCE, .scale = 1.0, .n_elems = N_ELEMS, .data = data[0], .out = out[0]};
+        dsc_comm *ends[2];
+        dsc_comm_block *block = NULL;
+
+        TEST_CASE("lie %zu", i);
+        if (LIES[i].post.op == DSC_COMM_ALL_TO_ALL) {
+            call.op = DSC_COMM_ALL_TO_ALL;
+            call.in_splits = SPLITS;
+            call.out_splits = EXPECTED;
+        }
+        open_ends(ends, 2);
+        CHECK_STATUS(dsc_comm_block_create(ends[1], 1, &block), DSC_OK);
+
+        struct dsc_comm_control *control = (void *)((char *)dsc_comm_block_data(block) - DSC_COMM_AT_ARENA + DSC_COMM_AT_CONTROL);
+
+        control->posts[0] = LIES[i].post;
+        atomic_store(&control->tick, 1);
+        CHECK_ERROR(run_call(ends[0], &call), DSC_EPEER, LIES[i].word);
+        CHECK(strstr(dsc_last_error(), "rank 1 (process") != NULL);
+        dsc_comm_block_destroy(block);
+        close_ends(ends, 2);
+    }
+}
+
 struct bad_call {
     const char *word;
     struct dsc_comm_call call;
@@ -321,6 +368,7 @@ int main(void)
     test_orderly_close();
     test_close_ends_requests();
     test_nobody_waits();
+    test_lies();
     test_bad_calls();
     return test_finish(__FILE__);
 }

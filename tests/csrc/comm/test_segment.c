@@ -346,6 +346,14 @@ static void test_blocks(void)
     CHECK_ERROR(dsc_comm_block_create(end.comm, -1, &blocks[0]), DSC_EINVAL, "-1");
     CHECK_STATUS(dsc_comm_block_create(end.comm, page, &blocks[0]), DSC_OK);
     CHECK_ERROR(dsc_comm_block_create(end.comm, ARENA_BYTES, &blocks[1]), DSC_ENOSPC, "no gap");
+    CHECK(dsc_comm_owns(end.comm, dsc_comm_block_data(blocks[0]), ARENA_BYTES));
+    CHECK(!dsc_comm_owns(end.comm, dsc_comm_block_data(blocks[0]), ARENA_BYTES + 1));
+    CHECK(!dsc_comm_owns(end.comm, dsc_comm_block_data(blocks[0]), -1));
+    CHECK(!dsc_comm_owns(end.comm, (char *)dsc_comm_block_data(blocks[0]) - 1, 1));
+    CHECK(!dsc_comm_owns(end.comm, (char *)dsc_comm_block_data(blocks[0]) + ARENA_BYTES, 0));
+    CHECK_STATUS(dsc_comm_close(end.comm), DSC_OK);
+    CHECK(!dsc_comm_owns(end.comm, dsc_comm_block_data(blocks[0]), 1));
+    CHECK_ERROR(dsc_comm_block_create(end.comm, 1, &blocks[1]), DSC_ESTATE, "closed");
     dsc_comm_block_destroy(blocks[0]);
     dsc_comm_destroy(end.comm);
 }
