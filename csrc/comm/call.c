@@ -357,13 +357,15 @@ static void take_small(struct dsc_comm *comm, const struct dsc_comm_call *call)
 
 static void count(struct dsc_comm *comm, const struct dsc_comm_call *call)
 {
+    bool has_shown = call->n_elems > 0 && (call->op != DSC_COMM_BROADCAST || call->src == comm->rank);
     bool is_in_place = dsc_comm_post_of(comm, comm->rank)->is_in_place;
 
     atomic_fetch_add_explicit(&comm->n_done[call->op], 1, memory_order_relaxed);
     atomic_fetch_add_explicit(&comm->n_bytes[call->op], call->n_elems * (int64_t)dsc_comm_type_bytes(call->type),
                               memory_order_relaxed);
-    atomic_fetch_add_explicit(is_in_place ? &comm->n_in_place[call->op] : &comm->n_staged[call->op], 1,
-                              memory_order_relaxed);
+    if (has_shown)
+        atomic_fetch_add_explicit(is_in_place ? &comm->n_in_place[call->op] : &comm->n_staged[call->op], 1,
+                                  memory_order_relaxed);
 }
 
 static dsc_status run_call(struct dsc_comm *comm, const struct dsc_comm_call *call)

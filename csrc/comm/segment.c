@@ -152,6 +152,7 @@ static void write_address(const struct place *place, char *address)
 
 static dsc_status read_address(const char *address, int32_t rank, struct place *place)
 {
+    char written[DSC_COMM_ADDRESS_BYTES];
     char token[33];
     unsigned version = 0;
     int pid = 0;
@@ -178,6 +179,10 @@ static dsc_status read_address(const char *address, int32_t rank, struct place *
         (void)sscanf(token + 2 * i, "%2x", &byte);
         place->token[i] = (uint8_t)byte;
     }
+    write_address(place, written);
+    /* Signs, blanks and zeros that numbers may have elsewhere. */
+    if (strcmp(written, address) != 0)
+        return dsc_fail(DSC_EINVAL, "\"%.200s\" is no address of rank %d", address, (int)rank);
     return DSC_OK;
 }
 

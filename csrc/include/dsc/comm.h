@@ -202,8 +202,8 @@ DSC_API dsc_status dsc_comm_release(dsc_comm_request *request);
 struct dsc_comm_count {
     int64_t n_calls;
     int64_t n_bytes;    /* of data */
-    int64_t n_in_place; /* calls whose data the other ranks read in the arena */
-    int64_t n_staged;   /* calls whose data went through the staging area */
+    int64_t n_in_place; /* calls for which the other ranks read this rank's data in the arena */
+    int64_t n_staged;   /* calls for which it went through the staging area. Where it showed none, neither */
 };
 
 /* What this rank has done of one operation. */
