@@ -103,6 +103,8 @@ class Connection:
                 self._has_warned = True
                 logger.warning("buffers lie in ordinary memory, which collectives have to copy: %s", error)
             return ordinary_memory(n_bytes, device)
+        except RuntimeError:  # the group has ended, or this is a forked child: nobody reads here any more
+            return ordinary_memory(n_bytes, device)
         # The tensor keeps the block; the block returns its memory when nobody holds it any more.
         tensor = torch.frombuffer(block, dtype=torch.uint8)
         _blocks[tensor.data_ptr()] = block

@@ -280,6 +280,7 @@ def ends_body(rank, world):
         work.wait()
     one.barrier()
     assert held()[2] > before[2]
+    kept, connection = one.allocate(1 << 12, CPU).fill_(3), one._connection
     one.close()
     two.close()
     dist.barrier()
@@ -287,6 +288,11 @@ def ends_body(rank, world):
     dist.destroy_process_group(group)
     del group
     gc.collect()
+    # What somebody still holds stays; there is no more of it.
+    assert kept.unique().tolist() == [3]
+    late = connection.allocate(1 << 12, CPU).fill_(4)
+    assert late.unique().tolist() == [4]
+    del kept, late, connection
     deadline = time.monotonic() + 30
     while (after := held())[0] > before[0] or after[2] > before[2]:
         assert time.monotonic() < deadline, (before, after)
@@ -331,6 +337,8 @@ def fork_body(rank, world):
     child = os.fork()
     if child == 0:
         seen = flat.sum().item()
+        fresh = local.allocate(100, CPU).fill_(7)
+        assert not local._connection.owns(fresh) and fresh.unique().tolist() == [7]
         del flat
         gc.collect()
         local._connection._group.close()
