@@ -33,6 +33,7 @@ PUBLIC_NAMES: dict[str, str] = {
     "OptimizerError": "deepspeed_c.errors",
     "RankMismatchError": "deepspeed_c.errors",
     "BackwardError": "deepspeed_c.errors",
+    "RecomputeError": "deepspeed_c.errors",
     "NonFiniteLossError": "deepspeed_c.errors",
     "OffloadError": "deepspeed_c.errors",
     "LossScaleError": "deepspeed_c.errors",
@@ -47,7 +48,9 @@ PUBLIC_NAMES: dict[str, str] = {
 }
 
 # Submodules that are reached as attributes without an import of their own.
-PUBLIC_MODULES: tuple[str, ...] = ("accelerator", "comm", "config", "errors", "lr_schedules", "ops", "utils", "zero")
+PUBLIC_MODULES: tuple[str, ...] = (
+    *("accelerator", "checkpointing", "comm", "config", "errors", "lr_schedules", "ops", "utils", "zero"),
+)
 
 __all__ = ["__version__", *PUBLIC_NAMES, *PUBLIC_MODULES]  # noqa: PLE0604  (they are strings)
 

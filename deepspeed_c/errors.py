@@ -22,6 +22,7 @@ __all__ = [
     "OffloadError",
     "OptimizerError",
     "RankMismatchError",
+    "RecomputeError",
     "StateError",
     "UnsupportedConfigError",
 ]
@@ -75,6 +76,10 @@ class RankMismatchError(DeepSpeedCError, RuntimeError):
 
 class BackwardError(DeepSpeedCError, RuntimeError):
     """A backward pass was aborted or called where it cannot be."""
+
+
+class RecomputeError(DeepSpeedCError, RuntimeError):
+    """A checkpointed layer cannot be run again as it ran in forward, or did something else when it was."""
 
 
 class NonFiniteLossError(DeepSpeedCError, ArithmeticError):

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 import torch.utils.checkpoint
 
-__all__ = ["Packer", "SavedTensors"]
+__all__ = ["Packer", "SavedTensors", "counts_all", "hooks_around"]
 
 
 class Packer(Protocol):
@@ -45,6 +45,22 @@ def _give_back(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
     return tensor
 
 
+def hooks_around() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
+    """(pack, unpack) of the ``saved_tensors_hooks`` around the caller; where there are none, what keeps tensors as
+    autograd does.
+    """
+    around = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return (_keep, _give_back) if around is None else around
+
+
+def counts_all(pack: Callable[[torch.Tensor], Any]) -> bool:
+    """Whether ``pack`` is that of a checkpoint: it knows tensors by their number, and meets all of them again when it
+    runs the forward once more. One of ours says so by an attribute of the object that it is a method of.
+    """
+    is_of_torch = getattr(pack, "__module__", None) == torch.utils.checkpoint.__name__
+    return is_of_torch or getattr(getattr(pack, "__self__", None), "counts_all", False)
+
+
 class SavedTensors:
     """Packers in the order in which they are asked. The one that took a tensor gives it back.
 
@@ -65,25 +81,29 @@ class SavedTensors:
         owner: lives at least as long as anything that the forward has saved.
         on_unpack: called with it whenever a backward asks for some of that.
         """
-        packers = self._packers
+        chain = _Chain(self._packers, owner, on_unpack)
+        return torch.autograd.graph.saved_tensors_hooks(chain.pack, chain.unpack)
+
+
+class _Chain:
+    """The packers of one forward, and what lies around it."""
+
+    def __init__(self, packers: tuple[Packer, ...], owner: object, on_unpack: Callable[[Any], None]) -> None:
+        self._packers, self._owner, self._on_unpack = packers, owner, on_unpack
         # Autograd asks the innermost hooks alone, which will be ours: a caller's (save_on_cpu, say) are asked by us.
-        around = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        pack_rest, unpack_rest = (_keep, _give_back) if around is None else around
-        # A checkpoint knows tensors by their number, and meets all of them again when it runs the forward once more.
-        counts_all = getattr(pack_rest, "__module__", None) == torch.utils.checkpoint.__name__
+        self._pack_rest, self._unpack_rest = hooks_around()
+        self.counts_all = counts_all(self._pack_rest)
 
-        def pack(tensor: torch.Tensor) -> Any:
-            for packer in packers:
-                packed = packer.pack(tensor)
-                if packed is not None:
-                    if counts_all:
-                        pack_rest(tensor)
-                    return packer.unpack, packed, owner
-            return unpack_rest, pack_rest(tensor), owner
+    def pack(self, tensor: torch.Tensor) -> tuple[Callable[[Any], torch.Tensor], Any]:
+        for packer in self._packers:
+            packed = packer.pack(tensor)
+            if packed is not None:
+                if self.counts_all:
+                    self._pack_rest(tensor)
+                return packer.unpack, packed
+        return self._unpack_rest, self._pack_rest(tensor)
 
-        def unpack(kept: Any) -> torch.Tensor:
-            give_back, packed, owner = kept
-            on_unpack(owner)
-            return give_back(packed)
-
-        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+    def unpack(self, kept: tuple[Callable[[Any], torch.Tensor], Any]) -> torch.Tensor:
+        give_back, packed = kept
+        self._on_unpack(self._owner)
+        return give_back(packed)

@@ -19,7 +19,7 @@ NAMES = {
     "get_accelerator",
     "install_as_deepspeed",
 }
-MODULES = {"accelerator", "comm", "config", "errors", "lr_schedules", "ops", "utils", "zero"}
+MODULES = {"accelerator", "checkpointing", "comm", "config", "errors", "lr_schedules", "ops", "utils", "zero"}
 
 # Class of DeepSpeed's, its NAME there -> our module that has the operator, None where it is not here.
 BUILDERS: dict[str, tuple[str, str | None]] = {

@@ -16,8 +16,8 @@ MODULES: dict[str, str] = {
     "deepspeed.accelerator.abstract_accelerator": "deepspeed_c.accelerator",
     "deepspeed.accelerator.real_accelerator": "deepspeed_c.accelerator",
     "deepspeed.checkpoint": "deepspeed_c.checkpoint",
-    "deepspeed.checkpointing": "deepspeed_c.utils.checkpointing",
-    "deepspeed.runtime.activation_checkpointing.checkpointing": "deepspeed_c.utils.checkpointing",
+    "deepspeed.checkpointing": "deepspeed_c.checkpointing",
+    "deepspeed.runtime.activation_checkpointing.checkpointing": "deepspeed_c.checkpointing",
     "deepspeed.checkpoint.ds_to_universal": "deepspeed_c.checkpoint.tools.ds_to_universal",
     "deepspeed.checkpoint.utils": "deepspeed_c.compat.checkpoint_utils",
     "deepspeed.checkpoint.constants": "deepspeed_c.compat.checkpoint_constants",
@@ -334,7 +334,7 @@ _SEQUENCE = (
 )
 _TENSOR = "tensor parallelism comes with a later version; stage 3 shards the weights"
 _INFERENCE = "the inference engine comes with a later version; `deepspeed_c.initialize` at stage 3 without an optimizer runs forward on sharded weights"
-_CHECKPOINTING = "activation checkpointing of DeepSpeed's own comes with a later version; use torch.utils.checkpoint.checkpoint, or the model's gradient_checkpointing_enable()"
+_CHECKPOINTING = "what is kept for a backward is packed and given back by deepspeed_c.checkpointing.checkpoint itself"
 _COMPRESSION = "compression comes with a later version"
 _ONE_BIT = "1-bit optimizers come with a later version; use Adam, AdamW or Lamb of deepspeed_c.ops"
 _DATA = "data efficiency (curriculum, random layer token drop) comes with a later version; use deepspeed_c.data.DeepSpeedDataLoader"

@@ -6,8 +6,6 @@ from .keys import NonNeg, Positive, Section, acts, asks, inherent, tunes
 
 __all__ = ["ActivationCheckpointing", "Checkpoint", "DataStates", "Nebula"]
 
-_ACT = "activation_checkpointing"
-
 
 class ParallelWrite(Section, kw_only=True):
     """Which ranks write at the same time."""
@@ -90,12 +88,43 @@ class DataStates(Section, kw_only=True):
     host_cache_size: Annotated[NonNeg | None, tunes("GB of host cache.", "datastates")] = None
 
 
-class ActivationCheckpointing(Section, kw_only=True):
-    """How activations that backward needs again are kept."""
+class ActivationOffload(Section, kw_only=True):
+    """Where activations wait for the backward."""
 
-    partition_activations: Annotated[bool, asks("Cut saved activations over model-parallel ranks.", _ACT)] = False
-    cpu_checkpointing: Annotated[bool, asks("Keep saved activations in host memory.", _ACT)] = False
-    contiguous_memory_optimization: Annotated[bool, asks("Keep them in one buffer.", _ACT)] = False
-    number_checkpoints: Annotated[NonNeg | None, tunes("Checkpoints that buffer holds.", _ACT)] = None
-    synchronize_checkpoint_boundary: Annotated[bool, asks("Wait for the device at each checkpoint.", _ACT)] = False
-    profile: Annotated[bool, asks("Time each checkpoint.", _ACT)] = False
+    device: Annotated[Literal["none", "cpu", "nvme"], asks("Where.", "activation_offload")] = "none"
+    nvme_path: Annotated[str | None, tunes("Folder of the file.", "activation_offload")] = None
+    max_in_cpu: Annotated[int | str | None, tunes("Bytes that stay in host memory.", "activation_offload")] = None
+
+
+class ActivationCheckpointing(Section, kw_only=True):
+    """Layers whose activations are computed again in the backward, and how their inputs are kept until then."""
+
+    layers: Annotated[
+        str | None,
+        acts(
+            'Layers of the model to recompute: a regular expression that fits their whole names; "auto": its repeated'
+            " blocks; null: those that the model calls through checkpoint().",
+            auto="value",
+        ),
+    ] = None
+    use_reentrant: Annotated[
+        bool, acts("Run a layer's backward within autograd's, as one operator, instead of through saved tensors.")
+    ] = False
+    check: Annotated[
+        bool, acts("Compare all values of a layer that is run again with those of its forward. Slow.")
+    ] = False
+    python_random: Annotated[bool, acts("Replay Python's random as well.")] = False
+    partition_activations: Annotated[bool, acts("Cut a layer's inputs over model-parallel ranks.")] = False
+    cpu_checkpointing: Annotated[bool, acts("Keep a layer's inputs in host memory.")] = False
+    contiguous_memory_optimization: Annotated[
+        bool, acts("Keep what is cut in one piece of memory; with partition_activations.")
+    ] = False
+    number_checkpoints: Annotated[
+        NonNeg | None, acts("Layers that it is for: a hint, since its size is that of the first step's inputs.")
+    ] = None
+    synchronize_checkpoint_boundary: Annotated[bool, acts("Wait for the device at each layer's beginning and end.")] = (
+        False
+    )
+    profile: Annotated[bool, asks("Time each layer.", "activation_profile")] = False
+    budget: Annotated[int | str | None, asks("Bytes that activations may take.", "activation_budget")] = None
+    offload: Annotated[ActivationOffload, tunes("Activations in files.", "activation_offload")] = ActivationOffload()

@@ -115,11 +115,14 @@ FEATURES: dict[str, Feature] = {
     "inference": _later("the inference engine", "remove the section"),
     "inference_quantization": _later("weight quantization for inference", "remove the section"),
     # Memory and compilation
-    "activation_checkpointing": _later(
-        "the activation_checkpointing section",
-        "only layers that are called through checkpointing.checkpoint heed it, which this version does not have;"
-        " torch.utils.checkpoint works at every stage",
-        is_inert=True,
+    "activation_profile": _later(
+        "the profile of recomputed layers", "set it to false; torch.profiler times modules", is_inert=True
+    ),
+    "activation_budget": _later(
+        "recomputation to fit a number of bytes", 'remove the key, and name the layers to recompute with "layers"'
+    ),
+    "activation_offload": _later(
+        "activations on NVMe", 'set it to "none"; "cpu_checkpointing" keeps them in host memory'
     ),
     "compile": _later("the graph-pass compiler", "set deepcompile to false; torch.compile works on the model itself"),
     "graph_harvesting": _later("CUDA graph capture", "set it to false"),

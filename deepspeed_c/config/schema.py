@@ -128,7 +128,7 @@ class Root(Section, kw_only=True, rename={"zero": "zero_optimization"}):
     hybrid_engine: Annotated[HybridEngine, tunes("Train and generate.", "hybrid_engine")] = HybridEngine()
     compile: Annotated[Compile, tunes("Graph passes.", "compile")] = Compile()
     activation_checkpointing: Annotated[
-        ActivationCheckpointing, tunes("Activations for backward.", "activation_checkpointing")
+        ActivationCheckpointing, acts("Activations that are computed again.")
     ] = ActivationCheckpointing()
     checkpoint: Annotated[Checkpoint, acts("Saving and loading.")] = Checkpoint()
     nebula: Annotated[Nebula, tunes("Nebula.", "nebula")] = Nebula()

@@ -117,8 +117,8 @@ IMPORTS = [
     Import("from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer", "open-instruct"),
     Import("from deepspeed.utils.timer import FORWARD_GLOBAL_TIMER", "Megatron-DeepSpeed"),
     Import("from deepspeed.utils.torch import required_torch_version", "GPT-NeoX"),
+    Import("from deepspeed.runtime.activation_checkpointing.checkpointing import checkpoint", "GPT-NeoX"),
     # -- what is not here, and says so ---------------------------------------------------------------------------------------
-    Import("from deepspeed.runtime.activation_checkpointing.checkpointing import checkpoint", "GPT-NeoX", "torch.utils.checkpoint"),
     Import("from deepspeed.pipe import PipelineModule", "Megatron-DeepSpeed, GPT-NeoX, LLaMA pipelines", PIPELINE),
     Import("from deepspeed.pipe import LayerSpec, TiedLayerSpec", "Megatron-DeepSpeed, GPT-NeoX", PIPELINE),
     Import("from deepspeed import PipelineEngine", "GPT-NeoX", PIPELINE),

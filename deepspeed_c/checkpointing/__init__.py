@@ -1,0 +1,244 @@
+"""Activation checkpointing under DeepSpeed's names: layers whose activations are computed again in the backward.
+
+``initialize`` takes its settings from the section ``activation_checkpointing``, ``configure`` from its arguments. Calls
+within an engine's forward follow the engine, if its configuration has the section, and all others follow the last
+``configure``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from deepspeed_c.checkpointing import packers, rng
+from deepspeed_c.checkpointing.active import current
+from deepspeed_c.checkpointing.nests import detach_variable, extract_tensors, merge_tensors
+from deepspeed_c.checkpointing.recomputer import Recomputer, check_section, tensor_parallel_ranks
+from deepspeed_c.checkpointing.rng import CudaRNGStatesTracker, get_cuda_rng_tracker
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.config import load_config
+from deepspeed_c.config.checkpoint import ActivationCheckpointing
+from deepspeed_c.errors import FeatureError
+
+__all__ = [
+    "CudaRNGStatesTracker",
+    "checkpoint",
+    "configure",
+    "detach_variable",
+    "extract_tensors",
+    "gather_partitioned_activations",
+    "get_cuda_rng_tracker",
+    "get_partition_size",
+    "get_partition_start",
+    "get_partitioned_activations_for_backward",
+    "is_activation_to_checkpoint",
+    "is_configured",
+    "merge_tensors",
+    "model_parallel_cuda_manual_seed",
+    "model_parallel_reconfigure_tp_seed",
+    "non_reentrant_checkpoint",
+    "partition_activations",
+    "partition_activations_in_checkpoint",
+    "reset",
+    "set_num_layers",
+]
+
+# Argument of configure -> key of the section.
+_KEYS = {
+    "partition_activations": "partition_activations",
+    "contiguous_checkpointing": "contiguous_memory_optimization",
+    "num_checkpoints": "number_checkpoints",
+    "checkpoint_in_cpu": "cpu_checkpointing",
+    "synchronize": "synchronize_checkpoint_boundary",
+    "profile": "profile",
+}
+
+
+class _Configured:
+    """What ``configure`` has set in this process."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """As before the first ``configure``."""
+        self.is_done = False
+        self.n_layers: int | None = None
+        self.mpu: Any = None
+        self.comm: Collectives | None = None
+        self.recomputer = Recomputer(ActivationCheckpointing())
+
+    def set_up(self, section: ActivationCheckpointing, mpu: Any) -> None:
+        check_section(section, self.n_layers, "checkpointing.configure")
+        self.comm = tensor_parallel_ranks(mpu)
+        self.mpu, self.is_done = mpu, True
+        self.recomputer = Recomputer(section, self.comm)
+
+    def cut(self, is_cut: bool) -> None:
+        section = msgspec.structs.replace(self.recomputer.section, partition_activations=bool(is_cut))
+        check_section(section, self.n_layers, "checkpointing.partition_activations_in_checkpoint")
+        self.recomputer = Recomputer(section, self.comm)
+
+    def count_layers(self, n_layers: int) -> None:
+        self.n_layers = n_layers
+
+
+_configured = _Configured()
+
+
+def configure(
+    mpu_: Any,
+    deepspeed_config: Any = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
+    """Says how ``checkpoint`` keeps the inputs of layers. What is given here wins over ``deepspeed_config``.
+
+    mpu_: an object with ``get_tensor_model_parallel_group()`` or ``get_model_parallel_group()``, or None: activations
+        are cut over the ranks of that group.
+    deepspeed_config: a configuration (a dict, or a path), whose section ``activation_checkpointing`` counts.
+
+    Raises ConfigError where ``contiguous_checkpointing`` lacks what it needs, FeatureError for ``profile``.
+    """
+    given = locals()
+    section = ActivationCheckpointing()
+    if deepspeed_config is not None:
+        section = load_config(deepspeed_config, world_size=1, batch="skip").activation_checkpointing
+    wanted = {key: given[argument] for argument, key in _KEYS.items() if given[argument] is not None}
+    section = msgspec.structs.replace(section, **wanted)
+    if wanted.get("profile"):
+        raise FeatureError(
+            "True asks for what is not part of this version",
+            where="checkpointing.configure(profile=...)",
+            fix="leave it out; torch.profiler times modules",
+        )
+    _configured.set_up(section, mpu_)
+
+
+def is_configured() -> bool:
+    """Whether ``configure`` has been called."""
+    return _configured.is_done
+
+
+def reset() -> None:
+    """Frees the memory that is kept from one step to the next. Settings stay."""
+    _configured.recomputer.clear()
+
+
+def set_num_layers(nlayers: int) -> None:
+    """How many layers ``contiguous_checkpointing`` is for, where nothing else says it: a hint."""
+    _configured.count_layers(nlayers)
+
+
+def partition_activations_in_checkpoint(partition_activation: bool) -> None:
+    """Switches the cutting of activations on or off, from the next layer on."""
+    _configured.cut(partition_activation)
+
+
+def _recomputer() -> Recomputer:
+    return current() or _configured.recomputer
+
+
+def checkpoint(function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """``function(*args, **kwargs)``, whose activations are computed again in the backward.
+
+    Arguments may be any nest of tensors and other things; what ``function`` gives is returned as it is. The caller's
+    tensors are never changed. In the backward ``function`` has to do what it did: random numbers of torch and of
+    ``get_cuda_rng_tracker()`` are the same.
+
+    Raises RecomputeError, from the backward, where it did something else, or where an input was overwritten.
+    """
+    return _recomputer().run(function, args, kwargs)
+
+
+def non_reentrant_checkpoint(function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """``checkpoint`` in the flavour that goes with ``autograd.grad``, whatever the section says."""
+    return _recomputer().run(function, args, kwargs, is_reentrant=False)
+
+
+def model_parallel_cuda_manual_seed(seed: int) -> None:
+    """Seeds this rank's device: one stream that tensor-parallel ranks share, and one of each rank's own, which
+    ``get_cuda_rng_tracker().fork()`` draws from. The ranks are those of ``configure``'s ``mpu_``.
+    """
+    rng.seed_all(seed, _configured.mpu)
+
+
+def model_parallel_reconfigure_tp_seed(seed: int) -> None:
+    """Seeds the stream of each rank's own anew."""
+    rng.reseed_tensor_parallel(seed, _configured.mpu)
+
+
+def _ranks() -> tuple[int, int]:
+    """(rank, number of ranks) that activations are cut over."""
+    comm = _configured.comm
+    return (0, 1) if comm is None else (comm.rank, comm.world_size)
+
+
+def is_activation_to_checkpoint(item: Any) -> bool:
+    """Whether ``item`` is cut: a floating-point tensor with an element for each rank, without the mark
+    ``item.no_checkpointing = True``.
+    """
+    return packers.is_activation(item, _ranks()[1])
+
+
+def get_partition_start(item: torch.Tensor) -> int:
+    """The first of the elements that this rank keeps."""
+    return packers.own_range(item.numel(), *_ranks())[0]
+
+
+def get_partition_size(item: torch.Tensor) -> int:
+    """How many elements this rank keeps. The last ranks have fewer where the size is no multiple of their number."""
+    return packers.own_range(item.numel(), *_ranks())[1]
+
+
+def partition_activations(args: Sequence[Any], cpu_checkpoint: bool, contiguous_checkpoint: bool) -> list[Any]:
+    """This rank's part of each activation among ``args``, in host memory if asked for; the rest as it is.
+
+    contiguous_checkpoint: without effect here: what ``checkpoint`` keeps lies in one piece of memory.
+    """
+    found = []
+    for arg in args:
+        if is_activation_to_checkpoint(arg):
+            part = arg.detach().reshape(-1).narrow(0, get_partition_start(arg), get_partition_size(arg))
+            arg = part.to("cpu", copy=True) if cpu_checkpoint else part.clone()
+        found.append(arg)
+    return found
+
+
+def get_partitioned_activations_for_backward(
+    args: Sequence[Any], inputs: Sequence[Any], contiguous_checkpoint: bool
+) -> list[Any]:
+    """What ``gather_partitioned_activations`` takes: for each of ``args`` its entry of ``inputs``, which are what
+    ``partition_activations`` gave for them, and its shape (None for what is no activation). ``args`` stay as they are.
+    """
+    found: list[Any] = []
+    for arg, part in zip(args, inputs, strict=True):
+        is_cut = is_activation_to_checkpoint(arg)
+        found += [part, torch.tensor(arg.shape) if is_cut else None]
+    return found
+
+
+def gather_partitioned_activations(tensors: Sequence[Any], device: Any = None) -> tuple:
+    """The whole activations of a list of (part, shape), one after the other. Collective."""
+    rank, n_ranks = _ranks()
+    found = []
+    for part, shape in zip(tensors[::2], tensors[1::2], strict=True):
+        if shape is None:
+            found.append(part)
+            continue
+        numel = shape.prod().item() if shape.numel() else 1
+        size = packers.slice_elems(numel, n_ranks)
+        flat = torch.empty(size * n_ranks, dtype=part.dtype, device=part.device if device is None else device)
+        begin, own = packers.own_range(numel, rank, n_ranks)
+        flat.narrow(0, begin, own).copy_(part)
+        if n_ranks > 1:
+            _configured.comm.all_gather(flat, label="partitioned activations").wait()
+        found.append(flat[:numel].view(shape.tolist()))
+    return tuple(found)

@@ -1,0 +1,163 @@
+"""Runs layers so that their activations are recomputed, as one section of a configuration says."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+
+from deepspeed_c.accelerator import get_accelerator
+from deepspeed_c.checkpointing.active import entered
+from deepspeed_c.checkpointing.compare import Trace
+from deepspeed_c.checkpointing.conditions import Conditions
+from deepspeed_c.checkpointing.frames import Frame, Inputs
+from deepspeed_c.checkpointing.nests import Arguments
+from deepspeed_c.checkpointing.packers import Arena, HostPacker, ShardPacker
+from deepspeed_c.checkpointing.reentrant import ReentrantCall
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.config.checkpoint import ActivationCheckpointing
+from deepspeed_c.errors import ConfigError
+from deepspeed_c.saved_tensors import Packer, SavedTensors, counts_all, hooks_around
+
+__all__ = ["Recomputer", "check_section", "label_of", "tensor_parallel_ranks"]
+
+
+def _module_of(function: Callable) -> torch.nn.Module | None:
+    """The module that ``function`` is, or is a method of."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    owner = getattr(function, "__self__", function)
+    return owner if isinstance(owner, torch.nn.Module) else None
+
+
+def label_of(function: Callable) -> str:
+    """What errors call a layer that nobody has named."""
+    module = _module_of(function)
+    if module is not None:
+        return type(module).__name__
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__qualname__", type(function).__name__)
+
+
+class Recomputer:
+    """What one engine, or one ``configure``, has settled: its options, the tensor-parallel ranks, its memory.
+
+    comm: the ranks that activations are cut over; None: this rank alone.
+    """
+
+    def __init__(self, section: ActivationCheckpointing, comm: Collectives | None = None) -> None:
+        self.section, self._comm = section, comm
+        self.arena = Arena() if section.contiguous_memory_optimization else None
+        self._packers: tuple[Packer, ...] = self._make_packers()
+        self._saved = SavedTensors()
+        for packer in self._packers:
+            self._saved.add(packer)
+
+    def _make_packers(self) -> tuple[Packer, ...]:
+        section, comm = self.section, self._comm
+        packers: list[Packer] = []
+        is_cut = section.partition_activations and comm is not None and comm.world_size > 1
+        if is_cut or self.arena is not None:
+            packers.append(ShardPacker(comm if is_cut else None, arena=self.arena, on_host=section.cpu_checkpointing))
+        elif section.cpu_checkpointing:
+            packers.append(HostPacker())
+        return tuple(packers)
+
+    def run(
+        self,
+        function: Callable,
+        args: tuple,
+        kwargs: dict[str, Any],
+        *,
+        label: str = "",
+        is_reentrant: bool | None = None,
+    ) -> Any:
+        """``function(*args, **kwargs)``, of which nothing but the inputs is kept for the backward."""
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            # A compiler knows torch's own, and makes the recomputation a part of its graph.
+            return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
+        if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+            # Within torch.func: its transforms save nothing through hooks, so that nothing can be left out either.
+            return function(*args, **kwargs)
+        section = self.section
+        label = label or label_of(function)
+        arguments = Arguments(args, kwargs)
+        self._synchronize()
+        if section.use_reentrant if is_reentrant is None else is_reentrant:
+            outputs = self._run_reentrant(function, arguments, label)
+        else:
+            outputs = self._run_hooked(function, args, kwargs, arguments, label)
+        self._synchronize()
+        return outputs
+
+    def _run_hooked(
+        self, function: Callable, args: tuple, kwargs: dict[str, Any], arguments: Arguments, label: str
+    ) -> Any:
+        trace = self._trace(function, label)
+        inputs = Inputs(arguments.tensors, self._packers, label)
+        arguments.forget()
+        conditions = Conditions(with_python=self.section.python_random)
+        with Frame(function, arguments, inputs, conditions, label, trace).hooks():
+            if trace is None:
+                return function(*args, **kwargs)
+            with trace.recording():
+                return function(*args, **kwargs)
+
+    def _run_reentrant(self, function: Callable, arguments: Arguments, label: str) -> Any:
+        tensors = arguments.tensors
+        arguments.forget()
+        call = ReentrantCall(
+            function, arguments, Conditions(with_python=self.section.python_random), label, self._trace(function, label)
+        )
+        if not self._packers or counts_all(hooks_around()[0]):
+            return call.run(tensors)
+        with self._saved.hooks_of(None, lambda _: None):
+            return call.run(tensors)
+
+    def _trace(self, function: Callable, label: str) -> Trace | None:
+        return Trace(label, _module_of(function)) if self.section.check else None
+
+    def _synchronize(self) -> None:
+        if self.section.synchronize_checkpoint_boundary:
+            get_accelerator().synchronize()
+
+    def active(self) -> AbstractContextManager[None]:
+        """Calls of ``checkpoint`` within follow this object."""
+        return entered(self)
+
+    def clear(self) -> None:
+        """Frees what is kept for the next step."""
+        if self.arena is not None:
+            self.arena.clear()
+
+
+def tensor_parallel_ranks(mpu: Any) -> Collectives | None:
+    """The ranks that activations are cut over; None without an ``mpu`` that has such a group."""
+    for name in ("get_tensor_model_parallel_group", "get_model_parallel_group"):
+        if hasattr(mpu, name):
+            return Collectives(getattr(mpu, name)())
+    return None
+
+
+def check_section(section: ActivationCheckpointing, n_layers: int | None, where: str) -> None:
+    """Raises ConfigError for options that need others. n_layers: what is known of them otherwise."""
+    if not section.contiguous_memory_optimization:
+        return
+    missing = []
+    if not section.partition_activations:
+        missing.append('"partition_activations": true')
+    if section.number_checkpoints is None and n_layers is None and section.layers is None:
+        missing.append('"number_checkpoints" (or "layers", or set_num_layers)')
+    if missing:
+        raise ConfigError(
+            f'"contiguous_memory_optimization" needs {" and ".join(missing)}',
+            where=where,
+            fix="add them, or set it to false",
+        )

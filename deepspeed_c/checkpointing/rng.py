@@ -1,0 +1,127 @@
+"""Random numbers that differ or agree between tensor-parallel ranks, as each part of a model needs them: named states
+of one generator, on an accelerator and on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from deepspeed_c.accelerator import get_accelerator
+from deepspeed_c.errors import StateError
+
+__all__ = [
+    "CudaRNGStatesTracker",
+    "device_state",
+    "get_cuda_rng_tracker",
+    "reseed_tensor_parallel",
+    "restore_device_state",
+    "seed_all",
+]
+
+MODEL_PARALLEL_RNG = "model-parallel-rng"
+# Megatron's: tensor-parallel ranks draw from seeds that are this far from those that all of them share.
+_TENSOR_PARALLEL_OFFSET = 2718
+
+
+def _device() -> torch.device:
+    return torch.device(get_accelerator().current_device_name())
+
+
+def device_state(device: torch.device | None = None) -> torch.Tensor:
+    """The state of the generator that operators on ``device`` draw from, by default on this rank's."""
+    device = _device() if device is None else device
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    return torch.get_device_module(device).get_rng_state(device)
+
+
+def restore_device_state(state: torch.Tensor, device: torch.device | None = None) -> None:
+    device = _device() if device is None else device
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
+
+
+def _state_of_seed(seed: int) -> torch.Tensor:
+    return torch.Generator(_device()).manual_seed(seed).get_state()
+
+
+class CudaRNGStatesTracker:
+    """Named states of this rank's generator, on whatever device it computes. ``fork`` draws from one of them."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, torch.Tensor] = {}
+        self._seeds: set[int] = set()
+
+    def reset(self) -> None:
+        """Forgets all names and seeds."""
+        self._states, self._seeds = {}, set()
+
+    def get_states(self) -> dict[str, torch.Tensor]:
+        """A copy: what is drawn later does not change it."""
+        return {name: state.clone() for name, state in self._states.items()}
+
+    def set_states(self, states: Mapping[str, torch.Tensor]) -> None:
+        """Replaces all of them by what ``get_states`` gave."""
+        self._states = {name: state.clone() for name, state in states.items()}
+
+    def add(self, name: str, seed: int) -> None:
+        """Begins a state. Raises StateError for a name or a seed that is there already: two streams would be one."""
+        if seed in self._seeds or name in self._states:
+            what = f"seed {seed}" if seed in self._seeds else f"the name {name!r}"
+            raise StateError(
+                f"{what} has been added before", where="get_cuda_rng_tracker().add", fix="choose another, or reset()"
+            )
+        self._seeds.add(seed)
+        self._states[name] = _state_of_seed(seed)
+
+    @contextmanager
+    def fork(self, name: str = MODEL_PARALLEL_RNG) -> Iterator[None]:
+        """Draws from the state ``name`` within, and goes on with the state around it afterwards."""
+        if name not in self._states:
+            known = ", ".join(map(repr, self._states)) or "none"
+            raise StateError(
+                f"there is no state {name!r}; there are: {known}",
+                where="get_cuda_rng_tracker().fork",
+                fix="call model_parallel_cuda_manual_seed(seed) or add(name, seed) first",
+            )
+        around = device_state()
+        restore_device_state(self._states[name])
+        try:
+            yield
+        finally:
+            self._states[name] = device_state()
+            restore_device_state(around)
+
+
+_tracker = CudaRNGStatesTracker()
+
+
+def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
+    """The tracker of this process. Its states are replayed where a layer is recomputed, and are in checkpoints."""
+    return _tracker
+
+
+def _rank_of(mpu: Any) -> int:
+    for name in ("get_tensor_model_parallel_rank", "get_model_parallel_rank"):
+        if hasattr(mpu, name):
+            return getattr(mpu, name)()
+    return 0
+
+
+def seed_all(seed: int, mpu: Any) -> None:
+    """``model_parallel_cuda_manual_seed`` for the tensor-parallel ranks of ``mpu``; None: this rank alone."""
+    _tracker.reset()
+    get_accelerator().manual_seed(seed)
+    _tracker.add(MODEL_PARALLEL_RNG, seed + _TENSOR_PARALLEL_OFFSET + _rank_of(mpu))
+
+
+def reseed_tensor_parallel(seed: int, mpu: Any) -> None:
+    """``model_parallel_reconfigure_tp_seed`` for the tensor-parallel ranks of ``mpu``."""
+    with _tracker.fork():
+        get_accelerator().manual_seed(seed + _TENSOR_PARALLEL_OFFSET + _rank_of(mpu))
