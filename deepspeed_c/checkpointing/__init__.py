@@ -1,8 +1,8 @@
 """Activation checkpointing under DeepSpeed's names: layers whose activations are computed again in the backward.
 
 ``initialize`` takes its settings from the section ``activation_checkpointing``, ``configure`` from its arguments. Calls
-within an engine's forward follow the engine, if its configuration has the section, and all others follow the last
-``configure``.
+within an engine's forward follow the engine, if its configuration has a section that asks for something, and all others
+follow the last ``configure``.
 """
 
 from __future__ import annotations

@@ -187,8 +187,8 @@ class _Again:
         self.n = 0
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        # An operator's own output would keep the operator that keeps it.
-        tensor = tensor.detach() if tensor.requires_grad else tensor
+        # An operator's own output would keep the operator that keeps it, and a weight may be released before it is used.
+        tensor = tensor.detach()
         i, self.n = self.n, self.n + 1
         if i < len(self._places):
             self._check(i, tensor)

@@ -141,8 +141,9 @@ class Recomputer:
 def tensor_parallel_ranks(mpu: Any) -> Collectives | None:
     """The ranks that activations are cut over; None without an ``mpu`` that has such a group."""
     for name in ("get_tensor_model_parallel_group", "get_model_parallel_group"):
-        if hasattr(mpu, name):
-            return Collectives(getattr(mpu, name)())
+        group = getattr(mpu, name, lambda: None)()
+        if group is not None:
+            return Collectives(group)
     return None
 
 

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from deepspeed_c.checkpointing.compare import Trace
@@ -67,7 +68,7 @@ class ReentrantCall:
         inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in saved]
         args, kwargs = self._arguments.with_tensors(inputs)
         trace = nullcontext() if self._trace is None else self._trace.repeating()
-        with self._conditions.replayed(), torch.enable_grad(), trace:
+        with self._conditions.replayed(), torch.enable_grad(), saved_tensors_hooks(_hold, _give_back), trace:
             outputs = _tensors_of(tree_flatten(self._function(*args, **kwargs))[0])[0]
         shapes = [(output.shape, output.dtype) for output in outputs]
         if shapes != self._shapes:
@@ -80,6 +81,23 @@ class ReentrantCall:
         if wanted:
             torch.autograd.backward([o for o, _ in wanted], [g for _, g in wanted])
         return [tensor.grad for tensor in inputs]
+
+
+def _hold(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Keeps the values where they are: a weight itself may be released before its gradient is computed."""
+    return tensor.detach(), tensor._version
+
+
+def _give_back(held: tuple[torch.Tensor, int]) -> torch.Tensor:
+    tensor, version = held
+    if tensor._version != version:
+        raise RecomputeError(
+            f"a tensor of shape {tuple(tensor.shape)} that the backward needs was overwritten: version"
+            f" {tensor._version}, expected {version}",
+            where="recomputation",
+            fix="do not change tensors in place that operators before have used (x + 1, not x.add_(1))",
+        )
+    return tensor
 
 
 def _tensors_of(leaves: list[Any]) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:

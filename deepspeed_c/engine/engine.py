@@ -18,8 +18,10 @@ from typing_extensions import Self
 
 from deepspeed_c.accelerator import get_accelerator
 from deepspeed_c.checkpoint.native.background import Save
+from deepspeed_c.checkpointing.blocks import Blocks
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.config import Config
+from deepspeed_c.config.checkpoint import ActivationCheckpointing
 from deepspeed_c.data.loader import DeepSpeedDataLoader
 from deepspeed_c.engine.checkpoint.checkpoints import Checkpoints
 from deepspeed_c.engine.checkpoint.model_files import save_model
@@ -116,10 +118,14 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
         self._tput_timer: ThroughputTimer | None = None
         self._checkpoints = Checkpoints(self._state)
         self._preemption = Preemption(config.checkpoint.preemption, can_step=optimizer is not None)
+        self._blocks: Blocks | None = None
         try:
+            if config.activation_checkpointing != ActivationCheckpointing():  # calls of a model follow configure() else
+                self._blocks = Blocks(model, config.activation_checkpointing, mpu)
             self._adopt(Layout([], [], None) if layout is None else layout)
         except BaseException:
             self._preemption.close()
+            self._unwrap()
             raise
         if config.dump_state:
             log_dist("state of the engine:\n" + self.describe(), ranks=[0])
@@ -219,7 +225,8 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
         if self._tput_timer is not None and self.training:
             self._tput_timer.start()
         self._mesh.enter_phase("forward")
-        with self.timers.measure("forward"), self._precision.autocast(self.device):
+        recomputed = nullcontext() if self._blocks is None else self._blocks.recomputer.active()
+        with self.timers.measure("forward"), self._precision.autocast(self.device), recomputed:
             outputs = self.module(*self._precision.cast_inputs(inputs), **self._precision.cast_inputs(kwargs))
         if self._optimizer is None or not torch.is_grad_enabled():
             return outputs
@@ -849,7 +856,12 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
         finally:
             self._end()
 
+    def _unwrap(self) -> None:
+        if self._blocks is not None:
+            self._blocks.close()
+
     def _end(self) -> None:
+        self._unwrap()
         try:
             self._offloaded.close()
         finally:

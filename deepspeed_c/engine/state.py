@@ -11,6 +11,7 @@ import torch
 
 from deepspeed_c import checkpoint as files
 from deepspeed_c.checkpoint.source import Source
+from deepspeed_c.checkpointing.rng import get_cuda_rng_tracker
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.config import Config
 from deepspeed_c.data.loader import DeepSpeedDataLoader
@@ -129,6 +130,8 @@ class TrainState:
     def of_rank(self) -> dict[str, Any]:
         """What is this rank's own: random numbers, and its place in the data."""
         state: dict[str, Any] = {"random": files.state.random_state(self.device)}
+        if tracked := get_cuda_rng_tracker().get_states():
+            state["tracked"] = tracked
         if self._loader is not None:
             is_open = self.is_within_window and self._loader_state is not None
             state["loader"] = self._loader_state if is_open else self._loader.state_dict()
@@ -141,6 +144,8 @@ class TrainState:
             state, where = source.rank_state(rank) or {}, f"{source.where}, state of rank {rank}"
             if "random" in state:
                 files.state.check_random_state(state["random"], self.device, where)
+            if "tracked" in state:
+                _check_tracked(state["tracked"], self.device, where)
             if state.get("loader") and not _is_place(state["loader"]):
                 raise CheckpointError("its place in the data is none", where=where, fix="load another tag")
         scaler = None if self.optimizer is None else self.optimizer.scaler
@@ -198,6 +203,8 @@ class TrainState:
         mine = source.rank_state(comm.rank)
         if mine is not None and "random" in mine:
             files.state.restore_random_state(mine["random"], self.device)
+            if "tracked" in mine:
+                get_cuda_rng_tracker().set_states(mine["tracked"])
         elif source.rank_state(0) is not None:
             # A rank that did not exist then: a stream of its own, the same in every run that resumes so.
             torch.manual_seed(self.config.seed + 7919 * (self.global_steps + 1) + comm.rank)
@@ -232,3 +239,16 @@ def _same_place(state: Mapping[str, int], batch_size: int, saved_ranks: int, n_r
     (rounded down to whole batches)."""
     samples = state["batch"] * state["batch_size"] * saved_ranks
     return {"epoch": state["epoch"], "batch": samples // (batch_size * n_ranks), "batch_size": batch_size}
+
+
+def _check_tracked(states: Any, device: torch.device, where: str) -> None:
+    """Raises CheckpointError unless they are states of ``get_cuda_rng_tracker()``."""
+    try:
+        for state in states.values():
+            torch.Generator(device).set_state(state)
+    except (AttributeError, RuntimeError, TypeError) as error:
+        raise CheckpointError(
+            f"its tracked random state cannot be put back: {error}",
+            where=where,
+            fix="load another tag, or pass load_optimizer_states=False to go on with other random numbers",
+        ) from error

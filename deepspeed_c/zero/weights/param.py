@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -500,10 +501,14 @@ def _open_or_refuse(param: torch.nn.Parameter) -> None:
 
 
 def _touching(name: str) -> Callable:
+    # Python asks the right-hand operand first where it is of a subclass: "x * param" comes here as param.__rmul__(x).
+    of_left = getattr(operator, f"__{name[3:]}", None) if name.startswith("__r") else None
+
     @functools.wraps(getattr(torch.Tensor, name))
     def call(self: torch.nn.Parameter, *args: Any, **kwargs: Any) -> Any:
         _open_or_refuse(self)
-        return getattr(self, name)(*args, **kwargs)
+        # The operands' order is that in which autograd saves them: what is run again must do it in the same.
+        return getattr(self, name)(*args, **kwargs) if of_left is None else of_left(*args, self)
 
     return call
 
@@ -627,7 +632,7 @@ def _refuse_access() -> None:
         and name not in _HARMLESS
         and type(getattr(torch.Tensor, name)).__name__ in ("method_descriptor", "function")
     ]
-    for name in (*methods, *(f"__{operator}__" for operator in _OPERATORS)):
+    for name in (*methods, *(f"__{short}__" for short in _OPERATORS)):
         if name in _CONVERSIONS:
             setattr(_Released, name, _converting(name))
         elif name not in vars(_Released):

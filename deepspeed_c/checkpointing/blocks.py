@@ -1,0 +1,165 @@
+"""Has layers of a model recomputed without a call in the model: its repeated blocks, or those with certain names."""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from deepspeed_c.checkpointing.recomputer import Recomputer, check_section, tensor_parallel_ranks
+from deepspeed_c.config.checkpoint import ActivationCheckpointing
+from deepspeed_c.errors import ConfigError
+
+__all__ = ["Blocks", "find_blocks"]
+
+_KEY = "activation_checkpointing.layers"
+# What transformers' models look at, on the model and on each layer.
+_SWITCH, _FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
+_MIN_BLOCKS = 2
+
+
+def _layers_of_transformers(model: torch.nn.Module) -> list[str]:
+    """Names of layers that recompute themselves when they are told to."""
+    library = sys.modules.get("transformers.modeling_layers")
+    base = getattr(library, "GradientCheckpointingLayer", None)
+    return [] if base is None else [name for name, module in model.named_modules() if isinstance(module, base)]
+
+
+def find_blocks(model: torch.nn.Module, layers: str) -> list[str]:
+    """Names of the modules that ``layers`` means. Raises ConfigError where it means none."""
+    if layers == "auto":
+        return _find_repeated(model)
+    try:
+        pattern = re.compile(layers)
+    except re.error as error:
+        raise ConfigError(
+            f"{layers!r} is no regular expression: {error}", where=_KEY, fix='write one, or "auto"'
+        ) from error
+    names = [name for name, _ in model.named_modules() if name and pattern.fullmatch(name)]
+    if not names:
+        known = [name for name, _ in model.named_modules() if name]
+        raise ConfigError(
+            f"{layers!r} fits the whole name of none of the model's {len(known)} modules"
+            f" ({', '.join(known[:4])}{', ...' if len(known) > 4 else ''})",
+            where=_KEY,
+            fix=r'write a regular expression such as "layers\.\d+", or "auto"',
+        )
+    return names
+
+
+def _find_repeated(model: torch.nn.Module) -> list[str]:
+    names = _layers_of_transformers(model)
+    if names:
+        return names
+    best: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.ModuleList) and len({type(block) for block in module}) == 1:
+            found = [f"{name}.{i}" if name else str(i) for i in range(len(module))]
+            best = found if len(found) > len(best) else best
+    if len(best) < _MIN_BLOCKS:
+        raise ConfigError(
+            '"auto" finds no repeated blocks: neither a layer of transformers that can be recomputed, nor a ModuleList'
+            " with several modules of one class",
+            where=_KEY,
+            fix=r'name the layers by a regular expression, such as "encoder\.block_\d+"',
+        )
+    return best
+
+
+def _make(cls: type) -> Any:
+    return cls.__new__(cls)
+
+
+def _recomputed(cls: type, recomputer: Recomputer, names: dict[int, str]) -> type:
+    """``cls`` with calls that are recomputed, hooks and all: some gather weights. ``names``: of modules, by id."""
+
+    def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return recomputer.run(super(made, self).__call__, args, kwargs, label=names.get(id(self), ""))
+
+    def reduce(self: torch.nn.Module, protocol: int) -> Any:
+        # What is copied or pickled is of the class that everybody knows, and no part of the engine.
+        return _make, (cls,), *super(made, self).__reduce_ex__(protocol)[2:]
+
+    body = {
+        "__call__": call,
+        "__reduce_ex__": reduce,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+    }
+    made: Any = type(cls.__name__, (cls,), body)
+    return made
+
+
+class Blocks:
+    """What an engine's section asks of its model: which layers are recomputed, until ``close``.
+
+    mpu: its tensor-parallel ranks share activations.
+    """
+
+    def __init__(self, model: torch.nn.Module, section: ActivationCheckpointing, mpu: Any = None) -> None:
+        check_section(section, None, "activation_checkpointing")
+        self.recomputer = Recomputer(section, tensor_parallel_ranks(mpu))
+        self._undo: list[Callable[[], None]] = []
+        if section.layers is not None:
+            self._wrap(model, find_blocks(model, section.layers))
+        else:
+            self._take_over(model)
+
+    def _wrap(self, model: torch.nn.Module, names: list[str]) -> None:
+        modules = {name: model.get_submodule(name) for name in names}
+        if set(names) == set(_layers_of_transformers(model)):
+            # They know what must not be done twice: caches, say.
+            for module in model.modules():
+                if hasattr(module, _SWITCH):
+                    self._set(module, {_SWITCH: True, _FUNCTION: self._function(None)})
+            return
+        labels = {id(module): name for name, module in modules.items()}
+        classes: dict[type, type] = {}
+        for cls in {type(module) for module in modules.values()}:
+            classes[cls] = _recomputed(cls, self.recomputer, labels)
+        # Each once, under however many names.
+        for module in {id(module): module for module in modules.values()}.values():
+            self._undo.append(functools.partial(_set_class, module, type(module)))
+            _set_class(module, classes[type(module)])
+
+    def _take_over(self, model: torch.nn.Module) -> None:
+        """Layers of transformers that recompute themselves already do so as the section says."""
+        for module in model.modules():
+            if getattr(module, _SWITCH, False) and hasattr(module, _FUNCTION):
+                self._set(module, {_FUNCTION: self._function(getattr(module, _FUNCTION))})
+
+    def _function(self, theirs: Any) -> Callable:
+        """What a layer of transformers calls, in place of ``theirs``: in that one's flavour."""
+        keywords = theirs.keywords if isinstance(theirs, functools.partial) else {}
+        is_reentrant = True if keywords.get("use_reentrant") else None
+
+        def function(forward: Callable, *args: Any, **kwargs: Any) -> Any:
+            return self.recomputer.run(forward, args, kwargs, is_reentrant=is_reentrant)
+
+        return function
+
+    def _set(self, module: torch.nn.Module, values: dict[str, Any]) -> None:
+        before = {name: vars(module)[name] for name in values if name in vars(module)}
+        vars(module).update(values)
+        self._undo.append(functools.partial(_put_back, module, tuple(values), before))
+
+    def close(self) -> None:
+        """Leaves the model as it was."""
+        while self._undo:
+            self._undo.pop()()
+        self.recomputer.clear()
+
+
+def _set_class(module: torch.nn.Module, cls: type) -> None:
+    module.__class__ = cls
+
+
+def _put_back(module: torch.nn.Module, names: tuple[str, ...], before: dict[str, Any]) -> None:
+    for name in names:
+        vars(module).pop(name, None)
+    vars(module).update(before)
