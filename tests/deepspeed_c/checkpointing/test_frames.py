@@ -315,7 +315,9 @@ def test_without_gradients_the_function_just_runs() -> None:
 
 def test_within_torch_func() -> None:
     layer, x = blocks(1)[0].eval(), torch.randn(5, WIDTH)
-    got, want = (torch.func.grad(lambda t, f=f: f(t).square().sum())(x) for f in (lambda t: checkpoint(layer, t), layer))
+    got, want = (
+        torch.func.grad(lambda t, f=f: f(t).square().sum())(x) for f in (lambda t: checkpoint(layer, t), layer)
+    )
     assert torch.equal(got, want)
     got, want = (torch.func.vmap(f)(x) for f in (lambda t: checkpoint(layer, t), layer))
     assert torch.equal(got, want)

@@ -135,7 +135,9 @@ def test_what_is_drawn_again_is_what_was_drawn(how: str, by_python: bool) -> Non
 
 @pytest.mark.parametrize("how", ["hooks", "reentrant"])
 def test_check_names_the_layer_that_draws_elsewhere(how: str) -> None:
-    with pytest.raises(RecomputeError, match=r'(?s)recomputation of Draws: a Draws computes other.*"python_random": true'):
+    with pytest.raises(
+        RecomputeError, match=r'(?s)recomputation of Draws: a Draws computes other.*"python_random": true'
+    ):
         train(how, by_python=True, check=True)
 
 
@@ -154,7 +156,9 @@ def test_check_names_the_first_module_that_differs(how: str) -> None:
     layer = nn.Sequential(nn.Linear(5, 5), nn.Sequential(nn.Tanh(), Unsteady()), nn.Linear(5, 5), nn.Tanh())
     mine = Recomputer(ActivationCheckpointing(use_reentrant=how == "reentrant", check=True))
     out = mine.run(layer, (torch.randn(2, 5, requires_grad=True),), {}, label="blocks.7")
-    with pytest.raises(RecomputeError, match=r"recomputation of blocks\.7: module '1\.1' \(Unsteady\) computes other values"):
+    with pytest.raises(
+        RecomputeError, match=r"recomputation of blocks\.7: module '1\.1' \(Unsteady\) computes other values"
+    ):
         out.sum().backward()
     mine = Recomputer(ActivationCheckpointing(use_reentrant=how == "reentrant"))
     mine.run(layer, (torch.randn(2, 5, requires_grad=True),), {}).sum().backward()  # nobody looked
