@@ -20,6 +20,8 @@ _KEY = "activation_checkpointing.layers"
 # What transformers' models look at, on the model and on each layer.
 _SWITCH, _FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
 _MIN_BLOCKS = 2
+# Accelerate fills in every "auto" of a configuration, and refuses one that it does not know.
+_REPEATED = ("auto", "repeated")
 
 
 def _layers_of_transformers(model: torch.nn.Module) -> list[str]:
@@ -31,7 +33,7 @@ def _layers_of_transformers(model: torch.nn.Module) -> list[str]:
 
 def find_blocks(model: torch.nn.Module, layers: str) -> list[str]:
     """Names of the modules that ``layers`` means. Raises ConfigError where it means none."""
-    if layers == "auto":
+    if layers in _REPEATED:
         return _find_repeated(model)
     try:
         pattern = re.compile(layers)

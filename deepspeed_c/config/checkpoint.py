@@ -102,8 +102,8 @@ class ActivationCheckpointing(Section, kw_only=True):
     layers: Annotated[
         str | None,
         acts(
-            'Layers of the model to recompute: a regular expression that fits their whole names; "auto": its repeated'
-            " blocks; null: those that the model calls through checkpoint().",
+            'Layers of the model to recompute: a regular expression that fits their whole names; "auto", or (under'
+            ' accelerate and transformers) "repeated": its repeated blocks; null: what it calls through checkpoint().',
             auto="value",
         ),
     ] = None

@@ -124,6 +124,44 @@ def test_gradient_checkpointing(tmp_path, reference, stage, use_reentrant):
     assert_equal_training(found[0], reference(2))
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("changes", [{}, {"gradient_checkpointing": True}], ids=["by the section", "by the Trainer"])
+def test_the_section_recomputes_layers(tmp_path, reference, stage, changes):
+    section = {"check": True} if changes else {"layers": "repeated"}
+    config = ds_config(stage, scheduler=False, activation_checkpointing=section)
+    assert_equal_training(on_ranks(2, train, tmp_path, config, dict(changes))[0], reference(2))
+
+
+@pytest.mark.parametrize("how", ["auto", "enabled", "enabled reentrant", "off"])
+def test_layers_of_transformers_are_recomputed_as_the_section_says(how):
+    from deepspeed_c.checkpointing.blocks import Blocks
+    from deepspeed_c.config.checkpoint import ActivationCheckpointing
+
+    def gradients(model):
+        model.train()
+        tokens = torch.arange(24).reshape(2, 12) % model.config.vocab_size
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        return [p.grad for p in model.parameters()]
+
+    model, calls = llama(), []
+    before = [dict(vars(module)) for module in model.modules()]
+    if how.startswith("enabled"):
+        model.gradient_checkpointing_enable({"use_reentrant": how.endswith("reentrant")})
+        before = [dict(vars(module)) for module in model.modules()]
+    section = ActivationCheckpointing(layers="auto") if how == "auto" else ActivationCheckpointing(check=True)
+    blocks = Blocks(model, section)
+    run = blocks.recomputer.run
+    blocks.recomputer.run = lambda *args, **kwargs: calls.append(kwargs["is_reentrant"]) or run(*args, **kwargs)
+    got, want = gradients(model), gradients(llama())
+    n_layers = model.config.num_hidden_layers
+    reentrant = True if how.endswith("reentrant") else None
+    assert calls == ([] if how == "off" else [reentrant] * n_layers)
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(got, want, strict=True))
+    blocks.close()
+    assert all(vars(m).keys() == b.keys() for m, b in zip(model.modules(), before))
+    assert all(vars(m).get("_gradient_checkpointing_func") is b.get("_gradient_checkpointing_func") for m, b in zip(model.modules(), before))
+
+
 @pytest.mark.parametrize("stage, what", [(2, ["optimizer"]), (3, ["optimizer", "param"])])
 def test_offload(tmp_path, reference, stage, what):
     places = {f"offload_{name}": {"device": "cpu", "pin_memory": True} for name in what}

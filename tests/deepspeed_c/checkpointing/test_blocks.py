@@ -199,12 +199,45 @@ def test_two_engines_differ(run_ranks: Callable) -> None:
 
 def test_what_auto_finds() -> None:
     assert find_blocks(make_model(), "auto") == [f"blocks.{i}" for i in range(LAYERS)]
+    assert find_blocks(make_model(), "repeated") == find_blocks(make_model(), "auto")
     assert find_blocks(nn.ModuleList(nn.Linear(1, 1) for _ in range(2)), "auto") == ["0", "1"]
     mixed = nn.Module()
     mixed.layers = nn.ModuleList([nn.Linear(1, 1), nn.Tanh(), nn.Linear(1, 1)])
     for model in (nn.Linear(1, 1), mixed, nn.ModuleList([nn.Linear(1, 1)])):
         with pytest.raises(ConfigError, match=r'(?s)"auto" finds no repeated blocks.*regular expression'):
             find_blocks(model, "auto")
+
+
+class Stack(nn.Module):
+    """Blocks without side effects, which a compiler would not repeat."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        parts = (nn.Sequential(nn.Linear(WIDTH, 29), nn.Tanh(), nn.Linear(29, WIDTH)) for _ in range(3))
+        self.blocks = nn.ModuleList(parts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().sum()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_compiled_without_a_break(use_reentrant: bool) -> None:
+    model, x = Stack(), torch.randn(2, WIDTH)
+    want = [p.grad for p in differentiated(model, model(x))]
+    blocks = Blocks(model, ActivationCheckpointing(layers="auto", use_reentrant=use_reentrant))
+    got = [p.grad for p in differentiated(model, torch.compile(model, backend="aot_eager", fullgraph=True)(x))]
+    blocks.close()
+    for a, b in zip(got, want, strict=True):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-7), (a - b).abs().max()
+
+
+def differentiated(model: nn.Module, loss: torch.Tensor) -> list[nn.Parameter]:
+    model.zero_grad()
+    loss.backward()
+    return list(model.parameters())
 
 
 def test_patterns() -> None:
