@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -14,6 +15,9 @@ from deepspeed_c.checkpointing.active import current, entered
 from deepspeed_c.checkpointing.rng import device_state, get_cuda_rng_tracker, restore_device_state
 
 __all__ = ["Conditions"]
+
+
+_replaying = threading.RLock()
 
 
 class _RandomStates:
@@ -64,7 +68,14 @@ class Conditions:
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Runs what is within under them; afterwards all generators go on from where they were."""
+        """Runs what is within under them; afterwards all generators go on from where they were.
+
+        Generators belong to the process: one thread at a time.
+        """
+        with _replaying:
+            yield from self._replay()
+
+    def _replay(self) -> Iterator[None]:
         now = _RandomStates(self._device, with_python=self._with_python)
         with ExitStack() as stack:
             stack.callback(now.restore)

@@ -1,11 +1,11 @@
 """A layer that is run again in the backward: by way of what autograd asks for, as far as it is needed.
 
-In forward autograd keeps a *place* for each tensor that it would have saved. The first place that a backward asks for
-has the layer run again; what autograd would save of that fills the places, and the run ends with the last of them.
+In forward autograd keeps a *blank* for each tensor that it would have saved. The first blank that a backward asks for
+has the layer run again; what autograd would save of that fills the blanks, and the run ends with the last of them.
 Tensors are known by their number: a layer must do the same both times. That each has the same shape, dtype and device
 is checked.
 
-Layers may lie within one another. The inner one's inputs are then among the tensors that the outer one has places for.
+Layers may lie within one another. The inner one's inputs are then among the tensors that the outer one has blanks for.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NO_BACKWARD = -1
 
 
 class _Enough(Exception):
-    """Every place that autograd may ask for is filled. No error, but hooks that are always called must see one."""
+    """Every blank that autograd may ask for is filled. No error, but hooks that are always called must see one."""
 
 
 class Inputs:
@@ -92,7 +92,7 @@ class _Blank:
 
 
 class Frame:
-    """One call of a layer. Places hold it, so that it lives as long as something of its graph does."""
+    """One call of a layer. Blanks hold it, so that it lives as long as something of its graph does."""
 
     counts_all = True
 
@@ -107,7 +107,7 @@ class Frame:
     ) -> None:
         self._function, self._arguments, self._inputs, self._conditions = function, arguments, inputs, conditions
         self._label, self._trace = label, trace
-        self._places: list[weakref.ref[_Blank]] = []
+        self._blanks: list[weakref.ref[_Blank]] = []
         self._seen: list[Any] = []
         self._lock = threading.RLock()  # autograd runs one thread per device
 
@@ -116,18 +116,18 @@ class Frame:
         return saved_tensors_hooks(self.pack, give)
 
     def pack(self, tensor: torch.Tensor) -> _Blank:
-        place = _Blank(self)
-        self._places.append(weakref.ref(place))
+        blank = _Blank(self)
+        self._blanks.append(weakref.ref(blank))
         self._seen.append(describe(tensor) if self._trace is None else (describe(tensor), digest(tensor)))
-        return place
+        return blank
 
-    def find(self, place: _Blank) -> torch.Tensor:
-        """The tensor that belongs at ``place``, recomputed unless this pass has done it."""
+    def find(self, blank: _Blank) -> torch.Tensor:
+        """The tensor that belongs at ``blank``, recomputed unless this pass has done it."""
         task = torch._C._current_graph_task_id()
         with self._lock:
-            if task not in place.values:
+            if task not in blank.values:
                 self._recompute(task)
-            value = place.values.pop(task)
+            value = blank.values.pop(task)
             if task == _NO_BACKWARD:
                 self._drop(task)
         return value
@@ -137,7 +137,7 @@ class Frame:
             # A pass through a part of the graph leaves the rest unasked.
             frame = weakref.ref(self)
             Variable._execution_engine.queue_callback(lambda: _drop_of(frame, task))
-        again = _Again(self._places, self._seen, task, self._label, self._trace)
+        again = _Again(self._blanks, self._seen, task, self._label, self._trace)
         args, kwargs = self._arguments.with_tensors(self._inputs.again())
         # The layer's own graph is not used: autograd ties what it is given to the one of the forward.
         with self._conditions.replayed(), torch.enable_grad(), saved_tensors_hooks(again.pack, _same):
@@ -150,20 +150,20 @@ class Frame:
             except _Enough:
                 return
         raise RecomputeError(
-            f"saved {len(self._places)} tensors in forward and {again.n} when it was run again",
+            f"saved {len(self._blanks)} tensors in forward and {again.n} when it was run again",
             where=f"recomputation of {self._label}",
             fix="let it do the same for the same inputs, whatever has run in between (a counter, a cache, a mode?)",
         )
 
     def _drop(self, task: int) -> None:
-        for ref in self._places:
-            place = ref()
-            if place is not None:
-                place.values.pop(task, None)
+        for ref in self._blanks:
+            blank = ref()
+            if blank is not None:
+                blank.values.pop(task, None)
 
 
-def give(place: _Blank) -> torch.Tensor:
-    return place.frame.find(place)
+def give(blank: _Blank) -> torch.Tensor:
+    return blank.frame.find(blank)
 
 
 def _drop_of(frame: weakref.ref[Frame], task: int) -> None:
@@ -176,26 +176,26 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Again:
-    """What autograd saves while a layer is run again, sorted into the places of the forward."""
+    """What autograd saves while a layer is run again, sorted into the blanks of the forward."""
 
     counts_all = True
 
     def __init__(
         self, places: Sequence[weakref.ref[_Blank]], seen: Sequence[Any], task: int, label: str, trace: Trace | None
     ) -> None:
-        self._places, self._seen, self._task, self._label, self._trace = places, seen, task, label, trace
+        self._blanks, self._seen, self._task, self._label, self._trace = places, seen, task, label, trace
         self.n = 0
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        # An operator's own output would keep the operator that keeps it, and a weight may be released before it is used.
+        # An operator's own output would keep the operator that keeps it; a weight may be released before its use.
         tensor = tensor.detach()
         i, self.n = self.n, self.n + 1
-        if i < len(self._places):
+        if i < len(self._blanks):
             self._check(i, tensor)
-            place = self._places[i]()
-            if place is not None:
-                place.values[self._task] = tensor
-        if self.n >= len(self._places):
+            blank = self._blanks[i]()
+            if blank is not None:
+                blank.values[self._task] = tensor
+        if self.n >= len(self._blanks):
             raise _Enough
         return tensor
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import deepspeed_c
+from deepspeed_c import checkpointing
 from deepspeed_c.checkpointing.blocks import Blocks, find_blocks
 from deepspeed_c.config.checkpoint import ActivationCheckpointing
 from deepspeed_c.errors import ConfigError
@@ -172,6 +173,110 @@ def test_training_is_that_of_plain_torch(run_ranks: Callable, name: str, stage: 
 @pytest.mark.parametrize("flow", ["two backwards", "evaluates", "fails in forward"])
 def test_other_flows(run_ranks: Callable, flow: str, name: str, stage: int) -> None:
     check(run_ranks, 2, stage, name, flow)
+
+
+def saved_body(rank: int, world: int, stage: int, section: dict) -> int:
+    """Bytes that autograd saves of one forward, without weights."""
+    model, saved = make_model(), []
+    weights = {id(p) for p in model.parameters()}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": LR}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "activation_checkpointing": section,
+    }
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in weights and tensor.shape[-1] in (WIDTH, 29) and tensor.shape[0] == 50:
+            saved.append(tensor.nbytes)
+        return tensor.detach()
+
+    with deepspeed_c.initialize(model=model, model_parameters=model.parameters(), config=config)[0] as engine:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = engine(torch.randn(50, WIDTH))
+        engine.backward(loss)
+        engine.step()
+    return sum(saved)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_forward_saves_its_layers_inputs_only(run_ranks: Callable, stage: int) -> None:
+    row = 50 * 4  # bytes of a column
+    outside = 2 * WIDTH  # the inputs of the layers before and after the blocks
+    for n_bytes in run_ranks(2, saved_body, stage, {"layers": "auto"}):
+        assert n_bytes == row * (WIDTH * (LAYERS + 1) + outside), n_bytes
+    for n_bytes in run_ranks(2, saved_body, stage, {}):
+        assert n_bytes > 5 * row * WIDTH * (LAYERS + 1), n_bytes
+
+
+class Calls(nn.Module):
+    """Calls ``checkpoint`` itself: within one another, and with weights as arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.gain = nn.Parameter(torch.linspace(0.5, 2, WIDTH))
+        self.is_plain = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def call(function: Callable, *args: Any) -> Any:
+            return function(*args) if self.is_plain else checkpointing.checkpoint(function, *args)
+
+        def inner(t: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
+            return call(self.blocks[1], call(self.blocks[0], t).tanh() * gain)
+
+        x = call(lambda t, gain: call(inner, t, gain) * gain.exp(), x, self.gain)
+        return (
+            call(lambda t, w: (t @ w.t()).tanh() @ w, x, self.blocks[2].weight).square().mean()
+            + self.blocks[2].bias.sum()
+        )
+
+
+def calls_body(rank: int, world: int, stage: int, section: dict) -> tuple[list[float], list[torch.Tensor]]:
+    model, losses = Calls(), []
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": LR}},
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_param_persistence_threshold": 0,
+            "reduce_bucket_size": WIDTH * WIDTH,
+            "stage3_max_reuse_distance": 0,
+            "stage3_max_live_parameters": WIDTH * WIDTH,
+        },
+        "activation_checkpointing": section,
+    }
+    with deepspeed_c.initialize(model=model, model_parameters=model.parameters(), config=config)[0] as engine:
+        for step in range(STEPS):
+            loss = engine(batch(step, rank))
+            losses.append(loss.item())
+            engine.backward(loss)
+            engine.step()
+        with GatheredParameters(list(model.parameters())):
+            weights = [p.detach().clone() for p in model.parameters()]
+    return losses, weights
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("section", [{}, {"check": True}, {"use_reentrant": True}], ids=["hooks", "check", "reentrant"])
+def test_a_model_that_calls_checkpoint(run_ranks: Callable, section: dict, stage: int) -> None:
+    world, model = 2, Calls()
+    model.is_plain, losses = True, [[], []]
+    for step in range(STEPS):
+        model.zero_grad()
+        for rank in range(world):
+            loss = model(batch(step, rank))
+            losses[rank].append(loss.item())
+            (loss / world).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= LR * p.grad
+    for rank, (got, weights) in enumerate(run_ranks(world, calls_body, stage, section)):
+        assert got == pytest.approx(losses[rank], rel=2e-5)
+        for i, (a, b) in enumerate(zip(weights, model.parameters(), strict=True)):
+            assert torch.allclose(a, b, rtol=2e-5, atol=2e-6), f"rank {rank}, {i}: {(a - b).abs().max():g} apart"
 
 
 def engines_body(rank: int, world: int) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import pytest
@@ -303,6 +304,45 @@ def test_a_graph_dies_with_its_outputs() -> None:
         assert ref() is None, "a cycle holds it"
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_backwards_in_several_threads(flavour: str) -> None:
+    """Graphs of their own, and one that two threads go through."""
+
+    def gradients(how: str) -> list[torch.Tensor]:
+        layers = blocks(2)
+        torch.manual_seed(7)
+        inputs = [torch.randn(5, WIDTH, requires_grad=True) for _ in range(6)]
+        losses = [one_after_another(caller(how), layers, x * 1).square().sum() for x in inputs]
+        if how == "plain":
+            return [torch.autograd.grad(loss, x)[0] for loss, x in zip(losses, inputs)]
+        todo = [*losses, *losses[:2]]
+        with ThreadPoolExecutor(len(todo)) as threads:
+            for done in [threads.submit(loss.backward, retain_graph=True) for loss in todo]:
+                done.result(timeout=60)
+        return [x.grad / (2 if i < 2 else 1) for i, x in enumerate(inputs)]
+
+    assert_same(gradients(flavour), gradients("plain"))
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_inputs_go_through_the_hooks_around(flavour: str) -> None:
+    packed: list[torch.Size] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor.shape)
+        return tensor.detach().clone()
+
+    layers, x = blocks(2), torch.randn(5, WIDTH, requires_grad=True)
+    y = x * 1
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = one_after_another(caller(flavour), layers, y)
+    with torch.no_grad():
+        y.zero_()  # they have a copy
+    torch.manual_seed(0)
+    out.sum().backward()
+    assert packed == [(5, WIDTH)] * 2 and x.grad is not None
 
 
 def test_without_gradients_the_function_just_runs() -> None:
