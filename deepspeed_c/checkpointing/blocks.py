@@ -20,6 +20,8 @@ _KEY = "activation_checkpointing.layers"
 # What transformers' models look at, on the model and on each layer.
 _SWITCH, _FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
 _MIN_BLOCKS = 2
+# Of a class made here: the one below it.
+_PLAIN = "_dsc_recomputes"
 # Accelerate fills in every "auto" of a configuration, and refuses one that it does not know.
 _REPEATED = ("auto", "repeated")
 
@@ -89,6 +91,7 @@ def _recomputed(cls: type, recomputer: Recomputer, names: dict[int, str]) -> typ
     body = {
         "__call__": call,
         "__reduce_ex__": reduce,
+        _PLAIN: cls,
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
@@ -122,12 +125,14 @@ class Blocks:
             return
         labels = {id(module): name for name, module in modules.items()}
         classes: dict[type, type] = {}
-        for cls in {type(module) for module in modules.values()}:
+        # What another engine has wrapped is this one's now.
+        for cls in {_plain(module) for module in modules.values()}:
             classes[cls] = _recomputed(cls, self.recomputer, labels)
         # Each once, under however many names.
         for module in {id(module): module for module in modules.values()}.values():
-            self._undo.append(functools.partial(_set_class, module, type(module)))
-            _set_class(module, classes[type(module)])
+            made = classes[_plain(module)]
+            self._undo.append(functools.partial(_unwrap, module, made))
+            module.__class__ = made
 
     def _take_over(self, model: torch.nn.Module) -> None:
         """Layers of transformers that recompute themselves already do so as the section says."""
@@ -157,8 +162,13 @@ class Blocks:
         self.recomputer.clear()
 
 
-def _set_class(module: torch.nn.Module, cls: type) -> None:
-    module.__class__ = cls
+def _plain(module: torch.nn.Module) -> type:
+    return getattr(type(module), _PLAIN, type(module))
+
+
+def _unwrap(module: torch.nn.Module, made: type) -> None:
+    if type(module) is made:
+        module.__class__ = _plain(module)
 
 
 def _put_back(module: torch.nn.Module, names: tuple[str, ...], before: dict[str, Any]) -> None:

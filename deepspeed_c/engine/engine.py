@@ -152,6 +152,7 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
 
     def _hand_over(self) -> None:
         if self._optimizer is None:
+            self._unwrap()
             self._release()
             return
         logger.warning(

@@ -30,9 +30,12 @@ class Block(nn.Module):
         self.gain = nn.Parameter(torch.ones(WIDTH))
         self.frozen = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH), requires_grad=False)
         self.n_forwards = 0
+        self.fails = False
 
     def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> tuple[torch.Tensor, dict]:
         self.n_forwards += 1
+        if self.fails:
+            raise KeyError("by the test")
         gain = self.gain
         y = nn.functional.dropout(torch.tanh(self.up(x)), 0.2, self.training)
         return x + scale * self.down(y) * gain * self.frozen, {"n": self.n_forwards}
@@ -101,6 +104,12 @@ def trained(rank: int, world: int, stage: int, section: dict | None, flow: str) 
                 with pytest.raises(KeyError):
                     engine(batch(step, rank))
                 model.fails = False
+            if flow == "fails in backward" and step == 1 and section is not None:
+                loss = engine(batch(step, rank))
+                model.blocks[1].fails = True  # when it is run again
+                with pytest.raises(KeyError):
+                    engine.backward(loss)
+                model.blocks[1].fails = False
             for micro in range(2):
                 seed(step, micro, rank)
                 loss = engine(batch(2 * step + micro, rank))
@@ -170,7 +179,7 @@ def test_training_is_that_of_plain_torch(run_ranks: Callable, name: str, stage: 
 
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("name", ["hooks", "reentrant"])
-@pytest.mark.parametrize("flow", ["two backwards", "evaluates", "fails in forward"])
+@pytest.mark.parametrize("flow", ["two backwards", "evaluates", "fails in forward", "fails in backward"])
 def test_other_flows(run_ranks: Callable, flow: str, name: str, stage: int) -> None:
     check(run_ranks, 2, stage, name, flow)
 
@@ -368,3 +377,14 @@ def test_hooks_copies_and_pickles_of_a_recomputed_layer() -> None:
     assert list(model.state_dict()) == list(make_model().state_dict())
     blocks.close()
     assert type(block) is Block
+
+
+def test_the_last_of_two_engines_recomputes_and_no_order_of_closing_matters() -> None:
+    for first_closes_first in (True, False):
+        model = make_model()
+        both = [Blocks(model, ActivationCheckpointing(layers="auto")) for _ in range(2)]
+        model.blocks[0](torch.randn(2, WIDTH))[0].sum().backward()
+        assert model.blocks[0].n_forwards == 2, "not recomputed within one another"
+        for i, blocks in enumerate(both if first_closes_first else both[::-1]):
+            blocks.close()
+            assert (type(model.blocks[0]) is Block) == (i == 1 or not first_closes_first)
