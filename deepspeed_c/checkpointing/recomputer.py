@@ -116,10 +116,12 @@ class Recomputer:
         call = ReentrantCall(
             function, arguments, Conditions(with_python=self.section.python_random), label, self._trace(function, label)
         )
+        module = _module_of(function)
+        is_trained = module is None or any(param.requires_grad for param in module.parameters())
         if not self._packers or counts_all(hooks_around()[0]):
-            return call.run(tensors)
+            return call.run(tensors, is_trained=is_trained)
         with self._saved.hooks_of(None, lambda _: None):
-            return call.run(tensors)
+            return call.run(tensors, is_trained=is_trained)
 
     def _trace(self, function: Callable, label: str) -> Trace | None:
         return Trace(label, _module_of(function)) if self.section.check else None

@@ -31,10 +31,12 @@ class ReentrantCall:
         self._tree: Any = None
         self._shapes: list[tuple[torch.Size, torch.dtype]] = []
 
-    def run(self, tensors: list[torch.Tensor]) -> Any:
-        """The layer's outputs, in a graph of one node."""
-        # Parameters of the layer are trained even if none of its inputs is.
-        outputs = _Reentrant.apply(self, torch.empty(0, requires_grad=True), *tensors)
+    def run(self, tensors: list[torch.Tensor], *, is_trained: bool) -> Any:
+        """The layer's outputs, in a graph of one node.
+
+        is_trained: it may have parameters that want a gradient, even if none of its inputs does.
+        """
+        outputs = _Reentrant.apply(self, torch.empty(0, requires_grad=is_trained), *tensors)
         for i, place in self._places:
             self._leaves[i] = outputs[place]
         leaves, self._leaves = self._leaves, []

@@ -345,6 +345,13 @@ def test_inputs_go_through_the_hooks_around(flavour: str) -> None:
     assert packed == [(5, WIDTH)] * 2 and x.grad is not None
 
 
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_a_frozen_layer_is_not_run_again(flavour: str) -> None:
+    layer, x = blocks(1)[0].requires_grad_(False), torch.randn(5, WIDTH)
+    assert not caller(flavour)(layer, x).requires_grad
+    assert caller(flavour)(layer, x.requires_grad_()).requires_grad
+
+
 def test_without_gradients_the_function_just_runs() -> None:
     layer, x = blocks(1)[0].eval(), torch.randn(5, WIDTH, requires_grad=True)
     with torch.no_grad():

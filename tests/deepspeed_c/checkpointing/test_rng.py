@@ -141,42 +141,6 @@ def test_check_names_the_layer_that_draws_elsewhere(how: str) -> None:
         train(how, by_python=True, check=True)
 
 
-class Unsteady(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.n = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.n += 1
-        return x * self.n
-
-
-@pytest.mark.parametrize("how", ["hooks", "reentrant"])
-def test_check_names_the_first_module_that_differs(how: str) -> None:
-    layer = nn.Sequential(nn.Linear(5, 5), nn.Sequential(nn.Tanh(), Unsteady()), nn.Linear(5, 5), nn.Tanh())
-    mine = Recomputer(ActivationCheckpointing(use_reentrant=how == "reentrant", check=True))
-    out = mine.run(layer, (torch.randn(2, 5, requires_grad=True),), {}, label="blocks.7")
-    with pytest.raises(
-        RecomputeError, match=r"recomputation of blocks\.7: module '1\.1' \(Unsteady\) computes other values"
-    ):
-        out.sum().backward()
-    mine = Recomputer(ActivationCheckpointing(use_reentrant=how == "reentrant"))
-    mine.run(layer, (torch.randn(2, 5, requires_grad=True),), {}).sum().backward()  # nobody looked
-
-
-def test_check_sees_what_no_module_gives() -> None:
-    calls = []
-
-    def layer(x: torch.Tensor) -> torch.Tensor:
-        calls.append(None)
-        return (x * len(calls)).exp()
-
-    mine = Recomputer(ActivationCheckpointing(check=True))
-    out = mine.run(layer, (torch.randn(2, 5, requires_grad=True),), {})
-    with pytest.raises(RecomputeError, match="layer: the layer itself computes other values"):
-        out.sum().backward()
-
-
 def resume_body(rank: int, world: int, folder: str) -> list[list[float]]:
     tracker = checkpointing.get_cuda_rng_tracker()
     tracker.reset()
