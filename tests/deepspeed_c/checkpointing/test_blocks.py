@@ -288,6 +288,73 @@ def test_a_model_that_calls_checkpoint(run_ranks: Callable, section: dict, stage
             assert torch.allclose(a, b, rtol=2e-5, atol=2e-6), f"rank {rank}, {i}: {(a - b).abs().max():g} apart"
 
 
+class Smooth(nn.Module):
+    """Gives what has two derivatives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 29), nn.Tanh(), nn.Linear(29, WIDTH)) for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.tanh()
+
+
+def penalized(model: Callable, x: torch.Tensor) -> torch.Tensor:
+    x.requires_grad_()
+    out = model(x)
+    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return out.square().mean() + slope.square().mean()
+
+
+def penalty_body(rank: int, world: int, stage: int) -> tuple[list[float], list[torch.Tensor]]:
+    model, losses = Smooth(), []
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": LR}},
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_param_persistence_threshold": 0,
+            "reduce_bucket_size": WIDTH * 30,
+            "stage3_max_reuse_distance": 0,
+            "stage3_max_live_parameters": WIDTH * 30,
+        },
+        "activation_checkpointing": {"layers": "auto"},
+    }
+    with deepspeed_c.initialize(model=model, model_parameters=model.parameters(), config=config)[0] as engine:
+        for step in range(STEPS):
+            loss = penalized(engine, batch(step, rank))
+            losses.append(loss.item())
+            engine.backward(loss)
+            engine.step()
+        with GatheredParameters(list(model.parameters())):
+            weights = [p.detach().clone() for p in model.parameters()]
+    return losses, weights
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_gradient_penalty(run_ranks: Callable, stage: int) -> None:
+    world, model, losses = 2, Smooth(), [[], []]
+    for step in range(STEPS):
+        model.zero_grad()
+        for rank in range(world):
+            loss = penalized(model, batch(step, rank))
+            losses[rank].append(loss.item())
+            (loss / world).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= LR * p.grad
+    for rank, (got, weights) in enumerate(run_ranks(world, penalty_body, stage)):
+        assert got == pytest.approx(losses[rank], rel=2e-5)
+        for i, (a, b) in enumerate(zip(weights, model.parameters(), strict=True)):
+            assert torch.allclose(a, b, rtol=2e-5, atol=2e-6), f"rank {rank}, {i}: {(a - b).abs().max():g} apart"
+
+
 def engines_body(rank: int, world: int) -> list[int]:
     """Two engines at once: one recomputes, the other does not."""
     counts = []
