@@ -6,6 +6,7 @@ import functools
 import re
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -104,16 +105,27 @@ class Blocks:
     """What an engine's section asks of its model: which layers are recomputed, until ``close``.
 
     mpu: its tensor-parallel ranks share activations.
+    has_sharded: weights are released after use, also frozen ones, which torch's own checkpoint would keep as they are.
     """
 
-    def __init__(self, model: torch.nn.Module, section: ActivationCheckpointing, mpu: Any = None) -> None:
+    def __init__(
+        self, model: torch.nn.Module, section: ActivationCheckpointing, mpu: Any = None, *, has_sharded: bool = False
+    ) -> None:
         check_section(section, None, "activation_checkpointing")
         self.recomputer = Recomputer(section, tensor_parallel_ranks(mpu))
         self._undo: list[Callable[[], None]] = []
         if section.layers is not None:
             self._wrap(model, find_blocks(model, section.layers))
-        else:
+        elif self._asks or has_sharded:
             self._take_over(model)
+
+    @property
+    def _asks(self) -> bool:
+        return self.recomputer.section != ActivationCheckpointing()
+
+    def active(self) -> AbstractContextManager[None]:
+        """Calls of ``checkpoint`` within follow the section, if it asks for something."""
+        return self.recomputer.active() if self._asks else nullcontext()
 
     def _wrap(self, model: torch.nn.Module, names: list[str]) -> None:
         modules = {name: model.get_submodule(name) for name in names}

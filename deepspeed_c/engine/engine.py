@@ -21,7 +21,6 @@ from deepspeed_c.checkpoint.native.background import Save
 from deepspeed_c.checkpointing.blocks import Blocks
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.config import Config
-from deepspeed_c.config.checkpoint import ActivationCheckpointing
 from deepspeed_c.data.loader import DeepSpeedDataLoader
 from deepspeed_c.engine.checkpoint.checkpoints import Checkpoints
 from deepspeed_c.engine.checkpoint.model_files import save_model
@@ -120,8 +119,7 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
         self._preemption = Preemption(config.checkpoint.preemption, can_step=optimizer is not None)
         self._blocks: Blocks | None = None
         try:
-            if config.activation_checkpointing != ActivationCheckpointing():  # calls of a model follow configure() else
-                self._blocks = Blocks(model, config.activation_checkpointing, mpu)
+            self._blocks = Blocks(model, config.activation_checkpointing, mpu, has_sharded=bool(layout and layout.fetcher))
             self._adopt(Layout([], [], None) if layout is None else layout)
         except BaseException:
             self._preemption.close()
@@ -226,8 +224,7 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
         if self._tput_timer is not None and self.training:
             self._tput_timer.start()
         self._mesh.enter_phase("forward")
-        recomputed = nullcontext() if self._blocks is None else self._blocks.recomputer.active()
-        with self.timers.measure("forward"), self._precision.autocast(self.device), recomputed:
+        with self.timers.measure("forward"), self._precision.autocast(self.device), self._blocks.active():
             outputs = self.module(*self._precision.cast_inputs(inputs), **self._precision.cast_inputs(kwargs))
         if self._optimizer is None or not torch.is_grad_enabled():
             return outputs

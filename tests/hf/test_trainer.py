@@ -132,6 +132,23 @@ def test_the_section_recomputes_layers(tmp_path, reference, stage, changes):
     assert_equal_training(on_ranks(2, train, tmp_path, config, dict(changes))[0], reference(2))
 
 
+def frozen_norms(rank, world, folder, deepspeed, changes):
+    model = llama()
+    for name, param in model.named_parameters():
+        param.requires_grad_("norm" not in name)
+    return train(rank, world, folder, deepspeed, {**changes, "model": model})
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_frozen_norms_are_there_when_layers_run_again(tmp_path, use_reentrant):
+    """transformers 47254: torch's checkpoint keeps a frozen weight itself, which stage 3 releases before its use."""
+    changes = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": use_reentrant}}
+    sharding = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0, "reduce_bucket_size": 1000}
+    config = ds_config(3, scheduler=False, zero_optimization=sharding)
+    found = on_ranks(2, frozen_norms, tmp_path / "3", config, changes)[0]
+    assert_equal_training(found, on_ranks(2, frozen_norms, tmp_path / "plain", None, {})[0])
+
+
 @pytest.mark.parametrize("how", ["auto", "enabled", "enabled reentrant", "off"])
 def test_layers_of_transformers_are_recomputed_as_the_section_says(how):
     from deepspeed_c.checkpointing.blocks import Blocks
