@@ -112,7 +112,7 @@ class Blocks:
         self, model: torch.nn.Module, section: ActivationCheckpointing, mpu: Any = None, *, has_sharded: bool = False
     ) -> None:
         check_section(section, None, "activation_checkpointing")
-        self.recomputer = Recomputer(section, tensor_parallel_ranks(mpu))
+        self.recomputer = Recomputer(section, tensor_parallel_ranks(mpu) if section.partition_activations else None)
         self._undo: list[Callable[[], None]] = []
         if section.layers is not None:
             self._wrap(model, find_blocks(model, section.layers))
