@@ -111,7 +111,9 @@ class Blocks:
     def __init__(
         self, model: torch.nn.Module, section: ActivationCheckpointing, mpu: Any = None, *, has_sharded: bool = False
     ) -> None:
-        check_section(section, None, "activation_checkpointing")
+        # A section without layers does nothing by itself, as in DeepSpeed: it may say what it likes.
+        if section.layers is not None:
+            check_section(section, None, "activation_checkpointing")
         self.recomputer = Recomputer(section, tensor_parallel_ranks(mpu) if section.partition_activations else None)
         self._undo: list[Callable[[], None]] = []
         if section.layers is not None:

@@ -455,3 +455,11 @@ def test_the_last_of_two_engines_recomputes_and_no_order_of_closing_matters() ->
         for i, blocks in enumerate(both if first_closes_first else both[::-1]):
             blocks.close()
             assert (type(model.blocks[0]) is Block) == (i == 1 or not first_closes_first)
+
+
+def test_one_arena_without_what_it_needs_is_an_error_where_layers_are_named() -> None:
+    model = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(3))
+    with pytest.raises(ConfigError, match="partition_activations"):
+        Blocks(model, ActivationCheckpointing(layers="auto", contiguous_memory_optimization=True))
+    # A configuration that somebody copied, which does nothing in DeepSpeed either.
+    Blocks(model, ActivationCheckpointing(contiguous_memory_optimization=True)).close()
