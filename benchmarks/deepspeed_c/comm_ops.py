@@ -1,7 +1,7 @@
 """How long do collectives between the ranks of one host take through shared memory, and how long over gloo?
 
 Each operation and size by turns: over gloo, through shared memory from memory of the arena (which the other ranks read in place), and from any other (staged). A time is that of
-the slowest rank from a barrier to its own end. The bound is what the bytes that a rank has to read and write take where all ranks copy memory at once.
+the slowest rank from a barrier to its own end. The bound is what passes over as many bytes of a rank's own memory take, on all ranks at once.
 Run: python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.deepspeed_c.comm_ops
 """
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from benchmarks.measure import bound, in_turn, machine, median_spread, ratios, require
 from deepspeed_c import _C
-from deepspeed_c.comm.collectives import all_gather_single, reduce_scatter_single
+from deepspeed_c.comm.backends import all_gather_single, reduce_scatter_single
 
 KIB = (4, 64, 1024, 65536)
 
@@ -63,11 +63,20 @@ def contenders(group: _C.ShmGroup, op: str, n: int) -> dict[str, tuple[torch.Ten
     }
 
 
-def bytes_moved(op: str, n: int, world: int) -> int:
-    """That a rank reads and writes at least, in memory that all of them share."""
-    part = 4 * n // world
-    reduced, gathered = (world + 1) * part, 2 * (world - 1) * part
-    return {"all_reduce": reduced + gathered, "reduce_scatter": reduced, "all_gather": gathered}[op]
+def bound_of(op: str, n: int, group: _C.ShmGroup, repeats: int) -> Callable[[], float]:
+    """Seconds of passes over memory of a rank's own that read and write as much as ``op`` has to: a slice of each rank
+    added up in place, and a slice of each other rank copied."""
+    world = dist.get_world_size()
+    one, other = torch.ones(n // world), torch.ones(n // world)
+    add, copy = partial(torch.add, one, other, out=one), partial(one.copy_, other)
+
+    def measure() -> float:
+        # Two are read and one written; with more ranks more are read.
+        added = slowest(add, group, repeats) * (world + 1) / 3 if op != "all_gather" else 0.0
+        copied = slowest(copy, group, repeats) * (world - 1) if op != "reduce_scatter" else 0.0
+        return added + copied
+
+    return measure
 
 
 def slowest(call: Callable[[], object], group: _C.ShmGroup, repeats: int) -> float:
@@ -106,16 +115,15 @@ def main() -> None:
     for kib in args.kib:
         n = kib * 256 // world * world
         repeats = max(1, 256 // kib)
-        one, other = torch.ones(n), torch.empty(n)
         for op in ("all_reduce", "reduce_scatter", "all_gather"):
             calls = contenders(group, op, n)
             check(calls)
+            measure_bound = bound_of(op, n, group, repeats)
             times: dict[str, list[float]] = {name: [] for name in (*calls, "bound")}
             for round_ in range(args.rounds + 3):
                 for name in in_turn(list(times), round_):
                     if name == "bound":
-                        seconds = slowest(partial(other.copy_, one), group, repeats)
-                        seconds *= bytes_moved(op, n, world) / (8 * n)
+                        seconds = measure_bound()
                     else:
                         seconds = slowest(calls[name][1], group, repeats)
                     if round_ >= 3:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from benchmarks import report, results, run
 from benchmarks.results import Origin, Result
 
+ROOT = Path(__file__).parents[2]
 OLD = Result(Origin("c" * 40, False, "2026-01-01T00:00:00+00:00", "m", 1), [{"old": 1}])
 
 
@@ -138,3 +141,12 @@ def test_what_is_old_or_missing_is_listed(folder, repository):
     assert len(run.old([one])) == 1 and "1 commits since" in run.old([one])[0]
     results.store("x", Result(OLD.origin._replace(skipped="no device"), []))
     assert run.old([one]) == ["x: skipped: no device"]
+
+
+def test_every_benchmark_can_be_imported():
+    """None runs in CI: a name that has moved would be missed until somebody measures."""
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sorted(ROOT.glob("benchmarks/**/*.py"))]
+    assert len(names) > 20
+    code = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)"
+    done = subprocess.run([sys.executable, "-c", code, *names], check=False, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
