@@ -136,6 +136,8 @@ static dsc_status map_file(struct dsc_comm_segment *segment, int fd)
         return dsc_fail(DSC_ENOMEM, "%" PRId64 " bytes of address space for shared memory: %s", segment->n_bytes,
                         strerror(errno));
     segment->base = base;
+    /* A core dump would walk through all of the address space, of each rank's segment. */
+    (void)madvise(segment->base, (size_t)segment->n_bytes, MADV_DONTDUMP);
     /* Where the system allows it; a hint. */
     (void)madvise(segment->base + DSC_COMM_AT_ARENA, (size_t)(segment->n_bytes - DSC_COMM_AT_ARENA), MADV_HUGEPAGE);
     return DSC_OK;

@@ -358,6 +358,39 @@ static void test_blocks(void)
     dsc_comm_destroy(end.comm);
 }
 
+/* How many mappings of segments the system has, and how many of them are left out of core dumps. */
+static void count_mappings(int32_t *out_n, int32_t *out_n_left_out)
+{
+    FILE *file = fopen("/proc/self/smaps", "re");
+    bool is_segment = false;
+    char line[512];
+
+    *out_n = *out_n_left_out = 0;
+    while (file != NULL && fgets(line, sizeof line, file) != NULL) {
+        if (strstr(line, "/memfd:deepspeed_c") != NULL) {
+            is_segment = true;
+            ++*out_n;
+        } else if (is_segment && strncmp(line, "VmFlags:", 8) == 0) {
+            *out_n_left_out += strstr(line, " dd") != NULL;
+            is_segment = false;
+        }
+    }
+    if (file != NULL)
+        fclose(file);
+}
+
+static void test_core_dumps(void)
+{
+    struct end end = open_end(0, 1);
+    int32_t n = 0;
+    int32_t n_left_out = 0;
+
+    count_mappings(&n, &n_left_out);
+    CHECK_EQ(n_left_out, n);
+    CHECK(n > 0);
+    dsc_comm_destroy(end.comm);
+}
+
 static void test_refused_memory(void)
 {
     struct dsc_comm_config config = config_of(0, 1);
@@ -425,6 +458,7 @@ int main(void)
     test_spoiled();
     test_other_user();
     test_blocks();
+    test_core_dumps();
     test_refused_memory();
     test_configs();
     return test_finish(__FILE__);
