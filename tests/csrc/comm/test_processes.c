@@ -20,8 +20,11 @@ const char *__tsan_default_options(void)
 }
 #endif
 
-/* A second by the rule; what a machine that is busy with other things adds is not ours. */
-#define NOTICED_NS INT64_C(3000000000)
+/*
+ * A second by the rule; what a machine that is busy with other things adds is not ours. Far below the timeout of a call,
+ * which is what would end the wait otherwise.
+ */
+#define NOTICED_NS INT64_C(30000000000)
 
 static int64_t now_ns(void)
 {
