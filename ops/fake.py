@@ -49,3 +49,95 @@ def _flat_sumsq(spans: list[Tensor]) -> Tensor:
 @torch.library.impl(_LIBRARY, "flat_reduce_", "Meta")
 def _flat_reduce(srcs: list[Tensor], scale: float, accumulate: bool, acc: Tensor) -> Tensor:
     return acc.new_empty(2, dtype=torch.float64)
+
+
+# dsc/nn.h: results have the operands' shapes, sums over rows one element a column, what is not asked for none.
+
+
+@torch.library.impl(_LIBRARY, "nn_norm", "Meta")
+def _nn_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, is_rms: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    y = _dense_like(x)
+    n_rows = x.numel() // max(x.shape[-1], 1)
+    statistic = torch.float32
+    return (
+        y,
+        x.new_empty(0) if residual is None else torch.empty_like(y),
+        x.new_empty(0 if is_rms else n_rows, dtype=statistic),
+        x.new_empty(n_rows, dtype=statistic),
+    )
+
+
+@torch.library.impl(_LIBRARY, "nn_norm_backward", "Meta")
+def _nn_norm_backward(
+    dy: Tensor,
+    dsum: Tensor | None,
+    total: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    is_rms: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    like = weight if weight is not None else bias if bias is not None else total
+    n_cols = total.shape[-1]
+    return (
+        torch.empty_like(total),
+        like.new_empty(n_cols if needs_weight else 0),
+        like.new_empty(n_cols if needs_bias else 0),
+    )
+
+
+@torch.library.impl(_LIBRARY, "nn_bias_act", "Meta")
+def _nn_bias_act(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
+    return _dense_like(x)
+
+
+@torch.library.impl(_LIBRARY, "nn_bias_act_backward", "Meta")
+def _nn_bias_act_backward(
+    dy: Tensor, x: Tensor, bias: Tensor | None, act: str, needs_bias: bool
+) -> tuple[Tensor, Tensor]:
+    return _dense_like(x), x.new_empty(x.shape[-1] if needs_bias else 0)
+
+
+@torch.library.impl(_LIBRARY, "nn_gated", "Meta")
+def _nn_gated(x: Tensor, up: Tensor | None, act: str) -> Tensor:
+    return x.new_empty(x.shape if up is not None else (*x.shape[:-1], x.shape[-1] // 2))
+
+
+@torch.library.impl(_LIBRARY, "nn_gated_backward", "Meta")
+def _nn_gated_backward(dy: Tensor, x: Tensor, up: Tensor | None, act: str) -> tuple[Tensor, Tensor]:
+    return _dense_like(x), x.new_empty(0) if up is None else _dense_like(up)
+
+
+@torch.library.impl(_LIBRARY, "nn_dropout", "Meta")
+def _nn_dropout(x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, seed: int) -> Tensor:
+    return _dense_like(x)
+
+
+@torch.library.impl(_LIBRARY, "nn_dropout_backward", "Meta")
+def _nn_dropout_backward(dy: Tensor, p: float, seed: int, needs_bias: bool) -> tuple[Tensor, Tensor]:
+    return _dense_like(dy), dy.new_empty(dy.shape[-1] if needs_bias else 0)
+
+
+@torch.library.impl(_LIBRARY, "nn_rotary", "Meta")
+def _nn_rotary(x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool, is_inverse: bool) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.impl(_LIBRARY, "nn_softmax", "Meta")
+def _nn_softmax(x: Tensor, mask: Tensor | None, scale: float, is_causal: bool) -> Tensor:
+    return _dense_like(x)
+
+
+@torch.library.impl(_LIBRARY, "nn_softmax_backward", "Meta")
+def _nn_softmax_backward(dy: Tensor, y: Tensor, scale: float) -> Tensor:
+    return torch.empty_like(y)
+
+
+def _dense_like(x: Tensor) -> Tensor:
+    """What an operator that makes its operand contiguous gives."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)

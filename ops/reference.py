@@ -21,6 +21,13 @@ __all__ = [
     "muon_apply",
     "muon_momentum",
     "newton_schulz",
+    "nn_bias_act",
+    "nn_dropout",
+    "nn_gated",
+    "nn_norm",
+    "nn_rotary",
+    "nn_softmax",
+    "philox",
     "q8_dequantize",
     "q8_quantize",
     "reduce",
@@ -202,3 +209,106 @@ def q8_dequantize(codes: Tensor, scales: Tensor, is_signed: bool, block: int = 2
     """What ``codes``, given as floating-point numbers, stand for."""
     largest, power = _q8_formula(is_signed)
     return codes.sign() * (codes / largest) ** power * scales.repeat_interleave(block)[: codes.numel()]
+
+
+# Operators of dsc/nn.h. Computed in float32 at least, rounded once; autograd differentiates them.
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def nn_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, is_rms: bool
+) -> tuple[Tensor, Tensor]:
+    """y and what was normed, x + residual. arXiv 1607.06450 and 1910.07467."""
+    total = x if residual is None else (_wide(x) + _wide(residual)).to(x.dtype)
+    wide = _wide(total)
+    if not is_rms:
+        wide = wide - wide.mean(-1, keepdim=True)
+    y = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    if weight is not None:
+        y = y * _wide(weight)
+    if bias is not None:
+        y = y + _wide(bias)
+    return y.to(x.dtype), total
+
+
+def _act(x: Tensor, act: str) -> Tensor:
+    if act == "gelu":
+        return x * 0.5 * torch.erfc(-x * 0.5**0.5)
+    if act == "gelu_tanh":
+        return 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
+    if act == "silu":
+        return x * torch.sigmoid(x)
+    if act == "relu":
+        return torch.relu(x)
+    raise ValueError(f'act is "{act}"; there are gelu, gelu_tanh, silu, relu')
+
+
+def nn_bias_act(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
+    wide = _wide(x) if bias is None else _wide(x) + _wide(bias)
+    return _act(wide, act).to(x.dtype)
+
+
+def nn_gated(x: Tensor, up: Tensor | None, act: str) -> Tensor:
+    """arXiv 2002.05202. Without ``up``: the halves of x's last dimension."""
+    gate, up = x.chunk(2, -1) if up is None else (x, up)
+    return (_act(_wide(gate), act) * _wide(up)).to(x.dtype)
+
+
+def philox(seed: int, n: int, device: torch.device | None = None) -> Tensor:
+    """The first n numbers of Philox4x32-10 with this seed (Salmon et al., SC 2011): int64 [n], each below 2^32."""
+    counter = torch.arange((n + 3) // 4, dtype=torch.int64, device=device)
+    low = 2**32 - 1
+    words = [counter & low, counter >> 32, torch.zeros_like(counter), torch.zeros_like(counter)]
+    keys = [seed & low, seed >> 32 & low]
+
+    def multiply(factor: int, word: Tensor) -> tuple[Tensor, Tensor]:
+        # 32 by 32 bits in two halves, since int64 has no room for the whole.
+        first, second = factor * (word & 0xFFFF), factor * (word >> 16)
+        total = (first >> 16) + second
+        return total >> 16, (total & 0xFFFF) << 16 | (first & 0xFFFF)
+
+    for _ in range(10):
+        high0, low0 = multiply(0xD2511F53, words[0])
+        high1, low1 = multiply(0xCD9E8D57, words[2])
+        words = [high1 ^ words[1] ^ keys[0], low1, high0 ^ words[3] ^ keys[1], low0]
+        keys = [(keys[0] + 0x9E3779B9) & low, (keys[1] + 0xBB67AE85) & low]
+    return torch.stack(words, -1).view(-1)[:n]
+
+
+def nn_dropout(x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, seed: int) -> Tensor:
+    if not 0 <= p <= 1:
+        raise ValueError(f"p is {p}, must be in [0, 1]")
+    wide = _wide(x) if bias is None else _wide(x) + _wide(bias)
+    if p > 0:
+        is_kept = (philox(seed, x.numel(), x.device) >= round(p * 2**32)).view(x.shape)
+        wide = torch.where(is_kept, wide * (1 / (1 - p) if p < 1 else 0.0), 0.0)
+    return (wide if residual is None else wide + _wide(residual)).to(x.dtype)
+
+
+def nn_rotary(x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool, is_inverse: bool) -> Tensor:
+    """arXiv 2104.09864. x: [batch, tokens, heads, head_dim]; cos, sin: [1 or batch, tokens, pairs]."""
+    n_pairs = cos.shape[-1]
+    turned, rest = _wide(x[..., : 2 * n_pairs]), x[..., 2 * n_pairs :]
+    first, second = (
+        (turned[..., 0::2], turned[..., 1::2]) if is_interleaved else (turned[..., :n_pairs], turned[..., n_pairs:])
+    )
+    cos, sin = cos.unsqueeze(2), -sin.unsqueeze(2) if is_inverse else sin.unsqueeze(2)
+    pair = (first * cos - second * sin, second * cos + first * sin)
+    turned = torch.stack(pair, -1).flatten(-2) if is_interleaved else torch.cat(pair, -1)
+    return torch.cat((turned.to(x.dtype), rest), -1)
+
+
+def nn_softmax(x: Tensor, mask: Tensor | None, scale: float, is_causal: bool) -> Tensor:
+    """x: [batch, heads, queries, keys]. Rows that see nothing are 0."""
+    scores = scale * _wide(x)
+    n_queries, n_keys = x.shape[-2:]
+    if is_causal:
+        sees = torch.ones(n_queries, n_keys, dtype=torch.bool, device=x.device).tril(n_keys - n_queries)
+        scores = scores.masked_fill(~sees, -torch.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + _wide(mask)
+    is_blind = (scores == -torch.inf).all(-1, keepdim=True)
+    return scores.masked_fill(is_blind, 0).softmax(-1).masked_fill(is_blind, 0).to(x.dtype)

@@ -245,6 +245,17 @@ Tensor new_f64(AtenTensorHandle like, std::initializer_list<int64_t> sizes, bool
                      : torch::stable::new_empty(reference, shape, f64);
 }
 
+Tensor new_like(const Tensor &like, const std::vector<int64_t> &sizes)
+{
+    return torch::stable::new_empty(like, torch::headeronly::IntHeaderOnlyArrayRef(sizes.data(), sizes.size()));
+}
+
+Tensor new_f32(const Tensor &like, const std::vector<int64_t> &sizes)
+{
+    return torch::stable::new_empty(like, torch::headeronly::IntHeaderOnlyArrayRef(sizes.data(), sizes.size()),
+                                    torch::headeronly::ScalarType::Float);
+}
+
 double *f64_data(const Tensor &tensor)
 {
     return static_cast<double *>(tensor.mutable_data_ptr());

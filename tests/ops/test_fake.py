@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepspeed_c import ops  # noqa: F401  (registers the operators)
+from deepspeed_c.ops import nn  # noqa: F401  (registers the operators, and gradients of some)
 from tests.ops.data import optimizer_kinds
 
 HYPER = (2, 0.01, 0.9, 0.999, 1e-8, 0.1, 0.9, 0.0, 0.0, 0.01, 10.0, 1.0, 1)
@@ -47,6 +47,31 @@ def cases():
     yield "flat_scale_", "flat_scale_", (f32, 0.5)
     yield "flat_cast_", "flat_cast_", (torch.rand(9), torch.zeros(9, dtype=torch.float16))
     yield "flat_zero_", "flat_zero_", ([torch.rand(9), torch.ones(2, 3, dtype=torch.int8)],)
+    yield from nn_cases()
+
+
+def nn_cases():
+    def make(*shape, dtype=torch.bfloat16, needs_grad=True):
+        return torch.rand(*shape).to(dtype).requires_grad_(needs_grad)
+
+    x, weight, bias = make(3, 5), make(5), make(5)
+    still = make(3, 5, needs_grad=False)
+    sums = (torch.rand(3), torch.rand(3))
+    scores, angles = make(2, 3, 4, 5), (torch.rand(1, 3, 2), torch.rand(1, 3, 2))
+    keep = torch.rand(2, 1, 1, 5).gt(0.2).expand(2, 3, 4, 5)
+    yield "nn_norm", "nn_norm", (x, None, weight, bias, 1e-5, False)
+    yield "nn_norm-rms", "nn_norm", (x, make(3, 5), weight.detach().float().requires_grad_(), None, 1e-5, True)
+    yield "nn_norm_backward", "nn_norm_backward", (still, still, still, None, *sums, False, False, True, bias.detach())
+    yield "nn_bias_act", "nn_bias_act", (x, bias, "gelu")
+    yield "nn_bias_act_backward", "nn_bias_act_backward", (still, still, None, "silu", True)
+    yield "nn_gated", "nn_gated", (x, make(3, 5), "silu")
+    yield "nn_gated-halves", "nn_gated", (make(2, 3, 8), None, "gelu_tanh")
+    yield "nn_gated_backward", "nn_gated_backward", (still, make(3, 10, needs_grad=False), None, "relu")
+    yield "nn_dropout", "nn_dropout", (x, bias, make(3, 5), 0.3, 7)
+    yield "nn_dropout_backward", "nn_dropout_backward", (still, 0.3, 7, True)
+    yield "nn_rotary", "nn_rotary", (make(2, 4, 3, 6).transpose(1, 2), *angles, False, False)
+    yield "nn_softmax", "nn_softmax", (scores, keep, 0.5, True)
+    yield "nn_softmax_backward", "nn_softmax_backward", (scores.detach(), scores.detach(), 0.5)
 
 
 @pytest.mark.parametrize("op, arguments", [pytest.param(op, args, id=name) for name, op, args in cases()])

@@ -13,6 +13,7 @@
 #include "dsc/fetch.h"
 #include "dsc/flat.h"
 #include "dsc/kernels.h"
+#include "dsc/nn.h"
 #include "dsc/optim.h"
 #include "dsc/pool.h"
 #include "dsc/process.h"

@@ -1,0 +1,251 @@
+/*
+ * Operators of neural networks on rows of elements, forward and backward: norms with residual, activations with bias,
+ * gated activations, dropout with bias and residual, rotary positions, softmax with a mask.
+ *
+ * Elements are f32, bf16 or f16; each is computed in f32 and rounded once. Sums over a row are held in f64, sums over
+ * rows (gradients of weights) in f32 within a chunk of rows and in f64 over chunks. Same bits for any thread count and
+ * any instruction set. Inputs and outputs of a call do not overlap unless it says so. Rows are dense: row i begins at
+ * element i * n_cols.
+ */
+#ifndef DSC_NN_H
+#define DSC_NN_H
+
+#include "dsc/status.h"
+#include "dsc/types.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Rows of a call are summed in at most this many chunks. */
+#define DSC_NN_MAX_PARTIALS 64
+
+/*
+ * f32 elements of scratch that a backward with sums over rows needs: for each of n_sums results of n_cols elements, one
+ * partial sum a chunk. 0 for negative sizes. DSC_EOVERFLOW is not a result: sizes that fit memory do not overflow.
+ */
+DSC_API int64_t dsc_nn_scratch_elems(int64_t n_rows, int64_t n_cols, int64_t n_sums);
+
+/*
+ * Layer norm (arXiv 1607.06450) and RMS norm (arXiv 1910.07467), with the residual connection before them:
+ *   sum = x + residual            (rounded to dtype; x where there is no residual)
+ *   y = (sum - mean) * rstd * weight + bias,   rstd = 1 / sqrt(var + eps)          is_rms: mean = 0, var = mean(sum^2)
+ */
+struct dsc_nn_norm {
+    int64_t n_rows;
+    int64_t n_cols;         /* > 0 */
+    dsc_dtype dtype;        /* of x, residual, sum, y */
+    dsc_dtype weight_dtype; /* of weight and bias */
+    bool is_rms;
+    float eps; /* >= 0 */
+    const void *x;
+    const void *residual; /* may be NULL */
+    const void *weight;   /* [n_cols]; may be NULL: 1 */
+    const void *bias;     /* [n_cols]; may be NULL: 0 */
+    void *sum;            /* [n_rows, n_cols]; NULL only without residual; may be x or residual */
+    void *y;
+    float *mean; /* [n_rows]; NULL with is_rms */
+    float *rstd; /* [n_rows] */
+};
+
+DSC_API dsc_status dsc_nn_norm(const struct dsc_nn_norm *norm, const struct dsc_par *par);
+
+/*
+ * The gradients of the above. dx = gradient of sum, which is that of x and of the residual alike, with dsum (the
+ * gradient that came to `sum` itself) added where it is not NULL.
+ */
+struct dsc_nn_norm_grad {
+    int64_t n_rows;
+    int64_t n_cols;
+    dsc_dtype dtype;
+    dsc_dtype weight_dtype;
+    bool is_rms;
+    const void *sum;
+    const void *weight; /* may be NULL */
+    const void *dy;
+    const void *dsum; /* may be NULL */
+    const float *mean;
+    const float *rstd;
+    void *dx;       /* may be dy or dsum */
+    void *dweight;  /* may be NULL */
+    void *dbias;    /* may be NULL */
+    float *scratch; /* dsc_nn_scratch_elems(n_rows, n_cols, how many of dweight and dbias there are) */
+};
+
+DSC_API dsc_status dsc_nn_norm_grad(const struct dsc_nn_norm_grad *grad, const struct dsc_par *par);
+
+/* Values are part of the ABI. */
+typedef enum dsc_nn_act {
+    DSC_NN_GELU = 0,      /* x * Phi(x), arXiv 1606.08415 */
+    DSC_NN_GELU_TANH = 1, /* its approximation by tanh */
+    DSC_NN_SILU = 2,      /* x * sigmoid(x) */
+    DSC_NN_RELU = 3,
+    DSC_NN_ACT_COUNT = 4
+} dsc_nn_act;
+
+/* y = act(x + bias). */
+struct dsc_nn_bias_act {
+    int64_t n_rows;
+    int64_t n_cols;
+    dsc_dtype dtype; /* of everything */
+    dsc_nn_act act;
+    const void *x;
+    const void *bias; /* [n_cols]; may be NULL */
+    void *y;          /* may be x */
+};
+
+DSC_API dsc_status dsc_nn_bias_act(const struct dsc_nn_bias_act *call, const struct dsc_par *par);
+
+/* dx = dy * act'(x + bias), dbias = its sum over rows. */
+struct dsc_nn_bias_act_grad {
+    int64_t n_rows;
+    int64_t n_cols;
+    dsc_dtype dtype;
+    dsc_nn_act act;
+    const void *x;
+    const void *bias; /* may be NULL */
+    const void *dy;
+    void *dx;       /* may be dy */
+    void *dbias;    /* may be NULL */
+    float *scratch; /* dsc_nn_scratch_elems(n_rows, n_cols, 1) with dbias */
+};
+
+DSC_API dsc_status dsc_nn_bias_act_grad(const struct dsc_nn_bias_act_grad *call, const struct dsc_par *par);
+
+/*
+ * Gated linear units (arXiv 2002.05202): y = act(gate) * up. Rows of gate and up begin in_stride elements apart
+ * (>= n_cols), so that both may lie in one tensor [n_rows, 2 * n_cols].
+ */
+struct dsc_nn_gated {
+    int64_t n_rows;
+    int64_t n_cols;
+    int64_t in_stride;
+    dsc_dtype dtype;
+    dsc_nn_act act;
+    const void *gate;
+    const void *up;
+    void *y; /* [n_rows, n_cols] */
+};
+
+DSC_API dsc_status dsc_nn_gated(const struct dsc_nn_gated *call, const struct dsc_par *par);
+
+/* dgate = dy * up * act'(gate), dup = dy * act(gate); both lie as gate and up do, and may be gate and up. */
+struct dsc_nn_gated_grad {
+    int64_t n_rows;
+    int64_t n_cols;
+    int64_t in_stride;
+    dsc_dtype dtype;
+    dsc_nn_act act;
+    const void *gate;
+    const void *up;
+    const void *dy;
+    void *dgate;
+    void *dup;
+};
+
+DSC_API dsc_status dsc_nn_gated_grad(const struct dsc_nn_gated_grad *call, const struct dsc_par *par);
+
+/*
+ * y = residual + keep * (x + bias) / (1 - p), each element kept with probability 1 - p (rounded to a multiple of
+ * 2^-32). Element i is kept by number i of the sequence that Philox4x32-10 (Salmon et al., SC 2011) makes of seed: so
+ * the backward draws them again, and nothing is stored.
+ */
+struct dsc_nn_dropout {
+    int64_t n_rows;
+    int64_t n_cols;
+    dsc_dtype dtype;
+    float p; /* [0, 1]; 0 keeps all, 1 none */
+    uint64_t seed;
+    const void *x;
+    const void *bias;     /* [n_cols]; may be NULL */
+    const void *residual; /* may be NULL */
+    void *y;              /* may be x or residual */
+};
+
+DSC_API dsc_status dsc_nn_dropout(const struct dsc_nn_dropout *call, const struct dsc_par *par);
+
+/* dx = keep * dy / (1 - p), dbias = its sum over rows. The gradient of the residual is dy. */
+struct dsc_nn_dropout_grad {
+    int64_t n_rows;
+    int64_t n_cols;
+    dsc_dtype dtype;
+    float p;
+    uint64_t seed;
+    const void *dy;
+    void *dx;       /* may be dy */
+    void *dbias;    /* may be NULL */
+    float *scratch; /* dsc_nn_scratch_elems(n_rows, n_cols, 1) with dbias */
+};
+
+DSC_API dsc_status dsc_nn_dropout_grad(const struct dsc_nn_dropout_grad *call, const struct dsc_par *par);
+
+/*
+ * Rotary positions (arXiv 2104.09864) on [n_batch, n_tokens, n_heads, head_dim], whose first three dimensions have any
+ * strides. The first rotary_dim elements of each head are turned in pairs, (i, i + rotary_dim / 2), or (2 i, 2 i + 1)
+ * with is_interleaved, by the angle whose cosine and sine the tables have; the others are copied. is_inverse turns
+ * back, which is the gradient.
+ */
+struct dsc_nn_rotary {
+    int64_t n_batch;
+    int64_t n_tokens;
+    int64_t n_heads;
+    int64_t head_dim;
+    int64_t rotary_dim; /* even, <= head_dim */
+    dsc_dtype dtype;
+    bool is_interleaved;
+    bool is_inverse;
+    const void *x;
+    int64_t x_strides[3]; /* of batch, token, head, in elements */
+    const float *cos;     /* [rotary_dim / 2] a token */
+    const float *sin;
+    int64_t table_strides[2]; /* of batch, token, in elements; 0: the same for all */
+    void *y;                  /* may be x, with the same strides */
+    int64_t y_strides[3];
+};
+
+DSC_API dsc_status dsc_nn_rotary(const struct dsc_nn_rotary *call, const struct dsc_par *par);
+
+typedef enum dsc_nn_mask {
+    DSC_NN_MASK_NONE = 0,
+    DSC_NN_MASK_ADD = 1, /* elements of the scores' dtype that are added to them */
+    DSC_NN_MASK_KEEP = 2 /* bytes: 0 leaves the element out */
+} dsc_nn_mask;
+
+/*
+ * y = softmax(scale * x + mask) over the last of [n_batch, n_heads, n_queries, n_keys], which are dense. With is_causal
+ * query i sees the keys up to i + n_keys - n_queries. A row that sees nothing is 0 (and no NaN).
+ */
+struct dsc_nn_softmax {
+    int64_t n_batch;
+    int64_t n_heads;
+    int64_t n_queries;
+    int64_t n_keys;
+    dsc_dtype dtype;
+    float scale;
+    bool is_causal;
+    dsc_nn_mask mask_kind;
+    const void *mask;
+    int64_t mask_strides[3]; /* of batch, head, query, in elements; 0: the same for all. Keys are dense. */
+    const void *x;
+    void *y; /* may be x */
+};
+
+DSC_API dsc_status dsc_nn_softmax(const struct dsc_nn_softmax *call, const struct dsc_par *par);
+
+/* dx = scale * y * (dy - sum(y * dy)). */
+struct dsc_nn_softmax_grad {
+    int64_t n_rows;
+    int64_t n_cols;
+    dsc_dtype dtype;
+    float scale;
+    const void *y;
+    const void *dy;
+    void *dx; /* may be dy */
+};
+
+DSC_API dsc_status dsc_nn_softmax_grad(const struct dsc_nn_softmax_grad *call, const struct dsc_par *par);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,535 @@
+/* The operators of dsc/nn.h on host tensors: functional, each with its backward as an operator of its own. */
+#include "check.h"
+#include "dsc_torch.h"
+
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+namespace {
+
+using dsc::Tensor;
+using MaybeTensor = std::optional<Tensor>;
+
+/* Checks the operands of one call against the first of them, and reads them. Failures name operator and argument. */
+class Operands {
+  public:
+    /* Rows are what all but the last dimension of `first` count. */
+    Operands(const char *op, const Tensor &first, const char *name) : op_(op), first_name_(name)
+    {
+        const dsc::View view = view_of(first, name);
+        const auto sizes = first.sizes();
+
+        if (sizes.size() == 0)
+            fail(name, "has no dimension; rows of elements are needed");
+        dtype = element_dtype(view, name);
+        n_cols = sizes[sizes.size() - 1];
+        n_rows = n_cols == 0 ? 0 : view.n_elems / n_cols;
+        if (n_cols == 0)
+            n_cols = 1; /* nothing to do, and nothing that a core would refuse */
+    }
+
+    /* A tensor of the first one's dtype with n_elems elements, dense. */
+    void *read(const Tensor &tensor, const char *name, int64_t n_elems) const
+    {
+        const dsc::View view = view_of(tensor, name);
+
+        if (element_dtype(view, name) != dtype)
+            fail(name, std::string("is of ") + dsc::dtype_name(view.dtype) + ", unlike " + first_name_);
+        return dense(view, name, n_elems);
+    }
+    void *read_all(const Tensor &tensor, const char *name) const { return read(tensor, name, n_rows * n_cols); }
+    void *read_all(const MaybeTensor &tensor, const char *name) const
+    {
+        return tensor.has_value() ? read_all(*tensor, name) : nullptr;
+    }
+    void *read_cols(const MaybeTensor &tensor, const char *name) const
+    {
+        return tensor.has_value() ? read(*tensor, name, n_cols) : nullptr;
+    }
+
+    /* [n_cols] of any dtype, which out_dtype is set to. */
+    void *read_weight(const MaybeTensor &tensor, const char *name, dsc_dtype *out_dtype) const
+    {
+        if (!tensor.has_value())
+            return nullptr;
+        const dsc::View view = view_of(*tensor, name);
+
+        *out_dtype = element_dtype(view, name);
+        return dense(view, name, n_cols);
+    }
+
+    float *read_f32(const Tensor &tensor, const char *name, int64_t n_elems) const
+    {
+        const dsc::View view = view_of(tensor, name);
+
+        if (view.dtype != aoti_torch_dtype_float32())
+            fail(name, std::string("is of ") + dsc::dtype_name(view.dtype) + "; float32 is needed");
+        return static_cast<float *>(dense(view, name, n_elems));
+    }
+
+    [[noreturn]] void fail(const char *name, const std::string &what) const
+    {
+        dsc::fail(DSC_EINVAL, std::string("deepspeed_c::") + op_ + ": argument " + name + " " + what);
+    }
+
+    dsc::View view_of(const Tensor &tensor, const char *name) const
+    {
+        const dsc::View view = dsc::view_of(tensor.get());
+
+        if (!view.is_strided || !dsc::is_cpu(view.device_type))
+            fail(name, "must be a dense host tensor");
+        return view;
+    }
+
+    dsc_dtype element_dtype(const dsc::View &view, const char *name) const
+    {
+        if (dsc::to_dsc_dtype(view.dtype) < 0)
+            fail(name,
+                 std::string("is of ") + dsc::dtype_name(view.dtype) + "; float32, bfloat16 and float16 are supported");
+        return static_cast<dsc_dtype>(dsc::to_dsc_dtype(view.dtype));
+    }
+
+    int64_t n_rows;
+    int64_t n_cols;
+    dsc_dtype dtype;
+
+  private:
+    void *dense(const dsc::View &view, const char *name, int64_t n_elems) const
+    {
+        if (view.n_elems != n_elems)
+            fail(name, "has " + std::to_string(view.n_elems) + " elements; " + std::to_string(n_elems) + " belong to " +
+                           first_name_);
+        if (!view.is_contiguous)
+            fail(name, "is not contiguous");
+        return view.data;
+    }
+
+    const char *op_;
+    const char *first_name_;
+};
+
+MaybeTensor dense_of(const MaybeTensor &tensor)
+{
+    return tensor.has_value() ? MaybeTensor(dsc::contiguous(*tensor)) : std::nullopt;
+}
+
+dsc_nn_act act_named(const std::string &name, const char *op)
+{
+    static const std::pair<const char *, dsc_nn_act> names[] = {
+        {"gelu", DSC_NN_GELU}, {"gelu_tanh", DSC_NN_GELU_TANH}, {"silu", DSC_NN_SILU}, {"relu", DSC_NN_RELU}};
+    std::string known;
+
+    for (const auto &[known_name, act] : names) {
+        if (name == known_name)
+            return act;
+        known += std::string(known.empty() ? "" : ", ") + known_name;
+    }
+    dsc::fail(DSC_EINVAL, std::string("deepspeed_c::") + op + ": argument act is \"" + name + "\"; there are " + known);
+}
+
+/* Where a sum over rows is wanted: its tensor and the scratch of its chunks. Nothing otherwise. */
+struct RowSum {
+    RowSum(const Tensor &like, const Operands &rows, bool is_wanted)
+        : tensor(dsc::new_like(like, {is_wanted ? rows.n_cols : 0})),
+          data(is_wanted ? tensor.mutable_data_ptr() : nullptr),
+          scratch(static_cast<size_t>(dsc_nn_scratch_elems(rows.n_rows, rows.n_cols, is_wanted ? 1 : 0)))
+    {
+    }
+
+    Tensor tensor;
+    void *data;
+    std::vector<float> scratch;
+};
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> nn_norm(const Tensor &x_in, const MaybeTensor &residual_in,
+                                                   const MaybeTensor &weight, const MaybeTensor &bias, double eps,
+                                                   bool is_rms)
+{
+    const char *const op = "nn_norm";
+    const Tensor x = dsc::contiguous(x_in);
+    const MaybeTensor residual = dense_of(residual_in);
+    const Operands o(op, x, "x");
+    struct dsc_nn_norm norm {};
+
+    norm.n_rows = o.n_rows;
+    norm.n_cols = o.n_cols;
+    norm.dtype = norm.weight_dtype = o.dtype;
+    norm.is_rms = is_rms;
+    norm.eps = static_cast<float>(eps);
+    norm.x = o.read_all(x, "x");
+    norm.residual = o.read_all(residual, "residual");
+    norm.weight = o.read_weight(weight, "weight", &norm.weight_dtype);
+    dsc_dtype bias_dtype = norm.weight_dtype;
+    norm.bias = o.read_weight(bias, "bias", &bias_dtype);
+    if (bias_dtype != norm.weight_dtype) {
+        if (weight.has_value())
+            o.fail("bias", "must have weight's dtype");
+        norm.weight_dtype = bias_dtype;
+    }
+    const Tensor y = dsc::empty_like(x);
+    const Tensor sum = residual.has_value() ? dsc::empty_like(x) : dsc::new_like(x, {0});
+    const Tensor mean = dsc::new_f32(x, {is_rms ? 0 : o.n_rows});
+    const Tensor rstd = dsc::new_f32(x, {o.n_rows});
+
+    norm.y = y.mutable_data_ptr();
+    norm.sum = residual.has_value() ? sum.mutable_data_ptr() : nullptr;
+    norm.mean = is_rms ? nullptr : static_cast<float *>(mean.mutable_data_ptr());
+    norm.rstd = static_cast<float *>(rstd.mutable_data_ptr());
+    const struct dsc_par par = dsc::pool_par();
+
+    dsc::check(dsc_nn_norm(&norm, &par), op);
+    return {y, sum, mean, rstd};
+}
+
+std::tuple<Tensor, Tensor, Tensor> nn_norm_backward(const Tensor &dy_in, const MaybeTensor &dsum_in, const Tensor &sum,
+                                                    const MaybeTensor &weight, const Tensor &mean, const Tensor &rstd,
+                                                    bool is_rms, bool needs_weight, bool needs_bias,
+                                                    const MaybeTensor &bias)
+{
+    const char *const op = "nn_norm_backward";
+    const Tensor dy = dsc::contiguous(dy_in);
+    const MaybeTensor dsum = dense_of(dsum_in);
+    const Operands o(op, sum, "sum");
+    struct dsc_nn_norm_grad grad {};
+
+    grad.n_rows = o.n_rows;
+    grad.n_cols = o.n_cols;
+    grad.dtype = grad.weight_dtype = o.dtype;
+    grad.is_rms = is_rms;
+    grad.sum = o.read_all(sum, "sum");
+    grad.weight = o.read_weight(weight, "weight", &grad.weight_dtype);
+    if (!weight.has_value())
+        o.read_weight(bias, "bias", &grad.weight_dtype);
+    grad.dy = o.read_all(dy, "dy");
+    grad.dsum = o.read_all(dsum, "dsum");
+    grad.mean = is_rms ? nullptr : o.read_f32(mean, "mean", o.n_rows);
+    grad.rstd = o.read_f32(rstd, "rstd", o.n_rows);
+    const Tensor dx = dsc::empty_like(sum);
+    const Tensor &like = weight.has_value() ? *weight : bias.has_value() ? *bias : sum;
+    const Tensor dweight = dsc::new_like(like, {needs_weight ? o.n_cols : 0});
+    const Tensor dbias = dsc::new_like(like, {needs_bias ? o.n_cols : 0});
+    std::vector<float> scratch(
+        static_cast<size_t>(dsc_nn_scratch_elems(o.n_rows, o.n_cols, int{needs_weight} + int{needs_bias})));
+
+    grad.dx = dx.mutable_data_ptr();
+    grad.dweight = needs_weight ? dweight.mutable_data_ptr() : nullptr;
+    grad.dbias = needs_bias ? dbias.mutable_data_ptr() : nullptr;
+    grad.scratch = scratch.data();
+    const struct dsc_par par = dsc::pool_par();
+
+    dsc::check(dsc_nn_norm_grad(&grad, &par), op);
+    return {dx, dweight, dbias};
+}
+
+Tensor nn_bias_act(const Tensor &x_in, const MaybeTensor &bias, const std::string &act)
+{
+    const char *const op = "nn_bias_act";
+    const Tensor x = dsc::contiguous(x_in);
+    const Operands o(op, x, "x");
+    const Tensor y = dsc::empty_like(x);
+    const struct dsc_nn_bias_act call = {o.n_rows,
+                                         o.n_cols,
+                                         o.dtype,
+                                         act_named(act, op),
+                                         o.read_all(x, "x"),
+                                         o.read_cols(bias, "bias"),
+                                         y.mutable_data_ptr()};
+    const struct dsc_par par = dsc::pool_par();
+
+    dsc::check(dsc_nn_bias_act(&call, &par), op);
+    return y;
+}
+
+std::tuple<Tensor, Tensor> nn_bias_act_backward(const Tensor &dy_in, const Tensor &x_in, const MaybeTensor &bias,
+                                                const std::string &act, bool needs_bias)
+{
+    const char *const op = "nn_bias_act_backward";
+    const Tensor x = dsc::contiguous(x_in);
+    const Tensor dy = dsc::contiguous(dy_in);
+    const Operands o(op, x, "x");
+    const Tensor dx = dsc::empty_like(x);
+    RowSum sum(x, o, needs_bias);
+    const struct dsc_nn_bias_act_grad call = {o.n_rows,
+                                              o.n_cols,
+                                              o.dtype,
+                                              act_named(act, op),
+                                              o.read_all(x, "x"),
+                                              o.read_cols(bias, "bias"),
+                                              o.read_all(dy, "dy"),
+                                              dx.mutable_data_ptr(),
+                                              sum.data,
+                                              sum.scratch.data()};
+    const struct dsc_par par = dsc::pool_par();
+
+    dsc::check(dsc_nn_bias_act_grad(&call, &par), op);
+    return {dx, sum.tensor};
+}
+
+/* Gate and up: two tensors, or (without up) the halves of each row of one. */
+struct Gates {
+    Gates(const Operands &o, const Tensor &x, const MaybeTensor &up_in) : stride(o.n_cols), n_cols(o.n_cols)
+    {
+        gate = o.read_all(x, "x");
+        if (up_in.has_value()) {
+            up = o.read_all(*up_in, "up");
+            return;
+        }
+        if (o.n_cols % 2 != 0 && o.n_rows > 0)
+            o.fail("x", "has rows of " + std::to_string(o.n_cols) + " elements, which are no two halves");
+        n_cols = o.n_rows > 0 ? o.n_cols / 2 : 1;
+        up = half_of(gate, o);
+    }
+
+    void *half_of(void *data, const Operands &o) const
+    {
+        return static_cast<char *>(data) + static_cast<size_t>(n_cols) * dsc_dtype_bytes(o.dtype);
+    }
+
+    int64_t stride;
+    int64_t n_cols;
+    void *gate;
+    void *up;
+};
+
+std::vector<int64_t> sizes_with(const Tensor &tensor, int64_t last)
+{
+    const auto sizes = tensor.sizes();
+    std::vector<int64_t> made(sizes.begin(), sizes.end());
+
+    made.back() = last;
+    return made;
+}
+
+Tensor nn_gated(const Tensor &x_in, const MaybeTensor &up_in, const std::string &act)
+{
+    const char *const op = "nn_gated";
+    const Tensor x = dsc::contiguous(x_in);
+    const MaybeTensor up = dense_of(up_in);
+    const Operands o(op, x, "x");
+    const Gates gates(o, x, up);
+    const Tensor y = dsc::new_like(x, sizes_with(x, up.has_value() ? x.sizes().back() : x.sizes().back() / 2));
+    const struct dsc_nn_gated call = {o.n_rows,           gates.n_cols, gates.stride, o.dtype,
+                                      act_named(act, op), gates.gate,   gates.up,     y.mutable_data_ptr()};
+    const struct dsc_par par = dsc::pool_par();
+
+    dsc::check(dsc_nn_gated(&call, &par), op);
+    return y;
+}
+
+std::tuple<Tensor, Tensor> nn_gated_backward(const Tensor &dy_in, const Tensor &x_in, const MaybeTensor &up_in,
+                                             const std::string &act)
+{
+    const char *const op = "nn_gated_backward";
+    const Tensor x = dsc::contiguous(x_in);
+    const Tensor dy = dsc::contiguous(dy_in);
+    const MaybeTensor up = dense_of(up_in);
+    const Operands o(op, x, "x");
+    const Gates gates(o, x, up);
+    const Tensor dx = dsc::empty_like(x);
+    const Tensor dup = up.has_value() ? dsc::empty_like(*up) : dsc::new_like(x, {0});
+    void *const dgate_data = dx.mutable_data_ptr();
+    const struct dsc_nn_gated_grad call = {
+        o.n_rows,           gates.n_cols,
+        gates.stride,       o.dtype,
+        act_named(act, op), gates.gate,
+        gates.up,           o.read(dy, "dy", o.n_rows * gates.n_cols),
+        dgate_data,         up.has_value() ? dup.mutable_data_ptr() : gates.half_of(dgate_data, o)};
+    const struct dsc_par par = dsc::pool_par();
+
+    dsc::check(dsc_nn_gated_grad(&call, &par), op);
+    return {dx, dup};
+}
+
+Tensor nn_dropout(const Tensor &x_in, const MaybeTensor &bias, const MaybeTensor &residual_in, double p, int64_t seed)
+{
+    const char *const op = "nn_dropout";
+    const Tensor x = dsc::contiguous(x_in);
+    const MaybeTensor residual = dense_of(residual_in);
+    const Operands o(op, x, "x");
+    const Tensor y = dsc::empty_like(x);
+    const struct dsc_nn_dropout call = {o.n_rows,
+                                        o.n_cols,
+                                        o.dtype,
+                                        static_cast<float>(p),
+                                        static_cast<uint64_t>(seed),
+                                        o.read_all(x, "x"),
+                                        o.read_cols(bias, "bias"),
+                                        o.read_all(residual, "residual"),
+                                        y.mutable_data_ptr()};
+    const struct dsc_par par = dsc::pool_par();
+
+    dsc::check(dsc_nn_dropout(&call, &par), op);
+    return y;
+}
+
+std::tuple<Tensor, Tensor> nn_dropout_backward(const Tensor &dy_in, double p, int64_t seed, bool needs_bias)
+{
+    const char *const op = "nn_dropout_backward";
+    const Tensor dy = dsc::contiguous(dy_in);
+    const Operands o(op, dy, "dy");
+    const Tensor dx = dsc::empty_like(dy);
+    RowSum sum(dy, o, needs_bias);
+    const struct dsc_nn_dropout_grad call = {o.n_rows,
+                                             o.n_cols,
+                                             o.dtype,
+                                             static_cast<float>(p),
+                                             static_cast<uint64_t>(seed),
+                                             o.read_all(dy, "dy"),
+                                             dx.mutable_data_ptr(),
+                                             sum.data,
+                                             sum.scratch.data()};
+    const struct dsc_par par = dsc::pool_par();
+
+    dsc::check(dsc_nn_dropout_grad(&call, &par), op);
+    return {dx, sum.tensor};
+}
+
+/* [batch, tokens, heads, head_dim] with any strides but the last, and tables [1 or batch, tokens, pairs]. */
+Tensor nn_rotary(const Tensor &x, const Tensor &cos, const Tensor &sin, bool is_interleaved, bool is_inverse)
+{
+    const char *const op = "nn_rotary";
+    const Operands o(op, x, "x");
+    const auto sizes = x.sizes();
+    const auto strides = x.strides();
+
+    if (sizes.size() != 4 || (sizes[3] > 1 && strides[3] != 1))
+        o.fail("x", "must be [batch, tokens, heads, head_dim] with dense heads");
+    const auto table = cos.sizes();
+
+    if (table.size() != 3 || (table[0] != 1 && table[0] != sizes[0]) || table[1] != sizes[1])
+        o.fail("cos",
+               "must be [1 or " + std::to_string(sizes[0]) + ", " + std::to_string(sizes[1]) + ", rotary_dim / 2]");
+    const Tensor y = dsc::empty_like(x); /* x's own strides, where it is dense in some order */
+    const auto y_strides = y.strides();
+    struct dsc_nn_rotary call {};
+
+    call.n_batch = sizes[0];
+    call.n_tokens = sizes[1];
+    call.n_heads = sizes[2];
+    call.head_dim = o.n_cols;
+    call.rotary_dim = 2 * table[2];
+    call.dtype = o.dtype;
+    call.is_interleaved = is_interleaved;
+    call.is_inverse = is_inverse;
+    call.x = dsc::view_of(x.get()).data;
+    call.cos = o.read_f32(cos, "cos", table[0] * table[1] * table[2]);
+    call.sin = o.read_f32(sin, "sin", table[0] * table[1] * table[2]);
+    call.table_strides[0] = table[0] == 1 ? 0 : table[1] * table[2];
+    call.table_strides[1] = table[2];
+    call.y = y.mutable_data_ptr();
+    for (size_t i = 0; i < 3; i++) {
+        call.x_strides[i] = strides[i];
+        call.y_strides[i] = y_strides[i];
+    }
+    const struct dsc_par par = dsc::pool_par();
+
+    dsc::check(dsc_nn_rotary(&call, &par), op);
+    return y;
+}
+
+/* The mask: [batch, heads, queries, keys] by strides, of which any but the last may be 0. */
+void read_mask(const Operands &o, const Tensor &x, const Tensor &mask, struct dsc_nn_softmax *call)
+{
+    const dsc::View view = o.view_of(mask, "mask");
+    const auto sizes = mask.sizes();
+    const auto strides = mask.strides();
+
+    for (size_t i = 0; i < 4; i++)
+        if (sizes.size() != 4 || sizes[i] != x.sizes()[i])
+            o.fail("mask", "must have x's shape (expanded, which takes no memory)");
+    if (sizes[3] > 1 && strides[3] != 1)
+        o.fail("mask", "must be dense in its last dimension");
+    call->mask_kind = view.dtype == aoti_torch_dtype_bool() ? DSC_NN_MASK_KEEP : DSC_NN_MASK_ADD;
+    if (call->mask_kind == DSC_NN_MASK_ADD && o.element_dtype(view, "mask") != o.dtype)
+        o.fail("mask", "must be of bool or of x's dtype");
+    call->mask = view.data;
+    for (size_t i = 0; i < 3; i++)
+        call->mask_strides[i] = sizes[i] == 1 ? 0 : strides[i];
+}
+
+Tensor nn_softmax(const Tensor &x_in, const MaybeTensor &mask, double scale, bool is_causal)
+{
+    const char *const op = "nn_softmax";
+    const Tensor x = dsc::contiguous(x_in);
+    const Operands o(op, x, "x");
+    const auto sizes = x.sizes();
+
+    if (sizes.size() != 4)
+        o.fail("x", "must be [batch, heads, queries, keys]");
+    const Tensor y = dsc::empty_like(x);
+    struct dsc_nn_softmax call {};
+
+    call.n_batch = sizes[0];
+    call.n_heads = sizes[1];
+    call.n_queries = o.n_rows > 0 ? sizes[2] : 0;
+    call.n_keys = o.n_cols;
+    call.dtype = o.dtype;
+    call.scale = static_cast<float>(scale);
+    call.is_causal = is_causal;
+    if (mask.has_value())
+        read_mask(o, x, *mask, &call);
+    call.x = o.read_all(x, "x");
+    call.y = y.mutable_data_ptr();
+    const struct dsc_par par = dsc::pool_par();
+
+    dsc::check(dsc_nn_softmax(&call, &par), op);
+    return y;
+}
+
+Tensor nn_softmax_backward(const Tensor &dy_in, const Tensor &y, double scale)
+{
+    const char *const op = "nn_softmax_backward";
+    const Tensor dy = dsc::contiguous(dy_in);
+    const Operands o(op, y, "y");
+    const Tensor dx = dsc::empty_like(y);
+    const struct dsc_nn_softmax_grad call = {o.n_rows,
+                                             o.n_cols,
+                                             o.dtype,
+                                             static_cast<float>(scale),
+                                             o.read_all(y, "y"),
+                                             o.read_all(dy, "dy"),
+                                             dx.mutable_data_ptr()};
+    const struct dsc_par par = dsc::pool_par();
+
+    dsc::check(dsc_nn_softmax_grad(&call, &par), op);
+    return dx;
+}
+
+}  // namespace
+
+DSC_OPS(m)
+{
+    m.def(
+        "nn_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool is_rms) -> (Tensor y, Tensor sum, "
+        "Tensor mean, Tensor rstd)");
+    m.def(
+        "nn_norm_backward(Tensor dy, Tensor? dsum, Tensor sum, Tensor? weight, Tensor mean, Tensor rstd, bool is_rms, "
+        "bool needs_weight, bool needs_bias, Tensor? bias) -> (Tensor dx, Tensor dweight, Tensor dbias)");
+    m.def("nn_bias_act(Tensor x, Tensor? bias, str act) -> Tensor");
+    m.def(
+        "nn_bias_act_backward(Tensor dy, Tensor x, Tensor? bias, str act, bool needs_bias) -> (Tensor dx, Tensor dbias)");
+    m.def("nn_gated(Tensor x, Tensor? up, str act) -> Tensor");
+    m.def("nn_gated_backward(Tensor dy, Tensor x, Tensor? up, str act) -> (Tensor dx, Tensor dup)");
+    m.def("nn_dropout(Tensor x, Tensor? bias, Tensor? residual, float p, int seed) -> Tensor");
+    m.def("nn_dropout_backward(Tensor dy, float p, int seed, bool needs_bias) -> (Tensor dx, Tensor dbias)");
+    m.def("nn_rotary(Tensor x, Tensor cos, Tensor sin, bool is_interleaved, bool is_inverse) -> Tensor");
+    m.def("nn_softmax(Tensor x, Tensor? mask, float scale, bool is_causal) -> Tensor");
+    m.def("nn_softmax_backward(Tensor dy, Tensor y, float scale) -> Tensor");
+}
+
+DSC_OPS_CPU(m)
+{
+    m.impl("nn_norm", DSC_BOX(&nn_norm));
+    m.impl("nn_norm_backward", DSC_BOX(&nn_norm_backward));
+    m.impl("nn_bias_act", DSC_BOX(&nn_bias_act));
+    m.impl("nn_bias_act_backward", DSC_BOX(&nn_bias_act_backward));
+    m.impl("nn_gated", DSC_BOX(&nn_gated));
+    m.impl("nn_gated_backward", DSC_BOX(&nn_gated_backward));
+    m.impl("nn_dropout", DSC_BOX(&nn_dropout));
+    m.impl("nn_dropout_backward", DSC_BOX(&nn_dropout_backward));
+    m.impl("nn_rotary", DSC_BOX(&nn_rotary));
+    m.impl("nn_softmax", DSC_BOX(&nn_softmax));
+    m.impl("nn_softmax_backward", DSC_BOX(&nn_softmax_backward));
+}

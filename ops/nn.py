@@ -1,0 +1,266 @@
+"""Fused operators of transformer layers, forward and backward: norms, activations, dropout, rotary positions, softmax.
+
+Each reads its operands once and keeps no intermediate result. Elements are float32, bfloat16 or float16, computed in
+float32 and rounded once; results have the same bits for any number of threads and any instruction set. The formulas
+stand in ``dsc/nn.h``, and in PyTorch in ``deepspeed_c.ops.reference``, which computes them for tensors that are on no
+CPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from deepspeed_c import _C  # noqa: F401  (registers the operators)
+from deepspeed_c.ops import fake, reference  # noqa: F401
+
+__all__ = [
+    "bias_act",
+    "bias_dropout_residual",
+    "bias_gelu",
+    "geglu",
+    "layer_norm",
+    "masked_softmax",
+    "rms_norm",
+    "rotary",
+    "swiglu",
+]
+
+Act = Literal["gelu", "gelu_tanh", "silu", "relu"]
+
+_ops = torch.ops.deepspeed_c
+_MAX_SEED = 2**63 - 1
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    residual: Tensor | None = None,
+) -> Any:
+    """(s - mean) / sqrt(var + eps) * weight + bias over the last dimension, s = x + residual (arXiv 1607.06450).
+
+    x, residual: [..., n]. weight, bias: [n], of one dtype, which may be another than x's. Returns y [..., n], and with
+    a residual (y, s), s being what the next residual connection takes. ValueError for shapes that do not fit.
+    """
+    return _norm(x, weight, bias, eps, residual, is_rms=False)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, residual: Tensor | None = None) -> Any:
+    """s / sqrt(mean(s^2) + eps) * weight over the last dimension, s = x + residual (arXiv 1910.07467).
+
+    Shapes, dtypes and results as those of ``layer_norm``.
+    """
+    return _norm(x, weight, None, eps, residual, is_rms=True)
+
+
+def _norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, residual: Tensor | None, *, is_rms: bool
+) -> Any:
+    if _is_elsewhere(x):
+        y, total = reference.nn_norm(x, residual, weight, bias, eps, is_rms)
+    else:
+        y, total = _ops.nn_norm(x, residual, weight, bias, eps, is_rms)[:2]
+    return y if residual is None else (y, total)
+
+
+def bias_act(x: Tensor, bias: Tensor | None, act: Act) -> Tensor:
+    """act(x + bias). x: [..., n]; bias: [n] of x's dtype. ValueError for an activation that does not exist."""
+    if _is_elsewhere(x):
+        return reference.nn_bias_act(x, bias, act)
+    return _ops.nn_bias_act(x, bias, act)
+
+
+def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: Literal["none", "tanh"] = "none") -> Tensor:
+    """GELU (arXiv 1606.08415) of x + bias, as ``torch.nn.functional.gelu`` has it."""
+    return bias_act(x, bias, "gelu_tanh" if approximate == "tanh" else "gelu")
+
+
+def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """silu(gate) * up (arXiv 2002.05202). gate, up: [..., n]. Without ``up``, gate is [..., 2 n] and holds both halves."""
+    return _gated(gate, up, "silu")
+
+
+def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: Literal["none", "tanh"] = "none") -> Tensor:
+    """gelu(gate) * up; shapes as those of ``swiglu``."""
+    return _gated(gate, up, "gelu_tanh" if approximate == "tanh" else "gelu")
+
+
+def _gated(gate: Tensor, up: Tensor | None, act: Act) -> Tensor:
+    if _is_elsewhere(gate):
+        return reference.nn_gated(gate, up, act)
+    return _ops.nn_gated(gate, up, act)
+
+
+def bias_dropout_residual(
+    x: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    p: float = 0.5,
+    *,
+    training: bool = True,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """residual + dropout(x + bias). x, residual: [..., n]; bias: [n]; all of one dtype.
+
+    An element is left out with probability p, the others are divided by 1 - p. The numbers are Philox's for a seed that
+    is drawn from ``generator`` (by default torch's own), so that a recomputation that restores it draws them again;
+    they are other numbers than those of ``torch.nn.functional.dropout``. ValueError for p outside [0, 1].
+    """
+    seed = 0
+    if not training:
+        p = 0.0
+    elif p > 0.0:
+        seed = int(torch.randint(_MAX_SEED, (), generator=generator))
+    if _is_elsewhere(x):
+        return reference.nn_dropout(x, bias, residual, p, seed)
+    return _ops.nn_dropout(x, bias, residual, p, seed)
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool = False) -> Tensor:
+    """Turns pairs of elements by the angles of their positions (RoPE, arXiv 2104.09864).
+
+    x: [batch, tokens, heads, head_dim], any strides but the last (a transposed [batch, heads, tokens, head_dim] is read
+    where it is). cos, sin: float32 [1 or batch, tokens, pairs], which take no gradient. The first 2 * pairs elements of
+    each head are turned: pairs (i, i + pairs), or (2 i, 2 i + 1) with ``is_interleaved``.
+    """
+    if _is_elsewhere(x):
+        return reference.nn_rotary(x, cos, sin, is_interleaved, False)
+    if x.stride(-1) != 1 and x.shape[-1] > 1:
+        x = x.contiguous()
+    return _ops.nn_rotary(x, cos.contiguous(), sin.contiguous(), is_interleaved, False)
+
+
+def masked_softmax(x: Tensor, mask: Tensor | None = None, scale: float = 1.0, *, is_causal: bool = False) -> Tensor:
+    """softmax(scale * x + mask) over the last dimension.
+
+    x: [batch, heads, queries, keys]. mask: broadcasts to x; bool (True takes part) or of x's dtype (added). is_causal:
+    query i sees the keys up to i + keys - queries. A row that sees nothing is 0.
+    """
+    if mask is not None:
+        mask = mask.expand(x.shape)
+        if mask.dtype not in (torch.bool, x.dtype):
+            mask = mask.to(x.dtype)
+        if mask.stride(-1) != 1 and x.shape[-1] > 1:
+            mask = mask.contiguous()
+    if _is_elsewhere(x):
+        return reference.nn_softmax(x, mask, scale, is_causal)
+    return _ops.nn_softmax(x, mask, scale, is_causal)
+
+
+def _is_elsewhere(x: Tensor) -> bool:
+    return x.device.type not in ("cpu", "meta")
+
+
+# The gradients, each an operator of its own. Those of gradients are not there: a second derivative is refused by torch.
+
+
+def _norm_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    x, residual, weight, bias, _, is_rms = inputs
+    _, total, mean, rstd = output
+    ctx.mark_non_differentiable(mean, rstd)
+    ctx.set_materialize_grads(False)
+    ctx.has_residual, ctx.is_rms = residual is not None, is_rms
+    ctx.save_for_backward(total if ctx.has_residual else x, weight, bias, mean, rstd)
+
+
+def _norm_backward(ctx: Any, dy: Tensor | None, dsum: Tensor | None, *_: Any) -> tuple:
+    total, weight, bias, mean, rstd = ctx.saved_tensors
+    if dy is None:
+        dy = torch.zeros_like(total)
+    _, _, needs_weight, needs_bias = ctx.needs_input_grad[:4]
+    dx, dweight, dbias = _ops.nn_norm_backward(
+        dy,
+        dsum if ctx.has_residual else None,
+        total.contiguous(),
+        weight,
+        mean,
+        rstd,
+        ctx.is_rms,
+        needs_weight,
+        needs_bias,
+        bias,
+    )
+    return (
+        dx,
+        dx if ctx.has_residual else None,
+        dweight if needs_weight else None,
+        dbias if needs_bias else None,
+        None,
+        None,
+    )
+
+
+def _bias_act_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    x, bias, ctx.act = inputs
+    ctx.save_for_backward(x, bias)
+
+
+def _bias_act_backward(ctx: Any, dy: Tensor) -> tuple:
+    x, bias = ctx.saved_tensors
+    needs_bias = ctx.needs_input_grad[1]
+    dx, dbias = _ops.nn_bias_act_backward(dy, x, bias, ctx.act, needs_bias)
+    return dx, dbias if needs_bias else None, None
+
+
+def _gated_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    x, up, ctx.act = inputs
+    ctx.save_for_backward(x, up)
+
+
+def _gated_backward(ctx: Any, dy: Tensor) -> tuple:
+    x, up = ctx.saved_tensors
+    dx, dup = _ops.nn_gated_backward(dy, x, up, ctx.act)
+    return dx, None if up is None else dup, None
+
+
+def _dropout_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    _, _, _, ctx.p, ctx.seed = inputs
+
+
+def _dropout_backward(ctx: Any, dy: Tensor) -> tuple:
+    needs_x, needs_bias, needs_residual = ctx.needs_input_grad[:3]
+    dx = dbias = None
+    if needs_x or needs_bias:
+        dx, dbias = _ops.nn_dropout_backward(dy, ctx.p, ctx.seed, needs_bias)
+    return dx, dbias if needs_bias else None, dy if needs_residual else None, None, None
+
+
+def _rotary_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    _, cos, sin, ctx.is_interleaved, ctx.is_inverse = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+def _rotary_backward(ctx: Any, dy: Tensor) -> tuple:
+    cos, sin = ctx.saved_tensors
+    if dy.stride(-1) != 1 and dy.shape[-1] > 1:
+        dy = dy.contiguous()
+    return _ops.nn_rotary(dy, cos, sin, ctx.is_interleaved, not ctx.is_inverse), None, None, None, None
+
+
+def _softmax_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    _, _, ctx.scale, _ = inputs
+    ctx.save_for_backward(output)
+
+
+def _softmax_backward(ctx: Any, dy: Tensor) -> tuple:
+    (y,) = ctx.saved_tensors
+    dx = _ops.nn_softmax_backward(dy, y, ctx.scale)
+    # A mask that learns (a bias of positions, say) is added after the scale.
+    dmask = dx / ctx.scale if ctx.needs_input_grad[1] else None
+    return dx, dmask, None, None
+
+
+for _name, _backward, _context in (
+    ("nn_norm", _norm_backward, _norm_context),
+    ("nn_bias_act", _bias_act_backward, _bias_act_context),
+    ("nn_gated", _gated_backward, _gated_context),
+    ("nn_dropout", _dropout_backward, _dropout_context),
+    ("nn_rotary", _rotary_backward, _rotary_context),
+    ("nn_softmax", _softmax_backward, _softmax_context),
+):
+    torch.library.register_autograd(f"deepspeed_c::{_name}", _backward, setup_context=_context)
