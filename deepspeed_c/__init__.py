@@ -22,6 +22,8 @@ PUBLIC_NAMES: dict[str, str] = {
     "init_distributed": "deepspeed_c.comm",
     "add_config_arguments": "deepspeed_c.arguments",
     "get_accelerator": "deepspeed_c.accelerator",
+    "DeepSpeedTransformerConfig": "deepspeed_c.ops.transformer",
+    "DeepSpeedTransformerLayer": "deepspeed_c.ops.transformer",
     "install_as_deepspeed": "deepspeed_c.alias.install",
     "AioError": "deepspeed_c.errors",
     "AliasError": "deepspeed_c.errors",

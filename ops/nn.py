@@ -81,7 +81,7 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: Literal["no
 
 
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """silu(gate) * up (arXiv 2002.05202). gate, up: [..., n]. Without ``up``, gate is [..., 2 n] and holds both halves."""
+    """silu(gate) * up (arXiv 2002.05202). gate, up: [..., n]; without ``up``, gate is [..., 2 n] and holds both."""
     return _gated(gate, up, "silu")
 
 

@@ -23,6 +23,7 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
     "zero": ("zero/", "base/", "dsc/"),
     "scale": ("scale/", "base/", "dsc/"),
     "optim": ("optim/", "cpu/", "base/", "dsc/"),
+    "nn": ("nn/", "cpu/", "base/", "dsc/"),
     "accel": ("accel/", "base/", "dsc/"),
     "aio": ("aio/", "base/", "dsc/"),
     "ckpt": ("ckpt/", "base/", "dsc/"),
@@ -43,7 +44,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     r"(cuda|nccl|cub/|thrust/)": ("csrc/cuda/*",),
     r"dlfcn\.h": ("csrc/accel/*", "ops/binding/*"),
     r"pthread\.h": ("csrc/base/pool.c", "csrc/base/process.c", "csrc/cpu/dispatch.c", "csrc/ckpt/crc32c.c", "csrc/aio/threads.c", "csrc/comm/*"),
-    r"immintrin\.h": ("csrc/cpu/*",),
+    r"immintrin\.h": ("csrc/cpu/*", "csrc/nn/dropout.c"),
     r"(libaio|liburing)\.h": (),
 }
 

@@ -41,7 +41,7 @@ static inline struct act relu(float x)
     return (struct act){x < 0.0f ? 0.0f : x, x > 0.0f ? 1.0f : 0.0f};
 }
 
-#define ACTIVATION(name)                                                                                     \
+#define DSC_NN_ACT(name)                                                                                     \
     void DSC_K(nn_##name)(int64_t n, const dsc_f32 *x, dsc_f32 *y)                                           \
     {                                                                                                        \
         EACH for (int64_t i = 0; i < n; i++) y[i] = name(x[i]).value;                                        \
@@ -68,7 +68,4 @@ static inline struct act relu(float x)
         }                                                                                                    \
     }
 
-ACTIVATION(gelu)
-ACTIVATION(gelu_tanh)
-ACTIVATION(silu)
-ACTIVATION(relu)
+#include "dsc/activations.inc"

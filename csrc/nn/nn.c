@@ -419,6 +419,28 @@ dsc_status dsc_nn_norm_grad(const struct dsc_nn_norm_grad *grad, const struct ds
  * Activations.
  */
 
+dsc_status dsc_nn_act_find(const char *name, dsc_nn_act *out_act)
+{
+    static const char *const names[] = {
+#define DSC_NN_ACT(name) #name,
+#include "dsc/activations.inc"
+#undef DSC_NN_ACT
+    };
+    static const char known[] = ""
+#define DSC_NN_ACT(name) " " #name
+#include "dsc/activations.inc"
+#undef DSC_NN_ACT
+        ;
+
+    for (int i = 0; i < DSC_NN_ACT_COUNT; i++) {
+        if (name != NULL && strcmp(name, names[i]) == 0) {
+            *out_act = (dsc_nn_act)i;
+            return DSC_OK;
+        }
+    }
+    return dsc_fail(DSC_EINVAL, "no activation \"%.63s\"; there are:%s", name == NULL ? "" : name, known);
+}
+
 typedef void (*act_loop)(int64_t n, const dsc_f32 *x, dsc_f32 *y);
 typedef void (*act_grad_loop)(int64_t n, const dsc_f32 *x, const dsc_f32 *dy, dsc_f32 *dx);
 typedef void (*gated_loop)(int64_t n, const dsc_f32 *gate, const dsc_f32 *up, dsc_f32 *y);
@@ -440,10 +462,9 @@ struct act_loops {
 static struct act_loops loops_of(const struct dsc_nn_kernels *nn, dsc_nn_act act)
 {
     const struct act_loops loops[DSC_NN_ACT_COUNT] = {
-        [DSC_NN_GELU] = LOOPS(gelu),
-        [DSC_NN_GELU_TANH] = LOOPS(gelu_tanh),
-        [DSC_NN_SILU] = LOOPS(silu),
-        [DSC_NN_RELU] = LOOPS(relu),
+#define DSC_NN_ACT(name) [DSC_NN_ACT_##name] = LOOPS(name),
+#include "dsc/activations.inc"
+#undef DSC_NN_ACT
     };
 
     return loops[act];
@@ -880,69 +901,92 @@ struct softmax_job {
     const struct dsc_nn_softmax *call;
 };
 
-/* scale * x + mask of one block, -inf where the mask leaves out; raises *max. */
-static const dsc_f32 *load_scores(const struct softmax_job *job, const void *x, int64_t mask, int64_t begin, int64_t n,
-                                  dsc_f32 (*scratch)[DSC_BLOCK_ELEMS], float *max)
+/* Rows of up to so many keys are worked on in one place; of longer ones the scores are computed three times. */
+#define ROW_ELEMS (4 * DSC_BLOCK_ELEMS)
+
+/* One row: where it lies, where its mask does, and how many of its keys are seen. */
+struct softmax_row {
+    const void *x;
+    void *y;
+    int64_t mask;
+    int64_t n_seen;
+};
+
+static struct softmax_row row_of(const struct dsc_nn_softmax *call, int64_t row)
 {
-    const struct dsc_nn_softmax *call = job->call;
-    const struct rows *rows = &job->rows;
-    const dsc_f32 *loaded = load(rows, call->dtype, at(x, call->dtype, begin), n, scratch[0]);
-
-    if (call->mask_kind == DSC_NN_MASK_KEEP) {
-        rows->nn->scores_kept(n, loaded, call->scale, (const uint8_t *)call->mask + mask + begin, scratch[0], max);
-    } else {
-        const void *added = call->mask_kind == DSC_NN_MASK_ADD ? at(call->mask, call->dtype, mask + begin) : NULL;
-
-        rows->nn->scores(n, loaded, call->scale, load(rows, call->dtype, added, n, scratch[1]), scratch[0], max);
-    }
-    return scratch[0];
-}
-
-static void softmax_row(const struct softmax_job *job, int64_t row)
-{
-    const struct dsc_nn_softmax *call = job->call;
-    const struct rows *rows = &job->rows;
     int64_t query = row % call->n_queries;
     int64_t head = row / call->n_queries % call->n_heads;
     int64_t batch = row / call->n_queries / call->n_heads;
-    int64_t mask = batch * call->mask_strides[0] + head * call->mask_strides[1] + query * call->mask_strides[2];
     int64_t n_seen = call->n_keys;
-    const void *x = at(call->x, call->dtype, row * call->n_keys);
-    void *y = at_out(call->y, call->dtype, row * call->n_keys);
-    dsc_f32 scratch[2][DSC_BLOCK_ELEMS];
-    float max = -INFINITY;
-    double sum = 0.0;
 
     if (call->is_causal && query + call->n_keys - call->n_queries + 1 < n_seen)
         n_seen = query + call->n_keys - call->n_queries + 1;
-    if (n_seen < 0)
-        n_seen = 0;
-    for (int64_t begin = 0; begin < n_seen; begin += DSC_BLOCK_ELEMS)
-        load_scores(job, x, mask, begin, block_of(n_seen - begin), scratch, &max);
-    if (max == -INFINITY) { /* nothing is seen; a NaN alone comes here too, and must stay */
-        max = 0.0f;
-    }
-    for (int64_t begin = 0; begin < n_seen; begin += DSC_BLOCK_ELEMS) {
-        int64_t n = block_of(n_seen - begin);
-        float ignored = 0.0f;
+    return (struct softmax_row){
+        .x = at(call->x, call->dtype, row * call->n_keys),
+        .y = at_out(call->y, call->dtype, row * call->n_keys),
+        .mask = batch * call->mask_strides[0] + head * call->mask_strides[1] + query * call->mask_strides[2],
+        .n_seen = n_seen < 0 ? 0 : n_seen,
+    };
+}
 
-        rows->nn->exps(n, load_scores(job, x, mask, begin, n, scratch, &ignored), max, scratch[0], &sum);
+/* scale * x + mask of n elements, -inf where the mask leaves out, in scores; raises *max. */
+static void load_scores(const struct softmax_job *job, const struct softmax_row *row, int64_t begin, int64_t n,
+                        dsc_f32 *scores, float *max)
+{
+    const struct dsc_nn_softmax *call = job->call;
+    const struct rows *rows = &job->rows;
+    dsc_f32 scratch[DSC_BLOCK_ELEMS];
+    const dsc_f32 *x = load(rows, call->dtype, at(row->x, call->dtype, begin), n, scores);
+
+    if (call->mask_kind == DSC_NN_MASK_KEEP) {
+        rows->nn->scores_kept(n, x, call->scale, (const uint8_t *)call->mask + row->mask + begin, scores, max);
+    } else {
+        const void *added = call->mask_kind == DSC_NN_MASK_ADD ? at(call->mask, call->dtype, row->mask + begin) : NULL;
+
+        rows->nn->scores(n, x, call->scale, load(rows, call->dtype, added, n, scratch), scores, max);
+    }
+}
+
+static void softmax_row(const struct softmax_job *job, int64_t row_index)
+{
+    const struct dsc_nn_softmax *call = job->call;
+    const struct rows *rows = &job->rows;
+    const struct softmax_row row = row_of(call, row_index);
+    bool is_short = row.n_seen <= ROW_ELEMS;
+    dsc_f32 scores[ROW_ELEMS];
+    float max = -INFINITY;
+    float ignored_max = -INFINITY;
+    double sum = 0.0;
+    double ignored_sum = 0.0;
+
+    for (int64_t begin = 0; begin < row.n_seen; begin += DSC_BLOCK_ELEMS)
+        load_scores(job, &row, begin, block_of(row.n_seen - begin), scores + (is_short ? begin : 0), &max);
+    if (max == -INFINITY) /* nothing is seen, or NaN alone, which must stay */
+        max = 0.0f;
+    for (int64_t begin = 0; begin < row.n_seen; begin += DSC_BLOCK_ELEMS) {
+        int64_t n = block_of(row.n_seen - begin);
+        dsc_f32 *block = scores + (is_short ? begin : 0);
+
+        if (!is_short)
+            load_scores(job, &row, begin, n, block, &ignored_max);
+        rows->nn->exps(n, block, max, block, &sum);
     }
 
     float factor = sum == 0.0 ? 0.0f : (float)(1.0 / sum);
 
-    for (int64_t begin = 0; begin < n_seen; begin += DSC_BLOCK_ELEMS) {
-        int64_t n = block_of(n_seen - begin);
-        float ignored = 0.0f;
-        double unused = 0.0;
+    for (int64_t begin = 0; begin < row.n_seen; begin += DSC_BLOCK_ELEMS) {
+        int64_t n = block_of(row.n_seen - begin);
+        dsc_f32 *block = scores + (is_short ? begin : 0);
 
-        /* A row of one block is still there. */
-        if (n_seen > DSC_BLOCK_ELEMS)
-            rows->nn->exps(n, load_scores(job, x, mask, begin, n, scratch, &ignored), max, scratch[0], &unused);
-        rows->kernels->scale_f32(n, factor, scratch[0]);
-        store(rows, call->dtype, scratch[0], n, at_out(y, call->dtype, begin));
+        if (!is_short) {
+            load_scores(job, &row, begin, n, block, &ignored_max);
+            rows->nn->exps(n, block, max, block, &ignored_sum);
+        }
+        rows->kernels->scale_f32(n, factor, block);
+        store(rows, call->dtype, block, n, at_out(row.y, call->dtype, begin));
     }
-    memset(at_out(y, call->dtype, n_seen), 0, (size_t)(call->n_keys - n_seen) * dsc_dtype_bytes(call->dtype));
+    memset(at_out(row.y, call->dtype, row.n_seen), 0,
+           (size_t)(call->n_keys - row.n_seen) * dsc_dtype_bytes(call->dtype));
 }
 
 static void softmax_chunks(void *arg, int64_t first, int64_t last)

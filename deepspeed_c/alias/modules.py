@@ -39,6 +39,8 @@ MODULES: dict[str, str] = {
     "deepspeed.ops.lion.fused_lion": "deepspeed_c.ops.lion",
     "deepspeed.compression.helper": "deepspeed_c.compat.dotted",
     "deepspeed.moe.utils": "deepspeed_c.compat.moe",
+    "deepspeed.ops.transformer": "deepspeed_c.ops.transformer",
+    "deepspeed.ops.transformer.transformer": "deepspeed_c.ops.transformer",
     "deepspeed.runtime.config": "deepspeed_c.compat.ds_config",
     "deepspeed.runtime.config_utils": "deepspeed_c.compat.config_utils",
     "deepspeed.runtime.constants": "deepspeed_c.compat.runtime_constants",
@@ -346,7 +348,7 @@ _LOAD_CONFIG = "deepspeed_c.config.load_config(FILE_OR_DICT, world_size=...) rea
 _TILED = "tiled layers come with a later version; stage 3 cuts large weights into buckets by itself"
 _MICS = "zero.Init(zero_param_parallel_group=...) shards over a group of ranks"
 _MUON = "use deepspeed_c.ops.muon.Muon, or the optimizer Muon in the configuration"
-_LAYERS = "use the model's own layers, or torch.nn.TransformerEncoderLayer"
+_LAYERS = "layers for inference come with a later version; training has DeepSpeedTransformerLayer"
 _KEYS_OF_FILES = "the names of entries in DeepSpeed's files; deepspeed_c.checkpoint.open.open_checkpoint reads what stands under them"
 _HELPERS = "a helper of DeepSpeed's engine; the engine has get_global_grad_norm(), offload_states() and reload_states(), torch has clip_grad_norm_"
 _FRAGMENTS = "use safe_get_full_* and safe_set_full_* of deepspeed_c.utils"
@@ -356,8 +358,6 @@ _FRAGMENTS = "use safe_get_full_* and safe_set_full_* of deepspeed_c.utils"
 ABSENT: dict[str, str] = {
     "deepspeed.DeepSpeedHybridEngine": _INFERENCE,
     "deepspeed.DeepSpeedInferenceConfig": _INFERENCE,
-    "deepspeed.DeepSpeedTransformerConfig": _LAYERS,
-    "deepspeed.DeepSpeedTransformerLayer": _LAYERS,
     "deepspeed.InferenceEngine": _INFERENCE,
     "deepspeed.PipelineEngine": _PIPELINE,
     "deepspeed.PipelineModule": _PIPELINE,

@@ -117,16 +117,10 @@ MaybeTensor dense_of(const MaybeTensor &tensor)
 
 dsc_nn_act act_named(const std::string &name, const char *op)
 {
-    static const std::pair<const char *, dsc_nn_act> names[] = {
-        {"gelu", DSC_NN_GELU}, {"gelu_tanh", DSC_NN_GELU_TANH}, {"silu", DSC_NN_SILU}, {"relu", DSC_NN_RELU}};
-    std::string known;
+    dsc_nn_act act{};
 
-    for (const auto &[known_name, act] : names) {
-        if (name == known_name)
-            return act;
-        known += std::string(known.empty() ? "" : ", ") + known_name;
-    }
-    dsc::fail(DSC_EINVAL, std::string("deepspeed_c::") + op + ": argument act is \"" + name + "\"; there are " + known);
+    dsc::check(dsc_nn_act_find(name.c_str(), &act), op);
+    return act;
 }
 
 /* Where a sum over rows is wanted: its tensor and the scratch of its chunks. Nothing otherwise. */

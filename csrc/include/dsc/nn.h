@@ -74,14 +74,15 @@ struct dsc_nn_norm_grad {
 
 DSC_API dsc_status dsc_nn_norm_grad(const struct dsc_nn_norm_grad *grad, const struct dsc_par *par);
 
-/* Values are part of the ABI. */
 typedef enum dsc_nn_act {
-    DSC_NN_GELU = 0,      /* x * Phi(x), arXiv 1606.08415 */
-    DSC_NN_GELU_TANH = 1, /* its approximation by tanh */
-    DSC_NN_SILU = 2,      /* x * sigmoid(x) */
-    DSC_NN_RELU = 3,
-    DSC_NN_ACT_COUNT = 4
+#define DSC_NN_ACT(name) DSC_NN_ACT_##name,
+#include "dsc/activations.inc"
+#undef DSC_NN_ACT
+    DSC_NN_ACT_COUNT
 } dsc_nn_act;
+
+/* By its name. DSC_EINVAL, with the names that there are, for another. */
+DSC_API dsc_status dsc_nn_act_find(const char *name, dsc_nn_act *out_act);
 
 /* y = act(x + bias). */
 struct dsc_nn_bias_act {

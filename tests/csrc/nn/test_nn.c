@@ -238,15 +238,15 @@ static double act_of(dsc_nn_act act, double x, double *slope)
     double s;
 
     switch (act) {
-    case DSC_NN_GELU:
+    case DSC_NN_ACT_gelu:
         z = 0.5 * erfc(-x * SQRT_HALF_F64);
         *slope = z + x * INV_SQRT_2PI_F64 * exp(-x * x / 2);
         return x * z;
-    case DSC_NN_GELU_TANH:
+    case DSC_NN_ACT_gelu_tanh:
         z = tanh(sqrt(2 / acos(-1.0)) * (x + 0.044715 * x * x * x));
         *slope = 0.5 * (1 + z) + 0.5 * x * (1 - z * z) * sqrt(2 / acos(-1.0)) * (1 + 3 * 0.044715 * x * x);
         return 0.5 * x * (1 + z);
-    case DSC_NN_SILU:
+    case DSC_NN_ACT_silu:
         s = 1 / (1 + exp(-x));
         *slope = s + x * s * (1 - s);
         return x * s;
@@ -345,10 +345,9 @@ static void run_gated(const struct operands *o, dsc_nn_act act, const struct dsc
     {                                                                                                         \
         run_gated(o, act, par, first);                                                                        \
     }
-ACT_RUNS(gelu, DSC_NN_GELU)
-ACT_RUNS(gelu_tanh, DSC_NN_GELU_TANH)
-ACT_RUNS(silu, DSC_NN_SILU)
-ACT_RUNS(relu, DSC_NN_RELU)
+#define DSC_NN_ACT(name) ACT_RUNS(name, DSC_NN_ACT_##name)
+#include "dsc/activations.inc"
+#undef DSC_NN_ACT
 
 /*
  * Dropout: against Philox written down anew, one counter at a time.
@@ -597,10 +596,20 @@ static const struct {
     void (*run)(const struct operands *o, const struct dsc_par *par, struct outputs *first);
 } operators[] = {
 #define OPERATOR(name) {#name, run_##name}
-    OPERATOR(layer_norm), OPERATOR(rms_norm),  OPERATOR(gelu),           OPERATOR(gelu_tanh),      OPERATOR(silu),
-    OPERATOR(relu),       OPERATOR(gated_gelu), OPERATOR(gated_gelu_tanh), OPERATOR(gated_silu),     OPERATOR(gated_relu),
-    OPERATOR(dropout),    OPERATOR(drop_all),  OPERATOR(drop_none),      OPERATOR(rotary),         OPERATOR(rotary_pairs),
-    OPERATOR(softmax),    OPERATOR(softmax_causal), OPERATOR(softmax_added), OPERATOR(softmax_kept),
+    OPERATOR(layer_norm),
+    OPERATOR(rms_norm),
+#define DSC_NN_ACT(name) OPERATOR(name), OPERATOR(gated_##name),
+#include "dsc/activations.inc"
+#undef DSC_NN_ACT
+    OPERATOR(dropout),
+    OPERATOR(drop_all),
+    OPERATOR(drop_none),
+    OPERATOR(rotary),
+    OPERATOR(rotary_pairs),
+    OPERATOR(softmax),
+    OPERATOR(softmax_causal),
+    OPERATOR(softmax_added),
+    OPERATOR(softmax_kept),
 #undef OPERATOR
 };
 #define N_OPERATORS ((int)(sizeof operators / sizeof operators[0]))
@@ -638,7 +647,7 @@ static void check_special_values(void)
 {
     float x[4] = {-INFINITY, INFINITY, NAN, -200.0f};
     float y[4];
-    struct dsc_nn_bias_act act = {1, 4, DSC_DTYPE_F32, DSC_NN_SILU, x, NULL, y};
+    struct dsc_nn_bias_act act = {1, 4, DSC_DTYPE_F32, DSC_NN_ACT_silu, x, NULL, y};
 
     TEST_CASE("special values");
     CHECK_STATUS(dsc_nn_bias_act(&act, NULL), DSC_OK);
@@ -676,12 +685,18 @@ static void check_refusals(void)
     struct dsc_nn_norm norm = {.n_rows = 1, .n_cols = 4, .x = x, .y = y, .mean = y, .rstd = y};
     struct dsc_nn_norm_grad norm_grad = {.n_rows = 1, .n_cols = 4, .sum = x, .dy = x, .mean = y, .rstd = y, .dx = y, .dweight = y};
     struct dsc_nn_bias_act act = {1, 4, DSC_DTYPE_F32, DSC_NN_ACT_COUNT, x, NULL, y};
-    struct dsc_nn_gated gated = {1, 4, 3, DSC_DTYPE_F32, DSC_NN_SILU, x, x, y};
+    struct dsc_nn_gated gated = {1, 4, 3, DSC_DTYPE_F32, DSC_NN_ACT_silu, x, x, y};
     struct dsc_nn_dropout dropout = {.n_rows = 1, .n_cols = 4, .p = 1.5f, .x = x, .y = y};
     struct dsc_nn_rotary rotary = {.n_batch = 1, .n_tokens = 1, .n_heads = 1, .head_dim = 4, .rotary_dim = 3, .x = x, .y = y, .cos = x, .sin = x};
     struct dsc_nn_softmax softmax = {.n_batch = 1, .n_heads = 1, .n_queries = 1, .n_keys = 4, .mask_kind = DSC_NN_MASK_ADD, .x = x, .y = y};
 
+    dsc_nn_act found = DSC_NN_ACT_COUNT;
+
     TEST_CASE("refusals");
+    CHECK_STATUS(dsc_nn_act_find("silu", &found), DSC_OK);
+    CHECK_EQ(found, DSC_NN_ACT_silu);
+    CHECK_ERROR(dsc_nn_act_find("swish", &found), DSC_EINVAL, "no activation \"swish\"; there are: gelu gelu_tanh silu relu");
+    CHECK_EQ(found, DSC_NN_ACT_silu);
     CHECK_ERROR(dsc_nn_norm_grad(&norm_grad, NULL), DSC_EINVAL, "scratch");
     CHECK_ERROR(dsc_nn_bias_act(&act, NULL), DSC_EINVAL, "act is 4");
     CHECK_ERROR(dsc_nn_gated(&gated, NULL), DSC_EINVAL, "in_stride is 3");
