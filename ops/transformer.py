@@ -1,4 +1,4 @@
-"""DeepSpeed's transformer layer: a layer of BERT (arXiv 1810.04805), or of GPT's order of norms, from fused operators."""
+"""DeepSpeed's transformer layer: one of BERT (arXiv 1810.04805), or with GPT's order of norms, of fused operators."""
 
 from __future__ import annotations
 

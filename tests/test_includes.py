@@ -34,6 +34,7 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
 # An accelerator's table speaks of spans and tensors; the umbrella header is all of them.
 MAY_INCLUDE_TOO: dict[str, tuple[str, ...]] = {
     "include/dsc/accel.h": ("dsc/flat.h", "dsc/optim.h"),
+    "include/dsc/nn.h": ("dsc/activations.inc",),
     "include/dsc/dsc.h": ("dsc/",),
 }
 

@@ -1,20 +1,33 @@
-"""docs/adding/optimizer.md: its diff fits this tree, and touches what the page says."""
+"""docs/adding/optimizer.md and nn-kernel.md: their diffs fit this tree, and touch what the pages say."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_diff_fits() -> None:
-    diff = (ROOT / "docs" / "adding" / "optimizer.md").read_text().partition("```diff\n")[2].partition("```\n")[0]
+# One C file, one line, one class, one reference; and the tests.
+OPTIMIZER = [
+    *("csrc/optim/optimizers.inc", "csrc/optim/rmsprop.c", "ops/reference.py", "ops/rmsprop.py"),
+    *("tests/csrc/optim/test_optim.c", "tests/csrc/optim/test_rmsprop.c"),
+]
+# One line, one function, one reference; and the tests.
+ACTIVATION = [
+    *("csrc/include/dsc/activations.inc", "csrc/nn/act.c", "ops/reference.py"),
+    *("tests/csrc/nn/test_nn.c", "tests/ops/test_nn.py"),
+]
+
+
+@pytest.mark.parametrize("page, parts", [("optimizer", OPTIMIZER), ("nn-kernel", ACTIVATION)])
+def test_the_diff_fits(page: str, parts: list[str]) -> None:
+    diff = (ROOT / "docs" / "adding" / f"{page}.md").read_text().partition("```diff\n")[2].partition("```\n")[0]
     _, *files = re.split(r"^--- (\S+)\n\+\+\+ b/(\S+)\n", diff, flags=re.MULTILINE)
     given = dict(zip(files[1::3], zip(files[::3], files[2::3])))
-    # One C file, one line, one class, one reference; and the tests.
-    parts = ["csrc/optim/optimizers.inc", "csrc/optim/rmsprop.c", "ops/reference.py", "ops/rmsprop.py"]
-    assert list(given) == [*parts, "tests/csrc/optim/test_optim.c", "tests/csrc/optim/test_rmsprop.c"]
+    assert list(given) == parts
     for name, (before, hunks) in given.items():
         is_new = before == "/dev/null"
         assert (ROOT / name).exists() != is_new, name
