@@ -44,6 +44,11 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":  # the zygote, which is started by the path of this file
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from tests.hosts import Hosts
+
 __all__ = ["Outcome", "RanksFailed", "run_ranks", "stop_ranks"]
 
 # Limits end what hangs, and nothing else: several test sessions may share two cores. Nobody waits for one that is not needed.
@@ -89,6 +94,7 @@ def run_ranks(
     fresh: bool = False,
     grace: float = GRACE_SECONDS,
     preload: str = "",
+    hosts: tuple[int, ...] = (),
 ) -> list[Any]:
     """Calls ``fn(rank, world, *args)`` on every rank of a gloo group and returns the results by rank.
 
@@ -97,20 +103,21 @@ def run_ranks(
     initialised. ``fresh=True`` gives the call a group of its own, which ends with it: for bodies that kill ranks or
     change global state. ``timeout`` (seconds) covers the whole call; when it is over, ranks that are still busy dump
     their stacks and are killed. After one rank has failed, the others get ``grace`` seconds, unless all that are left
-    are stopped by a signal. ``preload`` names a module that was imported before the ranks were forked. Raises
-    ``RanksFailed``; the next call finds a new group.
+    are stopped by a signal. ``preload`` names a module that was imported before the ranks were forked. ``hosts`` has the
+    host of each rank by number, where they are to run on several (tests/hosts.py; ``why_no_hosts`` says whether they
+    can). Raises ``RanksFailed``; the next call finds a new group.
     """
     if "<" in fn.__qualname__ or "." in fn.__qualname__:
         raise TypeError(f"{fn.__qualname__} is not a top-level function, so a rank cannot import it")
     if fresh:
-        group = _Group(world, preload)
+        group = _Group(world, preload, hosts)
         try:
             return group.call(fn, args, timeout, grace)
         finally:
             group.stop()
-    group = _groups.get((world, preload))
+    group = _groups.get((world, preload, hosts))
     if group is None or not group.is_usable:
-        group = _groups[world, preload] = _Group(world, preload)
+        group = _groups[world, preload, hosts] = _Group(world, preload, hosts)
     try:
         return group.call(fn, args, timeout, grace)
     finally:
@@ -186,7 +193,7 @@ class _Zygote:
 class _Group:
     """``world`` ranks with one process group; usable until one of them fails."""
 
-    def __init__(self, world: int, preload: str) -> None:
+    def __init__(self, world: int, preload: str, hosts: tuple[int, ...]) -> None:
         if preload in _zygotes and not _zygotes[preload].is_alive:
             _zygotes.pop(preload).stop()
         if preload not in _zygotes:
@@ -198,15 +205,18 @@ class _Group:
         self._folder = tempfile.mkdtemp(prefix="dsc_ranks_")
         self._connections: list[Connection] = []
         self._pids: list[int] = []
+        self._hosts: Hosts | None = None
         port = free_port()
         try:
+            self._hosts = Hosts(max(hosts) + 1) if hosts else None
             for rank in range(world):
                 ours, theirs = socket.socketpair()
                 with theirs:
                     self._pids.append(self._zygote.fork(theirs.fileno()))
                 connection = Connection(ours.detach())
                 self._connections.append(connection)
-                connection.send((rank, world, port, self._folder, os.getcwd()))
+                place = None if self._hosts is None else self._hosts.place(rank, hosts)
+                connection.send((rank, world, port, self._folder, os.getcwd(), place))
         except BaseException:
             self.stop()
             raise
@@ -312,6 +322,8 @@ class _Group:
             for pid in self._pids:
                 self._zygote.reap(pid)
         self._connections, self._pids = [], []
+        if self._hosts is not None:
+            self._hosts.stop()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
@@ -323,7 +335,7 @@ def _is_stopped(pid: int) -> bool:
         return False
 
 
-_groups: dict[tuple[int, str], _Group] = {}  # by number of ranks and what was preloaded
+_groups: dict[tuple[int, str, tuple[int, ...]], _Group] = {}  # by number of ranks, what was preloaded, and hosts
 _zygotes: dict[str, _Zygote] = {}  # by what was preloaded
 atexit.register(stop_ranks)
 
@@ -431,7 +443,7 @@ def _serve(connection: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    rank, world, port, folder, cwd = connection.recv()
+    rank, world, port, folder, cwd, place = connection.recv()
     stacks = open(os.path.join(folder, f"stacks_{rank}"), "w")  # noqa: SIM115  faulthandler needs it for good
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
@@ -444,6 +456,8 @@ def _serve(connection: Connection) -> None:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
+    if place is not None:
+        place.enter()
     environment = dict(os.environ)
     store = dist.FileStore(os.path.join(folder, "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=_timedelta(STORE_TIMEOUT_SECONDS))

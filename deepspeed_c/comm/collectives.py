@@ -16,6 +16,7 @@ from deepspeed_c.buffers import BufferPool, ordinary_memory
 from deepspeed_c.comm import shm
 from deepspeed_c.comm.backends import Backend, backend_named, broadcast_slices
 from deepspeed_c.comm.groups import get_all_ranks_from_group, get_rank, get_world_size
+from deepspeed_c.comm.hierarchy import Hierarchy
 from deepspeed_c.comm.ledger import ledger_of
 from deepspeed_c.comm.work import Work, wait_all
 from deepspeed_c.errors import CommError
@@ -51,7 +52,7 @@ class Collectives:
         """
         self.group = group
         self._local: shm.Wish = "off"
-        self._connection: shm.Connection | None = None
+        self._connection: shm.Connection | Hierarchy | None = None
         self.world_size = 1 if is_alone else get_world_size(group)
         self.rank = 0 if is_alone else get_rank(group)
         if self.rank < 0:
@@ -78,8 +79,8 @@ class Collectives:
         self._object_path = names.get(self._number_device.type, "")
 
     def use_shared_memory(self, wish: shm.Wish) -> None:
-        """From now on CPU tensors go through memory that the ranks share, where ``wish`` (the configuration key
-        ``comm.local``) allows it and they can. The ``part``s that are made later do as this group is told.
+        """From now on CPU tensors go through memory that the ranks share, or those of each host, where ``wish`` (the
+        configuration key ``comm.local``) allows it and they can. The ``part``s that are made later do as this group is told.
 
         Collective. Raises ``CommError`` where "shm" is asked for and cannot be.
         """

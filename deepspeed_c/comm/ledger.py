@@ -29,6 +29,7 @@ __all__ = [
     "DONE",
     "ENTERED",
     "SHM",
+    "SHM_AND_GLOO",
     "STARTING",
     "WAITING",
     "Ledger",
@@ -47,6 +48,9 @@ STARTING, ENTERED, WAITING, DONE = "starting", "entered", "waiting", "done"
 
 SHM = "shm"
 """The path of what goes through memory that ranks share."""
+
+SHM_AND_GLOO = "shm+gloo"
+"""The path of what goes through such memory inside a host, and over gloo between hosts."""
 
 # Ranges of ranks that a sentence names.
 _MAX_NAMED = 16
@@ -96,7 +100,7 @@ class LedgerEntry:
         self.n_bytes = n_bytes
         self.label = label
         self.path = path
-        """What carries it: "shm", or a backend of ``torch.distributed``; "" where the caller said it to torch."""
+        """What carries it: "shm", "shm+gloo", or a backend of ``torch.distributed``; "" where the caller said it to torch."""
         self.phase = ledger.phase
         self.module = ledger.module
         self.state = STARTING
@@ -165,7 +169,7 @@ def describe(op: str, seq: int, label: str, phase: str, module: str, path: str =
     """
     number = f" #{seq}" if seq > 0 else ""
     of = f" of {label}" if label else ""
-    at = ", ".join(part for part in (phase, module, path if path == SHM else "") if part)
+    at = ", ".join(part for part in (phase, module, path if path in (SHM, SHM_AND_GLOO) else "") if part)
     return f"{op}{number}{of}{f' ({at})' if at else ''}"
 
 

@@ -3,7 +3,8 @@
 [Note: one connection a group] A process group has one connection, which all engines on it use, one after the other or
 side by side: they take turns on it in an order that all ranks share. The ranks make it together where the first of
 them asks for it, and it is closed with the group. Either all ranks have it or none, with one reason that all know:
-whether they are on one host is asked of the machine, and proven when each rank opens the memory of all others.
+whether they are on one host is asked of the machine, and proven when each rank opens the memory of all others. Ranks of
+several hosts, of which at least one has several, make a ``Hierarchy`` in the same way.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import re
 import socket
 import threading
+import uuid
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +26,7 @@ from deepspeed_c import _C
 from deepspeed_c.buffers import ordinary_memory
 from deepspeed_c.comm.backends import Backend
 from deepspeed_c.comm.groups import timeout_of
+from deepspeed_c.comm.hierarchy import Hierarchy
 from deepspeed_c.comm.ledger import SHM, ranks_in_words
 from deepspeed_c.comm.work import Handle, Work
 from deepspeed_c.errors import CommError
@@ -114,7 +117,12 @@ class Connection:
         """Whether other ranks read ``tensor`` where it lies."""
         return self._group.owns(tensor)
 
-    def _start(self, name: str, *args: Any) -> Handle:
+    def close(self) -> None:
+        """Ends it for this rank, and tells the others."""
+        self._group.close()
+
+    def start(self, name: str, *args: Any) -> Handle:
+        """Starts the collective ``name`` of ``_C.ShmGroup``. One that cannot be started fails where it is waited for."""
         try:
             work = getattr(self._group, name)(*args)
         except RuntimeError as error:  # an earlier failure, which has ended the connection
@@ -124,21 +132,21 @@ class Connection:
     def _reduce_scatter(
         self, comm: Collectives, flat: torch.Tensor, out: torch.Tensor, scale: float, accumulate: bool
     ) -> Work:
-        handle = self._start("reduce_scatter", flat, out, scale, accumulate)
+        handle = self.start("reduce_scatter", flat, out, scale, accumulate)
         return Work([handle], kept=[flat, out], what=f"reduce_scatter of {flat.numel()} {flat.dtype}")
 
     def _all_gather(self, comm: Collectives, flat: torch.Tensor) -> Work:
-        return Work([self._start("all_gather", flat)], kept=[flat], what=f"all_gather of {flat.numel()} {flat.dtype}")
+        return Work([self.start("all_gather", flat)], kept=[flat], what=f"all_gather of {flat.numel()} {flat.dtype}")
 
     def _all_reduce(self, comm: Collectives, flat: torch.Tensor, scale: float) -> Work:
-        handle = self._start("all_reduce", flat, "sum", scale)
+        handle = self.start("all_reduce", flat, "sum", scale)
         return Work([handle], kept=[flat], what=f"all_reduce of {flat.numel()} {flat.dtype}")
 
     def _broadcast(self, comm: Collectives, tensor: torch.Tensor, src: int) -> Handle:
-        return self._start("broadcast", tensor.view(-1), src)
+        return self.start("broadcast", tensor.view(-1), src)
 
     def _add_up(self, comm: Collectives, tensor: torch.Tensor) -> Handle:
-        return self._start("all_reduce", tensor.view(-1), "sum", 1.0)
+        return self.start("all_reduce", tensor.view(-1), "sum", 1.0)
 
 
 # The memory of all connections by its address.
@@ -156,9 +164,9 @@ def discard(storage: torch.UntypedStorage) -> None:
 class _Outcome(NamedTuple):
     """Of the attempt to connect the ranks of a group: the same on all of them."""
 
-    connection: Connection | None
+    connection: Connection | Hierarchy | None
     reason: str
-    """Why there is none."""
+    """Why not all of them share memory."""
 
 
 # One for each group, whatever came of it; it goes with the group.
@@ -166,11 +174,11 @@ _outcomes: weakref.WeakKeyDictionary[Any, _Outcome] = weakref.WeakKeyDictionary(
 _lock = threading.Lock()
 
 
-def connect(comm: Collectives, wish: Literal["auto", "shm"]) -> Connection | None:
-    """The connection of the ranks of ``comm``, of which there are several; None where they cannot share memory.
+def connect(comm: Collectives, wish: Literal["auto", "shm"]) -> Connection | Hierarchy | None:
+    """The connection of the ranks of ``comm``, of which there are several; None where no two of them can share memory.
 
     Collective where the group is asked for the first time. Raises ``CommError`` on all ranks where ``wish`` is "shm"
-    and there is none.
+    and not all of them share memory.
     """
     group = dist.group.WORLD if comm.group is None else comm.group
     with _lock:
@@ -179,44 +187,80 @@ def connect(comm: Collectives, wish: Literal["auto", "shm"]) -> Connection | Non
         outcome = _try(comm, group)
         with _lock:
             _outcomes[group] = outcome
-        if outcome.connection is None and comm.rank == 0:
-            logger.info("ranks talk over torch.distributed, not through shared memory: %s", outcome.reason)
-    if outcome.connection is None and wish == "shm":
+        if comm.rank == 0:
+            _tell(outcome)
+    if outcome.reason and wish == "shm":
         raise CommError(
             f"the ranks cannot share memory: {outcome.reason}",
             where='"comm": {"local": "shm"}',
-            fix='write "auto", which takes gloo then, or start all ranks on one host as one user',
+            fix='write "auto", which takes gloo between hosts then, or start all ranks on one host as one user',
         )
     return outcome.connection
+
+
+def _tell(outcome: _Outcome) -> None:
+    if isinstance(outcome.connection, Hierarchy):
+        counts = ", ".join(str(len(ranks)) for ranks in outcome.connection.places.hosts)
+        logger.info(
+            "%s with %s ranks: they talk through shared memory inside each, over gloo between", outcome.reason, counts
+        )
+    elif outcome.connection is None:
+        logger.info("ranks talk over torch.distributed, not through shared memory: %s", outcome.reason)
 
 
 def _try(comm: Collectives, group: dist.ProcessGroup) -> _Outcome:
     backend = dict(part.split(":", 1) for part in dist.get_backend_config(group).split(",")).get("cpu")
     if backend != "gloo":
         return _Outcome(None, f"the group's backend for CPU tensors is {backend or 'none'}, not gloo")
-    reason = _apart(comm.gather_objects(_this_host(), label="host"))
-    if reason:
-        return _Outcome(None, reason)
-    made, refusal, address = None, "", ""
+    marks = comm.gather_objects(_this_host(), label="host")
+    apart = _apart(marks)
+    hosts = _by_host(marks)
+    if not all(mark.boot for mark in marks) or max(map(len, hosts)) == 1:
+        return _Outcome(None, apart)
+    # A hierarchy has two ends on each host, of which callers use one and its thread the other.
+    n_ends = 1 if len(hosts) == 1 else 2
+    mine = next(ranks for ranks in hosts if comm.rank in ranks)
+    seconds = timeout_of(group).total_seconds()
+    made: list[Any] = []
+    refusal, addresses = "", []
     try:
-        made = _C.ShmGroup(comm.rank, comm.world_size, timeout_of(group).total_seconds())
-        address = made.address
+        if len(mine) > 1:
+            made = [_C.ShmGroup(mine.index(comm.rank), len(mine), seconds) for _ in range(n_ends)]
+        addresses = [end.address for end in made]
     except _REFUSALS as error:
         refusal = str(error)
-    told = comm.gather_objects((refusal, address), label="shared memory")
-    reason = _first_refusal([said for said, _ in told], comm.global_ranks)
+    told = comm.gather_objects((refusal, addresses, uuid.uuid4().hex), label="shared memory")
+    reason = _first_refusal([said[0] for said in told], comm.global_ranks)
     if not reason:
         try:
-            made.attach([address for _, address in told])
+            for i, end in enumerate(made):
+                end.attach([told[rank][1][i] for rank in mine])
         except _REFUSALS as error:
-            refusal = _in_world(str(error), comm.global_ranks)
+            refusal = _in_world(str(error), [comm.global_ranks[rank] for rank in mine])
         # Nobody closes before all have attached.
         reason = _first_refusal(comm.gather_objects(refusal, label="shared memory"), comm.global_ranks)
+    between: dist.ProcessGroup | None = None
+    if not reason and len(hosts) > 1:
+        try:
+            between = _between(comm, group, told[0][2])
+        except RuntimeError as error:
+            refusal = f"no connection between the hosts: {error}"
+        reason = _first_refusal(comm.gather_objects(refusal, label="hosts"), comm.global_ranks)
     if reason:
-        if made is not None:
-            made.close()
+        for end in made:
+            end.close()
         return _Outcome(None, reason)
-    return _Outcome(Connection(made, group, comm.global_ranks), "")
+    connections = [Connection(end, group, [comm.global_ranks[rank] for rank in mine]) for end in made]
+    if between is None:
+        return _Outcome(connections[0], "")
+    ends = (connections[0], connections[1]) if connections else None
+    return _Outcome(Hierarchy(group, hosts, comm.rank, ends, between, comm.global_ranks), apart)
+
+
+def _between(comm: Collectives, group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
+    """A gloo group of the same ranks, which nobody else knows: it ends with its last reference. name: like no other."""
+    store = dist.PrefixStore(f"deepspeed_c/hosts/{name}", dist.distributed_c10d._get_default_store())
+    return dist.ProcessGroupGloo(store, comm.rank, comm.world_size, timeout_of(group))
 
 
 class _HostMarks(NamedTuple):
@@ -246,6 +290,14 @@ def _apart(hosts: Sequence[_HostMarks]) -> str:
         if host.network != first.network:
             return f"ranks run in several network namespaces of {first.name}, as on several hosts"
     return ""
+
+
+def _by_host(marks: Sequence[_HostMarks]) -> list[list[int]]:
+    """The ranks of each host, ascending; hosts by their lowest ranks."""
+    hosts: dict[tuple[str, str], list[int]] = {}
+    for rank, mark in enumerate(marks):
+        hosts.setdefault((mark.boot, mark.network), []).append(rank)
+    return list(hosts.values())
 
 
 def _first_refusal(refusals: Sequence[str], ranks: Sequence[int]) -> str:

@@ -1,0 +1,555 @@
+"""Ranks on several hosts exchange CPU tensors in two levels: through shared memory inside a host, over gloo between.
+
+[Note: what leaves a host] Each element of a tensor leaves a host once for each other host that needs it, whatever the
+number of ranks. What goes to a host is one *block*: the slices of all ranks there. The ranks of the sending host cut it
+into equal pieces, one a rank: each sums its piece over its host, or gathers it for its host, and sends it to, or has it
+from, those over there whose slices it covers. Where hosts have equally many ranks, a piece is a slice.
+
+[Note: order of sums] First inside each host in rank order, then over the hosts in the order of their lowest ranks. Both
+in f32, rounded once at the end: what 16-bit numbers sum to inside a host travels in f32. So a sum has the same bits on
+all ranks and in every run. Over gloo alone, or on one host, it may have others.
+
+[Note: three steps] A call has three steps, as the generators below show: what its caller starts, what waits for that
+and goes on, and what its caller does when it waits. The second runs on a thread of its own, one call after the other, so
+that no rank has to wait for its calls in a certain order. Ranks have to start all that they share in one order. So each
+host has two ends of shared memory: what callers start takes the first one, what the thread starts the second. What goes
+over gloo are messages, which carry the number of their call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from deepspeed_c.buffers import ordinary_memory
+from deepspeed_c.comm.backends import Backend
+from deepspeed_c.comm.ledger import SHM_AND_GLOO
+from deepspeed_c.comm.work import Handle, Work
+
+if TYPE_CHECKING:
+    from deepspeed_c.comm.collectives import Collectives
+
+__all__ = ["Hierarchy", "LocalEnd"]
+
+_HALVES = (torch.bfloat16, torch.float16)
+_FLOATS = (torch.float32, *_HALVES)
+# Tags of gloo's messages: two a call, and positive.
+_N_TAGS = 1 << 30
+
+
+class LocalEnd(Protocol):
+    """What connects the ranks of one host (``shm.Connection``)."""
+
+    def start(self, name: str, *args: object) -> Handle:
+        """Starts the collective ``name`` of ``_C.ShmGroup``."""
+        ...
+
+    def allocate(self, n_bytes: int, device: torch.device) -> torch.Tensor:
+        """Memory that the other ranks of the host read in place."""
+        ...
+
+    def close(self) -> None:
+        """Ends it, and tells the others."""
+        ...
+
+
+class _Overlap(NamedTuple):
+    """Elements [begin, end) of a block, which lie in one of its pieces and in one of its slices."""
+
+    piece: int
+    slice: int
+    begin: int
+    end: int
+
+
+def _piece_numel(n_pieces: int, numel: int) -> int:
+    """Of all pieces but the last ones, which may be shorter or empty."""
+    return -(-numel // n_pieces)
+
+
+def _overlaps(n_pieces: int, n_slices: int, slice_numel: int) -> Iterator[_Overlap]:
+    """Of a block of so many slices that is cut into so many pieces."""
+    length = _piece_numel(n_pieces, n_slices * slice_numel)
+    for piece in range(n_pieces):
+        for i in range(n_slices):
+            begin = max(piece * length, i * slice_numel)
+            end = min((piece + 1) * length, (i + 1) * slice_numel)
+            if begin < end:
+                yield _Overlap(piece, i, begin, end)
+
+
+class _Places(NamedTuple):
+    """Which ranks of the group are on which host."""
+
+    hosts: tuple[tuple[int, ...], ...]
+    """Ranks by host, ascending; hosts by their lowest ranks."""
+    rank: int
+    host: int
+    """Of ``rank``."""
+    local: int
+    """The number of ``rank`` among those of its host."""
+
+    @property
+    def mine(self) -> tuple[int, ...]:
+        """The ranks of this host."""
+        return self.hosts[self.host]
+
+    @property
+    def others(self) -> list[int]:
+        """The other hosts, the next one first: not all ranks send to the same host at once."""
+        n = len(self.hosts)
+        return [(self.host + i) % n for i in range(1, n)]
+
+
+class _Messages:
+    """Over gloo, between ranks of several hosts. Rank numbers are those of the group."""
+
+    def __init__(self, group: dist.ProcessGroup, names: Sequence[int]) -> None:
+        """names: the ranks' numbers in the world."""
+        self._group: dist.ProcessGroup | None = group
+        self._names = names
+
+    def send(self, tensor: torch.Tensor, rank: int, tag: int) -> Handle:
+        return _Message(self._living().send([tensor], rank, tag), f"rank {self._names[rank]}")
+
+    def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Handle:
+        return _Message(self._living().recv([tensor], rank, tag), f"rank {self._names[rank]}")
+
+    def _living(self) -> dist.ProcessGroup:
+        if self._group is None:
+            raise RuntimeError("the connections between the hosts have been closed")
+        return self._group
+
+    def close(self) -> None:
+        """Closes the connections as soon as nobody holds a message any more: the other ranks notice."""
+        self._group = None
+
+
+class _Message:
+    """One of ``_Messages``, whose failure names the other rank."""
+
+    def __init__(self, handle: Handle, other: str) -> None:
+        self._handle, self._other = handle, other
+
+    def wait(self) -> None:
+        try:
+            self._handle.wait()
+        except RuntimeError as error:
+            # Without what led to it: a frame that holds messages would keep connections open.
+            raise RuntimeError(f"{self._other}, of another host: {str(error).splitlines()[0]}") from None
+
+
+class _Call:
+    """One collective under way: ``steps`` has run to its first yield."""
+
+    def __init__(self, owner: Hierarchy, steps: Generator[None, None, None]) -> None:
+        self._owner, self._steps = owner, steps
+        self._is_ready = threading.Event()
+        self._error = ""
+        self._is_over = False
+
+    def go_on(self) -> None:
+        """The second step, on the thread."""
+        if self._owner.failure:
+            self.fail(self._owner.failure)
+            return
+        try:
+            next(self._steps)
+        except RuntimeError as error:
+            self._owner.fail(str(error))
+            self.fail(self._owner.failure)
+        except StopIteration:  # it has been failed just now
+            pass
+        self._is_ready.set()
+
+    def fail(self, error: str) -> None:
+        """Lets go of all that is under way, unless a thread is just at it, which will fail by itself."""
+        if self._is_over:
+            return
+        self._error = self._error or error
+        with contextlib.suppress(ValueError):  # it runs
+            self._steps.close()
+        self._is_ready.set()
+
+    def wait(self) -> None:
+        """The last step."""
+        self._is_ready.wait()
+        if self._error:
+            raise RuntimeError(self._error)
+        try:
+            for _ in self._steps:
+                pass
+        except RuntimeError as error:
+            self._owner.fail(str(error))
+            self.fail(str(error))
+        if self._error:
+            raise RuntimeError(self._error)
+        self._is_over = True
+
+
+class Hierarchy:
+    """The two levels of one process group, as its ranks use them. It ends with the group."""
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup,
+        hosts: Sequence[Sequence[int]],
+        rank: int,
+        ends: tuple[LocalEnd, LocalEnd] | None,
+        between: dist.ProcessGroup,
+        names: Sequence[int],
+    ) -> None:
+        """hosts: the ranks of ``process_group`` by host. ends: of the ranks of this host; None where ``rank`` is alone.
+        between: a gloo group of the same ranks that nobody else uses. names: the ranks' numbers in the world.
+        """
+        host = next(i for i, ranks in enumerate(hosts) if rank in ranks)
+        self.places = _Places(tuple(tuple(ranks) for ranks in hosts), rank, host, list(hosts[host]).index(rank))
+        self._first, self._second = ends or (None, None)
+        self.messages = _Messages(between, names)
+        self.failure = ""
+        """What has ended it."""
+        self._n_calls = 0
+        self._calls: weakref.WeakSet[_Call] = weakref.WeakSet()
+        self._pid = os.getpid()
+        self._queue: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._end = weakref.ref(process_group, lambda _: self.close())
+        self.backend = Backend(
+            SHM_AND_GLOO,
+            reduce_scatter=self._reduce_scatter,
+            all_gather=self._all_gather,
+            all_reduce=self._all_reduce,
+            broadcast=self._broadcast,
+            add_up=self._add_up,
+        )
+
+    def allocate(self, n_bytes: int, device: torch.device) -> torch.Tensor:
+        """As ``Connection.allocate``. Sums inside a host copy what lies there, gathers do not."""
+        return ordinary_memory(n_bytes, device) if self._second is None else self._second.allocate(n_bytes, device)
+
+    def close(self) -> None:
+        """Ends the thread and the connections."""
+        self._queue.put(None)
+        self.fail("the group has ended")
+
+    def fail(self, why: str) -> None:
+        """Ends the connections, so that the other ranks learn of it: on this host at once, elsewhere when they wait for
+        this one.
+        """
+        with self._lock:
+            if self.failure:
+                return
+            self.failure = why
+        for end in (self._first, self._second):
+            if end is not None:
+                end.close()
+        self.messages.close()
+        for call in list(self._calls):
+            call.fail(why)
+
+    def sum_inside(self, flat: torch.Tensor, out: torch.Tensor) -> Handle:
+        """Started by callers: ``flat`` [k * m] of the k ranks of this host to ``out`` [m]."""
+        assert self._first is not None
+        return self._first.start("reduce_scatter", flat, out, 1.0, False)
+
+    def gather_inside(self, flat: torch.Tensor) -> Handle:
+        """Started by the thread: each rank's m elements of ``flat`` [k * m] to all of this host."""
+        assert self._second is not None
+        return self._second.start("all_gather", flat)
+
+    def _reduce_scatter(
+        self, comm: Collectives, flat: torch.Tensor, out: torch.Tensor, scale: float, accumulate: bool
+    ) -> Work:
+        def steps(tag: int) -> Generator[None, None, None]:
+            sums = _Sums(self, comm, flat, tag)
+            yield
+            sums.finish(out, scale, accumulate)
+            yield
+            sums.end()
+
+        what = f"reduce_scatter of {flat.numel()} {flat.dtype}"
+        return Work([self._start(steps)], kept=[flat, out], what=what)
+
+    def _all_gather(self, comm: Collectives, flat: torch.Tensor) -> Work:
+        def steps(tag: int) -> Generator[None, None, None]:
+            gather = _Gather(self, comm, flat, tag)
+            gather.post()
+            yield
+            gather.spread()
+            yield
+            gather.end()
+
+        return Work([self._start(steps)], kept=[flat], what=f"all_gather of {flat.numel()} {flat.dtype}")
+
+    def _all_reduce(self, comm: Collectives, flat: torch.Tensor, scale: float) -> Work:
+        handle = self._start(lambda tag: self._add(comm, flat, scale, tag))
+        return Work([handle], kept=[flat], what=f"all_reduce of {flat.numel()} {flat.dtype}")
+
+    def _add_up(self, comm: Collectives, tensor: torch.Tensor) -> Handle:
+        return self._start(lambda tag: self._add(comm, tensor.view(-1), 1.0, tag))
+
+    def _add(self, comm: Collectives, flat: torch.Tensor, scale: float, tag: int) -> Generator[None, None, None]:
+        """A reduce-scatter, then an all-gather of what it made."""
+        n = comm.world_size
+        whole = flat
+        if flat.numel() % n:
+            whole = comm.scratch.take(n * _piece_numel(n, flat.numel()), flat.dtype, flat.device)
+            whole[: flat.numel()].copy_(flat)
+            whole[flat.numel() :].zero_()
+        sums = _Sums(self, comm, whole, tag)
+        gather = _Gather(self, comm, whole, tag + 1)
+        yield
+        sums.finish(comm.own_slice(whole), scale, False)
+        gather.post()
+        gather.spread()
+        yield
+        sums.end()
+        gather.end()
+        if whole is not flat:
+            flat.copy_(whole[: flat.numel()])
+            comm.scratch.give(whole)
+
+    def _broadcast(self, comm: Collectives, tensor: torch.Tensor, src: int) -> Handle:
+        """``src`` sends to the first rank of each other host, and each host spreads it."""
+        places, flat = self.places, tensor.view(-1)
+        home = next(i for i, ranks in enumerate(places.hosts) if src in ranks)
+
+        def steps(tag: int) -> Generator[None, None, None]:
+            sent: list[Handle] = []
+            arrived: list[Handle] = []
+            if comm.rank == src:
+                sent = [self.messages.send(flat, places.hosts[host][0], tag) for host in places.others]
+            elif places.host != home and places.local == 0:
+                arrived = [self.messages.receive(flat, src, tag)]
+            yield
+            for message in arrived:
+                message.wait()
+            spread: list[Handle] = []
+            if self._second is not None:
+                begin = places.mine.index(src) if places.host == home else 0
+                spread = [self._second.start("broadcast", flat, begin)]
+            yield
+            for handle in (*spread, *sent):
+                handle.wait()
+
+        return self._start(steps)
+
+    def _start(self, make: Callable[[int], Generator[None, None, None]]) -> Handle:
+        """Starts a call. make: from the first of its two tags to its steps."""
+        if os.getpid() != self._pid:
+            raise RuntimeError("this process was forked: only its parent can talk to the other ranks")
+        steps = make(2 * self._n_calls % _N_TAGS)
+        self._n_calls += 1
+        call = _Call(self, steps)
+        self._calls.add(call)
+        if self.failure:
+            call.fail(self.failure)
+            return call
+        try:
+            next(steps)
+        except RuntimeError as error:
+            self.fail(str(error))
+            call.fail(self.failure)
+            return call
+        if self._thread is None:
+            self._thread = threading.Thread(target=_run, args=(self._queue,), name="deepspeed_c hosts", daemon=True)
+            self._thread.start()
+        self._queue.put(call)
+        return call
+
+
+def _run(calls: queue.SimpleQueue[_Call | None]) -> None:
+    """The thread of a hierarchy, which it does not keep alive."""
+    with torch.no_grad():
+        while (call := calls.get()) is not None:
+            call.go_on()
+            del call
+
+
+class _Block:
+    """The slices of the ranks of one host, one after the other, and filled up so that the ranks of this host have
+    pieces of one length.
+    """
+
+    def __init__(self, comm: Collectives, flat: torch.Tensor, ranks: Sequence[int], n_pieces: int) -> None:
+        """flat: [n * s], slices by rank of the group."""
+        self.ranks = ranks
+        self._comm, self._slices = comm, flat.view(comm.world_size, -1)
+        self.slice_numel = self._slices.shape[1]
+        numel = len(ranks) * self.slice_numel
+        self.piece_numel = _piece_numel(n_pieces, numel)
+        is_run = ranks[-1] - ranks[0] + 1 == len(ranks)
+        self.is_in_place = is_run and n_pieces * self.piece_numel == numel
+        if self.is_in_place:
+            self.flat = flat.narrow(0, ranks[0] * self.slice_numel, numel)
+        else:
+            self.flat = comm.scratch.take(n_pieces * self.piece_numel, flat.dtype, flat.device)
+
+    def piece(self, i: int) -> torch.Tensor:
+        return self.flat.narrow(0, i * self.piece_numel, self.piece_numel)
+
+    def _slice(self, i: int) -> torch.Tensor:
+        return self.flat.narrow(0, i * self.slice_numel, self.slice_numel)
+
+    def copy_in(self) -> None:
+        """From the tensor, where the block does not lie in it."""
+        if not self.is_in_place:
+            for i, rank in enumerate(self.ranks):
+                self._slice(i).copy_(self._slices[rank])
+            self.flat[len(self.ranks) * self.slice_numel :].zero_()
+
+    def copy_out(self) -> None:
+        """To the tensor."""
+        if not self.is_in_place:
+            for i, rank in enumerate(self.ranks):
+                self._slices[rank].copy_(self._slice(i))
+
+    def give_back(self) -> None:
+        if not self.is_in_place:
+            self._comm.scratch.give(self.flat)
+
+
+class _Sums:
+    """Sums of this rank's slice over all ranks."""
+
+    def __init__(self, owner: Hierarchy, comm: Collectives, flat: torch.Tensor, tag: int) -> None:
+        """Starts the sums inside this host, and receives those of the others."""
+        places = owner.places
+        self._owner, self._comm, self._tag = owner, comm, tag
+        self._blocks: dict[int, _Block] = {}
+        self._pieces: dict[int, torch.Tensor] = {}
+        self._inside: dict[int, Handle] = {}
+        self._parts: dict[int, torch.Tensor] = {}
+        self._arriving: list[Handle] = []
+        self._sent: list[Handle] = []
+        slice_numel, k = flat.numel() // comm.world_size, len(places.mine)
+        for host in places.others:
+            ranks = places.hosts[host]
+            part = comm.scratch.take(slice_numel, _travels_as(flat.dtype, len(ranks)), flat.device)
+            self._parts[host] = part
+            for piece, i, begin, end in _overlaps(len(ranks), k, slice_numel):
+                if i == places.local:
+                    place = part.narrow(0, begin - i * slice_numel, end - begin)
+                    self._arriving.append(owner.messages.receive(place, ranks[piece], tag))
+        for host in (*places.others, places.host):
+            block = self._blocks[host] = _Block(comm, flat, places.hosts[host], k)
+            block.copy_in()
+            if k == 1:
+                self._pieces[host] = block.flat
+            else:
+                piece = comm.scratch.take(block.piece_numel, _travels_as(flat.dtype, k), flat.device)
+                self._pieces[host] = piece
+                self._inside[host] = owner.sum_inside(block.flat, piece)
+
+    def finish(self, out: torch.Tensor, scale: float, accumulate: bool) -> None:
+        """Sends this host's sums, and adds up what is this rank's in the order of the hosts."""
+        places, comm = self._owner.places, self._comm
+        for host in places.others:
+            if host in self._inside:
+                self._inside[host].wait()
+            block, piece = self._blocks[host], self._pieces[host]
+            for number, i, begin, end in _overlaps(len(places.mine), len(block.ranks), block.slice_numel):
+                if number == places.local:
+                    part = piece.narrow(0, begin - number * block.piece_numel, end - begin)
+                    self._sent.append(self._owner.messages.send(part, block.ranks[i], self._tag))
+        if places.host in self._inside:
+            self._inside[places.host].wait()
+        for message in self._arriving:
+            message.wait()
+        parts = {**self._parts, places.host: self._pieces[places.host]}
+        sources = [parts[host] for host in range(len(places.hosts))]
+        if out.dtype not in _FLOATS:
+            total = sources[0].clone()
+            for source in sources[1:]:
+                total += source
+            out.copy_(total)
+            return
+        if len({source.dtype for source in sources}) > 1:
+            sources = [source.to(torch.float32) for source in sources]
+        comm.reduce(sources, scale, accumulate, out)
+
+    def end(self) -> None:
+        for message in self._sent:
+            message.wait()
+        give = self._comm.scratch.give
+        for part in self._parts.values():
+            give(part)
+        for host in self._inside:
+            give(self._pieces[host])
+        for block in self._blocks.values():
+            block.give_back()
+
+
+class _Gather:
+    """Every rank's slice to all ranks."""
+
+    def __init__(self, owner: Hierarchy, comm: Collectives, flat: torch.Tensor, tag: int) -> None:
+        places = owner.places
+        self._owner, self._tag = owner, tag
+        self._own = comm.own_slice(flat)
+        k = len(places.mine)
+        self._blocks = {host: _Block(comm, flat, ranks, k) for host, ranks in enumerate(places.hosts)}
+        self._arriving: dict[int, list[Handle]] = {}
+        self._sent: list[Handle] = []
+        self._inside: list[Handle] = []
+
+    def post(self) -> None:
+        """Sends this rank's slice, and receives its pieces of the others' blocks."""
+        places, messages, k = self._owner.places, self._owner.messages, len(self._owner.places.mine)
+        for host in places.others:
+            block = self._blocks[host]
+            piece = block.piece(places.local)
+            self._arriving[host] = [
+                messages.receive(
+                    piece.narrow(0, begin - number * block.piece_numel, end - begin), block.ranks[i], self._tag
+                )
+                for number, i, begin, end in _overlaps(k, len(block.ranks), block.slice_numel)
+                if number == places.local
+            ]
+        numel = self._own.numel()
+        for host in places.others:
+            ranks = places.hosts[host]
+            for number, i, begin, end in _overlaps(len(ranks), k, numel):
+                if i == places.local:
+                    part = self._own.narrow(0, begin - i * numel, end - begin)
+                    self._sent.append(messages.send(part, ranks[number], self._tag))
+
+    def spread(self) -> None:
+        """Gathers inside this host, what is here first."""
+        places = self._owner.places
+        is_alone = len(places.mine) == 1
+        if not is_alone:
+            mine = self._blocks[places.host]
+            if not mine.is_in_place:
+                mine.piece(places.local).copy_(self._own)
+            self._inside.append(self._owner.gather_inside(mine.flat))
+        for host in places.others:
+            for message in self._arriving[host]:
+                message.wait()
+            if not is_alone:
+                self._inside.append(self._owner.gather_inside(self._blocks[host].flat))
+
+    def end(self) -> None:
+        places = self._owner.places
+        for handle in self._inside:
+            handle.wait()
+        for message in self._sent:
+            message.wait()
+        for host, block in self._blocks.items():
+            if host != places.host or self._inside:
+                block.copy_out()
+            block.give_back()
+
+
+def _travels_as(dtype: torch.dtype, n_summed: int) -> torch.dtype:
+    """What the sum of so many numbers is held in until it is rounded."""
+    return torch.float32 if dtype in _HALVES and n_summed > 1 else dtype
