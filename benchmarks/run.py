@@ -129,6 +129,13 @@ BENCHMARKS = [
     ),
     _script("init_memory", f"{OURS}/init_memory.py", ("deepspeed_c/zero",), 30, "--layers 8 --width 1024", n_ranks=4),
     _script("comm_ops", f"{OURS}/comm_ops.py", ("csrc/comm", "ops/binding"), 60, "--rounds 2 --kib 4 1024", n_ranks=2),
+    _script(
+        "hosts_step",
+        f"{OURS}/hosts_step.py",
+        (*ENGINE, "csrc/comm"),
+        120,
+        "--rounds 1 --mib 1 --width 256 --layers 4",
+    ),
     _script("ledger_cost", f"{OURS}/ledger_cost.py", (*ENGINE,), 60, "--rounds 2", n_ranks=2),
     _script("memory", f"{OURS}/memory.py", ENGINE, 60, "--params 8e6"),
     _script(

@@ -18,6 +18,7 @@ over gloo are messages, which carry the number of their call.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import queue
@@ -43,6 +44,9 @@ _HALVES = (torch.bfloat16, torch.float16)
 _FLOATS = (torch.float32, *_HALVES)
 # Tags of gloo's messages: two a call, and positive.
 _N_TAGS = 1 << 30
+# What the thread gets at the end of the process to let go of a failed call. One that waits for another host does not
+# end, and does not keep the process.
+_LAST_SECONDS = 1.0
 
 
 class LocalEnd(Protocol):
@@ -223,6 +227,7 @@ class Hierarchy:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._end = weakref.ref(process_group, lambda _: self.close())
+        _open.add(self)
         self.backend = Backend(
             SHM_AND_GLOO,
             reduce_scatter=self._reduce_scatter,
@@ -238,8 +243,16 @@ class Hierarchy:
 
     def close(self) -> None:
         """Ends the thread and the connections."""
-        self._queue.put(None)
-        self.fail("the group has ended")
+        if os.getpid() == self._pid:  # a forked child has neither
+            self._queue.put(None)
+            self.fail("the group has ended")
+
+    def close_at_exit(self) -> None:
+        """Closes, and waits for the thread: one that is in the middle of C++ when Python ends would abort the process.
+        """
+        self.close()
+        if self._thread is not None and os.getpid() == self._pid:
+            self._thread.join(_LAST_SECONDS)
 
     def fail(self, why: str) -> None:
         """Ends the connections, so that the other ranks learn of it: on this host at once, elsewhere when they wait for
@@ -365,6 +378,15 @@ class Hierarchy:
             self._thread.start()
         self._queue.put(call)
         return call
+
+
+_open: weakref.WeakSet[Hierarchy] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for hierarchy in list(_open):
+        hierarchy.close_at_exit()
 
 
 def _run(calls: queue.SimpleQueue[_Call | None]) -> None:

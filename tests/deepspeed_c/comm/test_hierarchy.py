@@ -208,6 +208,7 @@ def volume_body(rank, world, hosts):
             call()
             tall.barrier()
             before = sent()
+            tall.barrier()  # nobody begins before all have looked
             call()
             tall.barrier()
             found[f"{name} {dtype}"] = (sent() - before, wanted)
