@@ -49,6 +49,7 @@ hf: $(BUILT) ## the same text with transformers.Trainer: train at stage 2, resum
 
 .PHONY: test
 test: $(BUILT) programs ## everything that CI runs
+	scripts/system_packages.sh --tests
 	$(BIN)/ruff check .
 	@$(MAKE) -s -C csrc has-cuda || echo "no nvcc: the CUDA kernels are not compiled"
 	$(BIN)/python -m pytest -n 2

@@ -70,6 +70,20 @@ FIGURES = [
             ("small", "200 layers of 64 x 64, all of them sharded", "ddp", "DDP", "<= 1.3"),
         )
     ),
+    Figure(
+        "stage 3 step, 17M parameters, 2 hosts x 2 ranks, links of 1 Gbit/s: over that with gloo alone",
+        "<= 0.6",
+        "hosts_step",
+        {"op": "stage 3 step"},
+        "ratio_to_gloo",
+    ),
+    Figure(
+        "stage 3 step, 2 hosts x 2 ranks: bytes that leave a host, over the least",
+        "<= 1.1",
+        "hosts_step",
+        {"op": "stage 3 step"},
+        "bytes_over_least",
+    ),
     *(
         Figure(
             f"`engine.step()` after a backward pass, 67M parameters, bf16, 1 rank, stage {stage}: over a C pass over the same memory",

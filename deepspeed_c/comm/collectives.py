@@ -79,8 +79,9 @@ class Collectives:
         self._object_path = names.get(self._number_device.type, "")
 
     def use_shared_memory(self, wish: shm.Wish) -> None:
-        """From now on CPU tensors go through memory that the ranks share, or those of each host, where ``wish`` (the
-        configuration key ``comm.local``) allows it and they can. The ``part``s that are made later do as this group is told.
+        """From now on CPU tensors go through memory that all ranks share, or those of a host, where ``wish`` (the
+        configuration key ``comm.local``) allows it and they can. The ``part``s that are made later do as this group is
+        told.
 
         Collective. Raises ``CommError`` where "shm" is asked for and cannot be.
         """

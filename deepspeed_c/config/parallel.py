@@ -20,8 +20,9 @@ class Comm(Section, kw_only=True):
         Literal["auto", "shm", "off"],
         acts(
             "CPU tensors among the ranks of a group that share a host. auto: through shared memory where the group's"
-            " backend for the CPU is gloo and all its ranks can map one another's memory, else over gloo; shm: an error"
-            " where they cannot; off: never.",
+            " backend for the CPU is gloo and all its ranks can map one another's memory; where they are on several"
+            " hosts, through shared memory inside each and over gloo between; else over gloo. shm: an error where not"
+            " all share memory; off: never.",
             auto="value",
         ),
     ] = "auto"

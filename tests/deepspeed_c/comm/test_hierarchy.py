@@ -206,12 +206,16 @@ def volume_body(rank, world, hosts):
         }
         for name, (call, wanted) in calls.items():
             call()
-            tall.barrier()
-            before = sent()
-            tall.barrier()  # nobody begins before all have looked
-            call()
-            tall.barrier()
-            found[f"{name} {dtype}"] = (sent() - before, wanted)
+            counts = []
+            # TCP sends again what a busy machine is late to acknowledge: the least of three.
+            for _ in range(3):
+                tall.barrier()
+                before = sent()
+                tall.barrier()  # nobody begins before all have looked
+                call()
+                tall.barrier()
+                counts.append(sent() - before)
+            found[f"{name} {dtype}"] = (min(counts), wanted)
     return found
 
 

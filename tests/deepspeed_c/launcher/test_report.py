@@ -72,6 +72,8 @@ def test_text(extension, capsys):
     assert (values["threads"], values["sync"]) == ("built, usable", "built, usable")
     assert values["auto takes"] == "threads"
     assert values["shared memory"] == "usable between ranks of this host" and ShmEnd.opened == []
+    said = "through shared memory inside a host, over gloo between hosts"
+    assert values["CPU tensors of ranks on several hosts"] == said
     assert values["gloo"] == ("yes" if torch.distributed.is_gloo_available() else "no")
     columns = {
         line.index(value) for line in text.splitlines() for value in [line.rsplit("  ", 1)[-1]] if line[:2] == "  "
@@ -84,7 +86,7 @@ def test_ranks_that_could_not_share_memory(extension, capsys, monkeypatch):
     assert report.main(["--json"]) == 0
     said = json.loads(capsys.readouterr().out)["communication"]
     assert said["shared memory"] == "not between ranks: the kernel has no pidfd_getfd" and ShmEnd.opened == []
-    assert said["CPU tensors of such ranks"] == "over gloo"
+    assert said["CPU tensors of such ranks"] == said["CPU tensors of ranks on several hosts"] == "over gloo"
 
 
 def test_json(extension, capsys):
