@@ -155,7 +155,10 @@ def measure_step(width: int, layers: int, rounds: int) -> dict[str, Any]:
         carried = ledger.carried[name] / n_steps
         # All weights in forward, gradients, and weights in backward but for the last layer's, which are still there.
         least = 4 * (3 * numel - width * width)
-        require(least <= carried <= 1.02 * 3 * 4 * numel, f"{name} carries weights twice and gradients: {carried} bytes a step")
+        require(
+            least <= carried <= 1.02 * 3 * 4 * numel,
+            f"{name} carries weights twice and gradients: {carried} bytes a step",
+        )
     row = {"op": "stage 3 step", "params": numel, "sharded": sharded_elems(engines["gloo"])[0]}
     return {**row, **count.row(least // 2)}
 

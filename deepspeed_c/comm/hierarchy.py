@@ -10,10 +10,10 @@ in f32, rounded once at the end: what 16-bit numbers sum to inside a host travel
 all ranks and in every run. Over gloo alone, or on one host, it may have others.
 
 [Note: three steps] A call has three steps, as the generators below show: what its caller starts, what waits for that
-and goes on, and what its caller does when it waits. The second runs on a thread of its own, one call after the other, so
-that no rank has to wait for its calls in a certain order. Ranks have to start all that they share in one order. So each
-host has two ends of shared memory: what callers start takes the first one, what the thread starts the second. What goes
-over gloo are messages, which carry the number of their call.
+and goes on, and what its caller does when it waits. The second runs on a thread of its own, one call after the other,
+so that no rank has to wait for its calls in a certain order. Ranks have to start all that they share in one order. So
+each host has two ends of shared memory: what callers start takes the first one, what the thread starts the second.
+What goes over gloo are messages, which carry the number of their call.
 """
 
 from __future__ import annotations
@@ -122,10 +122,17 @@ class _Messages:
         self._names = names
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int) -> Handle:
-        return _Message(self._living().send([tensor], rank, tag), f"rank {self._names[rank]}")
+        return self._start(self._living().send, tensor, rank, tag)
 
     def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Handle:
-        return _Message(self._living().recv([tensor], rank, tag), f"rank {self._names[rank]}")
+        return self._start(self._living().recv, tensor, rank, tag)
+
+    def _start(self, call: Callable[..., Handle], tensor: torch.Tensor, rank: int, tag: int) -> Handle:
+        other = f"rank {self._names[rank]}"
+        try:
+            return _Message(call([tensor], rank, tag), other)
+        except RuntimeError as error:  # of a rank that is known to have gone
+            raise _failure_at(other, error) from None
 
     def _living(self) -> dist.ProcessGroup:
         if self._group is None:
@@ -147,8 +154,11 @@ class _Message:
         try:
             self._handle.wait()
         except RuntimeError as error:
-            # Without what led to it: a frame that holds messages would keep connections open.
-            raise RuntimeError(f"{self._other}, of another host: {str(error).splitlines()[0]}") from None
+            raise _failure_at(self._other, error) from None
+
+
+def _failure_at(other: str, error: RuntimeError) -> RuntimeError:
+    return RuntimeError(f"{other}, of another host: {str(error).splitlines()[0]}")
 
 
 class _Call:
@@ -248,8 +258,7 @@ class Hierarchy:
             self.fail("the group has ended")
 
     def close_at_exit(self) -> None:
-        """Closes, and waits for the thread: one that is in the middle of C++ when Python ends would abort the process.
-        """
+        """Closes, and waits for the thread: one that is within C++ when Python ends would abort the process."""
         self.close()
         if self._thread is not None and os.getpid() == self._pid:
             self._thread.join(_LAST_SECONDS)

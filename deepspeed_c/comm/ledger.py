@@ -100,7 +100,7 @@ class LedgerEntry:
         self.n_bytes = n_bytes
         self.label = label
         self.path = path
-        """What carries it: "shm", "shm+gloo", or a backend of ``torch.distributed``; "" where the caller said it to torch."""
+        """What carries it: "shm", "shm+gloo", or a backend of ``torch.distributed``; "" where the caller told torch."""
         self.phase = ledger.phase
         self.module = ledger.module
         self.state = STARTING
