@@ -17,6 +17,7 @@
 #include "dsc/optim.h"
 #include "dsc/pool.h"
 #include "dsc/process.h"
+#include "dsc/recompute.h"
 #include "dsc/scaler.h"
 #include "dsc/status.h"
 #include "dsc/tier.h"

@@ -1,0 +1,91 @@
+/* The ways to treat one layer that nothing else dominates; and the lower bound of all plans. */
+#ifndef DSC_RECOMPUTE_FRONT_H
+#define DSC_RECOMPUTE_FRONT_H
+
+#include "dsc/recompute.h"
+
+/* One layer's part of a problem. */
+struct dsc_recompute_view {
+    const struct dsc_recompute_layer *layer;
+    const struct dsc_recompute_choice *whole; /* its own; those of its groups lie behind them */
+    const int32_t *sizes;                     /* of its groups */
+};
+
+static inline const struct dsc_recompute_choice *dsc_recompute_choices(const struct dsc_recompute_view *view)
+{
+    return view->whole + view->layer->n_whole;
+}
+
+/* A way to treat a layer: its numbers, and a code by which dsc_recompute_decode finds the choices again. */
+struct dsc_recompute_option {
+    int64_t kept_bytes;
+    int64_t transient_bytes; /* work_bytes, where that is more */
+    int64_t added_ns;
+    uint64_t code;
+    int32_t kind;
+};
+
+/* A step along a convex front: from one choice of a group, or one way to treat a layer, to the next larger one. */
+struct dsc_recompute_move {
+    int64_t bytes;           /* > 0 more of what the front is sorted by */
+    int64_t transient_bytes; /* more, where that is not part of bytes */
+    int64_t saved_ns;        /* > 0 less */
+    int32_t group;
+    int32_t choice;
+};
+
+#define DSC_RECOMPUTE_MAX_FRONT 512
+
+/* Memory for one layer at a time, which the caller lends. */
+struct dsc_recompute_scratch {
+    struct dsc_recompute_option *candidates; /* n_candidates, at least a front and the largest layer's whole ones */
+    struct dsc_recompute_option *front;      /* DSC_RECOMPUTE_MAX_FRONT */
+    struct dsc_recompute_move *moves;        /* choices of the largest layer, and one more */
+    struct dsc_recompute_choice *hull;       /* as many */
+    int32_t *order;                          /* as many */
+    int64_t n_candidates;
+    int64_t n_steps_left; /* comparisons that exact fronts may still take: a count, so that it is the same everywhere */
+};
+
+/* DSC_OK, or what is wrong with a problem. */
+dsc_status dsc_recompute_check(const struct dsc_recompute_problem *problem);
+
+/* Fills in peak_bytes, added_ns and peak_layer of a plan whose choices are in range. */
+void dsc_recompute_add_up(const struct dsc_recompute_problem *problem, struct dsc_recompute_plan *plan);
+
+/* The numbers of a layer that is treated so. */
+struct dsc_recompute_choice dsc_recompute_sum(const struct dsc_recompute_view *view, int32_t whole,
+                                              const int32_t *groups);
+
+/* Views from the first layer to the last. What lies behind the last one is not to be looked at. */
+struct dsc_recompute_view dsc_recompute_first(const struct dsc_recompute_problem *problem);
+void dsc_recompute_next(struct dsc_recompute_view *view);
+
+/*
+ * Writes at most DSC_RECOMPUTE_MAX_FRONT options, and returns how many. Clears *is_exact where not all that nothing
+ * dominates are among them.
+ */
+int32_t dsc_recompute_front(const struct dsc_recompute_view *view, struct dsc_recompute_scratch *scratch,
+                            struct dsc_recompute_option *out, bool *is_exact);
+
+/* The choices that an option of dsc_recompute_front stands for: *out_whole, and one of each group (-1 where whole). */
+void dsc_recompute_decode(const struct dsc_recompute_view *view, struct dsc_recompute_scratch *scratch,
+                          const struct dsc_recompute_option *option, int32_t *out_whole, int32_t *out_groups);
+
+/*
+ * Moves along the lower convex hull of all that a layer may be, in (kept_bytes, added_ns), or with is_peak (kept and
+ * transient bytes, added_ns): steepest first, into scratch->moves. Returns how many. They begin at
+ * scratch->hull[*out_first] (where kept_bytes is what the hull is over), and each one's choice is a point of
+ * scratch->hull.
+ */
+int32_t dsc_recompute_moves(const struct dsc_recompute_view *view, struct dsc_recompute_scratch *scratch, bool is_peak,
+                            int32_t *out_first);
+
+/* The choices at a point of dsc_recompute_moves without is_peak. */
+void dsc_recompute_decode_point(const struct dsc_recompute_view *view, struct dsc_recompute_scratch *scratch,
+                                int32_t point, int32_t *out_whole, int32_t *out_groups);
+
+/* Sorts steepest first; equal ones by group and choice. */
+void dsc_recompute_sort_moves(struct dsc_recompute_move *moves, int64_t n_moves);
+
+#endif
