@@ -21,7 +21,7 @@ from deepspeed_c.checkpointing.rng import CudaRNGStatesTracker, get_cuda_rng_tra
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.config import load_config
 from deepspeed_c.config.checkpoint import ActivationCheckpointing
-from deepspeed_c.errors import FeatureError
+from deepspeed_c.errors import ConfigError, FeatureError
 
 __all__ = [
     "CudaRNGStatesTracker",
@@ -118,6 +118,12 @@ def configure(
             "True asks for what is not part of this version",
             where="checkpointing.configure(profile=...)",
             fix="leave it out; torch.profiler times modules",
+        )
+    if section.budget is not None:
+        raise ConfigError(
+            "a budget is kept forward by forward, which an engine knows and configure does not",
+            where="checkpointing.configure(deepspeed_config=...): activation_checkpointing.budget",
+            fix="give the section to initialize, whose engine's calls of checkpoint() then follow it",
         )
     _configured.set_up(section, mpu_)
 

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+from deepspeed_c.checkpointing.budget import Budget
 from deepspeed_c.checkpointing.recomputer import Recomputer, check_section, tensor_parallel_ranks
+from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.config.checkpoint import ActivationCheckpointing
 from deepspeed_c.errors import ConfigError
 
@@ -105,16 +107,27 @@ class Blocks:
     """What an engine's section asks of its model: which layers are recomputed, until ``close``.
 
     mpu: its tensor-parallel ranks share activations.
+    comm: ranks that must agree on what is recomputed where a budget decides.
     has_sharded: weights are released after use, also frozen ones, which torch's own checkpoint would keep as they are.
     """
 
     def __init__(
-        self, model: torch.nn.Module, section: ActivationCheckpointing, mpu: Any = None, *, has_sharded: bool = False
+        self,
+        model: torch.nn.Module,
+        section: ActivationCheckpointing,
+        mpu: Any = None,
+        *,
+        has_sharded: bool = False,
+        comm: Collectives | None = None,
     ) -> None:
         # A section without layers does nothing by itself, as in DeepSpeed: it may say what it likes.
         if section.layers is not None:
             check_section(section, None, "activation_checkpointing")
-        self.recomputer = Recomputer(section, tensor_parallel_ranks(mpu) if section.partition_activations else None)
+        self.recomputer = Recomputer(
+            section,
+            tensor_parallel_ranks(mpu) if section.partition_activations else None,
+            None if section.budget is None else Budget(section, comm),
+        )
         self._undo: list[Callable[[], None]] = []
         if section.layers is not None:
             self._wrap(model, find_blocks(model, section.layers))

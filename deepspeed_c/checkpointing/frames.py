@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from deepspeed_c.checkpointing.compare import Trace, digest
 from deepspeed_c.checkpointing.conditions import Conditions
 from deepspeed_c.checkpointing.nests import Arguments
+from deepspeed_c.checkpointing.operators import KeptOutputs
 from deepspeed_c.errors import DeepSpeedCError, RecomputeError
 from deepspeed_c.saved_tensors import Packer, counts_all, hooks_around
 
@@ -92,7 +94,10 @@ class _Blank:
 
 
 class Frame:
-    """One call of a layer. Blanks hold it, so that it lives as long as something of its graph does."""
+    """One call of a layer. Blanks hold it, so that it lives as long as something of its graph does.
+
+    outputs: of operators that are not run again. on_save: is told of each tensor that autograd would save.
+    """
 
     counts_all = True
 
@@ -104,9 +109,12 @@ class Frame:
         conditions: Conditions,
         label: str,
         trace: Trace | None = None,
+        *,
+        outputs: KeptOutputs | None = None,
+        on_save: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         self._function, self._arguments, self._inputs, self._conditions = function, arguments, inputs, conditions
-        self._label, self._trace = label, trace
+        self._label, self._trace, self._outputs, self._on_save = label, trace, outputs, on_save
         self._blanks: list[weakref.ref[_Blank]] = []
         self._seen: list[Any] = []
         self._lock = threading.RLock()  # autograd runs one thread per device
@@ -116,6 +124,8 @@ class Frame:
         return saved_tensors_hooks(self.pack, give)
 
     def pack(self, tensor: torch.Tensor) -> _Blank:
+        if self._on_save is not None:
+            self._on_save(tensor)
         blank = _Blank(self)
         self._blanks.append(weakref.ref(blank))
         self._seen.append(describe(tensor) if self._trace is None else (describe(tensor), digest(tensor)))
@@ -140,7 +150,8 @@ class Frame:
         again = _Again(self._blanks, self._seen, task, self._label, self._trace)
         args, kwargs = self._arguments.with_tensors(self._inputs.again())
         # The layer's own graph is not used: autograd ties what it is given to the one of the forward.
-        with self._conditions.replayed(), torch.enable_grad(), saved_tensors_hooks(again.pack, _same):
+        replaying = nullcontext() if self._outputs is None else self._outputs.replaying()
+        with self._conditions.replayed(), torch.enable_grad(), saved_tensors_hooks(again.pack, _same), replaying:
             try:
                 if self._trace is None:
                     self._function(*args, **kwargs)

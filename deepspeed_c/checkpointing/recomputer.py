@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -12,10 +12,12 @@ import torch.utils.checkpoint
 
 from deepspeed_c.accelerator import get_accelerator
 from deepspeed_c.checkpointing.active import entered
+from deepspeed_c.checkpointing.budget import KEEP, MEASURE, Budget, Treatment
 from deepspeed_c.checkpointing.compare import Trace
 from deepspeed_c.checkpointing.conditions import Conditions
 from deepspeed_c.checkpointing.frames import Frame, Inputs
 from deepspeed_c.checkpointing.nests import Arguments
+from deepspeed_c.checkpointing.operators import KeptOutputs, Measurement
 from deepspeed_c.checkpointing.packers import Arena, HostPacker, ShardPacker
 from deepspeed_c.checkpointing.reentrant import ReentrantCall
 from deepspeed_c.comm.collectives import Collectives
@@ -48,10 +50,13 @@ class Recomputer:
     """What one engine, or one ``configure``, has settled: its options, the tensor-parallel ranks, its memory.
 
     comm: the ranks that activations are cut over; None: this rank alone.
+    budget: decides which layers are kept instead; None: none is.
     """
 
-    def __init__(self, section: ActivationCheckpointing, comm: Collectives | None = None) -> None:
-        self.section, self._comm = section, comm
+    def __init__(
+        self, section: ActivationCheckpointing, comm: Collectives | None = None, budget: Budget | None = None
+    ) -> None:
+        self.section, self._comm, self.budget = section, comm, budget
         self.arena = Arena() if section.contiguous_memory_optimization else None
         self._packers: tuple[Packer, ...] = self._make_packers()
         self._saved = SavedTensors()
@@ -89,6 +94,10 @@ class Recomputer:
         section = self.section
         label = label or label_of(function)
         arguments = Arguments(args, kwargs)
+        treatment = None if self.budget is None else self.budget.treatment(label, arguments.tensors)
+        if treatment is not None:
+            with self.budget.within():
+                return self._run_planned(treatment, function, args, kwargs, arguments, label, is_reentrant)
         self._synchronize()
         if section.use_reentrant if is_reentrant is None else is_reentrant:
             outputs = self._run_reentrant(function, arguments, label)
@@ -96,6 +105,48 @@ class Recomputer:
             outputs = self._run_hooked(function, args, kwargs, arguments, label)
         self._synchronize()
         return outputs
+
+    def _run_planned(
+        self,
+        treatment: Treatment,
+        function: Callable,
+        args: tuple,
+        kwargs: dict[str, Any],
+        arguments: Arguments,
+        label: str,
+        is_reentrant: bool | None,
+    ) -> Any:
+        if treatment.choice == KEEP:
+            return function(*args, **kwargs)
+        if treatment.choice == MEASURE:
+            measurement = Measurement(label, _module_of(function), arguments.tensors, self.budget.counted)
+            hooked = self._hooks(function, arguments, label, on_save=measurement.note_saved)
+            with hooked, measurement:
+                outputs = function(*args, **kwargs)
+            self.budget.note(measurement.done())
+            return outputs
+        if self.section.use_reentrant if is_reentrant is None else is_reentrant:
+            return self._run_reentrant(function, arguments, label)
+        if not treatment.operators:
+            return self._run_hooked(function, args, kwargs, arguments, label)
+        kept = KeptOutputs(label, treatment.operators)
+        with self._hooks(function, arguments, label, outputs=kept), kept.recording():
+            return function(*args, **kwargs)
+
+    def _hooks(
+        self,
+        function: Callable,
+        arguments: Arguments,
+        label: str,
+        *,
+        outputs: KeptOutputs | None = None,
+        on_save: Callable[[torch.Tensor], None] | None = None,
+    ) -> AbstractContextManager[Any]:
+        """The context of a forward that is run again, without looking at values."""
+        inputs = Inputs(arguments.tensors, self._packers, label)
+        arguments.forget()
+        conditions = Conditions(with_python=self.section.python_random)
+        return Frame(function, arguments, inputs, conditions, label, outputs=outputs, on_save=on_save).hooks()
 
     def _run_hooked(
         self, function: Callable, args: tuple, kwargs: dict[str, Any], arguments: Arguments, label: str
@@ -131,8 +182,13 @@ class Recomputer:
             get_accelerator().synchronize()
 
     def active(self) -> AbstractContextManager[None]:
-        """Calls of ``checkpoint`` within follow this object."""
-        return entered(self)
+        """Calls of ``checkpoint`` within, which are of one forward, follow this object."""
+        if self.budget is None or not torch.is_grad_enabled():
+            return entered(self)
+        stack = ExitStack()
+        stack.enter_context(entered(self))
+        stack.enter_context(self.budget.forward())
+        return stack
 
     def clear(self) -> None:
         """Frees what is kept for the next step."""

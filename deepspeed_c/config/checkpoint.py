@@ -126,5 +126,15 @@ class ActivationCheckpointing(Section, kw_only=True):
         False
     )
     profile: Annotated[bool, asks("Time each layer.", "activation_profile")] = False
-    budget: Annotated[int | str | None, asks("Bytes that activations may take.", "activation_budget")] = None
+    budget: Annotated[
+        int | str | None,
+        acts(
+            'Bytes that the activations of layers may take, such as "6GiB": those that fit are kept instead of'
+            ' recomputed; "auto": what the device leaves after the first step; null: all layers are recomputed.',
+            auto="value",
+        ),
+    ] = None
+    budget_plan: Annotated[
+        str | None, acts("File of the plan that fits the budget: followed where it exists, and else written.")
+    ] = None
     offload: Annotated[ActivationOffload, tunes("Activations in files.", "activation_offload")] = ActivationOffload()

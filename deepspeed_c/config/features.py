@@ -118,9 +118,6 @@ FEATURES: dict[str, Feature] = {
     "activation_profile": _later(
         "the profile of recomputed layers", "set it to false; torch.profiler times modules", is_inert=True
     ),
-    "activation_budget": _later(
-        "recomputation to fit a number of bytes", 'remove the key, and name the layers to recompute with "layers"'
-    ),
     "activation_offload": _later(
         "activations on NVMe", 'set it to "none"; "cpu_checkpointing" keeps them in host memory'
     ),

@@ -1,0 +1,247 @@
+"""Expensive operators of a layer: what they take, and running a layer again with the outputs of some of them at hand.
+
+Expensive are matrix products, convolutions, attention and collectives. A layer calls them in the same order each time,
+and they are known by their number in it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from deepspeed_c.accelerator import get_accelerator
+from deepspeed_c.checkpointing.rng import device_state
+from deepspeed_c.errors import RecomputeError
+
+__all__ = ["KeptOutputs", "MeasuredLayer", "MeasuredOperator", "Measurement"]
+
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "_scaled_mm", "_grouped_mm", "convolution", "_trilinear")
+_ATTENTION = "aten::_scaled_dot_product_"
+_COLLECTIVES = "_c10d_functional::"
+_WAIT = "_c10d_functional::wait_tensor"
+_EXPENSIVE = frozenset(f"aten::{name}" for name in _PRODUCTS)
+# A collective that is run again costs the wire, and all ranks' time, twice: kept by preference.
+_COLLECTIVE_WEIGHT = 2
+
+
+def _is_expensive(name: str) -> bool:
+    if name.startswith(_ATTENTION):
+        return "backward" not in name
+    return name in _EXPENSIVE or (name.startswith(_COLLECTIVES) and name != _WAIT)
+
+
+class MeasuredOperator(NamedTuple):
+    """One call of an expensive operator in a layer's forward."""
+
+    name: str
+    n_bytes: int  # of its outputs
+    ns: int
+    is_saved: bool  # a backward needs its outputs, so that they are there when the layer has been run again
+    may_keep: bool  # it drew no random numbers, and nothing overwrote its outputs
+
+
+class MeasuredLayer(NamedTuple):
+    """One call of a layer: bytes of storages, each counted once in a forward, without those of parameters."""
+
+    label: str
+    n_elems: int  # of the tensors that it was given
+    input_bytes: int  # of these
+    saved_bytes: int  # that autograd keeps for its backward if nobody interferes
+    ns: int  # of all its operators
+    operators: tuple[MeasuredOperator, ...]
+
+
+def _random_state() -> tuple[bytes, Any]:
+    """Of the generators that operators draw from."""
+    device = torch.device(get_accelerator().current_device_name())
+    other = None if device.type == "cpu" else device_state(device)
+    return torch.get_rng_state().numpy().tobytes(), other
+
+
+def _may_draw(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def _same_state(a: tuple[bytes, Any], b: tuple[bytes, Any]) -> bool:
+    if torch.is_tensor(a[1]):
+        return a[0] == b[0] and torch.equal(a[1], b[1])
+    return a == b
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values in no graph, whose version counts what is done to ``tensor``."""
+    # Below autograd a detached tensor has a counter of its own, unless the key that makes views is let in.
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+class _Seen:
+    """An operator's call while its layer is measured."""
+
+    __slots__ = ("is_random", "name", "ns", "outputs", "versions")
+
+    def __init__(self, name: str, ns: int, outputs: Any, *, is_random: bool) -> None:
+        self.name, self.ns, self.is_random = name, ns, is_random
+        self.outputs = [_alias(leaf) for leaf in tree_leaves(outputs) if torch.is_tensor(leaf)]
+        self.versions = [tensor._version for tensor in self.outputs]
+
+
+class Measurement(TorchDispatchMode):
+    """Bytes and time of one call of a layer, which runs within. What the layer would save is held until ``done``.
+
+    counted: addresses of storages that the layers before have counted; those of this one's inputs are added.
+    """
+
+    def __init__(self, label: str, module: torch.nn.Module | None, tensors: list[torch.Tensor], counted: set[int]) -> None:
+        super().__init__()
+        self._label, self._module, self._tensors, self._counted = label, module, tensors, counted
+        self._saved: list[torch.Tensor] = []
+        self._seen: list[_Seen] = []
+        self._ns = 0
+
+    def note_saved(self, tensor: torch.Tensor) -> None:
+        """Autograd saves ``tensor``."""
+        if not self._is_parameter(tensor):
+            self._saved.append(tensor.detach())
+
+    def _is_parameter(self, tensor: torch.Tensor) -> bool:
+        if isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter):
+            return True
+        if self._module is None:
+            return False
+        # Those of stage 3 lie in one gathered buffer, and are released when the layer is done.
+        place = _place_of(tensor)
+        return any(_place_of(p) == place for p in (*self._module.parameters(), *self._module.buffers()))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        accelerator = get_accelerator()
+        name = func._schema.name
+        is_tagged = _is_expensive(name) and _may_draw(func)
+        before = _random_state() if is_tagged else None
+        accelerator.synchronize()
+        begin = time.perf_counter_ns()
+        outputs = func(*args, **(kwargs or {}))
+        accelerator.synchronize()
+        ns = time.perf_counter_ns() - begin
+        self._ns += ns
+        if name == _WAIT and self._seen:
+            self._seen[-1].ns += ns
+        elif _is_expensive(name):
+            is_random = before is not None and not _same_state(before, _random_state())
+            self._seen.append(_Seen(name, ns, outputs, is_random=is_random))
+        return outputs
+
+    def done(self) -> MeasuredLayer:
+        """What was found. Called once, after the layer."""
+        given = {_place_of(t): t.untyped_storage().nbytes() for t in self._tensors if not self._is_parameter(t)}
+        saved = {_place_of(t): t.untyped_storage().nbytes() for t in self._saved}
+        new = {place: n_bytes for place, n_bytes in given.items() if place not in self._counted}
+        operators = tuple(self._operator(seen, saved) for seen in self._seen)
+        found = MeasuredLayer(
+            self._label,
+            sum(t.numel() for t in self._tensors),
+            sum(new.values()),
+            sum(n_bytes for place, n_bytes in saved.items() if place not in self._counted),
+            self._ns,
+            operators,
+        )
+        self._counted.update(new)
+        self._saved, self._seen, self._tensors = [], [], []
+        return found
+
+    def _operator(self, seen: _Seen, saved: dict[int, int]) -> MeasuredOperator:
+        places = {_place_of(tensor): tensor.untyped_storage().nbytes() for tensor in seen.outputs}
+        is_touched = any(t._version != version for t, version in zip(seen.outputs, seen.versions))
+        weight = _COLLECTIVE_WEIGHT if seen.name.startswith(_COLLECTIVES) else 1
+        return MeasuredOperator(
+            seen.name.partition("::")[2],
+            sum(places.values()),
+            seen.ns * weight,
+            any(place in saved for place in places),
+            not (seen.is_random or is_touched),
+        )
+
+
+def _place_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+class _Call(NamedTuple):
+    """A call whose outputs are kept."""
+
+    name: str
+    outputs: Any
+    versions: tuple[int, ...]
+
+
+class KeptOutputs:
+    """Outputs of chosen operators of one call of a layer, from its forward until it is run again.
+
+    chosen: numbers among the layer's expensive operators.
+    """
+
+    def __init__(self, label: str, chosen: Collection[int]) -> None:
+        self._label, self._chosen = label, frozenset(chosen)
+        self._calls: dict[int, _Call] = {}
+
+    def recording(self) -> TorchDispatchMode:
+        """The layer's forward runs within."""
+        return _Numbered(self._record)
+
+    def replaying(self) -> TorchDispatchMode:
+        """It runs again within. Raises RecomputeError where an output was overwritten, or another operator is called."""
+        return _Numbered(self._replay)
+
+    def _record(self, i: int, func: Any, args: Any, kwargs: Any) -> Any:
+        if i not in self._chosen:
+            return func(*args, **kwargs)
+        before = _random_state() if _may_draw(func) else None
+        outputs = func(*args, **kwargs)
+        # What draws random numbers has to draw them again, for those who draw after it.
+        if before is None or _same_state(before, _random_state()):
+            kept = tree_map_only(torch.Tensor, _alias, outputs)
+            self._calls[i] = _Call(func._schema.name, kept, _versions(kept))
+        return outputs
+
+    def _replay(self, i: int, func: Any, args: Any, kwargs: Any) -> Any:
+        call = self._calls.get(i)
+        if call is None:
+            return func(*args, **kwargs)
+        where = f"recomputation of {self._label}"
+        if call.name != func._schema.name:
+            raise RecomputeError(
+                f"called {call.name} as operator {i} in forward, and {func._schema.name} when it was run again",
+                where=where,
+                fix="let it do the same for the same inputs, whatever has run in between (a counter, a cache, a mode?)",
+            )
+        if _versions(call.outputs) != call.versions:
+            raise RecomputeError(
+                f"the output of operator {i} ({call.name}), which is kept, was overwritten",
+                where=where,
+                fix="do not change its outputs in place (x + 1, not x.add_(1))",
+            )
+        return tree_map_only(torch.Tensor, _alias, call.outputs)
+
+
+def _versions(outputs: Any) -> tuple[int, ...]:
+    return tuple(leaf._version for leaf in tree_leaves(outputs) if torch.is_tensor(leaf))
+
+
+class _Numbered(TorchDispatchMode):
+    """Has ``call`` make the calls of expensive operators, each with its number."""
+
+    def __init__(self, call: Callable[[int, Any, Any, Any], Any]) -> None:
+        super().__init__()
+        self._call, self._n = call, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not _is_expensive(func._schema.name):
+            return func(*args, **kwargs)
+        i, self._n = self._n, self._n + 1
+        return self._call(i, func, args, kwargs)
