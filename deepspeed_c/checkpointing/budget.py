@@ -115,13 +115,21 @@ def read_plan(path: str) -> BudgetPlan | None:
         with open(path, encoding="utf-8") as file:
             found = json.load(file)
         version = found.pop("version")
-        treatments = tuple(Treatment(choice, tuple(map(int, operators))) for choice, operators in found.pop("treatments"))
+        treatments = tuple(
+            Treatment(choice, tuple(map(int, operators))) for choice, operators in found.pop("treatments")
+        )
         plan = BudgetPlan(**{**found, "labels": tuple(found["labels"])}, treatments=treatments)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ConfigError(f"is no plan: {error}", where=where, fix="remove the file: it is then written anew") from error
-    if version != 1 or len(plan.labels) != len(treatments) or any(t.choice not in (KEEP, RECOMPUTE) for t in treatments):
+        raise ConfigError(
+            f"is no plan: {error}", where=where, fix="remove the file: it is then written anew"
+        ) from error
+    if (
+        version != 1
+        or len(plan.labels) != len(treatments)
+        or any(t.choice not in (KEEP, RECOMPUTE) for t in treatments)
+    ):
         raise ConfigError("is not a plan of this version", where=where, fix="remove the file: it is then written anew")
     return plan
 
@@ -229,7 +237,9 @@ def _largest(layers: Sequence[MeasuredLayer]) -> MeasuredLayer:
         )
         for ops in zip(*(layer.operators for layer in layers))
     )
-    numbers = (max(getattr(layer, name) for layer in layers) for name in ("n_elems", "input_bytes", "saved_bytes", "ns"))
+    numbers = (
+        max(getattr(layer, name) for layer in layers) for name in ("n_elems", "input_bytes", "saved_bytes", "ns")
+    )
     return MeasuredLayer(layers[0].label, *numbers, operators)
 
 
@@ -332,8 +342,9 @@ class Budget:
         self._layers.append(layer)
 
     def _begin(self, n_elems: int) -> None:
-        if self._is_pinned:
+        if self._path is not None and not self._has_compared:
             self._compare_plans()
+        if self._is_pinned:
             return
         if self._wanted == "auto" and self._layers_to_plan is not None:
             self._make(self._layers_to_plan)
@@ -347,13 +358,11 @@ class Budget:
         return [number] if self._comm is None else self._comm.gather_numbers(number, label="activation budget")
 
     def _compare_plans(self) -> None:
-        if self._has_compared:
-            return
         self._has_compared = True
-        sums = self._of_all(zlib.crc32(json.dumps(self.plan.as_json()).encode()))
+        sums = self._of_all(0 if self.plan is None else zlib.crc32(json.dumps(self.plan.as_json()).encode()))
         if len(set(sums)) > 1:
             raise RankMismatchError(
-                f"ranks have read other plans: checksums {sums}",
+                f"ranks have read other plans: checksums {sums} (0: there is no such file)",
                 where=f"activation_checkpointing.budget_plan: {self._path}",
                 fix="let it be the same file on all ranks",
             )

@@ -97,7 +97,9 @@ class Measurement(TorchDispatchMode):
     counted: addresses of storages that the layers before have counted; those of this one's inputs are added.
     """
 
-    def __init__(self, label: str, module: torch.nn.Module | None, tensors: list[torch.Tensor], counted: set[int]) -> None:
+    def __init__(
+        self, label: str, module: torch.nn.Module | None, tensors: list[torch.Tensor], counted: set[int]
+    ) -> None:
         super().__init__()
         self._label, self._module, self._tensors, self._counted = label, module, tensors, counted
         self._saved: list[torch.Tensor] = []

@@ -153,6 +153,8 @@ SECTIONS = {
     "checked": {"layers": "auto", "check": True},
     "contiguous": {"layers": "auto", "partition_activations": True, "contiguous_memory_optimization": True},
     "host": {"layers": "auto", "cpu_checkpointing": True},
+    # Some layers are kept, of others some operators, and the rest is recomputed.
+    "budget": {"layers": "auto", "budget": 3000},
 }
 
 

@@ -1,0 +1,238 @@
+"""checkpointing/budget.py: plans against what a step really holds, on all ranks the same, pinned, remade and refused."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import deepspeed_c
+from benchmarks.live_bytes import LiveBytes
+from deepspeed_c import checkpointing
+from deepspeed_c.checkpointing.budget import (
+    KEEP,
+    RECOMPUTE,
+    Treatment,
+    find_plan,
+    read_budget,
+    read_plan,
+    smallest_budget,
+)
+from deepspeed_c.checkpointing.operators import MeasuredLayer, MeasuredOperator
+from deepspeed_c.config.checkpoint import ActivationCheckpointing
+from deepspeed_c.errors import ConfigError, RankMismatchError
+
+WIDTH, HEADS, LAYERS, ROWS, TOKENS = 32, 4, 8, 2, 128
+
+
+class Layer(nn.Module):
+    """A transformer's, with dropout also within attention, and a matrix product whose output is overwritten."""
+
+    def __init__(self, dropout: float, attention_dropout: float) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout, self.attention_dropout = dropout, attention_dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, tokens, _ = x.shape
+        q, k, v = self.qkv(self.first(x)).view(rows, tokens, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=self.attention_dropout, is_causal=True)
+        y = self.out(y.transpose(1, 2).reshape(x.shape)).mul_(0.5)
+        x = x + nn.functional.dropout(y, self.dropout, self.training)
+        return x + nn.functional.dropout(self.down(torch.tanh(self.up(self.second(x)))), self.dropout, self.training)
+
+
+class Model(nn.Module):
+    """Layers, one of them twice, two of which share a weight."""
+
+    def __init__(self, attention_dropout: float = 0.1) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers = nn.ModuleList(Layer(0.1, attention_dropout) for _ in range(LAYERS))
+        self.layers[3].up.weight = self.layers[2].up.weight
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (*self.layers, self.layers[0]):
+            x = layer(x)
+        return self.head(x).square().mean()
+
+
+def train(section: dict, shapes: list[tuple[int, int]], stage: int = 0, rank: int = 0, dropout: float = 0.1) -> Any:
+    """(losses, peaks of live bytes of forward and backward, the plan after each step, weights)."""
+    model = Model(dropout)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage},
+        "activation_checkpointing": section,
+    }
+    losses, peaks, plans = [], [], []
+    with (
+        LiveBytes() as live,
+        deepspeed_c.initialize(model=model, model_parameters=model.parameters(), config=config)[0] as engine,
+    ):
+        for step, (rows, tokens) in enumerate(shapes):
+            torch.manual_seed(100 * step + rank)
+            x = torch.randn(rows, tokens, WIDTH)
+            before = live.nbytes()
+            with live.phase(f"{step}"):
+                loss = engine(x)
+                engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+            del loss
+            peaks.append(live.peaks[f"{step}"] - before)
+            budget = engine._blocks.recomputer.budget
+            plans.append(None if budget is None else budget.plan)
+        weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return losses, peaks, plans, weights
+
+
+def peaks_body(rank: int, world: int) -> dict[str, Any]:
+    shapes = [(ROWS, TOKENS)] * 3
+    found = {"kept": train({}, shapes), "recomputed": train({"layers": "auto"}, shapes)}
+    unlimited = train({"layers": "auto", "budget": "1GiB"}, shapes)[2][-1]
+    half = (unlimited.smallest_bytes + unlimited.peak_bytes) // 2
+    return found | {"half": train({"layers": "auto", "budget": half}, shapes), "all": unlimited}
+
+
+def test_a_step_holds_what_its_plan_says(run_ranks: Callable) -> None:
+    (found,) = run_ranks(1, peaks_body)
+    everything, plan = found["all"], found["half"][2][-1]
+    assert set(everything.treatments) == {Treatment(KEEP)} and everything.added_ns == 0
+    # What is held besides (gradients, the rest of the model) is what a recomputed step holds besides its smallest.
+    besides = found["recomputed"][1][-1] - plan.smallest_bytes
+    kept = found["kept"][1][-1] - besides
+    measured = found["half"][1][-1] - besides
+    assert kept == pytest.approx(everything.peak_bytes, rel=0.05), (kept, everything.peak_bytes)
+    assert measured == pytest.approx(plan.budget_bytes, rel=0.05), (measured, plan)
+    assert plan.smallest_bytes < plan.peak_bytes <= plan.budget_bytes < everything.peak_bytes
+    assert plan.added_ns > 0 and plan.treatments[-1].choice == KEEP
+    # The first step recomputes everything, and holds what one layer's operators give while that is measured.
+    first, recomputed = found["half"][1][0], found["recomputed"][1][0]
+    assert first <= recomputed + kept / (LAYERS + 1), (first, recomputed, kept)
+    for name in ("recomputed", "half"):
+        assert found[name][0] == found["kept"][0], (name, found[name][0], found["kept"][0])
+        assert torch.equal(found[name][3], found["kept"][3])
+
+
+def flows_body(rank: int, world: int, folder: str) -> dict[str, Any]:
+    shapes = [(ROWS, TOKENS)] * 2
+    found: dict[str, Any] = {"plain": train({}, shapes, rank=rank)}
+    everything = train({"layers": "auto", "budget": "1GiB"}, shapes, rank=rank)[2][-1]
+    half = (everything.smallest_bytes + everything.peak_bytes) // 2
+    path = f"{folder}/plans/one.json"
+    pinned = {"layers": "auto", "budget": half, "budget_plan": path}
+    found["written"] = train(pinned, shapes, rank=rank)
+    found["read"] = train({**pinned, "budget": 1}, shapes, rank=rank)
+    # Attention that draws no random numbers may be kept.
+    found["still"] = train({"layers": "auto", "budget": half}, shapes, rank=rank, dropout=0.0)
+    found["still plain"] = train({}, shapes, rank=rank, dropout=0.0)
+    # Rank 1 gets longer rows from the third step on: what is planned for is the longest.
+    grown = [(ROWS, TOKENS)] * 2 + [(ROWS, TOKENS + 32 * rank)] * 2
+    found["grown"] = train({"layers": "auto", "budget": half}, grown, rank=rank)
+    found["grown plain"] = train({}, grown, rank=rank)
+    with pytest.raises(ConfigError, match=f"1000 bytes .* are less than the {everything.smallest_bytes} ") as error:
+        train({"layers": "auto", "budget": 1000}, shapes, rank=rank)
+    found["refused"] = error.value.where
+    return found
+
+
+def test_ranks_agree_on_plans(run_ranks: Callable, tmp_path: Path) -> None:
+    ranks = run_ranks(2, flows_body, str(tmp_path))
+    for name in ("written", "read", "still", "grown"):
+        assert ranks[0][name][2] == ranks[1][name][2], name
+    for found in ranks:
+        assert found["refused"] == "activation_checkpointing.budget"
+        for name, plain in (
+            ("written", "plain"),
+            ("read", "plain"),
+            ("still", "still plain"),
+            ("grown", "grown plain"),
+        ):
+            assert found[name][0] == found[plain][0], (name, found[name][0], found[plain][0])
+            assert torch.equal(found[name][3], found[plain][3]), name
+        assert found["read"][2][0] == found["read"][2][1] == found["written"][2][-1]
+        before, same, grown, still_grown = found["grown"][2]
+        assert before == same != grown == still_grown
+        assert grown.n_elems == ROWS * (TOKENS + 32) * WIDTH > before.n_elems
+    assert read_plan(str(tmp_path / "plans" / "one.json")) == ranks[0]["written"][2][-1]
+
+
+def layer(label: str = "a", operators: tuple = ()) -> MeasuredLayer:
+    return MeasuredLayer(label, 10, 10, 100, 1000, operators)
+
+
+def test_operators_are_kept_by_what_they_save() -> None:
+    slow = MeasuredOperator("all_reduce", 20, 600, True, True)
+    random = MeasuredOperator("attention", 20, 300, True, False)
+    cheap = MeasuredOperator("mm", 20, 100, False, True)
+    layers = [layer("a", (random, cheap, slow)), layer("b")]
+    assert smallest_budget(layers) == 110
+    assert find_plan(layers, 110).treatments == (Treatment(RECOMPUTE), Treatment(KEEP))
+    plan = find_plan(layers, 130)
+    assert plan.treatments == (Treatment(RECOMPUTE, (2,)), Treatment(KEEP))
+    assert (plan.added_ns, plan.peak_bytes, plan.labels) == (400, 130, ("a", "b"))
+    assert find_plan(layers, 150).treatments[0] == Treatment(RECOMPUTE, (1, 2))
+    assert find_plan(layers, 150, may_mix=False).treatments[0] == Treatment(RECOMPUTE)
+    assert find_plan(layers, 200).treatments == (Treatment(KEEP), Treatment(KEEP))
+    # Inputs may wait elsewhere, where the caller has such a place: 10 bytes there and back in 20 ns.
+    away = find_plan(layers, 120, tiers={"host": 1e9})
+    assert away.treatments[0] == Treatment("host", (2,)) and away.added_ns == 420
+    lines = plan.table(layers).splitlines()
+    assert lines[1] == "  a (1): recomputed but for all_reduce" and lines[2] == "  b (1): kept", lines
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    for wrong in (0, -1, "much", "0GB"):
+        with pytest.raises(ConfigError, match="activation_checkpointing.budget"):
+            read_budget(ActivationCheckpointing(budget=wrong))
+    assert read_budget(ActivationCheckpointing(budget="1.5KiB")) == 1536
+    path = tmp_path / "plan.json"
+    assert read_plan(str(path)) is None
+    good = find_plan([layer()], 1000).as_json()
+    for wrong in (
+        "{",
+        "[]",
+        json.dumps({**good, "version": 2}),
+        json.dumps({**good, "labels": []}),
+        json.dumps({**good, "more": 1}),
+    ):
+        path.write_text(wrong)
+        with pytest.raises(ConfigError, match="plan"):
+            read_plan(str(path))
+    with pytest.raises(ConfigError, match="configure does not"):
+        checkpointing.configure(None, {"train_batch_size": 1, "activation_checkpointing": {"budget": "1GiB"}})
+
+
+def strange_body(rank: int, world: int, folder: str) -> str:
+    plan = find_plan([layer("layers.0"), layer("another")], 1000).as_json()
+    folders = {"same": Path(folder, "same"), "own": Path(folder, f"rank{rank}"), "one": Path(folder, f"one{rank}")}
+    for name, place in folders.items():
+        place.mkdir(exist_ok=True)
+        text = json.dumps({**plan, "added_ns": rank if name == "own" else 0})
+        if name == "own" or rank == 0:
+            (place / "plan.json").write_text(text)
+    torch.distributed.barrier()
+    wanted = {
+        "same": (ConfigError, r"layer 1 of the forward is layers\.1, and another in the plan"),
+        "own": (RankMismatchError, "ranks have read other plans"),
+        "one": (RankMismatchError, r"ranks have read other plans: .*, 0\] \(0: there is no such file"),
+    }
+    for name, (error, words) in wanted.items():
+        with contextlib.chdir(folders[name]), pytest.raises(error, match=words):
+            train({"layers": "auto", "budget": 5, "budget_plan": "plan.json"}, [(ROWS, TOKENS)], rank=rank)
+    return "refused"
+
+
+def test_plans_of_other_models_are_refused(run_ranks: Callable, tmp_path: Path) -> None:
+    assert run_ranks(2, strange_body, str(tmp_path)) == ["refused"] * 2
