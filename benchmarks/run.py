@@ -145,6 +145,13 @@ BENCHMARKS = [
         150,
         "--ranks 2 --params 8e6 --no-picture",
     ),
+    _script(
+        "activation_budget",
+        f"{OURS}/activation_budget.py",
+        ("deepspeed_c/checkpointing", "csrc/recompute"),
+        60,
+        "--rounds 2 --width 64 --tokens 64",
+    ),
     _script("memory_limit", f"{OURS}/memory_limit.py", OFFLOAD, 120),
     _script("offload_step", f"{OURS}/offload_step.py", OFFLOAD, 130, "--params 20e6 --host-params 4e6 --rounds 2"),
     _script(

@@ -21,6 +21,7 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
     "base": ("base/", "dsc/"),
     "cpu": ("cpu/", "base/", "dsc/"),
     "zero": ("zero/", "base/", "dsc/"),
+    "recompute": ("recompute/", "base/", "dsc/"),
     "scale": ("scale/", "base/", "dsc/"),
     "optim": ("optim/", "cpu/", "base/", "dsc/"),
     "nn": ("nn/", "cpu/", "base/", "dsc/"),

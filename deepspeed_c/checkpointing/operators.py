@@ -196,7 +196,7 @@ class KeptOutputs:
         return _Numbered(self._record)
 
     def replaying(self) -> TorchDispatchMode:
-        """It runs again within. Raises RecomputeError where an output was overwritten, or another operator is called."""
+        """It runs again within. Raises RecomputeError where an output was overwritten, or another operator called."""
         return _Numbered(self._replay)
 
     def _record(self, i: int, func: Any, args: Any, kwargs: Any) -> Any:

@@ -1,0 +1,132 @@
+"""What does an activation budget half way between keeping and recomputing everything cost, of what full recomputation costs?
+
+A GPT of 12 layers in one process, fp32, forward and backward in turns: all layers kept, all recomputed, and the budget. The share is the time that the budget
+adds over that which recomputing everything adds; peaks are bytes of live tensors, less those of a step that recomputes everything, plus the smallest budget.
+Run: python -m benchmarks.deepspeed_c.activation_budget [--rounds 5] [--width 256] [--tokens 256]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+
+import torch
+from torch import nn
+
+import deepspeed_c
+from benchmarks.live_bytes import LiveBytes
+from benchmarks.measure import machine, median_spread, require
+
+LAYERS, HEADS, ROWS = 12, 4, 4
+
+
+class Layer(nn.Module):
+    """Of a GPT."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, tokens, _ = x.shape
+        q, k, v = self.qkv(self.first(x)).view(rows, tokens, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(x.shape))
+        return x + self.down(nn.functional.gelu(self.up(self.second(x))))
+
+
+class Model(nn.Module):
+    """Layers, and a number."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def make(width: int, section: dict) -> deepspeed_c.DeepSpeedEngine:
+    model = Model(width)
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
+        "activation_checkpointing": section,
+    }
+    return deepspeed_c.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+
+def pass_of(engine: deepspeed_c.DeepSpeedEngine, x: torch.Tensor) -> tuple[float, float]:
+    """(seconds of forward and backward, the loss)."""
+    begin = time.perf_counter()
+    loss = engine(x)
+    engine.backward(loss)
+    seconds = time.perf_counter() - begin
+    engine.step()
+    return seconds, loss.item()
+
+
+def peak_of(width: int, section: dict, x: torch.Tensor) -> int:
+    """Bytes of live tensors that a pass adds, once a budget has its plan."""
+    with LiveBytes() as live:
+        engine = make(width, section)
+        pass_of(engine, x)
+        before = live.nbytes()
+        with live.phase("pass"):
+            pass_of(engine, x)
+        engine.close()
+    return live.peaks["pass"] - before
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=256)
+    args = parser.parse_args()
+    x = torch.randn(ROWS, args.tokens, args.width)
+    everything = make(args.width, {"layers": "auto", "budget": "1TiB"})
+    pass_of(everything, x)
+    all_kept = everything._blocks.recomputer.budget.plan
+    everything.close()
+    half = (all_kept.smallest_bytes + all_kept.peak_bytes) // 2
+    sections = {"kept": {}, "recomputed": {"layers": "auto"}, "budget": {"layers": "auto", "budget": half}}
+    peaks = {name: peak_of(args.width, section, x) for name, section in sections.items() if name != "kept"}
+    engines = {name: make(args.width, section) for name, section in sections.items()}
+    for engine in engines.values():
+        pass_of(engine, x)
+    plan = engines["budget"]._blocks.recomputer.budget.plan
+    require(any(t.choice != "keep" for t in plan.treatments), "the budget has something recomputed")
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    for _ in range(args.rounds):
+        losses = set()
+        for name, engine in engines.items():
+            took, loss = pass_of(engine, x)
+            seconds[name].append(took)
+            losses.add(loss)
+        require(len(losses) == 1, f"losses are the same: {losses}")
+    shares = [
+        (budget - kept) / (recomputed - kept)
+        for kept, recomputed, budget in zip(seconds["kept"], seconds["recomputed"], seconds["budget"], strict=True)
+    ]
+    held = peaks["budget"] - peaks["recomputed"] + plan.smallest_bytes
+    share, least, most = median_spread(shares)
+    line = {"benchmark": "activation_budget", "layers": LAYERS, "width": args.width, "tokens": args.tokens}
+    line |= {name + "_ms": round(1e3 * median_spread(times)[0], 2) for name, times in seconds.items()}
+    line |= {
+        "share_of_added": round(share, 4),
+        "share_of_added_min": round(least, 4),
+        "share_of_added_max": round(most, 4),
+    }
+    line |= {"planned_share": round(plan.added_ns / plan.all_ns, 4), "peak_over_budget": round(held / half, 4)}
+    print(json.dumps({**line, "budget_bytes": half, "machine": machine()}))
+
+
+if __name__ == "__main__":
+    main()
