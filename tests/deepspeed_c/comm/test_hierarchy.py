@@ -222,7 +222,8 @@ def volume_body(rank, world, hosts):
 def test_no_more_than_the_least_leaves_a_host(run_ranks):
     hosts = LAYOUTS[0]
     for name, (n_bytes, least) in run_ranks(4, volume_body, hosts, hosts=hosts)[0].items():
-        assert least <= n_bytes <= 1.1 * least, f"{name}: {n_bytes} bytes left the host, {least} had to"
+        # Flat rings send twice as much; what TCP sends again on a busy machine is far less.
+        assert least <= n_bytes <= 1.4 * least, f"{name}: {n_bytes} bytes left the host, {least} had to"
 
 
 def groups_body(rank, world):
