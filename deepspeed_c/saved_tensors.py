@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 import torch.utils.checkpoint
 
-__all__ = ["Packer", "SavedTensors", "counts_all", "hooks_around"]
+__all__ = ["Packer", "SavedTensors", "counts_all", "hooks_around", "overwritten"]
 
 
 class Packer(Protocol):
@@ -38,11 +38,16 @@ def _give_back(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
     """Raises RuntimeError where the tensor was overwritten: autograd looks only where nobody else does the saving."""
     tensor, version = packed
     if tensor._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} instead"
-        )
+        raise overwritten(f"{tensor.type()} {list(tensor.shape)}", tensor._version, version)
     return tensor
+
+
+def overwritten(what: str, found: int, expected: int) -> RuntimeError:
+    """The error that autograd raises for a saved tensor with another version."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{what}] is at version {found}; expected version {expected} instead"
+    )
 
 
 def hooks_around() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:

@@ -21,6 +21,7 @@ from deepspeed_c.checkpointing.rng import CudaRNGStatesTracker, get_cuda_rng_tra
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.config import load_config
 from deepspeed_c.config.checkpoint import ActivationCheckpointing
+from deepspeed_c.config.offload import Aio
 from deepspeed_c.errors import FeatureError
 
 __all__ = [
@@ -69,18 +70,22 @@ class _Configured:
         self.n_layers: int | None = None
         self.mpu: Any = None
         self.comm: Collectives | None = None
+        self.aio = Aio()
         self.recomputer = Recomputer(ActivationCheckpointing())
 
-    def set_up(self, section: ActivationCheckpointing, mpu: Any) -> None:
+    def set_up(self, section: ActivationCheckpointing, mpu: Any, aio: Aio) -> None:
         check_section(section, self.n_layers, "checkpointing.configure")
-        self.comm = tensor_parallel_ranks(mpu)
-        self.mpu, self.is_done = mpu, True
-        self.recomputer = Recomputer(section, self.comm)
+        comm = tensor_parallel_ranks(mpu)
+        recomputer = Recomputer(section, comm, aio)
+        self.recomputer.close()
+        self.comm, self.mpu, self.is_done, self.aio, self.recomputer = comm, mpu, True, aio, recomputer
 
     def cut(self, is_cut: bool) -> None:
         section = msgspec.structs.replace(self.recomputer.section, partition_activations=bool(is_cut))
         check_section(section, self.n_layers, "checkpointing.partition_activations_in_checkpoint")
-        self.recomputer = Recomputer(section, self.comm)
+        recomputer = Recomputer(section, self.comm, self.aio)
+        self.recomputer.close()
+        self.recomputer = recomputer
 
     def count_layers(self, n_layers: int) -> None:
         self.n_layers = n_layers
@@ -108,9 +113,10 @@ def configure(
     Raises ConfigError where ``contiguous_checkpointing`` lacks what it needs, FeatureError for ``profile``.
     """
     given = locals()
-    section = ActivationCheckpointing()
+    section, aio = ActivationCheckpointing(), Aio()
     if deepspeed_config is not None:
-        section = load_config(deepspeed_config, world_size=1, batch="skip").activation_checkpointing
+        config = load_config(deepspeed_config, world_size=1, batch="skip")
+        section, aio = config.activation_checkpointing, config.aio
     wanted = {key: given[argument] for argument, key in _KEYS.items() if given[argument] is not None}
     section = msgspec.structs.replace(section, **wanted)
     if wanted.get("profile"):
@@ -119,7 +125,7 @@ def configure(
             where="checkpointing.configure(profile=...)",
             fix="leave it out; torch.profiler times modules",
         )
-    _configured.set_up(section, mpu_)
+    _configured.set_up(section, mpu_, aio)
 
 
 def is_configured() -> bool:
@@ -227,18 +233,13 @@ def get_partitioned_activations_for_backward(
 
 def gather_partitioned_activations(tensors: Sequence[Any], device: Any = None) -> tuple:
     """The whole activations of a list of (part, shape), one after the other. Collective."""
-    rank, n_ranks = _ranks()
     found = []
     for part, shape in zip(tensors[::2], tensors[1::2], strict=True):
         if shape is None:
             found.append(part)
             continue
         numel = shape.prod().item() if shape.numel() else 1
-        size = packers.slice_elems(numel, n_ranks)
-        flat = torch.empty(size * n_ranks, dtype=part.dtype, device=part.device if device is None else device)
-        begin, own = packers.own_range(numel, rank, n_ranks)
-        flat.narrow(0, begin, own).copy_(part)
-        if n_ranks > 1:
-            _configured.comm.all_gather(flat, label="partitioned activations").wait()
-        found.append(flat[:numel].view(shape.tolist()))
+        there = part.device if device is None else torch.device(device)
+        flat = packers.Gather(_configured.comm, numel, part, part.dtype, there).wait()
+        found.append(flat.view(shape.tolist()))
     return tuple(found)

@@ -12,8 +12,12 @@ from typing import Any
 import torch
 
 from deepspeed_c.checkpointing.recomputer import Recomputer, check_section, tensor_parallel_ranks
+from deepspeed_c.checkpointing.stash import NVME_PATH
+from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.config.checkpoint import ActivationCheckpointing
+from deepspeed_c.config.offload import Aio
 from deepspeed_c.errors import ConfigError
+from deepspeed_c.offload.place import raise_together
 
 __all__ = ["Blocks", "find_blocks"]
 
@@ -106,15 +110,34 @@ class Blocks:
 
     mpu: its tensor-parallel ranks share activations.
     has_sharded: weights are released after use, also frozen ones, which torch's own checkpoint would keep as they are.
+    aio: how files are read and written.
+    ranks: all that have such a section; where one cannot make its file, all of them raise.
     """
 
     def __init__(
-        self, model: torch.nn.Module, section: ActivationCheckpointing, mpu: Any = None, *, has_sharded: bool = False
+        self,
+        model: torch.nn.Module,
+        section: ActivationCheckpointing,
+        mpu: Any = None,
+        *,
+        has_sharded: bool = False,
+        aio: Aio | None = None,
+        ranks: Collectives | None = None,
     ) -> None:
         # A section without layers does nothing by itself, as in DeepSpeed: it may say what it likes.
         if section.layers is not None:
             check_section(section, None, "activation_checkpointing")
-        self.recomputer = Recomputer(section, tensor_parallel_ranks(mpu) if section.partition_activations else None)
+        comm = tensor_parallel_ranks(mpu) if section.partition_activations else None
+        names = {id(module): name for name, module in model.named_modules()}
+        problem: ConfigError | None = None
+        try:
+            self.recomputer = Recomputer(section, comm, aio, names)
+        except ConfigError as error:
+            problem = error
+        if ranks is not None and section.offload.device == "nvme":
+            raise_together(problem, ConfigError, NVME_PATH, ranks)
+        if problem is not None:
+            raise problem
         self._undo: list[Callable[[], None]] = []
         if section.layers is not None:
             self._wrap(model, find_blocks(model, section.layers))
@@ -173,7 +196,7 @@ class Blocks:
         """Leaves the model as it was."""
         while self._undo:
             self._undo.pop()()
-        self.recomputer.clear()
+        self.recomputer.close()
 
 
 def _plain(module: torch.nn.Module) -> type:

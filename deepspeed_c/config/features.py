@@ -52,7 +52,14 @@ FEATURES: dict[str, Feature] = {
         "NVMe offload",
         True,
         _REMOVE,
-        is_on=lambda root: "nvme" in (root.zero.offload_optimizer.device, root.zero.offload_param.device),
+        is_on=lambda root: (
+            "nvme"
+            in (
+                root.zero.offload_optimizer.device,
+                root.zero.offload_param.device,
+                root.activation_checkpointing.offload.device,
+            )
+        ),
     ),
     "partial_offload": Feature(
         "partial offload (Twin-Flow)",
@@ -121,8 +128,11 @@ FEATURES: dict[str, Feature] = {
     "activation_budget": _later(
         "recomputation to fit a number of bytes", 'remove the key, and name the layers to recompute with "layers"'
     ),
-    "activation_offload": _later(
-        "activations on NVMe", 'set it to "none"; "cpu_checkpointing" keeps them in host memory'
+    "activation_offload": Feature(
+        "inputs of recomputed layers in host memory or a file",
+        True,
+        'set "device" to "none"',
+        is_on=lambda root: root.activation_checkpointing.offload.device != "none",
     ),
     "compile": _later("the graph-pass compiler", "set deepcompile to false; torch.compile works on the model itself"),
     "graph_harvesting": _later("CUDA graph capture", "set it to false"),

@@ -14,8 +14,10 @@ from torch import nn
 
 from deepspeed_c import checkpointing
 from deepspeed_c.checkpointing import packers
-from deepspeed_c.checkpointing.packers import Arena, HostPacker, ShardPacker, _Kept, own_range, slice_elems
+from deepspeed_c.checkpointing.counters import LayerCalls
+from deepspeed_c.checkpointing.packers import Arena, ShardPacker, StashPacker, _Kept, own_range
 from deepspeed_c.checkpointing.recomputer import Recomputer
+from deepspeed_c.checkpointing.stash import Stash
 from deepspeed_c.config.checkpoint import ActivationCheckpointing
 from deepspeed_c.errors import RankMismatchError
 
@@ -35,7 +37,7 @@ def test_ranges_cover_all_elements_once(numel: int, n_ranks: int) -> None:
     covered = []
     for rank in range(n_ranks):
         begin, n = own_range(numel, rank, n_ranks)
-        assert 0 <= n <= slice_elems(numel, n_ranks) and begin + n <= numel
+        assert 0 <= n <= -(-numel // n_ranks) and begin + n <= numel
         covered += range(begin, begin + n)
     assert covered == list(range(numel))
 
@@ -72,7 +74,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 def round_trip_body(rank: int, world: int, has_arena: bool) -> list[tuple]:
     from deepspeed_c.comm.collectives import Collectives
 
-    packer = ShardPacker(Collectives(), arena=Arena() if has_arena else None, on_host=False)
+    packer = ShardPacker(Collectives(), LayerCalls(), arena=Arena() if has_arena else None, stash=None)
     found = []
     for name, tensor in tensors().items():
         kept = packer.pack(tensor)
@@ -82,7 +84,7 @@ def round_trip_body(rank: int, world: int, has_arena: bool) -> list[tuple]:
         again = packer.unpack(kept)
         is_dense = name not in ("sliced", "expanded")
         found.append(
-            (name, same_bits(again, tensor), kept.flat.numel(), not is_dense or again.stride() == tensor.stride())
+            (name, same_bits(again, tensor), kept[0].flat.numel(), not is_dense or again.stride() == tensor.stride())
         )
     return found
 
@@ -301,12 +303,14 @@ def test_two_forwards_in_flight_and_one_without_a_backward() -> None:
 
 
 def test_a_tensor_that_many_layers_get_is_kept_once() -> None:
-    packer = ShardPacker(None, arena=Arena(), on_host=False)
+    packer = ShardPacker(None, LayerCalls(), arena=Arena(), stash=None)
     x = torch.randn(9)
     first = packer.pack(x)
-    assert packer.pack(x) is first
+    assert packer.pack(x)[0] is first[0]
     x.add_(1)
-    assert packer.pack(x) is not first
+    assert packer.pack(x)[0] is not first[0]
+    with pytest.raises(RuntimeError, match="at version 1; expected version 0"):
+        packer.unpack(first)
     del first
     assert torch.equal(packer.unpack(packer.pack(x)), x)
 
@@ -314,6 +318,6 @@ def test_a_tensor_that_many_layers_get_is_kept_once() -> None:
 def test_on_the_cpu_nothing_is_moved_and_the_log_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(packers.logger, "info", said.append)
-    packer, x = HostPacker(), torch.randn(3)
+    packer, x = StashPacker(Stash(LayerCalls(), None)), torch.randn(3)
     assert packer.pack(x) is None and packer.pack(x) is None
     assert len(said) == 1 and "nothing is moved" in said[0]
