@@ -188,6 +188,7 @@ class Stashed:
         "dtype",
         "host",
         "is_counted",
+        "is_shared",
         "label",
         "n_bytes",
         "number",
@@ -204,6 +205,7 @@ class Stashed:
         self.host: torch.Tensor | None = None  # uint8, in host memory
         self.copy: Any = None  # to ``host``, under way
         self.is_counted = False  # among the bytes that stay in host memory
+        self.is_shared = False  # by several calls, of which ``call`` is the newest
         self.offset: int | None = None  # in the file
         self.crc: int | None = None
         self.write: _Transfer | None = None
@@ -308,6 +310,7 @@ class Stash:
         """The call that this thread is in has it as an input as well. values: itself, if they are at hand."""
         with self._lock:
             self._settle()
+            stashed.is_shared |= stashed.call != self._calls.number
             stashed.call = self._calls.number
             if stashed.values is None and values is not None:
                 stashed.values = values
@@ -327,7 +330,9 @@ class Stash:
 
     def _send_out(self, stashed: Stashed) -> None:
         if stashed.offset is not None or stashed.host is not None:
-            stashed.values = None  # as it was when it was there before
+            stashed.values = None  # it has been out before
+            return
+        if stashed.is_counted:
             return
         copies = self._copies_for(stashed.device)
         stays = self._file is None or self._n_counted + stashed.n_bytes <= self._max_in_cpu
@@ -437,7 +442,8 @@ class Stash:
             self._settle()
             if stashed.is_in_file and stashed.read is None:
                 self._start_read(stashed)
-            self._read_ahead(stashed.call, stashed.number)
+            if not stashed.is_shared:
+                self._read_ahead(stashed.call, stashed.number)
             if stashed.values is not None:
                 return stashed.values
             if stashed.host is None:
