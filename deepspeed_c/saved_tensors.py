@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 import torch.utils.checkpoint
 
-__all__ = ["Packer", "SavedTensors", "counts_all", "hooks_around", "overwritten"]
+__all__ = ["Packer", "SavedTensors", "counts_all", "give_back", "hooks_around", "keep", "overwritten"]
 
 
 class Packer(Protocol):
@@ -28,13 +28,13 @@ class Packer(Protocol):
         """
 
 
-def _keep(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+def keep(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Keeps a tensor that no packer took, as autograd does where nobody else does the saving."""
     # An operator's own output, kept as it is, would keep the operator that keeps it: the graph would never die.
     return tensor if tensor.is_leaf else tensor.detach(), tensor._version
 
 
-def _give_back(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
+def give_back(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
     """Raises RuntimeError where the tensor was overwritten: autograd looks only where nobody else does the saving."""
     tensor, version = packed
     if tensor._version != version:
@@ -55,7 +55,7 @@ def hooks_around() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch
     autograd does.
     """
     around = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return (_keep, _give_back) if around is None else around
+    return (keep, give_back) if around is None else around
 
 
 def counts_all(pack: Callable[[torch.Tensor], Any]) -> bool:

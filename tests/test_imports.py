@@ -33,8 +33,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "accelerator": {"config", "ops", "_C"},
     "comm": {"config", "logging", "accelerator", "ops", "_C"},
     "checkpointing": {
-        "saved_tensors", "config", "logging", "comm", "accelerator", "ops", "_C", "offload", "quantity"
-    },  # fmt: skip
+        *("saved_tensors", "config", "logging", "comm", "accelerator", "ops", "_C"),
+        *("offload", "quantity"),
+    },
     "lr_schedules": {"config", "logging"},
     "checkpoint": {"config", "logging", "_C"},
     "data": {"config", "logging", "comm", "accelerator"},

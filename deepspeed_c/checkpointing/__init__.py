@@ -8,7 +8,7 @@ follow the last ``configure``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -16,13 +16,13 @@ import torch
 from deepspeed_c.checkpointing import packers, rng
 from deepspeed_c.checkpointing.active import current
 from deepspeed_c.checkpointing.nests import detach_variable, extract_tensors, merge_tensors
+from deepspeed_c.checkpointing.offload_activations import offload_activations
 from deepspeed_c.checkpointing.recomputer import Recomputer, check_section, tensor_parallel_ranks
 from deepspeed_c.checkpointing.rng import CudaRNGStatesTracker, get_cuda_rng_tracker
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.config import load_config
 from deepspeed_c.config.checkpoint import ActivationCheckpointing
 from deepspeed_c.config.offload import Aio
-from deepspeed_c.errors import FeatureError
 
 __all__ = [
     "CudaRNGStatesTracker",
@@ -31,7 +31,9 @@ __all__ = [
     "detach_variable",
     "extract_tensors",
     "gather_partitioned_activations",
+    "get_cpu_activations_for_backward",
     "get_cuda_rng_tracker",
+    "get_offloaded_activations_for_backward",
     "get_partition_size",
     "get_partition_start",
     "get_partitioned_activations_for_backward",
@@ -41,9 +43,12 @@ __all__ = [
     "model_parallel_cuda_manual_seed",
     "model_parallel_reconfigure_tp_seed",
     "non_reentrant_checkpoint",
+    "offload_activations",
     "partition_activations",
     "partition_activations_in_checkpoint",
+    "profile_of_layers",
     "reset",
+    "restore_offloaded_activations",
     "set_num_layers",
 ]
 
@@ -110,7 +115,9 @@ def configure(
         are cut over the ranks of that group.
     deepspeed_config: a configuration (a dict, or a path), whose section ``activation_checkpointing`` counts.
 
-    Raises ConfigError where ``contiguous_checkpointing`` lacks what it needs, FeatureError for ``profile``.
+    profile: count times and bytes of each layer, for ``profile_of_layers``.
+
+    Raises ConfigError where ``contiguous_checkpointing`` lacks what it needs, or a file cannot be made.
     """
     given = locals()
     section, aio = ActivationCheckpointing(), Aio()
@@ -119,12 +126,6 @@ def configure(
         section, aio = config.activation_checkpointing, config.aio
     wanted = {key: given[argument] for argument, key in _KEYS.items() if given[argument] is not None}
     section = msgspec.structs.replace(section, **wanted)
-    if wanted.get("profile"):
-        raise FeatureError(
-            "True asks for what is not part of this version",
-            where="checkpointing.configure(profile=...)",
-            fix="leave it out; torch.profiler times modules",
-        )
     _configured.set_up(section, mpu_, aio)
 
 
@@ -136,6 +137,14 @@ def is_configured() -> bool:
 def reset() -> None:
     """Frees the memory that is kept from one step to the next. Settings stay."""
     _configured.recomputer.clear()
+
+
+def profile_of_layers() -> dict[str, dict[str, int]]:
+    """Times (ns) and bytes of each layer since ``configure(profile=True)``: ``counters.LayerFigures`` by label. Empty
+    without.
+    """
+    counters = _configured.recomputer.counters
+    return {} if counters is None else counters.as_dict()
 
 
 def set_num_layers(nlayers: int) -> None:
@@ -229,6 +238,27 @@ def get_partitioned_activations_for_backward(
         is_cut = is_activation_to_checkpoint(arg)
         found += [part, torch.tensor(arg.shape) if is_cut else None]
     return found
+
+
+def get_cpu_activations_for_backward(args: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+    """``args`` with its activations replaced by those of ``inputs``, their copies in host memory. ``args`` stay as
+    they are.
+    """
+    return [new if is_activation_to_checkpoint(arg) else arg for arg, new in zip(args, inputs, strict=True)]
+
+
+def get_offloaded_activations_for_backward(args: Sequence[Any], engine: offload_activations) -> list[Any]:
+    """``args`` with what ``engine`` keeps in place of each activation. ``args`` stay as they are."""
+    return [_Offloaded(engine.put(arg)) if is_activation_to_checkpoint(arg) else arg for arg in args]
+
+
+def restore_offloaded_activations(tensors: Sequence[Any], engine: offload_activations) -> list[Any]:
+    """What ``get_offloaded_activations_for_backward`` was given, in no graph."""
+    return [engine.get(each.kept) if isinstance(each, _Offloaded) else each for each in tensors]
+
+
+class _Offloaded(NamedTuple):
+    kept: Any
 
 
 def gather_partitioned_activations(tensors: Sequence[Any], device: Any = None) -> tuple:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from deepspeed_c.checkpointing import report
 from deepspeed_c.checkpointing.recomputer import Recomputer, check_section, tensor_parallel_ranks
 from deepspeed_c.checkpointing.stash import NVME_PATH
 from deepspeed_c.comm.collectives import Collectives
@@ -191,6 +192,19 @@ class Blocks:
         before = {name: vars(module)[name] for name in values if name in vars(module)}
         vars(module).update(values)
         self._undo.append(functools.partial(_put_back, module, tuple(values), before))
+
+    def profile(self, step: int, rank: int) -> str:
+        """What layers have cost since the last call, as a table; empty where nothing is counted. Rank 0 writes it to
+        ``profile_path`` as well.
+        """
+        counters, folder = self.recomputer.counters, self.recomputer.section.profile_path
+        if counters is None:
+            return ""
+        figures = counters.as_dict()
+        counters.clear()
+        if folder is not None and rank == 0:
+            report.write(folder, figures, step)
+        return report.describe(figures)
 
     def close(self) -> None:
         """Leaves the model as it was."""

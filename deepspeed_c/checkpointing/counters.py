@@ -12,28 +12,38 @@ from typing import Any
 __all__ = ["Counters", "LayerCalls", "LayerFigures"]
 
 
+class _Here(threading.local):
+    """The call that a thread is in."""
+
+    number = 0
+    label = ""
+
+    def enter(self, number: int, label: str) -> None:
+        self.number, self.label = number, label
+
+
 class LayerCalls:
     """Numbers the calls of layers, and knows which one the current thread is in."""
 
     def __init__(self) -> None:
         self._n = 0
         self._lock = threading.Lock()
-        self._here = threading.local()
+        self._here = _Here()
 
     def begin(self, label: str) -> None:
         """What this thread keeps from now on is of one more call, of the layer ``label``."""
         with self._lock:
             self._n += 1
-            self._here.number, self._here.label = self._n, label
+            self._here.enter(self._n, label)
 
     @property
     def number(self) -> int:
         """Of the call that began last in this thread; 0: none."""
-        return getattr(self._here, "number", 0)
+        return self._here.number
 
     @property
     def label(self) -> str:
-        return getattr(self._here, "label", "")
+        return self._here.label
 
 
 @dataclass
@@ -53,6 +63,26 @@ class LayerFigures:
     """Of inputs that stayed in the memory that computes, over all forwards."""
     bytes_moved: int = 0
     """Of inputs that went to host memory or to a file, over all forwards."""
+
+    def count(self, is_recomputed: bool, spent_ns: int) -> None:
+        """One run of the layer."""
+        if is_recomputed:
+            self.recompute_ns += spent_ns
+        else:
+            self.n += 1
+            self.forward_ns += spent_ns
+
+    def keep(self, n_bytes: int) -> None:
+        self.bytes_kept += n_bytes
+
+    def move(self, n_bytes: int, copy_ns: int) -> None:
+        """Inputs that were kept go elsewhere."""
+        self.bytes_kept -= n_bytes
+        self.bytes_moved += n_bytes
+        self.copy_ns += copy_ns
+
+    def wait(self, spent_ns: int) -> None:
+        self.wait_ns += spent_ns
 
 
 class Counters:
@@ -94,9 +124,4 @@ class _Timed:
         try:
             return function(*args, **kwargs)
         finally:
-            spent = time.perf_counter_ns() - begin
-            if was_run:
-                self._figures.recompute_ns += spent
-            else:
-                self._figures.n += 1
-                self._figures.forward_ns += spent
+            self._figures.count(was_run, time.perf_counter_ns() - begin)

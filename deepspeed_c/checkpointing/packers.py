@@ -261,7 +261,9 @@ class ShardPacker:
     layer ahead of backward, where the backward before went through the layers in the reverse of their order.
     """
 
-    def __init__(self, comm: Collectives | None, calls: LayerCalls, *, arena: Arena | None, stash: Stash | None) -> None:
+    def __init__(
+        self, comm: Collectives | None, calls: LayerCalls, *, arena: Arena | None, stash: Stash | None
+    ) -> None:
         self._comm, self._calls, self._arena, self._stash = comm, calls, arena, stash
         self._n_ranks = 1 if comm is None else comm.world_size
         self._rank = 0 if comm is None else comm.rank

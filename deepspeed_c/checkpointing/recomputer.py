@@ -14,9 +14,9 @@ from deepspeed_c.accelerator import get_accelerator
 from deepspeed_c.checkpointing.active import entered
 from deepspeed_c.checkpointing.compare import Trace
 from deepspeed_c.checkpointing.conditions import Conditions
+from deepspeed_c.checkpointing.counters import Counters, LayerCalls
 from deepspeed_c.checkpointing.frames import Frame, Inputs
 from deepspeed_c.checkpointing.nests import Arguments
-from deepspeed_c.checkpointing.counters import Counters, LayerCalls
 from deepspeed_c.checkpointing.packers import Arena, ShardPacker, StashPacker
 from deepspeed_c.checkpointing.reentrant import ReentrantCall
 from deepspeed_c.checkpointing.stash import Stash, StashFile
@@ -120,8 +120,7 @@ class Recomputer:
         arguments = Arguments(args, kwargs)
         self._calls.begin(label)
         if self.counters is not None:
-            figures = self.counters.of(label)
-            figures.bytes_kept += sum(each.nbytes for each in arguments.tensors if not is_parameter(each))
+            self.counters.of(label).keep(sum(each.nbytes for each in arguments.tensors if not is_parameter(each)))
             function = self.counters.timed(label, function)
         self._synchronize()
         if section.use_reentrant if is_reentrant is None else is_reentrant:

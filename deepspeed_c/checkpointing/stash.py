@@ -1,8 +1,8 @@
 """Where the inputs of recomputed layers wait for the backward: in host memory, and in a file.
 
 Forward puts them, call by call. Those of the newest call stay where they are: backward begins there. When the next call
-puts its own, the ones before go *out*: the first ``max_in_cpu`` bytes into host memory, where they are anyway if that is
-what computes, and the others into the file, behind the computation. Backward asks in the reverse order, so the calls
+puts its own, the ones before go *out*: the first ``max_in_cpu`` bytes into host memory, where they are anyway if that
+is what computes, and the others into the file, behind the computation. Backward asks in the reverse order, so the calls
 before the one that is asked for are read meanwhile.
 
 At most one call's inputs are on their way out, and one to three calls' are on their way in.
@@ -24,7 +24,7 @@ import torch
 
 from deepspeed_c import _C
 from deepspeed_c.checkpointing.counters import Counters, LayerCalls, LayerFigures
-from deepspeed_c.errors import AioError, ConfigError, OffloadError
+from deepspeed_c.errors import AioError, OffloadError
 from deepspeed_c.logging import logger
 from deepspeed_c.offload.swap import SwapFile, SwapSettings, reserve, whole_pages
 from deepspeed_c.ops.aio import as_aio_error, reserve_space
@@ -296,8 +296,7 @@ class Stash:
         return LayerFigures() if self._counters is None else self._counters.of(stashed.label)
 
     def put(self, values: torch.Tensor) -> Stashed:
-        """Keeps ``values``, flat and dense, as an input of the call that this thread is in. They must stay as they are.
-        """
+        """Keeps ``values``, flat and dense, as an input of the call that this thread is in. They must not change."""
         with self._lock:
             self._settle()
             self._n += 1
@@ -355,9 +354,7 @@ class Stash:
         else:
             stashed.copy = copies.down(source, buffer.narrow(0, 0, n_bytes))
         stashed.host, stashed.values = buffer, None
-        figures.copy_ns += time.perf_counter_ns() - begin
-        figures.bytes_kept -= n_bytes
-        figures.bytes_moved += n_bytes
+        figures.move(n_bytes, time.perf_counter_ns() - begin)
         if stashed.offset is None:
             bisect.insort(self._out, stashed.number)
         elif stashed.copy is None:
@@ -394,7 +391,7 @@ class Stash:
             begin = time.perf_counter_ns()
             stashed.copy.synchronize()
             stashed.copy = None
-            self._figures(stashed).wait_ns += time.perf_counter_ns() - begin
+            self._figures(stashed).wait(time.perf_counter_ns() - begin)
             if stashed.offset is not None:
                 self._start_write(stashed)
 
@@ -408,7 +405,7 @@ class Stash:
         except AioError as error:
             raise self._not_written(stashed, error) from error
         finally:
-            self._figures(stashed).wait_ns += time.perf_counter_ns() - begin
+            self._figures(stashed).wait(time.perf_counter_ns() - begin)
 
     def _finish_leaving(self) -> None:
         leaving, self._leaving = self._leaving, []
@@ -503,7 +500,7 @@ class Stash:
             stashed.read = None
             raise self._not_read(stashed, error.what, error.fix) from error
         finally:
-            figures.wait_ns += time.perf_counter_ns() - begin
+            figures.wait(time.perf_counter_ns() - begin)
         if n_done < stashed.n_bytes:
             raise self._not_read(
                 stashed, f"the file ends after {n_done} of {stashed.n_bytes} bytes at offset {stashed.offset}", ""

@@ -131,6 +131,11 @@ class ActivationCheckpointing(Section, kw_only=True):
     synchronize_checkpoint_boundary: Annotated[bool, acts("Wait for the device at each layer's beginning and end.")] = (
         False
     )
-    profile: Annotated[bool, asks("Time each layer.", "activation_profile")] = False
+    profile: Annotated[
+        bool, acts("Log times and bytes of each layer every steps_per_print steps: a mean of its calls since the last.")
+    ] = False
+    profile_path: Annotated[
+        str | None, acts("Folder for the newest such table as activations.json and activations.svg, of rank 0.")
+    ] = None
     budget: Annotated[int | str | None, asks("Bytes that activations may take.", "activation_budget")] = None
     offload: Annotated[ActivationOffload, tunes("Host memory and files for the inputs.", "activation_offload")] = ActivationOffload()

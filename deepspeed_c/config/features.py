@@ -16,14 +16,10 @@ class Feature(NamedTuple):
     """What a user can do while the feature is missing."""
     is_on: Callable[[Any], bool] = lambda root: True
     """Whether a configuration uses it, once it is built: keys that only tune it have no effect otherwise."""
-    is_inert: bool = False
-    """Whether asking for it changes nothing by itself, in DeepSpeed neither: noted with ``instead`` as the reason, not
-    refused.
-    """
 
 
-def _later(title: str, instead: str, *, is_inert: bool = False) -> Feature:
-    return Feature(title, False, instead, is_inert=is_inert)
+def _later(title: str, instead: str) -> Feature:
+    return Feature(title, False, instead)
 
 
 _REMOVE = "remove the key, or set it to its default"
@@ -122,9 +118,6 @@ FEATURES: dict[str, Feature] = {
     "inference": _later("the inference engine", "remove the section"),
     "inference_quantization": _later("weight quantization for inference", "remove the section"),
     # Memory and compilation
-    "activation_profile": _later(
-        "the profile of recomputed layers", "set it to false; torch.profiler times modules", is_inert=True
-    ),
     "activation_budget": _later(
         "recomputation to fit a number of bytes", 'remove the key, and name the layers to recompute with "layers"'
     ),

@@ -381,6 +381,8 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
                 + self.timers.report(),
                 ranks=[0],
             )
+            if self._blocks is not None and (profile := self._blocks.profile(self.global_steps, self.global_rank)):
+                log_dist(profile, ranks=[0])
         if self._config.memory_breakdown:
             see_memory_usage("after step", force=True)
 
