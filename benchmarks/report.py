@@ -149,7 +149,7 @@ FIGURES = [
                 "wrapper_us",
             ),
             (
-                "cut over 2 ranks: part of the inputs' bytes that the peak is less",
+                "cut over 2 ranks: part of the inputs' bytes that less is kept for backward",
                 ">= 0.45",
                 "activation_checkpointing_2_ranks",
                 "partitioned_inputs_less",
