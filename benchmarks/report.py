@@ -135,6 +135,48 @@ FIGURES = [
         "ratio_to_bound",
     ),
     *(
+        Figure(f"12 recomputed layers with inputs of 16 MiB, {what}", goal, name, {}, field)
+        for what, goal, name, field in (
+            (
+                "peak of live bytes: over `torch.utils.checkpoint`'s",
+                "<= 1.05",
+                "activation_checkpointing",
+                "peak_of_torch",
+            ),
+            ("a step: over `torch.utils.checkpoint`'s", "<= 1.03", "activation_checkpointing", "time_of_torch"),
+            (
+                "inputs on NVMe: part of their bytes that the peak is less",
+                ">= 0.75",
+                "activation_checkpointing",
+                "nvme_inputs_less",
+            ),
+            (
+                "inputs on NVMe, a step: over recomputed",
+                "<= 1.15",
+                "activation_checkpointing",
+                "nvme_time_of_recomputed",
+            ),
+            (
+                "a call without a graph: us over the layer's own",
+                "<= 5",
+                "activation_checkpointing",
+                "wrapper_us",
+            ),
+            (
+                "cut over 2 ranks: part of the inputs' bytes that less is kept for backward",
+                ">= 0.45",
+                "activation_checkpointing_2_ranks",
+                "partitioned_inputs_less",
+            ),
+            (
+                "cut over 2 ranks, a step: over recomputed",
+                "<= 1.10",
+                "activation_checkpointing_2_ranks",
+                "partitioned_time_of_recomputed",
+            ),
+        )
+    ),
+    *(
         Figure(
             f"the collective ledger: part of an fp32 training step of {model}, 2 ranks, stage {stage}",
             "<= 0.01",

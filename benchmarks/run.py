@@ -180,6 +180,20 @@ BENCHMARKS = [
         "--gigabytes 0.1 --rounds 2",
         n_ranks=2,
     ),
+    *(
+        _script(
+            name,
+            f"{OURS}/activation_checkpointing.py",
+            ("deepspeed_c/checkpointing", "deepspeed_c/offload/swap.py", "deepspeed_c/comm", "csrc/aio", "ops"),
+            seconds,
+            "--rounds 1 --rows 512",
+            n_ranks=n_ranks,
+        )
+        for name, seconds, n_ranks in (
+            ("activation_checkpointing", 180, 0),
+            ("activation_checkpointing_2_ranks", 180, 2),
+        )
+    ),
     _script("import_time", f"{OURS}/import_time.py", ("deepspeed_c", "ops"), 80, "--rounds 1"),
     _script("start_time", f"{OURS}/start_time.py", ("deepspeed_c", "ops"), 200, "--rounds 1"),
     _script("alias_start", f"{OURS}/alias_start.py", ("deepspeed_c/alias", *STARTING), 15, "--rounds 2"),

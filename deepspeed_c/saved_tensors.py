@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 import torch.utils.checkpoint
 
-__all__ = ["Packer", "SavedTensors", "counts_all", "hooks_around"]
+__all__ = ["Packer", "SavedTensors", "counts_all", "give_back", "hooks_around", "keep", "overwritten"]
 
 
 class Packer(Protocol):
@@ -28,21 +28,26 @@ class Packer(Protocol):
         """
 
 
-def _keep(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+def keep(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Keeps a tensor that no packer took, as autograd does where nobody else does the saving."""
     # An operator's own output, kept as it is, would keep the operator that keeps it: the graph would never die.
     return tensor if tensor.is_leaf else tensor.detach(), tensor._version
 
 
-def _give_back(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
+def give_back(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
     """Raises RuntimeError where the tensor was overwritten: autograd looks only where nobody else does the saving."""
     tensor, version = packed
     if tensor._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} instead"
-        )
+        raise overwritten(f"{tensor.type()} {list(tensor.shape)}", tensor._version, version)
     return tensor
+
+
+def overwritten(what: str, found: int, expected: int) -> RuntimeError:
+    """The error that autograd raises for a saved tensor with another version."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{what}] is at version {found}; expected version {expected} instead"
+    )
 
 
 def hooks_around() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
@@ -50,7 +55,7 @@ def hooks_around() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch
     autograd does.
     """
     around = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return (_keep, _give_back) if around is None else around
+    return (keep, give_back) if around is None else around
 
 
 def counts_all(pack: Callable[[torch.Tensor], Any]) -> bool:

@@ -17,7 +17,7 @@ import torch
 from deepspeed_c import _C
 from deepspeed_c.errors import AioError, FeatureError, StateError
 
-__all__ = ["AsyncIOBuilder", "PinnedPool", "aio_handle", "as_aio_error", "backends", "unnamed_file"]
+__all__ = ["AsyncIOBuilder", "PinnedPool", "aio_handle", "as_aio_error", "backends", "reserve_space", "unnamed_file"]
 
 _NO_BUDGET = (1 << 63) - 1
 _VALIDATE_BYTES = 16 << 20
@@ -56,6 +56,19 @@ def unnamed_file(folder: str, n_bytes: int) -> int:
     except OSError as error:
         fix = "name a folder that exists and that you may write to"
         raise _error(f"no file can be made there: {error.strerror}", folder, None, None, error.errno, fix) from error
+    try:
+        reserve_space(descriptor, 0, n_bytes, folder)
+    except AioError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def reserve_space(descriptor: int, begin: int, n_bytes: int, folder: str) -> None:
+    """Makes ``n_bytes`` from ``begin`` on of an open file in ``folder`` sure to be there.
+
+    Raises `AioError`, which has the errno and both numbers, where that much is not free.
+    """
     # The free space is asked for first: filling the device, if only for a moment, can hurt others.
     room = os.fstatvfs(descriptor)
     n_free = room.f_bavail * room.f_frsize
@@ -63,13 +76,11 @@ def unnamed_file(folder: str, n_bytes: int) -> int:
         if n_bytes > n_free:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if n_bytes:
-            os.posix_fallocate(descriptor, 0, n_bytes)
+            os.posix_fallocate(descriptor, begin, n_bytes)
     except OSError as error:
-        os.close(descriptor)
         numbers = f"{n_bytes} bytes ({n_bytes / 2**30:.2f} GiB) cannot be reserved, {n_free} ({n_free / 2**30:.2f} GiB) are free"
         fix = "free space there, name another folder, or ask for less"
         raise _error(f"{numbers}: {error.strerror}", folder, None, n_bytes, error.errno, fix) from error
-    return descriptor
 
 
 def _open_unnamed(folder: str) -> int:

@@ -32,7 +32,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "logging": {"config"},
     "accelerator": {"config", "ops", "_C"},
     "comm": {"config", "logging", "accelerator", "ops", "_C"},
-    "checkpointing": {"saved_tensors", "config", "logging", "comm", "accelerator", "_C", "quantity"},
+    "checkpointing": {
+        *("saved_tensors", "config", "logging", "comm", "accelerator", "ops", "_C"),
+        *("offload", "quantity"),
+    },
     "lr_schedules": {"config", "logging"},
     "checkpoint": {"config", "logging", "_C"},
     "data": {"config", "logging", "comm", "accelerator"},

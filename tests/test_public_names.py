@@ -53,7 +53,7 @@ BUILDERS: dict[str, tuple[str, str | None]] = {
 }
 
 OPS = {
-    "aio": {"AsyncIOBuilder", "PinnedPool", "aio_handle", "as_aio_error", "backends", "unnamed_file"},
+    "aio": {"AsyncIOBuilder", "PinnedPool", "aio_handle", "as_aio_error", "backends", "reserve_space", "unnamed_file"},
     "adam": {"DeepSpeedCPUAdam", "FusedAdam"},
     "adagrad": {"DeepSpeedCPUAdagrad"},
     "lamb": {"FusedLamb"},

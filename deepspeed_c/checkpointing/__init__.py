@@ -8,7 +8,7 @@ follow the last ``configure``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -16,11 +16,13 @@ import torch
 from deepspeed_c.checkpointing import packers, rng
 from deepspeed_c.checkpointing.active import current
 from deepspeed_c.checkpointing.nests import detach_variable, extract_tensors, merge_tensors
+from deepspeed_c.checkpointing.offload_activations import offload_activations
 from deepspeed_c.checkpointing.recomputer import Recomputer, check_section, tensor_parallel_ranks
 from deepspeed_c.checkpointing.rng import CudaRNGStatesTracker, get_cuda_rng_tracker
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.config import load_config
 from deepspeed_c.config.checkpoint import ActivationCheckpointing
+from deepspeed_c.config.offload import Aio
 from deepspeed_c.errors import ConfigError, FeatureError
 
 __all__ = [
@@ -30,7 +32,9 @@ __all__ = [
     "detach_variable",
     "extract_tensors",
     "gather_partitioned_activations",
+    "get_cpu_activations_for_backward",
     "get_cuda_rng_tracker",
+    "get_offloaded_activations_for_backward",
     "get_partition_size",
     "get_partition_start",
     "get_partitioned_activations_for_backward",
@@ -40,9 +44,12 @@ __all__ = [
     "model_parallel_cuda_manual_seed",
     "model_parallel_reconfigure_tp_seed",
     "non_reentrant_checkpoint",
+    "offload_activations",
     "partition_activations",
     "partition_activations_in_checkpoint",
+    "profile_of_layers",
     "reset",
+    "restore_offloaded_activations",
     "set_num_layers",
 ]
 
@@ -69,18 +76,22 @@ class _Configured:
         self.n_layers: int | None = None
         self.mpu: Any = None
         self.comm: Collectives | None = None
+        self.aio = Aio()
         self.recomputer = Recomputer(ActivationCheckpointing())
 
-    def set_up(self, section: ActivationCheckpointing, mpu: Any) -> None:
+    def set_up(self, section: ActivationCheckpointing, mpu: Any, aio: Aio) -> None:
         check_section(section, self.n_layers, "checkpointing.configure")
-        self.comm = tensor_parallel_ranks(mpu)
-        self.mpu, self.is_done = mpu, True
-        self.recomputer = Recomputer(section, self.comm)
+        comm = tensor_parallel_ranks(mpu)
+        recomputer = Recomputer(section, comm, aio)
+        self.recomputer.close()
+        self.comm, self.mpu, self.is_done, self.aio, self.recomputer = comm, mpu, True, aio, recomputer
 
     def cut(self, is_cut: bool) -> None:
         section = msgspec.structs.replace(self.recomputer.section, partition_activations=bool(is_cut))
         check_section(section, self.n_layers, "checkpointing.partition_activations_in_checkpoint")
-        self.recomputer = Recomputer(section, self.comm)
+        recomputer = Recomputer(section, self.comm, self.aio)
+        self.recomputer.close()
+        self.recomputer = recomputer
 
     def count_layers(self, n_layers: int) -> None:
         self.n_layers = n_layers
@@ -105,27 +116,24 @@ def configure(
         are cut over the ranks of that group.
     deepspeed_config: a configuration (a dict, or a path), whose section ``activation_checkpointing`` counts.
 
-    Raises ConfigError where ``contiguous_checkpointing`` lacks what it needs, FeatureError for ``profile``.
+    profile: count times and bytes of each layer, for ``profile_of_layers``.
+
+    Raises ConfigError where ``contiguous_checkpointing`` lacks what it needs, or a file cannot be made.
     """
     given = locals()
-    section = ActivationCheckpointing()
+    section, aio = ActivationCheckpointing(), Aio()
     if deepspeed_config is not None:
-        section = load_config(deepspeed_config, world_size=1, batch="skip").activation_checkpointing
+        config = load_config(deepspeed_config, world_size=1, batch="skip")
+        section, aio = config.activation_checkpointing, config.aio
     wanted = {key: given[argument] for argument, key in _KEYS.items() if given[argument] is not None}
     section = msgspec.structs.replace(section, **wanted)
-    if wanted.get("profile"):
-        raise FeatureError(
-            "True asks for what is not part of this version",
-            where="checkpointing.configure(profile=...)",
-            fix="leave it out; torch.profiler times modules",
-        )
     if section.budget is not None:
         raise ConfigError(
             "a budget is kept forward by forward, which an engine knows and configure does not",
             where="checkpointing.configure(deepspeed_config=...): activation_checkpointing.budget",
             fix="give the section to initialize, whose engine's calls of checkpoint() then follow it",
         )
-    _configured.set_up(section, mpu_)
+    _configured.set_up(section, mpu_, aio)
 
 
 def is_configured() -> bool:
@@ -136,6 +144,14 @@ def is_configured() -> bool:
 def reset() -> None:
     """Frees the memory that is kept from one step to the next. Settings stay."""
     _configured.recomputer.clear()
+
+
+def profile_of_layers() -> dict[str, dict[str, int]]:
+    """Times (ns) and bytes of each layer since ``configure(profile=True)``: ``counters.LayerFigures`` by label. Empty
+    without.
+    """
+    counters = _configured.recomputer.counters
+    return {} if counters is None else counters.as_dict()
 
 
 def set_num_layers(nlayers: int) -> None:
@@ -231,20 +247,36 @@ def get_partitioned_activations_for_backward(
     return found
 
 
+def get_cpu_activations_for_backward(args: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+    """``args`` with its activations replaced by those of ``inputs``, their copies in host memory. ``args`` stay as
+    they are.
+    """
+    return [new if is_activation_to_checkpoint(arg) else arg for arg, new in zip(args, inputs, strict=True)]
+
+
+def get_offloaded_activations_for_backward(args: Sequence[Any], engine: offload_activations) -> list[Any]:
+    """``args`` with what ``engine`` keeps in place of each activation. ``args`` stay as they are."""
+    return [_Offloaded(engine.put(arg)) if is_activation_to_checkpoint(arg) else arg for arg in args]
+
+
+def restore_offloaded_activations(tensors: Sequence[Any], engine: offload_activations) -> list[Any]:
+    """What ``get_offloaded_activations_for_backward`` was given, in no graph."""
+    return [engine.get(each.kept) if isinstance(each, _Offloaded) else each for each in tensors]
+
+
+class _Offloaded(NamedTuple):
+    kept: Any
+
+
 def gather_partitioned_activations(tensors: Sequence[Any], device: Any = None) -> tuple:
     """The whole activations of a list of (part, shape), one after the other. Collective."""
-    rank, n_ranks = _ranks()
     found = []
     for part, shape in zip(tensors[::2], tensors[1::2], strict=True):
         if shape is None:
             found.append(part)
             continue
         numel = shape.prod().item() if shape.numel() else 1
-        size = packers.slice_elems(numel, n_ranks)
-        flat = torch.empty(size * n_ranks, dtype=part.dtype, device=part.device if device is None else device)
-        begin, own = packers.own_range(numel, rank, n_ranks)
-        flat.narrow(0, begin, own).copy_(part)
-        if n_ranks > 1:
-            _configured.comm.all_gather(flat, label="partitioned activations").wait()
-        found.append(flat[:numel].view(shape.tolist()))
+        there = part.device if device is None else torch.device(device)
+        flat = packers.Gather(_configured.comm, numel, part, part.dtype, there).wait()
+        found.append(flat.view(shape.tolist()))
     return tuple(found)

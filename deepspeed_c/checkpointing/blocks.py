@@ -11,11 +11,15 @@ from typing import Any
 
 import torch
 
+from deepspeed_c.checkpointing import report
 from deepspeed_c.checkpointing.budget import Budget
 from deepspeed_c.checkpointing.recomputer import Recomputer, check_section, tensor_parallel_ranks
+from deepspeed_c.checkpointing.stash import NVME_PATH
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.config.checkpoint import ActivationCheckpointing
+from deepspeed_c.config.offload import Aio
 from deepspeed_c.errors import ConfigError
+from deepspeed_c.offload.place import raise_together
 
 __all__ = ["Blocks", "find_blocks"]
 
@@ -107,8 +111,10 @@ class Blocks:
     """What an engine's section asks of its model: which layers are recomputed, until ``close``.
 
     mpu: its tensor-parallel ranks share activations.
-    comm: ranks that must agree on what is recomputed where a budget decides.
     has_sharded: weights are released after use, also frozen ones, which torch's own checkpoint would keep as they are.
+    aio: how files are read and written.
+    ranks: all that have such a section. Where one cannot make its file, all of them raise; a budget's plan is the same
+    on all.
     """
 
     def __init__(
@@ -118,16 +124,24 @@ class Blocks:
         mpu: Any = None,
         *,
         has_sharded: bool = False,
-        comm: Collectives | None = None,
+        aio: Aio | None = None,
+        ranks: Collectives | None = None,
     ) -> None:
         # A section without layers does nothing by itself, as in DeepSpeed: it may say what it likes.
         if section.layers is not None:
             check_section(section, None, "activation_checkpointing")
-        self.recomputer = Recomputer(
-            section,
-            tensor_parallel_ranks(mpu) if section.partition_activations else None,
-            None if section.budget is None else Budget(section, comm),
-        )
+        comm = tensor_parallel_ranks(mpu) if section.partition_activations else None
+        budget = None if section.budget is None else Budget(section, ranks)
+        names = {id(module): name for name, module in model.named_modules()}
+        problem: ConfigError | None = None
+        try:
+            self.recomputer = Recomputer(section, comm, aio, names, budget)
+        except ConfigError as error:
+            problem = error
+        if ranks is not None and section.offload.device == "nvme":
+            raise_together(problem, ConfigError, NVME_PATH, ranks)
+        if problem is not None:
+            raise problem
         self._undo: list[Callable[[], None]] = []
         if section.layers is not None:
             self._wrap(model, find_blocks(model, section.layers))
@@ -182,11 +196,24 @@ class Blocks:
         vars(module).update(values)
         self._undo.append(functools.partial(_put_back, module, tuple(values), before))
 
+    def profile(self, step: int, rank: int) -> str:
+        """What layers have cost since the last call, as a table; empty where nothing is counted. Rank 0 writes it to
+        ``profile_path`` as well.
+        """
+        counters, folder = self.recomputer.counters, self.recomputer.section.profile_path
+        if counters is None:
+            return ""
+        figures = counters.as_dict()
+        counters.clear()
+        if folder is not None and rank == 0:
+            report.write(folder, figures, step)
+        return report.describe(figures)
+
     def close(self) -> None:
         """Leaves the model as it was."""
         while self._undo:
             self._undo.pop()()
-        self.recomputer.clear()
+        self.recomputer.close()
 
 
 def _plain(module: torch.nn.Module) -> type:

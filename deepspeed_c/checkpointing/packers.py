@@ -1,4 +1,5 @@
-"""How the inputs of a recomputed layer are kept: cut over tensor-parallel ranks, in host memory, in one arena."""
+"""How the inputs of a recomputed layer are kept: cut over tensor-parallel ranks, in one arena, in host memory or
+a file."""
 
 from __future__ import annotations
 
@@ -10,12 +11,16 @@ from typing import Any
 
 import torch
 
+from deepspeed_c import _C
 from deepspeed_c.checkpointing.compare import digest
+from deepspeed_c.checkpointing.counters import LayerCalls
+from deepspeed_c.checkpointing.stash import Stash, Stashed
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import RankMismatchError
 from deepspeed_c.logging import logger
+from deepspeed_c.saved_tensors import overwritten
 
-__all__ = ["Arena", "HostPacker", "ShardPacker", "is_activation"]
+__all__ = ["Arena", "Gather", "ShardPacker", "StashPacker", "is_activation", "own_range"]
 
 _ALIGNMENT_BYTES = 64
 
@@ -32,16 +37,42 @@ def is_activation(item: Any, n_ranks: int = 1) -> bool:
     )
 
 
-def slice_elems(numel: int, n_ranks: int) -> int:
-    """Elements of each rank's slice; the last ones may have fewer."""
-    return math.ceil(numel / n_ranks)
-
-
 def own_range(numel: int, rank: int, n_ranks: int) -> tuple[int, int]:
     """(begin, number) of the elements that a rank keeps."""
-    size = slice_elems(numel, n_ranks)
-    begin = min(rank * size, numel)
-    return begin, min(size, numel - begin)
+    begin, end = _C.shard_range(numel, n_ranks, rank)
+    return begin, end - begin
+
+
+class Gather:
+    """The elements of one tensor on their way from the ranks that keep them. Made in the same order on all ranks.
+
+    part: this rank's elements, or None: nobody on this rank wants the result, and the others must not wait.
+    """
+
+    def __init__(
+        self, comm: Collectives | None, numel: int, part: torch.Tensor | None, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._numel, self._n_ranks = numel, 1 if comm is None else comm.world_size
+        rank = 0 if comm is None else comm.rank
+        # Collectives move equal slices; the first ranks have an element more where they are not.
+        self._slice_elems = own_range(numel, 0, self._n_ranks)[1]
+        self._flat = torch.empty(self._slice_elems * self._n_ranks, dtype=dtype, device=device)
+        if part is not None:
+            self._flat.narrow(0, rank * self._slice_elems, part.numel()).copy_(part, non_blocking=True)
+        self._work = None
+        if self._n_ranks > 1:
+            self._work = comm.all_gather(self._flat, label="partitioned activations")
+
+    def wait(self) -> torch.Tensor:
+        """All elements, flat."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        if self._flat.numel() == self._numel:
+            return self._flat
+        sizes = [own_range(self._numel, rank, self._n_ranks)[1] for rank in range(self._n_ranks)]
+        slices = self._flat.view(self._n_ranks, self._slice_elems)
+        return torch.cat([part[:size] for part, size in zip(slices, sizes, strict=True)])
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -65,7 +96,8 @@ class Arena:
     def __init__(self) -> None:
         self._buffer: torch.Tensor | None = None
         self._used_bytes = self._wanted_bytes = self._n_lent = 0
-        self._lock = threading.Lock()  # graphs die in any thread
+        # Graphs die in any thread, and when the collector runs: within a method of this, too.
+        self._lock = threading.RLock()
         self.n_outside = 0
         """How often there was no room, since the process began."""
 
@@ -109,13 +141,20 @@ class Arena:
 class _Kept:
     """What is kept of one tensor, and how to have it again."""
 
-    __slots__ = ("__weakref__", "_arena", "device", "flat", "numel", "shape", "source", "stride", "version")
+    __slots__ = (
+        "__weakref__", "_arena", "_watch", "device", "dtype", "flat", "numel", "shape", "source", "stashed", "stride",
+        "version",
+    )  # fmt: skip
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.source, self.version = weakref.ref(tensor), tensor._version
-        self.shape, self.numel, self.device = tensor.shape, tensor.numel(), tensor.device
+        # Its count of changes in place goes on when the tensor itself, and its memory, are gone.
+        self._watch = tensor.detach()
+        self._watch.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self.shape, self.numel, self.device, self.dtype = tensor.shape, tensor.numel(), tensor.device, tensor.dtype
         self.stride = tensor.stride() if _is_dense(tensor) else None
         self.flat: torch.Tensor | None = None
+        self.stashed: Stashed | None = None
         self._arena: Arena | None = None
 
     def elements_of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -124,18 +163,19 @@ class _Kept:
             return tensor.detach().reshape(-1)
         return tensor.detach().as_strided((self.numel,), (1,))
 
-    def keep(self, values: torch.Tensor, *, arena: Arena | None, on_host: bool) -> None:
+    def keep(self, values: torch.Tensor, arena: Arena | None) -> None:
         """Copies ``values``."""
-        device = torch.device("cpu") if on_host else values.device
-        if on_host and values.device.type != "cpu":
-            self.flat = torch.empty(values.numel(), dtype=values.dtype, pin_memory=True)
-        elif arena is None:
-            self.flat = torch.empty(values.numel(), dtype=values.dtype, device=device)
+        if arena is None:
+            self.flat = torch.empty(values.numel(), dtype=values.dtype, device=values.device)
         else:
-            self.flat = arena.take(values.numel(), values.dtype, device)
+            self.flat = arena.take(values.numel(), values.dtype, values.device)
             self._arena = arena
-        # The caching allocators of the device and of page-locked memory both know of copies under way on this stream.
         self.flat.copy_(values, non_blocking=True)
+
+    def check(self) -> None:
+        """Raises RuntimeError where the tensor was overwritten since, as autograd does."""
+        if self._watch._version != self.version:
+            raise overwritten(f"{self.dtype} {list(self.shape)}", self._watch._version, self.version)
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
         return flat.view(self.shape) if self.stride is None else flat.as_strided(self.shape, self.stride)
@@ -158,29 +198,99 @@ class _KeptBefore:
         return kept
 
 
-class ShardPacker:
-    """Keeps this rank's part of each activation. Tensor-parallel ranks hold the same ones, and gather them again."""
+class _Claim:
+    """One layer's use of what is kept of a tensor. What is gathered ahead for it lies here."""
 
-    def __init__(self, comm: Collectives | None, *, arena: Arena | None, on_host: bool) -> None:
-        self._comm, self._arena, self._on_host = comm, arena, on_host
+    __slots__ = ("__weakref__", "_kept", "call", "device", "dtype", "gather", "numel")
+
+    def __init__(self, kept: _Kept, call: int) -> None:
+        self._kept, self.call = weakref.ref(kept), call
+        self.numel, self.dtype, self.device = kept.numel, kept.dtype, kept.device
+        self.gather: Gather | None = None
+
+    @property
+    def kept(self) -> _Kept | None:
+        """None where the graph is gone."""
+        return self._kept()
+
+
+class _Order:
+    """Which layer's inputs backward will want next, found from the order in which layers kept them and were asked for
+    them: from nothing that ranks of one program could differ in, such as when an object is freed.
+    """
+
+    _MAX_CALLS = 1024  # that are remembered
+
+    def __init__(self) -> None:
+        self._claims: dict[int, list[_Claim]] = {}  # by number of the call
+        self._n_calls = self._of = 0
+        self._at = self._n_run = self._n_run_before = 0
+
+    def add(self, kept: _Kept, call: int) -> _Claim:
+        """``call``: changes from one layer's call to the next."""
+        if call != self._of or not self._n_calls:
+            self._of, self._n_calls = call, self._n_calls + 1
+            self._claims[self._n_calls] = []
+            self._claims.pop(self._n_calls - self._MAX_CALLS, None)
+        claim = _Claim(kept, self._n_calls)
+        self._claims[self._n_calls].append(claim)
+        return claim
+
+    def enter(self, call: int) -> tuple[list[_Claim], list[_Claim]]:
+        """A backward asks for the first input of ``call``. Returns (all that it will ask for, what comes after that):
+        the latter only where the backward before went as far as that, call by call.
+        """
+        if call == self._at:
+            return [], []
+        if call == self._at - 1:
+            self._n_run += 1
+        else:
+            self._n_run_before, self._n_run = self._n_run or self._n_run_before, 1
+        self._at = call
+        comes = self._claims.get(call - 1, []) if self._n_run < self._n_run_before else []
+        return self._claims.get(call, []), comes
+
+    def leave(self) -> None:
+        """Forward goes on: the next question begins another backward."""
+        if self._at:
+            self._at, self._n_run_before, self._n_run = 0, self._n_run, 0
+
+
+class ShardPacker:
+    """Keeps this rank's part of each activation. Tensor-parallel ranks hold the same ones, and gather them again: one
+    layer ahead of backward, where the backward before went through the layers in the reverse of their order.
+    """
+
+    def __init__(
+        self, comm: Collectives | None, calls: LayerCalls, *, arena: Arena | None, stash: Stash | None
+    ) -> None:
+        self._comm, self._calls, self._arena, self._stash = comm, calls, arena, stash
         self._n_ranks = 1 if comm is None else comm.world_size
         self._rank = 0 if comm is None else comm.rank
-        self._memory = _KeptBefore()
+        self._memory, self._order = _KeptBefore(), _Order()
         self._has_gathered = False
+        self._on_the_way: list[_Claim] = []
 
-    def pack(self, tensor: torch.Tensor) -> _Kept | None:
+    def pack(self, tensor: torch.Tensor) -> tuple[_Kept, _Claim] | None:
         if not is_activation(tensor, self._n_ranks) or isinstance(tensor, torch.nn.Parameter):
             return None
-        return self._memory.find(tensor, self._cut)
+        self._order.leave()
+        self._drop_gathers()
+        kept = self._memory.find(tensor, self._cut)
+        if kept.stashed is not None:
+            self._stash.touch(kept.stashed, None)
+        return kept, self._order.add(kept, self._calls.number)
 
     def _cut(self, tensor: torch.Tensor) -> _Kept:
         kept = _Kept(tensor)
         flat = kept.elements_of(tensor)
         if not self._has_gathered:
             self._check(tensor, flat)
-        kept.keep(
-            flat.narrow(0, *own_range(kept.numel, self._rank, self._n_ranks)), arena=self._arena, on_host=self._on_host
-        )
+        part = flat.narrow(0, *own_range(kept.numel, self._rank, self._n_ranks))
+        if self._stash is not None and self._stash.takes(tensor.device):
+            kept.stashed = self._stash.put(part.clone())
+        else:
+            kept.keep(part, self._arena)
         return kept
 
     def _check(self, tensor: torch.Tensor, flat: torch.Tensor) -> None:
@@ -197,39 +307,56 @@ class ShardPacker:
                 " tensor.no_checkpointing = True, or set partition_activations to false",
             )
 
-    def unpack(self, kept: _Kept) -> torch.Tensor:
+    def unpack(self, packed: tuple[_Kept, _Claim]) -> torch.Tensor:
+        kept, claim = packed
         self._has_gathered = True
-        size = slice_elems(kept.numel, self._n_ranks)
-        flat = torch.empty(size * self._n_ranks, dtype=kept.flat.dtype, device=kept.device)
-        begin, numel = own_range(kept.numel, self._rank, self._n_ranks)
-        flat.narrow(0, begin, numel).copy_(kept.flat, non_blocking=True)
+        kept.check()
         if self._n_ranks > 1:
-            self._comm.all_gather(flat, label="partitioned activations").wait()
-        return kept.shaped(flat[: kept.numel])
+            asked, comes = self._order.enter(claim.call)
+            for each in (*asked, *comes):
+                if each.gather is None:
+                    each.gather = self._gather(each)
+                    self._on_the_way.append(each)
+        gather, claim.gather = claim.gather or self._gather(claim), None
+        self._on_the_way = [each for each in self._on_the_way if each is not claim]
+        return kept.shaped(gather.wait())
+
+    def _gather(self, claim: _Claim) -> Gather:
+        kept, part = claim.kept, None
+        if kept is not None:
+            part = kept.flat if kept.stashed is None else self._stash.get(kept.stashed)
+        return Gather(self._comm, claim.numel, part, claim.dtype, claim.device)
+
+    def _drop_gathers(self) -> None:
+        """Of what no backward has asked for."""
+        for claim in self._on_the_way:
+            claim.gather.wait()
+            claim.gather = None
+        self._on_the_way = []
 
 
-class HostPacker:
-    """Keeps activations of an accelerator in page-locked host memory."""
+class StashPacker:
+    """Keeps activations in host memory or a file (``Stash``)."""
 
-    def __init__(self) -> None:
-        self._memory = _KeptBefore()
+    def __init__(self, stash: Stash) -> None:
+        self._stash, self._memory = stash, _KeptBefore()
         self._has_said = False
 
     def pack(self, tensor: torch.Tensor) -> _Kept | None:
-        if tensor.device.type == "cpu":
-            if not self._has_said:
+        if not self._stash.takes(tensor.device):
+            if not self._has_said and tensor.device.type == "cpu":
                 self._has_said = True
-                logger.info('"cpu_checkpointing": the activations are in host memory already; nothing is moved')
+                logger.info("the activations are in host memory already, where they were to go; nothing is moved")
             return None
         if not is_activation(tensor) or isinstance(tensor, torch.nn.Parameter):
             return None
-        return self._memory.find(tensor, self._move)
-
-    @staticmethod
-    def _move(tensor: torch.Tensor) -> _Kept:
-        kept = _Kept(tensor)
-        kept.keep(kept.elements_of(tensor), arena=None, on_host=True)
+        kept = self._memory.find(tensor, _Kept)
+        if kept.stashed is None:
+            kept.stashed = self._stash.put(kept.elements_of(tensor))
+        else:
+            self._stash.touch(kept.stashed, kept.elements_of(tensor))
         return kept
 
     def unpack(self, kept: _Kept) -> torch.Tensor:
-        return kept.shaped(kept.flat.to(kept.device, non_blocking=True))
+        kept.check()
+        return kept.shaped(self._stash.get(kept.stashed))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -15,15 +15,22 @@ from deepspeed_c.checkpointing.active import entered
 from deepspeed_c.checkpointing.budget import KEEP, MEASURE, Budget, Treatment
 from deepspeed_c.checkpointing.compare import Trace
 from deepspeed_c.checkpointing.conditions import Conditions
+from deepspeed_c.checkpointing.counters import Counters, LayerCalls
 from deepspeed_c.checkpointing.frames import Frame, Inputs
 from deepspeed_c.checkpointing.nests import Arguments
 from deepspeed_c.checkpointing.operators import KeptOutputs, Measurement
-from deepspeed_c.checkpointing.packers import Arena, HostPacker, ShardPacker
+from deepspeed_c.checkpointing.packers import Arena, ShardPacker, StashPacker
 from deepspeed_c.checkpointing.reentrant import ReentrantCall
+from deepspeed_c.checkpointing.stash import Stash, StashFile
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.config.checkpoint import ActivationCheckpointing
+from deepspeed_c.config.offload import Aio
 from deepspeed_c.errors import ConfigError
+from deepspeed_c.offload.swap import SwapSettings
+from deepspeed_c.quantity import parse_bytes
 from deepspeed_c.saved_tensors import Packer, SavedTensors, counts_all, hooks_around
+
+_NO_NAMES: Mapping[int, str] = {}
 
 __all__ = ["Recomputer", "check_section", "label_of", "tensor_parallel_ranks"]
 
@@ -36,11 +43,11 @@ def _module_of(function: Callable) -> torch.nn.Module | None:
     return owner if isinstance(owner, torch.nn.Module) else None
 
 
-def label_of(function: Callable) -> str:
-    """What errors call a layer that nobody has named."""
+def label_of(function: Callable, names: Mapping[int, str] = _NO_NAMES) -> str:
+    """What errors call a layer. names: of modules, by id."""
     module = _module_of(function)
     if module is not None:
-        return type(module).__name__
+        return names.get(id(module)) or type(module).__name__
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__qualname__", type(function).__name__)
@@ -50,14 +57,26 @@ class Recomputer:
     """What one engine, or one ``configure``, has settled: its options, the tensor-parallel ranks, its memory.
 
     comm: the ranks that activations are cut over; None: this rank alone.
+    aio: how files are read and written.
+    names: of modules, by id, for errors and figures.
     budget: decides which layers are kept instead; None: none is.
+
+    Raises ConfigError where inputs are to wait in a file that cannot be made.
     """
 
     def __init__(
-        self, section: ActivationCheckpointing, comm: Collectives | None = None, budget: Budget | None = None
+        self,
+        section: ActivationCheckpointing,
+        comm: Collectives | None = None,
+        aio: Aio | None = None,
+        names: Mapping[int, str] = _NO_NAMES,
+        budget: Budget | None = None,
     ) -> None:
-        self.section, self._comm, self.budget = section, comm, budget
+        self.section, self._comm, self._names, self.budget = section, comm, names, budget
+        self._calls = LayerCalls()
+        self.counters = Counters() if section.profile else None
         self.arena = Arena() if section.contiguous_memory_optimization else None
+        self.stash = self._make_stash(Aio() if aio is None else aio)
         self._packers: tuple[Packer, ...] = self._make_packers()
         self._saved = SavedTensors()
         for packer in self._packers:
@@ -68,10 +87,19 @@ class Recomputer:
         packers: list[Packer] = []
         is_cut = section.partition_activations and comm is not None and comm.world_size > 1
         if is_cut or self.arena is not None:
-            packers.append(ShardPacker(comm if is_cut else None, arena=self.arena, on_host=section.cpu_checkpointing))
-        elif section.cpu_checkpointing:
-            packers.append(HostPacker())
+            packers.append(ShardPacker(comm if is_cut else None, self._calls, arena=self.arena, stash=self.stash))
+        elif self.stash is not None:
+            packers.append(StashPacker(self.stash))
         return tuple(packers)
+
+    def _make_stash(self, aio: Aio) -> Stash | None:
+        offload = self.section.offload
+        if offload.device == "nvme":
+            file = StashFile(offload.nvme_path or "", SwapSettings.of(aio))
+            return Stash(self._calls, file, bytes_of(offload.max_in_cpu), self.counters)
+        if offload.device == "cpu" or self.section.cpu_checkpointing:
+            return Stash(self._calls, None, counters=self.counters)
+        return None
 
     def run(
         self,
@@ -92,8 +120,12 @@ class Recomputer:
             # Within torch.func: its transforms save nothing through hooks, so that nothing can be left out either.
             return function(*args, **kwargs)
         section = self.section
-        label = label or label_of(function)
+        label = label or label_of(function, self._names)
         arguments = Arguments(args, kwargs)
+        self._calls.begin(label)
+        if self.counters is not None:
+            self.counters.of(label).keep(sum(each.nbytes for each in arguments.tensors if not is_parameter(each)))
+            function = self.counters.timed(label, function)
         treatment = None if self.budget is None else self.budget.treatment(label, arguments.tensors)
         if treatment is not None:
             with self.budget.within():
@@ -194,6 +226,14 @@ class Recomputer:
         """Frees what is kept for the next step."""
         if self.arena is not None:
             self.arena.clear()
+        if self.stash is not None:
+            self.stash.clear()
+
+    def close(self) -> None:
+        """Ends what ``initialize`` or ``configure`` has begun. Graphs that are still there can be gone through."""
+        self.clear()
+        if self.stash is not None:
+            self.stash.close()
 
 
 def tensor_parallel_ranks(mpu: Any) -> Collectives | None:
@@ -205,10 +245,30 @@ def tensor_parallel_ranks(mpu: Any) -> Collectives | None:
     return None
 
 
+def is_parameter(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, torch.nn.Parameter)
+
+
+def bytes_of(max_in_cpu: int | str | None) -> int:
+    """Of the key. Raises ConfigError for what is no number of bytes."""
+    where = "activation_checkpointing.offload.max_in_cpu"
+    found = parse_bytes(max_in_cpu, where) if isinstance(max_in_cpu, str) else max_in_cpu or 0
+    if found < 0:
+        raise ConfigError(f"{found} is negative", where=where, fix='write a number of bytes such as 8000000 or "8GiB"')
+    return found
+
+
 def check_section(section: ActivationCheckpointing, n_layers: int | None, where: str) -> None:
     """Raises ConfigError for options that need others. n_layers: what is known of them otherwise."""
+    bytes_of(section.offload.max_in_cpu)
     if not section.contiguous_memory_optimization:
         return
+    if section.offload.device == "nvme":
+        raise ConfigError(
+            '"contiguous_memory_optimization" keeps in one piece of memory what "offload" keeps in a file',
+            where=where,
+            fix='set one of them to false, or "device" to "none"',
+        )
     missing = []
     if not section.partition_activations:
         missing.append('"partition_activations": true')

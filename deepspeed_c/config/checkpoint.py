@@ -89,11 +89,17 @@ class DataStates(Section, kw_only=True):
 
 
 class ActivationOffload(Section, kw_only=True):
-    """Where activations wait for the backward."""
+    """Where inputs of recomputed layers wait for the backward."""
 
-    device: Annotated[Literal["none", "cpu", "nvme"], asks("Where.", "activation_offload")] = "none"
+    device: Annotated[
+        Literal["none", "cpu", "nvme"],
+        asks('"cpu": in host memory, as with cpu_checkpointing; "nvme": in a file.', "activation_offload"),
+    ] = "none"
     nvme_path: Annotated[str | None, tunes("Folder of the file.", "activation_offload")] = None
-    max_in_cpu: Annotated[int | str | None, tunes("Bytes that stay in host memory.", "activation_offload")] = None
+    max_in_cpu: Annotated[
+        int | str | None,
+        tunes('With nvme: bytes that stay in host memory, a number or "8GiB"; null: none.', "activation_offload"),
+    ] = None
 
 
 class ActivationCheckpointing(Section, kw_only=True):
@@ -125,7 +131,12 @@ class ActivationCheckpointing(Section, kw_only=True):
     synchronize_checkpoint_boundary: Annotated[bool, acts("Wait for the device at each layer's beginning and end.")] = (
         False
     )
-    profile: Annotated[bool, asks("Time each layer.", "activation_profile")] = False
+    profile: Annotated[
+        bool, acts("Log times and bytes of each layer every steps_per_print steps: a mean of its calls since the last.")
+    ] = False
+    profile_path: Annotated[
+        str | None, acts("Folder for the newest such table as activations.json and activations.svg, of rank 0.")
+    ] = None
     budget: Annotated[
         int | str | None,
         acts(
@@ -137,4 +148,4 @@ class ActivationCheckpointing(Section, kw_only=True):
     budget_plan: Annotated[
         str | None, acts("File of the plan that fits the budget: followed where it exists, and else written.")
     ] = None
-    offload: Annotated[ActivationOffload, tunes("Activations in files.", "activation_offload")] = ActivationOffload()
+    offload: Annotated[ActivationOffload, tunes("Host memory and files for the inputs.", "activation_offload")] = ActivationOffload()

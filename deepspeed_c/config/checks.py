@@ -98,6 +98,12 @@ def _find(root: Root) -> Iterator[tuple[str, str, str]]:
                 "is missing while device is nvme",
                 "name a folder on the NVMe device",
             )
+    if root.activation_checkpointing.offload.device == "nvme" and not root.activation_checkpointing.offload.nvme_path:
+        yield (
+            "activation_checkpointing.offload.nvme_path",
+            "is missing while device is nvme",
+            "name a folder on the NVMe device",
+        )
     yield from _state_dtype(root)
     if root.gradient_allreduce_op == "sum" and zero.stage == 3:
         yield "gradient_allreduce_op", "is sum at ZeRO stage 3", 'use "mean", or a stage below 3'

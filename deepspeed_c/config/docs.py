@@ -34,7 +34,7 @@ and `deepspeed_c config show FILE` what holds and where it came from; neither ne
   parked. So are comments: names that begin with `_`, `//` or `#`, and `comment`, `comment_1` and the like.
 - **Notes** name what was written and has no effect, or is read as something else: one line each on rank 0 at the start, and below the table of
   `config show`. `"strict": true` makes every note an error.
-- **What changes nothing in DeepSpeed by itself** is noted, not refused: `offload_param` below stage 3, the switches of `activation_checkpointing`.
+- **What changes nothing in DeepSpeed by itself** is noted, not refused: `offload_param` below stage 3.
 - **Dotted keys** at the top level mean the place they spell: `"zero_optimization.stage": 2` is
   `"zero_optimization": {"stage": 2}`. They win over the nested form, and a note says so when the two differ.
 - **Known keys whose feature does not exist yet** are errors when their value asks for the feature, and accepted at

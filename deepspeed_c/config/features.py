@@ -16,14 +16,10 @@ class Feature(NamedTuple):
     """What a user can do while the feature is missing."""
     is_on: Callable[[Any], bool] = lambda root: True
     """Whether a configuration uses it, once it is built: keys that only tune it have no effect otherwise."""
-    is_inert: bool = False
-    """Whether asking for it changes nothing by itself, in DeepSpeed neither: noted with ``instead`` as the reason, not
-    refused.
-    """
 
 
-def _later(title: str, instead: str, *, is_inert: bool = False) -> Feature:
-    return Feature(title, False, instead, is_inert=is_inert)
+def _later(title: str, instead: str) -> Feature:
+    return Feature(title, False, instead)
 
 
 _REMOVE = "remove the key, or set it to its default"
@@ -52,7 +48,14 @@ FEATURES: dict[str, Feature] = {
         "NVMe offload",
         True,
         _REMOVE,
-        is_on=lambda root: "nvme" in (root.zero.offload_optimizer.device, root.zero.offload_param.device),
+        is_on=lambda root: (
+            "nvme"
+            in (
+                root.zero.offload_optimizer.device,
+                root.zero.offload_param.device,
+                root.activation_checkpointing.offload.device,
+            )
+        ),
     ),
     "partial_offload": Feature(
         "partial offload (Twin-Flow)",
@@ -115,11 +118,11 @@ FEATURES: dict[str, Feature] = {
     "inference": _later("the inference engine", "remove the section"),
     "inference_quantization": _later("weight quantization for inference", "remove the section"),
     # Memory and compilation
-    "activation_profile": _later(
-        "the profile of recomputed layers", "set it to false; torch.profiler times modules", is_inert=True
-    ),
-    "activation_offload": _later(
-        "activations on NVMe", 'set it to "none"; "cpu_checkpointing" keeps them in host memory'
+    "activation_offload": Feature(
+        "inputs of recomputed layers in host memory or a file",
+        True,
+        'set "device" to "none"',
+        is_on=lambda root: root.activation_checkpointing.offload.device != "none",
     ),
     "compile": _later("the graph-pass compiler", "set deepcompile to false; torch.compile works on the model itself"),
     "graph_harvesting": _later("CUDA graph capture", "set it to false"),

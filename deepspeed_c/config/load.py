@@ -364,10 +364,6 @@ class _Reader:
         if isinstance(value, Section) and getattr(value, "enabled", True) is False:
             return
         feature = FEATURES[info.feature]
-        if feature.is_inert:
-            self.inert[where] = feature.instead
-            self.note(where, f"= {show(written)} has no effect: {feature.instead}")
-            return
         self.problems.append(
             UnsupportedConfigError(
                 f"{show(written)} asks for {feature.title}, which this version does not have",

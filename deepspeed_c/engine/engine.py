@@ -119,8 +119,14 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
         self._preemption = Preemption(config.checkpoint.preemption, can_step=optimizer is not None)
         self._blocks: Blocks | None = None
         try:
-            has_sharded = bool(layout and layout.fetcher)
-            self._blocks = Blocks(model, config.activation_checkpointing, mpu, has_sharded=has_sharded, comm=comm)
+            self._blocks = Blocks(
+                model,
+                config.activation_checkpointing,
+                mpu,
+                has_sharded=bool(layout and layout.fetcher),
+                aio=config.aio,
+                ranks=comm,
+            )
             self._adopt(Layout([], [], None) if layout is None else layout)
         except BaseException:
             self._preemption.close()
@@ -375,6 +381,8 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
                 + self.timers.report(),
                 ranks=[0],
             )
+            if self._blocks is not None and (profile := self._blocks.profile(self.global_steps, self.global_rank)):
+                log_dist(profile, ranks=[0])
         if self._config.memory_breakdown:
             see_memory_usage("after step", force=True)
 

@@ -183,6 +183,15 @@ class SwapFile:
         """Returns how many bytes were moved."""
         return self._engine.wait(request)
 
+    def is_done(self, request: int) -> bool:
+        """Whether ``wait`` would return, or raise, at once."""
+        return self._engine.poll(request)
+
+    def trim(self, idle_bytes: int) -> None:
+        """Frees all buffers that nobody uses, where they are more than ``idle_bytes``."""
+        if self._pool.held_bytes - self._pool.used_bytes > idle_bytes:
+            self._pool = PinnedPool((1 << 63) - 1)  # those in use hold the old one
+
     def close(self) -> None:
         self._engine.close()
         try:

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
 import pickle
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -15,6 +22,7 @@ import deepspeed_c
 from deepspeed_c import checkpointing
 from deepspeed_c.checkpointing.blocks import Blocks, find_blocks
 from deepspeed_c.config.checkpoint import ActivationCheckpointing
+from deepspeed_c.engine import engine as engine_module
 from deepspeed_c.errors import ConfigError
 from deepspeed_c.zero import GatheredParameters
 
@@ -147,6 +155,8 @@ def expected(world: int, flow: str) -> tuple[list[list[float]], list[torch.Tenso
     return losses, [p.detach() for p in model.parameters()]
 
 
+# Files there have no names.
+FILES = {"device": "nvme", "nvme_path": tempfile.gettempdir()}
 SECTIONS = {
     "hooks": {"layers": "auto"},
     "reentrant": {"layers": r"blocks\.\d+", "use_reentrant": True},
@@ -155,6 +165,8 @@ SECTIONS = {
     "host": {"layers": "auto", "cpu_checkpointing": True},
     # Some layers are kept, of others some operators, and the rest is recomputed.
     "budget": {"layers": "auto", "budget": 3000},
+    "files": {"layers": "auto", "offload": FILES},
+    "reentrant files": {"layers": r"blocks\.\d+", "use_reentrant": True, "offload": FILES | {"max_in_cpu": 300}},
 }
 
 
@@ -163,7 +175,7 @@ def check(run_ranks: Callable, world: int, stage: int, name: str, flow: str) -> 
     plain = run_ranks(world, trained, stage, None, flow)
     # A reentrant layer's gradients come together in another order where a layer is used twice; so do those of a second
     # backward at stage 3, whose buckets go by the order in which weights are used.
-    is_exact = name != "reentrant" and not (flow == "two backwards" and stage == 3)
+    is_exact = not name.startswith("reentrant") and not (flow == "two backwards" and stage == 3)
     for rank, (losses, weights, counts, kinds) in enumerate(run_ranks(world, trained, stage, SECTIONS[name], flow)):
         assert losses == pytest.approx(want_losses[rank], rel=2e-5), (rank, losses, want_losses[rank])
         for i, (a, b, c) in enumerate(zip(weights, want, plain[rank][1], strict=True)):
@@ -180,10 +192,66 @@ def test_training_is_that_of_plain_torch(run_ranks: Callable, name: str, stage: 
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("name", ["hooks", "reentrant"])
+@pytest.mark.parametrize("name", ["hooks", "reentrant", "files"])
 @pytest.mark.parametrize("flow", ["two backwards", "evaluates", "fails in forward", "fails in backward"])
 def test_other_flows(run_ranks: Callable, flow: str, name: str, stage: int) -> None:
     check(run_ranks, 2, stage, name, flow)
+
+
+def no_room_body(rank: int, world: int, folder: str) -> str:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": LR}},
+        "activation_checkpointing": {"layers": "auto", "offload": {"device": "nvme", "nvme_path": folder}},
+    }
+    model, room = make_model(), SimpleNamespace(f_bavail=1000 if rank else 1 << 40, f_frsize=1)
+    try:
+        with mock.patch.object(os, "fstatvfs", lambda descriptor: room):
+            deepspeed_c.initialize(model=model, model_parameters=model.parameters(), config=config)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_device_that_one_rank_finds_full_is_an_error_on_all(run_ranks: Callable, tmp_path: Path) -> None:
+    for text in run_ranks(2, no_room_body, str(tmp_path)):
+        assert "cannot be reserved, 1000 " in text and "activation_checkpointing.offload.nvme_path" in text, text
+
+
+def profile_body(rank: int, world: int, folder: str) -> list[str]:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "steps_per_print": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": LR}},
+        "activation_checkpointing": {"layers": "auto", "profile": True, "profile_path": folder, "offload": FILES},
+    }
+    model, said = make_model(), []
+    original = engine_module.log_dist
+    engine_module.log_dist = lambda text, **more: said.append(text)
+    try:
+        with deepspeed_c.initialize(model=model, model_parameters=model.parameters(), config=config)[0] as engine:
+            for step in range(4):
+                engine.backward(engine(batch(step, rank)))
+                engine.step()
+    finally:
+        engine_module.log_dist = original
+    return [text for text in said if text.startswith("recomputed layers")]
+
+
+def test_the_profile_is_told_every_so_many_steps(run_ranks: Callable, tmp_path: Path) -> None:
+    tables = run_ranks(1, profile_body, str(tmp_path))[0]
+    assert len(tables) == 2
+    for table in tables:
+        rows = [line.split() for line in table.splitlines()[2:]]
+        assert [row[0] for row in rows] == [f"blocks.{i}" for i in range(LAYERS)], table
+        assert [int(row[1]) for row in rows] == [4, 2, 2, 2], table  # the first is used twice
+    found = json.loads((tmp_path / "activations.json").read_text())
+    assert found["step"] == 4 and set(found["layers"]) == {f"blocks.{i}" for i in range(LAYERS)}
+    layer = found["layers"]["blocks.1"]
+    assert layer["n"] == 2 and layer["recompute_ns"] > 0, layer
+    assert layer["bytes_kept"] + layer["bytes_moved"] == 2 * ROWS * WIDTH * 4, layer
+    picture = ElementTree.parse(tmp_path / "activations.svg").getroot()
+    assert sum(each.text == "blocks.2" for each in picture.iter("{http://www.w3.org/2000/svg}text")) == 1
 
 
 def saved_body(rank: int, world: int, stage: int, section: dict) -> int:

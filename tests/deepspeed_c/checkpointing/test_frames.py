@@ -318,7 +318,9 @@ def test_backwards_in_several_threads(flavour: str) -> None:
         if how == "plain":
             return [torch.autograd.grad(loss, x)[0] for loss, x in zip(losses, inputs)]
         todo = [*losses, *losses[:2]]
-        with ThreadPoolExecutor(len(todo)) as threads:
+        # Each begins with torch's default number of threads, where products may round otherwise than in forward.
+        same = {"initializer": torch.set_num_threads, "initargs": (torch.get_num_threads(),)}
+        with ThreadPoolExecutor(len(todo), **same) as threads:
             for done in [threads.submit(loss.backward, retain_graph=True) for loss in todo]:
                 done.result(timeout=60)
         return [x.grad / (2 if i < 2 else 1) for i, x in enumerate(inputs)]

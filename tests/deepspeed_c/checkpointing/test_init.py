@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 
 import deepspeed_c
 from deepspeed_c import checkpointing
-from deepspeed_c.errors import ConfigError, FeatureError
+from deepspeed_c.errors import ConfigError
 
 SECTION = {"partition_activations": False, "cpu_checkpointing": False, "number_checkpoints": 4}
 
@@ -45,10 +47,44 @@ def test_what_lightning_says() -> None:
     assert checkpointing.is_configured()
 
 
-def test_profile_is_an_error() -> None:
-    with pytest.raises(FeatureError, match="profile"):
-        checkpointing.configure(None, profile=True)
-    assert not checkpointing.is_configured()
+def test_the_profile_of_layers() -> None:
+    assert checkpointing.profile_of_layers() == {}
+    checkpointing.configure(None, profile=True)
+    x = torch.randn(3, 5, requires_grad=True)
+    checkpointing.checkpoint(torch.nn.Linear(5, 5), checkpointing.checkpoint(torch.tanh, x)).sum().backward()
+    found = checkpointing.profile_of_layers()
+    assert len(found) == 2 and "Linear" in found, found
+    for figures in found.values():
+        assert figures["n"] == 1 and figures["forward_ns"] > 0 and figures["recompute_ns"] > 0, found
+        assert (figures["bytes_kept"], figures["bytes_moved"]) == (60, 0), found
+
+
+def test_offloaded_without_running_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[checkpointing.offload_activations.__module__], "_GROUP_BYTES", 10_000)
+    torch.manual_seed(1)
+    layers = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh()) for _ in range(6)))
+    x = torch.randn(100, 16)
+    layers(x).square().sum().backward()
+    want = [param.grad.clone() for param in layers.parameters()]
+    layers.zero_grad()
+    there = checkpointing.offload_activations("nvme", str(tmp_path), min_bytes=1000)
+    with there:
+        loss = layers(x).square().sum()
+    assert there.stash.file_bytes > 4 * x.nbytes
+    loss.backward()
+    assert all(torch.equal(param.grad, grad) for param, grad in zip(layers.parameters(), want, strict=True))
+    assert there.stash.read_bytes > 0 and there.stash.file_bytes == 0
+    args = [x, None, torch.arange(3)]
+    kept = checkpointing.get_offloaded_activations_for_backward(args, there)
+    assert not torch.is_tensor(kept[0]) and kept[1] is None and kept[2] is args[2] and x.numel() == 1600
+    again = checkpointing.restore_offloaded_activations(kept, there)
+    assert torch.equal(again[0], x) and again[1:] == args[1:]
+    copies = [x.clone(), None, args[2].clone()]
+    found = checkpointing.get_cpu_activations_for_backward(args, copies)
+    assert found[0] is copies[0] and found[1] is None and found[2] is args[2]
+    for wrong in ({"device": "disk"}, {"device": "nvme"}, {"device": "cpu", "nvme_path": "/"}):
+        with pytest.raises(ConfigError, match="offload_activations"):
+            checkpointing.offload_activations(**wrong)
 
 
 @pytest.mark.parametrize(

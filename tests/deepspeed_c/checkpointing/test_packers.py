@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from torch import nn
 
 from deepspeed_c import checkpointing
 from deepspeed_c.checkpointing import packers
-from deepspeed_c.checkpointing.packers import Arena, HostPacker, ShardPacker, _Kept, own_range, slice_elems
+from deepspeed_c.checkpointing.counters import LayerCalls
+from deepspeed_c.checkpointing.packers import Arena, ShardPacker, StashPacker, _Kept, own_range
 from deepspeed_c.checkpointing.recomputer import Recomputer
+from deepspeed_c.checkpointing.stash import Stash
 from deepspeed_c.config.checkpoint import ActivationCheckpointing
 from deepspeed_c.errors import RankMismatchError
 
@@ -35,7 +38,7 @@ def test_ranges_cover_all_elements_once(numel: int, n_ranks: int) -> None:
     covered = []
     for rank in range(n_ranks):
         begin, n = own_range(numel, rank, n_ranks)
-        assert 0 <= n <= slice_elems(numel, n_ranks) and begin + n <= numel
+        assert 0 <= n <= -(-numel // n_ranks) and begin + n <= numel
         covered += range(begin, begin + n)
     assert covered == list(range(numel))
 
@@ -72,7 +75,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 def round_trip_body(rank: int, world: int, has_arena: bool) -> list[tuple]:
     from deepspeed_c.comm.collectives import Collectives
 
-    packer = ShardPacker(Collectives(), arena=Arena() if has_arena else None, on_host=False)
+    packer = ShardPacker(Collectives(), LayerCalls(), arena=Arena() if has_arena else None, stash=None)
     found = []
     for name, tensor in tensors().items():
         kept = packer.pack(tensor)
@@ -82,7 +85,7 @@ def round_trip_body(rank: int, world: int, has_arena: bool) -> list[tuple]:
         again = packer.unpack(kept)
         is_dense = name not in ("sliced", "expanded")
         found.append(
-            (name, same_bits(again, tensor), kept.flat.numel(), not is_dense or again.stride() == tensor.stride())
+            (name, same_bits(again, tensor), kept[0].flat.numel(), not is_dense or again.stride() == tensor.stride())
         )
     return found
 
@@ -126,6 +129,64 @@ def plain(layer: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
     return layer(*args, **kwargs)
 
 
+def ahead_body(rank: int, world: int, is_reentrant: bool) -> tuple[list[str], list[bool]]:
+    """What happens, in order: a letter and the rows of what it happens to, which differ from layer to layer."""
+    checkpointing.configure(
+        Mpu(), {"activation_checkpointing": {"use_reentrant": is_reentrant}}, partition_activations=True
+    )
+    events: list[str] = []
+
+    class Noted(packers.Gather):
+        def __init__(self, comm: Any, numel: int, *rest: Any) -> None:
+            events.append(f"g{numel}")
+            super().__init__(comm, numel, *rest)
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        events.append(f"r{x.numel()}")
+        return torch.tanh(x)[:-1]
+
+    def loss_of(n: int, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        x = torch.randn(rows, generator=torch.Generator().manual_seed(rows)).requires_grad_()
+        y, other = x * 1, (x.detach() * 1).requires_grad_()
+        z = other
+        for _ in range(n):
+            y, z = checkpointing.checkpoint(layer, y), torch.tanh(z)[:-1]
+        want = torch.autograd.grad(z.sum(), other)[0]
+        return y.sum(), x, want
+
+    found = []
+    original, packers.Gather = packers.Gather, Noted
+    # Ranks free what is dropped at different times.
+    gc.disable()
+    try:
+        for step in range(5):
+            dropped: list = [loss_of(3, 50)[0]]
+            dropped.append(dropped)  # a cycle: nobody but the collector frees it
+            del dropped
+            loss, x, want = loss_of(2 if step == 3 else 4, 20)
+            if rank == step % 2:
+                gc.collect()
+            del events[:]
+            loss.backward()
+            found.append(torch.equal(x.grad, want))
+            if step == 2:
+                seen = list(events)
+    finally:
+        packers.Gather = original
+        gc.enable()
+        checkpointing._configured.clear()
+    return seen, found
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+@pytest.mark.parametrize("world", [2, 3])
+def test_inputs_are_gathered_one_layer_ahead(run_ranks: Callable, world: int, is_reentrant: bool) -> None:
+    for seen, found in run_ranks(world, ahead_body, is_reentrant):
+        assert all(found), found
+        # The first is asked for before anything is known of this backward; the last has nobody before it.
+        assert seen == ["g17", "g18", "r17", "g19", "r18", "g20", "r19", "r20"], seen
+
+
 class Mpu:
     def get_tensor_model_parallel_group(self) -> Any:
         return dist.group.WORLD
@@ -139,17 +200,24 @@ SETTINGS = {
     "one arena": {"partition_activations": True, "contiguous_checkpointing": True, "num_checkpoints": 4},
     "on the host": {"partition_activations": True, "checkpoint_in_cpu": True},
     "waits": {"partition_activations": True, "synchronize": True},
+    "in files": {"partition_activations": True},
 }
 
 
-def partitioned_body(rank: int, world: int, name: str, is_reentrant: bool) -> list:
-    section = {"activation_checkpointing": {"use_reentrant": is_reentrant}}
+def partitioned_body(rank: int, world: int, name: str, is_reentrant: bool, folder: str) -> list:
+    section: dict[str, Any] = {"activation_checkpointing": {"use_reentrant": is_reentrant}}
+    if name == "in files":
+        section["activation_checkpointing"]["offload"] = {"device": "nvme", "nvme_path": folder}
+        section["aio"] = {"checksum": True}
     checkpointing.configure(Mpu(), section, **SETTINGS[name])
     found = []
     for step in range(3):  # the arena is planned by the first
         got, want = train(checkpointing.checkpoint), train(plain)
         found.append([torch.equal(a, b) for a, b in zip(got, want, strict=True)])
-    arena = checkpointing._configured.recomputer.arena
+    arena, stash = checkpointing._configured.recomputer.arena, checkpointing._configured.recomputer.stash
+    if name == "in files":
+        # Three layers' parts and the bias's; the part of the layer that backward begins with never leaves.
+        found.append([stash.written_bytes > 0, stash.file_bytes == 0])
     checkpointing._configured.clear()
     return [found, None if arena is None else (arena.n_bytes, arena.used_bytes, arena.n_outside)]
 
@@ -157,8 +225,10 @@ def partitioned_body(rank: int, world: int, name: str, is_reentrant: bool) -> li
 @pytest.mark.parametrize("is_reentrant", [False, True])
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("world", [2, 3])
-def test_partitioned_training_is_plain_training(run_ranks: Callable, world: int, name: str, is_reentrant: bool) -> None:
-    for found, arena in run_ranks(world, partitioned_body, name, is_reentrant):
+def test_partitioned_training_is_plain_training(
+    run_ranks: Callable, world: int, name: str, is_reentrant: bool, tmp_path: Path
+) -> None:
+    for found, arena in run_ranks(world, partitioned_body, name, is_reentrant, str(tmp_path)):
         assert all(map(all, found)), found
         if name == "one arena":
             # An input a layer, and the bias once: each a rank's part, rounded up to 64 bytes. The first step fits nowhere.
@@ -301,12 +371,14 @@ def test_two_forwards_in_flight_and_one_without_a_backward() -> None:
 
 
 def test_a_tensor_that_many_layers_get_is_kept_once() -> None:
-    packer = ShardPacker(None, arena=Arena(), on_host=False)
+    packer = ShardPacker(None, LayerCalls(), arena=Arena(), stash=None)
     x = torch.randn(9)
     first = packer.pack(x)
-    assert packer.pack(x) is first
+    assert packer.pack(x)[0] is first[0]
     x.add_(1)
-    assert packer.pack(x) is not first
+    assert packer.pack(x)[0] is not first[0]
+    with pytest.raises(RuntimeError, match="at version 1; expected version 0"):
+        packer.unpack(first)
     del first
     assert torch.equal(packer.unpack(packer.pack(x)), x)
 
@@ -314,6 +386,6 @@ def test_a_tensor_that_many_layers_get_is_kept_once() -> None:
 def test_on_the_cpu_nothing_is_moved_and_the_log_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(packers.logger, "info", said.append)
-    packer, x = HostPacker(), torch.randn(3)
+    packer, x = StashPacker(Stash(LayerCalls(), None)), torch.randn(3)
     assert packer.pack(x) is None and packer.pack(x) is None
     assert len(said) == 1 and "nothing is moved" in said[0]

@@ -45,7 +45,7 @@ def other_values(field):
 
 
 PLAIN = [(path, field) for path, field in walk() if not path.startswith(("optimizer.params.", "scheduler.params."))]
-ASKING = [(path, field) for path, field in PLAIN if field.info.is_switch and not FEATURES[field.info.feature].is_inert]
+ASKING = [(path, field) for path, field in PLAIN if field.info.is_switch]
 SWITCHES = [(path, field) for path, field in ASKING if not field.info.is_built]
 BUILT_SWITCHES = [(path, field) for path, field in ASKING if field.info.is_built]
 TUNING = [

@@ -1,0 +1,127 @@
+"""What recomputed layers cost: calls, times and bytes of each, for the profile and for whoever plans."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+__all__ = ["Counters", "LayerCalls", "LayerFigures"]
+
+
+class _Here(threading.local):
+    """The call that a thread is in."""
+
+    number = 0
+    label = ""
+
+    def enter(self, number: int, label: str) -> None:
+        self.number, self.label = number, label
+
+
+class LayerCalls:
+    """Numbers the calls of layers, and knows which one the current thread is in."""
+
+    def __init__(self) -> None:
+        self._n = 0
+        self._lock = threading.Lock()
+        self._here = _Here()
+
+    def begin(self, label: str) -> None:
+        """What this thread keeps from now on is of one more call, of the layer ``label``."""
+        with self._lock:
+            self._n += 1
+            self._here.enter(self._n, label)
+
+    @property
+    def number(self) -> int:
+        """Of the call that began last in this thread; 0: none."""
+        return self._here.number
+
+    @property
+    def label(self) -> str:
+        return self._here.label
+
+
+@dataclass
+class LayerFigures:
+    """What one layer has cost since the counters were cleared."""
+
+    n: int = 0
+    """Forwards."""
+    forward_ns: int = 0
+    recompute_ns: int = 0
+    """Running it again. Times of a layer include those of layers within it."""
+    copy_ns: int = 0
+    """Copying its inputs on the computing thread."""
+    wait_ns: int = 0
+    """Waiting for inputs that were not there when they were needed, or not gone when their memory was."""
+    bytes_kept: int = 0
+    """Of inputs that stayed in the memory that computes, over all forwards."""
+    bytes_moved: int = 0
+    """Of inputs that went to host memory or to a file, over all forwards."""
+
+    def count(self, is_recomputed: bool, spent_ns: int) -> None:
+        """One run of the layer."""
+        if is_recomputed:
+            self.recompute_ns += spent_ns
+        else:
+            self.n += 1
+            self.forward_ns += spent_ns
+
+    def keep(self, n_bytes: int) -> None:
+        self.bytes_kept += n_bytes
+
+    def move(self, n_bytes: int, copy_ns: int) -> None:
+        """Inputs that were kept go elsewhere."""
+        self.bytes_kept -= n_bytes
+        self.bytes_moved += n_bytes
+        self.copy_ns += copy_ns
+
+    def wait(self, spent_ns: int) -> None:
+        self.wait_ns += spent_ns
+
+
+class Counters:
+    """Figures of layers, by their labels in the order of their first calls.
+
+    Times are those of the calling thread: exact on the CPU; on an accelerator with
+    ``"synchronize_checkpoint_boundary"``.
+    """
+
+    def __init__(self) -> None:
+        self._figures: dict[str, LayerFigures] = {}
+
+    def of(self, label: str) -> LayerFigures:
+        found = self._figures.get(label)
+        if found is None:
+            found = self._figures.setdefault(label, LayerFigures())
+        return found
+
+    def timed(self, label: str, function: Callable) -> Callable:
+        """``function``, whose first call counts as the layer's forward, and the others as recomputations."""
+        return functools.partial(_Timed(self.of(label)), function)
+
+    def clear(self) -> None:
+        self._figures.clear()
+
+    def as_dict(self) -> dict[str, dict[str, int]]:
+        return {label: asdict(figures) for label, figures in list(self._figures.items())}
+
+
+class _Timed:
+    __slots__ = ("_figures", "_has_run")
+
+    def __init__(self, figures: LayerFigures) -> None:
+        self._figures, self._has_run = figures, False
+
+    def __call__(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        was_run, self._has_run = self._has_run, True
+        begin = time.perf_counter_ns()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._figures.count(was_run, time.perf_counter_ns() - begin)
