@@ -114,7 +114,7 @@ static dsc_status attach(struct dsc_comm *comm, const char *const *addresses)
     for (int32_t rank = 0; rank < comm->n_ranks; rank++) {
         struct dsc_comm_peer *peer = &comm->peers[rank];
         const char *address = rank == comm->rank ? comm->address : addresses[rank];
-        dsc_status status = dsc_comm_segment_open(address, rank, comm->n_ranks, &peer->segment, &peer->pidfd);
+        dsc_status status = dsc_comm_segment_open(address, rank, comm->n_ranks, false, &peer->segment, &peer->pidfd);
 
         if (status != DSC_OK) {
             detach(comm);

@@ -32,13 +32,13 @@ from deepspeed_c.logging import logger
 if TYPE_CHECKING:
     from deepspeed_c.comm.collectives import Collectives
 
-__all__ = ["Connection", "Wish", "connect", "discard"]
+__all__ = ["REFUSALS", "Connection", "Wish", "as_tensor", "connect", "discard", "first_refusal"]
 
 Wish = Literal["auto", "shm", "off"]
 """The configuration key ``comm.local``."""
 
 # What the binding raises where ranks cannot share memory: the system lacks something, there is no memory, another user.
-_REFUSALS = (NotImplementedError, MemoryError, OSError, ValueError, RuntimeError)
+REFUSALS = (NotImplementedError, MemoryError, OSError, ValueError, RuntimeError)
 
 
 class _Failed:
@@ -105,10 +105,7 @@ class Connection:
             return ordinary_memory(n_bytes, device)
         except RuntimeError:  # the group has ended, or this is a forked child: nobody reads here any more
             return ordinary_memory(n_bytes, device)
-        # The tensor keeps the block; the block returns its memory when nobody holds it any more.
-        tensor = torch.frombuffer(block, dtype=torch.uint8)
-        _blocks[tensor.data_ptr()] = block
-        return tensor
+        return as_tensor(block)
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether other ranks read ``tensor`` where it lies."""
@@ -143,6 +140,13 @@ class Connection:
 
 # The memory of all connections by its address.
 _blocks: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def as_tensor(block: _C.ShmBuffer | _C.ShmPart) -> torch.Tensor:
+    """The bytes of an object of the binding. The tensor keeps it; the memory is returned when nobody holds it."""
+    tensor = torch.frombuffer(block, dtype=torch.uint8)
+    _blocks[tensor.data_ptr()] = block
+    return tensor
 
 
 def discard(storage: torch.UntypedStorage) -> None:
@@ -201,17 +205,17 @@ def _try(comm: Collectives, group: dist.ProcessGroup) -> _Outcome:
     try:
         made = _C.ShmGroup(comm.rank, comm.world_size, timeout_of(group).total_seconds())
         address = made.address
-    except _REFUSALS as error:
+    except REFUSALS as error:
         refusal = str(error)
     told = comm.gather_objects((refusal, address), label="shared memory")
-    reason = _first_refusal([said for said, _ in told], comm.global_ranks)
+    reason = first_refusal([said for said, _ in told], comm.global_ranks)
     if not reason:
         try:
             made.attach([address for _, address in told])
-        except _REFUSALS as error:
+        except REFUSALS as error:
             refusal = _in_world(str(error), comm.global_ranks)
         # Nobody closes before all have attached.
-        reason = _first_refusal(comm.gather_objects(refusal, label="shared memory"), comm.global_ranks)
+        reason = first_refusal(comm.gather_objects(refusal, label="shared memory"), comm.global_ranks)
     if reason:
         if made is not None:
             made.close()
@@ -248,6 +252,8 @@ def _apart(hosts: Sequence[_HostMarks]) -> str:
     return ""
 
 
-def _first_refusal(refusals: Sequence[str], ranks: Sequence[int]) -> str:
+def first_refusal(refusals: Sequence[str], ranks: Sequence[int]) -> str:
+    """What the ranks that were refused something were told, by rank of a group; "" where there are none. ranks: their
+    numbers in the world."""
     refused = [i for i, refusal in enumerate(refusals) if refusal]
     return f"{ranks_in_words([ranks[i] for i in refused])}: {refusals[refused[0]]}" if refused else ""

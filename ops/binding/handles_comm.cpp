@@ -239,6 +239,106 @@ class ShmBuffer {
     dsc_comm_block *block_ = nullptr;
 };
 
+/* The core's joint memory; what lies in it holds it. */
+class Joint {
+  public:
+    explicit Joint(const char *address, int64_t n_bytes)
+    {
+        dsc_status status = DSC_OK;
+        {
+            py::gil_scoped_release release;
+            status =
+                address == nullptr ? dsc_comm_joint_create(n_bytes, &joint_) : dsc_comm_joint_open(address, &joint_);
+        }
+        dsc::check(status, "ShmJoint");
+    }
+    Joint(const Joint &) = delete;
+    Joint &operator=(const Joint &) = delete;
+    ~Joint() { dsc_comm_joint_destroy(joint_); }
+
+    dsc_comm_joint *get() const { return joint_; }
+
+  private:
+    dsc_comm_joint *joint_ = nullptr;
+};
+
+/* A part of joint memory, by the buffer protocol. */
+class ShmPart {
+  public:
+    ShmPart(std::shared_ptr<Joint> joint, int64_t offset, int64_t n_bytes, bool is_view)
+        : n_bytes(n_bytes), joint_(std::move(joint)), offset_(offset), is_view_(is_view)
+    {
+        if (offset < 0 || n_bytes < 0 || offset > dsc_comm_joint_bytes(joint_->get()) - n_bytes)
+            dsc::fail(DSC_EINVAL, "ShmJoint: a part of " + std::to_string(n_bytes) + " bytes from " +
+                                      std::to_string(offset) + " on, the memory has " +
+                                      std::to_string(dsc_comm_joint_bytes(joint_->get())));
+    }
+
+    uint8_t *data() const
+    {
+        void *base = is_view_ ? dsc_comm_joint_view(joint_->get()) : dsc_comm_joint_data(joint_->get());
+
+        return static_cast<uint8_t *>(base) + offset_;
+    }
+
+    void discard()
+    {
+        if (is_view_)
+            dsc::fail(DSC_EINVAL, "ShmPart.discard: a view has no memory of its own");
+        dsc::check(dsc_comm_joint_discard(joint_->get(), offset_, n_bytes), "ShmPart.discard");
+    }
+
+    int64_t n_bytes;
+
+  private:
+    std::shared_ptr<Joint> joint_;
+    int64_t offset_;
+    bool is_view_;
+};
+
+class ShmJoint {
+  public:
+    ShmJoint(int64_t n_bytes, const std::optional<std::string> &address)
+        : joint_(std::make_shared<Joint>(address ? address->c_str() : nullptr, n_bytes))
+    {
+    }
+
+    std::string address() const { return dsc_comm_joint_address(joint_->get()); }
+
+    std::unique_ptr<ShmPart> part(int64_t offset, int64_t n_bytes) const
+    {
+        return std::make_unique<ShmPart>(joint_, offset, n_bytes, false);
+    }
+
+    std::unique_ptr<ShmPart> view(int64_t offset, int64_t n_bytes) const
+    {
+        return std::make_unique<ShmPart>(joint_, offset, n_bytes, true);
+    }
+
+    void commit(int64_t offset, int64_t n_bytes)
+    {
+        dsc_status status = DSC_OK;
+        {
+            py::gil_scoped_release release;
+            status = dsc_comm_joint_commit(joint_->get(), offset, n_bytes);
+        }
+        dsc::check(status, "ShmJoint.commit");
+    }
+
+    void forget()
+    {
+        dsc_status status = DSC_OK;
+        {
+            py::gil_scoped_release release;
+            status = dsc_comm_joint_forget(joint_->get());
+        }
+        dsc::check(status, "ShmJoint.forget");
+    }
+
+  private:
+    std::shared_ptr<Joint> joint_;
+};
+
 class ShmGroup {
   public:
     ShmGroup(int32_t rank, int32_t n_ranks, double timeout_s, int64_t arena_bytes) : n_ranks_(n_ranks)
@@ -445,6 +545,23 @@ void dsc::bind_comm(py::module_ &m)
         .def("discard", &ShmBuffer::discard,
              "Returns its pages to the system. It stays, zero, and takes memory again where it is touched.")
         .def_readonly("n_bytes", &ShmBuffer::n_bytes);
+    py::class_<ShmPart>(m, "ShmPart", py::buffer_protocol(),
+                        "A part of a ShmJoint, by the buffer protocol; it may outlive the object that gave it.")
+        .def_buffer([](ShmPart &self) { return py::buffer_info(self.data(), static_cast<py::ssize_t>(self.n_bytes)); })
+        .def("discard", &ShmPart::discard,
+             "Returns its whole pages to the system. They stay, zero, and take memory again where they are touched.")
+        .def_readonly("n_bytes", &ShmPart::n_bytes);
+    py::class_<ShmJoint>(m, "ShmJoint",
+                         "Memory that several processes of one host write, each its own part (dsc/comm.h).")
+        .def(py::init<int64_t, std::optional<std::string>>(), py::arg("n_bytes"), py::arg("address") = std::nullopt,
+             "Makes n_bytes of it, or opens what address names.")
+        .def_property_readonly("address", &ShmJoint::address, "What the other processes need to open it.")
+        .def("part", &ShmJoint::part, py::arg("offset"), py::arg("n_bytes"),
+             "The memory itself: what is written there, all processes see.")
+        .def("view", &ShmJoint::view, py::arg("offset"), py::arg("n_bytes"),
+             "Shows the same bytes; what is written there stays this process's own until forget().")
+        .def("commit", &ShmJoint::commit, py::arg("offset"), py::arg("n_bytes"), "MemoryError has both numbers.")
+        .def("forget", &ShmJoint::forget, "Views show what all processes have written.");
     py::class_<ShmGroup>(
         m, "ShmGroup",
         "This rank's end of collectives between the processes of one host (dsc/comm.h). Any thread may call it.")
