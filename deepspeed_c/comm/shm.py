@@ -132,10 +132,10 @@ class Connection:
         return Work([handle], kept=[flat], what=f"all_reduce of {flat.numel()} {flat.dtype}")
 
     def _broadcast(self, comm: Collectives, tensor: torch.Tensor, src: int) -> Handle:
-        return self._start("broadcast", tensor.view(-1), src)
+        return self._start("broadcast", tensor.view(-1), src, True)
 
     def _add_up(self, comm: Collectives, tensor: torch.Tensor) -> Handle:
-        return self._start("all_reduce", tensor.view(-1), "sum", 1.0)
+        return self._start("all_reduce", tensor.view(-1), "sum", 1.0, True)
 
 
 # The memory of all connections by its address.

@@ -182,13 +182,24 @@ class ShmWork {
             end_->adopt(std::move(sent_));
     }
 
+    /* A signal's handler runs while it waits; what that raises ends the wait, and the collective goes on. */
     void wait()
     {
-        dsc_status status = DSC_OK;
-        {
-            py::gil_scoped_release release;
-            status = dsc_comm_wait(sent_.request);
-        }
+        PyThreadState *state = PyEval_SaveThread();
+        const dsc_status status = dsc_comm_wait_unless(
+            sent_.request,
+            [](void *context) {
+                auto **saved = static_cast<PyThreadState **>(context);
+
+                PyEval_RestoreThread(*saved);
+                const bool has_raised = PyErr_CheckSignals() != 0;
+                *saved = PyEval_SaveThread();
+                return has_raised;
+            },
+            &state);
+        PyEval_RestoreThread(state);
+        if (status == DSC_EAGAIN)
+            throw py::error_already_set();
         if (dsc_comm_is_done(sent_.request)) {
             sent_.flat = py::object();
             sent_.out = py::object();
@@ -407,12 +418,13 @@ class ShmGroup {
         return submit(call, "ShmGroup.all_gather", std::move(flat), py::object());
     }
 
-    std::unique_ptr<ShmWork> all_reduce(py::object flat, const std::string &op, double scale)
+    std::unique_ptr<ShmWork> all_reduce(py::object flat, const std::string &op, double scale, bool is_waited)
     {
         struct dsc_comm_call call = call_of(DSC_COMM_ALL_REDUCE, read(flat, "all_reduce", "flat"));
 
         call.combine = combine_of(op);
         call.scale = scale;
+        call.is_waited = is_waited;
         return submit(call, "ShmGroup.all_reduce", std::move(flat), py::object());
     }
 
@@ -433,11 +445,12 @@ class ShmGroup {
         return submit(call, "ShmGroup.all_to_all", std::move(flat), std::move(out));
     }
 
-    std::unique_ptr<ShmWork> broadcast(py::object flat, int32_t src)
+    std::unique_ptr<ShmWork> broadcast(py::object flat, int32_t src, bool is_waited)
     {
         struct dsc_comm_call call = call_of(DSC_COMM_BROADCAST, read(flat, "broadcast", "flat"));
 
         call.src = src;
+        call.is_waited = is_waited;
         return submit(call, "ShmGroup.broadcast", std::move(flat), py::object());
     }
 
@@ -536,7 +549,8 @@ void dsc::bind_comm(py::module_ &m)
     py::class_<ShmWork>(m, "ShmWork", "A collective of a ShmGroup. Its tensors are referenced until it is done.")
         .def("wait", &ShmWork::wait,
              "Returns when it is done; RuntimeError says which rank has died, failed, closed or called something else. "
-             "Other threads run meanwhile.")
+             "Other threads run meanwhile. Where a signal's handler raises (KeyboardInterrupt), so does this; the "
+             "collective goes on, and may be waited for again.")
         .def("is_done", &ShmWork::is_done, "Whether wait would return at once.");
     py::class_<ShmBuffer>(m, "ShmBuffer", py::buffer_protocol(),
                           "Memory of a ShmGroup's arena, by the buffer protocol; it may outlive the group.")
@@ -577,11 +591,13 @@ void dsc::bind_comm(py::module_ &m)
         .def("reduce_scatter", &ShmGroup::reduce_scatter, py::arg("flat"), py::arg("out"), py::arg("scale"),
              py::arg("accumulate"))
         .def("all_gather", &ShmGroup::all_gather, py::arg("flat"), "In place; slice i comes from rank i.")
-        .def("all_reduce", &ShmGroup::all_reduce, py::arg("flat"), py::arg("op") = "sum", py::arg("scale") = 1.0,
-             "In place; op: \"sum\", \"max\", \"min\" or \"prod\".")
+        .def(
+            "all_reduce", &ShmGroup::all_reduce, py::arg("flat"), py::arg("op") = "sum", py::arg("scale") = 1.0,
+            py::arg("is_waited") = false,
+            "In place; op: \"sum\", \"max\", \"min\" or \"prod\". is_waited: the caller waits at once, so that no thread is woken for it.")
         .def("all_to_all", &ShmGroup::all_to_all, py::arg("flat"), py::arg("out"), py::arg("in_splits"),
              py::arg("out_splits"), "Splits are numbers of elements by rank.")
-        .def("broadcast", &ShmGroup::broadcast, py::arg("flat"), py::arg("src"))
+        .def("broadcast", &ShmGroup::broadcast, py::arg("flat"), py::arg("src"), py::arg("is_waited") = false)
         .def("barrier", &ShmGroup::barrier)
         .def_property_readonly("counts", &ShmGroup::counts,
                                "What this rank has done, by operation: calls, bytes, and how many calls showed their "

@@ -176,6 +176,7 @@ struct dsc_comm_call {
     dsc_comm_combine combine;
     int32_t src;
     bool accumulates;
+    bool is_waited; /* the caller waits for it at once, so that no worker needs to be woken; of this rank alone */
     dsc_comm_type out_type;
     void *out; /* as data */
     const int64_t *in_splits;
@@ -191,6 +192,13 @@ DSC_API dsc_status dsc_comm_submit(dsc_comm *comm, const struct dsc_comm_call *c
 /* Returns when it is done, with how it ended: DSC_OK, DSC_EPEER, DSC_ETIMEDOUT, DSC_ENOMEM, DSC_ESTATE. May be called
  * again. */
 DSC_API dsc_status dsc_comm_wait(dsc_comm_request *request);
+
+/*
+ * As dsc_comm_wait, until stops(context) says true: it is asked in this thread, about ten times a second and after a
+ * signal, as long as another thread runs the request or other ranks have not come to it. DSC_EAGAIN then: the request
+ * goes on, uses its memory, and may be waited for again.
+ */
+DSC_API dsc_status dsc_comm_wait_unless(dsc_comm_request *request, bool (*stops)(void *context), void *context);
 
 /* Whether dsc_comm_wait would return at once. A request goes on whether or not anybody asks. False in a child of
  * fork(). */
