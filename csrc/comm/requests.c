@@ -177,12 +177,7 @@ static bool wait_for_other(struct dsc_comm *comm, bool (*stops)(void *), void *c
     return goes_on;
 }
 
-dsc_status dsc_comm_wait(dsc_comm_request *request)
-{
-    return dsc_comm_wait_unless(request, NULL, NULL);
-}
-
-dsc_status dsc_comm_wait_unless(dsc_comm_request *request, bool (*stops)(void *), void *context)
+dsc_status dsc_comm_wait(dsc_comm_request *request, bool (*stops)(void *), void *context)
 {
     struct dsc_comm *comm = request->comm;
 

@@ -186,7 +186,7 @@ class ShmWork {
     void wait()
     {
         PyThreadState *state = PyEval_SaveThread();
-        const dsc_status status = dsc_comm_wait_unless(
+        const dsc_status status = dsc_comm_wait(
             sent_.request,
             [](void *context) {
                 auto **saved = static_cast<PyThreadState **>(context);

@@ -189,16 +189,13 @@ struct dsc_comm_call {
  */
 DSC_API dsc_status dsc_comm_submit(dsc_comm *comm, const struct dsc_comm_call *call, dsc_comm_request **out_request);
 
-/* Returns when it is done, with how it ended: DSC_OK, DSC_EPEER, DSC_ETIMEDOUT, DSC_ENOMEM, DSC_ESTATE. May be called
- * again. */
-DSC_API dsc_status dsc_comm_wait(dsc_comm_request *request);
-
 /*
- * As dsc_comm_wait, until stops(context) says true: it is asked in this thread, about ten times a second and after a
- * signal, as long as another thread runs the request or other ranks have not come to it. DSC_EAGAIN then: the request
- * goes on, uses its memory, and may be waited for again.
+ * Returns when it is done, with how it ended: DSC_OK, DSC_EPEER, DSC_ETIMEDOUT, DSC_ENOMEM, DSC_ESTATE. May be called
+ * again. stops, unless it is NULL, is asked in this thread, about ten times a second and after a signal, as long as
+ * another thread runs the request or other ranks have not come to it. When it says true, DSC_EAGAIN is returned, and
+ * the request goes on, uses its memory, and may be waited for again.
  */
-DSC_API dsc_status dsc_comm_wait_unless(dsc_comm_request *request, bool (*stops)(void *context), void *context);
+DSC_API dsc_status dsc_comm_wait(dsc_comm_request *request, bool (*stops)(void *context), void *context);
 
 /* Whether dsc_comm_wait would return at once. A request goes on whether or not anybody asks. False in a child of
  * fork(). */

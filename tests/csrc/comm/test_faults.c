@@ -204,7 +204,7 @@ static void test_orderly_close(void)
 /* Closing ends what is not done, in another thread too. */
 static void *wait_for(void *opaque)
 {
-    return (void *)(intptr_t)dsc_comm_wait(opaque);
+    return (void *)(intptr_t)dsc_comm_wait(opaque, NULL, NULL);
 }
 
 static void test_close_ends_requests(void)
@@ -229,7 +229,7 @@ static void test_close_ends_requests(void)
     pthread_join(waiter, &ending);
     CHECK_EQ((intptr_t)ending, DSC_ESTATE);
     for (int32_t i = 0; i < 3; i++) {
-        CHECK_ERROR(dsc_comm_wait(requests[i]), DSC_ESTATE, "closed");
+        CHECK_ERROR(dsc_comm_wait(requests[i], NULL, NULL), DSC_ESTATE, "closed");
         CHECK(dsc_comm_is_done(requests[i]));
         CHECK_STATUS(dsc_comm_release(requests[i]), DSC_OK);
     }
@@ -304,10 +304,10 @@ static void test_stopped(void)
             if (CASES[i].is_second)
                 CHECK_STATUS(dsc_comm_submit(ends[0], &barrier_call, &before), DSC_OK);
             CHECK_STATUS(dsc_comm_submit(ends[0], &call, &request), DSC_OK);
-            CHECK_ERROR(dsc_comm_wait_unless(request, stops_later, &n_left), DSC_EAGAIN, "stopped");
+            CHECK_ERROR(dsc_comm_wait(request, stops_later, &n_left), DSC_EAGAIN, "stopped");
             CHECK_EQ(n_left, 0);
             n_left = 1;
-            CHECK_ERROR(dsc_comm_wait_unless(request, stops_later, &n_left), DSC_EAGAIN, "stopped");
+            CHECK_ERROR(dsc_comm_wait(request, stops_later, &n_left), DSC_EAGAIN, "stopped");
             CHECK(data[0][0] == 1.0f);
             if (CASES[i].is_second)
                 CHECK_STATUS(barrier(ends[1]), DSC_OK);
@@ -315,10 +315,10 @@ static void test_stopped(void)
             CHECK(data[1][n - 1] == 2.0f);
             n_left = 1 << 20;
             if (waits_again)
-                CHECK_STATUS(dsc_comm_wait_unless(request, stops_later, &n_left), DSC_OK);
+                CHECK_STATUS(dsc_comm_wait(request, stops_later, &n_left), DSC_OK);
             while (!dsc_comm_is_done(request))
                 usleep(100);
-            CHECK_STATUS(dsc_comm_wait(request), DSC_OK);
+            CHECK_STATUS(dsc_comm_wait(request, NULL, NULL), DSC_OK);
             CHECK(data[0][0] == 2.0f && data[0][n - 1] == 2.0f);
             CHECK_STATUS(dsc_comm_release(request), DSC_OK);
             CHECK_STATUS(dsc_comm_release(before), DSC_OK);
