@@ -129,6 +129,7 @@ BENCHMARKS = [
     ),
     _script("init_memory", f"{OURS}/init_memory.py", ("deepspeed_c/zero",), 30, "--layers 8 --width 1024", n_ranks=4),
     _script("comm_ops", f"{OURS}/comm_ops.py", ("csrc/comm", "ops/binding"), 60, "--rounds 2 --kib 4 1024", n_ranks=2),
+    _script("launch_overhead", f"{OURS}/launch_overhead.py", ENGINE, 30, "--rounds 2", n_ranks=2),
     _script("ledger_cost", f"{OURS}/ledger_cost.py", (*ENGINE,), 60, "--rounds 2", n_ranks=2),
     _script("memory", f"{OURS}/memory.py", ENGINE, 60, "--params 8e6"),
     _script(

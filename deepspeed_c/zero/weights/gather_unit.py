@@ -70,13 +70,14 @@ class GatherUnit:
         self.pins = 0
         self.is_leaving = False  # released by the plan while pinned
         self._begin = unit.bucket_begin[bucket]
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False):
             self._whole = None if unit.joint is None else unit.joint.whole(bucket).view(unit.dtype)
-            # Always the same memory, so the same views of it.
-            self._views = [] if self._whole is None else self._views_of(self._whole)
+        # Always the same memory, so the same views of it.
+        self._views = [] if self._whole is None else self._views_of(self._whole)
 
     def _views_of(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        return [slot.view(buffer, self._begin) for slot in self.slots]
+        with torch.inference_mode(False), torch.no_grad():
+            return [slot.view(buffer, self._begin) for slot in self.slots]
 
     @property
     def is_joint(self) -> bool:
@@ -126,9 +127,8 @@ class GatherUnit:
         """Waits for the gather and makes the parameters available."""
         self.wait()
         if not self.is_ready:
-            with torch.inference_mode(False), torch.no_grad():
-                for slot, view in zip(self.slots, self._views or self._views_of(self.buffer)):
-                    point_at(slot.param, view)
+            for slot, view in zip(self.slots, self._views or self._views_of(self.buffer)):
+                point_at(slot.param, view)
             self.is_ready, self._expects_grads = True, False
 
     def hold(self) -> None:

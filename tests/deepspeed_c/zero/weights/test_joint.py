@@ -221,8 +221,12 @@ def edits_body(rank, world, dtype):
         engine.reload_states()
         found |= {f"moved.{n}": v for n, v in whole(model).items()}
         found["loss.4"] = torch.tensor(train(engine, rank, 1, 6))
+        inputs = [t.to(next(engine.parameters()).dtype) for t in batch(9, 0, rank, 0)]
         with torch.no_grad():
-            found["eval"] = engine(*(t.to(next(engine.parameters()).dtype) for t in batch(9, 0, rank, 0)))
+            found["eval"] = engine(*inputs)
+        with torch.inference_mode():
+            found["inference"] = engine(*inputs).clone()
+        found["loss.5"] = torch.tensor(train(engine, rank, 1, 7))
         assert all(group.is_joint == (on is ON) for group in engine._fetcher.groups)
         engine.close()
         found |= {f"closed.{n}": v for n, v in whole(model).items()}
