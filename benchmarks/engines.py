@@ -56,6 +56,16 @@ def require_weights_sharded(engine: Any, share: float, gathers_per_step: float) 
     require(gathers_per_step > 0, f"weights are gathered in each step: {gathers_per_step} times")
 
 
+def require_gathers_copy(engine: Any, copies: bool) -> None:
+    """Whether every gather copies the weights, or none does."""
+    fetcher = engine._optimizer.fetcher
+    n_joint = sum(group.is_joint for group in fetcher.groups)
+    require(
+        n_joint == (0 if copies else len(fetcher.groups)),
+        f"gathers {'copy' if copies else 'copy nothing'}: {n_joint} of {len(fetcher.groups)} units are joint memory",
+    )
+
+
 def step_parts(engine: Any) -> list[Part]:
     """The tensors of an AdamW step, of which the gradients are those of the backward pass that has just ended."""
     optimizer = engine._optimizer

@@ -86,6 +86,37 @@ FIGURES = [
     ),
     *(
         Figure(
+            f"training step at stage 3 with `zero_copy_gather`, {what}, fp32, 2 ranks: over stage 3 with gathers",
+            "<= 1",
+            f"stage3_step_{model}",
+            {"contender": "stage3_zero_copy"},
+            "ratio_to_stage3",
+        )
+        for model, what in (("gpt", "29M GPT"), ("mlp", "67M MLP"), ("small", "200 layers of 64 x 64"))
+    ),
+    *(
+        Figure(
+            f"training step, 67M MLP, fp32, 2 ranks, {contender}: over two replicas that send nothing",
+            "<= 1.1",
+            "stage3_step_mlp",
+            {"contender": contender},
+            "ratio_to_replica",
+        )
+        for contender in ("stage1", "stage2", "stage3", "stage3_zero_copy")
+    ),
+    *(
+        Figure(
+            f"training step, 29M GPT, {dtype}, 2 ranks, stage {stage}: over two replicas that send nothing",
+            "<= 1.1",
+            f"train_step_{dtype}",
+            {"contender": f"stage{stage}"},
+            "ratio_to_replica",
+        )
+        for dtype in ("fp32", "bf16")
+        for stage in (0, 1, 2)
+    ),
+    *(
+        Figure(
             f"`engine.step()` after a backward pass, 67M parameters, bf16, 1 rank, stage {stage}: over a C pass over the same memory",
             "<= 1.25",
             "engine_step",

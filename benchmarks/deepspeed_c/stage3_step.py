@@ -4,7 +4,8 @@ Three models in fp32: the 29M-parameter GPT of ``train_step``, a 67M-parameter M
 where what a step costs is its bookkeeping. FSDP2 also runs with our all-gather (``set_custom_all_gather``), because gloo's own takes about half of its step: what is left is the rest of the design.
 Of the small layers all parameters lie below the default persistence threshold, so that nothing would be sharded: their "stage3" sets it to 0, and "stage3_persistent" is the default.
 All contenders run in the same processes, in an order that changes with the round; each round times one step of each. All losses have to be the same at every step,
-and the weights of "stage3" sharded and gathered in each step. Run: python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.deepspeed_c.stage3_step --model gpt|mlp|small
+and the weights of "stage3" sharded and gathered in each step. "stage3_zero_copy" is the same with ``comm.zero_copy_gather``, where a gather sends nothing; "replica" trains by itself
+on each rank, so that nothing is ever sent. Run: python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.deepspeed_c.stage3_step --model gpt|mlp|small
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ from benchmarks.deepspeed_c.train_step import (
     ddp,
     ours,
     plain,
+    replica,
     require_same_losses,
     seeded,
 )
-from benchmarks.engines import n_gathers, require_weights_sharded, sharded_elems
+from benchmarks.engines import n_gathers, require_gathers_copy, require_weights_sharded, sharded_elems
 from benchmarks.measure import machine, median_spread, ratios, time_alternately
 from deepspeed_c.comm.collectives import Collectives
 
@@ -56,6 +58,7 @@ MODELS = {
 }
 # Whose "stage3" is what.
 ZERO = {"small": {"stage3_param_persistence_threshold": 0}}
+ZERO_COPY = {"local": "shm", "zero_copy_gather": True}
 MOST = 0.9  # of the elements: a persistent norm or bias is fine
 
 
@@ -90,14 +93,17 @@ CONTENDERS = {
     "fsdp2": lambda model, zero: fsdp2(model),
     "fsdp2_our_all_gather": lambda model, zero: fsdp2(model, OurAllGather()),
     "ddp": lambda model, zero: ddp(model),
+    "replica": lambda model, zero: replica(model),
+    "stage1": lambda model, zero: ours(model, 1),
     "stage2": lambda model, zero: ours(model, 2),
     "stage3": lambda model, zero: ours(model, 3, **zero),
+    "stage3_zero_copy": lambda model, zero: ours(model, 3, comm=ZERO_COPY, **zero),
     "stage3_persistent": lambda model, zero: ours(model, 3),
 }
 DEFAULT = {
-    "gpt": ["fsdp2", "fsdp2_our_all_gather", "ddp", "stage3"],
-    "mlp": ["fsdp2", "fsdp2_our_all_gather", "ddp", "stage3"],
-    "small": ["fsdp2", "ddp", "stage3", "stage3_persistent"],
+    "gpt": ["fsdp2", "fsdp2_our_all_gather", "ddp", "replica", "stage3", "stage3_zero_copy"],
+    "mlp": ["fsdp2", "fsdp2_our_all_gather", "ddp", "replica", "stage1", "stage2", "stage3", "stage3_zero_copy"],
+    "small": ["fsdp2", "ddp", "replica", "stage3", "stage3_zero_copy", "stage3_persistent"],
 }
 
 
@@ -132,9 +138,10 @@ def main() -> None:
     batch = make_batch(torch.Generator().manual_seed(rank))
     gathers = {name: GatherCount(step) for name, step in steps.items()}
     times = time_alternately(steps, batch, args.rounds, warmup=WARMUP)
-    require_same_losses(steps, 1e-4)
-    for name in {"stage3"} & set(steps):
+    require_same_losses({name: step for name, step in steps.items() if name != "replica"}, 1e-4)
+    for name in {"stage3", "stage3_zero_copy"} & set(steps):
         require_weights_sharded(steps[name].engine, MOST, gathers[name].per_step())
+        require_gathers_copy(steps[name].engine, name == "stage3")
     if rank == 0:
         n = sum(p.numel() for p in make().parameters())
         for name, step in steps.items():
@@ -145,7 +152,7 @@ def main() -> None:
                     "gathers_per_step": round(gathers[name].per_step(), 1),
                 }
             line["ms"] = round(median_spread(times[name])[0] * 1e3, 1)
-            for peer in ("fsdp2", "fsdp2_our_all_gather", "ddp"):
+            for peer in ("fsdp2", "fsdp2_our_all_gather", "ddp", "replica", "stage3"):
                 if peer in times:
                     line |= ratios(f"ratio_to_{peer}", times[name], times[peer])
             line |= {"ranks": dist.get_world_size(), "threads": torch.get_num_threads(), "machine": machine()}

@@ -1,7 +1,7 @@
 """How long is a training step of a 29M-parameter GPT on 2 gloo ranks, against DDP with torch's fused AdamW?
 
 Ours (stages 0, 1, 2) and DDP (``gradient_as_bucket_view``, so that it copies no gradient) run in the same processes, in an order that changes with the round, fp32 or bf16, with the same
-clipping; each round times one step of each. Losses have to be the same at every step; in bf16, where ours keeps fp32 masters and DDP does not, those of our stages.
+clipping, and as many replicas that train by themselves and send nothing; each round times one step of each. Losses have to be the same at every step; in bf16, where ours keeps fp32 masters and DDP does not, those of our stages.
 Run: python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.deepspeed_c.train_step [--dtype bf16]
 """
 
@@ -80,12 +80,18 @@ def plain(call, model) -> Contender:
     return Contender(call, update)
 
 
+def replica(model) -> Contender:
+    """Trains by itself: what a step costs where nothing is sent. Its losses are its own."""
+    return plain(model, model)
+
+
 def ddp(model) -> Contender:
     return plain(nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True), model)
 
 
-def ours(model, stage: int, dtype: torch.dtype = torch.float32, **zero) -> Contender:
+def ours(model, stage: int, dtype: torch.dtype = torch.float32, *, comm: dict | None = None, **zero) -> Contender:
     config = {
+        "comm": comm or {},
         "train_micro_batch_size_per_gpu": BATCH,
         "bf16": {"enabled": dtype == torch.bfloat16},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},
@@ -125,7 +131,7 @@ def main() -> None:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.dtype]
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    contenders = {"ddp": lambda: ddp(seeded(Gpt).to(dtype))}
+    contenders = {"ddp": lambda: ddp(seeded(Gpt).to(dtype)), "replica": lambda: replica(seeded(Gpt).to(dtype))}
     contenders |= {f"stage{s}": (lambda s=s: ours(seeded(Gpt), s, dtype)) for s in (0, 1, 2)}
     if args.only:
         contenders = {args.only: contenders[args.only]}
@@ -134,7 +140,12 @@ def main() -> None:
     tokens = torch.randint(0, VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(rank))
     times = time_alternately(steps, tokens, args.rounds, warmup=2)
     # In bf16 DDP loses updates that are smaller than its weights' last bit, and goes another way.
-    require_same_losses({name: step for name, step in steps.items() if args.dtype == "fp32" or step.engine}, 1e-4)
+    same = {
+        name: step
+        for name, step in steps.items()
+        if name != "replica" and (args.dtype == "fp32" or step.engine is not None)
+    }
+    require_same_losses(same, 1e-4)
     for name, step in steps.items():
         if step.engine is not None:
             require_states_sharded(step.engine, int(name[-1]), dist.get_world_size())
@@ -148,8 +159,9 @@ def main() -> None:
                 "ranks": dist.get_world_size(),
             }
             line["ms"] = round(median_spread(times[name])[0] * 1e3, 1)
-            if "ddp" in times:
-                line |= ratios("ratio_to_ddp", times[name], times["ddp"])
+            for peer in ("ddp", "replica"):
+                if peer in times:
+                    line |= ratios(f"ratio_to_{peer}", times[name], times[peer])
             line |= {"threads": torch.get_num_threads(), "machine": machine()}
             print(json.dumps(line), flush=True)
     dist.barrier()

@@ -376,6 +376,7 @@ static dsc_status run_call(struct dsc_comm *comm, const struct dsc_comm_call *ca
         DSC_TRY(dsc_comm_await(comm, rank, comm->tick));
         DSC_TRY(compare(comm, rank, call));
     }
+    comm->stops = NULL; /* from here on what has been done cannot be done again */
     if (!dsc_comm_is_small(comm, call))
         return dsc_comm_pipeline(comm, call);
     take_small(comm, call);
@@ -386,7 +387,9 @@ dsc_status dsc_comm_finish(struct dsc_comm *comm, struct dsc_comm_request *reque
 {
     comm->running = &request->call;
     comm->end_tick = comm->tick;
-    comm->deadline_ns = dsc_comm_now_ns() + comm->timeout_ns;
+    if (request->deadline_ns == 0)
+        request->deadline_ns = dsc_comm_now_ns() + comm->timeout_ns;
+    comm->deadline_ns = request->deadline_ns;
 
     dsc_status status = run_call(comm, &request->call);
 

@@ -7,6 +7,7 @@
 #include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
 
 #define SPIN_NS 30000 /* about what a sleep and a wake cost together */
@@ -28,6 +29,8 @@ static dsc_status check_config(const struct dsc_comm_config *config)
 
 static void init_fields(struct dsc_comm *comm, const struct dsc_comm_config *config)
 {
+    pthread_condattr_t clock;
+
     comm->rank = config->rank;
     comm->n_ranks = config->n_ranks;
     /* Half of what fits, so that a deadline does too. */
@@ -38,7 +41,10 @@ static void init_fields(struct dsc_comm *comm, const struct dsc_comm_config *con
         comm->peers[rank].pidfd = -1;
     pthread_mutex_init(&comm->mutex, NULL); /* these cannot fail on Linux */
     pthread_cond_init(&comm->has_work, NULL);
-    pthread_cond_init(&comm->has_done, NULL);
+    pthread_condattr_init(&clock);
+    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
+    pthread_cond_init(&comm->has_done, &clock);
+    pthread_condattr_destroy(&clock);
 }
 
 dsc_status dsc_comm_create(const struct dsc_comm_config *config, dsc_comm **out_comm)
@@ -114,7 +120,7 @@ static dsc_status attach(struct dsc_comm *comm, const char *const *addresses)
     for (int32_t rank = 0; rank < comm->n_ranks; rank++) {
         struct dsc_comm_peer *peer = &comm->peers[rank];
         const char *address = rank == comm->rank ? comm->address : addresses[rank];
-        dsc_status status = dsc_comm_segment_open(address, rank, comm->n_ranks, &peer->segment, &peer->pidfd);
+        dsc_status status = dsc_comm_segment_open(address, rank, comm->n_ranks, false, &peer->segment, &peer->pidfd);
 
         if (status != DSC_OK) {
             detach(comm);

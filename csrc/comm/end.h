@@ -18,7 +18,8 @@ struct dsc_comm_request {
     int64_t in_splits[DSC_COMM_MAX_RANKS];
     int64_t out_splits[DSC_COMM_MAX_RANKS];
     struct dsc_comm_request *next;
-    dsc_status status; /* before is_done */
+    dsc_status status;   /* before is_done */
+    int64_t deadline_ns; /* 0: nobody has run it */
     _Atomic bool is_done;
     bool is_begun; /* by whoever runs */
 };
@@ -44,6 +45,8 @@ struct dsc_comm {
     bool has_lanes;
     int64_t deadline_ns;
     const struct dsc_comm_call *running; /* for sentences */
+    bool (*stops)(void *context);        /* whether to leave the call to somebody else; NULL: not now */
+    void *stops_context;
 
     _Atomic int32_t failure; /* a dsc_status: why is set, and nothing goes on */
     char why[DSC_COMM_WHY_BYTES];
@@ -95,7 +98,7 @@ static inline char *dsc_comm_lane_of(const struct dsc_comm *comm, int32_t rank, 
 /* Tells the other ranks how far this one has come. */
 void dsc_comm_publish(struct dsc_comm *comm, uint32_t tick);
 
-/* Returns when that rank has come as far. */
+/* Returns when that rank has come as far; DSC_EAGAIN when the thread that runs stops, and nothing has happened. */
 dsc_status dsc_comm_await(struct dsc_comm *comm, int32_t rank, uint32_t tick);
 
 /* Breaks the end: what comes after fails the same way, and the other ranks learn why. The first reason stays. */
@@ -123,7 +126,7 @@ bool dsc_comm_is_small(const struct dsc_comm *comm, const struct dsc_comm_call *
 /* Says what this rank is about to do, and lays small data out. Waits for nobody. */
 void dsc_comm_begin(struct dsc_comm *comm, struct dsc_comm_request *request);
 
-/* The rest. */
+/* The rest. DSC_EAGAIN: this thread stops, and another one may run it from here. */
 dsc_status dsc_comm_finish(struct dsc_comm *comm, struct dsc_comm_request *request);
 
 /* pipeline.c: all calls that are not small, after the ranks have compared them. */

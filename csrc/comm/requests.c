@@ -6,16 +6,22 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
+
+#define LOOK_NS INT64_C(100000000) /* between questions whether to stop */
 
 /*
  * [Note: Who runs] One thread at a time runs requests, from the first on (is_running). A thread that waits for one runs
  * it and those before it itself, unless another is at it. A small call whose turn it is is begun by who submits it:
- * nothing of it is missing for the other ranks then, so it may lie until somebody waits for it. All others ask for the
- * worker at once, so that they go on while the caller computes.
+ * nothing of it is missing for the other ranks then, so it may lie until somebody waits for it. So may a large one
+ * whose caller waits at once. All others ask for the worker, so that they go on while the caller computes; and it gets
+ * what a thread that stops waiting leaves behind.
  */
 
-/* Runs the first request. With the mutex, which is let go meanwhile. */
-static void run_first(struct dsc_comm *comm)
+static dsc_status ask_worker(struct dsc_comm *comm);
+
+/* Runs the first request. With the mutex, which is let go meanwhile. False when stops, which may be NULL, said so. */
+static bool run_first(struct dsc_comm *comm, bool (*stops)(void *), void *context)
 {
     struct dsc_comm_request *request = comm->first;
     dsc_status status = dsc_comm_check(comm);
@@ -24,16 +30,25 @@ static void run_first(struct dsc_comm *comm)
     pthread_mutex_unlock(&comm->mutex);
     if (status == DSC_OK && !request->is_begun)
         dsc_comm_begin(comm, request);
+    comm->stops = stops;
+    comm->stops_context = context;
     if (status == DSC_OK)
         status = dsc_comm_finish(comm, request);
     pthread_mutex_lock(&comm->mutex);
     comm->is_running = false;
+    if (status == DSC_EAGAIN) {
+        if (!comm->is_closed)
+            (void)ask_worker(comm); /* without a thread it lies until somebody waits */
+        pthread_cond_broadcast(&comm->has_done);
+        return false;
+    }
     comm->first = request->next;
     if (comm->first == NULL)
         comm->end = &comm->first;
     request->status = status;
     atomic_store_explicit(&request->is_done, true, memory_order_release);
     pthread_cond_broadcast(&comm->has_done);
+    return true;
 }
 
 static void *work(void *opaque)
@@ -45,7 +60,7 @@ static void *work(void *opaque)
         if (comm->first == NULL)
             comm->wants_worker = false;
         if (comm->wants_worker && !comm->is_running)
-            run_first(comm);
+            (void)run_first(comm, NULL, NULL);
         else if (comm->is_running)
             pthread_cond_wait(&comm->has_done, &comm->mutex);
         else
@@ -113,10 +128,10 @@ static dsc_status enqueue(struct dsc_comm *comm, struct dsc_comm_request *reques
     if (!comm->is_attached)
         return dsc_fail(DSC_ESTATE, "the end is not attached to the other ranks");
     DSC_TRY(dsc_comm_check(comm));
-    if (!is_next || !dsc_comm_is_small(comm, &request->call))
-        DSC_TRY(ask_worker(comm));
-    else
+    if (is_next && dsc_comm_is_small(comm, &request->call))
         dsc_comm_begin(comm, request);
+    else if (!is_next || !request->call.is_waited)
+        DSC_TRY(ask_worker(comm));
     *comm->end = request;
     comm->end = &request->next;
     return DSC_OK;
@@ -144,19 +159,38 @@ dsc_status dsc_comm_submit(dsc_comm *comm, const struct dsc_comm_call *call, dsc
     return DSC_OK;
 }
 
-dsc_status dsc_comm_wait(dsc_comm_request *request)
+/* While another thread runs: until something is done, or it is time to ask. With the mutex, let go meanwhile. */
+static bool wait_for_other(struct dsc_comm *comm, bool (*stops)(void *), void *context)
+{
+    int64_t until = dsc_comm_now_ns() + LOOK_NS;
+    struct timespec at = {.tv_sec = until / 1000000000, .tv_nsec = until % 1000000000};
+
+    if (stops == NULL) {
+        pthread_cond_wait(&comm->has_done, &comm->mutex);
+        return true;
+    }
+    if (pthread_cond_timedwait(&comm->has_done, &comm->mutex, &at) == 0)
+        return true;
+    pthread_mutex_unlock(&comm->mutex);
+    bool goes_on = !stops(context);
+    pthread_mutex_lock(&comm->mutex);
+    return goes_on;
+}
+
+dsc_status dsc_comm_wait(dsc_comm_request *request, bool (*stops)(void *), void *context)
 {
     struct dsc_comm *comm = request->comm;
 
     DSC_TRY(dsc_process_check(&comm->process, "this end of shared memory"));
     if (!atomic_load_explicit(&request->is_done, memory_order_acquire)) {
+        bool goes_on = true;
+
         pthread_mutex_lock(&comm->mutex);
-        while (!atomic_load_explicit(&request->is_done, memory_order_relaxed))
-            if (comm->is_running)
-                pthread_cond_wait(&comm->has_done, &comm->mutex);
-            else
-                run_first(comm);
+        while (goes_on && !atomic_load_explicit(&request->is_done, memory_order_relaxed))
+            goes_on = comm->is_running ? wait_for_other(comm, stops, context) : run_first(comm, stops, context);
         pthread_mutex_unlock(&comm->mutex);
+        if (!goes_on)
+            return dsc_fail(DSC_EAGAIN, "the wait was stopped");
     }
     if (request->status == DSC_OK)
         return DSC_OK;

@@ -129,7 +129,7 @@ static int64_t default_arena(void)
 
 static dsc_status map_file(struct dsc_comm_segment *segment, int fd)
 {
-    int access = PROT_READ | (segment->is_own ? PROT_WRITE : 0);
+    int access = PROT_READ | (segment->writes ? PROT_WRITE : 0);
     void *base = mmap(NULL, (size_t)segment->n_bytes, access, MAP_SHARED | MAP_NORESERVE, fd, 0);
 
     if (base == MAP_FAILED)
@@ -233,6 +233,7 @@ dsc_status dsc_comm_segment_create(int32_t rank, int32_t n_ranks, int64_t arena_
     segment->n_bytes = DSC_COMM_AT_ARENA + (wanted + huge - 1) / huge * huge;
     segment->pid = getpid();
     segment->is_own = true;
+    segment->writes = true;
     atomic_init(&segment->n_users, 1);
 
     dsc_status status = make_file(segment->n_bytes, &segment->fd);
@@ -343,7 +344,7 @@ static dsc_status open_file(const struct place *place, int32_t rank, int32_t n_r
     snprintf(path, sizeof path, "/proc/%d/fd/%d", (int)place->pid, (int)place->fd);
 
     /* The number may by now be that of anything, a pipe without a writer for one. */
-    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+    int fd = open(path, (segment->writes ? O_RDWR : O_RDONLY) | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
 
     if (fd < 0 && (errno == EACCES || errno == EPERM))
         return dsc_fail(DSC_ENOTSUP,
@@ -357,11 +358,14 @@ static dsc_status open_file(const struct place *place, int32_t rank, int32_t n_r
 
     if (status == DSC_OK)
         status = map_file(segment, fd);
-    close(fd);
+    if (status == DSC_OK && segment->writes)
+        segment->fd = fd;
+    else
+        close(fd);
     return status;
 }
 
-static dsc_status open_other(const struct place *place, int32_t rank, int32_t n_ranks,
+static dsc_status open_other(const struct place *place, int32_t rank, int32_t n_ranks, bool writes,
                              struct dsc_comm_segment **out_segment, int *out_pidfd)
 {
     /* Before the file is opened: its token then proves that the process is the one that the address means. */
@@ -383,6 +387,7 @@ static dsc_status open_other(const struct place *place, int32_t rank, int32_t n_
     segment->n_bytes = place->n_bytes;
     segment->pid = place->pid;
     segment->fd = -1;
+    segment->writes = writes;
     atomic_init(&segment->n_users, 1);
     if ((status = open_file(place, rank, n_ranks, segment)) != DSC_OK)
         goto free_segment;
@@ -397,7 +402,7 @@ close_pidfd:
     return status;
 }
 
-dsc_status dsc_comm_segment_open(const char *address, int32_t rank, int32_t n_ranks,
+dsc_status dsc_comm_segment_open(const char *address, int32_t rank, int32_t n_ranks, bool writes,
                                  struct dsc_comm_segment **out_segment, int *out_pidfd)
 {
     struct place place;
@@ -405,7 +410,7 @@ dsc_status dsc_comm_segment_open(const char *address, int32_t rank, int32_t n_ra
     DSC_TRY(read_address(address, rank, &place));
     DSC_TRY(check_place(&place, rank));
     if (place.pid != getpid())
-        return open_other(&place, rank, n_ranks, out_segment, out_pidfd);
+        return open_other(&place, rank, n_ranks, writes, out_segment, out_pidfd);
 
     struct dsc_comm_segment *segment = find_own(place.token);
 

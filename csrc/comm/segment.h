@@ -75,9 +75,10 @@ _Static_assert(sizeof(struct dsc_comm_control) <= DSC_COMM_PAGE, "the control wo
 struct dsc_comm_segment {
     char *base;
     int64_t n_bytes;
-    int fd;      /* -1 for another process's */
+    int fd;      /* -1 where it is only read */
     pid_t pid;   /* of the owner */
-    bool is_own; /* of this process: mapped to be written, and shared by all ends here that use it */
+    bool is_own; /* of this process: shared by all ends here that use it */
+    bool writes; /* mapped to be written */
     uint8_t token[16];
     _Atomic int32_t n_users;
     struct dsc_comm_segment *next; /* of those of this process */
@@ -88,10 +89,10 @@ dsc_status dsc_comm_segment_create(int32_t rank, int32_t n_ranks, int64_t arena_
                                    struct dsc_comm_segment **out_segment);
 
 /*
- * Opens what an address names, and checks that it is the segment of that rank. *out_pidfd becomes readable when its
- * process ends; -1 for this process. One user more.
+ * Opens what an address names, and checks that it is the segment of that rank; writes: to write to it as well.
+ * *out_pidfd becomes readable when its process ends; -1 for this process. One user more.
  */
-dsc_status dsc_comm_segment_open(const char *address, int32_t rank, int32_t n_ranks,
+dsc_status dsc_comm_segment_open(const char *address, int32_t rank, int32_t n_ranks, bool writes,
                                  struct dsc_comm_segment **out_segment, int *out_pidfd);
 
 void dsc_comm_segment_hold(struct dsc_comm_segment *segment);

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_c.buffers import BufferPool, ordinary_memory
-from deepspeed_c.comm import shm
+from deepspeed_c.comm import joint, shm
 from deepspeed_c.comm.backends import Backend, backend_named, broadcast_slices
 from deepspeed_c.comm.groups import get_all_ranks_from_group, get_rank, get_world_size
 from deepspeed_c.comm.hierarchy import Hierarchy
@@ -97,6 +97,21 @@ class Collectives:
         if self._connection is None:
             return ordinary_memory(n_bytes, device)
         return self._connection.allocate(n_bytes, device)
+
+    def why_not_joint(self, device: torch.device) -> str:
+        """Why these ranks cannot hold the memory of ``device`` together (``join``); "" where they can."""
+        if device.type != "cpu":
+            return f"weights lie in the memory of {device.type}"
+        if self._connection is None:
+            return '"comm": {"local": "off"}' if self._local == "off" else "the ranks share no memory"
+        if not isinstance(self._connection, shm.Connection):
+            return "the ranks are on several hosts"
+        return ""
+
+    def join(self, sizes: Sequence[int]) -> joint.JointMemory | None:
+        """Memory of the CPU that these ranks, which can (``why_not_joint``), hold together: parts of ``sizes`` bytes,
+        multiples of the number of ranks. Collective; None on all ranks where there is no room for it."""
+        return joint.join(self, sizes)
 
     def alone(self) -> Collectives:
         """This rank by itself: nothing is sent."""

@@ -35,13 +35,13 @@ from deepspeed_c.logging import logger
 if TYPE_CHECKING:
     from deepspeed_c.comm.collectives import Collectives
 
-__all__ = ["Connection", "Wish", "connect", "discard"]
+__all__ = ["REFUSALS", "Connection", "Wish", "as_tensor", "connect", "discard", "first_refusal"]
 
 Wish = Literal["auto", "shm", "off"]
 """The configuration key ``comm.local``."""
 
 # What the binding raises where ranks cannot share memory: the system lacks something, there is no memory, another user.
-_REFUSALS = (NotImplementedError, MemoryError, OSError, ValueError, RuntimeError)
+REFUSALS = (NotImplementedError, MemoryError, OSError, ValueError, RuntimeError)
 
 
 class _Failed:
@@ -108,10 +108,7 @@ class Connection:
             return ordinary_memory(n_bytes, device)
         except RuntimeError:  # the group has ended, or this is a forked child: nobody reads here any more
             return ordinary_memory(n_bytes, device)
-        # The tensor keeps the block; the block returns its memory when nobody holds it any more.
-        tensor = torch.frombuffer(block, dtype=torch.uint8)
-        _blocks[tensor.data_ptr()] = block
-        return tensor
+        return as_tensor(block)
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether other ranks read ``tensor`` where it lies."""
@@ -144,14 +141,21 @@ class Connection:
         return Work([handle], kept=[flat], what=f"all_reduce of {flat.numel()} {flat.dtype}")
 
     def _broadcast(self, comm: Collectives, tensor: torch.Tensor, src: int) -> Handle:
-        return self.start("broadcast", tensor.view(-1), src)
+        return self.start("broadcast", tensor.view(-1), src, True)
 
     def _add_up(self, comm: Collectives, tensor: torch.Tensor) -> Handle:
-        return self.start("all_reduce", tensor.view(-1), "sum", 1.0)
+        return self.start("all_reduce", tensor.view(-1), "sum", 1.0, True)
 
 
 # The memory of all connections by its address.
 _blocks: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def as_tensor(block: _C.ShmBuffer | _C.ShmPart) -> torch.Tensor:
+    """The bytes of an object of the binding. The tensor keeps it; the memory is returned when nobody holds it."""
+    tensor = torch.frombuffer(block, dtype=torch.uint8)
+    _blocks[tensor.data_ptr()] = block
+    return tensor
 
 
 def discard(storage: torch.UntypedStorage) -> None:
@@ -228,25 +232,25 @@ def _try(comm: Collectives, group: dist.ProcessGroup) -> _Outcome:
         if len(mine) > 1:
             made = [_C.ShmGroup(mine.index(comm.rank), len(mine), seconds) for _ in range(n_ends)]
         addresses = [end.address for end in made]
-    except _REFUSALS as error:
+    except REFUSALS as error:
         refusal = str(error)
     told = comm.gather_objects((refusal, addresses, uuid.uuid4().hex), label="shared memory")
-    reason = _first_refusal([said[0] for said in told], comm.global_ranks)
+    reason = first_refusal([said[0] for said in told], comm.global_ranks)
     if not reason:
         try:
             for i, end in enumerate(made):
                 end.attach([told[rank][1][i] for rank in mine])
-        except _REFUSALS as error:
+        except REFUSALS as error:
             refusal = _in_world(str(error), [comm.global_ranks[rank] for rank in mine])
         # Nobody closes before all have attached.
-        reason = _first_refusal(comm.gather_objects(refusal, label="shared memory"), comm.global_ranks)
+        reason = first_refusal(comm.gather_objects(refusal, label="shared memory"), comm.global_ranks)
     between: dist.ProcessGroup | None = None
     if not reason and len(hosts) > 1:
         try:
             between = _between(comm, group, told[0][2])
         except RuntimeError as error:
             refusal = f"no connection between the hosts: {error}"
-        reason = _first_refusal(comm.gather_objects(refusal, label="hosts"), comm.global_ranks)
+        reason = first_refusal(comm.gather_objects(refusal, label="hosts"), comm.global_ranks)
     if reason:
         for end in made:
             end.close()
@@ -301,6 +305,8 @@ def _by_host(marks: Sequence[_HostMarks]) -> list[list[int]]:
     return list(hosts.values())
 
 
-def _first_refusal(refusals: Sequence[str], ranks: Sequence[int]) -> str:
+def first_refusal(refusals: Sequence[str], ranks: Sequence[int]) -> str:
+    """What the ranks that were refused something were told, by rank of a group; "" where there are none. ranks: their
+    numbers in the world."""
     refused = [i for i, refusal in enumerate(refusals) if refusal]
     return f"{ranks_in_words([ranks[i] for i in refused])}: {refusals[refused[0]]}" if refused else ""

@@ -26,6 +26,15 @@ class Comm(Section, kw_only=True):
             auto="value",
         ),
     ] = "auto"
+    zero_copy_gather: Annotated[
+        bool,
+        acts(
+            "At stage 3, ranks that share memory keep one copy of the sharded weights there, each rank its own slices,"
+            " and read them where they lie: a gather neither copies nor sends, and ranks wait for one another before"
+            " and after weights are written. Where weights lie on an accelerator or are offloaded, or ranks share no"
+            " memory, gathers stay as they are, and the log says why."
+        ),
+    ] = False
 
 
 class LayerSpec(Section, kw_only=True):

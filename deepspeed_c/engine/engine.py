@@ -512,6 +512,7 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
         if custom_load_fn is not None:
             load_custom(self.module, custom_load_fn, weights)
         elif self._shards_parameters:
+            self._state.begin_writes()
             load_weights(self.module, weights)
         else:
             self.module.load_state_dict(weights, strict=strict)
@@ -643,7 +644,7 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
         """
         self._require_open()
         if self._offloaded.kinds:
-            self._offloaded.reload(non_blocking=False)
+            self._reload(non_blocking=False)
         return self._checkpoints.load(
             self.module,
             load_dir,
@@ -711,7 +712,8 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
 
         device: "cpu": from the accelerator's memory to the host's. "nvme": to a file without a name under
         ``offload_optimizer.nvme_path`` (or ``offload_param``'s), whose space is free again after ``reload_states`` or
-        ``destroy``; collective then. What lives on NVMe anyway, or in host memory with "cpu", stays where it is.
+        ``destroy``; collective then, and with ``comm.zero_copy_gather``. What lives on NVMe anyway, or in host memory
+        with "cpu", stays where it is.
         pin_memory: of host memory beside an accelerator. At every stage; weights that are whole on each rank stay.
 
         Raises StateError within an accumulation window; with "nvme", on all ranks alike and with everything still in
@@ -721,15 +723,22 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
         self._require_window_start("offload_states")
         if self._fetcher is not None:
             self._fetcher.abort()
+            self._fetcher.begin_writes()
         self._offloaded.offload(include, device, pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Brings back what ``offload_states`` moved out; collective where that is on NVMe.
+        """Brings back what ``offload_states`` moved out; collective where that is on NVMe, and with
+        ``comm.zero_copy_gather``.
 
         Raises OffloadError on all ranks where one cannot read back what was written; it may be called again.
         """
         self._require_open()
+        self._reload(non_blocking)
+
+    def _reload(self, non_blocking: bool) -> None:
         self._offloaded.reload(non_blocking)
+        if self._fetcher is not None:
+            self._fetcher.weights_changed()
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
         """The module's state dict of whole tensors in host memory on rank 0, None on the others. Collective;

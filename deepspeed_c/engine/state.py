@@ -217,6 +217,11 @@ class TrainState:
             )
             self._note_loader()
 
+    def begin_writes(self) -> None:
+        """The module's weights are about to be written. Collective as ``Fetcher.begin_writes``."""
+        if self.layout.fetcher is not None:
+            self.layout.fetcher.begin_writes()
+
     def take_weights(self, *, has_masters: bool) -> None:
         """The module's weights are others now; ``has_masters``: and the masters with them, which are taken anew from
         the weights otherwise."""

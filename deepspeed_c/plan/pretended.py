@@ -41,6 +41,22 @@ def _lie(*_: Any) -> Work:
 IN_PLACE = Backend("shm", reduce_scatter=_lie, all_gather=_lie, all_reduce=_lie, broadcast=_lie, add_up=_lie)
 
 
+class PretendedJoint:
+    """Joint memory (``comm/joint.py``): what a rank's slices take is the unit's to count, and wholes take nothing."""
+
+    def __init__(self, sizes: Sequence[int], n_ranks: int) -> None:
+        self._sizes, self._n_ranks = sizes, n_ranks
+
+    def slice(self, part: int) -> torch.Tensor:
+        return torch.empty(self._sizes[part] // self._n_ranks, dtype=torch.uint8, device="meta")
+
+    def whole(self, part: int) -> torch.Tensor:
+        return torch.empty(self._sizes[part], dtype=torch.uint8, device="meta")
+
+    def forget(self) -> None:
+        """Nothing has been written."""
+
+
 class PretendedRanks(Collectives):
     """The first of ``world_size`` ranks, as the engine's objects use it with tensors of the meta device.
 
@@ -66,6 +82,15 @@ class PretendedRanks(Collectives):
     def all_gather(self, flat: torch.Tensor, *, use_broadcast: bool = False, label: str = "") -> Work:
         """Takes no memory on any backend, and would be one transfer a rank on some."""
         return Work.done()
+
+    def why_not_joint(self, device: torch.device) -> str:
+        return "" if self._backends["meta"] is IN_PLACE else "nobody knows yet which ranks will share memory"
+
+    def join(self, sizes: Sequence[int]) -> Any:
+        return PretendedJoint(sizes, self.world_size)
+
+    def barrier(self, *, label: str = "") -> None:
+        """All ranks have come."""
 
     def sum_numbers(self, numbers: Sequence[float], *, label: str = "") -> list[float]:
         """All ranks do the same."""

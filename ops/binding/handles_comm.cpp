@@ -182,13 +182,24 @@ class ShmWork {
             end_->adopt(std::move(sent_));
     }
 
+    /* A signal's handler runs while it waits; what that raises ends the wait, and the collective goes on. */
     void wait()
     {
-        dsc_status status = DSC_OK;
-        {
-            py::gil_scoped_release release;
-            status = dsc_comm_wait(sent_.request);
-        }
+        PyThreadState *state = PyEval_SaveThread();
+        const dsc_status status = dsc_comm_wait(
+            sent_.request,
+            [](void *context) {
+                auto **saved = static_cast<PyThreadState **>(context);
+
+                PyEval_RestoreThread(*saved);
+                const bool has_raised = PyErr_CheckSignals() != 0;
+                *saved = PyEval_SaveThread();
+                return has_raised;
+            },
+            &state);
+        PyEval_RestoreThread(state);
+        if (status == DSC_EAGAIN)
+            throw py::error_already_set();
         if (dsc_comm_is_done(sent_.request)) {
             sent_.flat = py::object();
             sent_.out = py::object();
@@ -237,6 +248,106 @@ class ShmBuffer {
   private:
     struct dsc_process process_ {};
     dsc_comm_block *block_ = nullptr;
+};
+
+/* The core's joint memory; what lies in it holds it. */
+class Joint {
+  public:
+    explicit Joint(const char *address, int64_t n_bytes)
+    {
+        dsc_status status = DSC_OK;
+        {
+            py::gil_scoped_release release;
+            status =
+                address == nullptr ? dsc_comm_joint_create(n_bytes, &joint_) : dsc_comm_joint_open(address, &joint_);
+        }
+        dsc::check(status, "ShmJoint");
+    }
+    Joint(const Joint &) = delete;
+    Joint &operator=(const Joint &) = delete;
+    ~Joint() { dsc_comm_joint_destroy(joint_); }
+
+    dsc_comm_joint *get() const { return joint_; }
+
+  private:
+    dsc_comm_joint *joint_ = nullptr;
+};
+
+/* A part of joint memory, by the buffer protocol. */
+class ShmPart {
+  public:
+    ShmPart(std::shared_ptr<Joint> joint, int64_t offset, int64_t n_bytes, bool is_view)
+        : n_bytes(n_bytes), joint_(std::move(joint)), offset_(offset), is_view_(is_view)
+    {
+        if (offset < 0 || n_bytes < 0 || offset > dsc_comm_joint_bytes(joint_->get()) - n_bytes)
+            dsc::fail(DSC_EINVAL, "ShmJoint: a part of " + std::to_string(n_bytes) + " bytes from " +
+                                      std::to_string(offset) + " on, the memory has " +
+                                      std::to_string(dsc_comm_joint_bytes(joint_->get())));
+    }
+
+    uint8_t *data() const
+    {
+        void *base = is_view_ ? dsc_comm_joint_view(joint_->get()) : dsc_comm_joint_data(joint_->get());
+
+        return static_cast<uint8_t *>(base) + offset_;
+    }
+
+    void discard()
+    {
+        if (is_view_)
+            dsc::fail(DSC_EINVAL, "ShmPart.discard: a view has no memory of its own");
+        dsc::check(dsc_comm_joint_discard(joint_->get(), offset_, n_bytes), "ShmPart.discard");
+    }
+
+    int64_t n_bytes;
+
+  private:
+    std::shared_ptr<Joint> joint_;
+    int64_t offset_;
+    bool is_view_;
+};
+
+class ShmJoint {
+  public:
+    ShmJoint(int64_t n_bytes, const std::optional<std::string> &address)
+        : joint_(std::make_shared<Joint>(address ? address->c_str() : nullptr, n_bytes))
+    {
+    }
+
+    std::string address() const { return dsc_comm_joint_address(joint_->get()); }
+
+    std::unique_ptr<ShmPart> part(int64_t offset, int64_t n_bytes) const
+    {
+        return std::make_unique<ShmPart>(joint_, offset, n_bytes, false);
+    }
+
+    std::unique_ptr<ShmPart> view(int64_t offset, int64_t n_bytes) const
+    {
+        return std::make_unique<ShmPart>(joint_, offset, n_bytes, true);
+    }
+
+    void commit(int64_t offset, int64_t n_bytes)
+    {
+        dsc_status status = DSC_OK;
+        {
+            py::gil_scoped_release release;
+            status = dsc_comm_joint_commit(joint_->get(), offset, n_bytes);
+        }
+        dsc::check(status, "ShmJoint.commit");
+    }
+
+    void forget()
+    {
+        dsc_status status = DSC_OK;
+        {
+            py::gil_scoped_release release;
+            status = dsc_comm_joint_forget(joint_->get());
+        }
+        dsc::check(status, "ShmJoint.forget");
+    }
+
+  private:
+    std::shared_ptr<Joint> joint_;
 };
 
 class ShmGroup {
@@ -307,12 +418,13 @@ class ShmGroup {
         return submit(call, "ShmGroup.all_gather", std::move(flat), py::object());
     }
 
-    std::unique_ptr<ShmWork> all_reduce(py::object flat, const std::string &op, double scale)
+    std::unique_ptr<ShmWork> all_reduce(py::object flat, const std::string &op, double scale, bool is_waited)
     {
         struct dsc_comm_call call = call_of(DSC_COMM_ALL_REDUCE, read(flat, "all_reduce", "flat"));
 
         call.combine = combine_of(op);
         call.scale = scale;
+        call.is_waited = is_waited;
         return submit(call, "ShmGroup.all_reduce", std::move(flat), py::object());
     }
 
@@ -333,11 +445,12 @@ class ShmGroup {
         return submit(call, "ShmGroup.all_to_all", std::move(flat), std::move(out));
     }
 
-    std::unique_ptr<ShmWork> broadcast(py::object flat, int32_t src)
+    std::unique_ptr<ShmWork> broadcast(py::object flat, int32_t src, bool is_waited)
     {
         struct dsc_comm_call call = call_of(DSC_COMM_BROADCAST, read(flat, "broadcast", "flat"));
 
         call.src = src;
+        call.is_waited = is_waited;
         return submit(call, "ShmGroup.broadcast", std::move(flat), py::object());
     }
 
@@ -436,7 +549,8 @@ void dsc::bind_comm(py::module_ &m)
     py::class_<ShmWork>(m, "ShmWork", "A collective of a ShmGroup. Its tensors are referenced until it is done.")
         .def("wait", &ShmWork::wait,
              "Returns when it is done; RuntimeError says which rank has died, failed, closed or called something else. "
-             "Other threads run meanwhile.")
+             "Other threads run meanwhile. Where a signal's handler raises (KeyboardInterrupt), so does this; the "
+             "collective goes on, and may be waited for again.")
         .def("is_done", &ShmWork::is_done, "Whether wait would return at once.");
     py::class_<ShmBuffer>(m, "ShmBuffer", py::buffer_protocol(),
                           "Memory of a ShmGroup's arena, by the buffer protocol; it may outlive the group.")
@@ -445,6 +559,23 @@ void dsc::bind_comm(py::module_ &m)
         .def("discard", &ShmBuffer::discard,
              "Returns its pages to the system. It stays, zero, and takes memory again where it is touched.")
         .def_readonly("n_bytes", &ShmBuffer::n_bytes);
+    py::class_<ShmPart>(m, "ShmPart", py::buffer_protocol(),
+                        "A part of a ShmJoint, by the buffer protocol; it may outlive the object that gave it.")
+        .def_buffer([](ShmPart &self) { return py::buffer_info(self.data(), static_cast<py::ssize_t>(self.n_bytes)); })
+        .def("discard", &ShmPart::discard,
+             "Returns its whole pages to the system. They stay, zero, and take memory again where they are touched.")
+        .def_readonly("n_bytes", &ShmPart::n_bytes);
+    py::class_<ShmJoint>(m, "ShmJoint",
+                         "Memory that several processes of one host write, each its own part (dsc/comm.h).")
+        .def(py::init<int64_t, std::optional<std::string>>(), py::arg("n_bytes"), py::arg("address") = std::nullopt,
+             "Makes n_bytes of it, or opens what address names.")
+        .def_property_readonly("address", &ShmJoint::address, "What the other processes need to open it.")
+        .def("part", &ShmJoint::part, py::arg("offset"), py::arg("n_bytes"),
+             "The memory itself: what is written there, all processes see.")
+        .def("view", &ShmJoint::view, py::arg("offset"), py::arg("n_bytes"),
+             "Shows the same bytes; what is written there stays this process's own until forget().")
+        .def("commit", &ShmJoint::commit, py::arg("offset"), py::arg("n_bytes"), "MemoryError has both numbers.")
+        .def("forget", &ShmJoint::forget, "Views show what all processes have written.");
     py::class_<ShmGroup>(
         m, "ShmGroup",
         "This rank's end of collectives between the processes of one host (dsc/comm.h). Any thread may call it.")
@@ -460,11 +591,13 @@ void dsc::bind_comm(py::module_ &m)
         .def("reduce_scatter", &ShmGroup::reduce_scatter, py::arg("flat"), py::arg("out"), py::arg("scale"),
              py::arg("accumulate"))
         .def("all_gather", &ShmGroup::all_gather, py::arg("flat"), "In place; slice i comes from rank i.")
-        .def("all_reduce", &ShmGroup::all_reduce, py::arg("flat"), py::arg("op") = "sum", py::arg("scale") = 1.0,
-             "In place; op: \"sum\", \"max\", \"min\" or \"prod\".")
+        .def(
+            "all_reduce", &ShmGroup::all_reduce, py::arg("flat"), py::arg("op") = "sum", py::arg("scale") = 1.0,
+            py::arg("is_waited") = false,
+            "In place; op: \"sum\", \"max\", \"min\" or \"prod\". is_waited: the caller waits at once, so that no thread is woken for it.")
         .def("all_to_all", &ShmGroup::all_to_all, py::arg("flat"), py::arg("out"), py::arg("in_splits"),
              py::arg("out_splits"), "Splits are numbers of elements by rank.")
-        .def("broadcast", &ShmGroup::broadcast, py::arg("flat"), py::arg("src"))
+        .def("broadcast", &ShmGroup::broadcast, py::arg("flat"), py::arg("src"), py::arg("is_waited") = false)
         .def("barrier", &ShmGroup::barrier)
         .def_property_readonly("counts", &ShmGroup::counts,
                                "What this rank has done, by operation: calls, bytes, and how many calls showed their "

@@ -176,6 +176,7 @@ struct dsc_comm_call {
     dsc_comm_combine combine;
     int32_t src;
     bool accumulates;
+    bool is_waited; /* the caller waits for it at once, so that no worker needs to be woken; of this rank alone */
     dsc_comm_type out_type;
     void *out; /* as data */
     const int64_t *in_splits;
@@ -188,9 +189,13 @@ struct dsc_comm_call {
  */
 DSC_API dsc_status dsc_comm_submit(dsc_comm *comm, const struct dsc_comm_call *call, dsc_comm_request **out_request);
 
-/* Returns when it is done, with how it ended: DSC_OK, DSC_EPEER, DSC_ETIMEDOUT, DSC_ENOMEM, DSC_ESTATE. May be called
- * again. */
-DSC_API dsc_status dsc_comm_wait(dsc_comm_request *request);
+/*
+ * Returns when it is done, with how it ended: DSC_OK, DSC_EPEER, DSC_ETIMEDOUT, DSC_ENOMEM, DSC_ESTATE. May be called
+ * again. stops, unless it is NULL, is asked in this thread, about ten times a second and after a signal, as long as
+ * another thread runs the request or other ranks have not come to it. When it says true, DSC_EAGAIN is returned, and
+ * the request goes on, uses its memory, and may be waited for again.
+ */
+DSC_API dsc_status dsc_comm_wait(dsc_comm_request *request, bool (*stops)(void *context), void *context);
 
 /* Whether dsc_comm_wait would return at once. A request goes on whether or not anybody asks. False in a child of
  * fork(). */
@@ -198,6 +203,42 @@ DSC_API bool dsc_comm_is_done(dsc_comm_request *request);
 
 /* Frees a request that is done; DSC_ESTATE when it is not. NULL is fine. Nothing in a child of fork(). */
 DSC_API dsc_status dsc_comm_release(dsc_comm_request *request);
+
+/*
+ * Joint memory: all ranks write it, each its own part. One of them makes it, the others open it; it needs no end, and
+ * is gone with the last process that maps it. Each process has it mapped twice. What lies at data is the memory itself.
+ * The view shows the same bytes, and what is written there stays this process's own: it hides its page, and whatever
+ * others write to that, until it is forgotten. Who writes when, and who may read then, is for the ranks to settle.
+ *
+ * Ends may come and go meanwhile. Any thread may call; in a child of fork() calls are DSC_ESTATE, and destroy does
+ * nothing.
+ */
+typedef struct dsc_comm_joint dsc_comm_joint;
+
+/* n_bytes, page-aligned and zero, none of them committed. Errors as dsc_comm_create. */
+DSC_API dsc_status dsc_comm_joint_create(int64_t n_bytes, dsc_comm_joint **out_joint);
+
+/* What the other ranks need to open it, as dsc_comm_address; "" of one that was opened. */
+DSC_API const char *dsc_comm_joint_address(const dsc_comm_joint *joint);
+
+/* Errors as dsc_comm_attach. Keep the memory that was made until all have opened it. */
+DSC_API dsc_status dsc_comm_joint_open(const char *address, dsc_comm_joint **out_joint);
+
+/* Commits the memory of a part, so that a machine without enough says so: DSC_ENOMEM with both numbers. */
+DSC_API dsc_status dsc_comm_joint_commit(dsc_comm_joint *joint, int64_t offset, int64_t n_bytes);
+
+/* Returns the whole pages of a part to the system. They hold zeros, and take memory again where they are touched. */
+DSC_API dsc_status dsc_comm_joint_discard(dsc_comm_joint *joint, int64_t offset, int64_t n_bytes);
+
+/* The view shows what all ranks have written. DSC_ENOTSUP where the process has locked its memory (mlockall). */
+DSC_API dsc_status dsc_comm_joint_forget(dsc_comm_joint *joint);
+
+DSC_API void *dsc_comm_joint_data(const dsc_comm_joint *joint);
+DSC_API void *dsc_comm_joint_view(const dsc_comm_joint *joint);
+DSC_API int64_t dsc_comm_joint_bytes(const dsc_comm_joint *joint);
+
+/* Unmaps it: no thread may use data or view any more. NULL is fine. */
+DSC_API void dsc_comm_joint_destroy(dsc_comm_joint *joint);
 
 struct dsc_comm_count {
     int64_t n_calls;

@@ -313,6 +313,7 @@ class Checkpoints:
             if plan is None:
                 load_custom(module, custom_load_fn, whole)
             else:
+                state.begin_writes()
                 plan.run(source)
         except (CheckpointError, OffloadError, AioError) as error:
             problem = str(error).splitlines()[0]

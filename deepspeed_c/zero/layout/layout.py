@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 
 from deepspeed_c.buffers import BufferPool
+from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import DATA, Mesh
 from deepspeed_c.config import Config
 from deepspeed_c.errors import CommError, ConfigError
+from deepspeed_c.logging import log_dist
 from deepspeed_c.zero.layout.leaf import (
     apply_zero_leaf_module_config,
     find_expert_blocks,
@@ -139,6 +142,19 @@ def _limits(config: Config, elems: int) -> FetchLimits:
     return FetchLimits(zero.stage3_max_live_parameters, ahead, zero.stage3_max_reuse_distance)
 
 
+def _why_copied(
+    config: Config, comm: Collectives, placement: Placement, device: torch.device, *, shards_params: bool
+) -> str:
+    """Why gathers copy the weights although ``comm.zero_copy_gather`` asks for the opposite; "" where they need not."""
+    if not STAGES[config.zero.stage].parameters:
+        return f"no weights are gathered at ZeRO stage {config.zero.stage}"
+    if not shards_params:
+        return "there is nobody to gather weights from"
+    if placement.weights != ON_DEVICE.weights:
+        return f'weights are offloaded ("offload_param": {{"device": "{config.zero.offload_param.device}"}})'
+    return comm.why_not_joint(device)
+
+
 def lay_out(
     model: torch.nn.Module,
     groups: Sequence[Sequence[torch.nn.Parameter]],
@@ -186,6 +202,15 @@ def lay_out(
 
         return elems_of_bucket
 
+    joins = config.comm.zero_copy_gather
+    if joins:
+        why = _why_copied(
+            config, mesh.along("dp_shard"), placement, device or torch.device("cpu"), shards_params=shards_params
+        )
+        joins = not why
+        if why and (device is None or device.type != "meta"):
+            log_dist(f'"comm": {{"zero_copy_gather": true}} has no effect: {why}', ranks=[0], level=logging.WARNING)
+
     staying = params_that_stay((p for p in model.parameters() if id(p) in trained_ids), config)
     on_device = placement._replace(states=ON_DEVICE.states)
 
@@ -199,6 +224,7 @@ def lay_out(
         bucket_elems=elems_of(n_trained, placement),
         dtypes_of=precision.dtypes_of,
         is_sharded=is_sharded,
+        joins=joins,
         placement_of=lambda param: on_device if id(param) in staying else placement,
         device=device,
     )
@@ -217,6 +243,7 @@ def lay_out(
         bucket_elems=elems_of(n_frozen, on_device),
         dtypes_of=frozen_dtypes,
         is_sharded=is_sharded,
+        joins=joins,
         placement_of=lambda param: on_device,
         device=device,
     )

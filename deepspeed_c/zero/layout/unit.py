@@ -16,6 +16,7 @@ import torch
 
 from deepspeed_c import _C
 from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.comm.joint import JointMemory
 from deepspeed_c.comm.work import Work
 from deepspeed_c.errors import ModelError
 from deepspeed_c.ops import flat
@@ -88,7 +89,8 @@ class Unit:
     Weights are whole on every rank, or sharded. Whole ones lie in ``flat_param`` ([flat_elems], in the parameters'
     dtype), which backs ``param.data`` of every member. Of sharded ones a rank keeps ``weight_slices``, one of each
     bucket; where these lie together in memory, they are ``param_shard`` ([shard_elems]). ``gather_unit.py`` puts a
-    bucket together while it is used. ``master`` holds this rank's slice of each bucket, in fp32, or in the parameters'
+    bucket together while it is used; where the ranks hold the weights together (``joint``), it is there already.
+    ``master`` holds this rank's slice of each bucket, in fp32, or in the parameters'
     own dtype where that is trained. Where the parameter is its own master, the slices are views of the weights, and no
     second copy exists.
 
@@ -110,9 +112,11 @@ class Unit:
         bucket_elems: int,
         dtypes: Dtypes,
         is_sharded: bool = False,
+        joins: bool = False,
         placement: Placement = ON_DEVICE,
         device: torch.device | None = None,
     ) -> None:
+        """joins: sharded weights lie in joint memory of ``comm`` where there is room for that."""
         self.group, self.is_sharded = group, is_sharded
         self.device = device or params[0][2].device
         weights = placement.weights if is_sharded else ON_DEVICE.weights
@@ -150,11 +154,18 @@ class Unit:
         self.flat_param: torch.Tensor | None = None
         self.param_shard: torch.Tensor | None = None
         self.weight_slices: list[torch.Tensor] = []
+        self.joint: JointMemory | None = None
+        if is_sharded and joins:
+            self.joint = comm.join([self.bucket_bytes(b) for b in range(self.n_buckets)])
         self._labels: dict[int, str] = {}
         self.states.keep(self.masters)
         self.weights.keep(self._weights_of)
         if not is_sharded:
             self.flat_param = self.new_zeros(self.flat_elems, self.dtype)
+        elif self.joint is not None:
+            self.weight_slices = [self.joint.slice(b).view(self.dtype) for b in range(self.n_buckets)]
+            if self.device.type == "cpu":
+                flat.zero_(self.weight_slices)  # by the threads that will update it: see ``Home.new_zeros``
         elif self.weights.has_slices:
             self.weight_slices = [self.weights.new_zeros(n, self.dtype) for n in self.slice_elems]
         else:
@@ -451,7 +462,7 @@ class Unit:
         self.fragments.clear()
         self.fragment_of.clear()
         self._master_flat = None
-        self.flat_param = self.param_shard = None
+        self.flat_param = self.param_shard = self.joint = None
         self.weight_slices.clear()
         self.states.end()
         self.weights.end()
@@ -465,6 +476,7 @@ def build_units(
     bucket_elems: Callable[[int], int],
     dtypes_of: Callable[[str, torch.nn.Parameter], Dtypes],
     is_sharded: Callable[[torch.nn.Parameter], bool] = lambda param: False,
+    joins: bool = False,
     placement_of: Callable[[torch.nn.Parameter], Placement] = lambda param: ON_DEVICE,
     device: torch.device | None = None,
 ) -> list[Unit]:
@@ -476,8 +488,8 @@ def build_units(
     names: ``id(param)`` -> (name, order of registration). bucket_elems: most elements of a bucket, of (ranks that a
     unit is cut over). dtypes_of: the dtypes of weights, of what is reduced, and of masters. is_sharded: whether weights
     are sharded; masters are wherever a unit has more than one shard. groups_of: the ranks that hold the shards of a
-    parameter, and their copies. placement_of: where its states and weights live. device: computes with them (default:
-    where each is).
+    parameter, and their copies. joins: sharded weights lie in memory that the ranks hold together. placement_of: where
+    its states and weights live. device: computes with them (default: where each is).
     """
     units: list[Unit] = []
     for index, group in enumerate(groups):
@@ -504,6 +516,7 @@ def build_units(
                     bucket_elems=bucket_elems(comm.world_size),
                     dtypes=dtypes,
                     is_sharded=sharded,
+                    joins=joins,
                     placement=placement,
                     device=of_kind,
                 )

@@ -137,6 +137,7 @@ def safe_set_full_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> 
     rank."""
     if (handle := _find(param)) is not None:
         with _resident(handle):
+            handle.optimizer.begin_writes()
             _write(handle, handle.optimizer.pieces.local(handle.slot, None), value, "a weight")
             handle.optimizer.write_back(handle.slot)
 
@@ -154,6 +155,7 @@ def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) ->
     anew."""
     if (handle := _find(param)) is not None:
         with _resident(handle):
+            handle.optimizer.begin_writes()
             _write_local(handle, handle.optimizer.pieces.local(handle.slot, None), value, "weight")
             handle.optimizer.write_back(handle.slot)
 

@@ -240,6 +240,10 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         """The window's last backward has ended and its step has not begun."""
         return self.reducer.is_complete and not self.reducer.is_in_backward
 
+    def begin_writes(self) -> None:
+        """Before somebody edits a master, which may be the weight itself. Collective as ``Fetcher.begin_writes``."""
+        self._updates.begin_writes()
+
     def write_back(self, slot: Slot) -> None:
         """Brings the weights that forward uses in line with a master that somebody has edited, on every rank.
         Collective when sharded."""

@@ -54,6 +54,7 @@ class Updates:
         for unit, bucket in {(slot.unit, slot.bucket) for slot in unused if slot in slot.unit.fragment_of}:
             with unit.states.open(bucket):
                 self._pieces.split(unit, bucket)
+        self.begin_writes()
         with torch.no_grad():
             if declaration(self._base).updates_buckets:
                 works = self._run_fused(grad_scale, skipped, done)
@@ -63,6 +64,11 @@ class Updates:
             work.wait()
         if self._fetcher is not None:
             self._fetcher.weights_changed()
+
+    def begin_writes(self) -> None:
+        """Weights are about to be written. Collective as ``Fetcher.begin_writes``."""
+        if self._fetcher is not None:
+            self._fetcher.begin_writes()
 
     def write_back(self, unit: Unit, bucket: int) -> None:
         """Brings the weights of a bucket, some of whose masters somebody has edited. Collective when sharded."""

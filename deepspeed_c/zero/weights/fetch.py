@@ -29,6 +29,7 @@ from deepspeed_c import _C
 from deepspeed_c.accelerator import has_streams
 from deepspeed_c.buffers import Allocate, BufferPool
 from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.comm.joint import JointMemory
 from deepspeed_c.errors import StateError
 from deepspeed_c.logging import logger
 from deepspeed_c.saved_tensors import SavedTensors
@@ -80,7 +81,8 @@ class FetchStats:
     """Counts since the engine was made."""
 
     def __init__(self) -> None:
-        self.n_gathers = 0
+        self.n_gathers = 0  # units put together, or found together in joint memory
+        self.n_fences = 0
         self.n_passes = 0
         self.n_unexpected = 0  # uses that the plan did not hold
         self.n_replans = 0  # passes after which the plan was made anew
@@ -176,7 +178,12 @@ class Fetcher:
         self._n_read_ahead = 0
         self._used_last: GatherUnit | None = None  # since the runner was last told anything else
         self._no_plan = self._make_plan([])
+        self._joints: dict[Collectives, list[JointMemory]] = {}  # by the ranks that hold it
+        for unit in units:
+            if unit.joint is not None:
+                self._joints.setdefault(unit.comm, []).append(unit.joint)
         self._rest()
+        self.end_writes()
 
     def store_weights(self, groups: Sequence[GatherUnit], n_ahead: int) -> None:
         """Moves this rank's shards of ``groups`` to where they live. ``n_ahead`` gather units are read before their
@@ -589,8 +596,10 @@ class Fetcher:
                 self.unhold(group)
 
     def weights_changed(self, group: GatherUnit | None = None) -> None:
-        """The shards were written to: what is gathered is out of date. Collective where units are pinned."""
+        """The shards were written to: what is gathered is out of date. Collective where units are pinned, or lie in
+        joint memory."""
         with self.lock:
+            self.end_writes()
             for g in self.groups if group is None else [group]:
                 if g.buffer is None:
                     continue
@@ -601,6 +610,23 @@ class Fetcher:
                     g.let_go(expects_grads=self._expects_grads)
             if self._pass is None:
                 self._rest()
+
+    def begin_writes(self) -> None:
+        """Weights are about to be written. Collective where they lie in joint memory, which no rank reads any more when
+        this returns; elsewhere nobody reads the shards of others."""
+        self._fence("weights about to be written")
+
+    def end_writes(self) -> None:
+        """Weights have been written: all ranks' are there when this returns. Collective as ``begin_writes``."""
+        self._fence("weights written")
+        for joints in self._joints.values():
+            for joint in joints:
+                joint.forget()
+
+    def _fence(self, label: str) -> None:
+        for comm in self._joints:
+            comm.barrier(label=label)
+            self.stats.n_fences += 1
 
     def group_at(self, unit: Unit, bucket: int) -> GatherUnit | None:
         return next((g for g in self.groups if g.unit is unit and g.bucket == bucket), None)
@@ -660,6 +686,7 @@ class Fetcher:
             take_over(slot.param, slot.param.data)
         self._reducer = None
         self.pool.clear()
+        self._joints.clear()
         for group in self.groups:
             group.unit.weights.end()
         logger.debug("stage 3: %s", self.stats.as_dict())

@@ -55,7 +55,7 @@ class Places:
 
 
 class GatherUnit:
-    """One bucket of a sharded unit: the parameters that are gathered by one collective."""
+    """One bucket of a sharded unit: the parameters that are gathered by one collective, or by none."""
 
     def __init__(self, index: int, unit: Unit, bucket: int, fetcher: Fetcher) -> None:
         self.index, self.unit, self.bucket, self._fetcher = index, unit, bucket, fetcher
@@ -63,13 +63,26 @@ class GatherUnit:
         self.numel = unit.bucket_numel(bucket)
         first = min(self.slots, key=lambda slot: slot.order)
         self.label = first.name if len(self.slots) == 1 else f"{first.name} (+{len(self.slots) - 1} more)"
-        self.buffer: torch.Tensor | None = None  # [numel], lent by the pool
+        self.buffer: torch.Tensor | None = None  # [numel], lent by the pool, or joint memory
         self._work: Work | None = None
         self.is_ready = False  # the parameters point into the buffer
         self._expects_grads = False  # released, and a gradient may arrive: those that are trained have their shapes
         self.pins = 0
         self.is_leaving = False  # released by the plan while pinned
         self._begin = unit.bucket_begin[bucket]
+        with torch.inference_mode(False):
+            self._whole = None if unit.joint is None else unit.joint.whole(bucket).view(unit.dtype)
+        # Always the same memory, so the same views of it.
+        self._views = [] if self._whole is None else self._views_of(self._whole)
+
+    def _views_of(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        with torch.inference_mode(False), torch.no_grad():
+            return [slot.view(buffer, self._begin) for slot in self.slots]
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether the weights lie in joint memory, where a gather finds them: it sends nothing and waits for nobody."""
+        return self._whole is not None
 
     @property
     def status(self) -> ZeroParamStatus:
@@ -81,6 +94,13 @@ class GatherUnit:
         """Issues the gather. In place where the unit is here already (its weights were updated, or a plan asks for it
         again)."""
         fetcher = self._fetcher
+        if self._whole is not None:
+            if self.buffer is None:
+                self.buffer = self._whole
+                fetcher.places.add(self)
+                fetcher.count_live(self.numel)
+            self.is_leaving = False
+            return
         self.wait()
         with (
             self.unit.weights.open(self.bucket, writes=False),
@@ -107,9 +127,8 @@ class GatherUnit:
         """Waits for the gather and makes the parameters available."""
         self.wait()
         if not self.is_ready:
-            with torch.inference_mode(False), torch.no_grad():
-                for slot in self.slots:
-                    point_at(slot.param, slot.view(self.buffer, self._begin))
+            for slot, view in zip(self.slots, self._views or self._views_of(self.buffer)):
+                point_at(slot.param, view)
             self.is_ready, self._expects_grads = True, False
 
     def hold(self) -> None:
@@ -146,7 +165,8 @@ class GatherUnit:
         self._release(expects_grads or not fetcher.is_trained)
         fetcher.places.remove(self)
         fetcher.count_live(-self.numel)
-        fetcher.pool.give(self.buffer)
+        if self._whole is None:
+            fetcher.pool.give(self.buffer)
         self.buffer = None
         self.is_ready = self.is_leaving = False
 

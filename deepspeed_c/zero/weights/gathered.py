@@ -138,6 +138,9 @@ class GatheredParameters:
                 whole = state.view
             point_at(param, whole)
             state.store(param)
+        # All ranks have come above, so that nobody reads what is written.
+        for fetcher in {state.fetcher: None for p in self._params if isinstance(state := state_of(p), PlacedShard)}:
+            fetcher.end_writes()
 
     def _restore(self) -> None:
         """Makes the parameters what they were, for contexts around this one as well. Collective."""

@@ -62,7 +62,7 @@ static inline dsc_status run_call(dsc_comm *comm, const struct dsc_comm_call *ca
 
     if (status != DSC_OK)
         return status;
-    status = dsc_comm_wait(request);
+    status = dsc_comm_wait(request, NULL, NULL);
     if (dsc_comm_release(request) != DSC_OK)
         return DSC_ESTATE;
     return status;

@@ -315,7 +315,7 @@ static pthread_mutex_t checking = PTHREAD_MUTEX_INITIALIZER;
 
 static void finish_case(struct case_of_test *self, int32_t rank, int32_t n_ranks, int64_t number)
 {
-    dsc_status status = dsc_comm_wait(self->request);
+    dsc_status status = dsc_comm_wait(self->request, NULL, NULL);
 
     pthread_mutex_lock(&checking);
     TEST_CASE("case %" PRId64 ", rank %d of %d: %s of %" PRId64 " of type %d, combine %d, scale %g", number, (int)rank, (int)n_ranks, dsc_comm_op_text(self->call.op), self->call.n_elems,

@@ -204,7 +204,7 @@ static void test_orderly_close(void)
 /* Closing ends what is not done, in another thread too. */
 static void *wait_for(void *opaque)
 {
-    return (void *)(intptr_t)dsc_comm_wait(opaque);
+    return (void *)(intptr_t)dsc_comm_wait(opaque, NULL, NULL);
 }
 
 static void test_close_ends_requests(void)
@@ -229,7 +229,7 @@ static void test_close_ends_requests(void)
     pthread_join(waiter, &ending);
     CHECK_EQ((intptr_t)ending, DSC_ESTATE);
     for (int32_t i = 0; i < 3; i++) {
-        CHECK_ERROR(dsc_comm_wait(requests[i]), DSC_ESTATE, "closed");
+        CHECK_ERROR(dsc_comm_wait(requests[i], NULL, NULL), DSC_ESTATE, "closed");
         CHECK(dsc_comm_is_done(requests[i]));
         CHECK_STATUS(dsc_comm_release(requests[i]), DSC_OK);
     }
@@ -267,6 +267,63 @@ static void test_nobody_waits(void)
     CHECK_STATUS(dsc_comm_release(request), DSC_OK);
     CHECK_STATUS(dsc_comm_release(other), DSC_OK);
     close_ends(ends, 2);
+}
+
+/* Says true when it has been asked so often. */
+static bool stops_later(void *context)
+{
+    int32_t *n_left = context;
+
+    return --*n_left <= 0;
+}
+
+/* A wait that is stopped leaves a request that goes on: small, large, large and waited for, and one that the worker runs. */
+static void test_stopped(void)
+{
+    static const struct {
+        int64_t n_elems;
+        bool is_waited;
+        bool is_second;
+    } CASES[] = {{3, false, false}, {N_ELEMS, false, false}, {N_ELEMS, true, false}, {3, true, true}, {N_ELEMS, true, true}};
+
+    for (size_t i = 0; i < sizeof CASES / sizeof *CASES; i++)
+        for (int32_t waits_again = 0; waits_again < 2; waits_again++) {
+            int64_t n = CASES[i].n_elems;
+            struct dsc_comm_call call = {REDUCE, .n_elems = n, .data = data[0], .is_waited = CASES[i].is_waited};
+            struct dsc_comm_call its = {REDUCE, .n_elems = n, .data = data[1]};
+            struct dsc_comm_call barrier_call = {.op = DSC_COMM_BARRIER};
+            dsc_comm *ends[2];
+            dsc_comm_request *before = NULL;
+            dsc_comm_request *request = NULL;
+            int32_t n_left = 2;
+
+            TEST_CASE("stopped, case %zu, waits again: %d", i, (int)waits_again);
+            for (int64_t j = 0; j < n; j++)
+                data[0][j] = data[1][j] = 1.0f;
+            open_ends(ends, 2);
+            if (CASES[i].is_second)
+                CHECK_STATUS(dsc_comm_submit(ends[0], &barrier_call, &before), DSC_OK);
+            CHECK_STATUS(dsc_comm_submit(ends[0], &call, &request), DSC_OK);
+            CHECK_ERROR(dsc_comm_wait(request, stops_later, &n_left), DSC_EAGAIN, "stopped");
+            CHECK_EQ(n_left, 0);
+            n_left = 1;
+            CHECK_ERROR(dsc_comm_wait(request, stops_later, &n_left), DSC_EAGAIN, "stopped");
+            CHECK(data[0][0] == 1.0f);
+            if (CASES[i].is_second)
+                CHECK_STATUS(barrier(ends[1]), DSC_OK);
+            CHECK_STATUS(run_call(ends[1], &its), DSC_OK); /* rank 0's worker does its part */
+            CHECK(data[1][n - 1] == 2.0f);
+            n_left = 1 << 20;
+            if (waits_again)
+                CHECK_STATUS(dsc_comm_wait(request, stops_later, &n_left), DSC_OK);
+            while (!dsc_comm_is_done(request))
+                usleep(100);
+            CHECK_STATUS(dsc_comm_wait(request, NULL, NULL), DSC_OK);
+            CHECK(data[0][0] == 2.0f && data[0][n - 1] == 2.0f);
+            CHECK_STATUS(dsc_comm_release(request), DSC_OK);
+            CHECK_STATUS(dsc_comm_release(before), DSC_OK);
+            close_ends(ends, 2);
+        }
 }
 
 /* What a rank says that cannot be so is not believed: nothing is read outside of its segment. */
@@ -368,6 +425,7 @@ int main(void)
     test_orderly_close();
     test_close_ends_requests();
     test_nobody_waits();
+    test_stopped();
     test_lies();
     test_bad_calls();
     return test_finish(__FILE__);

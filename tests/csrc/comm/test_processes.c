@@ -151,7 +151,7 @@ static int child_of_fork(dsc_comm *comm, dsc_comm_request *request, dsc_comm_blo
     alarm(LIMIT_SECONDS);
     if (dsc_comm_submit(comm, &call, &other) != DSC_ESTATE || strstr(dsc_last_error(), "belongs to process") == NULL)
         return 1;
-    if (dsc_comm_wait(request) != DSC_ESTATE || dsc_comm_is_done(request))
+    if (dsc_comm_wait(request, NULL, NULL) != DSC_ESTATE || dsc_comm_is_done(request))
         return 2;
     if (dsc_comm_block_create(comm, 1, &taken) != DSC_ESTATE || dsc_comm_attach(comm, &address) != DSC_ESTATE)
         return 3;
@@ -192,7 +192,7 @@ static void test_forked(void)
     CHECK_EQ(((char *)dsc_comm_block_data(block))[1], 'c');
     call.data = other;
     CHECK_STATUS(run_call(ends[1], &call), DSC_OK);
-    CHECK_STATUS(dsc_comm_wait(request), DSC_OK);
+    CHECK_STATUS(dsc_comm_wait(request, NULL, NULL), DSC_OK);
     CHECK_STATUS(dsc_comm_release(request), DSC_OK);
     CHECK_BYTES(dsc_comm_block_data(block), other, N_ELEMS * sizeof *other);
     dsc_comm_block_destroy(block);

@@ -216,6 +216,18 @@ def test_states_of_8_bits_are_counted_with_their_scales(run_ranks):
     assert measured == expected, f"{measured} held, {expected} planned"
 
 
+def test_in_joint_memory_nothing_is_gathered():
+    case = CASES["stage 3, bf16, AdamW, 2 ranks"]
+    plans = {}
+    for zero_copy in (False, True):
+        comm = {"local": "shm", "zero_copy_gather": zero_copy}
+        plans[zero_copy] = plan_of(case._replace(config={**case.config, "comm": comm})).phases
+    gathered = plans[False]["forward"].kinds[GATHERED]
+    assert gathered > 0
+    assert plans[True]["forward"].kinds.get(GATHERED, 0) == 0
+    assert plans[True]["forward"].nbytes == plans[False]["forward"].nbytes - gathered
+
+
 def test_a_plan_leaves_nothing_behind():
     case = Case(3, config(3, precision="fp32", zero={"stage3_param_persistence_threshold": 0}), (131, 127) * 4)
     groups = dict(_world.pg_group_ranks)

@@ -339,6 +339,45 @@ def test_other_threads_run_while_one_waits():
     assert run_ranks(2, run_beside) == [True, True]
 
 
+def be_interrupted(rank: int, world: int) -> None:
+    group = group_of(rank, world)
+    for n in (3, 200_000):
+        flat = torch.full((n,), 1.0)
+        if rank == 0:
+            main = threading.get_native_id()
+
+            def interrupt(main: int = main) -> None:
+                # Once this thread sleeps in the kernel, as a thread that waits does.
+                while Path(f"/proc/self/task/{main}/stat").read_text().rpartition(")")[2].split()[0] != "S":
+                    time.sleep(0.001)
+                time.sleep(0.05)
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+            before = signal.signal(signal.SIGINT, signal.default_int_handler)
+            helper = threading.Thread(target=interrupt)
+            work = group.all_reduce(flat, "sum", 1.0, True)
+            try:
+                with pytest.raises(KeyboardInterrupt):
+                    helper.start()
+                    work.wait()
+            finally:
+                signal.signal(signal.SIGINT, before)
+            helper.join()
+            assert not work.is_done() and flat.eq(1.0).all()
+            dist.barrier()  # only now the other one comes
+            work.wait()
+        else:
+            dist.barrier()
+            group.all_reduce(flat).wait()
+        assert flat.eq(float(world)).all()
+        group.barrier()  # both are in step
+    group.close()
+
+
+def test_an_interrupt_ends_the_wait_and_not_the_collective():
+    run_ranks(2, be_interrupted)
+
+
 def lose_a_rank(rank: int, world: int) -> None:
     group = group_of(rank, world)
     flat = torch.ones(100_000)

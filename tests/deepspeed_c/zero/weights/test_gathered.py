@@ -18,6 +18,7 @@ from tests.ranks import run_ranks
 RELEASED, HERE = ZeroParamStatus.NOT_AVAILABLE, ZeroParamStatus.AVAILABLE
 # Some parameters whole, the others in several gather units, one of them cut across ranks.
 UNITS = {"zero_optimization": {"reduce_bucket_size": 60}}
+JOINT = {**UNITS, "comm": {"local": "shm", "zero_copy_gather": True}}
 HALF_WHOLE = {"zero_optimization": {"reduce_bucket_size": 60, "stage3_param_persistence_threshold": 30}}
 
 
@@ -40,13 +41,18 @@ class Net(nn.Module):
 
 
 def make(kind: str, dtype: str = "fp32"):
-    """A model: plainly sharded ("init"), in an engine, in one where some parameters stay whole, on an engine of stage 2."""
+    """A model: plainly sharded ("init"), in an engine, in one whose weights lie in joint memory, in one where some parameters stay whole, on an engine of stage 2."""
     torch.manual_seed(7)
     if kind == "init":
         with deepspeed_c.zero.Init():
             return Net(), None
     model = Net()
-    stage, extra = {"engine": (3, UNITS), "half_whole": (3, HALF_WHOLE), "stage_2": (2, UNITS)}[kind]
+    stage, extra = {
+        "engine": (3, UNITS),
+        "joint": (3, JOINT),
+        "half_whole": (3, HALF_WHOLE),
+        "stage_2": (2, UNITS),
+    }[kind]
     return model, deepspeed_c.initialize(model=model, config=make_config(stage, dtype, 1, extra))[0]
 
 
@@ -134,7 +140,7 @@ def reading_body(rank: int, world: int, kind: str) -> None:
         engine.close()
 
 
-@pytest.mark.parametrize("kind", ["init", "engine", "half_whole"])
+@pytest.mark.parametrize("kind", ["init", "engine", "joint", "half_whole"])
 def test_whole_inside_and_as_before_afterwards(kind: str) -> None:
     run_ranks(2, reading_body, kind)
     if kind == "init":
@@ -228,7 +234,7 @@ def editing_body(rank: int, world: int, kind: str, dtype: str) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("kind", ["init", "engine", "half_whole"])
+@pytest.mark.parametrize("kind", ["init", "engine", "joint", "half_whole"])
 def test_edits_of_the_modifier_rank_reach_everything(kind: str) -> None:
     run_ranks(2, editing_body, kind, "fp32")
     if kind != "init":
@@ -298,7 +304,7 @@ def forbidden_body(rank: int, world: int, kind: str) -> None:
         engine.close()
 
 
-@pytest.mark.parametrize("kind", ["init", "engine", "half_whole"])
+@pytest.mark.parametrize("kind", ["init", "engine", "joint", "half_whole"])
 def test_an_edit_without_modifier_rank_raises_on_all_ranks_and_is_not_kept(kind: str) -> None:
     run_ranks(2, forbidden_body, kind)
 

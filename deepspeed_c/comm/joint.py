@@ -1,0 +1,96 @@
+"""Memory that the ranks of a group hold together: each writes its own slices, and all read the whole where it lies.
+
+[Note: fences] Nothing of it is a collective, so the ranks have to settle who writes when. Whoever is about to write
+waits until all ranks have come (``Fetcher.begin_writes``): by then nobody reads what it had been. Whoever has written
+waits again (``Fetcher.end_writes``): from then on all ranks read what all have written. In between nobody reads.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from deepspeed_c import _C
+from deepspeed_c.buffers import ordinary_memory
+from deepspeed_c.comm.shm import REFUSALS, as_tensor, first_refusal
+from deepspeed_c.logging import logger
+
+__all__ = ["JointMemory", "join"]
+
+
+class _Members(Protocol):
+    """What this asks of ``Collectives``."""
+
+    rank: int
+    world_size: int
+    global_ranks: Sequence[int]
+
+    def gather_objects(self, value: object, *, label: str = "") -> list: ...
+
+
+class JointMemory:
+    """Parts of so many bytes each, cut into equal slices, one a rank."""
+
+    def __init__(self, memory: _C.ShmJoint, begins: Sequence[int], sizes: Sequence[int], ranks: _Members) -> None:
+        self._memory, self._begins, self._sizes, self._ranks = memory, begins, sizes, ranks
+
+    def slice(self, part: int) -> torch.Tensor:
+        """This rank's slice of a part, uint8: what is written there is what all ranks see."""
+        begin, n_bytes = self._slice(part)
+        return as_tensor(self._memory.part(begin, n_bytes)) if n_bytes else ordinary_memory(0, torch.device("cpu"))
+
+    def whole(self, part: int) -> torch.Tensor:
+        """A whole part, uint8, to read. What is written there stays this rank's own, until ``forget``."""
+        n_bytes = self._sizes[part]
+        if not n_bytes:
+            return ordinary_memory(0, torch.device("cpu"))
+        return as_tensor(self._memory.view(self._begins[part], n_bytes))
+
+    def forget(self) -> None:
+        """``whole`` shows what the slices of all ranks hold, and nothing else."""
+        self._memory.forget()
+
+    def commit(self) -> None:
+        """Takes the memory of this rank's slices. Raises MemoryError with both numbers."""
+        for part in range(len(self._sizes)):
+            self._memory.commit(*self._slice(part))
+
+    def _slice(self, part: int) -> tuple[int, int]:
+        n_bytes = self._sizes[part] // self._ranks.world_size
+        return self._begins[part] + self._ranks.rank * n_bytes, n_bytes
+
+
+def join(ranks: _Members, sizes: Sequence[int]) -> JointMemory | None:
+    """Memory with parts of ``sizes`` bytes, multiples of the number of ranks, for ranks that have been found to share
+    memory; zero. Collective. None on all ranks where it cannot be had, and rank 0 logs why.
+    """
+    begins: list[int] = []
+    n_bytes = 0
+    for size in sizes:
+        begins.append(n_bytes)
+        n_bytes += -(-size // mmap.PAGESIZE) * mmap.PAGESIZE  # so that what one part forgets is no other's
+    made, refusal, address = None, "", ""
+    if ranks.rank == 0:
+        try:
+            made = _C.ShmJoint(max(n_bytes, 1))
+            address = made.address
+        except REFUSALS as error:
+            refusal = str(error)
+    refusal, address = ranks.gather_objects((refusal, address), label="joint memory")[0]
+    joint, mine = None, ""
+    if not refusal:
+        try:
+            joint = JointMemory(made or _C.ShmJoint(0, address), begins, sizes, ranks)
+            joint.commit()
+        except REFUSALS as error:
+            mine = str(error)
+        # Who has made it keeps it until all have opened it.
+        refusal = first_refusal(ranks.gather_objects(mine, label="joint memory"), ranks.global_ranks)
+    if refusal:
+        if ranks.rank == 0:
+            logger.warning("gathers copy the weights: ranks have no joint memory: %s", refusal)
+        return None
+    return joint
