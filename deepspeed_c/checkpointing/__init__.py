@@ -23,7 +23,7 @@ from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.config import load_config
 from deepspeed_c.config.checkpoint import ActivationCheckpointing
 from deepspeed_c.config.offload import Aio
-from deepspeed_c.errors import ConfigError, FeatureError
+from deepspeed_c.errors import ConfigError
 
 __all__ = [
     "CudaRNGStatesTracker",
