@@ -42,9 +42,7 @@ def join(parts: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     return shift + total.log(), stacked[..., 2].sum(0), stacked[..., 3].sum(0)
 
 
-def grad_(
-    logits: Tensor, targets: Tensor, log_sum: Tensor, scale: Tensor, smoothing: float, n_all_words: int
-) -> None:
+def grad_(logits: Tensor, targets: Tensor, log_sum: Tensor, scale: Tensor, smoothing: float, n_all_words: int) -> None:
     """Puts the gradient in place of ``logits`` [n, words of this rank]: scale * (softmax - smoothing / n_all_words -
     (1 - smoothing) * (word is the target)). log_sum, scale: float32 [n]. A row of scale 0 becomes zeros.
     """
@@ -53,7 +51,9 @@ def grad_(
         torch.autograd.graph.increment_version(logits)
         return
     grad = torch.exp(logits.float() - log_sum.unsqueeze(1)) - smoothing / n_all_words
-    row, word = torch.nonzero(torch.arange(logits.shape[1], device=logits.device) == targets.unsqueeze(1), as_tuple=True)
+    row, word = torch.nonzero(
+        torch.arange(logits.shape[1], device=logits.device) == targets.unsqueeze(1), as_tuple=True
+    )
     grad[row, word] -= 1 - smoothing
     grad *= scale.unsqueeze(1)
     logits.copy_(torch.where(scale.unsqueeze(1) == 0, 0.0, grad))

@@ -87,7 +87,9 @@ def cut_model(model: torch.nn.Module, section: TensorParallel, comm: Collectives
     where a rule does not fit.
     """
     if comm.world_size == 1:
-        rows = [ReportRow(name, param.shape, param.shape, "one rank: whole") for name, param in model.named_parameters()]
+        rows = [
+            ReportRow(name, param.shape, param.shape, "one rank: whole") for name, param in model.named_parameters()
+        ]
         return CutReport(1, 0, rows)
     surgeon = _Surgeon(model, section, Place(comm.rank, comm.world_size))
     surgeon.plan()
@@ -264,9 +266,8 @@ class _Surgeon:
             layer.gather_output(self._sizes(layer.weight.tp_cut.logical_shape[0]))
             _put(self.model, name, layer)
             heads.append(layer)
-        for attention in self.attentions.values():
-            if not attention.refusal:
-                _count_own_heads(self.model, attention)
+        for name in {step.attention.name for step in self.planned if step.attention is not None}:
+            _count_own_heads(self.model, self.attentions[name])
         if self.causal_loss and heads:
             cut_loss(self.model, heads[0], ranks, self._sizes(heads[0].weight.tp_cut.logical_shape[0]))
         return report
@@ -357,7 +358,7 @@ class _ExpertsBorder:
 
 
 class _OwnRows:
-    """Arguments [batch * heads, ...] that are made for all heads: the attention gets its rank's."""
+    """Arguments [batch * heads, ...], or [batch, heads, ...] of four dimensions, that are made for all heads: the attention gets its rank's."""
 
     def __init__(self, names: tuple[str, ...], n_heads: int, queries: tuple[int, int]) -> None:
         self.names, self.n_heads, self.queries = names, n_heads, queries
@@ -365,9 +366,13 @@ class _OwnRows:
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         for name in self.names:
             value = kwargs.get(name)
-            if value is not None:
-                rows = value.view(-1, self.n_heads, *value.shape[1:])[:, slice(*self.queries)]
-                kwargs = {**kwargs, name: rows.flatten(0, 1)}
+            if value is None:
+                continue
+            if value.dim() == 4:  # a mask may be one for all heads
+                rows = value[:, slice(*self.queries)] if value.shape[1] == self.n_heads else value
+            else:
+                rows = value.view(-1, self.n_heads, *value.shape[1:])[:, slice(*self.queries)].flatten(0, 1)
+            kwargs = {**kwargs, name: rows}
         return args, kwargs
 
 

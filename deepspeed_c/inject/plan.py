@@ -169,11 +169,12 @@ def cut_along(
 ) -> Cut | list[tuple[int, int]]:
     """What ``place`` holds of a parameter [shape] that is cut along ``dim``.
 
-    heads: query heads and key heads. Returns the runs (begin, elements) instead where parts of it have more copies than
-    others: such a parameter stays whole.
+    heads: query heads and key heads. Returns the runs (begin, elements) instead where on any rank parts of it have more
+    copies than others: such a parameter stays whole on all ranks.
     """
-    runs, first, n_copies = _C.tp_runs(parts, n_blocks, *heads, place.n_ranks, place.rank)
-    if n_copies == 0:
+    of_ranks = [_C.tp_runs(parts, n_blocks, *heads, place.n_ranks, rank) for rank in range(place.n_ranks)]
+    runs, first, n_copies = of_ranks[place.rank]
+    if any(copies == 0 for _, _, copies in of_ranks):
         return [(begin, n_elems) for _, begin, n_elems in runs]
     boxes = tuple(CutBox(*_along(shape, dim, run)) for run in runs or [(0, 0, 0)])
     return Cut(shape, boxes, n_copies, place.rank, place.n_ranks, tuple(range(first, first + n_copies)))

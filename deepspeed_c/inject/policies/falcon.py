@@ -7,7 +7,7 @@ from deepspeed_c.inject.policy import Heads, Rule, policy
 class Falcon:
     """Its multi-query projection keeps its weight whole where ranks share the key head."""
 
-    heads = (Heads(r"self_attention", widths=("hidden_size", "split_size"), per_head=("alibi",)),)
+    heads = (Heads(r"self_attention", widths=("hidden_size", "split_size"), per_head=("alibi", "attention_mask")),)
     rules = (
         Rule(r"self_attention\.query_key_value", "column", ("queries", "keys", "keys"), is_interleaved="multi_query"),
         Rule(r"self_attention\.dense", "row", ("queries",)),

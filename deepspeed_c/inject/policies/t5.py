@@ -7,10 +7,10 @@ from deepspeed_c.inject.policy import Heads, Rule, policy
 class T5:
     heads = (Heads(r"(SelfAttention|EncDecAttention)", widths=("inner_dim",)),)
     rules = (
-        Rule(r"Attention\.q", "column", ("queries",)),
-        Rule(r"Attention\.[kv]", "column", ("keys",)),
-        Rule(r"Attention\.o", "row", ("queries",)),
-        Rule(r"Attention\.relative_attention_bias", "slice", ("queries",)),
+        Rule(r"(SelfAttention|EncDecAttention)\.q", "column", ("queries",)),
+        Rule(r"(SelfAttention|EncDecAttention)\.[kv]", "column", ("keys",)),
+        Rule(r"(SelfAttention|EncDecAttention)\.o", "row", ("queries",)),
+        Rule(r"(SelfAttention|EncDecAttention)\.relative_attention_bias", "slice", ("queries",)),
         Rule(r"DenseReluDense\.wi(_[01])?", "column"),
         Rule(r"DenseReluDense\.wo", "row"),
     )
