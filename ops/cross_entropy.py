@@ -32,7 +32,7 @@ def rows(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def join(parts: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """(logarithm of the sum of exponentials, target's logit, sum of logits), each float32 [n], of all ranks' ``rows``."""
+    """(logarithm of the sum of exponentials, target's logit, sum of logits) of all ranks: each float32 [n]."""
     stacked = torch.stack(parts)
     largest = stacked[..., 0].amax(0)
     shift = torch.where(largest == -torch.inf, 0.0, largest)

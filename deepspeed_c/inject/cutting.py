@@ -17,7 +17,7 @@ from deepspeed_c.errors import ModelError
 from deepspeed_c.inject.cut import Cut
 from deepspeed_c.inject.layers import EmbeddingLayer, LinearAllreduce, LinearLayer, RowPicker
 from deepspeed_c.inject.loss import cut_loss
-from deepspeed_c.inject.plan import Attention, Place, Planned, cut_along, find_attentions, match_rules, parts_of
+from deepspeed_c.inject.plan import Attention, Planned, TensorPlace, cut_along, find_attentions, match_rules, parts_of
 from deepspeed_c.inject.policy import Rule
 from deepspeed_c.inject.ranks import DropoutRegion, TensorRanks
 from deepspeed_c.inject.rules import rule_sets
@@ -75,7 +75,8 @@ class CutReport:
         ]
         share = self.local_elems / max(self.logical_elems, 1)
         lines.append(
-            f"rank {self.rank} of {self.n_ranks} holds {self.local_elems} of {self.logical_elems} elements ({share:.1%})"
+            f"rank {self.rank} of {self.n_ranks} holds {self.local_elems} of {self.logical_elems} elements"
+            f" ({share:.1%})"
         )
         return "\n".join(lines)
 
@@ -83,15 +84,15 @@ class CutReport:
 def cut_model(model: torch.nn.Module, section: TensorParallel, comm: Collectives) -> CutReport:
     """Cuts ``model`` over the ranks of ``comm``, in place, as ``section`` and the model's policy say.
 
-    Collective: weights and buffers become those of rank 0 first. Raises ConfigError or ModelError, with nothing changed,
-    where a rule does not fit.
+    Collective: weights and buffers become those of rank 0 first. Raises ConfigError or ModelError where a rule does not
+    fit; nothing has changed then.
     """
     if comm.world_size == 1:
         rows = [
             ReportRow(name, param.shape, param.shape, "one rank: whole") for name, param in model.named_parameters()
         ]
         return CutReport(1, 0, rows)
-    surgeon = _Surgeon(model, section, Place(comm.rank, comm.world_size))
+    surgeon = _Surgeon(model, section, TensorPlace(comm.rank, comm.world_size))
     surgeon.plan()
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta:
@@ -102,7 +103,7 @@ def cut_model(model: torch.nn.Module, section: TensorParallel, comm: Collectives
 class _Surgeon:
     """One call of ``cut_model``: first everything is found out, then everything is changed."""
 
-    def __init__(self, model: torch.nn.Module, section: TensorParallel, place: Place) -> None:
+    def __init__(self, model: torch.nn.Module, section: TensorParallel, place: TensorPlace) -> None:
         self.model, self.section, self.place = model, section, place
         self.names = {param: name for name, param in model.named_parameters()}
         self.cuts: dict[torch.nn.Parameter, tuple[Cut, int]] = {}
@@ -358,7 +359,10 @@ class _ExpertsBorder:
 
 
 class _OwnRows:
-    """Arguments [batch * heads, ...], or [batch, heads, ...] of four dimensions, that are made for all heads: the attention gets its rank's."""
+    """Arguments that are made for all heads: the attention gets its rank's.
+
+    They are [batch * heads, ...], or [batch, heads, ...] where they have four dimensions.
+    """
 
     def __init__(self, names: tuple[str, ...], n_heads: int, queries: tuple[int, int]) -> None:
         self.names, self.n_heads, self.queries = names, n_heads, queries

@@ -28,7 +28,7 @@ def tp_model_init(
     """Cuts ``model`` in place over ``tp_size`` ranks and returns it. Every rank of the job calls it.
 
     Neighbouring ranks make a group: 0 to tp_size - 1, and so on. tp_group: this rank's group instead. dtype: what
-    floating-point weights become; None leaves them. config: the section ``tensor_parallel``, or a configuration with it.
+    floating-point weights become; None leaves them. config: the section ``tensor_parallel``, or what has it.
 
     Raises ConfigError where sizes contradict one another or the world is no multiple of ``tp_size``, ModelError where
     no rule fits; nothing is changed then.

@@ -13,13 +13,13 @@ from deepspeed_c.errors import ModelError
 from deepspeed_c.inject.cut import Cut, CutBox
 from deepspeed_c.inject.policy import Heads, Rule
 
-__all__ = ["Attention", "Place", "Planned", "RuleSet", "cut_along", "find_attentions", "match_rules", "parts_of"]
+__all__ = ["Attention", "Planned", "RuleSet", "TensorPlace", "cut_along", "find_attentions", "match_rules", "parts_of"]
 
 _KINDS = {"queries": _C.TP_QUERIES, "keys": _C.TP_KEYS, "columns": _C.TP_COLUMNS}
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """One rank of a tensor-parallel group, by numbers alone: what a plan needs to know of it."""
 
     rank: int
@@ -74,7 +74,7 @@ def _count(owner: torch.nn.Module, names: Sequence[str]) -> int | None:
     return None
 
 
-def find_attentions(model: torch.nn.Module, sets: Sequence[RuleSet], place: Place) -> dict[str, Attention]:
+def find_attentions(model: torch.nn.Module, sets: Sequence[RuleSet], place: TensorPlace) -> dict[str, Attention]:
     """Every attention of the model by its dotted name, with the heads that this rank gets."""
     found: dict[str, Attention] = {}
     for name, module in model.named_modules():
@@ -130,9 +130,9 @@ def _attention_of(name: str, attentions: dict[str, Attention]) -> Attention | No
 
 
 def parts_of(planned: Planned, n_elems: int, grain: int, where: str) -> tuple[list[tuple[int, int, int]], int]:
-    """([(kind, elements, grain)] of one block, blocks) of a dimension of ``n_elems``. grain: columns that stay together.
+    """([(kind, elements, grain)] of one block, blocks) of a dimension of ``n_elems``.
 
-    Raises ModelError with both numbers where the parts do not make up the dimension.
+    grain: columns that stay together. Raises ModelError with both numbers where the parts do not make up the dimension.
     """
     rule, attention = planned.rule, planned.attention
     if rule.sizes is not None:
@@ -165,7 +165,12 @@ def parts_of(planned: Planned, n_elems: int, grain: int, where: str) -> tuple[li
 
 
 def cut_along(
-    shape: torch.Size, dim: int, parts: list[tuple[int, int, int]], n_blocks: int, heads: tuple[int, int], place: Place
+    shape: torch.Size,
+    dim: int,
+    parts: list[tuple[int, int, int]],
+    n_blocks: int,
+    heads: tuple[int, int],
+    place: TensorPlace,
 ) -> Cut | list[tuple[int, int]]:
     """What ``place`` holds of a parameter [shape] that is cut along ``dim``.
 

@@ -19,9 +19,10 @@ class Rule:
     pattern: str
     """A regular expression that the end of the module's dotted name matches, from a dot on."""
     style: Style
-    """column, row: a linear layer (``Conv1D`` too). experts: the 3-d weights of ``gate_up_proj`` and ``down_proj``, along
-    the experts' inner dimension. latent: whole, and its last columns are a key that all heads share. shared: whole, used
-    on each rank's own heads. slice: a table [rows, heads] whose module needs no other change. skip: left whole."""
+    """column, row: a linear layer (``Conv1D`` too). experts: the 3-d weights of ``gate_up_proj`` and ``down_proj``,
+    along the experts' inner dimension. latent: whole, and its last columns are a key that all heads share. shared:
+    whole, used on each rank's own heads. slice: a table [rows, heads] whose module needs no other change. skip: left
+    whole."""
     parts: tuple[PartName, ...] = ("columns",)
     """What lies along the dimension that is cut, in order; columns share it equally."""
     is_interleaved: bool | str = False

@@ -1,8 +1,8 @@
 """The tensor-parallel ranks of a model, and what its layers send among them, with autograd on both sides.
 
 Between a column layer's input and a row layer's output each rank computes a part: the *cut region*. On its way in a
-tensor is the same on all ranks, and its gradient is their sum; on its way out the tensor is the sum, and its gradient is
-the same on all (arXiv 1909.08053, section 3).
+tensor is the same on all ranks, and its gradient is their sum. On its way out the tensor is the sum, and its gradient
+is the same on all (arXiv 1909.08053, section 3).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class DropoutRegion:
     """Random numbers inside the cut region: each rank draws its own, and all draw alike again behind it.
 
     The rank's generator is seeded from the shared one where the region begins. So a region that is computed again draws
-    the same numbers whoever restores the generator, and a checkpoint of the shared state is all that a run goes on from.
+    the same numbers whoever restores the generator, and a checkpoint needs the shared state only.
     """
 
     def __init__(self, ranks: TensorRanks) -> None:

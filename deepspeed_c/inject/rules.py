@@ -1,4 +1,4 @@
-"""Which rules cut a model: those of the configuration, then its family's, then the plan that transformers has for it."""
+"""Which rules cut a model: those of the configuration, then its family's, then the plan that transformers has."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class FoundRules:
 def rule_sets(model: torch.nn.Module, section: TensorParallel) -> FoundRules:
     """The rules for ``model``, with nothing changed.
 
-    Raises ConfigError for a preset that does not exist, a pattern that is no regular expression or two sizes, ModelError
-    where neither the configuration nor we nor transformers know how to cut the model.
+    Raises ConfigError for a preset that does not exist, a pattern that is no regular expression, or two sizes.
+    ModelError: neither the configuration nor we nor transformers know how to cut the model.
     """
     model_type = getattr(getattr(model, "config", None), "model_type", "")
     partition = section.partition_config
