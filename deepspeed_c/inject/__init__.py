@@ -2,5 +2,6 @@
 
 from deepspeed_c.inject.cut import Cut, CutBox
 from deepspeed_c.inject.cutting import CutReport, ReportRow, cut_model
+from deepspeed_c.inject.model_init import tp_model_init
 
-__all__ = ["Cut", "CutBox", "CutReport", "ReportRow", "cut_model"]
+__all__ = ["Cut", "CutBox", "CutReport", "ReportRow", "cut_model", "tp_model_init"]

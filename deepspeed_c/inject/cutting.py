@@ -17,7 +17,7 @@ from deepspeed_c.errors import ModelError
 from deepspeed_c.inject.cut import Cut
 from deepspeed_c.inject.layers import EmbeddingLayer, LinearAllreduce, LinearLayer, RowPicker
 from deepspeed_c.inject.loss import cut_loss
-from deepspeed_c.inject.plan import Attention, Planned, TensorPlace, cut_along, find_attentions, match_rules, parts_of
+from deepspeed_c.inject.plan import Attention, Planned, RankPlace, cut_along, find_attentions, match_rules, parts_of
 from deepspeed_c.inject.policy import Rule
 from deepspeed_c.inject.ranks import DropoutRegion, TensorRanks
 from deepspeed_c.inject.rules import rule_sets
@@ -92,7 +92,7 @@ def cut_model(model: torch.nn.Module, section: TensorParallel, comm: Collectives
             ReportRow(name, param.shape, param.shape, "one rank: whole") for name, param in model.named_parameters()
         ]
         return CutReport(1, 0, rows)
-    surgeon = _Surgeon(model, section, TensorPlace(comm.rank, comm.world_size))
+    surgeon = _Surgeon(model, section, RankPlace(comm.rank, comm.world_size))
     surgeon.plan()
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta:
@@ -103,7 +103,7 @@ def cut_model(model: torch.nn.Module, section: TensorParallel, comm: Collectives
 class _Surgeon:
     """One call of ``cut_model``: first everything is found out, then everything is changed."""
 
-    def __init__(self, model: torch.nn.Module, section: TensorParallel, place: TensorPlace) -> None:
+    def __init__(self, model: torch.nn.Module, section: TensorParallel, place: RankPlace) -> None:
         self.model, self.section, self.place = model, section, place
         self.names = {param: name for name, param in model.named_parameters()}
         self.cuts: dict[torch.nn.Parameter, tuple[Cut, int]] = {}

@@ -13,13 +13,13 @@ from deepspeed_c.errors import ModelError
 from deepspeed_c.inject.cut import Cut, CutBox
 from deepspeed_c.inject.policy import Heads, Rule
 
-__all__ = ["Attention", "Planned", "RuleSet", "TensorPlace", "cut_along", "find_attentions", "match_rules", "parts_of"]
+__all__ = ["Attention", "Planned", "RuleSet", "RankPlace", "cut_along", "find_attentions", "match_rules", "parts_of"]
 
 _KINDS = {"queries": _C.TP_QUERIES, "keys": _C.TP_KEYS, "columns": _C.TP_COLUMNS}
 
 
 @dataclass(frozen=True)
-class TensorPlace:
+class RankPlace:
     """One rank of a tensor-parallel group, by numbers alone: what a plan needs to know of it."""
 
     rank: int
@@ -74,7 +74,7 @@ def _count(owner: torch.nn.Module, names: Sequence[str]) -> int | None:
     return None
 
 
-def find_attentions(model: torch.nn.Module, sets: Sequence[RuleSet], place: TensorPlace) -> dict[str, Attention]:
+def find_attentions(model: torch.nn.Module, sets: Sequence[RuleSet], place: RankPlace) -> dict[str, Attention]:
     """Every attention of the model by its dotted name, with the heads that this rank gets."""
     found: dict[str, Attention] = {}
     for name, module in model.named_modules():
@@ -170,7 +170,7 @@ def cut_along(
     parts: list[tuple[int, int, int]],
     n_blocks: int,
     heads: tuple[int, int],
-    place: TensorPlace,
+    place: RankPlace,
 ) -> Cut | list[tuple[int, int]]:
     """What ``place`` holds of a parameter [shape] that is cut along ``dim``.
 

@@ -58,7 +58,6 @@ std::tuple<int64_t, int64_t, int64_t, int64_t> tp_heads(int64_t n_heads, int64_t
 
 void dsc::bind_tp(py::module_ &m)
 {
-    m.attr("TP_WHOLE") = static_cast<int>(DSC_TP_WHOLE);
     m.attr("TP_COLUMNS") = static_cast<int>(DSC_TP_COLUMNS);
     m.attr("TP_QUERIES") = static_cast<int>(DSC_TP_QUERIES);
     m.attr("TP_KEYS") = static_cast<int>(DSC_TP_KEYS);
