@@ -13,7 +13,7 @@ from deepspeed_c.errors import ModelError
 from deepspeed_c.inject.cut import Cut, CutBox
 from deepspeed_c.inject.policy import Heads, Rule
 
-__all__ = ["Attention", "Planned", "RuleSet", "RankPlace", "cut_along", "find_attentions", "match_rules", "parts_of"]
+__all__ = ["Attention", "Planned", "RankPlace", "RuleSet", "cut_along", "find_attentions", "match_rules", "parts_of"]
 
 _KINDS = {"queries": _C.TP_QUERIES, "keys": _C.TP_KEYS, "columns": _C.TP_COLUMNS}
 
