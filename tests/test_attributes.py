@@ -50,6 +50,21 @@ PERMITTED: dict[str, str] = {
     "zero/weights/param.py: tensor._dsc_shard_of": "torch's own: what a tensor is marked with",
     "zero/weights/param.py: torch.Tensor.ds_status": "torch's own: what a tensor is marked with",
     "engine/checkpoint/model_files.py: config.architectures": "transformers' own: what from_pretrained reads",
+    **dict.fromkeys(
+        ("inject/loss.py: ctx.n_words", "inject/loss.py: ctx.smoothing", "inject/ranks.py: ctx.begin", "inject/ranks.py: ctx.label")
+        + ("inject/ranks.py: ctx.ranks", "inject/ranks.py: ctx.size"),
+        "torch's own: the context of an autograd function",
+    ),
+    **dict.fromkeys(
+        ("inject/cutting.py: param.partition_dim", "inject/cutting.py: param.partition_stride")
+        + ("inject/cutting.py: param.tensor_model_parallel", "inject/cutting.py: param.tp_cut"),
+        "torch's own: what a tensor is marked with, in Megatron's words",
+    ),
+    **dict.fromkeys(
+        ("inject/cutting.py: owner.config", "inject/cutting.py: setattr(holder, name)", "inject/cutting.py: setattr(owner, name)")
+        + ("inject/cutting.py: setattr(model.get_submodule(parent), last)", "inject/loss.py: model.loss_function", "inject/loss.py: output.logits"),
+        "transformers' own: a model's modules and the counts that they compute with",
+    ),
     "compat/ds_config.py: param.use_muon": "DeepSpeed's names on a parameter",
     "compat/fragments.py: param._dp_group": "DeepSpeed's names on a parameter",
     "compat/fragments.py: param._hp_mapping": "DeepSpeed's names on a parameter",

@@ -108,13 +108,14 @@ def public_names() -> set[str]:
 
 def definitions(trees: dict[Path, ast.Module]) -> Iterator[tuple[Path, str]]:
     """Functions and classes of the package's modules, but for those that someone else finds: a decorator may hand on what it decorates, and an optimizer
-    (a class with a ``kind``) is for whoever trains with it."""
+    (a class with a ``kind``) is for whoever trains with it; the policy of a model family is found by its model type."""
     for path, tree in trees.items():
         for node in tree.body if path.parts[0] in ("deepspeed_c", "ops") else ():
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("__"):
                 given = [ast.unparse(part.targets[0]) for part in node.body if isinstance(part, ast.Assign)]
                 is_function = isinstance(node, ast.FunctionDef)
-                if not (node.decorator_list if is_function else "kind" in given):
+                is_policy = any(ast.unparse(entry).startswith("policy(") for entry in node.decorator_list)
+                if not (node.decorator_list if is_function else is_policy or "kind" in given):
                     yield path, node.name
 
 

@@ -22,6 +22,7 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
     "cpu": ("cpu/", "base/", "dsc/"),
     "zero": ("zero/", "base/", "dsc/"),
     "recompute": ("recompute/", "base/", "dsc/"),
+    "tp": ("tp/", "cpu/", "base/", "dsc/"),
     "scale": ("scale/", "base/", "dsc/"),
     "optim": ("optim/", "cpu/", "base/", "dsc/"),
     "nn": ("nn/", "cpu/", "base/", "dsc/"),

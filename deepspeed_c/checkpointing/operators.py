@@ -173,7 +173,7 @@ def _place_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-class _Call(NamedTuple):
+class _CountedCall(NamedTuple):
     """A call whose outputs are kept."""
 
     name: str
@@ -189,7 +189,7 @@ class KeptOutputs:
 
     def __init__(self, label: str, chosen: Collection[int]) -> None:
         self._label, self._chosen = label, frozenset(chosen)
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, _CountedCall] = {}
 
     def recording(self) -> TorchDispatchMode:
         """The layer's forward runs within."""
@@ -207,7 +207,7 @@ class KeptOutputs:
         # What draws random numbers has to draw them again, for those who draw after it.
         if before is None or _same_state(before, _random_state()):
             kept = tree_map_only(torch.Tensor, _alias, outputs)
-            self._calls[i] = _Call(func._schema.name, kept, _versions(kept))
+            self._calls[i] = _CountedCall(func._schema.name, kept, _versions(kept))
         return outputs
 
     def _replay(self, i: int, func: Any, args: Any, kwargs: Any) -> Any:

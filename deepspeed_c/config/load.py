@@ -513,7 +513,8 @@ class _Reader:
             for place, field in walk():
                 places.setdefault(field.name, []).append(place)
             hits = [name] if name in places else nearest(name, places) or abbreviated(name, places)
-            near = sorted({place for hit in hits for place in places[hit]})[:3]
+            found = {place for hit in hits for place in places[hit]}
+            near = sorted(found, key=lambda place: (place.count("."), place))[:3]
         if not near and name in NAMES_ELSEWHERE:
             near = [NAMES_ELSEWHERE[name]]
         if not near and not path and _NAME.fullmatch(name):

@@ -47,6 +47,10 @@ def cases():
     yield "flat_scale_", "flat_scale_", (f32, 0.5)
     yield "flat_cast_", "flat_cast_", (torch.rand(9), torch.zeros(9, dtype=torch.float16))
     yield "flat_zero_", "flat_zero_", ([torch.rand(9), torch.ones(2, 3, dtype=torch.int8)],)
+    targets = torch.tensor([3, -1, 0])
+    yield "cross_entropy_rows_", "cross_entropy_rows_", (torch.rand(3, 5), targets, torch.zeros(3, 4))
+    logits, log_sum = torch.rand(3, 5).bfloat16(), torch.full((3,), 2.0)
+    yield "cross_entropy_grad_", "cross_entropy_grad_", (logits, targets, log_sum, torch.ones(3), 0.1, 9)
     yield from nn_cases()
 
 

@@ -1,0 +1,149 @@
+"""The configuration's own rules, what is refused before a weight is changed, and cuts by themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.config.parallel import TensorParallel
+from deepspeed_c.errors import ConfigError, DeepSpeedCError, ModelError
+from deepspeed_c.inject import Cut, CutBox, cut_model
+from deepspeed_c.inject.model_init import tp_model_init
+from tests.ranks import run_ranks
+
+
+class Fused(torch.nn.Module):
+    """Query, key and value of 3, 2 and 2 parts in one matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = torch.nn.Linear(5, 14)
+        self.out = torch.nn.Linear(6, 5)
+        self.norm = torch.nn.LayerNorm(5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.qkv(self.norm(x))
+        third = y.shape[-1] * 3 // 7
+        q, k, v = y[..., :third], y[..., third : third + (y.shape[-1] - third) // 2], y[..., third + (y.shape[-1] - third) // 2 :]
+        return self.out(q * (k * v).sum(-1, keepdim=True).detach().mul(0) + q) + v.sum() * 0
+
+
+def specs(*entries: dict[str, Any], **more: Any) -> TensorParallel:
+    return msgspec.convert({"partition_config": {"layer_specs": entries, "use_default_specs": False, **more}}, TensorParallel)
+
+
+QKV = {"patterns": [r"qkv\.weight"], "partition_type": "column", "shape": [[6, 4, 4], -1], "partition_dim": 0}
+OUT = {"patterns": [r"out\.weight"], "partition_type": "row"}
+
+
+def fused(rank: int, world: int) -> tuple:
+    torch.manual_seed(0)
+    model = Fused()
+    whole = {name: param.detach().clone() for name, param in model.named_parameters()}
+    x = torch.randn(4, 5)
+    expected = model(x)
+    expected.sum().backward()
+    expected = expected.detach()  # a graph that is alive would go on with the whole parameters
+    grads = {name: param.grad.clone() for name, param in model.named_parameters()}
+    model.zero_grad()
+    report = cut_model(model, specs(QKV, OUT), Collectives())
+    got = model(x)
+    got.sum().backward()
+    errors = {"out": (got - expected).abs().max().item()}
+    for name, param in model.named_parameters():
+        grad, weight = grads[name], whole[name]
+        if param.tensor_model_parallel:
+            grad, weight = param.tp_cut.take(grad), param.tp_cut.take(weight)
+        errors[name] = (param.grad - grad).abs().max().item()
+        assert torch.equal(param, weight)
+    return errors, model.qkv.weight.tp_cut.boxes, str(report)
+
+
+def test_parts_of_a_fused_matrix_are_cut_one_by_one() -> None:
+    results = run_ranks(2, fused)
+    for errors, _, report in results:
+        assert max(errors.values()) < 1e-5, errors
+        assert "qkv.weight" in report and "[14, 5] -> [7, 5]" in report
+    # 6, 4 and 4 rows: 3, 2 and 2 for each of two ranks.
+    assert results[1][1] == (CutBox((0, 0), (3, 0), (3, 5)), CutBox((3, 0), (8, 0), (2, 5)), CutBox((5, 0), (12, 0), (2, 5)))
+
+
+BAD = {
+    "parts that do not sum": (specs({**QKV, "shape": [[6, 4, 5], -1]}), ModelError, "make 15, the dimension has 14"),
+    "a pattern for nothing": (specs(QKV, {"patterns": [r"gate\.weight"]}), ConfigError, "matches none"),
+    "no regular expression": (specs({"patterns": ["("]}), ConfigError, "no regular expression"),
+    "too many dimensions": (specs({**QKV, "shape": [2, -1, -1]}), ConfigError, "3 entries, qkv.weight 2 dimensions"),
+    "another dimension": (specs({**QKV, "partition_dim": 1}), ConfigError, "dimension 0, not 1"),
+    "unequal parts": (specs({**QKV, "shape": [3, -1]}), ConfigError, "14 elements of qkv.weight are no 3 equal parts"),
+    "strict": (specs(QKV, strict_mode=True), ModelError, "no rule cuts 1 matrices: out.weight"),
+    "no rule": (TensorParallel(), ModelError, "no rule for model type ''"),
+    "no preset": (TensorParallel(preset_model="lama"), ConfigError, "no preset 'lama'"),
+}
+
+
+def refuse(rank: int, world: int) -> list[tuple[str, str, bool]]:
+    found = []
+    for name, (section, kind, _) in BAD.items():
+        model = Fused()
+        before = {key: value.clone() for key, value in model.state_dict().items()}
+        try:
+            cut_model(model, section, Collectives())
+            text = "nothing"
+        except DeepSpeedCError as error:
+            text = str(error) if isinstance(error, kind) else repr(error)
+        same = type(model.qkv) is torch.nn.Linear and all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+        found.append((name, text, same and not hasattr(model.qkv.weight, "tp_cut")))
+    return found
+
+
+def test_what_does_not_fit_is_refused_before_anything_changes() -> None:
+    for name, text, same in run_ranks(2, refuse)[1]:
+        assert BAD[name][2] in text and "Fix: " in text and same, (name, text, same)
+
+
+def initialise(rank: int, world: int) -> list:
+    torch.manual_seed(0)
+    section = msgspec.to_builtins(specs(QKV, OUT))
+    model = tp_model_init(Fused(), 2, torch.bfloat16, {"tensor_parallel": section})
+    texts = []
+    for size, config in ((3, {}), (2, {"autotp_size": 4})):
+        try:
+            tp_model_init(Fused(), size, None, config)
+        except ConfigError as error:
+            texts.append(str(error))
+    return [model.qkv.weight.tp_cut.rank, model.qkv.weight.dtype, list(model.qkv.weight.shape), texts]
+
+
+def test_tp_model_init_makes_groups_of_neighbours() -> None:
+    for rank, (tp_rank, dtype, shape, texts) in enumerate(run_ranks(4, initialise)):
+        assert (tp_rank, dtype, shape) == (rank % 2, torch.bfloat16, [7, 5])
+        assert "4 ranks are no multiple of tp_size 3" in texts[0] and "tp_size is 2, autotp_size 4" in texts[1]
+
+
+def alone(rank: int, world: int) -> tuple:
+    model = Fused()
+    report = cut_model(model, specs(QKV, OUT), Collectives())
+    return type(model.qkv).__name__, report.local_elems, report.logical_elems
+
+
+def test_one_rank_is_left_as_it_is() -> None:
+    n_elems = sum(param.numel() for param in Fused().parameters())
+    assert run_ranks(1, alone) == [("Linear", n_elems, n_elems)]
+
+
+def test_take_and_put_are_inverse() -> None:
+    cut = Cut(torch.Size([14, 5]), (CutBox((0, 0), (3, 0), (3, 5)), CutBox((3, 0), (8, 0), (2, 5))), 1, 1, 2, (1,))
+    whole = torch.arange(70.0).view(14, 5)
+    local = cut.take(whole)
+    assert torch.equal(local, torch.cat([whole[3:6], whole[8:10]])) and local.shape == cut.local_shape
+    back = torch.zeros(14, 5)
+    cut.put(local, back)
+    assert torch.equal(back[3:6], whole[3:6]) and back[8:10].equal(whole[8:10]) and not back[:3].any()
+    nothing = Cut(torch.Size([1, 5]), (CutBox((0, 0), (0, 0), (0, 5)),), 1, 1, 2, (1,))
+    assert nothing.take(torch.ones(1, 5)).shape == (0, 5)
+    with pytest.raises(ValueError, match=r"\(4, 5\), the cut is of \(14, 5\)"):
+        cut.take(torch.zeros(4, 5))

@@ -1,0 +1,51 @@
+"""Cross-entropy over words that are cut: rows and gradients against torch's in float64, in every dtype, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deepspeed_c.ops import cross_entropy
+from tests.ops.data import DTYPES
+
+CUTS = {1: [(0, 1)], 103: [(0, 35), (35, 69), (69, 103)], 2: [(0, 1), (1, 2), (2, 2)], 2051: [(0, 1026), (1026, 2051)]}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("n_words", list(CUTS))
+def test_loss_and_gradient_of_cut_words_are_the_whole_ones(dtype, smoothing, n_words):
+    random = torch.Generator().manual_seed(n_words)
+    logits = (torch.randn(17, n_words, generator=random) * 5).to(dtype)
+    targets = torch.randint(0, n_words, (17,), generator=random)
+    scale = torch.rand(17, generator=random)
+    scale[3] = 0
+    whole = logits.double().requires_grad_()
+    loss = torch.nn.functional.cross_entropy(whole, targets, reduction="none", label_smoothing=smoothing)
+    (loss * scale).sum().backward()
+    parts = [cross_entropy.rows(logits[:, begin:end].contiguous(), targets - begin) for begin, end in CUTS[n_words]]
+    log_sum, target, total = cross_entropy.join(parts)
+    got = log_sum - (1 - smoothing) * target - smoothing * total / n_words
+    assert (got - loss).abs().max() < 2e-5
+    grads = []
+    for begin, end in CUTS[n_words]:
+        grad = logits[:, begin:end].contiguous()
+        cross_entropy.grad_(grad, targets - begin, log_sum, scale, smoothing, n_words)
+        grads.append(grad)
+    tolerance = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 5e-3}[dtype]
+    assert (torch.cat(grads, 1) - whole.grad).abs().max() < tolerance
+    assert not torch.cat(grads, 1)[3].any()
+
+
+def test_what_does_not_fit_is_refused():
+    logits, targets = torch.rand(3, 5), torch.tensor([0, 1, 2])
+    with pytest.raises(ValueError, match="targets is int32, must be int64"):
+        cross_entropy.rows(logits, targets.int())
+    with pytest.raises(ValueError, match="logits must be a contiguous host tensor"):
+        cross_entropy.rows(torch.rand(5, 3).t(), targets)
+    with pytest.raises(ValueError, match="float64, must be float32, bfloat16 or float16"):
+        cross_entropy.rows(logits.double(), targets)
+    with pytest.raises(ValueError, match="16 elements for 3 targets"):
+        cross_entropy.rows(torch.rand(2, 8), targets)
+    with pytest.raises(ValueError, match=r"smoothing is 1\.5"):
+        cross_entropy.grad_(logits, targets, torch.zeros(3), torch.ones(3), 1.5, 5)
