@@ -41,8 +41,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "utils": {"config", "logging", "comm", "accelerator", "zero", "data", "profile", "checkpoint"},
     "compat": {"config", "logging", "comm", "accelerator", "zero", "checkpoint", "utils"},
     "offload": {"config", "logging", "comm", "ops", "_C", "zero"},
+    "inject": {"config", "logging", "comm", "checkpointing", "ops", "_C", "quantity"},
     "engine": {
         "offload",
+        "inject",
         "config",
         "logging",
         "comm",

@@ -1,0 +1,79 @@
+"""Where the elements of a parameter that is cut over tensor-parallel ranks lie in the whole one.
+
+A parameter that was cut carries its ``Cut`` as ``param.tp_cut``. One without, whose ``tensor_model_parallel`` is not
+set, is whole on all ranks of the group and has the same bits there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["Cut", "CutBox"]
+
+
+class CutBox(NamedTuple):
+    """A block of a parameter: at ``local_offset`` in what the rank holds, at ``logical_offset`` in the whole."""
+
+    local_offset: tuple[int, ...]
+    logical_offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+    def of_local(self) -> tuple[slice, ...]:
+        """The block in what the rank holds, as an index."""
+        return _index(self.local_offset, self.size)
+
+    def of_logical(self) -> tuple[slice, ...]:
+        """The block in the whole tensor, as an index."""
+        return _index(self.logical_offset, self.size)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What one rank of a tensor-parallel group holds of one parameter."""
+
+    logical_shape: torch.Size
+    """Of the whole parameter."""
+    boxes: tuple[CutBox, ...]
+    """What this rank holds, in the order it lies there. At least one: a rank that holds nothing has one of size 0."""
+    n_copies: int
+    """Ranks of the group that hold the very same elements, this one included: more than 1 for shared key heads."""
+    rank: int
+    """This rank, among those of the group."""
+    n_ranks: int
+    """Ranks of the group."""
+    copies: tuple[int, ...]
+    """The ranks that hold the same, in order; ``n_copies`` of them, this one included."""
+
+    @property
+    def local_shape(self) -> torch.Size:
+        """Of what this rank holds."""
+        return torch.Size(
+            max(box.local_offset[dim] + box.size[dim] for box in self.boxes) for dim in range(len(self.logical_shape))
+        )
+
+    def take(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's elements of ``whole`` [logical_shape], as a new contiguous tensor [local_shape]."""
+        self._check("whole", whole.shape, self.logical_shape)
+        local = whole.new_empty(self.local_shape)
+        for box in self.boxes:
+            local[box.of_local()] = whole[box.of_logical()]
+        return local
+
+    def put(self, local: torch.Tensor, whole: torch.Tensor) -> None:
+        """Writes this rank's elements, ``local`` [local_shape], to their places in ``whole`` [logical_shape]."""
+        self._check("local", local.shape, self.local_shape)
+        self._check("whole", whole.shape, self.logical_shape)
+        for box in self.boxes:
+            whole[box.of_logical()] = local[box.of_local()]
+
+    def _check(self, what: str, shape: Iterable[int], expected: torch.Size) -> None:
+        if tuple(shape) != tuple(expected):
+            raise ValueError(f"{what} has shape {tuple(shape)}, the cut is of {tuple(expected)}")
+
+
+def _index(offset: tuple[int, ...], size: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(begin, begin + length) for begin, length in zip(offset, size, strict=True))
