@@ -19,7 +19,7 @@ from typing_extensions import Self
 from deepspeed_c.accelerator import get_accelerator
 from deepspeed_c.checkpoint.native.background import Save
 from deepspeed_c.checkpointing.blocks import Blocks
-from deepspeed_c.comm.mesh import Mesh
+from deepspeed_c.comm.mesh import DATA, Mesh
 from deepspeed_c.config import Config
 from deepspeed_c.data.loader import DeepSpeedDataLoader
 from deepspeed_c.engine.checkpoint.checkpoints import Checkpoints
@@ -102,7 +102,8 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
         if training_data is not None:
             self.training_dataloader = self.deepspeed_io(training_data, collate_fn=collate_fn)
         self.config = config.as_dict()
-        self.dp_world_size, self.global_rank, self.world_size = comm.world_size, comm.global_rank, comm.world_size
+        self.global_rank, self.world_size = comm.global_rank, comm.world_size
+        self.dp_world_size, self.mp_world_size = mesh.size(*DATA), mesh.size("tp")
         self.local_rank = read_env().local_rank
         self._step_applied = False
         self._is_compiled = False
@@ -440,7 +441,7 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
         return DeepSpeedDataLoader.for_engine(
             dataset,
             batch_size=batch_size or self.train_micro_batch_size_per_gpu(),
-            comm=self._comm,
+            comm=self._mesh.data,
             route=route,
             pin_memory=pin_memory and self.device.type != "cpu",
             data_sampler=data_sampler,

@@ -58,7 +58,7 @@ def must_see_pieces(base: torch.optim.Optimizer, *, is_sharded: bool, allow_unte
 def point_at_shards(base: torch.optim.Optimizer, units: Sequence[Unit], *, allow_untested: bool) -> list[Entry]:
     """Replaces the parameters in the base optimizer's groups by entries over this rank's master weights, and carries
     its state over."""
-    is_sharded = any(unit.is_cut for unit in units)
+    is_sharded = any(unit.is_cut or unit.has_parts for unit in units)
     sees_pieces = must_see_pieces(base, is_sharded=is_sharded, allow_untested=allow_untested)
     old_state = dict(base.state)
     base.state.clear()
