@@ -329,9 +329,9 @@ def _ask(mpu: Any, axis: str) -> tuple[int, int]:
         size = 1
     if size is None or (rank is None and size > 1):
         lacking = "world_size" if size is None else "rank"
-        names = " or ".join(f"get_{name}_{lacking}()" for name in _MPU_NAMES[axis])
+        names = ", ".join(f"get_{name}_{lacking}()" for name in _MPU_NAMES[axis])
         raise CommError(
-            f"the mpu has neither {names} nor a method for the group",
+            f"the mpu has none of {names}, and no method for the group",
             where=_MPU,
             fix=f"give it one of them{'' if size is None else f': it says that there are {size} such ranks'}",
         )

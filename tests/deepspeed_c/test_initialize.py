@@ -48,7 +48,7 @@ TENSOR = ("model_parallel", "tensor_model_parallel", "slice_parallel")
 
 def axes_body(rank: int, world: int) -> None:
     for name in TENSOR:
-        with pytest.raises(CommError, match=rf"get_tensor_model_parallel_rank\(\).*\n.*there are 2 such ranks"):
+        with pytest.raises(CommError, match="1 data-parallel times 2 tensor-parallel ranks, the job 1"):
             deepspeed_c.initialize(model=torch.nn.Linear(2, 2), config=CONFIG, mpu=Mpu(**{name: 2}))
     for name, axis in AXES.items():
         with pytest.raises(FeatureError, match=f"axis '{axis}' has 2 ranks"):

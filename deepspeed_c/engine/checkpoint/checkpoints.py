@@ -155,7 +155,7 @@ class Checkpoints:
                 layout,
                 optimizer,
                 state.dormant,
-                self._comm,
+                state.mesh,
                 reading=self._reading,
                 exclude_frozen=exclude_frozen,
             ),
@@ -289,7 +289,7 @@ class Checkpoints:
         if custom_load_fn is None:
             named = names_of(module)
             try:
-                plan = plan_restore(source, named, state.layout, state.optimizer, self._comm, options)
+                plan = plan_restore(source, named, state.layout, state.optimizer, state.mesh, options)
             except StateError as raised:
                 error = raised
             verdicts = self._ranks.all_gather(str(error) if error else "")
