@@ -25,7 +25,9 @@ from deepspeed_c.data.loader import DeepSpeedDataLoader
 from deepspeed_c.engine.checkpoint.checkpoints import Checkpoints
 from deepspeed_c.engine.checkpoint.model_files import save_model
 from deepspeed_c.engine.getters import ABSENT_METHODS, ConfigGetters
+from deepspeed_c.engine.inputs import InputCheck
 from deepspeed_c.engine.offload import OffloadDeviceEnum, OffloadedStates, OffloadStateTypeEnum
+from deepspeed_c.engine.parts import take_parts
 from deepspeed_c.engine.precision import Precision
 from deepspeed_c.engine.preemption import Preemption
 from deepspeed_c.engine.reductions import Reductions
@@ -105,6 +107,7 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
         self.global_rank, self.world_size = comm.global_rank, comm.world_size
         self.dp_world_size, self.mp_world_size = mesh.size(*DATA), mesh.size("tp")
         self.local_rank = read_env().local_rank
+        self._inputs = InputCheck(mesh)
         self._step_applied = False
         self._is_compiled = False
         self._is_closed = False
@@ -222,6 +225,8 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
         self._require_states("forward")
         if self._optimizer is not None:
             self._passes.recover()
+            if self.training and torch.is_grad_enabled():
+                self._inputs.look(self.global_steps, inputs, kwargs)
         if self._tput_timer is not None and self.training:
             self._tput_timer.start()
         self._mesh.enter_phase("forward")
@@ -456,12 +461,12 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
     ) -> dict[str, Any]:
         """The module's state dict: whole tensors in the dtype that is trained in.
 
-        Where parameters are sharded it is collective and puts the whole model into the host memory of every rank;
+        Where parameters are sharded, or cut over tensor-parallel ranks, it is collective and puts the whole model into the host memory of every rank;
         ``save_16bit_model`` and ``_zero3_consolidated_16bit_state_dict`` do with less.
         """
-        if self._shards_parameters:
+        if self._shards_parameters or self.mp_world_size > 1:
             state = consolidate(
-                self.module, self._fetcher, self._comm, exclude_frozen=exclude_frozen_parameters, on_all_ranks=True
+                self.module, self._fetcher, self._mesh, exclude_frozen=exclude_frozen_parameters, on_all_ranks=True
             )
             named = {prefix + name: value for name, value in state.items()}
             if destination is not None:
@@ -498,6 +503,7 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
                 fix="pass strict=False",
             )
         weights = checkpoint["module"] if isinstance(checkpoint.get("module"), Mapping) else checkpoint
+        weights = take_parts(self.module, weights)
         if custom_load_fn is None and self._shards_parameters:
             check_weights(self.module, weights, strict)
         self._state.begin_window()
@@ -526,7 +532,7 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
         self._require_open()
         self._require_states("save_16bit_model")
         path = os.path.join(save_dir, save_filename)
-        save_weights(self.module, self._fetcher, self._comm, path, exclude_frozen=exclude_frozen_parameters)
+        save_weights(self.module, self._fetcher, self._mesh, path, exclude_frozen=exclude_frozen_parameters)
         return True
 
     save_fp16_model = save_16bit_model
@@ -553,7 +559,7 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
         save_model(
             self.module,
             self._fetcher,
-            self._comm,
+            self._mesh,
             save_dir,
             max_shard_size=max_shard_size,
             exclude_frozen=exclude_frozen_parameters,
@@ -734,7 +740,7 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
         self._require_open()
         self._require_states("_consolidated_16bit_state_dict")
         return consolidate(
-            self.module, self._fetcher, self._comm, exclude_frozen=exclude_frozen_parameters, on_all_ranks=False
+            self.module, self._fetcher, self._mesh, exclude_frozen=exclude_frozen_parameters, on_all_ranks=False
         )
 
     def generate(self, *args: Any, synced: bool = False, **kwargs: Any) -> Any:
