@@ -63,7 +63,7 @@ def initialize(
         distributed_port: port of rank 0 when ``torch.distributed`` has to be started and the environment names none.
         mpu: an object with ``get_data_parallel_group()``, whose ranks hold copies of this model. One with tensor-parallel
             ranks has some of Megatron's methods for them as well (``get_tensor_model_parallel_rank()``, ...); the model's
-            layers are cut by hand then, and their parameters have Megatron's marks (docs/concepts/tensor-parallel.md).
+            layers are cut by hand then, and their parameters have Megatron's marks (docs/concepts/zero.md).
         dist_init_required: False: ``torch.distributed`` is up already. Default: start it if it is not.
         collate_fn: merges samples to a batch.
         config, config_params: path of a JSON file, or a dict; see docs/config.md. Never modified.

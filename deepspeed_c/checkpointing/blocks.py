@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from deepspeed_c.checkpointing.recomputer import Recomputer, check_section, tensor_parallel_ranks
+from deepspeed_c.checkpointing.recomputer import Recomputer, check_section
+from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.config.checkpoint import ActivationCheckpointing
 from deepspeed_c.errors import ConfigError
 
@@ -104,17 +105,22 @@ def _recomputed(cls: type, recomputer: Recomputer, names: dict[int, str]) -> typ
 class Blocks:
     """What an engine's section asks of its model: which layers are recomputed, until ``close``.
 
-    mpu: its tensor-parallel ranks share activations.
+    tensor_parallel: the ranks that hold the model together: they share activations.
     has_sharded: weights are released after use, also frozen ones, which torch's own checkpoint would keep as they are.
     """
 
     def __init__(
-        self, model: torch.nn.Module, section: ActivationCheckpointing, mpu: Any = None, *, has_sharded: bool = False
+        self,
+        model: torch.nn.Module,
+        section: ActivationCheckpointing,
+        tensor_parallel: Collectives | None = None,
+        *,
+        has_sharded: bool = False,
     ) -> None:
         # A section without layers does nothing by itself, as in DeepSpeed: it may say what it likes.
         if section.layers is not None:
             check_section(section, None, "activation_checkpointing")
-        self.recomputer = Recomputer(section, tensor_parallel_ranks(mpu) if section.partition_activations else None)
+        self.recomputer = Recomputer(section, tensor_parallel if section.partition_activations else None)
         self._undo: list[Callable[[], None]] = []
         if section.layers is not None:
             self._wrap(model, find_blocks(model, section.layers))

@@ -123,7 +123,12 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
         self._preemption = Preemption(config.checkpoint.preemption, can_step=optimizer is not None)
         self._blocks: Blocks | None = None
         try:
-            self._blocks = Blocks(model, config.activation_checkpointing, mpu, has_sharded=bool(layout and layout.fetcher))
+            self._blocks = Blocks(
+                model,
+                config.activation_checkpointing,
+                mesh.along("tp"),
+                has_sharded=bool(layout and layout.fetcher),
+            )
             self._adopt(Layout([], [], None) if layout is None else layout)
         except BaseException:
             self._preemption.close()

@@ -94,13 +94,28 @@ def parity_body(rank: int, world: int, n_tp: int, cells: list[tuple[int, int, fl
     return results
 
 
+def offload(device: str, **more) -> dict:
+    return {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": device, **more}}}
+
+
 CELLS = [(0, 1, 0.0, {}), (1, 2, 0.5, {}), (2, 1, 0.5, {}), (2, 2, 0.0, {"prescale_gradients": True}), (3, 2, 0.5, {})]
+OFFLOADED = [(2, 2, 0.5, offload("cpu")), (2, 1, 0.5, offload("nvme"))]
+MICS = {"zero_optimization": {"stage": 3, "mics_shard_size": 1, "stage3_param_persistence_threshold": 0}}
 
 
-@pytest.mark.parametrize(("n_tp", "n_data"), [(2, 1), (3, 1), (2, 2)])
-def test_parity_with_one_plain_process(n_tp: int, n_data: int) -> None:
-    everyone = run_ranks(n_tp * n_data, parity_body, n_tp, CELLS)
-    for i, (stage, gas, clip, _) in enumerate(CELLS):
+@pytest.mark.parametrize(
+    ("n_tp", "n_data", "cells"),
+    [(2, 1, CELLS), (3, 1, CELLS), (2, 2, [*CELLS, (3, 1, 0.5, MICS)]), (3, 1, OFFLOADED)],
+    ids=["2 x 1", "3 x 1", "2 x 2", "offload"],
+)
+def test_parity_with_one_plain_process(tmp_path, n_tp: int, n_data: int, cells: list) -> None:
+    cells = [(*cell[:3], {key: dict(value) if isinstance(value, dict) else value for key, value in cell[3].items()}) for cell in cells]
+    for *_, more in cells:
+        section = more.get("zero_optimization", {}).get("offload_optimizer", {})
+        if section.get("device") == "nvme":
+            more["zero_optimization"]["offload_optimizer"] = {**section, "nvme_path": str(tmp_path)}
+    everyone = run_ranks(n_tp * n_data, parity_body, n_tp, cells)
+    for i, (stage, gas, clip, _) in enumerate(cells):
         weights, norms = plain(n_data, gas, clip)
         for rank, of_rank in enumerate(everyone):
             got, got_norms = of_rank[i]
