@@ -19,6 +19,7 @@
 #include "dsc/scaler.h"
 #include "dsc/status.h"
 #include "dsc/tier.h"
+#include "dsc/tp.h"
 #include "dsc/types.h"
 #include "dsc/zero.h"
 

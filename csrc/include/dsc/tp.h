@@ -1,0 +1,91 @@
+/*
+ * Which elements of a parameter a tensor-parallel rank holds, as plain integers.
+ *
+ * A parameter is cut along one dimension. That dimension is n_blocks equal *blocks* one after another, each of them the
+ * same *parts*: [q | k | v] of a fused projection is one block of three parts, and one block a key head where they are
+ * interleaved. A part is cut in *grains*, which stay whole: a head, or as many columns as a kernel likes.
+ *
+ *   n_blocks 1   | q: heads x head_dim | k: key heads x head_dim | v: key heads x head_dim |
+ *   n_blocks K   | q of key head 0 | k 0 | v 0 | q of key head 1 | k 1 | v 1 | ...
+ *
+ * What a rank holds comes as *runs*: n_elems elements that lie together in the whole dimension and in the rank's own.
+ * Query heads stay with the key head that they attend to. With at least as many key heads as ranks each rank gets some
+ * of them (2/1/1 for 4 over 3); with fewer, ranks share one and divide its query heads (arXiv 1909.08053, 2305.13245).
+ *
+ * Nothing here allocates. Counts are int64_t, ranks int32_t. Any thread may call anything.
+ */
+#ifndef DSC_TP_H
+#define DSC_TP_H
+
+#include "dsc/status.h"
+#include "dsc/types.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Runs are found block by block. */
+#define DSC_TP_MAX_BLOCKS (1 << 20)
+
+enum dsc_tp_kind {
+    DSC_TP_WHOLE = 0,   /* every rank holds all of it */
+    DSC_TP_COLUMNS = 1, /* cut as evenly as grains allow; the last grain of a block may be shorter */
+    DSC_TP_QUERIES = 2, /* a grain is a query head */
+    DSC_TP_KEYS = 3,    /* a grain is a key head, or a value head */
+};
+
+struct dsc_tp_part {
+    int32_t kind;        /* enum dsc_tp_kind */
+    int64_t n_elems;     /* within one block, >= 0 */
+    int64_t grain_elems; /* > 0; heads divide n_elems */
+};
+
+struct dsc_tp_dim {
+    const struct dsc_tp_part *parts; /* borrowed */
+    int64_t n_parts;
+    int64_t n_blocks;    /* 0 to DSC_TP_MAX_BLOCKS */
+    int64_t n_heads;     /* query heads: what all blocks of a part of queries add up to; 0 where there are none */
+    int64_t n_key_heads; /* divides n_heads */
+};
+
+/* Half-open ranges of heads. */
+struct dsc_tp_heads {
+    int64_t query_begin;
+    int64_t query_end;
+    int64_t key_begin;
+    int64_t key_end;
+    int32_t first_copy; /* the ranks [first_copy, first_copy + n_copies) hold the same key heads */
+    int32_t n_copies;
+};
+
+struct dsc_tp_run {
+    int64_t local_begin_elems;
+    int64_t logical_begin_elems;
+    int64_t n_elems; /* > 0 */
+};
+
+/*
+ * The heads of rank. Every rank gets at least one query head, so DSC_EINVAL where n_heads < n_ranks, or where a key
+ * head that ranks share has fewer query heads than they are.
+ */
+DSC_API dsc_status dsc_tp_heads_of(int64_t n_heads, int64_t n_key_heads, int32_t n_ranks, int32_t rank,
+                                   struct dsc_tp_heads *out_heads);
+
+/*
+ * The runs that rank holds, in increasing order; neighbours are merged. Call with out_runs NULL for the count; then
+ * with an array of capacity entries.
+ *
+ * The ranks [*out_first_copy, *out_first_copy + *out_n_copies) hold the same elements. *out_n_copies is 0 where some
+ * elements of the rank have more copies than others: a fused projection with key heads that ranks share, say. A rank
+ * that holds nothing has one copy. DSC_EINVAL names the part or the number that does not fit; DSC_EOVERFLOW where the
+ * dimension does not fit int64_t. On failure nothing is written.
+ */
+DSC_API dsc_status dsc_tp_runs_of(const struct dsc_tp_dim *dim, int32_t n_ranks, int32_t rank, int64_t capacity,
+                                  struct dsc_tp_run *out_runs, int64_t *out_n_runs, int32_t *out_first_copy,
+                                  int32_t *out_n_copies);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
