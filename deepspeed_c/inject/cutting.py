@@ -1,0 +1,412 @@
+"""Cuts a model over tensor-parallel ranks, in place: parameters keep their names and stay the same objects."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.config.parallel import TensorParallel
+from deepspeed_c.errors import ModelError
+from deepspeed_c.inject.cut import Cut
+from deepspeed_c.inject.layers import EmbeddingLayer, LinearAllreduce, LinearLayer, RowPicker
+from deepspeed_c.inject.plan import Attention, Place, Planned, cut_along, find_attentions, match_rules, parts_of
+from deepspeed_c.inject.policy import Rule
+from deepspeed_c.inject.ranks import DropoutRegion, TensorRanks
+from deepspeed_c.inject.rules import rule_sets
+
+__all__ = ["CutReport", "ReportRow", "cut_model"]
+
+_WORDS = Rule("", "column")
+
+
+@dataclass(frozen=True)
+class ReportRow:
+    """What became of one parameter."""
+
+    name: str
+    logical_shape: torch.Size
+    local_shape: torch.Size
+    rule: str
+    """Where the rule stands and what it says; why the parameter is whole, where it is."""
+    n_copies: int = 1
+
+    @property
+    def is_cut(self) -> bool:
+        return self.logical_shape != self.local_shape
+
+
+@dataclass
+class CutReport:
+    """What became of a model: one row a parameter."""
+
+    n_ranks: int
+    rank: int
+    rows: list[ReportRow] = field(default_factory=list)
+
+    @property
+    def logical_elems(self) -> int:
+        """Elements of the whole model."""
+        return sum(math.prod(row.logical_shape) for row in self.rows)
+
+    @property
+    def local_elems(self) -> int:
+        """Elements that this rank holds."""
+        return sum(math.prod(row.local_shape) for row in self.rows)
+
+    @property
+    def whole(self) -> list[str]:
+        """The parameters that every rank holds whole."""
+        return [row.name for row in self.rows if not row.is_cut]
+
+    def __str__(self) -> str:
+        width = max((len(row.name) for row in self.rows), default=0)
+        lines = [
+            f"{row.name:<{width}}  {list(row.logical_shape)} -> {list(row.local_shape)}"
+            f"{f' x {row.n_copies} copies' if row.n_copies > 1 else ''}  {row.rule}"
+            for row in self.rows
+        ]
+        share = self.local_elems / max(self.logical_elems, 1)
+        lines.append(
+            f"rank {self.rank} of {self.n_ranks} holds {self.local_elems} of {self.logical_elems} elements ({share:.1%})"
+        )
+        return "\n".join(lines)
+
+
+def cut_model(model: torch.nn.Module, section: TensorParallel, comm: Collectives) -> CutReport:
+    """Cuts ``model`` over the ranks of ``comm``, in place, as ``section`` and the model's policy say.
+
+    Collective: weights and buffers become those of rank 0 first. Raises ConfigError or ModelError, with nothing changed,
+    where a rule does not fit.
+    """
+    surgeon = _Surgeon(model, section, Place(comm.rank, comm.world_size))
+    surgeon.plan()
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not tensor.is_meta:
+            comm.broadcast(tensor.detach().contiguous() if not tensor.is_contiguous() else tensor.detach(), 0)
+    return surgeon.apply(TensorRanks(comm))
+
+
+class _Surgeon:
+    """One call of ``cut_model``: first everything is found out, then everything is changed."""
+
+    def __init__(self, model: torch.nn.Module, section: TensorParallel, place: Place) -> None:
+        self.model, self.section, self.place = model, section, place
+        self.names = {param: name for name, param in model.named_parameters()}
+        self.cuts: dict[torch.nn.Parameter, tuple[Cut, int]] = {}
+        self.pickers: dict[torch.nn.Parameter, RowPicker] = {}
+        self.reasons: dict[torch.nn.Parameter, str] = {}
+        self.planned: list[Planned] = []
+        self.embeddings: list[tuple[str, torch.nn.Embedding]] = []
+        self.heads: list[tuple[str, torch.nn.Linear]] = []
+        self.attentions: dict[str, Attention] = {}
+        self.causal_loss = False
+
+    def plan(self) -> None:
+        found = rule_sets(self.model, self.section)
+        self.causal_loss = found.loss == "causal"
+        self.attentions = find_attentions(self.model, found.sets, self.place)
+        planned, whole = match_rules(self.model, found.sets, self.attentions)
+        for name, reason in whole.items():
+            for param in self.model.get_submodule(name).parameters(recurse=False):
+                self.reasons[param] = reason
+        for step in planned:
+            if self._plan_one(step):
+                self.planned.append(step)
+        self._plan_words()
+        found.check(self.names.values())
+        partition = self.section.partition_config
+        uncovered = [name for param, name in self.names.items() if param.dim() > 1 and param not in self.cuts]
+        uncovered = [name for name in uncovered if not self._is_meant(name)]
+        if partition is not None and partition.strict_mode and uncovered:
+            raise ModelError(
+                f"no rule cuts {len(uncovered)} matrices: {', '.join(uncovered[:8])}",
+                where="tensor_parallel.partition_config.strict_mode",
+                fix='add rules for them, with "partition_type": "skip" for what is to stay whole',
+            )
+
+    def _is_meant(self, name: str) -> bool:
+        param = self.model.get_parameter(name)
+        return param in self.pickers or self.reasons.get(param, "").endswith("leaves it whole")
+
+    def _plan_one(self, step: Planned) -> bool:
+        """Whether ``step`` can be done; where not, ``reasons`` says why."""
+        style, module = step.rule.style, step.module
+        if style in ("latent", "shared"):
+            for param in module.parameters():
+                self.reasons[param] = f"{step.source}: whole, used on each rank's heads"
+            return True
+        if style == "experts":
+            parts = {"gate_up_proj": (1, 2), "up_proj": (1, 1), "gate_up_proj_bias": (1, 2), "down_proj": (2, 1)}
+            known = [name for name, _ in module.named_parameters(recurse=False)]
+            if any(name not in parts for name in known) or "down_proj" not in known:
+                self.reasons.update(dict.fromkeys(module.parameters(), "its experts have other weights than are known"))
+                return False
+            for name in known:
+                dim, n_parts = parts[name]
+                rule = Rule(step.rule.pattern, "experts", ("columns",) * n_parts)
+                self._cut(
+                    getattr(module, name), dim, Planned(step.name, module, rule, step.source), f"{step.name}.{name}"
+                )
+            return True
+        if style == "slice":
+            self._cut(module.weight, 1, step, f"{step.name}.weight")
+            return True
+        if not _is_linear(module):
+            for param in module.parameters(recurse=False):
+                self.reasons[param] = f"{type(module).__name__} is no linear layer that can be cut"
+            return False
+        transposed = _is_transposed(module)
+        dim = 0 if (style == "column") != transposed else 1
+        self._cut(module.weight, dim, step, f"{step.name}.weight")
+        if module.bias is not None:
+            if style == "column":
+                self._cut(module.bias, 0, step, f"{step.name}.bias")
+            else:
+                self.reasons[module.bias] = f"{step.source}: added once, to the sum"
+        return True
+
+    def _cut(self, param: torch.nn.Parameter, dim: int, step: Planned, where: str) -> None:
+        parts, n_blocks = parts_of(step, param.shape[dim], where)
+        attention = step.attention
+        heads = (attention.n_heads, attention.n_key_heads) if attention is not None else (0, 0)
+        cut = cut_along(param.shape, dim, parts, n_blocks, heads, self.place)
+        if isinstance(cut, list):
+            self.pickers[param] = RowPicker(cut)
+            self.reasons[param] = f"{step.source}: whole, each rank uses its heads' part"
+            return
+        if param in self.cuts and self.cuts[param] != (cut, dim):
+            raise ModelError(
+                f"two rules cut it in two ways; the second is {step.source}",
+                where=where,
+                fix="parameters that are tied must be cut alike: write one rule in tensor_parallel.partition_config",
+            )
+        self.cuts[param] = (cut, dim)
+        self.reasons[param] = f"{step.source}: {step.rule.style} {' '.join(step.rule.parts)}"
+
+    def _plan_words(self) -> None:
+        """The table of words and the head that gives logits, where all who hold their weights can be cut."""
+        get_in = getattr(self.model, "get_input_embeddings", None)
+        get_out = getattr(self.model, "get_output_embeddings", None)
+        if get_in is None:
+            return
+        try:
+            table, head = get_in(), get_out() if get_out is not None else None
+        except NotImplementedError:
+            return
+        for module in (table, head):
+            weight = getattr(module, "weight", None)
+            if weight is None or weight in self.cuts or weight in self.reasons:
+                continue
+            holders = [(name, m) for name, m in self.model.named_modules() if getattr(m, "weight", None) is weight]
+            if not all(_has_words(m) or type(m) is torch.nn.Linear for _, m in holders):
+                kinds = ", ".join(type(m).__name__ for _, m in holders)
+                self.reasons[weight] = f"words are looked up in another way than a table's ({kinds})"
+                continue
+            for name, m in holders:
+                step = Planned(name, m, _WORDS, "words")
+                self._cut(weight, 0, step, f"{name}.weight")
+                if isinstance(m, torch.nn.Embedding):
+                    self.embeddings.append((name, m))
+                else:
+                    if m.bias is not None:
+                        self._cut(m.bias, 0, step, f"{name}.bias")
+                    self.heads.append((name, m))
+
+    # What follows changes the model.
+
+    def apply(self, ranks: TensorRanks) -> CutReport:
+        report = CutReport(self.place.n_ranks, self.place.rank)
+        for param, name in self.names.items():
+            cut = self.cuts.get(param)
+            logical = param.shape
+            param.tensor_model_parallel = cut is not None
+            param.partition_dim, param.partition_stride = (cut[1] if cut else -1), 1
+            if cut is not None:
+                with torch.no_grad():
+                    param.data = cut[0].take(param.data)
+                param.tp_cut = cut[0]
+                ranks.sum_gradient(param, cut[0].copies, name)
+            elif param in self.pickers:
+                ranks.sum_gradient(param, tuple(range(ranks.n_ranks)), name)
+            n_copies = cut[0].n_copies if cut else 1
+            rule = self.reasons.get(param, "no rule: whole")
+            report.rows.append(ReportRow(name, logical, param.shape, rule, n_copies))
+        regions = self._regions(ranks)
+        for step in self.planned:
+            self._replace(step, ranks, regions)
+        for name, table in self.embeddings:
+            begin, size = _only_run(table.weight.tp_cut)
+            _put(self.model, name, EmbeddingLayer(table, ranks, name, begin, begin + size))
+        heads = []
+        for name, head in self.heads:
+            layer = LinearLayer(head, ranks, name, is_transposed=False)
+            layer.gather_output(self._sizes(layer.weight.tp_cut.logical_shape[0]))
+            _put(self.model, name, layer)
+            heads.append(layer)
+        for attention in self.attentions.values():
+            if not attention.refusal:
+                _count_own_heads(self.model, attention)
+        return report
+
+    def _sizes(self, n_elems: int) -> list[int]:
+        """Columns of each rank, where nothing but their number decides."""
+        each, more = divmod(n_elems, self.place.n_ranks)
+        return [each + (rank < more) for rank in range(self.place.n_ranks)]
+
+    def _regions(self, ranks: TensorRanks) -> dict[str, DropoutRegion]:
+        """By attention, or by the module that holds both linear layers: where random numbers are the rank's own."""
+        styles: dict[str, set[str]] = {}
+        for step in self.planned:
+            styles.setdefault(self._region_name(step), set()).add(step.rule.style)
+        return {
+            name: DropoutRegion(ranks)
+            for name, found in styles.items()
+            if name and {"column", "row"} <= found and _drops_out(self.model.get_submodule(name))
+        }
+
+    @staticmethod
+    def _region_name(step: Planned) -> str:
+        return step.attention.name if step.attention is not None else step.name.rpartition(".")[0]
+
+    def _replace(self, step: Planned, ranks: TensorRanks, regions: dict[str, DropoutRegion]) -> None:
+        style, module, name = step.rule.style, step.module, step.name
+        if style in ("shared", "latent"):
+            if style == "shared":
+                for param in module.parameters():
+                    ranks.sum_gradient(param, tuple(range(ranks.n_ranks)), self.names[param])
+            else:
+                attention = step.attention
+                rope = attention.owner.qk_rope_head_dim if attention is not None else 0
+                module.register_forward_hook(_SharedKey(ranks, rope, name))
+            return
+        if style == "experts":
+            border = _ExpertsBorder(ranks, name)
+            module.register_forward_pre_hook(border.enter, with_kwargs=True)
+            module.register_forward_hook(border.leave)
+            return
+        if style == "slice":
+            return
+        region = regions.get(self._region_name(step))
+        kind = LinearLayer if style == "column" else LinearAllreduce
+        layer = kind(module, ranks, name, is_transposed=_is_transposed(module))
+        if region is not None and not step.rule.gathers:
+            layer.draw_apart(region)
+        if isinstance(layer, LinearLayer):
+            if layer.weight in self.pickers:
+                layer.pick(self.pickers[layer.weight])
+            if step.rule.gathers:
+                layer.gather_output(self._sizes(layer.weight.tp_cut.logical_shape[layer.weight.partition_dim]))
+        elif step.rule.gathers:
+            begin, size = _only_run(layer.weight.tp_cut, layer.weight.partition_dim)
+            layer.split_input(begin, begin + size)
+        _put(self.model, name, layer)
+
+
+class _SharedKey:
+    """Latent attention's rotary key: the last ``n_columns`` of an output, which every head of every rank uses."""
+
+    def __init__(self, ranks: TensorRanks, n_columns: int, label: str) -> None:
+        self.ranks, self.n_columns, self.label = ranks, n_columns, label
+
+    def __call__(self, module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        first, last = output.split([output.shape[-1] - self.n_columns, self.n_columns], dim=-1)
+        return torch.cat([first, self.ranks.enter(last, self.label)], dim=-1)
+
+
+class _ExpertsBorder:
+    """Tokens and their weights enter the region, and what the experts make of them leaves it."""
+
+    def __init__(self, ranks: TensorRanks, label: str) -> None:
+        self.ranks, self.label = ranks, label
+
+    def enter(self, module: torch.nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple, dict]:
+        return tuple(map(self._enter, args)), {name: self._enter(value) for name, value in kwargs.items()}
+
+    def _enter(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return self.ranks.enter(value, self.label)
+        return value
+
+    def leave(self, module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return self.ranks.leave(output, self.label)
+
+
+class _OwnRows:
+    """Arguments [batch * heads, ...] that are made for all heads: the attention gets its rank's."""
+
+    def __init__(self, names: tuple[str, ...], n_heads: int, queries: tuple[int, int]) -> None:
+        self.names, self.n_heads, self.queries = names, n_heads, queries
+
+    def __call__(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        for name in self.names:
+            value = kwargs.get(name)
+            if value is not None:
+                rows = value.view(-1, self.n_heads, *value.shape[1:])[:, slice(*self.queries)]
+                kwargs = {**kwargs, name: rows.flatten(0, 1)}
+        return args, kwargs
+
+
+def _count_own_heads(model: torch.nn.Module, attention: Attention) -> None:
+    """The counts that the attention computes with become those of the rank's heads."""
+    heads, owner = attention.heads, attention.owner
+    n_queries = attention.queries[1] - attention.queries[0]
+    n_keys = attention.keys[1] - attention.keys[0]
+    holders: list[Any] = [owner]
+    if heads.has_own_config:
+        owner.config = copy.copy(owner.config)
+        holders.append(owner.config)
+    for names, value in ((heads.queries, n_queries), (heads.keys, n_keys), (heads.groups, n_queries // n_keys)):
+        for holder in holders:
+            for name in names:
+                if name in vars(holder):
+                    setattr(holder, name, value)
+    for name in heads.widths:
+        if name in vars(owner):
+            setattr(owner, name, getattr(owner, name) // attention.n_heads * n_queries)
+    if heads.per_head:
+        module = model.get_submodule(attention.name)
+        module.register_forward_pre_hook(
+            _OwnRows(heads.per_head, attention.n_heads, attention.queries), with_kwargs=True
+        )
+
+
+def _has_words(module: torch.nn.Module) -> bool:
+    return type(module) is torch.nn.Embedding and module.max_norm is None and not module.sparse
+
+
+def _is_transposed(module: torch.nn.Module) -> bool:
+    return type(module).__name__ == "Conv1D"
+
+
+def _is_linear(module: torch.nn.Module) -> bool:
+    # FalconLinear computes what a linear layer does. Other kinds (quantised, adapted) hold weights of other shapes.
+    return type(module) is torch.nn.Linear or type(module).__name__ in ("Conv1D", "FalconLinear")
+
+
+def _only_run(cut: Cut, dim: int = 0) -> tuple[int, int]:
+    (box,) = cut.boxes
+    return box.logical_offset[dim], box.size[dim]
+
+
+def _drops_out(module: torch.nn.Module) -> bool:
+    """Whether ``module``, or one directly below it, may drop something out."""
+    for holder in (module, *module.children()):
+        if isinstance(holder, torch.nn.Dropout) and holder.p > 0:
+            return True
+        for name, value in vars(holder).items():
+            if "drop" in name and isinstance(value, float) and value > 0:
+                return True
+        if any(isinstance(child, torch.nn.Dropout) and child.p > 0 for child in holder.children()):
+            return True
+    return False
+
+
+def _put(model: torch.nn.Module, name: str, module: torch.nn.Module) -> None:
+    parent, _, last = name.rpartition(".")
+    setattr(model.get_submodule(parent), last, module)

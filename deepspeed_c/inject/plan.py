@@ -1,0 +1,186 @@
+"""What will be cut, found out and checked before a weight is changed: each rule with its modules, heads and runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from deepspeed_c import _C
+from deepspeed_c.errors import ModelError
+from deepspeed_c.inject.cut import Cut, CutBox
+from deepspeed_c.inject.policy import Heads, Rule
+
+__all__ = ["Attention", "Place", "Planned", "RuleSet", "cut_along", "find_attentions", "match_rules", "parts_of"]
+
+_KINDS = {"queries": _C.TP_QUERIES, "keys": _C.TP_KEYS, "columns": _C.TP_COLUMNS}
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank of a tensor-parallel group, by numbers alone: what a plan needs to know of it."""
+
+    rank: int
+    n_ranks: int
+
+
+@dataclass(frozen=True)
+class RuleSet:
+    """Rules of one origin."""
+
+    source: str
+    rules: tuple[Rule, ...]
+    heads: tuple[Heads, ...] = ()
+
+
+@dataclass
+class Attention:
+    """One attention module of the model, and what of it a rank gets."""
+
+    name: str
+    owner: torch.nn.Module
+    heads: Heads
+    n_heads: int
+    n_key_heads: int
+    queries: tuple[int, int] = (0, 0)
+    keys: tuple[int, int] = (0, 0)
+    refusal: str = ""
+    """Why it stays whole."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One module and the rule that cuts it."""
+
+    name: str
+    module: torch.nn.Module
+    rule: Rule
+    source: str
+    attention: Attention | None = field(default=None)
+
+
+def _ends_with(pattern: str, name: str) -> bool:
+    return re.search(rf"(^|\.)({pattern})$", name) is not None
+
+
+def _count(owner: torch.nn.Module, names: Sequence[str]) -> int | None:
+    for holder in (owner, getattr(owner, "config", None)):
+        for name in names:
+            value = getattr(holder, name, None)
+            if isinstance(value, int):
+                return value
+    return None
+
+
+def find_attentions(model: torch.nn.Module, sets: Sequence[RuleSet], place: Place) -> dict[str, Attention]:
+    """Every attention of the model by its dotted name, with the heads that this rank gets."""
+    found: dict[str, Attention] = {}
+    for name, module in model.named_modules():
+        for heads in (heads for rules in sets for heads in rules.heads):
+            if name in found or not _ends_with(heads.pattern, name):
+                continue
+            owner = module.get_submodule(heads.owner) if heads.owner else module
+            n_heads = _count(owner, heads.queries)
+            if n_heads is None:
+                continue
+            n_key_heads = _count(owner, heads.keys) or n_heads
+            attention = Attention(name, owner, heads, n_heads, n_key_heads)
+            try:
+                q0, q1, k0, k1 = _C.tp_heads(n_heads, n_key_heads, place.n_ranks, place.rank)
+                attention.queries, attention.keys = (q0, q1), (k0, k1)
+            except ValueError as error:
+                attention.refusal = str(error).partition(": ")[2] or str(error)
+            found[name] = attention
+    return found
+
+
+def match_rules(
+    model: torch.nn.Module, sets: Sequence[RuleSet], attentions: dict[str, Attention]
+) -> tuple[list[Planned], dict[str, str]]:
+    """(modules with their rule, why others that a rule names stay whole). The first set and rule that match win."""
+    planned: list[Planned] = []
+    whole: dict[str, str] = {}
+    for name, module in model.named_modules():
+        for rules in sets:
+            rule = next((rule for rule in rules.rules if _ends_with(rule.pattern, name)), None)
+            if rule is None:
+                continue
+            attention = _attention_of(name, attentions)
+            needs_heads = rule.sizes is None and ("queries" in rule.parts or "keys" in rule.parts)
+            if needs_heads and attention is None:
+                whole[name] = f"{rules.source} speaks of heads, and no attention is found around it"
+            elif needs_heads and attention is not None and attention.refusal:
+                whole[name] = attention.refusal
+            elif rule.style == "skip":
+                whole[name] = f"{rules.source} leaves it whole"
+            else:
+                planned.append(Planned(name, module, rule, rules.source, attention if needs_heads else None))
+            break
+    return planned, whole
+
+
+def _attention_of(name: str, attentions: dict[str, Attention]) -> Attention | None:
+    while "." in name:
+        name = name.rpartition(".")[0]
+        if name in attentions:
+            return attentions[name]
+    return None
+
+
+def parts_of(planned: Planned, n_elems: int, where: str) -> tuple[list[tuple[int, int, int]], int]:
+    """([(kind, elements, grain)] of one block, blocks) of a dimension of ``n_elems``. Raises ModelError with both
+    numbers where the parts do not make it up.
+    """
+    rule, attention = planned.rule, planned.attention
+    if rule.sizes is not None:
+        if sum(rule.sizes) != n_elems:
+            raise ModelError(
+                f"the parts {list(rule.sizes)} make {sum(rule.sizes)}, the dimension has {n_elems}",
+                where=where,
+                fix="write the size of each part in shape, in the order in which they lie",
+            )
+        return [(_C.TP_COLUMNS, size, 1) for size in rule.sizes], 1
+    if attention is None:
+        if n_elems % len(rule.parts):
+            raise ModelError(
+                f"{n_elems} elements are no {len(rule.parts)} equal parts",
+                where=where,
+                fix="name the sizes of the parts in tensor_parallel.partition_config",
+            )
+        return [(_C.TP_COLUMNS, n_elems // len(rule.parts), 1) for _ in rule.parts], 1
+    n_heads = {"queries": attention.n_heads, "keys": attention.n_key_heads}
+    n_all = sum(n_heads[part] for part in rule.parts)
+    if n_elems % n_all:
+        raise ModelError(
+            f"{n_elems} elements are no multiple of {n_all} heads ({', '.join(rule.parts)})",
+            where=where,
+            fix="name the sizes of the parts in tensor_parallel.partition_config",
+        )
+    head_elems = n_elems // n_all
+    n_blocks = attention.n_key_heads if rule.is_interleaved else 1
+    return [(_KINDS[part], n_heads[part] // n_blocks * head_elems, head_elems) for part in rule.parts], n_blocks
+
+
+def cut_along(
+    shape: torch.Size, dim: int, parts: list[tuple[int, int, int]], n_blocks: int, heads: tuple[int, int], place: Place
+) -> Cut | list[tuple[int, int]]:
+    """What ``place`` holds of a parameter [shape] that is cut along ``dim``.
+
+    heads: query heads and key heads. Returns the runs (begin, elements) instead where parts of it have more copies than
+    others: such a parameter stays whole.
+    """
+    runs, first, n_copies = _C.tp_runs(parts, n_blocks, *heads, place.n_ranks, place.rank)
+    if n_copies == 0:
+        return [(begin, n_elems) for _, begin, n_elems in runs]
+    boxes = tuple(CutBox(*_along(shape, dim, run)) for run in runs or [(0, 0, 0)])
+    return Cut(shape, boxes, n_copies, place.rank, place.n_ranks, tuple(range(first, first + n_copies)))
+
+
+def _along(shape: torch.Size, dim: int, run: tuple[int, int, int]) -> Iterator[tuple[int, ...]]:
+    zeros = (0,) * len(shape)
+    local, logical, n_elems = run
+    yield (*zeros[:dim], local, *zeros[dim + 1 :])
+    yield (*zeros[:dim], logical, *zeros[dim + 1 :])
+    yield (*shape[:dim], n_elems, *shape[dim + 1 :])

@@ -1,0 +1,15 @@
+"""GPT-2: ``Conv1D`` with the weight [in, out]; query, key and value as thirds of one projection."""
+
+from deepspeed_c.inject.policy import Heads, Rule, policy
+
+
+@policy("gpt2")
+class GPT2:
+    heads = (Heads(r"attn", widths=("embed_dim", "split_size")),)
+    rules = (
+        Rule(r"attn\.c_attn", "column", ("queries", "keys", "keys")),
+        Rule(r"attn\.c_proj", "row", ("queries",)),
+        Rule(r"mlp\.c_fc", "column"),
+        Rule(r"mlp\.c_proj", "row"),
+    )
+    loss = "causal"

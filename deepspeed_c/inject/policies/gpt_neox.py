@@ -1,0 +1,15 @@
+"""GPT-NeoX: query, key and value of each head lie together."""
+
+from deepspeed_c.inject.policy import Heads, Rule, policy
+
+
+@policy("gpt_neox")
+class GPTNeoX:
+    heads = (Heads(r"attention"),)
+    rules = (
+        Rule(r"attention\.query_key_value", "column", ("queries", "keys", "keys"), is_interleaved=True),
+        Rule(r"attention\.dense", "row", ("queries",)),
+        Rule(r"mlp\.dense_h_to_4h", "column"),
+        Rule(r"mlp\.dense_4h_to_h", "row"),
+    )
+    loss = "causal"

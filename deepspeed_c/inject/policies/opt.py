@@ -1,0 +1,16 @@
+"""OPT: separate projections with biases; the MLP has no module of its own."""
+
+from deepspeed_c.inject.policy import Heads, Rule, policy
+
+
+@policy("opt")
+class OPT:
+    heads = (Heads(r"self_attn", widths=("embed_dim",)),)
+    rules = (
+        Rule(r"self_attn\.q_proj", "column", ("queries",)),
+        Rule(r"self_attn\.[kv]_proj", "column", ("keys",)),
+        Rule(r"self_attn\.out_proj", "row", ("queries",)),
+        Rule(r"layers\.\d+\.fc1", "column"),
+        Rule(r"layers\.\d+\.fc2", "row"),
+    )
+    loss = "causal"

@@ -1,0 +1,176 @@
+"""The tensor-parallel ranks of a model, and what its layers send among them, with autograd on both sides.
+
+Between a column layer's input and a row layer's output each rank computes a part: the *cut region*. On its way in a
+tensor is the same on all ranks, and its gradient is their sum; on its way out the tensor is the sum, and its gradient is
+the same on all (arXiv 1909.08053, section 3).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.errors import ModelError
+
+__all__ = ["DropoutRegion", "TensorRanks"]
+
+SUMMED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class TensorRanks:
+    """What the layers of one model share: the group, and the tensor that last entered the cut region."""
+
+    def __init__(self, comm: Collectives) -> None:
+        self.comm = comm
+        self.rank, self.n_ranks = comm.rank, comm.world_size
+        self._entered: tuple[torch.Tensor, int, bool, torch.Tensor] | None = None
+        self._copies: dict[tuple[int, ...], Collectives] = {}
+
+    def enter(self, x: torch.Tensor, label: str) -> torch.Tensor:
+        """``x`` inside the region: the same values, a gradient that is summed over ranks.
+
+        Layers that follow one another on the same tensor (query, key and value) get the same result, so that their
+        gradients are added up before they are sent.
+        """
+        if self.n_ranks == 1 or not (x.requires_grad and torch.is_grad_enabled()):
+            return x
+        known = self._entered
+        if known is not None and known[0] is x and known[1] == x._version:
+            return known[3]
+        inside = _Enter.apply(x, self, label)
+        self._entered = (x, x._version, True, inside)
+        return inside
+
+    def leave(self, x: torch.Tensor, label: str) -> torch.Tensor:
+        """The sum of all ranks' ``x``, which is overwritten. Its gradient is every rank's."""
+        self._entered = None
+        if self.n_ranks == 1:
+            return x
+        return _Leave.apply(x.contiguous(), self, label)
+
+    def gather(self, x: torch.Tensor, sizes: list[int], label: str) -> torch.Tensor:
+        """All ranks' ``x`` [..., sizes[rank]] one after the other: [..., sum of sizes], the same on all ranks."""
+        self._entered = None
+        return x if self.n_ranks == 1 else _Gather.apply(x, sizes, self, label)
+
+    def split(self, x: torch.Tensor, begin: int, end: int, label: str) -> torch.Tensor:
+        """This rank's ``x[..., begin:end]`` of an ``x`` that is whole on all ranks; the gradient is whole there."""
+        return self.enter(x, label)[..., begin:end]
+
+    def copies(self, ranks: tuple[int, ...]) -> Collectives:
+        """Those of some of the ranks: the ones that hold the same key head."""
+        if ranks == tuple(range(self.n_ranks)):
+            return self.comm
+        if ranks not in self._copies:
+            members = [self.comm.global_ranks[rank] for rank in ranks]
+            group = dist.new_group(
+                members, backend=dist.get_backend_config(self.comm.group), use_local_synchronization=True
+            )
+            self._copies[ranks] = self.comm.part(group, "tp")
+        return self._copies[ranks]
+
+    def sum_gradient(self, param: torch.nn.Parameter, ranks: tuple[int, ...], label: str) -> None:
+        """From now on ``param``'s gradient is summed over ``ranks`` before anybody sees it.
+
+        ranks: those that hold the same elements and use them on different heads.
+        """
+        if len(ranks) == 1 or param.is_meta:
+            return
+        comm = self.copies(ranks)
+
+        def add_up(grad: torch.Tensor) -> torch.Tensor:
+            return summed(grad, comm, f"gradient of {label}")
+
+        trains = param.requires_grad
+        param.requires_grad_(True)  # a hook can be given to no other; one that is frozen may be trained later
+        param.register_hook(add_up)
+        param.requires_grad_(trains)
+
+
+class DropoutRegion:
+    """Random numbers inside the cut region: each rank draws its own, and all draw alike again behind it.
+
+    The rank's generator is seeded from the shared one where the region begins. So a region that is computed again draws
+    the same numbers whoever restores the generator, and a checkpoint of the shared state is all that a run goes on from.
+    """
+
+    def __init__(self, ranks: TensorRanks) -> None:
+        self._rank = ranks.rank
+        self._shared: torch.Tensor | None = None
+
+    def enter(self, device: torch.device) -> None:
+        if self._shared is not None:
+            return
+        seed = int(torch.randint(2**62, (1,), device=device))
+        self._shared = _generator(device).get_state()
+        _generator(device).manual_seed(seed + self._rank)
+
+    def leave(self, device: torch.device) -> None:
+        if self._shared is not None:
+            _generator(device).set_state(self._shared)
+            self._shared = None
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    if device.type == "cpu":
+        return torch.default_generator
+    return torch.get_device_module(device).default_generators[device.index]
+
+
+def summed(x: torch.Tensor, comm: Collectives, label: str) -> torch.Tensor:
+    """A new tensor: the sum of all ranks' ``x``, in rank order, the same bits on each."""
+    total = x.detach().clone(memory_format=torch.contiguous_format)
+    _add_up(total, comm, label)
+    return total
+
+
+def _add_up(tensor: torch.Tensor, comm: Collectives, label: str) -> None:
+    if tensor.dtype not in SUMMED:
+        raise ModelError(
+            f"{tensor.dtype} cannot be summed over tensor-parallel ranks",
+            where=label,
+            fix="use float32, bfloat16 or float16",
+        )
+    comm.all_reduce(tensor.view(-1), label=label).wait()
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ranks: TensorRanks, label: str) -> torch.Tensor:
+        ctx.ranks, ctx.label = ranks, label
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return summed(grad, ctx.ranks.comm, f"input gradient of {ctx.label}"), None, None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ranks: TensorRanks, label: str) -> torch.Tensor:
+        _add_up(x, ranks.comm, f"output of {label}")
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad, None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, sizes: list[int], ranks: TensorRanks, label: str) -> torch.Tensor:
+        ctx.begin, ctx.size = sum(sizes[: ranks.rank]), sizes[ranks.rank]
+        # Collectives carry equal sizes: a shorter part is filled up.
+        padded = x.new_zeros((*x.shape[:-1], max(sizes)))
+        padded[..., : ctx.size] = x
+        parts = ranks.comm.all_gather_list(padded, label=f"output of {label}")
+        return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        # Every rank goes on with the same whole tensor, so each has the whole gradient.
+        return grad.narrow(-1, ctx.begin, ctx.size).contiguous(), None, None, None

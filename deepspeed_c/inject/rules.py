@@ -1,0 +1,170 @@
+"""Which rules cut a model: those of the configuration, then its family's, then the plan that transformers has for it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from deepspeed_c.config.parallel import LayerSpec, TensorParallel
+from deepspeed_c.errors import ConfigError, ModelError
+from deepspeed_c.inject.plan import RuleSet
+from deepspeed_c.inject.policy import POLICIES, Heads, Policy, Rule, find_policy
+
+__all__ = ["FoundRules", "rule_sets"]
+
+_WHERE = "tensor_parallel"
+
+
+@dataclass
+class FoundRules:
+    """Sets of rules, the first of which has the last word."""
+
+    sets: list[RuleSet]
+    loss: str = ""
+    unmatched: list[str] = field(default_factory=list)
+    """Patterns of the configuration that match no parameter."""
+
+    def check(self, names: Iterable[str]) -> None:
+        """Raises ConfigError where a pattern of the configuration matches none of ``names``."""
+        if self.unmatched:
+            raise ConfigError(
+                f"{self.unmatched[0]!r} matches none of the model's parameters ({', '.join(sorted(names)[:4])}, ...)",
+                where=f"{_WHERE}.partition_config.layer_specs",
+                fix="write a regular expression that matches the parameter's whole dotted name",
+            )
+
+
+def rule_sets(model: torch.nn.Module, section: TensorParallel) -> FoundRules:
+    """The rules for ``model``, with nothing changed.
+
+    Raises ConfigError for a preset that does not exist, a pattern that is no regular expression or two sizes, ModelError
+    where neither the configuration nor we nor transformers know how to cut the model.
+    """
+    model_type = getattr(getattr(model, "config", None), "model_type", "")
+    partition = section.partition_config
+    found = FoundRules([])
+    if partition is not None:
+        if partition.tp_size > 1 and section.autotp_size > 1 and partition.tp_size != section.autotp_size:
+            raise ConfigError(
+                f"partition_config.tp_size is {partition.tp_size}, autotp_size {section.autotp_size}",
+                where=_WHERE,
+                fix="write the size once, as autotp_size",
+            )
+        _add_specs(model, partition.layer_specs, model_type, found)
+    if partition is None or partition.use_default_specs:
+        _add_default(model, section.preset_model, model_type, found)
+    if not found.sets:
+        raise ModelError(
+            f"no rule for model type {model_type!r} ({type(model).__name__})",
+            where=_WHERE,
+            fix="name layers in tensor_parallel.partition_config, or add a policy (docs/adding/inject-policy.md)",
+        )
+    return found
+
+
+def _add_default(model: torch.nn.Module, preset: str | None, model_type: str, found: FoundRules) -> None:
+    chosen: Policy | None = find_policy(preset or model_type)
+    if preset is not None and chosen is None:
+        raise ConfigError(
+            f"there is no preset {preset!r}",
+            where=f"{_WHERE}.preset_model",
+            fix=f"name one of: {', '.join(sorted(POLICIES))}",
+        )
+    if chosen is not None:
+        source = f"preset {preset}" if preset else f"policy {model_type}"
+        found.sets.append(RuleSet(source, chosen.rules, chosen.heads))
+        found.loss = chosen.loss
+        return
+    plan = getattr(model, "tp_plan", None)
+    if plan:
+        found.sets.append(RuleSet("tp_plan", tuple(_rules_of_plan(plan)), (Heads(r"self_attn|attention|attn"),)))
+
+
+def _add_specs(model: torch.nn.Module, specs: Iterable[LayerSpec], model_type: str, found: FoundRules) -> None:
+    rules: list[Rule] = []
+    taken: set[str] = set()
+    for number, spec in enumerate(specs):
+        if spec.model_types is not None and model_type not in spec.model_types:
+            continue
+        for pattern in spec.patterns:
+            try:
+                matcher = re.compile(pattern)
+            except re.error as error:
+                raise ConfigError(
+                    f"{pattern!r} is no regular expression: {error}",
+                    where=f"{_WHERE}.partition_config.layer_specs[{number}].patterns",
+                    fix="correct it; a dot that is meant as a dot is written \\.",
+                ) from error
+            matched = [(name, param) for name, param in model.named_parameters() if matcher.fullmatch(name)]
+            if not matched:
+                found.unmatched.append(pattern)
+            for name, param in matched:
+                module, _, last = name.rpartition(".")
+                if last == "weight" and module not in taken:
+                    taken.add(module)
+                    rules.append(_rule_of_spec(spec, module, param, number))
+    if rules:
+        found.sets.append(RuleSet("partition_config", tuple(rules)))
+
+
+def _rule_of_spec(spec: LayerSpec, module: str, param: torch.nn.Parameter, number: int) -> Rule:
+    where = f"{_WHERE}.partition_config.layer_specs[{number}]"
+    pattern = re.escape(module)
+    if spec.partition_type == "skip":
+        return Rule(pattern, "shared" if spec.grad_allreduce else "skip")
+    usual = 0 if spec.partition_type == "column" else 1
+    dim = usual if spec.partition_dim is None else spec.partition_dim
+    if dim != usual:
+        raise ConfigError(
+            f"a {spec.partition_type} layer's weight [out, in] is cut along dimension {usual}, not {dim}",
+            where=f"{where}.partition_dim",
+            fix=f"write {usual}, or the other partition_type",
+        )
+    sizes = (param.shape[dim],)
+    if spec.shape is not None:
+        if len(spec.shape) != param.dim():
+            raise ConfigError(
+                f"shape has {len(spec.shape)} entries, {module}.weight {param.dim()} dimensions",
+                where=f"{where}.shape",
+                fix="write one entry a dimension: a number, a list of parts, or -1",
+            )
+        entry = spec.shape[dim]
+        if isinstance(entry, (list, tuple)):
+            sizes = tuple(int(size) for size in entry)
+        elif entry != -1 and entry != param.shape[dim]:
+            if entry < 1 or param.shape[dim] % entry:
+                raise ConfigError(
+                    f"{param.shape[dim]} elements of {module}.weight are no {entry} equal parts",
+                    where=f"{where}.shape",
+                    fix="list the parts' sizes",
+                )
+            sizes = (param.shape[dim] // entry,) * entry
+    return Rule(pattern, spec.partition_type, ("columns",) * len(sizes), gathers=spec.gather_output, sizes=sizes)
+
+
+def _rules_of_plan(plan: dict[str, str]) -> Iterable[Rule]:
+    """transformers' plan: module patterns with * for a number, and a style.
+
+    Its names say which layers belong to attention; heads are kept whole there, which the plan leaves to luck.
+    """
+    for name, style in plan.items():
+        pattern = re.escape(name).replace(r"\*", r"\d+")
+        last = name.rpartition(".")[2]
+        parts = ("queries",) if last in ("q_proj", "q_b_proj", "kv_b_proj") else ("columns",)
+        parts = ("keys",) if last in ("k_proj", "v_proj") else parts
+        if style in ("colwise", "colwise_gather_output") and "lm_head" not in name:
+            gathers = style.endswith("gather_output")
+            yield Rule(pattern, "column", ("columns",) if gathers else parts, gathers=gathers)
+        elif style in ("rowwise", "rowwise_split_input") and "experts" not in name.split("."):
+            splits = style.endswith("split_input")
+            is_attention = last == "o_proj" and not splits
+            yield Rule(pattern, "row", ("queries",) if is_attention else ("columns",), gathers=splits)
+        elif style == "moe_tp_experts":
+            yield Rule(pattern, "experts")
+        elif style == "replicated_with_grad_allreduce":
+            yield Rule(pattern, "shared", ("queries",))
+        elif style == "mla_kv_a_proj":
+            yield Rule(pattern, "latent", ("queries",))
