@@ -22,9 +22,10 @@ from deepspeed_c.engine.engine import DeepSpeedEngine, take_from_others
 from deepspeed_c.engine.precision import Precision
 from deepspeed_c.engine.shard import lay_out_untrained, shard_model
 from deepspeed_c.errors import CommError, ConfigError, ModelError
+from deepspeed_c.inject import cut_model
 from deepspeed_c.logging import log_dist, set_level
 from deepspeed_c.utils import groups
-from deepspeed_c.zero.layout.cuts import read_marks
+from deepspeed_c.zero.layout.cuts import check_cuts, cut_of, read_marks, take_sums_over
 from deepspeed_c.zero.layout.layout import Layout, gather_for_good, mesh_of_config
 from deepspeed_c.zero.layout.stages import STAGES
 from deepspeed_c.zero.states.optimizer import DeepSpeedOptimizer
@@ -61,9 +62,10 @@ def initialize(
         lr_scheduler: an object with ``step()``, or a function that makes one from the optimizer; otherwise the
             ``scheduler`` section.
         distributed_port: port of rank 0 when ``torch.distributed`` has to be started and the environment names none.
-        mpu: an object with ``get_data_parallel_group()``, whose ranks hold copies of this model. One with tensor-parallel
-            ranks has some of Megatron's methods for them as well (``get_tensor_model_parallel_rank()``, ...); the model's
-            layers are cut by hand then, and their parameters have Megatron's marks (docs/concepts/zero.md).
+        mpu: an object with ``get_data_parallel_group()``, whose ranks hold copies of this model. One with
+            tensor-parallel ranks has some of Megatron's methods for them as well (``get_tensor_model_parallel_rank()``,
+            ...); the model's layers are cut by hand then, and their parameters have Megatron's marks
+            (docs/concepts/zero.md).
         dist_init_required: False: ``torch.distributed`` is up already. Default: start it if it is not.
         collate_fn: merges samples to a batch.
         config, config_params: path of a JSON file, or a dict; see docs/config.md. Never modified.
@@ -117,8 +119,8 @@ def initialize(
     if not sharding.parameters:
         gather_for_good(model)
     _bring_model(model, device, settings)
+    _cut_model(model, settings, mesh)
     broadcast_model(model, mesh, device)
-    read_marks(model, mesh.along("tp"))
 
     precision = Precision(settings, model)
     base = build_optimizer(settings, model, optimizer, model_parameters)
@@ -188,6 +190,19 @@ def _cut_for_tensors(mesh: Mesh, source: Any) -> Mesh:
         return mesh.split_tensors(wanted)
     except CommError as error:
         raise ConfigError(error.what, where=key, fix=error.fix) from error
+
+
+def _cut_model(model: torch.nn.Module, config: Config, mesh: Mesh) -> None:
+    """Cuts a whole model over the tensor-parallel ranks where the configuration asks for it, and finds out how one is
+    cut that comes so."""
+    tp = mesh.along("tp")
+    check_cuts(model, tp)
+    is_cut = any(cut_of(param) is not None for param in model.parameters())
+    if max(config.tensor_parallel.autotp_size, config.tensor_parallel.tp.tp_size) > 1 and not is_cut:
+        gather_for_good(model)  # rules look at whole weights; the stage shards what is left of them
+        log_dist(f"tensor parallelism:\n{cut_model(model, config.tensor_parallel, tp)}", ranks=[0])
+    take_sums_over(model)
+    read_marks(model, tp)
 
 
 def _bring_model(model: torch.nn.Module, device: torch.device, config: Config) -> None:

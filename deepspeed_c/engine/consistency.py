@@ -9,6 +9,7 @@ import torch
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.errors import RankMismatchError
+from deepspeed_c.zero.layout.cuts import cut_of
 from deepspeed_c.zero.weights.param import shape_of, state_of
 
 __all__ = ["broadcast_model", "check_same_model", "check_same_text"]
@@ -66,14 +67,14 @@ def _shape_to_agree_on(param: torch.nn.Parameter) -> str:
 
 def broadcast_model(model: torch.nn.Module, mesh: Mesh, device: torch.device) -> None:
     """Every rank starts from rank 0's weights and buffers, which are sent from ``device`` wherever they lie; of a
-    parameter that is cut by hand, from those of its first data-parallel rank."""
+    parameter that is cut, from those of its first data-parallel rank."""
     if mesh.comm.world_size == 1:
         return
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             if state_of(tensor) is not None:
                 continue  # sharded under zero.Init, from rank 0's values
-            comm = mesh.data if getattr(tensor, "tensor_model_parallel", False) else mesh.comm
+            comm = mesh.comm if cut_of(tensor) is None else mesh.data
             data = tensor.data
             if data.numel() == 0:
                 continue

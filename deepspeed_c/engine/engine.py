@@ -466,8 +466,9 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
     ) -> dict[str, Any]:
         """The module's state dict: whole tensors in the dtype that is trained in.
 
-        Where parameters are sharded, or cut over tensor-parallel ranks, it is collective and puts the whole model into the host memory of every rank;
-        ``save_16bit_model`` and ``_zero3_consolidated_16bit_state_dict`` do with less.
+        Where parameters are sharded, or cut over tensor-parallel ranks, it is collective and puts the whole model
+        into the host memory of every rank; ``save_16bit_model`` and ``_zero3_consolidated_16bit_state_dict`` do with
+        less.
         """
         if self._shards_parameters or self.mp_world_size > 1:
             state = consolidate(

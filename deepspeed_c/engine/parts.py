@@ -46,7 +46,9 @@ class Parts:
 def take_parts(module: torch.nn.Module, whole: Mapping[str, Any]) -> Mapping[str, Any]:
     """A state dict of whole tensors with this rank's part of each that ``module`` holds a part of. What has the shape
     of a part already is left as it is."""
-    cuts = {name: cut for name, tensor in module.state_dict(keep_vars=True).items() if (cut := cut_of(tensor)) is not None}
+    cuts = {
+        name: cut for name, tensor in module.state_dict(keep_vars=True).items() if (cut := cut_of(tensor)) is not None
+    }
     if not cuts:
         return whole
     return {

@@ -52,7 +52,9 @@ def box_parts(cut: Cut | None, begin: int, numel: int) -> Iterator[BoxPart]:
     for box in cut.boxes:
         first, last = (_n_before(at, shape, box) for at in (begin, begin + numel))
         if last > first or (numel == 0 and box is cut.boxes[0]):
-            yield BoxPart(Box(box.logical_offset, box.size), first, last - first, _places(first, last, shape, box, begin))
+            yield BoxPart(
+                Box(box.logical_offset, box.size), first, last - first, _places(first, last, shape, box, begin)
+            )
 
 
 def _n_before(at: int, shape: Sequence[int], box: CutBox) -> int:
@@ -70,7 +72,8 @@ def _n_before(at: int, shape: Sequence[int], box: CutBox) -> int:
 
 
 def _places(first: int, last: int, shape: Sequence[int], box: CutBox, begin: int) -> int | torch.Tensor:
-    """Where elements [first, last) of ``box`` lie in a run that begins at element ``begin`` of a tensor of ``shape``."""
+    """Where elements [first, last) of ``box`` lie in a run that begins at element ``begin`` of a tensor of
+    ``shape``."""
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     start = sum(offset * stride for offset, stride in zip(box.local_offset, strides))
     # The last dimension along which the box is narrower: from there on elements lie together.

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import DATA, Mesh
 from deepspeed_c.errors import RankMismatchError
 from deepspeed_c.zero.layout.unit import Unit

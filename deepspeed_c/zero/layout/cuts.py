@@ -12,7 +12,7 @@ from deepspeed_c.errors import ModelError
 from deepspeed_c.inject.cut import Cut, CutBox
 from deepspeed_c.zero.weights.param import shape_of
 
-__all__ = ["cut_of", "numel_alike", "read_marks", "summed_over"]
+__all__ = ["check_cuts", "cut_of", "numel_alike", "read_marks", "summed_over", "take_sums_over"]
 
 
 def cut_of(param: torch.Tensor) -> Cut | None:
@@ -35,6 +35,27 @@ def numel_alike(param: torch.Tensor) -> int:
     sizes of their parts. For decisions that they have to make alike."""
     cut = cut_of(param)
     return shape_of(param).numel() if cut is None else cut.logical_shape.numel() // cut.n_ranks
+
+
+def check_cuts(model: torch.nn.Module, tp: Collectives) -> None:
+    """Raises ModelError where ``model`` has been cut already, over other ranks than those of ``tp``."""
+    for name, param in model.named_parameters():
+        cut = cut_of(param)
+        if cut is not None and (cut.n_ranks, cut.rank) != (tp.world_size, tp.rank):
+            raise ModelError(
+                f"is part {cut.rank} of {cut.n_ranks} of a logical tensor, and this is tensor-parallel rank {tp.rank} of"
+                f" {tp.world_size}",
+                where=name,
+                fix="use as many tensor-parallel ranks as it was cut over, or build the model anew",
+            )
+
+
+def take_sums_over(model: torch.nn.Module) -> None:
+    """Takes away what sums gradients over copies where there is no engine: this one's buckets do."""
+    for param in model.parameters():
+        hook = vars(param).pop("tp_sum_hook", None)
+        if hook is not None:
+            hook.remove()
 
 
 def read_marks(model: torch.nn.Module, tp: Collectives) -> None:

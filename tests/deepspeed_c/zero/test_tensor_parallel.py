@@ -109,7 +109,10 @@ MICS = {"zero_optimization": {"stage": 3, "mics_shard_size": 1, "stage3_param_pe
     ids=["2 x 1", "3 x 1", "2 x 2", "offload"],
 )
 def test_parity_with_one_plain_process(tmp_path, n_tp: int, n_data: int, cells: list) -> None:
-    cells = [(*cell[:3], {key: dict(value) if isinstance(value, dict) else value for key, value in cell[3].items()}) for cell in cells]
+    cells = [
+        (*cell[:3], {key: dict(value) if isinstance(value, dict) else value for key, value in cell[3].items()})
+        for cell in cells
+    ]
     for *_, more in cells:
         section = more.get("zero_optimization", {}).get("offload_optimizer", {})
         if section.get("device") == "nvme":
@@ -217,10 +220,13 @@ def drift_body(rank: int, world: int, kind: str, stage: int) -> str:
         return str(raised.value)
 
 
-@pytest.mark.parametrize(("kind", "stage", "said"), [
-    ("gradient", 2, "gradients of words.weight differ on ranks 0 and 1"),
-    ("weight", 1, "weights of out.weight differ on ranks 0 and 1"),
-])
+@pytest.mark.parametrize(
+    ("kind", "stage", "said"),
+    [
+        ("gradient", 2, "gradients of words.weight differ on ranks 0 and 1"),
+        ("weight", 1, "weights of out.weight differ on ranks 0 and 1"),
+    ],
+)
 def test_whole_parameters_that_drift_are_named(kind: str, stage: int, said: str) -> None:
     for text in run_ranks(2, drift_body, kind, stage):
         assert said in text, text
@@ -283,7 +289,10 @@ def mesh_body(rank: int, world: int) -> None:
     with deepspeed_c.initialize(model=Toy(), config=make_config(1), mesh_device=mesh)[0] as engine:
         assert str(engine._mesh) == "dp_shard 2 x tp 2"
     for mpu, said in (
-        (Mpu(2, ("get_tensor_model_parallel_rank", "get_tensor_model_parallel_group")), "none of get_tensor_model_parallel_rank"),
+        (
+            Mpu(2, ("get_tensor_model_parallel_rank", "get_tensor_model_parallel_group")),
+            "none of get_tensor_model_parallel_rank",
+        ),
         (Mpu(4, ("get_data_parallel_world_size", "get_data_parallel_group")), "none of .*get_data_parallel_world_size"),
     ):
         with pytest.raises(CommError, match=said):
