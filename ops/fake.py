@@ -22,6 +22,8 @@ IN_PLACE = (
     "flat_scale_",
     "flat_cast_",
     "flat_zero_",
+    "cross_entropy_rows_",
+    "cross_entropy_grad_",
 )
 
 

@@ -21,7 +21,7 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
     "base": ("base/", "dsc/"),
     "cpu": ("cpu/", "base/", "dsc/"),
     "zero": ("zero/", "base/", "dsc/"),
-    "tp": ("tp/", "base/", "dsc/"),
+    "tp": ("tp/", "cpu/", "base/", "dsc/"),
     "scale": ("scale/", "base/", "dsc/"),
     "optim": ("optim/", "cpu/", "base/", "dsc/"),
     "accel": ("accel/", "base/", "dsc/"),

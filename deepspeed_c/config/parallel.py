@@ -47,7 +47,7 @@ class PartitionConfig(Section, kw_only=True):
     layer_specs: Annotated[tuple[LayerSpec, ...], tunes("The rules, first match wins.", _TP)] = ()
     tp_size: Annotated[Positive, tunes("Ranks of the group.", _TP)] = 1
     embedding_partition_dim: Annotated[int, asks("Dimension that embeddings are cut in.", _TP_VARIANTS)] = 1
-    lm_head_patterns: Annotated[tuple[str, ...], asks("Names of output layers.", _TP_VARIANTS)] = ("lm_head", "embed_out")
+    lm_head_patterns: Annotated[tuple[str, ...], tunes("Names of output layers.", _TP_VARIANTS)] = ("lm_head", "embed_out")
     strict_mode: Annotated[bool, tunes("A parameter without a rule is an error.", _TP)] = False
 
 
@@ -68,7 +68,7 @@ class TensorParallel(Section, kw_only=True):
     tp: Annotated[TpGroup, tunes("The group.", _TP)] = TpGroup()
     dtype: Annotated[DType | Literal["int8"], tunes("Format of the model.", _TP)] = "fp16"
     keep_module_on_host: Annotated[bool, asks("Keep the loaded module in host memory.", _TP_VARIANTS)] = False
-    replace_with_kernel_inject: Annotated[bool, asks("Replace layers by inference kernels.", "kernel_injection")] = False
+    replace_with_kernel_inject: Annotated[bool, tunes("Replace layers by inference kernels.", _TP_VARIANTS)] = False
 
 
 class InferenceTp(Section, kw_only=True):

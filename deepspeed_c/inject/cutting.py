@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
+from deepspeed_c import _C
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.config.parallel import TensorParallel
 from deepspeed_c.errors import ModelError
 from deepspeed_c.inject.cut import Cut
 from deepspeed_c.inject.layers import EmbeddingLayer, LinearAllreduce, LinearLayer, RowPicker
+from deepspeed_c.inject.loss import cut_loss
 from deepspeed_c.inject.plan import Attention, Place, Planned, cut_along, find_attentions, match_rules, parts_of
 from deepspeed_c.inject.policy import Rule
 from deepspeed_c.inject.ranks import DropoutRegion, TensorRanks
@@ -84,6 +86,9 @@ def cut_model(model: torch.nn.Module, section: TensorParallel, comm: Collectives
     Collective: weights and buffers become those of rank 0 first. Raises ConfigError or ModelError, with nothing changed,
     where a rule does not fit.
     """
+    if comm.world_size == 1:
+        rows = [ReportRow(name, param.shape, param.shape, "one rank: whole") for name, param in model.named_parameters()]
+        return CutReport(1, 0, rows)
     surgeon = _Surgeon(model, section, Place(comm.rank, comm.world_size))
     surgeon.plan()
     for tensor in (*model.parameters(), *model.buffers()):
@@ -100,6 +105,7 @@ class _Surgeon:
         self.names = {param: name for name, param in model.named_parameters()}
         self.cuts: dict[torch.nn.Parameter, tuple[Cut, int]] = {}
         self.pickers: dict[torch.nn.Parameter, RowPicker] = {}
+        self.shared: set[torch.nn.Parameter] = set()
         self.reasons: dict[torch.nn.Parameter, str] = {}
         self.planned: list[Planned] = []
         self.embeddings: list[tuple[str, torch.nn.Embedding]] = []
@@ -132,7 +138,7 @@ class _Surgeon:
 
     def _is_meant(self, name: str) -> bool:
         param = self.model.get_parameter(name)
-        return param in self.pickers or self.reasons.get(param, "").endswith("leaves it whole")
+        return param in self.pickers or param in self.shared or self.reasons.get(param, "").endswith("leaves it whole")
 
     def _plan_one(self, step: Planned) -> bool:
         """Whether ``step`` can be done; where not, ``reasons`` says why."""
@@ -172,13 +178,17 @@ class _Surgeon:
         return True
 
     def _cut(self, param: torch.nn.Parameter, dim: int, step: Planned, where: str) -> None:
-        parts, n_blocks = parts_of(step, param.shape[dim], where)
+        parts, n_blocks = parts_of(step, param.shape[dim], self._grain(step), where)
         attention = step.attention
         heads = (attention.n_heads, attention.n_key_heads) if attention is not None else (0, 0)
         cut = cut_along(param.shape, dim, parts, n_blocks, heads, self.place)
         if isinstance(cut, list):
             self.pickers[param] = RowPicker(cut)
             self.reasons[param] = f"{step.source}: whole, each rank uses its heads' part"
+            return
+        if cut.n_copies == self.place.n_ranks:
+            self.shared.add(param)
+            self.reasons[param] = f"{step.source}: whole, its heads are every rank's"
             return
         if param in self.cuts and self.cuts[param] != (cut, dim):
             raise ModelError(
@@ -188,6 +198,11 @@ class _Surgeon:
             )
         self.cuts[param] = (cut, dim)
         self.reasons[param] = f"{step.source}: {step.rule.style} {' '.join(step.rule.parts)}"
+
+    def _grain(self, step: Planned) -> int:
+        """Columns that stay together."""
+        # torch's grouped products take rows of whole 16 bytes, so of 8 halves.
+        return max(self.section.tp.tp_grain_size, 8 if step.rule.style == "experts" else 1)
 
     def _plan_words(self) -> None:
         """The table of words and the head that gives logits, where all who hold their weights can be cut."""
@@ -232,7 +247,7 @@ class _Surgeon:
                     param.data = cut[0].take(param.data)
                 param.tp_cut = cut[0]
                 ranks.sum_gradient(param, cut[0].copies, name)
-            elif param in self.pickers:
+            elif param in self.pickers or param in self.shared:
                 ranks.sum_gradient(param, tuple(range(ranks.n_ranks)), name)
             n_copies = cut[0].n_copies if cut else 1
             rule = self.reasons.get(param, "no rule: whole")
@@ -252,12 +267,16 @@ class _Surgeon:
         for attention in self.attentions.values():
             if not attention.refusal:
                 _count_own_heads(self.model, attention)
+        if self.causal_loss and heads:
+            cut_loss(self.model, heads[0], ranks, self._sizes(heads[0].weight.tp_cut.logical_shape[0]))
         return report
 
     def _sizes(self, n_elems: int) -> list[int]:
         """Columns of each rank, where nothing but their number decides."""
-        each, more = divmod(n_elems, self.place.n_ranks)
-        return [each + (rank < more) for rank in range(self.place.n_ranks)]
+        grain = self.section.tp.tp_grain_size
+        parts = [(_C.TP_COLUMNS, n_elems, grain)]
+        runs = [_C.tp_runs(parts, 1, 0, 0, self.place.n_ranks, rank)[0] for rank in range(self.place.n_ranks)]
+        return [sum(n for _, _, n in of_rank) for of_rank in runs]
 
     def _regions(self, ranks: TensorRanks) -> dict[str, DropoutRegion]:
         """By attention, or by the module that holds both linear layers: where random numbers are the rank's own."""

@@ -38,8 +38,8 @@ class LinearLayer(torch.nn.Module):
     def out_features(self) -> int:
         return self.weight.shape[1 if self.is_transposed else 0]
 
-    def gather_output(self, sizes: list[int]) -> None:
-        """The columns of all ranks are put together. sizes: of each rank."""
+    def gather_output(self, sizes: list[int] | None) -> None:
+        """The columns of all ranks are put together. sizes: of each rank; None: they stay apart."""
         self.sizes = sizes
 
     def pick(self, picker: RowPicker) -> None:

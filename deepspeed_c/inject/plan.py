@@ -129,9 +129,10 @@ def _attention_of(name: str, attentions: dict[str, Attention]) -> Attention | No
     return None
 
 
-def parts_of(planned: Planned, n_elems: int, where: str) -> tuple[list[tuple[int, int, int]], int]:
-    """([(kind, elements, grain)] of one block, blocks) of a dimension of ``n_elems``. Raises ModelError with both
-    numbers where the parts do not make it up.
+def parts_of(planned: Planned, n_elems: int, grain: int, where: str) -> tuple[list[tuple[int, int, int]], int]:
+    """([(kind, elements, grain)] of one block, blocks) of a dimension of ``n_elems``. grain: columns that stay together.
+
+    Raises ModelError with both numbers where the parts do not make up the dimension.
     """
     rule, attention = planned.rule, planned.attention
     if rule.sizes is not None:
@@ -141,7 +142,7 @@ def parts_of(planned: Planned, n_elems: int, where: str) -> tuple[list[tuple[int
                 where=where,
                 fix="write the size of each part in shape, in the order in which they lie",
             )
-        return [(_C.TP_COLUMNS, size, 1) for size in rule.sizes], 1
+        return [(_C.TP_COLUMNS, size, grain) for size in rule.sizes], 1
     if attention is None:
         if n_elems % len(rule.parts):
             raise ModelError(
@@ -149,7 +150,7 @@ def parts_of(planned: Planned, n_elems: int, where: str) -> tuple[list[tuple[int
                 where=where,
                 fix="name the sizes of the parts in tensor_parallel.partition_config",
             )
-        return [(_C.TP_COLUMNS, n_elems // len(rule.parts), 1) for _ in rule.parts], 1
+        return [(_C.TP_COLUMNS, n_elems // len(rule.parts), grain) for _ in rule.parts], 1
     n_heads = {"queries": attention.n_heads, "keys": attention.n_key_heads}
     n_all = sum(n_heads[part] for part in rule.parts)
     if n_elems % n_all:

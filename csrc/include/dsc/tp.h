@@ -84,6 +84,35 @@ DSC_API dsc_status dsc_tp_runs_of(const struct dsc_tp_dim *dim, int32_t n_ranks,
                                   struct dsc_tp_run *out_runs, int64_t *out_n_runs, int32_t *out_first_copy,
                                   int32_t *out_n_copies);
 
+/* What one rank says of a row of logits: with the other ranks' it gives the row's loss. */
+struct dsc_tp_row {
+    float max;     /* of this rank's words; -inf where it has none */
+    float sum_exp; /* of e^(logit - max), 0 where max is -inf */
+    float target;  /* the target's logit; 0 where another rank has it */
+    float sum;     /* of this rank's logits */
+};
+
+/*
+ * Cross-entropy over words that are cut over ranks, first half: a pass over this rank's logits [n_rows, n_words],
+ * contiguous, of dtype. targets[row] is a word of this rank's, counted from its first one; any other number means that
+ * another rank has it, or nobody.
+ */
+DSC_API dsc_status dsc_tp_cross_entropy_rows(const void *logits, dsc_dtype dtype, const int64_t *targets,
+                                             int64_t n_rows, int64_t n_words, const struct dsc_par *par,
+                                             struct dsc_tp_row *out_rows);
+
+/*
+ * Second half: the gradient takes the place of the logits,
+ *
+ *   scale[row] * (e^(logit - log_sum[row]) - smoothing / n_all_words - (1 - smoothing) * (word is the target))
+ *
+ * computed in f32 and rounded once; log_sum is the logarithm of the sum of exponentials over all ranks, n_all_words
+ * counts the words of all ranks. A row with scale 0 becomes zeros, whatever stands in it.
+ */
+DSC_API dsc_status dsc_tp_cross_entropy_grad(void *logits, dsc_dtype dtype, const int64_t *targets, int64_t n_rows,
+                                             int64_t n_words, const float *log_sum, const float *scale,
+                                             double smoothing, int64_t n_all_words, const struct dsc_par *par);
+
 #ifdef __cplusplus
 }
 #endif

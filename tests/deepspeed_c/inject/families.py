@@ -12,7 +12,6 @@ VOCAB = 101  # a prime: no number of ranks divides it
 def _text(config: Any, auto: str = "AutoModelForCausalLM") -> torch.nn.Module:
     import transformers
 
-    config._attn_implementation = "eager" if config.model_type in ("t5",) else "sdpa"
     return getattr(transformers, auto).from_config(config)
 
 
@@ -29,9 +28,9 @@ def make(family: str) -> torch.nn.Module:
         "llama_tied_shared": lambda: t.LlamaConfig(**{**llama, "num_key_value_heads": 1, "tie_word_embeddings": True, "attention_bias": True}),
         "qwen2": lambda: t.Qwen2Config(**llama),
         "qwen3": lambda: t.Qwen3Config(**{**llama, "head_dim": 8}),
-        "mixtral": lambda: t.MixtralConfig(**{**llama, "num_local_experts": 3, "num_experts_per_tok": 2}),
+        "mixtral": lambda: t.MixtralConfig(**{**llama, "intermediate_size": 88, "num_local_experts": 3, "num_experts_per_tok": 2}),
         "deepseek_v3": lambda: t.DeepseekV3Config(
-            **{**llama, "num_key_value_heads": 6, "moe_intermediate_size": 10, "n_routed_experts": 4, "n_group": 2, "topk_group": 2,
+            **{**llama, "num_key_value_heads": 6, "moe_intermediate_size": 24, "n_routed_experts": 4, "n_group": 2, "topk_group": 2,
                "num_experts_per_tok": 2, "kv_lora_rank": 12, "q_lora_rank": 14, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6,
                "first_k_dense_replace": 1, "head_dim": 4}
         ),

@@ -1,0 +1,183 @@
+/* Cross-entropy over words that are cut over ranks: one pass for the loss, one that puts the gradient into place. */
+#include "dsc/tp.h"
+
+#include "base/fail.h"
+#include "base/par.h"
+#include "cpu/table.h"
+
+#include <math.h>
+#include <string.h>
+
+struct job {
+    const struct dsc_kernels *kernels;
+    char *logits;
+    dsc_dtype dtype;
+    const int64_t *targets;
+    int64_t n_rows;
+    int64_t n_words;
+    int64_t rows_per_chunk;
+    struct dsc_tp_row *rows;
+    const float *log_sum;
+    const float *scale;
+    float each;      /* subtracted from every word's probability */
+    float at_target; /* and from the target's besides */
+};
+
+static dsc_status begin(struct job *job, const void *logits, dsc_dtype dtype, const int64_t *targets, int64_t n_rows,
+                        int64_t n_words)
+{
+    int64_t n_elems;
+
+    if (dsc_dtype_bytes(dtype) == 0)
+        return dsc_fail(DSC_EINVAL, "dtype is %d, which is no dsc_dtype", (int)dtype);
+    if (n_rows < 0 || n_words < 0)
+        return dsc_fail(DSC_EINVAL, "%lld rows of %lld words: neither must be negative", (long long)n_rows,
+                        (long long)n_words);
+    if (__builtin_mul_overflow(n_rows, n_words, &n_elems) || n_elems > INT64_MAX / 4)
+        return dsc_fail(DSC_EOVERFLOW, "%lld rows of %lld words do not fit int64_t", (long long)n_rows,
+                        (long long)n_words);
+    if ((logits == NULL && n_elems > 0) || (targets == NULL && n_rows > 0))
+        return dsc_fail(DSC_EINVAL, "%s is NULL for %lld rows", logits == NULL ? "logits" : "targets",
+                        (long long)n_rows);
+    job->kernels = dsc_kernels_get();
+    job->logits = (char *)logits;
+    job->dtype = dtype;
+    job->targets = targets;
+    job->n_rows = n_rows;
+    job->n_words = n_words;
+    job->rows_per_chunk = n_words > 0 ? DSC_MIN_CHUNK_ELEMS / n_words : n_rows;
+    if (job->rows_per_chunk < 1)
+        job->rows_per_chunk = 1;
+    return DSC_OK;
+}
+
+static void run(const struct dsc_par *par, struct job *job, dsc_par_body body)
+{
+    int64_t per_chunk = job->rows_per_chunk;
+
+    dsc_par_run(par, job->n_rows / per_chunk + (job->n_rows % per_chunk != 0), body, job);
+}
+
+static int64_t last_row(const struct job *job, int64_t last_chunk)
+{
+    int64_t row = last_chunk * job->rows_per_chunk;
+
+    return row < job->n_rows ? row : job->n_rows;
+}
+
+static char *word(const struct job *job, int64_t row, int64_t i)
+{
+    return job->logits + (size_t)(row * job->n_words + i) * dsc_dtype_bytes(job->dtype);
+}
+
+static int64_t block_of(int64_t n_left)
+{
+    return n_left < DSC_BLOCK_ELEMS ? n_left : DSC_BLOCK_ELEMS;
+}
+
+static struct dsc_tp_row read_row(const struct job *job, int64_t row)
+{
+    struct dsc_tp_row found = {.max = -INFINITY};
+    dsc_f32 scratch[DSC_BLOCK_ELEMS];
+    int64_t target = job->targets[row];
+    double sum_exp = 0.0;
+    double sum = 0.0;
+
+    for (int64_t i = 0; i < job->n_words; i += DSC_BLOCK_ELEMS) {
+        int64_t n = block_of(job->n_words - i);
+
+        job->kernels->max_f32(n, dsc_load_f32(job->kernels, job->dtype, word(job, row, i), n, scratch), &found.max);
+    }
+
+    /* A row of nothing but -inf adds nothing, and one of nothing but NaN is NaN. */
+    float shift = found.max == -INFINITY ? 0.0f : found.max;
+
+    for (int64_t i = 0; i < job->n_words; i += DSC_BLOCK_ELEMS) {
+        int64_t n = block_of(job->n_words - i);
+        const dsc_f32 *block = dsc_load_f32(job->kernels, job->dtype, word(job, row, i), n, scratch);
+
+        if (target >= i && target < i + n)
+            found.target = block[target - i];
+        job->kernels->sum_f32(n, block, &sum);
+        job->kernels->exp_f32(n, block, shift, scratch);
+        job->kernels->sum_f32(n, scratch, &sum_exp);
+    }
+    found.sum_exp = (float)sum_exp;
+    found.sum = (float)sum;
+    return found;
+}
+
+static void read_chunks(void *arg, int64_t first, int64_t last)
+{
+    struct job *job = arg;
+
+    for (int64_t row = first * job->rows_per_chunk; row < last_row(job, last); row++)
+        job->rows[row] = read_row(job, row);
+}
+
+dsc_status dsc_tp_cross_entropy_rows(const void *logits, dsc_dtype dtype, const int64_t *targets, int64_t n_rows,
+                                     int64_t n_words, const struct dsc_par *par, struct dsc_tp_row *out_rows)
+{
+    struct job job;
+
+    DSC_TRY(begin(&job, logits, dtype, targets, n_rows, n_words));
+    if (out_rows == NULL && n_rows > 0)
+        return dsc_fail(DSC_EINVAL, "out_rows is NULL for %lld rows", (long long)n_rows);
+    job.rows = out_rows;
+    run(par, &job, read_chunks);
+    return DSC_OK;
+}
+
+static void write_row(const struct job *job, int64_t row)
+{
+    dsc_f32 scratch[DSC_BLOCK_ELEMS];
+    int64_t target = job->targets[row];
+    float scale = job->scale[row];
+
+    if (scale == 0.0f) {
+        if (job->n_words > 0)
+            memset(word(job, row, 0), 0, (size_t)job->n_words * dsc_dtype_bytes(job->dtype));
+        return;
+    }
+    for (int64_t i = 0; i < job->n_words; i += DSC_BLOCK_ELEMS) {
+        int64_t n = block_of(job->n_words - i);
+        const dsc_f32 *block = dsc_load_f32(job->kernels, job->dtype, word(job, row, i), n, scratch);
+
+        job->kernels->exp_f32(n, block, job->log_sum[row], scratch);
+        if (target >= i && target < i + n)
+            scratch[target - i] -= job->at_target;
+        job->kernels->sub_scale_f32(n, job->each, scale, scratch);
+        dsc_store_f32(job->kernels, job->dtype, scratch, n, word(job, row, i));
+    }
+}
+
+static void write_chunks(void *arg, int64_t first, int64_t last)
+{
+    struct job *job = arg;
+
+    for (int64_t row = first * job->rows_per_chunk; row < last_row(job, last); row++)
+        write_row(job, row);
+}
+
+dsc_status dsc_tp_cross_entropy_grad(void *logits, dsc_dtype dtype, const int64_t *targets, int64_t n_rows,
+                                     int64_t n_words, const float *log_sum, const float *scale, double smoothing,
+                                     int64_t n_all_words, const struct dsc_par *par)
+{
+    struct job job;
+
+    DSC_TRY(begin(&job, logits, dtype, targets, n_rows, n_words));
+    if ((log_sum == NULL || scale == NULL) && n_rows > 0)
+        return dsc_fail(DSC_EINVAL, "%s is NULL for %lld rows", log_sum == NULL ? "log_sum" : "scale",
+                        (long long)n_rows);
+    if (!(smoothing >= 0.0 && smoothing <= 1.0))
+        return dsc_fail(DSC_EINVAL, "smoothing is %g, must be 0 to 1", smoothing);
+    if (n_all_words < n_words || n_all_words < 1)
+        return dsc_fail(DSC_EINVAL, "n_all_words is %lld, this rank alone has %lld", (long long)n_all_words,
+                        (long long)n_words);
+    job.log_sum = log_sum;
+    job.scale = scale;
+    job.each = (float)(smoothing / (double)n_all_words);
+    job.at_target = (float)(1.0 - smoothing);
+    run(par, &job, write_chunks);
+    return DSC_OK;
+}

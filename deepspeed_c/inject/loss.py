@@ -1,0 +1,173 @@
+"""Cross-entropy without whole logits: each rank keeps its words', and the ranks exchange four numbers a token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from deepspeed_c.errors import StateError
+from deepspeed_c.inject.layers import LinearLayer
+from deepspeed_c.inject.ranks import TensorRanks
+from deepspeed_c.ops import cross_entropy
+
+__all__ = ["CutLogits", "cut_loss", "vocab_parallel_cross_entropy"]
+
+
+def vocab_parallel_cross_entropy(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    sizes: list[int],
+    ranks: TensorRanks,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """The loss of each token, float32 [n], as ``torch.nn.functional.cross_entropy`` with ``reduction="none"`` gives it.
+
+    logits: [n, sizes[rank]], this rank's words (float32, bfloat16, float16); the backward overwrites them with their
+    gradient. targets: int64 [n], the same on all ranks.
+    """
+    return _CrossEntropy.apply(logits, targets, sizes, ranks, ignore_index, label_smoothing)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        sizes: list[int],
+        ranks: TensorRanks,
+        ignore_index: int,
+        smoothing: float,
+    ) -> torch.Tensor:
+        n_words = sum(sizes)
+        is_counted = targets != ignore_index
+        wrong = targets[is_counted & ((targets < 0) | (targets >= n_words))]
+        if wrong.numel():
+            raise IndexError(f"target {int(wrong[0])} is no word of {n_words}")
+        logits = logits.contiguous()
+        here = torch.where(is_counted, targets - sum(sizes[: ranks.rank]), -1)
+        # A word of a later rank lies past this rank's, one of an earlier rank below 0.
+        rows = cross_entropy.rows(logits, here)
+        log_sum, target, total = cross_entropy.join(ranks.comm.all_gather_list(rows, label="cross-entropy"))
+        loss = log_sum - (1 - smoothing) * target
+        if smoothing:
+            loss = loss - smoothing * total / n_words
+        ctx.save_for_backward(logits, here, log_sum, is_counted)
+        ctx.smoothing, ctx.n_words = smoothing, n_words
+        return torch.where(is_counted, loss, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logits, here, log_sum, is_counted = ctx.saved_tensors
+        scale = torch.where(is_counted, grad.float(), 0.0).contiguous()
+        cross_entropy.grad_(logits, here, log_sum, scale, ctx.smoothing, ctx.n_words)
+        return logits, None, None, None, None, None
+
+
+class CutLogits(torch.Tensor):
+    """Logits [..., words of this rank] of which any use sees the whole [..., words].
+
+    Each use is a collective: all ranks do the same with it. Not to be read after the backward, which has put the
+    gradient in their place (StateError).
+    """
+
+    # Set by ``cut_loss`` on each; a tensor's own constructor takes no such arguments.
+    cut_sizes: list[int]
+    cut_ranks: TensorRanks
+    cut_version: int
+
+    @classmethod
+    def of(cls, logits: torch.Tensor, sizes: list[int], ranks: TensorRanks) -> CutLogits:
+        made = logits.as_subclass(cls)
+        with torch._C.DisableTorchFunctionSubclass():
+            made.cut_sizes, made.cut_ranks, made.cut_version = sizes, ranks, logits._version
+        return made
+
+    def gathered(self) -> torch.Tensor:
+        """The whole logits, on all ranks."""
+        with torch._C.DisableTorchFunctionSubclass():
+            plain = self.as_subclass(torch.Tensor)
+            if plain._version != self.cut_version:
+                raise StateError(
+                    "the gradient has taken the place of these logits",
+                    where="logits of a model that is cut over tensor-parallel ranks",
+                    fix="read them before backward",
+                )
+            return self.cut_ranks.gather(plain, self.cut_sizes, "logits")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        whole = torch.utils._pytree.tree_map_only(cls, cls.gathered, (args, kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*whole[0], **whole[1])
+
+
+class _CausalLoss:
+    """Stands in for transformers' ``ForCausalLMLoss`` on one model."""
+
+    def __init__(self, head: LinearLayer, sizes: list[int], ranks: TensorRanks, usual: Any) -> None:
+        self.head, self.sizes, self.ranks, self.usual = head, sizes, ranks, usual
+        self.is_cut = False
+
+    def before(self, model: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """A model that trains with labels leaves its logits cut."""
+        self.is_cut = model.training and kwargs.get("labels") is not None and torch.is_grad_enabled()
+        self.head.gather_output(None if self.is_cut else self.sizes)
+
+    def after(self, model: torch.nn.Module, args: Any, output: Any) -> Any:
+        if self.is_cut:
+            self.is_cut = False
+            self.head.gather_output(self.sizes)
+            if isinstance(output, tuple):
+                return (output[0], CutLogits.of(output[1], self.sizes, self.ranks), *output[2:])
+            output.logits = CutLogits.of(output.logits, self.sizes, self.ranks)
+        return output
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        vocab_size: int,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """logits [..., tokens, words of this rank], labels [..., tokens]: token t predicts label t + 1."""
+        if not self.is_cut:
+            return self.usual(
+                logits=logits,
+                labels=labels,
+                vocab_size=vocab_size,
+                num_items_in_batch=num_items_in_batch,
+                ignore_index=ignore_index,
+                shift_labels=shift_labels,
+                **kwargs,
+            )
+        if shift_labels is None:
+            shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        targets = shift_labels.reshape(-1).to(logits.device)
+        flat = logits.reshape(-1, logits.shape[-1])
+        smoothing = float(kwargs.get("label_smoothing", 0.0))
+        losses = vocab_parallel_cross_entropy(
+            flat, targets, self.sizes, self.ranks, ignore_index=ignore_index, label_smoothing=smoothing
+        )
+        if num_items_in_batch is None:
+            return losses.sum() / (targets != ignore_index).sum()
+        if torch.is_tensor(num_items_in_batch):
+            num_items_in_batch = num_items_in_batch.to(losses.device)
+        return losses.sum() / num_items_in_batch
+
+
+def cut_loss(model: torch.nn.Module, head: LinearLayer, ranks: TensorRanks, sizes: list[int]) -> None:
+    """Has ``model`` compute its causal loss on cut logits where it trains with labels. head: what gives its logits.
+
+    Everything else (evaluation, generation) gets them whole.
+    """
+    loss = _CausalLoss(head, sizes, ranks, model.loss_function)
+    model.loss_function = loss
+    model.register_forward_pre_hook(loss.before, with_kwargs=True)
+    model.register_forward_hook(loss.after, always_call=False)

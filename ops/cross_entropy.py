@@ -1,0 +1,59 @@
+"""Cross-entropy of logits whose words are cut over ranks: what one rank computes of it, before and after they meet."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["grad_", "join", "rows"]
+
+
+def rows(logits: Tensor, targets: Tensor) -> Tensor:
+    """[n, 4] float32 of ``logits`` [n, words of this rank] (float32, bfloat16, float16; contiguous): largest logit, sum
+    of exponentials of what is left of each above it, the target's logit, sum of logits.
+
+    targets: int64 [n], counted from this rank's first word; any that is no word of this rank gives 0. On the host one
+    pass; elsewhere by torch. ValueError for other dtypes and layouts.
+    """
+    if logits.device.type in ("cpu", "meta"):
+        out = logits.new_empty((targets.numel(), 4), dtype=torch.float32)
+        torch.ops.deepspeed_c.cross_entropy_rows_(logits, targets, out)
+        return out
+    wide = logits.float()
+    n_words = wide.shape[1]
+    if n_words == 0:
+        return torch.tensor([-torch.inf, 0.0, 0.0, 0.0], device=wide.device).repeat(len(wide), 1)
+    largest = wide.amax(1)
+    shift = torch.where(largest == -torch.inf, 0.0, largest)
+    is_here = (targets >= 0) & (targets < n_words)
+    target = wide.gather(1, targets.clamp(0, n_words - 1).unsqueeze(1)).squeeze(1)
+    sums = torch.exp(wide - shift.unsqueeze(1)).sum(1)
+    return torch.stack([largest, sums, torch.where(is_here, target, 0.0), wide.sum(1)], dim=1)
+
+
+def join(parts: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """(logarithm of the sum of exponentials, target's logit, sum of logits), each float32 [n], of all ranks' ``rows``."""
+    stacked = torch.stack(parts)
+    largest = stacked[..., 0].amax(0)
+    shift = torch.where(largest == -torch.inf, 0.0, largest)
+    total = torch.zeros_like(largest)
+    for part in parts:
+        total = total + part[:, 1] * torch.exp(part[:, 0] - shift)
+    return shift + total.log(), stacked[..., 2].sum(0), stacked[..., 3].sum(0)
+
+
+def grad_(
+    logits: Tensor, targets: Tensor, log_sum: Tensor, scale: Tensor, smoothing: float, n_all_words: int
+) -> None:
+    """Puts the gradient in place of ``logits`` [n, words of this rank]: scale * (softmax - smoothing / n_all_words -
+    (1 - smoothing) * (word is the target)). log_sum, scale: float32 [n]. A row of scale 0 becomes zeros.
+    """
+    if logits.device.type in ("cpu", "meta"):
+        torch.ops.deepspeed_c.cross_entropy_grad_(logits, targets, log_sum, scale, smoothing, n_all_words)
+        torch.autograd.graph.increment_version(logits)
+        return
+    grad = torch.exp(logits.float() - log_sum.unsqueeze(1)) - smoothing / n_all_words
+    row, word = torch.nonzero(torch.arange(logits.shape[1], device=logits.device) == targets.unsqueeze(1), as_tuple=True)
+    grad[row, word] -= 1 - smoothing
+    grad *= scale.unsqueeze(1)
+    logits.copy_(torch.where(scale.unsqueeze(1) == 0, 0.0, grad))

@@ -1,0 +1,179 @@
+/* tp/cross_entropy.c: words cut over ranks against the formula in f64, what is not finite, threads, and what is refused. */
+#include "pool.h"
+#include "test.h"
+
+#include "dsc/tp.h"
+
+#define MAX_ROWS 40
+#define MAX_WORDS 2600
+
+static float logits[MAX_ROWS * MAX_WORDS];
+static float part[MAX_ROWS * MAX_WORDS];
+static float again[MAX_ROWS * MAX_WORDS];
+
+static double log_sum_of(const float *row, int64_t n)
+{
+    double most = -INFINITY;
+    double sum = 0;
+
+    for (int64_t i = 0; i < n; i++)
+        most = fmax(most, (double)row[i]);
+    for (int64_t i = 0; i < n; i++)
+        sum += exp((double)row[i] - most);
+    return most + log(sum);
+}
+
+/* Words [begin, end) of every row, as one rank has them. */
+static void take(int64_t n_rows, int64_t n_words, int64_t begin, int64_t end)
+{
+    for (int64_t row = 0; row < n_rows; row++)
+        for (int64_t i = begin; i < end; i++)
+            part[row * (end - begin) + i - begin] = logits[row * n_words + i];
+}
+
+static void check_cut(int64_t n_rows, int64_t n_words, int n_ranks, double smoothing, const struct dsc_par *par)
+{
+    struct dsc_tp_row rows[4][MAX_ROWS];
+    int64_t targets[MAX_ROWS];
+    int64_t here[MAX_ROWS];
+    float log_sums[MAX_ROWS];
+    float scale[MAX_ROWS];
+    uint64_t random = 5;
+
+    for (int64_t i = 0; i < n_rows * n_words; i++)
+        logits[i] = (float)((double)test_below(&random, 40000) / 1000.0 - 20.0);
+    for (int64_t row = 0; row < n_rows; row++) {
+        targets[row] = test_below(&random, n_words);
+        scale[row] = row % 5 == 3 ? 0.0f : 0.25f + (float)row;
+    }
+    for (int rank = 0; rank < n_ranks; rank++) {
+        int64_t begin = n_words * rank / n_ranks;
+        int64_t end = n_words * (rank + 1) / n_ranks;
+
+        take(n_rows, n_words, begin, end);
+        for (int64_t row = 0; row < n_rows; row++)
+            here[row] = targets[row] - begin;
+        CHECK_STATUS(dsc_tp_cross_entropy_rows(part, DSC_DTYPE_F32, here, n_rows, end - begin, par, rows[rank]), DSC_OK);
+    }
+    for (int64_t row = 0; row < n_rows; row++) {
+        double most = -INFINITY;
+        double sum = 0;
+        double target = 0;
+
+        for (int rank = 0; rank < n_ranks; rank++)
+            most = fmax(most, (double)rows[rank][row].max);
+        for (int rank = 0; rank < n_ranks; rank++) {
+            if (rows[rank][row].sum_exp > 0)
+                sum += (double)rows[rank][row].sum_exp * exp((double)rows[rank][row].max - most);
+            target += (double)rows[rank][row].target;
+        }
+        log_sums[row] = (float)(most + log(sum));
+        CHECK(fabs((double)log_sums[row] - log_sum_of(logits + row * n_words, n_words)) < 4e-6);
+        CHECK(target == (double)logits[row * n_words + targets[row]]);
+    }
+    for (int rank = 0; rank < n_ranks; rank++) {
+        int64_t begin = n_words * rank / n_ranks;
+        int64_t end = n_words * (rank + 1) / n_ranks;
+        double worst = 0;
+
+        take(n_rows, n_words, begin, end);
+        memcpy(again, part, sizeof part);
+        for (int64_t row = 0; row < n_rows; row++)
+            here[row] = targets[row] - begin;
+        CHECK_STATUS(dsc_tp_cross_entropy_grad(part, DSC_DTYPE_F32, here, n_rows, end - begin, log_sums, scale, smoothing, n_words, par), DSC_OK);
+        CHECK_STATUS(dsc_tp_cross_entropy_grad(again, DSC_DTYPE_F32, here, n_rows, end - begin, log_sums, scale, smoothing, n_words, NULL), DSC_OK);
+        CHECK_BYTES(part, again, (size_t)(n_rows * (end - begin)) * sizeof *part); /* threads */
+        for (int64_t row = 0; row < n_rows; row++)
+            for (int64_t i = begin; i < end; i++) {
+                double softmax = exp((double)logits[row * n_words + i] - log_sum_of(logits + row * n_words, n_words));
+                double expected = (double)scale[row] * (softmax - smoothing / (double)n_words - (i == targets[row] ? 1 - smoothing : 0));
+
+                worst = fmax(worst, fabs(expected - (double)part[row * (end - begin) + i - begin]) / fmax((double)scale[row], 1));
+            }
+        CHECK(worst < 4e-6);
+    }
+}
+
+static void test_values(void)
+{
+    struct pool pool;
+    struct dsc_par par = {&pool, pool_run};
+    const int64_t words[] = {1, 2, 17, 1024, 1025, 2600};
+
+    pool_init(&pool, 3, 1);
+    for (size_t w = 0; w < sizeof words / sizeof *words; w++)
+        for (int n_ranks = 1; n_ranks <= 4; n_ranks++) {
+            TEST_CASE("%d words over %d ranks", (int)words[w], n_ranks);
+            check_cut(w < 4 ? MAX_ROWS : 7, words[w], n_ranks, n_ranks % 2 ? 0.0 : 0.1, &par);
+        }
+    check_cut(0, 5, 2, 0.0, &par);
+    pool_clear(&pool);
+}
+
+/* Each of these against what e^x is; the ends of its range too. */
+static void test_exponential(void)
+{
+    int64_t target = -1;
+    const float zero = 0;
+    const float one = 1;
+
+    for (double x = -90; x <= 88.7; x += 0.0137) {
+        float value = (float)x;
+
+        CHECK_STATUS(dsc_tp_cross_entropy_grad(&value, DSC_DTYPE_F32, &target, 1, 1, &zero, &one, 0.0, 1, NULL), DSC_OK);
+        if (x < -87.3365)
+            CHECK(value == 0.0f);
+        else
+            CHECK(fabs((double)value - exp((double)(float)x)) <= 3e-7 * exp(x));
+    }
+}
+
+static void test_not_finite(void)
+{
+    float values[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
+    int64_t target = 9;
+    struct dsc_tp_row row;
+
+    TEST_CASE("nothing but -inf");
+    CHECK_STATUS(dsc_tp_cross_entropy_rows(values, DSC_DTYPE_F32, &target, 1, 4, NULL, &row), DSC_OK);
+    CHECK(row.max == -INFINITY && row.sum_exp == 0.0f && row.target == 0.0f);
+    TEST_CASE("NaN");
+    values[2] = NAN;
+    CHECK_STATUS(dsc_tp_cross_entropy_rows(values, DSC_DTYPE_F32, &target, 1, 4, NULL, &row), DSC_OK);
+    CHECK(isnan(row.sum_exp));
+    TEST_CASE("inf");
+    values[2] = INFINITY;
+    CHECK_STATUS(dsc_tp_cross_entropy_rows(values, DSC_DTYPE_F32, &target, 1, 4, NULL, &row), DSC_OK);
+    CHECK(row.max == INFINITY && isnan(row.sum_exp));
+    TEST_CASE("no word");
+    CHECK_STATUS(dsc_tp_cross_entropy_rows(NULL, DSC_DTYPE_F32, &target, 1, 0, NULL, &row), DSC_OK);
+    CHECK(row.max == -INFINITY && row.sum_exp == 0.0f);
+}
+
+static void test_bad_input(void)
+{
+    float values[4] = {1, 2, 3, 4};
+    int64_t target = 0;
+    const float one = 1;
+    struct dsc_tp_row row = {.max = -7};
+
+    CHECK_ERROR(dsc_tp_cross_entropy_rows(values, DSC_DTYPE_COUNT, &target, 1, 4, NULL, &row), DSC_EINVAL, "dtype");
+    CHECK_ERROR(dsc_tp_cross_entropy_rows(values, DSC_DTYPE_F32, &target, -1, 4, NULL, &row), DSC_EINVAL, "negative");
+    CHECK_ERROR(dsc_tp_cross_entropy_rows(values, DSC_DTYPE_F32, &target, INT64_MAX, 4, NULL, &row), DSC_EOVERFLOW, "int64_t");
+    CHECK_ERROR(dsc_tp_cross_entropy_rows(values, DSC_DTYPE_F32, NULL, 1, 4, NULL, &row), DSC_EINVAL, "targets");
+    CHECK_ERROR(dsc_tp_cross_entropy_rows(NULL, DSC_DTYPE_F32, &target, 1, 4, NULL, &row), DSC_EINVAL, "logits");
+    CHECK_ERROR(dsc_tp_cross_entropy_rows(values, DSC_DTYPE_F32, &target, 1, 4, NULL, NULL), DSC_EINVAL, "out_rows");
+    CHECK_ERROR(dsc_tp_cross_entropy_grad(values, DSC_DTYPE_F32, &target, 1, 4, NULL, &one, 0, 4, NULL), DSC_EINVAL, "log_sum");
+    CHECK_ERROR(dsc_tp_cross_entropy_grad(values, DSC_DTYPE_F32, &target, 1, 4, &one, &one, 1.5, 4, NULL), DSC_EINVAL, "smoothing");
+    CHECK_ERROR(dsc_tp_cross_entropy_grad(values, DSC_DTYPE_F32, &target, 1, 4, &one, &one, 0, 3, NULL), DSC_EINVAL, "n_all_words");
+    CHECK(row.max == -7 && values[0] == 1);
+}
+
+int main(void)
+{
+    test_values();
+    test_exponential();
+    test_not_finite();
+    test_bad_input();
+    return test_finish(__FILE__);
+}
