@@ -135,9 +135,9 @@ class GradientReducer:
             for slot in bucket.slots:
                 slot.tracker_index = len(bucket_of)
                 bucket_of.append(i)
+        # In order of registration: the same on all ranks, also where tensor-parallel ranks have parts of other sizes,
+        # and so other buckets.
         self._in_order = sorted(self.slots, key=lambda slot: slot.order)
-        for number, slot in enumerate(self._in_order):
-            slot.number = number
         self._bucket_of = bucket_of
         self._tracker = _C.BucketTracker(bucket_of, len(self.buckets))
         self._is_first_twin = mesh.along("tp").rank == 0
@@ -394,21 +394,21 @@ class GradientReducer:
         self._has_passed = True
         self._wait()
         facts = self._exchange(has_bad_loss, wants_stop)
-        late = {self._bucket_of[slot.tracker_index] for slot in self._in_order if facts[4 + slot.number] >= self._late}
+        late = {self._bucket_of[slot.tracker_index] for slot, flag in self._flags(facts) if flag >= self._late}
         if late:
             self._on_change()
             for index in sorted(late):
                 self.buckets[index].reduce().wait()
             self._n_late = [0] * len(self.slots)
             facts = self._exchange(has_bad_loss, wants_stop)
-        flags = [facts[4 + slot.number] for slot in self.slots]
+        flags = self._flags(facts)
         self._drift.check(facts[4 + len(self.slots) :], self.results)
-        self._plan_waiting([slot for slot, flag in zip(self.slots, flags) if flag >= self._after_turn])
+        self._plan_waiting([slot for slot, flag in flags if flag >= self._after_turn])
         self.facts = WindowFacts(
             norm=math.sqrt(facts[0]),
             n_nonfinite=int(facts[1]),
             n_bad_losses=int(facts[2]),
-            unused=[slot for slot, flag in zip(self.slots, flags) if not flag],
+            unused=[slot for slot, flag in flags if not flag],
             n_stops=int(facts[3]),
         )
         return self.facts
@@ -428,6 +428,10 @@ class GradientReducer:
                 len(self._waiting),
                 len(self.buckets),
             )
+
+    def _flags(self, facts: Sequence[float]) -> list[tuple[Slot, float]]:
+        """What ranks have said of each parameter, added up."""
+        return list(zip(self._in_order, facts[4 : 4 + len(self._in_order)]))
 
     def _exchange(self, has_bad_loss: bool, wants_stop: bool) -> list[float]:
         """[sum of squares, non-finite elements, bad losses, stops, ``_contributed``..., hashes...], summed over ranks.

@@ -74,9 +74,6 @@ class Slot:
     shape: torch.Size
     # Filled by the gradient reducer: index of the parameter and of its bucket over all units.
     tracker_index: int = -1
-    # Its number among the parameters that are trained, in order of registration: the same on all ranks, also where
-    # tensor-parallel ranks have parts of other sizes, and so other buckets.
-    number: int = -1
 
     def __post_init__(self) -> None:
         # The first dimension's is the product of the others', and so on.
