@@ -12,18 +12,20 @@ from deepspeed_c.accelerator import get_accelerator
 from deepspeed_c.comm import init_distributed, is_initialized
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.comm import configure
-from deepspeed_c.comm.mesh import Mesh, mesh_of_device_mesh, mesh_of_mpu, refuse_later_axes
+from deepspeed_c.comm.mesh import DATA, Mesh, mesh_of_device_mesh, mesh_of_mpu, refuse_later_axes
 from deepspeed_c.comm.watchdog import watch
-from deepspeed_c.config import Config, load_config
+from deepspeed_c.config import Config, load_config, tensor_parallel_size
 from deepspeed_c.data.loader import DeepSpeedDataLoader
 from deepspeed_c.engine.build import OptimizerFactory, build_optimizer
 from deepspeed_c.engine.consistency import broadcast_model, check_same_model, check_same_text
 from deepspeed_c.engine.engine import DeepSpeedEngine, take_from_others
 from deepspeed_c.engine.precision import Precision
 from deepspeed_c.engine.shard import lay_out_untrained, shard_model
-from deepspeed_c.errors import ConfigError, ModelError
+from deepspeed_c.errors import CommError, ConfigError, ModelError
+from deepspeed_c.inject import cut_model
 from deepspeed_c.logging import log_dist, set_level
 from deepspeed_c.utils import groups
+from deepspeed_c.zero.layout.cuts import check_cuts, cut_of, read_marks, take_sums_over
 from deepspeed_c.zero.layout.layout import Layout, gather_for_good, mesh_of_config
 from deepspeed_c.zero.layout.stages import STAGES
 from deepspeed_c.zero.states.optimizer import DeepSpeedOptimizer
@@ -60,7 +62,10 @@ def initialize(
         lr_scheduler: an object with ``step()``, or a function that makes one from the optimizer; otherwise the
             ``scheduler`` section.
         distributed_port: port of rank 0 when ``torch.distributed`` has to be started and the environment names none.
-        mpu: an object with ``get_data_parallel_group()``, whose ranks hold copies of this model.
+        mpu: an object with ``get_data_parallel_group()``, whose ranks hold copies of this model. One with
+            tensor-parallel ranks has some of Megatron's methods for them as well (``get_tensor_model_parallel_rank()``,
+            ...); the model's layers are cut by hand then, and their parameters have Megatron's marks
+            (docs/concepts/zero.md).
         dist_init_required: False: ``torch.distributed`` is up already. Default: start it if it is not.
         collate_fn: merges samples to a batch.
         config, config_params: path of a JSON file, or a dict; see docs/config.md. Never modified.
@@ -91,7 +96,8 @@ def initialize(
         init_distributed(distributed_port=distributed_port)
     mesh = _make_mesh(mpu, mesh_param, mesh_device)
     comm = mesh.comm
-    settings = load_config(source, world_size=comm.world_size)
+    mesh = _cut_for_tensors(mesh, source)
+    settings = load_config(source, world_size=mesh.size(*DATA))
     mesh = mesh_of_config(settings, mesh)
     groups.tell(mesh)
     set_level(settings.log_level)
@@ -109,11 +115,12 @@ def initialize(
     device = torch.device(get_accelerator().current_device_name())
     sharding = STAGES[settings.zero.stage]
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
-        _materialize(model, device, settings, comm)
+        _materialize(model, device, settings, mesh.data)
     if not sharding.parameters:
         gather_for_good(model)
     _bring_model(model, device, settings)
-    broadcast_model(model, comm, device)
+    _cut_model(model, settings, mesh)
+    broadcast_model(model, mesh, device)
 
     precision = Precision(settings, model)
     base = build_optimizer(settings, model, optimizer, model_parameters)
@@ -170,6 +177,32 @@ def _make_mesh(mpu: Any, mesh_param: Any, mesh_device: Any) -> Mesh:
     sizes = dict(zip(("dp_shard", "sp"), mesh_param, strict=True))
     refuse_later_axes(sizes, "initialize(mesh_param=...)")
     return Mesh(comm, sizes)
+
+
+def _cut_for_tensors(mesh: Mesh, source: Any) -> Mesh:
+    """The mesh with the tensor-parallel ranks that the configuration asks for, if it does.
+
+    Raises ConfigError where the ranks cannot be divided so, or have been divided otherwise."""
+    wanted, key = tensor_parallel_size(source)
+    if wanted in (1, mesh.size("tp")):
+        return mesh
+    try:
+        return mesh.split_tensors(wanted)
+    except CommError as error:
+        raise ConfigError(error.what, where=key, fix=error.fix) from error
+
+
+def _cut_model(model: torch.nn.Module, config: Config, mesh: Mesh) -> None:
+    """Cuts a whole model over the tensor-parallel ranks where the configuration asks for it, and finds out how one is
+    cut that comes so."""
+    tp = mesh.along("tp")
+    check_cuts(model, tp)
+    is_cut = any(cut_of(param) is not None for param in model.parameters())
+    if max(config.tensor_parallel.autotp_size, config.tensor_parallel.tp.tp_size) > 1 and not is_cut:
+        gather_for_good(model)  # rules look at whole weights; the stage shards what is left of them
+        log_dist(f"tensor parallelism:\n{cut_model(model, config.tensor_parallel, tp)}", ranks=[0])
+    take_sums_over(model)
+    read_marks(model, tp)
 
 
 def _bring_model(model: torch.nn.Module, device: torch.device, config: Config) -> None:

@@ -48,6 +48,9 @@ PERMITTED: dict[str, str] = {
     "zero/weights/init.py: torch.nn.Module.__init_subclass__": "torch's own: constructors make sharded parameters within zero.Init",
     "zero/states/access.py: setattr(slot.param, _ATTRIBUTE)": "torch's own: what a tensor is marked with",
     "zero/weights/param.py: tensor._dsc_shard_of": "torch's own: what a tensor is marked with",
+    "zero/layout/cuts.py: param.tp_cut": "torch's own: what a tensor is marked with",
+    "inject/ranks.py: param.tp_sum_gradients": "torch's own: what a tensor is marked with",
+    "inject/ranks.py: param.tp_sum_hook": "torch's own: what a tensor is marked with",
     "zero/weights/param.py: torch.Tensor.ds_status": "torch's own: what a tensor is marked with",
     "engine/checkpoint/model_files.py: config.architectures": "transformers' own: what from_pretrained reads",
     **dict.fromkeys(

@@ -40,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": {"config", "logging", "_C"},
     "data": {"config", "logging", "comm", "accelerator"},
     "profile": {"config", "logging", "comm", "accelerator"},
-    "zero": {"saved_tensors", "config", "logging", "comm", "accelerator", "ops", "_C"},
+    "zero": {"saved_tensors", "inject", "config", "logging", "comm", "accelerator", "ops", "_C"},
     "utils": {"config", "logging", "comm", "accelerator", "zero", "data", "profile", "checkpoint"},
     "compat": {"config", "logging", "comm", "accelerator", "zero", "checkpoint", "utils"},
     "offload": {"config", "logging", "comm", "ops", "_C", "zero"},

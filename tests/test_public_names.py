@@ -18,6 +18,8 @@ NAMES = {
     "add_config_arguments",
     "get_accelerator",
     "install_as_deepspeed",
+    "DeepSpeedTransformerConfig",
+    "DeepSpeedTransformerLayer",
 }
 MODULES = {"accelerator", "checkpointing", "comm", "config", "errors", "lr_schedules", "ops", "utils", "zero"}
 

@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 GLOSSARY = ROOT / "docs" / "architecture.md"
 TERMS = {
-    *("rank", "mesh", "axis", "group", "optimizer group", "unit", "bucket", "slice", "shard", "piece", "fragment", "slot"),
+    *("rank", "mesh", "axis", "group", "optimizer group", "unit", "bucket", "slice", "shard", "twin", "piece", "fragment", "slot"),
     *("gather unit", "master", "state", "window", "micro-batch", "pass", "boundary", "plan", "ledger", "verdict", "home", "cut"),
 }
 

@@ -13,7 +13,7 @@ import torch
 
 from deepspeed_c.checkpointing import report
 from deepspeed_c.checkpointing.budget import Budget
-from deepspeed_c.checkpointing.recomputer import Recomputer, check_section, tensor_parallel_ranks
+from deepspeed_c.checkpointing.recomputer import Recomputer, check_section
 from deepspeed_c.checkpointing.stash import NVME_PATH
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.config.checkpoint import ActivationCheckpointing
@@ -110,7 +110,7 @@ def _recomputed(cls: type, recomputer: Recomputer, names: dict[int, str]) -> typ
 class Blocks:
     """What an engine's section asks of its model: which layers are recomputed, until ``close``.
 
-    mpu: its tensor-parallel ranks share activations.
+    tensor_parallel: the ranks that hold the model together: they share activations.
     has_sharded: weights are released after use, also frozen ones, which torch's own checkpoint would keep as they are.
     aio: how files are read and written.
     ranks: all that have such a section. Where one cannot make its file, all of them raise; a budget's plan is the same
@@ -121,7 +121,7 @@ class Blocks:
         self,
         model: torch.nn.Module,
         section: ActivationCheckpointing,
-        mpu: Any = None,
+        tensor_parallel: Collectives | None = None,
         *,
         has_sharded: bool = False,
         aio: Aio | None = None,
@@ -130,7 +130,7 @@ class Blocks:
         # A section without layers does nothing by itself, as in DeepSpeed: it may say what it likes.
         if section.layers is not None:
             check_section(section, None, "activation_checkpointing")
-        comm = tensor_parallel_ranks(mpu) if section.partition_activations else None
+        comm = tensor_parallel if section.partition_activations else None
         budget = None if section.budget is None else Budget(section, ranks)
         names = {id(module): name for name, module in model.named_modules()}
         problem: ConfigError | None = None

@@ -31,7 +31,6 @@ _LATER = {
     "pp": "pipeline parallelism",
     "ep": "expert parallelism",
     "sp": "sequence parallelism",
-    "tp": "tensor parallelism",
 }
 
 # What the dimensions of a DeviceMesh are called elsewhere.
@@ -45,15 +44,18 @@ _ALIASES = {
     "expert_parallel": "ep",
 }
 
-# How an mpu is asked for the size of an axis. Megatron's model-parallel size is that of its tensor-parallel groups.
+# How an mpu is asked for the size of an axis that it may not have.
 _MPU_GETTERS = {
-    "get_model_parallel_world_size": "tp",
-    "get_tensor_model_parallel_world_size": "tp",
-    "get_slice_parallel_world_size": "tp",
     "get_sequence_parallel_world_size": "sp",
     "get_context_parallel_world_size": "sp",
     "get_pipeline_model_parallel_world_size": "pp",
     "get_pipe_parallel_world_size": "pp",
+}
+# What versions of Megatron and DeepSpeed call an axis, the name that says most first: "model parallel" is tensor
+# parallel where there are no pipelines. Each has get_<name>_group, get_<name>_rank and get_<name>_world_size.
+_MPU_NAMES = {
+    "tp": ("tensor_model_parallel", "slice_parallel", "model_parallel"),
+    "dp": ("sequence_data_parallel", "data_parallel"),
 }
 
 Connect = Callable[[Sequence[int], Sequence[str]], Any]
@@ -137,6 +139,28 @@ class Mesh:
             found = self._groups[ranks] = (self._connect or self._new_group)(ranks, axes)
         return found
 
+    @property
+    def data(self) -> Collectives:
+        """The ranks that see different samples: those of ``DATA``."""
+        return self.along(*DATA)
+
+    def among(self, neighbours: Sequence[int], axis: str, *axes: str) -> Collectives:
+        """The collectives of the ranks along ``axes`` and of those whose number along ``axis`` is in ``neighbours``,
+        this rank's among them.
+
+        Collective as ``along`` is, among those ranks.
+        """
+        grid = self._grid
+        for dim, name in enumerate(AXES):
+            if name not in axes:
+                chosen = neighbours if name == axis else [self._place[name]]
+                grid = grid.index_select(dim, torch.tensor(list(chosen)))
+        ranks = tuple(sorted(grid.reshape(-1).tolist()))
+        found = self._groups.get(ranks)
+        if found is None:
+            found = self._groups[ranks] = (self._connect or self._new_group)(ranks, (axis, *axes))
+        return found
+
     def _new_group(self, ranks: Sequence[int], axes: Sequence[str]) -> Collectives:
         if len(ranks) == 1:
             return self.comm.alone()
@@ -165,6 +189,22 @@ class Mesh:
                 fix=f"use a divisor of {n_data}" + (", or leave it out: the mesh says it" if is_cut else ""),
             )
         sizes = {**self.axes, "dp_replicate": n_data // n_shards, "dp_shard": n_shards}
+        return Mesh(self.comm, sizes, grid=self._grid.reshape(tuple(sizes.values())), connect=self._connect)
+
+    def split_tensors(self, n_ranks: int) -> Mesh:
+        """The same ranks with ``n_ranks`` neighbours along tp, that hold one model together, in the place of as many
+        along dp_shard.
+
+        Raises CommError where the ranks cannot be cut so, or have been cut already.
+        """
+        n_data, is_cut = self.size("dp_shard"), self.size("tp", "dp_replicate") > 1
+        if n_ranks < 1 or n_data % n_ranks or is_cut:
+            raise CommError(
+                f"{self.comm.world_size} ranks cannot be cut into groups of {n_ranks}: the mesh has {self}",
+                where="mesh",
+                fix=f"use a divisor of {n_data}" + (", or leave it out: the mesh says it" if is_cut else ""),
+            )
+        sizes = {**self.axes, "dp_shard": n_data // n_ranks, "tp": n_ranks}
         return Mesh(self.comm, sizes, grid=self._grid.reshape(tuple(sizes.values())), connect=self._connect)
 
     def to_device_mesh(self, device_type: str = "cpu") -> Any:
@@ -234,15 +274,68 @@ def mesh_of_device_mesh(device_mesh: Any) -> Mesh:
 
 
 def mesh_of_mpu(mpu: Any) -> Mesh:
-    """The data-parallel ranks of an object with ``get_data_parallel_group()``.
+    """The data-parallel and the tensor-parallel ranks of an object with some of Megatron's methods (``_MPU_NAMES``).
 
-    Raises FeatureError where it has ranks of another kind.
+    Collective where it has tensor-parallel ranks. Raises FeatureError where it has ranks of another kind, and CommError
+    where it does not say enough, or where its ranks do not make up the job.
     """
     sizes: dict[str, int] = {}
     for getter, axis in _MPU_GETTERS.items():
         sizes[axis] = max(sizes.get(axis, 1), getattr(mpu, getter, lambda: 1)())
-    refuse_later_axes(sizes, "initialize(mpu=...)")
-    return Mesh(Collectives(mpu.get_data_parallel_group()))
+    refuse_later_axes(sizes, _MPU)
+    n_tp, tp_rank = _ask(mpu, "tp")
+    if n_tp == 1:
+        return Mesh(Collectives(mpu.get_data_parallel_group()))
+    n_data, data_rank = _ask(mpu, "dp")
+    comm = Collectives()
+    if n_tp * n_data != comm.world_size:
+        raise CommError(
+            f"the mpu has {n_data} data-parallel times {n_tp} tensor-parallel ranks, the job {comm.world_size}",
+            where=_MPU,
+            fix="give the mpu all ranks of the job, and no axis but these two",
+        )
+    places = comm.gather_numbers(data_rank * n_tp + tp_rank, label="places of the mpu")
+    if sorted(places) != list(range(comm.world_size)):
+        twice = next(place for place in places if not 0 <= place < comm.world_size or places.count(place) > 1)
+        ranks = [rank for rank, place in enumerate(places) if place == twice]
+        raise CommError(
+            f"ranks {ranks} have the same place, or none, in the mpu:"
+            f" data-parallel {twice // n_tp}, tensor-parallel {twice % n_tp}",
+            where=_MPU,
+            fix="number the ranks of each group from 0",
+        )
+    grid = torch.tensor([places.index(place) for place in range(comm.world_size)])
+    return Mesh(comm, {"dp_shard": n_data, "tp": n_tp}, grid=grid)
+
+
+_MPU = "initialize(mpu=...)"
+
+
+def _ask(mpu: Any, axis: str) -> tuple[int, int]:
+    """(number of ranks, this one's number) along an axis: from whichever of the methods there are."""
+    answers: dict[str, Any] = {}
+    for name in _MPU_NAMES[axis]:
+        for what in ("world_size", "rank", "group"):
+            getter = getattr(mpu, f"get_{name}_{what}", None)
+            if getter is not None and what == "world_size":
+                answers[what] = max(answers.get(what, 1), getter())  # names that a version does not use answer 1
+            elif getter is not None and what not in answers:
+                answers[what] = getter()
+    size, rank = answers.get("world_size"), answers.get("rank")
+    if answers.get("group") is not None:
+        size = dist.get_world_size(answers["group"]) if size is None else size
+        rank = dist.get_rank(answers["group"]) if rank is None else rank
+    if size is None and axis == "tp":
+        size = 1
+    if size is None or (rank is None and size > 1):
+        lacking = "world_size" if size is None else "rank"
+        names = ", ".join(f"get_{name}_{lacking}()" for name in _MPU_NAMES[axis])
+        raise CommError(
+            f"the mpu has none of {names}, and no method for the group",
+            where=_MPU,
+            fix=f"give it one of them{'' if size is None else f': it says that there are {size} such ranks'}",
+        )
+    return int(size), int(rank or 0)
 
 
 def refuse_later_axes(sizes: Mapping[str, int], where: str) -> None:

@@ -19,7 +19,7 @@ from .optim import FILLED_PARAMS, Kind, OptimizerSection, find_torch_optimizer
 from .schema import Root, SectionField, fields_of, kinds_of, walk
 from .source import copy_plain, read_source
 
-__all__ = ["load_config", "load_with_problems", "problems_of"]
+__all__ = ["load_config", "load_with_problems", "problems_of", "tensor_parallel_size"]
 
 _PARKED = "x-"
 _COMMENT = re.compile(r"(_|//|#).*|comments?([ :].*|[_-]?\d+)?", re.IGNORECASE | re.DOTALL)
@@ -70,6 +70,19 @@ def load_config(
     if problems:
         raise _join(problems)
     return config
+
+
+def tensor_parallel_size(source: Any) -> tuple[int, str]:
+    """(ranks that a model is cut over, 1 for none; the key that says so): needed before the number of data-parallel
+    ranks is known, which everything else is read with. What is wrong with the rest is not said here."""
+    config, _ = load_with_problems(source, world_size=1, batch="skip")
+    section = config.tensor_parallel
+    sizes = {
+        "tensor_parallel.autotp_size": section.autotp_size,
+        "tensor_parallel.tp.tp_size": section.tp.tp_size,
+    }
+    key = next((key for key, size in sizes.items() if size > 1), "tensor_parallel.autotp_size")
+    return max(sizes[key], 1), key
 
 
 def problems_of(

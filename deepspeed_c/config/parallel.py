@@ -10,6 +10,7 @@ from .keys import DType, NonNeg, Positive, Section, acts, asks, tunes
 __all__ = ["Comm", "ExpertParallel", "HybridEngine", "Inference", "Pipeline", "TensorParallel"]
 
 _TP = "tensor_parallel"
+_TP_VARIANTS = "tensor_parallel_variants"
 _EP = "expert_parallel"
 
 
@@ -55,8 +56,8 @@ class PartitionConfig(Section, kw_only=True):
     use_default_specs: Annotated[bool, tunes("Add the built-in rules.", _TP)] = True
     layer_specs: Annotated[tuple[LayerSpec, ...], tunes("The rules, first match wins.", _TP)] = ()
     tp_size: Annotated[Positive, tunes("Ranks of the group.", _TP)] = 1
-    embedding_partition_dim: Annotated[int, tunes("Dimension that embeddings are cut in.", _TP)] = 1
-    lm_head_patterns: Annotated[tuple[str, ...], tunes("Names of output layers.", _TP)] = ("lm_head", "embed_out")
+    embedding_partition_dim: Annotated[int, asks("Dimension that embeddings are cut in.", _TP_VARIANTS)] = 1
+    lm_head_patterns: Annotated[tuple[str, ...], tunes("Names of output layers.", _TP_VARIANTS)] = ("lm_head", "embed_out")
     strict_mode: Annotated[bool, tunes("A parameter without a rule is an error.", _TP)] = False
 
 
@@ -64,7 +65,7 @@ class TpGroup(Section, kw_only=True):
     """The tensor-parallel group."""
 
     tp_size: Annotated[Positive, asks("Ranks of the group.", _TP)] = 1
-    tp_grain_size: Annotated[Positive, tunes("Columns a cut is a multiple of.", _TP)] = 1
+    tp_grain_size: Annotated[Positive, asks("Columns a cut is a multiple of.", _TP_VARIANTS)] = 1
 
 
 class TensorParallel(Section, kw_only=True):
@@ -72,12 +73,12 @@ class TensorParallel(Section, kw_only=True):
 
     autotp_size: Annotated[NonNeg, asks("Ranks of the group; 0 for none.", _TP, off=(1,))] = 0
     preset_model: Annotated[str | None, tunes("Built-in rules of a model family.", _TP)] = None
-    tp_overlap_comm: Annotated[bool, tunes("Overlap the all-reduce.", _TP)] = False
+    tp_overlap_comm: Annotated[bool, asks("Overlap the all-reduce.", "tp_overlap")] = False
     partition_config: Annotated[PartitionConfig | None, tunes("Custom rules.", _TP)] = None
     tp: Annotated[TpGroup, tunes("The group.", _TP)] = TpGroup()
     dtype: Annotated[DType | Literal["int8"], tunes("Format of the model.", _TP)] = "fp16"
-    keep_module_on_host: Annotated[bool, tunes("Keep the loaded module in host memory.", _TP)] = False
-    replace_with_kernel_inject: Annotated[bool, tunes("Replace layers by inference kernels.", _TP)] = False
+    keep_module_on_host: Annotated[bool, asks("Keep the loaded module in host memory.", _TP_VARIANTS)] = False
+    replace_with_kernel_inject: Annotated[bool, tunes("Replace layers by inference kernels.", _TP_VARIANTS)] = False
 
 
 class InferenceTp(Section, kw_only=True):

@@ -7,7 +7,9 @@ import hashlib
 import torch
 
 from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.errors import RankMismatchError
+from deepspeed_c.zero.layout.cuts import cut_of
 from deepspeed_c.zero.weights.param import shape_of, state_of
 
 __all__ = ["broadcast_model", "check_same_model", "check_same_text"]
@@ -43,23 +45,36 @@ def check_same_text(what: str, lines: list[str], comm: Collectives, fix: str) ->
 
 
 def check_same_model(model: torch.nn.Module, comm: Collectives) -> None:
-    """Names, shapes, dtypes and requires_grad of all parameters and buffers must agree."""
+    """Names, shapes, dtypes and requires_grad of all parameters and buffers must agree; of a parameter that is cut by
+    hand, which has Megatron's marks, the other dimensions."""
     lines = [
-        f"{name} {tuple(shape_of(p))} {p.dtype}{'' if p.requires_grad else ' frozen'}"
+        f"{name} {_shape_to_agree_on(p)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
         for name, p in model.named_parameters()
     ]
     lines += [f"{name} {tuple(b.shape)} {b.dtype} buffer" for name, b in model.named_buffers()]
     check_same_text("the model", lines, comm, "build the same model on every rank, with the same parameters frozen")
 
 
-def broadcast_model(model: torch.nn.Module, comm: Collectives, device: torch.device) -> None:
-    """Every rank starts from rank 0's weights and buffers, which are sent from ``device`` wherever they lie."""
-    if comm.world_size == 1:
+def _shape_to_agree_on(param: torch.nn.Parameter) -> str:
+    shape = list(map(str, shape_of(param)))
+    if getattr(param, "tensor_model_parallel", False):
+        dim = getattr(param, "partition_dim", 0)
+        if 0 <= dim < len(shape):
+            shape[dim] = "cut"
+        return f"({', '.join(shape)}) tensor_model_parallel"
+    return str(tuple(shape_of(param)))
+
+
+def broadcast_model(model: torch.nn.Module, mesh: Mesh, device: torch.device) -> None:
+    """Every rank starts from rank 0's weights and buffers, which are sent from ``device`` wherever they lie; of a
+    parameter that is cut, from those of its first data-parallel rank."""
+    if mesh.comm.world_size == 1:
         return
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             if state_of(tensor) is not None:
                 continue  # sharded under zero.Init, from rank 0's values
+            comm = mesh.comm if cut_of(tensor) is None else mesh.data
             data = tensor.data
             if data.numel() == 0:
                 continue

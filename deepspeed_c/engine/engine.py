@@ -19,13 +19,15 @@ from typing_extensions import Self
 from deepspeed_c.accelerator import get_accelerator
 from deepspeed_c.checkpoint.native.background import Save
 from deepspeed_c.checkpointing.blocks import Blocks
-from deepspeed_c.comm.mesh import Mesh
+from deepspeed_c.comm.mesh import DATA, Mesh
 from deepspeed_c.config import Config
 from deepspeed_c.data.loader import DeepSpeedDataLoader
 from deepspeed_c.engine.checkpoint.checkpoints import Checkpoints
 from deepspeed_c.engine.checkpoint.model_files import save_model
 from deepspeed_c.engine.getters import ABSENT_METHODS, ConfigGetters
+from deepspeed_c.engine.inputs import InputCheck
 from deepspeed_c.engine.offload import OffloadDeviceEnum, OffloadedStates, OffloadStateTypeEnum
+from deepspeed_c.engine.parts import take_parts
 from deepspeed_c.engine.precision import Precision
 from deepspeed_c.engine.preemption import Preemption
 from deepspeed_c.engine.reductions import Reductions
@@ -102,8 +104,10 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
         if training_data is not None:
             self.training_dataloader = self.deepspeed_io(training_data, collate_fn=collate_fn)
         self.config = config.as_dict()
-        self.dp_world_size, self.global_rank, self.world_size = comm.world_size, comm.global_rank, comm.world_size
+        self.global_rank, self.world_size = comm.global_rank, comm.world_size
+        self.dp_world_size, self.mp_world_size = mesh.size(*DATA), mesh.size("tp")
         self.local_rank = read_env().local_rank
+        self._inputs = InputCheck(mesh)
         self._step_applied = False
         self._is_compiled = False
         self._is_closed = False
@@ -122,7 +126,7 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
             self._blocks = Blocks(
                 model,
                 config.activation_checkpointing,
-                mpu,
+                mesh.along("tp"),
                 has_sharded=bool(layout and layout.fetcher),
                 aio=config.aio,
                 ranks=comm,
@@ -228,6 +232,8 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
         self._require_states("forward")
         if self._optimizer is not None:
             self._passes.recover()
+            if self.training and torch.is_grad_enabled():
+                self._inputs.look(self.global_steps, inputs, kwargs)
         if self._tput_timer is not None and self.training:
             self._tput_timer.start()
         self._mesh.enter_phase("forward")
@@ -449,7 +455,7 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
         return DeepSpeedDataLoader.for_engine(
             dataset,
             batch_size=batch_size or self.train_micro_batch_size_per_gpu(),
-            comm=self._comm,
+            comm=self._mesh.data,
             route=route,
             pin_memory=pin_memory and self.device.type != "cpu",
             data_sampler=data_sampler,
@@ -464,12 +470,13 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
     ) -> dict[str, Any]:
         """The module's state dict: whole tensors in the dtype that is trained in.
 
-        Where parameters are sharded it is collective and puts the whole model into the host memory of every rank;
-        ``save_16bit_model`` and ``_zero3_consolidated_16bit_state_dict`` do with less.
+        Where parameters are sharded, or cut over tensor-parallel ranks, it is collective and puts the whole model
+        into the host memory of every rank; ``save_16bit_model`` and ``_zero3_consolidated_16bit_state_dict`` do with
+        less.
         """
-        if self._shards_parameters:
+        if self._shards_parameters or self.mp_world_size > 1:
             state = consolidate(
-                self.module, self._fetcher, self._comm, exclude_frozen=exclude_frozen_parameters, on_all_ranks=True
+                self.module, self._fetcher, self._mesh, exclude_frozen=exclude_frozen_parameters, on_all_ranks=True
             )
             named = {prefix + name: value for name, value in state.items()}
             if destination is not None:
@@ -506,6 +513,7 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
                 fix="pass strict=False",
             )
         weights = checkpoint["module"] if isinstance(checkpoint.get("module"), Mapping) else checkpoint
+        weights = take_parts(self.module, weights)
         if custom_load_fn is None and self._shards_parameters:
             check_weights(self.module, weights, strict)
         self._state.begin_window()
@@ -535,7 +543,7 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
         self._require_open()
         self._require_states("save_16bit_model")
         path = os.path.join(save_dir, save_filename)
-        save_weights(self.module, self._fetcher, self._comm, path, exclude_frozen=exclude_frozen_parameters)
+        save_weights(self.module, self._fetcher, self._mesh, path, exclude_frozen=exclude_frozen_parameters)
         return True
 
     save_fp16_model = save_16bit_model
@@ -562,7 +570,7 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
         save_model(
             self.module,
             self._fetcher,
-            self._comm,
+            self._mesh,
             save_dir,
             max_shard_size=max_shard_size,
             exclude_frozen=exclude_frozen_parameters,
@@ -751,7 +759,7 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
         self._require_open()
         self._require_states("_consolidated_16bit_state_dict")
         return consolidate(
-            self.module, self._fetcher, self._comm, exclude_frozen=exclude_frozen_parameters, on_all_ranks=False
+            self.module, self._fetcher, self._mesh, exclude_frozen=exclude_frozen_parameters, on_all_ranks=False
         )
 
     def generate(self, *args: Any, synced: bool = False, **kwargs: Any) -> Any:

@@ -16,14 +16,15 @@ __all__ = ["Reductions"]
 class Reductions:
     """A part of the engine."""
 
-    sequence_parallel_size = mp_world_size = 1
+    sequence_parallel_size = 1
     enable_backward_allreduce = True
     """Setting it to False changes nothing: what ``backward`` has reduced, ``allreduce_gradients`` need not."""
 
     @property
     def data_parallel_group(self) -> Any:
         """The ranks that hold copies, or shards, of the model."""
-        return comm.get_world_group() if self._comm.group is None else self._comm.group
+        group = self._mesh.data.group
+        return comm.get_world_group() if group is None else group
 
     seq_data_parallel_group = data_parallel_group
 

@@ -8,7 +8,6 @@ import torch
 
 from deepspeed_c import threads
 from deepspeed_c.accelerator import get_accelerator
-from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.config import Config
 from deepspeed_c.engine.precision import Precision
@@ -73,7 +72,7 @@ def shard_model(
 
 
 def make_reducer(
-    layout: Layout, config: Config, precision: Precision, comm: Collectives, pools: GradientPools | None = None
+    layout: Layout, config: Config, precision: Precision, mesh: Mesh, pools: GradientPools | None = None
 ) -> GradientReducer:
     """Hooks the trained parameters' gradients, and makes the buffers of their sums."""
     sharding = STAGES[config.zero.stage]
@@ -83,7 +82,7 @@ def make_reducer(
     reducer = GradientReducer(
         layout.trained,
         sharding,
-        comm,
+        mesh,
         ReduceSettings(
             overlap_comm=bool(config.zero.overlap_comm),
             reduce_scatter=config.zero.reduce_scatter,
@@ -119,7 +118,7 @@ def _shard_model(
     # Before there are buffers for gradients: both need not have room at once.
     if store_states(config, layout.trained, base, mesh.comm):
         get_accelerator().empty_cache()
-    reducer = make_reducer(layout, config, precision, mesh.comm)
+    reducer = make_reducer(layout, config, precision, mesh)
     if optimizer is not None:
         optimizer.lay_out(layout.trained, reducer, layout.fetcher)
         return optimizer, layout

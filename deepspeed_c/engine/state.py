@@ -12,7 +12,7 @@ import torch
 from deepspeed_c import checkpoint as files
 from deepspeed_c.checkpoint.source import Source
 from deepspeed_c.checkpointing.rng import get_cuda_rng_tracker
-from deepspeed_c.comm.mesh import Mesh
+from deepspeed_c.comm.mesh import DATA, Mesh
 from deepspeed_c.config import Config
 from deepspeed_c.data.loader import DeepSpeedDataLoader
 from deepspeed_c.engine.backward import BackwardPass
@@ -140,7 +140,7 @@ class TrainState:
     def check(self, source: Source) -> None:
         """Raises CheckpointError for small state that is damaged or no such state: it is restored when everything else
         has been, and that it cannot be has to be known before."""
-        for rank in sorted({0, self.mesh.comm.rank}):
+        for rank in sorted({0, self._saved_rank(source)}):
             state, where = source.rank_state(rank) or {}, f"{source.where}, state of rank {rank}"
             if "random" in state:
                 files.state.check_random_state(state["random"], self.device, where)
@@ -196,24 +196,33 @@ class TrainState:
         if self.window.n_micro_steps:
             self.window.place(n_micro_steps)
 
+    def _saved_rank(self, source: Source) -> int:
+        """The rank of the run that saved whose random numbers and place in the data this one goes on from. Ranks that
+        hold one model together go on from the same where they were others: what they hold whole has to stay the
+        same."""
+        if _n_tensor(source) == self.mesh.size("tp"):
+            return self.mesh.comm.rank
+        return self.mesh.index(*DATA) * _n_tensor(source)
+
     def restore_of_rank(self, source: Source) -> None:
         """Random numbers, and the place in the data; ``global_steps`` are the checkpoint's already."""
-        comm = self.mesh.comm
-        is_same_world = source.topology.world_size == comm.world_size
-        mine = source.rank_state(comm.rank)
+        saved_ranks = source.topology.world_size // _n_tensor(source)
+        n_ranks, is_same_cut = self.mesh.size(*DATA), _n_tensor(source) == self.mesh.size("tp")
+        mine = source.rank_state(self._saved_rank(source))
         if mine is not None and "random" in mine:
             files.state.restore_random_state(mine["random"], self.device)
-            if "tracked" in mine:
+            # Streams of a tensor-parallel rank's own are nobody's where there are as many of them no more.
+            if "tracked" in mine and is_same_cut:
                 get_cuda_rng_tracker().set_states(mine["tracked"])
         elif source.rank_state(0) is not None:
             # A rank that did not exist then: a stream of its own, the same in every run that resumes so.
-            torch.manual_seed(self.config.seed + 7919 * (self.global_steps + 1) + comm.rank)
+            torch.manual_seed(self.config.seed + 7919 * (self.global_steps + 1) + self.mesh.index(*DATA))
         if self._loader is None:
             return
-        saved = (mine if is_same_world else source.rank_state(0)) or {}
+        saved = (mine if saved_ranks == n_ranks else source.rank_state(0)) or {}
         if saved.get("loader"):
             self._loader.load_state_dict(
-                _same_place(saved["loader"], self._loader.batch_size, source.topology.world_size, comm.world_size)
+                _same_place(saved["loader"], self._loader.batch_size, saved_ranks, n_ranks)
             )
             self._note_loader()
 
@@ -229,6 +238,11 @@ class TrainState:
             self.optimizer.note_weights() if has_masters else self.optimizer.refresh_fp32_params()
         if self.layout.fetcher is not None:
             self.layout.fetcher.weights_changed()
+
+
+def _n_tensor(source: Source) -> int:
+    """Over how many ranks the model was cut that a checkpoint of ours is of."""
+    return source.topology.axes.get("tp", 1)
 
 
 def _is_place(state: Any) -> bool:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deepspeed_c import checkpoint as files
-from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.comm.mesh import Mesh
+from deepspeed_c.engine.parts import Parts
 from deepspeed_c.errors import CheckpointError, StateError
 from deepspeed_c.zero.weights.fetch import Fetcher
 from deepspeed_c.zero.weights.gather_unit import PlacedShard
@@ -60,17 +61,19 @@ def stream_order(tensors: Mapping[str, torch.Tensor]) -> tuple[list[str], dict[i
     return whole, dict(sorted(sharded.items()))
 
 
-def stream(tensors: Mapping[str, torch.Tensor], fetcher: Fetcher | None) -> Iterator[tuple[str, torch.Tensor]]:
+def stream(
+    tensors: Mapping[str, torch.Tensor], fetcher: Fetcher | None, parts: Parts
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Each different tensor in the order of ``stream_order``, while it is whole. Collective: go through to the end."""
     whole, sharded = stream_order(tensors)
     for name in whole:
-        yield name, tensors[name].detach()
+        yield name, parts.whole(name, tensors[name].detach())
     for index, names in sharded.items():
         group = fetcher.groups[index]
         fetcher.pin([group])
         try:
             for name in names:
-                yield name, tensors[name].detach()
+                yield name, parts.whole(name, tensors[name].detach())
         finally:
             fetcher.unpin([group])
 
@@ -82,14 +85,14 @@ def aliases_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 
 def consolidate(
-    module: torch.nn.Module, fetcher: Fetcher | None, comm: Collectives, *, exclude_frozen: bool, on_all_ranks: bool
+    module: torch.nn.Module, fetcher: Fetcher | None, mesh: Mesh, *, exclude_frozen: bool, on_all_ranks: bool
 ) -> OrderedDict[str, torch.Tensor] | None:
     """The module's state dict of whole tensors in host memory, on rank 0 (None elsewhere) or on all ranks.
     Collective."""
     tensors = named_tensors(module, exclude_frozen)
-    keeps = on_all_ranks or comm.rank == 0
+    keeps = on_all_ranks or mesh.comm.rank == 0
     whole: dict[str, torch.Tensor] = {}
-    for name, tensor in stream(tensors, fetcher):
+    for name, tensor in stream(tensors, fetcher, Parts(tensors, mesh.along("tp"))):
         if keeps:
             whole[name] = tensor.to("cpu", copy=True)
     if not keeps:
@@ -99,7 +102,7 @@ def consolidate(
 
 
 def save_weights(
-    module: torch.nn.Module, fetcher: Fetcher | None, comm: Collectives, path: str, *, exclude_frozen: bool
+    module: torch.nn.Module, fetcher: Fetcher | None, mesh: Mesh, path: str, *, exclude_frozen: bool
 ) -> None:
     """Rank 0 writes the module's weights to ``path``; no rank holds more of them than one gather unit.
 
@@ -108,9 +111,10 @@ def save_weights(
     tensors = named_tensors(module, exclude_frozen)
     error: Exception | None = None
     writer: TensorFileWriter | None = None
+    parts, comm = Parts(tensors, mesh.along("tp")), mesh.comm
     if comm.rank == 0:
         aliases = aliases_of(tensors)
-        entries = {name: (shape_of(t), t.dtype) for name, t in tensors.items() if name not in aliases}
+        entries = {name: (parts.shape(name, t), t.dtype) for name, t in tensors.items() if name not in aliases}
         try:
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
             writer = files.stream.TensorFileWriter(path, entries, aliases)
@@ -118,7 +122,7 @@ def save_weights(
         except (OSError, CheckpointError) as raised:
             error, writer = raised, None
     # A rank that cannot write still takes part in every gather: the others wait for it.
-    for name, tensor in stream(tensors, fetcher):
+    for name, tensor in stream(tensors, fetcher, parts):
         if writer is not None and error is None:
             try:
                 writer.write(name, tensor)

@@ -75,7 +75,9 @@ class TensorRanks:
     def sum_gradient(self, param: torch.nn.Parameter, ranks: tuple[int, ...], label: str) -> None:
         """From now on ``param``'s gradient is summed over ``ranks`` before anybody sees it.
 
-        ranks: those that hold the same elements and use them on different heads.
+        ranks: those that hold the same elements and use them on different heads. An engine takes the hook
+        (``tp_sum_hook``) away, and sums whole buckets: over ``tp_cut.copies``, or where ``tp_sum_gradients`` says that
+        a whole parameter is used on parts.
         """
         if len(ranks) == 1 or param.is_meta:
             return
@@ -86,7 +88,8 @@ class TensorRanks:
 
         trains = param.requires_grad
         param.requires_grad_(True)  # a hook can be given to no other; one that is frozen may be trained later
-        param.register_hook(add_up)
+        param.tp_sum_hook = param.register_hook(add_up)
+        param.tp_sum_gradients = getattr(param, "tp_cut", None) is None
         param.requires_grad_(trains)
 
 

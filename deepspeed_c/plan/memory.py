@@ -261,7 +261,7 @@ class _Walk:
         self._reducer: GradientReducer | None = None
         if optimizer is not None:
             pools = GradientPools.make(count=lambda name: book.counter(STAGING if name == "staging" else SCRATCH))
-            self._reducer = make_reducer(layout, config, self._precision, comm, pools)
+            self._reducer = make_reducer(layout, config, self._precision, mesh, pools)
             at_end.callback(self._reducer.close)
             for slot in self._reducer.slots:  # after the reducer has taken it
                 slot.param.register_post_accumulate_grad_hook(self._forget_gradient(slot))

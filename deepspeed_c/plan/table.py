@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deepspeed_c.config import load_config
+from deepspeed_c.config import load_config, tensor_parallel_size
 from deepspeed_c.engine.build import build_optimizer
 from deepspeed_c.engine.precision import Precision
-from deepspeed_c.errors import DeepSpeedCError
+from deepspeed_c.errors import DeepSpeedCError, FeatureError
 from deepspeed_c.offload.place import place
 from deepspeed_c.ops.scope import declaration
 from deepspeed_c.plan.memory import KINDS, PHASES, MemoryPlan, Offload, plan_memory
@@ -92,6 +92,13 @@ def plan_table(
         overrides["optimizer"] = ASSUMED_OPTIMIZER
         notes.append(f"the configuration names no optimizer: {ASSUMED_OPTIMIZER['type']} is assumed")
         config = load_config(source, world_size=n_ranks, overrides=overrides, batch="skip")
+    n_tensor, key = tensor_parallel_size(source)
+    if n_tensor > 1:
+        raise FeatureError(
+            f"models that are cut over {n_tensor} tensor-parallel ranks are not planned",
+            where=key,
+            fix="set it to 0, and plan the parameters that one rank holds (--params, --ranks: the data-parallel ones)",
+        )
 
     asked = Offload.of(config)
     chosen = (config.zero.stage, asked)

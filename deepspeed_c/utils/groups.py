@@ -11,7 +11,7 @@ from typing import Any
 
 from deepspeed_c import comm
 from deepspeed_c.comm.mesh import DATA, Mesh, mesh_of_mpu
-from deepspeed_c.errors import FeatureError
+from deepspeed_c.errors import FeatureError, StateError
 
 __all__ = [
     "get_data_parallel_group",
@@ -118,30 +118,42 @@ def get_tensor_model_parallel_rank() -> int:
 
 
 def get_tensor_model_parallel_src_rank() -> int:
-    """The global rank of the first of them: this one."""
-    return comm.get_rank()
+    """The global rank of the first of them."""
+    return _told[0].along("tp").global_ranks[0] if _told else comm.get_rank()
 
 
 def get_tensor_model_parallel_group() -> Any:
-    """Raises FeatureError: there is no group of one rank."""
-    raise _later("tensor", "get_tensor_model_parallel_group")
+    """The ranks that hold a model together. Raises StateError where it is one rank: there is no group of it."""
+    if _size("tp") == 1:
+        raise StateError(
+            "models are not cut over ranks, and there is no group of one rank",
+            where="groups.get_tensor_model_parallel_group",
+            fix='make an engine with "tensor_parallel": {"autotp_size": ...}, or with an mpu, before',
+        )
+    tp = _told[0].along("tp")
+    return comm.get_world_group() if tp.group is None else tp.group
+
+
+def _require_same(what: str, given: int, actual: int) -> None:
+    if given != actual:
+        raise StateError(
+            f"{given} is not the {what}, which is {actual}",
+            where=f"groups.set_tensor_model_parallel_{what.replace(' ', '_')}",
+            fix='say it to deepspeed_c.initialize: "tensor_parallel": {"autotp_size": ...}, or an mpu',
+        )
 
 
 def set_tensor_model_parallel_world_size(world_size: int) -> None:
-    """Raises FeatureError unless it is 1."""
-    if world_size != 1:
-        raise _later("tensor", "set_tensor_model_parallel_world_size")
+    """Raises StateError unless it is what it is: the mesh says it."""
+    _require_same("world size", world_size, _size("tp"))
 
 
 def set_tensor_model_parallel_rank(rank: int) -> None:
-    """Raises FeatureError unless it is 0."""
-    if rank != 0:
-        raise _later("tensor", "set_tensor_model_parallel_rank")
+    """Raises StateError unless it is what it is."""
+    _require_same("rank", rank, _rank("tp"))
 
 
-def get_model_parallel_group() -> Any:
-    """Raises FeatureError."""
-    raise _later("model", "get_model_parallel_group")
+get_model_parallel_group = get_tensor_model_parallel_group
 
 
 def _get_sequence_parallel_group() -> Any:

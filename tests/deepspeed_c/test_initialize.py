@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import deepspeed_c
 from deepspeed_c import _C
-from deepspeed_c.errors import FeatureError
+from deepspeed_c.errors import CommError, FeatureError
 from tests.ranks import run_ranks
 
 CONFIG = {
@@ -35,9 +35,6 @@ class Mpu:
 
 
 AXES = {
-    "model_parallel": "tp",
-    "tensor_model_parallel": "tp",
-    "slice_parallel": "tp",
     "sequence_parallel": "sp",
     "context_parallel": "sp",
     "pipeline_model_parallel": "pp",
@@ -45,7 +42,14 @@ AXES = {
 }
 
 
+# As many as the job has not.
+TENSOR = ("model_parallel", "tensor_model_parallel", "slice_parallel")
+
+
 def axes_body(rank: int, world: int) -> None:
+    for name in TENSOR:
+        with pytest.raises(CommError, match="1 data-parallel times 2 tensor-parallel ranks, the job 1"):
+            deepspeed_c.initialize(model=torch.nn.Linear(2, 2), config=CONFIG, mpu=Mpu(**{name: 2}))
     for name, axis in AXES.items():
         with pytest.raises(FeatureError, match=f"axis '{axis}' has 2 ranks"):
             deepspeed_c.initialize(model=torch.nn.Linear(2, 2), config=CONFIG, mpu=Mpu(**{name: 2}))

@@ -416,7 +416,7 @@ def _merge(gathered: Sequence[bytes], contents: Contents, tag: str, n_ranks: int
         version=VERSION,
         tag=tag,
         block_bytes=BLOCK_BYTES,
-        topology=TopologyEntry(n_ranks, contents.stage, axes=contents.axes),
+        topology=TopologyEntry(n_ranks, contents.stage, contents.axes.get("tp", 1), axes=contents.axes),
         counters=dict(contents.counters),
         versions={"deepspeed_c": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
         excludes_frozen=contents.excludes_frozen,

@@ -16,6 +16,7 @@ from deepspeed_c.checkpoint.native.ranks import Ranks
 from deepspeed_c.checkpoint.source import PARAM, ParamInfo, Read, Source
 from deepspeed_c.engine.checkpoint.contents import Reading, names_of, owned_pieces, param_infos
 from deepspeed_c.engine.checkpoint.restore import LoadOptions, plan_restore
+from deepspeed_c.engine.parts import take_parts
 from deepspeed_c.engine.weights import load_custom
 from deepspeed_c.env import read_env
 from deepspeed_c.errors import AioError, CheckpointError, DeepSpeedCError, OffloadError, StateError
@@ -155,7 +156,7 @@ class Checkpoints:
                 layout,
                 optimizer,
                 state.dormant,
-                self._comm,
+                state.mesh,
                 reading=self._reading,
                 exclude_frozen=exclude_frozen,
             ),
@@ -289,7 +290,7 @@ class Checkpoints:
         if custom_load_fn is None:
             named = names_of(module)
             try:
-                plan = plan_restore(source, named, state.layout, state.optimizer, self._comm, options)
+                plan = plan_restore(source, named, state.layout, state.optimizer, state.mesh, options)
             except StateError as raised:
                 error = raised
             verdicts = self._ranks.all_gather(str(error) if error else "")
@@ -299,7 +300,7 @@ class Checkpoints:
                 )
         else:
             try:
-                whole = _whole_state(source)
+                whole = take_parts(module, _whole_state(source))
             except CheckpointError as raised:
                 problem = str(raised).splitlines()[0]
             problem = next((p for p in self._ranks.all_gather(problem) if p), "")

@@ -3,7 +3,7 @@ more than another."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,9 +12,12 @@ import torch
 
 from deepspeed_c import checkpoint as files
 from deepspeed_c.checkpoint.source import BUFFER, MASTER, PARAM, ParamInfo
-from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.comm.mesh import DATA, Mesh
+from deepspeed_c.engine.checkpoint.boxes import BoxPart, box_parts
 from deepspeed_c.engine.trainable import KeptState
 from deepspeed_c.errors import CheckpointError
+from deepspeed_c.inject.cut import Cut
+from deepspeed_c.zero.layout.cuts import cut_of
 from deepspeed_c.zero.layout.layout import Layout
 from deepspeed_c.zero.layout.unit import Fragment, Slot, Unit
 from deepspeed_c.zero.states.optimizer import ZeroOptimizer
@@ -102,7 +105,7 @@ def owned_pieces(
     layout: Layout,
     optimizer: ZeroOptimizer | None,
     dormant: Mapping[torch.nn.Parameter, KeptState],
-    comm: Collectives,
+    mesh: Mesh,
     *,
     reading: Reading,
     exclude_frozen: bool,
@@ -126,22 +129,47 @@ def owned_pieces(
     for param, state in dormant.items():
         if not (exclude_frozen and not param.requires_grad):
             pieces += _dormant_pieces(param, state)
-    for name, tensor in named.tensors.items():
+    for i, (name, tensor) in enumerate(named.tensors.items()):
         if id(tensor) in placed:
             continue
+        cut = cut_of(tensor)
         if not isinstance(tensor, torch.nn.Parameter):
-            if comm.rank == 0:
+            if mesh.comm.rank == 0:
                 pieces.append(files.save.OwnedPiece(BUFFER, name, tuple(tensor.shape), 0, tensor.detach().reshape(-1)))
-        elif not exclude_frozen or tensor.requires_grad:
+        elif exclude_frozen and not tensor.requires_grad:
+            continue
+        elif cut is None:
             copies.append(_Whole(PARAM, name, tensor.detach()))
-    pieces += _share_out(copies, comm.rank, comm.world_size)
+        elif cut.copies[0] == cut.rank and mesh.index(*DATA) == i % mesh.size(*DATA):
+            pieces += _cut_pieces(PARAM, name, tensor.shape, 0, tensor.detach().reshape(-1), cut)
+    pieces += _share_out(copies, mesh.comm.rank, mesh.comm.world_size)
     return pieces
+
+
+def _cut_pieces(
+    kind: str, name: str, shape: Sequence[int], begin: int, data: torch.Tensor | Deferred, cut: Cut | None
+) -> Iterator[OwnedPiece]:
+    """Elements from ``begin`` on of a parameter of ``shape``, or of a state of it, as pieces of the logical tensor of
+    which that is the part ``cut``."""
+    if cut is None:
+        yield files.save.OwnedPiece(kind, name, tuple(shape), begin, data)
+        return
+    for part in box_parts(cut, begin, data.numel()):
+        if isinstance(data, torch.Tensor):
+            of_box = part.take(data)
+        else:
+            of_box = data._replace(n_elems=part.numel, read=partial(_take, part, data))
+        yield files.save.OwnedPiece(kind, name, tuple(cut.logical_shape), part.begin, of_box, part.box)
+
+
+def _take(part: BoxPart, data: Deferred) -> torch.Tensor:
+    return part.take(data.read())
 
 
 def _add_unit_weights(unit: Unit, slot: Slot, reading: Reading, pieces: list[OwnedPiece], copies: list[_Whole]) -> None:
     fragment = unit.fragment_of.get(slot)
     is_stored = unit.weights.needs_open(slot.bucket)
-    if not unit.is_cut and not is_stored:
+    if not unit.is_cut and not is_stored and slot.cut is None:
         data = torch.empty(0, dtype=unit.dtype) if fragment is None else unit.weight_piece(fragment)
         copies.append(_Whole(PARAM, slot.name, data.view(slot.shape)))
         return
@@ -150,9 +178,7 @@ def _add_unit_weights(unit: Unit, slot: Slot, reading: Reading, pieces: list[Own
     if fragment is None:
         # A parameter without elements belongs to nobody: one rank notes that it exists.
         if slot.numel == 0 and unit.comm.rank == 0:
-            pieces.append(
-                files.save.OwnedPiece(PARAM, slot.name, tuple(slot.shape), 0, torch.empty(0, dtype=unit.dtype))
-            )
+            pieces += _cut_pieces(PARAM, slot.name, slot.shape, 0, torch.empty(0, dtype=unit.dtype), slot.cut)
         return
     data: torch.Tensor | Deferred
     if not is_stored:
@@ -165,13 +191,13 @@ def _add_unit_weights(unit: Unit, slot: Slot, reading: Reading, pieces: list[Own
             partial(unit.weights.open, slot.bucket, writes=False),
             partial(unit.weight_piece, fragment),
         )
-    pieces.append(files.save.OwnedPiece(PARAM, slot.name, tuple(slot.shape), fragment.begin, data))
+    pieces += _cut_pieces(PARAM, slot.name, slot.shape, fragment.begin, data, slot.cut)
 
 
 def _writes(unit: Unit, slot: Slot) -> bool:
     """Whether this rank, among those that hold the same pieces of a parameter, writes them: the parameters take
     turns."""
-    return slot.index % unit.replicas.world_size == unit.replicas.rank
+    return slot.index % unit.n_copies == unit.copy_index
 
 
 def _add_states(
@@ -206,13 +232,13 @@ def _add_states(
                 partial(unit.states.open, slot.bucket, writes=False),
                 partial(optimizer.pieces.local, slot, key),
             )
-            pieces.append(files.save.OwnedPiece(kind, slot.name, shape, fragment.begin, deferred))
+            pieces += _cut_pieces(kind, slot.name, shape, fragment.begin, deferred, slot.cut)
             continue
         data = optimizer.pieces.local(slot, key)
-        if not unit.is_cut:
+        if not unit.is_cut and slot.cut is None:
             copies.append(_Whole(kind, slot.name, data.view(shape)))
         elif _writes(unit, slot):
-            pieces.append(files.save.OwnedPiece(kind, slot.name, shape, fragment.begin, data))
+            pieces += _cut_pieces(kind, slot.name, shape, fragment.begin, data, slot.cut)
     for key, value in counts.items():
         # States of another shape than the parameter's (Adafactor's rows and columns): whole, where nothing is cut.
         if torch.is_tensor(value) and value.numel() != 1 and not unit.is_cut:
@@ -223,13 +249,12 @@ def _dormant_pieces(param: torch.nn.Parameter, state: KeptState) -> Iterator[Own
     """What a parameter that was frozen in mid-run waits with, in the cut of the layout that it left."""
     if not state.speaks:
         return  # another rank's copy is written
-    at = state.comm.rank
-    shape = tuple(shape_of(param))
+    begin, shape, cut = state.begins[state.comm.rank], shape_of(param), cut_of(param)
     if state.master.numel():
-        yield files.save.OwnedPiece(MASTER, state.name, shape, state.begins[at], state.master)
+        yield from _cut_pieces(MASTER, state.name, shape, begin, state.master, cut)
     for key, piece in state.pieces.items():
         if piece.numel():
-            yield files.save.OwnedPiece(key, state.name, shape, state.begins[at], piece)
+            yield from _cut_pieces(key, state.name, shape, begin, piece, cut)
 
 
 def _share_out(copies: Iterable[_Whole], rank: int, n_ranks: int) -> Iterator[OwnedPiece]:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from deepspeed_c import checkpoint as files
-from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.comm.mesh import Mesh
+from deepspeed_c.engine.parts import Parts
 from deepspeed_c.engine.weights import aliases_of, named_tensors, stream, stream_order
 from deepspeed_c.errors import CheckpointError, StateError
 from deepspeed_c.zero.states.access import safe_get_full_fp32_param, safe_get_local_fp32_param
 from deepspeed_c.zero.weights.fetch import Fetcher
-from deepspeed_c.zero.weights.param import shape_of
 
 if TYPE_CHECKING:
     from deepspeed_c.checkpoint.formats.model_folder import ModelFolderWriter
@@ -28,7 +28,7 @@ CONVERTED_ELEMS = 4 << 20
 def save_model(
     module: torch.nn.Module,
     fetcher: Fetcher | None,
-    comm: Collectives,
+    mesh: Mesh,
     folder: str,
     *,
     max_shard_size: int | str,
@@ -44,6 +44,7 @@ def save_model(
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise StateError(f"{dtype!r} is no floating-point dtype", where="dtype", fix="pass torch.bfloat16, for example")
     tensors = named_tensors(module, exclude_frozen)
+    parts, comm = Parts(tensors, mesh.along("tp")), mesh.comm
     params = {id(p) for p in module.parameters()}
     dtypes = {
         name: t.dtype if dtype is None or id(t) not in params or not t.is_floating_point() else dtype
@@ -58,14 +59,14 @@ def save_model(
 
     def values() -> Iterator[tuple[str, torch.Tensor]]:
         for name in masters:
-            yield name, safe_get_full_fp32_param(tensors[name])
-        yield from stream(others, fetcher)
+            yield name, parts.whole(name, safe_get_full_fp32_param(tensors[name]))
+        yield from stream(others, fetcher, parts)
 
     error: CheckpointError | None = None
     writer: ModelFolderWriter | None = None
     if comm.rank == 0:
         try:
-            entries = [(name, tuple(shape_of(tensors[name])), dtypes[name]) for name in order]
+            entries = [(name, tuple(parts.shape(name, tensors[name])), dtypes[name]) for name in order]
             writer = files.model_folder.ModelFolderWriter(
                 folder, entries, aliases, max_shard_size=max_shard_size
             ).__enter__()

@@ -15,11 +15,14 @@ import torch
 
 from deepspeed_c import _C
 from deepspeed_c.checkpoint.source import BUFFER, MASTER, PARAM, LogicalTensor, Read, Source
-from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.comm.mesh import Mesh
+from deepspeed_c.engine.checkpoint.boxes import plan_reads
 from deepspeed_c.engine.checkpoint.contents import Named
 from deepspeed_c.engine.trainable import KeptState
 from deepspeed_c.errors import CheckpointError, StateError
+from deepspeed_c.inject.cut import Cut
 from deepspeed_c.ops.scope import declaration
+from deepspeed_c.zero.layout.cuts import cut_of
 from deepspeed_c.zero.layout.layout import Layout
 from deepspeed_c.zero.layout.unit import Fragment, Slot, Unit
 from deepspeed_c.zero.states.optimizer import ZeroOptimizer
@@ -73,19 +76,34 @@ class RestorePlan:
         for step in self.before:
             reads += step()
         source.read(reads)
-        for (unit, bucket), found in self.stored.items():
-            with unit.weights.open(bucket):
-                source.read([Read(weight, f.begin, unit.weight_piece(f)) for weight, f in found])
-        for stream in self.streams:
-            stream(source)
         with torch.no_grad():
             for step in self.after:
                 step()
+        for (unit, bucket), found in self.stored.items():
+            with unit.weights.open(bucket):
+                _read_now(source, ((weight, f.slot.cut, f.begin, unit.weight_piece(f)) for weight, f in found))
+        for stream in self.streams:
+            stream(source)
+
+    def read(self, tensor: LogicalTensor, cut: Cut | None, begin: int, into: torch.Tensor) -> None:
+        """Has ``into`` filled with elements from ``begin`` on of a part of ``tensor``."""
+        reads, after = plan_reads(tensor, cut, begin, into)
+        self.reads += reads
+        self.after += after
 
     def finish(self) -> None:
         """Brings weights that are whole on every rank together. Collective, when all ranks have read."""
         for unit, bucket in self.gathers:
             unit.gather_weights(bucket, label=f"weights of bucket {bucket}").wait()
+
+
+def _read_now(source: Source, wanted: Iterable[tuple[LogicalTensor, Cut | None, int, torch.Tensor]]) -> None:
+    plans = [plan_reads(*each) for each in wanted]
+    source.read([read for reads, _ in plans for read in reads])
+    with torch.no_grad():
+        for _, after in plans:
+            for step in after:
+                step()
 
 
 class _Finder:
@@ -138,7 +156,7 @@ def plan_restore(
     named: Named,
     layout: Layout,
     optimizer: ZeroOptimizer | None,
-    comm: Collectives,
+    mesh: Mesh,
     options: LoadOptions,
 ) -> RestorePlan:
     """What has to be read. Nothing is changed. Raises StateError for what does not fit the model or the optimizer, all
@@ -155,7 +173,7 @@ def plan_restore(
                 plan.missing.append(slot.name)
                 continue
             found = finder.weight(name, unit.dtype)
-            if found is None or not _fits(found, slot.shape, slot.name, problems):
+            if found is None or not _fits(found, slot.logical_shape, slot.name, problems):
                 continue
             by_bucket.setdefault((unit, slot.bucket), {})[slot] = name
             _plan_weights(plan, finder, unit, slot, name, options)
@@ -168,9 +186,9 @@ def plan_restore(
             plan.missing.append(name)
             continue
         found = source.tensors.get((BUFFER, known)) or finder.weight(known, tensor.dtype)
-        if found is not None and _fits(found, shape_of(tensor), name, problems):
+        if found is not None and _fits(found, _logical_shape(tensor), name, problems):
             _plan_whole(plan, tensor, found)
-    _plan_dormant(plan, finder, named, layout, comm, options, has_optimizer=optimizer is not None)
+    _plan_dormant(plan, finder, named, layout, mesh, options, has_optimizer=optimizer is not None)
     plan.unexpected = [name for name in finder.kinds if name not in finder.used]
     if options.optimizer and optimizer is not None:
         problems += _plan_states(plan, finder, optimizer, by_bucket)
@@ -206,6 +224,11 @@ def _name_groups(source: Source, named: Named, layout: Layout) -> list[str]:
     return []
 
 
+def _logical_shape(tensor: torch.Tensor) -> torch.Size:
+    cut = cut_of(tensor)
+    return shape_of(tensor) if cut is None else cut.logical_shape
+
+
 def _fits(found: LogicalTensor, shape: Iterable[int], name: str, problems: list[str]) -> bool:
     if tuple(found.shape) != tuple(shape):
         problems.append(f"{name} has shape {tuple(found.shape)}, the model's has {tuple(shape)}")
@@ -218,12 +241,12 @@ def _plan_weights(plan: RestorePlan, finder: _Finder, unit: Unit, slot: Slot, na
     if fragment is not None and unit.weights.needs_open(slot.bucket):
         plan.stored.setdefault((unit, slot.bucket), []).append((weight, fragment))
     elif fragment is not None:
-        plan.reads.append(Read(weight, fragment.begin, unit.weight_piece(fragment)))
+        plan.read(weight, slot.cut, fragment.begin, unit.weight_piece(fragment))
     if fragment is not None and not unit.states.needs_open(slot.bucket):
         master = unit.master_piece(fragment)
         if master is not None:
             source = finder.master(name) if options.masters else weight
-            plan.reads.append(Read(source, fragment.begin, master))
+            plan.read(source, slot.cut, fragment.begin, master)
 
 
 def _plan_streams(
@@ -256,14 +279,15 @@ def _stream(
     source: Source,
 ) -> None:
     with unit.states.open(bucket, reads=not optimizer.broken):
-        reads = []
+        wanted = []
         for slot, tensor in masters:
             fragment = unit.fragment_of[slot]
             master = unit.master_piece(fragment)
             if master is not None:
-                reads.append(Read(tensor, fragment.begin, master))
+                wanted.append((tensor, slot.cut, fragment.begin, master))
+        _read_now(source, wanted)
         more, close = make_room()
-        source.read([*reads, *more])
+        source.read(more)
         with torch.no_grad():
             close()
 
@@ -271,13 +295,14 @@ def _stream(
 def _plan_whole(plan: RestorePlan, tensor: torch.Tensor, found: LogicalTensor) -> None:
     target = tensor.detach()
     if target.is_contiguous():
-        plan.reads.append(Read(found, 0, target.view(-1)))
+        plan.read(found, cut_of(tensor), 0, target.view(-1))
         return
 
     def make_room() -> Sequence[Read]:
         held = torch.empty(target.numel(), dtype=target.dtype)
-        plan.after.append(lambda: target.copy_(held.view(target.shape)))
-        return [Read(found, 0, held)]
+        reads, after = plan_reads(found, cut_of(tensor), 0, held)
+        plan.after += [*after, lambda: target.copy_(held.view(target.shape))]
+        return reads
 
     plan.before.append(make_room)
 
@@ -314,8 +339,8 @@ def _plan_states(
                     f"{slot.name} has the optimizer states {sorted(states)}, {type(base).__name__} keeps {sorted(expected)}"
                 )
                 continue
-            odd = {kind for kind, tensor in states.items() if tuple(tensor.shape) != tuple(slot.shape)}
-            if odd and unit.is_cut:
+            odd = {kind for kind, tensor in states.items() if tuple(tensor.shape) != tuple(slot.logical_shape)}
+            if odd and (unit.is_cut or slot.cut is not None):
                 problems.append(f"{min(odd)} of {slot.name} has another shape than it and cannot be sharded")
                 continue
             kept = None if expected is None else base.dtype_of_state(unit.master[bucket])
@@ -330,8 +355,14 @@ def _plan_states(
         if not optimizer.pieces.are_views(unit, bucket, "states"):
             plan.rooms[unit, bucket] = make_room
         else:
-            plan.before.append(lambda make_room=make_room: make_room()[0])
+            plan.before.append(partial(_make_room_for_good, plan, make_room))
     return problems
+
+
+def _make_room_for_good(plan: RestorePlan, make_room: Room) -> Sequence[Read]:
+    reads, close = make_room()
+    plan.after.append(close)
+    return reads
 
 
 def _make_room(
@@ -344,18 +375,27 @@ def _make_room(
     """Makes a bucket's states. Returns what is read into them, and what is to be called then."""
     optimizer.pieces.make(unit, bucket, known)
     place, close = optimizer.pieces.open(unit, bucket)
-    reads = []
+    reads: list[Read] = []
+    finishing: list[Callable[[], None]] = []
     for slot, kind, tensor in wanted:
         fragment = unit.fragment_of.get(slot)
         if fragment is None:
             continue
         if kind in known[slot][0]:
-            reads.append(Read(tensor, fragment.begin, place(slot, kind)))
+            more, after = plan_reads(tensor, slot.cut, fragment.begin, place(slot, kind))
+            reads += more
+            finishing += after
         else:
             held = torch.empty(tensor.shape, dtype=tensor.dtype, device=unit.device)
             optimizer.pieces.add(slot, kind, held)
             reads.append(Read(tensor, 0, held.view(-1)))
-    return reads, close
+
+    def finish() -> None:
+        for step in finishing:
+            step()
+        close()
+
+    return reads, finish
 
 
 def _plan_dormant(
@@ -363,7 +403,7 @@ def _plan_dormant(
     finder: _Finder,
     named: Named,
     layout: Layout,
-    comm: Collectives,
+    mesh: Mesh,
     options: LoadOptions,
     *,
     has_optimizer: bool,
@@ -380,17 +420,18 @@ def _plan_dormant(
         has_more = bool(states) or (MASTER, known) in finder.source.tensors
         if info is None or info.group is None or not has_more or finder.master(known) is None:
             continue
-        numel = shape_of(param).numel()
+        numel, cut, comm = shape_of(param).numel(), cut_of(param), mesh.data
         spans = [_C.shard_range(numel, comm.world_size, rank) for rank in range(comm.world_size)]
         begin, end = spans[comm.rank]
         master = torch.empty(end - begin, dtype=torch.float32, device=param.device)
         pieces = {
             kind: torch.empty(end - begin, dtype=tensor.dtype, device=param.device)
             for kind, tensor in states.items()
-            if tensor.shape == tuple(shape_of(param))
+            if tensor.shape == tuple(_logical_shape(param))
         }
-        plan.reads.append(Read(finder.master(known), begin, master))
-        plan.reads += [Read(states[kind], begin, piece) for kind, piece in pieces.items()]
+        plan.read(finder.master(known), cut, begin, master)
+        for kind, piece in pieces.items():
+            plan.read(states[kind], cut, begin, piece)
         plan.dormant[param] = KeptState(
             name,
             info.group,
@@ -400,5 +441,5 @@ def _plan_dormant(
             pieces,
             dict(info.counts),
             comm,
-            speaks=True,
+            speaks=mesh.along("tp").rank == 0 if cut is None else cut.copies[0] == cut.rank,
         )

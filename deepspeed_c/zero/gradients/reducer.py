@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -33,11 +33,12 @@ import torch
 
 from deepspeed_c import _C
 from deepspeed_c.buffers import Allocate, BufferPool, ordinary_memory
-from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.comm.mesh import DATA, Mesh
 from deepspeed_c.comm.work import Work
 from deepspeed_c.errors import BackwardError, CommError
 from deepspeed_c.logging import logger
 from deepspeed_c.zero.gradients.bucket import Bucket
+from deepspeed_c.zero.gradients.drift import DriftCheck
 from deepspeed_c.zero.layout.stages import Sharding
 from deepspeed_c.zero.layout.unit import Slot, Unit
 
@@ -104,11 +105,13 @@ class GradientReducer:
         self,
         units: Sequence[Unit],
         sharding: Sharding,
-        comm: Collectives,
+        mesh: Mesh,
         settings: ReduceSettings,
         pools: GradientPools | None = None,
     ) -> None:
+        comm = mesh.comm
         self.units, self.sharding, self.comm, self.settings = list(units), sharding, comm, settings
+        self._drift = DriftCheck(self.units, mesh)
         # Autograd runs one thread per device, so hooks may come from several threads.
         self._lock = threading.RLock()
         largest = max(self.units, key=lambda unit: unit.flat_elems, default=None)
@@ -116,7 +119,7 @@ class GradientReducer:
         self.pools = GradientPools.make(carrier.allocate) if pools is None else pools
         self._works: deque[Work] = deque()
         self._depth = MAX_IN_FLIGHT if settings.overlap_comm else 0
-        world = comm.world_size
+        world = mesh.size(*DATA)  # tensor-parallel ranks have parts of one gradient, or the same one
         if settings.prescale_gradients:
             self._pre_factor, self.post_factor = 1.0 / world, 1.0
         else:
@@ -132,9 +135,14 @@ class GradientReducer:
             for slot in bucket.slots:
                 slot.tracker_index = len(bucket_of)
                 bucket_of.append(i)
+        # In order of registration: the same on all ranks, also where tensor-parallel ranks have parts of other sizes,
+        # and so other buckets.
+        self._in_order = sorted(self.slots, key=lambda slot: slot.order)
         self._bucket_of = bucket_of
         self._tracker = _C.BucketTracker(bucket_of, len(self.buckets))
+        self._is_first_twin = mesh.along("tp").rank == 0
         self._after_turn = comm.world_size + 1  # more than the ranks that can have given a gradient
+        self._late = (self._after_turn + 1) ** 2  # and more than as many of those
         self._hooks = [
             slot.param.register_post_accumulate_grad_hook(partial(self._on_grad, slot)) for slot in self.slots
         ]
@@ -206,8 +214,8 @@ class GradientReducer:
         self._contributed = [0] * len(self.slots)
         self._has_unreduced = False
         self._has_passed = False  # a backward that reduces has ended, or everything was finished
-        # By bucket: 1 where gradients have come that only an extra reduction takes.
-        self._n_late = [0] * len(self.buckets)
+        # By parameter: 1 where gradients have come that only an extra reduction takes.
+        self._n_late = [0] * len(self.slots)
         self.factor: float | None = None  # the window's 1 / accumulation steps; applied once, in the optimizer step
         self.facts: WindowFacts | None = None  # set by finish; a further backward or an edit makes them stale
         self.is_complete = False  # the boundary's backward has ended: gradients may be finished and read
@@ -278,7 +286,7 @@ class GradientReducer:
             elif not self._contributed[slot.tracker_index]:
                 self._contributed[slot.tracker_index] = 1
             if time == _C.BucketTracker.LATE:
-                self._n_late[bucket_index] = 1
+                self._n_late[slot.tracker_index] = 1
             elif will_reduce and self._fetcher is None:
                 self._launch(_C.BucketTracker.READY)
 
@@ -386,21 +394,21 @@ class GradientReducer:
         self._has_passed = True
         self._wait()
         facts = self._exchange(has_bad_loss, wants_stop)
-        late = facts[4 : 4 + len(self.buckets)]
-        if any(late):
+        late = {self._bucket_of[slot.tracker_index] for slot, flag in self._flags(facts) if flag >= self._late}
+        if late:
             self._on_change()
-            for bucket, is_late in zip(self.buckets, late):
-                if is_late:
-                    bucket.reduce().wait()
-            self._n_late = [0] * len(self.buckets)
+            for index in sorted(late):
+                self.buckets[index].reduce().wait()
+            self._n_late = [0] * len(self.slots)
             facts = self._exchange(has_bad_loss, wants_stop)
-        flags = facts[4 + len(self.buckets) :]
-        self._plan_waiting([slot for slot, flag in zip(self.slots, flags) if flag >= self._after_turn])
+        flags = self._flags(facts)
+        self._drift.check(facts[4 + len(self.slots) :], self.results)
+        self._plan_waiting([slot for slot, flag in flags if flag >= self._after_turn])
         self.facts = WindowFacts(
             norm=math.sqrt(facts[0]),
             n_nonfinite=int(facts[1]),
             n_bad_losses=int(facts[2]),
-            unused=[slot for slot, flag in zip(self.slots, flags) if not flag],
+            unused=[slot for slot, flag in flags if not flag],
             n_stops=int(facts[3]),
         )
         return self.facts
@@ -421,18 +429,29 @@ class GradientReducer:
                 len(self.buckets),
             )
 
+    def _flags(self, facts: Sequence[float]) -> list[tuple[Slot, float]]:
+        """What ranks have said of each parameter, added up."""
+        return list(zip(self._in_order, facts[4 : 4 + len(self._in_order)]))
+
     def _exchange(self, has_bad_loss: bool, wants_stop: bool) -> list[float]:
-        """[sum of squares, non-finite elements, bad losses, stops, late buckets..., ``_contributed``...], summed over
-        ranks."""
-        # Where ranks hold the same sums, one speaks for all.
-        results = [r for unit in self.units if unit.speaks for r in self.results[unit] if r.numel()]
+        """[sum of squares, non-finite elements, bad losses, stops, ``_contributed``..., hashes...], summed over ranks.
+        Parameters stand in order of registration; ``_late`` is added for one whose bucket needs another reduction."""
+        # Where ranks hold the same sums, one speaks for all. Twins have to find out that they do.
+        with_twins = [unit for unit in self.units if unit.twins.world_size > 1]
         facts = [0.0, 0.0, float(has_bad_loss), float(wants_stop)]
-        if results:
-            stats = torch.ops.deepspeed_c.flat_sumsq(results)
-            facts[0], facts[1] = stats.tolist()
-        facts += [float(n) for n in self._n_late]
-        facts += [float(c) for c in self._contributed]
+        sums = self._sum_squares(unit for unit in self.units if unit not in with_twins and unit.speaks)
+        of_twins = self._sum_squares(unit for unit in with_twins if unit.replicas.rank == 0)
+        for both in (sums, of_twins) if self._is_first_twin else (sums,):
+            facts[0], facts[1] = facts[0] + both[0], facts[1] + both[1]
+        indices = [slot.tracker_index for slot in self._in_order]
+        facts += [float(self._contributed[i] + self._late * self._n_late[i]) for i in indices]
+        facts += self._drift.numbers(float(of_twins[1]) if of_twins[1] else of_twins[0])
         return self.comm.sum_numbers(facts)
+
+    def _sum_squares(self, units: Iterable[Unit]) -> list[float]:
+        """[sum of squares, non-finite elements] of what this rank has of the sums of ``units``."""
+        results = [r for unit in units for r in self.results[unit] if r.numel()]
+        return torch.ops.deepspeed_c.flat_sumsq(results).tolist() if results else [0.0, 0.0]
 
     def note_edit(self, slot: Slot) -> None:
         """Somebody wrote to a parameter's finished result: it counts as used, and the next ``finish`` takes the facts

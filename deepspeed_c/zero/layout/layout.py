@@ -14,6 +14,7 @@ from deepspeed_c.comm.mesh import DATA, Mesh
 from deepspeed_c.config import Config
 from deepspeed_c.errors import CommError, ConfigError
 from deepspeed_c.logging import log_dist
+from deepspeed_c.zero.layout.cuts import cut_of, numel_alike, summed_over
 from deepspeed_c.zero.layout.leaf import (
     apply_zero_leaf_module_config,
     find_expert_blocks,
@@ -24,7 +25,7 @@ from deepspeed_c.zero.layout.stages import STAGES
 from deepspeed_c.zero.layout.unit import Dtypes, Unit, UnitGroups, build_units
 from deepspeed_c.zero.states.home import ON_DEVICE, Placement
 from deepspeed_c.zero.weights.fetch import Fetcher, FetchLimits
-from deepspeed_c.zero.weights.param import shape_of, state_of, take_over, whole_of
+from deepspeed_c.zero.weights.param import state_of, take_over, whole_of
 
 __all__ = ["Layout", "bucket_elems", "gather_for_good", "lay_out", "mark_leaves", "mesh_of_config", "persistent_params"]
 
@@ -74,8 +75,8 @@ def persistent_params(params: Iterable[torch.nn.Parameter], config: Config) -> s
     zero = config.zero
     chosen: set[int] = set()
     total = 0
-    for param in sorted(params, key=lambda p: shape_of(p).numel()):
-        numel = shape_of(param).numel()
+    for param in sorted(params, key=numel_alike):
+        numel = numel_alike(param)
         if numel and (
             numel >= zero.stage3_param_persistence_threshold or total + numel > zero.stage3_model_persistence_threshold
         ):
@@ -95,7 +96,7 @@ def params_that_stay(params: Iterable[torch.nn.Parameter], config: Config) -> se
     chosen: set[int] = set()
     offloaded = total = 0
     for param in params:
-        numel = shape_of(param).numel()
+        numel = numel_alike(param)
         total += numel
         if offloaded + numel <= config.zero.offload_optimizer.ratio * total:
             offloaded += numel
@@ -177,19 +178,25 @@ def lay_out(
     """
     sharding = STAGES[config.zero.stage]
 
+    def unit_groups(param: torch.nn.Parameter, axes: Sequence[str]) -> UnitGroups:
+        others = [axis for axis in DATA if axis not in axes]
+        summed = summed_over(param, mesh.size("tp"))
+        replicas = mesh.among(summed, "tp", *others) if len(summed) > 1 else mesh.along(*others)
+        has_twins = cut_of(param) is None and len(summed) == 1
+        return UnitGroups(mesh.along(*axes), replicas, mesh.along("tp") if has_twins else mesh.along())
+
     def groups_of(param: torch.nn.Parameter) -> UnitGroups:
-        axes = shard_axes(param)
-        return UnitGroups(mesh.along(*axes), mesh.along(*(axis for axis in DATA if axis not in axes)))
+        return unit_groups(param, shard_axes(param))
 
     def groups_of_trained(param: torch.nn.Parameter) -> UnitGroups:
-        return groups_of(param) if sharding.optimizer else UnitGroups(mesh.along(), mesh.along(*DATA))
+        return unit_groups(param, shard_axes(param) if sharding.optimizer else ())
 
     names: Mapping[int, tuple[str, int]] = {id(p): (name, i) for i, (name, p) in enumerate(model.named_parameters())}
     names_by_group = [[names[id(p)][0] for p in group] for group in groups]
     trained_ids = {id(p) for group in groups for p in group}
     # What requires a gradient and is in no group is the caller's: its gradients are, too.
     frozen = [p for p in model.parameters() if id(p) not in trained_ids and not (groups and p.requires_grad)]
-    n_trained = sum(shape_of(p).numel() for group in groups for p in group)
+    n_trained = sum(numel_alike(p) for group in groups for p in group)
     # On one rank too where the shard lies elsewhere than the weights that are used.
     shards_params = sharding.parameters and (mesh.size("dp_shard") > 1 or placement.weights != ON_DEVICE.weights)
     whole: set[int] = set()
@@ -235,7 +242,7 @@ def lay_out(
         dtype = precision.dtypes_of(name, param).param
         return Dtypes(dtype, dtype, None)
 
-    n_frozen = sum(shape_of(p).numel() for p in frozen)
+    n_frozen = sum(numel_alike(p) for p in frozen)
     frozen_units = build_units(
         [frozen] if frozen else [],
         names,
@@ -253,7 +260,7 @@ def lay_out(
     fetcher = Fetcher(
         sharded,
         [unit for unit in units if unit not in sharded],
-        mesh.comm,
+        mesh.data,
         _limits(config, largest),
         use_broadcast=not config.zero.allgather_partitions or config.disable_allgather,
         pool=gather_pool,

@@ -19,7 +19,9 @@ from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.joint import JointMemory
 from deepspeed_c.comm.work import Work
 from deepspeed_c.errors import ModelError
+from deepspeed_c.inject.cut import Cut
 from deepspeed_c.ops import flat
+from deepspeed_c.zero.layout.cuts import cut_of
 from deepspeed_c.zero.states.home import ON_DEVICE, Home, Placement, Tagged
 from deepspeed_c.zero.weights.param import shape_of, take_over, whole_of
 
@@ -45,6 +47,7 @@ class UnitGroups(NamedTuple):
 
     comm: Collectives
     replicas: Collectives
+    twins: Collectives
 
 
 class Fragment(NamedTuple):
@@ -77,6 +80,16 @@ class Slot:
         # The first dimension's is the product of the others', and so on.
         self._strides = tuple(math.prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
 
+    @property
+    def cut(self) -> Cut | None:
+        """Which part of the logical tensor the parameter is, where it is cut over tensor-parallel ranks."""
+        return cut_of(self.param)
+
+    @property
+    def logical_shape(self) -> torch.Size:
+        """Of the whole tensor, of which ``shape`` is this rank's part."""
+        return self.shape if self.cut is None else self.cut.logical_shape
+
     def view(self, flat: torch.Tensor, begin: int = 0) -> torch.Tensor:
         """The parameter's place in ``flat``, whose first element is element ``begin`` of the unit's flat buffer."""
         # One call and not two (narrow, view): it is made for every parameter in every step.
@@ -96,7 +109,9 @@ class Unit:
 
     ``comm`` are the ranks over which masters and states are cut (and weights, where those are sharded): one slice of
     each bucket a rank. ``replicas`` are the ranks that hold the same shard as this one; each of them makes the same
-    update. A parameter's gradient is the sum over all ranks that are in either.
+    update. A parameter's gradient is the sum over all ranks that are in either. ``twins`` are ranks that hold the same
+    shard as well, and whose gradients are the same without a sum: tensor-parallel ranks, of parameters that are whole
+    on each of them.
 
     ``states`` and ``weights`` are the homes of both, which may be away (offload). Whoever uses ``master`` does so
     within ``states.open(bucket)``, and whoever uses ``weight_slices`` within ``weights.open(bucket)``.
@@ -109,6 +124,7 @@ class Unit:
         *,
         comm: Collectives,
         replicas: Collectives,
+        twins: Collectives,
         bucket_elems: int,
         dtypes: Dtypes,
         is_sharded: bool = False,
@@ -124,7 +140,7 @@ class Unit:
         self.weights: Home = weights.make(weights, self.device)
         self.dtype, self.comm_dtype, self.is_sparse = dtypes.param, dtypes.comm, dtypes.is_sparse
         self.master_dtype = dtypes.master or dtypes.param
-        self.comm, self.replicas = comm, replicas
+        self.comm, self.replicas, self.twins = comm, replicas, twins
         layout = _C.ZeroLayout([shape_of(p).numel() for _, _, p in params], comm.world_size, bucket_elems, ALIGN_ELEMS)
         # Read once: each look at an attribute of the layout makes a list anew.
         self.flat_elems: int = layout.flat_elems
@@ -258,7 +274,22 @@ class Unit:
     @property
     def speaks(self) -> bool:
         """Whether what this rank has of it counts where all ranks add up: each shard's copies count once."""
-        return self.replicas.rank == 0
+        return self.copy_index == 0
+
+    @property
+    def n_copies(self) -> int:
+        """How many ranks hold the same shard."""
+        return self.replicas.world_size * self.twins.world_size
+
+    @property
+    def copy_index(self) -> int:
+        """This rank's number among those."""
+        return self.replicas.rank * self.twins.world_size + self.twins.rank
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether its parameters are parts of logical tensors, cut over tensor-parallel ranks."""
+        return any(slot.cut is not None for slot in self.slots)
 
     @property
     def master(self) -> list[torch.Tensor]:
@@ -337,7 +368,7 @@ class Unit:
             f" {self.flat_elems} elements of {self.dtype} ({self.weights.label}), reduced in {self.comm_dtype},"
             f" masters in {self.master_dtype} ({self.states.label}); {self.n_buckets} buckets,"
             f" shard {self.comm.rank + 1} of {self.comm.world_size} with {self.shard_elems} elements,"
-            f" copy {self.replicas.rank + 1} of {self.replicas.world_size}"
+            f" copy {self.copy_index + 1} of {self.n_copies}"
         )
 
     def _weights_of(self, bucket: int) -> list[Tagged]:
@@ -503,9 +534,11 @@ def build_units(
                     where=name,
                     fix="cast the parameter, or freeze it with requires_grad_(False)",
                 )
-            kind = device or p.device, dtypes, is_sharded(p), placement_of(p), groups_of(p)
+            # What is cut over tensor-parallel ranks and what is not are of different kinds: norms count each element
+            # once. Copies tell them apart, but where there are none.
+            kind = device or p.device, dtypes, is_sharded(p), placement_of(p), groups_of(p), cut_of(p) is not None
             by_kind.setdefault(kind, []).append((name, order, p))
-        for (of_kind, dtypes, sharded, placement, (comm, replicas)), members in by_kind.items():
+        for (of_kind, dtypes, sharded, placement, (comm, replicas, twins), _), members in by_kind.items():
             members.sort(key=lambda member: -member[1])
             units.append(
                 Unit(
@@ -513,6 +546,7 @@ def build_units(
                     members,
                     comm=comm,
                     replicas=replicas,
+                    twins=twins,
                     bucket_elems=bucket_elems(comm.world_size),
                     dtypes=dtypes,
                     is_sharded=sharded,

@@ -42,16 +42,19 @@ def sum_norms(
     units: Sequence[Unit],
     comm: Collectives,
 ) -> dict[Key, torch.Tensor]:
-    """Sums of squares over whole parameters. Where ``units`` are cut, their pieces lie on several ranks of ``comm``,
-    and it is one small collective.
+    """Sums of squares over whole parameters. Where ``units`` are cut, or have parts of parameters, their pieces lie on
+    several ranks of ``comm``, and it is one small collective.
 
     Returns float64 [entries of the bucket, 2] for each bucket, on the host.
     """
-    is_cut = any(unit.is_cut for unit in units)
-    table = torch.zeros(sum(len(unit.slots) for unit in units), 2, dtype=torch.float64)
+    is_cut = any(unit.is_cut or unit.has_parts for unit in units)
+    # In order of registration: where tensor-parallel ranks have parts of other sizes, units have other buckets.
+    slots = sorted((slot for unit in units for slot in unit.slots), key=lambda slot: slot.order)
+    numbers = {slot: number for number, slot in enumerate(slots)}
+    table = torch.zeros(len(slots), 2, dtype=torch.float64)
     places: dict[Key, list[int]] = {}
     for key, entries, shards in buckets:
-        at = places[key] = [entry.fragment.slot.tracker_index for entry in entries]
+        at = places[key] = [numbers[entry.fragment.slot] for entry in entries]
         # This pass writes the moments, so every rank makes it, also where another one's copy is what counts.
         norms = base.norms(*shards[:5]).to(table.device)
         table[at] = norms if key[0].speaks or not is_cut else torch.zeros_like(norms)

@@ -145,9 +145,9 @@ def interop_body(rank: int, world: int) -> None:
             mesh_of_device_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=names))
     config = {"train_micro_batch_size_per_gpu": 1}
     model = torch.nn.Linear(2, 2)
-    tensor_parallel = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    with pytest.raises(FeatureError, match="axis 'tp' has 2 ranks"):
-        deepspeed_c.initialize(model=model, config=config, mesh_device=tensor_parallel)
+    pipeline = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    with pytest.raises(FeatureError, match="axis 'pp' has 2 ranks"):
+        deepspeed_c.initialize(model=model, config=config, mesh_device=pipeline)
     with pytest.raises(FeatureError, match="axis 'sp' has 2 ranks"):
         deepspeed_c.initialize(model=model, config=config, mesh_param=(2, 2))
     with pytest.raises(ConfigError, match="mesh_param and mesh_device"):

@@ -1,0 +1,106 @@
+"""Do the tensor-parallel ranks that hold a parameter whole still hold the same? Found out in the exchange that every
+step makes anyway."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from deepspeed_c.comm.mesh import DATA, Mesh
+from deepspeed_c.errors import RankMismatchError
+from deepspeed_c.zero.layout.unit import Unit
+
+__all__ = ["DriftCheck"]
+
+# How many elements of the weights a step looks at: all of them in turn, so that no step costs a pass over a large
+# embedding.
+WEIGHTS_A_STEP = 1 << 20
+# A double holds all integers below it.
+HASH_LIMIT = 1 << 53
+
+Results = Mapping[Unit, Sequence[torch.Tensor]]
+
+
+class DriftCheck:
+    """Compares what ``units`` hold with their twins.
+
+    Gradients are compared by the sum of their squares, which the norm needs anyway; weights by the sum of their bits, a
+    part of them in each step. ``numbers`` go through a sum over all ranks of ``mesh``, and ``check`` sees the outcome.
+    """
+
+    def __init__(self, units: Iterable[Unit], mesh: Mesh) -> None:
+        self._mesh, self._tp = mesh, mesh.along("tp")
+        n_data = mesh.size(*DATA)
+        self._units = [unit for unit in units if unit.twins.world_size > 1] if self._tp.world_size > 1 else []
+        self._shape = n_data, self._tp.world_size, 2
+        self._at = mesh.index(*DATA) * self._tp.world_size + self._tp.rank
+        self._turn = 0
+
+    @property
+    def n_numbers(self) -> int:
+        """How many numbers it exchanges; 0 where there are no twins."""
+        n_data, n_tp, n_hashes = self._shape
+        return n_data * n_tp * n_hashes if self._units else 0
+
+    def numbers(self, gradients: float) -> list[float]:
+        """This rank's hashes at its own place, and zeros at those of others. ``gradients``: the sum of squares of what
+        the units' gradients sum up to."""
+        found = [0.0] * self.n_numbers
+        if found:
+            bits = int.from_bytes(struct.pack("<d", gradients), "little")
+            found[2 * self._at] = float((bits ^ bits >> 53) % HASH_LIMIT)
+            found[2 * self._at + 1] = float(self._hash_of_some_weights())
+        return found
+
+    def _hash_of_some_weights(self) -> int:
+        total, elems = 0, 0
+        buckets = [(unit, b) for unit in self._units for b in range(unit.n_buckets) if not unit.weights.needs_open(b)]
+        for _ in buckets:
+            unit, bucket = buckets[self._turn % len(buckets)]
+            total += hash_of(unit.param_slice(bucket))
+            elems += unit.slice_elems[bucket]
+            self._turn += 1
+            if elems >= WEIGHTS_A_STEP:
+                break
+        return total % HASH_LIMIT
+
+    def check(self, numbers: Sequence[float], results: Results) -> None:
+        """Raises RankMismatchError, on all ranks alike, where twins have other hashes; it names the first parameter
+        that differs. ``numbers``: the sums of what all ranks have given."""
+        if not numbers:
+            return
+        table = torch.tensor(numbers, dtype=torch.float64).view(self._shape)
+        if bool((table == table[:, :1]).all()):
+            return
+        mine = {
+            fragment.slot.name: (
+                hash_of(unit.piece(results[unit], fragment)),
+                None if unit.weights.needs_open(fragment.slot.bucket) else hash_of(unit.weight_piece(fragment)),
+            )
+            for unit in self._units
+            for fragment in sorted(unit.fragments, key=lambda fragment: fragment.slot.order)
+        }
+        everyone = self._tp.gather_objects(mine, label="parameters that have drifted")
+        found = ""
+        for part, what in ((1, "weights"), (0, "gradients")):
+            for name in mine:
+                hashes = [theirs[name][part] for theirs in everyone]
+                other = next((rank for rank, theirs in enumerate(hashes) if theirs != hashes[0]), None)
+                if other is not None and not found:
+                    ranks = [self._tp.global_ranks[rank] for rank in (0, other)]
+                    found = f"the {what} of {name} differ on ranks {ranks[0]} and {ranks[1]}"
+        found = next((text for text in self._mesh.comm.gather_objects(found, label="drift") if text), "")
+        raise RankMismatchError(
+            f"{found or 'parameters differ'}: they hold it whole and have to agree in every bit",
+            where="engine.step",
+            fix="give all ranks of a tensor-parallel group the same data, random numbers and edits; sum gradients that each rank"
+            " has a part of by param.tp_sum_gradients = True; load a checkpoint to go on",
+        )
+
+
+def hash_of(tensor: torch.Tensor) -> int:
+    """The sum of its bits, as integers; the same wherever its elements lie."""
+    bits = tensor.detach().contiguous().view(-1).view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+    return int(bits.sum(dtype=torch.int64)) % HASH_LIMIT

@@ -1,0 +1,98 @@
+"""Parameters that tensor-parallel ranks hold parts of: which part, and over whom a gradient is summed besides the
+data-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.errors import ModelError
+from deepspeed_c.inject.cut import Cut, CutBox
+from deepspeed_c.zero.weights.param import shape_of
+
+__all__ = ["check_cuts", "cut_of", "numel_alike", "read_marks", "summed_over", "take_sums_over"]
+
+
+def cut_of(param: torch.Tensor) -> Cut | None:
+    """Which part of a logical tensor ``param`` is; None for one that is whole."""
+    return getattr(param, "tp_cut", None)
+
+
+def summed_over(param: torch.Tensor, n_ranks: int) -> Sequence[int]:
+    """The tensor-parallel ranks, of ``n_ranks``, each of which has but a part of the gradient of ``param``: those that
+    hold a copy of the same heads, or all, for a whole parameter that is used on parts (``tp_sum_gradients``). One rank
+    or none where there is nothing to sum."""
+    cut = cut_of(param)
+    if cut is not None:
+        return cut.copies
+    return range(n_ranks) if getattr(param, "tp_sum_gradients", False) else range(1)
+
+
+def numel_alike(param: torch.Tensor) -> int:
+    """About how many elements of ``param`` each tensor-parallel rank has: the same number on all of them, whatever the
+    sizes of their parts. For decisions that they have to make alike."""
+    cut = cut_of(param)
+    return shape_of(param).numel() if cut is None else cut.logical_shape.numel() // cut.n_ranks
+
+
+def check_cuts(model: torch.nn.Module, tp: Collectives) -> None:
+    """Raises ModelError where ``model`` has been cut already, over other ranks than those of ``tp``."""
+    for name, param in model.named_parameters():
+        cut = cut_of(param)
+        if cut is not None and (cut.n_ranks, cut.rank) != (tp.world_size, tp.rank):
+            raise ModelError(
+                f"is part {cut.rank} of {cut.n_ranks} of a logical tensor, and this is tensor-parallel rank {tp.rank} of"
+                f" {tp.world_size}",
+                where=name,
+                fix="use as many tensor-parallel ranks as it was cut over, or build the model anew",
+            )
+
+
+def take_sums_over(model: torch.nn.Module) -> None:
+    """Takes away what sums gradients over copies where there is no engine: this one's buckets do."""
+    for param in model.parameters():
+        hook = vars(param).pop("tp_sum_hook", None)
+        if hook is not None:
+            hook.remove()
+
+
+def read_marks(model: torch.nn.Module, tp: Collectives) -> None:
+    """Gives ``tp_cut`` to the parameters of a model cut by hand, which have the marks of Megatron's layers only:
+    ``tensor_model_parallel``, ``partition_dim`` and ``partition_stride``. Ranks may hold parts of different sizes.
+
+    Collective over ``tp``, the ranks that hold the model together. Raises ModelError for marks that fit no tensor.
+    """
+    marked = {
+        name: param
+        for name, param in model.named_parameters()
+        if getattr(param, "tensor_model_parallel", False) and cut_of(param) is None
+    }
+    if tp.world_size == 1:
+        return
+    shapes = tp.gather_objects([tuple(shape_of(param)) for param in marked.values()], label="shapes of cut parameters")
+    for i, (name, param) in enumerate(marked.items()):
+        dim, stride = getattr(param, "partition_dim", 0), getattr(param, "partition_stride", 1)
+        param.tp_cut = _cut(name, [of_rank[i] for of_rank in shapes], dim, stride, tp.rank)
+
+
+def _cut(name: str, shapes: Sequence[tuple[int, ...]], dim: int, stride: int, rank: int) -> Cut:
+    """The part of rank ``rank`` where ranks hold ``shapes``: ``stride`` runs each along ``dim``, dealt out in turn."""
+    mine, n_dims = shapes[rank], len(shapes[rank])
+    others = [(*shape[:dim], *shape[dim + 1 :]) for shape in shapes]
+    if not 0 <= dim < n_dims or stride < 1 or len(set(others)) > 1 or any(shape[dim] % stride for shape in shapes):
+        raise ModelError(
+            f"is marked as cut along dimension {dim} in {stride} runs, and the ranks hold the shapes {list(shapes)}",
+            where=name,
+            fix="set partition_dim and partition_stride to how it was cut",
+        )
+    runs = [shape[dim] // stride for shape in shapes]
+    whole = torch.Size((*mine[:dim], sum(runs) * stride, *mine[dim + 1 :]))
+    size = (*mine[:dim], runs[rank], *mine[dim + 1 :])
+    boxes = []
+    for i in range(stride):
+        local, logical = [0] * n_dims, [0] * n_dims
+        local[dim], logical[dim] = i * runs[rank], i * sum(runs) + sum(runs[:rank])
+        boxes.append(CutBox(tuple(local), tuple(logical), size))
+    return Cut(whole, tuple(boxes), 1, rank, len(shapes), (rank,))

@@ -1,0 +1,97 @@
+"""Models of transformers that the configuration alone cuts: trained at every stage as one plain torch process trains them whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import deepspeed_c
+from tests.deepspeed_c.inject.families import VOCAB, make
+from tests.deepspeed_c.zero.test_tensor_parallel import logical
+from tests.ranks import run_ranks
+
+STEPS = 2
+
+
+def batch(step: int, data_rank: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + data_rank)
+    ids = torch.randint(3, VOCAB, (2, 9), generator=generator)
+    return {"input_ids": ids, "labels": ids}
+
+
+def make_config(n_tp: int, stage: int) -> dict:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "eps": 1e-4}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 50},
+        "tensor_parallel": {"autotp_size": n_tp},
+    }
+
+
+def plain(family: str, n_data: int, steps: int = STEPS):
+    model = make(family).train()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-4)
+    norms = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        for rank in range(n_data):
+            (model(**batch(step, rank)).loss / n_data).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}, norms
+
+
+def train(engine, first: int = 0) -> list[float]:
+    norms = []
+    for step in range(first, first + STEPS):
+        loss = engine(**batch(step, engine._mesh.index("dp_replicate", "dp_shard"))).loss
+        engine.backward(loss)
+        engine.step()
+        norms.append(engine.get_global_grad_norm())
+    return norms
+
+
+def body(rank: int, world: int, n_tp: int, family: str, stages: list[int], folder: str):
+    found = []
+    for stage in stages:
+        config = make_config(n_tp, stage)
+        with deepspeed_c.initialize(model=make(family).train(), config=config)[0] as engine:
+            norms = train(engine)
+            found.append((logical(engine), norms))
+    with deepspeed_c.initialize(model=make(family).train(), config=config)[0] as engine:
+        train(engine)
+        engine.save_checkpoint(folder, "t")
+        engine.save_model(folder + "/hf")
+    return found
+
+
+def load_body(rank: int, world: int, family: str, folder: str):
+    import transformers
+
+    read = transformers.AutoModelForCausalLM.from_pretrained(folder + "/hf")
+    with deepspeed_c.initialize(model=make(family).train(), config=make_config(1, 0))[0] as engine:
+        engine.load_checkpoint(folder)
+        weights = logical(engine)
+        assert all(torch.equal(weights[name], p.detach()) for name, p in read.named_parameters())
+        return weights, train(engine, STEPS)
+
+
+@pytest.mark.parametrize(
+    ("family", "n_tp", "n_data", "stages"),
+    [("llama", 2, 1, [0, 1, 2, 3]), ("llama_tied_shared", 2, 2, [1, 3]), ("gpt2", 3, 1, [2, 3]), ("qwen3", 2, 1, [2])],
+)
+def test_cut_by_the_configuration_alone(tmp_path, family: str, n_tp: int, n_data: int, stages: list[int]) -> None:
+    weights, norms = plain(family, n_data)
+    everyone = run_ranks(n_tp * n_data, body, n_tp, family, stages, str(tmp_path), preload="transformers")
+    for of_rank in everyone:
+        for stage, (got, got_norms) in zip(stages, of_rank):
+            torch.testing.assert_close(got_norms, norms, rtol=1e-4, atol=0, msg=f"{stage=} {got_norms} {norms}")
+            assert got.keys() == weights.keys()
+            for name, value in weights.items():
+                torch.testing.assert_close(got[name], value, rtol=1e-3, atol=2e-5, msg=lambda m: f"{stage=} {name} {m}")  # noqa: B023
+    (saved, more), *_ = run_ranks(1, load_body, family, str(tmp_path), preload="transformers")
+    for name, value in everyone[0][-1][0].items():
+        assert torch.equal(saved[name], value), name
+    if n_data == 1:
+        torch.testing.assert_close(more, plain(family, 1, 2 * STEPS)[1][STEPS:], rtol=1e-3, atol=0)
