@@ -303,7 +303,7 @@ class Hierarchy:
 
     def _all_gather(self, comm: Collectives, flat: torch.Tensor) -> Work:
         def steps(tag: int) -> Generator[None, None, None]:
-            gather = _Gather(self, comm, flat, tag)
+            gather = _HostGather(self, comm, flat, tag)
             gather.post()
             yield
             gather.spread()
@@ -328,7 +328,7 @@ class Hierarchy:
             whole[: flat.numel()].copy_(flat)
             whole[flat.numel() :].zero_()
         sums = _Sums(self, comm, whole, tag)
-        gather = _Gather(self, comm, whole, tag + 1)
+        gather = _HostGather(self, comm, whole, tag + 1)
         yield
         sums.finish(comm.own_slice(whole), scale, False)
         gather.post()
@@ -520,7 +520,7 @@ class _Sums:
             block.give_back()
 
 
-class _Gather:
+class _HostGather:
     """Every rank's slice to all ranks."""
 
     def __init__(self, owner: Hierarchy, comm: Collectives, flat: torch.Tensor, tag: int) -> None:
