@@ -36,8 +36,10 @@ __all__ = ["Recomputer", "check_section", "label_of", "tensor_parallel_ranks"]
 
 
 def _module_of(function: Callable) -> torch.nn.Module | None:
-    """The module that ``function`` is, or is a method of."""
+    """The module that ``function`` is, is a method of, or is given first, as transformers' layers give themselves."""
     while isinstance(function, functools.partial):
+        if function.args and isinstance(function.args[0], torch.nn.Module):
+            return function.args[0]
         function = function.func
     owner = getattr(function, "__self__", function)
     return owner if isinstance(owner, torch.nn.Module) else None

@@ -31,6 +31,7 @@ def test_labels() -> None:
         layer,
         layer.forward,
         functools.partial(layer, 1),
+        functools.partial(nn.Linear.forward, layer),  # as transformers calls its layers
         functools.partial(functools.partial(layer.forward)),
     ):
         assert label_of(function) == "Linear"
