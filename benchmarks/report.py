@@ -70,6 +70,23 @@ FIGURES = [
             ("small", "200 layers of 64 x 64, all of them sharded", "ddp", "DDP", "<= 1.3"),
         )
     ),
+    *(
+        Figure(
+            f"{case} of 2048 x 2048 {dtype}, {phase}, 2 threads: over torch's {what}",
+            goal,
+            "nn_ops",
+            {"case": case, "phase": phase, "dtype": dtype, "threads": 2},
+            "ratio_to_torch",
+        )
+        for case, what, goal in (
+            ("layer_norm", "operator", "<= 1"),
+            ("rms_norm + residual", "composition", "<= 0.5"),
+            ("swiglu", "composition", "<= 0.5"),
+            ("bias_dropout_residual", "composition", "<= 0.5"),
+        )
+        for dtype in ("float32", "bfloat16")
+        for phase in ("forward", "backward")
+    ),
     Figure(
         "stage 3 step, 17M parameters, 2 hosts x 2 ranks, links of 1 Gbit/s: over that with gloo alone",
         "<= 0.6",
@@ -83,6 +100,16 @@ FIGURES = [
         "hosts_step",
         {"op": "stage 3 step"},
         "bytes_over_least",
+    ),
+    *(
+        Figure(
+            f"stage 3 step, 2 hosts, communication {ratio} x computation: over the longer of the two, first gather, last reduction",
+            "<= 1.05",
+            "overlap",
+            {"communication_over_computation": ratio},
+            "ratio_to_bound",
+        )
+        for ratio in (0.25, 0.5, 1.0, 2.0, 4.0)
     ),
     *(
         Figure(

@@ -136,6 +136,13 @@ BENCHMARKS = [
         120,
         "--rounds 1 --mib 1 --width 256 --layers 4",
     ),
+    _script(
+        "overlap",
+        f"{OURS}/overlap.py",
+        (*ENGINE, "csrc/comm"),
+        90,
+        "--rounds 1 --ratios 1 --width 256 --layers 4",
+    ),
     _script("launch_overhead", f"{OURS}/launch_overhead.py", ENGINE, 30, "--rounds 2", n_ranks=2),
     _script("ledger_cost", f"{OURS}/ledger_cost.py", (*ENGINE,), 60, "--rounds 2", n_ranks=2),
     _script("memory", f"{OURS}/memory.py", ENGINE, 60, "--params 8e6"),

@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -177,25 +177,24 @@ def run_rank(args: argparse.Namespace) -> None:
     os._exit(0)
 
 
-def start_ranks() -> int:
-    """Runs this script on the ranks of both hosts; their first exit code that is not 0."""
-    with Hosts(2, rate=RATE) as hosts:
-        port, started = str(free_port()), []
-        try:
-            for rank in range(len(HOSTS)):
-                place = hosts.place(rank, HOSTS)
-                env = {**place.environment, "RANK": str(rank), "WORLD_SIZE": str(len(HOSTS)), "MASTER_PORT": port}
-                command = [sys.executable, "-m", "benchmarks.deepspeed_c.hosts_step", *sys.argv[1:]]
-                started.append(hosts[HOSTS[rank]].start(command, env={**env, "OMP_NUM_THREADS": "1"}))
-            while all(process.poll() in (None, 0) for process in started):
-                if all(process.poll() == 0 for process in started):
-                    return 0
-                time.sleep(0.1)
-            return next(process.returncode for process in started if process.poll())
-        finally:
-            for process in started:
-                process.kill()
-                process.wait()
+def wait_for(hosts: Hosts, numbers: Sequence[int], module: str) -> int:
+    """Runs a script on a rank for each of ``numbers``, of the host of that number; the first exit code that is not 0."""
+    port, started = str(free_port()), []
+    try:
+        for rank in range(len(numbers)):
+            place = hosts.place(rank, numbers)
+            env = {**place.environment, "RANK": str(rank), "WORLD_SIZE": str(len(numbers)), "MASTER_PORT": port}
+            command = [sys.executable, "-m", module, *sys.argv[1:]]
+            started.append(hosts[numbers[rank]].start(command, env={**env, "OMP_NUM_THREADS": "1"}))
+        while all(process.poll() in (None, 0) for process in started):
+            if all(process.poll() == 0 for process in started):
+                return 0
+            time.sleep(0.1)
+        return next(process.returncode for process in started if process.poll())
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
 
 
 def main() -> int:
@@ -210,7 +209,8 @@ def main() -> int:
     if why_no_hosts():
         print(why_no_hosts(), file=sys.stderr)
         return SKIPPED
-    return start_ranks()
+    with Hosts(2, rate=RATE) as hosts:
+        return wait_for(hosts, HOSTS, "benchmarks.deepspeed_c.hosts_step")
 
 
 if __name__ == "__main__":
