@@ -151,8 +151,6 @@ class GradientReducer:
         self.is_sync = True  # False within no_sync
         self._is_boundary = True
         self._is_coalescing = False  # within coalesce_grad_reduction
-        self._on_summed: Callable[[Bucket], None] = lambda _: None
-        self._on_change: Callable[[], None] = lambda: None
         self._passes: Passes | None = None  # there is one before the first forward
         self._fetcher: Fetcher | None = None
         self._on_summed: Callable[[Bucket], None] = lambda bucket: None
