@@ -52,6 +52,7 @@ IMPORTS = [
     Import("from deepspeed.ops.adam.cpu_adam import DeepSpeedCPUAdam", "ColossalAI benchmarks"),
     Import("from deepspeed.ops.adam.fused_adam import FusedAdam", "Megatron-LLaMA"),
     Import("from deepspeed.ops.lamb import FusedLamb", "BingBert"),
+    Import("from deepspeed.ops.transformer import DeepSpeedTransformerLayer", "BingBert"),
     Import("from deepspeed.ops.lion import FusedLion, DeepSpeedCPULion", "axolotl"),
     Import("from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad", "DLRM example"),
     Import("from deepspeed.ops.aio import AsyncIOBuilder", "nvme benchmarks"),
@@ -131,7 +132,6 @@ IMPORTS = [
     Import("from deepspeed.compression.compress import init_compression, redundancy_clean", "DeepSpeedExamples", "compression"),
     Import("from deepspeed.profiling.flops_profiler import FlopsProfiler, get_model_profile", "calflops, GPT-NeoX", "torch.utils.flop_counter"),
     Import("from deepspeed.ops.sparse_attention import SparseSelfAttention", "GPT-NeoX, DALLE-pytorch", "flex_attention"),
-    Import("from deepspeed.ops.transformer import DeepSpeedTransformerLayer", "BingBert", "TransformerEncoderLayer"),
     Import("from deepspeed.elasticity.elastic_agent import DSElasticAgent", "torchrun users", "any number of ranks"),
     Import("from deepspeed.runtime.fp16.onebit.adam import OnebitAdam", "DeepSpeedExamples", "1-bit optimizers"),
 ]
