@@ -102,6 +102,14 @@ FIGURES = [
         "bytes_over_least",
     ),
     *(
+        Figure(what, goal, "activation_budget", {"benchmark": "activation_budget"}, key)
+        for what, goal, key in (
+            ("activation budget half way: time added, over that of recomputing everything", "<= 0.583", "share_of_added"),
+            ("activation budget half way: peak over the budget", "<= 1.05", "peak_over_budget"),
+            ("plan of 1,000 layers with 20 operators of 4 choices: milliseconds", "<= 50", "plan_ms"),
+        )
+    ),
+    *(
         Figure(
             f"stage 3 step, 2 hosts, communication {ratio} x computation: over the longer of the two, first gather, last reduction",
             "<= 1.05",
