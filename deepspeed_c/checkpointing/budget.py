@@ -20,6 +20,7 @@ import torch
 
 from deepspeed_c import _C
 from deepspeed_c.accelerator import get_accelerator
+from deepspeed_c.checkpointing.frames import NO_BACKWARD
 from deepspeed_c.checkpointing.operators import MeasuredLayer, MeasuredOperator
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.config.checkpoint import ActivationCheckpointing
@@ -312,7 +313,8 @@ class Budget:
 
     def treatment(self, label: str, tensors: Sequence[torch.Tensor]) -> Treatment | None:
         """How the next layer is treated; None for one within another, or outside of a forward."""
-        if not self._is_forward or self._is_within:
+        # A forward may have a pass of its own (a gradient penalty), which runs layers again with those within them.
+        if not self._is_forward or self._is_within or torch._C._current_graph_task_id() != NO_BACKWARD:
             return None
         i, self._n = self._n, self._n + 1
         if i == 0:
