@@ -58,10 +58,10 @@ def _left_of_version_2(folder: Path) -> int:
     return _left(folder, limit, "memory.current", "")
 
 
-def _left_of_version_1(folder: Path) -> int:
-    # Without a limit it says the largest number of whole pages.
+def _left_of_version_1(folder: Path) -> int | None:
     limit = int(folder.joinpath("memory.limit_in_bytes").read_text())
-    return _left(folder, limit, "memory.usage_in_bytes", "total_")
+    # Without a limit it says the largest number of whole pages.
+    return None if limit >= 1 << 62 else _left(folder, limit, "memory.usage_in_bytes", "total_")
 
 
 def _left(folder: Path, limit: int, usage: str, prefix: str) -> int:

@@ -64,6 +64,9 @@ def test_version_2(tmp_path, files, wanted):
 
 def test_version_1(tmp_path):
     put(tmp_path, "proc/self/cgroup", "12:cpu,cpuacct:/old\n9:memory:/pod/x\n0::/unified\n")
+    put(tmp_path, "sys/fs/cgroup/memory/pod/x/memory.limit_in_bytes", "9223372036854771712\n")
+    put(tmp_path, "sys/fs/cgroup/memory/pod/x/memory.usage_in_bytes", "0\n")
+    assert memory_left(str(tmp_path)) is None
     put(tmp_path, "sys/fs/cgroup/memory/pod/x/memory.limit_in_bytes", f"{300 * MIB}\n")
     put(tmp_path, "sys/fs/cgroup/memory/pod/x/memory.usage_in_bytes", f"{200 * MIB}\n")
     assert memory_left(str(tmp_path)) == 100 * MIB
