@@ -4,12 +4,13 @@ PYTHON ?= python3
 VENV ?= .venv
 NPROC ?= 2
 STAGE ?=
+BUDGET ?=
 STEPS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 HF_FLAGS ?=
-TRAIN_FLAGS := $(if $(STAGE),--stage $(STAGE)) $(if $(STEPS),--steps $(STEPS))
+TRAIN_FLAGS := $(if $(STAGE),--stage $(STAGE)) $(if $(STEPS),--steps $(STEPS)) $(if $(BUDGET),--budget $(BUDGET))
 
 # Each stamp says that one step of the set-up is done, and is older than its sources when it has to be done again.
 # They lie in the environment, so that deleting it deletes them.
@@ -31,7 +32,7 @@ unexport MAKEFLAGS
 .PHONY: help
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo "variables: PYTHON=$(PYTHON) VENV=$(VENV) NPROC=$(NPROC) STAGE=0|1|2|3 STEPS=n"
+	@echo "variables: PYTHON=$(PYTHON) VENV=$(VENV) NPROC=$(NPROC) STAGE=0|1|2|3 STEPS=n BUDGET=10MiB"
 
 .PHONY: train
 train: $(BUILT) ## set up what is missing, then train a GPT on the Python standard library with ZeRO

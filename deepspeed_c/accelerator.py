@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from .cgroups import memory_left
 from .env import read_env
 from .errors import ConfigError, StateError
 
@@ -128,7 +129,9 @@ class _Host:
 
     @staticmethod
     def mem_get_info(device: Any = None) -> tuple[int, int]:
-        return _proc("/proc/meminfo", "MemAvailable"), _proc("/proc/meminfo", "MemTotal")
+        """Bytes (free, of the machine): what it has available, or its control groups leave, if that is less."""
+        free, left = _proc("/proc/meminfo", "MemAvailable"), memory_left()
+        return free if left is None else min(free, left), _proc("/proc/meminfo", "MemTotal")
 
     @staticmethod
     def memory_stats(device: Any = None) -> dict[str, int]:
@@ -310,6 +313,7 @@ class Accelerator:
         return self._ask("mem_get_info")(device_index)[1]
 
     def available_memory(self, device_index: int | None = None) -> int:
+        """Bytes that are free on the device; on the CPU, for all processes of this machine or of its container."""
         return self._ask("mem_get_info")(device_index)[0]
 
     def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:

@@ -35,8 +35,12 @@ def parse_bytes(text: str, where: str) -> int:
 
 
 def as_binary(n_bytes: int) -> str:
-    """Bytes with the largest unit (powers of 1024) that leaves a number of at least 1, to three digits: 1.5 GiB."""
+    """Bytes with the largest unit (powers of 1024) that leaves a number of at least 1, to three digits (from 1000 to
+    a whole number): 1.5 GiB, 1000 B.
+    """
     value, unit = float(n_bytes), 0
     while value >= 1024 and unit < 4:
         value, unit = value / 1024, unit + 1
-    return f"{value:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}"
+    # Three digits of a number of four would be written with an exponent.
+    number = f"{value:.0f}" if value >= 999.5 else f"{value:.3g}"
+    return f"{number} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}"

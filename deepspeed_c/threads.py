@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
+from deepspeed_c.cgroups import least
 from deepspeed_c.env import Env, read_env
 from deepspeed_c.errors import ConfigError
 
@@ -93,33 +93,7 @@ def quota(root: str = "/") -> int | None:
     container the path of a group may be the host's: what is not there limits nothing. ``root`` is another folder in
     tests.
     """
-    limits: list[int] = []
-    try:
-        lines = Path(root, "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        fields = line.split(":", 2)  # number, controllers (none in version 2), group
-        if len(fields) < 3:
-            continue
-        _, controllers, group = fields
-        if not controllers:
-            limits += _limits(Path(root, "sys/fs/cgroup"), group, _limit_of_version_2)
-        elif "cpu" in controllers.split(","):
-            limits += _limits(Path(root, "sys/fs/cgroup/cpu"), group, _limit_of_version_1)
-    return min(limits, default=None)
-
-
-def _limits(mount: Path, group: str, limit_of) -> Iterator[int]:
-    """The limits of a group and of those above it, up to the mount point."""
-    parts = [part for part in group.split("/") if part]
-    for n in range(len(parts), -1, -1):
-        try:
-            limit = limit_of(mount.joinpath(*parts[:n]))
-        except (OSError, ValueError):
-            continue  # no such file, or "max"
-        if limit is not None:
-            yield limit
+    return least("cpu", _limit_of_version_2, _limit_of_version_1, root)
 
 
 def _limit_of_version_2(folder: Path) -> int | None:

@@ -166,6 +166,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a byte-level GPT on the Python standard library's source.")
     parser.add_argument("--steps", type=int, help="optimizer steps (default: the schedule's total_num_steps)")
     parser.add_argument("--stage", type=int, help="ZeRO stage (default: the configuration's)")
+    parser.add_argument("--budget", help='bytes that activations may take, such as 200MiB or "auto" (default: no limit)')
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=448)
     parser.add_argument("--heads", type=int, default=7)
@@ -182,11 +183,13 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def load_config(args: argparse.Namespace) -> dict:
-    """The configuration file, with what the command line says about steps and stage put in."""
+    """The configuration file, with what the command line says about steps, stage and budget put in."""
     config = json.loads(Path(args.deepspeed_config).read_text())
     schedule = config["scheduler"]["params"]
     if args.stage is not None:
         config["zero_optimization"]["stage"] = args.stage
+    if args.budget is not None:
+        config["activation_checkpointing"] = {"layers": "auto", "budget": args.budget}
     if args.steps is None:
         args.steps = schedule["total_num_steps"]
     else:

@@ -24,13 +24,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "saved_tensors": set(),
     "arguments": set(),
     "quantity": set(),
-    "threads": {"_C"},
+    "cgroups": set(),
+    "threads": {"_C", "cgroups"},
     "alias": set(),
     "_C": set(),
     "ops": {"_C"},
     "config": set(),
     "logging": {"config"},
-    "accelerator": {"config", "ops", "_C"},
+    "accelerator": {"config", "ops", "_C", "cgroups"},
     "comm": {"config", "logging", "accelerator", "ops", "_C"},
     "checkpointing": {
         *("saved_tensors", "config", "logging", "comm", "accelerator", "ops", "_C"),
@@ -149,7 +150,7 @@ def test_the_check_finds_what_it_should(tmp_path, monkeypatch):
 
 
 # Parts that work without torch. launcher/run.py starts the ranks, and is loaded when all arguments have been checked.
-TORCH_FREE = {"errors", "_version", "env", "arguments", "quantity", "alias", "config", "launcher", "logging", "threads"}
+TORCH_FREE = {"errors", "_version", "env", "arguments", "quantity", "alias", "cgroups", "config", "launcher", "logging", "threads"}
 LOADED_LATE = {ROOT / "deepspeed_c" / "launcher" / "run.py"}
 
 

@@ -20,9 +20,11 @@ import torch
 
 from deepspeed_c import _C
 from deepspeed_c.accelerator import get_accelerator
+from deepspeed_c.checkpointing.frames import NO_BACKWARD
 from deepspeed_c.checkpointing.operators import MeasuredLayer, MeasuredOperator
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.config.checkpoint import ActivationCheckpointing
+from deepspeed_c.env import read_env
 from deepspeed_c.errors import ConfigError, RankMismatchError
 from deepspeed_c.logging import logger
 from deepspeed_c.quantity import as_binary, parse_bytes
@@ -267,6 +269,13 @@ def _with_median(layer: MeasuredLayer, alike: Sequence[MeasuredLayer]) -> Measur
     return layer._replace(ns=median([other.ns for other in alike]), operators=operators)
 
 
+def _free_bytes() -> int:
+    """Of this rank's device. The CPU's memory is that of all ranks of this host, each of which takes a part."""
+    accelerator = get_accelerator()
+    free = accelerator.available_memory()
+    return free // read_env().local_world_size if accelerator.device_name() == "cpu" else free
+
+
 class Budget:
     """The budget of one engine: what it has measured, and the plan that its forwards follow.
 
@@ -304,7 +313,8 @@ class Budget:
 
     def treatment(self, label: str, tensors: Sequence[torch.Tensor]) -> Treatment | None:
         """How the next layer is treated; None for one within another, or outside of a forward."""
-        if not self._is_forward or self._is_within:
+        # A forward may have a pass of its own (a gradient penalty), which runs layers again with those within them.
+        if not self._is_forward or self._is_within or torch._C._current_graph_task_id() != NO_BACKWARD:
             return None
         i, self._n = self._n, self._n + 1
         if i == 0:
@@ -383,7 +393,7 @@ class Budget:
         self._layers_to_plan = None
         budget = self._wanted
         if budget == "auto":
-            free = min(self._of_all(get_accelerator().available_memory()))
+            free = min(self._of_all(_free_bytes()))
             budget = max(int(_AUTO_SHARE * free), smallest_budget(layers))
         self.plan = find_plan(layers, budget, may_mix=self._may_mix)
         is_first = self._comm is None or self._comm.rank == 0

@@ -27,9 +27,10 @@ from deepspeed_c.checkpointing.operators import KeptOutputs
 from deepspeed_c.errors import DeepSpeedCError, RecomputeError
 from deepspeed_c.saved_tensors import Packer, counts_all, hooks_around
 
-__all__ = ["Frame", "Inputs"]
+__all__ = ["NO_BACKWARD", "Frame", "Inputs"]
 
-_NO_BACKWARD = -1
+# The number of autograd's pass where there is none.
+NO_BACKWARD = -1
 
 
 class _Enough(Exception):
@@ -138,12 +139,12 @@ class Frame:
             if task not in blank.values:
                 self._recompute(task)
             value = blank.values.pop(task)
-            if task == _NO_BACKWARD:
+            if task == NO_BACKWARD:
                 self._drop(task)
         return value
 
     def _recompute(self, task: int) -> None:
-        if task != _NO_BACKWARD:
+        if task != NO_BACKWARD:
             # A pass through a part of the graph leaves the rest unasked.
             frame = weakref.ref(self)
             Variable._execution_engine.queue_callback(lambda: _drop_of(frame, task))

@@ -36,11 +36,16 @@ def test_what_is_no_number_is_refused(text):
     ("n_bytes", "text"),
     [
         (0, "0 B"),
-        (1023, "1.02e+03 B"),
+        (999, "999 B"),
+        (1000, "1000 B"),
+        (1023, "1023 B"),
         (1024, "1 KiB"),
         (3 << 19, "1.5 MiB"),
         (1 << 30, "1 GiB"),
-        (5 << 50, "5.12e+03 TiB"),
+        ((1 << 20) - 300, "1024 KiB"),
+        (1023 << 20, "1023 MiB"),
+        (1023995, "1000 KiB"),
+        (5 << 50, "5120 TiB"),
     ],
 )
 def test_bytes_are_shown_with_a_unit(n_bytes, text):

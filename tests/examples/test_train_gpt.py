@@ -60,7 +60,9 @@ def test_two_processes_with_the_configuration_as_it_is(tmp_path):
 
 
 def test_one_process_without_the_launcher_at_another_stage(tmp_path):
-    text = train([sys.executable, *SCRIPT, *TINY, "--steps", "25", "--stage", "0", "--out", "here"], tmp_path)
+    more = ["--stage", "0", "--out", "here", "--layers", "2", "--budget", "1MiB"]
+    text = train([sys.executable, *SCRIPT, *TINY, "--steps", "25", *more], tmp_path)
+    assert number(r"activation budget: [\d.]+ KiB of ([\d.]+) MiB at the peak", text) == 1
     check_report(text, steps=25, picture=tmp_path / "here" / "loss.png")
 
 

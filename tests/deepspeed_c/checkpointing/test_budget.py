@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ from torch import nn
 
 import deepspeed_c
 from benchmarks.live_bytes import LiveBytes
-from deepspeed_c import checkpointing
+from deepspeed_c import accelerator, checkpointing
+from deepspeed_c.cgroups import memory_left
 from deepspeed_c.checkpointing.budget import (
     KEEP,
     RECOMPUTE,
@@ -145,6 +148,30 @@ def flows_body(rank: int, world: int, folder: str) -> dict[str, Any]:
         train({"layers": "auto", "budget": 1000}, shapes, rank=rank)
     found["refused"] = error.value.where
     return found
+
+
+def auto_body(rank: int, world: int, folder: str) -> Any:
+    with mock.patch.object(accelerator, "memory_left", partial(memory_left, folder)):
+        return train({"layers": "auto", "budget": "auto"}, [(ROWS, TOKENS)] * 3, rank=rank)[2]
+
+
+def test_auto_takes_this_ranks_part_of_what_the_container_leaves(run_ranks: Callable, tmp_path: Path) -> None:
+    n_left = 11_000_000
+    for path, text in (
+        ("proc/self/cgroup", "0::/pod\n"),
+        ("sys/fs/cgroup/pod/memory.max", f"{10 * n_left}\n"),
+        ("sys/fs/cgroup/pod/memory.current", f"{9 * n_left}\n"),
+    ):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    first, *others = run_ranks(2, auto_body, str(tmp_path))
+    assert others == [first]
+    # The first step recomputes everything: gradients and states are not there yet.
+    assert first[0].treatments == () and first[1] == first[2]
+    plan = first[1]
+    assert plan.budget_bytes == int(0.9 * (n_left // 2)), plan
+    assert plan.smallest_bytes < plan.peak_bytes <= plan.budget_bytes
+    assert {treatment.choice for treatment in plan.treatments} == {KEEP, RECOMPUTE}, plan
 
 
 def test_ranks_agree_on_plans(run_ranks: Callable, tmp_path: Path) -> None:
