@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "utils": {"config", "logging", "comm", "accelerator", "zero", "data", "profile", "checkpoint"},
     "compat": {"config", "logging", "comm", "accelerator", "zero", "checkpoint", "utils"},
     "offload": {"config", "logging", "comm", "ops", "_C", "zero"},
-    "inject": {"config", "logging", "comm", "checkpointing", "ops", "_C", "quantity"},
+    "inject": {"config", "logging", "comm", "ops", "_C", "quantity"},
     "engine": {
         "offload",
         "inject",
@@ -66,7 +66,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan": {"config", "comm", "ops", "_C", "zero", "offload", "engine", "quantity"},
     "io": {"config", "ops", "_C", "quantity"},
     "bench": {"config", "comm", "quantity"},
-    "launcher": {"alias", "config", "logging", "plan", "checkpoint", "io", "bench", "threads"},
+    "launcher": {"alias", "config", "logging", "plan", "checkpoint", "io", "bench", "inject", "threads"},
 }
 # The top: what puts the parts together. Nothing imports these but one another.
 TOP = {"__init__", "__main__", "initialize"}

@@ -22,7 +22,7 @@ from deepspeed_c.inject.policy import Rule
 from deepspeed_c.inject.ranks import DropoutRegion, TensorRanks
 from deepspeed_c.inject.rules import rule_sets
 
-__all__ = ["CutReport", "ReportRow", "cut_model"]
+__all__ = ["CutReport", "ReportRow", "cut_model", "preview_cut"]
 
 _WORDS = Rule("", "column")
 
@@ -66,6 +66,12 @@ class CutReport:
         """The parameters that every rank holds whole."""
         return [row.name for row in self.rows if not row.is_cut]
 
+    @property
+    def summary(self) -> str:
+        """How much of the model the rank holds, in one line."""
+        share = self.local_elems / max(self.logical_elems, 1)
+        return f"rank {self.rank} of {self.n_ranks} holds {self.local_elems} of {self.logical_elems} elements ({share:.1%})"
+
     def __str__(self) -> str:
         width = max((len(row.name) for row in self.rows), default=0)
         lines = [
@@ -73,12 +79,7 @@ class CutReport:
             f"{f' x {row.n_copies} copies' if row.n_copies > 1 else ''}  {row.rule}"
             for row in self.rows
         ]
-        share = self.local_elems / max(self.logical_elems, 1)
-        lines.append(
-            f"rank {self.rank} of {self.n_ranks} holds {self.local_elems} of {self.logical_elems} elements"
-            f" ({share:.1%})"
-        )
-        return "\n".join(lines)
+        return "\n".join([*lines, self.summary])
 
 
 def cut_model(model: torch.nn.Module, section: TensorParallel, comm: Collectives) -> CutReport:
@@ -98,6 +99,16 @@ def cut_model(model: torch.nn.Module, section: TensorParallel, comm: Collectives
         if not tensor.is_meta:
             comm.broadcast(tensor.detach().contiguous() if not tensor.is_contiguous() else tensor.detach(), 0)
     return surgeon.apply(TensorRanks(comm))
+
+
+def preview_cut(model: torch.nn.Module, section: TensorParallel, rank: int, n_ranks: int) -> CutReport:
+    """What ``cut_model`` would say on ``rank`` of ``n_ranks``; nothing is changed, and no other rank is needed.
+
+    The model's tensors may be on the meta device. Raises what ``cut_model`` raises for a rule that does not fit.
+    """
+    surgeon = _Surgeon(model, section, RankPlace(rank, n_ranks))
+    surgeon.plan()
+    return surgeon.report()
 
 
 class _Surgeon:
@@ -236,13 +247,22 @@ class _Surgeon:
                         self._cut(m.bias, 0, step, f"{name}.bias")
                     self.heads.append((name, m))
 
+    def report(self) -> CutReport:
+        """Of what was planned, before it is done."""
+        rows = []
+        for param, name in self.names.items():
+            cut = self.cuts[param][0] if param in self.cuts else None
+            local = param.shape if cut is None else cut.local_shape
+            rule = self.reasons.get(param, "no rule: whole")
+            rows.append(ReportRow(name, param.shape, local, rule, 1 if cut is None else cut.n_copies))
+        return CutReport(self.place.n_ranks, self.place.rank, rows)
+
     # What follows changes the model.
 
     def apply(self, ranks: TensorRanks) -> CutReport:
-        report = CutReport(self.place.n_ranks, self.place.rank)
+        report = self.report()
         for param, name in self.names.items():
             cut = self.cuts.get(param)
-            logical = param.shape
             param.tensor_model_parallel = cut is not None
             param.partition_dim, param.partition_stride = (cut[1] if cut else -1), 1
             if cut is not None:
@@ -252,9 +272,6 @@ class _Surgeon:
                 ranks.sum_gradient(param, cut[0].copies, name)
             elif param in self.pickers or param in self.shared:
                 ranks.sum_gradient(param, tuple(range(ranks.n_ranks)), name)
-            n_copies = cut[0].n_copies if cut else 1
-            rule = self.reasons.get(param, "no rule: whole")
-            report.rows.append(ReportRow(name, logical, param.shape, rule, n_copies))
         regions = self._regions(ranks)
         for step in self.planned:
             self._replace(step, ranks, regions)
