@@ -1,4 +1,4 @@
-"""The command ``deepspeed_c inject``: how a model would be cut over tensor-parallel ranks, before any rank is started."""
+"""The command ``deepspeed_c inject``: how a model would be cut over tensor-parallel ranks, before a rank is started."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from deepspeed_c.inject.cutting import CutReport, preview_cut
 __all__ = ["main"]
 
 _DESCRIPTION = """\
-Which rule cuts each parameter of a Hugging Face model, and what each tensor-parallel rank holds of it. Reads the folder's config.json; no weight is read
-or allocated.
+Which rule cuts each parameter of a Hugging Face model, and what each tensor-parallel rank holds of it. Reads the
+folder's config.json; no weight is read or allocated.
 
-  deepspeed_c inject MODEL_DIR --tp 4                       rank 0, parameter by parameter, and a line for each other rank
-  deepspeed_c inject MODEL_DIR --tp 4 --rank 2              rank 2
-  deepspeed_c inject MODEL_DIR --tp 4 --config ds.json      with the section tensor_parallel of a configuration
+  deepspeed_c inject MODEL_DIR --tp 4                     rank 0, parameter by parameter; a line for each other rank
+  deepspeed_c inject MODEL_DIR --tp 4 --rank 2            rank 2
+  deepspeed_c inject MODEL_DIR --tp 4 --config ds.json    with the section tensor_parallel of a configuration
 """
 
 

@@ -10,14 +10,22 @@ from typing import Any
 
 import torch
 
-from deepspeed_c import _C
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.config.parallel import TensorParallel
 from deepspeed_c.errors import ModelError
-from deepspeed_c.inject.cut import Cut
-from deepspeed_c.inject.layers import EmbeddingLayer, LinearAllreduce, LinearLayer, RowPicker
+from deepspeed_c.inject.cut import Cut, keep_part
+from deepspeed_c.inject.layers import EmbeddingLayer, LinearAllreduce, LinearLayer, RowPicker, is_transposed
 from deepspeed_c.inject.loss import cut_loss
-from deepspeed_c.inject.plan import Attention, Planned, RankPlace, cut_along, find_attentions, match_rules, parts_of
+from deepspeed_c.inject.plan import (
+    Attention,
+    Planned,
+    RankPlace,
+    column_sizes,
+    cut_along,
+    find_attentions,
+    match_rules,
+    parts_of,
+)
 from deepspeed_c.inject.policy import Rule
 from deepspeed_c.inject.ranks import DropoutRegion, TensorRanks
 from deepspeed_c.inject.rules import rule_sets
@@ -70,7 +78,8 @@ class CutReport:
     def summary(self) -> str:
         """How much of the model the rank holds, in one line."""
         share = self.local_elems / max(self.logical_elems, 1)
-        return f"rank {self.rank} of {self.n_ranks} holds {self.local_elems} of {self.logical_elems} elements ({share:.1%})"
+        held = f"{self.local_elems} of {self.logical_elems} elements"
+        return f"rank {self.rank} of {self.n_ranks} holds {held} ({share:.1%})"
 
     def __str__(self) -> str:
         width = max((len(row.name) for row in self.rows), default=0)
@@ -181,7 +190,7 @@ class _Surgeon:
             for param in module.parameters(recurse=False):
                 self.reasons[param] = f"{type(module).__name__} is no linear layer that can be cut"
             return False
-        transposed = _is_transposed(module)
+        transposed = is_transposed(module)
         dim = 0 if (style == "column") != transposed else 1
         self._cut(module.weight, dim, step, f"{step.name}.weight")
         if module.bias is not None:
@@ -263,12 +272,8 @@ class _Surgeon:
         report = self.report()
         for param, name in self.names.items():
             cut = self.cuts.get(param)
-            param.tensor_model_parallel = cut is not None
-            param.partition_dim, param.partition_stride = (cut[1] if cut else -1), 1
+            keep_part(param, *(cut or (None,)))
             if cut is not None:
-                with torch.no_grad():
-                    param.data = cut[0].take(param.data)
-                param.tp_cut = cut[0]
                 ranks.sum_gradient(param, cut[0].copies, name)
             elif param in self.pickers or param in self.shared:
                 ranks.sum_gradient(param, tuple(range(ranks.n_ranks)), name)
@@ -280,8 +285,8 @@ class _Surgeon:
             _put(self.model, name, EmbeddingLayer(table, ranks, name, begin, begin + size))
         heads = []
         for name, head in self.heads:
-            layer = LinearLayer(head, ranks, name, is_transposed=False)
-            layer.gather_output(self._sizes(layer.weight.tp_cut.logical_shape[0]))
+            layer = LinearLayer(head, ranks, skip_partition=True, name=name)
+            layer.gather_columns(self._sizes(layer.weight.tp_cut.logical_shape[0]))
             _put(self.model, name, layer)
             heads.append(layer)
         for name in {step.attention.name for step in self.planned if step.attention is not None}:
@@ -292,10 +297,7 @@ class _Surgeon:
 
     def _sizes(self, n_elems: int) -> list[int]:
         """Columns of each rank, where nothing but their number decides."""
-        grain = self.section.tp.tp_grain_size
-        parts = [(_C.TP_COLUMNS, n_elems, grain)]
-        runs = [_C.tp_runs(parts, 1, 0, 0, self.place.n_ranks, rank)[0] for rank in range(self.place.n_ranks)]
-        return [sum(n for _, _, n in of_rank) for of_rank in runs]
+        return column_sizes(n_elems, self.place.n_ranks, self.section.tp.tp_grain_size)
 
     def _regions(self, ranks: TensorRanks) -> dict[str, DropoutRegion]:
         """By attention, or by the module that holds both linear layers: where random numbers are the rank's own."""
@@ -332,14 +334,14 @@ class _Surgeon:
             return
         region = regions.get(self._region_name(step))
         kind = LinearLayer if style == "column" else LinearAllreduce
-        layer = kind(module, ranks, name, is_transposed=_is_transposed(module))
+        layer = kind(module, ranks, skip_partition=True, name=name)
         if region is not None and not step.rule.gathers:
             layer.draw_apart(region)
         if isinstance(layer, LinearLayer):
             if layer.weight in self.pickers:
                 layer.pick(self.pickers[layer.weight])
             if step.rule.gathers:
-                layer.gather_output(self._sizes(layer.weight.tp_cut.logical_shape[layer.weight.partition_dim]))
+                layer.gather_columns(self._sizes(layer.weight.tp_cut.logical_shape[layer.weight.partition_dim]))
         elif step.rule.gathers:
             begin, size = _only_run(layer.weight.tp_cut, layer.weight.partition_dim)
             layer.split_input(begin, begin + size)
@@ -423,10 +425,6 @@ def _count_own_heads(model: torch.nn.Module, attention: Attention) -> None:
 
 def _has_words(module: torch.nn.Module) -> bool:
     return type(module) is torch.nn.Embedding and module.max_norm is None and not module.sparse
-
-
-def _is_transposed(module: torch.nn.Module) -> bool:
-    return type(module).__name__ == "Conv1D"
 
 
 def _is_linear(module: torch.nn.Module) -> bool:
