@@ -428,8 +428,12 @@ def _has_words(module: torch.nn.Module) -> bool:
 
 
 def _is_linear(module: torch.nn.Module) -> bool:
-    # FalconLinear computes what a linear layer does. Other kinds (quantised, adapted) hold weights of other shapes.
-    return type(module) is torch.nn.Linear or type(module).__name__ in ("Conv1D", "FalconLinear")
+    # FalconLinear computes what a linear layer does. Other kinds (quantised, adapted) hold weights of other shapes, and
+    # a parametrized one computes its weight.
+    if type(module).__name__ in ("Conv1D", "FalconLinear"):
+        return True
+    is_plain = isinstance(module, torch.nn.Linear) and type(module).forward is torch.nn.Linear.forward
+    return is_plain and "weight" in dict(module.named_parameters(recurse=False))
 
 
 def _only_run(cut: Cut, dim: int = 0) -> tuple[int, int]:
