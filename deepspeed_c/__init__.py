@@ -24,6 +24,7 @@ PUBLIC_NAMES: dict[str, str] = {
     "get_accelerator": "deepspeed_c.accelerator",
     "DeepSpeedTransformerConfig": "deepspeed_c.ops.transformer",
     "DeepSpeedTransformerLayer": "deepspeed_c.ops.transformer",
+    "tp_model_init": "deepspeed_c.inject.model_init",
     "install_as_deepspeed": "deepspeed_c.alias.install",
     "AioError": "deepspeed_c.errors",
     "AliasError": "deepspeed_c.errors",

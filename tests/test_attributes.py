@@ -59,8 +59,8 @@ PERMITTED: dict[str, str] = {
         "torch's own: the context of an autograd function",
     ),
     **dict.fromkeys(
-        ("inject/cutting.py: param.partition_dim", "inject/cutting.py: param.partition_stride")
-        + ("inject/cutting.py: param.tensor_model_parallel", "inject/cutting.py: param.tp_cut"),
+        ("inject/cut.py: param.partition_dim", "inject/cut.py: param.partition_stride")
+        + ("inject/cut.py: param.tensor_model_parallel", "inject/cut.py: param.tp_cut"),
         "torch's own: what a tensor is marked with, in Megatron's words",
     ),
     **dict.fromkeys(

@@ -67,7 +67,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan": {"config", "comm", "ops", "_C", "zero", "offload", "engine", "quantity"},
     "io": {"config", "ops", "_C", "quantity"},
     "bench": {"config", "comm", "quantity"},
-    "launcher": {"alias", "config", "logging", "plan", "checkpoint", "io", "bench", "threads"},
+    "launcher": {"alias", "config", "logging", "plan", "checkpoint", "io", "bench", "inject", "threads"},
 }
 # The top: what puts the parts together. Nothing imports these but one another.
 TOP = {"__init__", "__main__", "initialize"}

@@ -18,6 +18,7 @@ NAMES = {
     "add_config_arguments",
     "get_accelerator",
     "install_as_deepspeed",
+    "tp_model_init",
     "DeepSpeedTransformerConfig",
     "DeepSpeedTransformerLayer",
 }

@@ -1,7 +1,7 @@
 /*
- * Sums in f64 whose order is part of the function: element i is added to lane i % LANES, and the lanes are folded in
- * halves. Every instruction set gives the same bits, however many lanes its registers hold. Written with vector types
- * because the compiler, left alone, keeps the lanes in memory (five times slower).
+ * Sums in f64, and maxima, whose order is part of the function: element i goes to lane i % LANES, and the lanes of a
+ * sum are folded in halves. Every instruction set gives the same bits, however many lanes its registers hold. Written
+ * with vector types because the compiler, left alone, keeps the lanes in memory (five times slower).
  */
 #ifndef DSC_CPU_LANES_H
 #define DSC_CPU_LANES_H
@@ -23,6 +23,7 @@
 
 typedef float floats __attribute__((vector_size(4 * REGISTER_LANES)));
 typedef double doubles __attribute__((vector_size(8 * REGISTER_LANES)));
+typedef int32_t ints __attribute__((vector_size(4 * REGISTER_LANES)));
 
 static inline doubles dsc_load_wide(const dsc_f32 *src)
 {
@@ -38,6 +39,49 @@ static inline double dsc_fold(double lanes[LANES])
         for (int lane = 0; lane < half; lane++)
             lanes[lane] += lanes[lane + half];
     return lanes[0];
+}
+
+/* Adds the elements to *sum. */
+static inline void dsc_add_up(int64_t n, const dsc_f32 *src, double *sum)
+{
+    doubles sums[REGISTERS] = {0};
+    double lanes[LANES];
+    int64_t i = 0;
+
+    for (; i + LANES <= n; i += LANES)
+        for (int r = 0; r < REGISTERS; r++)
+            sums[r] += dsc_load_wide(src + i + r * REGISTER_LANES);
+    memcpy(lanes, sums, sizeof lanes);
+    for (int lane = 0; i < n; i++, lane++)
+        lanes[lane] += (double)src[i];
+    *sum += dsc_fold(lanes);
+}
+
+/* The largest of them, and of *max; a NaN is passed over. */
+static inline void dsc_raise_to_largest(int64_t n, const dsc_f32 *src, float *max)
+{
+    floats most[REGISTERS];
+    float lanes[LANES];
+    int64_t i = 0;
+
+    for (int r = 0; r < REGISTERS; r++)
+        for (int lane = 0; lane < REGISTER_LANES; lane++)
+            most[r][lane] = *max;
+    for (; i + LANES <= n; i += LANES)
+        for (int r = 0; r < REGISTERS; r++) {
+            floats x;
+
+            memcpy(&x, src + i + r * REGISTER_LANES, sizeof x);
+
+            ints is_more = x > most[r];
+
+            most[r] = (floats)((is_more & (ints)x) | (~is_more & (ints)most[r]));
+        }
+    memcpy(lanes, most, sizeof lanes);
+    for (int lane = 0; i < n; i++, lane++)
+        lanes[lane] = src[i] > lanes[lane] ? src[i] : lanes[lane];
+    for (int lane = 0; lane < LANES; lane++)
+        *max = lanes[lane] > *max ? lanes[lane] : *max;
 }
 
 #endif

@@ -1,5 +1,5 @@
 /* Compiled once per instruction set: activations, alone and as gates. */
-#include "nn/math.h"
+#include "cpu/math.h"
 #include "nn/table.h"
 
 /* An activation and its derivative, both from one evaluation of what is costly. */

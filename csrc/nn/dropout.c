@@ -3,7 +3,7 @@
  * Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3, SC 2011).
  */
 #include "cpu/lanes.h"
-#include "nn/math.h"
+#include "cpu/math.h"
 #include "nn/table.h"
 
 #if defined(__SSE2__)

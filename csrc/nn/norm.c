@@ -1,6 +1,6 @@
 /* Compiled once per instruction set: the moments of a row, and what norms make of them. */
 #include "cpu/lanes.h"
-#include "nn/math.h"
+#include "cpu/math.h"
 #include "nn/table.h"
 
 void DSC_K(nn_moments)(int64_t n, const dsc_f32 *x, double *sum, double *sumsq)

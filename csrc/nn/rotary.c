@@ -1,5 +1,5 @@
 /* Compiled once per instruction set: pairs of elements turned by an angle each. */
-#include "nn/math.h"
+#include "cpu/math.h"
 #include "nn/table.h"
 
 void DSC_K(nn_rotate_halves)(int64_t n, const dsc_f32 *x0, const dsc_f32 *x1, const dsc_f32 *cos, const dsc_f32 *sin,

@@ -145,6 +145,11 @@ _GROUP_NAMES = {
     )
 }
 
+_LAYER_NAMES = {
+    name: f"deepspeed_c.inject.layers:{name}"
+    for name in ("LinearAllreduce", "LinearLayer", "SubParamLinearAllreduce", "SubParamLinearLayer")
+}
+
 # DeepSpeed's module -> name -> "module:name" of ours; "module:" is a module itself.
 NAMES: dict[str, dict[str, str]] = {
     "deepspeed": {
@@ -208,6 +213,11 @@ NAMES: dict[str, dict[str, str]] = {
     "deepspeed.launcher.runner": {
         "DEEPSPEED_ENVIRONMENT_NAME": f"{_CONSTANTS}:DEEPSPEED_ENVIRONMENT_NAME",
         "main": "deepspeed_c.launcher.main:main",
+    },
+    "deepspeed.module_inject": _LAYER_NAMES,
+    "deepspeed.module_inject.layers": {
+        **_LAYER_NAMES,
+        "LmHeadLinearAllreduce": "deepspeed_c.inject.layers:LmHeadLinearAllreduce",
     },
     # A file a builder, in DeepSpeed.
     **{
@@ -334,7 +344,7 @@ _EXPERTS = "expert parallelism comes with a later version; mixtures of experts t
 _SEQUENCE = (
     "sequence parallelism comes with a later version; gradient checkpointing of the model, and stage 3, save memory"
 )
-_TENSOR = "tensor parallelism comes with a later version; stage 3 shards the weights"
+_TENSOR = "tensor parallelism is set in the configuration, tensor_parallel.autotp_size, or by tp_model_init; docs/concepts/tensor-parallel.md"
 _INFERENCE = "the inference engine comes with a later version; `deepspeed_c.initialize` at stage 3 without an optimizer runs forward on sharded weights"
 _CHECKPOINTING = "what is kept for a backward is packed and given back by deepspeed_c.checkpointing.checkpoint itself"
 _COMPRESSION = "compression comes with a later version"
@@ -385,7 +395,8 @@ ABSENT: dict[str, str] = {
     "deepspeed.launcher": "start processes with the command deepspeed_c, or python -m deepspeed_c",
     "deepspeed.linear": "use peft for LoRA; its frozen base may have another dtype",
     "deepspeed.model_implementations": _INFERENCE,
-    "deepspeed.module_inject": _INFERENCE,
+    "deepspeed.module_inject": _TENSOR,
+    "deepspeed.module_inject.replace_module": _INFERENCE,
     "deepspeed.moe": _EXPERTS,
     "deepspeed.monitor": "monitors come with a later version; log from the training loop, engine.get_lr() and get_global_grad_norm() have the numbers",
     "deepspeed.nvme": "`deepspeed_c io bench|tune` measures a device and finds the settings that suit it",
@@ -429,7 +440,6 @@ ABSENT: dict[str, str] = {
     "deepspeed.runtime.zero.stage_1_and_2": _ONE_OPTIMIZER,
     "deepspeed.runtime.zero.tiling": _TILED,
     "deepspeed.sequence": _SEQUENCE,
-    "deepspeed.tp_model_init": _TENSOR,
     **{f"deepspeed.utils.{name}": _FRAGMENTS for name in (*("tensor_fragment",),)},
     "deepspeed.utils.groups": _EXPERTS,
     "deepspeed.utils.zero_to_fp32": "use get_fp32_state_dict_from_zero_checkpoint, or `deepspeed_c checkpoint export`",

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Cut", "CutBox"]
+__all__ = ["Cut", "CutBox", "keep_part"]
 
 
 class CutBox(NamedTuple):
@@ -73,6 +73,18 @@ class Cut:
     def _check(self, what: str, shape: Iterable[int], expected: torch.Size) -> None:
         if tuple(shape) != tuple(expected):
             raise ValueError(f"{what} has shape {tuple(shape)}, the cut is of {tuple(expected)}")
+
+
+def keep_part(param: torch.nn.Parameter, cut: Cut | None, dim: int = -1) -> None:
+    """``param``, which is whole, becomes this rank's part of it, cut along ``dim``, and says so.
+
+    cut: None for one that stays whole, which then says that.
+    """
+    if cut is not None:
+        with torch.no_grad():
+            param.data = cut.take(param.data)
+        param.tp_cut = cut
+    param.tensor_model_parallel, param.partition_dim, param.partition_stride = cut is not None, dim, 1
 
 
 def _index(offset: tuple[int, ...], size: tuple[int, ...]) -> tuple[slice, ...]:

@@ -10,19 +10,27 @@ from typing import Any
 
 import torch
 
-from deepspeed_c import _C
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.config.parallel import TensorParallel
 from deepspeed_c.errors import ModelError
-from deepspeed_c.inject.cut import Cut
-from deepspeed_c.inject.layers import EmbeddingLayer, LinearAllreduce, LinearLayer, RowPicker
+from deepspeed_c.inject.cut import Cut, keep_part
+from deepspeed_c.inject.layers import EmbeddingLayer, LinearAllreduce, LinearLayer, RowPicker, is_transposed
 from deepspeed_c.inject.loss import cut_loss
-from deepspeed_c.inject.plan import Attention, Planned, RankPlace, cut_along, find_attentions, match_rules, parts_of
+from deepspeed_c.inject.plan import (
+    Attention,
+    Planned,
+    RankPlace,
+    column_sizes,
+    cut_along,
+    find_attentions,
+    match_rules,
+    parts_of,
+)
 from deepspeed_c.inject.policy import Rule
 from deepspeed_c.inject.ranks import DropoutRegion, TensorRanks
 from deepspeed_c.inject.rules import rule_sets
 
-__all__ = ["CutReport", "ReportRow", "cut_model"]
+__all__ = ["CutReport", "ReportRow", "cut_model", "preview_cut"]
 
 _WORDS = Rule("", "column")
 
@@ -66,6 +74,13 @@ class CutReport:
         """The parameters that every rank holds whole."""
         return [row.name for row in self.rows if not row.is_cut]
 
+    @property
+    def summary(self) -> str:
+        """How much of the model the rank holds, in one line."""
+        share = self.local_elems / max(self.logical_elems, 1)
+        held = f"{self.local_elems} of {self.logical_elems} elements"
+        return f"rank {self.rank} of {self.n_ranks} holds {held} ({share:.1%})"
+
     def __str__(self) -> str:
         width = max((len(row.name) for row in self.rows), default=0)
         lines = [
@@ -73,12 +88,7 @@ class CutReport:
             f"{f' x {row.n_copies} copies' if row.n_copies > 1 else ''}  {row.rule}"
             for row in self.rows
         ]
-        share = self.local_elems / max(self.logical_elems, 1)
-        lines.append(
-            f"rank {self.rank} of {self.n_ranks} holds {self.local_elems} of {self.logical_elems} elements"
-            f" ({share:.1%})"
-        )
-        return "\n".join(lines)
+        return "\n".join([*lines, self.summary])
 
 
 def cut_model(model: torch.nn.Module, section: TensorParallel, comm: Collectives) -> CutReport:
@@ -98,6 +108,16 @@ def cut_model(model: torch.nn.Module, section: TensorParallel, comm: Collectives
         if not tensor.is_meta:
             comm.broadcast(tensor.detach().contiguous() if not tensor.is_contiguous() else tensor.detach(), 0)
     return surgeon.apply(TensorRanks(comm))
+
+
+def preview_cut(model: torch.nn.Module, section: TensorParallel, rank: int, n_ranks: int) -> CutReport:
+    """What ``cut_model`` would say on ``rank`` of ``n_ranks``; nothing is changed, and no other rank is needed.
+
+    The model's tensors may be on the meta device. Raises what ``cut_model`` raises for a rule that does not fit.
+    """
+    surgeon = _Surgeon(model, section, RankPlace(rank, n_ranks))
+    surgeon.plan()
+    return surgeon.report()
 
 
 class _Surgeon:
@@ -170,7 +190,7 @@ class _Surgeon:
             for param in module.parameters(recurse=False):
                 self.reasons[param] = f"{type(module).__name__} is no linear layer that can be cut"
             return False
-        transposed = _is_transposed(module)
+        transposed = is_transposed(module)
         dim = 0 if (style == "column") != transposed else 1
         self._cut(module.weight, dim, step, f"{step.name}.weight")
         if module.bias is not None:
@@ -236,25 +256,27 @@ class _Surgeon:
                         self._cut(m.bias, 0, step, f"{name}.bias")
                     self.heads.append((name, m))
 
+    def report(self) -> CutReport:
+        """Of what was planned, before it is done."""
+        rows = []
+        for param, name in self.names.items():
+            cut = self.cuts[param][0] if param in self.cuts else None
+            local = param.shape if cut is None else cut.local_shape
+            rule = self.reasons.get(param, "no rule: whole")
+            rows.append(ReportRow(name, param.shape, local, rule, 1 if cut is None else cut.n_copies))
+        return CutReport(self.place.n_ranks, self.place.rank, rows)
+
     # What follows changes the model.
 
     def apply(self, ranks: TensorRanks) -> CutReport:
-        report = CutReport(self.place.n_ranks, self.place.rank)
+        report = self.report()
         for param, name in self.names.items():
             cut = self.cuts.get(param)
-            logical = param.shape
-            param.tensor_model_parallel = cut is not None
-            param.partition_dim, param.partition_stride = (cut[1] if cut else -1), 1
+            keep_part(param, *(cut or (None,)))
             if cut is not None:
-                with torch.no_grad():
-                    param.data = cut[0].take(param.data)
-                param.tp_cut = cut[0]
                 ranks.sum_gradient(param, cut[0].copies, name)
             elif param in self.pickers or param in self.shared:
                 ranks.sum_gradient(param, tuple(range(ranks.n_ranks)), name)
-            n_copies = cut[0].n_copies if cut else 1
-            rule = self.reasons.get(param, "no rule: whole")
-            report.rows.append(ReportRow(name, logical, param.shape, rule, n_copies))
         regions = self._regions(ranks)
         for step in self.planned:
             self._replace(step, ranks, regions)
@@ -263,8 +285,8 @@ class _Surgeon:
             _put(self.model, name, EmbeddingLayer(table, ranks, name, begin, begin + size))
         heads = []
         for name, head in self.heads:
-            layer = LinearLayer(head, ranks, name, is_transposed=False)
-            layer.gather_output(self._sizes(layer.weight.tp_cut.logical_shape[0]))
+            layer = LinearLayer(head, ranks, skip_partition=True, name=name)
+            layer.gather_columns(self._sizes(layer.weight.tp_cut.logical_shape[0]))
             _put(self.model, name, layer)
             heads.append(layer)
         for name in {step.attention.name for step in self.planned if step.attention is not None}:
@@ -275,10 +297,7 @@ class _Surgeon:
 
     def _sizes(self, n_elems: int) -> list[int]:
         """Columns of each rank, where nothing but their number decides."""
-        grain = self.section.tp.tp_grain_size
-        parts = [(_C.TP_COLUMNS, n_elems, grain)]
-        runs = [_C.tp_runs(parts, 1, 0, 0, self.place.n_ranks, rank)[0] for rank in range(self.place.n_ranks)]
-        return [sum(n for _, _, n in of_rank) for of_rank in runs]
+        return column_sizes(n_elems, self.place.n_ranks, self.section.tp.tp_grain_size)
 
     def _regions(self, ranks: TensorRanks) -> dict[str, DropoutRegion]:
         """By attention, or by the module that holds both linear layers: where random numbers are the rank's own."""
@@ -315,14 +334,14 @@ class _Surgeon:
             return
         region = regions.get(self._region_name(step))
         kind = LinearLayer if style == "column" else LinearAllreduce
-        layer = kind(module, ranks, name, is_transposed=_is_transposed(module))
+        layer = kind(module, ranks, skip_partition=True, name=name)
         if region is not None and not step.rule.gathers:
             layer.draw_apart(region)
         if isinstance(layer, LinearLayer):
             if layer.weight in self.pickers:
                 layer.pick(self.pickers[layer.weight])
             if step.rule.gathers:
-                layer.gather_output(self._sizes(layer.weight.tp_cut.logical_shape[layer.weight.partition_dim]))
+                layer.gather_columns(self._sizes(layer.weight.tp_cut.logical_shape[layer.weight.partition_dim]))
         elif step.rule.gathers:
             begin, size = _only_run(layer.weight.tp_cut, layer.weight.partition_dim)
             layer.split_input(begin, begin + size)
@@ -408,13 +427,13 @@ def _has_words(module: torch.nn.Module) -> bool:
     return type(module) is torch.nn.Embedding and module.max_norm is None and not module.sparse
 
 
-def _is_transposed(module: torch.nn.Module) -> bool:
-    return type(module).__name__ == "Conv1D"
-
-
 def _is_linear(module: torch.nn.Module) -> bool:
-    # FalconLinear computes what a linear layer does. Other kinds (quantised, adapted) hold weights of other shapes.
-    return type(module) is torch.nn.Linear or type(module).__name__ in ("Conv1D", "FalconLinear")
+    # FalconLinear computes what a linear layer does. Other kinds (quantised, adapted) hold weights of other shapes, and
+    # a parametrized one computes its weight.
+    if type(module).__name__ in ("Conv1D", "FalconLinear"):
+        return True
+    is_plain = isinstance(module, torch.nn.Linear) and type(module).forward is torch.nn.Linear.forward
+    return is_plain and "weight" in dict(module.named_parameters(recurse=False))
 
 
 def _only_run(cut: Cut, dim: int = 0) -> tuple[int, int]:

@@ -1,33 +1,58 @@
 """The layers that a cut model has in place of its own: linear by columns and by rows, embedding by words.
 
-They keep the parameters of the module that they replace, under the same names. ``Conv1D`` of GPT-2 keeps its weight
-[in, out]; everything else has [out, in].
+They keep the parameters of the module that they replace, under the same names, and are made by hand as well:
+``LinearLayer(torch.nn.Linear(8, 6), group)`` cuts the linear layer's parameters in place over the ranks of ``group``,
+and every rank of it passes the same weights. ``Conv1D`` of GPT-2 keeps its weight [in, out]; everything else has
+[out, in].
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
+from deepspeed_c import _C
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.errors import ModelError, StateError
+from deepspeed_c.inject.cut import keep_part
+from deepspeed_c.inject.plan import RankPlace, column_sizes, cut_along, part_sizes
 from deepspeed_c.inject.ranks import DropoutRegion, TensorRanks
 
-__all__ = ["EmbeddingLayer", "LinearAllreduce", "LinearLayer", "RowPicker"]
+__all__ = [
+    "EmbeddingLayer",
+    "LinearAllreduce",
+    "LinearLayer",
+    "LmHeadLinearAllreduce",
+    "RowPicker",
+    "SubParamLinearAllreduce",
+    "SubParamLinearLayer",
+    "TensorParallelLayer",
+    "is_transposed",
+]
 
 
-class LinearLayer(torch.nn.Module):
-    """y = x W + b, of which this rank has some columns: x [..., in] on all ranks, y [..., columns of this rank].
+def is_transposed(module: torch.nn.Module) -> bool:
+    """Whether the linear layer's weight is [in, out]."""
+    return type(module).__name__ == "Conv1D"
 
-    ``gathers``: y is put together on all ranks, [..., out]. ``picker``: the weight is whole on all ranks, and these
-    columns are used of it.
-    """
 
-    def __init__(self, module: torch.nn.Module, ranks: TensorRanks, label: str, *, is_transposed: bool) -> None:
+class TensorParallelLayer(torch.nn.Module):
+    """What the linear layers have in common: weight and bias, of which a rank holds its part."""
+
+    def __init__(
+        self, module: torch.nn.Module, mp_group: dist.ProcessGroup | TensorRanks | None, *, name: str = ""
+    ) -> None:
+        """module: a linear layer. mp_group: over which ranks it is cut; None for this rank alone. name: for messages.
+        """
         super().__init__()
         self.weight, self.bias = module.weight, module.bias
-        self.ranks, self.label, self.is_transposed = ranks, label, is_transposed
-        self.sizes: list[int] | None = None
-        self.picker: RowPicker | None = None
-        self.region: DropoutRegion | None = None
+        if not isinstance(mp_group, TensorRanks):
+            mp_group = TensorRanks(None if mp_group is None else Collectives(mp_group))
+        self.ranks, self.label, self.is_transposed = mp_group, name or type(self).__name__, is_transposed(module)
+        self._parts: dict[torch.nn.Parameter, torch.Tensor] = {}  # while they are whole
         self.train(module.training)
 
     @property
@@ -38,7 +63,103 @@ class LinearLayer(torch.nn.Module):
     def out_features(self) -> int:
         return self.weight.shape[1 if self.is_transposed else 0]
 
-    def gather_output(self, sizes: list[int] | None) -> None:
+    def cut(self, param: torch.nn.Parameter | None, dim: int, sizes: Sequence[int]) -> None:
+        """``param``, which is whole, becomes this rank's share of each part, of ``sizes`` elements along ``dim``.
+
+        Raises ModelError where the parts do not make up the dimension, or it is cut already.
+        """
+        if param is None or self.ranks.n_ranks == 1:
+            return
+        if sum(sizes) != param.shape[dim] or hasattr(param, "tp_cut"):
+            raise ModelError(
+                f"the parts {list(sizes)} make {sum(sizes)}, the dimension has {param.shape[dim]}"
+                if sum(sizes) != param.shape[dim]
+                else "it is cut already",
+                where=self.label,
+                fix="pass a whole layer, and the size of each part in the order in which they lie",
+            )
+        parts = [(_C.TP_COLUMNS, size, 1) for size in sizes]
+        cut = cut_along(param.shape, dim, parts, 1, (0, 0), RankPlace(self.ranks.rank, self.ranks.n_ranks))
+        keep_part(param, cut, dim)
+
+    @torch.no_grad()
+    def gather_params(self, params_list: Iterable[torch.nn.Parameter | None]) -> None:
+        """Those of ``params_list`` that are cut become whole, on all ranks together, until ``_tp_partition``.
+
+        Raises StateError where one is whole already.
+        """
+        for param in self._cut_ones(params_list):
+            if param in self._parts:
+                raise StateError("its parameters are whole already", where=self.label, fix="call _tp_partition first")
+            cut = param.tp_cut
+            whole = param.new_zeros(cut.logical_shape)
+            if cut.rank == cut.copies[0]:
+                cut.put(param.data, whole)
+            self.ranks.comm.all_reduce(whole.view(-1), label=f"whole {self.label}").wait()
+            self._parts[param], param.data = param.data, whole
+
+    @torch.no_grad()
+    def _tp_partition(self, params_list: Iterable[torch.nn.Parameter | None]) -> None:
+        """Ends ``gather_params``: what was written to the whole parameters stays."""
+        for param in self._cut_ones(params_list):
+            if param not in self._parts:
+                raise StateError("its parameters are not whole", where=self.label, fix="call gather_params first")
+            # Into the memory that an optimizer knows.
+            part = self._parts.pop(param)
+            part.copy_(param.tp_cut.take(param.data))
+            param.data = part
+
+    @staticmethod
+    def _cut_ones(params_list: Iterable[torch.nn.Parameter | None]) -> list[torch.nn.Parameter]:
+        return [param for param in params_list if param is not None and hasattr(param, "tp_cut")]
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class LinearLayer(TensorParallelLayer):
+    """y = x W + b, of which this rank has some columns: x [..., in] on all ranks, y [..., columns of this rank].
+
+    ``gather_output``: y is put together on all ranks, [..., out]. ``picker``: the weight is whole on all ranks, and
+    these columns are used of it.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        mp_group: dist.ProcessGroup | TensorRanks | None = None,
+        skip_partition: bool = False,
+        gather_output: bool = False,
+        *,
+        name: str = "",
+    ) -> None:
+        """skip_partition: ``module`` holds this rank's part already."""
+        super().__init__(module, mp_group, name=name)
+        self.sizes: list[int] | None = None
+        self.picker: RowPicker | None = None
+        self.region: DropoutRegion | None = None
+        if not skip_partition:
+            n_columns = self.out_features
+            self._cut_columns((n_columns,))
+            if gather_output:
+                self.gather_columns(column_sizes(n_columns, self.ranks.n_ranks, 1))
+        elif gather_output:
+            cut = getattr(self.weight, "tp_cut", None)
+            if cut is None and self.ranks.n_ranks > 1:
+                raise ModelError(
+                    "gather_output needs the columns of all ranks, and this part does not say them",
+                    where=self.label,
+                    fix="pass the whole layer, without skip_partition",
+                )
+            if cut is not None:
+                n_columns = cut.logical_shape[1 if self.is_transposed else 0]
+                self.gather_columns(column_sizes(n_columns, self.ranks.n_ranks, 1))
+
+    def _cut_columns(self, sizes: Sequence[int]) -> None:
+        self.cut(self.weight, 1 if self.is_transposed else 0, sizes)
+        self.cut(self.bias, 0, sizes)
+
+    def gather_columns(self, sizes: list[int] | None) -> None:
         """The columns of all ranks are put together. sizes: of each rank; None: they stay apart."""
         self.sizes = sizes
 
@@ -63,31 +184,31 @@ class LinearLayer(torch.nn.Module):
             self.region.enter(y.device)
         return y
 
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
-
-class LinearAllreduce(torch.nn.Module):
+class LinearAllreduce(TensorParallelLayer):
     """y = x W + b, of which this rank has some rows: x [..., rows of this rank], y [..., out] the sum over ranks.
 
-    The bias is whole and added once, to the sum. ``splits``: x is whole on all ranks, and this rank takes its part.
+    The bias is whole and added once, to the sum. ``split_input``: x is whole on all ranks, and this rank takes its
+    part.
     """
 
-    def __init__(self, module: torch.nn.Module, ranks: TensorRanks, label: str, *, is_transposed: bool) -> None:
-        super().__init__()
-        self.weight, self.bias = module.weight, module.bias
-        self.ranks, self.label, self.is_transposed = ranks, label, is_transposed
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        mp_group: dist.ProcessGroup | TensorRanks | None,
+        *,
+        skip_partition: bool = False,
+        name: str = "",
+    ) -> None:
+        """skip_partition: ``module`` holds this rank's part already."""
+        super().__init__(module, mp_group, name=name)
         self.part: tuple[int, int] | None = None
         self.region: DropoutRegion | None = None
-        self.train(module.training)
+        if not skip_partition:
+            self._cut_rows((self.in_features,))
 
-    @property
-    def in_features(self) -> int:
-        return self.weight.shape[0 if self.is_transposed else 1]
-
-    @property
-    def out_features(self) -> int:
-        return self.weight.shape[1 if self.is_transposed else 0]
+    def _cut_rows(self, sizes: Sequence[int]) -> None:
+        self.cut(self.weight, 0 if self.is_transposed else 1, sizes)
 
     def split_input(self, begin: int, end: int) -> None:
         """The input is whole; this rank takes [begin, end) of its last dimension."""
@@ -105,8 +226,68 @@ class LinearAllreduce(torch.nn.Module):
         y = self.ranks.leave(F.linear(x, self.weight.t() if self.is_transposed else self.weight), self.label)
         return y if self.bias is None else y + self.bias
 
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+class LmHeadLinearAllreduce(LinearAllreduce):
+    """A head of its own weight, also where ``module``'s is tied: x [..., in] is whole on all ranks, and so is y."""
+
+    def __init__(
+        self, module: torch.nn.Module, mp_group: dist.ProcessGroup | TensorRanks | None, *, name: str = "lm_head"
+    ) -> None:
+        super().__init__(module, mp_group, skip_partition=True, name=name)
+        self.weight = torch.nn.Parameter(module.weight.detach().clone(), requires_grad=module.weight.requires_grad)
+        n_rows = self.in_features
+        self._cut_rows((n_rows,))
+        sizes = column_sizes(n_rows, self.ranks.n_ranks, 1)
+        begin = sum(sizes[: self.ranks.rank])
+        self.split_input(begin, begin + sizes[self.ranks.rank])
+
+
+class SubParamLinearLayer(LinearLayer):
+    """By columns, where the weight is several matrices one behind the other: each is cut by itself."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        mp_group: dist.ProcessGroup | TensorRanks | None,
+        shape: Sequence[int | Sequence[int]],
+        partition_dim: int = 0,
+        *,
+        name: str = "",
+    ) -> None:
+        """shape: (3, -1) for three equal parts, ((4096, 1024, 1024), -1) for parts of these sizes. partition_dim: 0."""
+        super().__init__(module, mp_group, skip_partition=True, name=name)
+        self._cut_columns(_sizes_along(0, self, shape, partition_dim))
+
+
+class SubParamLinearAllreduce(LinearAllreduce):
+    """By rows, where the weight's inputs are several parts one behind the other: each is cut by itself."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        mp_group: dist.ProcessGroup | TensorRanks | None,
+        shape: Sequence[int | Sequence[int]],
+        partition_dim: int = 1,
+        *,
+        name: str = "",
+    ) -> None:
+        """shape: (-1, 2) for two equal parts, (-1, (48, 16)) for parts of these sizes. partition_dim: 1."""
+        super().__init__(module, mp_group, skip_partition=True, name=name)
+        self._cut_rows(_sizes_along(1, self, shape, partition_dim))
+
+
+def _sizes_along(
+    usual: int, layer: TensorParallelLayer, shape: Sequence[int | Sequence[int]], partition_dim: int
+) -> tuple[int, ...]:
+    if partition_dim != usual or layer.is_transposed:
+        raise ModelError(
+            "a weight [in, out] has no parts by this name"
+            if layer.is_transposed
+            else f"its weight [out, in] is cut along dimension {usual}, not {partition_dim}",
+            where=layer.label,
+            fix="write rules in tensor_parallel.partition_config, or use the layer for the other dimension",
+        )
+    return part_sizes(shape, layer.weight.shape, usual, "weight", f"{layer.label}: shape")
 
 
 class EmbeddingLayer(torch.nn.Module):

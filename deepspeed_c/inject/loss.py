@@ -115,12 +115,12 @@ class _CausalLoss:
     def before(self, model: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """A model that trains with labels leaves its logits cut."""
         self.is_cut = model.training and kwargs.get("labels") is not None and torch.is_grad_enabled()
-        self.head.gather_output(None if self.is_cut else self.sizes)
+        self.head.gather_columns(None if self.is_cut else self.sizes)
 
     def after(self, model: torch.nn.Module, args: Any, output: Any) -> Any:
         if self.is_cut:
             self.is_cut = False
-            self.head.gather_output(self.sizes)
+            self.head.gather_columns(self.sizes)
             if isinstance(output, tuple):
                 return (output[0], CutLogits.of(output[1], self.sizes, self.ranks), *output[2:])
             output.logits = CutLogits.of(output.logits, self.sizes, self.ranks)

@@ -9,11 +9,22 @@ from dataclasses import dataclass, field
 import torch
 
 from deepspeed_c import _C
-from deepspeed_c.errors import ModelError
+from deepspeed_c.errors import ConfigError, ModelError
 from deepspeed_c.inject.cut import Cut, CutBox
 from deepspeed_c.inject.policy import Heads, Rule
 
-__all__ = ["Attention", "Planned", "RankPlace", "RuleSet", "cut_along", "find_attentions", "match_rules", "parts_of"]
+__all__ = [
+    "Attention",
+    "Planned",
+    "RankPlace",
+    "RuleSet",
+    "column_sizes",
+    "cut_along",
+    "find_attentions",
+    "match_rules",
+    "part_sizes",
+    "parts_of",
+]
 
 _KINDS = {"queries": _C.TP_QUERIES, "keys": _C.TP_KEYS, "columns": _C.TP_COLUMNS}
 
@@ -183,6 +194,38 @@ def cut_along(
         return [(begin, n_elems) for _, begin, n_elems in runs]
     boxes = tuple(CutBox(*_along(shape, dim, run)) for run in runs or [(0, 0, 0)])
     return Cut(shape, boxes, n_copies, place.rank, place.n_ranks, tuple(range(first, first + n_copies)))
+
+
+def column_sizes(n_elems: int, n_ranks: int, grain: int) -> list[int]:
+    """Elements of each rank, where nothing but their number and ``grain`` decides."""
+    parts = [(_C.TP_COLUMNS, n_elems, grain)]
+    return [sum(run[2] for run in _C.tp_runs(parts, 1, 0, 0, n_ranks, rank)[0]) for rank in range(n_ranks)]
+
+
+def part_sizes(
+    shape: Sequence[int | Sequence[int]], weight_shape: Sequence[int], dim: int, name: str, where: str
+) -> tuple[int, ...]:
+    """Elements of each part along ``dim`` of the weight ``name``, as DeepSpeed writes them in ``shape``.
+
+    An entry of ``shape`` is a number of equal parts, a list of their sizes, or -1 for one part. Raises ConfigError
+    where it has another number of dimensions than the weight, or the parts are not equal.
+    """
+    if len(shape) != len(weight_shape):
+        raise ConfigError(
+            f"shape has {len(shape)} entries, {name} {len(weight_shape)} dimensions",
+            where=where,
+            fix="write one entry a dimension: a number, a list of parts, or -1",
+        )
+    entry, n_elems = shape[dim], weight_shape[dim]
+    if isinstance(entry, (list, tuple)):
+        return tuple(int(size) for size in entry)
+    if entry in (-1, n_elems):
+        return (n_elems,)
+    if entry < 1 or n_elems % entry:
+        raise ConfigError(
+            f"{n_elems} elements of {name} are no {entry} equal parts", where=where, fix="list the parts' sizes"
+        )
+    return (n_elems // entry,) * entry
 
 
 def _along(shape: torch.Size, dim: int, run: tuple[int, int, int]) -> Iterator[tuple[int, ...]]:

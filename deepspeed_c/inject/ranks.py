@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_c.comm.collectives import Collectives
-from deepspeed_c.errors import ModelError
+from deepspeed_c.errors import ModelError, StateError
 
 __all__ = ["DropoutRegion", "TensorRanks"]
 
@@ -23,11 +23,19 @@ SUMMED = (torch.float32, torch.bfloat16, torch.float16)
 class TensorRanks:
     """What the layers of one model share: the group, and the tensor that last entered the cut region."""
 
-    def __init__(self, comm: Collectives) -> None:
-        self.comm = comm
-        self.rank, self.n_ranks = comm.rank, comm.world_size
+    def __init__(self, comm: Collectives | None) -> None:
+        """comm: those of the ranks; None for one rank alone."""
+        self._comm = comm
+        self.rank, self.n_ranks = (0, 1) if comm is None else (comm.rank, comm.world_size)
         self._entered: tuple[torch.Tensor, int, bool, torch.Tensor] | None = None
         self._copies: dict[tuple[int, ...], Collectives] = {}
+
+    @property
+    def comm(self) -> Collectives:
+        """Those of the ranks. Raises StateError for one rank alone, which sends nothing."""
+        if self._comm is None:
+            raise StateError("one rank alone has no group", where="TensorRanks.comm", fix="give layers a process group")
+        return self._comm
 
     def enter(self, x: torch.Tensor, label: str) -> torch.Tensor:
         """``x`` inside the region: the same values, a gradient that is summed over ranks.
@@ -54,7 +62,7 @@ class TensorRanks:
     def gather(self, x: torch.Tensor, sizes: list[int], label: str) -> torch.Tensor:
         """All ranks' ``x`` [..., sizes[rank]] one after the other: [..., sum of sizes], the same on all ranks."""
         self._entered = None
-        return x if self.n_ranks == 1 else _Gather.apply(x, sizes, self, label)
+        return x if self.n_ranks == 1 else _GatherColumns.apply(x, sizes, self, label)
 
     def split(self, x: torch.Tensor, begin: int, end: int, label: str) -> torch.Tensor:
         """This rank's ``x[..., begin:end]`` of an ``x`` that is whole on all ranks; the gradient is whole there."""
@@ -163,7 +171,7 @@ class _Leave(torch.autograd.Function):
         return grad, None, None
 
 
-class _Gather(torch.autograd.Function):
+class _GatherColumns(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, sizes: list[int], ranks: TensorRanks, label: str) -> torch.Tensor:
         ctx.begin, ctx.size = sum(sizes[: ranks.rank]), sizes[ranks.rank]

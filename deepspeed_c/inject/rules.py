@@ -10,7 +10,7 @@ import torch
 
 from deepspeed_c.config.parallel import LayerSpec, TensorParallel
 from deepspeed_c.errors import ConfigError, ModelError
-from deepspeed_c.inject.plan import RuleSet
+from deepspeed_c.inject.plan import RuleSet, part_sizes
 from deepspeed_c.inject.policy import POLICIES, Heads, Policy, Rule, find_policy
 
 __all__ = ["FoundRules", "rule_sets"]
@@ -125,23 +125,7 @@ def _rule_of_spec(spec: LayerSpec, module: str, param: torch.nn.Parameter, numbe
         )
     sizes = (param.shape[dim],)
     if spec.shape is not None:
-        if len(spec.shape) != param.dim():
-            raise ConfigError(
-                f"shape has {len(spec.shape)} entries, {module}.weight {param.dim()} dimensions",
-                where=f"{where}.shape",
-                fix="write one entry a dimension: a number, a list of parts, or -1",
-            )
-        entry = spec.shape[dim]
-        if isinstance(entry, (list, tuple)):
-            sizes = tuple(int(size) for size in entry)
-        elif entry != -1 and entry != param.shape[dim]:
-            if entry < 1 or param.shape[dim] % entry:
-                raise ConfigError(
-                    f"{param.shape[dim]} elements of {module}.weight are no {entry} equal parts",
-                    where=f"{where}.shape",
-                    fix="list the parts' sizes",
-                )
-            sizes = (param.shape[dim] // entry,) * entry
+        sizes = part_sizes(spec.shape, param.shape, dim, f"{module}.weight", f"{where}.shape")
     return Rule(pattern, spec.partition_type, ("columns",) * len(sizes), gathers=spec.gather_output, sizes=sizes)
 
 

@@ -142,6 +142,12 @@ def _bench(arguments: list[str]) -> int:
     return bench(arguments)
 
 
+def _inject(arguments: list[str]) -> int:
+    from deepspeed_c.inject.cli import main as inject
+
+    return inject(arguments)
+
+
 _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "run": _run,
     "env": _env,
@@ -151,4 +157,5 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "checkpoint": _checkpoint,
     "io": _io,
     "bench": _bench,
+    "inject": _inject,
 }

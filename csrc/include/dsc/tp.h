@@ -106,8 +106,8 @@ DSC_API dsc_status dsc_tp_cross_entropy_rows(const void *logits, dsc_dtype dtype
  *
  *   scale[row] * (e^(logit - log_sum[row]) - smoothing / n_all_words - (1 - smoothing) * (word is the target))
  *
- * computed in f32 and rounded once; log_sum is the logarithm of the sum of exponentials over all ranks, n_all_words
- * counts the words of all ranks. A row with scale 0 becomes zeros, whatever stands in it.
+ * computed in f32 and rounded once; log_sum is the logarithm of the sum of exponentials over all ranks, so no logit is
+ * above it, n_all_words counts the words of all ranks. A row with scale 0 becomes zeros, whatever stands in it.
  */
 DSC_API dsc_status dsc_tp_cross_entropy_grad(void *logits, dsc_dtype dtype, const int64_t *targets, int64_t n_rows,
                                              int64_t n_words, const float *log_sum, const float *scale,

@@ -12,7 +12,9 @@ from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.config.parallel import TensorParallel
 from deepspeed_c.errors import ConfigError, DeepSpeedCError, ModelError
 from deepspeed_c.inject import Cut, CutBox, cut_model
+from deepspeed_c.inject.cutting import preview_cut
 from deepspeed_c.inject.model_init import tp_model_init
+from tests.deepspeed_c.inject.families import make
 from tests.ranks import run_ranks
 
 
@@ -83,6 +85,30 @@ BAD = {
     "no rule": (TensorParallel(), ModelError, "no rule for model type ''"),
     "no preset": (TensorParallel(preset_model="lama"), ConfigError, "no preset 'lama'"),
 }
+
+
+class Named(torch.nn.Linear):
+    """Of a name of its own, and nothing else."""
+
+
+class Doubled(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+def test_a_linear_layer_that_computes_something_else_stays_whole() -> None:
+    for kind, expected in ((Named, [7, 5]), (Doubled, [14, 5])):
+        model = Fused()
+        model.qkv = kind(5, 14)
+        report = preview_cut(model, specs(QKV, OUT), 1, 2)
+        (row,) = [row for row in report.rows if row.name == "qkv.weight"]
+        assert list(row.local_shape) == expected and list(model.qkv.weight.shape) == [14, 5]
+        assert row.is_cut or row.rule == "Doubled is no linear layer that can be cut"
+    llama = make("llama")
+    torch.nn.utils.parametrizations.weight_norm(llama.model.layers[0].mlp.up_proj)
+    rules = {row.name: row.rule for row in preview_cut(llama, TensorParallel(), 0, 2).rows}
+    for part in ("original0", "original1"):
+        assert not rules[f"model.layers.0.mlp.up_proj.parametrizations.weight.{part}"].startswith("policy")
 
 
 def refuse(rank: int, world: int) -> list[tuple[str, str, bool]]:

@@ -95,3 +95,38 @@ def test_cut_by_the_configuration_alone(tmp_path, family: str, n_tp: int, n_data
         assert torch.equal(saved[name], value), name
     if n_data == 1:
         torch.testing.assert_close(more, plain(family, 1, 2 * STEPS)[1][STEPS:], rtol=1e-3, atol=0)
+
+
+def drop_body(rank: int, world: int, stage: int, recompute: dict, folder: str):
+    """Two steps, a checkpoint, two more; and what an engine of other random numbers makes of the checkpoint."""
+    found = []
+    for seed in (5, 6):
+        model = make("llama").train()
+        assert hasattr(model.config, "attention_dropout")
+        model.config.attention_dropout = 0.4
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.4
+        torch.manual_seed(seed)
+        with deepspeed_c.initialize(model=model, config={**make_config(2, stage), **recompute})[0] as engine:
+            if seed == 5:
+                norms = train(engine)
+                engine.save_checkpoint(folder, "t")
+            else:
+                engine.load_checkpoint(folder)
+                norms = []
+            found.append((norms, train(engine, STEPS), logical(engine)))
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_dropout_in_the_cut_region_is_drawn_again_alike(tmp_path, stage: int) -> None:
+    """With recomputation bit for bit what is computed without, and after a load bit for bit what would have been."""
+    kept = run_ranks(2, drop_body, stage, {}, str(tmp_path / "kept"), preload="transformers")
+    again = {"activation_checkpointing": {"layers": "auto"}}
+    recomputed = run_ranks(2, drop_body, stage, again, str(tmp_path / "again"), preload="transformers")
+    for ((norms, more, weights), loaded), ((same_norms, same_more, same_weights), _) in zip(kept, recomputed, strict=True):
+        assert (norms, more) == (same_norms, same_more)
+        assert max(abs(a / b - 1) for a, b in zip(norms, plain("llama", 1)[1])) > 0.01, norms  # something was dropped
+        assert more == loaded[1]
+        for name, value in weights.items():
+            assert torch.equal(value, same_weights[name]) and torch.equal(value, loaded[2][name]), name

@@ -2,8 +2,8 @@
  * Elementary functions of f32, without branches, so that a loop around one vectorises on every instruction set with the
  * same bits. The polynomials are Chebyshev fits of our own; errors are bounds over the whole range.
  */
-#ifndef DSC_NN_MATH_H
-#define DSC_NN_MATH_H
+#ifndef DSC_CPU_MATH_H
+#define DSC_CPU_MATH_H
 
 #include "base/half.h"
 

@@ -1,0 +1,126 @@
+"""The command ``deepspeed_c inject``: how a model would be cut over tensor-parallel ranks, before a rank is started."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepspeed_c.config import load_config
+from deepspeed_c.config.parallel import TensorParallel
+from deepspeed_c.errors import ConfigError, FeatureError, ModelError
+from deepspeed_c.inject.cutting import CutReport, preview_cut
+
+__all__ = ["main"]
+
+_DESCRIPTION = """\
+Which rule cuts each parameter of a Hugging Face model, and what each tensor-parallel rank holds of it. Reads the
+folder's config.json; no weight is read or allocated.
+
+  deepspeed_c inject MODEL_DIR --tp 4                     rank 0, parameter by parameter; a line for each other rank
+  deepspeed_c inject MODEL_DIR --tp 4 --rank 2            rank 2
+  deepspeed_c inject MODEL_DIR --tp 4 --config ds.json    with the section tensor_parallel of a configuration
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs ``deepspeed_c inject`` with the words after it; 0 when a report was printed.
+
+    Raises ConfigError for numbers that make no sense and folders without a configuration, ModelError where no rule fits
+    the model or transformers cannot build it, FeatureError without transformers.
+    """
+    options = _parser().parse_args(argv)
+    n_ranks, rank = options.tp, options.rank
+    if n_ranks < 1:
+        raise ConfigError(f"{n_ranks} is no number of ranks", where="--tp", fix="write an integer >= 1")
+    if rank is not None and not 0 <= rank < n_ranks:
+        raise ConfigError(
+            f"there is no rank {rank} among {n_ranks}", where="--rank", fix=f"write 0 to {n_ranks - 1}, or leave it out"
+        )
+    section = TensorParallel() if options.config is None else _section(options.config)
+    if section.autotp_size not in (0, n_ranks):
+        raise ConfigError(
+            f"--tp is {n_ranks}, autotp_size {section.autotp_size}", where=options.config, fix="ask for the same size"
+        )
+    model = _build(Path(options.folder))
+    reports = [
+        preview_cut(model, section, number, n_ranks) for number in ([rank] if rank is not None else range(n_ranks))
+    ]
+    print(json.dumps([_as_json(report) for report in reports]) if options.json else _as_text(reports))
+    return 0
+
+
+def _section(file: str) -> TensorParallel:
+    # Batch sizes need the number of data-parallel ranks, which nobody asks for here.
+    return load_config(file, world_size=1, batch="skip").tensor_parallel
+
+
+def _build(folder: Path) -> torch.nn.Module:
+    """The model whose configuration lies in ``folder``, on the meta device."""
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ConfigError("no config.json is there", where=str(folder), fix="name the folder of a Hugging Face model")
+    try:
+        transformers: Any = importlib.import_module("transformers")
+    except ImportError as error:
+        raise FeatureError(
+            f"reads models with transformers, which cannot be imported: {error}",
+            where="deepspeed_c inject",
+            fix="pip install transformers",
+        ) from error
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        (architecture,) = (getattr(config, "architectures", None) or [None])[:1]
+        made = getattr(transformers, architecture or "", None)
+        with torch.device("meta"):
+            return transformers.AutoModel.from_config(config) if made is None else made._from_config(config)
+    except Exception as error:  # whatever a model's own code and its checks raise
+        raise ModelError(
+            f"transformers cannot build it: {error}",
+            where=str(file),
+            fix="a model of transformers' own is needed: what model_type and architectures name must be one",
+        ) from error
+
+
+def _as_text(reports: list[CutReport]) -> str:
+    return "\n".join([str(reports[0]), *(report.summary for report in reports[1:])])
+
+
+def _as_json(report: CutReport) -> dict[str, Any]:
+    rows = [
+        {
+            "name": row.name,
+            "logical_shape": list(row.logical_shape),
+            "local_shape": list(row.local_shape),
+            "n_copies": row.n_copies,
+            "rule": row.rule,
+        }
+        for row in report.rows
+    ]
+    return {
+        "rank": report.rank,
+        "n_ranks": report.n_ranks,
+        "logical_elems": report.logical_elems,
+        "local_elems": report.local_elems,
+        "parameters": rows,
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="deepspeed_c inject",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("folder", metavar="MODEL_DIR", help="folder with a config.json")
+    parser.add_argument("--tp", type=int, required=True, metavar="N", help="tensor-parallel ranks")
+    parser.add_argument("--rank", type=int, metavar="R", help="one rank alone")
+    parser.add_argument("--config", metavar="FILE", help="configuration whose section tensor_parallel has rules")
+    parser.add_argument("--json", action="store_true", help="one line of JSON: a list of ranks")
+    return parser

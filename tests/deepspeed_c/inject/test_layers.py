@@ -1,0 +1,160 @@
+"""Layers made by hand, by DeepSpeed's names: pairs of them compute what the whole layers compute, on numbers of ranks that divide nothing."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from deepspeed_c.errors import ConfigError, DeepSpeedCError, ModelError, StateError
+from deepspeed_c.inject.layers import (
+    LinearAllreduce,
+    LinearLayer,
+    LmHeadLinearAllreduce,
+    SubParamLinearAllreduce,
+    SubParamLinearLayer,
+)
+from tests.ranks import run_ranks
+
+
+class Gated(nn.Module):
+    """Gate and up of 10 columns each in one matrix; the halves' product goes back."""
+
+    def __init__(self, up: nn.Module, down: nn.Module) -> None:
+        super().__init__()
+        self.up, self.down = up, down
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.up(x).chunk(2, dim=-1)
+        return self.down(torch.nn.functional.silu(gate) * up)
+
+
+def pairs(group: dist.ProcessGroup | None) -> dict[str, tuple[nn.Module, nn.Module]]:
+    """Whole model and the same with layers made by hand; both from the same weights."""
+    torch.manual_seed(0)
+    made = {}
+    for name, whole, swap in (
+        (
+            "column, row",
+            nn.Sequential(nn.Linear(6, 10), nn.GELU(), nn.Linear(10, 5)),
+            lambda m: nn.Sequential(LinearLayer(m[0], group), m[1], LinearAllreduce(m[2], group)),
+        ),
+        (
+            "gathered column, head",
+            nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 11, bias=False)),
+            lambda m: nn.Sequential(LinearLayer(m[0], group, False, True), m[1], LmHeadLinearAllreduce(m[2], group)),
+        ),
+        (
+            "two parts, row",
+            Gated(nn.Linear(6, 20), nn.Linear(10, 5)),
+            lambda m: Gated(SubParamLinearLayer(m.up, group, (2, -1), 0, name="gate_up"), LinearAllreduce(m.down, group)),
+        ),
+        (
+            "unequal parts on both sides",
+            nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 5)),
+            lambda m: nn.Sequential(
+                SubParamLinearLayer(m[0], group, [[4, 5], -1]), m[1], SubParamLinearAllreduce(m[2], group, (-1, (4, 5)))
+            ),
+        ),
+    ):
+        made[name] = (whole, swap(copy.deepcopy(whole)))
+    return made
+
+
+def compute(rank: int, world: int) -> list[tuple[str, float]]:
+    found = []
+    for name, (whole, cut) in pairs(dist.group.WORLD).items():
+        x = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(1))
+        mine = x.clone().requires_grad_()
+        x.requires_grad_()
+        expected, got = whole(x), cut(mine)
+        expected.square().sum().backward()
+        got.square().sum().backward()
+        found += [(f"{name}: output", (got - expected).abs().max().item()), (f"{name}: input", (mine.grad - x.grad).abs().max().item())]
+        for (label, before), param in zip(whole.named_parameters(), cut.parameters(), strict=True):
+            of = param.tp_cut.take if hasattr(param, "tp_cut") else torch.Tensor.clone
+            assert torch.equal(param, of(before.detach()))
+            found.append((f"{name}: {label}", (param.grad - of(before.grad)).abs().max().item()))
+        # Whole for a while, edited, and apart again in the memory where they were.
+        for layer in (module for module in cut.modules() if hasattr(module, "gather_params")):
+            params, places = [layer.weight, layer.bias], [p.data_ptr() for p in layer.parameters()]
+            layer.gather_params(params)
+            if world > 1:
+                with pytest.raises(StateError, match="whole already"):
+                    layer.gather_params(params)
+            layer.weight.data.mul_(2)
+            layer._tp_partition(params)
+            assert [p.data_ptr() for p in layer.parameters()] == places
+        for before, param in zip(whole.parameters(), cut.parameters(), strict=True):
+            of = param.tp_cut.take if hasattr(param, "tp_cut") else torch.Tensor.clone
+            if param.dim() > 1:
+                assert torch.equal(param, of(before.detach() * 2))
+    return found
+
+
+def test_pairs_of_layers_compute_what_whole_ones_compute() -> None:
+    for world in (2, 3):
+        for found in run_ranks(world, compute):
+            wrong = [entry for entry in found if not entry[1] < 2e-5]
+            assert len(found) > 20 and not wrong, (world, wrong)
+
+
+def test_without_a_group_they_are_the_layers_themselves() -> None:
+    for name, (whole, alone) in pairs(None).items():
+        x = torch.randn(2, 6)
+        assert torch.equal(whole(x), alone(x)), name
+        assert not any(hasattr(param, "tp_cut") for param in alone.parameters())
+
+
+def refuse(rank: int, world: int) -> list[str]:
+    group, said = dist.group.WORLD, []
+    for make in (
+        lambda: SubParamLinearLayer(nn.Linear(6, 20), group, (3, -1)),
+        lambda: SubParamLinearLayer(nn.Linear(6, 20), group, ((4, 15), -1), name="qkv"),
+        lambda: SubParamLinearAllreduce(nn.Linear(6, 20), group, (-1, 2), partition_dim=0),
+        lambda: LinearLayer(LinearLayer(nn.Linear(6, 20), group), group),
+        lambda: LinearLayer(nn.Linear(6, 20), group, True, True),
+    ):
+        try:
+            make()
+            said.append("nothing")
+        except DeepSpeedCError as error:
+            said.append(f"{type(error).__name__} {error}")
+    layer = LinearLayer(nn.Linear(6, 20), group)
+    with pytest.raises(StateError, match="not whole"):
+        layer._tp_partition([layer.weight])
+    return said
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    expected = (
+        (ConfigError, "20 elements of weight are no 3 equal parts"),
+        (ModelError, "the parts [4, 15] make 19, the dimension has 20"),
+        (ModelError, "cut along dimension 1, not 0"),
+        (ModelError, "it is cut already"),
+        (ModelError, "pass the whole layer"),
+    )
+    for (kind, text), said in zip(expected, run_ranks(2, refuse)[1], strict=True):
+        assert said.startswith(kind.__name__) and text in said and "Fix: " in said, said
+
+
+ALIASES = """
+import deepspeed_c
+deepspeed_c.install_as_deepspeed(force=True)
+import deepspeed
+from deepspeed.module_inject import LinearLayer
+from deepspeed.module_inject.layers import LmHeadLinearAllreduce
+from deepspeed_c.inject import layers
+assert LinearLayer is layers.LinearLayer and LmHeadLinearAllreduce is layers.LmHeadLinearAllreduce
+assert deepspeed.tp_model_init is deepspeed_c.tp_model_init
+"""
+
+
+def test_deepspeeds_paths_lead_to_them() -> None:
+    done = subprocess.run([sys.executable, "-c", ALIASES], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
