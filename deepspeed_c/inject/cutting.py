@@ -144,9 +144,13 @@ class _Surgeon:
         for name, reason in whole.items():
             for param in self.model.get_submodule(name).parameters(recurse=False):
                 self.reasons[param] = reason
+        uncut = []
         for step in planned:
             if self._plan_one(step):
                 self.planned.append(step)
+            else:
+                uncut.append(step)
+        self._refuse_halves(uncut)
         self._plan_words()
         found.check(self.names.values())
         partition = self.section.partition_config
@@ -158,6 +162,20 @@ class _Surgeon:
                 where="tensor_parallel.partition_config.strict_mode",
                 fix='add rules for them, with "partition_type": "skip" for what is to stay whole',
             )
+
+    def _refuse_halves(self, uncut: list[Planned]) -> None:
+        """Layers of one attention, or of one network, go together: what one gives the next one takes."""
+        siblings = {step.name.rpartition(".")[0]: step for step in self.planned}
+        for step in uncut:
+            other = siblings.get(step.name.rpartition(".")[0])
+            if other is not None:
+                raise ModelError(
+                    f"{type(step.module).__name__} cannot be cut, and {other.name} beside it is",
+                    where=step.name,
+                    fix="cut the model before adapters, parametrizations or quantization change its layers, or merge"
+                    ' these into plain ones; or leave both whole: "partition_type": "skip" in'
+                    " tensor_parallel.partition_config",
+                )
 
     def _is_meant(self, name: str) -> bool:
         param = self.model.get_parameter(name)

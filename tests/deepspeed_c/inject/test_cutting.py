@@ -96,19 +96,24 @@ class Doubled(torch.nn.Linear):
         return 2 * super().forward(x)
 
 
-def test_a_linear_layer_that_computes_something_else_stays_whole() -> None:
-    for kind, expected in ((Named, [7, 5]), (Doubled, [14, 5])):
+def test_a_linear_layer_that_computes_something_else() -> None:
+    for kind, rules, expected in ((Named, (QKV, OUT), [7, 5]), (Doubled, (QKV,), [14, 5])):
         model = Fused()
         model.qkv = kind(5, 14)
-        report = preview_cut(model, specs(QKV, OUT), 1, 2)
+        report = preview_cut(model, specs(*rules), 1, 2)
         (row,) = [row for row in report.rows if row.name == "qkv.weight"]
         assert list(row.local_shape) == expected and list(model.qkv.weight.shape) == [14, 5]
         assert row.is_cut or row.rule == "Doubled is no linear layer that can be cut"
+    # Half of a pair cannot stay whole.
+    model = Fused()
+    model.qkv = Doubled(5, 14)
+    with pytest.raises(ModelError, match="qkv: Doubled cannot be cut, and out beside it is"):
+        preview_cut(model, specs(QKV, OUT), 1, 2)
     llama = make("llama")
     torch.nn.utils.parametrizations.weight_norm(llama.model.layers[0].mlp.up_proj)
-    rules = {row.name: row.rule for row in preview_cut(llama, TensorParallel(), 0, 2).rows}
-    for part in ("original0", "original1"):
-        assert not rules[f"model.layers.0.mlp.up_proj.parametrizations.weight.{part}"].startswith("policy")
+    with pytest.raises(ModelError, match=r"layers\.0\.mlp\.up_proj: ParametrizedLinear cannot be cut, and .*_proj beside"):
+        preview_cut(llama, TensorParallel(), 0, 2)
+    assert type(llama.model.layers[0].mlp.gate_proj) is torch.nn.Linear
 
 
 def refuse(rank: int, world: int) -> list[tuple[str, str, bool]]:
