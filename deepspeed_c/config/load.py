@@ -474,6 +474,17 @@ class _Reader:
 
     # Batch sizes
 
+    def without_copies(self, root: Root, world_size: int) -> Root:
+        """Tensor-parallel ranks get the same samples. transformers, accelerate and DeepSpeed count these once a rank in
+        train_batch_size, where all three sizes are given; here it is what one optimizer step sees.
+        """
+        train, micro, steps = (getattr(root, name) for name in _BATCH_KEYS)
+        n_ranks = root.tensor_parallel.autotp_size
+        if None in (train, micro, steps) or n_ranks < 2 or train != micro * steps * world_size * n_ranks:
+            return root
+        self.note("train_batch_size", f"{train} counts each sample on {n_ranks} tensor-parallel ranks: {train // n_ranks}")
+        return msgspec.structs.replace(root, train_batch_size=train // n_ranks)
+
     def batch(self, root: Root, world_size: int | None):
         """Solves the batch triangle and writes what it gives into the keys; an "auto" that it leaves open is not
         filled.
@@ -488,6 +499,7 @@ class _Reader:
             self.leave_open(autos)
             if any(name in autos for name in _BATCH_KEYS[:2]):
                 return root, None
+        root = self.without_copies(root, world_size)
         try:
             sizes, filled = resolve_batch(*(getattr(root, name) for name in _BATCH_KEYS), world_size)
         except BatchSizeError as error:

@@ -347,19 +347,29 @@ def test_all_mismatches_of_arguments_and_configuration_are_listed(tmp_path):
     assert "gradient_clipping=2.0 vs hf max_grad_norm=0.5" in text
 
 
+def train_on_tensor_parallel_ranks(rank, world, folder):
+    from tests.hf.stack import ds_config, make_trainer
+
+    trainer = make_trainer(folder, ds_config(2, tensor_parallel={"autotp_size": 2}))
+    loss = trainer.train().training_loss
+    engine = trainer.model_wrapped
+    cut = [param for param in engine.module.parameters() if getattr(param, "tp_cut", None) is not None]
+    return loss, len(cut), engine.train_batch_size()
+
+
+def test_the_trainer_trains_a_model_that_is_cut(tmp_path):
+    (loss, n_cut, batch), other = on_ranks(2, train_on_tensor_parallel_ranks, tmp_path)
+    assert n_cut > 0 and loss == other[0] and 0 < loss < 20, (loss, other)
+    assert batch == 4  # 2 samples in 2 micro-batches, on one data-parallel rank
+
+
 def ask_for_parallelism(rank, world, folder):
-    """What transformers and accelerate ask for when somebody wants tensor or sequence parallelism."""
+    """What accelerate asks for when somebody wants sequence parallelism."""
     import deepspeed
     from accelerate import Accelerator, DeepSpeedPlugin, PartialState
     from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
 
-    from tests.hf.stack import ds_config, make_trainer
-
     said = {}
-    with pytest.raises(deepspeed_c.FeatureError) as caught:
-        make_trainer(folder, ds_config(2, tensor_parallel={"autotp_size": 2})).train()
-    said["the Trainer, tensor parallel"] = str(caught.value)
-    forget()
     PartialState(cpu=True)
     handler = DeepSpeedSequenceParallelConfig(
         sp_seq_length=12, sp_seq_length_is_variable=False, sp_attn_implementation="sdpa"

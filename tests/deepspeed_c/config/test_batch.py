@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from deepspeed_c.config import load_config
 from deepspeed_c.config.batch import resolve_batch
 from deepspeed_c.errors import BatchSizeError
 
@@ -64,3 +65,14 @@ def test_division_with_a_rest_names_what_would_work(train, steps, world, near):
 def test_big_numbers_stay_exact():
     batch, _ = resolve_batch(2**62, 1, None, 2**31)
     assert batch.accumulation_steps == 2**31
+
+
+@pytest.mark.parametrize("train, found", [(16, 8), (8, 8)])
+def test_a_batch_that_counts_tensor_parallel_ranks(train, found):
+    # 2 samples x 2 steps x 2 data-parallel ranks; transformers counts the ranks that share samples too.
+    sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "train_batch_size": train}
+    config = load_config({**sizes, "tensor_parallel": {"autotp_size": 2}}, world_size=2)
+    assert config.train_batch_size == found
+    if train != found:
+        with pytest.raises(BatchSizeError):
+            load_config(sizes, world_size=2)
