@@ -129,11 +129,11 @@ class Recomputer:
             self.counters.of(label).keep(sum(each.nbytes for each in arguments.tensors if not is_parameter(each)))
             function = self.counters.timed(label, function)
         treatment = None if self.budget is None else self.budget.treatment(label, arguments.tensors)
+        self._synchronize()
         if treatment is not None:
             with self.budget.within():
-                return self._run_planned(treatment, function, args, kwargs, arguments, label, is_reentrant)
-        self._synchronize()
-        if section.use_reentrant if is_reentrant is None else is_reentrant:
+                outputs = self._run_planned(treatment, function, args, kwargs, arguments, label, is_reentrant)
+        elif section.use_reentrant if is_reentrant is None else is_reentrant:
             outputs = self._run_reentrant(function, arguments, label)
         else:
             outputs = self._run_hooked(function, args, kwargs, arguments, label)
@@ -172,24 +172,22 @@ class Recomputer:
         function: Callable,
         arguments: Arguments,
         label: str,
+        trace: Trace | None = None,
         *,
         outputs: KeptOutputs | None = None,
         on_save: Callable[[torch.Tensor], None] | None = None,
     ) -> AbstractContextManager[Any]:
-        """The context of a forward that is run again, without looking at values."""
+        """The context of a forward that is run again. trace: compares its values."""
         inputs = Inputs(arguments.tensors, self._packers, label)
         arguments.forget()
         conditions = Conditions(with_python=self.section.python_random)
-        return Frame(function, arguments, inputs, conditions, label, outputs=outputs, on_save=on_save).hooks()
+        return Frame(function, arguments, inputs, conditions, label, trace, outputs=outputs, on_save=on_save).hooks()
 
     def _run_hooked(
         self, function: Callable, args: tuple, kwargs: dict[str, Any], arguments: Arguments, label: str
     ) -> Any:
         trace = self._trace(function, label)
-        inputs = Inputs(arguments.tensors, self._packers, label)
-        arguments.forget()
-        conditions = Conditions(with_python=self.section.python_random)
-        with Frame(function, arguments, inputs, conditions, label, trace).hooks():
+        with self._hooks(function, arguments, label, trace):
             if trace is None:
                 return function(*args, **kwargs)
             with trace.recording():
