@@ -25,7 +25,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -226,6 +226,9 @@ class Hierarchy:
         """
         host = next(i for i, ranks in enumerate(hosts) if rank in ranks)
         self.places = _Places(tuple(tuple(ranks) for ranks in hosts), rank, host, list(hosts[host]).index(rank))
+        # Nobody asks for what happens inside a host where a rank is alone on it.
+        self._first: Any
+        self._second: Any
         self._first, self._second = ends or (None, None)
         self.messages = _Messages(between, names)
         self.failure = ""
@@ -280,12 +283,10 @@ class Hierarchy:
 
     def sum_inside(self, flat: torch.Tensor, out: torch.Tensor) -> Handle:
         """Started by callers: ``flat`` [k * m] of the k ranks of this host to ``out`` [m]."""
-        assert self._first is not None
         return self._first.start("reduce_scatter", flat, out, 1.0, False)
 
     def gather_inside(self, flat: torch.Tensor) -> Handle:
         """Started by the thread: each rank's m elements of ``flat`` [k * m] to all of this host."""
-        assert self._second is not None
         return self._second.start("all_gather", flat)
 
     def _reduce_scatter(

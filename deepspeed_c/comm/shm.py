@@ -41,7 +41,7 @@ Wish = Literal["auto", "shm", "off"]
 """The configuration key ``comm.local``."""
 
 # What the binding raises where ranks cannot share memory: the system lacks something, there is no memory, another user.
-REFUSALS = (NotImplementedError, MemoryError, OSError, ValueError, RuntimeError)
+REFUSALS = (MemoryError, OSError, ValueError, RuntimeError)
 
 
 class _Failed:
