@@ -15,6 +15,7 @@
 #include "dsc/kernels.h"
 #include "dsc/nn.h"
 #include "dsc/optim.h"
+#include "dsc/pipe.h"
 #include "dsc/pool.h"
 #include "dsc/process.h"
 #include "dsc/recompute.h"

@@ -1,0 +1,188 @@
+/*
+ * Pipeline schedules as tables of integers: which rank does what, in which order, and what that costs.
+ *
+ * A model is cut into n_ranks * n_virtual *stages*. A *schedule* gives each rank a list of *actions* on its stages and
+ * on micro-batches. The life of a schedule:
+ *
+ *   dsc_pipe_build     what each rank computes, in which order
+ *   dsc_pipe_add_comm  the same with a send and a receive wherever a result goes to another rank
+ *   dsc_pipe_verify    proves such a table complete, ordered and free of deadlock
+ *   dsc_pipe_simulate  when each action begins and ends, and what each rank holds meanwhile
+ *
+ * Schedules are named by pipe/schedules.inc. Where stages lie is theirs to say: in a *loop* stage s lies on rank
+ * s % n_ranks; in a *V* (two stages a rank) the second half goes back from the last rank to the first.
+ *
+ * An action in text is its stage, its letters, its micro-batch: 2F0, 1B3, 0SEND_F5. Everything is pure: any thread may
+ * call anything. Planners allocate scratch memory and answer DSC_ENOMEM where there is none.
+ */
+#ifndef DSC_PIPE_H
+#define DSC_PIPE_H
+
+#include "dsc/status.h"
+#include "dsc/types.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define DSC_PIPE_MAX_RANKS 1024
+#define DSC_PIPE_MAX_VIRTUAL 64
+#define DSC_PIPE_MAX_MICRO_BATCHES (1 << 16)
+/* Of all ranks together, without sends and receives. */
+#define DSC_PIPE_MAX_ACTIONS (1 << 24)
+
+/* kind, its letters. The first four compute; of those that move, _F carries an output and _B a gradient. */
+#define DSC_PIPE_KIND_MAP(X)                                                         \
+    X(FORWARD, "F")     /* the stage's forward */                                    \
+    X(BACKWARD, "B")    /* the whole backward: gradients of inputs and of weights */ \
+    X(INPUT, "I")       /* the backward's gradients of inputs, weights later */      \
+    X(WEIGHT, "W")      /* the gradients of weights that INPUT left */               \
+    X(SEND_F, "SEND_F") /* the output of stage goes to stage + 1 */                  \
+    X(RECV_F, "RECV_F") /* the input of stage comes from stage - 1 */                \
+    X(SEND_B, "SEND_B") /* the gradient of stage's input goes to stage - 1 */        \
+    X(RECV_B, "RECV_B") /* the gradient of stage's output comes from stage + 1 */
+
+enum dsc_pipe_kind {
+#define DSC_PIPE_ENUM(name, letters) DSC_PIPE_##name,
+    DSC_PIPE_KIND_MAP(DSC_PIPE_ENUM)
+#undef DSC_PIPE_ENUM
+        DSC_PIPE_N_KINDS
+};
+
+struct dsc_pipe_action {
+    int32_t kind; /* enum dsc_pipe_kind */
+    int32_t stage;
+    int32_t micro_batch;
+};
+
+struct dsc_pipe_shape {
+    int32_t n_ranks;         /* 1 to DSC_PIPE_MAX_RANKS */
+    int32_t n_virtual;       /* stages a rank, 1 to DSC_PIPE_MAX_VIRTUAL */
+    int32_t n_micro_batches; /* 1 to DSC_PIPE_MAX_MICRO_BATCHES */
+};
+
+/* What a schedule needs and says of itself. */
+struct dsc_pipe_traits {
+    int32_t min_virtual;
+    int32_t max_virtual;
+    int32_t min_micro_batches_per_rank; /* n_micro_batches is at least this times n_ranks; 0: any number */
+    bool is_v;                          /* stages lie in a V, not in a loop */
+    bool splits_backward;               /* it has INPUT and WEIGHT actions */
+    bool has_backward;
+};
+
+/* The lists of all ranks. Everything is the caller's, and borrowed. */
+struct dsc_pipe_table {
+    const struct dsc_pipe_action *actions; /* those of rank r: [begins[r], begins[r + 1]) */
+    const int64_t *begins;                 /* n_ranks + 1 */
+    const int32_t *rank_of;                /* n_stages: the rank of each stage */
+    int32_t n_ranks;
+    int32_t n_stages;
+    int32_t n_micro_batches;
+    bool has_backward;
+};
+
+/* What one stage takes for one micro-batch. All are at least 0. */
+struct dsc_pipe_cost {
+    int64_t forward_ns;
+    int64_t input_ns; /* the gradients of inputs; BACKWARD takes input_ns + weight_ns */
+    int64_t weight_ns;
+    int64_t kept_bytes;   /* held from the stage's forward to the end of its backward, or of INPUT */
+    int64_t weight_bytes; /* held from the end of INPUT to the end of WEIGHT */
+};
+
+struct dsc_pipe_span {
+    int64_t begin_ns;
+    int64_t end_ns;
+};
+
+struct dsc_pipe_usage {
+    int64_t busy_ns;
+    int64_t peak_bytes;
+    int32_t peak_live; /* the most forwards, of all its stages, whose BACKWARD or WEIGHT is still to come */
+};
+
+/* The schedules, in the order of schedules.inc. NULL past the last. */
+DSC_API const char *dsc_pipe_schedule_name(int32_t index);
+
+/* DSC_ENOTFOUND names the schedules that there are. */
+DSC_API dsc_status dsc_pipe_traits_of(const char *schedule, struct dsc_pipe_traits *out_traits);
+
+/* DSC_EINVAL names the number that the schedule cannot take and the nearest that it can. */
+DSC_API dsc_status dsc_pipe_check(const char *schedule, const struct dsc_pipe_shape *shape);
+
+/* The rank of a stage, 0 <= stage < n_ranks * n_virtual. */
+DSC_API dsc_status dsc_pipe_rank_of(const char *schedule, const struct dsc_pipe_shape *shape, int32_t stage,
+                                    int32_t *out_rank);
+
+/*
+ * What rank computes. Call with out_actions NULL for the count, then with an array of capacity entries; DSC_ENOSPC
+ * where they do not suffice.
+ */
+DSC_API dsc_status dsc_pipe_build(const char *schedule, const struct dsc_pipe_shape *shape, int32_t rank,
+                                  int64_t capacity, struct dsc_pipe_action *out_actions, int64_t *out_n);
+
+/*
+ * The table with sends and receives: a send right behind the action that makes a result for another rank, and a receive
+ * at the place of the same moment in the other rank's list. Both come from one order of all actions, so that even
+ * sends that wait for their receiver do not deadlock, and so that messages between two ranks arrive in the order in
+ * which they are expected: they need no tags.
+ *
+ * out_begins has n_ranks + 1 entries. With out_actions NULL out_begins alone is set, and its last entry is the
+ * capacity that is needed. DSC_EINVAL where the table has sends or receives already or cannot be run to its end: the
+ * sentence names an action that waits for ever.
+ */
+DSC_API dsc_status dsc_pipe_add_comm(const struct dsc_pipe_table *table, int64_t capacity,
+                                     struct dsc_pipe_action *out_actions, int64_t *out_begins);
+
+/*
+ * DSC_OK where every stage forwards every micro-batch once and, if has_backward, goes backward once (whole, or input
+ * before weight) on the rank that has it; each result that another rank needs is sent once, received once and received
+ * before its use; messages between each two ranks are expected in the order in which they are sent; and the lists run
+ * to their end even if a send returns only when the other rank stands at its receive. Otherwise DSC_EINVAL, and the
+ * sentence names the first action that breaks one of these, or a circle of ranks that wait for one another.
+ */
+DSC_API dsc_status dsc_pipe_verify(const struct dsc_pipe_table *table);
+
+/*
+ * Runs the table on paper: costs has n_stages entries, a result is at another rank transfer_ns (>= 0) after it was
+ * made, and sends and receives themselves take no time. The table may have sends and receives or not: the times are the
+ * same. out_spans has an entry an action, or is NULL; out_usage one a rank. The makespan is the end of the last action.
+ * DSC_EINVAL where the lists wait for ever, DSC_EOVERFLOW where times or bytes do not fit.
+ */
+DSC_API dsc_status dsc_pipe_simulate(const struct dsc_pipe_table *table, const struct dsc_pipe_cost *costs,
+                                     int64_t transfer_ns, struct dsc_pipe_span *out_spans,
+                                     struct dsc_pipe_usage *out_usage, int64_t *out_makespan_ns);
+
+/* One way to run a model: its schedule, its shape, and the costs of the stages that this shape cuts it into. */
+struct dsc_pipe_candidate {
+    const char *schedule;
+    struct dsc_pipe_shape shape;
+    const struct dsc_pipe_cost *costs; /* n_ranks * n_virtual, borrowed */
+};
+
+struct dsc_pipe_outcome {
+    int64_t makespan_ns; /* -1: dsc_pipe_check refuses it */
+    int64_t peak_bytes;  /* of the rank that holds most */
+};
+
+/*
+ * The candidate of the least makespan among those that hold at most limit_bytes on each rank; the earlier one of
+ * equals. out_outcomes has an entry a candidate. DSC_ENOSPC where all need more: the sentence names the one that needs
+ * least, and out_outcomes alone is set. DSC_EINVAL where dsc_pipe_check refuses all of them, with the last one's
+ * sentence.
+ */
+DSC_API dsc_status dsc_pipe_choose(const struct dsc_pipe_candidate *candidates, int32_t n_candidates,
+                                   int64_t transfer_ns, int64_t limit_bytes, struct dsc_pipe_outcome *out_outcomes,
+                                   int32_t *out_index);
+
+/* The text of an action with a final 0: at most 40 bytes. DSC_ENOSPC where n_bytes do not suffice. */
+DSC_API dsc_status dsc_pipe_format(const struct dsc_pipe_action *action, size_t n_bytes, char *out_text);
+
+/* The action of a text. DSC_EINVAL where it is none; numbers are decimal, without sign or leading zeros. */
+DSC_API dsc_status dsc_pipe_parse(const char *text, struct dsc_pipe_action *out_action);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,63 @@
+/* What the files of this folder share: a schedule as a table, and lists that grow up to a capacity. */
+#ifndef DSC_PIPE_PIPE_H
+#define DSC_PIPE_PIPE_H
+
+#include "dsc/pipe.h"
+
+/* Past its capacity a list is only counted. */
+struct pipe_list {
+    struct dsc_pipe_action *actions;
+    int64_t capacity;
+    int64_t n;
+};
+
+void dsc_pipe_push(struct pipe_list *list, enum dsc_pipe_kind kind, int32_t stage, int32_t micro_batch);
+
+/* One file of this folder, one line of schedules.inc. fill appends what rank computes; shape has been checked. */
+struct pipe_schedule {
+    const char *name;
+    struct dsc_pipe_traits traits;
+    void (*fill)(const struct dsc_pipe_shape *shape, int32_t rank, struct pipe_list *list);
+};
+
+/* A table that owns its arrays. */
+struct pipe_own_table {
+    struct dsc_pipe_table table;
+    struct dsc_pipe_action *actions;
+    int64_t *begins;
+    int32_t *rank_of;
+};
+
+/* The lists of all ranks, without sends and receives. Clear it also after a failure. */
+dsc_status dsc_pipe_make_table(const char *schedule, const struct dsc_pipe_shape *shape, struct pipe_own_table *out);
+void dsc_pipe_clear_table(struct pipe_own_table *own);
+
+/* DSC_EINVAL names what is not an action on a stage of its rank. */
+dsc_status dsc_pipe_check_table(const struct dsc_pipe_table *table);
+
+/* Whether the kind makes, or whether it moves, an output (F) or a gradient of an input. */
+static inline bool pipe_computes(int32_t kind)
+{
+    return kind <= DSC_PIPE_WEIGHT;
+}
+
+static inline bool pipe_sends(int32_t kind)
+{
+    return kind == DSC_PIPE_SEND_F || kind == DSC_PIPE_SEND_B;
+}
+
+/* BACKWARD and INPUT make the gradient that the stage before needs. */
+static inline bool pipe_makes_gradient(int32_t kind)
+{
+    return kind == DSC_PIPE_BACKWARD || kind == DSC_PIPE_INPUT;
+}
+
+/* Which stage another one's result goes to after this action: stage + 1, stage - 1, or -1 for nowhere. */
+static inline int32_t pipe_next_stage(const struct dsc_pipe_table *table, const struct dsc_pipe_action *action)
+{
+    if (action->kind == DSC_PIPE_FORWARD)
+        return action->stage + 1 < table->n_stages ? action->stage + 1 : -1;
+    return pipe_makes_gradient(action->kind) ? action->stage - 1 : -1;
+}
+
+#endif
