@@ -1,0 +1,25 @@
+"""Pipeline parallelism: a model cut by layers over ranks, run by a table of actions that C cores make and prove.
+
+``PipelineModule`` holds the layers of this rank, ``deepspeed_c.initialize`` makes its engine. ``deepspeed_c pipe show``
+draws a schedule.
+"""
+
+from __future__ import annotations
+
+from deepspeed_c.pipe.module import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed_c.pipe.topology import (
+    PipeDataParallelTopology,
+    PipelineParallelGrid,
+    PipeModelDataParallelTopology,
+    ProcessTopology,
+)
+
+__all__ = [
+    "LayerSpec",
+    "PipeDataParallelTopology",
+    "PipeModelDataParallelTopology",
+    "PipelineModule",
+    "PipelineParallelGrid",
+    "ProcessTopology",
+    "TiedLayerSpec",
+]

@@ -1,0 +1,315 @@
+"""A model as a list of layers, of which this rank builds and holds those of its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from deepspeed_c.checkpointing import checkpoint
+from deepspeed_c.comm import init_distributed, is_initialized
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.comm.mesh import Mesh
+from deepspeed_c.errors import CommError, ConfigError, FeatureError, StateError
+from deepspeed_c.pipe.partition import partition_layers
+from deepspeed_c.pipe.schedule import make_table, traits_of
+from deepspeed_c.pipe.topology import (
+    PipeDataParallelTopology,
+    PipelineParallelGrid,
+    ProcessTopology,
+    mesh_of_topology,
+)
+from deepspeed_c.utils.runtime import call_to_str, set_random_seed
+
+__all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec", "tied_stages"]
+
+_TIED = "tied_modules"
+
+
+class LayerSpec:
+    """A layer that is built where it is needed: a class of ``torch.nn.Module`` and the arguments of its constructor."""
+
+    def __init__(self, typename: type[torch.nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
+        if not isinstance(typename, type) or not issubclass(typename, torch.nn.Module):
+            raise ConfigError(
+                f"{typename!r} is no class of torch.nn.Module",
+                where="LayerSpec(typename)",
+                fix="pass the class; a function is a layer by itself",
+            )
+        self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
+
+    def build(self, log: bool = False) -> torch.nn.Module:
+        """A new module. log: accepted; what is built where, the engine logs."""
+        return self.typename(*self.module_args, **self.module_kwargs)
+
+    def __repr__(self) -> str:
+        return call_to_str(self.typename.__name__, *self.module_args, **self.module_kwargs)
+
+
+class TiedLayerSpec(LayerSpec):
+    """A layer that shares its weights with all others of the same ``key``, whatever stages they lie in: they are one
+    module, whose gradients are summed.
+
+    forward_fn: (module, input) -> output, instead of the module's own forward. tied_weight_attr: the names of the
+    weights that are shared (DeepSpeed's); here the module is.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        typename: type[torch.nn.Module],
+        *module_args: Any,
+        forward_fn: Callable[[torch.nn.Module, Any], Any] | None = None,
+        tied_weight_attr: str | Sequence[str] = ("weight",),
+        **module_kwargs: Any,
+    ) -> None:
+        super().__init__(typename, *module_args, **module_kwargs)
+        self.key, self.forward_fn = key, forward_fn
+        self.tied_weight_attr = [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
+
+
+def tied_stages(param: torch.Tensor) -> tuple[int, ...]:
+    """The pipeline ranks that each hold a copy of ``param``, which its gradient is summed over; none where one does."""
+    return getattr(param, "pipe_tied_ranks", ())
+
+
+class PipelineModule(torch.nn.Module):
+    """A model cut by layers into stages.
+
+    Args:
+        layers: modules, ``LayerSpec``s and functions of one argument, applied one after the other. A tuple goes to the
+            next layer as it is.
+        num_stages: ranks along the pipeline; the others hold copies. topology: of ranks, instead.
+        loss_fn: (outputs of the last layer, labels) -> scalar.
+        seed_layers: seed the generators with ``base_seed`` + its number before a layer is built, by ``seed_fn`` if it
+            is given: weights then do not depend on the number of stages.
+        partition_method: "parameters", "uniform", "type:REGEX" of class names, or the first layer of each stage and the
+            number of layers.
+        activation_checkpoint_interval: layers that are recomputed together in the backward; 0: none.
+            activation_checkpoint_func: by what (default: ``deepspeed_c.checkpointing.checkpoint``).
+            checkpointable_layers: names of the classes that may be; default: all with parameters.
+        dynamic_shape: accepted; shapes may always change.
+        schedule: which ``"pipeline": {"schedule": ...}`` names too; it says where stages lie. virtual_stages: how many a
+            rank has, by default the fewest that the schedule takes.
+
+    Every layer keeps its number as its name ("0.weight"), and layers of a key lie under "tied_modules.KEY", so that a
+    checkpoint fits any number of stages.
+
+    Raises ConfigError for layers, methods and shapes that do not fit, CommError for ranks that do not.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[Any],
+        num_stages: int | None = None,
+        topology: ProcessTopology | None = None,
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+        seed_layers: bool = False,
+        seed_fn: Callable[[int], Any] | None = None,
+        base_seed: int = 1234,
+        partition_method: str | Sequence[int] = "parameters",
+        activation_checkpoint_interval: int = 0,
+        activation_checkpoint_func: Callable[..., Any] = checkpoint,
+        checkpointable_layers: Sequence[str] | None = None,
+        dynamic_shape: bool = False,
+        *,
+        schedule: str = "1f1b",
+        virtual_stages: int | None = None,
+    ) -> None:
+        super().__init__()
+        if num_stages is None and topology is None:
+            raise ConfigError("says neither num_stages nor topology", where="PipelineModule", fix="pass one of them")
+        self.specs = list(layers)
+        self.loss_fn = loss_fn
+        self.schedule, traits = schedule, traits_of(schedule, "PipelineModule(schedule=...)")
+        self.virtual_stages = traits.min_virtual if virtual_stages is None else virtual_stages
+        self.activation_checkpoint_interval = activation_checkpoint_interval
+        self._recompute, self._recomputable = activation_checkpoint_func, checkpointable_layers
+        self._seed_layers, self._seed_fn, self._base_seed = seed_layers, seed_fn or set_random_seed, base_seed
+        if not is_initialized():
+            init_distributed()
+        self.mesh, self._topology = _lay_out_ranks(num_stages, topology)
+        if self.mesh.size("tp") > 1:
+            raise FeatureError(
+                "tensor-parallel ranks within stages are not supported yet",
+                where="PipelineModule(topology=...)",
+                fix="use the axes pipe and data",
+            )
+        n_ranks = self.num_stages = self.mesh.size("pp")
+        self.stage_id = self.mesh.index("pp")
+        n_least = max(traits.min_micro_batches_per_rank * n_ranks, 1)
+        self.rank_of = make_table(schedule, n_ranks, self.virtual_stages, n_least, "PipelineModule").rank_of
+        """The pipeline rank of each stage."""
+        self.parts = partition_layers(
+            partition_method, len(self.rank_of), [_kind_of(spec) for spec in self.specs], _sizes_of(self.specs)
+        )
+        """The first layer of each stage, and the number of layers."""
+        self.stages = [stage for stage, rank in enumerate(self.rank_of) if rank == self.stage_id]
+        """This rank's stages, ascending."""
+        self._functions: dict[int, Callable[[Any], Any]] = {}
+        for stage in self.stages:
+            for index in range(self.parts[stage], self.parts[stage + 1]):
+                self._functions[index] = self._build(index)
+        self._mark_tied()
+
+    def _build(self, index: int) -> Callable[[Any], Any]:
+        spec = self.specs[index]
+        if isinstance(spec, LayerSpec):
+            if isinstance(spec, TiedLayerSpec):
+                return self._build_tied(index, spec)
+            self._seed(index)
+            spec = spec.build()
+        if isinstance(spec, torch.nn.Module):
+            self.add_module(str(index), spec)
+        return spec
+
+    def _build_tied(self, index: int, spec: TiedLayerSpec) -> Callable[[Any], Any]:
+        if not hasattr(self, _TIED):
+            self.add_module(_TIED, torch.nn.ModuleDict())
+        tied = getattr(self, _TIED)
+        if spec.key not in tied:
+            # Seeded as the first layer of the key, on whichever rank it is built.
+            first = next(i for i, other in enumerate(self.specs) if getattr(other, "key", None) == spec.key)
+            self._seed(first)
+            tied[spec.key] = self.specs[first].build()
+        module, forward_fn = tied[spec.key], spec.forward_fn
+        return module if forward_fn is None else lambda value: forward_fn(module, value)
+
+    def _seed(self, index: int) -> None:
+        if self._seed_layers:
+            self._seed_fn(int(self._base_seed) + index)
+
+    def _mark_tied(self) -> None:
+        """Tells each weight of a tied module which pipeline ranks have a copy of it."""
+        for key, module in getattr(self, _TIED, {}).items():
+            ranks = sorted({self.rank_of[self.stage_owner(i)] for i in self._layers_of(key)})
+            for param in module.parameters():
+                param.pipe_tied_ranks = tuple(ranks) if len(ranks) > 1 else ()
+
+    def _layers_of(self, key: str) -> list[int]:
+        return [i for i, spec in enumerate(self.specs) if isinstance(spec, TiedLayerSpec) and spec.key == key]
+
+    def forward(self, forward_input: Any) -> Any:
+        """Runs this rank's layers; where it has several stages of a longer pipeline, ``run_stage`` runs one."""
+        if len(self.stages) > 1 and self.num_stages > 1:
+            raise StateError(
+                f"this rank has the stages {self.stages}, which do not follow one another",
+                where="PipelineModule.forward",
+                fix="call engine.train_batch or eval_batch",
+            )
+        for stage in self.stages:
+            forward_input = self.run_stage(stage, forward_input)
+        return forward_input
+
+    def run_stage(self, stage: int, value: Any) -> Any:
+        """Applies the layers of one of this rank's stages."""
+        indices = range(self.parts[stage], self.parts[stage + 1])
+        every = self.activation_checkpoint_interval
+        if every <= 0 or not torch.is_grad_enabled():
+            return self._apply(indices, value)
+        for i in range(0, len(indices), every):
+            run = indices[i : i + every]
+            if self._may_recompute(run):
+                value = self._recompute(lambda *values, run=run: self._apply(run, values), *_as_tuple(value))
+            else:
+                value = self._apply(run, value)
+        return value
+
+    def _apply(self, indices: Iterable[int], value: Any) -> Any:
+        if isinstance(value, tuple) and len(value) == 1:
+            value = value[0]
+        for index in indices:
+            value = self._functions[index](value)
+        return value
+
+    def _may_recompute(self, indices: Iterable[int]) -> bool:
+        layers = [self._functions[index] for index in indices]
+        if self._recomputable is not None:
+            return all(type(layer).__name__ in self._recomputable for layer in layers)
+        return any(isinstance(layer, torch.nn.Module) and any(True for _ in layer.parameters()) for layer in layers)
+
+    def set_checkpoint_interval(self, interval: int) -> None:
+        """From now on as many layers are recomputed together; 0: none."""
+        if interval < 0:
+            raise ConfigError(f"{interval} is negative", where="set_checkpoint_interval", fix="use an integer >= 0")
+        self.activation_checkpoint_interval = interval
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """The stage that has a layer."""
+        if not 0 <= layer_idx < len(self.specs):
+            raise ValueError(f"there is no layer {layer_idx}; there are {len(self.specs)}")
+        return next(stage for stage, end in enumerate(self.parts[1:]) if layer_idx < end)
+
+    def partitions(self) -> list[int]:
+        """The first layer of each stage, and the number of layers."""
+        return list(self.parts)
+
+    def topology(self) -> ProcessTopology:
+        return self._topology
+
+    def mpu(self) -> PipelineParallelGrid:
+        """This rank's place, with Megatron's methods."""
+        return PipelineParallelGrid(self._topology, mesh=self.mesh)
+
+    def num_pipeline_stages(self) -> int:
+        """Ranks along the pipeline."""
+        return self.num_stages
+
+    def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
+        """What a subclass wants reported beside the loss, by name; None for nothing."""
+        return None
+
+
+def _lay_out_ranks(num_stages: int | None, topology: ProcessTopology | None) -> tuple[Mesh, ProcessTopology]:
+    comm = Collectives()
+    if topology is None:
+        if num_stages is None or num_stages < 1 or comm.world_size % num_stages:
+            raise CommError(
+                f"{comm.world_size} ranks cannot be cut into pipelines of {num_stages}",
+                where="PipelineModule(num_stages=...)",
+                fix=f"use a divisor of {comm.world_size}",
+            )
+        topology = PipeDataParallelTopology(num_stages, comm.world_size // num_stages)
+    elif num_stages is not None and topology.get_dim("pipe") != num_stages:
+        raise ConfigError(
+            f"num_stages is {num_stages}, the topology has {topology.get_dim('pipe')} along pipe",
+            where="PipelineModule",
+            fix="pass one of them",
+        )
+    return mesh_of_topology(topology, comm), topology
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _kind_of(spec: Any) -> str:
+    if isinstance(spec, LayerSpec):
+        return spec.typename.__name__
+    return type(spec).__name__ if isinstance(spec, torch.nn.Module) else getattr(spec, "__name__", type(spec).__name__)
+
+
+def _sizes_of(specs: Sequence[Any]) -> list[int]:
+    """The trainable elements of each layer; those of a key count at its first layer. Nothing is allocated."""
+    sizes: list[int] = []
+    keys: set[str] = set()
+    for index, spec in enumerate(specs):
+        if isinstance(spec, TiedLayerSpec):
+            if spec.key in keys:
+                sizes.append(0)
+                continue
+            keys.add(spec.key)
+        if not isinstance(spec, (LayerSpec, torch.nn.Module)) and not callable(spec):
+            raise ConfigError(
+                f"{spec!r} is no layer",
+                where=f"PipelineModule(layers=...)[{index}]",
+                fix="pass a module, a LayerSpec or a function of one argument",
+            )
+        module = spec
+        if isinstance(spec, LayerSpec):
+            with torch.device("meta"):
+                module = spec.build()
+        params = module.parameters() if isinstance(module, torch.nn.Module) else ()
+        sizes.append(sum(param.numel() for param in params if param.requires_grad))
+    return sizes

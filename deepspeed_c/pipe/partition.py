@@ -1,0 +1,94 @@
+"""Which layers a stage has: runs of neighbours, by number, by weight, by class, or as the caller says."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+
+from deepspeed_c.errors import ConfigError
+
+__all__ = ["partition_balanced", "partition_layers"]
+
+_WHERE = "PipelineModule(partition_method=...)"
+_METHODS = '"parameters", "uniform", "type:REGEX" or a list of the first layer of each stage and the number of layers'
+
+
+def partition_balanced(weights: Sequence[int], num_parts: int) -> list[int]:
+    """Where ``num_parts`` runs of items begin, and the last one ends, such that the heaviest run weighs as little as it
+    can. No run is empty where there are as many items as runs.
+
+    Weights are integers >= 0.
+    """
+    n = len(weights)
+    if n <= num_parts:
+        return [min(part, n) for part in range(num_parts + 1)]
+    sums = [0, *accumulate(weights)]
+
+    def parts_of(limit: int) -> list[int] | None:
+        """Each run takes what it may, but leaves the runs after it an item each."""
+        bounds = [0]
+        for part in range(num_parts):
+            last = min(bisect_right(sums, sums[bounds[-1]] + limit) - 1, n - (num_parts - part - 1))
+            if last == bounds[-1]:
+                return None
+            bounds.append(last)
+        return bounds if bounds[-1] == n else None
+
+    low, high = max(weights), sums[-1]
+    best = parts_of(high) or []  # never empty: each run takes an item, and the last one the rest
+    while low < high:
+        middle = (low + high) // 2
+        found = parts_of(middle)
+        if found is None:
+            low = middle + 1
+        else:
+            best, high = found, middle
+    return best
+
+
+def partition_layers(
+    method: str | Sequence[int], n_stages: int, kinds: Sequence[str], n_params: Sequence[int]
+) -> list[int]:
+    """The first layer of each stage, and the number of layers: n_stages + 1 numbers.
+
+    kinds: the class name of each layer. n_params: its parameters' elements. Raises ConfigError with both numbers where
+    there are fewer layers than stages, a method matches nothing, or a list does not fit.
+    """
+    n = len(kinds)
+    if n < n_stages:
+        raise ConfigError(
+            f"{n} layers for {n_stages} stages",
+            where="PipelineModule(layers=...)",
+            fix="use fewer stages, or cut the model finer",
+        )
+    if not isinstance(method, str):
+        bounds = [int(bound) for bound in method]
+        if len(bounds) != n_stages + 1 or bounds[0] != 0 or bounds[-1] != n or sorted(set(bounds)) != bounds:
+            raise ConfigError(
+                f"{bounds} does not cut {n} layers into {n_stages} stages",
+                where=_WHERE,
+                fix=f"write {n_stages + 1} rising numbers from 0 to {n}",
+            )
+        return bounds
+    name = method.lower()
+    if name in ("parameters", "best"):
+        # Layers without parameters weigh a little too, so that they do not all gather at one end.
+        return partition_balanced([max(count, 1) for count in n_params], n_stages)
+    if name == "uniform":
+        return partition_balanced([1] * n, n_stages)
+    if name.startswith("type:"):
+        pattern = method.split(":", 1)[1]
+        try:
+            weights = [int(re.search(pattern, kind, re.IGNORECASE) is not None) for kind in kinds]
+        except re.error as error:
+            raise ConfigError(f"{pattern!r} is no regular expression: {error}", where=_WHERE, fix="mend it") from error
+        if sum(weights) < n_stages:
+            raise ConfigError(
+                f"{pattern!r} matches {sum(weights)} layers, and there are {n_stages} stages; classes are {sorted(set(kinds))}",
+                where=_WHERE,
+                fix="write a pattern of a class that every stage can have one of",
+            )
+        return partition_balanced(weights, n_stages)
+    raise ConfigError(f"there is no method {method!r}", where=_WHERE, fix=f"use {_METHODS}")

@@ -1,0 +1,116 @@
+"""Schedules by name: the table of one, which of them suits, and what a run of it looks like."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from deepspeed_c import _C
+from deepspeed_c.errors import ConfigError
+
+__all__ = ["SCHEDULES", "Cost", "Outcome", "Traits", "choose", "make_table", "simulate", "traits_of"]
+
+
+class Traits(NamedTuple):
+    """What a schedule needs, and says of itself (``dsc/pipe.h``)."""
+
+    min_virtual: int
+    max_virtual: int
+    min_micro_batches_per_rank: int
+    is_v: bool
+    splits_backward: bool
+    has_backward: bool
+
+
+SCHEDULES: dict[str, Traits] = {name: Traits(*traits) for name, traits in _C.pipe_schedules().items()}
+"""All there are, by name."""
+
+
+class Cost(NamedTuple):
+    """What one stage takes for one micro-batch."""
+
+    forward_ns: int = 1_000_000
+    input_ns: int = 1_000_000
+    """The part of the backward that gives gradients of inputs."""
+    weight_ns: int = 1_000_000
+    """The part that gives gradients of weights."""
+    kept_bytes: int = 1
+    """Held from the forward to the end of the backward, or of its part for inputs."""
+    weight_bytes: int = 0
+    """Held from there to the end of the part for weights."""
+
+
+class Outcome(NamedTuple):
+    """A run on paper."""
+
+    makespan_ns: int
+    spans: list[list[tuple[int, int]]]
+    """(begin, end) in ns of each rank's actions."""
+    busy_ns: list[int]
+    peak_bytes: list[int]
+    peak_live: list[int]
+    """The most forwards of each rank's stages whose backward was still to end."""
+
+    @property
+    def bubble(self) -> float:
+        """The part of the ranks' time in which they do nothing, 0 to 1."""
+        total = self.makespan_ns * len(self.busy_ns)
+        return 1 - sum(self.busy_ns) / total if total else 0.0
+
+
+def traits_of(name: str, where: str) -> Traits:
+    """Raises ConfigError with the nearest name where there is no such schedule."""
+    if name not in SCHEDULES:
+        near = difflib.get_close_matches(name, SCHEDULES, n=1)
+        fix = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(f"there is no schedule {name!r}", where=where, fix=f"{fix}there are {', '.join(SCHEDULES)}")
+    return SCHEDULES[name]
+
+
+def make_table(name: str, n_ranks: int, n_virtual: int, n_micro_batches: int, where: str) -> _C.PipeTable:
+    """The proved table of a schedule, with sends and receives. Raises ConfigError for a shape that it cannot have."""
+    traits_of(name, where)
+    try:
+        table = _C.PipeTable(name, n_ranks, n_virtual, n_micro_batches)
+    except ValueError as error:
+        raise ConfigError(str(error), where=where, fix="change the shape, or take another schedule") from error
+    table.verify()
+    return table
+
+
+def simulate(table: _C.PipeTable, costs: Sequence[Cost], transfer_ns: int = 0) -> Outcome:
+    """Runs a table on paper: ``costs`` by stage, a message takes ``transfer_ns``."""
+    makespan_ns, spans, usage = table.simulate([tuple(cost) for cost in costs], transfer_ns)
+    busy_ns, peak_bytes, peak_live = zip(*usage, strict=True)
+    return Outcome(makespan_ns, spans, list(busy_ns), list(peak_bytes), list(peak_live))
+
+
+def choose(
+    n_ranks: int,
+    n_micro_batches: int,
+    costs: Sequence[Cost],
+    *,
+    transfer_ns: int = 0,
+    limit_bytes: int | None = None,
+    where: str = "pipeline.schedule",
+) -> str:
+    """The schedule with the least makespan among those that train with ``len(costs)`` stages on ``n_ranks`` and hold at
+    most ``limit_bytes`` of activations on each.
+
+    Raises ConfigError where none does, with the least that one of them holds.
+    """
+    n_virtual = len(costs) // n_ranks
+    names = [
+        name
+        for name, traits in SCHEDULES.items()
+        if traits.has_backward and traits.min_virtual <= n_virtual <= traits.max_virtual
+    ]
+    candidates = [(name, n_ranks, n_virtual, n_micro_batches, [tuple(cost) for cost in costs]) for name in names]
+    try:
+        index, _ = _C.pipe_choose(candidates, transfer_ns, (1 << 62) if limit_bytes is None else limit_bytes)
+    except (MemoryError, ValueError) as error:
+        raise ConfigError(
+            str(error), where=where, fix="raise activation_bytes_limit, or make the micro-batches smaller"
+        ) from error
+    return names[index]

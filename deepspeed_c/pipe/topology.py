@@ -1,0 +1,210 @@
+"""Ranks as a grid with named axes, by DeepSpeed's names: views of the engine's mesh (``comm/mesh.py``)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import namedtuple
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.comm.mesh import Mesh
+from deepspeed_c.errors import CommError
+
+__all__ = [
+    "PipeDataParallelTopology",
+    "PipeModelDataParallelTopology",
+    "PipelineParallelGrid",
+    "ProcessTopology",
+    "mesh_of_topology",
+]
+
+_WHERE = "ProcessTopology"
+# What DeepSpeed calls the axes of a mesh.
+_AXES = {"pipe": "pp", "data": "dp_shard", "model": "tp"}
+
+
+class ProcessTopology:
+    """Ranks on a grid: ``axes`` from the outermost to the innermost, whose sizes are ``dims``. Ranks of the last axis
+    are neighbours.
+
+    Raises CommError (a RuntimeError) for axes that are none.
+    """
+
+    def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
+        self.axes, self.dims = list(axes), list(dims)
+        if len(self.axes) != len(self.dims) or len(set(self.axes)) < len(self.axes) or min(self.dims, default=1) < 1:
+            raise CommError(
+                f"axes {self.axes} with sizes {self.dims}",
+                where=_WHERE,
+                fix="give each axis a name of its own and a size >= 1",
+            )
+        self.ProcessCoord = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]
+        places = itertools.product(*(range(dim) for dim in self.dims))
+        self.mapping = {self.ProcessCoord(*place): rank for rank, place in enumerate(places)}
+        """Rank by coordinate."""
+        self._coords = list(self.mapping)
+
+    def get_rank(self, **coord_kwargs: int) -> int:
+        """The rank at a coordinate, which names every axis."""
+        if sorted(coord_kwargs) != sorted(self.axes):
+            raise ValueError(f"get_rank() needs every axis of {self.axes}, not {sorted(coord_kwargs)}")
+        key = self.ProcessCoord(**coord_kwargs)
+        if key not in self.mapping:
+            raise ValueError(f"there is no rank at {key}; the sizes are {self.dims}")
+        return self.mapping[key]
+
+    def get_axis_names(self) -> list[str]:
+        return self.axes
+
+    def get_rank_repr(
+        self, rank: int, omit_axes: Sequence[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
+    ) -> str:
+        """``model_00``: the axes that are not left out, with the rank's place on each."""
+        axes = [axis for axis in self.axes if axis not in frozenset(omit_axes)]
+        return outer_sep.join(f"{axis}{inner_sep}{getattr(self.get_coord(rank), axis):02d}" for axis in axes)
+
+    def get_dim(self, axis: str) -> int:
+        """The size of an axis; 0 for one that there is not."""
+        return self.dims[self.axes.index(axis)] if axis in self.axes else 0
+
+    def get_coord(self, rank: int) -> Any:
+        """The coordinate of a rank, as a named tuple."""
+        if not 0 <= rank < len(self._coords):
+            raise ValueError(f"there is no rank {rank} in a topology of {len(self._coords)}")
+        return self._coords[rank]
+
+    def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
+        """The lists of ranks that differ on ``axis`` only; none for an axis that there is not."""
+        if axis not in self.axes:
+            return []
+        others = [other for other in self.axes if other != axis]
+        lists: dict[tuple[int, ...], list[int]] = {}
+        for coord, rank in self.mapping.items():
+            lists.setdefault(tuple(getattr(coord, other) for other in others), []).append(rank)
+        return list(lists.values())
+
+    def filter_match(self, **filter_kwargs: int) -> list[int]:
+        """The ranks at these places of these axes."""
+        wanted = filter_kwargs.items()
+        return [rank for coord, rank in self.mapping.items() if all(getattr(coord, axis) == at for axis, at in wanted)]
+
+    def get_axis_list(self, axis: str, idx: int) -> list[int]:
+        """The ranks at place ``idx`` of ``axis``."""
+        return self.filter_match(**{axis: idx})
+
+    def world_size(self) -> int:
+        return math.prod(self.dims)
+
+    def __str__(self) -> str:
+        return str(self.mapping)
+
+
+class PipeDataParallelTopology(ProcessTopology):
+    """Pipelines next to one another: ranks that hold the same stage are neighbours."""
+
+    def __init__(self, num_pp: int, num_dp: int) -> None:
+        super().__init__(axes=["pipe", "data"], dims=[num_pp, num_dp])
+
+
+class PipeModelDataParallelTopology(ProcessTopology):
+    """The same with tensor-parallel ranks innermost."""
+
+    def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
+        super().__init__(axes=["pipe", "data", "model"], dims=[num_pp, num_dp, num_mp])
+
+
+def mesh_of_topology(topology: ProcessTopology, comm: Collectives) -> Mesh:
+    """The mesh whose axes are those of a topology. Raises CommError where it is not one of all ranks, or has an axis
+    that no mesh has."""
+    unknown = [axis for axis in topology.axes if axis not in _AXES]
+    if unknown or topology.world_size() != comm.world_size:
+        raise CommError(
+            f"the topology has an axis {unknown[0]!r}"
+            if unknown
+            else f"the topology has {topology.world_size()} ranks, the job {comm.world_size}",
+            where="PipelineModule(topology=...)",
+            fix=f"name axes of {', '.join(_AXES)} whose sizes multiply to {comm.world_size}",
+        )
+    sizes = {_AXES[axis]: topology.get_dim(axis) for axis in topology.axes}
+    return Mesh(comm, sizes)
+
+
+class PipelineParallelGrid:
+    """This rank's place among stages, copies and parts of a model, with Megatron's methods (an ``mpu``).
+
+    ``mesh``: the engine's; by default that of ``topology``, or of two axes for ``process_group`` (pipe 1).
+    """
+
+    def __init__(
+        self, topology: ProcessTopology | None = None, process_group: Any = None, *, mesh: Mesh | None = None
+    ) -> None:
+        comm = Collectives(process_group) if mesh is None else mesh.comm
+        self._topo = PipeDataParallelTopology(1, comm.world_size) if topology is None else topology
+        self._mesh = mesh_of_topology(self._topo, comm) if mesh is None else mesh
+        self.global_rank, self.world_size = comm.global_rank, comm.world_size
+        self.pipe_parallel_size = self._mesh.size("pp")
+        self.data_parallel_size = self._mesh.size("dp_replicate", "dp_shard")
+        self.model_parallel_size = self.slice_parallel_size = self._mesh.size("tp")
+        self.stage_id = self.get_stage_id()
+        self.data_parallel_id = self.get_data_parallel_id()
+        self.is_first_stage = self.stage_id == 0
+        self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
+
+    def topology(self) -> ProcessTopology:
+        return self._topo
+
+    def get_stage_id(self) -> int:
+        """This rank's number along the pipeline."""
+        return self._mesh.index("pp")
+
+    get_pipe_parallel_rank = get_stage_id
+
+    def get_data_parallel_id(self) -> int:
+        """Which of the copies of the model this rank is a part of."""
+        return self._mesh.index("dp_replicate", "dp_shard")
+
+    get_data_parallel_rank = get_data_parallel_id
+
+    def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
+        """The global rank that has ``stage_id`` and otherwise this rank's place, or that of ``kwargs``."""
+        me = self._topo.get_coord(self._mesh.comm.rank)
+        rank = self._topo.get_rank(**{**me._replace(pipe=stage_id)._asdict(), **kwargs})
+        return self._mesh.comm.global_ranks[rank]
+
+    def get_global_rank(self) -> int:
+        return self.global_rank
+
+    def get_pipe_parallel_world_size(self) -> int:
+        return self.pipe_parallel_size
+
+    def get_pipe_parallel_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the stages of one model. Collective where it is asked for the first time."""
+        return self._mesh.along("pp").group
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.data_parallel_size
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold this rank's part of the model. Collective where it is asked for the first time."""
+        return self._mesh.data.group
+
+    def get_model_parallel_rank(self) -> int:
+        """This rank's number among those that cut layers."""
+        return self._mesh.index("tp")
+
+    get_slice_parallel_rank = get_tensor_model_parallel_rank = get_model_parallel_rank
+
+    def get_model_parallel_world_size(self) -> int:
+        return self.model_parallel_size
+
+    get_slice_parallel_world_size = get_tensor_model_parallel_world_size = get_model_parallel_world_size
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup | None:
+        """The ranks that cut this stage's layers. Collective where it is asked for the first time."""
+        return self._mesh.along("tp").group
+
+    get_slice_parallel_group = get_tensor_model_parallel_group = get_model_parallel_group
