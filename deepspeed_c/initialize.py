@@ -19,11 +19,13 @@ from deepspeed_c.data.loader import DeepSpeedDataLoader
 from deepspeed_c.engine.build import OptimizerFactory, build_optimizer
 from deepspeed_c.engine.consistency import broadcast_model, check_same_model, check_same_text
 from deepspeed_c.engine.engine import DeepSpeedEngine, take_from_others
+from deepspeed_c.engine.pipeline import PipelineEngine, check_pipeline, connect_pipeline
 from deepspeed_c.engine.precision import Precision
 from deepspeed_c.engine.shard import lay_out_untrained, shard_model
 from deepspeed_c.errors import CommError, ConfigError, ModelError
 from deepspeed_c.inject import cut_model
 from deepspeed_c.logging import log_dist, set_level
+from deepspeed_c.pipe import PipelineModule
 from deepspeed_c.utils import groups
 from deepspeed_c.zero.layout.cuts import check_cuts, cut_of, read_marks, take_sums_over
 from deepspeed_c.zero.layout.layout import Layout, gather_for_good, mesh_of_config
@@ -94,10 +96,13 @@ def initialize(
     source = _config_source(args, config, config_params)
     if dist_init_required is not False and not is_initialized():
         init_distributed(distributed_port=distributed_port)
-    mesh = _make_mesh(mpu, mesh_param, mesh_device)
+    pipeline = model if isinstance(model, PipelineModule) else None
+    mesh = _make_mesh(mpu, mesh_param, mesh_device) if pipeline is None else pipeline.mesh
     comm = mesh.comm
     mesh = _cut_for_tensors(mesh, source)
     settings = load_config(source, world_size=mesh.size(*DATA))
+    if pipeline is not None:
+        check_pipeline(pipeline, settings)
     mesh = mesh_of_config(settings, mesh)
     groups.tell(mesh)
     set_level(settings.log_level)
@@ -110,7 +115,9 @@ def initialize(
 
     check_same_text("the configuration", settings.lines(), comm, "start all ranks with the same configuration file")
     comm.use_shared_memory(settings.comm.local)
-    check_same_model(model, comm)
+    if pipeline is not None:
+        connect_pipeline(pipeline, mesh)
+    check_same_model(model, mesh.stage)
     take_from_others(model)
     device = torch.device(get_accelerator().current_device_name())
     sharding = STAGES[settings.zero.stage]
@@ -136,7 +143,7 @@ def initialize(
     get_accelerator().empty_cache()
 
     scheduler = _build_scheduler(settings, lr_scheduler, base)
-    engine = DeepSpeedEngine(
+    engine = (DeepSpeedEngine if pipeline is None else PipelineEngine)(
         model, settings, mesh, precision, device, zero_optimizer, scheduler, layout, mpu, training_data, collate_fn
     )
     face = None if zero_optimizer is None else zero_optimizer.face

@@ -17,7 +17,7 @@ from deepspeed_c.comm import joint, shm
 from deepspeed_c.comm.backends import Backend, backend_named, broadcast_slices
 from deepspeed_c.comm.groups import get_all_ranks_from_group, get_rank, get_world_size
 from deepspeed_c.comm.hierarchy import Hierarchy
-from deepspeed_c.comm.ledger import ledger_of
+from deepspeed_c.comm.ledger import ledger_of, ledger_of_pair
 from deepspeed_c.comm.work import Work, wait_all
 from deepspeed_c.errors import CommError
 
@@ -201,6 +201,26 @@ class Collectives:
             backend = self.backend_of(tensor)
             with self.ledger.enter("broadcast", tensor.nbytes, label, tensor.device, backend.name) as entry:
                 wait_all([backend.broadcast(self, tensor, src)], "broadcast", entry)
+
+    def message(self, tensor: torch.Tensor, src: int, dst: int, *, tag: int = 0, label: str = "") -> Work:
+        """Rank ``src`` of the group sends its contiguous ``tensor`` (any shape and dtype) to ``dst``; one of them is this
+        rank.
+
+        Messages of one ``tag`` between two ranks arrive in the order in which they are sent. Both ranks enter them in a
+        ledger of the two, so that all messages between them need to start in one order on both.
+        """
+        if tensor.numel() == 0:
+            return Work.done()
+        sends = src == self.rank
+        ledger = ledger_of_pair(self.ledger, self.group, self.global_ranks[src], self.global_ranks[dst])
+        entry = ledger.enter("message", tensor.nbytes, label, tensor.device, self._object_path)
+        try:
+            way = dist.isend if sends else dist.irecv
+            handle = way(tensor, self.global_ranks[dst if sends else src], group=self.group, tag=tag)
+        except BaseException:
+            entry.end()
+            raise
+        return Work([handle], kept=[tensor], what=f"message of {tensor.nbytes} bytes").note_in(entry)
 
     def all_gather_list(self, tensor: torch.Tensor, *, label: str = "") -> list[torch.Tensor]:
         """Every rank's ``tensor`` (any shape, the same everywhere), by rank."""

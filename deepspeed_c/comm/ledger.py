@@ -39,6 +39,7 @@ __all__ = [
     "describe",
     "group_in_words",
     "ledger_of",
+    "ledger_of_pair",
     "ranks_in_words",
 ]
 
@@ -342,8 +343,7 @@ def _wire_bytes(op: str, n_bytes: int, n_ranks: int) -> int:
 
 
 def record_event(device: torch.device) -> torch.Event | None:
-    """An event on the current stream of ``device``; None while a graph is captured, which no event may be asked about.
-    """
+    """An event on the current stream of ``device``; None while a graph is captured, which no event may be asked about."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return None
     event = torch.Event(device)
@@ -368,7 +368,24 @@ def ledger_of(group: dist.ProcessGroup | None = None) -> Ledger:
     return ledger
 
 
+# Those of two ranks of a group, which number the messages between them.
+_pair_ledgers: weakref.WeakKeyDictionary[Any, dict[tuple[int, int], Ledger]] = weakref.WeakKeyDictionary()
+
+
+def ledger_of_pair(whole: Ledger, group: dist.ProcessGroup | None, one: int, other: int) -> Ledger:
+    """The ledger of the messages between two ranks, by their numbers in the world, of ``group``, whose ledger is
+    ``whole``."""
+    pairs = _pair_ledgers.setdefault(dist.group.WORLD if group is None else group, {})
+    ranks = (one, other) if one < other else (other, one)
+    ledger = pairs.get(ranks)
+    if ledger is None:
+        made = Ledger(f"{whole.name} {ranks[0]}-{ranks[1]}", ranks)
+        made.make_part_of(whole, whole.axes or "pp")
+        ledger = pairs.setdefault(ranks, made)
+    return ledger
+
+
 def all_ledgers() -> list[Ledger]:
     """Those of all groups that there are and in which something was entered."""
     with _lock:
-        return list(_ledgers.values())
+        return [*_ledgers.values(), *(ledger for pairs in _pair_ledgers.values() for ledger in pairs.values())]

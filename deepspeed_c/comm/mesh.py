@@ -19,13 +19,15 @@ from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.groups import timeout_of
 from deepspeed_c.errors import CommError, FeatureError
 
-__all__ = ["AXES", "DATA", "Mesh", "mesh_of_device_mesh", "mesh_of_mpu", "refuse_later_axes"]
+__all__ = ["AXES", "DATA", "WITHIN_STAGE", "Mesh", "mesh_of_device_mesh", "mesh_of_mpu", "refuse_later_axes"]
 
 # From the outermost to the innermost: ranks of the last axis are neighbours. dp_shard and dp_replicate together are
 # data parallelism: shards of one copy lie along the first, copies along the second (MiCS, arXiv 2205.00119; HSDP of
 # PyTorch, arXiv 2304.11277).
 AXES = ("pp", "dp_replicate", "dp_shard", "ep", "sp", "tp")
 DATA = ("dp_replicate", "dp_shard")
+# Ranks that hold the same layers, or parts of them, differ along these only.
+WITHIN_STAGE = AXES[1:]
 
 _LATER = {
     "pp": "pipeline parallelism",
@@ -140,6 +142,11 @@ class Mesh:
         return found
 
     @property
+    def stage(self) -> Collectives:
+        """The ranks that hold the same layers: all of them, where there is no pipeline."""
+        return self.along(*WITHIN_STAGE)
+
+    @property
     def data(self) -> Collectives:
         """The ranks that see different samples: those of ``DATA``."""
         return self.along(*DATA)
@@ -161,6 +168,29 @@ class Mesh:
             found = self._groups[ranks] = (self._connect or self._new_group)(ranks, (axis, *axes))
         return found
 
+    def connect_some(self, lists: Sequence[Sequence[int]], axis: str, *axes: str) -> None:
+        """Makes the groups of ``among`` for several lists of neighbours, of which some ranks are in none.
+
+        Collective over the whole mesh, the first time. torch names a group after how many groups the rank has: ranks
+        whose numbers differ could never make one together again. So those that are in none make one of their own.
+        """
+        wide = tuple(name for name in axes if self.axes[name] > 1)
+        known = _groups.setdefault(dist.group.WORLD, {})
+        for neighbours in lists:
+            key = (
+                "apart from",
+                tuple(neighbours),
+                axis,
+                wide,
+                tuple(self._grid.flatten().tolist()),
+                *self.axes.items(),
+            )
+            if self._place[axis] in neighbours:
+                self.among(neighbours, axis, *axes)
+            elif key not in known:
+                backend = dist.get_backend_config(self.comm.group)
+                known[key] = dist.new_group([self.comm.global_rank], backend=backend, use_local_synchronization=True)
+
     def _new_group(self, ranks: Sequence[int], axes: Sequence[str]) -> Collectives:
         if len(ranks) == 1:
             return self.comm.alone()
@@ -169,8 +199,7 @@ class Mesh:
         return self.comm.part(group, " x ".join(wide))
 
     def enter_phase(self, phase: str) -> None:
-        """What the ledgers of all groups note beside the collectives that follow: "forward", "backward", "step" or "".
-        """
+        """What the ledgers of all groups note beside the collectives that follow: "forward", "backward", "step" or ""."""
         for part in self._groups.values():
             if part.world_size > 1:
                 part.ledger.phase = phase

@@ -57,7 +57,10 @@ class PartitionConfig(Section, kw_only=True):
     layer_specs: Annotated[tuple[LayerSpec, ...], tunes("The rules, first match wins.", _TP)] = ()
     tp_size: Annotated[Positive, tunes("Ranks of the group.", _TP)] = 1
     embedding_partition_dim: Annotated[int, asks("Dimension that embeddings are cut in.", _TP_VARIANTS)] = 1
-    lm_head_patterns: Annotated[tuple[str, ...], tunes("Names of output layers.", _TP_VARIANTS)] = ("lm_head", "embed_out")
+    lm_head_patterns: Annotated[tuple[str, ...], tunes("Names of output layers.", _TP_VARIANTS)] = (
+        "lm_head",
+        "embed_out",
+    )
     strict_mode: Annotated[bool, tunes("A parameter without a rule is an error.", _TP)] = False
 
 
@@ -109,13 +112,30 @@ class HybridEngine(Section, kw_only=True):
 class Pipeline(Section, kw_only=True):
     """Pipeline parallelism."""
 
-    stages: Annotated[Literal["auto"] | Positive, asks("Pipeline stages.", "pipeline", off=(1,), auto="value")] = "auto"
-    partition: Annotated[str, asks("How layers are dealt out.", "pipeline")] = "best"
-    seed_layers: Annotated[bool, asks("Seed each layer by its number.", "pipeline")] = False
-    activation_checkpoint_interval: Annotated[NonNeg, asks("Layers between checkpoints; 0: none.", "pipeline")] = 0
-    pipe_partitioned: Annotated[bool, asks("Cut activations over model-parallel ranks.", "pipeline")] = True
-    grad_partitioned: Annotated[bool, asks("Cut gradients over model-parallel ranks.", "pipeline")] = True
-    use_reentrant: Annotated[bool, asks("Reentrant activation checkpointing.", "pipeline")] = True
+    schedule: Annotated[
+        str | None,
+        tunes(
+            "Schedule of a PipelineModule; by default the one that it was built with. See `deepspeed_c pipe show --help`.",
+            "pipeline",
+        ),
+    ] = None
+    virtual_stages: Annotated[
+        Positive | None, tunes("Stages a rank; by default as the PipelineModule.", "pipeline")
+    ] = None
+    stages: Annotated[
+        Literal["auto"] | Positive,
+        tunes("Ranks along the pipeline, as the PipelineModule has.", "pipeline", auto="value"),
+    ] = "auto"
+    partition: Annotated[str, tunes("Without effect: PipelineModule(partition_method=...) says it.", "pipeline")] = (
+        "best"
+    )
+    seed_layers: Annotated[bool, tunes("Without effect: PipelineModule(seed_layers=...) says it.", "pipeline")] = False
+    activation_checkpoint_interval: Annotated[
+        NonNeg, tunes("Layers that are recomputed together; 0: as the PipelineModule.", "pipeline")
+    ] = 0
+    pipe_partitioned: Annotated[bool, tunes("Without effect: activations go whole.", "pipeline")] = True
+    grad_partitioned: Annotated[bool, tunes("Without effect: gradients go whole.", "pipeline")] = True
+    use_reentrant: Annotated[bool, tunes("Without effect: recomputation is of the other kind.", "pipeline")] = True
 
 
 class ExpertParallel(Section, kw_only=True):

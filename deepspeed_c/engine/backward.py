@@ -138,6 +138,19 @@ class BackwardPass:
             raise
         self.n_backwards += 1
 
+    @contextmanager
+    def part(self) -> Iterator[None]:
+        """Around a run of autograd that is a part of a pipeline's: its gradients are those of the loss as the last
+        stage has scaled it (``scale``)."""
+        self._begin(factor=1.0 if self._scaler is not None else self._window.factor(), starts=[])
+        try:
+            yield
+            self._end()
+        except BaseException:
+            self._drop_window()
+            raise
+        self.n_backwards += 1
+
     def scale(self, loss: torch.Tensor, factor: float) -> torch.Tensor:
         """In fp16 the loss times loss scale and ``factor``; engines that its backward comes to know of it
         (``_scale_of_pass``)."""

@@ -7,9 +7,9 @@ import hashlib
 import torch
 
 from deepspeed_c.comm.collectives import Collectives
-from deepspeed_c.comm.mesh import Mesh
+from deepspeed_c.comm.mesh import WITHIN_STAGE, Mesh
 from deepspeed_c.errors import RankMismatchError
-from deepspeed_c.zero.layout.cuts import cut_of
+from deepspeed_c.zero.layout.cuts import cut_of, tied_over
 from deepspeed_c.zero.weights.param import shape_of, state_of
 
 __all__ = ["broadcast_model", "check_same_model", "check_same_text"]
@@ -45,7 +45,7 @@ def check_same_text(what: str, lines: list[str], comm: Collectives, fix: str) ->
 
 
 def check_same_model(model: torch.nn.Module, comm: Collectives) -> None:
-    """Names, shapes, dtypes and requires_grad of all parameters and buffers must agree; of a parameter that is cut by
+    """Over the ranks that hold the same layers. Names, shapes, dtypes and requires_grad of all parameters and buffers must agree; of a parameter that is cut by
     hand, which has Megatron's marks, the other dimensions."""
     lines = [
         f"{name} {_shape_to_agree_on(p)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
@@ -66,15 +66,18 @@ def _shape_to_agree_on(param: torch.nn.Parameter) -> str:
 
 
 def broadcast_model(model: torch.nn.Module, mesh: Mesh, device: torch.device) -> None:
-    """Every rank starts from rank 0's weights and buffers, which are sent from ``device`` wherever they lie; of a
-    parameter that is cut, from those of its first data-parallel rank."""
+    """Every rank starts from the weights and buffers of the first rank that has the same layers, which are sent from
+    ``device`` wherever they lie; of a parameter that is cut, from those of its first data-parallel rank, and of one that
+    stages share, from those of the first of them."""
     if mesh.comm.world_size == 1:
         return
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             if state_of(tensor) is not None:
                 continue  # sharded under zero.Init, from rank 0's values
-            comm = mesh.comm if cut_of(tensor) is None else mesh.data
+            comm = mesh.stage if cut_of(tensor) is None else mesh.data
+            if tied := tied_over(tensor):
+                comm = mesh.among(tied, "pp", *WITHIN_STAGE)
             data = tensor.data
             if data.numel() == 0:
                 continue

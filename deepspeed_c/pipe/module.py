@@ -22,7 +22,7 @@ from deepspeed_c.pipe.topology import (
 )
 from deepspeed_c.utils.runtime import call_to_str, set_random_seed
 
-__all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec", "tied_stages"]
+__all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]
 
 _TIED = "tied_modules"
 
@@ -67,11 +67,6 @@ class TiedLayerSpec(LayerSpec):
         super().__init__(typename, *module_args, **module_kwargs)
         self.key, self.forward_fn = key, forward_fn
         self.tied_weight_attr = [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
-
-
-def tied_stages(param: torch.Tensor) -> tuple[int, ...]:
-    """The pipeline ranks that each hold a copy of ``param``, which its gradient is summed over; none where one does."""
-    return getattr(param, "pipe_tied_ranks", ())
 
 
 class PipelineModule(torch.nn.Module):
@@ -180,15 +175,24 @@ class PipelineModule(torch.nn.Module):
         if self._seed_layers:
             self._seed_fn(int(self._base_seed) + index)
 
+    def _tied_module(self, key: str) -> torch.nn.Module | None:
+        tied = getattr(self, _TIED, None)
+        return tied[key] if tied is not None and key in tied else None
+
+    def tied_ranks(self) -> dict[str, tuple[int, ...]]:
+        """The pipeline ranks that have layers of each key, of all keys."""
+        ranks: dict[str, set[int]] = {}
+        for index, spec in enumerate(self.specs):
+            if isinstance(spec, TiedLayerSpec):
+                ranks.setdefault(spec.key, set()).add(self.rank_of[self.stage_owner(index)])
+        return {key: tuple(sorted(found)) for key, found in ranks.items()}
+
     def _mark_tied(self) -> None:
         """Tells each weight of a tied module which pipeline ranks have a copy of it."""
-        for key, module in getattr(self, _TIED, {}).items():
-            ranks = sorted({self.rank_of[self.stage_owner(i)] for i in self._layers_of(key)})
-            for param in module.parameters():
-                param.pipe_tied_ranks = tuple(ranks) if len(ranks) > 1 else ()
-
-    def _layers_of(self, key: str) -> list[int]:
-        return [i for i, spec in enumerate(self.specs) if isinstance(spec, TiedLayerSpec) and spec.key == key]
+        for key, ranks in self.tied_ranks().items():
+            module = self._tied_module(key) if len(ranks) > 1 else None
+            for param in () if module is None else module.parameters():
+                param.pipe_tied_ranks = ranks
 
     def forward(self, forward_input: Any) -> Any:
         """Runs this rank's layers; where it has several stages of a longer pipeline, ``run_stage`` runs one."""
@@ -207,16 +211,16 @@ class PipelineModule(torch.nn.Module):
         indices = range(self.parts[stage], self.parts[stage + 1])
         every = self.activation_checkpoint_interval
         if every <= 0 or not torch.is_grad_enabled():
-            return self._apply(indices, value)
+            return self._run_layers(indices, value)
         for i in range(0, len(indices), every):
             run = indices[i : i + every]
             if self._may_recompute(run):
-                value = self._recompute(lambda *values, run=run: self._apply(run, values), *_as_tuple(value))
+                value = self._recompute(lambda *values, run=run: self._run_layers(run, values), *_as_tuple(value))
             else:
-                value = self._apply(run, value)
+                value = self._run_layers(run, value)
         return value
 
-    def _apply(self, indices: Iterable[int], value: Any) -> Any:
+    def _run_layers(self, indices: Iterable[int], value: Any) -> Any:
         if isinstance(value, tuple) and len(value) == 1:
             value = value[0]
         for index in indices:

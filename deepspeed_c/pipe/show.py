@@ -116,8 +116,8 @@ def as_svg(name: str, table: _C.PipeTable, outcome: Outcome) -> str:
     scale = _WIDTH_PX / max(outcome.makespan_ns, 1)
     height = (table.n_ranks + 2) * _LANE_PX + 10
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LABEL_PX + _WIDTH_PX + 20}" height="{height}"'
-        ' font-family="sans-serif" font-size="11">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LABEL_PX + _WIDTH_PX + 20}" height="{height}">',
+        "<style>text { font-family: sans-serif; font-size: 11px }</style>",
         '<rect width="100%" height="100%" fill="white"/>',
         f'<text x="6" y="16">{_summary(name, table, outcome)}</text>',
     ]

@@ -111,6 +111,7 @@ class GradientReducer:
     ) -> None:
         comm = mesh.comm
         self.units, self.sharding, self.comm, self.settings = list(units), sharding, comm, settings
+        self._stage, self._pipeline = mesh.stage, mesh.along("pp")
         self._drift = DriftCheck(self.units, mesh)
         # Autograd runs one thread per device, so hooks may come from several threads.
         self._lock = threading.RLock()
@@ -141,7 +142,7 @@ class GradientReducer:
         self._bucket_of = bucket_of
         self._tracker = _C.BucketTracker(bucket_of, len(self.buckets))
         self._is_first_twin = mesh.along("tp").rank == 0
-        self._after_turn = comm.world_size + 1  # more than the ranks that can have given a gradient
+        self._after_turn = self._stage.world_size + 1  # more than the ranks that can have given a gradient
         self._late = (self._after_turn + 1) ** 2  # and more than as many of those
         self._hooks = [
             slot.param.register_post_accumulate_grad_hook(partial(self._on_grad, slot)) for slot in self.slots
@@ -400,6 +401,7 @@ class GradientReducer:
             self._n_late = [0] * len(self.slots)
             facts = self._exchange(has_bad_loss, wants_stop)
         flags = self._flags(facts)
+        facts[:4] = self._pipeline.sum_numbers(facts[:4], label="facts of all stages")
         self._drift.check(facts[4 + len(self.slots) :], self.results)
         self._plan_waiting([slot for slot, flag in flags if flag >= self._after_turn])
         self.facts = WindowFacts(
@@ -432,7 +434,8 @@ class GradientReducer:
         return list(zip(self._in_order, facts[4 : 4 + len(self._in_order)]))
 
     def _exchange(self, has_bad_loss: bool, wants_stop: bool) -> list[float]:
-        """[sum of squares, non-finite elements, bad losses, stops, ``_contributed``..., hashes...], summed over ranks.
+        """[sum of squares, non-finite elements, bad losses, stops, ``_contributed``..., hashes...], summed over the ranks
+        that hold the same layers.
         Parameters stand in order of registration; ``_late`` is added for one whose bucket needs another reduction."""
         # Where ranks hold the same sums, one speaks for all. Twins have to find out that they do.
         with_twins = [unit for unit in self.units if unit.twins.world_size > 1]
@@ -444,7 +447,7 @@ class GradientReducer:
         indices = [slot.tracker_index for slot in self._in_order]
         facts += [float(self._contributed[i] + self._late * self._n_late[i]) for i in indices]
         facts += self._drift.numbers(float(of_twins[1]) if of_twins[1] else of_twins[0])
-        return self.comm.sum_numbers(facts)
+        return self._stage.sum_numbers(facts)
 
     def _sum_squares(self, units: Iterable[Unit]) -> list[float]:
         """[sum of squares, non-finite elements] of what this rank has of the sums of ``units``."""

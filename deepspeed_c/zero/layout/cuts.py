@@ -12,7 +12,7 @@ from deepspeed_c.errors import ModelError
 from deepspeed_c.inject.cut import Cut, CutBox
 from deepspeed_c.zero.weights.param import shape_of
 
-__all__ = ["check_cuts", "cut_of", "numel_alike", "read_marks", "summed_over", "take_sums_over"]
+__all__ = ["check_cuts", "cut_of", "numel_alike", "read_marks", "summed_over", "take_sums_over", "tied_over"]
 
 
 def cut_of(param: torch.Tensor) -> Cut | None:
@@ -28,6 +28,12 @@ def summed_over(param: torch.Tensor, n_ranks: int) -> Sequence[int]:
     if cut is not None:
         return cut.copies
     return range(n_ranks) if getattr(param, "tp_sum_gradients", False) else range(1)
+
+
+def tied_over(param: torch.Tensor) -> Sequence[int]:
+    """The pipeline ranks that each have a copy of ``param`` in one of their layers, which its gradient is summed over
+    (``pipe_tied_ranks``); none where one rank has it."""
+    return getattr(param, "pipe_tied_ranks", ())
 
 
 def numel_alike(param: torch.Tensor) -> int:

@@ -14,7 +14,7 @@ from deepspeed_c.comm.mesh import DATA, Mesh
 from deepspeed_c.config import Config
 from deepspeed_c.errors import CommError, ConfigError
 from deepspeed_c.logging import log_dist
-from deepspeed_c.zero.layout.cuts import cut_of, numel_alike, summed_over
+from deepspeed_c.zero.layout.cuts import cut_of, numel_alike, summed_over, tied_over
 from deepspeed_c.zero.layout.leaf import (
     apply_zero_leaf_module_config,
     find_expert_blocks,
@@ -181,7 +181,11 @@ def lay_out(
     def unit_groups(param: torch.nn.Parameter, axes: Sequence[str]) -> UnitGroups:
         others = [axis for axis in DATA if axis not in axes]
         summed = summed_over(param, mesh.size("tp"))
-        replicas = mesh.among(summed, "tp", *others) if len(summed) > 1 else mesh.along(*others)
+        tied = tied_over(param)
+        if tied:
+            replicas = mesh.among(tied, "pp", *others)
+        else:
+            replicas = mesh.among(summed, "tp", *others) if len(summed) > 1 else mesh.along(*others)
         has_twins = cut_of(param) is None and len(summed) == 1
         return UnitGroups(mesh.along(*axes), replicas, mesh.along("tp") if has_twins else mesh.along())
 

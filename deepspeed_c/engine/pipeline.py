@@ -1,0 +1,366 @@
+"""The engine of a ``PipelineModule``: whole batches through all stages, by the table of a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch.utils._pytree import tree_map
+
+from deepspeed_c import _C
+from deepspeed_c.comm.mesh import DATA, WITHIN_STAGE, Mesh
+from deepspeed_c.config import Config
+from deepspeed_c.data.loader import RepeatingLoader
+from deepspeed_c.engine.engine import DeepSpeedEngine
+from deepspeed_c.errors import BackwardError, ConfigError, FeatureError, ModelError, RankMismatchError, StateError
+from deepspeed_c.pipe import PipelineModule
+from deepspeed_c.pipe.link import Link, LocalLink, RemoteLink
+from deepspeed_c.pipe.runner import Lent, Runner, Stage
+from deepspeed_c.pipe.schedule import Cost, choose, make_table, traits_of
+from deepspeed_c.zero.layout.stages import STAGES
+
+__all__ = ["PipelineEngine", "check_pipeline", "connect_pipeline"]
+
+
+def check_pipeline(module: PipelineModule, config: Config) -> None:
+    """Raises where a configuration does not fit a module, before anything is sent."""
+    section, n_ranks = config.pipeline, module.num_stages
+    if STAGES[config.zero.stage].parameters:
+        raise FeatureError(
+            f"ZeRO stage {config.zero.stage} under a pipeline: a stage's weights would be gathered for each micro-batch anew",
+            where="zero_optimization.stage",
+            fix="use stage 1 or 2: the pipeline itself cuts the weights",
+        )
+    if section.stages not in ("auto", n_ranks):
+        raise ConfigError(
+            f"is {section.stages}, the PipelineModule has {n_ranks}",
+            where="pipeline.stages",
+            fix="write one of them, or leave it out",
+        )
+    if section.virtual_stages not in (None, module.virtual_stages):
+        raise ConfigError(
+            f"is {section.virtual_stages}, the PipelineModule was built with {module.virtual_stages} stages a rank",
+            where="pipeline.virtual_stages",
+            fix=f"build it with PipelineModule(virtual_stages={section.virtual_stages}, ...): it decides which layers a rank has",
+        )
+    if section.schedule not in (None, "auto", module.schedule):
+        traits, built = traits_of(section.schedule, "pipeline.schedule"), traits_of(module.schedule, "PipelineModule")
+        fits = traits.min_virtual <= module.virtual_stages <= traits.max_virtual and traits.is_v == built.is_v
+        if not fits or not traits.has_backward:
+            raise ConfigError(
+                f"is {section.schedule!r}, the PipelineModule was built for {module.schedule!r} with {module.virtual_stages} stages a rank",
+                where="pipeline.schedule",
+                fix=f"build it with PipelineModule(schedule={section.schedule!r}, ...): it decides which layers a rank has"
+                if traits.has_backward
+                else "name one that trains",
+            )
+    for name, feature in (
+        ("offload_optimizer", config.zero.offload_optimizer),
+        ("offload_param", config.zero.offload_param),
+    ):
+        if feature.device != "none":
+            raise FeatureError(
+                "offload under a pipeline is not supported yet",
+                where=f"zero_optimization.{name}",
+                fix='set "device" to "none"',
+            )
+
+
+def connect_pipeline(module: PipelineModule, mesh: Mesh) -> None:
+    """Makes the groups of a pipeline's ranks. Collective over all of them, before any other groups along its mesh."""
+    mesh.along("pp")
+    mesh.along(*WITHIN_STAGE)
+    tied = sorted({ranks for ranks in module.tied_ranks().values() if len(ranks) > 1})
+    for axes in (WITHIN_STAGE, ("dp_replicate",)):
+        mesh.connect_some(tied, "pp", *axes)
+
+
+class PipelineEngine(DeepSpeedEngine):
+    """Trains a ``PipelineModule``: ``train_batch`` takes as many micro-batches as ``gradient_accumulation_steps`` says
+    through all stages, then updates the weights. All ranks call it together.
+
+    A micro-batch is (inputs, labels). The first stage's ranks need the inputs, the last one's the labels; other ranks
+    may have no data. Data-parallel ranks get different micro-batches, ranks of one pipeline the same.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        module: PipelineModule = self.module
+        section = self._config.pipeline
+        if section.activation_checkpoint_interval > 0:
+            module.set_checkpoint_interval(section.activation_checkpoint_interval)
+        self.num_stages, self.stage_id = module.num_stages, module.stage_id
+        self.grid = module.mpu()
+        self._tables: dict[tuple[bool, int], _C.PipeTable] = {}
+        self._batch_fn: Callable[[Any], Any] | None = None
+        self._data_iterator: Iterator[Any] | None = None
+        self.loss: torch.Tensor | None = None
+        """The last batch's."""
+        self._runner = Runner(self._make_stages())
+
+    def _make_stages(self) -> dict[int, Stage]:
+        module, rank_of, ranks = self.module, self.module.rank_of, self._mesh.along("pp")
+
+        def link(source: int, target: int) -> Link | None:
+            """From a stage to its neighbour."""
+            if not 0 <= min(source, target) <= max(source, target) < len(rank_of):
+                return None
+            a, b = rank_of[source], rank_of[target]
+            if a == b:
+                return local.setdefault((source, target), LocalLink())
+            return RemoteLink(ranks, a, b, 2 * max(source, target) + (source > target), self.device)
+
+        local: dict[tuple[int, int], LocalLink] = {}
+        return {
+            s: Stage(
+                run=self._run_of(s),
+                inputs=link(s - 1, s),
+                input_grads=link(s, s - 1),
+                outputs=link(s, s + 1),
+                output_grads=link(s + 1, s),
+                splits=module.activation_checkpoint_interval == 0,
+            )
+            for s in module.stages
+        }
+
+    def _run_of(self, stage: int) -> Callable[[Any], Any]:
+        module, precision = self.module, self._precision
+
+        def run(value: Any) -> Any:
+            if stage == 0:
+                value = precision.cast_inputs(value)
+            with precision.autocast(self.device), self._blocks.active():
+                return module.run_stage(stage, value)
+
+        return run
+
+    def _table(self, n_micro_batches: int, *, trains: bool) -> _C.PipeTable:
+        """The schedule for as many micro-batches."""
+        found = self._tables.get((trains, n_micro_batches))
+        if found is None:
+            module, wanted = self.module, self._config.pipeline.schedule or self.module.schedule
+            if not trains:
+                wanted = "inference_v" if traits_of(module.schedule, "PipelineModule").is_v else "inference"
+            elif wanted == "auto":
+                wanted = choose(module.num_stages, n_micro_batches, [Cost()] * len(module.rank_of))
+            found = self._tables[trains, n_micro_batches] = make_table(
+                wanted, module.num_stages, module.virtual_stages, n_micro_batches, "pipeline.schedule"
+            )
+        return found
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """Trains on one batch; returns its mean loss on all ranks.
+
+        data_iter: gives micro-batches; by default what ``set_dataiterator`` was given, or the loader of
+        ``training_data``. Raises StateError on all ranks, before anything is trained, where it ends early on one.
+        """
+        self._require_optimizer("train_batch")
+        self._require_states("train_batch")
+        n = self.gradient_accumulation_steps()
+        table = self._table(n, trains=True)
+        batches = self._fetch(data_iter, n, "train_batch", needs_labels=True)
+        self.module.train()
+        self._passes.recover()
+        self._state.begin_window()
+        self._window.place(self._window.begin + n - 1)  # what follows is one window, and ends it
+        total = torch.zeros((), dtype=torch.float64)
+
+        def loss_of(outputs: Any, k: int) -> torch.Tensor:
+            loss = self._loss_of(outputs, batches[k])
+            self._optimizer.note_loss(loss)
+            return loss
+
+        lent = Lent(
+            first_inputs=lambda k: batches[k][0],
+            result=loss_of,
+            scale=lambda loss: self._passes.scale(loss, self._window.factor()),
+            backward=self._passes.part,
+        )
+        try:
+            with self.timers.measure("forward"), self._passes.no_sync():
+                results = self._runner.run(table.actions(self.stage_id), lent, has_backward=True)
+        except BaseException:
+            self._state.begin_window()
+            raise
+        for loss in results.values():
+            total += loss.double().cpu()
+        DeepSpeedEngine.step(self)
+        self.loss = self._mean(float(total) / n)
+        return self.loss
+
+    def _mean(self, loss: float) -> torch.Tensor:
+        """Over the pipelines, of a number that the ranks of the last stage have; on all ranks."""
+        mine = loss / self._mesh.size(*DATA) if self.is_last_stage() else 0.0
+        (mean,) = self._comm.sum_numbers([mine], label="mean loss")
+        return torch.tensor(mean, dtype=torch.float32, device=self.device)
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """Forwards alone, in evaluation mode and without gradients.
+
+        Returns the mean loss over micro-batches and pipelines on all ranks; without ``bcast_loss`` that of its own
+        pipeline, on ranks of the last stage, and None elsewhere. With ``reduce_output`` "sum" the sum over its
+        micro-batches, with None their list, on ranks of the last stage. Without ``compute_loss`` the outputs of the last
+        stage by micro-batch, there. With ``return_logits`` (that, the outputs by micro-batch).
+        """
+        self._require_open()
+        self._require_states("eval_batch")
+        if reduce_output not in ("avg", "sum", None):
+            raise ConfigError(
+                f"is {reduce_output!r}", where="eval_batch(reduce_output=...)", fix='pass "avg", "sum" or None'
+            )
+        n = num_micro_batches or self.gradient_accumulation_steps()
+        table = self._table(n, trains=False)
+        batches = self._fetch(data_iter, n, "eval_batch", needs_labels=compute_loss)
+        outputs: dict[int, Any] = {}
+
+        def result_of(value: Any, k: int) -> Any:
+            if return_logits or not compute_loss:
+                outputs[k] = value
+            return self._loss_of(value, batches[k]) if compute_loss else None
+
+        lent = Lent(lambda k: batches[k][0], result_of, lambda loss: loss, self._passes.part)
+        was_training = self.module.training
+        self.module.eval()
+        try:
+            with torch.no_grad():
+                losses = self._runner.run(table.actions(self.stage_id), lent, has_backward=False)
+        finally:
+            self.module.train(was_training)
+        logits = [outputs[k] for k in sorted(outputs)] if self.is_last_stage() else None
+        result: Any = None
+        if not compute_loss:
+            return logits
+        if self.is_last_stage():
+            result = [losses[k] for k in sorted(losses)]
+            if reduce_output is not None:
+                result = torch.stack([loss.float() for loss in result]).sum() / (n if reduce_output == "avg" else 1)
+        if bcast_loss and reduce_output == "avg":
+            result = self._mean(0.0 if result is None else float(result))
+        return (result, logits) if return_logits else result
+
+    def _loss_of(self, outputs: Any, batch: tuple[Any, Any]) -> torch.Tensor:
+        loss = outputs if self.module.loss_fn is None else self.module.loss_fn(outputs, batch[1])
+        if not torch.is_tensor(loss) or loss.numel() != 1:
+            got = f"a tensor of shape {tuple(loss.shape)}" if torch.is_tensor(loss) else type(loss).__name__
+            raise BackwardError(
+                f"the loss of the last stage has to be a scalar, not {got}",
+                where="PipelineModule(loss_fn=...)",
+                fix="have it return one number: mean() or sum()",
+            )
+        return loss.reshape(())
+
+    def _fetch(
+        self, data_iter: Iterator[Any] | None, n: int, what: str, *, needs_labels: bool
+    ) -> list[tuple[Any, Any]]:
+        """The micro-batches of a batch as (inputs, labels), where this rank needs them. Collective: either all ranks
+        have what they need, or all raise."""
+        problem, batches = "", []
+        if self.is_first_stage() or (self.is_last_stage() and needs_labels):
+            try:
+                source = self._source_of(data_iter)
+                while len(batches) < n and not problem:
+                    batches.append(self._split(next(source)))
+            except StopIteration:
+                problem = f"its data ended after {len(batches)} of {n} micro-batches"
+            except (ModelError, StateError) as error:
+                problem = error.what
+        found = self._comm.gather_numbers(-1 if problem else n, label=f"{what}: micro-batches")
+        if min(found) < 0:
+            text = next(t for t in self._comm.gather_objects(problem, label=what) if t)
+            rank = found.index(-1)
+            raise StateError(
+                f"rank {self._comm.global_ranks[rank]}: {text}",
+                where=f"engine.{what}",
+                fix="give the first and the last stage of each pipeline the same micro-batches, as many as"
+                " gradient_accumulation_steps",
+            )
+        if len(set(found)) > 1:
+            raise RankMismatchError(
+                f"ranks run {sorted(set(found))} micro-batches",
+                where=f"engine.{what}",
+                fix="pass the same number on all ranks",
+            )
+        return batches
+
+    def _source_of(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
+        if data_iter is not None:
+            return data_iter
+        if self._data_iterator is None and self.training_dataloader is not None:
+            self._data_iterator = iter(RepeatingLoader(self.training_dataloader))
+        if self._data_iterator is None:
+            raise StateError(
+                "it has no data",
+                where="engine.train_batch",
+                fix="pass data_iter, or training_data to deepspeed_c.initialize",
+            )
+        return self._data_iterator
+
+    def _split(self, batch: Any) -> tuple[Any, Any]:
+        batch = batch if self._batch_fn is None else self._batch_fn(batch)
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            raise ModelError(
+                f"a micro-batch is a {type(batch).__name__}, not (inputs, labels)",
+                where="engine.train_batch",
+                fix="have the iterator give pairs, or pass a function that makes them to engine.set_batch_fn",
+            )
+        inputs, labels = tree_map(lambda v: v.to(self.device) if torch.is_tensor(v) else v, tuple(batch))
+        return inputs, labels
+
+    def is_first_stage(self) -> bool:
+        """Whether this rank has the first stage."""
+        return 0 in self.module.stages
+
+    def is_last_stage(self) -> bool:
+        """Whether this rank has the last stage: the first rank too, where stages lie in a V."""
+        return len(self.module.rank_of) - 1 in self.module.stages
+
+    def get_pipeline_parallel_rank(self) -> int:
+        return self.stage_id
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """What ``train_batch`` takes micro-batches from."""
+        self._data_iterator = iterator
+
+    def set_dataloader(self, loader: Any) -> None:
+        """The loader that ``train_batch`` takes micro-batches from, again and again."""
+        self._data_iterator = iter(RepeatingLoader(loader))
+
+    def set_batch_fn(self, fn: Callable[[Any], Any] | None) -> None:
+        """Makes (inputs, labels) of what an iterator gives."""
+        self._batch_fn = fn
+
+    def set_has_attention_mask(self, value: bool) -> None:
+        """Accepted: what goes between stages may be of any kind."""
+
+    def reset_activation_shape(self) -> None:
+        """Accepted: shapes may change from one micro-batch to the next."""
+
+    def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
+        """What the module reports beside the loss."""
+        return self.module.get_additional_losses()
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse("forward")
+
+    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse("backward")
+
+    def step(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse("step")
+
+
+def _refuse(what: str) -> NoReturn:
+    raise StateError(
+        "a pipeline runs whole batches",
+        where=f"PipelineEngine.{what}",
+        fix="call engine.train_batch(data_iter) or engine.eval_batch(data_iter)",
+    )

@@ -1,0 +1,192 @@
+"""How a value goes from one stage to the next: any nest of tensors and other objects, in one message.
+
+A message is 64 bytes of head and the tensors behind it. Its receiver has to know its length beforehand, and knows that
+of the message before. Where a value has another form (shapes, dtypes, what is no tensor), the message of the old length
+says so in its head, and the form and the value follow it. So what does not change costs nothing, and what changes costs
+two messages more.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.comm.work import Work
+
+__all__ = ["Link", "LocalLink", "RemoteLink"]
+
+HEAD_BYTES = 64
+_ALIGN_BYTES = 64
+
+
+class Link(Protocol):
+    """One direction of the way between two neighbouring stages; a value comes out in the order of ``send``."""
+
+    def send(self, value: Any, label: str) -> None:
+        """Starts to send; the tensors may be freed at once."""
+        ...
+
+    def post(self, label: str) -> None:
+        """The receiver makes room for the next value, which may come from now on."""
+        ...
+
+    def take(self) -> Any:
+        """Waits for the value that was posted first. Its tensors are detached; they require gradients as they did."""
+        ...
+
+    def flush(self) -> None:
+        """Returns when everything has left."""
+        ...
+
+    def clear(self) -> None:
+        """Forgets what was under way, after an error."""
+        ...
+
+
+class LocalLink:
+    """Both stages lie on this rank."""
+
+    def __init__(self) -> None:
+        self._values: deque[Any] = deque()
+
+    def send(self, value: Any, label: str) -> None:
+        leaves, spec = tree_flatten(value)
+        own = [leaf.detach().requires_grad_(leaf.requires_grad) if torch.is_tensor(leaf) else leaf for leaf in leaves]
+        self._values.append(tree_unflatten(own, spec))
+
+    def post(self, label: str) -> None:
+        """There is nothing to make room for."""
+
+    def take(self) -> Any:
+        return self._values.popleft()
+
+    def flush(self) -> None:
+        """Nothing is under way."""
+
+    def clear(self) -> None:
+        self._values.clear()
+
+
+class _Tensor(NamedTuple):
+    """What is known of a tensor before its bytes come."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    requires_grad: bool
+    begin: int
+    """Where its bytes begin in the message."""
+
+    @property
+    def n_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class _Form(NamedTuple):
+    """Everything of a value but the bytes of its tensors."""
+
+    spec: TreeSpec
+    leaves: tuple[Any, ...]
+    """A ``_Tensor`` for each tensor; for what is none, it in pickled form."""
+    n_bytes: int
+    """Of the message."""
+
+    @classmethod
+    def of(cls, leaves: list[Any], spec: TreeSpec) -> _Form:
+        known: list[Any] = []
+        end = HEAD_BYTES
+        for leaf in leaves:
+            if not torch.is_tensor(leaf):
+                known.append(pickle.dumps(leaf))
+                continue
+            known.append(_Tensor(leaf.dtype, tuple(leaf.shape), leaf.requires_grad, end))
+            end += -(-known[-1].n_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+        return cls(spec, tuple(known), end)
+
+
+_NOTHING = _Form(tree_flatten(())[1], (), HEAD_BYTES)
+
+
+class RemoteLink:
+    """One end of a link between two ranks of ``comm``: ``src`` sends to ``dst``. tag: of this link alone among theirs."""
+
+    def __init__(self, comm: Collectives, src: int, dst: int, tag: int, device: torch.device) -> None:
+        self._comm, self._src, self._dst, self._tag, self._device = comm, src, dst, tag, device
+        self._form = _NOTHING
+        self._sent: deque[Work] = deque()
+        self._posted: deque[tuple[torch.Tensor, Work, str]] = deque()
+        self._opened: deque[Any] = deque()
+
+    def _message(self, data: torch.Tensor, label: str) -> Work:
+        return self._comm.message(data, self._src, self._dst, tag=self._tag, label=label)
+
+    def _empty(self, n_bytes: int) -> torch.Tensor:
+        return torch.empty(n_bytes, dtype=torch.uint8, device=self._device)
+
+    def send(self, value: Any, label: str) -> None:
+        leaves, spec = tree_flatten(value)
+        form = _Form.of(leaves, spec)
+        if form != self._form:
+            header = torch.frombuffer(bytearray(pickle.dumps(form)), dtype=torch.uint8).to(self._device)
+            notice = self._empty(self._form.n_bytes)
+            _write_head(notice, header.numel())
+            self._sent += [self._message(notice, f"{label}, notice"), self._message(header, f"{label}, form")]
+            self._form = form
+        data = self._empty(form.n_bytes)
+        _write_head(data, 0)
+        for known, leaf in zip(form.leaves, leaves, strict=True):
+            if isinstance(known, _Tensor):
+                _view(data, known).copy_(leaf.detach())
+        self._sent.append(self._message(data, label))
+        while len(self._sent) > 4:  # two values under way, and what tells of a new form
+            self._sent.popleft().wait()
+
+    def post(self, label: str) -> None:
+        # The length of this one is that of the one before, which has to be known.
+        while self._posted:
+            self._opened.append(self._open())
+        data = self._empty(self._form.n_bytes)
+        self._posted.append((data, self._message(data, label), label))
+
+    def take(self) -> Any:
+        return self._opened.popleft() if self._opened else self._open()
+
+    def _open(self) -> Any:
+        data, work, label = self._posted.popleft()
+        work.wait()
+        n_header = int(data[:8].view(torch.int64))
+        if n_header:
+            header = self._empty(n_header)
+            self._message(header, f"{label}, form").wait()
+            self._form = pickle.loads(header.cpu().numpy().tobytes())
+            data = self._empty(self._form.n_bytes)
+            self._message(data, label).wait()
+        leaves = [
+            _view(data, known).requires_grad_(known.requires_grad)
+            if isinstance(known, _Tensor)
+            else pickle.loads(known)
+            for known in self._form.leaves
+        ]
+        return tree_unflatten(leaves, self._form.spec)
+
+    def flush(self) -> None:
+        while self._sent:
+            self._sent.popleft().wait()
+
+    def clear(self) -> None:
+        self._sent.clear()
+        self._posted.clear()
+        self._opened.clear()
+
+
+def _write_head(data: torch.Tensor, n_header: int) -> None:
+    data[:8].view(torch.int64).fill_(n_header)
+
+
+def _view(data: torch.Tensor, known: _Tensor) -> torch.Tensor:
+    """The tensor that lies in a message."""
+    return data[known.begin : known.begin + known.n_bytes].view(known.dtype).view(known.shape)

@@ -1,0 +1,182 @@
+"""Runs a rank's list of actions, whatever schedule made it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_flatten
+
+from deepspeed_c import _C
+from deepspeed_c.pipe.link import Link, LocalLink
+from deepspeed_c.pipe.split import SplitBackward
+
+__all__ = ["Lent", "Runner", "Stage"]
+
+
+class Stage(NamedTuple):
+    """One stage of this rank, and its links; None at the ends of the pipeline."""
+
+    run: Callable[[Any], Any]
+    """Its layers."""
+    inputs: Link | None
+    """Values come here from the stage before, and gradients go back by ``input_grads``."""
+    input_grads: Link | None
+    outputs: Link | None
+    """Values go to the stage after, and their gradients come by ``output_grads``."""
+    output_grads: Link | None
+    splits: bool
+    """Whether its backward can be done in two halves; else all of it is done in the first one."""
+
+
+class Lent(NamedTuple):
+    """What the engine lends for one run."""
+
+    first_inputs: Callable[[int], Any]
+    """The input of the first stage for a micro-batch."""
+    result: Callable[[Any, int], Any]
+    """(output of the last stage, micro-batch) -> what counts of it: in training a scalar loss."""
+    scale: Callable[[torch.Tensor], torch.Tensor]
+    """From a loss to what backward starts from."""
+    backward: Callable[[], AbstractContextManager[None]]
+    """Around each run of autograd."""
+
+
+class _Flight:
+    """What a stage keeps of a micro-batch between its forward and its backward: where gradients come in and where they
+    go out. Outputs themselves are let go as soon as they are sent."""
+
+    def __init__(self, inputs: Any, outputs: Any) -> None:
+        self.inputs = [leaf for leaf in tree_flatten(inputs)[0] if _needs_gradient(leaf)]
+        self.roots = [get_gradient_edge(leaf) for leaf in tree_flatten(outputs)[0] if _needs_gradient(leaf)]
+        self.half: SplitBackward | None = None
+
+
+def _needs_gradient(leaf: Any) -> bool:
+    return torch.is_tensor(leaf) and leaf.requires_grad
+
+
+class Runner:
+    """Runs actions (``dsc/pipe.h``) over the stages of this rank, by number."""
+
+    def __init__(self, stages: Mapping[int, Stage]) -> None:
+        self._stages = dict(stages)
+        self._do: dict[int, Callable[[int, int], None]] = {
+            _C.PIPE_FORWARD: self._forward,
+            _C.PIPE_BACKWARD: self._backward,
+            _C.PIPE_INPUT: self._input,
+            _C.PIPE_WEIGHT: self._weight,
+            _C.PIPE_SEND_F: self._send_output,
+            _C.PIPE_RECV_F: self._post_input,
+            _C.PIPE_SEND_B: self._send_gradients,
+            _C.PIPE_RECV_B: self._post_gradients,
+        }
+        self._forget()
+
+    def _forget(self) -> None:
+        # By stage and micro-batch.
+        self._flights: dict[tuple[int, int], _Flight] = {}
+        self._outputs: dict[tuple[int, int], Any] = {}
+        self._gradients: dict[tuple[int, int], list[torch.Tensor | None]] = {}
+
+    def run(self, actions: Sequence[tuple[int, int, int]], lent: Lent, *, has_backward: bool) -> dict[int, Any]:
+        """Runs a list of (kind, stage, micro-batch); returns the last stage's results by micro-batch, which are empty
+        on other ranks. After an exception nothing of it is left here."""
+        self._lent, self._has_backward = lent, has_backward
+        self._results: dict[int, Any] = {}
+        try:
+            for kind, stage, micro_batch in actions:
+                self._do[kind](stage, micro_batch)
+            for link in self._links():
+                link.flush()
+        except BaseException:
+            for link in self._links():
+                link.clear()
+            raise
+        finally:
+            self._forget()
+        return self._results
+
+    def _links(self) -> list[Link]:
+        return [
+            link
+            for stage in self._stages.values()
+            for link in (stage.inputs, stage.input_grads, stage.outputs, stage.output_grads)
+            if link is not None
+        ]
+
+    def _forward(self, s: int, k: int) -> None:
+        stage = self._stages[s]
+        inputs = self._lent.first_inputs(k) if stage.inputs is None else stage.inputs.take()
+        outputs = stage.run(inputs)
+        if stage.outputs is None:
+            outputs = self._lent.result(outputs, k)
+            self._results[k] = outputs.detach() if self._has_backward else outputs
+            if self._has_backward:
+                outputs = self._lent.scale(outputs)
+        else:
+            self._outputs[s, k] = outputs
+        if self._has_backward:
+            self._flights[s, k] = _Flight(() if stage.inputs is None else inputs, outputs)
+        if isinstance(stage.outputs, LocalLink):
+            self._send_output(s, k)
+
+    def _send_output(self, s: int, k: int) -> None:
+        self._stages[s].outputs.send(self._outputs.pop((s, k)), _label("output", s, k))
+
+    def _post_input(self, s: int, k: int) -> None:
+        self._stages[s].inputs.post(_label("output", s - 1, k))
+
+    def _send_gradients(self, s: int, k: int) -> None:
+        self._stages[s].input_grads.send(self._gradients.pop((s, k)), _label("gradient of the input", s, k))
+
+    def _post_gradients(self, s: int, k: int) -> None:
+        self._stages[s].output_grads.post(_label("gradient of the input", s + 1, k))
+
+    def _roots(self, s: int, k: int) -> tuple[list[GradientEdge], list[torch.Tensor]]:
+        """Where the backward starts, and with what; nowhere where nobody after this stage has used it."""
+        stage, roots = self._stages[s], self._flights[s, k].roots
+        if stage.output_grads is None:
+            return roots, [torch.ones_like(self._results[k]) for _ in roots]
+        pairs = [(root, grad) for root, grad in zip(roots, stage.output_grads.take(), strict=True) if grad is not None]
+        return [root for root, _ in pairs], [grad for _, grad in pairs]
+
+    def _backward(self, s: int, k: int) -> None:
+        roots, grads = self._roots(s, k)
+        flight = self._flights.pop((s, k))
+        with self._lent.backward():
+            if roots:
+                torch.autograd.backward(roots, grads)
+        self._give_back(s, k, [leaf.grad for leaf in flight.inputs])
+
+    def _input(self, s: int, k: int) -> None:
+        if not self._stages[s].splits:
+            self._backward(s, k)
+            return
+        roots, grads = self._roots(s, k)
+        flight = self._flights[s, k]
+        flight.half = SplitBackward(roots, grads, flight.inputs)
+        with self._lent.backward():
+            given = flight.half.input_half()
+        self._give_back(s, k, given)
+
+    def _weight(self, s: int, k: int) -> None:
+        flight = self._flights.pop((s, k), None)
+        if flight is not None and flight.half is not None:
+            with self._lent.backward():
+                flight.half.weight_half()
+
+    def _give_back(self, s: int, k: int, grads: list[torch.Tensor | None]) -> None:
+        stage = self._stages[s]
+        if stage.input_grads is None:
+            return
+        self._gradients[s, k] = grads
+        if isinstance(stage.input_grads, LocalLink):
+            self._send_gradients(s, k)
+
+
+def _label(what: str, stage: int, micro_batch: int) -> str:
+    return f"{what} of stage {stage}, micro-batch {micro_batch}"

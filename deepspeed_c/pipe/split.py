@@ -1,0 +1,126 @@
+"""A backward in two halves: gradients of a stage's inputs now, those of its weights later, nothing computed twice.
+
+Zero-bubble schedules (arXiv 2401.10241) send the first half on at once and let the second fill idle time. Both are runs
+of autograd over the one graph. The first goes only where gradients of inputs come from; it leaves at each node that it
+passes, and from which a weight hangs (a linear layer's product, say), the gradient that came there. The second starts at
+those nodes and goes to the weights alone. So each operation runs once, with the numbers that a whole backward gives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+__all__ = ["SplitBackward"]
+
+
+class SplitBackward:
+    """The backward of one stage for one micro-batch, from ``roots`` (edges of outputs) with their ``grads``, to
+    ``inputs`` (leaves) and the parameters.
+
+    ``input_half`` gives the gradients of inputs (None where there is none) and ``weight_half`` puts those of parameters
+    where autograd puts them. A parameter that is used at several depths cannot be split off: ``input_half`` then does
+    everything, ``is_whole`` says so, and ``weight_half`` does nothing.
+    """
+
+    def __init__(
+        self, roots: Sequence[GradientEdge], grads: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> None:
+        self._roots, self._grads, self._inputs = list(roots), list(grads), list(inputs)
+        self.is_whole = False
+        # Where the second half starts: a node, the gradients that came to it, the parameters that hang from it alone.
+        self._starts: list[tuple[Node, list[torch.Tensor | None], list[torch.Tensor]]] = []
+        self._apart: list[tuple[GradientEdge, torch.Tensor]] = []
+
+    def input_half(self) -> list[torch.Tensor | None]:
+        """Gradients of the inputs."""
+        frontier, on_path = _frontier([root.node for root in self._roots], self._inputs)
+        params = [param for _, found in frontier for param in found]
+        self.is_whole = len({id(param) for param in params}) < len(params)
+        if self.is_whole:
+            torch.autograd.backward(self._roots, self._grads)
+            given = [tensor.grad for tensor in self._inputs]
+            self._forget()
+            return given
+        hooks = []
+        for node, found in frontier:
+            if node in on_path:
+                start: tuple[Node, list[torch.Tensor | None], list[torch.Tensor]] = node, [], found
+                self._starts.append(start)
+                hooks.append(node.register_prehook(partial(_note, start[1])))
+        pairs = list(zip(self._roots, self._grads, strict=True))
+        # What no input leads to is the second half's, from the outputs on.
+        self._apart = [(root, grad) for root, grad in pairs if root.node not in on_path]
+        through = [(root, grad) for root, grad in pairs if root.node in on_path]
+        given = [None] * len(self._inputs)
+        if through:
+            roots, grads = zip(*through, strict=True)
+            given = list(torch.autograd.grad(roots, self._inputs, grads, retain_graph=True, allow_unused=True))
+        for hook in hooks:
+            hook.remove()
+        return given
+
+    def weight_half(self) -> None:
+        """Gradients of the parameters. The graph is let go."""
+        if self._apart:
+            roots, grads = zip(*self._apart, strict=True)
+            torch.autograd.backward(roots, grads)
+        for node, found, params in self._starts:
+            edges = [(GradientEdge(node, i), grad) for i, grad in enumerate(found) if grad is not None]
+            if edges:
+                torch.autograd.backward([edge for edge, _ in edges], [grad for _, grad in edges], inputs=params)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._roots, self._grads, self._inputs, self._starts, self._apart = [], [], [], [], []
+
+
+def _note(kept: list[torch.Tensor | None], grads: Sequence[torch.Tensor | None]) -> None:
+    kept[:] = grads
+
+
+def _frontier(
+    roots: Iterable[Node], inputs: Sequence[torch.Tensor]
+) -> tuple[list[tuple[Node, list[torch.Tensor]]], set[Node]]:
+    """([(a node that leads to inputs, or a root that does not; the parameters below it that no path to inputs passes)],
+    the nodes that lead to inputs)."""
+    goals = {get_gradient_edge(tensor).node for tensor in inputs}
+    order = _children_first(roots)
+    on_path: set[Node] = set()
+    below: dict[Node, dict[Any, torch.Tensor]] = {}
+    for node in order:
+        children = [child for child, _ in node.next_functions if child is not None]
+        if node in goals or any(child in on_path for child in children):
+            on_path.add(node)
+        found: dict[Any, torch.Tensor] = {}
+        for child in children:
+            if child not in on_path:
+                found.update(below[child])
+        variable = getattr(node, "variable", None)
+        if variable is not None and node not in goals:
+            found[node] = variable
+        below[node] = found
+    starts = set(roots)
+    return [
+        (node, list(below[node].values())) for node in order if below[node] and (node in on_path or node in starts)
+    ], on_path
+
+
+def _children_first(roots: Iterable[Node]) -> list[Node]:
+    """All nodes below ``roots``, each after those that its gradients go to."""
+    order: list[Node] = []
+    seen: set[Node] = set()
+    stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
+    while stack:
+        node, is_done = stack.pop()
+        if is_done:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack += [(child, False) for child, _ in node.next_functions if child is not None and child not in seen]
+    return order

@@ -1,0 +1,92 @@
+"""A pipeline trains as one plain process does, by every schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import deepspeed_c
+from tests.deepspeed_c.pipe.models import Plain, loss_fn, micro_batches, module_of
+from tests.ranks import run_ranks
+
+STEPS = 3
+SCHEDULES = {"1f1b": {}, "gpipe": {}, "interleaved": {"virtual_stages": 2}, "zb_h1": {}, "zb_v": {}, "dualpipe_v": {}}
+
+
+def config_of(n_micro_batches: int, **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": n_micro_batches,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+        **more,
+    }
+
+
+def plain_run(n_pipelines: int, n: int, *, clip: float = 0.0, tied: bool = True) -> tuple[list[float], dict[str, Any]]:
+    """Losses, and weights by the name of their layer."""
+    model = Plain(tied)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for step in range(STEPS):
+        batches = [batch for r in range(n_pipelines) for batch in micro_batches(step, r, n)]
+        optimizer.zero_grad()
+        total = sum(loss_fn(model(x), y) for x, y in batches) / len(batches)
+        total.backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        losses.append(float(total))
+    return losses, {name.removeprefix("built."): p.detach() for name, p in model.named_parameters()}
+
+
+def train(rank: int, world: int, stages: int, n: int, config: dict[str, Any], options: dict[str, Any]) -> Any:
+    net = module_of(stages, **options)
+    engine, *_ = deepspeed_c.initialize(
+        model=net, model_parameters=[p for p in net.parameters() if p.requires_grad], config=config
+    )
+    data_rank = net.mpu().get_data_parallel_rank()
+    with engine:
+        losses = [float(engine.train_batch(iter(micro_batches(step, data_rank, n)))) for step in range(STEPS)]
+        norm = engine.get_global_grad_norm()
+        weights = {name.replace("tied_modules.embed", "0"): p.detach().float() for name, p in net.named_parameters()}
+    return losses, norm, weights
+
+
+def check(outcome: list[Any], expected: tuple[list[float], dict[str, Any]], tolerance: float) -> None:
+    losses, weights = expected
+    seen = set()
+    for rank, (got, norm, mine) in enumerate(outcome):
+        assert got == pytest.approx(losses, rel=tolerance), f"rank {rank}"
+        assert norm == pytest.approx(outcome[0][1], rel=1e-6)
+        for name, value in mine.items():
+            error = float((value - weights[name]).abs().max())
+            assert error <= tolerance, f"rank {rank}, {name}: {error}"
+            seen.add(name)
+    assert seen == set(weights)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_two_ranks(schedule, stage):
+    config = config_of(4, zero_optimization={"stage": stage})
+    options = {"schedule": schedule, **SCHEDULES[schedule]}
+    check(run_ranks(2, train, 2, 4, config, options), plain_run(1, 4), 2e-6)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_two_pipelines_of_two(stage):
+    config = config_of(3, zero_optimization={"stage": stage}, gradient_clipping=0.5)
+    check(run_ranks(4, train, 2, 3, config, {}), plain_run(2, 3, clip=0.5), 2e-6)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved", "zb_v"])
+def test_four_stages(schedule):
+    options = {"schedule": schedule, **SCHEDULES[schedule]}
+    check(run_ranks(4, train, 4, 5, config_of(5), options), plain_run(1, 5), 2e-6)
+
+
+def test_one_rank():
+    check(run_ranks(1, train, 1, 3, config_of(3), {}), plain_run(1, 3), 2e-6)
