@@ -348,6 +348,14 @@ class PipelineEngine(DeepSpeedEngine):
         """What the module reports beside the loss."""
         return self.module.get_additional_losses()
 
+    def save_16bit_model(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse_whole("save_16bit_model")
+
+    save_fp16_model = save_16bit_model
+
+    def save_model(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse_whole("save_model")
+
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         _refuse("forward")
 
@@ -356,6 +364,14 @@ class PipelineEngine(DeepSpeedEngine):
 
     def step(self, *args: Any, **kwargs: Any) -> NoReturn:
         _refuse("step")
+
+
+def _refuse_whole(what: str) -> NoReturn:
+    raise FeatureError(
+        "this rank has the layers of its stages only",
+        where=f"PipelineEngine.{what}",
+        fix="call save_checkpoint, and get one file of all weights by `deepspeed_c checkpoint export`",
+    )
 
 
 def _refuse(what: str) -> NoReturn:

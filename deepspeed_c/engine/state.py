@@ -200,14 +200,19 @@ class TrainState:
         """The rank of the run that saved whose random numbers and place in the data this one goes on from. Ranks that
         hold one model together go on from the same where they were others: what they hold whole has to stay the
         same."""
-        if _n_tensor(source) == self.mesh.size("tp"):
+        if self._is_same_cut(source):
             return self.mesh.comm.rank
-        return self.mesh.index(*DATA) * _n_tensor(source)
+        return self.mesh.index(*DATA) * source.topology.axes.get("tp", 1)
+
+    def _is_same_cut(self, source: Source) -> bool:
+        """Whether as many ranks held one copy of the model together."""
+        return all(source.topology.axes.get(axis, 1) == self.mesh.size(axis) for axis in ("pp", "tp"))
 
     def restore_of_rank(self, source: Source) -> None:
         """Random numbers, and the place in the data; ``global_steps`` are the checkpoint's already."""
-        saved_ranks = source.topology.world_size // _n_tensor(source)
-        n_ranks, is_same_cut = self.mesh.size(*DATA), _n_tensor(source) == self.mesh.size("tp")
+        axes = source.topology.axes
+        saved_ranks = source.topology.world_size // (axes.get("tp", 1) * axes.get("pp", 1))
+        n_ranks, is_same_cut = self.mesh.size(*DATA), self._is_same_cut(source)
         mine = source.rank_state(self._saved_rank(source))
         if mine is not None and "random" in mine:
             files.state.restore_random_state(mine["random"], self.device)
@@ -238,11 +243,6 @@ class TrainState:
             self.optimizer.note_weights() if has_masters else self.optimizer.refresh_fp32_params()
         if self.layout.fetcher is not None:
             self.layout.fetcher.weights_changed()
-
-
-def _n_tensor(source: Source) -> int:
-    """Over how many ranks the model was cut that a checkpoint of ours is of."""
-    return source.topology.axes.get("tp", 1)
 
 
 def _is_place(state: Any) -> bool:

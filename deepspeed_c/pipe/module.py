@@ -191,8 +191,8 @@ class PipelineModule(torch.nn.Module):
         """Tells each weight of a tied module which pipeline ranks have a copy of it."""
         for key, ranks in self.tied_ranks().items():
             module = self._tied_module(key) if len(ranks) > 1 else None
-            for param in () if module is None else module.parameters():
-                param.pipe_tied_ranks = ranks
+            for tensor in () if module is None else (*module.parameters(), *module.buffers()):
+                tensor.pipe_tied_ranks = ranks
 
     def forward(self, forward_input: Any) -> Any:
         """Runs this rank's layers; where it has several stages of a longer pipeline, ``run_stage`` runs one."""

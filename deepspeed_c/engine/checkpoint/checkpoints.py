@@ -14,7 +14,7 @@ from deepspeed_c import checkpoint as files
 from deepspeed_c.checkpoint.native.background import BackgroundSave, Save, Snapshot
 from deepspeed_c.checkpoint.native.ranks import Ranks
 from deepspeed_c.checkpoint.source import PARAM, ParamInfo, Read, Source
-from deepspeed_c.engine.checkpoint.contents import Reading, names_of, owned_pieces, param_infos
+from deepspeed_c.engine.checkpoint.contents import Reading, names_of, names_of_all, owned_pieces, param_infos
 from deepspeed_c.engine.checkpoint.restore import LoadOptions, plan_restore
 from deepspeed_c.engine.parts import take_parts
 from deepspeed_c.engine.weights import load_custom
@@ -149,7 +149,7 @@ class Checkpoints:
         """What this rank saves. Raises DeepSpeedCError for what cannot be saved."""
         state = self._state
         layout, optimizer, rank = state.layout, state.optimizer, self._ranks.rank
-        named = names_of(module)
+        named = names_of_all(names_of(module), state.mesh)
         return files.save.Contents(
             pieces=owned_pieces(
                 named,
@@ -162,7 +162,7 @@ class Checkpoints:
             ),
             stage=state.config.zero.stage,
             axes=state.mesh.wide_axes,
-            params=param_infos(layout, optimizer, state.dormant, rank),
+            params=param_infos(layout, optimizer, state.dormant, state.mesh.stage.rank),
             names=named.names,
             aliases=named.aliases,
             counters=state.counters(),
@@ -288,7 +288,7 @@ class Checkpoints:
         state = self._state
         plan, whole, error, problem = None, {}, None, ""
         if custom_load_fn is None:
-            named = names_of(module)
+            named = names_of_all(names_of(module), state.mesh)
             try:
                 plan = plan_restore(source, named, state.layout, state.optimizer, state.mesh, options)
             except StateError as raised:

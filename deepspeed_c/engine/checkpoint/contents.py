@@ -17,7 +17,7 @@ from deepspeed_c.engine.checkpoint.boxes import BoxPart, box_parts
 from deepspeed_c.engine.trainable import KeptState
 from deepspeed_c.errors import CheckpointError
 from deepspeed_c.inject.cut import Cut
-from deepspeed_c.zero.layout.cuts import cut_of
+from deepspeed_c.zero.layout.cuts import cut_of, tied_over
 from deepspeed_c.zero.layout.layout import Layout
 from deepspeed_c.zero.layout.unit import Fragment, Slot, Unit
 from deepspeed_c.zero.states.optimizer import ZeroOptimizer
@@ -26,7 +26,7 @@ from deepspeed_c.zero.weights.param import shape_of
 if TYPE_CHECKING:
     from deepspeed_c.checkpoint.native.save import Deferred, OwnedPiece
 
-__all__ = ["Named", "Reading", "names_of", "owned_pieces", "param_infos"]
+__all__ = ["Named", "Reading", "names_of", "names_of_all", "owned_pieces", "param_infos"]
 
 # A copy on every rank is cut up among them only above this: small ones are not worth two entries.
 UNCUT_BYTES = 1 << 16
@@ -43,6 +43,24 @@ class Named(NamedTuple):
     """First names, in the module's order."""
     others: dict[str, Any]
     """What a module's state dict holds besides tensors (``get_extra_state``)."""
+
+
+def names_of_all(named: Named, mesh: Mesh) -> Named:
+    """The same with the names, other names and other values of all stages of a pipeline; the tensors are this rank's.
+
+    Collective where there is a pipeline.
+    """
+    if mesh.size("pp") == 1:
+        return named
+    names: dict[str, None] = {}
+    aliases: dict[str, str] = {}
+    others: dict[str, Any] = {}
+    mine = (named.names, named.aliases, named.others)
+    for of_stage in mesh.along("pp").gather_objects(mine, label="names of all stages"):
+        names.update(dict.fromkeys(of_stage[0]))
+        aliases.update(of_stage[1])
+        others.update(of_stage[2])
+    return Named(named.tensors, aliases, list(names), others)
 
 
 def names_of(module: torch.nn.Module) -> Named:
@@ -122,10 +140,11 @@ def owned_pieces(
         is_frozen = unit in layout.frozen
         for slot in unit.slots:
             placed.add(id(slot.param))
+            whole = copies if _is_first_of_tied(slot.param, mesh) else []
             if not (is_frozen and exclude_frozen):
-                _add_unit_weights(unit, slot, reading, pieces, copies)
+                _add_unit_weights(unit, slot, reading, pieces, whole)
             if not is_frozen:
-                _add_states(unit, slot, optimizer, reading, pieces, copies)
+                _add_states(unit, slot, optimizer, reading, pieces, whole)
     for param, state in dormant.items():
         if not (exclude_frozen and not param.requires_grad):
             pieces += _dormant_pieces(param, state)
@@ -134,16 +153,23 @@ def owned_pieces(
             continue
         cut = cut_of(tensor)
         if not isinstance(tensor, torch.nn.Parameter):
-            if mesh.comm.rank == 0:
+            if mesh.stage.rank == 0 and _is_first_of_tied(tensor, mesh):
                 pieces.append(files.save.OwnedPiece(BUFFER, name, tuple(tensor.shape), 0, tensor.detach().reshape(-1)))
         elif exclude_frozen and not tensor.requires_grad:
             continue
         elif cut is None:
-            copies.append(_Whole(PARAM, name, tensor.detach()))
+            if _is_first_of_tied(tensor, mesh):
+                copies.append(_Whole(PARAM, name, tensor.detach()))
         elif cut.copies[0] == cut.rank and mesh.index(*DATA) == i % mesh.size(*DATA):
             pieces += _cut_pieces(PARAM, name, tensor.shape, 0, tensor.detach().reshape(-1), cut)
-    pieces += _share_out(copies, mesh.comm.rank, mesh.comm.world_size)
+    pieces += _share_out(copies, mesh.stage.rank, mesh.stage.world_size)
     return pieces
+
+
+def _is_first_of_tied(tensor: torch.Tensor, mesh: Mesh) -> bool:
+    """Whether this rank speaks for a tensor of which several stages of a pipeline may have a copy."""
+    tied = tied_over(tensor)
+    return not tied or mesh.index("pp") == tied[0]
 
 
 def _cut_pieces(
@@ -281,8 +307,8 @@ def _share_out(copies: Iterable[_Whole], rank: int, n_ranks: int) -> Iterator[Ow
 def param_infos(
     layout: Layout, optimizer: ZeroOptimizer | None, dormant: Mapping[torch.nn.Parameter, KeptState], rank: int
 ) -> dict[str, ParamInfo]:
-    """Groups and counts of the trained parameters of which this rank owns something, and on rank 0 of all others
-    too."""
+    """Groups and counts of the trained parameters of which this rank owns something, and on rank 0 of those that hold
+    the same layers of all others too."""
     infos: dict[str, ParamInfo] = {}
     if optimizer is None:
         return infos

@@ -189,6 +189,9 @@ def plan_restore(
         if found is not None and _fits(found, _logical_shape(tensor), name, problems):
             _plan_whole(plan, tensor, found)
     _plan_dormant(plan, finder, named, layout, mesh, options, has_optimizer=optimizer is not None)
+    # Other stages of a pipeline find theirs.
+    for name in named.names:
+        finder.name_of(name)
     plan.unexpected = [name for name in finder.kinds if name not in finder.used]
     if options.optimizer and optimizer is not None:
         problems += _plan_states(plan, finder, optimizer, by_bucket)
