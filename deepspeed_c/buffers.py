@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -47,7 +48,8 @@ class BufferPool:
         count: Callable[[int], None] | None = None,
         allocate: Allocate = ordinary_memory,
     ) -> None:
-        self._free: list[torch.Tensor] = []
+        # By device and length: most requests are of a length that has been asked for before.
+        self._free: dict[tuple[torch.device, int], deque[torch.Tensor]] = {}
         self._keeps, self._waits, self._poison, self._count = keeps, waits, poison, count
         self._allocate = allocate
         self._alone = _use_count(torch.empty(1)) if waits and hasattr(torch._C, "_storage_Use_Count") else None
@@ -56,22 +58,33 @@ class BufferPool:
     @property
     def n_free(self) -> int:
         """Buffers that are kept, and lent to nobody."""
-        return len(self._free)
+        return sum(map(len, self._free.values()))
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """An uninitialised tensor [numel]; ``give`` takes it back."""
         n_bytes = numel * dtype.itemsize
-        buffer = self._find(n_bytes, device)
+        size = -(-max(n_bytes, 1) // GRANULE_BYTES) * GRANULE_BYTES
+        buffer = self._find_exact(size, device)
         if buffer is None:
-            size = -(-max(n_bytes, 1) // GRANULE_BYTES) * GRANULE_BYTES
+            buffer = self._find(n_bytes, device)
+        if buffer is None:
             buffer = self._allocate(size, device)
             self._grow(size)
         if self._poison:
             buffer.fill_(0xFF)  # all ones is a NaN in every floating dtype
         return buffer[:n_bytes].view(dtype)
 
+    def _find_exact(self, size: int, device: torch.device) -> torch.Tensor | None:
+        """The first free buffer of this length that nobody holds. No other fits tighter."""
+        free = self._free.get((device, size), ())
+        for i, buffer in enumerate(free):
+            if not self._is_held(buffer):
+                del free[i]
+                return buffer
+        return None
+
     def _find(self, n_bytes: int, device: torch.device) -> torch.Tensor | None:
-        mine = [buffer for buffer in self._free if buffer.device == device]
+        mine = [buffer for (where, _), free in self._free.items() if where == device for buffer in free]
         fitting = sorted(
             (buffer for buffer in mine if buffer.numel() >= n_bytes),
             key=lambda buffer: (self._is_held(buffer), buffer.numel()),
@@ -97,7 +110,8 @@ class BufferPool:
         return not is_held
 
     def _remove(self, buffer: torch.Tensor) -> None:
-        self._free = [other for other in self._free if other is not buffer]
+        key = buffer.device, buffer.numel()
+        self._free[key] = deque(other for other in self._free[key] if other is not buffer)
 
     def _grow(self, n_bytes: int) -> None:
         self.n_bytes += n_bytes
@@ -106,19 +120,27 @@ class BufferPool:
 
     def give(self, tensor: torch.Tensor) -> None:
         """Takes back what ``take`` has lent."""
-        storage = tensor.untyped_storage()
-        if not self._keeps(tensor.device) or (self._waits and self._alone is None):
-            self._grow(-storage.nbytes())
+        n_bytes, device = tensor.untyped_storage().nbytes(), tensor.device
+        if not self._keeps(device) or (self._waits and self._alone is None):
+            self._grow(-n_bytes)
             return
+        whole = tensor._base  # what ``take`` has made it a view of
+        if whole is None or whole.numel() != n_bytes:
+            whole = self._whole_of(tensor)
+        self._free.setdefault((device, n_bytes), deque()).append(whole)
+
+    @staticmethod
+    def _whole_of(tensor: torch.Tensor) -> torch.Tensor:
+        """The bytes of a tensor's memory."""
+        storage = tensor.untyped_storage()
         # Who borrows it next may record a graph, wherever it is given back.
         with torch.inference_mode(False):
-            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-            self._free.append(whole.set_(storage, 0, (storage.nbytes(),)))
+            return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),))
 
     def clear(self) -> None:
         """Frees what is lent to nobody."""
-        free, self._free = self._free, []
-        self._grow(-sum(buffer.numel() for buffer in free))
+        free, self._free = self._free, {}
+        self._grow(-sum(size * len(buffers) for (_, size), buffers in free.items()))
 
 
 def _use_count(tensor: torch.Tensor) -> int:

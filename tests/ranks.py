@@ -109,6 +109,11 @@ def run_ranks(
     """
     if "<" in fn.__qualname__ or "." in fn.__qualname__:
         raise TypeError(f"{fn.__qualname__} is not a top-level function, so a rank cannot import it")
+    if fn.__module__ == "__main__":
+        raise TypeError(
+            f"{fn.__qualname__} is of __main__: ranks import the file of a body by its name, and would run the script anew; put it"
+            " into a module, and call run_ranks from a test or under pytest"
+        )
     if fresh:
         group = _Group(world, preload, hosts)
         try:

@@ -15,7 +15,7 @@ KEPT = {
     "dsc_aio_wait_all": "a program in C drains its engine with it; in Python a handle counts its requests itself",
     "peak_elems": "a plan and a pass say what the plan was made to limit, for tests to compare",
     "profile_of_layers": "programs that call configure(profile=True) ask for it; an engine logs the table by itself",
-    "WAITED": "the values of an enumeration come together",
+    "READY": "hooks start what is due by themselves; tests ask for it one by one",
     "RELEASE": "the values of an enumeration come together",
     "muon_momentum": "ops/reference.py says what an operator computes, for tests to compare with",
     "muon_apply": "ops/reference.py says what an operator computes, for tests to compare with",

@@ -34,10 +34,11 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
     "cuda": ("cuda/", "dsc/"),
 }
 
-# An accelerator's table speaks of spans and tensors; the umbrella header is all of them.
+# An accelerator's table speaks of spans and tensors, and gradients are spans; the umbrella header is all of them.
 MAY_INCLUDE_TOO: dict[str, tuple[str, ...]] = {
     "include/dsc/accel.h": ("dsc/flat.h", "dsc/optim.h"),
     "include/dsc/nn.h": ("dsc/activations.inc",),
+    "include/dsc/intake.h": ("dsc/flat.h",),
     "include/dsc/dsc.h": ("dsc/",),
 }
 

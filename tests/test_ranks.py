@@ -181,6 +181,18 @@ def test_classes_of_the_test_file_travel_both_ways():
     assert [p.number for p in run_ranks(2, echo, Payload(5))] == [5, 6]
 
 
+def test_a_body_of_the_main_module_is_refused_before_a_rank_is_started(monkeypatch):
+    def body(rank, world):
+        raise AssertionError("it ran")
+
+    monkeypatch.setattr(body, "__qualname__", "body")
+    monkeypatch.setattr(body, "__module__", "__main__")
+    before = ranks._groups.copy()
+    with pytest.raises(TypeError, match="body is of __main__.*put it into a module"):
+        run_ranks(1, body)
+    assert ranks._groups == before
+
+
 def test_only_top_level_functions():
     with pytest.raises(TypeError, match="top-level"):
         run_ranks(1, lambda rank, world: None)

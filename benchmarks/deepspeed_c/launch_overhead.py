@@ -31,9 +31,9 @@ from deepspeed_c.zero.weights.gather_unit import GatherUnit
 
 LAYERS, ELEMS = 200, 64 * 64 + 64
 WARMUP = 5
-# By the name of a figure: the method that is timed.
+# By the name of a figure: the method that is timed; of a gradient, what autograd calls.
+GRADIENT = "gradient"
 TIMED: dict[str, tuple[type, str]] = {
-    "gradient": (GradientReducer, "_on_grad"),
     "bucket_start": (Bucket, "reduce"),
     "wait": (Work, "wait"),
     "unit_start": (GatherUnit, "start"),
@@ -50,8 +50,9 @@ CONTENDERS: dict[str, tuple[int, dict | None]] = {
 
 @contextmanager
 def timed() -> Iterator[dict[str, list[float]]]:
-    """Seconds of each call of the methods of ``TIMED``, by figure, without those of such calls within it."""
-    found: dict[str, list[float]] = {name: [] for name in TIMED}
+    """Seconds of each gradient's hook and each call of the methods of ``TIMED``, by figure, without those of such calls
+    within it. Of the engines that are made meanwhile."""
+    found: dict[str, list[float]] = {name: [] for name in (GRADIENT, *TIMED)}
     within = [0.0]  # of each call that runs, what calls within it have taken
 
     def timing(call: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
@@ -67,7 +68,12 @@ def timed() -> Iterator[dict[str, list[float]]]:
 
         return method
 
+    make_hook = GradientReducer._hook
     with ExitStack() as stack:
+        hook = mock.patch.object(
+            GradientReducer, "_hook", lambda self, slot: timing(make_hook(self, slot), found[GRADIENT])
+        )
+        stack.enter_context(hook)
         for name, (owner, method) in TIMED.items():
             stack.enter_context(mock.patch.object(owner, method, timing(getattr(owner, method), found[name])))
         yield found
@@ -90,7 +96,7 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
             begin = time.perf_counter()
             step(batch)
             steps.append(time.perf_counter() - begin)
-    require(len(found["gradient"]) == 2 * LAYERS * rounds, f"each gradient is handed over: {len(found['gradient'])}")
+    require(len(found[GRADIENT]) == 2 * LAYERS * rounds, f"each gradient is handed over: {len(found['gradient'])}")
     require(len(found["bucket_start"]) >= LAYERS * rounds, f"each layer is a bucket: {len(found['bucket_start'])}")
     if stage == 3:
         require_gathers_copy(step.engine, comm is None)

@@ -42,50 +42,68 @@ static bool read_number(const char *path, int64_t *out_number)
     return is_read;
 }
 
+/* How a version of control groups names things. */
+struct version {
+    const char *mount; /* below the root */
+    const char *limit;
+    const char *used;
+    const char *files[2]; /* in memory.stat */
+};
+
+static const struct version version_1 = {
+    .mount = "/sys/fs/cgroup/memory",
+    .limit = "memory.limit_in_bytes",
+    .used = "memory.usage_in_bytes",
+    .files = {"total_inactive_file", "total_active_file"},
+};
+
+static const struct version version_2 = {
+    .mount = "/sys/fs/cgroup",
+    .limit = "memory.max",
+    .used = "memory.current",
+    .files = {"inactive_file", "active_file"},
+};
+
+/* Without a limit version 1 says the largest number of whole pages. */
+#define LEAST_WITHOUT_LIMIT (INT64_C(1) << 62)
+
 /* What one control group leaves; INT64_MAX when it has no limit. */
-static int64_t left_in_group(const char *folder)
+static int64_t left_in_group(const struct version *version, const char *folder)
 {
     char path[PATH_MAX + 32];
     int64_t limit = 0;
     int64_t used = 0;
     int64_t files = 0;
 
-    snprintf(path, sizeof path, "%s/memory.max", folder);
-    if (!read_number(path, &limit))
+    snprintf(path, sizeof path, "%s/%s", folder, version->limit);
+    if (!read_number(path, &limit) || limit >= LEAST_WITHOUT_LIMIT)
         return INT64_MAX;
-    snprintf(path, sizeof path, "%s/memory.current", folder);
+    snprintf(path, sizeof path, "%s/%s", folder, version->used);
     if (!read_number(path, &used))
         return INT64_MAX;
     snprintf(path, sizeof path, "%s/memory.stat", folder);
-    (void)read_sum(path, "inactive_file", "active_file", &files);
+    (void)read_sum(path, version->files[0], version->files[1], &files);
 
     int64_t left = limit - used + files;
 
     return left > 0 ? left : 0;
 }
 
-/* Of the group that this process is in, and of all that hold that one. */
-static int64_t left_in_groups(const char *root)
+/*
+ * Of a group and of all that hold it, up to the mount point. In a container the path may be the host's: what is not
+ * there limits nothing.
+ */
+static int64_t left_upwards(const struct version *version, const char *root, const char *group)
 {
     char path[PATH_MAX];
-    char line[PATH_MAX];
     int64_t least = INT64_MAX;
-    int base_bytes = snprintf(path, sizeof path, "%s/proc/self/cgroup", root);
-    FILE *file = base_bytes < (int)sizeof path ? fopen(path, "re") : NULL;
-    bool is_found = false;
+    int base_bytes = snprintf(path, sizeof path, "%s%s", root, version->mount);
 
-    while (file != NULL && !is_found && fgets(line, sizeof line, file) != NULL)
-        is_found = strncmp(line, "0::", 3) == 0;
-    if (file != NULL)
-        fclose(file);
-    if (!is_found)
-        return INT64_MAX;
-    line[strcspn(line, "\n")] = '\0';
-    base_bytes = snprintf(path, sizeof path, "%s/sys/fs/cgroup", root);
-    if (snprintf(path + base_bytes, sizeof path - (size_t)base_bytes, "%s", line + 3) >= (int)sizeof path - base_bytes)
+    if (base_bytes >= (int)sizeof path ||
+        snprintf(path + base_bytes, sizeof path - (size_t)base_bytes, "%s", group) >= (int)sizeof path - base_bytes)
         return INT64_MAX;
     for (;;) {
-        int64_t left = left_in_group(path);
+        int64_t left = left_in_group(version, path);
         char *slash = strrchr(path + base_bytes, '/');
 
         least = left < least ? left : least;
@@ -93,6 +111,53 @@ static int64_t left_in_groups(const char *root)
             return least;
         *slash = '\0';
     }
+}
+
+/* Whether controllers, separated by commas, have the one for memory. */
+static bool names_memory(const char *controllers, size_t n_bytes)
+{
+    static const char name[] = "memory";
+
+    for (size_t i = 0; i < n_bytes;) {
+        size_t n = 0;
+
+        while (i + n < n_bytes && controllers[i + n] != ',')
+            n++;
+        if (n == sizeof name - 1 && strncmp(controllers + i, name, n) == 0)
+            return true;
+        i += n + 1;
+    }
+    return false;
+}
+
+/* Of the groups that this process is in: a line for each, of a number, controllers (none in version 2) and a path. */
+static int64_t left_in_groups(const char *root)
+{
+    char path[PATH_MAX];
+    char line[PATH_MAX];
+    int64_t least = INT64_MAX;
+    int n_bytes = snprintf(path, sizeof path, "%s/proc/self/cgroup", root);
+    FILE *file = n_bytes < (int)sizeof path ? fopen(path, "re") : NULL;
+
+    while (file != NULL && fgets(line, sizeof line, file) != NULL) {
+        const char *controllers = strchr(line, ':');
+        const char *group = controllers == NULL ? NULL : strchr(controllers + 1, ':');
+        const struct version *version = NULL;
+
+        line[strcspn(line, "\n")] = '\0';
+        if (group != NULL && group == controllers + 1)
+            version = &version_2;
+        else if (group != NULL && names_memory(controllers + 1, (size_t)(group - controllers - 1)))
+            version = &version_1;
+        if (version != NULL) {
+            int64_t left = left_upwards(version, root, group + 1);
+
+            least = left < least ? left : least;
+        }
+    }
+    if (file != NULL)
+        fclose(file);
+    return least;
 }
 
 int64_t dsc_comm_available_bytes(const char *root)

@@ -6,16 +6,19 @@
 /* How far a bucket is: flags of states[bucket]. */
 enum { WAITS = 1, PASSED = 2 /* its turn has come */, LAUNCHED = 4 };
 
+/* In marks[param], beside enum dsc_bucket_seen: marked since the last reset. */
+enum { MARKED = 128 };
+
 dsc_status dsc_bucket_tracker_init(struct dsc_bucket_tracker *tracker, const int64_t *bucket_of, int64_t n_params,
-                                   int64_t n_buckets, int64_t *pending, uint8_t *is_marked, uint8_t *states)
+                                   int64_t n_buckets, int64_t *pending, uint8_t *marks, uint8_t *states)
 {
     if (tracker == NULL)
         return dsc_fail(DSC_EINVAL, "tracker is NULL");
     if (n_params < 0 || n_buckets < 0)
         return dsc_fail(DSC_EINVAL, "n_params is %lld and n_buckets is %lld, neither may be negative",
                         (long long)n_params, (long long)n_buckets);
-    if (n_params > 0 && (bucket_of == NULL || is_marked == NULL))
-        return dsc_fail(DSC_EINVAL, "%s is NULL for %lld parameters", bucket_of == NULL ? "bucket_of" : "is_marked",
+    if (n_params > 0 && (bucket_of == NULL || marks == NULL))
+        return dsc_fail(DSC_EINVAL, "%s is NULL for %lld parameters", bucket_of == NULL ? "bucket_of" : "marks",
                         (long long)n_params);
     if (n_buckets > 0 && (pending == NULL || states == NULL))
         return dsc_fail(DSC_EINVAL, "%s is NULL for %lld buckets", pending == NULL ? "pending" : "states",
@@ -29,13 +32,20 @@ dsc_status dsc_bucket_tracker_init(struct dsc_bucket_tracker *tracker, const int
         .n_params = n_params,
         .n_buckets = n_buckets,
         .pending = pending,
-        .is_marked = is_marked,
+        .marks = marks,
         .states = states,
     };
     for (int64_t b = 0; b < n_buckets; b++)
         states[b] = 0;
-    dsc_bucket_tracker_reset(tracker);
+    dsc_bucket_tracker_begin_window(tracker);
     return DSC_OK;
+}
+
+void dsc_bucket_tracker_begin_window(struct dsc_bucket_tracker *tracker)
+{
+    for (int64_t i = 0; i < tracker->n_params; i++)
+        tracker->marks[i] = 0;
+    dsc_bucket_tracker_reset(tracker);
 }
 
 void dsc_bucket_tracker_reset(struct dsc_bucket_tracker *tracker)
@@ -46,7 +56,7 @@ void dsc_bucket_tracker_reset(struct dsc_bucket_tracker *tracker)
     }
     for (int64_t i = 0; i < tracker->n_params; i++) {
         tracker->pending[tracker->bucket_of[i]]++;
-        tracker->is_marked[i] = 0;
+        tracker->marks[i] &= (uint8_t)~MARKED;
     }
     tracker->next_turn = 0;
     tracker->next_waiting = 0;
@@ -69,28 +79,63 @@ dsc_status dsc_bucket_tracker_set_waiting(struct dsc_bucket_tracker *tracker, in
     return DSC_OK;
 }
 
-dsc_status dsc_bucket_tracker_mark(struct dsc_bucket_tracker *tracker, int64_t param, int32_t *out_time)
+static dsc_status check_param(const struct dsc_bucket_tracker *tracker, int64_t param)
 {
-    int64_t bucket;
-
-    if (tracker == NULL || out_time == NULL)
-        return dsc_fail(DSC_EINVAL, "%s is NULL", tracker == NULL ? "tracker" : "out_time");
+    if (tracker == NULL)
+        return dsc_fail(DSC_EINVAL, "tracker is NULL");
     if (param < 0 || param >= tracker->n_params)
         return dsc_fail(DSC_EINVAL, "param is %lld, must be 0 to %lld", (long long)param,
                         (long long)tracker->n_params - 1);
+    return DSC_OK;
+}
+
+dsc_status dsc_bucket_tracker_mark(struct dsc_bucket_tracker *tracker, int64_t param, int32_t *out_time)
+{
+    int64_t bucket;
+    uint8_t seen = DSC_BUCKET_SEEN;
+
+    DSC_TRY(check_param(tracker, param));
+    if (out_time == NULL)
+        return dsc_fail(DSC_EINVAL, "out_time is NULL");
     bucket = tracker->bucket_of[param];
-    if (!tracker->is_marked[param]) {
-        tracker->is_marked[param] = 1;
+    if (!(tracker->marks[param] & MARKED))
         tracker->pending[bucket]--;
-    }
     /*
      * Whether it had been marked does not matter: a bucket that was forced out left without this contribution just the
      * same.
      */
-    if (tracker->states[bucket] & LAUNCHED)
+    if (tracker->states[bucket] & LAUNCHED) {
         *out_time = DSC_BUCKET_LATE;
-    else
-        *out_time = tracker->states[bucket] & PASSED ? DSC_BUCKET_WAITED : DSC_BUCKET_IN_TIME;
+        seen |= DSC_BUCKET_SEEN_AFTER | DSC_BUCKET_SEEN_LATE;
+    } else if (tracker->states[bucket] & PASSED) {
+        *out_time = DSC_BUCKET_WAITED;
+        seen |= DSC_BUCKET_SEEN_AFTER;
+    } else {
+        *out_time = DSC_BUCKET_IN_TIME;
+    }
+    tracker->marks[param] |= MARKED | seen;
+    return DSC_OK;
+}
+
+dsc_status dsc_bucket_tracker_see(struct dsc_bucket_tracker *tracker, int64_t param)
+{
+    DSC_TRY(check_param(tracker, param));
+    tracker->marks[param] = (uint8_t)((tracker->marks[param] & ~DSC_BUCKET_SEEN_AFTER) | DSC_BUCKET_SEEN);
+    return DSC_OK;
+}
+
+void dsc_bucket_tracker_take_late(struct dsc_bucket_tracker *tracker)
+{
+    for (int64_t i = 0; i < tracker->n_params; i++)
+        tracker->marks[i] &= (uint8_t)~DSC_BUCKET_SEEN_LATE;
+}
+
+dsc_status dsc_bucket_tracker_seen(const struct dsc_bucket_tracker *tracker, uint8_t *out_seen)
+{
+    if (tracker == NULL || (out_seen == NULL && tracker->n_params > 0))
+        return dsc_fail(DSC_EINVAL, "%s is NULL", tracker == NULL ? "tracker" : "out_seen");
+    for (int64_t i = 0; i < tracker->n_params; i++)
+        out_seen[i] = tracker->marks[i] & (uint8_t)~MARKED;
     return DSC_OK;
 }
 

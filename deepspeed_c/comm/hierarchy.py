@@ -14,6 +14,11 @@ and goes on, and what its caller does when it waits. The second runs on a thread
 so that no rank has to wait for its calls in a certain order. Ranks have to start all that they share in one order. So
 each host has two ends of shared memory: what callers start takes the first one, what the thread starts the second.
 What goes over gloo are messages, which carry the number of their call.
+
+[Note: what a call is] gloo ends the process that receives a message of another length than it expects. So a message
+matches only one of its own length (``_tag_of``), and with each call every rank tells one of each other host what it has
+started: where that is not the same, the call fails on both with a sentence that has both. Ranks of one host compare by
+themselves. What is told is on its way together with the data, which does not wait for it.
 """
 
 from __future__ import annotations
@@ -42,8 +47,12 @@ __all__ = ["Hierarchy", "LocalEnd"]
 
 _HALVES = (torch.bfloat16, torch.float16)
 _FLOATS = (torch.float32, *_HALVES)
-# Tags of gloo's messages: two a call, and positive.
-_N_TAGS = 1 << 30
+# Tags of gloo's messages are positive and of 31 bits: the number of a call and what it is for, below the length.
+_TAGS_A_CALL = 3
+_CALL_BITS = 19
+_LENGTH_BITS = 12
+# What a call is, as text.
+_TOLD_BYTES = 96
 # What the thread gets at the end of the process to let go of a failed call. One that waits for another host does not
 # end, and does not keep the process.
 _LAST_SECONDS = 1.0
@@ -122,13 +131,17 @@ class _Messages:
         self._names = names
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int) -> Handle:
-        return self._start(self._living().send, tensor, rank, tag)
+        return self._start(self._living().send, tensor, rank, _tag_of(tensor, tag))
 
     def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Handle:
-        return self._start(self._living().recv, tensor, rank, tag)
+        return self._start(self._living().recv, tensor, rank, _tag_of(tensor, tag))
+
+    def name(self, rank: int) -> str:
+        """Of a rank of another host."""
+        return f"rank {self._names[rank]}, of another host"
 
     def _start(self, call: Callable[..., Handle], tensor: torch.Tensor, rank: int, tag: int) -> Handle:
-        other = f"rank {self._names[rank]}"
+        other = self.name(rank)
         try:
             return _Message(call([tensor], rank, tag), other)
         except RuntimeError as error:  # of a rank that is known to have gone
@@ -158,24 +171,78 @@ class _Message:
 
 
 def _failure_at(other: str, error: RuntimeError) -> RuntimeError:
-    return RuntimeError(f"{other}, of another host: {str(error).splitlines()[0]}")
+    return RuntimeError(f"{other}: {str(error).splitlines()[0]}")
+
+
+def _tag_of(tensor: torch.Tensor, tag: int) -> int:
+    """Of messages of its length: others do not match it, but for one in ``1 << _LENGTH_BITS``. See [Note: what a call
+    is]."""
+    mixed = tensor.nbytes * 0x9E3779B97F4A7C15 & (1 << 64) - 1
+    return (mixed >> 64 - _LENGTH_BITS) << _CALL_BITS | tag % (1 << _CALL_BITS)
+
+
+class _Agreement:
+    """Do ranks of other hosts mean the same by a call?"""
+
+    def __init__(self, owner: Hierarchy, what: str, tag: int) -> None:
+        """Tells them, and has them tell it. Every rank hears of one of each other host."""
+        self._owner, self._what = owner, what
+        places, messages = owner.places, owner.messages
+        mine = _as_bytes(what)
+        self._told: list[tuple[int, torch.Tensor, Handle]] = []
+        self._sent: list[Handle] = []
+        for host in places.others:  # received before it is sent: who has heard has told
+            rank = places.hosts[host][places.local % len(places.hosts[host])]
+            theirs = torch.empty_like(mine)
+            self._told.append((rank, theirs, messages.receive(theirs, rank, tag)))
+        for host in places.others:
+            for i, rank in enumerate(places.hosts[host]):
+                if i % len(places.mine) == places.local:
+                    self._sent.append(messages.send(mine, rank, tag))
+
+    def check(self) -> None:
+        """Raises RuntimeError with what both have started."""
+        for rank, theirs, handle in self._told:
+            handle.wait()
+            other = bytes(theirs.tolist()).rstrip(b"\0").decode()
+            if other != self._what:
+                raise RuntimeError(
+                    f"{self._owner.messages.name(rank)}, has started {other}, this one {self._what}; all ranks have to"
+                    " start the same, of the same size and dtype"
+                )
+
+    def end(self) -> None:
+        for handle in self._sent:
+            handle.wait()
+
+
+def _as_bytes(text: str) -> torch.Tensor:
+    return torch.tensor(list(text.encode()[:_TOLD_BYTES].ljust(_TOLD_BYTES, b"\0")), dtype=torch.uint8)
 
 
 class _Call:
     """One collective under way: ``steps`` has run to its first yield."""
 
-    def __init__(self, owner: Hierarchy, steps: Generator[None, None, None]) -> None:
-        self._owner, self._steps = owner, steps
+    def __init__(self, owner: Hierarchy, what: str, tag: int, steps: Generator[None, None, None]) -> None:
+        self._owner, self._what, self._tag, self._steps = owner, what, tag, steps
+        self._agreement: _Agreement | None = None
         self._is_ready = threading.Event()
         self._error = ""
         self._is_over = False
 
+    def start(self) -> None:
+        """The first step. Raises RuntimeError."""
+        self._agreement = _Agreement(self._owner, self._what, self._tag + _TAGS_A_CALL - 1)
+        next(self._steps)
+
     def go_on(self) -> None:
         """The second step, on the thread."""
-        if self._owner.failure:
+        agreement = self._agreement
+        if self._owner.failure or agreement is None:
             self.fail(self._owner.failure)
             return
         try:
+            agreement.check()
             next(self._steps)
         except RuntimeError as error:
             self._owner.fail(str(error))
@@ -189,6 +256,7 @@ class _Call:
         if self._is_over:
             return
         self._error = self._error or error
+        self._agreement = None  # connections end with the last message
         with contextlib.suppress(ValueError):  # it runs
             self._steps.close()
         self._is_ready.set()
@@ -201,6 +269,8 @@ class _Call:
         try:
             for _ in self._steps:
                 pass
+            if self._agreement is not None:
+                self._agreement.end()
         except RuntimeError as error:
             self._owner.fail(str(error))
             self.fail(str(error))
@@ -300,7 +370,7 @@ class Hierarchy:
             sums.end()
 
         what = f"reduce_scatter of {flat.numel()} {flat.dtype}"
-        return Work([self._start(steps)], kept=[flat, out], what=what)
+        return Work([self._start(what, steps)], kept=[flat, out], what=what)
 
     def _all_gather(self, comm: Collectives, flat: torch.Tensor) -> Work:
         def steps(tag: int) -> Generator[None, None, None]:
@@ -311,14 +381,17 @@ class Hierarchy:
             yield
             gather.end()
 
-        return Work([self._start(steps)], kept=[flat], what=f"all_gather of {flat.numel()} {flat.dtype}")
+        what = f"all_gather of {flat.numel()} {flat.dtype}"
+        return Work([self._start(what, steps)], kept=[flat], what=what)
 
     def _all_reduce(self, comm: Collectives, flat: torch.Tensor, scale: float) -> Work:
-        handle = self._start(lambda tag: self._add(comm, flat, scale, tag))
-        return Work([handle], kept=[flat], what=f"all_reduce of {flat.numel()} {flat.dtype}")
+        what = f"all_reduce of {flat.numel()} {flat.dtype}"
+        handle = self._start(what, lambda tag: self._add(comm, flat, scale, tag))
+        return Work([handle], kept=[flat], what=what)
 
     def _add_up(self, comm: Collectives, tensor: torch.Tensor) -> Handle:
-        return self._start(lambda tag: self._add(comm, tensor.view(-1), 1.0, tag))
+        what = f"all_reduce of {tensor.numel()} {tensor.dtype}"
+        return self._start(what, lambda tag: self._add(comm, tensor.view(-1), 1.0, tag))
 
     def _add(self, comm: Collectives, flat: torch.Tensor, scale: float, tag: int) -> Generator[None, None, None]:
         """A reduce-scatter, then an all-gather of what it made."""
@@ -364,21 +437,21 @@ class Hierarchy:
             for handle in (*spread, *sent):
                 handle.wait()
 
-        return self._start(steps)
+        return self._start(f"broadcast of {flat.numel()} {flat.dtype} by rank {src} of the group", steps)
 
-    def _start(self, make: Callable[[int], Generator[None, None, None]]) -> Handle:
-        """Starts a call. make: from the first of its two tags to its steps."""
+    def _start(self, what: str, make: Callable[[int], Generator[None, None, None]]) -> Handle:
+        """Starts a call. what: it is, on all ranks. make: from the first of its two tags to its steps."""
         if os.getpid() != self._pid:
             raise RuntimeError("this process was forked: only its parent can talk to the other ranks")
-        steps = make(2 * self._n_calls % _N_TAGS)
+        tag = _TAGS_A_CALL * self._n_calls
         self._n_calls += 1
-        call = _Call(self, steps)
+        call = _Call(self, what, tag, make(tag))
         self._calls.add(call)
         if self.failure:
             call.fail(self.failure)
             return call
         try:
-            next(steps)
+            call.start()
         except RuntimeError as error:
             self.fail(str(error))
             call.fail(self.failure)

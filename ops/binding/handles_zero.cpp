@@ -1,4 +1,4 @@
-/* The ZeRO planners as Python objects: a layout, a bucket tracker, and the even split. Integers in, integers out. */
+/* The ZeRO planners as Python objects: a layout, and the even split. Integers in, integers out. */
 #include "handles.h"
 
 #include "dsc/zero.h"
@@ -77,56 +77,6 @@ class ZeroLayout {
     int64_t flat_elems = 0;
 };
 
-/* Owns the arrays that the core keeps pointers into, so it can be neither copied nor moved. */
-class BucketTracker {
-  public:
-    BucketTracker(Ints bucket_of, int64_t n_buckets) : bucket_of_(std::move(bucket_of)), is_marked_(bucket_of_.size())
-    {
-        if (n_buckets < 0)
-            dsc::fail(DSC_EINVAL,
-                      "BucketTracker: n_buckets is " + std::to_string(n_buckets) + ", must not be negative");
-        pending_.resize(static_cast<size_t>(n_buckets));
-        states_.resize(static_cast<size_t>(n_buckets));
-        dsc::check(dsc_bucket_tracker_init(&tracker_, bucket_of_.data(), count_of(bucket_of_), n_buckets,
-                                           pending_.data(), is_marked_.data(), states_.data()),
-                   "BucketTracker");
-    }
-    BucketTracker(const BucketTracker &) = delete;
-    BucketTracker &operator=(const BucketTracker &) = delete;
-
-    int32_t mark(int64_t param)
-    {
-        int32_t time = 0;
-
-        dsc::check(dsc_bucket_tracker_mark(&tracker_, param, &time), "BucketTracker.mark");
-        return time;
-    }
-
-    int64_t next(int32_t due) { return dsc_bucket_tracker_next(&tracker_, due); }
-
-    bool pass(int64_t bucket)
-    {
-        bool is_due = false;
-
-        dsc::check(dsc_bucket_tracker_pass(&tracker_, bucket, &is_due), "BucketTracker.pass_turn");
-        return is_due;
-    }
-
-    void set_waiting(int64_t bucket, bool waits)
-    {
-        dsc::check(dsc_bucket_tracker_set_waiting(&tracker_, bucket, waits), "BucketTracker.set_waiting");
-    }
-
-    void reset() { dsc_bucket_tracker_reset(&tracker_); }
-
-  private:
-    Ints bucket_of_;
-    Ints pending_;
-    std::vector<uint8_t> is_marked_;
-    std::vector<uint8_t> states_;
-    struct dsc_bucket_tracker tracker_ {};
-};
-
 std::tuple<int64_t, int64_t> shard_range(int64_t n_elems, int32_t n_ranks, int32_t rank)
 {
     int64_t begin = 0;
@@ -160,25 +110,6 @@ void dsc::bind_zero(py::module_ &m)
         .def(
             "fragments", &ZeroLayout::fragments, py::arg("rank"),
             "The pieces of parameters that rank owns, as (param, param_begin, flat_begin, shard_begin, n_elems), by bucket and position.");
-    auto tracker = py::class_<BucketTracker>(
-        m, "BucketTracker", "Which parameters of a pass are ready, and which bucket may be reduced next (dsc/zero.h).");
-    tracker.def(py::init<Ints, int64_t>(), py::arg("bucket_of"), py::arg("n_buckets"))
-        .def("mark", &BucketTracker::mark, py::arg("param"), "Marks a parameter as ready: IN_TIME, WAITED or LATE.")
-        .def(
-            "next", &BucketTracker::next, py::arg("due"),
-            "The next bucket of those that due (READY, PROMPT or ALL) names, counted as launched from now on; -1 when there is none.")
-        .def(
-            "pass_turn", &BucketTracker::pass, py::arg("bucket"),
-            "The bucket's turn has come, whatever its members: whether it is to be launched, and counts as launched from now on.")
-        .def("set_waiting", &BucketTracker::set_waiting, py::arg("bucket"), py::arg("waits"),
-             "Whether the bucket lets its turn pass and is due after all others; kept by reset.")
-        .def("reset", &BucketTracker::reset, "Begins anew: nothing marked, nothing launched.");
-    tracker.attr("IN_TIME") = static_cast<int>(DSC_BUCKET_IN_TIME);
-    tracker.attr("WAITED") = static_cast<int>(DSC_BUCKET_WAITED);
-    tracker.attr("LATE") = static_cast<int>(DSC_BUCKET_LATE);
-    tracker.attr("READY") = static_cast<int>(DSC_BUCKET_READY);
-    tracker.attr("PROMPT") = static_cast<int>(DSC_BUCKET_PROMPT);
-    tracker.attr("ALL") = static_cast<int>(DSC_BUCKET_ALL);
     m.def("shard_range", &shard_range, py::arg("n_elems"), py::arg("n_ranks"), py::arg("rank"),
           "(begin, end) of rank's piece of n_elems split evenly without padding.");
 }

@@ -11,7 +11,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n_bytes)
     struct input input = {data, n_bytes};
     int64_t bucket_of[MAX_PARAMS];
     int64_t pending[MAX_BUCKETS];
-    uint8_t is_marked[MAX_PARAMS];
+    uint8_t marks[MAX_PARAMS];
     uint8_t states[MAX_BUCKETS];
     bool is_seen[MAX_PARAMS] = {false};
     bool waits[MAX_BUCKETS] = {false};
@@ -23,7 +23,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n_bytes)
 
     for (int64_t i = 0; i < n_params; i++)
         bucket_of[i] = take_below(&input, n_buckets);
-    REQUIRE(dsc_bucket_tracker_init(&tracker, bucket_of, n_params, n_buckets, pending, is_marked, states) == DSC_OK);
+    REQUIRE(dsc_bucket_tracker_init(&tracker, bucket_of, n_params, n_buckets, pending, marks, states) == DSC_OK);
     while (input.n_left > 0) {
         uint8_t action = take_byte(&input);
 

@@ -12,6 +12,7 @@
 #include "dsc/comm.h"
 #include "dsc/fetch.h"
 #include "dsc/flat.h"
+#include "dsc/intake.h"
 #include "dsc/kernels.h"
 #include "dsc/nn.h"
 #include "dsc/optim.h"

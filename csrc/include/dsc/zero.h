@@ -78,7 +78,7 @@ struct dsc_bucket_tracker {
     int64_t n_params;
     int64_t n_buckets;
     int64_t *pending;     /* kept: n_buckets entries, members still missing */
-    uint8_t *is_marked;   /* kept: n_params entries */
+    uint8_t *marks;       /* kept: n_params entries, what has come of each */
     uint8_t *states;      /* kept: n_buckets entries, how far each bucket is */
     int64_t next_turn;    /* lowest bucket whose turn has not come by its members */
     int64_t next_waiting; /* where to look for the next one that has waited */
@@ -86,11 +86,14 @@ struct dsc_bucket_tracker {
 
 /* waits is 0 for all. */
 DSC_API dsc_status dsc_bucket_tracker_init(struct dsc_bucket_tracker *tracker, const int64_t *bucket_of,
-                                           int64_t n_params, int64_t n_buckets, int64_t *pending, uint8_t *is_marked,
+                                           int64_t n_params, int64_t n_buckets, int64_t *pending, uint8_t *marks,
                                            uint8_t *states);
 
-/* Begins anew: nothing marked, nothing launched. What waits goes on to. */
+/* Begins a backward pass: nothing marked, nothing launched. What waits goes on to, and what was seen stays seen. */
 DSC_API void dsc_bucket_tracker_reset(struct dsc_bucket_tracker *tracker);
+
+/* Begins a window: as dsc_bucket_tracker_reset, and nothing has been seen. */
+DSC_API void dsc_bucket_tracker_begin_window(struct dsc_bucket_tracker *tracker);
 
 /* From now on bucket waits, or does no longer. What has been launched stays so. */
 DSC_API dsc_status dsc_bucket_tracker_set_waiting(struct dsc_bucket_tracker *tracker, int64_t bucket, bool waits);
@@ -107,6 +110,22 @@ enum dsc_bucket_time {
  * add up).
  */
 DSC_API dsc_status dsc_bucket_tracker_mark(struct dsc_bucket_tracker *tracker, int64_t param, int32_t *out_time);
+
+/* What has come of a parameter in this window; a sum of these. */
+enum dsc_bucket_seen {
+    DSC_BUCKET_SEEN = 1,       /* a gradient */
+    DSC_BUCKET_SEEN_AFTER = 2, /* one that was not in time */
+    DSC_BUCKET_SEEN_LATE = 4,  /* one that has to be reduced by itself, and has not been yet */
+};
+
+/* Fills n_params entries: enum dsc_bucket_seen. */
+DSC_API dsc_status dsc_bucket_tracker_seen(const struct dsc_bucket_tracker *tracker, uint8_t *out_seen);
+
+/* The caller has given param a sum of its own: it counts as seen, and in time. */
+DSC_API dsc_status dsc_bucket_tracker_see(struct dsc_bucket_tracker *tracker, int64_t param);
+
+/* All that had to be reduced by itself has been. */
+DSC_API void dsc_bucket_tracker_take_late(struct dsc_bucket_tracker *tracker);
 
 enum dsc_bucket_due {
     DSC_BUCKET_READY = 0,  /* whose turn has come */

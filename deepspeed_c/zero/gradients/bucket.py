@@ -6,7 +6,7 @@ from functools import cached_property
 
 import torch
 
-from deepspeed_c import ops  # noqa: F401  (loads torch.ops.deepspeed_c)
+from deepspeed_c import _C, ops  # noqa: F401  (ops loads torch.ops.deepspeed_c)
 from deepspeed_c.accelerator import has_streams
 from deepspeed_c.buffers import BufferPool
 from deepspeed_c.comm.work import Work
@@ -27,6 +27,9 @@ class Bucket:
     A gradient that arrives after its bucket was launched (a parameter used in two graphs, a second backward) gathers
     in a staging buffer of its own and is reduced by itself: sums are linear, so nothing is ever lost or counted twice.
 
+    Hooks write most gradients without a call of ours (``path``, in which the bucket has the number ``number`` and its
+    parameters their ``tracker_index``); the rest comes to ``add``.
+
     ``pool`` lends staging buffers, and ``copies`` what a reduction needs beside them: gradients in the dtype that
     travels, and sums on their way to ``result``.
     """
@@ -35,7 +38,9 @@ class Bucket:
         self,
         unit: Unit,
         index: int,
+        number: int,
         *,
+        path: _C.GradientPath,
         whole: torch.Tensor | None,
         result: torch.Tensor,
         accum_dtype: torch.dtype,
@@ -49,9 +54,11 @@ class Bucket:
         self.whole, self.result = whole, result
         self._accum_dtype, self._pool, self._copies = accum_dtype, pool, copies
         self._use_reduce_scatter, self._pre_factor = use_reduce_scatter, pre_factor
-        self._position = {slot: i for i, slot in enumerate(self.slots)}
+        self._path, self._number = path, number
         self._begin = unit.bucket_begin[index]
+        self._is_on_host = unit.device.type == "cpu"
         self._streams: set = set()
+        self.staging: torch.Tensor | None = None
         self.reset()
 
     @cached_property
@@ -67,16 +74,16 @@ class Bucket:
 
     def reset(self) -> None:
         """Begins a window: nothing gathered, nothing reduced."""
-        self.drop_staging()
+        if self.staging is not None and self.staging is not self.whole:
+            self._pool.give(self.staging)
+        self._close()
         self.is_launched = False
         self.has_result = False
 
-    def drop_staging(self) -> None:
-        staging = getattr(self, "staging", None)
-        if staging is not None and staging is not self.whole:
-            self._pool.give(staging)
-        self.staging: torch.Tensor | None = None
-        self._is_written = [False] * len(self.slots)
+    def _close(self) -> None:
+        """Gradients that come from now on gather anew."""
+        self.staging = None
+        self._path.close(self._number)
         self._streams.clear()
 
     @property
@@ -86,25 +93,25 @@ class Bucket:
 
     def add(self, slot: Slot, grad: torch.Tensor, ratio: float, *, will_reduce: bool) -> None:
         """Adds ``ratio * grad`` to what has gathered. ``will_reduce`` is False while reductions are put off."""
-        view = slot.view(self._open(will_reduce), self._begin)
-        i = self._position[slot]
+        view = slot.view(self.open(will_reduce), self._begin)
+        is_first = self._path.note(slot.tracker_index)
         if grad.is_sparse:
-            if not self._is_written[i]:
+            if is_first:
                 view.zero_()
             grad = grad.coalesce()
             view.index_add_(0, grad.indices()[0], grad.values().to(view.dtype), alpha=ratio)
-        elif self._is_written[i]:
+        elif not is_first:
             view.add_(grad, alpha=ratio)
         elif ratio == 1.0:
             view.copy_(grad)
         else:
             torch.mul(grad, ratio, out=view)
-        self._is_written[i] = True
         if has_streams(view.device):
             # Autograd runs a node on the stream of its forward; the reduction waits for each stream that wrote here.
             self._streams.add(torch.accelerator.current_stream(view.device))
 
-    def _open(self, will_reduce: bool) -> torch.Tensor:
+    def open(self, will_reduce: bool) -> torch.Tensor:
+        """Where gradients gather, from now on at the latest."""
         if self.staging is None:
             if self.whole is not None and not self.is_launched:
                 self.staging = self.whole
@@ -113,38 +120,41 @@ class Bucket:
                 # that accumulates.
                 dtype = self.unit.comm_dtype if will_reduce else self._accum_dtype
                 self.staging = self._pool.take(self.unit.bucket_numel(self.index), dtype, self.unit.device)
-                self._clear_gaps(self.staging)
+            host = self.staging.data_ptr() if self._is_on_host else 0
+            self._path.open(self._number, host, self.staging.numel(), self.staging.dtype)
         return self.staging
 
-    def _clear_gaps(self, staging: torch.Tensor) -> None:
-        """What lies between the parameters is summed along with them, and counted in the norm."""
-        if self._gaps:
-            torch._foreach_zero_([staging[begin:end] for begin, end in self._gaps])
-
-    def _close(self) -> torch.Tensor:
-        """The gathered gradients, with zeros for members that gave none."""
-        staging = self._open(True)
-        for slot, is_written in zip(self.slots, self._is_written):
-            if not is_written:
-                slot.view(staging, self._begin).zero_()
+    def _gathered(self) -> torch.Tensor:
+        """The gathered gradients, with zeros elsewhere: what lies between the parameters is summed along with them, and
+        counted in the norm."""
+        staging = self.open(True)
+        if self._is_on_host:
+            self._path.clear_rest(self._number)
+            return staging
+        rest = [staging[begin:end] for begin, end in self._gaps]
+        rest += [self._slot_of[i].view(staging, self._begin) for i in self._path.missing(self._number)]
+        if rest:
+            torch._foreach_zero_(rest)
         for stream in self._streams:
             torch.accelerator.current_stream(self.unit.device).wait_stream(stream)
         return staging
 
+    @cached_property
+    def _slot_of(self) -> dict[int, Slot]:
+        return {slot.tracker_index: slot for slot in self.slots}
+
     def reduce(self) -> Work:
         """Starts the sum over ranks of what has gathered. Every rank must call it for the same bucket at the same
         time."""
-        staging = self._close()
+        staging = self._gathered()
         if staging is self.whole and self.unit.sums_in_place:
             # Nothing to sum: what has gathered is the result, and goes on gathering in place.
-            self._is_written = [True] * len(self.slots)
+            self._path.fill(self._number)
             self.has_result = True
             return Work.done()
         work = self._start(staging)
         is_whole = staging is self.whole
-        self.staging = None
-        self._is_written = [False] * len(self.slots)
-        self._streams.clear()
+        self._close()
         self.is_launched = True
         self.has_result = True
         if is_whole:

@@ -26,7 +26,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -79,7 +78,9 @@ class GradientPools(NamedTuple):
 
     @classmethod
     def make(
-        cls, allocate: Allocate = ordinary_memory, count: Callable[[str], Callable[[int], None] | None] = lambda name: None
+        cls,
+        allocate: Allocate = ordinary_memory,
+        count: Callable[[str], Callable[[int], None] | None] = lambda name: None,
     ) -> GradientPools:
         """``allocate``: where staging buffers lie. ``count(name)`` is told of what the pool of that name holds."""
         return cls(
@@ -131,27 +132,27 @@ class GradientReducer:
 
         self._make_buckets()
         self.slots: list[Slot] = [slot for bucket in self.buckets for slot in bucket.slots]
-        bucket_of: list[int] = []
-        for i, bucket in enumerate(self.buckets):
-            for slot in bucket.slots:
-                slot.tracker_index = len(bucket_of)
-                bucket_of.append(i)
         # In order of registration: the same on all ranks, also where tensor-parallel ranks have parts of other sizes,
         # and so other buckets.
         self._in_order = sorted(self.slots, key=lambda slot: slot.order)
-        self._bucket_of = bucket_of
-        self._tracker = _C.BucketTracker(bucket_of, len(self.buckets))
         self._is_first_twin = mesh.along("tp").rank == 0
         self._after_turn = self._stage.world_size + 1  # more than the ranks that can have given a gradient
         self._late = (self._after_turn + 1) ** 2  # and more than as many of those
-        self._hooks = [
-            slot.param.register_post_accumulate_grad_hook(partial(self._on_grad, slot)) for slot in self.slots
-        ]
+        weighed = (
+            (_C.GradientPath.SEEN, 1),
+            (_C.GradientPath.SEEN_AFTER, self._after_turn),
+            (_C.GradientPath.SEEN_LATE, self._late),
+        )
+        # By what has come of a parameter: what it tells the others.
+        self._flag_of = [float(sum(n for bit, n in weighed if seen & bit)) for seen in range(8)]
+        self._path.connect(lock=self._lock, add=self._add, open=self._open, start=self._start)
+        self._hooks = [slot.param.register_post_accumulate_grad_hook(self._hook(slot)) for slot in self.slots]
 
         self.is_in_backward = False
         self.is_sync = True  # False within no_sync
         self._is_boundary = True
         self._is_coalescing = False  # within coalesce_grad_reduction
+        self._ratio = 1.0  # of the factor of the pass to that of the window
         self._passes: Passes | None = None  # there is one before the first forward
         self._fetcher: Fetcher | None = None
         self._on_summed: Callable[[Bucket], None] = lambda bucket: None
@@ -181,8 +182,16 @@ class GradientReducer:
                 wholes[unit] = unit.new_zeros(unit.flat_elems, dtype)
             self.sum_bytes[unit] = sum(sums[unit].nbytes for sums in (shards, wholes) if unit in sums)
             self.results[unit] = [None] * unit.n_buckets  # type: ignore[list-item]
+        self._bucket_of: list[int] = []  # by parameter
+        places: list[tuple[int, int, int]] = []
+        for number, (_, unit, b) in enumerate(entries):
+            for slot in unit.bucket_slots[b]:
+                slot.tracker_index = len(places)
+                self._bucket_of.append(number)
+                places.append((number, slot.offset - unit.bucket_begin[b], slot.numel))
+        self._path = _C.GradientPath(places, len(entries))
         self.buckets: list[Bucket] = []
-        for _, unit, b in entries:
+        for number, (_, unit, b) in enumerate(entries):
             whole = unit.bucket_view(wholes[unit], b) if unit in wholes else None
             if unit in shards:
                 result = unit.shard_slice(shards[unit], b)
@@ -193,6 +202,8 @@ class GradientReducer:
                 Bucket(
                     unit,
                     b,
+                    number,
+                    path=self._path,
                     whole=whole,
                     result=result,
                     accum_dtype=self.sum_dtype(unit),
@@ -208,13 +219,9 @@ class GradientReducer:
         return self.settings.accum_dtype or unit.dtype
 
     def _reset_window(self) -> None:
-        self._tracker.reset()
-        # By parameter: 1 for a gradient; + _after_turn where one came after its bucket's turn.
-        self._contributed = [0] * len(self.slots)
+        self._path.begin_window()
         self._has_unreduced = False
         self._has_passed = False  # a backward that reduces has ended, or everything was finished
-        # By parameter: 1 where gradients have come that only an extra reduction takes.
-        self._n_late = [0] * len(self.slots)
         self.factor: float | None = None  # the window's 1 / accumulation steps; applied once, in the optimizer step
         self.facts: WindowFacts | None = None  # set by finish; a further backward or an edit makes them stale
         self.is_complete = False  # the boundary's backward has ended: gradients may be finished and read
@@ -234,6 +241,7 @@ class GradientReducer:
     def connect(self, fetcher: Fetcher) -> None:
         """From now on ``fetcher`` is told of backward passes, and says when a bucket is launched."""
         self._fetcher = fetcher
+        self._set_mode()
         fetcher.connect(self)
 
     @property
@@ -261,33 +269,35 @@ class GradientReducer:
         if self.factor is None:
             self.factor = factor
         self._ratio = factor / self.factor
+        self._set_mode()
         # What earlier micro-batches have marked says nothing of this one, unless the turns of this window have come
         # already.
         if self.sharding.gradients or not self._has_passed:
-            self._tracker.reset()
+            self._path.reset()
         if self._fetcher is not None:
             self._fetcher.begin_backward(starts)
 
-    def _on_grad(self, slot: Slot, param: torch.Tensor) -> None:
-        grad = param.grad
-        if grad is None:
-            return
-        with self._lock:
-            if not self.is_in_backward:
-                self._passes.begin_inside()
-            will_reduce = self._reduces_this_backward
-            bucket_index = self._bucket_of[slot.tracker_index]
-            self.buckets[bucket_index].add(slot, grad, self._ratio, will_reduce=will_reduce)
-            param.grad = None
-            time = self._tracker.mark(slot.tracker_index)
-            if time != _C.BucketTracker.IN_TIME:
-                self._contributed[slot.tracker_index] = 1 + self._after_turn
-            elif not self._contributed[slot.tracker_index]:
-                self._contributed[slot.tracker_index] = 1
-            if time == _C.BucketTracker.LATE:
-                self._n_late[slot.tracker_index] = 1
-            elif will_reduce and self._fetcher is None:
-                self._launch(_C.BucketTracker.READY)
+    def _hook(self, slot: Slot) -> Callable[[torch.Tensor], None]:
+        """What autograd calls when a gradient has come. It does all by itself but what ``_add`` says."""
+        return self._path.hook(slot.tracker_index)
+
+    def _set_mode(self) -> None:
+        """Tells the hooks what to do with gradients, whenever that may have changed."""
+        is_plain = self.is_in_backward and self._ratio == 1.0
+        self._path.set_mode(takes=is_plain, launches=self._reduces_this_backward and self._fetcher is None)
+
+    def _open(self, i: int) -> None:
+        self.buckets[i].open(self._reduces_this_backward)
+
+    def _add(self, i: int, param: torch.Tensor) -> None:
+        """Takes a gradient that its hook does not: the first of a pass that nobody has announced, one that is to be
+        scaled, that is sparse or has gaps, and those of a device."""
+        if not self.is_in_backward:
+            self._passes.begin_inside()
+        slot, bucket = self.slots[i], self.buckets[self._bucket_of[i]]
+        bucket.add(slot, param.grad, self._ratio, will_reduce=self._reduces_this_backward)
+        param.grad = None
+        self._path.mark(i)
 
     def end_backward(self) -> None:
         """Called when a backward pass has ended: reduces what is due."""
@@ -295,9 +305,10 @@ class GradientReducer:
             if self._fetcher is not None:
                 self._fetcher.end_backward()
             self.is_in_backward = False
+            self._set_mode()
             self.is_complete = self._is_boundary
             if self._reduces_this_backward:
-                self._launch(_C.BucketTracker.ALL if self.sharding.gradients else _C.BucketTracker.PROMPT)
+                self._launch(_C.GradientPath.ALL if self.sharding.gradients else _C.GradientPath.PROMPT)
                 self._has_passed = True
                 self._has_unreduced = False
                 if self.sharding.gradients:
@@ -308,13 +319,13 @@ class GradientReducer:
                 self._has_unreduced = True
 
     def _launch(self, due: int) -> None:
-        """Starts the reductions that ``due`` (of ``BucketTracker``) names, and lets ``_depth`` of them run while
+        """Starts the reductions that ``due`` (of ``GradientPath``) names, and lets ``_depth`` of them run while
         backward goes on.
 
         Each holds buffers, so an unbounded number would cost as much memory as stage 2 saves. The oldest is waited for
         before the next one starts, in the same place of the same order on all ranks.
         """
-        while (i := self._tracker.next(due)) >= 0:
+        while (i := self._path.next(due)) >= 0:
             self._start(i)
 
     def forget_lateness(self) -> None:
@@ -324,7 +335,7 @@ class GradientReducer:
 
     def _have_waiting(self, buckets: set[int]) -> None:
         for i in self._waiting ^ buckets:
-            self._tracker.set_waiting(i, i in buckets)
+            self._path.set_waiting(i, i in buckets)
         self._waiting = buckets
 
     def _start(self, i: int) -> None:
@@ -342,7 +353,7 @@ class GradientReducer:
     def launch_bucket(self, i: int) -> None:
         """The backward has gone past a bucket's parameters: its turn has come, on every rank at the same point of the
         plan."""
-        if self._reduces_this_backward and self._tracker.pass_turn(i):
+        if self._reduces_this_backward and self._path.pass_turn(i):
             self._start(i)
 
     def _wait(self) -> None:
@@ -354,21 +365,25 @@ class GradientReducer:
         """Puts reductions off until the first backward outside. Gradients gather unsharded meanwhile, at every
         stage."""
         before, self.is_sync = self.is_sync, False
+        self._set_mode()
         try:
             yield
         finally:
             self.is_sync = before
+            self._set_mode()
 
     @contextmanager
     def coalesce(self) -> Iterator[None]:
         """Reduces once for all backward passes within."""
         before, self._is_coalescing = self._is_coalescing, True
+        self._set_mode()
         try:
             yield
         finally:
             self._is_coalescing = before
+            self._set_mode()
             if self._has_unreduced and self._reduces_this_backward:
-                self._tracker.reset()
+                self._path.reset()
                 self.end_backward()
 
     def finish(self, *, has_bad_loss: bool = False, wants_stop: bool = False) -> WindowFacts:
@@ -387,8 +402,8 @@ class GradientReducer:
             )
         if self._has_unreduced or not all(bucket.has_result for bucket in self.buckets):
             if self.sharding.gradients:
-                self._tracker.reset()
-            self._launch(_C.BucketTracker.ALL)
+                self._path.reset()
+            self._launch(_C.GradientPath.ALL)
             self._has_unreduced = False
         self._has_passed = True
         self._wait()
@@ -398,7 +413,7 @@ class GradientReducer:
             self._on_change()
             for index in sorted(late):
                 self.buckets[index].reduce().wait()
-            self._n_late = [0] * len(self.slots)
+            self._path.take_late()
             facts = self._exchange(has_bad_loss, wants_stop)
         flags = self._flags(facts)
         facts[:4] = self._pipeline.sum_numbers(facts[:4], label="facts of all stages")
@@ -444,8 +459,8 @@ class GradientReducer:
         of_twins = self._sum_squares(unit for unit in with_twins if unit.replicas.rank == 0)
         for both in (sums, of_twins) if self._is_first_twin else (sums,):
             facts[0], facts[1] = facts[0] + both[0], facts[1] + both[1]
-        indices = [slot.tracker_index for slot in self._in_order]
-        facts += [float(self._contributed[i] + self._late * self._n_late[i]) for i in indices]
+        seen = self._path.seen()
+        facts += [self._flag_of[seen[slot.tracker_index]] for slot in self._in_order]
         facts += self._drift.numbers(float(of_twins[1]) if of_twins[1] else of_twins[0])
         return self._stage.sum_numbers(facts)
 
@@ -458,7 +473,7 @@ class GradientReducer:
         """Somebody wrote to a parameter's finished result: it counts as used, and the next ``finish`` takes the facts
         anew. On all ranks alike."""
         self._on_change()
-        self._contributed[slot.tracker_index] = 1
+        self._path.see(slot.tracker_index)
         self.facts = None
 
     def first_nonfinite(self) -> tuple[str, int, int] | None:
@@ -488,6 +503,7 @@ class GradientReducer:
             except CommError as error:
                 logger.warning("a reduction of the dropped window failed: %s", error)
         self.is_in_backward = False
+        self._set_mode()
         self._on_change()
         for slot in self.slots:
             slot.param.grad = None

@@ -68,6 +68,31 @@ int main(void)
     CHECK_EQ(dsc_comm_available_bytes(root), 0);
     write_file("proc/meminfo", "");
     CHECK_EQ(dsc_comm_available_bytes(root), 0);
+
+    /* Version 1, alone and beside version 2, under a path that only the host has. */
+    write_file("proc/self/cgroup", "12:memory_x:/jobs\n11:cpu,memory:/jobs/one\n");
+    CHECK_EQ(dsc_comm_available_bytes(root), INT64_MAX);
+    make_folder("sys/fs/cgroup/memory");
+    write_file("sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n");
+    write_file("sys/fs/cgroup/memory/memory.usage_in_bytes", "1000\n");
+    CHECK_EQ(dsc_comm_available_bytes(root), INT64_MAX);
+    write_file("sys/fs/cgroup/memory/memory.limit_in_bytes", "70000\n");
+    CHECK_EQ(dsc_comm_available_bytes(root), 69000);
+    write_file("sys/fs/cgroup/memory/memory.stat", "inactive_file 7\ntotal_inactive_file 300\ntotal_active_file 200\n");
+    CHECK_EQ(dsc_comm_available_bytes(root), 69500);
+    make_folder("sys/fs/cgroup/memory/jobs");
+    write_file("sys/fs/cgroup/memory/jobs/memory.limit_in_bytes", "5000\n");
+    write_file("sys/fs/cgroup/memory/jobs/memory.usage_in_bytes", "4000\n");
+    CHECK_EQ(dsc_comm_available_bytes(root), 1000);
+    write_file("proc/self/cgroup", "11:cpu,memory:/jobs/one\n0::/outer\n");
+    CHECK_EQ(dsc_comm_available_bytes(root), 1000);
+    write_file("sys/fs/cgroup/outer/memory.max", "150000\n");
+    write_file("sys/fs/cgroup/outer/memory.stat", "");
+    CHECK_EQ(dsc_comm_available_bytes(root), 0);
+    write_file("sys/fs/cgroup/outer/memory.max", "150700\n");
+    CHECK_EQ(dsc_comm_available_bytes(root), 700);
+    write_file("proc/self/cgroup", "no colon\n1:one\n10:cpuset:/\n");
+    CHECK_EQ(dsc_comm_available_bytes(root), INT64_MAX);
     remove_all();
     CHECK(dsc_comm_available_bytes("") > 0 && dsc_comm_available_bytes("") < INT64_MAX);
     return test_finish(__FILE__);

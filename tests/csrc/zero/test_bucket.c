@@ -83,7 +83,7 @@ static void test_random_cases(void)
     for (int round = 0; round < 500; round++) {
         int64_t bucket_of[MAX_PARAMS];
         int64_t pending[MAX_BUCKETS];
-        uint8_t is_marked[MAX_PARAMS];
+        uint8_t marks[MAX_PARAMS];
         uint8_t states[MAX_BUCKETS];
         int64_t n_params = 1 + test_below(&random, MAX_PARAMS);
         int64_t n_buckets = 1 + test_below(&random, MAX_BUCKETS);
@@ -93,10 +93,10 @@ static void test_random_cases(void)
         for (int64_t i = 0; i < n_params; i++)
             bucket_of[i] = test_below(&random, n_buckets); /* some buckets have no members */
         memset(pending, 0x5a, sizeof pending);
-        memset(is_marked, 0x5a, sizeof is_marked);
+        memset(marks, 0x5a, sizeof marks);
         memset(states, 0x5a, sizeof states);
         TEST_CASE("round %d: %d parameters, %d buckets", round, (int)n_params, (int)n_buckets);
-        CHECK_STATUS(dsc_bucket_tracker_init(&tracker, bucket_of, n_params, n_buckets, pending, is_marked, states), DSC_OK);
+        CHECK_STATUS(dsc_bucket_tracker_init(&tracker, bucket_of, n_params, n_buckets, pending, marks, states), DSC_OK);
         check_window(&tracker, &model, &random);
         for (int window = 0; window < 4; window++) {
             int64_t bucket = test_below(&random, n_buckets);
@@ -109,19 +109,66 @@ static void test_random_cases(void)
     }
 }
 
+/* What has come is remembered for the window, whatever passes begin within it. */
+static void test_what_is_seen(void)
+{
+    const int64_t bucket_of[] = {0, 0, 1, 1};
+    int64_t pending[2];
+    uint8_t marks[4];
+    uint8_t states[2];
+    uint8_t seen[4];
+    struct dsc_bucket_tracker tracker;
+    int32_t time = -7;
+
+    TEST_CASE("what is seen");
+    CHECK_STATUS(dsc_bucket_tracker_init(&tracker, bucket_of, 4, 2, pending, marks, states), DSC_OK);
+    CHECK_STATUS(dsc_bucket_tracker_mark(&tracker, 0, &time), DSC_OK);
+    CHECK_EQ(dsc_bucket_tracker_next(&tracker, DSC_BUCKET_ALL), 0);
+    CHECK_STATUS(dsc_bucket_tracker_mark(&tracker, 1, &time), DSC_OK);
+    CHECK_EQ(time, DSC_BUCKET_LATE);
+    CHECK_STATUS(dsc_bucket_tracker_set_waiting(&tracker, 1, true), DSC_OK);
+    dsc_bucket_tracker_reset(&tracker);
+    CHECK_STATUS(dsc_bucket_tracker_mark(&tracker, 2, &time), DSC_OK);
+    CHECK_EQ(dsc_bucket_tracker_next(&tracker, DSC_BUCKET_PROMPT), 0);
+    CHECK_EQ(dsc_bucket_tracker_next(&tracker, DSC_BUCKET_PROMPT), -1);
+    CHECK_STATUS(dsc_bucket_tracker_mark(&tracker, 2, &time), DSC_OK);
+    CHECK_EQ(time, DSC_BUCKET_WAITED);
+    CHECK_STATUS(dsc_bucket_tracker_seen(&tracker, seen), DSC_OK);
+    CHECK_EQ(seen[0], DSC_BUCKET_SEEN);
+    CHECK_EQ(seen[1], DSC_BUCKET_SEEN | DSC_BUCKET_SEEN_AFTER | DSC_BUCKET_SEEN_LATE);
+    CHECK_EQ(seen[2], DSC_BUCKET_SEEN | DSC_BUCKET_SEEN_AFTER);
+    CHECK_EQ(seen[3], 0);
+
+    dsc_bucket_tracker_take_late(&tracker);
+    CHECK_STATUS(dsc_bucket_tracker_see(&tracker, 2), DSC_OK);
+    CHECK_STATUS(dsc_bucket_tracker_see(&tracker, 3), DSC_OK);
+    CHECK_STATUS(dsc_bucket_tracker_see(&tracker, 4), DSC_EINVAL);
+    CHECK_STATUS(dsc_bucket_tracker_see(NULL, 0), DSC_EINVAL);
+    CHECK_STATUS(dsc_bucket_tracker_seen(&tracker, NULL), DSC_EINVAL);
+    CHECK_STATUS(dsc_bucket_tracker_seen(&tracker, seen), DSC_OK);
+    CHECK_EQ(seen[1], DSC_BUCKET_SEEN | DSC_BUCKET_SEEN_AFTER);
+    CHECK_EQ(seen[2], DSC_BUCKET_SEEN);
+    CHECK_EQ(seen[3], DSC_BUCKET_SEEN);
+
+    dsc_bucket_tracker_begin_window(&tracker);
+    CHECK_STATUS(dsc_bucket_tracker_seen(&tracker, seen), DSC_OK);
+    for (int i = 0; i < 4; i++)
+        CHECK_EQ(seen[i], 0);
+}
+
 /* The caller says whose turn it is, as a plan does that all ranks have. */
 static void test_turns_by_plan(void)
 {
     const int64_t bucket_of[] = {0, 1, 2};
     int64_t pending[3];
-    uint8_t is_marked[3];
+    uint8_t marks[3];
     uint8_t states[3];
     struct dsc_bucket_tracker tracker;
     bool is_due = false;
     int32_t time = -7;
 
     TEST_CASE("turns by plan");
-    CHECK_STATUS(dsc_bucket_tracker_init(&tracker, bucket_of, 3, 3, pending, is_marked, states), DSC_OK);
+    CHECK_STATUS(dsc_bucket_tracker_init(&tracker, bucket_of, 3, 3, pending, marks, states), DSC_OK);
     CHECK_STATUS(dsc_bucket_tracker_set_waiting(&tracker, 2, true), DSC_OK);
     CHECK_STATUS(dsc_bucket_tracker_pass(&tracker, 1, &is_due), DSC_OK);
     CHECK(is_due);
@@ -153,13 +200,13 @@ static void test_forced_out(void)
 {
     const int64_t bucket_of[] = {0, 0};
     int64_t pending[1];
-    uint8_t is_marked[2];
+    uint8_t marks[2];
     uint8_t states[1];
     struct dsc_bucket_tracker tracker;
     int32_t time = -7;
 
     TEST_CASE("forced out");
-    CHECK_STATUS(dsc_bucket_tracker_init(&tracker, bucket_of, 2, 1, pending, is_marked, states), DSC_OK);
+    CHECK_STATUS(dsc_bucket_tracker_init(&tracker, bucket_of, 2, 1, pending, marks, states), DSC_OK);
     CHECK_STATUS(dsc_bucket_tracker_mark(&tracker, 0, &time), DSC_OK);
     CHECK_EQ(time, DSC_BUCKET_IN_TIME);
     CHECK_STATUS(dsc_bucket_tracker_mark(&tracker, 0, &time), DSC_OK);
@@ -174,32 +221,32 @@ static void test_errors(void)
 {
     const int64_t bucket_of[] = {0, 2};
     int64_t pending[2] = {-7, -7};
-    uint8_t is_marked[2] = {77, 77};
+    uint8_t marks[2] = {77, 77};
     uint8_t states[2] = {77, 77};
     struct dsc_bucket_tracker tracker = {.n_params = -7};
     int32_t time = -7;
     bool is_due = true;
 
     TEST_CASE("errors");
-    CHECK_ERROR(dsc_bucket_tracker_init(NULL, bucket_of, 1, 1, pending, is_marked, states), DSC_EINVAL, "tracker");
-    CHECK_ERROR(dsc_bucket_tracker_init(&tracker, bucket_of, 2, 2, pending, is_marked, states), DSC_EINVAL, "bucket_of[1]");
-    CHECK_ERROR(dsc_bucket_tracker_init(&tracker, bucket_of, -1, 2, pending, is_marked, states), DSC_EINVAL, "n_params");
-    CHECK_ERROR(dsc_bucket_tracker_init(&tracker, NULL, 1, 2, pending, is_marked, states), DSC_EINVAL, "bucket_of");
-    CHECK_ERROR(dsc_bucket_tracker_init(&tracker, bucket_of, 1, 2, NULL, is_marked, states), DSC_EINVAL, "pending");
-    CHECK_ERROR(dsc_bucket_tracker_init(&tracker, bucket_of, 1, 2, pending, NULL, states), DSC_EINVAL, "is_marked");
+    CHECK_ERROR(dsc_bucket_tracker_init(NULL, bucket_of, 1, 1, pending, marks, states), DSC_EINVAL, "tracker");
+    CHECK_ERROR(dsc_bucket_tracker_init(&tracker, bucket_of, 2, 2, pending, marks, states), DSC_EINVAL, "bucket_of[1]");
+    CHECK_ERROR(dsc_bucket_tracker_init(&tracker, bucket_of, -1, 2, pending, marks, states), DSC_EINVAL, "n_params");
+    CHECK_ERROR(dsc_bucket_tracker_init(&tracker, NULL, 1, 2, pending, marks, states), DSC_EINVAL, "bucket_of");
+    CHECK_ERROR(dsc_bucket_tracker_init(&tracker, bucket_of, 1, 2, NULL, marks, states), DSC_EINVAL, "pending");
+    CHECK_ERROR(dsc_bucket_tracker_init(&tracker, bucket_of, 1, 2, pending, NULL, states), DSC_EINVAL, "marks");
     CHECK_EQ(tracker.n_params, -7);
     CHECK_EQ(pending[0], -7);
-    CHECK_EQ(is_marked[0], 77);
+    CHECK_EQ(marks[0], 77);
     CHECK_EQ(states[0], 77);
     CHECK_STATUS(dsc_bucket_tracker_init(&tracker, NULL, 0, 0, NULL, NULL, NULL), DSC_OK);
     CHECK_EQ(dsc_bucket_tracker_next(&tracker, DSC_BUCKET_ALL), -1);
     CHECK_ERROR(dsc_bucket_tracker_mark(&tracker, 0, &time), DSC_EINVAL, "param");
-    CHECK_STATUS(dsc_bucket_tracker_init(&tracker, bucket_of, 1, 1, pending, is_marked, states), DSC_OK);
+    CHECK_STATUS(dsc_bucket_tracker_init(&tracker, bucket_of, 1, 1, pending, marks, states), DSC_OK);
     CHECK_ERROR(dsc_bucket_tracker_mark(&tracker, 1, &time), DSC_EINVAL, "param");
     CHECK_ERROR(dsc_bucket_tracker_mark(&tracker, -1, &time), DSC_EINVAL, "param");
     CHECK_ERROR(dsc_bucket_tracker_mark(&tracker, 0, NULL), DSC_EINVAL, "out_time");
     CHECK_EQ(time, -7);
-    CHECK_ERROR(dsc_bucket_tracker_init(&tracker, bucket_of, 1, 1, pending, is_marked, NULL), DSC_EINVAL, "states");
+    CHECK_ERROR(dsc_bucket_tracker_init(&tracker, bucket_of, 1, 1, pending, marks, NULL), DSC_EINVAL, "states");
     CHECK_ERROR(dsc_bucket_tracker_set_waiting(&tracker, 1, true), DSC_EINVAL, "bucket");
     CHECK_ERROR(dsc_bucket_tracker_set_waiting(NULL, 0, true), DSC_EINVAL, "tracker");
     CHECK_ERROR(dsc_bucket_tracker_pass(&tracker, -1, &is_due), DSC_EINVAL, "bucket");
@@ -210,6 +257,7 @@ static void test_errors(void)
 int main(void)
 {
     test_random_cases();
+    test_what_is_seen();
     test_turns_by_plan();
     test_forced_out();
     test_errors();

@@ -284,6 +284,65 @@ def test_groups_of_a_world_have_their_own_and_leave_nothing(run_ranks):
     run_ranks(4, groups_body, hosts=LAYOUTS[0], fresh=True)
 
 
+def of_sizes(tall, numel, dtype):
+    return {
+        "reduce_scatter": lambda: tall.reduce_scatter(
+            torch.zeros(tall.world_size * numel, dtype=dtype), torch.zeros(numel, dtype=dtype)
+        ),
+        "all_gather": lambda: tall.all_gather(torch.zeros(tall.world_size * numel, dtype=dtype)),
+        "all_reduce": lambda: tall.all_reduce(torch.zeros(numel, dtype=dtype)),
+        "broadcast": lambda: tall.broadcast(torch.zeros(numel, dtype=dtype), 1),
+    }
+
+
+def differing_body(rank, world, hosts, calls, numels, dtypes):
+    """What a rank is told whose host starts something else than the others."""
+    tall, _ = both()
+    tall.barrier()
+    host = hosts[rank]
+    with pytest.raises(CommError) as caught:
+        work = of_sizes(tall, numels[host], dtypes[host])[calls[host]]()
+        if work is not None:
+            work.wait()
+    return str(caught.value)
+
+
+SAME = ("all_gather", "all_gather")
+MISMATCHES = {
+    "longer": (
+        SAME,
+        (1000, 2000),
+        (torch.float32,) * 2,
+        "all_gather of {n0} torch.float32",
+        "all_gather of {n1} torch.float32",
+    ),
+    "shorter by one": (
+        ("reduce_scatter",) * 2,
+        (7, 6),
+        (torch.float32,) * 2,
+        "of {n0} torch.float32",
+        "of {n1} torch.float32",
+    ),
+    "a number more": (("all_reduce",) * 2, (1, 2), (torch.int64,) * 2, "of 1 torch.int64", "of 2 torch.int64"),
+    "dtype": (("all_reduce",) * 2, (64, 64), (torch.float32, torch.int32), "torch.float32", "torch.int32"),
+    "broadcast": (("broadcast",) * 2, (5, 9), (torch.float32,) * 2, "broadcast of 5", "broadcast of 9"),
+    "operation": (("all_gather", "broadcast"), (256, 1024), (torch.float32,) * 2, "all_gather", "broadcast"),
+}
+
+
+@pytest.mark.parametrize("kind", MISMATCHES)
+@pytest.mark.parametrize("hosts", [LAYOUTS[0], LAYOUTS[2]])
+def test_hosts_that_start_different_things_are_told_both(run_ranks, kind, hosts):
+    calls, numels, dtypes, one, other = MISMATCHES[kind]
+    world = len(hosts)
+    said = run_ranks(world, differing_body, hosts, calls, numels, dtypes, hosts=hosts, fresh=True)
+    one, other = (text.format(n0=world * numels[0], n1=world * numels[1]) for text in (one, other))
+    told = [text for text in said if "has started" in text]
+    assert told, said
+    for text in told:
+        assert one in text and other in text and "of another host" in text, text
+
+
 def dying_body(rank, world):
     tall, _ = both()
     tall.barrier()

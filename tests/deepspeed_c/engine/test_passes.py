@@ -151,7 +151,7 @@ def window_of(engine) -> tuple:
         reducer.factor,
         reducer.is_in_backward,
         reducer.is_complete,
-        bytes(reducer._contributed),
+        reducer._path.seen(),
         buckets,
     )
 

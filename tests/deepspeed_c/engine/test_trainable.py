@@ -76,7 +76,7 @@ def body(
     config = make_config(stage, dtype, 1, {"zero_optimization": zero})
     engine, optimizer, *_ = deepspeed_c.initialize(model=model, config=config)
     step = 0
-    with engine, recorded() as order:
+    with engine, recorded(engine) as order:
         for i, patterns in enumerate(PHASES):
             if i:
                 trained = engine.set_trainable(["*"] if patterns is None else patterns, keep_state=keep_state)

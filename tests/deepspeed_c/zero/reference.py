@@ -23,6 +23,9 @@ import torch
 from torch import nn
 
 from deepspeed_c.zero.gradients.bucket import Bucket
+from deepspeed_c.zero.gradients.reducer import GradientReducer
+from deepspeed_c.zero.layout.unit import Slot
+from tests.deepspeed_c.zero.gradients.hooks import Hook, wrapped
 
 __all__ = ["Event", "Flow", "Reference", "flow_of", "recorded"]
 
@@ -39,17 +42,32 @@ class Event(NamedTuple):
 
 
 @contextmanager
-def recorded() -> Iterator[list[Event]]:
-    """The events of the engines that run meanwhile. Windows in which nothing came are left out."""
+def recorded(*engines: Any) -> Iterator[list[Event]]:
+    """The events of ``engines``, and of those that are made meanwhile. Windows in which nothing came are left out."""
     events: list[Event] = []
-    add, reduce, reset = Bucket.add, Bucket.reduce, Bucket.reset
+    open_bucket, reduce, reset = Bucket.open, Bucket.reduce, Bucket.reset
     n_adds = 0
+    dtypes: dict[Bucket, torch.dtype] = {}
 
-    def add_and_tell(bucket: Bucket, slot: Any, *args: Any, **kwargs: Any) -> None:
-        nonlocal n_adds
-        add(bucket, slot, *args, **kwargs)
-        n_adds += 1
-        events.append(Event("add", (slot.name,), bucket.staging.dtype))
+    def open_and_note(bucket: Bucket, will_reduce: bool) -> torch.Tensor:
+        staging = open_bucket(bucket, will_reduce)
+        dtypes[bucket] = staging.dtype
+        return staging
+
+    def telling(reducer: GradientReducer, slot: Slot, hook: Hook) -> Hook:
+        def hook_and_tell(param: torch.Tensor) -> None:
+            nonlocal n_adds
+            if param.grad is None:
+                return hook(param)
+            n_adds += 1
+            at = len(events)  # before the reduction that it may start
+            events.append(Event("add", (slot.name,)))
+            hook(param)
+            bucket = reducer.buckets[reducer._bucket_of[slot.tracker_index]]
+            events[at] = events[at]._replace(dtype=dtypes[bucket])
+            return None
+
+        return hook_and_tell
 
     def reduce_and_tell(bucket: Bucket) -> Any:
         names, is_apart = tuple(slot.name for slot in bucket.slots), bucket.unit.states.is_apart
@@ -67,7 +85,8 @@ def recorded() -> Iterator[list[Event]]:
         n_adds = 0
 
     with (
-        mock.patch.object(Bucket, "add", add_and_tell),
+        wrapped(telling, *engines),
+        mock.patch.object(Bucket, "open", open_and_note),
         mock.patch.object(Bucket, "reduce", reduce_and_tell),
         mock.patch.object(Bucket, "reset", reset_and_tell),
     ):

@@ -101,7 +101,10 @@ def client_body(rank: int, world: int, name: str, trait: str, stage: int, precis
     config = make_config(stage, precision, 1, {})
     del config["optimizer"]
     losses, norms = [], []
-    with deepspeed_c.initialize(model=model, optimizer=optimizer, config=config)[0] as engine, recorded() as order:
+    with (
+        deepspeed_c.initialize(model=model, optimizer=optimizer, config=config)[0] as engine,
+        recorded(engine) as order,
+    ):
         assert engine._optimizer.optimizer is optimizer
         for step in range(STEPS):
             x, y = batch(step, 0, rank, 0)

@@ -19,7 +19,9 @@ import torch
 import deepspeed_c
 from deepspeed_c.offload import place
 from deepspeed_c.utils import safe_get_full_fp32_param
-from deepspeed_c.zero.gradients.bucket import Bucket
+from deepspeed_c.zero.gradients.reducer import GradientReducer
+from deepspeed_c.zero.layout.unit import Slot
+from tests.deepspeed_c.zero.gradients.hooks import Hook, wrapped
 from tests.deepspeed_c.zero.reference import flow_of, recorded
 from tests.deepspeed_c.zero.traits import (
     CLIP,
@@ -70,7 +72,7 @@ def engine_run(
     engine, *_ = deepspeed_c.initialize(model=model, model_parameters=make_groups(model, trait.groups), config=config)
     to = next(model.parameters()).dtype
     losses, norms = [], []
-    with engine, PLANTED[planted](engine) if planted else nullcontext(), recorded() as order:
+    with engine, PLANTED[planted](engine) if planted else nullcontext(), recorded(engine) as order:
         for step in range(STEPS):
             for micro in range(gas):
                 for part in range(trait.n_backwards):
@@ -277,14 +279,17 @@ def averaged_wrongly(engine) -> Iterator[None]:
 def without_gradient_of(name: str, is_lost: Callable[[int], bool]) -> Callable:
     @contextmanager
     def plant(engine) -> Iterator[None]:
-        add, n_adds = Bucket.add, itertools.count()
+        numbers = itertools.count()
 
-        def lossy(bucket, slot, grad, ratio, *, will_reduce):
-            if slot.name == name and is_lost(next(n_adds)):
-                grad = torch.zeros_like(grad)
-            add(bucket, slot, grad, ratio, will_reduce=will_reduce)
+        def losing(reducer: GradientReducer, slot: Slot, hook: Hook) -> Hook:
+            def lossy(param: torch.Tensor) -> None:
+                if is_lost(next(numbers)):
+                    param.grad = torch.zeros_like(param.grad)
+                hook(param)
 
-        with mock.patch.object(Bucket, "add", lossy):
+            return lossy if slot.name == name else hook
+
+        with wrapped(losing, engine):
             yield
 
     return plant

@@ -36,7 +36,7 @@ def steered_body(rank: int, world: int, stage: int, how: str, dtype: str) -> Run
     model = make_model(TRAITS["used_twice"])
     config = make_config(stage, dtype, GAS, steered_options(how))
     losses, norms = [], []
-    with deepspeed_c.initialize(model=model, config=config)[0] as engine, recorded() as order:
+    with deepspeed_c.initialize(model=model, config=config)[0] as engine, recorded(engine) as order:
         to = next(model.parameters()).dtype
 
         def backward(step: int, micro: int) -> None:
@@ -108,7 +108,7 @@ def low_precision_body(rank: int, world: int, stage: int, kind: str) -> Run:
     losses, norms = [], []
     with (
         deepspeed_c.initialize(model=model, config=make_config(stage, "fp32", 1, LOW_PRECISION[kind]))[0] as engine,
-        recorded() as order,
+        recorded(engine) as order,
     ):
         for step in range(STEPS):
             x, y = batch(step, 0, rank, 0)

@@ -1,4 +1,4 @@
-"""ZeroLayout, BucketTracker and the planners as Python sees them: the same numbers as brute force, and ValueError for bad ones."""
+"""ZeroLayout and the planners as Python sees them: the same numbers as brute force, and ValueError for bad ones."""
 
 from __future__ import annotations
 
@@ -52,60 +52,6 @@ def test_bad_layouts(arguments):
 def test_bad_rank():
     with pytest.raises(ValueError, match="rank"):
         _C.ZeroLayout([5], 2, 10, 1).fragments(2)
-
-
-def test_tracker_launches_in_order():
-    tracker = _C.BucketTracker([0, 0, 1, 2], 3)
-    ready = tracker.READY
-    assert tracker.next(ready) == -1
-    assert tracker.mark(2) == tracker.IN_TIME
-    assert tracker.next(ready) == -1  # bucket 1 is complete, and its turn comes after bucket 0's
-    tracker.mark(0)
-    tracker.mark(0)  # contributions add up
-    assert tracker.next(ready) == -1
-    tracker.mark(1)
-    assert [tracker.next(ready), tracker.next(ready), tracker.next(ready)] == [0, 1, -1]
-    assert tracker.mark(0) == tracker.LATE  # its bucket is on its way
-    assert tracker.next(due=tracker.ALL) == 2
-    assert tracker.next(tracker.ALL) == -1
-    tracker.reset()
-    assert tracker.mark(3) == tracker.IN_TIME and tracker.next(ready) == -1
-
-
-def test_tracker_lets_waiting_buckets_go_last():
-    tracker = _C.BucketTracker([0, 1, 2], 3)
-    tracker.set_waiting(0, True)
-    for param in range(3):
-        assert tracker.mark(param) == tracker.IN_TIME
-    assert [tracker.next(tracker.READY) for _ in range(3)] == [1, 2, -1]
-    assert tracker.mark(0) == tracker.WAITED  # after its turn, and in time for its reduction
-    assert tracker.next(tracker.PROMPT) == -1 and tracker.next(tracker.ALL) == 0
-    tracker.reset()
-    tracker.set_waiting(0, False)
-    tracker.mark(0)
-    assert tracker.next(tracker.READY) == 0
-
-
-def test_tracker_keeps_its_own_arrays():
-    buckets = [0, 1]
-    tracker = _C.BucketTracker(buckets, 2)
-    buckets[0] = 77
-    del buckets
-    tracker.mark(0)
-    assert tracker.next(tracker.READY) == 0
-
-
-@pytest.mark.parametrize("arguments", [([0], -1), ([1], 1), ([-1], 1)])
-def test_bad_trackers(arguments):
-    with pytest.raises(ValueError, match="BucketTracker"):
-        _C.BucketTracker(*arguments)
-
-
-def test_marking_what_does_not_exist():
-    tracker = _C.BucketTracker([0], 1)
-    for param in (-1, 1):
-        with pytest.raises(ValueError, match="mark"):
-            tracker.mark(param)
 
 
 @pytest.mark.parametrize("n_elems", [0, 1, 6, 7, 100])

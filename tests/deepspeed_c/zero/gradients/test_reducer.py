@@ -81,7 +81,7 @@ def late_body(
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
-    reduce, add = Bucket.reduce, Bucket.add
+    reduce, open_bucket = Bucket.reduce, Bucket.open
     order: list[int] = []
     peak = 0
     steps: list[Step] = []
@@ -97,12 +97,13 @@ def late_body(
             order.append(reducer.buckets.index(bucket))
             return reduce(bucket)
 
-        def count_add(bucket: Bucket, *args, **kwargs) -> None:
+        def count_open(bucket: Bucket, will_reduce: bool) -> torch.Tensor:
             nonlocal peak
-            add(bucket, *args, **kwargs)
+            staging = open_bucket(bucket, will_reduce)
             peak = max(peak, held())
+            return staging
 
-        Bucket.reduce, Bucket.add = count_reduce, count_add
+        Bucket.reduce, Bucket.open = count_reduce, count_open
         try:
             for step in range(N_STEPS):
                 left = []
@@ -117,7 +118,7 @@ def late_body(
                 order.clear()
                 peak = 0
         finally:
-            Bucket.reduce, Bucket.add = reduce, add
+            Bucket.reduce, Bucket.open = reduce, open_bucket
             logger.removeHandler(handler)
         return steps, list(whole_params(engine.module).values()), [m for m in messages if "came again" in m]
 

@@ -1,0 +1,37 @@
+"""Stands between autograd and the hooks that take gradients: a test sees each of them come, or changes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from deepspeed_c.zero.gradients.reducer import GradientReducer
+from deepspeed_c.zero.layout.unit import Slot
+
+__all__ = ["Hook", "wrapped"]
+
+Hook = Callable[[torch.Tensor], None]
+
+
+@contextmanager
+def wrapped(wrap: Callable[[GradientReducer, Slot, Hook], Hook], *engines: Any) -> Iterator[None]:
+    """Autograd calls ``wrap(reducer, slot, hook)`` instead of each hook of ``engines``, and of those of the reducers that are made meanwhile."""
+    make = GradientReducer._hook
+    before: list[tuple[dict[int, Hook], int, Hook]] = []
+    for engine in engines:
+        reducer = engine._optimizer.reducer
+        for slot, handle in zip(reducer.slots, reducer._hooks, strict=True):
+            hooks = slot.param._post_accumulate_grad_hooks
+            before.append((hooks, handle.id, hooks[handle.id]))
+            hooks[handle.id] = wrap(reducer, slot, hooks[handle.id])
+    try:
+        with mock.patch.object(GradientReducer, "_hook", lambda self, slot: wrap(self, slot, make(self, slot))):
+            yield
+    finally:
+        for hooks, number, hook in before:
+            if number in hooks:
+                hooks[number] = hook
