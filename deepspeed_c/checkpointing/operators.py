@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from deepspeed_c.accelerator import get_accelerator
+from deepspeed_c.checkpointing.nests import is_activation
 from deepspeed_c.checkpointing.rng import device_state
 from deepspeed_c.errors import RecomputeError
 
@@ -54,6 +55,7 @@ class MeasuredLayer(NamedTuple):
     saved_bytes: int  # that autograd keeps for its backward if nobody interferes
     ns: int  # of all its operators
     operators: tuple[MeasuredOperator, ...]
+    movable_bytes: int = 0  # of the inputs: those that may wait elsewhere
 
 
 def _random_state() -> tuple[bytes, Any]:
@@ -157,6 +159,7 @@ class Measurement(TorchDispatchMode):
         given = {_place_of(t): t.untyped_storage().nbytes() for t in self._tensors if not self._is_parameter(t)}
         saved = {_place_of(t): t.untyped_storage().nbytes() for t in self._saved}
         new = {place: n_bytes for place, n_bytes in given.items() if place not in self._counted}
+        movable = {_place_of(t) for t in self._tensors if is_activation(t)}
         operators = tuple(self._operator(seen, saved) for seen in self._seen)
         found = MeasuredLayer(
             self._label,
@@ -165,6 +168,7 @@ class Measurement(TorchDispatchMode):
             sum(n_bytes for place, n_bytes in saved.items() if place not in self._counted),
             self._ns,
             operators,
+            sum(n_bytes for place, n_bytes in new.items() if place in movable),
         )
         self._counted.update(new)
         self._saved, self._seen, self._tensors = [], [], []

@@ -18,7 +18,7 @@ from torch import nn
 from deepspeed_c.checkpointing import stash as module
 from deepspeed_c.checkpointing.counters import Counters, LayerCalls
 from deepspeed_c.checkpointing.packers import StashPacker
-from deepspeed_c.checkpointing.recomputer import Recomputer, bytes_of, check_section
+from deepspeed_c.checkpointing.recomputer import Recomputer, _Keeping, bytes_of, check_section
 from deepspeed_c.checkpointing.stash import Stash, StashFile, _Space
 from deepspeed_c.config.checkpoint import ActivationCheckpointing, ActivationOffload
 from deepspeed_c.config.offload import Aio
@@ -351,7 +351,7 @@ def test_copies_of_an_accelerator(tmp_path: Path, has_file: bool, max_in_cpu: in
 
     file = StashFile(str(tmp_path), SwapSettings(checksum=True)) if has_file else None
     mine.stash = Stash(mine._calls, file, max_in_cpu, copies_of=copies_of)
-    mine._packers = (StashPacker(mine.stash),)
+    mine._keeping = _Keeping([StashPacker(mine.stash)])
     for step in range(3):
         assert same(train(through(mine), seed=step), train(plain, seed=step)), step
         assert is_empty(mine)
