@@ -296,6 +296,17 @@ def test_short_late_and_slow_transfers_change_nothing(tmp_path: Path, broken: An
     assert 1 < mine.stash._n_ahead <= module.MAX_AHEAD  # backward had to wait
 
 
+def test_what_a_budget_asks_a_disk(tmp_path: Path, broken: Any) -> None:
+    mine = on_disk(tmp_path)
+    way_ns, thread_ns = mine.stash.probe(3 * INPUT_BYTES, torch.device("cpu"))
+    assert way_ns > 0 and thread_ns > 0 and is_empty(mine)
+    for plan in ({"bad_begin": 0, "bad_end": 1 << 40}, {"full_at": PAGES}):
+        broken.set(seed=11, **plan)
+        with pytest.raises(OffloadError, match=f"{3 * INPUT_BYTES} bytes could not be written and read"):
+            mine.stash.probe(3 * INPUT_BYTES, torch.device("cpu"))
+        mends(mine, broken)
+
+
 def with_room(monkeypatch: pytest.MonkeyPatch, n_bytes: int) -> None:
     monkeypatch.setattr(os, "fstatvfs", lambda descriptor: SimpleNamespace(f_bavail=n_bytes, f_frsize=1))
 
