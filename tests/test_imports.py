@@ -64,7 +64,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "utils",
         "threads",
     },
-    "plan": {"config", "comm", "ops", "_C", "zero", "offload", "engine", "quantity"},
+    "plan": {"config", "comm", "ops", "_C", "zero", "offload", "engine", "quantity", "inject", "checkpointing"},
     "io": {"config", "ops", "_C", "quantity"},
     "bench": {"config", "comm", "quantity"},
     "launcher": {"alias", "config", "logging", "plan", "checkpoint", "io", "bench", "inject", "threads"},

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from deepspeed_c.checkpointing import packers, rng
+from deepspeed_c.checkpointing import nests, packers, rng
 from deepspeed_c.checkpointing.active import current
 from deepspeed_c.checkpointing.nests import detach_variable, extract_tensors, merge_tensors
 from deepspeed_c.checkpointing.offload_activations import offload_activations
@@ -207,7 +207,7 @@ def is_activation_to_checkpoint(item: Any) -> bool:
     """Whether ``item`` is cut: a floating-point tensor with an element for each rank, without the mark
     ``item.no_checkpointing = True``.
     """
-    return packers.is_activation(item, _ranks()[1])
+    return nests.is_activation(item, _ranks()[1])
 
 
 def get_partition_start(item: torch.Tensor) -> int:

@@ -10,9 +10,10 @@ while it is run again; not gradients, nor what the rest of the model keeps.
 from __future__ import annotations
 
 import json
+import math
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -25,11 +26,23 @@ from deepspeed_c.checkpointing.operators import MeasuredLayer, MeasuredOperator
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.config.checkpoint import ActivationCheckpointing
 from deepspeed_c.env import read_env
-from deepspeed_c.errors import ConfigError, RankMismatchError
+from deepspeed_c.errors import ConfigError, OffloadError, RankMismatchError
 from deepspeed_c.logging import logger
+from deepspeed_c.offload.place import raise_together
 from deepspeed_c.quantity import as_binary, parse_bytes
 
-__all__ = ["KEEP", "MEASURE", "RECOMPUTE", "Budget", "BudgetPlan", "Treatment", "find_plan", "read_budget"]
+__all__ = [
+    "KEEP",
+    "MEASURE",
+    "N_ON_THE_WAY",
+    "RECOMPUTE",
+    "Budget",
+    "BudgetPlan",
+    "Tier",
+    "Treatment",
+    "find_plan",
+    "read_budget",
+]
 
 KEEP, RECOMPUTE, MEASURE = "keep", "recompute", "measure"
 # Of what is free, that part stays: allocators need room to move in.
@@ -37,6 +50,18 @@ _AUTO_SHARE = 0.9
 # A plan is remade when the elements of a forward's first inputs change by more than this part.
 _CHANGE = 0.1
 _KEY = "activation_checkpointing.budget"
+
+
+# Inputs that are on their way to a tier, and back, while a layer runs: one each, besides its own.
+N_ON_THE_WAY = 2
+_HOST, _FILE = "cpu", "nvme"
+
+
+class Tier(NamedTuple):
+    """A place other than the memory that computes, where inputs of layers may wait."""
+
+    bytes_per_s: float  # there, and as much back, beside the computation
+    thread_bytes_per_s: float = math.inf  # that the computing thread itself spends on it
 
 
 class Treatment(NamedTuple):
@@ -131,7 +156,7 @@ def read_plan(path: str) -> BudgetPlan | None:
     if (
         version != 1
         or len(plan.labels) != len(treatments)
-        or any(t.choice not in (KEEP, RECOMPUTE) for t in treatments)
+        or any(t.choice not in (KEEP, RECOMPUTE, _HOST, _FILE) for t in treatments)
     ):
         raise ConfigError("is not a plan of this version", where=where, fix="remove the file: it is then written anew")
     return plan
@@ -153,51 +178,83 @@ def _write_plan(path: str, plan: BudgetPlan) -> None:
         ) from error
 
 
-def _choices(layer: MeasuredLayer, tiers: Mapping[str, float], *, may_mix: bool) -> tuple[Any, list[int], list[str]]:
+def _moved_ns(layer: MeasuredLayer, tier: Tier) -> int:
+    """What it takes to have a layer's inputs wait there. A way is hidden as far as another such layer computes
+    meanwhile; a hundredth is counted in any case, so that nothing moves for nothing."""
+    way = 1e9 * layer.movable_bytes / tier.bytes_per_s
+    return int(1e9 * layer.movable_bytes / tier.thread_bytes_per_s + 2 * max(way - layer.ns, 0) + way / 50)
+
+
+def _choices(layer: MeasuredLayer, tiers: Mapping[str, Tier], *, may_mix: bool) -> tuple[Any, list[int], list[str]]:
     """(what the core takes of a layer, its operators by group, where its inputs are by choice of the first group)."""
     kept = [i for i, op in enumerate(layer.operators) if may_mix and op.may_keep and op.n_bytes]
     saved_there = sum(layer.operators[i].n_bytes for i in kept if layer.operators[i].is_saved)
     transient = max(layer.saved_bytes - saved_there, 0)
     ns = max(layer.ns - sum(layer.operators[i].ns for i in kept), 0)
     groups = [[(layer.input_bytes, transient, ns)]]
-    for bytes_per_s in tiers.values():
-        # There and back.
-        moved_ns = int(2e9 * layer.input_bytes / bytes_per_s)
-        groups[0].append((0, layer.input_bytes + transient, ns + moved_ns))
+    moved = layer.movable_bytes
+    for tier in tiers.values():
+        groups[0].append((layer.input_bytes - moved, moved + transient, ns + _moved_ns(layer, tier)))
     for i in kept:
         op = layer.operators[i]
         groups.append([(0, op.n_bytes if op.is_saved else 0, op.ns), (op.n_bytes, 0, 0)])
     return (0, [(layer.saved_bytes, 0, 0)], groups), kept, [RECOMPUTE, *tiers]
 
 
-def smallest_budget(layers: Sequence[MeasuredLayer], tiers: Mapping[str, float] | None = None) -> int:
+def _reserve(layers: Sequence[MeasuredLayer], tiers: Mapping[str, Tier]) -> int:
+    """Bytes of what is on its way to a tier or back, beside the inputs of the layer that runs."""
+    return N_ON_THE_WAY * max((layer.movable_bytes for layer in layers), default=0) if tiers else 0
+
+
+def smallest_budget(layers: Sequence[MeasuredLayer], tiers: Mapping[str, Tier] | None = None) -> int:
     """Bytes that a budget has to have at least."""
-    return _C.recompute_smallest([_choices(layer, tiers or {}, may_mix=True)[0] for layer in layers])
+    found = [
+        _C.recompute_smallest([_choices(layer, each, may_mix=True)[0] for layer in layers]) + _reserve(layers, each)
+        for each in _attempts(tiers)
+    ]
+    return min(found)
+
+
+def _attempts(tiers: Mapping[str, Tier] | None) -> list[Mapping[str, Tier]]:
+    """Without tiers there is nothing on its way."""
+    return [{}, tiers] if tiers else [{}]
 
 
 def find_plan(
     layers: Sequence[MeasuredLayer],
     budget_bytes: int,
     *,
-    tiers: Mapping[str, float] | None = None,
+    tiers: Mapping[str, Tier] | None = None,
     may_mix: bool = True,
 ) -> BudgetPlan:
     """The plan that adds the least time. Raises ConfigError, with the smallest possible budget, where none fits.
 
-    tiers: bytes per second to and from places other than the device where inputs may wait.
+    tiers: places other than the memory that computes, where inputs may wait.
     may_mix: operators of a recomputed layer may be kept.
     """
-    found = [_choices(layer, tiers or {}, may_mix=may_mix) for layer in layers]
-    table = [one[0] for one in found]
-    smallest = _C.recompute_smallest(table)
-    if smallest > budget_bytes:
+    plans, smallest = [], 1 << 62
+    for each in _attempts(tiers):
+        found = [_choices(layer, each, may_mix=may_mix) for layer in layers]
+        reserve = _reserve(layers, each)
+        needed = _C.recompute_smallest([one[0] for one in found]) + reserve
+        smallest = min(smallest, needed)
+        if needed <= budget_bytes:
+            plans.append(_solve(layers, found, budget_bytes, reserve))
+    if not plans:
         raise ConfigError(
             f"{budget_bytes} bytes ({as_binary(budget_bytes)}) are less than the {smallest} ({as_binary(smallest)})"
             " that the layers need with everything recomputed",
             where=_KEY,
             fix=f"give {smallest} or more, a smaller micro-batch, or partition_activations or cpu_checkpointing",
         )
-    treated, peak_bytes, added_ns, bound_ns, _ = _C.recompute_plan(table, budget_bytes)
+    return min(plans, key=lambda plan: (plan.added_ns, plan.peak_bytes))._replace(smallest_bytes=smallest)
+
+
+def _solve(
+    layers: Sequence[MeasuredLayer], found: Sequence[tuple[Any, list[int], list[str]]], budget_bytes: int, reserve: int
+) -> BudgetPlan:
+    table = [one[0] for one in found]
+    treated, peak_bytes, added_ns, bound_ns, _ = _C.recompute_plan(table, budget_bytes - reserve)
     treatments = []
     for (whole, groups), (_, kept, places) in zip(treated, found):
         if whole >= 0:
@@ -206,8 +263,8 @@ def find_plan(
             treatments.append(Treatment(places[groups[0]], tuple(i for i, pick in zip(kept, groups[1:]) if pick)))
     return BudgetPlan(
         budget_bytes,
-        smallest,
-        peak_bytes,
+        0,
+        peak_bytes + reserve,
         added_ns,
         bound_ns,
         _C.recompute_peak(table, [(-1, [0] * len(groups)) for _, _, groups in table])[1],
@@ -244,7 +301,7 @@ def _largest(layers: Sequence[MeasuredLayer]) -> MeasuredLayer:
     numbers = (
         max(getattr(layer, name) for layer in layers) for name in ("n_elems", "input_bytes", "saved_bytes", "ns")
     )
-    return MeasuredLayer(layers[0].label, *numbers, operators)
+    return MeasuredLayer(layers[0].label, *numbers, operators, min(layer.movable_bytes for layer in layers))
 
 
 def _steadied(layers: Sequence[MeasuredLayer]) -> list[MeasuredLayer]:
@@ -288,8 +345,14 @@ class Budget:
         self._path = section.budget_plan
         # Values are compared module by module, all of which have to run.
         self._may_mix = not (section.use_reentrant or section.check)
+        device = section.offload.device
+        self._tier = device if device != "none" else _HOST if section.cpu_checkpointing else None
+        self._probe: Callable[[int], Tier | None] = lambda n_bytes: None
+        self._tiers: dict[str, Tier] = {}
         self.plan: BudgetPlan | None = None if self._path is None else read_plan(self._path)
         self._is_pinned = self.plan is not None
+        if self._is_pinned:
+            self._refuse_unknown_tiers()
         self._has_compared = False
         self._layers: list[MeasuredLayer] = []
         self._layers_to_plan: list[MeasuredLayer] | None = None
@@ -297,6 +360,19 @@ class Budget:
         self._is_measuring = self._is_forward = self._is_within = False
         self._n = 0
         self._measured_elems = 0
+
+    def _refuse_unknown_tiers(self) -> None:
+        unknown = {t.choice for t in self.plan.treatments} - {KEEP, RECOMPUTE, self._tier}
+        if unknown:
+            raise ConfigError(
+                f"inputs wait on {', '.join(map(repr, sorted(unknown)))} there, which the section does not offer",
+                where=f"activation_checkpointing.budget_plan: {self._path}",
+                fix='set "offload" (or "cpu_checkpointing") as it was, or remove the file: it is then written anew',
+            )
+
+    def lend(self, probe: Callable[[int], Tier | None]) -> None:
+        """probe: moves so many bytes to where inputs may wait, and back, and says how fast; None: there is no place."""
+        self._probe = probe
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -346,6 +422,11 @@ class Budget:
             self._is_within = before
 
     @property
+    def is_within(self) -> bool:
+        """A layer of the plan runs."""
+        return self._is_within
+
+    @property
     def counted(self) -> set[int]:
         """Storages that this forward's measurement has counted."""
         return self._counted
@@ -382,6 +463,7 @@ class Budget:
     def _remake(self) -> None:
         layers = self._layers if self._comm is None else _agree(self._comm.gather_objects(self._layers))
         layers = _steadied(layers)
+        self._tiers = self._find_tiers(max((layer.movable_bytes for layer in layers), default=0))
         if self._wanted == "auto" and self.plan is None:
             # What is free is known when the first step is over, and states and gradients have their memory.
             self._layers_to_plan = layers
@@ -389,13 +471,31 @@ class Budget:
             return
         self._make(layers)
 
+    def _find_tiers(self, n_bytes: int) -> dict[str, Tier]:
+        """Where inputs may wait, as fast as the slowest rank finds it."""
+        if self._tier is None or n_bytes == 0:
+            return {}
+        found, problem = None, None
+        try:
+            found = self._probe(n_bytes)
+        except OffloadError as error:
+            problem = error
+        if self._comm is not None:
+            raise_together(problem, OffloadError, _KEY, self._comm)
+        if problem is not None:
+            raise problem
+        of_ranks = [found] if self._comm is None else self._comm.gather_objects(found)
+        if any(tier is None for tier in of_ranks):
+            return {}
+        return {self._tier: Tier(*(min(speeds) for speeds in zip(*of_ranks)))}
+
     def _make(self, layers: list[MeasuredLayer]) -> None:
         self._layers_to_plan = None
         budget = self._wanted
         if budget == "auto":
             free = min(self._of_all(_free_bytes()))
-            budget = max(int(_AUTO_SHARE * free), smallest_budget(layers))
-        self.plan = find_plan(layers, budget, may_mix=self._may_mix)
+            budget = max(int(_AUTO_SHARE * free), smallest_budget(layers, self._tiers))
+        self.plan = find_plan(layers, budget, tiers=self._tiers, may_mix=self._may_mix)
         is_first = self._comm is None or self._comm.rank == 0
         if is_first:
             logger.info(self.plan.table(layers))

@@ -8,9 +8,21 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-__all__ = ["Arguments", "detach_variable", "extract_tensors", "merge_tensors"]
+__all__ = ["Arguments", "detach_variable", "extract_tensors", "is_activation", "merge_tensors"]
 
 _PLAIN = (torch.Tensor, type(None), bool, int, float, str)
+
+
+def is_activation(item: Any, n_ranks: int = 1) -> bool:
+    """Whether ``item`` is a tensor that may be kept in another form: of floating point, with an element for each rank,
+    and without the mark ``no_checkpointing``.
+    """
+    return (
+        torch.is_tensor(item)
+        and item.is_floating_point()
+        and item.numel() >= max(n_ranks, 1)
+        and not getattr(item, "no_checkpointing", False)
+    )
 
 
 class Arguments:

@@ -8,7 +8,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from deepspeed_c.checkpointing.counters import LayerCalls
-from deepspeed_c.checkpointing.packers import StashPacker, is_activation
+from deepspeed_c.checkpointing.nests import is_activation
+from deepspeed_c.checkpointing.packers import StashPacker
 from deepspeed_c.checkpointing.stash import Stash, StashFile
 from deepspeed_c.config.offload import Aio
 from deepspeed_c.errors import ConfigError

@@ -15,10 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from deepspeed_c.accelerator import get_accelerator
+from deepspeed_c.checkpointing.nests import is_activation
 from deepspeed_c.checkpointing.rng import device_state
 from deepspeed_c.errors import RecomputeError
 
-__all__ = ["KeptOutputs", "MeasuredLayer", "MeasuredOperator", "Measurement"]
+__all__ = ["KeptOutputs", "MeasuredLayer", "MeasuredOperator", "Measurement", "Meter"]
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "_scaled_mm", "_grouped_mm", "convolution", "_trilinear")
 _ATTENTION = "aten::_scaled_dot_product_"
@@ -54,6 +55,7 @@ class MeasuredLayer(NamedTuple):
     saved_bytes: int  # that autograd keeps for its backward if nobody interferes
     ns: int  # of all its operators
     operators: tuple[MeasuredOperator, ...]
+    movable_bytes: int = 0  # of the inputs: those that may wait elsewhere
 
 
 def _random_state() -> tuple[bytes, Any]:
@@ -91,17 +93,39 @@ class _Seen:
         self.versions = [tensor._version for tensor in self.outputs]
 
 
+class Meter:
+    """What one call of an operator costs, by the clock."""
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, int, bool]:
+        """(what the operator gives, nanoseconds, whether it drew random numbers: of expensive ones)."""
+        accelerator = get_accelerator()
+        before = _random_state() if _is_expensive(func._schema.name) and _may_draw(func) else None
+        accelerator.synchronize()
+        begin = time.perf_counter_ns()
+        outputs = func(*args, **kwargs)
+        accelerator.synchronize()
+        ns = time.perf_counter_ns() - begin
+        return outputs, ns, before is not None and not _same_state(before, _random_state())
+
+
 class Measurement(TorchDispatchMode):
     """Bytes and time of one call of a layer, which runs within. What the layer would save is held until ``done``.
 
     counted: addresses of storages that the layers before have counted; those of this one's inputs are added.
+    meter: by default the clock.
     """
 
     def __init__(
-        self, label: str, module: torch.nn.Module | None, tensors: list[torch.Tensor], counted: set[int]
+        self,
+        label: str,
+        module: torch.nn.Module | None,
+        tensors: list[torch.Tensor],
+        counted: set[int],
+        meter: Meter | None = None,
     ) -> None:
         super().__init__()
         self._label, self._module, self._tensors, self._counted = label, module, tensors, counted
+        self._meter = Meter() if meter is None else meter
         self._saved: list[torch.Tensor] = []
         self._seen: list[_Seen] = []
         self._ns = 0
@@ -121,20 +145,12 @@ class Measurement(TorchDispatchMode):
         return any(_place_of(p) == place for p in (*self._module.parameters(), *self._module.buffers()))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        accelerator = get_accelerator()
         name = func._schema.name
-        is_tagged = _is_expensive(name) and _may_draw(func)
-        before = _random_state() if is_tagged else None
-        accelerator.synchronize()
-        begin = time.perf_counter_ns()
-        outputs = func(*args, **(kwargs or {}))
-        accelerator.synchronize()
-        ns = time.perf_counter_ns() - begin
+        outputs, ns, is_random = self._meter.call(func, args, kwargs or {})
         self._ns += ns
         if name == _WAIT and self._seen:
             self._seen[-1].ns += ns
         elif _is_expensive(name):
-            is_random = before is not None and not _same_state(before, _random_state())
             self._seen.append(_Seen(name, ns, outputs, is_random=is_random))
         return outputs
 
@@ -143,6 +159,7 @@ class Measurement(TorchDispatchMode):
         given = {_place_of(t): t.untyped_storage().nbytes() for t in self._tensors if not self._is_parameter(t)}
         saved = {_place_of(t): t.untyped_storage().nbytes() for t in self._saved}
         new = {place: n_bytes for place, n_bytes in given.items() if place not in self._counted}
+        movable = {_place_of(t) for t in self._tensors if is_activation(t)}
         operators = tuple(self._operator(seen, saved) for seen in self._seen)
         found = MeasuredLayer(
             self._label,
@@ -151,6 +168,7 @@ class Measurement(TorchDispatchMode):
             sum(n_bytes for place, n_bytes in saved.items() if place not in self._counted),
             self._ns,
             operators,
+            sum(n_bytes for place, n_bytes in new.items() if place in movable),
         )
         self._counted.update(new)
         self._saved, self._seen, self._tensors = [], [], []

@@ -7,34 +7,22 @@ import math
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from deepspeed_c import _C
 from deepspeed_c.checkpointing.compare import digest
 from deepspeed_c.checkpointing.counters import LayerCalls
+from deepspeed_c.checkpointing.nests import is_activation
 from deepspeed_c.checkpointing.stash import Stash, Stashed
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import RankMismatchError
 from deepspeed_c.logging import logger
 from deepspeed_c.saved_tensors import overwritten
 
-__all__ = ["Arena", "Gather", "ShardPacker", "StashPacker", "is_activation", "own_range"]
+__all__ = ["Arena", "Gather", "ShardPacker", "StashPacker", "own_range"]
 
 _ALIGNMENT_BYTES = 64
-
-
-def is_activation(item: Any, n_ranks: int = 1) -> bool:
-    """Whether ``item`` is a tensor that may be kept in another form: of floating point, with an element for each rank,
-    and without the mark ``no_checkpointing``.
-    """
-    return (
-        torch.is_tensor(item)
-        and item.is_floating_point()
-        and item.numel() >= max(n_ranks, 1)
-        and not getattr(item, "no_checkpointing", False)
-    )
 
 
 def own_range(numel: int, rank: int, n_ranks: int) -> tuple[int, int]:

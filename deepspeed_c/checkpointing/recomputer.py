@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch.utils.checkpoint
 
 from deepspeed_c.accelerator import get_accelerator
 from deepspeed_c.checkpointing.active import entered
-from deepspeed_c.checkpointing.budget import KEEP, MEASURE, Budget, Treatment
+from deepspeed_c.checkpointing.budget import KEEP, MEASURE, N_ON_THE_WAY, RECOMPUTE, Budget, Tier, Treatment
 from deepspeed_c.checkpointing.compare import Trace
 from deepspeed_c.checkpointing.conditions import Conditions
 from deepspeed_c.checkpointing.counters import Counters, LayerCalls
@@ -21,7 +21,7 @@ from deepspeed_c.checkpointing.nests import Arguments
 from deepspeed_c.checkpointing.operators import KeptOutputs, Measurement
 from deepspeed_c.checkpointing.packers import Arena, ShardPacker, StashPacker
 from deepspeed_c.checkpointing.reentrant import ReentrantCall
-from deepspeed_c.checkpointing.stash import Stash, StashFile
+from deepspeed_c.checkpointing.stash import MAX_AHEAD, Stash, StashFile
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.config.checkpoint import ActivationCheckpointing
 from deepspeed_c.config.offload import Aio
@@ -31,6 +31,8 @@ from deepspeed_c.quantity import parse_bytes
 from deepspeed_c.saved_tensors import Packer, SavedTensors, counts_all, hooks_around
 
 _NO_NAMES: Mapping[int, str] = {}
+# Bytes that a budget's first step moves to see how fast that is.
+_MOST_PROBED = 64 << 20
 
 __all__ = ["Recomputer", "check_section", "label_of", "tensor_parallel_ranks"]
 
@@ -53,6 +55,16 @@ def label_of(function: Callable, names: Mapping[int, str] = _NO_NAMES) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__qualname__", type(function).__name__)
+
+
+class _Keeping:
+    """Who keeps inputs in another form, for both flavours."""
+
+    def __init__(self, packers: Sequence[Packer]) -> None:
+        self.packers = tuple(packers)
+        self.saved = SavedTensors()
+        for packer in self.packers:
+            self.saved.add(packer)
 
 
 class Recomputer:
@@ -79,28 +91,42 @@ class Recomputer:
         self.counters = Counters() if section.profile else None
         self.arena = Arena() if section.contiguous_memory_optimization else None
         self.stash = self._make_stash(Aio() if aio is None else aio)
-        self._packers: tuple[Packer, ...] = self._make_packers()
-        self._saved = SavedTensors()
-        for packer in self._packers:
-            self._saved.add(packer)
+        self._keeping = self._make_keeping(self.stash)
+        # Where a budget decides, inputs stay in the memory that computes unless it sends them away.
+        self._near = self._keeping if budget is None or self.stash is None else self._make_keeping(None)
+        if budget is not None and self.stash is not None:
+            budget.lend(self._probe)
 
-    def _make_packers(self) -> tuple[Packer, ...]:
+    def _make_keeping(self, stash: Stash | None) -> _Keeping:
         section, comm = self.section, self._comm
         packers: list[Packer] = []
         is_cut = section.partition_activations and comm is not None and comm.world_size > 1
         if is_cut or self.arena is not None:
-            packers.append(ShardPacker(comm if is_cut else None, self._calls, arena=self.arena, stash=self.stash))
-        elif self.stash is not None:
-            packers.append(StashPacker(self.stash))
-        return tuple(packers)
+            packers.append(ShardPacker(comm if is_cut else None, self._calls, arena=self.arena, stash=stash))
+        elif stash is not None:
+            packers.append(StashPacker(stash))
+        return _Keeping(packers)
+
+    def _probe(self, n_bytes: int) -> Tier | None:
+        """How fast inputs of so many bytes go where they may wait; None where that is where they are."""
+        device = torch.device(get_accelerator().current_device_name())
+        if not self.stash.takes(device):
+            return None
+        way_ns, thread_ns = self.stash.probe(min(n_bytes, _MOST_PROBED), device)
+        n_bytes = min(n_bytes, _MOST_PROBED)
+        return Tier(1e9 * n_bytes / max(way_ns, 1), 1e9 * n_bytes / max(thread_ns, 1))
 
     def _make_stash(self, aio: Aio) -> Stash | None:
         offload = self.section.offload
+        most_ahead = MAX_AHEAD if self.budget is None else N_ON_THE_WAY - 1
         if offload.device == "nvme":
-            file = StashFile(offload.nvme_path or "", SwapSettings.of(aio))
-            return Stash(self._calls, file, bytes_of(offload.max_in_cpu), self.counters)
+            file = StashFile(offload.nvme_path or "", SwapSettings.of(aio), most_ahead)
+            # A budget says what stays in the memory that computes, also where that is the host's.
+            stays = self.budget is None or get_accelerator().device_name() != "cpu"
+            max_in_cpu = bytes_of(offload.max_in_cpu) if stays else 0
+            return Stash(self._calls, file, max_in_cpu, self.counters, most_ahead=most_ahead)
         if offload.device == "cpu" or self.section.cpu_checkpointing:
-            return Stash(self._calls, None, counters=self.counters)
+            return Stash(self._calls, None, counters=self.counters, most_ahead=most_ahead)
         return None
 
     def run(
@@ -134,11 +160,16 @@ class Recomputer:
             with self.budget.within():
                 outputs = self._run_planned(treatment, function, args, kwargs, arguments, label, is_reentrant)
         elif section.use_reentrant if is_reentrant is None else is_reentrant:
-            outputs = self._run_reentrant(function, arguments, label)
+            outputs = self._run_reentrant(function, arguments, label, self._around)
         else:
-            outputs = self._run_hooked(function, args, kwargs, arguments, label)
+            outputs = self._run_hooked(function, args, kwargs, arguments, label, self._around)
         self._synchronize()
         return outputs
+
+    @property
+    def _around(self) -> _Keeping:
+        """Of a layer that no plan is about: within another one it stays where that one's plan has counted it."""
+        return self._near if self.budget is not None and self.budget.is_within else self._keeping
 
     def _run_planned(
         self,
@@ -150,21 +181,25 @@ class Recomputer:
         label: str,
         is_reentrant: bool | None,
     ) -> Any:
+        is_near = treatment.choice in (KEEP, RECOMPUTE)
+        if is_near and self.stash is not None:
+            self.stash.pass_by()
         if treatment.choice == KEEP:
             return function(*args, **kwargs)
+        keeping = self._near if is_near else self._keeping
         if treatment.choice == MEASURE:
             measurement = Measurement(label, _module_of(function), arguments.tensors, self.budget.counted)
-            hooked = self._hooks(function, arguments, label, on_save=measurement.note_saved)
+            hooked = self._hooks(function, arguments, label, keeping, on_save=measurement.note_saved)
             with hooked, measurement:
                 outputs = function(*args, **kwargs)
             self.budget.note(measurement.done())
             return outputs
         if self.section.use_reentrant if is_reentrant is None else is_reentrant:
-            return self._run_reentrant(function, arguments, label)
+            return self._run_reentrant(function, arguments, label, keeping)
         if not treatment.operators:
-            return self._run_hooked(function, args, kwargs, arguments, label)
+            return self._run_hooked(function, args, kwargs, arguments, label, keeping)
         kept = KeptOutputs(label, treatment.operators)
-        with self._hooks(function, arguments, label, outputs=kept), kept.recording():
+        with self._hooks(function, arguments, label, keeping, outputs=kept), kept.recording():
             return function(*args, **kwargs)
 
     def _hooks(
@@ -172,28 +207,35 @@ class Recomputer:
         function: Callable,
         arguments: Arguments,
         label: str,
+        keeping: _Keeping,
         trace: Trace | None = None,
         *,
         outputs: KeptOutputs | None = None,
         on_save: Callable[[torch.Tensor], None] | None = None,
     ) -> AbstractContextManager[Any]:
         """The context of a forward that is run again. trace: compares its values."""
-        inputs = Inputs(arguments.tensors, self._packers, label)
+        inputs = Inputs(arguments.tensors, keeping.packers, label)
         arguments.forget()
         conditions = Conditions(with_python=self.section.python_random)
         return Frame(function, arguments, inputs, conditions, label, trace, outputs=outputs, on_save=on_save).hooks()
 
     def _run_hooked(
-        self, function: Callable, args: tuple, kwargs: dict[str, Any], arguments: Arguments, label: str
+        self,
+        function: Callable,
+        args: tuple,
+        kwargs: dict[str, Any],
+        arguments: Arguments,
+        label: str,
+        keeping: _Keeping,
     ) -> Any:
         trace = self._trace(function, label)
-        with self._hooks(function, arguments, label, trace):
+        with self._hooks(function, arguments, label, keeping, trace):
             if trace is None:
                 return function(*args, **kwargs)
             with trace.recording():
                 return function(*args, **kwargs)
 
-    def _run_reentrant(self, function: Callable, arguments: Arguments, label: str) -> Any:
+    def _run_reentrant(self, function: Callable, arguments: Arguments, label: str, keeping: _Keeping) -> Any:
         tensors = arguments.tensors
         arguments.forget()
         call = ReentrantCall(
@@ -201,9 +243,9 @@ class Recomputer:
         )
         module = _module_of(function)
         is_trained = module is None or any(param.requires_grad for param in module.parameters())
-        if not self._packers or counts_all(hooks_around()[0]):
+        if not keeping.packers or counts_all(hooks_around()[0]):
             return call.run(tensors, is_trained=is_trained)
-        with self._saved.hooks_of(None, lambda _: None):
+        with keeping.saved.hooks_of(None, lambda _: None):
             return call.run(tensors, is_trained=is_trained)
 
     def _trace(self, function: Callable, label: str) -> Trace | None:

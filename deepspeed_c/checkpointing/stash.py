@@ -81,11 +81,12 @@ class _Transfer(NamedTuple):
 class StashFile:
     """A file without a name in ``folder``: room in it, and transfers. The memory of transfers belongs to it.
 
-    Raises ConfigError where the folder cannot be used, or has not room to begin with.
+    most_ahead: calls whose inputs are read before they are asked for. Raises ConfigError where the folder cannot be
+    used, or has not room to begin with.
     """
 
-    def __init__(self, folder: str, settings: SwapSettings) -> None:
-        self.folder, self.checksum = folder, settings.checksum
+    def __init__(self, folder: str, settings: SwapSettings, most_ahead: int = MAX_AHEAD) -> None:
+        self.folder, self.checksum, self._n_buffers = folder, settings.checksum, most_ahead + 2
         descriptor = reserve(folder, _FIRST_BYTES, NVME_PATH)
         self._descriptor = os.dup(descriptor)  # to grow it by
         self._close_descriptor = weakref.finalize(self, os.close, self._descriptor)
@@ -139,7 +140,7 @@ class StashFile:
         if device.type != "cpu":
             return torch.empty(whole_pages(n_bytes), dtype=torch.uint8, pin_memory=True)
         self._largest = max(self._largest, whole_pages(n_bytes))
-        self._swap.trim((MAX_AHEAD + 2) * self._largest)
+        self._swap.trim(self._n_buffers * self._largest)
         return self._swap.new_buffer(whole_pages(n_bytes))
 
     def write(self, offset: int, buffer: torch.Tensor) -> _Transfer:
@@ -237,7 +238,7 @@ class Stash:
 
     calls: whose inputs they are. file: None where all go to host memory. max_in_cpu: bytes that stay in host memory
     before the file is used. counters: told what is copied and waited for. copies_of: makes what copies between a device
-    and the host.
+    and the host. most_ahead: calls whose inputs are read before they are asked for.
 
     Any thread may call. Raises OffloadError, which names the layer, where a transfer fails, or where what is read is
     not what was written; what is put then can still be dropped, and the next forward goes on.
@@ -250,7 +251,9 @@ class Stash:
         max_in_cpu: int = 0,
         counters: Counters | None = None,
         copies_of: Callable[[torch.device], Any] | None = None,
+        most_ahead: int = MAX_AHEAD,
     ) -> None:
+        self._most_ahead = most_ahead
         self._calls, self._file, self._max_in_cpu, self._counters = calls, file, max_in_cpu, counters
         self._copies_of, self._copies = copies_of or copies_between, {}
         self._lock = threading.RLock()  # autograd's threads, and destructors within a method
@@ -319,13 +322,66 @@ class Stash:
     def _make_newest(self, stashed: Stashed) -> None:
         self._newest.pop(stashed.number, None)
         self._newest[stashed.number] = weakref.ref(stashed)
-        older = [each for ref in self._newest.values() if (each := ref()) is not None and each.call != stashed.call]
+        self._send_older(stashed.call)
+
+    def _send_older(self, call: int) -> None:
+        """What other calls than ``call`` have put goes out."""
+        older = [each for ref in self._newest.values() if (each := ref()) is not None and each.call != call]
         if older:
             self._finish_leaving()  # what the call before has sent out had the time of a whole layer
         for each in older:
             del self._newest[each.number]
             self._send_out(each)
         self._newest = {number: ref for number, ref in self._newest.items() if ref() is not None}
+
+    def pass_by(self) -> None:
+        """This thread is in a call whose inputs do not go here: those of the calls before it need not wait for more."""
+        with self._lock:
+            self._settle()
+            if not self._newest:
+                self._finish_leaving()
+            self._send_older(self._calls.number)
+
+    def probe(self, n_bytes: int, device: torch.device) -> tuple[int, int]:
+        """Moves so many bytes of ``device`` out and back. Returns nanoseconds of (one way, on average; copying by the
+        computing thread). Raises OffloadError where that fails.
+        """
+        with self._lock:
+            self._settle()
+            copies = self._copies_for(device)
+            values = torch.zeros(n_bytes, dtype=torch.uint8, device=device)
+            if self._file is None:
+                buffer = torch.empty(n_bytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
+            else:
+                buffer = self._file.new_buffer(n_bytes, device)
+            begin = time.perf_counter_ns()
+            here = buffer.narrow(0, 0, n_bytes)
+            if copies is None:
+                here.copy_(values)
+            else:
+                copies.down(values, here).synchronize()
+            copied = time.perf_counter_ns()
+            if self._file is not None:
+                self._probe_file(buffer, n_bytes)
+            if copies is not None:
+                copies.arrive(copies.up(here))[-1:].cpu()  # waits for it
+            end = time.perf_counter_ns()
+        spent = copied - begin if copies is None else 0
+        return (end - begin - spent) // 2, spent
+
+    def _probe_file(self, buffer: torch.Tensor, n_bytes: int) -> None:
+        offset = self._file.take(n_bytes, "the budget's probe")
+        try:
+            self._file.wait(self._file.write(offset, buffer))
+            self._file.wait(self._file.read(offset, buffer))
+        except AioError as error:
+            raise OffloadError(
+                f"{n_bytes} bytes could not be written and read: {error.what}",
+                where=f"{NVME_PATH}: {self._file.folder}",
+                fix=error.fix or 'mend the device, name another folder, or set "device" to "none"',
+            ) from error
+        finally:
+            self._file.give(offset, n_bytes)
 
     def _send_out(self, stashed: Stashed) -> None:
         if stashed.offset is not None or stashed.host is not None:
@@ -493,7 +549,7 @@ class Stash:
         try:
             is_late = not self._file.is_done(stashed.read)
             if is_late:
-                self._n_ahead = min(self._n_ahead + 1, MAX_AHEAD)
+                self._n_ahead = min(self._n_ahead + 1, self._most_ahead)
             transfer, stashed.read = stashed.read, None
             n_done = self._file.wait(transfer)
         except AioError as error:

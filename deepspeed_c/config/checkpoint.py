@@ -98,7 +98,11 @@ class ActivationOffload(Section, kw_only=True):
     nvme_path: Annotated[str | None, tunes("Folder of the file.", "activation_offload")] = None
     max_in_cpu: Annotated[
         int | str | None,
-        tunes('With nvme: bytes that stay in host memory, a number or "8GiB"; null: none.', "activation_offload"),
+        tunes(
+            'With nvme: bytes that stay in host memory, a number or "8GiB"; null: none. Not with a budget where that is'
+            " the memory that computes.",
+            "activation_offload",
+        ),
     ] = None
 
 
@@ -116,9 +120,9 @@ class ActivationCheckpointing(Section, kw_only=True):
     use_reentrant: Annotated[
         bool, acts("Run a layer's backward within autograd's, as one operator, instead of through saved tensors.")
     ] = False
-    check: Annotated[
-        bool, acts("Compare all values of a layer that is run again with those of its forward. Slow.")
-    ] = False
+    check: Annotated[bool, acts("Compare all values of a layer that is run again with those of its forward. Slow.")] = (
+        False
+    )
     python_random: Annotated[bool, acts("Replay Python's random as well.")] = False
     partition_activations: Annotated[bool, acts("Cut a layer's inputs over model-parallel ranks.")] = False
     cpu_checkpointing: Annotated[bool, acts("Keep a layer's inputs in host memory.")] = False
@@ -141,11 +145,14 @@ class ActivationCheckpointing(Section, kw_only=True):
         int | str | None,
         acts(
             'Bytes that the activations of layers may take, such as "6GiB": those that fit are kept instead of'
-            ' recomputed; "auto": what the device leaves after the first step; null: all layers are recomputed.',
+            ' recomputed, or wait where offload or cpu_checkpointing says; "auto": what the device leaves after the first'
+            " step; null: all layers are recomputed.",
             auto="value",
         ),
     ] = None
     budget_plan: Annotated[
         str | None, acts("File of the plan that fits the budget: followed where it exists, and else written.")
     ] = None
-    offload: Annotated[ActivationOffload, tunes("Host memory and files for the inputs.", "activation_offload")] = ActivationOffload()
+    offload: Annotated[ActivationOffload, tunes("Host memory and files for the inputs.", "activation_offload")] = (
+        ActivationOffload()
+    )

@@ -9,10 +9,14 @@ from collections.abc import Sequence
 import torch
 
 from deepspeed_c.errors import ConfigError
+from deepspeed_c.plan.activations import ForwardShape
+from deepspeed_c.plan.memory import Activations
+from deepspeed_c.plan.picture import draw
 from deepspeed_c.plan.script import find_model
 from deepspeed_c.plan.sizes import guess_layers, stack_of
 from deepspeed_c.plan.table import as_json, as_text, plan_table
 from deepspeed_c.plan.tiers import Budgets, Rates
+from deepspeed_c.plan.timeline import Option
 from deepspeed_c.quantity import parse_bytes, parse_count
 
 __all__ = ["main"]
@@ -27,6 +31,7 @@ _DESCRIPTION = """\
 Bytes per rank, phase by phase, for each ZeRO stage and offload choice, without allocating them.
 
   deepspeed_c plan --config ds_config.json --ranks 64 train.py --lr 0.1     the model that train.py passes to initialize
+  deepspeed_c plan --batch 8 --seq 4096 train.py                            with its activations, for each way to keep them
   deepspeed_c plan --config ds_config.json --ranks 64 --params 7e9          a stack of equal layers of that many parameters
 """
 
@@ -47,9 +52,12 @@ def main(argv: Sequence[str]) -> int:
     n_ranks = options.ranks
     if n_ranks < 1:
         raise ConfigError(f"{n_ranks} is not a number of ranks", where="--ranks", fix="write an integer >= 1")
+    batch = _batch(options, has_script=bool(script))
+    n_bytes = parse_bytes(options.activations, "--activations")
     shared = {
         "device_type": options.device,
-        "activation_bytes": parse_bytes(options.activations, "--activations"),
+        "activations": Activations(n_bytes, n_bytes),
+        "n_tensor": options.tp,
         "budgets": _budgets(options),
         "rates": _rates(options.rates),
     }
@@ -64,6 +72,7 @@ def main(argv: Sequence[str]) -> int:
             optimizer=found.optimizer,
             model_parameters=found.model_parameters,
             is_sharded=found.is_sharded,
+            batch=batch,
             **shared,
         )
     else:
@@ -73,8 +82,40 @@ def main(argv: Sequence[str]) -> int:
         sizes = stack_of(n_params, n_layers, DTYPES[options.given])
         table = plan_table(options.config, n_ranks, sizes=sizes._replace(is_sharded=options.zero_init), **shared)
         table.notes.append(f"a stack of {n_layers} equal layers (--layers), given in {options.given} (--given)")
+    if options.svg is not None:
+        _write_svg(options.svg, table.options)
     print(json.dumps(as_json(table)) if options.json else as_text(table))
     return 0
+
+
+def _batch(options: argparse.Namespace, *, has_script: bool) -> ForwardShape | None:
+    """What a rank's forward is given; None where nothing was said."""
+    told = [flag for flag in ("batch", "seq", "sample", "svg") if getattr(options, flag) is not None]
+    if not told:
+        return None
+    if options.batch is None or not has_script or options.activations != "0":
+        raise ConfigError(
+            f"--{told[0]} says what a forward is given, whose activations are then counted",
+            where=f"--{told[0]}",
+            fix="give --batch N and a script with it, and no --activations",
+        )
+    sample = None if options.sample is None else tuple(_number(word, "--sample") for word in options.sample.split("x"))
+    n_tokens = None if options.seq is None else _number(options.seq, "--seq")
+    return ForwardShape(_number(options.batch, "--batch"), n_tokens, sample)
+
+
+def _number(word: str, where: str) -> int:
+    if not word.isdecimal() or int(word) < 1:
+        raise ConfigError(f"{word!r} is no number > 0", where=where, fix="write one, such as 8 (--sample 3x224x224)")
+    return int(word)
+
+
+def _write_svg(path: str, options: Sequence[Option]) -> None:
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(draw(options))
+    except OSError as error:
+        raise ConfigError(f"cannot be written: {error.strerror}", where=f"--svg {path}", fix="name another") from error
 
 
 def _budgets(options: argparse.Namespace) -> Budgets | None:
@@ -128,12 +169,23 @@ def _require_config(source: object, where: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="deepspeed_c plan",
-        usage="deepspeed_c plan --ranks N [OPTIONS] SCRIPT [ARGS ...]\n       deepspeed_c plan --ranks N --config FILE --params COUNT [OPTIONS]",
+        usage="deepspeed_c plan [OPTIONS] SCRIPT [ARGS ...]\n       deepspeed_c plan --config FILE --params COUNT [OPTIONS]",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="data-parallel ranks")
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="ranks of the run; default 1")
+    parser.add_argument(
+        "--tp", type=int, metavar="N", help="of them, that hold one model together; default: as the configuration says"
+    )
+    parser.add_argument("--batch", metavar="N", help="samples of a micro-batch of a rank: has activations counted")
+    parser.add_argument("--seq", metavar="N", help="tokens of a sample (--batch)")
+    parser.add_argument(
+        "--sample", metavar="SHAPE", help="shape of a sample that is not made of tokens, such as 3x224x224 (--batch)"
+    )
+    parser.add_argument(
+        "--svg", metavar="FILE", help="a picture of activations over a step, for each way to keep them (--batch)"
+    )
     parser.add_argument("--config", metavar="FILE", help="configuration; default: what the script passes to initialize")
     parser.add_argument(
         "--params", metavar="COUNT", help="parameters of the model, in place of a script: 7e9, 7B, 350M"
@@ -149,7 +201,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--zero-init", action="store_true", help="the model is built under zero.Init (--params)")
     parser.add_argument(
-        "--activations", default="0", metavar="BYTES", help="added to forward and backward: 2e9, 1.5GiB"
+        "--activations",
+        default="0",
+        metavar="BYTES",
+        help="as measured, where --batch is not given: added to forward and backward; 2e9, 1.5GiB",
     )
     parser.add_argument(
         "--device",

@@ -39,7 +39,7 @@ from deepspeed_c.zero.states.home import MakeZeros, Tagged
 from deepspeed_c.zero.weights.fetch import keeps_gathered
 from deepspeed_c.zero.weights.hooks import ModuleHooks
 
-__all__ = ["KINDS", "PHASES", "MemoryPlan", "Offload", "plan_memory"]
+__all__ = ["KINDS", "PHASES", "Activations", "MemoryPlan", "Offload", "plan_memory"]
 
 PHASES = ("initialize", "forward", "backward", "step")
 
@@ -58,6 +58,8 @@ SWAP = "swap buffers"
 GIVEN = "weights as given"
 BUFFERS = "module buffers"
 ACTIVATIONS = "activations"
+HOST_ACTIVATIONS = "activations that wait on the host"
+NVME_ACTIVATIONS = "activations that wait on NVMe"
 
 # What each kind of bytes is, in the order in which tables show them.
 KINDS: dict[str, str] = {
@@ -75,11 +77,27 @@ KINDS: dict[str, str] = {
     SWAP: "what is read from NVMe, updated and written again, a bucket at a time",
     GIVEN: "the weights as they were given to initialize, until they are moved",
     BUFFERS: "buffers of modules",
-    ACTIVATIONS: "what --activations says",
+    ACTIVATIONS: "what layers keep for the backward, and one of them computes again",
+    HOST_ACTIVATIONS: "inputs of recomputed layers (cpu_checkpointing)",
+    NVME_ACTIVATIONS: "inputs of recomputed layers (activation_checkpointing.offload)",
 }
 
 # Windows that are walked through: the first makes what later ones find in the pools.
 N_WINDOWS = 3
+
+
+class Activations(NamedTuple):
+    """Bytes of activations at their peak, which are added to what the engine's objects take."""
+
+    forward: int = 0
+    backward: int = 0
+    host: int = 0
+    nvme: int = 0
+
+    def held(self, phase: str) -> dict[str, int]:
+        """By kind, in a phase."""
+        here = self.forward if phase == "forward" else self.backward
+        return {ACTIVATIONS: here, HOST_ACTIVATIONS: self.host, NVME_ACTIVATIONS: self.nvme}
 
 
 class Offload(NamedTuple):
@@ -169,12 +187,12 @@ def plan_memory(
     optimizer: OptimizerSizes | None,
     *,
     device_type: str = "cpu",
-    activation_bytes: int = 0,
+    activations: Activations = Activations(),  # noqa: B008  (immutable)
 ) -> MemoryPlan:
     """Bytes of one rank of ``n_ranks``, at the peak of each phase, for the stage that ``config`` names.
 
     ``optimizer`` None plans an engine that only evaluates. ``device_type`` decides how collectives work ("cpu": over
-    gloo, unless "comm.local" is "shm"; else as NCCL does) and whether gathered buffers are kept. ``activation_bytes``
+    gloo, unless "comm.local" is "shm"; else as NCCL does) and whether gathered buffers are kept. ``activations``
     are added to forward and backward. Nothing is allocated. Raises what ``initialize`` would raise for the same
     layout (ModelError).
     """
@@ -182,9 +200,8 @@ def plan_memory(
     with ExitStack() as at_end:
         walk = _Walk(sizes, config, n_ranks, optimizer, device_type, offload, at_end)
         walk.initialize()
-        held = {ACTIVATIONS: activation_bytes}
         for _ in range(N_WINDOWS):
-            walk.window(held)
+            walk.window(activations)
         walk.book.end()
         if walk.fetcher is not None and walk.fetcher.groups:
             pieces = [(group.unit, group.bucket) for group in walk.fetcher.groups]
@@ -224,7 +241,7 @@ class _Walk:
         is_host = device_type == "cpu"
         places = offload.kinds(config.zero.stage, is_host=is_host)
         host, nvme = ({kind for kind, place in places.items() if place == name} for name in ("host", "nvme"))
-        self.book = book = Book(host, nvme)
+        self.book = book = Book(host | {HOST_ACTIVATIONS}, nvme | {NVME_ACTIVATIONS})
         self._sizes, self._config, self._n_ranks, self._optimizer = sizes, config, n_ranks, optimizer
         self._is_host = is_host
         self._sharding = STAGES[config.zero.stage]
@@ -238,8 +255,9 @@ class _Walk:
             buffer_elems=config.zero.offload_param.buffer_size,
         )
         scratch = BufferPool(count=book.counter(SCRATCH))
-        self._comm = comm = PretendedRanks(n_ranks, scratch, _backend(config, is_host=is_host))
-        mesh = mesh_of_config(config, Mesh(comm, connect=comm.along))
+        self._comm = comm = PretendedRanks(n_ranks * sizes.n_tensor, scratch, _backend(config, is_host=is_host))
+        mesh = Mesh(comm, connect=comm.along)
+        mesh = mesh_of_config(config, mesh if sizes.n_tensor == 1 else mesh.split_tensors(sizes.n_tensor))
         self._at_end = at_end
         at_end.callback(mesh.close)
         layout = lay_out(
@@ -287,10 +305,16 @@ class _Walk:
         return "device" if unit.states.label == "device" else None
 
     def _given_bytes(self, size: ParamSize) -> int:
+        """Before anything is cut over tensor-parallel ranks."""
         if not self._sizes.is_sharded:
-            return size.numel * size.dtype.itemsize
-        begin, end = _C.shard_range(size.numel, self._n_ranks, 0)
+            return size.logical_numel * size.dtype.itemsize
+        begin, end = _C.shard_range(size.logical_numel, self._n_ranks * self._sizes.n_tensor, 0)
         return (end - begin) * size.dtype.itemsize
+
+    @property
+    def _are_given_in_shards(self) -> bool:
+        """Until they are put together one by one."""
+        return self._sizes.is_sharded and self._sharding.parameters and self._sizes.n_tensor == 1
 
     def initialize(self) -> None:
         book = self.book
@@ -299,12 +323,18 @@ class _Walk:
         given = {p.name: self._given_bytes(p) for p in self._sizes.params}
         for nbytes in given.values():
             book.take(GIVEN, nbytes)
-        if self._sizes.is_sharded and not self._sharding.parameters:
-            for p in self._sizes.params:  # gathered for good: these stages keep weights whole
-                whole = p.numel * p.dtype.itemsize
+        if self._sizes.is_sharded and not self._are_given_in_shards:
+            for p in self._sizes.params:  # gathered for good: these stages keep weights whole, and rules look at wholes
+                whole = p.logical_numel * p.dtype.itemsize
                 book.take(GIVEN, whole)
                 book.free(GIVEN, given[p.name])
                 given[p.name] = whole
+        for p in self._sizes.params:
+            if p.cut is not None:
+                part = p.numel * p.dtype.itemsize
+                book.take(GIVEN, part)
+                book.free(GIVEN, given[p.name])
+                given[p.name] = part
         for unit in (*self._trained, *self._frozen):
             # Weights go to a file when all of them are there; those that are whole stay on the device.
             book.take(WEIGHTS, unit.weight_bytes, unit.weights.memory)
@@ -313,7 +343,7 @@ class _Walk:
             missing = set(range(unit.n_buckets)) if unit in self._swapped else set()
             for slot in unit.slots:
                 size = self._size_of[slot.name]
-                is_put_together = self._sizes.is_sharded and self._sharding.parameters
+                is_put_together = self._are_given_in_shards
                 whole = size.numel * size.dtype.itemsize if is_put_together else 0
                 book.take(GIVEN, whole)
                 if (
@@ -406,15 +436,15 @@ class _Walk:
             with unit.states.open(index), unit.weights.open(index, reads=False):
                 pass
 
-    def window(self, held: dict[str, int]) -> None:
+    def window(self, activations: Activations) -> None:
         """Micro-batches until a step, as many as differ in what they take."""
         n = 2 if self._optimizer is not None and _accumulates(self._config) else 1
         for i in range(n):
-            self.book.begin("forward", held)
+            self.book.begin("forward", activations.held("forward"))
             with torch.set_grad_enabled(self._optimizer is not None):
                 loss = self._model(torch.zeros(1, device="cpu"))
             if self._reducer is not None:
-                self.book.begin("backward", held)
+                self.book.begin("backward", activations.held("backward"))
                 self._reducer.begin_backward(is_boundary=i == n - 1, factor=1.0, starts=[loss.grad_fn])
                 loss.backward()
                 self._reducer.end_backward()

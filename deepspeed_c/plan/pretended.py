@@ -73,7 +73,8 @@ class PretendedRanks(Collectives):
         self.scratch = scratch
         self.reduce = lambda sources, scale, accumulate, out: None
         self._connection = None
-        self._backends = {"meta": backend}
+        # Tensors that pretend to be on the host are those of a traced model.
+        self._backends = {"meta": backend, "cpu": IN_PLACE}
 
     def along(self, ranks: Sequence[int], axes: Sequence[str]) -> PretendedRanks:
         """As many others, with the same buffers: what connects the axes of a mesh."""

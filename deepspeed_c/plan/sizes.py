@@ -11,8 +11,10 @@ from typing import NamedTuple
 import torch
 
 from deepspeed_c.errors import ModelError, OptimizerError
+from deepspeed_c.inject.cut import Cut, keep_part
 from deepspeed_c.ops import q8
 from deepspeed_c.ops.scope import declaration
+from deepspeed_c.zero.layout.cuts import cut_of
 from deepspeed_c.zero.layout.leaf import is_leaf
 from deepspeed_c.zero.states.entries import must_see_pieces
 from deepspeed_c.zero.weights.param import shape_of, state_of
@@ -43,10 +45,16 @@ class ParamSize(NamedTuple):
     comm_dtype: torch.dtype | None = (
         None  # what its gradient travels in, where that does not follow from the configuration
     )
+    cut: Cut | None = None  # where tensor-parallel ranks hold parts of it: ``numel`` is that of the rank's
 
     @property
     def module(self) -> str:
         return self.name.rpartition(".")[0]
+
+    @property
+    def logical_numel(self) -> int:
+        """Elements of all tensor-parallel ranks together."""
+        return self.numel if self.cut is None else self.cut.logical_shape.numel()
 
 
 class ModelSizes(NamedTuple):
@@ -56,6 +64,7 @@ class ModelSizes(NamedTuple):
     buffer_bytes: int = 0
     is_sharded: bool = False  # built under ``zero.Init``
     leaves: frozenset[str] = frozenset()  # modules that stage 3 gathers as one piece
+    n_tensor: int = 1  # tensor-parallel ranks, of which this is the first
 
     @property
     def numel(self) -> int:
@@ -137,7 +146,7 @@ def sizes_of(
     """
     group_of = {id(p): i for i, group in enumerate(groups) for p in group}
     params = tuple(
-        ParamSize(name, shape_of(p).numel(), p.dtype, group_of.get(id(p)), comm_dtype_of(name, p))
+        ParamSize(name, shape_of(p).numel(), p.dtype, group_of.get(id(p)), comm_dtype_of(name, p), cut_of(p))
         for name, p in model.named_parameters()
     )
     is_sharded = any(state_of(p) is not None for p in model.parameters())
@@ -160,13 +169,15 @@ def model_of(
             if part not in module._modules:
                 module.add_module(part, make_module())
             module = module._modules[part]
-        data = torch.empty(size.numel, dtype=size.dtype, device="meta")
+        shape = size.numel if size.cut is None else size.cut.logical_shape
+        data = torch.empty(shape, dtype=size.dtype, device="meta")
         param = torch.nn.Parameter(data, requires_grad=size.group is not None)
+        if size.cut is not None:
+            keep_part(param, size.cut)
         module.register_parameter(last, param)
         if size.group is not None:
             groups[size.group].append(param)
     return root, groups
-
 
 
 def group_sizes(base: torch.optim.Optimizer, *, is_sharded: bool, allow_untested: bool = False) -> OptimizerSizes:

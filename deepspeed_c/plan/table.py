@@ -9,15 +9,20 @@ from typing import Any, NamedTuple
 
 import torch
 
+from deepspeed_c.buffers import BufferPool
 from deepspeed_c.config import load_config, tensor_parallel_size
 from deepspeed_c.engine.build import build_optimizer
 from deepspeed_c.engine.precision import Precision
-from deepspeed_c.errors import DeepSpeedCError, FeatureError
+from deepspeed_c.errors import ConfigError, DeepSpeedCError, ModelError
+from deepspeed_c.inject import cut_model
 from deepspeed_c.offload.place import place
 from deepspeed_c.ops.scope import declaration
-from deepspeed_c.plan.memory import KINDS, PHASES, MemoryPlan, Offload, plan_memory
+from deepspeed_c.plan.activations import ForwardShape, trace_activations
+from deepspeed_c.plan.memory import KINDS, PHASES, Activations, MemoryPlan, Offload, plan_memory
+from deepspeed_c.plan.pretended import IN_PLACE, PretendedRanks
 from deepspeed_c.plan.sizes import ModelSizes, group_sizes, model_of, sizes_of
 from deepspeed_c.plan.tiers import NVME_PATH, Budgets, Placed, Rates, offload_section, place_states, suggest_ratio
+from deepspeed_c.plan.timeline import Option, options_of
 from deepspeed_c.zero.layout.layout import mark_leaves
 from deepspeed_c.zero.layout.stages import STAGES
 
@@ -56,12 +61,16 @@ class Table(NamedTuple):
     precision: str
     optimizer: str  # "" for an engine that only evaluates
     device_type: str
-    activation_bytes: int
+    activations: Activations
     notes: list[str]
     budgets: Budgets | None = None
     placed: Sequence[Placed] = ()  # a stage each, where budgets were given
     nvme_path: str | None = None
     rates: Rates = Rates()
+    n_tensor: int = 1
+    batch: ForwardShape | None = None
+    options: Sequence[Option] = ()  # ways to keep activations, where the batch is known
+    asked: int = 0  # index of the one that the configuration asks for
 
 
 def plan_table(
@@ -74,32 +83,28 @@ def plan_table(
     model_parameters: Any = None,
     is_sharded: bool = False,
     device_type: str = "cpu",
-    activation_bytes: int = 0,
+    activations: Activations = Activations(),  # noqa: B008  (immutable)
     budgets: Budgets | None = None,
-    rates: Rates = Rates(),  # noqa: B008  (immutable)
+    rates: Rates = Rates(),  # noqa: B008
+    n_tensor: int | None = None,
+    batch: ForwardShape | None = None,
 ) -> Table:
     """Plans ``sizes``, or ``model`` (on the meta device) with what else was given to ``initialize``, for every stage
     under the configuration ``source``.
 
     With ``budgets`` it is also decided for each stage which states live where, and at ``rates`` what part of the
-    update the host should take. Raises what is wrong with the configuration (ConfigError) and with the optimizer
-    (OptimizerError, ModelError).
+    update the host should take. ``n_tensor`` of the ranks hold ``model`` together (default: as the configuration says).
+    With ``batch``, ``model``'s own forward says what its activations take, in place of ``activations``. Raises what is
+    wrong with the configuration (ConfigError) and with model and optimizer (OptimizerError, ModelError).
     """
     notes: list[str] = []
     overrides: dict[str, Any] = {}
+    n_tensor, n_ranks = _tensor_ranks(source, n_tensor, n_ranks, overrides, has_model=model is not None)
     config = load_config(source, world_size=n_ranks, overrides=overrides, batch="skip")
     if sizes is not None and config.optimizer is None:
         overrides["optimizer"] = ASSUMED_OPTIMIZER
         notes.append(f"the configuration names no optimizer: {ASSUMED_OPTIMIZER['type']} is assumed")
         config = load_config(source, world_size=n_ranks, overrides=overrides, batch="skip")
-    n_tensor, key = tensor_parallel_size(source)
-    if n_tensor > 1:
-        raise FeatureError(
-            f"models that are cut over {n_tensor} tensor-parallel ranks are not planned",
-            where=key,
-            fix="set it to 0, and plan the parameters that one rank holds (--params, --ranks: the data-parallel ones)",
-        )
-
     asked = Offload.of(config)
     chosen = (config.zero.stage, asked)
     nvme_path = config.zero.offload_optimizer.nvme_path or config.zero.offload_param.nvme_path
@@ -109,14 +114,26 @@ def plan_table(
     is_given_sizes = model is None
     if is_given_sizes:
         model, _ = model_of(sizes)
+    ranks = PretendedRanks(n_tensor, BufferPool(), IN_PLACE)
+    if n_tensor > 1:
+        notes.append(cut_model(model, config.tensor_parallel, ranks).summary)
     base = build_optimizer(config, model, optimizer, model_parameters)
     if not is_given_sizes:
         mark_leaves(model, config)
-        sizes = _sizes_of(model, base, Precision(config, model), is_sharded)
+        precision = Precision(config, model)
+        sizes = _sizes_of(model, base, precision, is_sharded)._replace(n_tensor=n_tensor)
+    options: list[Option] = []
+    asked_option = 0
+    if batch is not None:
+        section = config.activation_checkpointing
+        traced = trace_activations(model, batch, precision, section.layers, device_type, ranks)
+        options, asked_option = options_of(traced, section, n_tensor=n_tensor, is_host=device_type == "cpu")
+        notes += [traced.note] if traced.note else []
+        activations = _activations_of(options[asked_option])
 
     @cache
     def row_of(stage: int, offload: Offload) -> Row:
-        return _row(stage, offload, source, overrides, sizes, n_ranks, base, device_type, activation_bytes)
+        return _row(stage, offload, source, overrides, sizes, n_ranks, base, device_type, activations)
 
     def plan_of(stage: int, offload: Offload) -> MemoryPlan | str:
         row = row_of(stage, offload)
@@ -149,12 +166,48 @@ def plan_table(
         next((name for name in ("fp16", "bf16") if getattr(config, name).enabled), "fp32"),
         "" if base is None else type(base).__name__,
         device_type,
-        activation_bytes,
+        activations,
         notes,
         budgets,
         placed,
         nvme_path,
         rates,
+        n_tensor,
+        batch,
+        options,
+        asked_option,
+    )
+
+
+def _tensor_ranks(
+    source: Any, wanted: int | None, n_ranks: int, overrides: dict[str, Any], *, has_model: bool
+) -> tuple[int, int]:
+    """(tensor-parallel ranks, data-parallel ranks) of ``n_ranks``, which ``overrides`` then say as well."""
+    found, key = tensor_parallel_size(source)
+    n_tensor = found if wanted is None else wanted
+    where = key if wanted is None else "--tp"
+    if n_tensor < 1 or n_ranks % n_tensor:
+        raise ConfigError(
+            f"{n_ranks} ranks cannot be cut into groups of {n_tensor}",
+            where=where,
+            fix="give a number of ranks (--ranks) that is a multiple of it",
+        )
+    if n_tensor == 1 == found:
+        return 1, n_ranks
+    if n_tensor > 1 and not has_model:
+        raise ModelError(
+            f"sizes alone do not say what of a model is cut over {n_tensor} tensor-parallel ranks",
+            where=where,
+            fix="give a script in place of --params",
+        )
+    overrides["tensor_parallel.autotp_size"] = n_tensor
+    overrides["tensor_parallel.tp.tp_size"] = n_tensor
+    return n_tensor, n_ranks // n_tensor
+
+
+def _activations_of(option: Option) -> Activations:
+    return Activations(
+        option.peak(is_backward=False), option.peak(is_backward=True), option.host_peak, option.nvme_peak
     )
 
 
@@ -183,7 +236,7 @@ def _row(
     n_ranks: int,
     base: torch.optim.Optimizer | None,
     device_type: str,
-    activation_bytes: int,
+    activations: Activations,
 ) -> Row:
     choice = {
         "zero_optimization.stage": stage,
@@ -207,12 +260,11 @@ def _row(
             n_ranks,
             optimizer,
             device_type=device_type,
-            activation_bytes=activation_bytes,
+            activations=activations,
         )
     except DeepSpeedCError as error:
         return Row(stage, offload, None, f"{error.where}: {error.what}" if error.where else error.what)
     return Row(stage, offload, plan)
-
 
 
 def _count(n: int) -> str:
@@ -229,14 +281,15 @@ def as_text(table: Table) -> str:
     trained = f"{_count(sizes.n_trained)} trained, {_count(frozen)} frozen" if frozen else "all trained"
     peaks = [row.plan.peak.nbytes for row in table.rows if row.plan is not None]
     unit, scale = ("GiB", 2**30) if max(peaks, default=0) >= 2**30 else ("MiB", 2**20)
+    tensor = f" x {table.n_tensor} that hold the model together" if table.n_tensor > 1 else ""
     what = (
-        f"{_count(sizes.numel)} parameters in {len(sizes.params)} tensors ({trained}), {table.n_ranks} ranks, {table.precision},"
+        f"{_count(sizes.numel)} parameters in {len(sizes.params)} tensors ({trained}), {table.n_ranks} ranks{tensor}, {table.precision},"
         f" {table.optimizer or 'evaluation only'}, device {table.device_type}"
     )
-    if table.activation_bytes:
-        activations = f"{table.activation_bytes / scale:.2f} of activations are in forward and backward"
+    if table.activations.backward:
+        activations = f"{table.activations.backward / scale:.2f} of activations are in forward and backward"
     else:
-        activations = "activations are not known here and not in it (--activations)"
+        activations = "activations are not known here and not in it (--batch and --seq, or --activations)"
     lines = [
         what,
         f"{unit} per rank at the peak of each phase; {activations}",
@@ -259,6 +312,7 @@ def as_text(table: Table) -> str:
     lines += [
         "",
         *_peak_lines(table, unit, scale),
+        *_option_lines(table, unit, scale),
         *_placed_lines(table, unit, scale),
         *(f"note: {note}" for note in table.notes),
     ]
@@ -286,6 +340,31 @@ def _peak_lines(table: Table, unit: str, scale: int) -> list[str]:
         f"largest {piece}: {plan.largest_unit}, {plan.largest_unit_bytes / scale:.2f} {unit}; {plan.n_buckets} buckets of gradients"
         + (f"; at most {_count(plan.window_elems)} elements are gathered at once" if plan.window_elems else "")
     )
+    return lines
+
+
+def _option_lines(table: Table, unit: str, scale: int) -> list[str]:
+    """Ways to keep activations, the one that is asked for marked."""
+    if table.batch is None:
+        return []
+    batch = table.batch
+    of_what = f"of {batch.n_tokens} tokens" if batch.sample is None else f"of {'x'.join(map(str, batch.sample))}"
+    wire = "    sent along tp" if table.n_tensor > 1 else ""
+    lines = [
+        "",
+        f"activations of {batch.n_samples} samples {of_what}, {unit} of a rank:",
+        f"    {'activation_checkpointing':26}{'forward':>12}{'backward':>12}{'on the host':>12}{'on NVMe':>12}{'run again':>12}{wire}",
+    ]
+    for i, option in enumerate(table.options):
+        head = f"{'  * ' if i == table.asked else '    '}{option.name:26}"
+        if not option.moments:
+            lines.append(f"{head}  refused: {option.refusal}")
+            continue
+        peaks = (option.peak(is_backward=False), option.peak(is_backward=True), option.host_peak, option.nvme_peak)
+        cells = "".join(f"{nbytes / scale:12.2f}" for nbytes in peaks)
+        sent = f"{option.wire_bytes / scale:17.2f}" if wire else ""
+        why = f"  ({option.refusal})" if option.refusal else ""
+        lines.append(f"{head}{cells}{option.run_again:12.0%}{sent}{why}")
     return lines
 
 
@@ -330,12 +409,29 @@ def as_json(table: Table) -> dict[str, Any]:
         "precision": table.precision,
         "optimizer": table.optimizer,
         "device": table.device_type,
-        "activation_bytes": table.activation_bytes,
+        "tensor_parallel_ranks": table.n_tensor,
+        "activation_bytes": max(table.activations.forward, table.activations.backward),
+        "activations": [_option_json(option, i == table.asked) for i, option in enumerate(table.options)],
         "notes": table.notes,
         "rows": [_row_json(row, i == table.chosen) for i, row in enumerate(table.rows)],
         "budgets": None if table.budgets is None else table.budgets._asdict(),
         "rates": table.rates._asdict(),
         "placements": [_placed_json(placed, table.nvme_path) for placed in table.placed],
+    }
+
+
+def _option_json(option: Option, is_asked: bool) -> dict[str, Any]:
+    return {
+        "option": option.name,
+        "is_chosen": is_asked,
+        "refused": option.refusal,
+        "forward_bytes": option.peak(is_backward=False),
+        "backward_bytes": option.peak(is_backward=True),
+        "host_bytes": option.host_peak,
+        "nvme_bytes": option.nvme_peak,
+        "run_again": option.run_again,
+        "wire_bytes": option.wire_bytes,
+        "moments": [moment._asdict() for moment in option.moments],
     }
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import math
+import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,6 +24,7 @@ from deepspeed_c.cgroups import memory_left
 from deepspeed_c.checkpointing.budget import (
     KEEP,
     RECOMPUTE,
+    Tier,
     Treatment,
     find_plan,
     read_budget,
@@ -28,8 +32,9 @@ from deepspeed_c.checkpointing.budget import (
     smallest_budget,
 )
 from deepspeed_c.checkpointing.operators import MeasuredLayer, MeasuredOperator
+from deepspeed_c.checkpointing.recomputer import Recomputer
 from deepspeed_c.config.checkpoint import ActivationCheckpointing
-from deepspeed_c.errors import ConfigError, RankMismatchError
+from deepspeed_c.errors import ConfigError, OffloadError, RankMismatchError
 
 WIDTH, HEADS, LAYERS, ROWS, TOKENS = 32, 4, 8, 2, 128
 
@@ -212,11 +217,119 @@ def test_operators_are_kept_by_what_they_save() -> None:
     assert find_plan(layers, 150).treatments[0] == Treatment(RECOMPUTE, (1, 2))
     assert find_plan(layers, 150, may_mix=False).treatments[0] == Treatment(RECOMPUTE)
     assert find_plan(layers, 200).treatments == (Treatment(KEEP), Treatment(KEEP))
-    # Inputs may wait elsewhere, where the caller has such a place: 10 bytes there and back in 20 ns.
-    away = find_plan(layers, 120, tiers={"host": 1e9})
-    assert away.treatments[0] == Treatment("host", (2,)) and away.added_ns == 420
     lines = plan.table(layers).splitlines()
     assert lines[1] == "  a (1): recomputed but for all_reduce" and lines[2] == "  b (1): kept", lines
+
+
+def tiers_by_hand(layers: list[MeasuredLayer], budget: int, tier: Tier) -> int | None:
+    """The least time that any plan adds within a budget; None where there is none."""
+    best = None
+    for chosen in itertools.product((KEEP, RECOMPUTE, "nvme"), repeat=len(layers)):
+        held = peak = added = 0
+        for one, choice in zip(layers, chosen):
+            away = one.movable_bytes if choice == "nvme" else 0
+            held += one.saved_bytes if choice == KEEP else one.input_bytes - away
+            peak = max(peak, held + (0 if choice == KEEP else one.saved_bytes + away))
+            if choice == KEEP:
+                continue
+            added += one.ns
+            if choice == "nvme":
+                way = 1e9 * away / tier.bytes_per_s
+                added += int(1e9 * away / tier.thread_bytes_per_s + 2 * max(way - one.ns, 0) + way / 50)
+        # One layer's inputs are written, one's are read, wherever any are.
+        peak += 2 * max(one.movable_bytes for one in layers) * ("nvme" in chosen)
+        if peak <= budget and (best is None or added < best):
+            best = added
+    return best
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_inputs_wait_elsewhere_where_that_costs_least(seed: int) -> None:
+    draw = random.Random(seed)
+    layers = []
+    for i in range(draw.choice([1, 2, 5, 6])):
+        n_input = draw.randrange(0, 50)
+        movable = draw.randrange(0, n_input + 1)
+        layers.append(MeasuredLayer(f"{i}", 10, n_input, draw.randrange(10, 200), draw.randrange(1, 900), (), movable))
+    tier = Tier(draw.choice([1e7, 1e8, 1e12]), draw.choice([1e8, math.inf]))
+    smallest = smallest_budget(layers, {"nvme": tier})
+    assert tiers_by_hand(layers, smallest - 1, tier) is None
+    for budget in (smallest, smallest + 17, smallest + 60, smallest + 300, 1 << 40):
+        plan = find_plan(layers, budget, tiers={"nvme": tier})
+        assert plan.added_ns == tiers_by_hand(layers, budget, tier), (budget, plan)
+        assert plan.peak_bytes <= budget
+        assert plan.smallest_bytes == smallest
+    with pytest.raises(ConfigError, match=str(smallest)):
+        find_plan(layers, smallest - 1, tiers={"nvme": tier})
+
+
+FAST, SLOW = Tier(1e15), Tier(1.0, 1.0)
+
+
+def with_files_body(rank: int, world: int, folder: str, stage: int) -> dict[str, Any]:
+    """Below what recomputing takes with its inputs in memory, and above it with a disk that is slow."""
+    shapes = [(ROWS, TOKENS)] * 3
+    section = {"layers": "auto", "offload": {"device": "nvme", "nvme_path": folder}}
+    found = {"kept": train({}, shapes, stage, rank)}
+    unlimited = train({"layers": "auto", "budget": "1GiB"}, shapes, stage, rank)[2][-1]
+    n_input = 4 * ROWS * TOKENS * WIDTH
+    budget = unlimited.smallest_bytes - 4 * n_input
+    with mock.patch.object(Recomputer, "_probe", lambda self, n_bytes: FAST if rank == 0 else Tier(1e14)):
+        pinned = str(Path(folder, "plan.json"))
+        found["little"] = train({**section, "budget": budget, "budget_plan": pinned}, shapes, stage, rank)
+        found["again"] = train({**section, "budget": budget, "budget_plan": pinned}, shapes, stage, rank)
+    with mock.patch.object(Recomputer, "_probe", lambda self, n_bytes: SLOW if rank else FAST):
+        found["slow"] = train({**section, "budget": unlimited.smallest_bytes}, shapes, stage, rank)
+    found["measured"] = train({**section, "budget": budget}, shapes, stage, rank)
+    with pytest.raises(ConfigError, match=r"wait on 'nvme' there, which the section does not offer"):
+        train({"layers": "auto", "budget": budget, "budget_plan": pinned}, shapes, stage, rank)
+    return found | {"budget": budget, "all": unlimited}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_file_makes_room_for_what_has_none(run_ranks: Callable, tmp_path: Path, stage: int) -> None:
+    ranks = run_ranks(2, with_files_body, str(tmp_path), stage)
+    for found in ranks:
+        kept = found["kept"]
+        for name in ("little", "again", "slow", "measured"):
+            losses, _, _, weights = found[name]
+            assert losses == kept[0], name
+            assert torch.equal(weights, kept[3]), name
+        assert found["little"][2] == ranks[0]["little"][2], "the same plan on all ranks"
+        assert found["measured"][2] == ranks[0]["measured"][2]
+        plan = found["little"][2][-1]
+        assert plan == found["again"][2][0], "pinned"
+        assert {t.choice for t in plan.treatments} >= {"nvme"}
+        assert plan.peak_bytes <= plan.budget_bytes == found["budget"]
+        assert "nvme" in {t.choice for t in found["measured"][2][-1].treatments}
+        assert {t.choice for t in found["slow"][2][-1].treatments} <= {KEEP, RECOMPUTE}
+        # In the first step all inputs go out; later ones keep what fits.
+        besides = kept[1][-1] - found["all"].peak_bytes
+        assert found["little"][1][-1] - besides <= 1.05 * found["budget"], (
+            found["little"][1],
+            besides,
+            found["budget"],
+        )
+
+
+def test_a_disk_that_fails_is_an_error_on_all_ranks(run_ranks: Callable, tmp_path: Path) -> None:
+    assert run_ranks(2, failing_body, str(tmp_path)) == ["refused"] * 2
+
+
+def failing_body(rank: int, world: int, folder: str) -> str:
+    section = {"layers": "auto", "budget": "1GiB", "offload": {"device": "nvme", "nvme_path": folder}}
+
+    def probe(self: Recomputer, n_bytes: int) -> Tier:
+        if rank:
+            raise OffloadError("the disk is gone", where="here", fix="buy one")
+        return FAST
+
+    with (
+        mock.patch.object(Recomputer, "_probe", probe),
+        pytest.raises(OffloadError, match="the disk is gone" if rank else "rank 1"),
+    ):
+        train(section, [(ROWS, TOKENS)], rank=rank)
+    return "refused"
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 from deepspeed_c.checkpointing import stash as module
 from deepspeed_c.checkpointing.counters import Counters, LayerCalls
 from deepspeed_c.checkpointing.packers import StashPacker
-from deepspeed_c.checkpointing.recomputer import Recomputer, bytes_of, check_section
+from deepspeed_c.checkpointing.recomputer import Recomputer, _Keeping, bytes_of, check_section
 from deepspeed_c.checkpointing.stash import Stash, StashFile, _Space
 from deepspeed_c.config.checkpoint import ActivationCheckpointing, ActivationOffload
 from deepspeed_c.config.offload import Aio
@@ -296,6 +296,17 @@ def test_short_late_and_slow_transfers_change_nothing(tmp_path: Path, broken: An
     assert 1 < mine.stash._n_ahead <= module.MAX_AHEAD  # backward had to wait
 
 
+def test_what_a_budget_asks_a_disk(tmp_path: Path, broken: Any) -> None:
+    mine = on_disk(tmp_path)
+    way_ns, thread_ns = mine.stash.probe(3 * INPUT_BYTES, torch.device("cpu"))
+    assert way_ns > 0 and thread_ns > 0 and is_empty(mine)
+    for plan in ({"bad_begin": 0, "bad_end": 1 << 40}, {"full_at": PAGES}):
+        broken.set(seed=11, **plan)
+        with pytest.raises(OffloadError, match=f"{3 * INPUT_BYTES} bytes could not be written and read"):
+            mine.stash.probe(3 * INPUT_BYTES, torch.device("cpu"))
+        mends(mine, broken)
+
+
 def with_room(monkeypatch: pytest.MonkeyPatch, n_bytes: int) -> None:
     monkeypatch.setattr(os, "fstatvfs", lambda descriptor: SimpleNamespace(f_bavail=n_bytes, f_frsize=1))
 
@@ -351,7 +362,7 @@ def test_copies_of_an_accelerator(tmp_path: Path, has_file: bool, max_in_cpu: in
 
     file = StashFile(str(tmp_path), SwapSettings(checksum=True)) if has_file else None
     mine.stash = Stash(mine._calls, file, max_in_cpu, copies_of=copies_of)
-    mine._packers = (StashPacker(mine.stash),)
+    mine._keeping = _Keeping([StashPacker(mine.stash)])
     for step in range(3):
         assert same(train(through(mine), seed=step), train(plain, seed=step)), step
         assert is_empty(mine)

@@ -7,6 +7,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -120,12 +121,61 @@ def test_the_example_in_a_process_of_its_own():
         (["--ranks", "2", "--config", "{ds}", "--params", "1e6", "--rates", "1,nan,1"], "'1,nan,1' is not understood"),
         (["--ranks", "2", "--config", "nothing.json", "--params", "1e6"], "nothing.json"),
         (["--ranks", "2", "nothing.py"], "no such script"),
-        (["--config", "{ds}", "--params", "1e6"], "--ranks"),
+        (["--config", "{ds}", "--params", "1e6", "--batch", "8"], "a script with it"),
+        (["--config", "{ds}", "--seq", "8", "train.py"], "give --batch N"),
+        (["--config", "{ds}", "--svg", "a.svg", "train.py"], "give --batch N"),
+        (["--config", "{ds}", "--batch", "8", "--activations", "1e9", "train.py"], "no --activations"),
+        (["--config", "{ds}", "--batch", "0", "{train}"], "'0' is no number > 0"),
+        (["--config", "{ds}", "--batch", "2", "--sample", "3xx4", "{train}"], "'' is no number > 0"),
+        (
+            ["--config", "{ds}", "--params", "1e6", "--ranks", "6", "--tp", "4"],
+            "6 ranks cannot be cut into groups of 4",
+        ),
+        (["--config", "{ds}", "--params", "1e6", "--ranks", "6", "--tp", "3"], "sizes alone do not say"),
     ],
 )
 def test_wrong_calls(folder, capsys, words, message):
-    assert main(["plan", *(word.format(ds=folder / "ds.json") for word in words)]) == 2
+    assert main(["plan", *(word.format(ds=folder / "ds.json", train=folder / "train.py") for word in words)]) == 2
     assert message in capsys.readouterr().err
+
+
+STACK = """
+import torch, deepspeed_c
+class Block(torch.nn.Linear):
+    def forward(self, x):
+        return x + super().forward(x).sigmoid()
+class Stack(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Block(32, 32) for _ in range(4))
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+deepspeed_c.initialize(model=Stack(), config={})
+"""
+
+
+def test_activations_of_a_script_and_their_picture(folder, capsys):
+    (folder / "stack.py").write_text(STACK)
+    picture = folder / "steps.svg"
+    words = ["plan", "--config", str(folder / "ds.json"), "--batch", "16", "--sample", "32", "--svg", str(picture)]
+    assert main([*words, str(folder / "stack.py")]) == 0
+    out = capsys.readouterr().out
+    assert "activations of 16 samples of 32" in out and "  * none" in out and "nvme" in out
+    assert main([*words, "--json", str(folder / "stack.py")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    of = {option["option"]: option for option in found["activations"]}
+    # A layer's input and the sigmoid's output, in 16 bits.
+    assert of["none"]["backward_bytes"] == found["activation_bytes"] == 4 * 2 * 16 * 32 * 2
+    assert of["recomputed"]["backward_bytes"] == 4 * 16 * 32 * 2 + 16 * 32 * 2
+    chosen = next(row for row in found["rows"] if row["is_chosen"])
+    assert chosen["phases"]["backward"]["kinds"]["activations"] == of["none"]["backward_bytes"]
+    root = ElementTree.parse(picture).getroot()
+    lines = root.findall("{http://www.w3.org/2000/svg}polyline")
+    assert len(lines) == len([option for option in of.values() if not option["refused"]])
+    assert main([*words[:-1], str(folder / "no" / "a.svg"), str(folder / "stack.py")]) == 2
+    assert "--svg" in capsys.readouterr().err
 
 
 def test_help(capsys):

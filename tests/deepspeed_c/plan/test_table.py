@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deepspeed_c.errors import ConfigError, ModelError
-from deepspeed_c.plan.memory import KINDS, Offload
+from deepspeed_c.plan.memory import KINDS, Activations, Offload
 from deepspeed_c.plan.sizes import stack_of
 from deepspeed_c.plan.table import as_json, as_text, plan_table
 
@@ -206,7 +206,7 @@ def test_zero_init_takes_the_whole_model_out_of_the_start():
 
 
 def test_activations_are_added_where_they_live():
-    plain, more = (plan_table(config(3), N, sizes=stack_of(P, 16), activation_bytes=n) for n in (0, 1 << 30))
+    plain, more = (plan_table(config(3), N, sizes=stack_of(P, 16), activations=Activations(n, n)) for n in (0, 1 << 30))
     a, b = plans(plain)[3, "none"].phases, plans(more)[3, "none"].phases
     grown = {name: b[name].nbytes - a[name].nbytes for name in a}
     assert grown == {"initialize": 0, "forward": 1 << 30, "backward": 1 << 30, "step": 0}

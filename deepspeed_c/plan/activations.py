@@ -1,0 +1,394 @@
+"""What a forward keeps for its backward, layer by layer, from tensors without data: the model itself runs on them.
+
+The model's own operators run on fake tensors (``torch._subclasses``), which know shapes, dtypes and storages; autograd
+saves of them what it would save in a run. A storage counts once, however many tensors lie in it; those of parameters
+and buffers do not count.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from deepspeed_c.checkpointing.blocks import find_blocks
+from deepspeed_c.checkpointing.nests import Arguments
+from deepspeed_c.checkpointing.operators import MeasuredLayer, Measurement, Meter
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.engine.precision import Precision
+from deepspeed_c.errors import ConfigError, DeepSpeedCError, ModelError
+from deepspeed_c.inject.loss import CutLogits
+
+__all__ = ["ForwardShape", "Segment", "Traced", "trace_activations"]
+
+# Operators compute so much in the time of a byte: of an accelerator, and of a processor. Only what an operator takes
+# beside others decides a plan.
+_FLOPS_PER_BYTE = {"cuda": 200.0, "cpu": 10.0}
+_BYTES_PER_NS = {"cuda": 2000.0, "cpu": 10.0}
+# What a model's own code raises on inputs that it does not take, or where it asks for values.
+_MODELS_OWN = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError)
+_ADVICE = (
+    "name what the model is given (--batch, --seq, --sample), leave out what reads values of tensors in forward, or"
+    " measure a run and pass --activations"
+)
+
+
+class ForwardShape(NamedTuple):
+    """What one forward of a rank is given."""
+
+    n_samples: int
+    n_tokens: int | None = None  # of a sample
+    sample: tuple[int, ...] | None = None  # shape of a sample that is no tokens
+
+
+class Segment(NamedTuple):
+    """A stretch of the forward: one call of a layer, or what runs between two of them. Bytes by storage."""
+
+    label: str
+    measured: MeasuredLayer | None  # None: it is no layer
+    given: Mapping[int, int]  # of a layer: its inputs
+    movable: frozenset[int]  # those of them that may wait elsewhere: of floating point
+    saved: Mapping[int, int]  # for the backward, if nothing is recomputed
+    wire_bytes: int = 0  # that a rank sends to those along tp when a layer is run again
+
+
+class Traced(NamedTuple):
+    """A forward, in order, and what tensor-parallel ranks send in it and its backward."""
+
+    segments: tuple[Segment, ...]
+    wire_bytes: int = 0  # that a rank sends, if nothing is recomputed
+    note: str = ""
+
+    @property
+    def layers(self) -> list[MeasuredLayer]:
+        return [segment.measured for segment in self.segments if segment.measured is not None]
+
+    @property
+    def saved_bytes(self) -> int:
+        """All that the backward asks for, if nothing is recomputed."""
+        found: dict[int, int] = {}
+        for segment in self.segments:
+            found.update(segment.saved)
+        return sum(found.values())
+
+
+def trace_activations(
+    model: torch.nn.Module,
+    batch: ForwardShape,
+    precision: Precision,
+    layers: str | None,
+    device_type: str,
+    ranks: Collectives | None = None,
+) -> Traced:
+    """Runs a forward of ``model`` (whose tensors may be on the meta device, and stay as they are), and a backward.
+
+    layers: which modules may be recomputed, as in the configuration; None: the repeated blocks, if there are any.
+    ranks: pretended ones that the model is cut over, and whose ledger has what they send afterwards.
+    Raises ModelError where the model asks for values, or for other inputs than ``batch``.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode  # a compiler's tool: only who asks for this loads it
+
+    names, note = _layers_of(model, layers)
+    problem: Exception | None = None
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        twin = _faked(model, precision.dtype, fake, ranks)
+        ways = list(_inputs_for(twin, batch, precision.dtype or torch.float32))
+        while True:
+            trace = _Trace(twin, names, device_type, ranks)
+            if ranks is not None:
+                ranks.ledger.reset_totals()
+            try:
+                trace.run(ways.pop(0), precision)
+            except DeepSpeedCError:
+                raise
+            except _MODELS_OWN as error:
+                problem = problem or error
+                if not ways:
+                    raise ModelError(
+                        f"its forward fails on tensors without data: {type(problem).__name__}: {str(problem).strip()}",
+                        where=f"deepspeed_c plan: {type(model).__name__}",
+                        fix=_ADVICE,
+                    ) from problem
+            else:
+                return Traced(tuple(trace.segments()), trace.wire_bytes, note)
+
+
+def _layers_of(model: torch.nn.Module, layers: str | None) -> tuple[list[str], str]:
+    try:
+        return find_blocks(model, layers or "auto"), ""
+    except ConfigError:
+        if layers is not None:
+            raise
+        return [], "no repeated blocks were found that could be recomputed (activation_checkpointing.layers)"
+
+
+def _faked(model: torch.nn.Module, dtype: torch.dtype | None, fake: Any, ranks: Any) -> torch.nn.Module:
+    """A copy whose tensors have no data, on what seems to be the host. dtype: of floating-point parameters."""
+    known: dict[int, Any] = {}
+
+    def made_for(tensor: torch.Tensor, as_dtype: torch.dtype) -> torch.Tensor:
+        if id(tensor) not in known:
+            made = torch.empty(tensor.shape, dtype=as_dtype, device="cpu")
+            if isinstance(tensor, torch.nn.Parameter):
+                made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+            known[id(tensor)] = made
+        return known[id(tensor)]
+
+    with _without(fake):
+        twin = copy.deepcopy(model, {id(ranks): ranks})
+    for module in twin.modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                is_cast = dtype is not None and param.is_floating_point()
+                module._parameters[name] = made_for(param, dtype if is_cast else param.dtype)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = made_for(buffer, buffer.dtype)
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                vars(module)[name] = made_for(value, value.dtype)
+    return twin
+
+
+@contextmanager
+def _without(fake: Any) -> Iterator[None]:
+    """Tensors are what they are, for a while."""
+    fake.__exit__(None, None, None)
+    try:
+        yield
+    finally:
+        fake.__enter__()
+
+
+def _inputs_for(model: torch.nn.Module, batch: ForwardShape, dtype: torch.dtype) -> Iterator[dict[str, Any] | tuple]:
+    """Ways to call the model, the likeliest first. Raises ModelError where ``batch`` does not say enough."""
+    names = inspect.signature(model.forward).parameters
+    if batch.sample is not None:
+        yield (torch.empty(batch.n_samples, *batch.sample, dtype=dtype, device="cpu"),)
+        return
+    if batch.n_tokens is None:
+        raise ModelError(
+            "neither the tokens nor the shape of a sample are known",
+            where="deepspeed_c plan",
+            fix="give --seq N beside --batch, or --sample 3x224x224",
+        )
+    tokens = torch.zeros(batch.n_samples, batch.n_tokens, dtype=torch.int64, device="cpu")
+    if "input_ids" not in names:
+        wanted = [
+            each
+            for each in names.values()
+            if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+        ]
+        yield tuple(tokens for _ in wanted) or (tokens,)
+        return
+    if "labels" in names:
+        yield {"input_ids": tokens, "labels": tokens}
+        yield {"input_ids": tokens, "labels": tokens[:, 0]}
+    yield {"input_ids": tokens}
+    if "decoder_input_ids" in names:
+        yield {"input_ids": tokens, "decoder_input_ids": tokens}
+
+
+class _Trace:
+    """One forward and backward of a model of fake tensors."""
+
+    def __init__(
+        self, model: torch.nn.Module, names: Sequence[str], device_type: str, ranks: Collectives | None
+    ) -> None:
+        self._model, self._names, self._device_type, self._ranks = model, names, device_type, ranks
+        self._weights = {_place(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        self._held: list[torch.Tensor] = []  # so that no storage has the place of another
+        self._open: dict[str, Any] = {"label": "before the layers", "saved": {}}
+        self._found: list[dict[str, Any]] = [self._open]
+        self._counted: set[int] = set()
+        self._is_within = False
+        self._meter = _Arithmetic(device_type)
+
+    def segments(self) -> Iterator[Segment]:
+        for each in self._found:
+            given = each.get("given", [])
+            if "measured" not in each and not each["saved"]:
+                continue
+            yield Segment(
+                each["label"],
+                each.get("measured"),
+                {_place(t): t.untyped_storage().nbytes() for t in given},
+                frozenset(_place(t) for t in given if t.is_floating_point()),
+                each["saved"],
+                each.get("wire_bytes", 0),
+            )
+
+    @property
+    def wire_bytes(self) -> int:
+        """Sent until now."""
+        return 0 if self._ranks is None else sum(total.wire_bytes for total in self._ranks.ledger.totals.values())
+
+    def run(self, inputs: Any, precision: Precision) -> None:
+        undo: list[Callable[[], None]] = []
+        with ExitStack() as stack:
+            for name in self._names:
+                undo.append(self._wrap(name, self._model.get_submodule(name)))
+            for each in undo:
+                stack.callback(each)
+            if self._device_type != "cpu":
+                stack.enter_context(_Attention())
+            stack.enter_context(_Values())
+            # Who reads cut logits has them gathered: a class of tensors, which these cannot be of.
+            stack.enter_context(mock.patch.object(CutLogits, "of", lambda logits, sizes, ranks: logits))
+            stack.enter_context(precision.autocast(torch.device("cpu")))
+            stack.enter_context(saved_tensors_hooks(self._save, _same))
+            stack.enter_context(torch.enable_grad())
+            found = self._model(**inputs) if isinstance(inputs, dict) else self._model(*inputs)
+        outputs = [leaf for leaf in tree_leaves(_plain(found)) if torch.is_tensor(leaf) and leaf.requires_grad]
+        if outputs:
+            # What tensor-parallel layers send in the backward is entered in their ledger.
+            torch.autograd.backward(outputs[0].float().sum())
+
+    def _save(self, tensor: torch.Tensor) -> torch.Tensor:
+        place = _place(tensor)
+        if place not in self._weights:
+            self._held.append(tensor.detach())
+            self._open["saved"][place] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    def _wrap(self, name: str, module: torch.nn.Module) -> Callable[[], None]:
+        forward = module.forward
+
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            if self._is_within:
+                return forward(*args, **kwargs)
+            tensors = [t for t in Arguments(args, kwargs).tensors if _place(t) not in self._weights]
+            self._held += tensors
+            measurement = Measurement(name, module, tensors, self._counted, self._meter)
+            self._begin(name, given=tensors)
+            before = self.wire_bytes
+
+            def save(tensor: torch.Tensor) -> torch.Tensor:
+                measurement.note_saved(tensor)
+                self._open["wire_bytes"] = self.wire_bytes - before  # a layer is run again as far as its last tensor
+                return self._save(tensor)
+
+            self._is_within = True
+            try:
+                with measurement, saved_tensors_hooks(save, _same):
+                    outputs = forward(*args, **kwargs)
+            finally:
+                self._is_within = False
+            self._open["measured"] = measurement.done()
+            self._begin(f"after {name}")
+            return outputs
+
+        vars(module)["forward"] = traced
+        return lambda: vars(module).pop("forward", None)
+
+    def _begin(self, label: str, **known: Any) -> None:
+        self._open = {"label": label, "saved": {}, **known}
+        self._found.append(self._open)
+
+
+def _plain(outputs: Any) -> Any:
+    """transformers' outputs as the values that they hold."""
+    return list(outputs.values()) if isinstance(outputs, Mapping) else outputs
+
+
+def _place(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+class _Arithmetic(Meter):
+    """Time by what an operator computes and moves."""
+
+    def __init__(self, device_type: str) -> None:
+        from torch.utils.flop_counter import flop_registry  # imports a part of the compiler
+
+        self._known = flop_registry
+        self._bytes_per_ns = _BYTES_PER_NS.get(device_type, _BYTES_PER_NS["cuda"])
+        self._flops_per_ns = self._bytes_per_ns * _FLOPS_PER_BYTE.get(device_type, _FLOPS_PER_BYTE["cuda"])
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, int, bool]:
+        outputs = func(*args, **kwargs)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, outputs)) if torch.is_tensor(leaf)]
+        is_view = func.is_view or not tensors
+        moved = 0 if is_view else sum(t.numel() * t.dtype.itemsize for t in tensors)
+        ns = max(moved / self._bytes_per_ns, self._flops(func, args, kwargs, outputs) / self._flops_per_ns)
+        draws = torch.Tag.nondeterministic_seeded in func.tags and _dropout_of(func, args, kwargs) > 0
+        return outputs, int(ns), draws
+
+    def _flops(self, func: Any, args: Any, kwargs: Any, outputs: Any) -> float:
+        if "scaled_dot_product" in func._schema.name:
+            query, key = args[0], args[1]
+            return 4.0 * query.numel() * key.shape[-2]
+        known = self._known.get(func.overloadpacket)
+        return 0.0 if known is None else float(known(*args, **kwargs, out_val=outputs))
+
+
+def _dropout_of(func: Any, args: Any, kwargs: Any) -> float:
+    """Of an operator of attention; 1 for others that may draw."""
+    for i, each in enumerate(func._schema.arguments):
+        if each.name == "dropout_p":
+            return args[i] if i < len(args) else kwargs.get("dropout_p", 0.0)
+    return 1.0
+
+
+class _Values(TorchDispatchMode):
+    """Stands in for the values that a forward may read of tensors without any.
+
+    A number that is drawn and read at once is a seed, and decides no shape. Whole numbers that are picked out by what
+    they are, are wrong ones: there are none. Of others all are picked.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._drawn: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and _place(args[0]) in map(_place, self._drawn):
+            return 0
+        if func is torch.ops.aten.index.Tensor and [i.dtype for i in args[1] if i is not None] == [torch.bool]:
+            return self._picked(args[0], *args[1])
+        outputs = func(*args, **(kwargs or {}))
+        if func._schema.name == "aten::randint":
+            self._drawn.append(outputs)
+        return outputs
+
+    @staticmethod
+    def _picked(tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        n = mask.numel() if tensor.is_floating_point() else 0
+        return tensor.new_empty((n, *tensor.shape[mask.dim() :]))
+
+
+class _Attention(TorchFunctionMode):
+    """Attention as an accelerator computes it, dropout and masks included: its output and one number a row are kept."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.nn.functional.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        return _flash(*args, **kwargs)
+
+
+def _flash(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return operator(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]

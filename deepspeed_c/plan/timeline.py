@@ -1,0 +1,266 @@
+"""Bytes of activations over one step, for each way to keep them: from what a forward was found to save."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from deepspeed_c.checkpointing.budget import KEEP, RECOMPUTE, Treatment, find_plan
+from deepspeed_c.checkpointing.recomputer import bytes_of
+from deepspeed_c.config.checkpoint import ActivationCheckpointing
+from deepspeed_c.errors import ConfigError
+from deepspeed_c.plan.activations import Segment, Traced
+from deepspeed_c.quantity import parse_bytes
+
+__all__ = ["Moment", "Option", "options_of"]
+
+# No activations take as much.
+_ALL = 1 << 60
+
+
+class Moment(NamedTuple):
+    """What is held when a stretch of the forward is over, or while the backward of one runs."""
+
+    label: str
+    is_backward: bool
+    nbytes: int  # in the memory that computes
+    host_nbytes: int = 0  # in host memory, where that is another
+    nvme_nbytes: int = 0
+
+
+class Option(NamedTuple):
+    """One way to keep activations, or why it cannot be had."""
+
+    name: str
+    moments: tuple[Moment, ...]
+    run_again: float  # the part of the layers' time that is spent a second time
+    wire_bytes: int = 0  # that a rank sends to those along tp in a forward and its backward
+    refusal: str = ""
+
+    def peak(self, *, is_backward: bool | None = None) -> int:
+        """The most that forward (False), backward (True) or either holds in the memory that computes."""
+        found = (m.nbytes for m in self.moments if is_backward in (None, m.is_backward))
+        return max(found, default=0)
+
+    @property
+    def host_peak(self) -> int:
+        return max((m.host_nbytes for m in self.moments), default=0)
+
+    @property
+    def nvme_peak(self) -> int:
+        return max((m.nvme_nbytes for m in self.moments), default=0)
+
+
+class _Waiting(NamedTuple):
+    """How inputs of recomputed layers wait."""
+
+    place: str = "device"  # or "cpu", "nvme"
+    n_cut: int = 1  # tensor-parallel ranks that they are cut over
+    max_in_cpu: int = 0
+
+
+def options_of(
+    traced: Traced, section: ActivationCheckpointing, *, n_tensor: int = 1, is_host: bool = False
+) -> tuple[list[Option], int]:
+    """(one option for each key of the section, the place of the one that it asks for).
+
+    n_tensor: tensor-parallel ranks. is_host: the processor computes, in host memory. The budget is the section's, or
+    half way between keeping and recomputing everything where it names none.
+    """
+    step = _Step(traced, is_host=is_host)
+    again = [Treatment(RECOMPUTE)] * len(traced.layers)
+    asked = _Waiting(
+        section.offload.device
+        if section.offload.device != "none"
+        else "cpu"
+        if section.cpu_checkpointing
+        else "device",
+        n_tensor if section.partition_activations else 1,
+        bytes_of(section.offload.max_in_cpu),
+    )
+    found = {"none": step.option("none", [Treatment(KEEP)] * len(again), _Waiting(), 0.0)}
+    if again:
+        ways = {
+            "recomputed": _Waiting(),
+            "partitioned": _Waiting(n_cut=n_tensor),
+            "cpu": _Waiting("cpu"),
+            "nvme": _Waiting("nvme", max_in_cpu=asked.max_in_cpu),
+        }
+        for name, way in ways.items():
+            found[name] = step.option(name, again, way, 1.0)
+            found[name] = found[name]._replace(refusal=_refusal(name, n_tensor, is_host=is_host))
+        found["budget"] = _of_budget(step, traced, section, asked)
+    if section.layers is None or not again:
+        chosen = "none"
+    elif section.budget is not None:
+        chosen = "budget"
+    else:
+        chosen = next((name for name, way in ways.items() if way == asked), "as configured")
+        if chosen == "as configured":
+            found[chosen] = step.option(chosen, again, asked, 1.0)
+    return list(found.values()), list(found).index(chosen)
+
+
+def _refusal(name: str, n_tensor: int, *, is_host: bool) -> str:
+    if name == "partitioned" and n_tensor == 1:
+        return "as recomputed: there are no tensor-parallel ranks (--tp)"
+    return "as recomputed: the inputs are in host memory already" if name == "cpu" and is_host else ""
+
+
+def _of_budget(step: _Step, traced: Traced, section: ActivationCheckpointing, way: _Waiting) -> Option:
+    layers = traced.layers
+    keep_bytes = find_plan(layers, _ALL).peak_bytes
+    if isinstance(section.budget, int):
+        budget = section.budget
+    elif section.budget not in (None, "auto"):
+        budget = parse_bytes(section.budget, "activation_checkpointing.budget")
+    else:
+        budget = (keep_bytes + step.smallest(layers)) // 2
+    try:
+        plan = find_plan(layers, budget)
+    except ConfigError as error:
+        return Option("budget", (), 0.0, 0, error.what)
+    return step.option("budget", plan.treatments, way, plan.added_ns / max(plan.all_ns, 1))
+
+
+class _Held:
+    """Storages that are held now, each counted once by however many it is held."""
+
+    def __init__(self) -> None:
+        self._n: Counter[object] = Counter()
+        self.nbytes = 0
+
+    def has(self, key: object) -> bool:
+        return self._n[key] > 0
+
+    def take(self, key: object, nbytes: int) -> None:
+        self._n[key] += 1
+        if self._n[key] == 1:
+            self.nbytes += nbytes
+
+    def free(self, key: object, nbytes: int) -> None:
+        self._n[key] -= 1
+        if self._n[key] == 0:
+            self.nbytes -= nbytes
+
+
+class _Step:
+    """One forward and its backward, stretch by stretch."""
+
+    def __init__(self, traced: Traced, *, is_host: bool) -> None:
+        self._segments, self._is_host, self._wire_bytes = traced.segments, is_host, traced.wire_bytes
+        self._layers = [i for i, segment in enumerate(self._segments) if segment.measured is not None]
+
+    @staticmethod
+    def smallest(layers: Sequence) -> int:
+        """Bytes of layers that are all recomputed."""
+        held = largest = 0
+        for layer in layers:
+            held += layer.input_bytes
+            largest = max(largest, held + layer.saved_bytes)
+        return largest
+
+    def option(self, name: str, treatments: Sequence[Treatment], way: _Waiting, run_again: float) -> Option:
+        """treatments: of the layers, in order."""
+        chosen = {i: each for i, each in zip(self._layers, treatments, strict=True) if each.choice != KEEP}
+        sent = self._wire_bytes + sum(self._segments[i].wire_bytes for i in chosen)
+        if way.n_cut > 1:
+            whole = sum(n for given in self._moved(chosen, way).values() for n in given.values())
+            sent += whole * (way.n_cut - 1) // way.n_cut  # gathered
+        return Option(name, self._moments(chosen, way), run_again, sent)
+
+    def _moments(self, chosen: Mapping[int, Treatment], way: _Waiting) -> tuple[Moment, ...]:
+        """chosen: of the layers that are recomputed, by number of the stretch."""
+        moved = self._moved(chosen, way)
+        places, waiting = self._places(chosen, moved, way)
+        held = _Held()
+        kept: list[list[tuple[object, int]]] = []
+        moments: list[Moment] = []
+        elsewhere = {"cpu": 0, "nvme": 0}
+        # Backward begins at the newest layer, whose inputs stay.
+        last = max(chosen, default=-1)
+        for i, segment in enumerate(self._segments):
+            kept.append(self._kept(i, segment, chosen.get(i), moved, places, way))
+            for key, nbytes in kept[i]:
+                held.take(key, nbytes)
+            if i in waiting and i != last:
+                elsewhere[places[i]] += waiting[i]
+            near = self._near(i, moved, held)
+            moments.append(Moment(segment.label, False, held.nbytes + sum(near.values()), *elsewhere.values()))
+        for i, segment in reversed(list(enumerate(self._segments))):
+            near = self._near(i, moved, held)
+            more = sum(near.values())
+            if i in chosen:
+                new = sum(n for s, n in segment.saved.items() if not held.has(s) and s not in near)
+                at_hand = [segment.measured.operators[n] for n in chosen[i].operators]
+                more += max(new - sum(op.n_bytes for op in at_hand if op.is_saved), 0)
+            moments.append(Moment(segment.label, True, held.nbytes + more, *elsewhere.values()))
+            for key, nbytes in kept[i]:
+                held.free(key, nbytes)
+            if i in waiting and i != last:
+                elsewhere[places[i]] -= waiting[i]
+        return tuple(moments)
+
+    def _moved(self, chosen: Mapping[int, Treatment], way: _Waiting) -> dict[int, dict[int, int]]:
+        """Inputs of recomputed layers that wait in another form: whole bytes by storage, by layer."""
+        found = {}
+        for i, treatment in chosen.items():
+            if self._place_of(treatment, way) != "device" or way.n_cut > 1:
+                given = self._segments[i].given
+                found[i] = {storage: n for storage, n in given.items() if storage in self._segments[i].movable}
+        return found
+
+    def _places(
+        self, chosen: Mapping[int, Treatment], moved: Mapping[int, Mapping[int, int]], way: _Waiting
+    ) -> tuple[dict[int, str], dict[int, int]]:
+        """(where each layer's inputs wait, bytes of those that wait elsewhere). The first ``max_in_cpu`` of them stay
+        in host memory; a tensor that many layers get waits once."""
+        places: dict[int, str] = {}
+        waiting: dict[int, int] = {}
+        seen: set[int] = set()
+        room = way.max_in_cpu
+        for i, treatment in chosen.items():
+            new = {storage: n for storage, n in moved.get(i, {}).items() if storage not in seen}
+            seen.update(new)
+            nbytes = sum(-(-n // way.n_cut) for n in new.values())
+            place = self._place_of(treatment, way)
+            if place == "nvme" and nbytes <= room:
+                room -= nbytes
+                place = "device" if self._is_host else "cpu"
+            places[i] = place
+            if place != "device":
+                waiting[i] = nbytes
+        return places, waiting
+
+    def _place_of(self, treatment: Treatment, way: _Waiting) -> str:
+        place = treatment.choice if treatment.choice in ("cpu", "nvme") else way.place
+        return "device" if place == "cpu" and self._is_host else place
+
+    def _kept(
+        self,
+        i: int,
+        segment: Segment,
+        treatment: Treatment | None,
+        moved: Mapping[int, Mapping[int, int]],
+        places: Mapping[int, str],
+        way: _Waiting,
+    ) -> list[tuple[object, int]]:
+        """What a stretch holds in the memory that computes until its backward is over."""
+        if treatment is None:
+            return list(segment.saved.items())
+        found: list[tuple[object, int]] = []
+        for storage, nbytes in segment.given.items():
+            if storage not in moved.get(i, {}):
+                found.append((storage, nbytes))
+            elif places[i] == "device":
+                is_cut = way.n_cut > 1
+                found.append(((storage, "part") if is_cut else storage, -(-nbytes // way.n_cut)))
+        return found + [((i, n), segment.measured.operators[n].n_bytes) for n in treatment.operators]
+
+    def _near(self, i: int, moved: Mapping[int, Mapping[int, int]], held: _Held) -> dict[int, int]:
+        """Whole inputs of the newest two layers up to ``i``: those of the newest have not left, or are needed, and
+        those of the one before it are on their way."""
+        newest = [j for j in self._layers if j <= i][-2:]
+        found = {storage: n for j in newest for storage, n in moved.get(j, {}).items()}
+        return {storage: n for storage, n in found.items() if not held.has(storage)}

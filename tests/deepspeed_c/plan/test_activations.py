@@ -1,0 +1,230 @@
+"""Activations counted from tensors without data: the bytes that a real forward on the CPU saves, family by family."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import deepspeed_c
+from benchmarks.live_bytes import LiveBytes
+from deepspeed_c.comm.ledger import all_ledgers
+from deepspeed_c.config import load_config
+from deepspeed_c.config.checkpoint import ActivationCheckpointing, ActivationOffload
+from deepspeed_c.engine.precision import Precision
+from deepspeed_c.errors import ModelError
+from deepspeed_c.plan.activations import ForwardShape, Traced, trace_activations
+from deepspeed_c.plan.memory import MASTERS, STATE, WEIGHTS
+from deepspeed_c.plan.table import plan_table
+from deepspeed_c.plan.timeline import options_of
+from tests.deepspeed_c.plan.families import FAMILIES, N_LAYERS, make, tokens
+from tests.ranks import run_ranks
+
+N_SAMPLES, N_TOKENS = 2, 128
+PRECISIONS = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "autocast": {"torch_autocast": {"enabled": True, "dtype": "bf16"}},
+}
+
+
+def policy(model: torch.nn.Module, precision: str) -> Precision:
+    source = {"train_micro_batch_size_per_gpu": N_SAMPLES, **PRECISIONS[precision]}
+    return Precision(load_config(source, world_size=1, batch="skip"), model)
+
+
+def saved_by(model: torch.nn.Module, precision: Precision, batch: dict[str, torch.Tensor]) -> int:
+    """Bytes of storages that autograd saves in a forward, without those of parameters and buffers."""
+    weights = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+    held: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        held.append(tensor.detach())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), precision.autocast(torch.device("cpu")):
+        model(**batch)
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}
+    return sum(n for place, n in storages.items() if place not in weights)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_counted_is_what_a_forward_saves(family, precision):
+    with torch.device("meta"):
+        outline = make(family)
+    traced = trace_activations(outline, ForwardShape(N_SAMPLES, N_TOKENS), policy(outline, precision), None, "cpu")
+    assert all(p.is_meta for p in outline.parameters())
+    real = make(family)
+    settings = policy(real, precision)
+    if settings.dtype is not None:
+        for param in real.parameters():
+            param.data = param.data.to(settings.dtype)
+    measured = saved_by(real, settings, tokens(N_SAMPLES, N_TOKENS))
+    assert abs(traced.saved_bytes / measured - 1) < 0.001, (traced.saved_bytes, measured)
+    assert len(traced.layers) == N_LAYERS * (2 if family == "t5" else 1)
+
+
+class Block(torch.nn.Module):
+    """Keeps ten times its input."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(x)).sigmoid())
+
+
+class Stack(torch.nn.Module):
+    """Blocks of one width."""
+
+    def __init__(self, n_blocks: int = 6, width: int = 64) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Block(width) for _ in range(n_blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+SHAPE = (512, 64)
+INPUT = 4 * 512 * 64
+KEPT = (1 + 4 + 4) * INPUT  # the input, what gelu is given and what sigmoid gives, which the last product reads as well
+
+
+def trace(model: torch.nn.Module) -> Traced:
+    return trace_activations(model, ForwardShape(SHAPE[0], sample=SHAPE[1:]), policy(model, "fp32"), "auto", "cuda")
+
+
+def test_each_option_of_a_stack_by_its_formula():
+    with torch.device("meta"):
+        traced = trace(Stack())
+    options, asked = options_of(traced, ActivationCheckpointing(layers="auto"), n_tensor=4)
+    peaks = {option.name: option.peak() for option in options}
+    n = len(traced.layers)
+    assert n == 6 and options[asked].name == "recomputed"
+    outside = INPUT  # what the loss squares
+    # Each layer's input is among what it keeps; the last one's output is the loss's to keep.
+    assert peaks["none"] == n * KEPT + outside
+    # At the last layer's backward all inputs and the rest of what that layer keeps are there.
+    assert peaks["recomputed"] == n * INPUT + KEPT - INPUT
+    # The inputs of two layers are whole, one of which is the running one's.
+    assert peaks["partitioned"] == n * INPUT // 4 + 2 * INPUT + KEPT - INPUT
+    for name in ("cpu", "nvme"):
+        assert peaks[name] == 2 * INPUT + KEPT - INPUT
+    by_name = {option.name: option for option in options}
+    assert by_name["cpu"].host_peak == by_name["nvme"].nvme_peak == (n - 1) * INPUT
+    assert by_name["cpu"].nvme_peak == by_name["nvme"].host_peak == 0
+    assert peaks["recomputed"] < peaks["budget"] < peaks["none"]
+    assert 0 < by_name["budget"].run_again < 1
+
+
+def test_a_part_of_what_would_go_to_the_disk_stays():
+    with torch.device("meta"):
+        traced = trace(Stack())
+    offload = ActivationOffload(device="nvme", nvme_path="/nowhere", max_in_cpu=2 * INPUT)
+    options, asked = options_of(traced, ActivationCheckpointing(layers="auto", offload=offload))
+    assert options[asked].name == "nvme"
+    assert (options[asked].host_peak, options[asked].nvme_peak) == (2 * INPUT, 3 * INPUT)
+    on_host, asked = options_of(traced, ActivationCheckpointing(layers="auto", offload=offload), is_host=True)
+    assert (on_host[asked].host_peak, on_host[asked].nvme_peak) == (0, 3 * INPUT)
+    assert on_host[asked].peak() == options[asked].peak() + 2 * INPUT
+
+
+@pytest.mark.parametrize("layers", [None, "auto"])
+def test_forward_ends_with_what_an_engine_holds(run_ranks, layers):
+    planned, measured = run_ranks(1, hold, layers)[0]
+    assert abs(planned / measured - 1) < 0.05, (planned, measured)
+
+
+def hold(rank: int, world: int, layers: str | None) -> tuple[int, int]:
+    section = {"layers": layers}
+    settings = {
+        "train_micro_batch_size_per_gpu": SHAPE[0],
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "activation_checkpointing": section,
+    }
+    with torch.device("meta"):
+        options, asked = options_of(trace(Stack()), ActivationCheckpointing(**section), is_host=True)
+    forward = [moment for moment in options[asked].moments if not moment.is_backward]
+    with deepspeed_c.initialize(model=Stack(), config=settings)[0] as engine, LiveBytes() as live:
+        x = torch.ones(SHAPE) * 2
+        before = live.nbytes() - INPUT  # the first layer's input counts
+        loss = engine(x)
+        held = live.nbytes() - before - sum(p.nbytes for p in engine.module.parameters())  # which operators have viewed
+        del loss
+    return forward[-1].nbytes, held
+
+
+def test_a_forward_that_reads_values_is_refused_by_name():
+    class Reads(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) if x.sum() > 0 else x
+
+    model = Reads()
+    with pytest.raises(ModelError, match="DataDependent") as caught:
+        trace_activations(model, ForwardShape(2, sample=(4,)), policy(model, "fp32"), None, "cpu")
+    assert "--activations" in caught.value.fix
+    with pytest.raises(ModelError, match="neither the tokens"):
+        trace_activations(model, ForwardShape(2), policy(model, "fp32"), None, "cpu")
+
+
+TP = {
+    "train_micro_batch_size_per_gpu": N_SAMPLES,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "tensor_parallel": {"autotp_size": 2},
+    "bf16": {"enabled": True},
+}
+
+
+def run_cut(rank: int, world: int, family: str, stage: int, section: dict) -> dict[str, int]:
+    source = {**TP, "zero_optimization": {"stage": stage}, "activation_checkpointing": section}
+    with deepspeed_c.initialize(model=make(family), config=source)[0] as engine:
+        ledger = next(each for each in all_ledgers() if each.ranks == [0, 1] or len(each.ranks) == 2)
+        batch = tokens(N_SAMPLES, N_TOKENS)
+        engine.backward(engine(**batch).loss)
+        engine.step()
+        n_before = ledger.last
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        # Whoever looks at cut logits has them gathered; the model does not.
+        entries = [each for each in ledger.recent(ledger.last - n_before) if each.label != "output of logits"]
+        assert {each.op for each in entries} == {"all-reduce", "all-gather"}
+        sent = sum(each.n_bytes // 2 * (2 if each.op == "all-reduce" else 1) for each in entries)
+        held = sum(p.numel() for p in engine.module.parameters())
+        units = {*engine.optimizer.reducer.units}
+        engine.step()
+        return {
+            "elements": held,
+            WEIGHTS: sum(unit.weight_bytes for unit in units),
+            MASTERS: sum(unit.master_bytes() for unit in units),
+            STATE: sum(
+                t.nbytes for s in engine.optimizer.state.values() for t in s.values() if torch.is_tensor(t) and t.dim()
+            ),
+            "sent": sent,
+        }
+
+
+@pytest.mark.parametrize(("family", "stage", "layers"), [("llama", 1, None), ("llama", 1, "auto"), ("gpt2", 2, None)])
+def test_two_ranks_that_hold_a_model_together(family, stage, layers):
+    section = {"layers": layers}
+    source = {**TP, "zero_optimization": {"stage": stage}, "activation_checkpointing": section}
+    with torch.device("meta"):
+        model = make(family)
+    table = plan_table(source, 2, model=model, batch=ForwardShape(N_SAMPLES, N_TOKENS))
+    kinds = table.rows[table.chosen].plan.phases["step"].kinds
+    option = table.options[table.asked]
+    planned = {
+        "elements": table.sizes.numel,
+        WEIGHTS: kinds[WEIGHTS],
+        MASTERS: kinds[MASTERS],
+        STATE: kinds[STATE],
+        "sent": option.wire_bytes,
+    }
+    measured = run_ranks(2, run_cut, family, stage, section, preload="transformers")[0]
+    assert planned == measured
