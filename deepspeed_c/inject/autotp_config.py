@@ -223,7 +223,7 @@ class AutoTPPresets:
 
     @staticmethod
     def deepseek_v2() -> AutoTPConfig:
-        """Shared experts and plain networks by these rules; latent attention, router and routed experts by the policy."""
+        """Plain networks and shared experts by these rules; latent attention, router and experts by the policy."""
         shared = r"mlp(\.shared_experts)?\."
         return _rules((rf"{shared}(up|gate)_proj",), (rf"{shared}down_proj",))
 

@@ -45,7 +45,7 @@ class TensorParallelLayer(torch.nn.Module):
     def __init__(
         self, module: torch.nn.Module, mp_group: dist.ProcessGroup | TensorRanks | None, *, name: str = ""
     ) -> None:
-        """module: a linear layer. mp_group: over which ranks it is cut; None for this rank alone. name: for messages."""
+        """module: a linear layer. mp_group: over which ranks it is cut; None: this rank alone. name: for messages."""
         super().__init__()
         self.weight, self.bias = module.weight, module.bias
         if not isinstance(mp_group, TensorRanks):

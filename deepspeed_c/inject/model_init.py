@@ -14,6 +14,7 @@ from deepspeed_c.config.parallel import TensorParallel
 from deepspeed_c.errors import CommError, ConfigError
 from deepspeed_c.inject.autotp_config import AutoTPConfig
 from deepspeed_c.inject.cutting import cut_model
+from deepspeed_c.inject.kernels import kernels_as_asked
 
 __all__ = ["tp_model_init"]
 
@@ -68,5 +69,6 @@ def tp_model_init(
             where="tp_model_init",
             fix="pass the group of this rank, of tp_size ranks",
         )
-    cut_model(model, section, comm)
+    with kernels_as_asked(model, section):
+        cut_model(model, section, comm)
     return model if dtype is None else model.to(dtype)

@@ -1,4 +1,4 @@
-"""Fused projections cut by hand, whole tables of words, and the mode of AutoTP: what plain torch computes in one process."""
+"""Fused projections cut by hand, whole tables of words, the mode of AutoTP: what plain torch computes in one process."""
 
 from __future__ import annotations
 
