@@ -49,6 +49,7 @@ MODULES: dict[str, str] = {
     "deepspeed.runtime.dataloader": "deepspeed_c.data.loader",
     "deepspeed.runtime.engine": "deepspeed_c.engine.engine",
     "deepspeed.runtime.lr_schedules": "deepspeed_c.lr_schedules",
+    "deepspeed.runtime.state_dict_factory": "deepspeed_c.checkpoint.formats.megatron",
     "deepspeed.runtime.swap_tensor.constants": "deepspeed_c.compat.swap_constants",
     "deepspeed.runtime.utils": "deepspeed_c.utils.runtime",
     "deepspeed.runtime.zero": "deepspeed_c.zero",
