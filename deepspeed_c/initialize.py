@@ -24,6 +24,7 @@ from deepspeed_c.engine.precision import Precision
 from deepspeed_c.engine.shard import lay_out_untrained, shard_model
 from deepspeed_c.errors import CommError, ConfigError, ModelError
 from deepspeed_c.inject import cut_model
+from deepspeed_c.inject.kernels import kernels_as_asked
 from deepspeed_c.logging import log_dist, set_level
 from deepspeed_c.pipe import PipelineModule
 from deepspeed_c.utils import groups
@@ -126,7 +127,10 @@ def initialize(
     if not sharding.parameters:
         gather_for_good(model)
     _bring_model(model, device, settings)
-    _cut_model(model, settings, mesh)
+    with kernels_as_asked(model, settings.tensor_parallel) as kernels:
+        if kernels is not None:
+            log_dist(f"kernels:\n{kernels}", ranks=[0])
+        _cut_model(model, settings, mesh)
     broadcast_model(model, mesh, device)
 
     precision = Precision(settings, model)

@@ -27,7 +27,7 @@ class DeepSpeedTransformerConfig:
     the layer (GPT), not after its residual connection (BERT). normalize_invertible: norms keep their results, from
     which the backward finds their inputs, so that norm weights must not be 0. gelu_checkpoint: the activation is
     computed again. adjust_init_range: projections that end in a residual connection begin smaller, by
-    sqrt(2 * num_hidden_layers). return_tuple: ``forward`` returns (output,).
+    sqrt(2 * num_hidden_layers). return_tuple: ``forward`` returns (output,). ``act``, by ``from_dict``: the activation.
 
     Without effect here: batch_size, seed (random numbers are torch's generator's), local_rank, fp16 (parameters have
     the dtype that the module is given), attn_dropout_checkpoint (attention keeps no dropped probabilities),
@@ -58,6 +58,7 @@ class DeepSpeedTransformerConfig:
         training: bool = True,
     ) -> None:
         self.layer_id = -1
+        self.act: nn.Act = "gelu_tanh"  # of layers that are replaced, what theirs was
         self.batch_size = batch_size
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size if intermediate_size > 0 else 4 * hidden_size
@@ -146,20 +147,21 @@ class _InvertibleNorm(torch.autograd.Function):
 
 
 class _ActThenLinear(torch.autograd.Function):
-    """gelu(x + bias) @ weight.T, of which the activation is computed again in the backward."""
+    """act(x + bias) @ weight.T, of which the activation is computed again in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor, weight: Tensor, act: nn.Act) -> Tensor:
+        ctx.act = act
         ctx.save_for_backward(x, bias, weight)
-        return F.linear(nn.bias_act(x, bias, "gelu_tanh"), weight)
+        return F.linear(nn.bias_act(x, bias, ctx.act), weight)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple:
         x, bias, weight = ctx.saved_tensors
-        act = nn.bias_act(x, bias, "gelu_tanh")
+        act = nn.bias_act(x, bias, ctx.act)
         dweight = dy.flatten(0, -2).t() @ act.flatten(0, -2)
-        dx, dbias = torch.ops.deepspeed_c.nn_bias_act_backward(dy @ weight, x, bias, "gelu_tanh", True)
-        return dx, dbias, dweight
+        dx, dbias = torch.ops.deepspeed_c.nn_bias_act_backward(dy @ weight, x, bias, ctx.act, True)
+        return dx, dbias, dweight, None
 
 
 class DeepSpeedTransformerLayer(torch.nn.Module):
@@ -303,5 +305,5 @@ class DeepSpeedTransformerLayer(torch.nn.Module):
     def _feed(self, x: Tensor) -> Tensor:
         inner = F.linear(x, self.inter_w)
         if self.config.gelu_checkpoint and x.device.type == "cpu":
-            return _ActThenLinear.apply(inner, self.inter_b, self.output_w)
-        return F.linear(nn.bias_gelu(inner, self.inter_b, approximate="tanh"), self.output_w)
+            return _ActThenLinear.apply(inner, self.inter_b, self.output_w, self.config.act)
+        return F.linear(nn.bias_act(inner, self.inter_b, self.config.act), self.output_w)

@@ -20,7 +20,6 @@ KEPT = {
     "muon_momentum": "ops/reference.py says what an operator computes, for tests to compare with",
     "muon_apply": "ops/reference.py says what an operator computes, for tests to compare with",
     "q8_quantize": "ops/reference.py says what an operator computes, for tests to compare with",
-    "rotary": "an operator for models, which compute positions themselves",
     "q8_dequantize": "ops/reference.py says what an operator computes, for tests to compare with",
 }
 

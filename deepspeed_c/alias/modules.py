@@ -37,6 +37,8 @@ MODULES: dict[str, str] = {
     "deepspeed.ops.lion.cpu_lion": "deepspeed_c.ops.lion",
     "deepspeed.ops.op_builder": "deepspeed_c.ops.op_builder",
     "deepspeed.ops.lion.fused_lion": "deepspeed_c.ops.lion",
+    "deepspeed.module_inject.autotp_config": "deepspeed_c.inject.autotp_config",
+    "deepspeed.module_inject.replace_module": "deepspeed_c.inject.replace",
     "deepspeed.compression.helper": "deepspeed_c.compat.dotted",
     "deepspeed.moe.utils": "deepspeed_c.compat.moe",
     "deepspeed.ops.transformer": "deepspeed_c.ops.transformer",
@@ -47,6 +49,7 @@ MODULES: dict[str, str] = {
     "deepspeed.runtime.dataloader": "deepspeed_c.data.loader",
     "deepspeed.runtime.engine": "deepspeed_c.engine.engine",
     "deepspeed.runtime.lr_schedules": "deepspeed_c.lr_schedules",
+    "deepspeed.runtime.state_dict_factory": "deepspeed_c.checkpoint.formats.megatron",
     "deepspeed.runtime.swap_tensor.constants": "deepspeed_c.compat.swap_constants",
     "deepspeed.runtime.utils": "deepspeed_c.utils.runtime",
     "deepspeed.runtime.zero": "deepspeed_c.zero",
@@ -146,8 +149,24 @@ _GROUP_NAMES = {
 }
 
 _LAYER_NAMES = {
-    name: f"deepspeed_c.inject.layers:{name}"
-    for name in ("LinearAllreduce", "LinearLayer", "SubParamLinearAllreduce", "SubParamLinearLayer")
+    **{
+        name: f"deepspeed_c.inject.layers:{name}"
+        for name in ("LinearAllreduce", "LinearLayer", "SubParamLinearAllreduce", "SubParamLinearLayer")
+    },
+    "EmbeddingLayer": "deepspeed_c.inject.by_hand:EmbeddingLayer",
+    "set_autotp_mode": "deepspeed_c.inject.by_hand:set_autotp_mode",
+}
+_INJECTED_NAMES = {
+    name: f"deepspeed_c.inject.{file}:{name}"
+    for file, names in {
+        "autotp_config": ("AutoTPConfig", "AutoTPPresets", "PartitionType", "TPLayerSpec", "merge_autotp_configs"),
+        "layer_policies": ("HFBertLayerPolicy",),
+        "replace": ("generic_injection", "replace_transformer_layer", "revert_transformer_layer"),
+    }.items()
+    for name in names
+}
+_LAYER_POLICIES = {
+    name: f"deepspeed_c.inject.layer_policies:{name}" for name in ("HFBertLayerPolicy", "HFDistilBertLayerPolicy")
 }
 
 # DeepSpeed's module -> name -> "module:name" of ours; "module:" is a module itself.
@@ -159,6 +178,9 @@ NAMES: dict[str, dict[str, str]] = {
         "OnDevice": "deepspeed_c.utils.init_on_device:OnDevice",
         "add_tuning_arguments": "deepspeed_c.lr_schedules:add_tuning_arguments",
         "dist": "deepspeed_c.comm:",
+        "replace_transformer_layer": _INJECTED_NAMES["replace_transformer_layer"],
+        "revert_transformer_layer": _INJECTED_NAMES["revert_transformer_layer"],
+        "set_autotp_mode": _LAYER_NAMES["set_autotp_mode"],
         "is_compile_supported": "deepspeed_c.compat.torch_version:is_compile_supported",
         "load_ds_config": f"{_CONFIG}:load_ds_config",
         "set_optimizer_flags": f"{_CONFIG}:set_optimizer_flags",
@@ -214,11 +236,15 @@ NAMES: dict[str, dict[str, str]] = {
         "DEEPSPEED_ENVIRONMENT_NAME": f"{_CONSTANTS}:DEEPSPEED_ENVIRONMENT_NAME",
         "main": "deepspeed_c.launcher.main:main",
     },
-    "deepspeed.module_inject": _LAYER_NAMES,
+    "deepspeed.module_inject": {**_LAYER_NAMES, **_INJECTED_NAMES},
+    "deepspeed.module_inject.containers": _LAYER_POLICIES,
     "deepspeed.module_inject.layers": {
         **_LAYER_NAMES,
         "LmHeadLinearAllreduce": "deepspeed_c.inject.layers:LmHeadLinearAllreduce",
+        "fused_LinearLayer": "deepspeed_c.inject.by_hand:fused_LinearLayer",
+        "is_autotp_training_mode": "deepspeed_c.inject.by_hand:is_autotp_training_mode",
     },
+    "deepspeed.module_inject.replace_policy": _LAYER_POLICIES,
     # A file a builder, in DeepSpeed.
     **{
         f"deepspeed.ops.op_builder.{file}": {name: f"{_BUILDERS}:{name}" for name in names}
@@ -373,9 +399,6 @@ ABSENT: dict[str, str] = {
     "deepspeed.PipelineModule": _PIPELINE,
     "deepspeed.merge_tp_model_init_into_config": _TENSOR,
     "deepspeed.record_tp_model_init_args": _TENSOR,
-    "deepspeed.replace_transformer_layer": _INFERENCE,
-    "deepspeed.revert_transformer_layer": _INFERENCE,
-    "deepspeed.set_autotp_mode": _TENSOR,
     "deepspeed.autotuning": "`deepspeed_c plan` says which stage and offload fit, without running anything",
     "deepspeed.checkpoint": _CONVERTER,
     "deepspeed.checkpoint.deepspeed_checkpoint": _OPEN,
@@ -396,7 +419,6 @@ ABSENT: dict[str, str] = {
     "deepspeed.linear": "use peft for LoRA; its frozen base may have another dtype",
     "deepspeed.model_implementations": _INFERENCE,
     "deepspeed.module_inject": _TENSOR,
-    "deepspeed.module_inject.replace_module": _INFERENCE,
     "deepspeed.moe": _EXPERTS,
     "deepspeed.monitor": "monitors come with a later version; log from the training loop, engine.get_lr() and get_global_grad_norm() have the numbers",
     "deepspeed.nvme": "`deepspeed_c io bench|tune` measures a device and finds the settings that suit it",

@@ -81,7 +81,13 @@ class TensorParallel(Section, kw_only=True):
     tp: Annotated[TpGroup, tunes("The group.", _TP)] = TpGroup()
     dtype: Annotated[DType | Literal["int8"], tunes("Format of the model.", _TP)] = "fp16"
     keep_module_on_host: Annotated[bool, asks("Keep the loaded module in host memory.", _TP_VARIANTS)] = False
-    replace_with_kernel_inject: Annotated[bool, tunes("Replace layers by inference kernels.", _TP_VARIANTS)] = False
+    replace_with_kernel_inject: Annotated[
+        bool,
+        acts(
+            "Norms, activations, gated networks and rotary positions run the operators of deepspeed_c.ops.nn, at any"
+            " size of the group. What keeps its own forward is listed, with strict_mode it is an error."
+        ),
+    ] = False
 
 
 class InferenceTp(Section, kw_only=True):

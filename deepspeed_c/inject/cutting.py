@@ -14,7 +14,7 @@ from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.config.parallel import TensorParallel
 from deepspeed_c.errors import ModelError
 from deepspeed_c.inject.cut import Cut, keep_part
-from deepspeed_c.inject.layers import EmbeddingLayer, LinearAllreduce, LinearLayer, RowPicker, is_transposed
+from deepspeed_c.inject.layers import LinearAllreduce, LinearLayer, RowPicker, WordsEmbedding, is_transposed
 from deepspeed_c.inject.loss import cut_loss
 from deepspeed_c.inject.plan import (
     Attention,
@@ -300,7 +300,7 @@ class _Surgeon:
             self._replace(step, ranks, regions)
         for name, table in self.embeddings:
             begin, size = _only_run(table.weight.tp_cut)
-            _put(self.model, name, EmbeddingLayer(table, ranks, name, begin, begin + size))
+            _put(self.model, name, WordsEmbedding(table, ranks, name, begin, begin + size))
         heads = []
         for name, head in self.heads:
             layer = LinearLayer(head, ranks, skip_partition=True, name=name)

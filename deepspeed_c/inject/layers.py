@@ -22,7 +22,6 @@ from deepspeed_c.inject.plan import RankPlace, column_sizes, cut_along, part_siz
 from deepspeed_c.inject.ranks import DropoutRegion, TensorRanks
 
 __all__ = [
-    "EmbeddingLayer",
     "LinearAllreduce",
     "LinearLayer",
     "LmHeadLinearAllreduce",
@@ -30,6 +29,7 @@ __all__ = [
     "SubParamLinearAllreduce",
     "SubParamLinearLayer",
     "TensorParallelLayer",
+    "WordsEmbedding",
     "is_transposed",
 ]
 
@@ -45,8 +45,7 @@ class TensorParallelLayer(torch.nn.Module):
     def __init__(
         self, module: torch.nn.Module, mp_group: dist.ProcessGroup | TensorRanks | None, *, name: str = ""
     ) -> None:
-        """module: a linear layer. mp_group: over which ranks it is cut; None for this rank alone. name: for messages.
-        """
+        """module: a linear layer. mp_group: over which ranks it is cut; None: this rank alone. name: for messages."""
         super().__init__()
         self.weight, self.bias = module.weight, module.bias
         if not isinstance(mp_group, TensorRanks):
@@ -290,7 +289,7 @@ def _sizes_along(
     return part_sizes(shape, layer.weight.shape, usual, "weight", f"{layer.label}: shape")
 
 
-class EmbeddingLayer(torch.nn.Module):
+class WordsEmbedding(torch.nn.Module):
     """Rows of a table of words, of which this rank has the words [begin, end): ids of any shape to [*ids, width]."""
 
     def __init__(self, module: torch.nn.Embedding, ranks: TensorRanks, label: str, begin: int, end: int) -> None:

@@ -12,7 +12,9 @@ from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.groups import new_group, require_initialized
 from deepspeed_c.config.parallel import TensorParallel
 from deepspeed_c.errors import CommError, ConfigError
+from deepspeed_c.inject.autotp_config import AutoTPConfig
 from deepspeed_c.inject.cutting import cut_model
+from deepspeed_c.inject.kernels import kernels_as_asked
 
 __all__ = ["tp_model_init"]
 
@@ -28,13 +30,16 @@ def tp_model_init(
     """Cuts ``model`` in place over ``tp_size`` ranks and returns it. Every rank of the job calls it.
 
     Neighbouring ranks make a group: 0 to tp_size - 1, and so on. tp_group: this rank's group instead. dtype: what
-    floating-point weights become; None leaves them. config: the section ``tensor_parallel``, or what has it.
+    floating-point weights become; None leaves them. config: the section ``tensor_parallel``, or what has it; its
+    ``partition_config`` may be an ``AutoTPConfig``.
 
     Raises ConfigError where sizes contradict one another or the world is no multiple of ``tp_size``, ModelError where
     no rule fits; nothing is changed then.
     """
     require_initialized("tp_model_init")
     values = dict((config or {}).get("tensor_parallel", config or {}))
+    if isinstance(values.get("partition_config"), AutoTPConfig):
+        values["partition_config"] = values["partition_config"].as_dict()
     try:
         section = msgspec.convert(values, TensorParallel)
     except msgspec.ValidationError as error:
@@ -64,5 +69,6 @@ def tp_model_init(
             where="tp_model_init",
             fix="pass the group of this rank, of tp_size ranks",
         )
-    cut_model(model, section, comm)
+    with kernels_as_asked(model, section):
+        cut_model(model, section, comm)
     return model if dtype is None else model.to(dtype)

@@ -20,6 +20,7 @@ __all__ = [
     "RuleSet",
     "column_sizes",
     "cut_along",
+    "ends_with",
     "find_attentions",
     "match_rules",
     "part_sizes",
@@ -72,7 +73,8 @@ class Planned:
     attention: Attention | None = field(default=None)
 
 
-def _ends_with(pattern: str, name: str) -> bool:
+def ends_with(pattern: str, name: str) -> bool:
+    """Whether the end of a dotted name, from a dot on, is ``pattern``."""
     return re.search(rf"(^|\.)({pattern})$", name) is not None
 
 
@@ -90,7 +92,7 @@ def find_attentions(model: torch.nn.Module, sets: Sequence[RuleSet], place: Rank
     found: dict[str, Attention] = {}
     for name, module in model.named_modules():
         for heads in (heads for rules in sets for heads in rules.heads):
-            if name in found or not _ends_with(heads.pattern, name):
+            if name in found or not ends_with(heads.pattern, name):
                 continue
             owner = module.get_submodule(heads.owner) if heads.owner else module
             n_heads = _count(owner, heads.queries)
@@ -115,7 +117,7 @@ def match_rules(
     whole: dict[str, str] = {}
     for name, module in model.named_modules():
         for rules in sets:
-            rule = next((rule for rule in rules.rules if _ends_with(rule.pattern, name)), None)
+            rule = next((rule for rule in rules.rules if ends_with(rule.pattern, name)), None)
             if rule is None:
                 continue
             attention = _attention_of(name, attentions)

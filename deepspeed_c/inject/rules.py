@@ -10,7 +10,7 @@ import torch
 
 from deepspeed_c.config.parallel import LayerSpec, TensorParallel
 from deepspeed_c.errors import ConfigError, ModelError
-from deepspeed_c.inject.plan import RuleSet, part_sizes
+from deepspeed_c.inject.plan import RuleSet, ends_with, part_sizes
 from deepspeed_c.inject.policy import POLICIES, Heads, Policy, Rule, find_policy
 
 __all__ = ["FoundRules", "rule_sets"]
@@ -53,7 +53,7 @@ def rule_sets(model: torch.nn.Module, section: TensorParallel) -> FoundRules:
                 where=_WHERE,
                 fix="write the size once, as autotp_size",
             )
-        _add_specs(model, partition.layer_specs, model_type, found)
+        _add_specs(model, partition.layer_specs, model_type, find_policy(section.preset_model or model_type), found)
     if partition is None or partition.use_default_specs:
         _add_default(model, section.preset_model, model_type, found)
     if not found.sets:
@@ -83,7 +83,9 @@ def _add_default(model: torch.nn.Module, preset: str | None, model_type: str, fo
         found.sets.append(RuleSet("tp_plan", tuple(_rules_of_plan(plan)), (Heads(r"self_attn|attention|attn"),)))
 
 
-def _add_specs(model: torch.nn.Module, specs: Iterable[LayerSpec], model_type: str, found: FoundRules) -> None:
+def _add_specs(
+    model: torch.nn.Module, specs: Iterable[LayerSpec], model_type: str, family: Policy | None, found: FoundRules
+) -> None:
     rules: list[Rule] = []
     taken: set[str] = set()
     for number, spec in enumerate(specs):
@@ -105,12 +107,12 @@ def _add_specs(model: torch.nn.Module, specs: Iterable[LayerSpec], model_type: s
                 module, _, last = name.rpartition(".")
                 if last == "weight" and module not in taken:
                     taken.add(module)
-                    rules.append(_rule_of_spec(spec, module, param, number))
+                    rules.append(_rule_of_spec(spec, module, param, family, number))
     if rules:
-        found.sets.append(RuleSet("partition_config", tuple(rules)))
+        found.sets.append(RuleSet("partition_config", tuple(rules), () if family is None else family.heads))
 
 
-def _rule_of_spec(spec: LayerSpec, module: str, param: torch.nn.Parameter, number: int) -> Rule:
+def _rule_of_spec(spec: LayerSpec, module: str, param: torch.nn.Parameter, family: Policy | None, number: int) -> Rule:
     where = f"{_WHERE}.partition_config.layer_specs[{number}]"
     pattern = re.escape(module)
     if spec.partition_type == "skip":
@@ -124,6 +126,10 @@ def _rule_of_spec(spec: LayerSpec, module: str, param: torch.nn.Parameter, numbe
             fix=f"write {usual}, or the other partition_type",
         )
     sizes = (param.shape[dim],)
+    known = None if family is None else next((rule for rule in family.rules if ends_with(rule.pattern, module)), None)
+    if spec.shape is None and known is not None and known.style == spec.partition_type and not spec.gather_output:
+        # What lies along the dimension is the family's business: heads go whole, whatever their number.
+        return Rule(pattern, spec.partition_type, known.parts, known.is_interleaved)
     if spec.shape is not None:
         sizes = part_sizes(spec.shape, param.shape, dim, f"{module}.weight", f"{where}.shape")
     return Rule(pattern, spec.partition_type, ("columns",) * len(sizes), gathers=spec.gather_output, sizes=sizes)

@@ -8,12 +8,15 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from deepspeed_c.checkpoint.formats.deepspeed import open_deepspeed
+from deepspeed_c.checkpoint.formats.huggingface import parse_json
 from deepspeed_c.checkpoint.formats.model_folder import FORMATS as EXPORT_FORMATS
+from deepspeed_c.checkpoint.formats.tensor_ranks import rules_of_info
 from deepspeed_c.checkpoint.native.reader import NativeSource
 from deepspeed_c.checkpoint.open import FORMATS, find_checkpoint, open_checkpoint
 from deepspeed_c.checkpoint.source import BUFFER, MASTER, PARAM, LogicalTensor, Source
@@ -112,6 +115,26 @@ def _export(options: argparse.Namespace) -> int:
     return 0
 
 
+def _rules(file: str) -> Mapping[str, Any]:
+    try:
+        with open(file, "rb") as content:
+            rules = parse_json(content.read(), file)
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror}", where=file) from error
+    if not isinstance(rules, dict):
+        raise CheckpointError("is no JSON object", where=file, fix="write the keys of universal_checkpoint_info in it")
+    return rules
+
+
+def _open_for_conversion(options: argparse.Namespace) -> Source:
+    if options.tp_rules is None or options.source not in (None, "deepspeed"):
+        return _open(options)
+    folder, form = find_checkpoint(options.path, options.tag)
+    if form != "deepspeed":
+        return _open(options)
+    return open_deepspeed(folder, rules=rules_of_info(_rules(options.tp_rules), options.tp_rules))
+
+
 def _convert(options: argparse.Namespace) -> int:
     target = Target(
         tag=options.new_tag,
@@ -119,8 +142,10 @@ def _convert(options: argparse.Namespace) -> int:
         stage=options.stage,
         dtype=DTYPES[options.dtype] if options.dtype else None,
         max_shard_size=options.max_shard_size,
+        tensor_ranks=options.tp,
+        tensor_info=None if options.tp_rules is None or options.tp is None else _rules(options.tp_rules),
     )
-    with _open(options) as source:
+    with _open_for_conversion(options) as source:
         path = convert(source, options.out, options.to, target)
         print(f"{path}: {options.to}, from {source.where} ({source.format})")
     return 0
@@ -297,5 +322,14 @@ def _parser() -> argparse.ArgumentParser:
         "--stage", type=int, choices=range(4), help="ZeRO stage that will load it (deepspeed); default: as saved"
     )
     other.add_argument("--dtype", choices=DTYPES, help="of the weights; default: the one that is trained in")
+    other.add_argument(
+        "--tp", type=int, metavar="N", help="tensor-parallel ranks that will load it (deepspeed); default: 1"
+    )
+    other.add_argument(
+        "--tp-rules",
+        metavar="FILE",
+        help="JSON with the keys of DeepSpeed's universal_checkpoint_info: how tensors are cut over such ranks, in PATH"
+        " and in OUT; default: as PATH says, or by Megatron's names",
+    )
     other.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file of safetensors; default 5GB")
     return parser

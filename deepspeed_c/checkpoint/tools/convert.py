@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -26,6 +27,10 @@ class Target:
     stage: int | None = None
     dtype: torch.dtype | None = None
     max_shard_size: int | str = "5GB"
+    tensor_ranks: int | None = None
+    """Tensor-parallel ranks that will load it; 1 where nothing is said."""
+    tensor_info: Mapping[str, Any] | None = None
+    """How tensors are cut over them, as DeepSpeed's ``universal_checkpoint_info``; by default by Megatron's names."""
 
 
 def trained_dtype(source: Source) -> torch.dtype:
@@ -75,6 +80,8 @@ def _to_deepspeed(source: Source, folder: str, target: Target) -> str:
         world_size=source.topology.world_size if target.world_size is None else target.world_size,
         stage=source.topology.stage if target.stage is None else target.stage,
         dtype=target.dtype or trained_dtype(source),
+        n_tensor_ranks=1 if target.tensor_ranks is None else target.tensor_ranks,
+        tensor_info=target.tensor_info,
     )
     write_script(folder)
     return path
@@ -109,7 +116,7 @@ TARGETS: dict[str, Callable[[Source, str, Target], str]] = {
 # Which of the choices each takes.
 TAKES = {
     "deepspeed_c": {"tag"},
-    "deepspeed": {"tag", "world_size", "stage", "dtype"},
+    "deepspeed": {"tag", "world_size", "stage", "dtype", "tensor_ranks", "tensor_info"},
     "deepspeed-universal": {"tag", "dtype"},
     "torch-dcp": set(),
     "safetensors": {"dtype", "max_shard_size"},
@@ -129,7 +136,7 @@ def convert(source: Source, folder: str | os.PathLike[str], to: str, target: Tar
     if write is None:
         raise CheckpointError(f"{to!r} is no format", where="to", fix=f"write one of {', '.join(TARGETS)}")
     default = Target()
-    for name in ("tag", "world_size", "stage", "dtype", "max_shard_size"):
+    for name in ("tag", "world_size", "stage", "dtype", "max_shard_size", "tensor_ranks", "tensor_info"):
         if getattr(target, name) != getattr(default, name) and name not in TAKES[to]:
             raise CheckpointError(f"the format {to} has no {name}", where=name, fix=f"leave {name} out")
     if source.problem and to != "safetensors":

@@ -5,7 +5,7 @@ from deepspeed_c.inject.policy import Heads, Rule, policy
 
 @policy("gpt_neox")
 class GPTNeoX:
-    heads = (Heads(r"attention"),)
+    heads = (Heads(r"attention", keys=()),)
     rules = (
         Rule(r"attention\.query_key_value", "column", ("queries", "keys", "keys"), is_interleaved=True),
         Rule(r"attention\.dense", "row", ("queries",)),

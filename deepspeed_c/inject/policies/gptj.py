@@ -5,7 +5,7 @@ from deepspeed_c.inject.policy import Heads, Rule, policy
 
 @policy("gptj")
 class GPTJ:
-    heads = (Heads(r"attn", widths=("embed_dim",)),)
+    heads = (Heads(r"attn", widths=("embed_dim",), keys=()),)
     rules = (
         Rule(r"attn\.q_proj", "column", ("queries",)),
         Rule(r"attn\.[kv]_proj", "column", ("keys",)),

@@ -5,7 +5,7 @@ from deepspeed_c.inject.policy import Heads, Rule, policy
 
 @policy("opt")
 class OPT:
-    heads = (Heads(r"self_attn", widths=("embed_dim",)),)
+    heads = (Heads(r"self_attn", widths=("embed_dim",), keys=()),)
     rules = (
         Rule(r"self_attn\.q_proj", "column", ("queries",)),
         Rule(r"self_attn\.[kv]_proj", "column", ("keys",)),

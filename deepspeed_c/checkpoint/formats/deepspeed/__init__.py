@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 
-from deepspeed_c.checkpoint.formats.deepspeed.read import DeepSpeedSource, is_deepspeed
+from deepspeed_c.checkpoint.formats.deepspeed.read import DeepSpeedSource, count_tensor_ranks, is_deepspeed
 from deepspeed_c.checkpoint.formats.deepspeed.universal import UniversalSource, is_universal
 from deepspeed_c.checkpoint.formats.deepspeed.write import write_deepspeed, write_rank_files, write_universal
+from deepspeed_c.checkpoint.formats.tensor_ranks import MergedSource, TensorRules
+from deepspeed_c.checkpoint.source import Source
 from deepspeed_c.errors import CheckpointError
 
 __all__ = [
@@ -21,12 +23,12 @@ __all__ = [
 ]
 
 
-def open_deepspeed(path: str, tag: str | None = None) -> DeepSpeedSource | UniversalSource:
+def open_deepspeed(path: str, tag: str | None = None, *, rules: TensorRules | None = None) -> Source:
     """Opens a checkpoint of DeepSpeed, in its engine's files or its universal format, whichever is there.
 
     path: the folder that ``save_checkpoint`` was given, or that of a tag. tag: by default what the file ``latest``
-    names, then ``latest_universal``. Raises CheckpointError, with what was looked for, if neither format is there, and
-    for what cannot be read.
+    names, then ``latest_universal``. rules: how tensors of tensor-parallel ranks are cut; by default as the files say.
+    Raises CheckpointError, with what was looked for, if neither format is there, and for what cannot be read.
     """
     path = os.fspath(path)
     looked_for = []
@@ -45,7 +47,7 @@ def open_deepspeed(path: str, tag: str | None = None) -> DeepSpeedSource | Unive
         if is_universal(folder):
             return UniversalSource(folder)
         if is_deepspeed(folder):
-            return DeepSpeedSource(folder)
+            return _open_ranks(folder, rules)
         looked_for.append(
             f"{folder}: no zero/optimizer_state.pt, mp_rank_00_model_states.pt or zero_pp_rank_0_mp_rank_00_model_states.pt"
         )
@@ -54,3 +56,18 @@ def open_deepspeed(path: str, tag: str | None = None) -> DeepSpeedSource | Unive
         where=path,
         fix="give the folder that DeepSpeed's save_checkpoint was given, and the tag",
     )
+
+
+def _open_ranks(folder: str, rules: TensorRules | None) -> Source:
+    n_ranks = count_tensor_ranks(folder)
+    if n_ranks == 1:
+        return DeepSpeedSource(folder)
+    sources: list[DeepSpeedSource] = []
+    try:
+        for rank in range(n_ranks):
+            sources.append(DeepSpeedSource(folder, rank, n_ranks))
+        return MergedSource(sources, rules or sources[0].tensor_rules())
+    except BaseException:
+        for source in sources:
+            source.close()
+        raise

@@ -31,12 +31,21 @@ from deepspeed_c.checkpoint.formats.deepspeed.pieces import (
     scaler_state,
 )
 from deepspeed_c.checkpoint.formats.deepspeed.stand_ins import read_file
+from deepspeed_c.checkpoint.formats.tensor_ranks import TensorRules, megatron_cut, rules_of_info
 from deepspeed_c.checkpoint.formats.torch_file import StoredTensor, TorchFile, materialize
 from deepspeed_c.checkpoint.formats.unpickle import UNREADABLE
 from deepspeed_c.checkpoint.source import BUFFER, MASTER, PARAM, ParamInfo, Topology
 from deepspeed_c.errors import CheckpointError, DeepSpeedCError
 
-__all__ = ["ENGINE_KEYS", "DeepSpeedSource", "ModelStates", "find_files", "is_deepspeed", "laid_out"]
+__all__ = [
+    "ENGINE_KEYS",
+    "DeepSpeedSource",
+    "ModelStates",
+    "count_tensor_ranks",
+    "find_files",
+    "is_deepspeed",
+    "laid_out",
+]
 
 MODEL_FILE = re.compile(r"mp_rank_(?P<mp>\d+)_model_states\.pt")
 STAGE3_MODEL_FILE = re.compile(r"zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt")
@@ -97,8 +106,21 @@ class Files(NamedTuple):
     is_stage3: bool
 
 
-def find_files(folder: str) -> Files | None:
-    """The files of DeepSpeed in the folder of a tag; None if there are none.
+def count_tensor_ranks(folder: str) -> int:
+    """The tensor-parallel ranks whose files are in the folder of a tag."""
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return 0
+    patterns = (MODEL_FILE, STAGE3_MODEL_FILE, OPTIMIZER_FILE)
+    ranks = {int(found["mp"]) for name in names for pattern in patterns if (found := pattern.fullmatch(name))}
+    if ranks and max(ranks) > MOST_RANKS:
+        raise CheckpointError(f"has a file of tensor-parallel rank {max(ranks)}", where=folder, fix=FIX_ANOTHER)
+    return max(ranks, default=-1) + 1
+
+
+def find_files(folder: str, tensor_rank: int = 0) -> Files | None:
+    """The files of DeepSpeed in the folder of a tag, those of one tensor-parallel rank; None if there are none.
 
     Raises CheckpointError for arrangements that are not read.
     """
@@ -119,12 +141,8 @@ def find_files(folder: str) -> Files | None:
         found = MODEL_FILE.fullmatch(name) or STAGE3_MODEL_FILE.fullmatch(name) or OPTIMIZER_FILE.fullmatch(name)
         if found is None:
             continue
-        if int(found["mp"]) > 0:
-            raise CheckpointError(
-                "belongs to a tensor-parallel rank, and DeepSpeed does not say along which dimension its tensors are cut",
-                where=path,
-                fix=FIX_CONVERT,
-            )
+        if int(found["mp"]) != tensor_rank:
+            continue
         if found.re is MODEL_FILE:
             models[0] = path
         elif found.re is STAGE3_MODEL_FILE:
@@ -200,7 +218,7 @@ def laid_out(where: str) -> Iterator[None]:
 class ModelStates:
     """What a model file says: names, shapes, ties, and the state that is no tensor."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, n_tensor_ranks: int = 1) -> None:
         self.file = read_file(path)
         self.path = path
         content = self.content = self.file.content
@@ -208,13 +226,15 @@ class ModelStates:
         self.buffers = [name for name in content.get("buffer_names") or () if name in self.module]
         self.config = content["ds_config"] if isinstance(content.get("ds_config"), Mapping) else {}
         dims = content.get("checkpoint_parallel_dimensions") or {}
-        for what, n in (
-            ("tensor-parallel", content.get("mp_world_size")),
-            ("tensor-parallel", dims.get("tp_degree")),
-            ("pipeline-parallel", dims.get("pp_degree")),
-        ):
-            if isinstance(n, int) and n > 1:
-                raise CheckpointError(f"was saved by {n} {what} ranks", where=path, fix=FIX_CONVERT)
+        if isinstance(n := dims.get("pp_degree"), int) and n > 1:
+            raise CheckpointError(f"was saved by {n} pipeline-parallel ranks", where=path, fix=FIX_CONVERT)
+        for n in (content.get("mp_world_size"), dims.get("tp_degree")):
+            if isinstance(n, int) and n > 0 and n != n_tensor_ranks:
+                raise CheckpointError(
+                    f"was saved by {n} tensor-parallel ranks, and files of {n_tensor_ranks} are there",
+                    where=path,
+                    fix="copy the files of all ranks into one folder",
+                )
         if content.get("ds_autoep_layers") or content.get("autoep_layers") or content.get("num_experts"):
             raise CheckpointError("was saved with expert parallelism", where=path, fix=FIX_CONVERT)
         shapes = content.get("param_shapes") or []
@@ -278,16 +298,23 @@ class DeepSpeedSource(PieceSource):
 
     format = "deepspeed"
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, tensor_rank: int = 0, n_tensor_ranks: int = 1) -> None:
+        """tensor_rank: of which of ``n_tensor_ranks`` the files are read; tensors are then that rank's parts."""
         super().__init__(os.fspath(folder))
+        self._tensor_rank, self._n_tensor_ranks = tensor_rank, n_tensor_ranks
         self._unnamed: _Unnamed | None = None
         with laid_out(self.where):
             self._open()
 
     def _open(self) -> None:
-        files = find_files(self.where)
+        files = find_files(self.where, self._tensor_rank)
         if files is None:
-            raise CheckpointError("holds no model file of DeepSpeed", where=self.where)
+            raise CheckpointError(
+                "holds no model file of DeepSpeed"
+                + (f" of tensor-parallel rank {self._tensor_rank}" if self._n_tensor_ranks > 1 else ""),
+                where=self.where,
+                fix="copy the files of all ranks into one folder",
+            )
         if os.path.isdir(os.path.join(self.where, "offloaded_tensors")):
             raise CheckpointError(
                 "was saved with the optimizer on NVMe: its states are raw swap files that name no tensor",
@@ -296,7 +323,7 @@ class DeepSpeedSource(PieceSource):
             )
         if 0 not in files.models:
             raise CheckpointError("the model file of rank 0 is missing", where=self.where)
-        model = self._model = ModelStates(files.models[0])
+        model = self._model = ModelStates(files.models[0], self._n_tensor_ranks)
         self.state = model.state()
         if files.is_stage3:
             stage = 3
@@ -309,6 +336,15 @@ class DeepSpeedSource(PieceSource):
         n_ranks = model.world_size if isinstance(model.world_size, int) else max(len(files.optimizers), 1)
         self.topology = Topology(world_size=n_ranks, stage=stage)
         self._order(list(model.module))
+
+    def tensor_rules(self) -> TensorRules:
+        """How the tensors of tensor-parallel ranks are cut: as the file says, else by Megatron's names."""
+        info = self._model.content.get("universal_checkpoint_info")
+        keys = ("parameter_with_row_parallelism_patterns", "tp_replicated_parameter_patterns")
+        if isinstance(info, Mapping) and any(key in info for key in keys):
+            return rules_of_info(info, self._model.path)
+        version = self._model.content.get("checkpoint_version", 0)
+        return lambda name: megatron_cut(name, version)
 
     # Stages 1 and 2
 

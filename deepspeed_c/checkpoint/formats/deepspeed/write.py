@@ -28,6 +28,7 @@ from deepspeed_c.checkpoint.formats.deepspeed.universal import (
     check_folder,
     check_state,
 )
+from deepspeed_c.checkpoint.formats.tensor_ranks import PartSource, TensorCut, megatron_cut, rules_of_info
 from deepspeed_c.checkpoint.native.commit import (
     check_tag,
     commit_folder,
@@ -78,6 +79,8 @@ def write_deepspeed(
     dtype: torch.dtype,
     ranks: Iterable[int] | None = None,
     is_fused: bool | None = None,
+    n_tensor_ranks: int = 1,
+    tensor_info: Mapping[str, Any] | None = None,
 ) -> str:
     """Writes what DeepSpeed's engine would at ``stage`` on ``world_size`` data-parallel ranks, training in ``dtype``.
 
@@ -87,7 +90,9 @@ def write_deepspeed(
     into a hidden folder that then gets the tag's name, and ``latest`` names it. With some, files go straight into
     ``folder/tag`` and the caller, when all are there, commits. is_fused: whether DeepSpeed will train with an Adam of
     its own; by default what ``source.state["config"]`` says of the optimizer. The groups' parameters are written in the
-    order of ``source.params``, which must be that of the optimizer's groups.
+    order of ``source.params``, which must be that of the optimizer's groups. n_tensor_ranks: tensor-parallel ranks,
+    each of which gets files of its own with its part of every tensor. tensor_info: how tensors are cut over them, as
+    DeepSpeed's ``universal_checkpoint_info`` says it; by default by Megatron's names.
 
     Memory: one rank's files; at stages 0 to 2 that of rank 0 has the whole model in ``dtype``, as in DeepSpeed.
     Raises CheckpointError for what DeepSpeed's layout cannot hold, and for files that cannot be written.
@@ -99,12 +104,30 @@ def write_deepspeed(
             os.makedirs(path, exist_ok=True)
         except OSError as error:
             raise CheckpointError(f"cannot be made: {error.strerror}", where=path) from error
-        write_rank_files(source, path, world_size=world_size, stage=stage, dtype=dtype, ranks=ranks, is_fused=is_fused)
+        write_rank_files(
+            source,
+            path,
+            world_size=world_size,
+            stage=stage,
+            dtype=dtype,
+            ranks=ranks,
+            is_fused=is_fused,
+            n_tensor_ranks=n_tensor_ranks,
+            tensor_info=tensor_info,
+        )
         return path
 
     def write(path: str) -> None:
         write_rank_files(
-            source, path, world_size=world_size, stage=stage, dtype=dtype, ranks=range(world_size), is_fused=is_fused
+            source,
+            path,
+            world_size=world_size,
+            stage=stage,
+            dtype=dtype,
+            ranks=range(world_size),
+            is_fused=is_fused,
+            n_tensor_ranks=n_tensor_ranks,
+            tensor_info=tensor_info,
         )
 
     return _commit(folder, tag, write, write_latest)
@@ -119,24 +142,57 @@ def write_rank_files(
     dtype: torch.dtype,
     ranks: Iterable[int],
     is_fused: bool | None = None,
+    n_tensor_ranks: int = 1,
+    tensor_info: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Writes the files of ``ranks`` into the existing folder ``path`` and returns their names.
 
     Each is on disk and whole when it has its name. See write_deepspeed.
     """
     _check(world_size, stage, dtype)
-    layout = _Layout(source, world_size, stage, dtype, is_fused)
-    written = []
-    for rank in sorted(set(ranks)):
+    numbers = sorted(set(ranks))
+    for rank in numbers:
         if not 0 <= rank < world_size:
             raise CheckpointError(f"there is no rank {rank} among {world_size}", where="ranks")
+    if n_tensor_ranks == 1:
+        return _write_files(_Layout(source, world_size, stage, dtype, is_fused), path, numbers)
+    if n_tensor_ranks < 1:
+        raise CheckpointError(
+            f"{n_tensor_ranks} is no number of tensor-parallel ranks", where="n_tensor_ranks", fix="write at least 1"
+        )
+    if tensor_info is not None:
+        rules = rules_of_info(tensor_info, "tensor_info")
+    else:
+        version = (source.state.get("client_state") or {}).get("checkpoint_version", 0)
+
+        def rules(name: str) -> TensorCut | None:
+            return megatron_cut(name, version)
+
+    # Where one tensor cannot be cut, nothing is written.
+    layouts = [
+        _Layout(
+            PartSource(source, rules, n_tensor_ranks, rank),
+            world_size,
+            stage,
+            dtype,
+            is_fused,
+            TensorPlace(rank, n_tensor_ranks, tensor_info),
+        )
+        for rank in range(n_tensor_ranks)
+    ]
+    return [name for layout in layouts for name in _write_files(layout, path, numbers)]
+
+
+def _write_files(layout: _Layout, path: str, ranks: Sequence[int]) -> list[str]:
+    written, stage, of_tensor = [], layout.stage, f"mp_rank_{layout.place.rank:02d}"
+    for rank in ranks:
         if rank == 0 or stage == 3:
-            name = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"
+            name = f"zero_pp_rank_{rank}_{of_tensor}_model_states.pt" if stage == 3 else f"{of_tensor}_model_states.pt"
             _save(os.path.join(path, name), layout.model_states(rank))
             written.append(name)
         if stage > 0:
-            prefix = "bf16_" if dtype == torch.bfloat16 else ""
-            name = f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+            prefix = "bf16_" if layout.dtype == torch.bfloat16 else ""
+            name = f"{prefix}zero_pp_rank_{rank}_{of_tensor}_optim_states.pt"
             saved = {
                 "optimizer_state_dict": layout.optimizer_states(rank),
                 "ds_config": layout.config,
@@ -279,10 +335,30 @@ class _Cut(NamedTuple):
     at: int
 
 
+class TensorPlace(NamedTuple):
+    """Of which tensor-parallel rank files are written, and what they say of the way tensors are cut."""
+
+    rank: int = 0
+    n_ranks: int = 1
+    info: Mapping[str, Any] | None = None
+
+
+ONE_TENSOR_RANK = TensorPlace()
+
+
 class _Layout:
     """Which part of ``source`` goes where in DeepSpeed's files."""
 
-    def __init__(self, source: Source, world_size: int, stage: int, dtype: torch.dtype, is_fused: bool | None) -> None:
+    def __init__(
+        self,
+        source: Source,
+        world_size: int,
+        stage: int,
+        dtype: torch.dtype,
+        is_fused: bool | None,
+        place: TensorPlace = ONE_TENSOR_RANK,
+    ) -> None:
+        self.place = place
         self.source, self.world_size, self.stage, self.dtype = source, world_size, stage, dtype
         config = source.state.get("config")
         self.config: dict[str, Any] = dict(config) if isinstance(config, Mapping) else {}
@@ -416,13 +492,13 @@ class _Layout:
             "global_steps": counters.get("global_steps", 0),
             "global_samples": counters.get("global_samples", 0),
             "dp_world_size": self.world_size,
-            "mp_world_size": 1,
-            "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+            "mp_world_size": self.place.n_ranks,
+            "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": self.place.n_ranks},
             "ds_config": self.config,
             "ds_version": LAYOUT_VERSION,
-            # With this DeepSpeed's converter takes the checkpoint; it says that no tensor is cut by tensor-parallel
-            # ranks.
-            "universal_checkpoint_info": {"universal_checkpoint_version": 0.2},
+            # With this DeepSpeed's converter takes the checkpoint; by itself it says that no tensor is cut by
+            # tensor-parallel ranks.
+            "universal_checkpoint_info": {"universal_checkpoint_version": 0.2, **(self.place.info or {})},
             **client_state,
         }
 

@@ -1,0 +1,165 @@
+"""Layers and a switch that DeepSpeed's users name by hand, beside those of ``layers``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from deepspeed_c.errors import ModelError
+from deepspeed_c.inject.cut import keep_part
+from deepspeed_c.inject.layers import LinearLayer, RowPicker
+from deepspeed_c.inject.plan import (
+    Attention,
+    Planned,
+    RankPlace,
+    RuleSet,
+    cut_along,
+    find_attentions,
+    match_rules,
+    parts_of,
+)
+from deepspeed_c.inject.policy import find_policy
+from deepspeed_c.inject.ranks import TensorRanks
+
+__all__ = ["EmbeddingLayer", "fused_LinearLayer", "is_autotp_training_mode", "set_autotp_mode"]
+
+
+class EmbeddingLayer(torch.nn.Module):
+    """A table of words that every rank holds whole: ids of any shape to [*ids, width].
+
+    weight: the table [words, width], kept as the parameter it is. Without one the table is made, of ``weight_shape``
+    and ``dtype``, and not filled. DeepSpeed takes a bias and ignores it; here one is a ValueError.
+    """
+
+    def __init__(
+        self,
+        weight_shape: Sequence[int] | None = None,
+        dtype: torch.dtype = torch.half,
+        weight: torch.nn.Parameter | None = None,
+        bias: torch.Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        if bias is not None:
+            raise ValueError("EmbeddingLayer has no bias to add; leave it None")
+        if weight is None:
+            if weight_shape is None or len(weight_shape) != 2:
+                raise ValueError(f"EmbeddingLayer needs a weight, or weight_shape (words, width), not {weight_shape}")
+            weight = torch.nn.Parameter(torch.empty(*weight_shape, dtype=dtype))
+        self.weight = weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, self.weight)
+
+
+class fused_LinearLayer(LinearLayer):
+    """Query, key and value in one matrix, by columns: each rank gets whole heads of all three.
+
+    How they lie in the matrix (one behind the other, head by head, with one key head) is known from the policy of the
+    model's family. ``n_heads`` and ``n_key_heads`` are then this rank's, for the attention to count with.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        mp_group: dist.ProcessGroup | TensorRanks | None,
+        skip_partition: bool = False,
+        *,
+        fused_module: torch.nn.Module,
+        name: str = "",
+    ) -> None:
+        """fused_module: the layer of the model that ``module`` belongs to, one of its attentions' parents or the
+        attention's own. Raises ModelError where its family has no policy, or the policy does not cut ``module`` so.
+        """
+        super().__init__(module, mp_group, skip_partition=True, name=name)
+        place = RankPlace(self.ranks.rank, self.ranks.n_ranks)
+        step, attention = _find_rule(fused_module, module, place, self.label)
+        self.n_heads = attention.queries[1] - attention.queries[0]
+        self.n_key_heads = attention.keys[1] - attention.keys[0]
+        if skip_partition or place.n_ranks == 1:
+            return
+        heads = (attention.n_heads, attention.n_key_heads)
+        dims = [(self.weight, 1 if self.is_transposed else 0)] + ([] if self.bias is None else [(self.bias, 0)])
+        # Where one of them is refused, none is cut.
+        cuts = [
+            cut_along(param.shape, dim, *parts_of(step, param.shape[dim], 1, self.label), heads, place)
+            for param, dim in dims
+        ]
+        for (param, dim), cut in zip(dims, cuts, strict=True):
+            if isinstance(cut, list):  # ranks share a key head: the parameter stays whole, and each computes its part
+                keep_part(param, None)
+                self.pick(RowPicker(cut))
+                self.ranks.sum_gradient(param, tuple(range(place.n_ranks)), self.label)
+            else:
+                keep_part(param, cut, dim)
+                self.ranks.sum_gradient(param, cut.copies, self.label)
+
+
+class _Inside(torch.nn.Module):
+    """The names that modules have in a model, from an attention or the layer around it: rules match their ends."""
+
+    def __init__(self, name: str, layer: torch.nn.Module) -> None:
+        super().__init__()
+        setattr(self, name, layer)
+
+
+def _find_rule(
+    layer: torch.nn.Module, linear: torch.nn.Module, place: RankPlace, label: str
+) -> tuple[Planned, Attention]:
+    """(the rule that cuts ``linear``, the attention around it)."""
+    model_type = _model_type_of(layer)
+    policy = find_policy(model_type)
+    if policy is None:
+        raise ModelError(
+            f"no policy says how {type(linear).__name__} lies within {type(layer).__name__} (model type {model_type!r})",
+            where=label,
+            fix="use SubParamLinearLayer with the sizes of query, key and value, or add a policy"
+            " (docs/adding/inject-policy.md)",
+        )
+    sets = [RuleSet(f"policy {model_type}", policy.rules, policy.heads)]
+    names = ("attn", "attention", "self_attn", "self_attention")
+    for root in (layer, *(_Inside(name, layer) for name in names)):
+        attentions = find_attentions(root, sets, place)
+        for step in match_rules(root, sets, attentions)[0]:
+            if step.module is linear and step.rule.style == "column" and isinstance(step.attention, Attention):
+                return step, step.attention
+        refusals = [attention.refusal for attention in attentions.values() if attention.refusal]
+        if refusals:
+            raise ModelError(refusals[0], where=label, fix="use at most as many ranks as there are heads")
+    raise ModelError(
+        f"the policy of {model_type} cuts no such layer of {type(layer).__name__} by heads",
+        where=label,
+        fix="pass the projection of query, key and value as it is in the model, and the layer that holds it",
+    )
+
+
+def _model_type_of(layer: torch.nn.Module) -> str:
+    for module in layer.modules():
+        model_type = getattr(getattr(module, "config", None), "model_type", None)
+        if model_type is not None:
+            return model_type
+    # Blocks without a configuration say it by the folder of transformers that their class is from.
+    folder = re.match(r"transformers\.models\.(\w+)\.", type(layer).__module__)
+    return folder[1] if folder else ""
+
+
+_mode = {"training": True}
+
+
+def set_autotp_mode(training: bool = False) -> None:
+    """Says whether tensor-parallel layers are to train.
+
+    Nothing depends on it here, except ``is_autotp_training_mode``: layers sum gradients wherever one is asked for, and
+    send nothing for them elsewhere. TypeError for what is no bool.
+    """
+    if not isinstance(training, bool):
+        raise TypeError(f"training is True or False, not {training!r}")
+    _mode["training"] = training
+
+
+def is_autotp_training_mode() -> bool:
+    """What ``set_autotp_mode`` was last told; True before that."""
+    return _mode["training"]

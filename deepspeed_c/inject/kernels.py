@@ -1,0 +1,297 @@
+"""Operators of ``deepspeed_c.ops.nn`` in the place of a model's own: norms, activations, gated networks, rotary
+positions.
+
+``inject_kernels`` gives modules another forward, and nothing else: modules, parameters, names and hooks stay, and
+``revert_kernels`` takes it away again. What a module computes is not believed from its name: its own forward runs on
+small stand-ins for its weights, and must give what the operator gives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from deepspeed_c.config.parallel import TensorParallel
+from deepspeed_c.errors import ModelError, StateError
+from deepspeed_c.ops import nn
+
+__all__ = ["KernelReport", "inject_kernels", "kernels_as_asked", "revert_kernels"]
+
+_ACTS: tuple[nn.Act, ...] = ("gelu", "gelu_tanh", "silu", "relu")
+_GATED = (("gate_proj", "up_proj"), ("gate_up_proj",))
+_ACT_NAMES = ("act_fn", "activation_fn", "act")
+_EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
+_ROTARY = "apply_rotary_pos_emb"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+Forward = Callable[..., Any]
+Answer = tuple[str, Forward] | str | None
+"""(the operator, a forward that runs it), why a module keeps its own, or None where it is of another kind."""
+
+
+@dataclass
+class KernelReport:
+    """What became of the modules that have a kernel."""
+
+    swapped: dict[str, str] = field(default_factory=dict)
+    """Dotted name of a module -> the operator that it runs now."""
+    remainder: dict[str, str] = field(default_factory=dict)
+    """Dotted name of one that looks like it -> why it keeps its own."""
+
+    def __str__(self) -> str:
+        width = max((len(name) for name in (*self.swapped, *self.remainder)), default=0)
+        lines = [f"{name:<{width}}  {what}" for name, what in self.swapped.items()]
+        lines += [f"{name:<{width}}  stays: {why}" for name, why in self.remainder.items()]
+        return "\n".join([*lines, f"{len(self.swapped)} modules run kernels, {len(self.remainder)} keep their own"])
+
+
+def inject_kernels(model: torch.nn.Module, *, strict: bool = False) -> KernelReport:
+    """Swaps kernels into ``model``, in place; what it computes stays the same to rounding.
+
+    strict: what looks like a module with a kernel and computes something else is an error. Raises ModelError for that,
+    and where the model has nothing to swap; StateError where kernels are in it already. Nothing is changed then. Under
+    autocast, which decides dtypes operator by operator, modules run their own forward.
+    """
+    if any(_is_swapped(module) for module in model.modules()):
+        raise StateError("kernels are in it already", where=type(model).__name__, fix="call revert_kernels first")
+    other = next((name for name, p in model.named_parameters() if p.is_floating_point() and p.dtype not in _DTYPES), "")
+    if other:
+        raise ModelError(
+            f"kernels compute in float32, bfloat16 and float16, not in {model.get_parameter(other).dtype}",
+            where=other,
+            fix="set replace_with_kernel_inject to false",
+        )
+    report = KernelReport()
+    found: list[tuple[torch.nn.Module, Forward]] = []
+    angles = {
+        layout
+        for module in model.modules()
+        if type(module).__name__.endswith("RotaryEmbedding")
+        for layout in [_layout_of_angles(module)]
+    }
+    kinds = (_find_norm, _find_act, _find_gated, lambda module: _find_rotary(module, angles))
+    for name, module in model.named_modules():
+        for find in kinds:
+            answer = find(module)
+            if answer is None:
+                continue
+            if isinstance(answer, str):
+                report.remainder[name] = answer
+            elif "forward" in vars(module):
+                report.remainder[name] = "somebody has given it another forward already"
+            else:
+                report.swapped[name] = answer[0]
+                found.append((module, answer[1]))
+            break
+    if not found or (strict and report.remainder):
+        listed = "; ".join(f"{name}: {why}" for name, why in list(report.remainder.items())[:4])
+        raise ModelError(
+            f"{len(report.remainder)} modules keep their own forward ({listed})" if found else "nothing has a kernel",
+            where=type(model).__name__,
+            fix="set strict_mode to false" if found else "set replace_with_kernel_inject to false",
+        )
+    for module, forward in found:
+        module.forward = types.MethodType(forward, module)
+    return report
+
+
+def revert_kernels(model: torch.nn.Module) -> int:
+    """Gives every module its own forward back; the number of modules that had another."""
+    swapped = [module for module in model.modules() if _is_swapped(module)]
+    for module in swapped:
+        del module.forward
+    return len(swapped)
+
+
+@contextlib.contextmanager
+def kernels_as_asked(model: torch.nn.Module, section: TensorParallel) -> Iterator[KernelReport | None]:
+    """Kernels in ``model`` where the section ``tensor_parallel`` asks for them; out again where the body raises."""
+    if not section.replace_with_kernel_inject:
+        yield None
+        return
+    partition = section.partition_config
+    report = inject_kernels(model, strict=partition is not None and partition.strict_mode)
+    try:
+        yield report
+    except BaseException:
+        revert_kernels(model)
+        raise
+
+
+def _is_swapped(module: torch.nn.Module) -> bool:
+    forward = getattr(vars(module).get("forward"), "__func__", None)
+    if forward is None:
+        return False
+    # What rotates for an attention is ours, though its forward is its own.
+    return __name__ in (forward.__module__, getattr(forward.__globals__.get(_ROTARY), "__module__", ""))
+
+
+def _unless_autocast(kernel: Forward) -> Forward:
+    def forward(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_autocast_enabled(x.device.type):
+            return type(module).forward(module, x)
+        return kernel(module, x)
+
+    return forward
+
+
+def _stand_in(module: torch.nn.Module, params: dict[str, Any], children: dict[str, torch.nn.Module]) -> torch.nn.Module:
+    """``module`` with other parameters and children, which shares everything else with it."""
+    made = copy.copy(module)
+    vars(made).update(_parameters=params, _modules={**module._modules, **children}, training=False)
+    vars(made).pop("forward", None)
+    return made
+
+
+@torch.no_grad()
+def _computes(module: torch.nn.Module, x: torch.Tensor, kernel: torch.Tensor) -> bool:
+    try:
+        own = type(module).forward(module, x)
+    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, NotImplementedError):
+        return False  # it takes something else
+    is_alike = isinstance(own, torch.Tensor) and own.shape == kernel.shape
+    return is_alike and torch.allclose(own, kernel, rtol=1e-5, atol=2e-6)
+
+
+def _numbers(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+
+
+def _find_norm(module: torch.nn.Module) -> Answer:
+    own = type(module).forward
+    if own in (torch.nn.LayerNorm.forward, torch.nn.RMSNorm.forward):
+        if len(module.normalized_shape) != 1:
+            return f"norms {len(module.normalized_shape)} dimensions together"
+        if own is torch.nn.LayerNorm.forward:
+            return "layer_norm", _unless_autocast(lambda m, x: nn.layer_norm(x, m.weight, m.bias, m.eps))
+        return "rms_norm", _unless_autocast(
+            lambda m, x: nn.rms_norm(x, m.weight, torch.finfo(x.dtype).eps if m.eps is None else m.eps)
+        )
+    if not type(module).__name__.endswith(("RMSNorm", "LayerNorm")):
+        return None
+    eps = next((name for name in _EPS_NAMES if isinstance(getattr(module, name, None), float)), "")
+    params = dict(module.named_parameters())
+    if not eps or list(params) != ["weight"] or params["weight"].dim() != 1:
+        return "is no norm of one dimension with a weight and an epsilon"
+    weight, x = _numbers(8), 1 + 2 * _numbers(3, 8).flip(0)
+    tried = _stand_in(module, {"weight": torch.nn.Parameter(weight)}, {})
+    kernels: tuple[tuple[str, Forward], ...] = (
+        ("rms_norm", lambda m, x: nn.rms_norm(x, m.weight, getattr(m, eps))),
+        ("rms_norm of 1 + weight", lambda m, x: nn.rms_norm(x, 1.0 + m.weight.float(), getattr(m, eps))),
+        ("layer_norm", lambda m, x: nn.layer_norm(x, m.weight, None, getattr(m, eps))),
+    )
+    for name, kernel in kernels:
+        with torch.no_grad():
+            result = kernel(tried, x)
+        if _computes(tried, x, result):
+            return name, _unless_autocast(kernel)
+    return "computes another norm"
+
+
+def _find_act(module: torch.nn.Module) -> Answer:
+    kind = type(module)
+    is_leaf = not (module._modules or module._parameters or module._buffers)
+    if not is_leaf or kind.__module__ not in ("torch.nn.modules.activation", "transformers.activations"):
+        return None
+    x = torch.linspace(-6.0, 6.0, 97)
+    for act in _ACTS:
+        if _computes(_stand_in(module, {}, {}), x.clone(), nn.bias_act(x, None, act)):
+            return act, _unless_autocast(lambda m, x, act=act: nn.bias_act(x, None, act))
+    looks_alike = any(word in kind.__name__.lower() for word in ("gelu", "silu", "relu"))
+    return "computes another activation" if looks_alike else None
+
+
+def _find_gated(module: torch.nn.Module) -> Answer:
+    children = module._modules
+    names = next((names for names in _GATED if all(name in children for name in names)), None)
+    act = next((name for name in _ACT_NAMES if name in children), None)
+    if names is None or act is None or "down_proj" not in children:
+        return None
+    if module._parameters or set(children) != {*names, act, "down_proj"}:
+        return "has more than gate, up, activation and down"
+    layers = {name: torch.nn.Linear(6, 8 if len(names) == 2 else 16, bias=False) for name in (*names,)}
+    layers["down_proj"] = torch.nn.Linear(8, 5, bias=False)
+    with torch.no_grad():
+        for number, layer in enumerate(layers.values()):
+            layer.weight.copy_(_numbers(number + 1, *layer.weight.shape)[number])
+    tried, x = _stand_in(module, {}, layers), _numbers(3, 6)
+    kernels = (("swiglu", nn.swiglu), ("geglu", nn.geglu), ("geglu with tanh", _geglu_tanh))
+    for label, gated in kernels:
+
+        def forward(m: torch.nn.Module, x: torch.Tensor, gated: Forward = gated) -> torch.Tensor:
+            return m.down_proj(gated(*(m._modules[name](x) for name in names)))
+
+        with torch.no_grad():
+            result = forward(tried, x)
+        if _computes(tried, x, result):
+            return label, _unless_autocast(forward)
+    return "computes another gated network"
+
+
+def _geglu_tanh(gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
+    return nn.geglu(gate, up, approximate="tanh")
+
+
+def _layout_of_angles(module: torch.nn.Module) -> str:
+    """How the angles of pairs lie in what a rotary embedding gives: "halves", "interleaved", or "" for neither."""
+    positions = torch.arange(5).unsqueeze(0)
+    try:
+        cos, sin = copy.deepcopy(module)(torch.zeros(1, 5, 8), positions)
+    except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, NotImplementedError):
+        return ""
+    if cos.is_meta or cos.shape[-1] % 2 or cos.shape != sin.shape:
+        return ""
+    n_pairs = cos.shape[-1] // 2
+    if all(torch.equal(x[..., :n_pairs], x[..., n_pairs:]) for x in (cos, sin)):
+        return "halves"
+    return "interleaved" if all(torch.equal(x[..., ::2], x[..., 1::2]) for x in (cos, sin)) else ""
+
+
+def _find_rotary(module: torch.nn.Module, angles: set[str]) -> Answer:
+    own = type(module).forward
+    code, names = getattr(own, "__code__", None), getattr(own, "__globals__", {})
+    if code is None or _ROTARY not in code.co_names or _ROTARY not in names:
+        return None
+    apply = names[_ROTARY]
+    if len(angles) != 1 or "" in angles:
+        return "its rotary angles lie in no known order"
+    (layout,) = angles
+    rotate = _rotation(apply, layout == "interleaved")
+    half = _numbers(1, 3, 4)
+    angle = torch.cat([half, half], -1) if layout == "halves" else half.repeat_interleave(2, dim=-1)
+    query, key = _numbers(1, 2, 3, 8), _numbers(2, 1, 3, 8)[1:]
+    try:
+        wanted = apply(query, key, angle.cos(), angle.sin())
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        return "turns positions by arguments of its own"
+    got = rotate(query, key, angle.cos(), angle.sin())
+    if not all(torch.allclose(a, b, rtol=1e-5, atol=2e-6) for a, b in zip(wanted, got, strict=True)):
+        return "turns other pairs"
+    # The same forward, in which one name means something else; other models that share the class keep theirs.
+    forward = types.FunctionType(code, {**names, _ROTARY: rotate}, own.__name__, own.__defaults__, own.__closure__)
+    forward.__kwdefaults__ = own.__kwdefaults__
+    return "rotary", forward
+
+
+def _rotation(apply: Forward, is_interleaved: bool) -> Forward:
+    def rotate(
+        q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if torch.is_autocast_enabled(q.device.type) or unsqueeze_dim not in (1, 2):
+            return apply(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+        pairs = slice(None, None, 2) if is_interleaved else slice(cos.shape[-1] // 2)
+        cos, sin = cos[..., pairs].float(), sin[..., pairs].float()
+
+        def turn(x: torch.Tensor) -> torch.Tensor:
+            if unsqueeze_dim == 2:
+                return nn.rotary(x, cos, sin, is_interleaved=is_interleaved)
+            return nn.rotary(x.transpose(1, 2), cos, sin, is_interleaved=is_interleaved).transpose(1, 2)
+
+        return turn(q), turn(k)
+
+    return rotate
