@@ -1,0 +1,1 @@
+"""Sequences that are cut over ranks, or computed in tiles (docs/concepts/sequence.md)."""
