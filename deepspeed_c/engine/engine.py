@@ -41,6 +41,7 @@ from deepspeed_c.env import read_env
 from deepspeed_c.errors import BackwardError, BatchSizeError, FeatureError, MissingNameError, StateError
 from deepspeed_c.logging import log_dist, logger
 from deepspeed_c.profile.timers import EngineTimers, ThroughputTimer, see_memory_usage
+from deepspeed_c.sequence.huggingface import Registration, take_over_attention
 from deepspeed_c.zero.layout.layout import Layout
 from deepspeed_c.zero.states.access import attach, detach
 from deepspeed_c.zero.states.optimizer import DeepSpeedOptimizer, ZeroOptimizer
@@ -125,7 +126,9 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
         self._checkpoints = Checkpoints(self._state)
         self._preemption = Preemption(config.checkpoint.preemption, can_step=optimizer is not None)
         self._blocks: Blocks | None = None
+        self._attention: Registration | None = None
         try:
+            self._attention = take_over_attention(model, mesh)
             self._blocks = Blocks(
                 model,
                 config.activation_checkpointing,
@@ -910,6 +913,8 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
             self._end()
 
     def _unwrap(self) -> None:
+        if self._attention is not None:
+            self._attention.close()
         if self._blocks is not None:
             self._blocks.close()
 
