@@ -1,12 +1,11 @@
 """Models of transformers whose sequences are cut over ranks, without a change in their code.
 
-transformers asks a table for the attention function of a name. While a model is registered, its entry is a function that
-exchanges tokens for heads around the one that was there; of other models it calls that directly.
+transformers asks a table for the attention function of a name. While a model is registered, its entry is a function
+that exchanges tokens for heads around the one that was there; of other models it calls that directly.
 
-[Note: once a forward] What all layers of a forward need of whole sequences (positions, padding, documents) is gathered in
-its first layer and used by the others. A layer that comes again begins another forward, or one that is computed again.
-All ranks come through the same layers, so they gather at the same places.
-"""
+[Note: once a forward] What all layers of a forward need of whole sequences (positions, padding, documents) is gathered
+in its first layer and used by the others. A layer that comes again begins another forward, or one that is computed
+again. All ranks come through the same layers, so they gather at the same places."""
 
 from __future__ import annotations
 
@@ -42,11 +41,10 @@ _OF_LOCAL_TOKENS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_lengt
 class UlyssesSPAttentionHF(torch.nn.Module):
     """An attention function of transformers over tokens of all ranks of a group.
 
-    ``forward`` takes and returns what such a function does, of this rank's tokens; ``attn`` is called with all tokens of
-    this rank's heads. The arguments are DeepSpeed's: batch, lengths and heads are those of each call, whatever is said
-    here, but ``attn_head_count`` and ``kv_head_count`` have to fit the ranks. disable_in_eval: outside of training each
-    rank's tokens are whole sequences.
-    """
+    ``forward`` takes and returns what such a function does, of this rank's tokens; ``attn`` is called with all tokens
+    of this rank's heads. The arguments are DeepSpeed's: batch, lengths and heads are those of each call, whatever is
+    said here, but ``attn_head_count`` and ``kv_head_count`` have to fit the ranks. disable_in_eval: outside of training
+    each rank's tokens are whole sequences."""
 
     def __init__(
         self,
@@ -90,8 +88,8 @@ class UlyssesSPAttentionHF(torch.nn.Module):
         that transformers has made of these. kwargs have ``position_ids`` [batch or 1, tokens of this rank], places in
         the whole sequence. Returns ([batch, tokens of this rank, heads, width], None). Collective.
 
-        Raises ModelError for what cannot be cut so, and ConfigError for heads that no plan fits, before anything is sent.
-        """
+        Raises ModelError for what cannot be cut so, and ConfigError for heads that no plan fits, before anything is
+        sent."""
         if self.disable_in_eval and not module.training:
             return self.attn(module, query, key, value, attention_mask, *args, **kwargs)
         comm = ranks_of(self.process_group)
@@ -184,14 +182,13 @@ class UlyssesSPAttentionHF(torch.nn.Module):
         """From now on a model of transformers attends over the tokens of ``sequence_parallel_size`` neighbouring ranks.
 
         model_name_or_path: the model (of PEFT too), or the name or folder of one that is yet to be made.
-        core_attn_implementation: "sdpa", "flex_attention", a flash attention or a kernel of the hub, as the model has it.
-        disable_in_eval: outside of training each rank's tokens are whole sequences. The other arguments are taken for
-        DeepSpeed's sake: batch and length are free to change. Returns the mpu for ``initialize``, None for one rank.
-        Collective. The engine over the model gives transformers its function back when it is closed.
+        core_attn_implementation: "sdpa", "flex_attention", a flash attention or a kernel of the hub, as the model has
+        it. disable_in_eval: outside of training each rank's tokens are whole sequences. The other arguments are taken
+        for DeepSpeed's sake: batch and length are free to change. Returns the mpu for ``initialize``, None for one
+        rank. Collective. The engine over the model gives transformers its function back when it is closed.
 
-        Raises ConfigError, with the numbers, for ranks and heads that do not fit, and for an attention that cannot be cut
-        so; ModelError, which names them, for layers that carry a state along the sequence.
-        """
+        Raises ConfigError, with the numbers, for ranks and heads that do not fit, and for an attention that cannot be
+        cut so; ModelError, which names them, for layers that carry a state along the sequence."""
         if sequence_parallel_size == 1:
             return None
         parallel_state.initialize_sequence_parallel(sequence_parallel_size)
@@ -280,7 +277,8 @@ class Registration:
             raise ModelError(
                 "labels of a part of a sequence would be shifted within it, and one token a rank be lost",
                 where=type(model).__name__,
-                fix="pass shift_labels as well: labels that were shifted before the cut (UlyssesSPDataLoaderAdapter makes them)",
+                fix="pass shift_labels as well: labels that were shifted before the cut (UlyssesSPDataLoaderAdapter makes"
+                " them)",
             )
 
     def close(self) -> None:

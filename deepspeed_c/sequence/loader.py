@@ -28,8 +28,8 @@ class UlyssesSPDataLoaderAdapter:
     A batch is a mapping. ``input_ids`` [batch, tokens] and ``labels`` (or ``shift_labels``) have to be in it;
     ``position_ids`` are made where they are not. Tensors [batch, tokens, ...] of any rank and dtype are cut along their
     tokens, the rest is given as it is. Labels are shifted before the cut, as ``shift_labels``, and ``labels`` taken
-    away. A length that ranks do not divide is filled up: with tokens 0 that are no labels, behind all others. What comes
-    lies in host memory.
+    away. A length that ranks do not divide is filled up: with tokens 0 that are no labels, behind all others. What
+    comes lies in host memory.
 
     sp_rank, sp_world_size: as ``sp_group`` says. device: for the exchange, where the group's backend has no CPU.
     """
@@ -143,7 +143,8 @@ class UlyssesSPDataLoaderAdapter:
                 if value.shape[1] != n_tokens or (key.endswith("mask") and value.dim() > 2):
                     raise _unfit(
                         f"{key} is {tuple(value.shape)}, and there are {n_tokens} tokens",
-                        "give masks as [batch, tokens], and other tensors with the tokens in dimension 1, or of 1 dimension",
+                        "give masks as [batch, tokens], and other tensors with the tokens in dimension 1, or of 1"
+                        " dimension",
                     )
                 batch[key] = _fill_up(key, value, n_more) if n_more else value
         return batch
@@ -180,7 +181,7 @@ class UlyssesSPDataLoaderAdapter:
         for header, block in zip(headers, received.cpu().split(got)):
             found, begin = {}, 0
             for key, info in header.items():
-                if not isinstance(info, _Tensor):
+                if not isinstance(info, _SentTensor):
                     found[key] = info
                     continue
                 end = begin + _n_bytes(info, n_ranks)
@@ -212,7 +213,7 @@ class _Given(torch.utils.data.IterableDataset):
         return getattr(self._adapter.dl.dataset, name)
 
 
-class _Tensor:
+class _SentTensor:
     """A tensor of a batch, as other ranks are told of it."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -234,11 +235,11 @@ def _unfit(what: str, fix: str) -> ModelError:
 
 
 def _describe(value: Any) -> Any:
-    return _Tensor(tuple(value.shape), value.dtype) if torch.is_tensor(value) else value
+    return _SentTensor(tuple(value.shape), value.dtype) if torch.is_tensor(value) else value
 
 
 def _n_bytes(info: Any, n_ranks: int) -> int:
-    if not isinstance(info, _Tensor):
+    if not isinstance(info, _SentTensor):
         return 0
     return torch.Size(info.part_shape(n_ranks)).numel() * info.dtype.itemsize
 
