@@ -73,6 +73,7 @@ class Collectives:
             if self.world_size > 1
             else {}
         )
+        self._names = names
         self._backends = {device: backend_named(name) for device, name in names.items()}
         # Numbers travel on the CPU where they can, else on the accelerator.
         self._number_device = torch.device("cpu" if "cpu" in names or not names else next(iter(names)))
@@ -194,6 +195,26 @@ class Collectives:
             return Work.done()
         backend = self.backend_of(flat)
         return self._start("all-reduce", flat, label, backend, backend.all_reduce, flat, scale)
+
+    def shift(self, sent: torch.Tensor, received: torch.Tensor, distance: int, *, label: str = "") -> Work:
+        """Each rank sends ``sent`` to the rank ``distance`` above it, around the group, and gets ``received`` from the
+        one as far below. Any dtype; lengths may differ over ranks, what is sent has that of what is received, and a
+        length of 0 is not sent. distance: not a multiple of the number of ranks.
+        """
+        _check_flat(sent)
+        _check_flat(received)
+        if distance % self.world_size == 0:
+            raise ValueError(f"a shift by {distance} among {self.world_size} ranks goes nowhere")
+        to, source = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
+        backend = self.backend_of(sent)
+        entry = self.ledger.enter("shift", sent.nbytes, label, sent.device, self._names[sent.device.type])
+        try:
+            handles = backend.shift(self, sent, to, received, source)
+        except BaseException:
+            entry.end()
+            raise
+        what = f"shift of {sent.numel()} {sent.dtype} by {distance}"
+        return Work(handles, kept=[sent, received], what=what).note_in(entry)
 
     def broadcast(self, tensor: torch.Tensor, src: int, *, label: str = "") -> None:
         """Rank ``src`` of the group sends its contiguous ``tensor`` (any shape and dtype) to all."""
