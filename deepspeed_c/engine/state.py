@@ -141,7 +141,8 @@ class TrainState:
     def check(self, source: Source) -> None:
         """Raises CheckpointError for small state that is damaged or no such state: it is restored when everything else
         has been, and that it cannot be has to be known before."""
-        for rank in sorted({0, self._saved_rank(source)}):
+        mine = {self._saved_rank(source, sequence_rank) for sequence_rank in (0, self.mesh.index("sp"))}
+        for rank in sorted({0, *mine}):
             state, where = source.rank_state(rank) or {}, f"{source.where}, state of rank {rank}"
             if "random" in state:
                 files.state.check_random_state(state["random"], self.device, where)
