@@ -18,15 +18,13 @@ from typing import Any
 
 import torch
 
-from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.errors import ConfigError, ModelError
 from deepspeed_c.sequence import parallel_state
-from deepspeed_c.sequence.collectives import lend, ranks_of
+from deepspeed_c.sequence.collectives import ranks_of
 from deepspeed_c.sequence.exchange import gather_heads, gather_tokens
 from deepspeed_c.sequence.masks import WholeSequences, valid_tokens
-from deepspeed_c.sequence.plans import plan_heads
 
-__all__ = ["Registration", "UlyssesSPAttentionHF", "take_over_attention"]
+__all__ = ["Registration", "UlyssesSPAttentionHF", "registration_of"]
 
 # Layers that carry something along the sequence outside of attention, by what their classes or types are called.
 _RECURRENT = ("mamba", "recurrent", "rwkv", "deltanet", "linear_attention", "linearattention", "ssm", "conv")
@@ -59,6 +57,7 @@ class UlyssesSPAttentionHF(torch.nn.Module):
         local_seq_length: int | None = None,
         global_seq_length: int | None = None,
         disable_in_eval: bool = False,
+        core_attn_implementation: str = "",
     ) -> None:
         super().__init__()
         self.attn = attn
@@ -66,13 +65,12 @@ class UlyssesSPAttentionHF(torch.nn.Module):
         self.world_size = torch.distributed.get_world_size(process_group)
         self.sp_rank = torch.distributed.get_rank(process_group)
         self.disable_in_eval = disable_in_eval
-        self.core_attn_implementation = ""
+        self.core_attn_implementation = core_attn_implementation
         self.has_mask_of_model = False
         """Whether the model of the forward under way was given a mask: then its positions tell no documents apart."""
         self._whole: WholeSequences | None = None
         self._of: tuple[Any, ...] = ()
         self._seen: set[int] = set()
-        plan_heads(attn_head_count, kv_head_count, self.world_size, self.sp_rank)
 
     def forward(
         self,
@@ -220,15 +218,31 @@ def _groups_of(module: torch.nn.Module, n_groups: int) -> Iterator[None]:
 class Registration:
     """One model, or the name of one that is yet to be made, whose attention ``attention`` computes."""
 
-    def __init__(self, attention: UlyssesSPAttentionHF, config: Any, model: torch.nn.Module | None) -> None:
-        self.attention = attention
-        self._config = config
+    def __init__(
+        self,
+        kind: type[UlyssesSPAttentionHF],
+        arguments: Mapping[str, Any],
+        config: Any,
+        model: torch.nn.Module | None,
+    ) -> None:
+        """kind, arguments: of its attention."""
+        self.attention = kind(**arguments)
+        self._arguments, self._config = arguments, config
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._model: weakref.ref[torch.nn.Module] | None = None
         self._is_generating = False
         self._hook: Any = None
         if model is not None:
             self._modules.update(model.modules())
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Query heads and key heads of a layer."""
+        return self._arguments["attn_head_count"], self._arguments["kv_head_count"]
+
+    def attend_by(self, kind: type[UlyssesSPAttentionHF]) -> None:
+        """From now on by another kind of attention."""
+        self.attention = kind(**self._arguments)
 
     @property
     def is_taken(self) -> bool:
@@ -367,23 +381,22 @@ def _register(
         if not each.is_taken and model is not None and each.fits(model):
             each.close()
     switch = _switches.get(core)
-    plain = table[core] if switch is None else switch.plain
-    n_heads = text.num_attention_heads
-    attention = kind(
-        plain,
-        micro_batch_size,
-        n_heads,
-        getattr(text, "head_dim", None) or text.hidden_size // n_heads,
-        getattr(text, "num_key_value_heads", None) or n_heads,
-        text.num_hidden_layers,
-        group,
-        seq_length_is_variable=True,
-        disable_in_eval=disable_in_eval,
-    )
-    attention.core_attn_implementation = core
     if switch is None:
         switch = _switches[core] = _Switch(table, core)
-    registration = Registration(attention, config, model)
+    n_heads = text.num_attention_heads
+    arguments = {
+        "attn": switch.plain,
+        "batch_size": micro_batch_size,
+        "attn_head_count": n_heads,
+        "attn_head_size": getattr(text, "head_dim", None) or text.hidden_size // n_heads,
+        "kv_head_count": getattr(text, "num_key_value_heads", None) or n_heads,
+        "num_hidden_layers": text.num_hidden_layers,
+        "process_group": group,
+        "seq_length_is_variable": True,
+        "disable_in_eval": disable_in_eval,
+        "core_attn_implementation": core,
+    }
+    registration = Registration(kind, arguments, config, model)
     switch.registrations.append(registration)
     return registration
 
@@ -439,19 +452,12 @@ def _check_layers(config: Any, model: torch.nn.Module | None) -> None:
         )
 
 
-def take_over_attention(model: torch.nn.Module, mesh: Mesh) -> Registration | None:
-    """An engine begins over ``model`` whose sequences ``mesh`` cuts: the registration of that model, or, of a model of
-    transformers that nobody has registered, a new one with the attention that it uses. None for other models: they
-    attend by ``DistributedAttention``. ``Registration.close`` ends it."""
-    if mesh.size("sp") == 1:
-        return None
-    lend(mesh.along("sp"))
+def registration_of(model: torch.nn.Module, group: Any) -> Registration | None:
+    """That of a model that an engine is about to have; of a model of transformers that nobody has registered, a new one
+    over ``group``, with the attention that it uses. None for other models."""
     waiting = [each for switch in _switches.values() for each in switch.registrations if not each.is_taken]
     found = next((each for each in reversed(waiting) if each.fits(model)), None)
-    if found is None:
-        core = getattr(getattr(model, "config", None), "_attn_implementation", None)
-        if not isinstance(core, str):
-            return None
-        found = _register(UlyssesSPAttentionHF, model, core, mesh.process_group("sp"))
-    found.take(model)
+    core = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if found is None and isinstance(core, str):
+        found = _register(UlyssesSPAttentionHF, model, core, group)
     return found

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from deepspeed_c.errors import ModelError, RankMismatchError, StateError
-from deepspeed_c.sequence.collectives import ranks_of
+from deepspeed_c.sequence.collectives import order_of, ranks_of
+from deepspeed_c.sequence.plans import SequenceCut
 
 __all__ = ["UlyssesSPDataLoaderAdapter"]
 
@@ -29,7 +30,7 @@ class UlyssesSPDataLoaderAdapter:
     ``position_ids`` are made where they are not. Tensors [batch, tokens, ...] of any rank and dtype are cut along their
     tokens, the rest is given as it is. Labels are shifted before the cut, as ``shift_labels``, and ``labels`` taken
     away. A length that ranks do not divide is filled up: with tokens 0 that are no labels, behind all others. What
-    comes lies in host memory.
+    comes lies in host memory, in the order of the attention that the engine has chosen.
 
     sp_rank, sp_world_size: as ``sp_group`` says. device: for the exchange, where the group's backend has no CPU.
     """
@@ -137,7 +138,9 @@ class UlyssesSPDataLoaderAdapter:
                 raise _unfit(f"labels are {tuple(labels.shape)}, input_ids {tuple(shape)}", "give one label a token")
             if "shift_labels" not in batch:
                 batch["shift_labels"] = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
-        n_more = -n_tokens % self.sp_world_size
+        # All ranks get as many; those of a ring also as many from either end.
+        parts = self.sp_world_size * (2 if order_of(self.sp_group).order == "zigzag" else 1)
+        n_more = -n_tokens % parts
         for key, value in batch.items():
             if torch.is_tensor(value) and value.dim() > 1:
                 if value.shape[1] != n_tokens or (key.endswith("mask") and value.dim() > 2):
@@ -190,11 +193,10 @@ class UlyssesSPDataLoaderAdapter:
             yield found
 
     def _parts_for(self, batch: dict[str, Any], rank: int) -> list[torch.Tensor]:
-        parts = []
+        parts, cut = [], SequenceCut(batch["input_ids"].shape[1], self.sp_world_size, *order_of(self.sp_group))
         for value in batch.values():
             if torch.is_tensor(value):
-                n = value.shape[1] // self.sp_world_size if value.dim() > 1 else 0
-                parts.append(value.narrow(1, rank * n, n) if value.dim() > 1 else value)
+                parts.append(value if value.dim() < 2 else cut.take(value, rank, 1))
         return parts
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -82,7 +81,12 @@ class RingSPAttentionHF(UlyssesSPAttentionHF):
             documents=documents,
             sinks=sinks,
         )
-        return out.permute(0, 2, 1, 3).contiguous(), None
+        out = out.permute(0, 2, 1, 3).contiguous()
+        if whole.valid is not None:
+            # A query of padding in front attends to nobody, and its output is 0; that of padding behind nobody reads.
+            mine = whole.valid.split(whole.tokens, 1)[self.sp_rank]
+            out = out.masked_fill(~mine[:, :, None, None], 0.0)
+        return out, None
 
     def _heads_fit(self, n_heads: int, n_key_heads: int) -> None:
         """A ring asks nothing of heads; what a row asks of them is said by the exchange."""
@@ -101,9 +105,7 @@ class RingSPAttentionHF(UlyssesSPAttentionHF):
             )
         positions = cut.join(whole.positions.split(whole.tokens, 1), dim=1)
         valid = None if whole.valid is None else cut.join(whole.valid.split(whole.tokens, 1), dim=1)
-        documents = [
-            self._ends(module, row, None if valid is None else valid[i]) for i, row in enumerate(positions)
-        ]
+        documents = [self._ends(module, row, None if valid is None else valid[i]) for i, row in enumerate(positions)]
         self._layout = whole, cut, documents
         return cut, documents
 
