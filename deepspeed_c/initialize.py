@@ -12,9 +12,9 @@ from deepspeed_c.accelerator import get_accelerator
 from deepspeed_c.comm import init_distributed, is_initialized
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.comm import configure
-from deepspeed_c.comm.mesh import DATA, Mesh, mesh_of_device_mesh, mesh_of_mpu, refuse_later_axes
+from deepspeed_c.comm.mesh import DATA, TOKENS, Mesh, mesh_of_device_mesh, mesh_of_mpu, refuse_later_axes
 from deepspeed_c.comm.watchdog import watch
-from deepspeed_c.config import Config, load_config, tensor_parallel_size
+from deepspeed_c.config import Config, load_config, sequence_parallel_size, tensor_parallel_size
 from deepspeed_c.data.loader import DeepSpeedDataLoader
 from deepspeed_c.engine.build import OptimizerFactory, build_optimizer
 from deepspeed_c.engine.consistency import broadcast_model, check_same_model, check_same_text
@@ -68,12 +68,13 @@ def initialize(
         mpu: an object with ``get_data_parallel_group()``, whose ranks hold copies of this model. One with
             tensor-parallel ranks has some of Megatron's methods for them as well (``get_tensor_model_parallel_rank()``,
             ...); the model's layers are cut by hand then, and their parameters have Megatron's marks
-            (docs/concepts/zero.md).
+            (docs/concepts/zero.md). One with ``get_sequence_parallel_world_size()`` and its kin, as
+            ``UlyssesSPAttentionHF.register_with_transformers`` gives it, says which ranks hold parts of one sequence
+            (docs/concepts/sequence.md).
         dist_init_required: False: ``torch.distributed`` is up already. Default: start it if it is not.
         collate_fn: merges samples to a batch.
         config, config_params: path of a JSON file, or a dict; see docs/config.md. Never modified.
-        mesh_param: (data-parallel ranks, sequence-parallel ranks), DeepSpeed's way to say a mesh; the second has to
-            be 1.
+        mesh_param: (data-parallel ranks, sequence-parallel ranks), DeepSpeed's way to say a mesh.
         mesh_device: a ``torch.distributed.device_mesh.DeviceMesh`` whose dimensions are named for axes: "dp_shard" for
             the ranks that model states are cut over, "dp_replicate" for those that hold copies of the same shards
             (``comm/mesh.py`` has the other names).
@@ -100,10 +101,11 @@ def initialize(
     pipeline = model if isinstance(model, PipelineModule) else None
     mesh = _make_mesh(mpu, mesh_param, mesh_device) if pipeline is None else pipeline.mesh
     comm = mesh.comm
-    mesh = _cut_for_tensors(mesh, source)
+    mesh = _cut_for_sequences(_cut_for_tensors(mesh, source), source)
     settings = load_config(source, world_size=mesh.size(*DATA))
     if pipeline is not None:
         check_pipeline(pipeline, settings)
+    _check_data_parallel_size(settings, mesh)
     mesh = mesh_of_config(settings, mesh)
     groups.tell(mesh)
     set_level(settings.log_level)
@@ -123,7 +125,7 @@ def initialize(
     device = torch.device(get_accelerator().current_device_name())
     sharding = STAGES[settings.zero.stage]
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
-        _materialize(model, device, settings, mesh.data)
+        _materialize(model, device, settings, mesh.tokens)
     if not sharding.parameters:
         gather_for_good(model)
     _bring_model(model, device, settings)
@@ -133,7 +135,7 @@ def initialize(
         _cut_model(model, settings, mesh)
     broadcast_model(model, mesh, device)
 
-    precision = Precision(settings, model)
+    precision = Precision(settings, model, mesh.size("sp"))
     base = build_optimizer(settings, model, optimizer, model_parameters)
     zero_optimizer, layout = None, Layout([], [], None)
     if base is not None:
@@ -185,9 +187,7 @@ def _make_mesh(mpu: Any, mesh_param: Any, mesh_device: Any) -> Mesh:
     comm = Collectives()
     if mesh_param is None:
         return Mesh(comm)
-    sizes = dict(zip(("dp_shard", "sp"), mesh_param, strict=True))
-    refuse_later_axes(sizes, "initialize(mesh_param=...)")
-    return Mesh(comm, sizes)
+    return Mesh(comm, dict(zip(("dp_shard", "sp"), mesh_param, strict=True)))
 
 
 def _cut_for_tensors(mesh: Mesh, source: Any) -> Mesh:
@@ -201,6 +201,29 @@ def _cut_for_tensors(mesh: Mesh, source: Any) -> Mesh:
         return mesh.split_tensors(wanted)
     except CommError as error:
         raise ConfigError(error.what, where=key, fix=error.fix) from error
+
+
+def _cut_for_sequences(mesh: Mesh, source: Any) -> Mesh:
+    """The mesh with the sequence-parallel ranks that the configuration asks for, if it does.
+
+    Raises ConfigError where the ranks cannot be divided so, or have been divided otherwise."""
+    wanted = sequence_parallel_size(source)
+    if wanted in (1, mesh.size("sp")):
+        return mesh
+    try:
+        return mesh.split_sequences(wanted)
+    except CommError as error:
+        raise ConfigError(error.what, where="sequence_parallel_size", fix=error.fix) from error
+
+
+def _check_data_parallel_size(settings: Config, mesh: Mesh) -> None:
+    if settings.data_parallel_size not in (None, mesh.size(*DATA)):
+        raise ConfigError(
+            f"{settings.data_parallel_size} data-parallel times {mesh.size('sp')} sequence-parallel ranks are not the"
+            f" {mesh.size(*TOKENS)} that see different tokens",
+            where="data_parallel_size",
+            fix=f"set it to {mesh.size(*DATA)}, or leave it out: it follows from the other",
+        )
 
 
 def _cut_model(model: torch.nn.Module, config: Config, mesh: Mesh) -> None:

@@ -24,6 +24,7 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
     "recompute": ("recompute/", "base/", "dsc/"),
     "tp": ("tp/", "cpu/", "base/", "dsc/"),
     "pipe": ("pipe/", "base/", "dsc/"),
+    "seq": ("seq/", "cpu/", "base/", "dsc/"),
     "scale": ("scale/", "base/", "dsc/"),
     "optim": ("optim/", "cpu/", "base/", "dsc/"),
     "nn": ("nn/", "cpu/", "base/", "dsc/"),

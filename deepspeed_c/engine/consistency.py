@@ -75,7 +75,7 @@ def broadcast_model(model: torch.nn.Module, mesh: Mesh, device: torch.device) ->
         for tensor in [*model.parameters(), *model.buffers()]:
             if state_of(tensor) is not None:
                 continue  # sharded under zero.Init, from rank 0's values
-            comm = mesh.stage if cut_of(tensor) is None else mesh.data
+            comm = mesh.stage if cut_of(tensor) is None else mesh.tokens
             if tied := tied_over(tensor):
                 comm = mesh.among(tied, "pp", *WITHIN_STAGE)
             data = tensor.data

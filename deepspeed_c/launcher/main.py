@@ -154,6 +154,12 @@ def _pipe(arguments: list[str]) -> int:
     return pipe(arguments)
 
 
+def _sequence(arguments: list[str]) -> int:
+    from deepspeed_c.sequence.cli import main as sequence
+
+    return sequence(arguments)
+
+
 _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "run": _run,
     "env": _env,
@@ -165,4 +171,5 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "bench": _bench,
     "inject": _inject,
     "pipe": _pipe,
+    "sequence": _sequence,
 }

@@ -18,6 +18,7 @@ namespace dsc {
 void bind_zero(pybind11::module_ &m);
 void bind_gradients(pybind11::module_ &m);
 void bind_tp(pybind11::module_ &m);
+void bind_seq(pybind11::module_ &m);
 void bind_tier(pybind11::module_ &m);
 void bind_pipe(pybind11::module_ &m);
 void bind_recompute(pybind11::module_ &m);

@@ -10,6 +10,7 @@ PYBIND11_MODULE(_C, m)
     dsc::bind_zero(m);
     dsc::bind_gradients(m);
     dsc::bind_tp(m);
+    dsc::bind_seq(m);
     dsc::bind_tier(m);
     dsc::bind_pipe(m);
     dsc::bind_recompute(m);

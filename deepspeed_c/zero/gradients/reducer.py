@@ -121,7 +121,9 @@ class GradientReducer:
         self.pools = GradientPools.make(carrier.allocate) if pools is None else pools
         self._works: deque[Work] = deque()
         self._depth = MAX_IN_FLIGHT if settings.overlap_comm else 0
-        world = mesh.size(*DATA)  # tensor-parallel ranks have parts of one gradient, or the same one
+        # Tensor-parallel ranks have parts of one gradient, or the same one; ranks that share a sequence have terms of
+        # its mean.
+        world = mesh.size(*DATA)
         if settings.prescale_gradients:
             self._pre_factor, self.post_factor = 1.0 / world, 1.0
         else:

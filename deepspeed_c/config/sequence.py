@@ -1,0 +1,41 @@
+"""Section sequence_parallel: what ranks do that hold parts of one sequence."""
+
+from typing import Annotated, Literal
+
+from .keys import Section, acts
+
+__all__ = ["SequenceParallel"]
+
+
+class SequenceParallel(Section, kw_only=True):
+    """Sequences that are cut over ranks; ``sequence_parallel_size``, an mpu or a mesh say over how many."""
+
+    attention: Annotated[
+        Literal["auto", "ulysses", "ring", "hybrid"],
+        acts(
+            "How attention in models of transformers sees whole sequences. ulysses: ranks exchange tokens for heads, and"
+            " each computes some heads over all tokens. ring: keys and values travel from rank to rank. hybrid: ranks of a"
+            " host exchange heads, and keys travel between such rows. auto: ulysses where there are as many heads as"
+            " ranks, else hybrid.",
+            auto="value",
+        ),
+    ] = "auto"
+    order: Annotated[
+        Literal["auto", "contiguous", "zigzag"],
+        acts(
+            "Which tokens a rank holds: a run of them, or one from each end, which gives all ranks of a ring the same work."
+            " auto: zigzag in a ring, else contiguous.",
+            auto="value",
+        ),
+    ] = "auto"
+    loss: Annotated[
+        Literal["auto", "mean", "part", "whole"],
+        acts(
+            "What a rank's loss is of that of its sequences; gradients are summed over their ranks. mean: the mean over"
+            " its own valid tokens (labels other than -100), to be weighted by their number. part: its term of the sum"
+            " already. whole: that of whole sequences, gathered by collectives of torch.distributed.nn, to be counted"
+            " once. auto: whole where such a collective lies between the loss and the model; mean where it is the"
+            " model's own loss, of shift_labels or labels; else part.",
+            auto="value",
+        ),
+    ] = "auto"
