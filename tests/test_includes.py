@@ -23,6 +23,7 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
     "zero": ("zero/", "base/", "dsc/"),
     "recompute": ("recompute/", "base/", "dsc/"),
     "tp": ("tp/", "cpu/", "base/", "dsc/"),
+    "seq": ("seq/", "cpu/", "base/", "dsc/"),
     "scale": ("scale/", "base/", "dsc/"),
     "optim": ("optim/", "cpu/", "base/", "dsc/"),
     "nn": ("nn/", "cpu/", "base/", "dsc/"),

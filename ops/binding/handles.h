@@ -17,6 +17,7 @@ namespace dsc {
 
 void bind_zero(pybind11::module_ &m);
 void bind_tp(pybind11::module_ &m);
+void bind_seq(pybind11::module_ &m);
 void bind_tier(pybind11::module_ &m);
 void bind_recompute(pybind11::module_ &m);
 void bind_fetch(pybind11::module_ &m);

@@ -9,6 +9,7 @@ PYBIND11_MODULE(_C, m)
     m.doc() = "The compiled part of deepspeed_c: operators in torch.ops.deepspeed_c, handles here.";
     dsc::bind_zero(m);
     dsc::bind_tp(m);
+    dsc::bind_seq(m);
     dsc::bind_tier(m);
     dsc::bind_recompute(m);
     dsc::bind_fetch(m);

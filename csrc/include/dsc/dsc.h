@@ -19,6 +19,7 @@
 #include "dsc/process.h"
 #include "dsc/recompute.h"
 #include "dsc/scaler.h"
+#include "dsc/seq.h"
 #include "dsc/status.h"
 #include "dsc/tier.h"
 #include "dsc/tp.h"

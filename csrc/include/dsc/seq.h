@@ -1,0 +1,117 @@
+/*
+ * One sequence over several ranks: which tokens, heads and blocks of attention each of them has, as plain integers; and
+ * how partial results of attention become one.
+ *
+ * Tokens are numbered by their place in the whole sequence. What a rank has of them comes as *runs*: n_tokens tokens
+ * that lie together in the whole sequence and in the rank's own, in increasing order in both. Four orders over 4 ranks:
+ *
+ *   DSC_SEQ_CONTIGUOUS   | 0 . . | 1 . . | 2 . . | 3 . . |
+ *   DSC_SEQ_ZIGZAG       | 0 | 1 | 2 | 3 | 3 | 2 | 1 | 0 |   the same causal work for all of them
+ *   DSC_SEQ_DOCUMENTS    | 2 | 0 . . . | 1 . | 3 | 1 |       no document is cut, so no rank needs another's keys
+ *
+ * A sequence may be *packed*: documents one after another, none of which sees another. document_ends[i] is the first
+ * token after document i; ends increase and the last is the length. n_documents 0 is one document.
+ *
+ * Nothing here allocates. Tokens, heads and work are int64_t, ranks int32_t. Any thread may call anything.
+ */
+#ifndef DSC_SEQ_H
+#define DSC_SEQ_H
+
+#include "dsc/status.h"
+#include "dsc/types.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* The number of pairs of tokens fits int64_t. */
+#define DSC_SEQ_MAX_TOKENS (INT64_C(1) << 31)
+#define DSC_SEQ_MAX_RANKS (1 << 20)
+
+enum dsc_seq_order {
+    DSC_SEQ_CONTIGUOUS = 0,
+    DSC_SEQ_ZIGZAG = 1,
+    DSC_SEQ_DOCUMENTS = 2, /* as the caller's document_parts say */
+};
+
+/*
+ * The ranks of a hybrid stand in rows of n_inner: rank / n_inner is the *part* of the sequence that a row has together,
+ * cut in the order; within the row each rank has an even, contiguous share of it. n_inner 1: each rank is a part.
+ */
+struct dsc_seq_cut {
+    int64_t n_tokens; /* 0 to DSC_SEQ_MAX_TOKENS */
+    int32_t n_ranks;  /* 1 to DSC_SEQ_MAX_RANKS */
+    int32_t n_inner;  /* divides n_ranks */
+    int32_t order;    /* enum dsc_seq_order */
+    const int64_t *document_ends;
+    const int32_t *document_parts; /* the part of each document; only read for DSC_SEQ_DOCUMENTS */
+    int64_t n_documents;
+};
+
+struct dsc_seq_run {
+    int64_t local_begin;
+    int64_t begin;
+    int64_t n_tokens; /* > 0 */
+};
+
+/*
+ * Deals documents to parts, the longest first, each to the part that has the fewest tokens; of equals the first. Fills
+ * out_document_parts [n_documents]. order [n_documents] and part_tokens [n_parts] are the caller's, and scratch.
+ */
+DSC_API dsc_status dsc_seq_deal(const int64_t *document_ends, int64_t n_documents, int32_t n_parts, int64_t *order,
+                                int64_t *part_tokens, int32_t *out_document_parts);
+
+/*
+ * The runs of rank; neighbours are merged, *out_n_tokens is their sum. Ranks of an even order differ by one token at
+ * most, and a rank may have none. Call with out_runs NULL for the count; then with an array of capacity entries.
+ * DSC_EINVAL names the number that does not fit. On failure nothing is written.
+ */
+DSC_API dsc_status dsc_seq_runs_of(const struct dsc_seq_cut *cut, int32_t rank, int64_t capacity,
+                                   struct dsc_seq_run *out_runs, int64_t *out_n_runs, int64_t *out_n_tokens);
+
+/* Half-open ranges of heads that a rank computes where ranks exchange tokens for heads. */
+struct dsc_seq_heads {
+    int64_t query_begin;
+    int64_t query_end;
+    int64_t key_begin; /* the key/value heads that those queries attend to: all that is sent of keys and values */
+    int64_t key_end;
+    int64_t group; /* as many queries one after another share a key head, on this rank, see dsc_seq_keys_of */
+};
+
+/*
+ * The heads of rank: query heads as evenly as they go, with the key heads that they attend to. Key heads whose queries
+ * lie on several ranks are held by each of them. DSC_EINVAL where n_heads < n_ranks (each rank needs a query head), or
+ * n_key_heads does not divide n_heads.
+ */
+DSC_API dsc_status dsc_seq_heads_of(int64_t n_heads, int64_t n_key_heads, int32_t n_ranks, int32_t rank,
+                                    struct dsc_seq_heads *out_heads);
+
+/*
+ * Attention wants groups of one size. out_keys [(query_end - query_begin) / group] has, for each group of a rank, the
+ * index of its key head from key_begin on: 0, 1, 2, ... where groups are alike, and the same number several times where
+ * a rank has more queries of one key head than of another.
+ */
+DSC_API dsc_status dsc_seq_keys_of(int64_t n_heads, int64_t n_key_heads, int32_t n_ranks, int32_t rank,
+                                   int64_t capacity, int64_t *out_keys);
+
+/* Elements of one head of one token. */
+struct dsc_seq_widths {
+    int64_t query; /* of queries and keys */
+    int64_t value; /* of values and outputs */
+};
+
+/*
+ * Elements that rank exchanges with each other, itself included, for one sequence: query, key and value of its tokens
+ * go out in out_sent [n_ranks] and those of its heads come in in out_received; the outputs take the way back, with
+ * out_returned elements to each rank, and out_got from each. tokens [n_ranks] are those of each rank. DSC_EOVERFLOW
+ * where a number does not fit. An array may be NULL. On failure nothing is written.
+ */
+DSC_API dsc_status dsc_seq_exchange_of(int64_t n_heads, int64_t n_key_heads, const struct dsc_seq_widths *widths,
+                                       const int64_t *tokens, int32_t n_ranks, int32_t rank, int64_t *out_sent,
+                                       int64_t *out_received, int64_t *out_returned, int64_t *out_got);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
