@@ -30,6 +30,7 @@ __all__ = [
     "SequenceTiledCompute",
     "TiledFusedLogitsLoss",
     "TiledMLP",
+    "loss_in_tiles",
     "sequence_tiled_compute",
     "tile_lengths",
 ]
@@ -543,7 +544,7 @@ class TiledFusedLogitsLoss:
         cut = [t.flatten(0, 1) for t in (x, y, mask) if t is not None]
         lengths = tile_lengths(len(cut[0]), shards)
         counts = _counted_tokens(cut[1], cut[2] if mask is not None else None, lengths)
-        call = _LossInTiles(
+        return loss_in_tiles(
             lambda tiles: fn(self, *tiles),
             cut,
             lengths,
@@ -551,7 +552,6 @@ class TiledFusedLogitsLoss:
             [] if compute_params is None else compute_params,
             where,
         )
-        return call.run()
 
 
 def _counted_tokens(targets: torch.Tensor, mask: torch.Tensor | None, lengths: Sequence[int]) -> list[int]:
@@ -564,12 +564,25 @@ def _counted_tokens(targets: torch.Tensor, mask: torch.Tensor | None, lengths: S
     return torch.stack([part.sum() for part in counted.split(lengths)]).tolist()
 
 
-class _LossInTiles:
-    """One loss whose tiles have their backward in the forward.
+def loss_in_tiles(
+    function: Callable[[list[torch.Tensor]], torch.Tensor],
+    cut: Sequence[torch.Tensor],
+    lengths: Sequence[int],
+    counts: Sequence[int] | None,
+    weights: Iterable[torch.Tensor],
+    where: str,
+) -> torch.Tensor:
+    """One number, of tiles that have their backward in the forward.
 
-    cut: tensors whose rows are cut into ``lengths``. counts: of what counts in each tile, where ``function`` gives
-    means; None where it gives sums.
+    function: tiles of ``cut`` -> one number. cut: tensors whose rows are cut into ``lengths``. counts: of what counts
+    in each tile, where ``function`` gives means of that; None where it gives sums. weights: what it reads, as far as
+    that is known. where: names the caller in errors.
     """
+    return _LossInTiles(function, cut, lengths, counts, weights, where).run()
+
+
+class _LossInTiles:
+    """One call of ``loss_in_tiles``."""
 
     def __init__(
         self,
