@@ -24,6 +24,7 @@ IN_PLACE = (
     "flat_zero_",
     "cross_entropy_rows_",
     "cross_entropy_grad_",
+    "attention_merge_",
 )
 
 

@@ -12,3 +12,9 @@ void DSC_K(scale_f32)(int64_t n, float scale, dsc_f32 *dst)
     for (int64_t i = 0; i < n; i++)
         dst[i] *= scale;
 }
+
+void DSC_K(blend_f32)(int64_t n, float keep, float add, const dsc_f32 *restrict src, dsc_f32 *restrict dst)
+{
+    for (int64_t i = 0; i < n; i++)
+        dst[i] = keep * dst[i] + add * src[i];
+}

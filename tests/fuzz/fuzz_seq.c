@@ -34,6 +34,37 @@ static void check_cut(const struct dsc_seq_cut *cut)
         REQUIRE(n_owners[t] == 1);
 }
 
+/* Each pair that is visible is computed once: their number over all pairs of ranks is that of the whole sequence. */
+static void check_blocks(struct input *input, const struct dsc_seq_cut *cut)
+{
+    struct dsc_seq_mask mask = {take_byte(input) % 2, take_below(input, 50), take_below(input, 9)};
+    struct dsc_seq_run runs[MAX_RANKS][MAX_DOCUMENTS + 2];
+    int64_t n_runs[MAX_RANKS];
+    int64_t n_tokens;
+    int64_t n;
+    int64_t n_pairs;
+    int64_t n_all = 0;
+    int64_t begin = 0;
+
+    for (int32_t rank = 0; rank < cut->n_ranks; rank++)
+        REQUIRE(dsc_seq_runs_of(cut, rank, MAX_DOCUMENTS + 2, runs[rank], &n_runs[rank], &n_tokens) == DSC_OK);
+    for (int32_t a = 0; a < cut->n_ranks; a++)
+        for (int32_t b = 0; b < cut->n_ranks; b++) {
+            REQUIRE(dsc_seq_blocks_of(&mask, cut->document_ends, cut->n_documents, cut->n_tokens, runs[a], n_runs[a], runs[b], n_runs[b], 0,
+                                      NULL, &n, &n_pairs) == DSC_OK);
+            n_all += n_pairs;
+        }
+    for (int64_t i = 0; i < (cut->n_documents > 0 ? cut->n_documents : 1); i++) {
+        int64_t end = cut->n_documents > 0 ? cut->document_ends[i] : cut->n_tokens;
+
+        for (int64_t query = begin; query < end; query++)
+            for (int64_t key = begin; key < (mask.is_causal ? query + 1 : end); key++)
+                n_all -= mask.window == 0 || llabs(query - key) < mask.window;
+        begin = end;
+    }
+    REQUIRE(n_all == 0);
+}
+
 static void check_heads(struct input *input)
 {
     int64_t n_key_heads = 1 + take_below(input, 9);
@@ -74,6 +105,15 @@ static void try_wild(struct input *input)
     int64_t n = -7;
     int64_t n_tokens = -7;
 
+    struct dsc_seq_mask mask = {take_byte(input) % 2, take_wild(input), take_wild(input)};
+    struct dsc_seq_run wild[2] = {{0, take_wild(input), take_wild(input)}, {take_wild(input), take_wild(input), take_wild(input)}};
+    struct dsc_seq_block blocks[4];
+
+    if (mask.tile > 0 && mask.tile < INT64_C(1) << 20)
+        mask.tile = 0; /* as many blocks as tiles: slow, not wrong */
+    if (dsc_seq_blocks_of(&mask, ends, take_below(input, 4), take_wild(input), wild, 2, wild, 1, 4, blocks, &n, &n_tokens) != DSC_OK)
+        REQUIRE(n == -7 && n_tokens == -7);
+    n = n_tokens = -7;
     if (dsc_seq_runs_of(&cut, (int32_t)take_wild(input), 8, runs, &n, &n_tokens) != DSC_OK)
         REQUIRE(n == -7 && n_tokens == -7);
     if (dsc_seq_heads_of(take_wild(input), take_wild(input), (int32_t)take_wild(input), (int32_t)take_wild(input), &heads) != DSC_OK)
@@ -112,6 +152,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n_bytes)
     cut.n_tokens = cut.n_documents > 0 || cut.order == DSC_SEQ_DOCUMENTS ? end : take_below(&input, MAX_TOKENS);
     REQUIRE(dsc_seq_deal(ends, cut.n_documents, cut.n_ranks / cut.n_inner, order, part_tokens, parts) == DSC_OK);
     check_cut(&cut);
+    check_blocks(&input, &cut);
     check_heads(&input);
     return 0;
 }

@@ -110,6 +110,58 @@ DSC_API dsc_status dsc_seq_exchange_of(int64_t n_heads, int64_t n_key_heads, con
                                        const int64_t *tokens, int32_t n_ranks, int32_t rank, int64_t *out_sent,
                                        int64_t *out_received, int64_t *out_returned, int64_t *out_got);
 
+/* Which keys a query sees, besides that both are of one document. */
+struct dsc_seq_mask {
+    bool is_causal; /* none that comes after it */
+    int64_t window; /* none that is window tokens away or more; 0: any distance */
+    int64_t tile;   /* blocks that need a mask of their own have at most so many queries; 0: any number */
+};
+
+enum dsc_seq_kind {
+    DSC_SEQ_WHOLE = 0,  /* each query sees each key */
+    DSC_SEQ_CAUSAL = 1, /* as many queries as keys: query i sees keys 0 to i */
+    DSC_SEQ_BAND = 2,   /* query i sees key j by its distance, i + shift - j */
+};
+
+/*
+ * Queries and keys that are multiplied with one another: half-open ranges of what their two ranks have. Each query of a
+ * block sees at least one of its keys.
+ */
+struct dsc_seq_block {
+    int32_t kind; /* enum dsc_seq_kind */
+    int64_t query_begin;
+    int64_t query_end;
+    int64_t key_begin;
+    int64_t key_end;
+    int64_t shift;   /* the place of the first query less that of the first key, in the whole sequence */
+    int64_t n_pairs; /* of a query and a key that it sees: the work */
+};
+
+/*
+ * What is left of the product of one rank's queries and another's keys once everything is skipped that the mask or the
+ * documents hide. No pair is in two blocks; neighbours that one call of attention can do are one block. The runs are
+ * those of dsc_seq_runs_of, of one cut. Call with out_blocks NULL for the count; then with an array of capacity
+ * entries. On failure nothing is written.
+ */
+DSC_API dsc_status dsc_seq_blocks_of(const struct dsc_seq_mask *mask, const int64_t *document_ends, int64_t n_documents,
+                                     int64_t n_tokens, const struct dsc_seq_run *queries, int64_t n_query_runs,
+                                     const struct dsc_seq_run *keys, int64_t n_key_runs, int64_t capacity,
+                                     struct dsc_seq_block *out_blocks, int64_t *out_n_blocks, int64_t *out_n_pairs);
+
+/*
+ * Adds a part of attention to what there is of it: the softmax over some keys to that over others (arXiv 2310.01889).
+ * out is f32 [n_groups, n_rows, width] and log_sum f32 [n_groups, n_rows], the logarithm of the sum of exponentials
+ * that out was divided by; -inf and 0 before the first part. part [n_groups, n_part_rows, width] of dtype and
+ * part_log_sum [n_groups, n_part_rows] belong to the rows from first_row on. Afterwards
+ *
+ *   log_sum = log(e^log_sum + e^part_log_sum)     out = out e^(old log_sum - log_sum) + part e^(part_log_sum - log_sum)
+ *
+ * with exponents that are never above 0. A part of -inf changes nothing, whatever stands in it.
+ */
+DSC_API dsc_status dsc_seq_merge(float *out, float *log_sum, int64_t n_groups, int64_t n_rows, int64_t width,
+                                 const void *part, dsc_dtype dtype, const float *part_log_sum, int64_t first_row,
+                                 int64_t n_part_rows, const struct dsc_par *par);
+
 #ifdef __cplusplus
 }
 #endif
