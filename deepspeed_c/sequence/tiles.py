@@ -30,6 +30,7 @@ __all__ = [
     "SequenceTiledCompute",
     "TiledFusedLogitsLoss",
     "TiledMLP",
+    "in_tiles",
     "loss_in_tiles",
     "sequence_tiled_compute",
     "tile_lengths",
@@ -347,6 +348,28 @@ def _weights_of(compute_params: Iterable[torch.Tensor] | None, owner: Any) -> li
     if compute_params is not None:
         return list(compute_params)
     return list(owner.parameters()) if isinstance(owner, torch.nn.Module) else []
+
+
+def in_tiles(
+    function: Callable[[list[torch.Tensor], dict[str, torch.Tensor | None]], torch.Tensor],
+    cut: Sequence[torch.Tensor],
+    weights: Mapping[str, torch.Tensor | None],
+    lengths: Sequence[int],
+    where: str,
+) -> torch.Tensor:
+    """``function(cut, weights)``, whose rows are those of ``cut``, in tiles of ``lengths`` rows, and again in the
+    backward.
+
+    weights: parameters, which it reads where they are then, or other tensors. where: names the caller in errors.
+    """
+    passed = {name: each for name, each in weights.items() if _is_input(each)}
+    rest = {name: each for name, each in weights.items() if name not in passed}
+
+    def run(tiles: list[torch.Tensor], whole: list[torch.Tensor]) -> Any:
+        return function(tiles, {**rest, **dict(zip(passed, whole))})
+
+    params = [each for each in rest.values() if each is not None]
+    return _Tiled(run, cut, list(passed.values()), lengths, 0, 0, params, where).run()
 
 
 class TiledMLP:

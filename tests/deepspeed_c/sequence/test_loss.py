@@ -87,7 +87,7 @@ def refused(rank, world, kind):
         target = target[:3]
     try:
         vocab_sequence_parallel_cross_entropy(logits, target, None)
-    except Exception as error:
+    except (RankMismatchError, ModelError, IndexError) as error:
         return type(error).__name__, str(error)
     return None
 
