@@ -99,16 +99,18 @@ def tiled_cross_entropy(
     ignore_index: int = IGNORED,
     label_smoothing: float = 0.0,
     n_counted: torch.Tensor | float | None = None,
+    is_spent: bool | None = None,
 ) -> torch.Tensor:
     """The cross-entropy of ``head(hidden)``, whose logits exist one tile at a time: float32, one number.
 
-    head: gives the logits of some rows; a ``Linear`` has their gradient put in their place. hidden: [..., width].
+    head: gives the logits of some rows. is_spent: its own backward does not read them, so that their gradient may be
+    put in their place; None: if it is a ``Linear``. hidden: [..., width].
     targets: int64 [...]. weights: those of ``head``, which ZeRO stage 3 gathers once for all tiles. n_counted: what the
     sum is divided by; None: the number of targets that are not ``ignore_index``, at least 1.
 
     Raises ModelError for shapes that do not fit, IndexError for a target that is no word.
     """
-    is_spent = type(head) is torch.nn.Linear
+    is_spent = type(head) is torch.nn.Linear if is_spent is None else is_spent
     rows, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     if wanted.shape[0] != rows.shape[0]:
         raise ModelError(
