@@ -14,7 +14,7 @@ from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.comm import configure
 from deepspeed_c.comm.mesh import DATA, Mesh, mesh_of_device_mesh, mesh_of_mpu, refuse_later_axes
 from deepspeed_c.comm.watchdog import watch
-from deepspeed_c.config import Config, load_config, tensor_parallel_size
+from deepspeed_c.config import Config, load_config, sequence_parallel_size, tensor_parallel_size
 from deepspeed_c.data.loader import DeepSpeedDataLoader
 from deepspeed_c.engine.build import OptimizerFactory, build_optimizer
 from deepspeed_c.engine.consistency import broadcast_model, check_same_model, check_same_text
@@ -65,12 +65,13 @@ def initialize(
         mpu: an object with ``get_data_parallel_group()``, whose ranks hold copies of this model. One with
             tensor-parallel ranks has some of Megatron's methods for them as well (``get_tensor_model_parallel_rank()``,
             ...); the model's layers are cut by hand then, and their parameters have Megatron's marks
-            (docs/concepts/zero.md).
+            (docs/concepts/zero.md). One with ``get_sequence_parallel_world_size()`` and its kin, as
+            ``UlyssesSPAttentionHF.register_with_transformers`` gives it, says which ranks hold parts of one sequence
+            (docs/concepts/sequence.md).
         dist_init_required: False: ``torch.distributed`` is up already. Default: start it if it is not.
         collate_fn: merges samples to a batch.
         config, config_params: path of a JSON file, or a dict; see docs/config.md. Never modified.
-        mesh_param: (data-parallel ranks, sequence-parallel ranks), DeepSpeed's way to say a mesh; the second has to
-            be 1.
+        mesh_param: (data-parallel ranks, sequence-parallel ranks), DeepSpeed's way to say a mesh.
         mesh_device: a ``torch.distributed.device_mesh.DeviceMesh`` whose dimensions are named for axes: "dp_shard" for
             the ranks that model states are cut over, "dp_replicate" for those that hold copies of the same shards
             (``comm/mesh.py`` has the other names).
@@ -96,7 +97,7 @@ def initialize(
         init_distributed(distributed_port=distributed_port)
     mesh = _make_mesh(mpu, mesh_param, mesh_device)
     comm = mesh.comm
-    mesh = _cut_for_tensors(mesh, source)
+    mesh = _cut_for_sequences(_cut_for_tensors(mesh, source), source)
     settings = load_config(source, world_size=mesh.size(*DATA))
     mesh = mesh_of_config(settings, mesh)
     groups.tell(mesh)
@@ -115,14 +116,14 @@ def initialize(
     device = torch.device(get_accelerator().current_device_name())
     sharding = STAGES[settings.zero.stage]
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
-        _materialize(model, device, settings, mesh.data)
+        _materialize(model, device, settings, mesh.tokens)
     if not sharding.parameters:
         gather_for_good(model)
     _bring_model(model, device, settings)
     _cut_model(model, settings, mesh)
     broadcast_model(model, mesh, device)
 
-    precision = Precision(settings, model)
+    precision = Precision(settings, model, mesh.size("sp"))
     base = build_optimizer(settings, model, optimizer, model_parameters)
     zero_optimizer, layout = None, Layout([], [], None)
     if base is not None:
@@ -174,9 +175,7 @@ def _make_mesh(mpu: Any, mesh_param: Any, mesh_device: Any) -> Mesh:
     comm = Collectives()
     if mesh_param is None:
         return Mesh(comm)
-    sizes = dict(zip(("dp_shard", "sp"), mesh_param, strict=True))
-    refuse_later_axes(sizes, "initialize(mesh_param=...)")
-    return Mesh(comm, sizes)
+    return Mesh(comm, dict(zip(("dp_shard", "sp"), mesh_param, strict=True)))
 
 
 def _cut_for_tensors(mesh: Mesh, source: Any) -> Mesh:
@@ -190,6 +189,26 @@ def _cut_for_tensors(mesh: Mesh, source: Any) -> Mesh:
         return mesh.split_tensors(wanted)
     except CommError as error:
         raise ConfigError(error.what, where=key, fix=error.fix) from error
+
+
+def _cut_for_sequences(mesh: Mesh, source: Any) -> Mesh:
+    """The mesh with the sequence-parallel ranks that the configuration asks for, if it does.
+
+    Raises ConfigError where the ranks cannot be divided so, or have been divided otherwise."""
+    wanted, n_data = sequence_parallel_size(source)
+    if wanted not in (1, mesh.size("sp")):
+        try:
+            mesh = mesh.split_sequences(wanted)
+        except CommError as error:
+            raise ConfigError(error.what, where="sequence_parallel_size", fix=error.fix) from error
+    if n_data not in (None, mesh.size(*DATA)):
+        raise ConfigError(
+            f"{n_data} data-parallel times {mesh.size('sp')} sequence-parallel ranks are not the"
+            f" {mesh.size(*DATA, 'sp')} that see different tokens",
+            where="data_parallel_size",
+            fix=f"set it to {mesh.size(*DATA)}, or leave it out: it follows from the other",
+        )
+    return mesh
 
 
 def _cut_model(model: torch.nn.Module, config: Config, mesh: Mesh) -> None:

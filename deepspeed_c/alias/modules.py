@@ -47,6 +47,8 @@ MODULES: dict[str, str] = {
     "deepspeed.runtime.dataloader": "deepspeed_c.data.loader",
     "deepspeed.runtime.engine": "deepspeed_c.engine.engine",
     "deepspeed.runtime.lr_schedules": "deepspeed_c.lr_schedules",
+    "deepspeed.runtime.sequence_parallel.parallel_state_sp": "deepspeed_c.sequence.parallel_state",
+    "deepspeed.runtime.sequence_parallel.ulysses_sp": "deepspeed_c.sequence.huggingface",
     "deepspeed.runtime.swap_tensor.constants": "deepspeed_c.compat.swap_constants",
     "deepspeed.runtime.utils": "deepspeed_c.utils.runtime",
     "deepspeed.runtime.zero": "deepspeed_c.zero",
@@ -295,6 +297,9 @@ NAMES: dict[str, dict[str, str]] = {
     "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine": {
         name: f"{_ENGINES}:{name}" for name in ("CheckpointCommitInfo", "CheckpointEngine", "TorchCheckpointEngine")
     },
+    "deepspeed.runtime.sequence_parallel.ulysses_sp": {
+        "UlyssesSPDataLoaderAdapter": "deepspeed_c.sequence.loader:UlyssesSPDataLoaderAdapter",
+    },
     "deepspeed.runtime.zero": {"DeepSpeedZeRoOffload": _OFFLOAD_HOOKS},
     "deepspeed.runtime.zero.parameter_offload": {"DeepSpeedZeRoOffload": _OFFLOAD_HOOKS},
     "deepspeed.utils": {**_HP_ACCESS, **_FRAGMENT_NAMES, "get_numactl_cmd": "deepspeed_c.utils.numa:get_numactl_cmd"},
@@ -341,9 +346,7 @@ NAMES: dict[str, dict[str, str]] = {
 
 _PIPELINE = "pipeline parallelism comes with a later version; ZeRO stages 1 to 3 train the same model without stages"
 _EXPERTS = "expert parallelism comes with a later version; mixtures of experts train with ZeRO stages 0 to 3, their blocks are found and made leaf modules"
-_SEQUENCE = (
-    "sequence parallelism comes with a later version; gradient checkpointing of the model, and stage 3, save memory"
-)
+_SEQUENCE = "docs/concepts/sequence.md says what there is for sequences that are cut over ranks"
 _TENSOR = "tensor parallelism is set in the configuration, tensor_parallel.autotp_size, or by tp_model_init; docs/concepts/tensor-parallel.md"
 _INFERENCE = "the inference engine comes with a later version; `deepspeed_c.initialize` at stage 3 without an optimizer runs forward on sharded weights"
 _CHECKPOINTING = "what is kept for a backward is packed and given back by deepspeed_c.checkpointing.checkpoint itself"

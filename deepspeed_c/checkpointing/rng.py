@@ -5,7 +5,7 @@ of one generator, on an accelerator and on the CPU.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -14,17 +14,22 @@ from deepspeed_c.accelerator import get_accelerator
 from deepspeed_c.errors import StateError
 
 __all__ = [
+    "SEQUENCE_RNG",
     "CudaRNGStatesTracker",
     "device_state",
     "get_cuda_rng_tracker",
     "reseed_tensor_parallel",
     "restore_device_state",
     "seed_all",
+    "stream_of_rank",
 ]
 
 MODEL_PARALLEL_RNG = "model-parallel-rng"
+SEQUENCE_RNG = "sequence-parallel-rng"
 # Megatron's: tensor-parallel ranks draw from seeds that are this far from those that all of them share.
 _TENSOR_PARALLEL_OFFSET = 2718
+# Ours, for ranks that hold parts of one sequence: a prime, larger than seeds that people count up.
+_SEQUENCE_OFFSET = 1_000_003
 
 
 def _device() -> torch.device:
@@ -57,6 +62,9 @@ class CudaRNGStatesTracker:
     def __init__(self) -> None:
         self._states: dict[str, torch.Tensor] = {}
         self._seeds: set[int] = set()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._states
 
     def reset(self) -> None:
         """Forgets all names and seeds."""
@@ -105,6 +113,14 @@ _tracker = CudaRNGStatesTracker()
 def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
     """The tracker of this process. Its states are replayed where a layer is recomputed, and are in checkpoints."""
     return _tracker
+
+
+def stream_of_rank(name: str, rank: int) -> AbstractContextManager[None]:
+    """Draws within from the state ``name`` of the process's tracker, which begins, where it is not there, with a seed of
+    rank ``rank``'s own: torch's initial seed, and what tells ranks apart."""
+    if name not in _tracker:
+        _tracker.add(name, torch.initial_seed() % 2**62 + _SEQUENCE_OFFSET * (rank + 1))
+    return _tracker.fork(name)
 
 
 def _rank_of(mpu: Any) -> int:

@@ -195,6 +195,39 @@ class Collectives:
         backend = self.backend_of(flat)
         return self._start("all-reduce", flat, label, backend, backend.all_reduce, flat, scale)
 
+    def all_to_all(
+        self,
+        flat: torch.Tensor,
+        out: torch.Tensor,
+        in_splits: Sequence[int],
+        out_splits: Sequence[int],
+        *,
+        label: str = "",
+    ) -> Work:
+        """Block i of ``flat`` (``in_splits[i]`` elements) goes to rank i, and block i of ``out`` (``out_splits[i]``)
+        comes from it. Any dtype; blocks may be empty. The splits of two ranks fit: what one sends the other expects.
+        """
+        _check_flat(flat)
+        _check_flat(out)
+        for tensor, splits, name in ((flat, in_splits, "flat"), (out, out_splits, "out")):
+            if len(splits) != self.world_size or sum(splits) != tensor.numel() or min(splits) < 0:
+                raise ValueError(
+                    f"{name} has {tensor.numel()} elements; blocks of {list(splits)} are to go to, or come from,"
+                    f" {self.world_size} ranks"
+                )
+        if self.world_size == 1:
+            out.copy_(flat)
+            return Work.done()
+        backend = self.backend_of(flat)
+        entry = self.ledger.enter("all-to-all", flat.nbytes, label, flat.device, backend.name)
+        try:
+            handle = backend.all_to_all(self, flat, out, in_splits, out_splits)
+        except BaseException:
+            entry.end()
+            raise
+        what = f"all_to_all of {flat.numel()} {flat.dtype}"
+        return Work([handle], kept=[flat, out], what=what).note_in(entry)
+
     def broadcast(self, tensor: torch.Tensor, src: int, *, label: str = "") -> None:
         """Rank ``src`` of the group sends its contiguous ``tensor`` (any shape and dtype) to all."""
         if self.world_size > 1 and tensor.numel():

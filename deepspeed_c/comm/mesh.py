@@ -19,18 +19,20 @@ from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.groups import timeout_of
 from deepspeed_c.errors import CommError, FeatureError
 
-__all__ = ["AXES", "DATA", "Mesh", "mesh_of_device_mesh", "mesh_of_mpu", "refuse_later_axes"]
+__all__ = ["AXES", "DATA", "TOKENS", "Mesh", "mesh_of_device_mesh", "mesh_of_mpu", "refuse_later_axes"]
 
 # From the outermost to the innermost: ranks of the last axis are neighbours. dp_shard and dp_replicate together are
 # data parallelism: shards of one copy lie along the first, copies along the second (MiCS, arXiv 2205.00119; HSDP of
 # PyTorch, arXiv 2304.11277).
 AXES = ("pp", "dp_replicate", "dp_shard", "ep", "sp", "tp")
 DATA = ("dp_replicate", "dp_shard")
+# Ranks along sp hold parts of the same samples and train the same parameters as well: a gradient is summed over all of
+# these, and averaged over the first two.
+TOKENS = (*DATA, "sp")
 
 _LATER = {
     "pp": "pipeline parallelism",
     "ep": "expert parallelism",
-    "sp": "sequence parallelism",
 }
 
 # What the dimensions of a DeviceMesh are called elsewhere.
@@ -46,8 +48,6 @@ _ALIASES = {
 
 # How an mpu is asked for the size of an axis that it may not have.
 _MPU_GETTERS = {
-    "get_sequence_parallel_world_size": "sp",
-    "get_context_parallel_world_size": "sp",
     "get_pipeline_model_parallel_world_size": "pp",
     "get_pipe_parallel_world_size": "pp",
 }
@@ -55,7 +55,9 @@ _MPU_GETTERS = {
 # parallel where there are no pipelines. Each has get_<name>_group, get_<name>_rank and get_<name>_world_size.
 _MPU_NAMES = {
     "tp": ("tensor_model_parallel", "slice_parallel", "model_parallel"),
-    "dp": ("sequence_data_parallel", "data_parallel"),
+    "sp": ("sequence_parallel", "context_parallel"),
+    "dp": ("data_parallel",),
+    "both": ("sequence_data_parallel",),
 }
 
 Connect = Callable[[Sequence[int], Sequence[str]], Any]
@@ -139,10 +141,23 @@ class Mesh:
             found = self._groups[ranks] = (self._connect or self._new_group)(ranks, axes)
         return found
 
+    def process_group(self, *axes: str) -> dist.ProcessGroup:
+        """The group of ``torch.distributed`` of the ranks along ``axes``, for callers that talk through it; of this rank
+        alone too. Collective as ``along`` is."""
+        part = self.along(*axes)
+        if part.world_size == 1 < self.comm.world_size:
+            return _shared_group((self.comm.global_rank,), self.comm.group)
+        return dist.group.WORLD if part.group is None else part.group
+
     @property
     def data(self) -> Collectives:
         """The ranks that see different samples: those of ``DATA``."""
         return self.along(*DATA)
+
+    @property
+    def tokens(self) -> Collectives:
+        """The ranks that train the same parameters on different tokens: those of ``TOKENS``."""
+        return self.along(*TOKENS)
 
     def among(self, neighbours: Sequence[int], axis: str, *axes: str) -> Collectives:
         """The collectives of the ranks along ``axes`` and of those whose number along ``axis`` is in ``neighbours``,
@@ -169,8 +184,7 @@ class Mesh:
         return self.comm.part(group, " x ".join(wide))
 
     def enter_phase(self, phase: str) -> None:
-        """What the ledgers of all groups note beside the collectives that follow: "forward", "backward", "step" or "".
-        """
+        """What the ledgers of all groups note beside the collectives that follow: "forward", "backward", "step" or ""."""
         for part in self._groups.values():
             if part.world_size > 1:
                 part.ledger.phase = phase
@@ -197,15 +211,29 @@ class Mesh:
 
         Raises CommError where the ranks cannot be cut so, or have been cut already.
         """
-        n_data, is_cut = self.size("dp_shard"), self.size("tp", "dp_replicate") > 1
+        return self._split("tp", n_ranks)
+
+    def split_sequences(self, n_ranks: int) -> Mesh:
+        """The same ranks with ``n_ranks`` neighbours along sp, that hold parts of the same sequences, in the place of as
+        many along dp_shard. To be asked for after ``split_tensors``, whose ranks are closer neighbours.
+
+        Raises CommError where the ranks cannot be cut so, or have been cut already.
+        """
+        return self._split("sp", n_ranks)
+
+    def _split(self, axis: str, n_ranks: int) -> Mesh:
+        n_data, is_cut = self.size("dp_shard"), self.size(axis, "dp_replicate") > 1
         if n_ranks < 1 or n_data % n_ranks or is_cut:
             raise CommError(
                 f"{self.comm.world_size} ranks cannot be cut into groups of {n_ranks}: the mesh has {self}",
                 where="mesh",
                 fix=f"use a divisor of {n_data}" + (", or leave it out: the mesh says it" if is_cut else ""),
             )
-        sizes = {**self.axes, "dp_shard": n_data // n_ranks, "tp": n_ranks}
-        return Mesh(self.comm, sizes, grid=self._grid.reshape(tuple(sizes.values())), connect=self._connect)
+        sizes = {**self.axes, "dp_shard": n_data // n_ranks, axis: n_ranks}
+        # The ranks of a new axis are neighbours along dp_shard, and stay so: other axes keep their places.
+        grid = self._grid.unflatten(AXES.index("dp_shard"), (n_data // n_ranks, n_ranks))
+        grid = grid.movedim(AXES.index("dp_shard") + 1, AXES.index(axis)).reshape(tuple(sizes.values()))
+        return Mesh(self.comm, sizes, grid=grid, connect=self._connect)
 
     def to_device_mesh(self, device_type: str = "cpu") -> Any:
         """The axes of more than one rank as a ``DeviceMesh`` (one of one dimension, dp_shard, where there is none).
@@ -274,47 +302,59 @@ def mesh_of_device_mesh(device_mesh: Any) -> Mesh:
 
 
 def mesh_of_mpu(mpu: Any) -> Mesh:
-    """The data-parallel and the tensor-parallel ranks of an object with some of Megatron's methods (``_MPU_NAMES``).
+    """The data-parallel, sequence-parallel and tensor-parallel ranks of an object with some of Megatron's methods
+    (``_MPU_NAMES``).
 
-    Collective where it has tensor-parallel ranks. Raises FeatureError where it has ranks of another kind, and CommError
-    where it does not say enough, or where its ranks do not make up the job.
+    Collective where it has ranks of the latter two kinds. Raises FeatureError where it has ranks of another kind, and
+    CommError where it does not say enough, or where its ranks do not make up the job.
     """
     sizes: dict[str, int] = {}
     for getter, axis in _MPU_GETTERS.items():
         sizes[axis] = max(sizes.get(axis, 1), getattr(mpu, getter, lambda: 1)())
     refuse_later_axes(sizes, _MPU)
-    n_tp, tp_rank = _ask(mpu, "tp")
-    if n_tp == 1:
+    n_seq, seq_rank = _ask(mpu, "sp", default=1)
+    # Of an mpu for sequence parallelism alone, "model parallel" is another name of that.
+    n_tp, tp_rank = _ask(mpu, "tp", default=1, names=_MPU_NAMES["tp"][: 2 if n_seq > 1 else 3])
+    if n_tp * n_seq == 1:
         return Mesh(Collectives(mpu.get_data_parallel_group()))
-    n_data, data_rank = _ask(mpu, "dp")
     comm = Collectives()
-    if n_tp * n_data != comm.world_size:
+    n_data, data_rank = _ask(mpu, "dp", default=0)
+    if n_data == 0 and n_seq > 1:
+        n_both, rank_of_both = _ask(mpu, "both", default=comm.world_size // n_tp)
+        n_data, data_rank = n_both // n_seq, rank_of_both // n_seq
+    elif n_data == 0:
+        n_data, data_rank = _ask(mpu, "both")
+    if n_tp * n_seq * n_data != comm.world_size:
+        sequences = f" times {n_seq} sequence-parallel" if n_seq > 1 else ""
         raise CommError(
-            f"the mpu has {n_data} data-parallel times {n_tp} tensor-parallel ranks, the job {comm.world_size}",
+            f"the mpu has {n_data} data-parallel{sequences} times {n_tp} tensor-parallel ranks, the job {comm.world_size}",
             where=_MPU,
-            fix="give the mpu all ranks of the job, and no axis but these two",
+            fix="give the mpu all ranks of the job, and no axis but these",
         )
-    places = comm.gather_numbers(data_rank * n_tp + tp_rank, label="places of the mpu")
+    places = comm.gather_numbers((data_rank * n_seq + seq_rank) * n_tp + tp_rank, label="places of the mpu")
     if sorted(places) != list(range(comm.world_size)):
         twice = next(place for place in places if not 0 <= place < comm.world_size or places.count(place) > 1)
         ranks = [rank for rank, place in enumerate(places) if place == twice]
+        sequences = f" sequence-parallel {twice // n_tp % n_seq}," if n_seq > 1 else ""
         raise CommError(
             f"ranks {ranks} have the same place, or none, in the mpu:"
-            f" data-parallel {twice // n_tp}, tensor-parallel {twice % n_tp}",
+            f" data-parallel {twice // n_tp // n_seq},{sequences} tensor-parallel {twice % n_tp}",
             where=_MPU,
             fix="number the ranks of each group from 0",
         )
     grid = torch.tensor([places.index(place) for place in range(comm.world_size)])
-    return Mesh(comm, {"dp_shard": n_data, "tp": n_tp}, grid=grid)
+    return Mesh(comm, {"dp_shard": n_data, "sp": n_seq, "tp": n_tp}, grid=grid)
 
 
 _MPU = "initialize(mpu=...)"
 
 
-def _ask(mpu: Any, axis: str) -> tuple[int, int]:
-    """(number of ranks, this one's number) along an axis: from whichever of the methods there are."""
+def _ask(mpu: Any, axis: str, default: int | None = None, names: Sequence[str] = ()) -> tuple[int, int]:
+    """(number of ranks, this one's number) along an axis: from whichever of the methods there are. Where none says how
+    many there are: ``default``."""
     answers: dict[str, Any] = {}
-    for name in _MPU_NAMES[axis]:
+    names = names or _MPU_NAMES[axis]
+    for name in names:
         for what in ("world_size", "rank", "group"):
             getter = getattr(mpu, f"get_{name}_{what}", None)
             if getter is not None and what == "world_size":
@@ -325,13 +365,13 @@ def _ask(mpu: Any, axis: str) -> tuple[int, int]:
     if answers.get("group") is not None:
         size = dist.get_world_size(answers["group"]) if size is None else size
         rank = dist.get_rank(answers["group"]) if rank is None else rank
-    if size is None and axis == "tp":
-        size = 1
+    if size is None and default is not None:
+        size, rank = default, rank if rank is not None or default < 2 else dist.get_rank() % default
     if size is None or (rank is None and size > 1):
         lacking = "world_size" if size is None else "rank"
-        names = ", ".join(f"get_{name}_{lacking}()" for name in _MPU_NAMES[axis])
+        methods = ", ".join(f"get_{name}_{lacking}()" for name in names)
         raise CommError(
-            f"the mpu has none of {names}, and no method for the group",
+            f"the mpu has none of {methods}, and no method for the group",
             where=_MPU,
             fix=f"give it one of them{'' if size is None else f': it says that there are {size} such ranks'}",
         )

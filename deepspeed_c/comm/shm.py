@@ -91,6 +91,7 @@ class Connection:
             all_reduce=self._all_reduce,
             broadcast=self._broadcast,
             add_up=self._add_up,
+            all_to_all=self._all_to_all,
         )
 
     def allocate(self, n_bytes: int, device: torch.device) -> torch.Tensor:
@@ -145,6 +146,16 @@ class Connection:
 
     def _add_up(self, comm: Collectives, tensor: torch.Tensor) -> Handle:
         return self.start("all_reduce", tensor.view(-1), "sum", 1.0, True)
+
+    def _all_to_all(
+        self,
+        comm: Collectives,
+        flat: torch.Tensor,
+        out: torch.Tensor,
+        in_splits: Sequence[int],
+        out_splits: Sequence[int],
+    ) -> Handle:
+        return self.start("all_to_all", flat, out, list(in_splits), list(out_splits))
 
 
 # The memory of all connections by its address.

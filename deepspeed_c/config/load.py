@@ -19,7 +19,7 @@ from .optim import FILLED_PARAMS, Kind, OptimizerSection, find_torch_optimizer
 from .schema import Root, SectionField, fields_of, kinds_of, walk
 from .source import copy_plain, read_source
 
-__all__ = ["load_config", "load_with_problems", "problems_of", "tensor_parallel_size"]
+__all__ = ["load_config", "load_with_problems", "problems_of", "sequence_parallel_size", "tensor_parallel_size"]
 
 _PARKED = "x-"
 _COMMENT = re.compile(r"(_|//|#).*|comments?([ :].*|[_-]?\d+)?", re.IGNORECASE | re.DOTALL)
@@ -83,6 +83,13 @@ def tensor_parallel_size(source: Any) -> tuple[int, str]:
     }
     key = next((key for key, size in sizes.items() if size > 1), "tensor_parallel.autotp_size")
     return max(sizes[key], 1), key
+
+
+def sequence_parallel_size(source: Any) -> tuple[int, int | None]:
+    """(ranks that hold parts of one sequence, 1 for none; data-parallel ranks, None where it is not said): needed as
+    ``tensor_parallel_size`` is."""
+    config, _ = load_with_problems(source, world_size=1, batch="skip")
+    return config.sequence_parallel_size, config.data_parallel_size
 
 
 def problems_of(

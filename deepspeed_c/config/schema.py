@@ -20,6 +20,7 @@ from .optim import Kind, OptimizerSection
 from .parallel import Comm, ExpertParallel, HybridEngine, Inference, Pipeline, TensorParallel
 from .precision import Amp, Bf16, DataTypes, Fp16, MsAmp, TorchAutocast
 from .schedule import Scheduler
+from .sequence import SequenceParallel
 from .tuning import Autotuning, Elasticity
 from .zero import Zero
 
@@ -112,12 +113,18 @@ class Root(Section, kw_only=True, rename={"zero": "zero_optimization"}):
     # Features of their own
     graph_harvesting: Annotated[bool, asks("Capture parts of backward in CUDA graphs.", "graph_harvesting")] = False
     seq_parallel_communication_data_type: Annotated[
-        DType | None, tunes("Format gradients are reduced in over the sequence group.", "sequence_parallel")
+        DType | None,
+        acts(
+            "Format gradients are reduced in where there are sequence-parallel ranks; null: communication_data_type, or"
+            " that of the gradient."
+        ),
     ] = "fp32"
-    sequence_parallel_size: Annotated[Positive, asks("Ranks that share one sequence.", "sequence_parallel")] = 1
+    sequence_parallel_size: Annotated[Positive, acts("Neighbouring ranks that hold parts of the same sequences.")] = 1
     data_parallel_size: Annotated[
-        Positive | None, tunes("Data-parallel ranks, with the key above.", "sequence_parallel")
+        Positive | None,
+        acts("Data-parallel ranks, where the key above says how many share a sequence; null: the rest."),
     ] = None
+    sequence_parallel: Annotated[SequenceParallel, acts("Sequences that are cut over ranks.")] = SequenceParallel()
     use_data_before_expert_parallelism: Annotated[
         bool, tunes("Order of ranks in expert groups.", "expert_parallel")
     ] = False
@@ -127,9 +134,9 @@ class Root(Section, kw_only=True, rename={"zero": "zero_optimization"}):
     inference: Annotated[Inference, tunes("Generation.", "inference")] = Inference()
     hybrid_engine: Annotated[HybridEngine, tunes("Train and generate.", "hybrid_engine")] = HybridEngine()
     compile: Annotated[Compile, tunes("Graph passes.", "compile")] = Compile()
-    activation_checkpointing: Annotated[
-        ActivationCheckpointing, acts("Activations that are computed again.")
-    ] = ActivationCheckpointing()
+    activation_checkpointing: Annotated[ActivationCheckpointing, acts("Activations that are computed again.")] = (
+        ActivationCheckpointing()
+    )
     checkpoint: Annotated[Checkpoint, acts("Saving and loading.")] = Checkpoint()
     nebula: Annotated[Nebula, tunes("Nebula.", "nebula")] = Nebula()
     datastates_ckpt: Annotated[DataStates | None, asks("DataStates.", "datastates")] = None

@@ -39,11 +39,17 @@ _all: weakref.WeakSet[BackwardPass] = weakref.WeakSet()
 class BackwardPass:
     """One engine's backward passes, one at a time.
 
-    ``drop_window`` is called where a pass has failed, and with it the window. ``drive`` comes before the first forward.
+    ``drop_window`` is called where a pass has failed, and with it the window. ``needs_weights``: losses have to come
+    through ``weigh``. ``drive`` comes before the first forward.
     """
 
     def __init__(
-        self, window: Window, scaler: _C.LossScaler | None, mesh: Mesh, drop_window: Callable[[], None]
+        self,
+        window: Window,
+        scaler: _C.LossScaler | None,
+        mesh: Mesh,
+        drop_window: Callable[[], None],
+        needs_weights: bool,
     ) -> None:
         self._window, self._scaler, self._mesh, self._drop_window = window, scaler, mesh, drop_window
         self._reducer: GradientReducer | None = None
@@ -55,6 +61,7 @@ class BackwardPass:
         self._task, self._output_factor = NO_PASS, 1.0
         self._scaled_pass = NO_PASS, 1.0  # the last pass whose loss this engine has scaled, and what with
         self._has_told_of_inputs = False
+        self._needs_weights, self._weighed_pass = needs_weights, NO_PASS
         self.begin_window()
 
     def drive(self, reducer: GradientReducer, fetcher: Fetcher | None) -> None:
@@ -153,9 +160,30 @@ class BackwardPass:
             scaled.register_hook(note)
         return scaled
 
+    def weigh(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
+        """The loss times ``weight``, as which the ranks of its sequences add it up."""
+
+        def note(_: torch.Tensor) -> None:
+            self._weighed_pass = torch._C._current_graph_task_id()
+
+        weighed = loss * weight
+        if weighed.requires_grad:
+            weighed.register_hook(note)
+        return weighed
+
+    def _check_weighed(self, task: int) -> None:
+        if self._needs_weights and task != self._weighed_pass:
+            raise BackwardError(
+                "nobody has said what this rank's loss is of the loss of the sequences that it holds a part of",
+                where="loss.backward()",
+                fix="use engine.backward(loss), or engine.scale(loss).backward(); or weight the losses by valid tokens"
+                ' yourself and set "sequence_parallel": {"loss": "part"}',
+            )
+
     def begin_inside(self) -> None:
         """A gradient has come, and no output of the engine was on the way: the pass began inside the module."""
         carried = self._scale_of_pass(torch._C._current_graph_task_id())
+        self._check_weighed(torch._C._current_graph_task_id())
         if carried is None and self._scaler is not None:
             raise BackwardError(
                 "fp16 gradients reached the parameters without the loss scale",
@@ -198,6 +226,7 @@ class BackwardPass:
         return self._output_factor
 
     def _begin_by_caller(self, task: int, made_in: int) -> None:
+        self._check_weighed(task)
         wanted, carried = self._loss_scale * self._window.factor(), self._scale_of_pass(task, made_in)
         scales_here = carried is None and self._scaler is not None
         if scales_here and self._has_gradient_graph:

@@ -74,7 +74,7 @@ def broadcast_model(model: torch.nn.Module, mesh: Mesh, device: torch.device) ->
         for tensor in [*model.parameters(), *model.buffers()]:
             if state_of(tensor) is not None:
                 continue  # sharded under zero.Init, from rank 0's values
-            comm = mesh.comm if cut_of(tensor) is None else mesh.data
+            comm = mesh.comm if cut_of(tensor) is None else mesh.tokens
             data = tensor.data
             if data.numel() == 0:
                 continue

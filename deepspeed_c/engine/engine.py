@@ -19,6 +19,7 @@ from typing_extensions import Self
 from deepspeed_c.accelerator import get_accelerator
 from deepspeed_c.checkpoint.native.background import Save
 from deepspeed_c.checkpointing.blocks import Blocks
+from deepspeed_c.checkpointing.rng import SEQUENCE_RNG, stream_of_rank
 from deepspeed_c.comm.mesh import DATA, Mesh
 from deepspeed_c.config import Config
 from deepspeed_c.data.loader import DeepSpeedDataLoader
@@ -32,6 +33,7 @@ from deepspeed_c.engine.precision import Precision
 from deepspeed_c.engine.preemption import Preemption
 from deepspeed_c.engine.reductions import Reductions
 from deepspeed_c.engine.shard import shard_model, take_cores_back
+from deepspeed_c.engine.share import LossShare
 from deepspeed_c.engine.state import TrainState
 from deepspeed_c.engine.trainable import assign_groups, match_names, put_states, take_states
 from deepspeed_c.engine.weights import check_weights, consolidate, load_custom, load_weights, save_weights
@@ -39,6 +41,7 @@ from deepspeed_c.env import read_env
 from deepspeed_c.errors import BackwardError, BatchSizeError, FeatureError, MissingNameError, StateError
 from deepspeed_c.logging import log_dist, logger
 from deepspeed_c.profile.timers import EngineTimers, ThroughputTimer, see_memory_usage
+from deepspeed_c.sequence.huggingface import Registration, take_over_attention
 from deepspeed_c.zero.layout.layout import Layout
 from deepspeed_c.zero.states.access import attach, detach
 from deepspeed_c.zero.states.optimizer import DeepSpeedOptimizer, ZeroOptimizer
@@ -108,6 +111,7 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
         self.dp_world_size, self.mp_world_size = mesh.size(*DATA), mesh.size("tp")
         self.local_rank = read_env().local_rank
         self._inputs = InputCheck(mesh)
+        self._share = LossShare(mesh, config.sequence_parallel.loss)
         self._step_applied = False
         self._is_compiled = False
         self._is_closed = False
@@ -122,7 +126,9 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
         self._checkpoints = Checkpoints(self._state)
         self._preemption = Preemption(config.checkpoint.preemption, can_step=optimizer is not None)
         self._blocks: Blocks | None = None
+        self._attention: Registration | None = None
         try:
+            self._attention = take_over_attention(model, mesh)
             self._blocks = Blocks(
                 model,
                 config.activation_checkpointing,
@@ -237,11 +243,26 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
         if self._tput_timer is not None and self.training:
             self._tput_timer.start()
         self._mesh.enter_phase("forward")
-        with self.timers.measure("forward"), self._precision.autocast(self.device), self._blocks.active():
+        with (
+            self.timers.measure("forward"),
+            self._precision.autocast(self.device),
+            self._blocks.active(),
+            self._sequence_stream(),
+        ):
             outputs = self.module(*self._precision.cast_inputs(inputs), **self._precision.cast_inputs(kwargs))
         if self._optimizer is None or not torch.is_grad_enabled():
             return outputs
-        return self._passes.watch((inputs, kwargs), outputs)
+        outputs = self._passes.watch((inputs, kwargs), outputs)
+        if self._share.is_needed:
+            self._share.note(kwargs, outputs)
+        return outputs
+
+    def _sequence_stream(self) -> AbstractContextManager[None]:
+        """What a training forward draws its random numbers from: ranks that hold parts of a sequence drop other
+        elements of it."""
+        if not (self._share.is_needed and self.training):
+            return nullcontext()
+        return stream_of_rank(SEQUENCE_RNG, self._mesh.index("sp"))
 
     def _name_of_pass(self) -> str:
         if torch.is_grad_enabled():
@@ -251,9 +272,19 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times loss scale and 1 / accumulation steps (fp16), for a ``backward()`` of the caller's own."""
         optimizer = self._require_optimizer("scale")
+        weighed = self._weigh(loss)
         if optimizer.scaler is not None:
-            optimizer.note_loss(loss)
-        return self._passes.scale(loss, self._window.factor())
+            optimizer.note_loss(weighed)
+        return self._passes.scale(weighed, self._window.factor())
+
+    def _weigh(self, loss: torch.Tensor) -> torch.Tensor:
+        """Of the loss of sequences that are cut over ranks, this rank's term."""
+        if not self._share.is_needed:
+            return loss
+        weight = self._share.weight(loss)
+        self._share.forget()
+        # A mean over no tokens is NaN, and counts nothing.
+        return self._passes.weigh(loss if weight else torch.where(loss.isfinite(), loss, 0.0), weight)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Runs backward from a scalar loss and gathers the gradients.
@@ -274,9 +305,10 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
             )
         self._passes.recover()
         factor = self._window.factor(scale_wrt_gas)
-        optimizer.note_loss(loss)
+        weighed = self._weigh(loss)
+        optimizer.note_loss(weighed)
         with self.timers.measure("backward"):
-            self._passes.run(loss, factor, retain_graph)
+            self._passes.run(weighed, factor, retain_graph)
         return loss.detach() * factor
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -881,6 +913,8 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
             self._end()
 
     def _unwrap(self) -> None:
+        if self._attention is not None:
+            self._attention.close()
         if self._blocks is not None:
             self._blocks.close()
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from deepspeed_c.comm.mesh import DATA
 from deepspeed_c.engine.precision import DTYPES
 
 __all__ = ["ABSENT_METHODS", "GETTERS", "ConfigGetters"]
@@ -133,7 +134,6 @@ ABSENT_METHODS: dict[str, str] = {
     "set_custom_curriculum_learning_schedule": _CURRICULUM,
     "random_ltd_initialize": "random layer token drop comes with a later version",
     "is_elastic_model_parallel_supported": "checkpoints load on any number of ranks; choose the batch sizes by hand",
-    "get_sequence_parallel_group": "sequence parallelism comes with a later version",
     "quantize_training": "compression comes with a later version",
     "print_forward_breakdown": "expert parallelism comes with a later version; wall_clock_breakdown times the phases",
     "swap_tensor_config": "engine.zero_offload_optimizer() and engine.aio_config() say where states lie",
@@ -283,7 +283,7 @@ class ConfigGetters:
         """None: progressive layer drop is refused where it is asked for."""
 
     def get_data_parallel_rank(self) -> int:
-        return self.global_rank
+        return self._mesh.index(*DATA)
 
     def get_model_parallel_rank(self) -> int:
         return 0

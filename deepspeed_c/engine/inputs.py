@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_c.comm.mesh import DATA, Mesh
+from deepspeed_c.comm.mesh import TOKENS, Mesh
 from deepspeed_c.errors import RankMismatchError
 
 __all__ = ["InputCheck"]
@@ -35,7 +35,7 @@ class InputCheck:
         lines = [line for i, value in enumerate(inputs) for line in _describe(f"argument {i}", value)]
         lines += [line for name in sorted(kwargs) for line in _describe(f"argument {name!r}", kwargs[name])]
         digest = hashlib.sha256("\n".join(map(str, lines)).encode()).hexdigest()
-        comm, mine = self._mesh.comm, self._mesh.index(*DATA)
+        comm, mine = self._mesh.comm, self._mesh.index(*TOKENS)
         everyone = comm.gather_objects((mine, digest), label="inputs of tensor-parallel ranks")
         firsts: dict[int, int] = {}
         pairs = ((firsts.setdefault(group, rank), rank) for rank, (group, _) in enumerate(everyone))

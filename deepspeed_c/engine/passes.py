@@ -12,7 +12,7 @@ from torch.autograd.function import BackwardCFunction
 from deepspeed_c.engine.boundary import is_boundary_node
 from deepspeed_c.zero.weights.param import gradient_edge
 
-__all__ = ["accumulates_into", "leads_here", "nodes_of", "will_run"]
+__all__ = ["accumulates_into", "leads_here", "nodes_between", "nodes_of", "will_run"]
 
 # A node of this name is a whole graph of torch.compile. Parameters are inputs of it, so it hides none.
 _COMPILED = "CompiledFunctionBackward"
@@ -30,7 +30,7 @@ def nodes_of(values: Iterable[Any]) -> frozenset[Any]:
     return frozenset(_node_of(v) for v in wanted if v.grad_fn is not None or v.layout == torch.strided)
 
 
-def _nodes_from(starts: Iterable[Any], ends: Collection[Any] = ()) -> Iterator[Any]:
+def nodes_between(starts: Iterable[Any], ends: Collection[Any] = ()) -> Iterator[Any]:
     """All nodes that gradients come to from ``starts`` on, but ``ends`` and what is behind them."""
     todo, seen = list(starts), {None, *ends}
     while todo:
@@ -48,7 +48,7 @@ def will_run(nodes: Iterable[Any]) -> bool:
 
 def leads_here(nodes: Iterable[Any]) -> bool:
     """Whether gradients come from one of ``nodes`` to the one that is running."""
-    return torch._C._current_autograd_node() in _nodes_from(nodes)
+    return torch._C._current_autograd_node() in nodes_between(nodes)
 
 
 def accumulates_into(params: Iterable[torch.nn.Parameter], inputs: Collection[Any]) -> bool:
@@ -72,7 +72,7 @@ def accumulates_into(params: Iterable[torch.nn.Parameter], inputs: Collection[An
 def _may_hide_a_pass(inputs: Collection[Any]) -> bool:
     if not torch.autograd._is_checkpoint_valid():
         return False  # autograd.grad or backward(inputs=...), which reentrant checkpointing refuses
-    for node in _nodes_from([torch._C._current_autograd_node()], inputs):
+    for node in nodes_between([torch._C._current_autograd_node()], inputs):
         is_opaque = isinstance(node, BackwardCFunction) and type(node).__name__ != _COMPILED
         if is_opaque and not is_boundary_node(node) and torch._C._will_engine_execute_node(node):
             return True

@@ -20,10 +20,10 @@ class Precision:
     """The precision policy of one engine, read off its configuration.
 
     ``dtype`` is what weights are cast to (None: they stay as they are), ``scaler`` the loss scale where fp16 is
-    computed in.
+    computed in. ``n_sequence``: sequence-parallel ranks.
     """
 
-    def __init__(self, config: Config, model: torch.nn.Module) -> None:
+    def __init__(self, config: Config, model: torch.nn.Module, n_sequence: int = 1) -> None:
         self.dtype: torch.dtype | None = None
         self.scaler: _C.LossScaler | None = None
         self.checks_overflow = True
@@ -47,6 +47,8 @@ class Precision:
                 consecutive_hysteresis=config.fp16.consecutive_hysteresis,
             )
         comm = config.communication_data_type
+        if n_sequence > 1:
+            comm = config.seq_parallel_communication_data_type or comm
         self._comm_dtype = DTYPES[comm] if comm else None
         accum = config.data_types.grad_accum_dtype
         if accum is None and config.bf16.enabled and config.bf16.immediate_grad_update:

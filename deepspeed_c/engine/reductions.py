@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from deepspeed_c import comm
+from deepspeed_c.comm.mesh import DATA, TOKENS
 
 __all__ = ["Reductions"]
 
@@ -16,21 +17,34 @@ __all__ = ["Reductions"]
 class Reductions:
     """A part of the engine."""
 
-    sequence_parallel_size = 1
     enable_backward_allreduce = True
     """Setting it to False changes nothing: what ``backward`` has reduced, ``allreduce_gradients`` need not."""
 
     @property
     def data_parallel_group(self) -> Any:
         """The ranks that hold copies, or shards, of the model."""
-        group = self._mesh.data.group
-        return comm.get_world_group() if group is None else group
+        return self._mesh.process_group(*DATA)
 
-    seq_data_parallel_group = data_parallel_group
+    @property
+    def seq_data_parallel_group(self) -> Any:
+        """The ranks over which gradients are summed: those that see other samples, or other parts of the same."""
+        return self._mesh.process_group(*TOKENS)
 
     @property
     def seq_dp_world_size(self) -> int:
-        return self.dp_world_size
+        return self._mesh.size(*TOKENS)
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        return self._mesh.size("sp")
+
+    @property
+    def seq_parallel_group(self) -> Any:
+        """The ranks that hold parts of the same sequences; None where each has whole ones."""
+        return None if self.sequence_parallel_size == 1 else self._mesh.process_group("sp")
+
+    def get_sequence_parallel_group(self) -> Any:
+        return self.seq_parallel_group
 
     def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
         """At a boundary, completes the sums over ranks of what backward has left, as after ``no_sync``: once, and

@@ -12,7 +12,7 @@ import torch
 from deepspeed_c import checkpoint as files
 from deepspeed_c.checkpoint.source import Source
 from deepspeed_c.checkpointing.rng import get_cuda_rng_tracker
-from deepspeed_c.comm.mesh import DATA, Mesh
+from deepspeed_c.comm.mesh import DATA, TOKENS, Mesh
 from deepspeed_c.config import Config
 from deepspeed_c.data.loader import DeepSpeedDataLoader
 from deepspeed_c.engine.backward import BackwardPass
@@ -46,7 +46,8 @@ class TrainState:
         self.dormant: dict[torch.nn.Parameter, KeptState] = {}
         """States of parameters that were frozen in mid-run."""
         self.window = Window(config.batch, is_managed=config.managed_gradient_accumulation)
-        self.passes = BackwardPass(self.window, precision.scaler, mesh, self.begin_window)
+        needs_weights = mesh.size("sp") > 1 and config.sequence_parallel.loss != "part"
+        self.passes = BackwardPass(self.window, precision.scaler, mesh, self.begin_window, needs_weights)
         self.global_steps = self.global_samples = self.skipped_steps = 0
         self._loader_state: dict[str, int] | None = None  # where the loader stood when the present window began
 
@@ -140,7 +141,8 @@ class TrainState:
     def check(self, source: Source) -> None:
         """Raises CheckpointError for small state that is damaged or no such state: it is restored when everything else
         has been, and that it cannot be has to be known before."""
-        for rank in sorted({0, self._saved_rank(source)}):
+        mine = {self._saved_rank(source, sequence_rank) for sequence_rank in (0, self.mesh.index("sp"))}
+        for rank in sorted({0, *mine}):
             state, where = source.rank_state(rank) or {}, f"{source.where}, state of rank {rank}"
             if "random" in state:
                 files.state.check_random_state(state["random"], self.device, where)
@@ -196,34 +198,37 @@ class TrainState:
         if self.window.n_micro_steps:
             self.window.place(n_micro_steps)
 
-    def _saved_rank(self, source: Source) -> int:
-        """The rank of the run that saved whose random numbers and place in the data this one goes on from. Ranks that
+    def _saved_rank(self, source: Source, sequence_rank: int) -> int:
+        """The rank of the run that saved whose random numbers, or place in the data, this one goes on from. Ranks that
         hold one model together go on from the same where they were others: what they hold whole has to stay the
         same."""
-        if _n_tensor(source) == self.mesh.size("tp"):
+        if self._is_cut_as(source):
             return self.mesh.comm.rank
-        return self.mesh.index(*DATA) * _n_tensor(source)
+        return (self.mesh.index(*DATA) * _n_ranks(source, "sp") + sequence_rank) * _n_ranks(source, "tp")
+
+    def _is_cut_as(self, source: Source) -> bool:
+        return all(_n_ranks(source, axis) == self.mesh.size(axis) for axis in ("sp", "tp"))
 
     def restore_of_rank(self, source: Source) -> None:
         """Random numbers, and the place in the data; ``global_steps`` are the checkpoint's already."""
-        saved_ranks = source.topology.world_size // _n_tensor(source)
-        n_ranks, is_same_cut = self.mesh.size(*DATA), _n_tensor(source) == self.mesh.size("tp")
-        mine = source.rank_state(self._saved_rank(source))
+        saved_ranks = source.topology.world_size // _n_ranks(source, "sp") // _n_ranks(source, "tp")
+        n_ranks, sequence_rank = self.mesh.size(*DATA), self.mesh.index("sp")
+        first, mine = source.rank_state(self._saved_rank(source, 0)), None
+        if sequence_rank < _n_ranks(source, "sp"):
+            mine = source.rank_state(self._saved_rank(source, sequence_rank))
         if mine is not None and "random" in mine:
             files.state.restore_random_state(mine["random"], self.device)
-            # Streams of a tensor-parallel rank's own are nobody's where there are as many of them no more.
-            if "tracked" in mine and is_same_cut:
+            # Streams of a rank's own are nobody's where a model, or sequences, are cut otherwise.
+            if "tracked" in mine and self._is_cut_as(source):
                 get_cuda_rng_tracker().set_states(mine["tracked"])
         elif source.rank_state(0) is not None:
             # A rank that did not exist then: a stream of its own, the same in every run that resumes so.
-            torch.manual_seed(self.config.seed + 7919 * (self.global_steps + 1) + self.mesh.index(*DATA))
+            torch.manual_seed(self.config.seed + 7919 * (self.global_steps + 1) + self.mesh.index(*TOKENS))
         if self._loader is None:
             return
-        saved = (mine if saved_ranks == n_ranks else source.rank_state(0)) or {}
+        saved = (first if saved_ranks == n_ranks else source.rank_state(0)) or {}
         if saved.get("loader"):
-            self._loader.load_state_dict(
-                _same_place(saved["loader"], self._loader.batch_size, saved_ranks, n_ranks)
-            )
+            self._loader.load_state_dict(_same_place(saved["loader"], self._loader.batch_size, saved_ranks, n_ranks))
             self._note_loader()
 
     def begin_writes(self) -> None:
@@ -240,9 +245,9 @@ class TrainState:
             self.layout.fetcher.weights_changed()
 
 
-def _n_tensor(source: Source) -> int:
-    """Over how many ranks the model was cut that a checkpoint of ours is of."""
-    return source.topology.axes.get("tp", 1)
+def _n_ranks(source: Source, axis: str) -> int:
+    """How many ranks there were along ``axis`` of the mesh that a checkpoint of ours is of."""
+    return source.topology.axes.get(axis, 1)
 
 
 def _is_place(state: Any) -> bool:

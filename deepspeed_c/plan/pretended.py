@@ -38,7 +38,9 @@ def _lie(*_: Any) -> Work:
 
 
 # Over memory that ranks share: what is sent is read where it lies, until it has been waited for.
-IN_PLACE = Backend("shm", reduce_scatter=_lie, all_gather=_lie, all_reduce=_lie, broadcast=_lie, add_up=_lie)
+IN_PLACE = Backend(
+    "shm", reduce_scatter=_lie, all_gather=_lie, all_reduce=_lie, broadcast=_lie, add_up=_lie, all_to_all=_lie
+)
 
 
 class PretendedJoint:

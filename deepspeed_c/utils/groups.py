@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from deepspeed_c import comm
-from deepspeed_c.comm.mesh import DATA, Mesh, mesh_of_mpu
+from deepspeed_c.comm.mesh import DATA, TOKENS, Mesh, mesh_of_mpu
 from deepspeed_c.errors import FeatureError, StateError
 
 __all__ = [
@@ -65,8 +65,7 @@ def _rank(axis: str) -> int:
 
 def get_data_parallel_group() -> Any:
     """The ranks that hold copies, or shards, of the same model."""
-    group = _told[0].along(*DATA).group if _told else None
-    return comm.get_world_group() if group is None else group
+    return _told[0].process_group(*DATA) if _told else comm.get_world_group()
 
 
 def get_data_parallel_world_size() -> int:
@@ -86,10 +85,22 @@ def _get_broadcast_src_rank() -> int:
     return comm.get_global_rank(get_data_parallel_group(), 0)
 
 
-# Without sequence parallelism these are the same ranks.
-_get_data_parallel_group = _get_sequence_data_parallel_group = get_data_parallel_group
-_get_data_parallel_world_size = _get_sequence_data_parallel_world_size = get_data_parallel_world_size
-_get_data_parallel_rank = _get_sequence_data_parallel_rank = get_data_parallel_rank
+_get_data_parallel_group = get_data_parallel_group
+_get_data_parallel_world_size = get_data_parallel_world_size
+_get_data_parallel_rank = get_data_parallel_rank
+
+
+def _get_sequence_data_parallel_group() -> Any:
+    """The ranks that train the same parameters on other samples, or on other parts of the same."""
+    return _told[0].process_group(*TOKENS) if _told else comm.get_world_group()
+
+
+def _get_sequence_data_parallel_world_size() -> int:
+    return comm.get_world_size(_get_sequence_data_parallel_group())
+
+
+def _get_sequence_data_parallel_rank() -> int:
+    return comm.get_rank(_get_sequence_data_parallel_group())
 
 
 def _get_zero_param_intra_parallel_group() -> Any:
@@ -130,8 +141,7 @@ def get_tensor_model_parallel_group() -> Any:
             where="groups.get_tensor_model_parallel_group",
             fix='make an engine with "tensor_parallel": {"autotp_size": ...}, or with an mpu, before',
         )
-    tp = _told[0].along("tp")
-    return comm.get_world_group() if tp.group is None else tp.group
+    return _told[0].process_group("tp")
 
 
 def _require_same(what: str, given: int, actual: int) -> None:
@@ -157,8 +167,15 @@ get_model_parallel_group = get_tensor_model_parallel_group
 
 
 def _get_sequence_parallel_group() -> Any:
-    """Raises FeatureError."""
-    raise _later("sequence", "_get_sequence_parallel_group")
+    """The ranks that hold parts of the same sequences. Raises StateError where it is one rank: there is no group of it.
+    """
+    if _size("sp") == 1:
+        raise StateError(
+            "sequences are not cut over ranks, and there is no group of one rank",
+            where="groups._get_sequence_parallel_group",
+            fix='make an engine with "sequence_parallel_size", or with an mpu that has sequence-parallel ranks, before',
+        )
+    return _told[0].process_group("sp")
 
 
 get_model_parallel_world_size = _get_model_parallel_world_size = get_tensor_model_parallel_world_size

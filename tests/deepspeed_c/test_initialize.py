@@ -35,8 +35,6 @@ class Mpu:
 
 
 AXES = {
-    "sequence_parallel": "sp",
-    "context_parallel": "sp",
     "pipeline_model_parallel": "pp",
     "pipe_parallel": "pp",
 }
@@ -49,6 +47,9 @@ TENSOR = ("model_parallel", "tensor_model_parallel", "slice_parallel")
 def axes_body(rank: int, world: int) -> None:
     for name in TENSOR:
         with pytest.raises(CommError, match="1 data-parallel times 2 tensor-parallel ranks, the job 1"):
+            deepspeed_c.initialize(model=torch.nn.Linear(2, 2), config=CONFIG, mpu=Mpu(**{name: 2}))
+    for name in ("sequence_parallel", "context_parallel"):
+        with pytest.raises(CommError, match="times 2 sequence-parallel times 1 tensor-parallel ranks, the job 1"):
             deepspeed_c.initialize(model=torch.nn.Linear(2, 2), config=CONFIG, mpu=Mpu(**{name: 2}))
     for name, axis in AXES.items():
         with pytest.raises(FeatureError, match=f"axis '{axis}' has 2 ranks"):

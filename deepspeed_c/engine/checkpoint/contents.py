@@ -12,7 +12,7 @@ import torch
 
 from deepspeed_c import checkpoint as files
 from deepspeed_c.checkpoint.source import BUFFER, MASTER, PARAM, ParamInfo
-from deepspeed_c.comm.mesh import DATA, Mesh
+from deepspeed_c.comm.mesh import TOKENS, Mesh
 from deepspeed_c.engine.checkpoint.boxes import BoxPart, box_parts
 from deepspeed_c.engine.trainable import KeptState
 from deepspeed_c.errors import CheckpointError
@@ -140,7 +140,7 @@ def owned_pieces(
             continue
         elif cut is None:
             copies.append(_Whole(PARAM, name, tensor.detach()))
-        elif cut.copies[0] == cut.rank and mesh.index(*DATA) == i % mesh.size(*DATA):
+        elif cut.copies[0] == cut.rank and mesh.index(*TOKENS) == i % mesh.size(*TOKENS):
             pieces += _cut_pieces(PARAM, name, tensor.shape, 0, tensor.detach().reshape(-1), cut)
     pieces += _share_out(copies, mesh.comm.rank, mesh.comm.world_size)
     return pieces

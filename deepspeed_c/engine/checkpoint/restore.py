@@ -420,7 +420,7 @@ def _plan_dormant(
         has_more = bool(states) or (MASTER, known) in finder.source.tensors
         if info is None or info.group is None or not has_more or finder.master(known) is None:
             continue
-        numel, cut, comm = shape_of(param).numel(), cut_of(param), mesh.data
+        numel, cut, comm = shape_of(param).numel(), cut_of(param), mesh.tokens
         spans = [_C.shard_range(numel, comm.world_size, rank) for rank in range(comm.world_size)]
         begin, end = spans[comm.rank]
         master = torch.empty(end - begin, dtype=torch.float32, device=param.device)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from deepspeed_c.comm.mesh import DATA, Mesh
+from deepspeed_c.comm.mesh import TOKENS, Mesh
 from deepspeed_c.errors import RankMismatchError
 from deepspeed_c.zero.layout.unit import Unit
 
@@ -32,10 +32,10 @@ class DriftCheck:
 
     def __init__(self, units: Iterable[Unit], mesh: Mesh) -> None:
         self._mesh, self._tp = mesh, mesh.along("tp")
-        n_data = mesh.size(*DATA)
+        n_data = mesh.size(*TOKENS)
         self._units = [unit for unit in units if unit.twins.world_size > 1] if self._tp.world_size > 1 else []
         self._shape = n_data, self._tp.world_size, 2
-        self._at = mesh.index(*DATA) * self._tp.world_size + self._tp.rank
+        self._at = mesh.index(*TOKENS) * self._tp.world_size + self._tp.rank
         self._turn = 0
 
     @property

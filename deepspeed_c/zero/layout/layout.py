@@ -10,7 +10,7 @@ import torch
 
 from deepspeed_c.buffers import BufferPool
 from deepspeed_c.comm.collectives import Collectives
-from deepspeed_c.comm.mesh import DATA, Mesh
+from deepspeed_c.comm.mesh import TOKENS, Mesh
 from deepspeed_c.config import Config
 from deepspeed_c.errors import CommError, ConfigError
 from deepspeed_c.logging import log_dist
@@ -165,21 +165,21 @@ def lay_out(
     placement: Placement = ON_DEVICE,
     device: torch.device | None = None,
     *,
-    shard_axes: Callable[[torch.nn.Parameter], Sequence[str]] = lambda param: ("dp_shard",),
+    shard_axes: Callable[[torch.nn.Parameter], Sequence[str]] = lambda param: ("dp_shard", "sp"),
     gather_pool: BufferPool | None = None,
 ) -> Layout:
     """Makes the units of a model whose optimizer groups are ``groups`` (empty for an engine that only evaluates), and
     shards what the stage shards.
 
-    ``device``: which computes (default: where each parameter is). ``shard_axes``: the data-parallel axes of the mesh
-    over which the stage cuts a parameter; along the others lie copies. ``gather_pool``: the fetcher's, instead of one
+    ``device``: which computes (default: where each parameter is). ``shard_axes``: those of ``TOKENS`` over which the
+    stage cuts a parameter; along the others lie copies. ``gather_pool``: the fetcher's, instead of one
     of its own. Collective where the groups of such axes are
     not there yet.
     """
     sharding = STAGES[config.zero.stage]
 
     def unit_groups(param: torch.nn.Parameter, axes: Sequence[str]) -> UnitGroups:
-        others = [axis for axis in DATA if axis not in axes]
+        others = [axis for axis in TOKENS if axis not in axes]
         summed = summed_over(param, mesh.size("tp"))
         replicas = mesh.among(summed, "tp", *others) if len(summed) > 1 else mesh.along(*others)
         has_twins = cut_of(param) is None and len(summed) == 1
@@ -198,7 +198,7 @@ def lay_out(
     frozen = [p for p in model.parameters() if id(p) not in trained_ids and not (groups and p.requires_grad)]
     n_trained = sum(numel_alike(p) for group in groups for p in group)
     # On one rank too where the shard lies elsewhere than the weights that are used.
-    shards_params = sharding.parameters and (mesh.size("dp_shard") > 1 or placement.weights != ON_DEVICE.weights)
+    shards_params = sharding.parameters and (mesh.size("dp_shard", "sp") > 1 or placement.weights != ON_DEVICE.weights)
     whole: set[int] = set()
     if shards_params:
         whole = persistent_params([*frozen, *(p for group in groups for p in group)], config)
@@ -212,7 +212,7 @@ def lay_out(
     joins = config.comm.zero_copy_gather
     if joins:
         why = _why_copied(
-            config, mesh.along("dp_shard"), placement, device or torch.device("cpu"), shards_params=shards_params
+            config, mesh.along("dp_shard", "sp"), placement, device or torch.device("cpu"), shards_params=shards_params
         )
         joins = not why
         if why and (device is None or device.type != "meta"):
@@ -260,7 +260,7 @@ def lay_out(
     fetcher = Fetcher(
         sharded,
         [unit for unit in units if unit not in sharded],
-        mesh.data,
+        mesh.tokens,
         _limits(config, largest),
         use_broadcast=not config.zero.allgather_partitions or config.disable_allgather,
         pool=gather_pool,

@@ -148,8 +148,9 @@ def interop_body(rank: int, world: int) -> None:
     pipeline = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     with pytest.raises(FeatureError, match="axis 'pp' has 2 ranks"):
         deepspeed_c.initialize(model=model, config=config, mesh_device=pipeline)
-    with pytest.raises(FeatureError, match="axis 'sp' has 2 ranks"):
-        deepspeed_c.initialize(model=model, config=config, mesh_param=(2, 2))
+    with deepspeed_c.initialize(model=model, config=config, mesh_param=(2, 2))[0] as engine:
+        assert engine.dp_world_size == engine.sequence_parallel_size == 2
+        assert "mesh: dp_shard 2 x sp 2" in engine.describe()
     with pytest.raises(ConfigError, match="mesh_param and mesh_device"):
         deepspeed_c.initialize(model=model, config=config, mesh_param=(4, 1), mesh_device=theirs)
     with deepspeed_c.initialize(model=model, config=config, mesh_param=(4, 1))[0] as engine:

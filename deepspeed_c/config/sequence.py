@@ -1,0 +1,37 @@
+"""Section sequence_parallel: what ranks do that hold parts of one sequence."""
+
+from typing import Annotated, Literal
+
+from .keys import Section, acts, asks
+
+__all__ = ["SequenceParallel"]
+
+
+class SequenceParallel(Section, kw_only=True):
+    """Sequences that are cut over ranks; ``sequence_parallel_size``, an mpu or a mesh say over how many."""
+
+    attention: Annotated[
+        Literal["auto", "ulysses", "ring", "hybrid"],
+        asks(
+            "How attention sees whole sequences. ulysses: ranks exchange tokens for heads, and each computes some heads"
+            " over all tokens.",
+            "ring_attention",
+            off=("ulysses",),
+            auto="value",
+        ),
+    ] = "auto"
+    order: Annotated[
+        Literal["contiguous", "zigzag"],
+        asks("Which tokens a rank holds: a run of them, or one from each end.", "ring_attention"),
+    ] = "contiguous"
+    loss: Annotated[
+        Literal["auto", "mean", "part", "whole"],
+        acts(
+            "What a rank's loss is of that of its sequences; gradients are summed over their ranks. mean: the mean over"
+            " its own valid tokens (labels other than -100), to be weighted by their number. part: its term of the sum"
+            " already. whole: that of whole sequences, gathered by collectives of torch.distributed.nn, to be counted"
+            " once. auto: whole where such a collective lies between the loss and the model; mean where it is the"
+            " model's own loss, of shift_labels or labels; else part.",
+            auto="value",
+        ),
+    ] = "auto"

@@ -1,0 +1,239 @@
+"""Tokens for heads: the exchange around attention that gives each rank some heads of all tokens, and takes their outputs
+back (DeepSpeed-Ulysses, arXiv 2309.14509).
+
+Queries, keys and values travel together. A token's row holds the heads that go to one rank, one after another, so what
+arrives from all ranks is one tensor [tokens, batch, row], of which queries, keys and values are views: they are laid out
+where they are packed, and not again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.errors import ConfigError
+from deepspeed_c.sequence.plans import HeadPlan, plan_heads
+
+__all__ = ["Shapes", "gather_heads", "gather_tokens"]
+
+
+class Shapes(NamedTuple):
+    """What is exchanged; the same on all ranks but for ``rank``."""
+
+    n_heads: int
+    n_key_heads: int
+    query_width: int
+    """Elements of one head of a query or key."""
+    value_width: int
+    tokens: tuple[int, ...]
+    """Of each rank."""
+    rank: int
+
+    @property
+    def plans(self) -> tuple[HeadPlan, ...]:
+        """The heads of each rank."""
+        return _plans(self.n_heads, self.n_key_heads, len(self.tokens))
+
+    @property
+    def plan(self) -> HeadPlan:
+        """The heads of this rank."""
+        return self.plans[self.rank]
+
+    @property
+    def n_local(self) -> int:
+        """Tokens of this rank."""
+        return self.tokens[self.rank]
+
+    def row(self, rank: int) -> tuple[int, int, int]:
+        """Elements of a token's queries, keys and values that go to ``rank``."""
+        plan = self.plans[rank]
+        return plan.n_queries * self.query_width, plan.n_keys * self.query_width, plan.n_keys * self.value_width
+
+
+@lru_cache(maxsize=64)
+def _plans(n_heads: int, n_key_heads: int, n_ranks: int) -> tuple[HeadPlan, ...]:
+    return tuple(plan_heads(n_heads, n_key_heads, n_ranks, rank) for rank in range(n_ranks))
+
+
+def gather_tokens(
+    comm: Collectives, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tokens: Sequence[int] | None = None
+) -> tuple[Shapes, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """This rank's tokens of all heads -> this rank's heads of all tokens, in one exchange. Differentiable, collective.
+
+    query [tokens, batch, heads, width], key the same with heads that divide the queries', value as the key with a width
+    of its own; one dtype. tokens: how many each rank has; default: all as many as this one. Returns what was exchanged,
+    and [all tokens, batch, heads of this rank, width] of each: query head i attends to the key head at
+    ``plan.keys[i // plan.group]``.
+
+    Raises ConfigError, before anything is sent, for shapes that do not fit one another, and where ranks exceed heads.
+    """
+    _check(query, key, value)
+    tokens = tuple(tokens or [query.shape[0]] * comm.world_size)
+    shapes = Shapes(query.shape[2], key.shape[2], query.shape[3], value.shape[3], tokens, comm.rank)
+    if shapes.n_local != query.shape[0]:
+        raise ConfigError(
+            f"this rank has {query.shape[0]} tokens, and is said to have {shapes.n_local}",
+            where="attention over ranks",
+            fix="give the position_ids of the same tokens",
+        )
+    _ = shapes.plans
+    return (shapes, *_GatherTokens.apply(comm, shapes, query, key, value))
+
+
+def gather_heads(comm: Collectives, shapes: Shapes, out: torch.Tensor) -> torch.Tensor:
+    """The way back: outputs of this rank's heads, [all tokens, batch, heads of this rank, value width] -> this rank's
+    tokens of all heads [tokens, batch, heads, value width]. Differentiable, collective."""
+    expected = sum(shapes.tokens), shapes.plan.n_queries, shapes.value_width
+    if (out.shape[0], *out.shape[2:]) != expected:
+        raise ConfigError(
+            f"attention gave {tuple(out.shape)}, not [tokens, batch, heads, width] of {expected[0]} tokens,"
+            f" {expected[1]} heads and width {expected[2]}",
+            where="attention over ranks",
+            fix="use an attention whose output has the queries' heads and the values' width",
+        )
+    return _GatherHeads.apply(comm, shapes, out)
+
+
+def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    fits = (
+        query.dim() == key.dim() == value.dim() == 4
+        and query.shape[:2] == key.shape[:2] == value.shape[:2]
+        and key.shape[2] == value.shape[2]
+        and query.shape[3] == key.shape[3]
+        and query.dtype == key.dtype == value.dtype
+    )
+    if not fits:
+        shapes = [f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for t in (query, key, value)]
+        raise ConfigError(
+            f"query, key and value are {', '.join(shapes)}",
+            where="attention over ranks",
+            fix="give them the same tokens, batch and dtype, and keys the width of queries and the heads of values",
+        )
+
+
+def _send(
+    comm: Collectives, flat: torch.Tensor, out: torch.Tensor, to: Sequence[int], of: Sequence[int], label: str
+) -> None:
+    comm.all_to_all(flat.view(-1), out.view(-1), to, of, label=label).wait()
+
+
+def _new(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+
+def _pack_heads(shapes: Shapes, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """[this rank's tokens, batch, row of rank 0], then of rank 1, ..., in one flat tensor."""
+    n_local, batch = query.shape[:2]
+    rows = [shapes.row(rank) for rank in range(len(shapes.tokens))]
+    flat = _new(query, n_local * batch * sum(map(sum, rows)))
+    begin = 0
+    for plan, row in zip(shapes.plans, rows):
+        block = flat[begin : begin + n_local * batch * sum(row)].view(n_local, batch, sum(row))
+        begin += block.numel()
+        for part, whole, first, last in zip(
+            block.split(row, -1),
+            (query, key, value),
+            (plan.query_begin, plan.key_begin, plan.key_begin),
+            (plan.query_end, plan.key_end, plan.key_end),
+        ):
+            part.unflatten(-1, (last - first, whole.shape[3])).copy_(whole[:, :, first:last])
+    return flat
+
+
+def _views(shapes: Shapes, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values of this rank's heads in [all tokens, batch, row]."""
+    plan = shapes.plan
+    counts = plan.n_queries, plan.n_keys, plan.n_keys
+    parts = rows.split(shapes.row(shapes.rank), -1)
+    query, key, value = (part.unflatten(-1, (n, part.shape[-1] // n)) for part, n in zip(parts, counts))
+    return query, key, value
+
+
+def _blocks(shapes: Shapes, batch: int) -> tuple[list[int], list[int]]:
+    """Elements of queries, keys and values that this rank sends to each rank, and gets from it."""
+    mine = sum(shapes.row(shapes.rank))
+    sent = [shapes.n_local * batch * sum(shapes.row(rank)) for rank in range(len(shapes.tokens))]
+    return sent, [n * batch * mine for n in shapes.tokens]
+
+
+class _GatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, comm: Collectives, shapes: Shapes, *of_tokens: torch.Tensor):
+        ctx.comm, ctx.shapes = comm, shapes
+        batch = of_tokens[0].shape[1]
+        rows = _new(of_tokens[0], sum(shapes.tokens), batch, sum(shapes.row(shapes.rank)))
+        sent, got = _blocks(shapes, batch)
+        _send(comm, _pack_heads(shapes, *of_tokens), rows, sent, got, "queries, keys and values")
+        return _views(shapes, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        shapes: Shapes = ctx.shapes
+        batch = grads[0].shape[1]
+        rows = _new(grads[0], sum(shapes.tokens), batch, sum(shapes.row(shapes.rank)))
+        for place, grad in zip(_views(shapes, rows), grads):
+            place.copy_(grad)
+        sent, got = _blocks(shapes, batch)
+        flat = _new(rows, sum(sent))
+        _send(ctx.comm, rows, flat, got, sent, "gradients of queries, keys and values")
+        n_local = shapes.n_local
+        widths = shapes.query_width, shapes.query_width, shapes.value_width
+        heads = shapes.n_heads, shapes.n_key_heads, shapes.n_key_heads
+        wholes = [_new(rows, n_local, batch, n, width) for n, width in zip(heads, widths)]
+        written = [0, 0, 0]  # heads [0, written) have a gradient: key heads that several ranks have are summed
+        for rank, (plan, block) in enumerate(zip(shapes.plans, flat.split(sent))):
+            row = shapes.row(rank)
+            bounds = (
+                (plan.query_begin, plan.query_end),
+                (plan.key_begin, plan.key_end),
+                (plan.key_begin, plan.key_end),
+            )
+            for i, part in enumerate(block.view(n_local, batch, sum(row)).split(row, -1)):
+                first, last = bounds[i]
+                part = part.unflatten(-1, (last - first, widths[i]))
+                again = max(min(written[i], last) - first, 0)
+                if again:
+                    wholes[i][:, :, first : first + again] += part[:, :, :again]
+                if first + again < last:
+                    wholes[i][:, :, first + again : last] = part[:, :, again:]
+                written[i] = max(written[i], last)
+        return None, None, *wholes
+
+
+def _output_blocks(shapes: Shapes, batch: int) -> tuple[list[int], list[int]]:
+    """Elements of outputs that this rank sends to each rank, and gets from it."""
+    mine = shapes.plan.n_queries * shapes.value_width
+    sent = [n * batch * mine for n in shapes.tokens]
+    return sent, [shapes.n_local * batch * plan.n_queries * shapes.value_width for plan in shapes.plans]
+
+
+class _GatherHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, comm: Collectives, shapes: Shapes, out: torch.Tensor):
+        ctx.comm, ctx.shapes = comm, shapes
+        batch = out.shape[1]
+        sent, got = _output_blocks(shapes, batch)
+        flat = _new(out, sum(got))
+        _send(comm, out.contiguous(), flat, sent, got, "outputs of attention")
+        whole = _new(out, shapes.n_local, batch, shapes.n_heads, shapes.value_width)
+        for plan, block in zip(shapes.plans, flat.split(got)):
+            place = whole[:, :, plan.query_begin : plan.query_end]
+            place.copy_(block.view(place.shape))
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor):
+        shapes: Shapes = ctx.shapes
+        batch = grad.shape[1]
+        sent, got = _output_blocks(shapes, batch)
+        flat = _new(grad, sum(got))
+        for plan, block in zip(shapes.plans, flat.split(got)):
+            part = grad[:, :, plan.query_begin : plan.query_end]
+            block.view(part.shape).copy_(part)
+        out = _new(grad, sum(shapes.tokens), batch, shapes.plan.n_queries, shapes.value_width)
+        _send(ctx.comm, flat, out, got, sent, "gradients of outputs of attention")
+        return None, None, out

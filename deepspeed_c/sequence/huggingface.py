@@ -1,0 +1,459 @@
+"""Models of transformers whose sequences are cut over ranks, without a change in their code.
+
+transformers asks a table for the attention function of a name. While a model is registered, its entry is a function that
+exchanges tokens for heads around the one that was there; of other models it calls that directly.
+
+[Note: once a forward] What all layers of a forward need of whole sequences (positions, padding, documents) is gathered in
+its first layer and used by the others. A layer that comes again begins another forward, or one that is computed again.
+All ranks come through the same layers, so they gather at the same places.
+"""
+
+from __future__ import annotations
+
+import importlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+
+from deepspeed_c.comm.mesh import Mesh
+from deepspeed_c.errors import ConfigError, ModelError
+from deepspeed_c.sequence import parallel_state
+from deepspeed_c.sequence.collectives import lend, ranks_of
+from deepspeed_c.sequence.exchange import gather_heads, gather_tokens
+from deepspeed_c.sequence.masks import WholeSequences, valid_tokens
+from deepspeed_c.sequence.plans import plan_heads
+
+__all__ = ["Registration", "UlyssesSPAttentionHF", "take_over_attention"]
+
+# Layers that carry something along the sequence outside of attention, by what their classes or types are called.
+_RECURRENT = ("mamba", "recurrent", "rwkv", "deltanet", "linear_attention", "linearattention", "ssm", "conv")
+
+# What transformers gives attention functions that has a number for each query head, or for each pair of tokens.
+_BY_HEAD = ("s_aux", "sinks")
+_BY_PAIR = ("position_bias", "alibi", "head_mask")
+# Places of documents among this rank's tokens; of whole sequences they follow from positions.
+_OF_LOCAL_TOKENS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "cache_position", "seq_idx")
+
+
+class UlyssesSPAttentionHF(torch.nn.Module):
+    """An attention function of transformers over tokens of all ranks of a group.
+
+    ``forward`` takes and returns what such a function does, of this rank's tokens; ``attn`` is called with all tokens of
+    this rank's heads. The arguments are DeepSpeed's: batch, lengths and heads are those of each call, whatever is said
+    here, but ``attn_head_count`` and ``kv_head_count`` have to fit the ranks. disable_in_eval: outside of training each
+    rank's tokens are whole sequences.
+    """
+
+    def __init__(
+        self,
+        attn: Callable[..., Any],
+        batch_size: int,
+        attn_head_count: int,
+        attn_head_size: int,
+        kv_head_count: int,
+        num_hidden_layers: int,
+        process_group: Any,
+        seq_length_is_variable: bool = False,
+        local_seq_length: int | None = None,
+        global_seq_length: int | None = None,
+        disable_in_eval: bool = False,
+    ) -> None:
+        super().__init__()
+        self.attn = attn
+        self.process_group = process_group
+        self.world_size = torch.distributed.get_world_size(process_group)
+        self.sp_rank = torch.distributed.get_rank(process_group)
+        self.disable_in_eval = disable_in_eval
+        self.core_attn_implementation = ""
+        self.has_mask_of_model = False
+        """Whether the model of the forward under way was given a mask: then its positions tell no documents apart."""
+        self._whole: WholeSequences | None = None
+        self._of: tuple[Any, ...] = ()
+        self._seen: set[int] = set()
+        plan_heads(attn_head_count, kv_head_count, self.world_size, self.sp_rank)
+
+    def forward(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """query [batch, heads, tokens of this rank, width], key and value with key heads, of the same tokens; the mask
+        that transformers has made of these. kwargs have ``position_ids`` [batch or 1, tokens of this rank], places in
+        the whole sequence. Returns ([batch, tokens of this rank, heads, width], None). Collective.
+
+        Raises ModelError for what cannot be cut so, and ConfigError for heads that no plan fits, before anything is sent.
+        """
+        if self.disable_in_eval and not module.training:
+            return self.attn(module, query, key, value, attention_mask, *args, **kwargs)
+        comm = ranks_of(self.process_group)
+        whole = self._sequences(module, query, attention_mask, kwargs)
+        of_tokens = [part.permute(2, 0, 1, 3) for part in (query, key, value)]
+        shapes, *gathered = gather_tokens(comm, *of_tokens, whole.tokens)
+        plan = shapes.plan
+        if plan.repeats_keys:
+            heads = torch.tensor(plan.keys, device=query.device)
+            gathered[1:] = [part.index_select(2, heads) for part in gathered[1:]]
+        q, k, v = (part.permute(1, 2, 0, 3) for part in gathered)
+        kwargs = self._of_heads(module, kwargs, plan.query_begin, plan.query_end, shapes.n_heads)
+        kwargs["position_ids"] = whole.positions
+        mask = self._mask(module, whole, query.shape[0], kwargs)
+        with _groups_of(module, plan.group):
+            out, _ = self.attn(module, q, k, v, mask, *args, **kwargs)
+        out = gather_heads(comm, shapes, out.permute(1, 0, 2, 3))
+        return out.permute(1, 0, 2, 3), None
+
+    def _sequences(
+        self, module: torch.nn.Module, query: torch.Tensor, mask: Any, kwargs: Mapping[str, Any]
+    ) -> WholeSequences:
+        """See [Note: once a forward]."""
+        batch, _, n_local, _ = query.shape
+        positions = kwargs.get("position_ids")
+        if not torch.is_tensor(positions) or positions.dim() != 2 or positions.shape[1] != n_local:
+            what = "no position_ids" if positions is None else f"position_ids {tuple(positions.shape)}"
+            raise ModelError(
+                f"gives attention {what}, and this rank has {n_local} tokens of each sequence",
+                where=type(module).__name__,
+                fix="pass position_ids [batch, tokens] of the whole sequences' places to the model"
+                " (UlyssesSPDataLoaderAdapter makes them); a model that does not hand them on cannot be cut so",
+            )
+        of = positions.data_ptr(), positions._version, positions.shape, positions
+        if self._whole is None or self._of[:3] != of[:3] or id(module) in self._seen:
+            valid = valid_tokens(mask, batch, n_local)
+            self._whole = WholeSequences(
+                ranks_of(self.process_group),
+                positions.expand(batch, n_local),
+                valid,
+                has_mask=self.has_mask_of_model,
+            )
+            self._of, self._seen = of, set()  # the tensor itself, so that no other comes to lie where it lay
+        self._seen.add(id(module))
+        return self._whole
+
+    def _of_heads(
+        self, module: torch.nn.Module, kwargs: Mapping[str, Any], begin: int, end: int, n_heads: int
+    ) -> dict[str, Any]:
+        """What attention is told besides, for this rank's heads and all tokens."""
+        given = {name: value for name, value in kwargs.items() if name not in _OF_LOCAL_TOKENS}
+        for name in _BY_PAIR:
+            if torch.is_tensor(given.get(name)):
+                raise ModelError(
+                    f"gives attention {name} {tuple(given[name].shape)}, which is made of this rank's tokens alone",
+                    where=type(module).__name__,
+                    fix="use a model whose positions are in its queries and keys (rotary embeddings)",
+                )
+        for name in _BY_HEAD:
+            if torch.is_tensor(given.get(name)) and given[name].shape[:1] == (n_heads,):
+                given[name] = given[name][begin:end]
+        return given
+
+    def _mask(self, module: torch.nn.Module, whole: WholeSequences, batch: int, kwargs: Mapping[str, Any]) -> Any:
+        """As the attention function that is wrapped wants it."""
+        said = kwargs.get("is_causal")
+        is_causal = bool(getattr(module, "is_causal", True) if said is None else said)
+        window = kwargs.get("sliding_window")
+        if "flash" in self.core_attn_implementation or "/" in self.core_attn_implementation:
+            return whole.valid  # it reads documents off the positions, and takes the window itself
+        if "flex" not in self.core_attn_implementation:
+            return whole.mask(is_causal=is_causal, window=window)
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        rule, n = whole.rule(is_causal=is_causal, window=window), whole.n_tokens
+        return create_block_mask(rule, batch, None, n, n, device=str(whole.positions.device))
+
+    @classmethod
+    def register_with_transformers(
+        cls,
+        model_name_or_path: Any,
+        core_attn_implementation: str,
+        sequence_parallel_size: int,
+        micro_batch_size: int,
+        seq_length: int | None = None,
+        seq_length_is_variable: bool = True,
+        disable_in_eval: bool = False,
+        max_length: int | None = None,
+    ) -> Any:
+        """From now on a model of transformers attends over the tokens of ``sequence_parallel_size`` neighbouring ranks.
+
+        model_name_or_path: the model (of PEFT too), or the name or folder of one that is yet to be made.
+        core_attn_implementation: "sdpa", "flex_attention", a flash attention or a kernel of the hub, as the model has it.
+        disable_in_eval: outside of training each rank's tokens are whole sequences. The other arguments are taken for
+        DeepSpeed's sake: batch and length are free to change. Returns the mpu for ``initialize``, None for one rank.
+        Collective. The engine over the model gives transformers its function back when it is closed.
+
+        Raises ConfigError, with the numbers, for ranks and heads that do not fit, and for an attention that cannot be cut
+        so; ModelError, which names them, for layers that carry a state along the sequence.
+        """
+        if sequence_parallel_size == 1:
+            return None
+        parallel_state.initialize_sequence_parallel(sequence_parallel_size)
+        _register(
+            cls,
+            model_name_or_path,
+            core_attn_implementation,
+            parallel_state.get_sequence_parallel_group(),
+            micro_batch_size=micro_batch_size,
+            disable_in_eval=disable_in_eval,
+        )
+        return parallel_state
+
+
+@contextmanager
+def _groups_of(module: torch.nn.Module, n_groups: int) -> Iterator[None]:
+    """Tells an attention function how many query heads of this rank share a key head."""
+    before = getattr(module, "num_key_value_groups", None)
+    if before is None or before == n_groups:
+        yield
+        return
+    module.num_key_value_groups = n_groups
+    try:
+        yield
+    finally:
+        module.num_key_value_groups = before
+
+
+class Registration:
+    """One model, or the name of one that is yet to be made, whose attention ``attention`` computes."""
+
+    def __init__(self, attention: UlyssesSPAttentionHF, config: Any, model: torch.nn.Module | None) -> None:
+        self.attention = attention
+        self._config = config
+        self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._model: weakref.ref[torch.nn.Module] | None = None
+        self._is_generating = False
+        self._hook: Any = None
+        if model is not None:
+            self._modules.update(model.modules())
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether it is an engine's."""
+        return self._model is not None
+
+    def fits(self, model: torch.nn.Module) -> bool:
+        """Whether ``model`` is the one that was registered."""
+        if self._modules:
+            return any(module in self._modules for module in model.modules())
+        return _kind_of(getattr(model, "config", None)) == _kind_of(self._config)
+
+    def serves(self, module: torch.nn.Module) -> bool:
+        """Whether an attention layer is this model's."""
+        if self._modules:
+            return module in self._modules
+        return _kind_of(getattr(module, "config", None)) == _kind_of(self._config)
+
+    def is_local(self, query: torch.Tensor, key: torch.Tensor) -> bool:
+        """Whether the tokens of a rank are whole sequences: a text that is being generated."""
+        return self._is_generating or query.shape[2] != key.shape[2]
+
+    def take(self, model: torch.nn.Module) -> None:
+        """An engine has ``model`` now."""
+        self._model = weakref.ref(model)
+        self._modules.update(model.modules())
+        self._hook = model.register_forward_pre_hook(self._look, with_kwargs=True)
+        generate = getattr(model, "generate", None)
+        if callable(generate):
+
+            @wraps(generate)
+            def generate_alone(*args: Any, **kwargs: Any) -> Any:
+                before, self._is_generating = self._is_generating, True
+                try:
+                    return generate(*args, **kwargs)
+                finally:
+                    self._is_generating = before
+
+            model.__dict__["generate"] = generate_alone
+
+    def _look(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before a forward. Raises ModelError for labels that the model would shift after the cut."""
+        self.attention.has_mask_of_model = kwargs.get("attention_mask") is not None
+        is_cut = not (self._is_generating or (self.attention.disable_in_eval and not model.training))
+        if is_cut and kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
+            raise ModelError(
+                "labels of a part of a sequence would be shifted within it, and one token a rank be lost",
+                where=type(model).__name__,
+                fix="pass shift_labels as well: labels that were shifted before the cut (UlyssesSPDataLoaderAdapter makes them)",
+            )
+
+    def close(self) -> None:
+        """Gives the model, and transformers where no other model needs it, their functions back."""
+        model = None if self._model is None else self._model()
+        if self._hook is not None:
+            self._hook.remove()
+        if model is not None:
+            model.__dict__.pop("generate", None)
+        core = self.attention.core_attn_implementation
+        switch = _switches.get(core)
+        if switch is not None and self in switch.registrations:
+            switch.registrations.remove(self)
+            if not switch.registrations:
+                switch.undo()
+                del _switches[core]
+
+
+class _Switch:
+    """An entry of transformers' table while models are registered for it."""
+
+    def __init__(self, table: Any, core: str) -> None:
+        self.registrations: list[Registration] = []
+        self.plain = table[core]
+        self._table, self._core = table, core
+        table[core] = self._make()
+
+    def _make(self) -> Callable[..., Any]:
+        plain, registrations = self.plain, self.registrations
+
+        @wraps(plain)
+        def attend(
+            module: torch.nn.Module,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            attention_mask: Any = None,
+            *args: Any,
+            **kwargs: Any,
+        ) -> Any:
+            mine = next((each for each in reversed(registrations) if each.serves(module)), None)
+            if mine is None or mine.is_local(query, key):
+                return plain(module, query, key, value, attention_mask, *args, **kwargs)
+            return mine.attention(module, query, key, value, attention_mask, *args, **kwargs)
+
+        return attend
+
+    def undo(self) -> None:
+        """Puts back what was there."""
+        del self._table[self._core]
+        if self._table.get(self._core) is not self.plain:
+            self._table[self._core] = self.plain
+
+
+_switches: dict[str, _Switch] = {}
+
+
+def _kind_of(config: Any) -> tuple[Any, ...]:
+    """What tells models of different names apart by their layers."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    names = ("model_type", "hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+    return tuple(getattr(text, name, None) for name in names)
+
+
+def _register(
+    kind: type[UlyssesSPAttentionHF],
+    model_or_name: Any,
+    core: str,
+    group: Any,
+    *,
+    micro_batch_size: int = 1,
+    disable_in_eval: bool = False,
+) -> Registration:
+    """Raises before anything is changed."""
+    table = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+    model = model_or_name if isinstance(model_or_name, torch.nn.Module) else None
+    if hasattr(model_or_name, "config"):
+        config = model_or_name.config
+    else:
+        config = importlib.import_module("transformers").AutoConfig.from_pretrained(model_or_name)
+    _check_core(core, getattr(config, "_attn_implementation", None), table)
+    text = config.get_text_config()
+    _check_layers(text, model)
+    for each in [each for switch in _switches.values() for each in switch.registrations]:
+        # The same once more, before an engine has it: as a run that is repeated in a notebook.
+        if not each.is_taken and model is not None and each.fits(model):
+            each.close()
+    switch = _switches.get(core)
+    plain = table[core] if switch is None else switch.plain
+    n_heads = text.num_attention_heads
+    attention = kind(
+        plain,
+        micro_batch_size,
+        n_heads,
+        getattr(text, "head_dim", None) or text.hidden_size // n_heads,
+        getattr(text, "num_key_value_heads", None) or n_heads,
+        text.num_hidden_layers,
+        group,
+        seq_length_is_variable=True,
+        disable_in_eval=disable_in_eval,
+    )
+    attention.core_attn_implementation = core
+    if switch is None:
+        switch = _switches[core] = _Switch(table, core)
+    registration = Registration(attention, config, model)
+    switch.registrations.append(registration)
+    return registration
+
+
+def _check_core(core: str, of_model: str | None, table: Any) -> None:
+    if core.rsplit("|")[-1] == "eager":
+        raise ConfigError(
+            "eager attention takes a mask of all pairs of tokens that is made of a rank's own",
+            where="core_attn_implementation",
+            fix='load the model with attn_implementation="sdpa", "flex_attention" or a flash attention',
+        )
+    if of_model is not None and of_model != core:
+        raise ConfigError(
+            f"is {core!r}, and the model uses {of_model!r}",
+            where="core_attn_implementation",
+            fix=f"write {of_model!r}, or load the model with attn_implementation={core!r}",
+        )
+    if core not in table and "/" in core:
+        importlib.import_module("transformers.modeling_flash_attention_utils").lazy_import_flash_attention(core)
+    if core not in table:
+        raise ConfigError(
+            f"{core!r} is no attention of transformers",
+            where="core_attn_implementation",
+            fix=f"use one of {', '.join(sorted(key for key in table if 'eager' not in key))}",
+        )
+
+
+def _check_layers(config: Any, model: torch.nn.Module | None) -> None:
+    """Raises ModelError for a model whose layers see more of a sequence than this rank has, outside of attention."""
+    types = [str(kind) for kind in getattr(config, "layer_types", None) or ()]
+    found = sorted({kind for kind in types if any(word in kind.lower() for word in _RECURRENT)})
+    name = str(getattr(config, "model_type", "model"))
+    for path, module in () if model is None else model.named_modules():
+        kind = type(module).__name__
+        is_named = any(word in kind.lower() for word in _RECURRENT[:-2])
+        is_wide = isinstance(module, torch.nn.Conv1d) and max(module.kernel_size) > 1
+        if isinstance(module, torch.nn.RNNBase) or is_named or is_wide:
+            found.append(f"{path} ({kind})")
+    if not found and any(word in name for word in ("mamba", "rwkv", "xlstm")):
+        found = [name]
+    if found:
+        raise ModelError(
+            f"has layers that carry a state along the sequence: {', '.join(found[:3])}; each rank would begin it anew",
+            where=name,
+            fix="use a model of attention layers only, or no sequence parallelism",
+        )
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "attention_chunk_size", None):
+        what = "attends from one sequence to another" if config.is_encoder_decoder else "attends within chunks"
+        raise ModelError(
+            f"{what}, which is not cut over ranks in this version",
+            where=name,
+            fix="use a decoder with full or sliding-window attention, or no sequence parallelism",
+        )
+
+
+def take_over_attention(model: torch.nn.Module, mesh: Mesh) -> Registration | None:
+    """An engine begins over ``model`` whose sequences ``mesh`` cuts: the registration of that model, or, of a model of
+    transformers that nobody has registered, a new one with the attention that it uses. None for other models: they
+    attend by ``DistributedAttention``. ``Registration.close`` ends it."""
+    if mesh.size("sp") == 1:
+        return None
+    lend(mesh.along("sp"))
+    waiting = [each for switch in _switches.values() for each in switch.registrations if not each.is_taken]
+    found = next((each for each in reversed(waiting) if each.fits(model)), None)
+    if found is None:
+        core = getattr(getattr(model, "config", None), "_attn_implementation", None)
+        if not isinstance(core, str):
+            return None
+        found = _register(UlyssesSPAttentionHF, model, core, mesh.process_group("sp"))
+    found.take(model)
+    return found

@@ -1,0 +1,119 @@
+"""Which tokens attend to which, in whole sequences that ranks hold parts of: found out by one exchange a forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.errors import ModelError
+
+__all__ = ["WholeSequences", "valid_tokens"]
+
+
+class WholeSequences:
+    """Positions of the tokens of all ranks, and which of them are padding. Collective to make.
+
+    positions: int [batch, tokens of this rank]; a position that does not follow the one before begins a new document,
+    unless the model was given a mask of its own. valid: bool of the same shape, False for padding; None: all are tokens.
+    """
+
+    def __init__(
+        self, comm: Collectives, positions: torch.Tensor, valid: torch.Tensor | None, *, has_mask: bool
+    ) -> None:
+        packed = positions.to(torch.int64) * 4 + 2 * int(has_mask)
+        packed = packed + (1 if valid is None else valid.to(torch.int64))
+        parts = comm.all_gather_list(packed.contiguous(), label="positions of whole sequences")
+        whole = torch.cat(parts, 1)
+        self.tokens = tuple(part.shape[1] for part in parts)
+        self.positions = whole >> 2
+        """[batch, all tokens]."""
+        valid = (whole & 1).bool()
+        self.valid: torch.Tensor | None = None if bool(valid.all()) else valid
+        """[batch, all tokens], False for padding; None where there is none."""
+        steps = self.positions.diff(dim=1) != 1
+        self.documents: torch.Tensor | None = None
+        """[batch, all tokens]: the number of each token's document; None where each row is one."""
+        if self.valid is None and not bool((whole & 2).any()) and bool(steps.any()):
+            self.documents = torch.nn.functional.pad(steps.cumsum(1), (1, 0))
+        self._masks: dict[tuple[bool, int | None], torch.Tensor | None] = {}
+
+    @property
+    def n_tokens(self) -> int:
+        """Of a whole sequence."""
+        return self.positions.shape[1]
+
+    def needs_mask(self, *, is_causal: bool, window: int | None) -> bool:
+        """Whether something besides causality decides who attends to whom."""
+        is_narrow = is_causal and window is not None and window < self.n_tokens
+        return self.valid is not None or self.documents is not None or is_narrow
+
+    def mask(self, *, is_causal: bool, window: int | None) -> torch.Tensor | None:
+        """bool [batch, 1, all tokens, all tokens], True where the first attends to the second; None where causality
+        says it all. window: a token attends to this many tokens before it, itself among them."""
+        if not self.needs_mask(is_causal=is_causal, window=window):
+            return None
+        key = is_causal, window
+        if key not in self._masks:
+            self._masks[key] = self._make_mask(is_causal, window)
+        return self._masks[key]
+
+    def _make_mask(self, is_causal: bool, window: int | None) -> torch.Tensor:
+        at = torch.arange(self.n_tokens, device=self.positions.device)
+        ahead = at[:, None] - at[None, :]
+        allowed = (ahead >= 0) if is_causal else torch.ones_like(ahead, dtype=torch.bool)
+        if is_causal and window is not None:
+            allowed = allowed & (ahead < window)
+        allowed = allowed.expand(self.positions.shape[0], -1, -1)
+        if self.documents is not None:
+            allowed = allowed & (self.documents[:, :, None] == self.documents[:, None, :])
+        if self.valid is not None:
+            allowed = allowed & self.valid[:, None, :]
+        return allowed[:, None]
+
+    def rule(self, *, is_causal: bool, window: int | None) -> Callable[..., torch.Tensor]:
+        """The same as a function of (batch, head, query, key), as flex attention asks for it."""
+        documents, valid = self.documents, self.valid
+
+        def allows(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+            allowed = (q >= k) if is_causal else torch.ones_like(q == k)
+            if is_causal and window is not None:
+                allowed = allowed & (q - k < window)
+            if documents is not None:
+                allowed = allowed & (documents[b, q] == documents[b, k])
+            if valid is not None:
+                allowed = allowed & valid[b, k]
+            return allowed
+
+        return allows
+
+
+def valid_tokens(mask: Any, batch: int, n_local: int) -> torch.Tensor | None:
+    """Which of a rank's tokens are no padding, from the mask that transformers has made of them alone: a token that is
+    one attends to itself. bool [batch, n_local]; None where there is no mask.
+
+    Raises ModelError for a mask of a shape that is not understood.
+    """
+    if mask is None:
+        return None
+    if torch.is_tensor(mask) and mask.dim() == 2 and mask.shape == (batch, n_local):
+        return mask != 0
+    if torch.is_tensor(mask) and mask.dim() == 4 and mask.shape[2:] == (n_local, n_local):
+        attends = mask.diagonal(dim1=2, dim2=3)[:, 0]
+        return (attends if mask.dtype == torch.bool else attends == 0).expand(batch, n_local)
+    if hasattr(mask, "mask_mod"):
+        at = torch.arange(n_local, device=mask.kv_num_blocks.device)
+        rows = torch.arange(batch, device=at.device)[:, None].expand(batch, n_local)
+        at = at.expand(batch, n_local)
+        return torch.vmap(torch.vmap(mask.mask_mod, in_dims=(0, None, 0, 0)), in_dims=(0, None, 0, 0))(
+            rows, torch.zeros((), dtype=at.dtype, device=at.device), at, at
+        )
+    what = f"{type(mask).__name__} {tuple(mask.shape)}" if hasattr(mask, "shape") else type(mask).__name__
+    raise ModelError(
+        f"the mask is a {what}, of {batch} sequences of which this rank has {n_local} tokens",
+        where="attention over ranks",
+        fix="give the model an attention_mask of [batch, tokens], 0 for padding, or none; documents are told apart by"
+        " position_ids that start again",
+    )

@@ -1,0 +1,101 @@
+"""Which ranks share a sequence, under the names of ``deepspeed.runtime.sequence_parallel.parallel_state_sp``: an mpu as a
+module.
+
+Ranks that share one are neighbours. There is one arrangement a process group of all ranks, and it ends with that.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch.distributed as dist
+
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.comm.groups import require_initialized
+from deepspeed_c.comm.mesh import TOKENS, Mesh
+from deepspeed_c.errors import ConfigError, StateError
+
+__all__ = [
+    "get_model_parallel_group",
+    "get_model_parallel_rank",
+    "get_model_parallel_world_size",
+    "get_sequence_data_parallel_group",
+    "get_sequence_data_parallel_rank",
+    "get_sequence_data_parallel_world_size",
+    "get_sequence_parallel_group",
+    "get_sequence_parallel_rank",
+    "get_sequence_parallel_world_size",
+    "initialize_sequence_parallel",
+]
+
+_arranged: weakref.WeakKeyDictionary[dist.ProcessGroup, Mesh] = weakref.WeakKeyDictionary()
+
+
+def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
+    """Says that ``sequence_parallel_size`` neighbouring ranks share each sequence. May be said again for another model.
+
+    Collective. Raises ConfigError for a number that does not divide the ranks, and StateError where another one has been
+    said before.
+    """
+    require_initialized("initialize_sequence_parallel")
+    n_ranks, world = sequence_parallel_size, dist.get_world_size()
+    if n_ranks < 2 or world % n_ranks:
+        divisors = [n for n in range(2, world + 1) if world % n == 0]
+        raise ConfigError(
+            f"{n_ranks} does not divide the {world} ranks of the job into groups that share a sequence",
+            where="sequence_parallel_size",
+            fix=f"use one of {', '.join(map(str, divisors))}" if divisors else "start more ranks",
+        )
+    known = _arranged.get(dist.group.WORLD)
+    if known is not None and known.size("sp") != n_ranks:
+        raise StateError(
+            f"{known.size('sp')} ranks share a sequence already, and cannot be {n_ranks}",
+            where="initialize_sequence_parallel",
+            fix="use the same size for all models of the process",
+        )
+    if known is None:
+        mesh = Mesh(Collectives(), {"dp_shard": world // n_ranks, "sp": n_ranks})
+        _arranged[dist.group.WORLD] = mesh
+
+
+def _mesh() -> Mesh:
+    known = _arranged.get(dist.group.WORLD) if dist.is_initialized() else None
+    if known is None:
+        raise StateError(
+            "nobody has said how many ranks share a sequence",
+            where="parallel_state_sp",
+            fix="call initialize_sequence_parallel(n), or UlyssesSPAttentionHF.register_with_transformers(...)",
+        )
+    return known
+
+
+def get_sequence_parallel_group() -> dist.ProcessGroup:
+    """The ranks that share this one's sequences, in the order of their parts."""
+    return _mesh().process_group("sp")
+
+
+def get_sequence_data_parallel_group() -> dist.ProcessGroup:
+    """The ranks that train the same parameters: all of the job."""
+    return _mesh().process_group(*TOKENS)
+
+
+def get_sequence_parallel_world_size() -> int:
+    return _mesh().size("sp")
+
+
+def get_sequence_data_parallel_world_size() -> int:
+    return _mesh().size(*TOKENS)
+
+
+def get_sequence_parallel_rank() -> int:
+    return _mesh().index("sp")
+
+
+def get_sequence_data_parallel_rank() -> int:
+    return _mesh().index(*TOKENS)
+
+
+# "Model parallel" is what programs ask for who must not write, or log, the same twice.
+get_model_parallel_rank = get_sequence_parallel_rank
+get_model_parallel_world_size = get_sequence_parallel_world_size
+get_model_parallel_group = get_sequence_parallel_group
