@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 
 from deepspeed_c.checkpointing.conditions import Conditions
 from deepspeed_c.errors import ConfigError, ModelError, RecomputeError
@@ -73,9 +74,13 @@ def _keep_values(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 @contextmanager
-def _differentiating() -> Iterator[None]:
-    """A tile whose graph does not outlive it."""
-    with torch.enable_grad(), saved_tensors_hooks(_keep_values, give_back):
+def _differentiating(sums: _Sums | None = None) -> Iterator[None]:
+    """A tile whose graph does not outlive it. sums: what its gradients are added to, where it has a backward."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(saved_tensors_hooks(_keep_values, give_back))
+        if sums is not None:
+            stack.enter_context(_AddsProducts(sums))
         yield
 
 
@@ -143,6 +148,59 @@ class _Sum:
             self.total = self.total + part
             self._is_own = self.total.layout is torch.strided
 
+    def add_product(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Adds ``a.T @ b``."""
+        if self.total is None:
+            self.total, self._is_own = a.mT @ b, True
+        elif self._is_own and self.total.layout is torch.strided:
+            self.total.addmm_(a.mT, b)
+        else:
+            self.add(a.mT @ b)
+
+
+class _AddingLinear(torch.autograd.Function):
+    """A linear layer whose backward adds to what there is of its weight's gradient, in the product itself."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, sums: _Sums, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.sums, ctx.weight_id = sums, id(weight)
+        ctx.save_for_backward(x, weight)
+        return torch.nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        rows = grad.flatten(0, -2)
+        ctx.sums.add_product(ctx.weight_id, rows, x.flatten(0, -2))
+        of_x = grad @ weight if ctx.needs_input_grad[1] else None
+        return None, of_x, None, rows.sum(0) if ctx.needs_input_grad[3] else None
+
+
+class _AddsProducts(TorchFunctionMode):
+    """Within, linear layers add to ``sums``: what one tile's product makes is neither allocated nor read again."""
+
+    def __init__(self, sums: _Sums) -> None:
+        super().__init__()
+        self._sums = sums
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.linear and not kwargs and torch.is_grad_enabled():
+            x, weight, bias = (*args, None)[:3]
+            # What autocast casts, and 16 bits, which are summed in float32, go autograd's way; so do
+            # subclasses, and weights that are no parameters.
+            is_wide = x.dtype is weight.dtype and weight.dtype in (torch.float32, torch.float64)
+            is_plain = type(weight) is torch.nn.Parameter and type(x) is torch.Tensor and type(bias) in _BIASES
+            is_whole = weight.requires_grad and x.dim() > 1
+            if is_wide and is_plain and is_whole and not torch.is_autocast_enabled(x.device.type):
+                return _AddingLinear.apply(self._sums, x, weight, bias)
+        return func(*args, **(kwargs or {}))
+
+
+_BIASES = (torch.Tensor, torch.nn.Parameter, type(None))
+
 
 class _Sums:
     """Gradients of one tiled part, tile by tile.
@@ -180,6 +238,10 @@ class _Sums:
                 self._cut[i].narrow(self._dim, *rows).copy_(part)
         for weight in weights:
             self._weights.setdefault(id(weight), _Sum()).add(found.pop())
+
+    def add_product(self, weight_id: int, grad: torch.Tensor, x: torch.Tensor) -> None:
+        """Adds the gradient of a weight [out, in] by rows of ``grad`` [n, out] and ``x`` [n, in]."""
+        self._weights.setdefault(weight_id, _Sum()).add_product(grad, x)
 
     def of_tensor(self, i: int) -> torch.Tensor | None:
         if i in self._cut:
@@ -242,7 +304,7 @@ class _Tiled:
         return sum(self.lengths[:i]), self.lengths[i]
 
     def _run_tile(
-        self, tensors: Sequence[torch.Tensor], i: int
+        self, tensors: Sequence[torch.Tensor], i: int, sums: _Sums | None = None
     ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
         """Tile ``i`` in a graph of its own: (output, its tensors, leaves of the graph besides them)."""
         inputs = []
@@ -250,7 +312,7 @@ class _Tiled:
             part = tensor.narrow(self.dim, *self._rows(i)) if j < self.n_cut else tensor
             inputs.append(part.detach().requires_grad_(tensor.requires_grad))
         first_node = torch._C._autograd._get_sequence_nr()
-        with _differentiating():
+        with _differentiating(sums):
             output = self._check(self.function(inputs[: self.n_cut], inputs[self.n_cut :]))
         return output, inputs, _leaves_of(output, inputs, first_node, self.where)
 
@@ -301,7 +363,7 @@ class _Tiled:
         sums = _Sums(tensors, self.n_cut, self.dim)
         with held_whole(self.held), self._conditions.replayed(), _uncached_casts():
             for i in range(len(self.lengths)):
-                output, inputs, leaves = self._run_tile(tensors, i)
+                output, inputs, leaves = self._run_tile(tensors, i, sums)
                 self._check_leaves(leaves)
                 part = grad[i] if self.joined is None else grad.narrow(self.joined, *self._rows(i))
                 sums.add(self._rows(i), output, inputs, self.weights, part)
@@ -637,7 +699,7 @@ class _LossInTiles:
                     continue  # a mean of nothing
                 inputs = [t.narrow(0, *rows).detach().requires_grad_(t.requires_grad) for t in self._cut]
                 first_node = torch._C._autograd._get_sequence_nr()
-                with _differentiating() if is_training else torch.no_grad():
+                with _differentiating(sums) if is_training else torch.no_grad():
                     output = self._check(self._function(inputs))
                 value = output.detach() * n
                 loss = value if loss is None else loss + value

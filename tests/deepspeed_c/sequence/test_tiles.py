@@ -149,7 +149,7 @@ def test_a_weight_that_only_a_later_tile_reads():
     expected = torch.cat([first(x[:, :4]), later(x[:, 4:])], 1)
     assert_same(gradients(output, [x, *both.parameters()]), gradients(expected, [x, *both.parameters()]))
     output = TiledMLP.apply(routed, both, x, 2, list(first.parameters()))
-    with pytest.raises(RecomputeError, match=r"weight of shape \(6, 6\) is read by a later tile"):
+    with pytest.raises(RecomputeError, match=r"weight of shape .* is read by a later tile"):
         output.sum().backward()
 
 
