@@ -8,21 +8,30 @@ from torch import Tensor
 __all__ = ["grad_", "join", "rows"]
 
 
+def _is_of_core(logits: Tensor) -> bool:
+    """Whether the C core takes them: it computes in float32."""
+    return logits.device.type in ("cpu", "meta") and logits.dtype != torch.float64
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
 def rows(logits: Tensor, targets: Tensor) -> Tensor:
     """[n, 4] float32 of ``logits`` [n, words of this rank] (float32, bfloat16, float16; contiguous): largest logit, sum
-    of exponentials of what is left of each above it, the target's logit, sum of logits.
+    of exponentials of what is left of each above it, the target's logit, sum of logits. float64 of float64 logits.
 
     targets: int64 [n], counted from this rank's first word; any that is no word of this rank gives 0. On the host one
-    pass; elsewhere by torch. ValueError for other dtypes and layouts.
+    pass; elsewhere, and in float64, by torch. ValueError for other dtypes and layouts.
     """
-    if logits.device.type in ("cpu", "meta"):
+    if _is_of_core(logits):
         out = logits.new_empty((targets.numel(), 4), dtype=torch.float32)
         torch.ops.deepspeed_c.cross_entropy_rows_(logits, targets, out)
         return out
-    wide = logits.float()
+    wide = _wide(logits)
     n_words = wide.shape[1]
     if n_words == 0:
-        return torch.tensor([-torch.inf, 0.0, 0.0, 0.0], device=wide.device).repeat(len(wide), 1)
+        return wide.new_tensor([-torch.inf, 0.0, 0.0, 0.0]).repeat(len(wide), 1)
     largest = wide.amax(1)
     shift = torch.where(largest == -torch.inf, 0.0, largest)
     is_here = (targets >= 0) & (targets < n_words)
@@ -32,7 +41,7 @@ def rows(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def join(parts: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """(logarithm of the sum of exponentials, target's logit, sum of logits) of all ranks: each float32 [n]."""
+    """(logarithm of the sum of exponentials, target's logit, sum of logits) of all ranks: each [n]."""
     stacked = torch.stack(parts)
     largest = stacked[..., 0].amax(0)
     shift = torch.where(largest == -torch.inf, 0.0, largest)
@@ -44,13 +53,13 @@ def join(parts: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 def grad_(logits: Tensor, targets: Tensor, log_sum: Tensor, scale: Tensor, smoothing: float, n_all_words: int) -> None:
     """Puts the gradient in place of ``logits`` [n, words of this rank]: scale * (softmax - smoothing / n_all_words -
-    (1 - smoothing) * (word is the target)). log_sum, scale: float32 [n]. A row of scale 0 becomes zeros.
+    (1 - smoothing) * (word is the target)). log_sum, scale: [n], of the dtype of ``rows``. A row of scale 0 becomes zeros.
     """
-    if logits.device.type in ("cpu", "meta"):
+    if _is_of_core(logits):
         torch.ops.deepspeed_c.cross_entropy_grad_(logits, targets, log_sum, scale, smoothing, n_all_words)
         torch.autograd.graph.increment_version(logits)
         return
-    grad = torch.exp(logits.float() - log_sum.unsqueeze(1)) - smoothing / n_all_words
+    grad = torch.exp(_wide(logits) - log_sum.unsqueeze(1)) - smoothing / n_all_words
     row, word = torch.nonzero(
         torch.arange(logits.shape[1], device=logits.device) == targets.unsqueeze(1), as_tuple=True
     )

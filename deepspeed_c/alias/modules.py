@@ -57,6 +57,8 @@ MODULES: dict[str, str] = {
     "deepspeed.runtime.zero": "deepspeed_c.zero",
     "deepspeed.runtime.zero.linear": "deepspeed_c.compat.zero_linear",
     "deepspeed.runtime.zero.partition_parameters": "deepspeed_c.zero.weights.init",
+    "deepspeed.sequence.cross_entropy": "deepspeed_c.sequence.loss",
+    "deepspeed.sequence.fpdt_layer": "deepspeed_c.sequence.fpdt",
     "deepspeed.utils": "deepspeed_c.utils",
     "deepspeed.utils.comms_logging": "deepspeed_c.comm.log",
     "deepspeed.utils.groups": "deepspeed_c.utils.groups",
@@ -325,6 +327,10 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "deepspeed.runtime.sequence_parallel.ulysses_sp": {
         "UlyssesSPDataLoaderAdapter": "deepspeed_c.sequence.loader:UlyssesSPDataLoaderAdapter",
+        **{
+            name: f"deepspeed_c.sequence.tiles:{name}"
+            for name in ("SequenceTiledCompute", "TiledFusedLogitsLoss", "TiledMLP", "sequence_tiled_compute")
+        },
     },
     "deepspeed.runtime.zero": {"DeepSpeedZeRoOffload": _OFFLOAD_HOOKS},
     "deepspeed.runtime.zero.parameter_offload": {"DeepSpeedZeRoOffload": _OFFLOAD_HOOKS},

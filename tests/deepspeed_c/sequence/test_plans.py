@@ -37,7 +37,9 @@ def test_document_positions_start_again() -> None:
     assert SequenceCut(4, 2, "contiguous").document_positions(1).tolist() == [2, 3]
 
 
-@pytest.mark.parametrize(("n_heads", "n_key_heads", "n_ranks"), [(8, 8, 4), (8, 2, 4), (7, 1, 3), (8, 4, 3), (6, 3, 5), (12, 2, 3)])
+@pytest.mark.parametrize(
+    ("n_heads", "n_key_heads", "n_ranks"), [(8, 8, 4), (8, 2, 4), (7, 1, 3), (8, 4, 3), (6, 3, 5), (12, 2, 3)]
+)
 def test_heads_of_all_ranks_are_grouped_attention(n_heads: int, n_key_heads: int, n_ranks: int) -> None:
     torch.manual_seed(1)
     query = torch.randn(1, n_heads, 5, 4, dtype=torch.float64)

@@ -1,0 +1,137 @@
+"""What do tiles cost and spare? A loss over many words, and a gated perceptron, whole and in tiles.
+
+One forward and backward of each way in turn, in one process; peaks are live bytes (`benchmarks/live_bytes.py`) of another one, above what lives before it. The losses are torch's own
+cross-entropy of whole logits, the same a tile at a time (`TiledFusedLogitsLoss`), and ours, as `"tiles": "auto"` computes it.
+Run: python -m benchmarks.deepspeed_c.tiles
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from benchmarks.live_bytes import LiveBytes
+from benchmarks.measure import in_turn, machine, median_spread, ratios, require, require_equal
+from deepspeed_c.sequence.loss import tiled_cross_entropy
+from deepspeed_c.sequence.tiles import TiledFusedLogitsLoss, TiledMLP
+
+MIB = 1 << 20
+LOSS_TILES, MLP_TILES = 16, 8
+
+
+class Perceptron(nn.Module):
+    """Llama's."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(width, 4 * width, bias=False), nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def torch_loss(head: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(head(x), y)
+
+
+def losses_of(tokens: int, words: int, width: int) -> tuple[dict[str, Callable[[], float]], list[int]]:
+    torch.manual_seed(1)
+    head, x = nn.Linear(width, words, bias=False), torch.randn(tokens, width).requires_grad_()
+    y = torch.randint(words, (tokens,))
+    y[::7] = -100
+    seen: list[int] = []
+    head.register_forward_hook(lambda module, args, output: seen.append(output.numel()))
+
+    def step(compute: Callable[[], torch.Tensor]) -> float:
+        x.grad = head.weight.grad = None
+        loss = compute()
+        loss.backward()
+        return loss.item() + float(x.grad.abs().sum()) + float(head.weight.grad.abs().sum())
+
+    def fused() -> torch.Tensor:
+        return TiledFusedLogitsLoss.apply(torch_loss, head, x[None], y[None], None, LOSS_TILES, [head.weight], "mean")
+
+    return {
+        "whole": lambda: step(lambda: torch_loss(head, x, y)),
+        "tiles": lambda: step(lambda: tiled_cross_entropy(head, x, y, LOSS_TILES, weights=[head.weight])),
+        "fused": lambda: step(fused),
+    }, seen
+
+
+def perceptrons_of(tokens: int, width: int) -> tuple[dict[str, Callable[[], float]], list[int]]:
+    torch.manual_seed(1)
+    mlp, x = Perceptron(width), torch.randn(1, tokens, width).requires_grad_()
+    seen: list[int] = []
+    mlp.up.register_forward_hook(lambda module, args, output: seen.append(output.numel()))
+
+    def step(compute: Callable[[], torch.Tensor]) -> float:
+        x.grad = None
+        for param in mlp.parameters():
+            param.grad = None
+        output = compute()
+        output.backward(torch.ones((), dtype=x.dtype).expand_as(output))
+        return float(output.detach().abs().sum()) + float(x.grad.abs().sum()) + float(mlp.up.weight.grad.abs().sum())
+
+    return {
+        "whole": lambda: step(lambda: mlp(x)),
+        "tiles": lambda: step(lambda: TiledMLP.apply(Perceptron.forward, mlp, x, MLP_TILES, list(mlp.parameters()))),
+    }, seen
+
+
+def peak_of(step: Callable[[], Any]) -> int:
+    live = LiveBytes()
+    with live, live.phase("step"):
+        step()
+    return live.peaks["step"]
+
+
+def measure(ways: dict[str, Callable[[], float]], seen: list[int], n_tiles: int, rounds: int) -> dict[str, Any]:
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    values, largest = {}, {}
+    for i in range(rounds + 1):
+        for name in in_turn(list(ways), i):
+            seen.clear()
+            begin = time.perf_counter()
+            values[name] = ways[name]()
+            if i:
+                seconds[name].append(time.perf_counter() - begin)
+            largest[name] = max(seen)
+    require_equal("values and gradients", values, 1e-4)
+    for name in ways:
+        if name != "whole":
+            require(largest[name] * n_tiles == largest["whole"], f"{n_tiles} tiles of equal size: {largest}")
+    row: dict[str, Any] = {}
+    peaks = {name: peak_of(step) for name, step in ways.items()}
+    for name, peak in peaks.items():
+        row[f"peak_mib_{name}"] = round(peak / MIB, 1)
+        row[f"seconds_{name}"] = round(median_spread(seconds[name])[0], 4)
+        if name != "whole":
+            row[f"peak_of_whole_{name}"] = round(peak / peaks["whole"], 4)
+            row |= ratios(f"time_of_whole_{name}", seconds[name], seconds["whole"])
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--words", type=int, default=32768)
+    parser.add_argument("--width", type=int, default=512)
+    options = parser.parse_args()
+    row = measure(*losses_of(options.tokens, options.words, options.width), LOSS_TILES, options.rounds)
+    sizes = {"tokens": options.tokens, "width": options.width}
+    print(json.dumps({"benchmark": "tiled_loss", **sizes, "words": options.words, **row, "machine": machine()}))
+    row = measure(*perceptrons_of(options.tokens, options.width), MLP_TILES, options.rounds)
+    print(json.dumps({"benchmark": "tiled_mlp", **sizes, **row, "machine": machine()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,561 @@
+"""Attention, perceptron and loss of very long sequences, chunk by chunk (FPDT, arXiv 2408.16978).
+
+The sequence is cut into chunks of tokens, and each chunk over the ranks. A rank computes query, key and value of its
+tokens of a chunk, exchanges tokens for heads, and attends to the chunks before; their keys and values wait in host
+memory, or in a file, and two of them are on the device. No rank ever has the activations of more than a chunk, but for
+what waits. Attention is causal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from deepspeed_c.comm import comm as dist
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.errors import ConfigError, ModelError
+from deepspeed_c.ops.attention_parts import merge_
+from deepspeed_c.sequence.blocks import block_attention, block_attention_backward
+from deepspeed_c.sequence.fpdt_shelf import Chunk, Shelf
+from deepspeed_c.sequence.loss import gathered_losses, row_losses
+from deepspeed_c.sequence.plans import HeadPlan, SequenceCut, plan_heads
+from deepspeed_c.sequence.tiles import in_tiles, tile_lengths
+
+__all__ = ["FPDT_FFN", "FPDT_Attention", "FPDT_InputConstruct", "FPDT_LogitsLoss"]
+
+
+class _Chunks:
+    """How a sequence lies over chunks and ranks.
+
+    Each chunk has ``chunk_size`` tokens, the last one fewer, and is cut over the ranks one part after the other; a rank
+    has its parts of all chunks, one after the other.
+    """
+
+    def __init__(self, n_tokens: int, chunk_size: int, n_ranks: int) -> None:
+        self.n_tokens, self.n_ranks = n_tokens, n_ranks
+        sizes = [min(chunk_size, n_tokens - begin) for begin in range(0, n_tokens, chunk_size)]
+        self.begins = [i * chunk_size for i in range(len(sizes))]
+        self.cuts = [SequenceCut(size, n_ranks, "contiguous") for size in sizes]
+
+    def __len__(self) -> int:
+        return len(self.cuts)
+
+    def local_tokens(self, rank: int) -> int:
+        return sum(cut.tokens[rank] for cut in self.cuts)
+
+    def local_rows(self, rank: int) -> list[tuple[int, int]]:
+        """(begin, number) of each chunk's tokens among those of ``rank``."""
+        found, begin = [], 0
+        for cut in self.cuts:
+            found.append((begin, cut.tokens[rank]))
+            begin += cut.tokens[rank]
+        return found
+
+    def positions(self, rank: int, device: torch.device | str) -> torch.Tensor:
+        """int64: the place of each of ``rank``'s tokens in the sequence."""
+        parts = [begin + cut.positions(rank, device=device) for begin, cut in zip(self.begins, self.cuts)]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)
+
+
+def _check_chunk_size(chunk_size: Any, where: str) -> None:
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
+        raise ConfigError(f"chunk_size is {chunk_size!r}", where=where, fix="give a whole number of tokens, at least 1")
+
+
+class FPDT_InputConstruct(torch.nn.Module):
+    """A batch as FPDT wants it: each rank's tokens of every chunk.
+
+    tokens, labels, position_ids: [batch, tokens], the whole sequence on every rank. loss_mask: [batch, tokens].
+    attention_mask: returned as it is. args: has ``ds_sequence_parallel_fpdt_chunk_size``, in tokens of the whole
+    sequence; neither it nor ``sp_size`` has to divide their number.
+
+    Raises ConfigError for a chunk size or rank that cannot be.
+    """
+
+    def __init__(
+        self,
+        tokens: torch.Tensor,
+        labels: torch.Tensor | None,
+        loss_mask: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        args: Any,
+        sp_size: int,
+        sp_rank: int,
+    ) -> None:
+        super().__init__()
+        self.tokens, self.labels, self.loss_mask = tokens, labels, loss_mask
+        self.attention_mask, self.position_ids = attention_mask, position_ids
+        chunk_size = args.ds_sequence_parallel_fpdt_chunk_size
+        _check_chunk_size(chunk_size, "FPDT_InputConstruct: ds_sequence_parallel_fpdt_chunk_size")
+        if not 0 <= sp_rank < sp_size:
+            raise ConfigError(
+                f"rank {sp_rank} of {sp_size}", where="FPDT_InputConstruct", fix="give sp_rank from 0 to sp_size - 1"
+            )
+        self.sp_size, self.sp_rank = sp_size, sp_rank
+        self._chunks = _Chunks(tokens.shape[1], chunk_size, sp_size)
+
+    def generate(self) -> tuple[torch.Tensor | None, ...]:
+        """(tokens, labels, loss_mask, attention_mask, position_ids): of this rank, but for the two masks: loss_mask has
+        the tokens of all ranks, those of one after those of the other, as ``FPDT_LogitsLoss`` gives the losses.
+        """
+        device = self.tokens.device
+        own = self._chunks.positions(self.sp_rank, device)
+        mask = self.loss_mask
+        if mask is not None:
+            mask = mask[:, torch.cat([self._chunks.positions(rank, device) for rank in range(self.sp_size)])]
+        tokens, labels, positions = (
+            None if each is None else each[:, own] for each in (self.tokens, self.labels, self.position_ids)
+        )
+        return tokens, labels, mask, self.attention_mask, positions
+
+
+class _Heads:
+    """The exchange of tokens for heads among the ranks of a group: of one rank's, for tensors [tokens, batch, heads,
+    width].
+    """
+
+    def __init__(self, comm: Collectives, n_heads: int, n_keys: int) -> None:
+        self.comm, self.n_heads, self.n_keys = comm, n_heads, n_keys
+        self.plans = [plan_heads(n_heads, n_keys, comm.world_size, rank) for rank in range(comm.world_size)]
+
+    @property
+    def own(self) -> HeadPlan:
+        return self.plans[self.comm.rank]
+
+    def _exchange(self, flat: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        if self.comm.world_size == 1:
+            return flat
+        out = flat.new_empty(sum(received))
+        dist.all_to_all_single(out, flat, received, sent, group=self.comm.group)
+        return out
+
+    def to_heads(self, parts: list[torch.Tensor], tokens: Sequence[int]) -> torch.Tensor:
+        """[all tokens of the chunk, batch, heads of this rank, width] of what this rank has of it.
+
+        parts: what goes to each rank, [tokens of this rank, batch, heads of that one, width]. tokens: those of each
+        rank.
+        """
+        _, batch, n_heads, width = parts[self.comm.rank].shape
+        flat = torch.cat([part.reshape(-1) for part in parts])
+        each = batch * n_heads * width
+        found = self._exchange(flat, [part.numel() for part in parts], [n * each for n in tokens])
+        return found.view(sum(tokens), batch, n_heads, width)
+
+    def to_tokens(self, x: torch.Tensor, tokens: Sequence[int], n_heads: Sequence[int]) -> list[torch.Tensor]:
+        """What each rank has of this rank's tokens: [tokens of this rank, batch, heads of that one, width].
+
+        x: [all tokens of the chunk, batch, heads of this rank, width]. n_heads: those of each rank.
+        """
+        _, batch, own_heads, width = x.shape
+        mine = tokens[self.comm.rank]
+        sizes = [mine * batch * n * width for n in n_heads]
+        sent = [n * batch * own_heads * width for n in tokens]
+        found = self._exchange(x.reshape(-1), sent, sizes).split(sizes)
+        return [part.view(mine, batch, n, width) for part, n in zip(found, n_heads)]
+
+    def scatter_qkv(self, qkv: torch.Tensor, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Query, key and value of this rank's heads, [all tokens, batch, heads, width], in one exchange.
+
+        qkv: [tokens of this rank, batch, query heads + 2 key heads, width].
+        """
+        q, k, v = qkv.split([self.n_heads, self.n_keys, self.n_keys], dim=2)
+        parts = [
+            torch.cat(
+                [
+                    q[:, :, p.query_begin : p.query_end],
+                    k[:, :, p.key_begin : p.key_end],
+                    v[:, :, p.key_begin : p.key_end],
+                ],
+                dim=2,
+            )
+            for p in self.plans
+        ]
+        own = self.own
+        return self.to_heads(parts, tokens).split([own.n_queries, own.n_keys, own.n_keys], dim=2)
+
+    def gather_qkv(self, grads: Sequence[torch.Tensor], tokens: Sequence[int]) -> torch.Tensor:
+        """Gradients of ``scatter_qkv``'s results, as the gradient of its input. A key head that several ranks have gets
+        the sum.
+        """
+        counts = [p.n_queries + 2 * p.n_keys for p in self.plans]
+        found = self.to_tokens(torch.cat(list(grads), dim=2), tokens, counts)
+        mine, batch, _, width = found[0].shape
+        whole = grads[0].new_zeros(mine, batch, self.n_heads + 2 * self.n_keys, width)
+        q, k, v = whole.split([self.n_heads, self.n_keys, self.n_keys], dim=2)
+        for part, p in zip(found, self.plans):
+            part_q, part_k, part_v = part.split([p.n_queries, p.n_keys, p.n_keys], dim=2)
+            q[:, :, p.query_begin : p.query_end] = part_q
+            k[:, :, p.key_begin : p.key_end] += part_k
+            v[:, :, p.key_begin : p.key_end] += part_v
+        return whole
+
+    def scatter_outputs(self, x: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
+        """Of this rank's heads. x: [tokens of this rank, batch, query heads, width]."""
+        return self.to_heads([x[:, :, p.query_begin : p.query_end].contiguous() for p in self.plans], tokens)
+
+    def gather_outputs(self, x: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
+        """Of this rank's tokens. x: [all tokens of the chunk, batch, heads of this rank, width]."""
+        return torch.cat(self.to_tokens(x, tokens, [p.n_queries for p in self.plans]), dim=2)
+
+
+class _Rotary(NamedTuple):
+    """Tables of rotary embeddings, [tokens, 1 or batch, 1, turned width], by place in the sequence."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def turn(self, x: torch.Tensor, begin: int, *, back: bool = False) -> torch.Tensor:
+        """x: [tokens, batch, heads, width], the first token of which is number ``begin``. back: the gradient's way."""
+        cos, sin = (table[begin : begin + x.shape[0]].to(x) for table in self)
+        width = cos.shape[-1]
+        turned, rest = x[..., :width], x[..., width:]
+        low, high = (turned * sin if back else turned).chunk(2, dim=-1)
+        half = torch.cat((high, -low) if back else (-high, low), dim=-1)
+        turned = turned * cos + (half if back else half * sin)
+        return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+
+
+def _heads_first(x: torch.Tensor) -> torch.Tensor:
+    """[tokens, batch, heads, width] as [batch, heads, tokens, width]."""
+    return x.permute(1, 2, 0, 3).contiguous()
+
+
+def _tokens_first(x: torch.Tensor) -> torch.Tensor:
+    return x.permute(2, 0, 1, 3).contiguous()
+
+
+class _Waiting(NamedTuple):
+    """What waits of one chunk between forward and backward: [batch, heads of this rank, tokens, width]."""
+
+    q: Chunk
+    k: Chunk
+    v: Chunk
+
+
+class _Attention:
+    """One call of chunked attention."""
+
+    def __init__(
+        self, heads: _Heads, chunks: _Chunks, rotary: _Rotary | None, width: int, shelf: Shelf, *, keeps: bool
+    ) -> None:
+        self._heads, self._chunks, self._rotary, self._width, self._shelf = heads, chunks, rotary, width, shelf
+        self._keeps = keeps
+        self._scale = width**-0.5
+        self._rows = chunks.local_rows(heads.comm.rank)
+        keys = heads.own.keys
+        self._keys = torch.tensor(keys) if heads.own.repeats_keys else None
+        self._waiting: list[_Waiting] = []
+        self._out: list[Chunk] = []
+        self._log_sum: list[torch.Tensor] = []
+
+    def _tokens(self, i: int) -> tuple[int, ...]:
+        return self._chunks.cuts[i].tokens
+
+    def _turn(self, x: torch.Tensor, i: int, *, back: bool = False) -> torch.Tensor:
+        return x if self._rotary is None else self._rotary.turn(x, self._chunks.begins[i], back=back)
+
+    def _spread(self, keys: torch.Tensor) -> torch.Tensor:
+        """One key head for each group of queries. keys: [tokens, batch, heads, width]."""
+        return keys if self._keys is None else keys.index_select(2, self._keys.to(keys.device))
+
+    def _collect(self, grads: torch.Tensor) -> torch.Tensor:
+        if self._keys is None:
+            return grads
+        shape = (*grads.shape[:2], self._heads.own.n_keys, grads.shape[3])
+        return grads.new_zeros(shape).index_add_(2, self._keys.to(grads.device), grads)
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """[tokens of this rank, batch, query heads * width]."""
+        shelf, heads = self._shelf, self._heads
+        found = x.new_empty(*x.shape[:2], heads.n_heads * self._width)
+        for i, rows in enumerate(self._rows):
+            qkv = F.linear(x.narrow(0, *rows), weight, bias).unflatten(2, (-1, self._width))
+            q, k, v = heads.scatter_qkv(qkv, self._tokens(i))
+            q, k, v = self._turn(q, i), self._spread(self._turn(k, i)), self._spread(v)
+            q, k, v = map(_heads_first, (q, k, v))
+            waiting = _Waiting(*map(shelf.put, (q, k, v)))
+            self._waiting.append(waiting)
+            out, log_sum = self._attend(q, i)
+            if self._keeps:
+                self._out.append(shelf.put(out))
+                self._log_sum.append(log_sum)
+            local = heads.gather_outputs(_tokens_first(out), self._tokens(i))
+            found.narrow(0, *rows).copy_(local.flatten(2))
+        if not self._keeps:
+            self._waiting.clear()
+        return found
+
+    def _attend(self, q: torch.Tensor, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Chunk ``i``'s queries to the keys of all chunks up to it: (out in q's dtype, log_sum [batch, heads, tokens])."""
+        wide = torch.promote_types(q.dtype, torch.float32)
+        groups = q.shape[0] * q.shape[1]
+        out = q.new_zeros((groups, *q.shape[2:]), dtype=wide)
+        log_sum = out.new_full(out.shape[:2], -math.inf)
+        rows = ((self._waiting[j].k, self._waiting[j].v) for j in range(i + 1))
+        for j, (k, v) in enumerate(self._shelf.walk(rows)):
+            part, part_log_sum = block_attention(q, k, v, scale=self._scale, is_causal=i == j)
+            merge_(out, log_sum, part.flatten(0, 1), part_log_sum.flatten(0, 1).to(wide), 0)
+        return out.view(q.shape).to(q.dtype), log_sum.view(q.shape[:3])
+
+    def backward(
+        self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, has_bias: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Gradients of x, weight and bias. grad: of what ``forward`` gave."""
+        shelf, heads = self._shelf, self._heads
+        wide = torch.promote_types(x.dtype, torch.float32)
+        n = len(self._chunks)
+        grad_x = torch.empty_like(x)
+        grad_weight = torch.zeros_like(weight, dtype=wide)
+        grad_bias = grad_weight.new_zeros(weight.shape[0]) if has_bias else None
+        grad_out: list[Chunk] = []
+        for i, rows in enumerate(self._rows):
+            local = grad.narrow(0, *rows).unflatten(2, (heads.n_heads, self._width))
+            grad_out.append(shelf.put(_heads_first(heads.scatter_outputs(local, self._tokens(i)))))
+        grad_q: list[Chunk | None] = [None] * n
+        for j in range(n):
+            k, v = shelf.get(self._waiting[j].k), shelf.get(self._waiting[j].v)
+            grad_k, grad_v = (torch.zeros_like(each, dtype=wide) for each in (k, v))
+            rows = ((self._waiting[i].q, self._out[i], grad_out[i]) for i in range(j, n))
+            for i, (q, out, of_out) in enumerate(shelf.walk(rows), j):
+                log_sum = self._log_sum[i].to(torch.promote_types(q.dtype, torch.float32))
+                found = block_attention_backward(of_out, q, k, v, out, log_sum, scale=self._scale, is_causal=i == j)
+                of_q = found[0].to(wide)
+                if grad_q[i] is not None:
+                    of_q = of_q + shelf.get(grad_q[i])
+                grad_q[i] = shelf.put(of_q)
+                grad_k += found[1]
+                grad_v += found[2]
+            of_q, grad_q[j] = shelf.get(grad_q[j]), None
+            of_q, of_k, of_v = (_tokens_first(each.to(x.dtype)) for each in (of_q, grad_k, grad_v))
+            of_q, of_k = self._turn(of_q, j, back=True), self._turn(self._collect(of_k), j, back=True)
+            local = heads.gather_qkv([of_q, of_k, self._collect(of_v)], self._tokens(j)).flatten(2)
+            grad_x.narrow(0, *self._rows[j]).copy_(local @ weight)
+            flat = local.flatten(0, 1)
+            grad_weight += flat.mT @ x.narrow(0, *self._rows[j]).flatten(0, 1)
+            if grad_bias is not None:
+                grad_bias += flat.sum(0)
+        return grad_x, grad_weight.to(weight.dtype), None if grad_bias is None else grad_bias.to(weight.dtype)
+
+
+class _ChunkedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, call: _Attention, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.call, ctx.has_bias = call, bias is not None
+        ctx.save_for_backward(x, weight)
+        return call.forward(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return (None, *ctx.call.backward(grad, *ctx.saved_tensors, ctx.has_bias))
+
+
+class FPDT_Attention(torch.nn.Module):
+    """Causal self-attention with its two linear layers, over chunks of a sequence that is cut over ranks.
+
+    config: has hidden_size, kv_channels (the width of a head), num_attention_heads, num_key_value_heads (which divide
+    the heads; ranks need not divide either, but each needs a query head) and attention_dropout.
+    first_weight: [(heads + 2 key heads) * width, hidden], queries, keys, values; first_bias: of that, or None.
+    second_weight: [hidden, heads * width]; second_bias: [hidden], or None.
+    sequence_process_group: the ranks that the sequence is cut over, as ``FPDT_InputConstruct`` cuts it.
+    gather_idx, scatter_idx: 0 and 2: the input has tokens first.
+    return_bias: the second bias is returned, and not added. chunk_size: tokens of a chunk, over all ranks.
+    enable_offloading: chunks wait in host memory; in a file without a name in ``nvme_path``, if that is given.
+
+    Raises ConfigError for numbers that do not fit, and for dropout in training, which is not applied to chunks.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        first_weight: torch.Tensor,
+        first_bias: torch.Tensor | None,
+        second_weight: torch.Tensor,
+        second_bias: torch.Tensor | None,
+        sequence_process_group: Any,
+        gather_idx: int = 0,
+        scatter_idx: int = 2,
+        return_bias: bool = True,
+        chunk_size: int = 65536,
+        enable_offloading: bool = True,
+        *,
+        nvme_path: str | None = None,
+    ) -> None:
+        super().__init__()
+        _check_chunk_size(chunk_size, "FPDT_Attention")
+        if (gather_idx, scatter_idx) != (0, 2):
+            raise ConfigError(
+                f"gather_idx is {gather_idx} and scatter_idx {scatter_idx}",
+                where="FPDT_Attention",
+                fix="give tokens in dimension 0 and heads in dimension 2: gather_idx=0, scatter_idx=2",
+            )
+        self.width = config.kv_channels
+        self.n_heads, self.n_keys = config.num_attention_heads, config.num_key_value_heads
+        rows = (self.n_heads + 2 * self.n_keys) * self.width
+        expected = (rows, config.hidden_size), (config.hidden_size, self.n_heads * self.width)
+        found = _shape_of(first_weight), _shape_of(second_weight)
+        if found != expected:
+            raise ConfigError(
+                f"the weights have the shapes {found[0]} and {found[1]}; {self.n_heads} heads and {self.n_keys} key heads"
+                f" of {self.width} make it {expected[0]} and {expected[1]}",
+                where="FPDT_Attention",
+                fix="give weights that fit num_attention_heads, num_key_value_heads, kv_channels and hidden_size",
+            )
+        self.qkv_linear_weight, self.qkv_linear_bias = first_weight, first_bias
+        self.qkv_dense_weight, self.qkv_dense_bias = second_weight, second_bias
+        self.return_bias, self.chunk_size, self.dropout = return_bias, chunk_size, config.attention_dropout
+        self.enable_offloading, self.nvme_path = enable_offloading, nvme_path
+        self._comm = Collectives(sequence_process_group)
+        self._heads = _Heads(self._comm, self.n_heads, self.n_keys)
+
+    def forward(
+        self,
+        layernorm_output: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        inference_params: Any,
+        rotary_pos_emb: tuple[torch.Tensor, torch.Tensor] | None,
+        cpu_offloading: bool = True,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(output [tokens of this rank, batch, hidden], the bias that is to be added to it or None).
+
+        layernorm_output: [tokens of this rank, batch, hidden]. rotary_pos_emb: (cos, sin), each [tokens of the
+        sequence, 1, 1, turned width]. cpu_offloading: False keeps all chunks where they are computed. Collective.
+        Raises ConfigError for a mask, for inference, and where ranks have other tokens than the chunks give them.
+        """
+        x = layernorm_output
+        for name, value in (("attention_mask", attention_mask), ("inference_params", inference_params)):
+            if value is not None:
+                raise ConfigError(
+                    f"{name} is a {type(value).__name__}",
+                    where="FPDT_Attention",
+                    fix="give None: chunked attention is causal, for training, and has no mask of another kind",
+                )
+        if self.dropout and self.training:
+            raise ConfigError(
+                f"attention_dropout is {self.dropout}", where="FPDT_Attention", fix="set it to 0: chunks have none"
+            )
+        chunks = self._lay_out(x.shape[0])
+        rotary = None if rotary_pos_emb is None else _Rotary(*rotary_pos_emb)
+        if rotary is not None and min(rotary.cos.shape[0], rotary.sin.shape[0]) < chunks.n_tokens:
+            raise ConfigError(
+                f"rotary_pos_emb has {rotary.cos.shape[0]} positions for {chunks.n_tokens} tokens",
+                where="FPDT_Attention",
+                fix="give cos and sin for the whole sequence, on every rank",
+            )
+        parks = cpu_offloading and self.enable_offloading and len(chunks) > 1
+        shelf = Shelf(x.device, self.nvme_path) if parks else Shelf(x.device, copies_of=lambda _: None)
+        params = [p for p in (x, self.qkv_linear_weight, self.qkv_linear_bias) if p is not None]
+        keeps = torch.is_grad_enabled() and any(p.requires_grad for p in params)
+        call = _Attention(self._heads, chunks, rotary, self.width, shelf, keeps=keeps)
+        output = _ChunkedAttention.apply(call, x, self.qkv_linear_weight, self.qkv_linear_bias)
+        output = F.linear(output, self.qkv_dense_weight, None if self.return_bias else self.qkv_dense_bias)
+        return output, self.qkv_dense_bias if self.return_bias else None
+
+    def _lay_out(self, n_local: int) -> _Chunks:
+        """The chunks of this batch. Collective: the ranks tell one another how many tokens they have."""
+        comm = self._comm
+        tokens = [int(n) for n in comm.gather_numbers(n_local, label="tokens of each rank")]
+        chunks = _Chunks(sum(tokens), self.chunk_size, comm.world_size)
+        wanted = [chunks.local_tokens(rank) for rank in range(comm.world_size)]
+        if tokens != wanted:
+            raise ConfigError(
+                f"the ranks have {tokens} tokens; {chunks.n_tokens} in chunks of {self.chunk_size} make it {wanted}",
+                where="FPDT_Attention",
+                fix="cut the batch with FPDT_InputConstruct, and the same chunk size",
+            )
+        return chunks
+
+
+def _shape_of(weight: torch.Tensor) -> tuple[int, ...]:
+    """Also of a weight that ZeRO stage 3 has released."""
+    return tuple(getattr(weight, "ds_shape", weight.shape))
+
+
+class FPDT_FFN:
+    """Two linear layers with a GELU (of tanh) between them, chunk by chunk."""
+
+    @staticmethod
+    def apply(
+        x: torch.Tensor,
+        w1: torch.Tensor,
+        b1: torch.Tensor | None,
+        w2: torch.Tensor,
+        b2: torch.Tensor | None,
+        add_bias: bool,
+        chunk_size: int,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(output like x, b2 where it has not been added and is to be).
+
+        x: [tokens, batch, hidden]; the last chunk of ``chunk_size`` tokens may be shorter. w1: [inner, hidden], w2:
+        [hidden, inner]. The backward runs each chunk again, and leaves ``x`` as it is. Raises ConfigError for a chunk
+        size below 1.
+        """
+        _check_chunk_size(chunk_size, "FPDT_FFN")
+        given = {"w1": w1, "b1": b1, "w2": w2, "b2": b2 if add_bias else None}
+
+        def perceptron(tiles: list[torch.Tensor], weights: dict[str, torch.Tensor | None]) -> torch.Tensor:
+            inner = F.gelu(F.linear(tiles[0], weights["w1"], weights["b1"]), approximate="tanh")
+            return F.linear(inner, weights["w2"], weights["b2"])
+
+        lengths = tile_lengths(x.shape[0], max(1, math.ceil(x.shape[0] / chunk_size)))
+        return in_tiles(perceptron, [x], given, lengths, "FPDT_FFN"), None if add_bias else b2
+
+
+class FPDT_LogitsLoss:
+    """The loss of every token of a sequence that is cut over ranks, whose logits exist one chunk at a time."""
+
+    @staticmethod
+    def apply(
+        lm_output: torch.Tensor,
+        labels: torch.Tensor,
+        logit_weights: torch.Tensor,
+        rank: int,
+        spg_size: int,
+        spg: Any,
+        num_chunk: int,
+    ) -> torch.Tensor:
+        """[all tokens, batch], float32 (float64 of float64), the tokens of one rank after those of the other.
+
+        lm_output: [tokens of this rank, batch, hidden]. labels: int64 [batch, tokens of this rank]; -100 gives 0.
+        logit_weights: [words, hidden]. rank, spg_size: of the group ``spg``. num_chunk: how many chunks this rank's
+        tokens are cut into. The backward computes logits again, chunk by chunk. Collective.
+
+        Raises ConfigError for another rank than the group's, ModelError and IndexError for labels that do not fit;
+        RankMismatchError on the ranks that are not to blame.
+        """
+        where = "FPDT_LogitsLoss"
+        comm = Collectives(spg, is_alone=spg_size == 1)
+        if (comm.rank, comm.world_size) != (rank, spg_size):
+            raise ConfigError(
+                f"this is rank {comm.rank} of {comm.world_size} in the group, and not {rank} of {spg_size}",
+                where=where,
+                fix="give the rank and the size of spg",
+            )
+
+        def chunk_losses(tiles: list[torch.Tensor], weights: dict[str, torch.Tensor | None]) -> torch.Tensor:
+            logits = F.linear(tiles[0].flatten(0, 1), weights["logit_weights"])
+            return row_losses(logits, tiles[1].reshape(-1), is_spent=True).view(tiles[1].shape)
+
+        def losses() -> torch.Tensor:
+            n_words = _shape_of(logit_weights)[0]
+            if labels.dtype is not torch.int64 or labels.shape != lm_output.shape[1::-1]:
+                raise ModelError(
+                    f"labels are {labels.dtype} {tuple(labels.shape)} for the shape {tuple(lm_output.shape)}",
+                    where=where,
+                    fix="give int64 labels [batch, tokens] for an output [tokens, batch, hidden]",
+                )
+            wrong = labels[(labels != -100) & ((labels < 0) | (labels >= n_words))]
+            if wrong.numel():
+                raise IndexError(f"{where}: label {int(wrong[0])} is no word of {n_words}")
+            lengths = tile_lengths(lm_output.shape[0], num_chunk)
+            return in_tiles(chunk_losses, [lm_output, labels.t()], {"logit_weights": logit_weights}, lengths, where)
+
+        return gathered_losses(losses, (lm_output.shape[0], lm_output.shape[1]), comm, where)

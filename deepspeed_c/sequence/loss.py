@@ -1,0 +1,234 @@
+"""Cross-entropy of long sequences: no rank ever has the logits of all tokens, or, in tiles, of all of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.errors import ModelError, RankMismatchError
+from deepspeed_c.ops import cross_entropy
+from deepspeed_c.sequence.tiles import IGNORED, loss_in_tiles, tile_lengths
+
+__all__ = ["gathered_losses", "row_losses", "tiled_cross_entropy", "vocab_sequence_parallel_cross_entropy"]
+
+
+def _check_targets(logits: torch.Tensor, targets: torch.Tensor, n_words: int, ignore_index: int, where: str) -> None:
+    if targets.dtype is not torch.int64 or targets.shape != logits.shape[:-1]:
+        raise ModelError(
+            f"targets are {targets.dtype} {tuple(targets.shape)} for logits of the shape {tuple(logits.shape)}",
+            where=where,
+            fix="give int64 targets, one for each row of logits",
+        )
+    wrong = targets[(targets != ignore_index) & ((targets < 0) | (targets >= n_words))]
+    if wrong.numel():
+        raise IndexError(f"{where}: target {int(wrong.flatten()[0])} is no word of {n_words}")
+
+
+class _RowLosses(torch.autograd.Function):
+    """-log softmax at the target of each row.
+
+    vocab: the ranks that the words are cut over; None: this rank has all of them.
+    is_spent: the backward may put the gradient in place of the logits.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        ignore_index: int,
+        smoothing: float,
+        is_spent: bool,
+        vocab: Collectives | None,
+        sizes: list[int],
+    ) -> torch.Tensor:
+        rank = 0 if vocab is None else vocab.rank
+        is_counted = targets != ignore_index
+        # A word of a later rank lies past this rank's, one of an earlier rank below 0.
+        here = torch.where(is_counted, targets - sum(sizes[:rank]), -1)
+        rows = cross_entropy.rows(logits.contiguous(), here)
+        parts = [rows] if vocab is None else vocab.all_gather_list(rows, label="cross-entropy")
+        log_sum, at_target, total = cross_entropy.join(parts)
+        loss = log_sum - (1 - smoothing) * at_target
+        if smoothing:
+            loss = loss - smoothing * total / sum(sizes)
+        ctx.save_for_backward(logits, here, log_sum, is_counted)
+        ctx.smoothing, ctx.n_words, ctx.is_spent = smoothing, sum(sizes), is_spent
+        return torch.where(is_counted, loss, 0.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logits, here, log_sum, is_counted = ctx.saved_tensors
+        scale = torch.where(is_counted, grad.to(log_sum.dtype), 0.0).contiguous()
+        found = logits.contiguous()
+        if found.data_ptr() == logits.data_ptr() and not ctx.is_spent:
+            found = logits.clone(memory_format=torch.contiguous_format)
+        cross_entropy.grad_(found, here, log_sum, scale, ctx.smoothing, ctx.n_words)
+        return (found, *[None] * 6)
+
+
+def row_losses(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    ignore_index: int = IGNORED,
+    label_smoothing: float = 0.0,
+    is_spent: bool = False,
+) -> torch.Tensor:
+    """The loss of each row: float32 [n] (float64 of float64), 0 where the target is ``ignore_index``.
+
+    logits: [n, words]. targets: int64 [n]. is_spent: nobody reads the logits again, so that the backward may put their
+    gradient in their place.
+    """
+    return _RowLosses.apply(logits, targets, ignore_index, label_smoothing, is_spent, None, [logits.shape[-1]])
+
+
+def tiled_cross_entropy(
+    head: Callable[[torch.Tensor], torch.Tensor],
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    n_tiles: int,
+    *,
+    weights: Iterable[torch.Tensor] = (),
+    ignore_index: int = IGNORED,
+    label_smoothing: float = 0.0,
+    n_counted: torch.Tensor | float | None = None,
+    is_spent: bool | None = None,
+) -> torch.Tensor:
+    """The cross-entropy of ``head(hidden)``, whose logits exist one tile at a time: float32, one number.
+
+    head: gives the logits of some rows. is_spent: its own backward does not read them, so that their gradient may be
+    put in their place; None: if it is a ``Linear``. hidden: [..., width].
+    targets: int64 [...]. weights: those of ``head``, which ZeRO stage 3 gathers once for all tiles. n_counted: what the
+    sum is divided by; None: the number of targets that are not ``ignore_index``, at least 1.
+
+    Raises ModelError for shapes that do not fit, IndexError for a target that is no word.
+    """
+    is_spent = type(head) is torch.nn.Linear if is_spent is None else is_spent
+    rows, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    if wanted.shape[0] != rows.shape[0]:
+        raise ModelError(
+            f"{tuple(targets.shape)} targets for the shape {tuple(hidden.shape)}",
+            where="a loss in tiles",
+            fix="give a target for each token",
+        )
+
+    def losses(tiles: list[torch.Tensor]) -> torch.Tensor:
+        logits = head(tiles[0])
+        _check_targets(logits, tiles[1], logits.shape[-1], ignore_index, "a loss in tiles")
+        found = row_losses(
+            logits, tiles[1], ignore_index=ignore_index, label_smoothing=label_smoothing, is_spent=is_spent
+        )
+        return found.sum()
+
+    lengths = tile_lengths(rows.shape[0], n_tiles)
+    total = loss_in_tiles(losses, [rows, wanted], lengths, None, weights, "a loss in tiles")
+    if n_counted is None:
+        n_counted = (wanted != ignore_index).sum().clamp(min=1)
+    elif torch.is_tensor(n_counted):
+        n_counted = n_counted.to(total.device)
+    return total / n_counted
+
+
+def _gather_rows(part: torch.Tensor, sizes: list[int], comm: Collectives, label: str) -> torch.Tensor:
+    """All ranks' ``part``, of ``sizes`` rows each, one after the other. Not in the graph."""
+    if comm.world_size == 1:
+        return part.clone()
+    padded = F.pad(part, [0] * (2 * part.dim() - 1) + [max(sizes) - part.shape[0]]).contiguous()
+    found = comm.all_gather_list(padded, label=label)
+    return torch.cat([each.narrow(0, 0, size) for each, size in zip(found, sizes)])
+
+
+class _GatherLosses(torch.autograd.Function):
+    """Every rank's losses on each rank. The same number is made of them everywhere, so each rank's part of the gradient
+    is its own.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, sizes: list[int], comm: Collectives) -> torch.Tensor:
+        ctx.rows = sum(sizes[: comm.rank]), part.shape[0]
+        return _gather_rows(part, sizes, comm, "losses of all tokens")
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return grad.narrow(0, *ctx.rows), None, None
+
+
+def gathered_losses(
+    compute: Callable[[], torch.Tensor], shape: tuple[int, int], comm: Collectives, where: str
+) -> torch.Tensor:
+    """What ``compute`` gives on each rank, [tokens, batch] = ``shape``, of all ranks: [all tokens, batch].
+
+    An error of one rank is one of all of them.
+    """
+    problem: Exception | None = None
+    losses = None
+    try:
+        losses = compute()
+    except (ModelError, IndexError) as error:
+        problem = error
+    told = [0.0] * (2 * comm.world_size)
+    told[2 * comm.rank : 2 * comm.rank + 2] = map(float, (-1, -1) if problem else shape)
+    told = comm.sum_numbers(told, label="tokens of each rank")
+    if problem is not None:
+        raise problem
+    sizes, batches = [int(n) for n in told[::2]], [int(n) for n in told[1::2]]
+    if min(sizes) < 0:
+        raise RankMismatchError(
+            f"rank {sizes.index(-1)} of {comm.world_size} has refused its targets or logits",
+            where=where,
+            fix="look at that rank's exception",
+        )
+    if len(set(batches)) > 1:
+        raise RankMismatchError(
+            f"ranks have batches of {batches} sequences", where=where, fix="cut the same batch over all of the ranks"
+        )
+    return _GatherLosses.apply(losses, sizes, comm)
+
+
+def vocab_sequence_parallel_cross_entropy(
+    vocab_seq_parallel_logits: torch.Tensor,
+    target: torch.Tensor,
+    sp_group: Any,
+    *,
+    vocab_group: Any = None,
+    ignore_index: int = IGNORED,
+) -> torch.Tensor:
+    """The loss of every token of a sequence that is cut over ranks: [all tokens, batch], the same on all of them.
+
+    vocab_seq_parallel_logits: [tokens of this rank, batch, words]; ranks may have different numbers of tokens. target:
+    int64 [tokens of this rank, batch]. Losses are float32 (float64 of float64), 0 where the target is ``ignore_index``.
+    sp_group: the ranks that the tokens are cut over. vocab_group: those that the words are cut over, in their order;
+    None: each rank has all words of its tokens. No rank ever has more logits than it gives.
+
+    Each rank's backward has the gradient of its own tokens: every rank makes the same loss of what it gets. The graph
+    may be gone through again (``retain_graph``).
+
+    Raises ModelError for shapes and IndexError for targets that do not fit, RankMismatchError on the other ranks, or
+    where batches differ: on all ranks, before losses are exchanged. Collective.
+    """
+    where = "vocab_sequence_parallel_cross_entropy"
+    comm = Collectives(sp_group)
+    vocab = None if vocab_group is None else Collectives(vocab_group)
+    logits = vocab_seq_parallel_logits
+    n_words = logits.shape[-1] if logits.dim() else 0
+    sizes = [n_words] if vocab is None else [int(n) for n in vocab.gather_numbers(n_words, label="words of each rank")]
+
+    def losses() -> torch.Tensor:
+        if logits.dim() != 3:
+            raise ModelError(
+                f"logits have the shape {tuple(logits.shape)}", where=where, fix="give them as [tokens, batch, words]"
+            )
+        _check_targets(logits, target, sum(sizes), ignore_index, where)
+        flat = logits.reshape(-1, n_words) if logits.numel() else logits.flatten(0, 1)
+        found = _RowLosses.apply(flat, target.reshape(-1), ignore_index, 0.0, False, vocab, sizes)
+        return found.view(target.shape)
+
+    return gathered_losses(losses, tuple(target.shape) if target.dim() == 2 else (0, 0), comm, where)

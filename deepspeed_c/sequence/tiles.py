@@ -1,0 +1,745 @@
+"""Parts of a model that treat every token by itself, run over some tokens at a time: only one tile's activations exist.
+
+A tiled part is one node of the graph. What it needs for its backward is its input: each tile is run again there, or,
+where a loss ends the forward, has had its backward at once. Gradients of weights are summed over the tiles and handed
+to autograd once, so hooks of weights fire once, and whatever scales the loss scales them as well. Under ZeRO stage 3
+the weights are gathered once a pass and stay for all tiles.
+
+Which weights these are is read off the graph of the first tile, and compared with that of every other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+
+from deepspeed_c.checkpointing.conditions import Conditions
+from deepspeed_c.errors import ConfigError, ModelError, RecomputeError
+from deepspeed_c.saved_tensors import give_back, overwritten
+from deepspeed_c.zero.weights.held import held_whole
+from deepspeed_c.zero.weights.param import state_of
+
+__all__ = [
+    "SequenceTiledCompute",
+    "TiledFusedLogitsLoss",
+    "TiledMLP",
+    "in_tiles",
+    "loss_in_tiles",
+    "sequence_tiled_compute",
+    "tile_lengths",
+]
+
+IGNORED = -100  # what torch's cross-entropy takes for no target
+_REDUCTIONS = (None, "mean", "sum")
+
+
+def tile_lengths(n_rows: int, n_tiles: int) -> list[int]:
+    """How many rows each tile has: equal numbers, the last one fewer; never an empty tile, so that fewer rows than
+    tiles make fewer tiles. No rows are one tile of none.
+
+    Raises ConfigError where ``n_tiles`` is no positive whole number.
+    """
+    if isinstance(n_tiles, bool) or not isinstance(n_tiles, int) or n_tiles < 1:
+        raise ConfigError(
+            f"{n_tiles!r} tiles for {n_rows} rows", where="shards", fix="give a whole number of at least 1"
+        )
+    step = max(1, math.ceil(n_rows / n_tiles))
+    return [min(step, n_rows - begin) for begin in range(0, n_rows, step)] or [0]
+
+
+@contextmanager
+def _uncached_casts() -> Iterator[None]:
+    """Autocast keeps the 16-bit copy of a weight for the next use. One that is made where nothing is differentiated
+    would be used where something is.
+    """
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+def _keep_values(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Keeps what a tile saves: within the tile, whatever is done with saved tensors around it."""
+    return tensor.detach(), tensor._version
+
+
+@contextmanager
+def _differentiating(sums: _Sums | None = None) -> Iterator[None]:
+    """A tile whose graph does not outlive it. sums: what its gradients are added to, where it has a backward."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(saved_tensors_hooks(_keep_values, give_back))
+        if sums is not None:
+            stack.enter_context(_AddsProducts(sums))
+        yield
+
+
+@contextmanager
+def _silenced(weights: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Hooks on weights see the sum of all tiles, from autograd, and not one tile's part of it."""
+    found = [weight._backward_hooks for weight in weights if weight._backward_hooks]
+    contents = [dict(hooks) for hooks in found]
+    for hooks in found:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, content in zip(found, contents):
+            hooks.update(content)
+
+
+def _leaves_of(output: torch.Tensor, inputs: Sequence[torch.Tensor], first_node: int, where: str) -> list[torch.Tensor]:
+    """What requires a gradient at the ends of one tile's graph, besides ``inputs``.
+
+    first_node: the number of the first node that the tile can have made. Raises ModelError where the graph goes on
+    into that of the model: the gradient of a tensor from there would be lost.
+    """
+    if output.grad_fn is None:
+        return []
+    own = {id(tensor) for tensor in inputs}
+    found: dict[int, torch.Tensor] = {}
+    todo, seen = [output.grad_fn], {None}
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            if id(leaf) not in own:
+                found[id(leaf)] = leaf
+            continue
+        if node._sequence_nr() < first_node:
+            raise ModelError(
+                f"the function reads a tensor of the model's graph ({node.name()}) that is not among its arguments",
+                where=where,
+                fix="pass it: sequence_tiled_compute(kwargs_to_pass={...}) hands its gradient on",
+            )
+        todo += [follower for follower, _ in node.next_functions]
+    return list(found.values())
+
+
+class _Sum:
+    """A gradient that tiles add to: in float32 where it is of 16 bits, as one product over all rows would do."""
+
+    def __init__(self) -> None:
+        self.total: torch.Tensor | None = None
+        self._is_own = False  # and may be written to: autograd gives one tensor to several, or an expanded one
+
+    def add(self, part: torch.Tensor | None) -> None:
+        if part is None:
+            return
+        is_narrow = part.dtype in (torch.bfloat16, torch.float16)
+        if self.total is None:
+            self.total, self._is_own = (part.float(), True) if is_narrow else (part, False)
+        elif self._is_own and part.layout is torch.strided:
+            self.total.add_(part)
+        else:
+            self.total = self.total + part
+            self._is_own = self.total.layout is torch.strided
+
+    def add_product(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Adds ``a.T @ b``."""
+        if self.total is None:
+            self.total, self._is_own = a.mT @ b, True
+        elif self._is_own and self.total.layout is torch.strided:
+            self.total.addmm_(a.mT, b)
+        else:
+            self.add(a.mT @ b)
+
+
+class _AddingLinear(torch.autograd.Function):
+    """A linear layer whose backward adds to what there is of its weight's gradient, in the product itself."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, sums: _Sums, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.sums, ctx.weight_id = sums, id(weight)
+        ctx.save_for_backward(x, weight)
+        return torch.nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        rows = grad.flatten(0, -2)
+        ctx.sums.add_product(ctx.weight_id, rows, x.flatten(0, -2))
+        of_x = grad @ weight if ctx.needs_input_grad[1] else None
+        return None, of_x, None, rows.sum(0) if ctx.needs_input_grad[3] else None
+
+
+class _AddsProducts(TorchFunctionMode):
+    """Within, linear layers add to ``sums``: what one tile's product makes is neither allocated nor read again."""
+
+    def __init__(self, sums: _Sums) -> None:
+        super().__init__()
+        self._sums = sums
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.linear and not kwargs and torch.is_grad_enabled():
+            x, weight, bias = (*args, None)[:3]
+            # What autocast casts, and 16 bits, which are summed in float32, go autograd's way; so do
+            # subclasses, and weights that are no parameters.
+            is_wide = x.dtype is weight.dtype and weight.dtype in (torch.float32, torch.float64)
+            is_plain = type(weight) is torch.nn.Parameter and type(x) is torch.Tensor and type(bias) in _BIASES
+            is_whole = weight.requires_grad and x.dim() > 1
+            if is_wide and is_plain and is_whole and not torch.is_autocast_enabled(x.device.type):
+                return _AddingLinear.apply(self._sums, x, weight, bias)
+        return func(*args, **(kwargs or {}))
+
+
+_BIASES = (torch.Tensor, torch.nn.Parameter, type(None))
+
+
+class _Sums:
+    """Gradients of one tiled part, tile by tile.
+
+    tensors: those of the part, the first ``n_cut`` of which are cut along ``dim``; who requires one gets one.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], n_cut: int, dim: int) -> None:
+        self._n_cut, self._dim = n_cut, dim
+        self._wanted = [i for i, tensor in enumerate(tensors) if tensor.requires_grad]
+        self._cut = {i: torch.zeros_like(tensors[i]) for i in self._wanted if i < n_cut}
+        self._passed = {i: _Sum() for i in self._wanted if i >= n_cut}
+        self._weights: dict[int, _Sum] = {}
+
+    def add(
+        self,
+        rows: tuple[int, int],
+        output: torch.Tensor,
+        inputs: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor],
+        grad: torch.Tensor,
+    ) -> None:
+        """Runs the backward of the tile of ``rows`` (begin, number)."""
+        if not output.requires_grad:
+            return
+        ends = [*(inputs[i] for i in self._wanted), *weights]
+        with _silenced(weights):
+            found = list(torch.autograd.grad(output, ends, grad.to(output.dtype), allow_unused=True))
+        found.reverse()  # so that each part is let go once it has been added
+        for i in self._wanted:
+            part = found.pop()
+            if i >= self._n_cut:
+                self._passed[i].add(part)
+            elif part is not None:
+                self._cut[i].narrow(self._dim, *rows).copy_(part)
+        for weight in weights:
+            self._weights.setdefault(id(weight), _Sum()).add(found.pop())
+
+    def add_product(self, weight_id: int, grad: torch.Tensor, x: torch.Tensor) -> None:
+        """Adds the gradient of a weight [out, in] by rows of ``grad`` [n, out] and ``x`` [n, in]."""
+        self._weights.setdefault(weight_id, _Sum()).add_product(grad, x)
+
+    def of_tensor(self, i: int) -> torch.Tensor | None:
+        if i in self._cut:
+            return self._cut[i]
+        return self._passed[i].total if i in self._passed else None
+
+    def of_weight(self, weight: torch.Tensor) -> torch.Tensor | None:
+        total = self._weights.get(id(weight))
+        return None if total is None else total.total
+
+
+class _Tiled:
+    """One call of a part that is run in tiles.
+
+    function: (tiles of ``cut``, ``passed``) -> one tensor.
+    cut: tensors that are cut along ``dim`` into ``lengths``. passed: tensors that each tile gets whole.
+    joined: the dimension along which outputs are put together; None: they are stacked.
+    weights: what the function is known to read; what is found in the graph of the first tile comes to it.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[list[torch.Tensor], list[torch.Tensor]], Any],
+        cut: Sequence[torch.Tensor],
+        passed: Sequence[torch.Tensor],
+        lengths: Sequence[int],
+        dim: int,
+        joined: int | None,
+        weights: Iterable[torch.Tensor],
+        where: str,
+    ) -> None:
+        self.function, self.lengths, self.dim, self.joined, self.where = function, lengths, dim, joined, where
+        self.n_cut, self.n_tensors = len(cut), len(cut) + len(passed)
+        self.held = list({id(weight): weight for weight in weights}.values())
+        self.weights = [weight for weight in self.held if weight.requires_grad]
+        self._tensors = (*cut, *passed)
+        self._versions: list[int] = []
+        self._conditions: Conditions | None = None
+        self._first: torch.Tensor | None = None
+        self._out_lengths: list[int] = []
+
+    def run(self) -> torch.Tensor:
+        """The outputs of all tiles, in the graph."""
+        tensors, self._tensors = self._tensors, ()
+        with held_whole(self.held), _uncached_casts():
+            if not torch.is_grad_enabled():
+                return self._join(self._outputs(tensors, 0))
+            self._conditions = Conditions()
+            output, _, leaves = self._run_tile(tensors, 0)
+            known = set(map(id, self.weights))
+            self.weights += [leaf for leaf in leaves if id(leaf) not in known]
+            self.held = list({id(weight): weight for weight in (*self.held, *self.weights)}.values())
+            self._versions = [weight._version for weight in self.weights]
+            self._first = output.detach()
+            del output
+            with held_whole(self.held):
+                return _Recomputed.apply(self, *tensors, *self.weights)
+
+    def _rows(self, i: int) -> tuple[int, int]:
+        return sum(self.lengths[:i]), self.lengths[i]
+
+    def _run_tile(
+        self, tensors: Sequence[torch.Tensor], i: int, sums: _Sums | None = None
+    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+        """Tile ``i`` in a graph of its own: (output, its tensors, leaves of the graph besides them)."""
+        inputs = []
+        for j, tensor in enumerate(tensors):
+            part = tensor.narrow(self.dim, *self._rows(i)) if j < self.n_cut else tensor
+            inputs.append(part.detach().requires_grad_(tensor.requires_grad))
+        first_node = torch._C._autograd._get_sequence_nr()
+        with _differentiating(sums):
+            output = self._check(self.function(inputs[: self.n_cut], inputs[self.n_cut :]))
+        return output, inputs, _leaves_of(output, inputs, first_node, self.where)
+
+    def _check(self, output: Any) -> torch.Tensor:
+        if not torch.is_tensor(output):
+            raise ModelError(
+                f"the function gave a {type(output).__name__} for one tile",
+                where=self.where,
+                fix="let it return one tensor",
+            )
+        return output
+
+    def _outputs(self, tensors: Sequence[torch.Tensor], begin: int) -> Iterator[torch.Tensor]:
+        for i in range(begin, len(self.lengths)):
+            parts = [tensor.narrow(self.dim, *self._rows(i)) for tensor in tensors[: self.n_cut]]
+            yield self._check(self.function(parts, list(tensors[self.n_cut :])))
+
+    def forward(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        first, self._first = self._first, None
+        return self._join(itertools.chain([first], self._outputs(tensors, 1)))
+
+    def _join(self, outputs: Iterable[torch.Tensor]) -> torch.Tensor:
+        if self.joined is None:
+            return torch.stack(list(outputs))
+        n_rows = sum(self.lengths)
+        whole, self._out_lengths = None, []
+        for i, output in enumerate(outputs):
+            found = output.shape[self.joined] if output.dim() > self.joined >= -output.dim() else None
+            if found != self.lengths[i]:
+                raise ModelError(
+                    f"the function gave shape {tuple(output.shape)} for a tile of {self.lengths[i]} of {n_rows} tokens,"
+                    f" which are to be put together along dimension {self.joined}",
+                    where=self.where,
+                    fix="let it return a row for each token; what gives one number a tile is joined along dimension 0",
+                )
+            if whole is None:
+                shape = list(output.shape)
+                shape[self.joined] = n_rows
+                whole = output.new_empty(shape)
+            whole.narrow(self.joined, *self._rows(i)).copy_(output)
+        return whole
+
+    def backward(self, tensors: Sequence[torch.Tensor], grad: torch.Tensor) -> list[torch.Tensor | None]:
+        """Gradients of the tensors and of the weights."""
+        for weight, version in zip(self.weights, self._versions):
+            if weight._version != version and state_of(weight) is None:
+                raise overwritten(f"{weight.dtype} {list(weight.shape)}", weight._version, version)
+        sums = _Sums(tensors, self.n_cut, self.dim)
+        with held_whole(self.held), self._conditions.replayed(), _uncached_casts():
+            for i in range(len(self.lengths)):
+                output, inputs, leaves = self._run_tile(tensors, i, sums)
+                self._check_leaves(leaves)
+                part = grad[i] if self.joined is None else grad.narrow(self.joined, *self._rows(i))
+                sums.add(self._rows(i), output, inputs, self.weights, part)
+        return [*map(sums.of_tensor, range(self.n_tensors)), *map(sums.of_weight, self.weights)]
+
+    def _check_leaves(self, leaves: Sequence[torch.Tensor]) -> None:
+        known = set(map(id, self.weights))
+        for leaf in leaves:
+            if id(leaf) not in known:
+                raise RecomputeError(
+                    f"a weight of shape {tuple(leaf.shape)} is read by a later tile, and was not by the first",
+                    where=self.where,
+                    fix="name all weights that any tile may read in compute_params",
+                )
+
+
+class _Recomputed(torch.autograd.Function):
+    """Runs the tiles again in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Tiled, *tensors: torch.Tensor) -> torch.Tensor:
+        own = tensors[: call.n_tensors]
+        ctx.call, ctx.requires = call, [tensor.requires_grad for tensor in own]
+        ctx.dtypes = [tensor.dtype for tensor in tensors]
+        # Not the weights: the function reads them where they are then.
+        ctx.save_for_backward(*own)
+        return call.forward(own)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        own = [tensor.detach().requires_grad_(need) for tensor, need in zip(ctx.saved_tensors, ctx.requires)]
+        grads = ctx.call.backward(own, grad)
+        return (None, *(None if found is None else found.to(dtype) for found, dtype in zip(grads, ctx.dtypes)))
+
+
+def _is_input(value: Any) -> bool:
+    """Whether a tile gets ``value`` from outside; parameters are read where they are."""
+    return torch.is_tensor(value) and not isinstance(value, torch.nn.Parameter)
+
+
+def _weights_of(compute_params: Iterable[torch.Tensor] | None, owner: Any) -> list[torch.Tensor]:
+    """What a tiled part is said to read; where nothing is said, the parameters of the module that it is of."""
+    if compute_params is not None:
+        return list(compute_params)
+    return list(owner.parameters()) if isinstance(owner, torch.nn.Module) else []
+
+
+def in_tiles(
+    function: Callable[[list[torch.Tensor], dict[str, torch.Tensor | None]], torch.Tensor],
+    cut: Sequence[torch.Tensor],
+    weights: Mapping[str, torch.Tensor | None],
+    lengths: Sequence[int],
+    where: str,
+) -> torch.Tensor:
+    """``function(cut, weights)``, whose rows are those of ``cut``, in tiles of ``lengths`` rows, and again in the
+    backward.
+
+    weights: parameters, which it reads where they are then, or other tensors. where: names the caller in errors.
+    """
+    passed = {name: each for name, each in weights.items() if _is_input(each)}
+    rest = {name: each for name, each in weights.items() if name not in passed}
+
+    def run(tiles: list[torch.Tensor], whole: list[torch.Tensor]) -> Any:
+        return function(tiles, {**rest, **dict(zip(passed, whole))})
+
+    params = [each for each in rest.values() if each is not None]
+    return _Tiled(run, cut, list(passed.values()), lengths, 0, 0, params, where).run()
+
+
+class TiledMLP:
+    """A multilayer perceptron, or anything else that treats every token by itself, in tiles."""
+
+    @staticmethod
+    def apply(
+        fn: Callable[[Any, torch.Tensor], torch.Tensor],
+        self: Any,
+        x: torch.Tensor,
+        shards: int,
+        compute_params: Iterable[torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """``fn(self, x)``, run over ``shards`` tiles of the last dimension but one, and again in the backward.
+
+        x: [..., tokens, width]. compute_params: weights that ``fn`` reads, which ZeRO stage 3 gathers once for all
+        tiles; None: those of ``self``. What else the first tile reads is found.
+
+        Raises ConfigError for a number of tiles below 1, ModelError for inputs of one dimension, for outputs with
+        other numbers of tokens, and where ``fn`` reads a tensor of the model's graph besides ``x``; from the backward
+        RecomputeError where a later tile reads a weight that nobody named and the first did not.
+        """
+        if x.dim() < 2:
+            raise ModelError(
+                f"x has the shape {tuple(x.shape)}", where="TiledMLP", fix="give it as [..., tokens, width]"
+            )
+        call = _Tiled(
+            lambda cut, _: fn(self, cut[0]),
+            cut=[x],
+            passed=[],
+            lengths=tile_lengths(x.shape[-2], shards),
+            dim=x.dim() - 2,
+            joined=x.dim() - 2,
+            weights=_weights_of(compute_params, self),
+            where="TiledMLP",
+        )
+        return call.run()
+
+
+def sequence_tiled_compute(
+    fn: Callable[..., torch.Tensor],
+    seqlen: int,
+    shards: int,
+    kwargs_to_shard: Mapping[str, Any],
+    kwargs_to_pass: Mapping[str, Any],
+    grad_requiring_tensor_key: str,
+    compute_params: Iterable[torch.Tensor] | None = None,
+    output_unshard_dimension: int = 1,
+    output_reduction: str | None = "mean",
+) -> torch.Tensor:
+    """``fn(**kwargs_to_shard, **kwargs_to_pass)`` in tiles along dimension 1, and again in the backward.
+
+    kwargs_to_shard: tensors [batch, seqlen, ...], or None. kwargs_to_pass: anything; tensors among them get their
+    gradients too. grad_requiring_tensor_key: one of the names; every tensor that requires a gradient gets one.
+    output_unshard_dimension: along which outputs are put together; 0: ``fn`` gives one number a tile.
+    output_reduction: None gives the outputs, "sum" their sum, "mean" their mean: one number a tile counts by the
+    tile's targets (of the cut tensor of whole numbers whose name has "label" or "target" in it, those that are not
+    -100; without one by its tokens).
+
+    Raises as ``TiledMLP`` does, and ConfigError for unknown names and reductions, and lengths that are not ``seqlen``.
+    """
+    return SequenceTiledCompute.apply(
+        fn,
+        seqlen,
+        shards,
+        list(kwargs_to_shard),
+        list(kwargs_to_pass),
+        grad_requiring_tensor_key,
+        compute_params,
+        output_unshard_dimension,
+        output_reduction,
+        *kwargs_to_shard.values(),
+        *kwargs_to_pass.values(),
+    )
+
+
+class SequenceTiledCompute:
+    """Any function of some tokens, in tiles."""
+
+    @staticmethod
+    def apply(
+        fn: Callable[..., torch.Tensor],
+        seqlen: int,
+        shards: int,
+        keys_to_shard: Sequence[str],
+        keys_to_pass: Sequence[str],
+        grad_requiring_tensor_key: str,
+        compute_params: Iterable[torch.Tensor] | None,
+        output_unshard_dimension: int,
+        output_reduction: str | None,
+        *args: Any,
+    ) -> torch.Tensor:
+        """As ``sequence_tiled_compute``, with the values of ``keys_to_shard`` and ``keys_to_pass`` in ``args``."""
+        where = "sequence_tiled_compute"
+        keys = [*keys_to_shard, *keys_to_pass]
+        if output_reduction not in _REDUCTIONS:
+            raise ConfigError(
+                f"output_reduction is {output_reduction!r}", where=where, fix='give None, "mean" or "sum"'
+            )
+        if len(set(keys)) < len(keys) or len(args) != len(keys) or grad_requiring_tensor_key not in keys:
+            raise ConfigError(
+                f"{len(args)} values for the names {keys}, of which {grad_requiring_tensor_key!r} requires a gradient",
+                where=where,
+                fix="name each value once, and the one that requires a gradient among them",
+            )
+        given = dict(zip(keys, args))
+        cut = [key for key in keys_to_shard if torch.is_tensor(given[key])]
+        for key in keys_to_shard:
+            value = given[key]
+            if key in cut and value.dim() > 1 and value.shape[1] == seqlen or value is None:
+                continue
+            found = tuple(value.shape) if key in cut else type(value).__name__
+            raise ConfigError(
+                f"{key} is {found}, and is to be cut into tiles of {seqlen} tokens",
+                where=where,
+                fix="give tensors [batch, seqlen, ...] in kwargs_to_shard, and everything else in kwargs_to_pass",
+            )
+        passed = [key for key in keys_to_pass if _is_input(given[key])]
+        rest = {key: given[key] for key in keys if key not in cut and key not in passed}
+
+        def run(tiles: list[torch.Tensor], whole: list[torch.Tensor]) -> Any:
+            return fn(**dict(zip(cut, tiles)), **dict(zip(passed, whole)), **rest)
+
+        lengths = tile_lengths(seqlen, shards)
+        is_number = output_unshard_dimension == 0
+        call = _Tiled(
+            run,
+            cut=[given[key] for key in cut],
+            passed=[given[key] for key in passed],
+            lengths=lengths,
+            dim=1,
+            joined=None if is_number else output_unshard_dimension,
+            weights=[] if compute_params is None else compute_params,
+            where=where,
+        )
+        outputs = call.run()
+        if output_reduction == "sum":
+            return outputs.sum()
+        if output_reduction == "mean" and is_number:
+            return _weighted_mean(outputs, _counts_of({key: given[key] for key in cut}, lengths))
+        return outputs.mean() if output_reduction == "mean" else outputs
+
+
+def _counts_of(cut: Mapping[str, torch.Tensor], lengths: Sequence[int]) -> torch.Tensor:
+    """How many tokens of each tile count: float64 [tiles]."""
+    for key, value in cut.items():
+        is_whole = not value.is_floating_point() and value.dtype is not torch.bool
+        if is_whole and any(word in key.lower() for word in ("label", "target")):
+            return torch.stack([(part != IGNORED).sum() for part in value.split(lengths, dim=1)]).double()
+    return torch.tensor(lengths, dtype=torch.float64, device=next(iter(cut.values())).device)
+
+
+def _weighted_mean(outputs: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Of one number a tile. A tile in which nothing counts is left out, whatever its number (a mean of nothing)."""
+    shares = (counts / counts.sum().clamp(min=1)).to(outputs.dtype)
+    shares = shares.view(-1, *[1] * (outputs.dim() - 1))
+    return torch.where(shares > 0, outputs * shares, 0.0).sum()
+
+
+class TiledFusedLogitsLoss:
+    """The end of a model and its loss, in tiles: no rank ever has all logits."""
+
+    @staticmethod
+    def apply(
+        fn: Callable[..., torch.Tensor],
+        self: Any,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        mask: torch.Tensor | None,
+        shards: int,
+        compute_params: Iterable[torch.Tensor] | None,
+        output_reduction: str,
+    ) -> torch.Tensor:
+        """The loss that ``fn(self, x, y)`` gives, or ``fn(self, x, y, mask)`` where there is a mask.
+
+        Each tile has its backward in the forward, so logits are computed once; the backward scales what is there.
+        x: [batch, tokens, ...], y: [batch, tokens, ...], mask: [batch, tokens] or None. ``fn`` gets them with the two
+        first dimensions put together, and gives one number: the mean over a tile's tokens that count, if
+        ``output_reduction`` is "mean", or their sum, if it is "sum". Those count whose target is not -100 (of whole
+        numbers) and whose mask, if there is one, is not 0. Where none counts the mean is 0, and so are its gradients.
+        compute_params: weights that ``fn`` reads, which ZeRO stage 3 gathers once for all tiles.
+
+        Raises ConfigError for another reduction, ModelError for shapes that do not fit.
+        """
+        where = "TiledFusedLogitsLoss"
+        if output_reduction not in _REDUCTIONS[1:]:
+            raise ConfigError(f"output_reduction is {output_reduction!r}", where=where, fix='give "mean" or "sum"')
+        shapes = [tuple(t.shape) for t in (x, y, mask) if t is not None]
+        if x.dim() < 2 or any(shape[:2] != shapes[0][:2] for shape in shapes) or (mask is not None and mask.dim() != 2):
+            raise ModelError(
+                f"x, y{', mask' if mask is not None else ''} have the shapes {', '.join(map(str, shapes))}",
+                where=where,
+                fix="give x and y as [batch, tokens, ...], and a mask as [batch, tokens]",
+            )
+        cut = [t.flatten(0, 1) for t in (x, y, mask) if t is not None]
+        lengths = tile_lengths(len(cut[0]), shards)
+        counts = _counted_tokens(cut[1], cut[2] if mask is not None else None, lengths)
+        return loss_in_tiles(
+            lambda tiles: fn(self, *tiles),
+            cut,
+            lengths,
+            counts if output_reduction == "mean" else None,
+            [] if compute_params is None else compute_params,
+            where,
+        )
+
+
+def _counted_tokens(targets: torch.Tensor, mask: torch.Tensor | None, lengths: Sequence[int]) -> list[int]:
+    """How many of each tile's targets count."""
+    counted = torch.ones_like(targets, dtype=torch.bool)
+    if not targets.is_floating_point():
+        counted = targets != IGNORED
+    if mask is not None:
+        counted = counted & (mask != 0).view(-1, *[1] * (targets.dim() - 1))
+    return torch.stack([part.sum() for part in counted.split(lengths)]).tolist()
+
+
+def loss_in_tiles(
+    function: Callable[[list[torch.Tensor]], torch.Tensor],
+    cut: Sequence[torch.Tensor],
+    lengths: Sequence[int],
+    counts: Sequence[int] | None,
+    weights: Iterable[torch.Tensor],
+    where: str,
+) -> torch.Tensor:
+    """One number, of tiles that have their backward in the forward.
+
+    function: tiles of ``cut`` -> one number. cut: tensors whose rows are cut into ``lengths``. counts: of what counts
+    in each tile, where ``function`` gives means of that; None where it gives sums. weights: what it reads, as far as
+    that is known. where: names the caller in errors.
+    """
+    return _LossInTiles(function, cut, lengths, counts, weights, where).run()
+
+
+class _LossInTiles:
+    """One call of ``loss_in_tiles``."""
+
+    def __init__(
+        self,
+        function: Callable[[list[torch.Tensor]], Any],
+        cut: Sequence[torch.Tensor],
+        lengths: Sequence[int],
+        counts: Sequence[int] | None,
+        weights: Iterable[torch.Tensor],
+        where: str,
+    ) -> None:
+        self._function, self._cut, self._lengths, self._counts = function, cut, lengths, counts
+        self._held, self._where = list(weights), where
+
+    def run(self) -> torch.Tensor:
+        with held_whole(self._held), _uncached_casts():
+            return self._run()
+
+    def _run(self) -> torch.Tensor:
+        is_training = torch.is_grad_enabled()
+        sums = _Sums(self._cut, len(self._cut), 0)
+        weights = {id(weight): weight for weight in self._held if weight.requires_grad}
+        n_counted = 1 if self._counts is None else max(1, sum(self._counts))
+        loss, begin, holds = None, 0, ExitStack()
+        with holds:
+            for i, length in enumerate(self._lengths):
+                rows, begin = (begin, length), begin + length
+                n = 1 if self._counts is None else self._counts[i]
+                if n == 0:
+                    continue  # a mean of nothing
+                inputs = [t.narrow(0, *rows).detach().requires_grad_(t.requires_grad) for t in self._cut]
+                first_node = torch._C._autograd._get_sequence_nr()
+                with _differentiating(sums) if is_training else torch.no_grad():
+                    output = self._check(self._function(inputs))
+                value = output.detach() * n
+                loss = value if loss is None else loss + value
+                if output.requires_grad:
+                    leaves = _leaves_of(output, inputs, first_node, self._where)
+                    found = {id(leaf): leaf for leaf in leaves if id(leaf) not in weights}
+                    weights.update(found)
+                    holds.enter_context(held_whole(found.values()))
+                    # Of the sum, not of the mean: 16-bit gradients are scaled once, at the end.
+                    sums.add(rows, output, inputs, list(weights.values()), torch.full_like(output, n))
+                del output
+        if loss is None:
+            loss = self._cut[0].new_zeros((), dtype=torch.float32)
+        return _Finished.apply(loss, n_counted, sums, len(self._cut), *self._cut, *weights.values())
+
+    def _check(self, output: Any) -> torch.Tensor:
+        if torch.is_tensor(output) and output.numel() == 1:
+            return output.reshape(())
+        found = tuple(output.shape) if torch.is_tensor(output) else type(output).__name__
+        raise ModelError(f"the function gave {found} for one tile", where=self._where, fix="let it return one number")
+
+
+class _Finished(torch.autograd.Function):
+    """A loss whose gradients are known."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, loss: torch.Tensor, n_counted: int, sums: _Sums, n_cut: int, *tensors: torch.Tensor
+    ) -> torch.Tensor:
+        grads = [*map(sums.of_tensor, range(n_cut)), *map(sums.of_weight, tensors[n_cut:])]
+        ctx.n_counted = n_counted
+        ctx.dtypes = [tensor.dtype for tensor in tensors]
+        ctx.save_for_backward(*grads)
+        return loss / n_counted
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        scale = grad / ctx.n_counted
+        grads = [
+            None if found is None else (found * scale).to(dtype) for found, dtype in zip(ctx.saved_tensors, ctx.dtypes)
+        ]
+        return (None, None, None, None, *grads)

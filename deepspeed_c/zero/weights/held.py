@@ -1,0 +1,41 @@
+"""Sharded weights that stay whole while a piece of code uses them again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import torch
+
+from deepspeed_c.zero.weights.gather_unit import PlacedShard
+from deepspeed_c.zero.weights.param import ShardState, state_of
+
+__all__ = ["held_whole"]
+
+
+@contextmanager
+def held_whole(params: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Keeps those of ``params`` that are sharded whole within: each is gathered once, however often it is read.
+
+    Within a forward or backward of an engine this follows the plan of gathers. Collective for sharded parameters:
+    enter it on all ranks, with the same ones.
+    """
+    states: dict[int, tuple[ShardState, torch.Tensor]] = {}
+    for param in params:
+        state = state_of(param)
+        if state is not None and not state.persists:
+            states.setdefault(state.ds_id, (state, param))
+    with ExitStack() as stack:
+        # A set comes in another order on each rank; states are made in the same order on all.
+        for _, (state, param) in sorted(states.items()):
+            stack.callback(_hold(state, param))
+        yield
+
+
+def _hold(state: ShardState, param: torch.Tensor) -> Callable[[], None]:
+    if type(state) is PlacedShard and state.fetcher.is_active:
+        state.fetcher.use(state.group.index)
+        return state.hold()
+    state.acquire([param])
+    return partial(state.give_back, [param])

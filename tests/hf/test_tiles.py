@@ -1,0 +1,128 @@
+"""transformers' models whose perceptrons and loss run in tiles by themselves, against the same models without tiles."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.hf.stack import WIDTH, Text, llama, on_ranks
+
+ROWS = slice(0, 3)
+
+
+def prepare(n_elems=200):
+    from deepspeed_c.sequence import tiles_auto
+
+    tiles_auto.LOGITS_ELEMS = n_elems
+    tiles_auto.tiles_of_mlp = lambda n_tokens, width: 5
+    return tiles_auto
+
+
+def forward_and_backward(model, batch):
+    model.zero_grad()
+    output = model(**batch)
+    (output.loss * 3).backward()
+    return output, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def same_as_whole(rank, world, kind):
+    tiles_auto = prepare()
+    batch = Text().batch(0, 3)
+    if kind == "items":
+        batch["num_items_in_batch"] = torch.tensor(11)
+    if kind == "shifted":
+        batch["shift_labels"] = batch.pop("labels")
+        batch["labels"] = batch["shift_labels"]
+    model = llama(tie_word_embeddings=kind == "tied").double()
+    if kind == "peft":
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(3)
+        model = get_peft_model(
+            model, LoraConfig(target_modules=["up_proj", "lm_head", "q_proj"], init_lora_weights=False)
+        )
+    if kind == "checkpointing":
+        model.gradient_checkpointing_enable()
+    model.train()
+    whole, expected = forward_and_backward(model, batch)
+    tiled = tiles_auto.tile_model(model)
+    assert tiled.n_mlps == 2 and tiled.has_loss
+    calls = []
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(
+        lambda module, args: (
+            calls.append(args[0].shape) if type(module).__name__ == "Linear" and args[0].dim() == 3 else None
+        )
+    )
+    output, found = forward_and_backward(model, batch)
+    hook.remove()
+    assert any(shape[1] < 12 for shape in calls), calls
+    assert type(output.logits) is tiles_auto.PromisedLogits and not output.logits.is_computed
+    torch.testing.assert_close(output.loss.double(), whole.loss.double(), rtol=1e-7, atol=1e-7)
+    assert found.keys() == expected.keys()
+    for name in found:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-7, atol=1e-7)
+    assert output.logits.shape == whole.logits.shape and not output.logits.is_computed
+    torch.testing.assert_close(output.logits + 0, whole.logits)
+    assert torch.equal(output.logits.argmax(-1), whole.logits.argmax(-1))
+    model.eval()
+    with torch.no_grad():
+        evaluated = model(**batch)
+    assert type(evaluated.logits) is torch.Tensor
+    assert model.generate(input_ids=batch["input_ids"], max_new_tokens=3, do_sample=False).shape == (3, 15)
+    model.train()
+    tiled.close()
+    output, _ = forward_and_backward(model, batch)
+    assert type(output.logits) is torch.Tensor
+    assert "forward" not in next(m for m in model.modules() if type(m).__name__ == "LlamaMLP").__dict__
+    return True
+
+
+@pytest.mark.parametrize("kind", ["plain", "tied", "items", "shifted", "peft", "checkpointing"])
+def test_a_llama_in_tiles_is_the_whole_one(kind):
+    assert all(on_ranks(1, same_as_whole, kind))
+
+
+def engine_losses(rank, world, stage, tiles):
+    import deepspeed_c
+
+    tiles_auto = prepare()
+    model = llama()
+    if tiles:
+        tiles_auto.tile_model(model)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.2}},
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_param_persistence_threshold": 0,
+            "reduce_bucket_size": WIDTH * WIDTH,
+        },
+    }
+    engine = deepspeed_c.initialize(model=model, config=config)[0]
+    losses = []
+    for step in range(4):
+        begin = 4 * step + 2 * rank
+        loss = engine(**Text().batch(begin, begin + 2)).loss
+        losses.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+    return losses
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_engines_train_as_without_tiles(stage):
+    for found, expected in zip(on_ranks(2, engine_losses, stage, True), on_ranks(2, engine_losses, stage, False)):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def nothing_to_tile(rank, world):
+    from deepspeed_c.errors import ModelError
+
+    tiles_auto = prepare()
+    with pytest.raises(ModelError, match="Sequential has no perceptron"):
+        tiles_auto.tile_model(torch.nn.Sequential(torch.nn.Linear(3, 3)))
+    return tiles_auto._is_mlp(torch.nn.Linear(3, 3))
+
+
+def test_models_without_anything_to_tile_are_refused():
+    assert on_ranks(1, nothing_to_tile) == [False]
