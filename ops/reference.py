@@ -21,6 +21,7 @@ __all__ = [
     "muon_apply",
     "muon_momentum",
     "newton_schulz",
+    "nn_attention",
     "nn_bias_act",
     "nn_dropout",
     "nn_gated",
@@ -312,3 +313,43 @@ def nn_softmax(x: Tensor, mask: Tensor | None, scale: float, is_causal: bool) ->
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + _wide(mask)
     is_blind = (scores == -torch.inf).all(-1, keepdim=True)
     return scores.masked_fill(is_blind, 0).softmax(-1).masked_fill(is_blind, 0).to(x.dtype)
+
+
+def nn_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    documents: Tensor | None,
+    scale: float,
+    is_causal: bool,
+    window: int,
+    soft_cap: float,
+) -> tuple[Tensor, Tensor]:
+    """Out and log-sum-exp, by all scores at once. Window and soft_cap are 0 where there is none."""
+    n_queries, n_keys, n_sharing = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+    wide_k, wide_v = (_wide(x).repeat_interleave(n_sharing, 1) for x in (k, v))
+    scores = scale * _wide(q) @ wide_k.transpose(-1, -2)
+    position = torch.arange(n_queries, device=q.device)[:, None] + n_keys - n_queries
+    distance = position - torch.arange(n_keys, device=q.device)
+    if soft_cap:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    if alibi_slopes is not None:
+        scores = scores - alibi_slopes[..., None, None] * distance.abs()
+    sees = distance >= 0 if is_causal else torch.ones_like(distance, dtype=torch.bool)
+    if window:
+        sees = sees & (distance.abs() < window)
+    sees = sees[None, None]
+    if documents is not None:
+        own = documents[:, n_keys - n_queries :, None]
+        sees = sees & ((own == documents[:, None, :]) & (own >= 0))[:, None]
+    scores = scores.masked_fill(~sees, -torch.inf)
+    if sinks is not None:
+        sink = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sink], -1)
+    is_blind = (scores == -torch.inf).all(-1, keepdim=True)
+    lse = scores.masked_fill(is_blind, 0).logsumexp(-1, keepdim=True)
+    weights = (scores - lse).exp().masked_fill(is_blind, 0)[..., :n_keys]
+    lse = lse.masked_fill(is_blind, -torch.inf).squeeze(-1)
+    return (weights @ wide_v).to(q.dtype), lse
