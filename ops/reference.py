@@ -259,7 +259,7 @@ def nn_gated(x: Tensor, up: Tensor | None, act: str) -> Tensor:
 
 
 def philox(seed: int, n: int, device: torch.device | None = None) -> Tensor:
-    """The first n numbers of Philox4x32-10 with this seed (Salmon et al., SC 2011): int64 [n], each below 2^32."""
+    """The first n words of Philox4x32-7 with this seed (Salmon et al., SC 2011): int64 [n], each below 2^32."""
     counter = torch.arange((n + 3) // 4, dtype=torch.int64, device=device)
     low = 2**32 - 1
     words = [counter & low, counter >> 32, torch.zeros_like(counter), torch.zeros_like(counter)]
@@ -271,7 +271,7 @@ def philox(seed: int, n: int, device: torch.device | None = None) -> Tensor:
         total = (first >> 16) + second
         return total >> 16, (total & 0xFFFF) << 16 | (first & 0xFFFF)
 
-    for _ in range(10):
+    for _ in range(7):
         high0, low0 = multiply(0xD2511F53, words[0])
         high1, low1 = multiply(0xCD9E8D57, words[2])
         words = [high1 ^ words[1] ^ keys[0], low1, high0 ^ words[3] ^ keys[1], low0]
@@ -284,8 +284,11 @@ def nn_dropout(x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float
         raise ValueError(f"p is {p}, must be in [0, 1]")
     wide = _wide(x) if bias is None else _wide(x) + _wide(bias)
     if p > 0:
-        is_kept = (philox(seed, x.numel(), x.device) >= round(p * 2**32)).view(x.shape)
-        wide = torch.where(is_kept, wide * (1 / (1 - p) if p < 1 else 0.0), 0.0)
+        n_dropped = round(p * 2**16)  # of as many numbers; the halves of each word, the low one first
+        words = philox(seed, (x.numel() + 1) // 2, x.device)
+        numbers = torch.stack([words & 0xFFFF, words >> 16], -1).view(-1)[: x.numel()]
+        scale = 2**16 / (2**16 - n_dropped) if n_dropped < 2**16 else 0.0
+        wide = torch.where((numbers >= n_dropped).view(x.shape), wide * scale, 0.0)
     return (wide if residual is None else wide + _wide(residual)).to(x.dtype)
 
 

@@ -6,7 +6,7 @@
 #include <math.h>
 #include <string.h>
 
-#define TWO_TO_32 4294967296.0
+#define NUMBERS 65536.0
 
 /* How the loop is called: numbers below threshold are dropped, what is kept is scaled. */
 struct dropping {
@@ -18,11 +18,12 @@ struct dropping {
 
 static struct dropping dropping_of(float p, uint64_t seed)
 {
-    double threshold = nearbyint((double)p * TWO_TO_32);
+    double threshold = nearbyint((double)p * NUMBERS);
 
-    if (threshold >= TWO_TO_32)
+    if (threshold >= NUMBERS)
         return (struct dropping){.seed = seed, .drops_all = true};
-    return (struct dropping){.seed = seed, .threshold = (uint32_t)threshold, .scale = (float)(1.0 / (1.0 - (double)p))};
+    return (struct dropping){
+        .seed = seed, .threshold = (uint32_t)threshold, .scale = (float)(NUMBERS / (NUMBERS - threshold))};
 }
 
 static dsc_status check_p(float p)
@@ -61,12 +62,15 @@ static void dropout_row(const void *arg, int64_t row, float *const *sums)
         int64_t i = row * call->n_cols + begin;
         const dsc_f32 *x = dsc_load_biased(rows, call->dtype, dsc_at(call->x, call->dtype, i),
                                            dsc_at(call->bias, call->dtype, begin), n, scratch);
-        dsc_f32 *y = scratch[0];
+        void *out = dsc_at_out(call->y, call->dtype, i);
+        dsc_f32 *target = dsc_target(call->dtype, out, scratch[0]);
+        dsc_f32 *y = call->residual == NULL ? target : scratch[0]; /* out may be the residual */
 
         drop(rows, &job->how, n, i, x, y);
         if (call->residual != NULL)
-            rows->nn->add(n, y, dsc_load(rows, call->dtype, dsc_at(call->residual, call->dtype, i), n, scratch[1]), y);
-        dsc_store(rows, call->dtype, y, n, dsc_at_out(call->y, call->dtype, i));
+            rows->nn->add(n, y, dsc_load(rows, call->dtype, dsc_at(call->residual, call->dtype, i), n, scratch[1]),
+                          target);
+        dsc_store(rows, call->dtype, target, n, out);
     }
 }
 
@@ -99,12 +103,13 @@ static void dropout_grad_row(const void *arg, int64_t row, float *const *sums)
         int64_t n = dsc_block_of(call->n_cols - begin);
         int64_t i = row * call->n_cols + begin;
         const dsc_f32 *dy = dsc_load(rows, call->dtype, dsc_at(call->dy, call->dtype, i), n, scratch[0]);
-        dsc_f32 *dx = scratch[1];
+        void *out = dsc_at_out(call->dx, call->dtype, i);
+        dsc_f32 *dx = dsc_target(call->dtype, out, scratch[1]);
 
         drop(rows, &job->how, n, i, dy, dx);
         if (sums[0] != NULL)
             rows->kernels->add_f32(n, dx, (dsc_f32 *)sums[0] + begin);
-        dsc_store(rows, call->dtype, dx, n, dsc_at_out(call->dx, call->dtype, i));
+        dsc_store(rows, call->dtype, dx, n, out);
     }
 }
 

@@ -10,27 +10,34 @@ struct norm_job {
     const struct dsc_nn_norm *call;
 };
 
-/* Writes the sum with the residual and gives the moments of what was written. */
-static void enter_row(const struct norm_job *job, int64_t row, double *sum, double *sumsq)
+/* Rows of up to so many elements are widened once; longer ones are read again. */
+#define ROW_ELEMS (4 * DSC_BLOCK_ELEMS)
+
+/*
+ * Writes the sum with the residual and gives the moments of what was written. A row of 16-bit elements that fits is
+ * left in kept, as f32.
+ */
+static void enter_row(const struct norm_job *job, int64_t row, dsc_f32 *kept, double *sum, double *sumsq)
 {
     const struct dsc_nn_norm *call = job->call;
     const struct dsc_rows *rows = &job->rows;
-    dsc_f32 scratch[2][DSC_BLOCK_ELEMS];
+    bool is_short = rows->n_cols <= ROW_ELEMS;
+    dsc_f32 scratch[DSC_BLOCK_ELEMS];
 
     for (int64_t begin = 0; begin < rows->n_cols; begin += DSC_BLOCK_ELEMS) {
         int64_t n = dsc_block_of(rows->n_cols - begin);
         int64_t i = row * rows->n_cols + begin;
-        const dsc_f32 *x = dsc_load(rows, call->dtype, dsc_at(call->x, call->dtype, i), n, scratch[0]);
+        dsc_f32 *wide = kept + (is_short ? begin : 0);
+        const dsc_f32 *x = dsc_load(rows, call->dtype, dsc_at(call->x, call->dtype, i), n, wide);
 
         if (call->residual != NULL) {
-            const dsc_f32 *residual =
-                dsc_load(rows, call->dtype, dsc_at(call->residual, call->dtype, i), n, scratch[1]);
+            const dsc_f32 *residual = dsc_load(rows, call->dtype, dsc_at(call->residual, call->dtype, i), n, scratch);
             void *out = dsc_at_out(call->sum, call->dtype, i);
-            dsc_f32 *added = dsc_target(call->dtype, out, scratch[0]);
+            dsc_f32 *added = dsc_target(call->dtype, out, wide);
 
             rows->nn->add(n, x, residual, added);
             dsc_store(rows, call->dtype, added, n, out);
-            x = dsc_load(rows, call->dtype, out, n, scratch[0]); /* as it was rounded */
+            x = dsc_load(rows, call->dtype, out, n, wide); /* as it was rounded */
         }
         rows->nn->moments(n, x, sum, sumsq);
     }
@@ -42,12 +49,14 @@ static void norm_row(const void *arg, int64_t row, float *const *sums)
     const struct dsc_nn_norm *call = job->call;
     const struct dsc_rows *rows = &job->rows;
     const void *from = call->residual != NULL ? call->sum : call->x;
+    bool is_kept = call->dtype != DSC_DTYPE_F32 && rows->n_cols <= ROW_ELEMS;
+    dsc_f32 kept[ROW_ELEMS];
     dsc_f32 scratch[3][DSC_BLOCK_ELEMS];
     double sum = 0.0;
     double sumsq = 0.0;
 
     (void)sums;
-    enter_row(job, row, &sum, &sumsq);
+    enter_row(job, row, kept, &sum, &sumsq);
 
     double n_cols = (double)rows->n_cols;
     double mean = call->is_rms ? 0.0 : sum / n_cols;
@@ -61,7 +70,8 @@ static void norm_row(const void *arg, int64_t row, float *const *sums)
     for (int64_t begin = 0; begin < rows->n_cols; begin += DSC_BLOCK_ELEMS) {
         int64_t n = dsc_block_of(rows->n_cols - begin);
         int64_t i = row * rows->n_cols + begin;
-        const dsc_f32 *x = dsc_load(rows, call->dtype, dsc_at(from, call->dtype, i), n, scratch[0]);
+        const dsc_f32 *x =
+            is_kept ? kept + begin : dsc_load(rows, call->dtype, dsc_at(from, call->dtype, i), n, scratch[0]);
         const dsc_f32 *weight =
             dsc_load(rows, call->weight_dtype, dsc_at(call->weight, call->weight_dtype, begin), n, scratch[1]);
         const dsc_f32 *bias =
@@ -154,12 +164,13 @@ static void norm_grad_row(const void *arg, int64_t row, float *const *sums)
         int64_t n = dsc_block_of(rows->n_cols - begin);
         int64_t i = row * rows->n_cols + begin;
         struct norm_block block = load_block(job, row, begin, n, scratch);
-        dsc_f32 *dx = scratch[0];
+        void *out = dsc_at_out(call->dx, call->dtype, i);
+        dsc_f32 *dx = call->dsum == NULL ? dsc_target(call->dtype, out, scratch[0]) : scratch[0]; /* it may be dsum */
 
         rows->nn->norm_grad(n, block.dy, block.x, mean, rstd, block.weight, mean_g, mean_gh, dx);
         if (call->dsum != NULL)
             rows->nn->add(n, dx, dsc_load(rows, call->dtype, dsc_at(call->dsum, call->dtype, i), n, scratch[3]), dx);
-        dsc_store(rows, call->dtype, dx, n, dsc_at_out(call->dx, call->dtype, i));
+        dsc_store(rows, call->dtype, dx, n, out);
     }
 }
 

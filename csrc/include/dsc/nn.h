@@ -147,9 +147,9 @@ struct dsc_nn_gated_grad {
 DSC_API dsc_status dsc_nn_gated_grad(const struct dsc_nn_gated_grad *call, const struct dsc_par *par);
 
 /*
- * y = residual + keep * (x + bias) / (1 - p), each element kept with probability 1 - p (rounded to a multiple of
- * 2^-32). Element i is kept by number i of the sequence that Philox4x32-10 (Salmon et al., SC 2011) makes of seed: so
- * the backward draws them again, and nothing is stored.
+ * y = residual + keep * (x + bias) / (1 - p), each element kept with probability 1 - p, p rounded to a multiple of
+ * 2^-16. Element i is kept by number i of the sequence of 16-bit halves, low ones first, that Philox4x32-7 (Salmon et
+ * al., SC 2011) makes of seed: so the backward draws them again, and nothing is stored.
  */
 struct dsc_nn_dropout {
     int64_t n_rows;

@@ -63,10 +63,24 @@ void DSC_K(nn_norm)(int64_t n, const dsc_f32 *x, float mean, float rstd, const d
     }
 }
 
-/* The sums of one row, and what it adds to those of the columns, where they are wanted. */
-void DSC_K(nn_norm_sums)(int64_t n, const dsc_f32 *restrict dy, const dsc_f32 *restrict x, float mean, float rstd,
-                         const dsc_f32 *restrict weight, dsc_f32 *restrict dweight, dsc_f32 *restrict dbias,
-                         double *sum_g, double *sum_gh)
+static inline floats load(const dsc_f32 *src)
+{
+    floats x;
+
+    memcpy(&x, src, sizeof x);
+    return x;
+}
+
+static inline void add_to(floats x, dsc_f32 *dst)
+{
+    x = load(dst) + x;
+    memcpy(dst, &x, sizeof x);
+}
+
+/* A constant for each of weight, dweight and dbias that is NULL, so that each case has a loop of its own. */
+static inline __attribute__((always_inline)) void sum_row(int64_t n, const dsc_f32 *dy, const dsc_f32 *x, float mean,
+                                                          float rstd, const dsc_f32 *weight, dsc_f32 *dweight,
+                                                          dsc_f32 *dbias, double *sum_g, double *sum_gh)
 {
     doubles g_sums[REGISTERS] = {0};
     doubles gh_sums[REGISTERS] = {0};
@@ -75,34 +89,48 @@ void DSC_K(nn_norm_sums)(int64_t n, const dsc_f32 *restrict dy, const dsc_f32 *r
     int64_t i = 0;
 
     for (; i + LANES <= n; i += LANES) {
-        dsc_f32 g[LANES];
-        dsc_f32 gh[LANES];
-
-        for (int lane = 0; lane < LANES; lane++) {
-            g[lane] = weight == NULL ? dy[i + lane] : dy[i + lane] * weight[i + lane];
-            gh[lane] = g[lane] * ((x[i + lane] - mean) * rstd);
-        }
         for (int r = 0; r < REGISTERS; r++) {
-            g_sums[r] += dsc_load_wide(g + r * REGISTER_LANES);
-            gh_sums[r] += dsc_load_wide(gh + r * REGISTER_LANES);
+            int64_t at = i + r * REGISTER_LANES;
+            floats gradient = load(dy + at);
+            floats h = (load(x + at) - mean) * rstd;
+            floats g = weight == NULL ? gradient : gradient * load(weight + at);
+
+            g_sums[r] += __builtin_convertvector(g, doubles);
+            gh_sums[r] += __builtin_convertvector(g * h, doubles);
+            if (dweight != NULL)
+                add_to(gradient * h, dweight + at);
+            if (dbias != NULL)
+                add_to(gradient, dbias + at);
         }
     }
     memcpy(g_lanes, g_sums, sizeof g_lanes);
     memcpy(gh_lanes, gh_sums, sizeof gh_lanes);
     for (int lane = 0; i < n; i++, lane++) {
+        float h = (x[i] - mean) * rstd;
         float g = weight == NULL ? dy[i] : dy[i] * weight[i];
 
         g_lanes[lane] += (double)g;
-        gh_lanes[lane] += (double)(g * ((x[i] - mean) * rstd));
+        gh_lanes[lane] += (double)(g * h);
+        if (dweight != NULL)
+            dweight[i] += dy[i] * h;
+        if (dbias != NULL)
+            dbias[i] += dy[i];
     }
     *sum_g += dsc_fold(g_lanes);
     *sum_gh += dsc_fold(gh_lanes);
-    if (dweight != NULL)
-        for (i = 0; i < n; i++)
-            dweight[i] += dy[i] * ((x[i] - mean) * rstd);
-    if (dbias != NULL)
-        for (i = 0; i < n; i++)
-            dbias[i] += dy[i];
+}
+
+void DSC_K(nn_norm_sums)(int64_t n, const dsc_f32 *dy, const dsc_f32 *x, float mean, float rstd, const dsc_f32 *weight,
+                         dsc_f32 *dweight, dsc_f32 *dbias, double *sum_g, double *sum_gh)
+{
+    if (weight != NULL && dweight != NULL && dbias != NULL)
+        sum_row(n, dy, x, mean, rstd, weight, dweight, dbias, sum_g, sum_gh);
+    else if (weight != NULL && dweight != NULL)
+        sum_row(n, dy, x, mean, rstd, weight, dweight, NULL, sum_g, sum_gh);
+    else if (dweight == NULL && dbias == NULL)
+        sum_row(n, dy, x, mean, rstd, weight, NULL, NULL, sum_g, sum_gh);
+    else
+        sum_row(n, dy, x, mean, rstd, weight, dweight, dbias, sum_g, sum_gh);
 }
 
 void DSC_K(nn_norm_grad)(int64_t n, const dsc_f32 *dy, const dsc_f32 *x, float mean, float rstd, const dsc_f32 *weight,
