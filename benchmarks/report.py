@@ -87,6 +87,25 @@ FIGURES = [
         for dtype in ("float32", "bfloat16")
         for phase in ("forward", "backward")
     ),
+    *(
+        Figure(
+            f"attention of 2,048 tokens {dtype}, {what}, {phase}, 2 threads: over torch's with a dense mask",
+            "<= 1",
+            "attention",
+            {"case": case, "phase": phase, "dtype": dtype, "threads": 2},
+            "ratio_to_torch",
+        )
+        for case, what in (("alibi", "ALiBi"), ("window", "a window of 256"), ("packed", "8 documents"))
+        for dtype in ("float32", "bfloat16")
+        for phase in ("forward", "backward")
+    ),
+    Figure(
+        "attention of 2,048 tokens float32, ALiBi: peak memory over torch's with a dense mask",
+        "<= 0.25",
+        "attention",
+        {"case": "alibi", "phase": "backward", "dtype": "float32", "threads": 2},
+        "peak_over_torch",
+    ),
     Figure(
         "stage 3 step, 17M parameters, 2 hosts x 2 ranks, links of 1 Gbit/s: over that with gloo alone",
         "<= 0.6",

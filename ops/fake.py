@@ -141,6 +141,28 @@ def _nn_softmax_backward(dy: Tensor, y: Tensor, scale: float) -> Tensor:
     return torch.empty_like(y)
 
 
+@torch.library.impl(_LIBRARY, "nn_attention", "Meta")
+def _nn_attention(q: Tensor, k: Tensor, v: Tensor, *rules: Any) -> tuple[Tensor, Tensor]:
+    out = torch.empty_like(q) if v.shape[-1] == q.shape[-1] else q.new_empty((*q.shape[:-1], v.shape[-1]))
+    return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+@torch.library.impl(_LIBRARY, "nn_attention_backward", "Meta")
+def _nn_attention_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    sinks: Tensor | None,
+    *rules: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dsinks = q.new_empty(0 if sinks is None else q.shape[1], dtype=torch.float32)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dsinks
+
+
 def _dense_like(x: Tensor) -> Tensor:
     """What an operator that makes its operand contiguous gives."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)

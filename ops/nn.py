@@ -1,4 +1,5 @@
-"""Fused operators of transformer layers, forward and backward: norms, activations, dropout, rotary positions, softmax.
+"""Fused operators of transformer layers, forward and backward: norms, activations, dropout, rotary positions, softmax,
+attention.
 
 Each reads its operands once and keeps no intermediate result. Elements are float32, bfloat16 or float16, computed in
 float32 and rounded once; results have the same bits for any number of threads and any instruction set. The formulas
@@ -17,6 +18,7 @@ from deepspeed_c import _C  # noqa: F401  (registers the operators)
 from deepspeed_c.ops import fake, reference  # noqa: F401
 
 __all__ = [
+    "attention",
     "bias_act",
     "bias_dropout_residual",
     "bias_gelu",
@@ -152,6 +154,50 @@ def masked_softmax(x: Tensor, mask: Tensor | None = None, scale: float = 1.0, *,
     return _ops.nn_softmax(x, mask, scale, is_causal)
 
 
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    documents: Tensor | None = None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """softmax(scores) v where a rule and no tensor says who sees whom, in memory that grows with the tokens alone.
+
+    q: [batch, heads, queries, dim]. k, v: [batch, kv_heads, keys, dim], kv_heads dividing heads; v may have a dim of
+    its own. All of one dtype and of any strides but the last. Query i lies at position p = i + keys - queries and sees
+    key j where all rules agree: ``causal``: j <= p; ``window``: abs(p - j) < window; ``documents`` (integers
+    [batch, keys]): those of p and j are the same and not negative, so that a negative number is padding.
+
+    Scores are scale * q k (by default dim**-0.5), then soft_cap * tanh(score / soft_cap), then less
+    slope * abs(p - j) for ``alibi_slopes`` ([heads] or [batch, heads], arXiv 2108.12409). ``sinks`` [heads] are scores
+    without a value, one a head. A query that sees nothing is 0. Returns out [batch, heads, queries, dim of v], and with
+    ``return_lse`` (out, lse), lse float32 [batch, heads, queries] being the logarithm of the sum of exp(scores) (-inf
+    where nothing is seen), by which outputs over parts of the keys are merged. q, k, v and sinks have gradients, lse's
+    among what they come from. ValueError for shapes that do not fit. Where no rule needs it, torch's
+    ``scaled_dot_product_attention`` is as good; it takes a mask of [queries, keys] for what is none of its own.
+    """
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}, must be at least 1: a query sees itself")
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap is {soft_cap}, must be positive")
+    sinks, alibi_slopes = (x if x is None else x.float().contiguous() for x in (sinks, alibi_slopes))
+    if documents is not None:
+        documents = documents.to(torch.int32).contiguous()
+    q, k, v = (x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous() for x in (q, k, v))
+    rules = (sinks, alibi_slopes, documents, scale, causal, window or 0, soft_cap or 0.0)
+    out, lse = (reference if _is_elsewhere(q) else _ops).nn_attention(q, k, v, *rules)
+    return (out, lse) if return_lse else out
+
+
 def _is_elsewhere(x: Tensor) -> bool:
     return x.device.type not in ("cpu", "meta")
 
@@ -255,6 +301,24 @@ def _softmax_backward(ctx: Any, dy: Tensor) -> tuple:
     return dx, dmask, None, None
 
 
+def _attention_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    q, k, v, sinks, slopes, documents, *ctx.rules = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, *output, sinks, slopes, documents)
+
+
+def _attention_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
+    q, k, v, out, lse, sinks, slopes, documents = ctx.saved_tensors
+    if dout is None:
+        dout = torch.zeros_like(out)
+    if dout.stride(-1) != 1 and dout.shape[-1] > 1:
+        dout = dout.contiguous()
+    if dlse is not None:
+        dlse = dlse.contiguous()
+    dq, dk, dv, dsinks = _ops.nn_attention_backward(dout, dlse, q, k, v, out, lse, sinks, slopes, documents, *ctx.rules)
+    return dq, dk, dv, None if sinks is None else dsinks, None, None, None, None, None, None
+
+
 for _name, _backward, _context in (
     ("nn_norm", _norm_backward, _norm_context),
     ("nn_bias_act", _bias_act_backward, _bias_act_context),
@@ -262,5 +326,6 @@ for _name, _backward, _context in (
     ("nn_dropout", _dropout_backward, _dropout_context),
     ("nn_rotary", _rotary_backward, _rotary_context),
     ("nn_softmax", _softmax_backward, _softmax_context),
+    ("nn_attention", _attention_backward, _attention_context),
 ):
     torch.library.register_autograd(f"deepspeed_c::{_name}", _backward, setup_context=_context)

@@ -21,6 +21,7 @@ __all__ = [
     "muon_apply",
     "muon_momentum",
     "newton_schulz",
+    "nn_attention",
     "nn_bias_act",
     "nn_dropout",
     "nn_gated",
@@ -258,7 +259,7 @@ def nn_gated(x: Tensor, up: Tensor | None, act: str) -> Tensor:
 
 
 def philox(seed: int, n: int, device: torch.device | None = None) -> Tensor:
-    """The first n numbers of Philox4x32-10 with this seed (Salmon et al., SC 2011): int64 [n], each below 2^32."""
+    """The first n words of Philox4x32-7 with this seed (Salmon et al., SC 2011): int64 [n], each below 2^32."""
     counter = torch.arange((n + 3) // 4, dtype=torch.int64, device=device)
     low = 2**32 - 1
     words = [counter & low, counter >> 32, torch.zeros_like(counter), torch.zeros_like(counter)]
@@ -270,7 +271,7 @@ def philox(seed: int, n: int, device: torch.device | None = None) -> Tensor:
         total = (first >> 16) + second
         return total >> 16, (total & 0xFFFF) << 16 | (first & 0xFFFF)
 
-    for _ in range(10):
+    for _ in range(7):
         high0, low0 = multiply(0xD2511F53, words[0])
         high1, low1 = multiply(0xCD9E8D57, words[2])
         words = [high1 ^ words[1] ^ keys[0], low1, high0 ^ words[3] ^ keys[1], low0]
@@ -283,8 +284,11 @@ def nn_dropout(x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float
         raise ValueError(f"p is {p}, must be in [0, 1]")
     wide = _wide(x) if bias is None else _wide(x) + _wide(bias)
     if p > 0:
-        is_kept = (philox(seed, x.numel(), x.device) >= round(p * 2**32)).view(x.shape)
-        wide = torch.where(is_kept, wide * (1 / (1 - p) if p < 1 else 0.0), 0.0)
+        n_dropped = round(p * 2**16)  # of as many numbers; the halves of each word, the low one first
+        words = philox(seed, (x.numel() + 1) // 2, x.device)
+        numbers = torch.stack([words & 0xFFFF, words >> 16], -1).view(-1)[: x.numel()]
+        scale = 2**16 / (2**16 - n_dropped) if n_dropped < 2**16 else 0.0
+        wide = torch.where((numbers >= n_dropped).view(x.shape), wide * scale, 0.0)
     return (wide if residual is None else wide + _wide(residual)).to(x.dtype)
 
 
@@ -312,3 +316,43 @@ def nn_softmax(x: Tensor, mask: Tensor | None, scale: float, is_causal: bool) ->
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + _wide(mask)
     is_blind = (scores == -torch.inf).all(-1, keepdim=True)
     return scores.masked_fill(is_blind, 0).softmax(-1).masked_fill(is_blind, 0).to(x.dtype)
+
+
+def nn_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    documents: Tensor | None,
+    scale: float,
+    is_causal: bool,
+    window: int,
+    soft_cap: float,
+) -> tuple[Tensor, Tensor]:
+    """Out and log-sum-exp, by all scores at once. Window and soft_cap are 0 where there is none."""
+    n_queries, n_keys, n_sharing = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+    wide_k, wide_v = (_wide(x).repeat_interleave(n_sharing, 1) for x in (k, v))
+    scores = scale * _wide(q) @ wide_k.transpose(-1, -2)
+    position = torch.arange(n_queries, device=q.device)[:, None] + n_keys - n_queries
+    distance = position - torch.arange(n_keys, device=q.device)
+    if soft_cap:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    if alibi_slopes is not None:
+        scores = scores - alibi_slopes[..., None, None] * distance.abs()
+    sees = distance >= 0 if is_causal else torch.ones_like(distance, dtype=torch.bool)
+    if window:
+        sees = sees & (distance.abs() < window)
+    sees = sees[None, None]
+    if documents is not None:
+        own = documents[:, n_keys - n_queries :, None]
+        sees = sees & ((own == documents[:, None, :]) & (own >= 0))[:, None]
+    scores = scores.masked_fill(~sees, -torch.inf)
+    if sinks is not None:
+        sink = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sink], -1)
+    is_blind = (scores == -torch.inf).all(-1, keepdim=True)
+    lse = scores.masked_fill(is_blind, 0).logsumexp(-1, keepdim=True)
+    weights = (scores - lse).exp().masked_fill(is_blind, 0)[..., :n_keys]
+    lse = lse.masked_fill(is_blind, -torch.inf).squeeze(-1)
+    return (weights @ wide_v).to(q.dtype), lse

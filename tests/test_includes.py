@@ -50,7 +50,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     r"(cuda|nccl|cub/|thrust/)": ("csrc/cuda/*",),
     r"dlfcn\.h": ("csrc/accel/*", "ops/binding/*"),
     r"pthread\.h": ("csrc/base/pool.c", "csrc/base/process.c", "csrc/cpu/dispatch.c", "csrc/ckpt/crc32c.c", "csrc/aio/threads.c", "csrc/comm/*"),
-    r"immintrin\.h": ("csrc/cpu/*", "csrc/nn/dropout.c"),
+    r"immintrin\.h": ("csrc/cpu/*", "csrc/nn/loops/dropout.c", "csrc/nn/loops/mul_add.c"),
     r"(libaio|liburing)\.h": (),
 }
 

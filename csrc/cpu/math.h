@@ -1,6 +1,7 @@
 /*
  * Elementary functions of f32, without branches, so that a loop around one vectorises on every instruction set with the
- * same bits. The polynomials are Chebyshev fits of our own; errors are bounds over the whole range.
+ * same bits. The polynomials are Chebyshev fits of our own; errors are bounds over the whole range. Fused operations
+ * are written as such: libm does them, slowly, where a processor has none.
  */
 #ifndef DSC_CPU_MATH_H
 #define DSC_CPU_MATH_H
@@ -25,17 +26,17 @@
 static inline float dsc_exp_nonpositive(float x)
 {
     float clamped = x < MIN_EXPONENT ? MIN_EXPONENT : x;
-    float shifted = clamped * LOG2_E + ROUNDER;
+    float shifted = fmaf(clamped, LOG2_E, ROUNDER);
     float n = shifted - ROUNDER;
-    float r = (clamped - n * LN2_HIGH) - n * LN2_LOW;
+    float r = fmaf(-n, LN2_LOW, fmaf(-n, LN2_HIGH, clamped));
     float p = 1.98909809e-4f;
 
-    p = p * r + 1.39336416e-3f;
-    p = p * r + 8.33331048e-3f;
-    p = p * r + 4.16664667e-2f;
-    p = p * r + 1.66666672e-1f;
-    p = p * r + 0.5f;
-    p = 1.0f + (r + r * r * p);
+    p = fmaf(p, r, 1.39336416e-3f);
+    p = fmaf(p, r, 8.33331048e-3f);
+    p = fmaf(p, r, 4.16664667e-2f);
+    p = fmaf(p, r, 1.66666672e-1f);
+    p = fmaf(p, r, 0.5f);
+    p = 1.0f + fmaf(r * r, p, r);
 
     /* The whole number, as the exponent of a float. */
     float power = dsc_f32_from_bits((dsc_f32_bits(shifted) + 127u) << 23);
@@ -65,14 +66,14 @@ static inline float dsc_normal_cdf(float x, float *density)
     float e = dsc_exp_nonpositive(-(t * t));
     float p = -0.0600128062f;
 
-    p = p * u + 0.289165497f;
-    p = p * u - 0.496626943f;
-    p = p * u + 0.288694143f;
-    p = p * u - 0.0337807126f;
-    p = p * u + 0.205616340f;
-    p = p * u + 0.242395729f;
-    p = p * u + 0.282467157f;
-    p = p * u + 0.282081544f;
+    p = fmaf(p, u, 0.289165497f);
+    p = fmaf(p, u, -0.496626943f);
+    p = fmaf(p, u, 0.288694143f);
+    p = fmaf(p, u, -0.0337807126f);
+    p = fmaf(p, u, 0.205616340f);
+    p = fmaf(p, u, 0.242395729f);
+    p = fmaf(p, u, 0.282467157f);
+    p = fmaf(p, u, 0.282081544f);
 
     float tail = 0.5f * (e * (u * p));
 

@@ -1,71 +1,131 @@
-/* Compiled once per instruction set: activations, alone and as gates. */
-#include "cpu/math.h"
-#include "nn/table.h"
+/* Activations by name and number: y = act(x + bias), and its gradient. */
+#include "nn/act.h"
 
-/* An activation and its derivative, both from one evaluation of what is costly. */
-struct act {
-    float value;
-    float slope;
-};
+#include "nn/rows.h"
 
-static inline struct act gelu(float x)
+#include <string.h>
+
+dsc_status dsc_nn_act_find(const char *name, dsc_nn_act *out_act)
 {
-    float density;
-    float cdf = dsc_normal_cdf(x, &density);
+    static const char *const names[] = {
+#define DSC_NN_ACT(name) #name,
+#include "dsc/activations.inc"
+#undef DSC_NN_ACT
+    };
+    static const char known[] = ""
+#define DSC_NN_ACT(name) " " #name
+#include "dsc/activations.inc"
+#undef DSC_NN_ACT
+        ;
 
-    return (struct act){x * cdf, cdf + x * density};
+    for (int i = 0; i < DSC_NN_ACT_COUNT; i++) {
+        if (name != NULL && strcmp(name, names[i]) == 0) {
+            *out_act = (dsc_nn_act)i;
+            return DSC_OK;
+        }
+    }
+    return dsc_fail(DSC_EINVAL, "no activation \"%.63s\"; there are:%s", name == NULL ? "" : name, known);
 }
 
-/* (1 + tanh z) / 2 is sigmoid(2 z), with z = sqrt(2 / pi) (x + 0.044715 x^3). */
-#define TWICE_SQRT_2_PI 1.59576912f
-#define CUBIC 0.0713548163f /* TWICE_SQRT_2_PI * 0.044715 */
-
-static inline struct act gelu_tanh(float x)
-{
-    float square = x * x;
-    float s = dsc_sigmoid(x * (TWICE_SQRT_2_PI + CUBIC * square));
-
-    return (struct act){x * s, s + x * (s * (1.0f - s)) * (TWICE_SQRT_2_PI + 3.0f * CUBIC * square)};
-}
-
-static inline struct act silu(float x)
-{
-    float s = dsc_sigmoid(x);
-
-    return (struct act){x * s, s + x * (s * (1.0f - s))};
-}
-
-/* A NaN stays one. */
-static inline struct act relu(float x)
-{
-    return (struct act){x < 0.0f ? 0.0f : x, x > 0.0f ? 1.0f : 0.0f};
-}
-
-#define DSC_NN_ACT(name)                                                                                     \
-    void DSC_K(nn_##name)(int64_t n, const dsc_f32 *x, dsc_f32 *y)                                           \
-    {                                                                                                        \
-        EACH for (int64_t i = 0; i < n; i++) y[i] = name(x[i]).value;                                        \
-    }                                                                                                        \
-    void DSC_K(nn_##name##_grad)(int64_t n, const dsc_f32 *x, const dsc_f32 *dy, dsc_f32 *dx)                \
-    {                                                                                                        \
-        EACH for (int64_t i = 0; i < n; i++) dx[i] = dy[i] * name(x[i]).slope;                               \
-    }                                                                                                        \
-    void DSC_K(nn_gated_##name)(int64_t n, const dsc_f32 *gate, const dsc_f32 *up, dsc_f32 *y)               \
-    {                                                                                                        \
-        EACH for (int64_t i = 0; i < n; i++) y[i] = name(gate[i]).value * up[i];                             \
-    }                                                                                                        \
-    void DSC_K(nn_gated_##name##_grad)(int64_t n, const dsc_f32 *gate, const dsc_f32 *up, const dsc_f32 *dy, \
-                                       dsc_f32 *dgate, dsc_f32 *dup)                                         \
-    {                                                                                                        \
-        EACH for (int64_t i = 0; i < n; i++)                                                                 \
-        {                                                                                                    \
-            struct act act = name(gate[i]);                                                                  \
-            float from_up = dy[i] * up[i] * act.slope;                                                       \
-            float from_gate = dy[i] * act.value;                                                             \
-                                                                                                             \
-            dgate[i] = from_up;                                                                              \
-            dup[i] = from_gate;                                                                              \
-        }                                                                                                    \
+#define LOOPS(name)                                                          \
+    {                                                                        \
+        nn->name, nn->name##_grad, nn->gated_##name, nn->gated_##name##_grad \
     }
 
+dsc_status dsc_act_loops_of(dsc_nn_act act, struct dsc_act_loops *out_loops)
+{
+    const struct dsc_nn_kernels *nn = dsc_nn_kernels_get();
+    const struct dsc_act_loops loops[DSC_NN_ACT_COUNT] = {
+#define DSC_NN_ACT(name) [DSC_NN_ACT_##name] = LOOPS(name),
 #include "dsc/activations.inc"
+#undef DSC_NN_ACT
+    };
+
+    if ((int)act < 0 || (int)act >= DSC_NN_ACT_COUNT)
+        return dsc_fail(DSC_EINVAL, "act is %d, which is no dsc_nn_act", (int)act);
+    *out_loops = loops[act];
+    return DSC_OK;
+}
+
+struct act_job {
+    struct dsc_rows rows;
+    struct dsc_act_loops loops;
+    const struct dsc_nn_bias_act *call;
+};
+
+static void act_row(const void *arg, int64_t row, float *const *sums)
+{
+    const struct act_job *job = arg;
+    const struct dsc_nn_bias_act *call = job->call;
+    dsc_f32 scratch[2][DSC_BLOCK_ELEMS];
+
+    (void)sums;
+    for (int64_t begin = 0; begin < call->n_cols; begin += DSC_BLOCK_ELEMS) {
+        int64_t n = dsc_block_of(call->n_cols - begin);
+        int64_t i = row * call->n_cols + begin;
+        const dsc_f32 *x = dsc_load_biased(&job->rows, call->dtype, dsc_at(call->x, call->dtype, i),
+                                           dsc_at(call->bias, call->dtype, begin), n, scratch);
+        void *out = dsc_at_out(call->y, call->dtype, i);
+        dsc_f32 *y = dsc_target(call->dtype, out, scratch[0]);
+
+        job->loops.act(n, x, y);
+        dsc_store(&job->rows, call->dtype, y, n, out);
+    }
+}
+
+dsc_status dsc_nn_bias_act(const struct dsc_nn_bias_act *call, const struct dsc_par *par)
+{
+    struct act_job job = {.call = call};
+
+    DSC_TRY(dsc_check_rows(call->n_rows, call->n_cols, call->dtype));
+    DSC_TRY(dsc_act_loops_of(call->act, &job.loops));
+    DSC_TRY(CHECK_PRESENT(call->n_rows, NAMED(call, x), NAMED(call, y)));
+    job.rows = dsc_rows_of(call->n_rows, call->n_cols);
+    dsc_rows_run(&job.rows, NULL, act_row, &job, par);
+    return DSC_OK;
+}
+
+struct act_grad_job {
+    struct dsc_rows rows;
+    struct dsc_act_loops loops;
+    const struct dsc_nn_bias_act_grad *call;
+};
+
+static void act_grad_row(const void *arg, int64_t row, float *const *sums)
+{
+    const struct act_grad_job *job = arg;
+    const struct dsc_nn_bias_act_grad *call = job->call;
+    const struct dsc_rows *rows = &job->rows;
+    dsc_f32 scratch[2][DSC_BLOCK_ELEMS];
+    dsc_f32 dy_scratch[DSC_BLOCK_ELEMS];
+
+    for (int64_t begin = 0; begin < call->n_cols; begin += DSC_BLOCK_ELEMS) {
+        int64_t n = dsc_block_of(call->n_cols - begin);
+        int64_t i = row * call->n_cols + begin;
+        const dsc_f32 *x = dsc_load_biased(rows, call->dtype, dsc_at(call->x, call->dtype, i),
+                                           dsc_at(call->bias, call->dtype, begin), n, scratch);
+        const dsc_f32 *dy = dsc_load(rows, call->dtype, dsc_at(call->dy, call->dtype, i), n, dy_scratch);
+        void *out = dsc_at_out(call->dx, call->dtype, i);
+        dsc_f32 *dx = dsc_target(call->dtype, out, scratch[0]);
+
+        job->loops.grad(n, x, dy, dx);
+        if (sums[0] != NULL)
+            rows->kernels->add_f32(n, dx, (dsc_f32 *)sums[0] + begin);
+        dsc_store(rows, call->dtype, dx, n, out);
+    }
+}
+
+dsc_status dsc_nn_bias_act_grad(const struct dsc_nn_bias_act_grad *call, const struct dsc_par *par)
+{
+    struct act_grad_job job = {.call = call};
+    struct dsc_row_sums sums = {call->dtype, {call->dbias}, call->scratch};
+
+    DSC_TRY(dsc_check_rows(call->n_rows, call->n_cols, call->dtype));
+    DSC_TRY(dsc_act_loops_of(call->act, &job.loops));
+    DSC_TRY(CHECK_PRESENT(call->n_rows, NAMED(call, x), NAMED(call, dy), NAMED(call, dx)));
+    if (call->dbias != NULL)
+        DSC_TRY(CHECK_PRESENT(call->n_rows, NAMED(call, scratch)));
+    job.rows = dsc_rows_of(call->n_rows, call->n_cols);
+    dsc_rows_run(&job.rows, &sums, act_grad_row, &job, par);
+    return DSC_OK;
+}

@@ -1,119 +1,129 @@
-/*
- * Compiled once per instruction set: dropout by numbers that depend on seed and place alone, Philox4x32-10 (Salmon,
- * Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3, SC 2011).
- */
-#include "cpu/lanes.h"
-#include "cpu/math.h"
-#include "nn/table.h"
+/* Dropout between a bias and a residual connection, and its gradient, which draws the same numbers again. */
+#include "dsc/nn.h"
 
-#if defined(__SSE2__)
-#include <immintrin.h>
-#endif
+#include "nn/rows.h"
 
-#define ROUNDS 10
-#define WORDS 4 /* numbers of one counter */
-#define GROUP (2 * REGISTER_LANES)
-#define GROUP_WORDS (GROUP * WORDS)
+#include <math.h>
+#include <string.h>
 
-#define MULTIPLIER_0 0xD2511F53u
-#define MULTIPLIER_1 0xCD9E8D57u
-#define WEYL_0 0x9E3779B9u
-#define WEYL_1 0xBB67AE85u
-#define LOW_WORD 0xFFFFFFFFu
+#define NUMBERS 65536.0
 
-/* A word of each of several counters: in the low half of each lane, with anything above it. */
-typedef uint64_t words __attribute__((vector_size(8 * REGISTER_LANES)));
-
-/* The products of words, in full. The compiler, left alone, multiplies lanes of 64 bits in three steps. */
-static inline words multiply(words a, uint32_t factor)
-{
-#if defined(__AVX512F__)
-    return (words)_mm512_mul_epu32((__m512i)a, _mm512_set1_epi64(factor));
-#elif defined(__AVX2__)
-    return (words)_mm256_mul_epu32((__m256i)a, _mm256_set1_epi64x(factor));
-#elif defined(__SSE2__)
-    return (words)_mm_mul_epu32((__m128i)a, _mm_set1_epi64x(factor));
-#else
-    return (a & LOW_WORD) * factor;
-#endif
-}
-
-struct counters {
-    words c0;
-    words c1;
-    words c2;
-    words c3;
+/* How the loop is called: numbers below threshold are dropped, what is kept is scaled. */
+struct dropping {
+    uint64_t seed;
+    uint32_t threshold;
+    float scale;
+    bool drops_all;
 };
 
-static inline void advance(struct counters *c, uint32_t key0, uint32_t key1)
+static struct dropping dropping_of(float p, uint64_t seed)
 {
-    words product0 = multiply(c->c0, MULTIPLIER_0);
-    words product1 = multiply(c->c2, MULTIPLIER_1);
+    double threshold = nearbyint((double)p * NUMBERS);
 
-    c->c0 = (product1 >> 32) ^ c->c1 ^ key0;
-    c->c2 = (product0 >> 32) ^ c->c3 ^ key1;
-    c->c1 = product1;
-    c->c3 = product0;
+    if (threshold >= NUMBERS)
+        return (struct dropping){.seed = seed, .drops_all = true};
+    return (struct dropping){
+        .seed = seed, .threshold = (uint32_t)threshold, .scale = (float)(NUMBERS / (NUMBERS - threshold))};
 }
 
-/* The numbers of the counters first, first + 1, ...: number j of counter i is out[i * WORDS + j]. */
-static inline void philox(uint64_t seed, uint64_t first, uint32_t out[GROUP_WORDS])
+static dsc_status check_p(float p)
 {
-    uint64_t starts[2][GROUP];
-    struct counters c[2];
-    uint32_t key0 = (uint32_t)seed;
-    uint32_t key1 = (uint32_t)(seed >> 32);
+    if (!(p >= 0.0f && p <= 1.0f))
+        return dsc_fail(DSC_EINVAL, "p is %g, must be in [0, 1]", (double)p);
+    return DSC_OK;
+}
 
-    for (int i = 0; i < GROUP; i++) {
-        starts[0][i] = first + (uint64_t)i;
-        starts[1][i] = (first + (uint64_t)i) >> 32;
-    }
-    for (int r = 0; r < 2; r++) {
-        memcpy(&c[r].c0, starts[0] + r * REGISTER_LANES, sizeof c[r].c0);
-        memcpy(&c[r].c1, starts[1] + r * REGISTER_LANES, sizeof c[r].c1);
-        c[r].c2 = (words){0};
-        c[r].c3 = (words){0};
-    }
-    for (int round = 0; round < ROUNDS; round++) {
-        advance(&c[0], key0, key1);
-        advance(&c[1], key0, key1);
-        key0 += WEYL_0;
-        key1 += WEYL_1;
-    }
-    for (int r = 0; r < 2; r++) {
-        words first_pairs = (c[r].c0 & LOW_WORD) | c[r].c1 << 32;
-        words second_pairs = (c[r].c2 & LOW_WORD) | c[r].c3 << 32;
-        uint64_t pairs[2][REGISTER_LANES];
+/* y = keep * x * scale, for elements first and on. */
+static void drop(const struct dsc_rows *rows, const struct dropping *how, int64_t n, int64_t first, const dsc_f32 *x,
+                 dsc_f32 *y)
+{
+    if (how->drops_all)
+        memset(y, 0, (size_t)n * sizeof *y);
+    else
+        rows->nn->drop(n, how->seed, (uint64_t)first, how->threshold, how->scale, x, y);
+}
 
-        memcpy(pairs[0], &first_pairs, sizeof pairs[0]);
-        memcpy(pairs[1], &second_pairs, sizeof pairs[1]);
-        for (int i = 0; i < REGISTER_LANES; i++) {
-            uint32_t *numbers = out + (r * REGISTER_LANES + i) * WORDS;
+struct dropout_job {
+    struct dsc_rows rows;
+    struct dropping how;
+    const struct dsc_nn_dropout *call;
+};
 
-            numbers[0] = (uint32_t)pairs[0][i];
-            numbers[1] = (uint32_t)(pairs[0][i] >> 32);
-            numbers[2] = (uint32_t)pairs[1][i];
-            numbers[3] = (uint32_t)(pairs[1][i] >> 32);
-        }
+static void dropout_row(const void *arg, int64_t row, float *const *sums)
+{
+    const struct dropout_job *job = arg;
+    const struct dsc_nn_dropout *call = job->call;
+    const struct dsc_rows *rows = &job->rows;
+    dsc_f32 scratch[2][DSC_BLOCK_ELEMS];
+
+    (void)sums;
+    for (int64_t begin = 0; begin < call->n_cols; begin += DSC_BLOCK_ELEMS) {
+        int64_t n = dsc_block_of(call->n_cols - begin);
+        int64_t i = row * call->n_cols + begin;
+        const dsc_f32 *x = dsc_load_biased(rows, call->dtype, dsc_at(call->x, call->dtype, i),
+                                           dsc_at(call->bias, call->dtype, begin), n, scratch);
+        void *out = dsc_at_out(call->y, call->dtype, i);
+        dsc_f32 *target = dsc_target(call->dtype, out, scratch[0]);
+        dsc_f32 *y = call->residual == NULL ? target : scratch[0]; /* out may be the residual */
+
+        drop(rows, &job->how, n, i, x, y);
+        if (call->residual != NULL)
+            rows->nn->add(n, y, dsc_load(rows, call->dtype, dsc_at(call->residual, call->dtype, i), n, scratch[1]),
+                          target);
+        dsc_store(rows, call->dtype, target, n, out);
     }
 }
 
-/* Numbers that are drawn before they are looked at. */
-#define DRAWN 512
-
-void DSC_K(nn_drop)(int64_t n, uint64_t seed, uint64_t first, uint32_t threshold, float scale, const dsc_f32 *x,
-                    dsc_f32 *y)
+dsc_status dsc_nn_dropout(const struct dsc_nn_dropout *call, const struct dsc_par *par)
 {
-    for (int64_t done = 0; done < n;) {
-        uint32_t numbers[DRAWN];
-        uint64_t at = first + (uint64_t)done;
-        int64_t n_skipped = (int64_t)(at % WORDS);
-        int64_t n_here = n - done < DRAWN - n_skipped ? n - done : DRAWN - n_skipped;
+    DSC_TRY(dsc_check_rows(call->n_rows, call->n_cols, call->dtype));
+    DSC_TRY(check_p(call->p));
+    DSC_TRY(CHECK_PRESENT(call->n_rows, NAMED(call, x), NAMED(call, y)));
 
-        for (int64_t i = 0; i < n_skipped + n_here; i += GROUP_WORDS)
-            philox(seed, (at + (uint64_t)i) / WORDS, numbers + i);
-        EACH for (int64_t i = 0; i < n_here; i++) y[done + i] =
-            numbers[n_skipped + i] >= threshold ? scale * x[done + i] : 0.0f;
-        done += n_here;
+    struct dropout_job job = {dsc_rows_of(call->n_rows, call->n_cols), dropping_of(call->p, call->seed), call};
+
+    dsc_rows_run(&job.rows, NULL, dropout_row, &job, par);
+    return DSC_OK;
+}
+
+struct dropout_grad_job {
+    struct dsc_rows rows;
+    struct dropping how;
+    const struct dsc_nn_dropout_grad *call;
+};
+
+static void dropout_grad_row(const void *arg, int64_t row, float *const *sums)
+{
+    const struct dropout_grad_job *job = arg;
+    const struct dsc_nn_dropout_grad *call = job->call;
+    const struct dsc_rows *rows = &job->rows;
+    dsc_f32 scratch[2][DSC_BLOCK_ELEMS];
+
+    for (int64_t begin = 0; begin < call->n_cols; begin += DSC_BLOCK_ELEMS) {
+        int64_t n = dsc_block_of(call->n_cols - begin);
+        int64_t i = row * call->n_cols + begin;
+        const dsc_f32 *dy = dsc_load(rows, call->dtype, dsc_at(call->dy, call->dtype, i), n, scratch[0]);
+        void *out = dsc_at_out(call->dx, call->dtype, i);
+        dsc_f32 *dx = dsc_target(call->dtype, out, scratch[1]);
+
+        drop(rows, &job->how, n, i, dy, dx);
+        if (sums[0] != NULL)
+            rows->kernels->add_f32(n, dx, (dsc_f32 *)sums[0] + begin);
+        dsc_store(rows, call->dtype, dx, n, out);
     }
+}
+
+dsc_status dsc_nn_dropout_grad(const struct dsc_nn_dropout_grad *call, const struct dsc_par *par)
+{
+    DSC_TRY(dsc_check_rows(call->n_rows, call->n_cols, call->dtype));
+    DSC_TRY(check_p(call->p));
+    DSC_TRY(CHECK_PRESENT(call->n_rows, NAMED(call, dy), NAMED(call, dx)));
+    if (call->dbias != NULL)
+        DSC_TRY(CHECK_PRESENT(call->n_rows, NAMED(call, scratch)));
+
+    struct dropout_grad_job job = {dsc_rows_of(call->n_rows, call->n_cols), dropping_of(call->p, call->seed), call};
+    struct dsc_row_sums sums = {call->dtype, {call->dbias}, call->scratch};
+
+    dsc_rows_run(&job.rows, &sums, dropout_grad_row, &job, par);
+    return DSC_OK;
 }

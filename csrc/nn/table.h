@@ -4,6 +4,9 @@
 
 #include "cpu/table.h"
 
+/* Rows that mul_add writes are padded to a multiple of this. */
+#define DSC_NN_LANES 16
+
 struct dsc_nn_kernels {
 #define DSC_NN_KERNEL(name, params) void(*name) params;
 #include "nn/kernels.inc"

@@ -1,6 +1,7 @@
 /* What a tensor-parallel rank holds of one dimension: heads to ranks, grains to ranks, and the runs they make. */
 #include "dsc/tp.h"
 
+#include "base/check.h"
 #include "base/fail.h"
 
 struct range {
@@ -15,15 +16,6 @@ struct share {
     int32_t first_copy;
     int32_t n_copies;
 };
-
-static dsc_status check_rank(int32_t n_ranks, int32_t rank)
-{
-    if (n_ranks < 1)
-        return dsc_fail(DSC_EINVAL, "n_ranks is %d, must be at least 1", (int)n_ranks);
-    if (rank < 0 || rank >= n_ranks)
-        return dsc_fail(DSC_EINVAL, "rank is %d, must be 0 to %d", (int)rank, (int)n_ranks - 1);
-    return DSC_OK;
-}
 
 /* The first n % n_ranks ranks get one more. */
 static struct range even(int64_t n, int64_t n_ranks, int64_t rank)
@@ -49,7 +41,7 @@ dsc_status dsc_tp_heads_of(int64_t n_heads, int64_t n_key_heads, int32_t n_ranks
 {
     if (out_heads == NULL)
         return dsc_fail(DSC_EINVAL, "out_heads is NULL");
-    DSC_TRY(check_rank(n_ranks, rank));
+    DSC_TRY(dsc_check_rank(n_ranks, rank));
     if (n_key_heads < 1 || n_heads < 1 || n_heads % n_key_heads != 0)
         return dsc_fail(DSC_EINVAL, "%lld query heads do not divide among %lld key heads", (long long)n_heads,
                         (long long)n_key_heads);
@@ -224,7 +216,7 @@ dsc_status dsc_tp_runs_of(const struct dsc_tp_dim *dim, int32_t n_ranks, int32_t
 
     if (out_n_runs == NULL || out_first_copy == NULL || out_n_copies == NULL)
         return dsc_fail(DSC_EINVAL, "an out_ pointer is NULL");
-    DSC_TRY(check_rank(n_ranks, rank));
+    DSC_TRY(dsc_check_rank(n_ranks, rank));
     DSC_TRY(check_dim(dim));
     for (int64_t i = 0; i < dim->n_parts; i++)
         has_heads |= dim->parts[i].kind == DSC_TP_QUERIES || dim->parts[i].kind == DSC_TP_KEYS;

@@ -1,6 +1,7 @@
 /* Which elements a rank owns: the fragments of a planned layout, and the even split without padding. */
 #include "dsc/zero.h"
 
+#include "base/check.h"
 #include "base/fail.h"
 
 struct layout {
@@ -13,15 +14,6 @@ struct layout {
     int64_t n_buckets;
     int32_t n_ranks;
 };
-
-static dsc_status check_rank(int32_t n_ranks, int32_t rank)
-{
-    if (n_ranks < 1)
-        return dsc_fail(DSC_EINVAL, "n_ranks is %d, must be at least 1", (int)n_ranks);
-    if (rank < 0 || rank >= n_ranks)
-        return dsc_fail(DSC_EINVAL, "rank is %d, must be 0 to %d", (int)rank, (int)n_ranks - 1);
-    return DSC_OK;
-}
 
 /* Buckets lie one behind the other, and every sum below fits int64_t. */
 static dsc_status check_buckets(const struct layout *layout)
@@ -129,7 +121,7 @@ dsc_status dsc_shard_fragments(const int64_t *sizes, int64_t n_params, const int
         return dsc_fail(DSC_EINVAL, "bucket_begin_elems or slice_elems is NULL for %lld buckets", (long long)n_buckets);
     if (out_n_fragments == NULL)
         return dsc_fail(DSC_EINVAL, "out_n_fragments is NULL");
-    DSC_TRY(check_rank(n_ranks, rank));
+    DSC_TRY(dsc_check_rank(n_ranks, rank));
     DSC_TRY(check_buckets(&layout));
     DSC_TRY(check_params(&layout));
 
@@ -156,7 +148,7 @@ dsc_status dsc_shard_range_of(int64_t n_elems, int32_t n_ranks, int32_t rank, in
                               int64_t *out_end_elems)
 {
     DSC_TRY(check_n_elems(n_elems));
-    DSC_TRY(check_rank(n_ranks, rank));
+    DSC_TRY(dsc_check_rank(n_ranks, rank));
     if (out_begin_elems == NULL || out_end_elems == NULL)
         return dsc_fail(DSC_EINVAL, "%s is NULL", out_begin_elems == NULL ? "out_begin_elems" : "out_end_elems");
 

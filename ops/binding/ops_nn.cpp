@@ -1,127 +1,16 @@
 /* The operators of dsc/nn.h on host tensors: functional, each with its backward as an operator of its own. */
-#include "check.h"
-#include "dsc_torch.h"
+#include "operands.h"
 
-#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
 
 namespace {
 
+using dsc::dense_of;
+using dsc::MaybeTensor;
+using dsc::Operands;
 using dsc::Tensor;
-using MaybeTensor = std::optional<Tensor>;
-
-/* Checks the operands of one call against the first of them, and reads them. Failures name operator and argument. */
-class Operands {
-  public:
-    /* Rows are what all but the last dimension of `first` count. */
-    Operands(const char *op, const Tensor &first, const char *name) : op_(op), first_name_(name)
-    {
-        const dsc::View view = view_of(first, name);
-        const auto sizes = first.sizes();
-
-        if (sizes.size() == 0)
-            fail(name, "has no dimension; rows of elements are needed");
-        dtype = element_dtype(view, name);
-        n_cols = sizes[sizes.size() - 1];
-        n_rows = n_cols == 0 ? 0 : view.n_elems / n_cols;
-        if (n_cols == 0)
-            n_cols = 1; /* nothing to do, and nothing that a core would refuse */
-    }
-
-    /* A tensor of the first one's dtype with n_elems elements, dense. */
-    void *read(const Tensor &tensor, const char *name, int64_t n_elems) const
-    {
-        const dsc::View view = view_of(tensor, name);
-
-        if (element_dtype(view, name) != dtype)
-            fail(name, std::string("is of ") + dsc::dtype_name(view.dtype) + ", unlike " + first_name_);
-        return dense(view, name, n_elems);
-    }
-    void *read_all(const Tensor &tensor, const char *name) const { return read(tensor, name, n_rows * n_cols); }
-    void *read_all(const MaybeTensor &tensor, const char *name) const
-    {
-        return tensor.has_value() ? read_all(*tensor, name) : nullptr;
-    }
-    void *read_cols(const MaybeTensor &tensor, const char *name) const
-    {
-        return tensor.has_value() ? read(*tensor, name, n_cols) : nullptr;
-    }
-
-    /* [n_cols] of any dtype, which out_dtype is set to. */
-    void *read_weight(const MaybeTensor &tensor, const char *name, dsc_dtype *out_dtype) const
-    {
-        if (!tensor.has_value())
-            return nullptr;
-        const dsc::View view = view_of(*tensor, name);
-
-        *out_dtype = element_dtype(view, name);
-        return dense(view, name, n_cols);
-    }
-
-    float *read_f32(const Tensor &tensor, const char *name, int64_t n_elems) const
-    {
-        const dsc::View view = view_of(tensor, name);
-
-        if (view.dtype != aoti_torch_dtype_float32())
-            fail(name, std::string("is of ") + dsc::dtype_name(view.dtype) + "; float32 is needed");
-        return static_cast<float *>(dense(view, name, n_elems));
-    }
-
-    [[noreturn]] void fail(const char *name, const std::string &what) const
-    {
-        dsc::fail(DSC_EINVAL, std::string("deepspeed_c::") + op_ + ": argument " + name + " " + what);
-    }
-
-    dsc::View view_of(const Tensor &tensor, const char *name) const
-    {
-        const dsc::View view = dsc::view_of(tensor.get());
-
-        if (!view.is_strided || !dsc::is_cpu(view.device_type))
-            fail(name, "must be a dense host tensor");
-        return view;
-    }
-
-    dsc_dtype element_dtype(const dsc::View &view, const char *name) const
-    {
-        if (dsc::to_dsc_dtype(view.dtype) < 0)
-            fail(name,
-                 std::string("is of ") + dsc::dtype_name(view.dtype) + "; float32, bfloat16 and float16 are supported");
-        return static_cast<dsc_dtype>(dsc::to_dsc_dtype(view.dtype));
-    }
-
-    int64_t n_rows;
-    int64_t n_cols;
-    dsc_dtype dtype;
-
-  private:
-    void *dense(const dsc::View &view, const char *name, int64_t n_elems) const
-    {
-        if (view.n_elems != n_elems)
-            fail(name, "has " + std::to_string(view.n_elems) + " elements; " + std::to_string(n_elems) + " belong to " +
-                           first_name_);
-        if (!view.is_contiguous)
-            fail(name, "is not contiguous");
-        return view.data;
-    }
-
-    const char *op_;
-    const char *first_name_;
-};
-
-MaybeTensor dense_of(const MaybeTensor &tensor)
-{
-    return tensor.has_value() ? MaybeTensor(dsc::contiguous(*tensor)) : std::nullopt;
-}
-
-dsc_nn_act act_named(const std::string &name, const char *op)
-{
-    dsc_nn_act act{};
-
-    dsc::check(dsc_nn_act_find(name.c_str(), &act), op);
-    return act;
-}
 
 /* Where a sum over rows is wanted: its tensor and the scratch of its chunks. Nothing otherwise. */
 struct RowSum {
@@ -141,15 +30,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> nn_norm(const Tensor &x_in, const May
                                                    const MaybeTensor &weight, const MaybeTensor &bias, double eps,
                                                    bool is_rms)
 {
-    const char *const op = "nn_norm";
     const Tensor x = dsc::contiguous(x_in);
     const MaybeTensor residual = dense_of(residual_in);
-    const Operands o(op, x, "x");
-    struct dsc_nn_norm norm {};
+    const Operands o("nn_norm", x, "x");
+    auto norm = o.begin<struct dsc_nn_norm>();
 
-    norm.n_rows = o.n_rows;
-    norm.n_cols = o.n_cols;
-    norm.dtype = norm.weight_dtype = o.dtype;
+    norm.weight_dtype = o.dtype;
     norm.is_rms = is_rms;
     norm.eps = static_cast<float>(eps);
     norm.x = o.read_all(x, "x");
@@ -171,9 +57,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> nn_norm(const Tensor &x_in, const May
     norm.sum = residual.has_value() ? sum.mutable_data_ptr() : nullptr;
     norm.mean = is_rms ? nullptr : static_cast<float *>(mean.mutable_data_ptr());
     norm.rstd = static_cast<float *>(rstd.mutable_data_ptr());
-    const struct dsc_par par = dsc::pool_par();
-
-    dsc::check(dsc_nn_norm(&norm, &par), op);
+    o.run(dsc_nn_norm, norm);
     return {y, sum, mean, rstd};
 }
 
@@ -182,15 +66,12 @@ std::tuple<Tensor, Tensor, Tensor> nn_norm_backward(const Tensor &dy_in, const M
                                                     bool is_rms, bool needs_weight, bool needs_bias,
                                                     const MaybeTensor &bias)
 {
-    const char *const op = "nn_norm_backward";
     const Tensor dy = dsc::contiguous(dy_in);
     const MaybeTensor dsum = dense_of(dsum_in);
-    const Operands o(op, sum, "sum");
-    struct dsc_nn_norm_grad grad {};
+    const Operands o("nn_norm_backward", sum, "sum");
+    auto grad = o.begin<struct dsc_nn_norm_grad>();
 
-    grad.n_rows = o.n_rows;
-    grad.n_cols = o.n_cols;
-    grad.dtype = grad.weight_dtype = o.dtype;
+    grad.weight_dtype = o.dtype;
     grad.is_rms = is_rms;
     grad.sum = o.read_all(sum, "sum");
     grad.weight = o.read_weight(weight, "weight", &grad.weight_dtype);
@@ -211,53 +92,43 @@ std::tuple<Tensor, Tensor, Tensor> nn_norm_backward(const Tensor &dy_in, const M
     grad.dweight = needs_weight ? dweight.mutable_data_ptr() : nullptr;
     grad.dbias = needs_bias ? dbias.mutable_data_ptr() : nullptr;
     grad.scratch = scratch.data();
-    const struct dsc_par par = dsc::pool_par();
-
-    dsc::check(dsc_nn_norm_grad(&grad, &par), op);
+    o.run(dsc_nn_norm_grad, grad);
     return {dx, dweight, dbias};
 }
 
 Tensor nn_bias_act(const Tensor &x_in, const MaybeTensor &bias, const std::string &act)
 {
-    const char *const op = "nn_bias_act";
     const Tensor x = dsc::contiguous(x_in);
-    const Operands o(op, x, "x");
+    const Operands o("nn_bias_act", x, "x");
     const Tensor y = dsc::empty_like(x);
-    const struct dsc_nn_bias_act call = {o.n_rows,
-                                         o.n_cols,
-                                         o.dtype,
-                                         act_named(act, op),
-                                         o.read_all(x, "x"),
-                                         o.read_cols(bias, "bias"),
-                                         y.mutable_data_ptr()};
-    const struct dsc_par par = dsc::pool_par();
+    auto call = o.begin<struct dsc_nn_bias_act>();
 
-    dsc::check(dsc_nn_bias_act(&call, &par), op);
+    call.act = o.act_named(act);
+    call.x = o.read_all(x, "x");
+    call.bias = o.read_cols(bias, "bias");
+    call.y = y.mutable_data_ptr();
+    o.run(dsc_nn_bias_act, call);
     return y;
 }
 
 std::tuple<Tensor, Tensor> nn_bias_act_backward(const Tensor &dy_in, const Tensor &x_in, const MaybeTensor &bias,
                                                 const std::string &act, bool needs_bias)
 {
-    const char *const op = "nn_bias_act_backward";
     const Tensor x = dsc::contiguous(x_in);
     const Tensor dy = dsc::contiguous(dy_in);
-    const Operands o(op, x, "x");
+    const Operands o("nn_bias_act_backward", x, "x");
     const Tensor dx = dsc::empty_like(x);
     RowSum sum(x, o, needs_bias);
-    const struct dsc_nn_bias_act_grad call = {o.n_rows,
-                                              o.n_cols,
-                                              o.dtype,
-                                              act_named(act, op),
-                                              o.read_all(x, "x"),
-                                              o.read_cols(bias, "bias"),
-                                              o.read_all(dy, "dy"),
-                                              dx.mutable_data_ptr(),
-                                              sum.data,
-                                              sum.scratch.data()};
-    const struct dsc_par par = dsc::pool_par();
+    auto call = o.begin<struct dsc_nn_bias_act_grad>();
 
-    dsc::check(dsc_nn_bias_act_grad(&call, &par), op);
+    call.act = o.act_named(act);
+    call.x = o.read_all(x, "x");
+    call.bias = o.read_cols(bias, "bias");
+    call.dy = o.read_all(dy, "dy");
+    call.dx = dx.mutable_data_ptr();
+    call.dbias = sum.data;
+    call.scratch = sum.scratch.data();
+    o.run(dsc_nn_bias_act_grad, call);
     return {dx, sum.tensor};
 }
 
@@ -298,93 +169,87 @@ std::vector<int64_t> sizes_with(const Tensor &tensor, int64_t last)
 
 Tensor nn_gated(const Tensor &x_in, const MaybeTensor &up_in, const std::string &act)
 {
-    const char *const op = "nn_gated";
     const Tensor x = dsc::contiguous(x_in);
     const MaybeTensor up = dense_of(up_in);
-    const Operands o(op, x, "x");
+    const Operands o("nn_gated", x, "x");
     const Gates gates(o, x, up);
     const Tensor y = dsc::new_like(x, sizes_with(x, up.has_value() ? x.sizes().back() : x.sizes().back() / 2));
-    const struct dsc_nn_gated call = {o.n_rows,           gates.n_cols, gates.stride, o.dtype,
-                                      act_named(act, op), gates.gate,   gates.up,     y.mutable_data_ptr()};
-    const struct dsc_par par = dsc::pool_par();
+    auto call = o.begin<struct dsc_nn_gated>();
 
-    dsc::check(dsc_nn_gated(&call, &par), op);
+    call.n_cols = gates.n_cols;
+    call.in_stride = gates.stride;
+    call.act = o.act_named(act);
+    call.gate = gates.gate;
+    call.up = gates.up;
+    call.y = y.mutable_data_ptr();
+    o.run(dsc_nn_gated, call);
     return y;
 }
 
 std::tuple<Tensor, Tensor> nn_gated_backward(const Tensor &dy_in, const Tensor &x_in, const MaybeTensor &up_in,
                                              const std::string &act)
 {
-    const char *const op = "nn_gated_backward";
     const Tensor x = dsc::contiguous(x_in);
     const Tensor dy = dsc::contiguous(dy_in);
     const MaybeTensor up = dense_of(up_in);
-    const Operands o(op, x, "x");
+    const Operands o("nn_gated_backward", x, "x");
     const Gates gates(o, x, up);
     const Tensor dx = dsc::empty_like(x);
     const Tensor dup = up.has_value() ? dsc::empty_like(*up) : dsc::new_like(x, {0});
-    void *const dgate_data = dx.mutable_data_ptr();
-    const struct dsc_nn_gated_grad call = {
-        o.n_rows,           gates.n_cols,
-        gates.stride,       o.dtype,
-        act_named(act, op), gates.gate,
-        gates.up,           o.read(dy, "dy", o.n_rows * gates.n_cols),
-        dgate_data,         up.has_value() ? dup.mutable_data_ptr() : gates.half_of(dgate_data, o)};
-    const struct dsc_par par = dsc::pool_par();
+    auto call = o.begin<struct dsc_nn_gated_grad>();
 
-    dsc::check(dsc_nn_gated_grad(&call, &par), op);
+    call.n_cols = gates.n_cols;
+    call.in_stride = gates.stride;
+    call.act = o.act_named(act);
+    call.gate = gates.gate;
+    call.up = gates.up;
+    call.dy = o.read(dy, "dy", o.n_rows * gates.n_cols);
+    call.dgate = dx.mutable_data_ptr();
+    call.dup = up.has_value() ? dup.mutable_data_ptr() : gates.half_of(call.dgate, o);
+    o.run(dsc_nn_gated_grad, call);
     return {dx, dup};
 }
 
 Tensor nn_dropout(const Tensor &x_in, const MaybeTensor &bias, const MaybeTensor &residual_in, double p, int64_t seed)
 {
-    const char *const op = "nn_dropout";
     const Tensor x = dsc::contiguous(x_in);
     const MaybeTensor residual = dense_of(residual_in);
-    const Operands o(op, x, "x");
+    const Operands o("nn_dropout", x, "x");
     const Tensor y = dsc::empty_like(x);
-    const struct dsc_nn_dropout call = {o.n_rows,
-                                        o.n_cols,
-                                        o.dtype,
-                                        static_cast<float>(p),
-                                        static_cast<uint64_t>(seed),
-                                        o.read_all(x, "x"),
-                                        o.read_cols(bias, "bias"),
-                                        o.read_all(residual, "residual"),
-                                        y.mutable_data_ptr()};
-    const struct dsc_par par = dsc::pool_par();
+    auto call = o.begin<struct dsc_nn_dropout>();
 
-    dsc::check(dsc_nn_dropout(&call, &par), op);
+    call.p = static_cast<float>(p);
+    call.seed = static_cast<uint64_t>(seed);
+    call.x = o.read_all(x, "x");
+    call.bias = o.read_cols(bias, "bias");
+    call.residual = o.read_all(residual, "residual");
+    call.y = y.mutable_data_ptr();
+    o.run(dsc_nn_dropout, call);
     return y;
 }
 
 std::tuple<Tensor, Tensor> nn_dropout_backward(const Tensor &dy_in, double p, int64_t seed, bool needs_bias)
 {
-    const char *const op = "nn_dropout_backward";
     const Tensor dy = dsc::contiguous(dy_in);
-    const Operands o(op, dy, "dy");
+    const Operands o("nn_dropout_backward", dy, "dy");
     const Tensor dx = dsc::empty_like(dy);
     RowSum sum(dy, o, needs_bias);
-    const struct dsc_nn_dropout_grad call = {o.n_rows,
-                                             o.n_cols,
-                                             o.dtype,
-                                             static_cast<float>(p),
-                                             static_cast<uint64_t>(seed),
-                                             o.read_all(dy, "dy"),
-                                             dx.mutable_data_ptr(),
-                                             sum.data,
-                                             sum.scratch.data()};
-    const struct dsc_par par = dsc::pool_par();
+    auto call = o.begin<struct dsc_nn_dropout_grad>();
 
-    dsc::check(dsc_nn_dropout_grad(&call, &par), op);
+    call.p = static_cast<float>(p);
+    call.seed = static_cast<uint64_t>(seed);
+    call.dy = o.read_all(dy, "dy");
+    call.dx = dx.mutable_data_ptr();
+    call.dbias = sum.data;
+    call.scratch = sum.scratch.data();
+    o.run(dsc_nn_dropout_grad, call);
     return {dx, sum.tensor};
 }
 
 /* [batch, tokens, heads, head_dim] with any strides but the last, and tables [1 or batch, tokens, pairs]. */
 Tensor nn_rotary(const Tensor &x, const Tensor &cos, const Tensor &sin, bool is_interleaved, bool is_inverse)
 {
-    const char *const op = "nn_rotary";
-    const Operands o(op, x, "x");
+    const Operands o("nn_rotary", x, "x");
     const auto sizes = x.sizes();
     const auto strides = x.strides();
 
@@ -417,9 +282,7 @@ Tensor nn_rotary(const Tensor &x, const Tensor &cos, const Tensor &sin, bool is_
         call.x_strides[i] = strides[i];
         call.y_strides[i] = y_strides[i];
     }
-    const struct dsc_par par = dsc::pool_par();
-
-    dsc::check(dsc_nn_rotary(&call, &par), op);
+    o.run(dsc_nn_rotary, call);
     return y;
 }
 
@@ -445,9 +308,8 @@ void read_mask(const Operands &o, const Tensor &x, const Tensor &mask, struct ds
 
 Tensor nn_softmax(const Tensor &x_in, const MaybeTensor &mask, double scale, bool is_causal)
 {
-    const char *const op = "nn_softmax";
     const Tensor x = dsc::contiguous(x_in);
-    const Operands o(op, x, "x");
+    const Operands o("nn_softmax", x, "x");
     const auto sizes = x.sizes();
 
     if (sizes.size() != 4)
@@ -466,28 +328,22 @@ Tensor nn_softmax(const Tensor &x_in, const MaybeTensor &mask, double scale, boo
         read_mask(o, x, *mask, &call);
     call.x = o.read_all(x, "x");
     call.y = y.mutable_data_ptr();
-    const struct dsc_par par = dsc::pool_par();
-
-    dsc::check(dsc_nn_softmax(&call, &par), op);
+    o.run(dsc_nn_softmax, call);
     return y;
 }
 
 Tensor nn_softmax_backward(const Tensor &dy_in, const Tensor &y, double scale)
 {
-    const char *const op = "nn_softmax_backward";
     const Tensor dy = dsc::contiguous(dy_in);
-    const Operands o(op, y, "y");
+    const Operands o("nn_softmax_backward", y, "y");
     const Tensor dx = dsc::empty_like(y);
-    const struct dsc_nn_softmax_grad call = {o.n_rows,
-                                             o.n_cols,
-                                             o.dtype,
-                                             static_cast<float>(scale),
-                                             o.read_all(y, "y"),
-                                             o.read_all(dy, "dy"),
-                                             dx.mutable_data_ptr()};
-    const struct dsc_par par = dsc::pool_par();
+    auto call = o.begin<struct dsc_nn_softmax_grad>();
 
-    dsc::check(dsc_nn_softmax_grad(&call, &par), op);
+    call.scale = static_cast<float>(scale);
+    call.y = o.read_all(y, "y");
+    call.dy = o.read_all(dy, "dy");
+    call.dx = dx.mutable_data_ptr();
+    o.run(dsc_nn_softmax_grad, call);
     return dx;
 }
 

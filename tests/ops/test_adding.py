@@ -17,7 +17,7 @@ OPTIMIZER = [
 ]
 # One line, one function, one reference; and the tests.
 ACTIVATION = [
-    *("csrc/include/dsc/activations.inc", "csrc/nn/act.c", "ops/reference.py"),
+    *("csrc/include/dsc/activations.inc", "csrc/nn/loops/act.c", "ops/reference.py"),
     *("tests/csrc/nn/test_nn.c", "tests/ops/test_nn.py"),
 ]
 

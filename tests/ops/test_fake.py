@@ -77,6 +77,13 @@ def nn_cases():
     yield "nn_rotary", "nn_rotary", (make(2, 4, 3, 6).transpose(1, 2), *angles, False, False)
     yield "nn_softmax", "nn_softmax", (scores, keep, 0.5, True)
     yield "nn_softmax_backward", "nn_softmax_backward", (scores.detach(), scores.detach(), 0.5)
+    q, k, v = make(2, 5, 4, 8).transpose(1, 2), make(2, 2, 6, 8), make(2, 2, 6, 3)
+    rules = (torch.rand(4), torch.rand(4), torch.zeros(2, 6, dtype=torch.int32), 0.3, True, 3, 2.0)
+    yield "nn_attention", "nn_attention", (q, k, v, rules[0].clone().requires_grad_(), *rules[1:])
+    yield "nn_attention-plain", "nn_attention", (q, k, make(2, 2, 6, 8), None, None, None, 0.3, False, 0, 0.0)
+    out, lse = torch.rand(2, 4, 5, 3).bfloat16(), torch.rand(2, 4, 5)
+    operands = (q.detach(), k.detach(), v.detach())
+    yield "nn_attention_backward", "nn_attention_backward", (out, lse, *operands, out.clone(), lse.clone(), *rules)
 
 
 @pytest.mark.parametrize("op, arguments", [pytest.param(op, args, id=name) for name, op, args in cases()])

@@ -1,6 +1,6 @@
 /*
  * Operators of neural networks on rows of elements, forward and backward: norms with residual, activations with bias,
- * gated activations, dropout with bias and residual, rotary positions, softmax with a mask.
+ * gated activations, dropout with bias and residual, rotary positions, softmax with a mask, attention.
  *
  * Elements are f32, bf16 or f16; each is computed in f32 and rounded once. Sums over a row are held in f64, sums over
  * rows (gradients of weights) in f32 within a chunk of rows and in f64 over chunks. Same bits for any thread count and
@@ -147,9 +147,9 @@ struct dsc_nn_gated_grad {
 DSC_API dsc_status dsc_nn_gated_grad(const struct dsc_nn_gated_grad *call, const struct dsc_par *par);
 
 /*
- * y = residual + keep * (x + bias) / (1 - p), each element kept with probability 1 - p (rounded to a multiple of
- * 2^-32). Element i is kept by number i of the sequence that Philox4x32-10 (Salmon et al., SC 2011) makes of seed: so
- * the backward draws them again, and nothing is stored.
+ * y = residual + keep * (x + bias) / (1 - p), each element kept with probability 1 - p, p rounded to a multiple of
+ * 2^-16. Element i is kept by number i of the sequence of 16-bit halves, low ones first, that Philox4x32-7 (Salmon et
+ * al., SC 2011) makes of seed: so the backward draws them again, and nothing is stored.
  */
 struct dsc_nn_dropout {
     int64_t n_rows;
@@ -245,6 +245,69 @@ struct dsc_nn_softmax_grad {
 };
 
 DSC_API dsc_status dsc_nn_softmax_grad(const struct dsc_nn_softmax_grad *call, const struct dsc_par *par);
+
+/* [batch, heads, tokens, dim] of a call's dtype; dim is dense. */
+struct dsc_nn_heads {
+    void *data;         /* only read where an operand is an input */
+    int64_t strides[3]; /* of batch, head, token, in elements; 0: the same for all */
+};
+
+#define DSC_NN_MAX_HEAD_DIM 256
+
+/*
+ * Attention whose mask is a rule, in memory that grows with the number of tokens and not with its square (blocks and an
+ * online softmax: arXiv 1805.02867, 2205.14135):
+ *   s[i, j] = bend(scale * q[i] k[j]) - slope * |p(i) - j|,   p(i) = i + n_keys - n_queries
+ *   bend(x) = soft_cap * tanh(x / soft_cap); x itself where soft_cap is 0
+ *   out[i]  = sum_j exp(s[i, j] - lse[i]) v[j],   lse[i] = log(sum_j exp(s[i, j]) + exp(sink))
+ * over the keys j that query i sees:
+ *   is_causal: j <= p(i);  window > 0: |p(i) - j| < window;  documents: those of p(i) and of j are the same and >= 0.
+ * Blocks that no query sees are not computed. Each head of k and v serves n_heads / n_kv_heads heads of q, in order. A
+ * query that sees nothing has out 0 and, without a sink, lse -inf. Products are summed in f32 with fused operations, in
+ * the order of the elements; distances are exact up to 2^24 tokens.
+ */
+struct dsc_nn_attention {
+    int64_t n_batch;
+    int64_t n_heads;
+    int64_t n_kv_heads; /* divides n_heads */
+    int64_t n_queries;
+    int64_t n_keys;
+    int64_t head_dim;  /* of q and k, 1 to DSC_NN_MAX_HEAD_DIM */
+    int64_t value_dim; /* of v and out, likewise */
+    dsc_dtype dtype;
+    bool is_causal;
+    int64_t window; /* 0: none */
+    float scale;
+    float soft_cap; /* 0: none */
+    struct dsc_nn_heads q;
+    struct dsc_nn_heads k;
+    struct dsc_nn_heads v;
+    const float *slopes;      /* [n_batch, n_heads]; may be NULL (ALiBi, arXiv 2108.12409) */
+    int64_t slopes_stride;    /* of batch; 0: the same for all */
+    const float *sinks;       /* [n_heads]; may be NULL */
+    const int32_t *documents; /* [n_batch, n_keys], dense; may be NULL. n_queries <= n_keys then */
+    struct dsc_nn_heads out;
+    float *lse; /* [n_batch, n_heads, n_queries] */
+};
+
+DSC_API dsc_status dsc_nn_attention(const struct dsc_nn_attention *call, const struct dsc_par *par);
+
+/* The gradients, for a forward whose operands and results (out, lse) are read again. */
+struct dsc_nn_attention_grad {
+    struct dsc_nn_attention forward;
+    struct dsc_nn_heads dout;
+    const float *dlse; /* [n_batch, n_heads, n_queries]; may be NULL */
+    struct dsc_nn_heads dq;
+    struct dsc_nn_heads dk;
+    struct dsc_nn_heads dv;
+    float *dsinks;  /* [n_heads]; may be NULL */
+    float *scratch; /* dsc_nn_attention_scratch_elems(&forward) */
+};
+
+/* f32 elements of scratch that the gradients need: a few times those of q. 0 for sizes that are refused. */
+DSC_API int64_t dsc_nn_attention_scratch_elems(const struct dsc_nn_attention *forward);
+
+DSC_API dsc_status dsc_nn_attention_grad(const struct dsc_nn_attention_grad *call, const struct dsc_par *par);
 
 #ifdef __cplusplus
 }

@@ -353,12 +353,12 @@ static void run_gated(const struct operands *o, dsc_nn_act act, const struct dsc
  * Dropout: against Philox written down anew, one counter at a time.
  */
 
-static uint32_t philox_number(uint64_t seed, uint64_t i)
+static uint32_t dropout_number(uint64_t seed, uint64_t i)
 {
-    uint32_t c[4] = {(uint32_t)(i / 4), (uint32_t)(i / 4 >> 32), 0, 0};
+    uint32_t c[4] = {(uint32_t)(i / 8), (uint32_t)(i / 8 >> 32), 0, 0};
     uint32_t k[2] = {(uint32_t)seed, (uint32_t)(seed >> 32)};
 
-    for (int round = 0; round < 10; round++) {
+    for (int round = 0; round < 7; round++) {
         uint64_t a = 0xD2511F53u * (uint64_t)c[0];
         uint64_t b = 0xCD9E8D57u * (uint64_t)c[2];
         uint32_t next[4] = {(uint32_t)(b >> 32) ^ c[1] ^ k[0], (uint32_t)b, (uint32_t)(a >> 32) ^ c[3] ^ k[1], (uint32_t)a};
@@ -367,7 +367,7 @@ static uint32_t philox_number(uint64_t seed, uint64_t i)
         k[0] += 0x9E3779B9u;
         k[1] += 0xBB67AE85u;
     }
-    return c[i % 4];
+    return c[i % 8 / 2] >> 16 * (i % 2) & 0xffff;
 }
 
 static void run_dropout_with(const struct operands *o, float p, const struct dsc_par *par, struct outputs *first)
@@ -392,8 +392,8 @@ static void run_dropout_with(const struct operands *o, float p, const struct dsc
 
         for (int64_t row = 0; row < o->n_rows; row++) {
             int64_t i = row * o->n_cols + c;
-            bool is_kept = philox_number(seed, (uint64_t)i) >= (double)p * 0x1p32;
-            double factor = is_kept ? 1 / (1 - (double)p) : 0;
+            bool is_kept = dropout_number(seed, (uint64_t)i) >= nearbyint((double)p * 0x1p16);
+            double factor = is_kept ? 1 / (1 - nearbyint((double)p * 0x1p16) * 0x1p-16) : 0;
             double x = array_get(&o->x, i) + array_get(&o->bias, c);
 
             TEST_AT(i);

@@ -1,0 +1,12 @@
+/* Checks of arguments that several cores take. */
+#ifndef DSC_BASE_CHECK_H
+#define DSC_BASE_CHECK_H
+
+#include "dsc/status.h"
+
+#include <stdint.h>
+
+/* rank is one of n_ranks ranks. */
+dsc_status dsc_check_rank(int32_t n_ranks, int32_t rank);
+
+#endif

@@ -1,0 +1,96 @@
+/* Gated linear units: y = act(gate) * up, and its gradients. */
+#include "nn/act.h"
+#include "nn/rows.h"
+
+static dsc_status check_stride(int64_t n_rows, int64_t n_cols, int64_t in_stride, dsc_dtype dtype)
+{
+    DSC_TRY(dsc_check_rows(n_rows, n_cols, dtype));
+    if (in_stride < n_cols)
+        return dsc_fail(DSC_EINVAL, "in_stride is %lld, less than n_cols %lld", (long long)in_stride,
+                        (long long)n_cols);
+    return dsc_check_rows(n_rows, in_stride, dtype);
+}
+
+struct gated_job {
+    struct dsc_rows rows;
+    struct dsc_act_loops loops;
+    const struct dsc_nn_gated *call;
+};
+
+static void gated_row(const void *arg, int64_t row, float *const *sums)
+{
+    const struct gated_job *job = arg;
+    const struct dsc_nn_gated *call = job->call;
+    const struct dsc_rows *rows = &job->rows;
+    dsc_f32 scratch[2][DSC_BLOCK_ELEMS];
+
+    (void)sums;
+    for (int64_t begin = 0; begin < call->n_cols; begin += DSC_BLOCK_ELEMS) {
+        int64_t n = dsc_block_of(call->n_cols - begin);
+        int64_t i = row * call->in_stride + begin;
+        const dsc_f32 *gate = dsc_load(rows, call->dtype, dsc_at(call->gate, call->dtype, i), n, scratch[0]);
+        const dsc_f32 *up = dsc_load(rows, call->dtype, dsc_at(call->up, call->dtype, i), n, scratch[1]);
+        void *out = dsc_at_out(call->y, call->dtype, row * call->n_cols + begin);
+        dsc_f32 *y = dsc_target(call->dtype, out, scratch[0]);
+
+        job->loops.gated(n, gate, up, y);
+        dsc_store(rows, call->dtype, y, n, out);
+    }
+}
+
+dsc_status dsc_nn_gated(const struct dsc_nn_gated *call, const struct dsc_par *par)
+{
+    struct gated_job job = {.call = call};
+
+    DSC_TRY(check_stride(call->n_rows, call->n_cols, call->in_stride, call->dtype));
+    DSC_TRY(dsc_act_loops_of(call->act, &job.loops));
+    DSC_TRY(CHECK_PRESENT(call->n_rows, NAMED(call, gate), NAMED(call, up), NAMED(call, y)));
+    job.rows = dsc_rows_of(call->n_rows, call->n_cols);
+    dsc_rows_run(&job.rows, NULL, gated_row, &job, par);
+    return DSC_OK;
+}
+
+struct gated_grad_job {
+    struct dsc_rows rows;
+    struct dsc_act_loops loops;
+    const struct dsc_nn_gated_grad *call;
+};
+
+static void gated_grad_row(const void *arg, int64_t row, float *const *sums)
+{
+    const struct gated_grad_job *job = arg;
+    const struct dsc_nn_gated_grad *call = job->call;
+    const struct dsc_rows *rows = &job->rows;
+    dsc_f32 scratch[3][DSC_BLOCK_ELEMS];
+
+    (void)sums;
+    for (int64_t begin = 0; begin < call->n_cols; begin += DSC_BLOCK_ELEMS) {
+        int64_t n = dsc_block_of(call->n_cols - begin);
+        int64_t i = row * call->in_stride + begin;
+        const dsc_f32 *gate = dsc_load(rows, call->dtype, dsc_at(call->gate, call->dtype, i), n, scratch[0]);
+        const dsc_f32 *up = dsc_load(rows, call->dtype, dsc_at(call->up, call->dtype, i), n, scratch[1]);
+        const dsc_f32 *dy =
+            dsc_load(rows, call->dtype, dsc_at(call->dy, call->dtype, row * call->n_cols + begin), n, scratch[2]);
+        void *gate_out = dsc_at_out(call->dgate, call->dtype, i);
+        void *up_out = dsc_at_out(call->dup, call->dtype, i);
+        dsc_f32 *dgate = dsc_target(call->dtype, gate_out, scratch[0]);
+        dsc_f32 *dup = dsc_target(call->dtype, up_out, scratch[1]);
+
+        job->loops.gated_grad(n, gate, up, dy, dgate, dup);
+        dsc_store(rows, call->dtype, dgate, n, gate_out);
+        dsc_store(rows, call->dtype, dup, n, up_out);
+    }
+}
+
+dsc_status dsc_nn_gated_grad(const struct dsc_nn_gated_grad *call, const struct dsc_par *par)
+{
+    struct gated_grad_job job = {.call = call};
+
+    DSC_TRY(check_stride(call->n_rows, call->n_cols, call->in_stride, call->dtype));
+    DSC_TRY(dsc_act_loops_of(call->act, &job.loops));
+    DSC_TRY(CHECK_PRESENT(call->n_rows, NAMED(call, gate), NAMED(call, up), NAMED(call, dy), NAMED(call, dgate),
+                          NAMED(call, dup)));
+    job.rows = dsc_rows_of(call->n_rows, call->n_cols);
+    dsc_rows_run(&job.rows, NULL, gated_grad_row, &job, par);
+    return DSC_OK;
+}

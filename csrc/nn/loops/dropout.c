@@ -1,0 +1,122 @@
+/*
+ * Compiled once per instruction set: dropout by numbers that depend on seed and place alone, the halves of the words of
+ * Philox4x32-7 (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3, SC 2011, which finds seven
+ * rounds to pass every test of TestU01). Ten rounds of whole words took three times as long, and are no better here.
+ */
+#include "cpu/lanes.h"
+#include "cpu/math.h"
+#include "nn/table.h"
+
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
+#define ROUNDS 7
+#define WORDS 4 /* numbers of one counter */
+#define GROUP (2 * REGISTER_LANES)
+#define GROUP_WORDS (GROUP * WORDS)
+
+#define MULTIPLIER_0 0xD2511F53u
+#define MULTIPLIER_1 0xCD9E8D57u
+#define WEYL_0 0x9E3779B9u
+#define WEYL_1 0xBB67AE85u
+#define LOW_WORD 0xFFFFFFFFu
+
+/* A word of each of several counters: in the low half of each lane, with anything above it. */
+typedef uint64_t words __attribute__((vector_size(8 * REGISTER_LANES)));
+
+/* The products of words, in full. The compiler, left alone, multiplies lanes of 64 bits in three steps. */
+static inline words multiply(words a, uint32_t factor)
+{
+#if defined(__AVX512F__)
+    return (words)_mm512_mul_epu32((__m512i)a, _mm512_set1_epi64(factor));
+#elif defined(__AVX2__)
+    return (words)_mm256_mul_epu32((__m256i)a, _mm256_set1_epi64x(factor));
+#elif defined(__SSE2__)
+    return (words)_mm_mul_epu32((__m128i)a, _mm_set1_epi64x(factor));
+#else
+    return (a & LOW_WORD) * factor;
+#endif
+}
+
+struct counters {
+    words c0;
+    words c1;
+    words c2;
+    words c3;
+};
+
+static inline void advance(struct counters *c, uint32_t key0, uint32_t key1)
+{
+    words product0 = multiply(c->c0, MULTIPLIER_0);
+    words product1 = multiply(c->c2, MULTIPLIER_1);
+
+    c->c0 = (product1 >> 32) ^ c->c1 ^ key0;
+    c->c2 = (product0 >> 32) ^ c->c3 ^ key1;
+    c->c1 = product1;
+    c->c3 = product0;
+}
+
+/* The numbers of the counters first, first + 1, ...: number j of counter i is out[i * WORDS + j]. */
+static inline void philox(uint64_t seed, uint64_t first, uint32_t out[GROUP_WORDS])
+{
+    uint64_t starts[2][GROUP];
+    struct counters c[2];
+    uint32_t key0 = (uint32_t)seed;
+    uint32_t key1 = (uint32_t)(seed >> 32);
+
+    for (int i = 0; i < GROUP; i++) {
+        starts[0][i] = first + (uint64_t)i;
+        starts[1][i] = (first + (uint64_t)i) >> 32;
+    }
+    for (int r = 0; r < 2; r++) {
+        memcpy(&c[r].c0, starts[0] + r * REGISTER_LANES, sizeof c[r].c0);
+        memcpy(&c[r].c1, starts[1] + r * REGISTER_LANES, sizeof c[r].c1);
+        c[r].c2 = (words){0};
+        c[r].c3 = (words){0};
+    }
+    for (int round = 0; round < ROUNDS; round++) {
+        advance(&c[0], key0, key1);
+        advance(&c[1], key0, key1);
+        key0 += WEYL_0;
+        key1 += WEYL_1;
+    }
+    for (int r = 0; r < 2; r++) {
+        words first_pairs = (c[r].c0 & LOW_WORD) | c[r].c1 << 32;
+        words second_pairs = (c[r].c2 & LOW_WORD) | c[r].c3 << 32;
+        uint64_t pairs[2][REGISTER_LANES];
+
+        memcpy(pairs[0], &first_pairs, sizeof pairs[0]);
+        memcpy(pairs[1], &second_pairs, sizeof pairs[1]);
+        for (int i = 0; i < REGISTER_LANES; i++) {
+            uint32_t *numbers = out + (r * REGISTER_LANES + i) * WORDS;
+
+            numbers[0] = (uint32_t)pairs[0][i];
+            numbers[1] = (uint32_t)(pairs[0][i] >> 32);
+            numbers[2] = (uint32_t)pairs[1][i];
+            numbers[3] = (uint32_t)(pairs[1][i] >> 32);
+        }
+    }
+}
+
+/* Words that are drawn before they are looked at. */
+#define DRAWN 512
+#define HALVES (2 * WORDS) /* of one counter */
+
+void DSC_K(nn_drop)(int64_t n, uint64_t seed, uint64_t first, uint32_t threshold, float scale, const dsc_f32 *x,
+                    dsc_f32 *y)
+{
+    for (int64_t done = 0; done < n;) {
+        uint32_t drawn[DRAWN];
+        const dsc_half *numbers = (const dsc_half *)drawn; /* the low half of a word comes first */
+        uint64_t at = first + (uint64_t)done;
+        int64_t n_skipped = (int64_t)(at % HALVES);
+        int64_t n_here = n - done < 2 * DRAWN - n_skipped ? n - done : 2 * DRAWN - n_skipped;
+
+        for (int64_t i = 0; 2 * i < n_skipped + n_here; i += GROUP_WORDS)
+            philox(seed, at / HALVES + (uint64_t)i / WORDS, drawn + i);
+        EACH for (int64_t i = 0; i < n_here; i++) y[done + i] =
+            numbers[n_skipped + i] >= threshold ? scale * x[done + i] : 0.0f;
+        done += n_here;
+    }
+}

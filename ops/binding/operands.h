@@ -1,0 +1,150 @@
+/* Operands of the operators of dsc/nn.h: checked against the first of them, and read; and how a call of a core begins.
+ */
+#ifndef DSC_OPERANDS_H
+#define DSC_OPERANDS_H
+
+#include "check.h"
+#include "dsc_torch.h"
+
+#include <optional>
+#include <string>
+
+namespace dsc {
+
+using MaybeTensor = std::optional<Tensor>;
+
+/* Checks the operands of one call against the first of them, and reads them. Failures name operator and argument. */
+class Operands {
+  public:
+    /* Rows are what all but the last dimension of `first` count. */
+    Operands(const char *op, const Tensor &first, const char *name) : op_(op), first_name_(name)
+    {
+        const View view = view_of(first, name);
+        const auto sizes = first.sizes();
+
+        if (sizes.size() == 0)
+            fail(name, "has no dimension; rows of elements are needed");
+        dtype = element_dtype(view, name);
+        n_cols = sizes[sizes.size() - 1];
+        n_rows = n_cols == 0 ? 0 : view.n_elems / n_cols;
+        if (n_cols == 0)
+            n_cols = 1; /* nothing to do, and nothing that a core would refuse */
+    }
+
+    /* A tensor of the first one's dtype with n_elems elements, dense. */
+    void *read(const Tensor &tensor, const char *name, int64_t n_elems) const
+    {
+        const View view = view_of(tensor, name);
+
+        if (element_dtype(view, name) != dtype)
+            fail(name, std::string("is of ") + dtype_name(view.dtype) + ", unlike " + first_name_);
+        return dense(view, name, n_elems);
+    }
+    void *read_all(const Tensor &tensor, const char *name) const { return read(tensor, name, n_rows * n_cols); }
+    void *read_all(const MaybeTensor &tensor, const char *name) const
+    {
+        return tensor.has_value() ? read_all(*tensor, name) : nullptr;
+    }
+    void *read_cols(const MaybeTensor &tensor, const char *name) const
+    {
+        return tensor.has_value() ? read(*tensor, name, n_cols) : nullptr;
+    }
+
+    /* [n_cols] of any dtype, which out_dtype is set to. */
+    void *read_weight(const MaybeTensor &tensor, const char *name, dsc_dtype *out_dtype) const
+    {
+        if (!tensor.has_value())
+            return nullptr;
+        const View view = view_of(*tensor, name);
+
+        *out_dtype = element_dtype(view, name);
+        return dense(view, name, n_cols);
+    }
+
+    float *read_f32(const Tensor &tensor, const char *name, int64_t n_elems) const
+    {
+        const View view = view_of(tensor, name);
+
+        if (view.dtype != aoti_torch_dtype_float32())
+            fail(name, std::string("is of ") + dtype_name(view.dtype) + "; float32 is needed");
+        return static_cast<float *>(dense(view, name, n_elems));
+    }
+
+    /* A call of a core on these rows; its other fields are empty. */
+    template <class Call>
+    Call begin() const
+    {
+        Call call{};
+
+        call.n_rows = n_rows;
+        call.n_cols = n_cols;
+        call.dtype = dtype;
+        return call;
+    }
+
+    /* Runs a core on the pool. */
+    template <class Call>
+    void run(dsc_status (*core)(const Call *, const struct dsc_par *), const Call &call) const
+    {
+        const struct dsc_par par = pool_par();
+
+        dsc::check(core(&call, &par), op_);
+    }
+
+    dsc_nn_act act_named(const std::string &name) const
+    {
+        dsc_nn_act act{};
+
+        dsc::check(dsc_nn_act_find(name.c_str(), &act), op_);
+        return act;
+    }
+
+    [[noreturn]] void fail(const char *name, const std::string &what) const
+    {
+        dsc::fail(DSC_EINVAL, std::string("deepspeed_c::") + op_ + ": argument " + name + " " + what);
+    }
+
+    View view_of(const Tensor &tensor, const char *name) const
+    {
+        const View view = dsc::view_of(tensor.get());
+
+        if (!view.is_strided || !is_cpu(view.device_type))
+            fail(name, "must be a dense host tensor");
+        return view;
+    }
+
+    dsc_dtype element_dtype(const View &view, const char *name) const
+    {
+        if (to_dsc_dtype(view.dtype) < 0)
+            fail(name,
+                 std::string("is of ") + dtype_name(view.dtype) + "; float32, bfloat16 and float16 are supported");
+        return static_cast<dsc_dtype>(to_dsc_dtype(view.dtype));
+    }
+
+    int64_t n_rows;
+    int64_t n_cols;
+    dsc_dtype dtype;
+
+  private:
+    void *dense(const View &view, const char *name, int64_t n_elems) const
+    {
+        if (view.n_elems != n_elems)
+            fail(name, "has " + std::to_string(view.n_elems) + " elements; " + std::to_string(n_elems) + " belong to " +
+                           first_name_);
+        if (!view.is_contiguous)
+            fail(name, "is not contiguous");
+        return view.data;
+    }
+
+    const char *op_;
+    const char *first_name_;
+};
+
+inline MaybeTensor dense_of(const MaybeTensor &tensor)
+{
+    return tensor.has_value() ? MaybeTensor(contiguous(*tensor)) : std::nullopt;
+}
+
+}  // namespace dsc
+
+#endif
