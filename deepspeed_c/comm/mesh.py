@@ -139,6 +139,13 @@ class Mesh:
             found = self._groups[ranks] = (self._connect or self._new_group)(ranks, axes)
         return found
 
+    def group_along(self, *axes: str) -> dist.ProcessGroup | None:
+        """The group of ``torch.distributed`` of the ranks along ``axes``, one that is alone too; None: that of all."""
+        found = self.along(*axes)
+        if found.world_size == self.comm.world_size:
+            return self.comm.group
+        return _shared_group(tuple(found.global_ranks), self.comm.group)
+
     @property
     def data(self) -> Collectives:
         """The ranks that see different samples: those of ``DATA``."""

@@ -14,7 +14,7 @@ from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.config.parallel import TensorParallel
 from deepspeed_c.errors import ModelError
 from deepspeed_c.inject.cut import Cut, keep_part
-from deepspeed_c.inject.layers import EmbeddingLayer, LinearAllreduce, LinearLayer, RowPicker, is_transposed
+from deepspeed_c.inject.layers import EmbeddingLayer, LinearAllreduce, LinearLayer, RowPicker, is_transposed, product_of
 from deepspeed_c.inject.loss import cut_loss
 from deepspeed_c.inject.plan import (
     Attention,
@@ -446,12 +446,8 @@ def _has_words(module: torch.nn.Module) -> bool:
 
 
 def _is_linear(module: torch.nn.Module) -> bool:
-    # FalconLinear computes what a linear layer does. Other kinds (quantised, adapted) hold weights of other shapes, and
-    # a parametrized one computes its weight.
-    if type(module).__name__ in ("Conv1D", "FalconLinear"):
-        return True
-    is_plain = isinstance(module, torch.nn.Linear) and type(module).forward is torch.nn.Linear.forward
-    return is_plain and "weight" in dict(module.named_parameters(recurse=False))
+    # Other kinds (quantised, adapted) hold weights of other shapes, and a parametrized one computes its weight.
+    return product_of(module) is not None and "weight" in dict(module.named_parameters(recurse=False))
 
 
 def _only_run(cut: Cut, dim: int = 0) -> tuple[int, int]:

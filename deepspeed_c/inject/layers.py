@@ -8,7 +8,7 @@ and every rank of it passes the same weights. ``Conv1D`` of GPT-2 keeps its weig
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,24 @@ __all__ = [
     "SubParamLinearLayer",
     "TensorParallelLayer",
     "is_transposed",
+    "product_of",
 ]
+
+
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+def product_of(module: torch.nn.Module) -> Product | None:
+    """What the linear layer computes of (x, weight [out, in], bias): its class says it as ``product`` where it is not
+    the usual one. None where nothing says it: the class has a forward of its own."""
+    own = getattr(type(module), "product", None)
+    if callable(own):
+        return own
+    # FalconLinear computes what a linear layer does.
+    if type(module).__name__ in ("Conv1D", "FalconLinear"):
+        return F.linear
+    is_plain = isinstance(module, torch.nn.Linear) and type(module).forward is torch.nn.Linear.forward
+    return F.linear if is_plain else None
 
 
 def is_transposed(module: torch.nn.Module) -> bool:
@@ -49,6 +66,7 @@ class TensorParallelLayer(torch.nn.Module):
         """
         super().__init__()
         self.weight, self.bias = module.weight, module.bias
+        self.product = product_of(module) or F.linear
         if not isinstance(mp_group, TensorRanks):
             mp_group = TensorRanks(None if mp_group is None else Collectives(mp_group))
         self.ranks, self.label, self.is_transposed = mp_group, name or type(self).__name__, is_transposed(module)
@@ -177,7 +195,7 @@ class LinearLayer(TensorParallelLayer):
         if self.picker is not None:
             weight = self.picker.pick(weight, 1 if self.is_transposed else 0)
             bias = None if bias is None else self.picker.pick(bias, 0)
-        y = F.linear(x, weight.t() if self.is_transposed else weight, bias)
+        y = self.product(x, weight.t() if self.is_transposed else weight, bias)
         if self.sizes is not None:
             return self.ranks.gather(y, self.sizes, self.label)
         if self.region is not None and self.training:
@@ -223,7 +241,8 @@ class LinearAllreduce(TensorParallelLayer):
             self.region.leave(x.device)
         if self.part is not None:
             x = self.ranks.split(x, *self.part, self.label)
-        y = self.ranks.leave(F.linear(x, self.weight.t() if self.is_transposed else self.weight), self.label)
+        y = self.product(x, self.weight.t() if self.is_transposed else self.weight, None)
+        y = self.ranks.leave(y, self.label)
         return y if self.bias is None else y + self.bias
 
 

@@ -65,7 +65,7 @@ def _rank(axis: str) -> int:
 
 def get_data_parallel_group() -> Any:
     """The ranks that hold copies, or shards, of the same model."""
-    group = _told[0].along(*DATA).group if _told else None
+    group = _told[0].group_along(*DATA) if _told else None
     return comm.get_world_group() if group is None else group
 
 

@@ -315,6 +315,7 @@ def mesh_body(rank: int, world: int) -> None:
             assert str(engine._mesh) == "dp_shard 2 x tp 2" and engine.mp_world_size == 2 == engine.dp_world_size
             assert groups.get_tensor_model_parallel_rank() == rank % 2 == groups.get_model_parallel_rank()
             assert groups.get_data_parallel_rank() == rank // 2
+            assert groups._get_broadcast_src_rank() == rank % 2
             assert groups.get_tensor_model_parallel_src_rank() == rank - rank % 2
             assert dist.get_process_group_ranks(groups.get_tensor_model_parallel_group()) == [rank - rank % 2, rank | 1]
             assert dist.get_process_group_ranks(groups.get_data_parallel_group()) == [rank % 2, rank % 2 + 2]
