@@ -117,7 +117,6 @@ FEATURES: dict[str, Feature] = {
         is_on=lambda root: max(root.tensor_parallel.autotp_size, root.tensor_parallel.tp.tp_size) > 1,
     ),
     "tensor_parallel_variants": _later("this way to cut a model", _REMOVE),
-    "tp_overlap": _later("collectives of tensor parallelism under other work", "set it to false"),
     "sequence_parallel": _later("sequence parallelism", "set sequence_parallel_size to 1"),
     "expert_parallel": _later("expert parallelism", 'set "enabled": false'),
     "pipeline": _later("pipeline parallelism", "remove the section"),
