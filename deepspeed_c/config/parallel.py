@@ -65,7 +65,9 @@ class TpGroup(Section, kw_only=True):
     """The tensor-parallel group."""
 
     tp_size: Annotated[Positive, asks("Ranks of the group.", _TP)] = 1
-    tp_grain_size: Annotated[Positive, tunes("Columns that stay together where a matrix is cut, such as those of a head.", _TP)] = 1
+    tp_grain_size: Annotated[
+        Positive, tunes("Columns that stay together where a matrix is cut, such as those of a head.", _TP)
+    ] = 1
 
 
 class TensorParallel(Section, kw_only=True):

@@ -17,7 +17,17 @@ from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.work import Work
 from deepspeed_c.errors import ModelError
 
-__all__ = ["gather_start", "gathered", "number_of", "scatter_start", "settle", "sum_", "sum_start", "token_sizes", "wait"]
+__all__ = [
+    "gather_start",
+    "gathered",
+    "number_of",
+    "scatter_start",
+    "settle",
+    "sum_",
+    "sum_start",
+    "token_sizes",
+    "wait",
+]
 
 SUMMED = (torch.float32, torch.bfloat16, torch.float16)
 

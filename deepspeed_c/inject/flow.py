@@ -45,8 +45,8 @@ def plan_flow(
 ) -> Flow:
     """Finds layers and regions; nothing is changed.
 
-    wants_tokens: norms are to see a rank's own tokens (``sequence_parallel_norms``). Raises ModelError where that cannot
-    be; where only halves of batches are wanted, the notes say what does without.
+    wants_tokens: norms are to see a rank's own tokens (``sequence_parallel_norms``). Raises ModelError where that
+    cannot be; where only halves of batches are wanted, the notes say what does without.
     """
     key = "tensor_parallel.sequence_parallel_norms"
     lists = [] if stream is None else list(_lists(model, stream))

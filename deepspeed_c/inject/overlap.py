@@ -4,7 +4,8 @@
 over ranks, and their weights' gradients. Autograd runs, of what is ready, what was recorded last. So one records, in
 this order: ``_Wait`` on the tensor, one ``_Weights`` for each layer, ``_Start``, the layers' products. Backward then
 computes the tensor's gradient (all layers), starts its sum (``_Start``), computes the weights' gradients meanwhile
-(``_Weights``), and waits (``_Wait``). Between ``_Start`` and ``_Wait`` the gradient is in a ``_Box``: nobody may read it.
+(``_Weights``), and waits (``_Wait``). Between ``_Start`` and ``_Wait`` the gradient is in a ``_Box``:
+nobody may read it.
 """
 
 from __future__ import annotations
@@ -20,9 +21,8 @@ import torch.nn.functional as F
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import StateError
 from deepspeed_c.inject import exchange
-from deepspeed_c.zero.weights.param import is_released
 
-__all__ = ["Border", "ColumnEntry", "Pending", "TokenStream"]
+__all__ = ["LOOKS", "Border", "ColumnEntry", "TokenStream", "UnderWay"]
 
 
 class Columns(Protocol):
@@ -68,14 +68,15 @@ class _Wait(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, sizes: list[int], dim: int, boxes: list[_Box]) -> tuple[torch.Tensor, ...]:
-        ctx.dim, ctx.boxes = dim, boxes
+        ctx.held = dim, boxes
         return tuple(part.view_as(part) for part in x.split(sizes, dim))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        dim, boxes = ctx.held
         # Those of the last part were started first.
-        parts = [box.take(grad) for box, grad in zip(reversed(ctx.boxes), reversed(grads), strict=True)]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts[::-1], dim=ctx.dim)), None, None, None
+        parts = [box.take(grad) for box, grad in zip(reversed(boxes), reversed(grads), strict=True)]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts[::-1], dim=dim)), None, None, None
 
 
 def _placeholder(grad: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -87,12 +88,12 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, box: _Box) -> torch.Tensor:
-        ctx.box = box
+        ctx.held = box
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.box.start_sum(grad)
+        ctx.held.start_sum(grad)
         return _placeholder(grad, grad.shape), None
 
 
@@ -104,13 +105,14 @@ class _GatherTokens(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, of_ranks: torch.Tensor, sizes: list[int], dim: int, box: _Box
     ) -> torch.Tensor:
-        ctx.sizes, ctx.dim, ctx.box, ctx.shape = sizes, dim, box, x.shape
+        ctx.held = sizes, dim, box, x.shape
         return exchange.gathered(exchange.wait(of_ranks), sizes, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.box.start_scatter(grad, ctx.sizes, ctx.dim)
-        return _placeholder(grad, ctx.shape), None, None, None, None
+        sizes, dim, box, shape = ctx.held
+        box.start_scatter(grad, sizes, dim)
+        return _placeholder(grad, shape), None, None, None, None
 
 
 class _LeaveLater(torch.autograd.Function):
@@ -131,20 +133,25 @@ class _ScatterTokens(torch.autograd.Function):
     """This rank's tokens of the sum of all ranks' ``x``, after ``exchange.wait``, filled up to the most of any rank."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, sizes: list[int], dim: int, comm: Collectives, label: str
-    ) -> torch.Tensor:
-        ctx.sizes, ctx.dim, ctx.comm, ctx.label = sizes, dim, comm, label
+    def forward(ctx: Any, x: torch.Tensor, sizes: list[int], dim: int, comm: Collectives, label: str) -> torch.Tensor:
+        ctx.held = sizes, dim, comm, f"output gradient of {label}"
         return exchange.scatter_start(x, sizes, dim, comm, f"output of {label}")
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        mine = grad.narrow(ctx.dim, 0, ctx.sizes[ctx.comm.rank])
-        of_ranks = exchange.gather_start(mine, ctx.sizes, ctx.dim, ctx.comm, f"output gradient of {ctx.label}")
-        return exchange.gathered(exchange.wait(of_ranks), ctx.sizes, ctx.dim), None, None, None, None
+        sizes, dim, comm, label = ctx.held
+        mine = grad.narrow(dim, 0, sizes[comm.rank])
+        of_ranks = exchange.gather_start(mine, sizes, dim, comm, label)
+        return exchange.gathered(exchange.wait(of_ranks), sizes, dim), None, None, None, None
 
 
-class _Note:
+def _is_here(param: torch.nn.Parameter) -> bool:
+    """Whether the stage that shards weights, if one does, has put this one together."""
+    status = getattr(param, "ds_status", None)
+    return status is None or status.name == "AVAILABLE"
+
+
+class _Factors:
     """What the gradient of one layer's weight is made of, from the layer's backward on."""
 
     def __init__(self) -> None:
@@ -155,23 +162,24 @@ class _Weights(torch.autograd.Function):
     """Stands for weight and bias in the graph: an empty tensor, whose backward computes their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, bias: torch.Tensor | None, note: _Note) -> torch.Tensor:
-        ctx.note, ctx.dtype, ctx.has_bias = note, weight.dtype, bias is not None
+    def forward(ctx: Any, weight: torch.Tensor, bias: torch.Tensor | None, note: _Factors) -> torch.Tensor:
+        ctx.held = note, weight.dtype
         return weight.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         of_weight: torch.Tensor | None = None
         of_bias: torch.Tensor | None = None
-        for dy, x in ctx.note.products:
+        note, dtype = ctx.held
+        for dy, x in note.products:
             rows = dy.reshape(-1, dy.shape[-1])
             if ctx.needs_input_grad[0]:
                 product = rows.t() @ x.reshape(-1, x.shape[-1]).to(dy.dtype)
                 of_weight = product if of_weight is None else of_weight + product
-            if ctx.has_bias and ctx.needs_input_grad[1]:
+            if ctx.needs_input_grad[1]:
                 of_bias = rows.sum(0) if of_bias is None else of_bias + rows.sum(0)
-        ctx.note.products.clear()
-        cast = [None if found is None else found.to(ctx.dtype) for found in (of_weight, of_bias)]
+        note.products.clear()
+        cast = [None if found is None else found.to(dtype) for found in (of_weight, of_bias)]
         return cast[0], cast[1], None
 
 
@@ -185,24 +193,24 @@ class _Product(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         weights: torch.Tensor | None,
-        note: _Note | None,
+        note: _Factors | None,
     ) -> torch.Tensor:
-        ctx.note = note
+        ctx.held = note
         ctx.save_for_backward(x, weight)
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        if ctx.note is not None:
-            ctx.note.products.append((dy, x))
+        if ctx.held is not None:
+            ctx.held.products.append((dy, x))
         dx = (dy @ weight.to(dy.dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
-        return dx, None, None, None if ctx.note is None else dy.new_empty(0), None
+        return dx, None, None, None if ctx.held is None else dy.new_empty(0), None
 
 
 class _Deferred(NamedTuple):
     weights: torch.Tensor
-    note: _Note
+    note: _Factors
 
 
 class ColumnEntry:
@@ -213,14 +221,14 @@ class ColumnEntry:
         self._inside: torch.Tensor | None = None
         self._deferred: dict[Columns, _Deferred] = {}
         for layer in layers:
-            if layer.can_defer and not is_released(layer.weight):
+            if layer.can_defer and _is_here(layer.weight):
                 self._defer(layer)
 
     def _defer(self, layer: Columns) -> _Deferred | None:
         params = [param for param in (layer.weight, layer.bias) if param is not None]
         if not any(param.requires_grad for param in params):
             return None
-        note = _Note()
+        note = _Factors()
         weight = layer.weight.t() if layer.is_transposed else layer.weight
         self._deferred[layer] = _Deferred(_Weights.apply(weight, layer.bias, note), note)
         return self._deferred[layer]
@@ -242,7 +250,17 @@ class ColumnEntry:
         return entry
 
 
-class Pending(torch.Tensor):
+LOOKS = frozenset(
+    [
+        *(getattr(torch.Tensor, name).__get__ for name in ("dtype", "device", "requires_grad", "grad_fn", "is_leaf")),
+        torch.Tensor.is_floating_point,
+        torch.Tensor.register_hook,
+    ]
+)
+"""What may be asked of a tensor that is not yet what it stands for."""
+
+
+class UnderWay(torch.Tensor):
     """A tensor whose collective is under way: any use but a look at its shape, dtype or device waits for it first."""
 
     # Set by ``of`` on each; a tensor's own constructor takes no such arguments.
@@ -250,7 +268,7 @@ class Pending(torch.Tensor):
     dsc_finished: torch.Tensor | None
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, finish: Callable[[torch.Tensor], torch.Tensor]) -> Pending:
+    def of(cls, tensor: torch.Tensor, finish: Callable[[torch.Tensor], torch.Tensor]) -> UnderWay:
         """finish: gives the tensor to go on with, once ``tensor`` may be read."""
         made = tensor.as_subclass(cls)
         with torch._C.DisableTorchFunctionSubclass():
@@ -266,13 +284,10 @@ class Pending(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _LOOKS:
+        if func not in LOOKS:
             args, kwargs = torch.utils._pytree.tree_map_only(cls, cls.finished, (args, kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
-
-
-_LOOKS = frozenset(getattr(torch.Tensor, name).__get__ for name in ("dtype", "device", "requires_grad", "is_cuda"))
 
 
 class TokenStream:
@@ -323,13 +338,14 @@ class _TakeTokens(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, sizes: list[int], comm: Collectives) -> torch.Tensor:
-        ctx.sizes, ctx.comm = sizes, comm
+        ctx.held = sizes, comm
         return x.split(sizes, 1)[comm.rank].contiguous()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        of_ranks = exchange.gather_start(grad, ctx.sizes, 1, ctx.comm, "gradient of the first layer's tokens")
-        return exchange.gathered(exchange.wait(of_ranks), ctx.sizes, 1), None, None
+        sizes, comm = ctx.held
+        of_ranks = exchange.gather_start(grad, sizes, 1, comm, "gradient of the first layer's tokens")
+        return exchange.gathered(exchange.wait(of_ranks), sizes, 1), None, None
 
 
 class _AllTokens(torch.autograd.Function):
@@ -337,13 +353,14 @@ class _AllTokens(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, sizes: list[int], comm: Collectives) -> torch.Tensor:
-        ctx.sizes, ctx.rank = sizes, comm.rank
+        ctx.held = sizes, comm.rank
         of_ranks = exchange.gather_start(x, sizes, 1, comm, "tokens behind the last norm")
         return exchange.gathered(exchange.wait(of_ranks), sizes, 1)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return grad.split(ctx.sizes, 1)[ctx.rank].contiguous(), None, None
+        sizes, rank = ctx.held
+        return grad.split(sizes, 1)[rank].contiguous(), None, None
 
 
 class _HalfCache:
@@ -420,7 +437,7 @@ class Border:
                 total = total.narrow(1, 0, sizes[comm.rank])
             return total if bias is None else total + bias
 
-        return Pending.of(started, finish) if self._is_half else finish(exchange.wait(started))
+        return UnderWay.of(started, finish) if self._is_half else finish(exchange.wait(started))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         x = args[0] if args else kwargs["hidden_states"]
@@ -447,7 +464,9 @@ class Border:
         boxes = [_Box(comm, self._label) for _ in parts]
         mine = _Wait.apply(x, lengths, dim, boxes)
         under_way = [
-            None if of_part is None else exchange.gather_start(own.detach(), of_part, 1, comm, f"input of {self._label}")
+            None
+            if of_part is None
+            else exchange.gather_start(own.detach(), of_part, 1, comm, f"input of {self._label}")
             for own, of_part in zip(mine, sizes, strict=True)
         ]
         for part, own, of_ranks, of_part, box in zip(parts, mine, under_way, sizes, boxes, strict=True):

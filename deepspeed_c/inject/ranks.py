@@ -20,6 +20,7 @@ from deepspeed_c.inject.overlap import ColumnEntry, Columns
 
 __all__ = ["DropoutRegion", "TensorRanks"]
 
+
 class TensorRanks:
     """What the layers of one model share: the group, and the tensor that last entered the cut region."""
 

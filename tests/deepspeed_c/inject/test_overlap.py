@@ -86,7 +86,10 @@ EVERYTHING = [
         ("llama", 3, EVERYTHING),
         ("llama_tied_shared", 2, [OVERLAP, NORMS, BOTH]),
         ("llama_tied_shared", 3, [BOTH]),
-        *((family, 2, [OVERLAP, BOTH]) for family in ("qwen3", "gpt2", "gpt_neox", "gptj", "phi", "phi3", "starcoder2")),
+        *(
+            (family, 2, [OVERLAP, BOTH])
+            for family in ("qwen3", "gpt2", "gpt_neox", "gptj", "phi", "phi3", "starcoder2")
+        ),
         *((family, 2, [OVERLAP]) for family in ("mixtral", "deepseek_v3", "opt", "bloom", "falcon", "granite")),
     ],
 )
@@ -153,12 +156,14 @@ def test_halves_run_in_turn_and_sums_travel_under_the_weights_gradients() -> Non
 
 def bytes_body(rank: int, world: int, section: dict, shapes: list[tuple[int, int]]):
     found = []
-    with deepspeed_c.initialize(model=make("llama").train(), config=make_config(autotp_size=world, **section))[0] as engine:
+    with deepspeed_c.initialize(model=make("llama").train(), config=make_config(autotp_size=world, **section))[
+        0
+    ] as engine:
         ledger = engine._mesh.along("tp").ledger
         for step, shape in enumerate([(2, 9), *shapes]):  # at the first step ranks compare their data
-            before = {op: total.bytes for op, total in ledger.totals.items()}
+            before = {op: total.n_bytes for op, total in ledger.totals.items()}
             engine.backward(engine(**batch(step, shape)).loss)
-            found.append({op: total.bytes - before.get(op, 0) for op, total in ledger.totals.items()})
+            found.append({op: total.n_bytes - before.get(op, 0) for op, total in ledger.totals.items()})
             engine.step()
     return found[1:]
 
@@ -174,7 +179,8 @@ def test_bytes_are_those_of_the_formula(section: dict) -> None:
                 tokens = world * 4 * n_samples * -(-n_tokens // world) * width
                 # Two regions, each way; the stream's begin in backward and its end in forward.
                 expected = {"all-gather": (4 * n_layers + 2) * tokens + loss, "reduce-scatter": 4 * n_layers * tokens}
-                expected["all-reduce"] = 2 * tensor  # words: table forward, head backward
+                norms = 4 * (2 * n_layers + 1) * 64  # gradients of their weights, each filled up to a line
+                expected["all-reduce"] = 2 * tensor + norms  # words: table forward, head backward
             else:
                 expected = {"all-gather": loss, "all-reduce": (4 * n_layers + 2) * tensor}
             assert {op: n for op, n in sent.items() if n} == expected, (n_samples, n_tokens)
@@ -188,7 +194,9 @@ def drop_body(rank: int, world: int, recompute: dict):
             module.p = 0.3
     torch.manual_seed(5)
     norms = []
-    with deepspeed_c.initialize(model=model, config={**make_config(autotp_size=world, **BOTH), **recompute})[0] as engine:
+    with deepspeed_c.initialize(model=model, config={**make_config(autotp_size=world, **BOTH), **recompute})[
+        0
+    ] as engine:
         for step in range(STEPS):
             engine.backward(engine(**batch(step, (2, 9))).loss)
             engine.step()
@@ -264,7 +272,10 @@ def operators_body(rank: int, world: int) -> None:
     parts = torch.randn(world, 2, 5, 3)
     total = exchange.wait(exchange.scatter_start(parts[rank], [3, 2], 1, comm, "x"))
     assert total.shape == (2, 3, 3)
-    assert torch.equal(total[:, : (3, 2)[rank]], parts.sum(0).split([3, 2], 1)[rank]) and not total[:, (3, 2)[rank] :].any()
+    assert (
+        torch.equal(total[:, : (3, 2)[rank]], parts.sum(0).split([3, 2], 1)[rank])
+        and not total[:, (3, 2)[rank] :].any()
+    )
     pieces = parts[0].split([3, 2], 1)
     whole = exchange.gathered(exchange.wait(exchange.gather_start(pieces[rank], [3, 2], 1, comm, "x")), [3, 2], 1)
     assert torch.equal(whole, parts[0])
