@@ -25,8 +25,13 @@ def compute_dtype(parameter: torch.Tensor) -> torch.dtype:
 class Linear(nn.Linear):
     """``x @ weight.T`` in the dtype of ``x``; the cast is a no-op when the weight has that dtype already."""
 
+    @staticmethod
+    def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """What the layer computes, by this name also where its weight is cut over tensor-parallel ranks."""
+        return F.linear(x, weight.to(x.dtype), bias)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
+        return self.product(x, self.weight, self.bias)
 
 
 class Norm(nn.RMSNorm):
@@ -54,7 +59,7 @@ class Block(nn.Module):
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.head_width = width // heads
         self.norm1, self.norm2 = Norm(width), Norm(width)
         self.qkv = Linear(width, 3 * width, bias=False)
         self.out = Linear(width, width, bias=False)
@@ -62,10 +67,11 @@ class Block(nn.Module):
         self.down = Linear(4 * width, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        B, T, C = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(B, T, 3, self.heads, C // self.heads).permute(2, 0, 3, 1, 4)
+        B, T, _ = x.shape
+        # As many heads as there are here: tensor-parallel ranks have some each.
+        q, k, v = self.qkv(self.norm1(x)).view(B, T, 3, -1, self.head_width).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(B, T, C))
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 

@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 import deepspeed_c
 from deepspeed_c import comm
+from deepspeed_c.utils import groups
 
 
 def main() -> None:
@@ -98,9 +99,11 @@ class Run:
     @torch.no_grad()
     def evaluate(self, n_windows: int) -> float:
         """Nats per byte over ``n_windows`` windows spread evenly over the held-out text, shared among the ranks."""
-        n_windows = min(n_windows, len(self.held_out)) // comm.get_world_size() * comm.get_world_size()
+        # Tensor-parallel ranks see the same windows.
+        n_shares, share = groups.get_data_parallel_world_size(), groups.get_data_parallel_rank()
+        n_windows = min(n_windows, len(self.held_out)) // n_shares * n_shares
         chosen = [i * len(self.held_out) // n_windows for i in range(n_windows)]
-        mine = torch.stack([self.held_out[i] for i in chosen[comm.get_rank() :: comm.get_world_size()]])
+        mine = torch.stack([self.held_out[i] for i in chosen[share::n_shares]])
         self.engine.eval()
         losses = [self.engine(batch.to(self.engine.device)).item() * len(batch) for batch in mine.split(8)]
         self.engine.train()
@@ -140,6 +143,7 @@ class Run:
         if comm.get_rank() == 0:
             args.out.mkdir(parents=True, exist_ok=True)
             self.draw(args.out / "loss.png")
+            (args.out / "loss.json").write_text(json.dumps(self.losses))
             say(f"curve: {args.out / 'loss.png'}")
 
     def draw(self, path: Path) -> None:
@@ -166,6 +170,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a byte-level GPT on the Python standard library's source.")
     parser.add_argument("--steps", type=int, help="optimizer steps (default: the schedule's total_num_steps)")
     parser.add_argument("--stage", type=int, help="ZeRO stage (default: the configuration's)")
+    parser.add_argument("--tp", type=int, default=1, help="ranks that hold the model together (default: 1)")
     parser.add_argument("--budget", help='bytes that activations may take, such as 200MiB or "auto" (default: no limit)')
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=448)
@@ -183,11 +188,13 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def load_config(args: argparse.Namespace) -> dict:
-    """The configuration file, with what the command line says about steps, stage and budget put in."""
+    """The configuration file, with what the command line says about stage, ranks, budget and steps put in."""
     config = json.loads(Path(args.deepspeed_config).read_text())
     schedule = config["scheduler"]["params"]
     if args.stage is not None:
         config["zero_optimization"]["stage"] = args.stage
+    if args.tp > 1:
+        config["tensor_parallel"] = tensor_parallel(args)
     if args.budget is not None:
         config["activation_checkpointing"] = {"layers": "auto", "budget": args.budget}
     if args.steps is None:
@@ -197,6 +204,21 @@ def load_config(args: argparse.Namespace) -> dict:
         schedule["warmup_num_steps"] = max(1, schedule["warmup_num_steps"] * args.steps // schedule["total_num_steps"])
         schedule["total_num_steps"] = args.steps
     return config
+
+
+def tensor_parallel(args: argparse.Namespace) -> dict:
+    """How the model is cut over ``args.tp`` ranks: by whole heads, query, key and value alike."""
+    width = args.width
+    specs = [
+        {"patterns": [r".*\.qkv\.weight"], "partition_type": "column", "shape": [[width] * 3, -1]},
+        {"patterns": [r".*\.up\.weight"], "partition_type": "column"},
+        {"patterns": [r".*\.(out|down)\.weight"], "partition_type": "row"},
+    ]
+    return {
+        "autotp_size": args.tp,
+        "tp": {"tp_grain_size": width // args.heads},
+        "partition_config": {"use_default_specs": False, "layer_specs": specs},
+    }
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@ see of a bucket."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -37,10 +37,10 @@ class Matrices(Protocol):
 
     mine: Sequence[Tensor]
 
-    def gather(self) -> list[Tensor]:
-        """Whole matrices, in the shapes of the model's parameters, from what every rank has written to ``mine``; those
-        that this rank has a piece of. Collective over the ranks that share the bucket: to be called once, by ranks
-        that have no piece too."""
+    def gather(self) -> Iterator[Tensor]:
+        """Whole matrices from what every rank has written to ``mine``; those that this rank has a piece of, one by
+        one. Collective over the ranks that share the bucket: to be run through once, by ranks that have no piece too.
+        """
 
     def cut(self, index: int, whole: Tensor) -> Tensor:
         """This rank's piece of ``whole``, a tensor in the shape of matrix number ``index``, in the shape of

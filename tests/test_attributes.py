@@ -59,10 +59,11 @@ PERMITTED: dict[str, str] = {
     "inject/ranks.py: param.tp_sum_gradients": "torch's own: what a tensor is marked with",
     "inject/ranks.py: param.tp_sum_hook": "torch's own: what a tensor is marked with",
     "zero/weights/param.py: torch.Tensor.ds_status": "torch's own: what a tensor is marked with",
+    "inject/overlap.py: module.forward": "torch's own: what runs a module, between its hooks",
     "engine/checkpoint/model_files.py: config.architectures": "transformers' own: what from_pretrained reads",
     **dict.fromkeys(
         ("inject/loss.py: ctx.n_words", "inject/loss.py: ctx.smoothing", "inject/ranks.py: ctx.begin", "inject/ranks.py: ctx.label")
-        + ("inject/ranks.py: ctx.ranks", "inject/ranks.py: ctx.size"),
+        + ("inject/ranks.py: ctx.ranks", "inject/ranks.py: ctx.size", "inject/overlap.py: ctx.held"),
         "torch's own: the context of an autograd function",
     ),
     **dict.fromkeys(

@@ -117,7 +117,6 @@ FEATURES: dict[str, Feature] = {
         is_on=lambda root: max(root.tensor_parallel.autotp_size, root.tensor_parallel.tp.tp_size) > 1,
     ),
     "tensor_parallel_variants": _later("this way to cut a model", _REMOVE),
-    "tp_overlap": _later("collectives of tensor parallelism under other work", "set it to false"),
     "expert_parallel": _later("expert parallelism", 'set "enabled": false'),
     "pipeline": Feature("pipeline parallelism", True, "remove the section"),
     "hybrid_engine": _later("the hybrid (train and generate) engine", 'set "enabled": false'),

@@ -68,7 +68,9 @@ class TpGroup(Section, kw_only=True):
     """The tensor-parallel group."""
 
     tp_size: Annotated[Positive, asks("Ranks of the group.", _TP)] = 1
-    tp_grain_size: Annotated[Positive, asks("Columns a cut is a multiple of.", _TP_VARIANTS)] = 1
+    tp_grain_size: Annotated[
+        Positive, tunes("Columns that stay together where a matrix is cut, such as those of a head.", _TP)
+    ] = 1
 
 
 class TensorParallel(Section, kw_only=True):
@@ -76,7 +78,18 @@ class TensorParallel(Section, kw_only=True):
 
     autotp_size: Annotated[NonNeg, asks("Ranks of the group; 0 for none.", _TP, off=(1,))] = 0
     preset_model: Annotated[str | None, tunes("Built-in rules of a model family.", _TP)] = None
-    tp_overlap_comm: Annotated[bool, asks("Overlap the all-reduce.", "tp_overlap")] = False
+    tp_overlap_comm: Annotated[
+        bool,
+        tunes(
+            "Collectives travel while something is computed: sums of input gradients under the weights' products, and"
+            " where the policy says how, halves of a batch in turn.",
+            _TP,
+        ),
+    ] = False
+    sequence_parallel_norms: Annotated[
+        bool,
+        tunes("Norms, dropout and residuals see 1/tp of the tokens; for families whose policy says where.", _TP),
+    ] = False
     partition_config: Annotated[PartitionConfig | None, tunes("Custom rules.", _TP)] = None
     tp: Annotated[TpGroup, tunes("The group.", _TP)] = TpGroup()
     dtype: Annotated[DType | Literal["int8"], tunes("Format of the model.", _TP)] = "fp16"

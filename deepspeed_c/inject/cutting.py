@@ -12,10 +12,12 @@ import torch
 
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.config.parallel import TensorParallel
-from deepspeed_c.errors import ModelError
+from deepspeed_c.errors import ModelError, StateError
 from deepspeed_c.inject.cut import Cut, keep_part
-from deepspeed_c.inject.layers import LinearAllreduce, LinearLayer, RowPicker, WordsEmbedding, is_transposed
+from deepspeed_c.inject.flow import Flow, plan_flow
+from deepspeed_c.inject.layers import LinearAllreduce, LinearLayer, RowPicker, WordsEmbedding, is_transposed, product_of
 from deepspeed_c.inject.loss import cut_loss
+from deepspeed_c.inject.overlap import Border, TokenStream
 from deepspeed_c.inject.plan import (
     Attention,
     Planned,
@@ -58,6 +60,8 @@ class CutReport:
     n_ranks: int
     rank: int
     rows: list[ReportRow] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What the configuration asks for and this model gets a part of only."""
 
     @property
     def logical_elems(self) -> int:
@@ -88,7 +92,7 @@ class CutReport:
             f"{f' x {row.n_copies} copies' if row.n_copies > 1 else ''}  {row.rule}"
             for row in self.rows
         ]
-        return "\n".join([*lines, self.summary])
+        return "\n".join([*lines, *self.notes, self.summary])
 
 
 def cut_model(model: torch.nn.Module, section: TensorParallel, comm: Collectives) -> CutReport:
@@ -107,7 +111,7 @@ def cut_model(model: torch.nn.Module, section: TensorParallel, comm: Collectives
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta:
             comm.broadcast(tensor.detach().contiguous() if not tensor.is_contiguous() else tensor.detach(), 0)
-    return surgeon.apply(TensorRanks(comm))
+    return surgeon.apply(TensorRanks(comm, overlaps=section.tp_overlap_comm))
 
 
 def preview_cut(model: torch.nn.Module, section: TensorParallel, rank: int, n_ranks: int) -> CutReport:
@@ -135,6 +139,7 @@ class _Surgeon:
         self.heads: list[tuple[str, torch.nn.Linear]] = []
         self.attentions: dict[str, Attention] = {}
         self.causal_loss = False
+        self.flow = Flow([], [], [])
 
     def plan(self) -> None:
         found = rule_sets(self.model, self.section)
@@ -153,6 +158,9 @@ class _Surgeon:
         self._refuse_halves(uncut)
         self._plan_words()
         found.check(self.names.values())
+        if self.section.tp_overlap_comm or self.section.sequence_parallel_norms:
+            wants_tokens = self.section.sequence_parallel_norms
+            self.flow = plan_flow(self.model, found.stream, self.planned, self.attentions, wants_tokens=wants_tokens)
         partition = self.section.partition_config
         uncovered = [name for param, name in self.names.items() if param.dim() > 1 and param not in self.cuts]
         uncovered = [name for name in uncovered if not self._is_meant(name)]
@@ -282,7 +290,7 @@ class _Surgeon:
             local = param.shape if cut is None else cut.local_shape
             rule = self.reasons.get(param, "no rule: whole")
             rows.append(ReportRow(name, param.shape, local, rule, 1 if cut is None else cut.n_copies))
-        return CutReport(self.place.n_ranks, self.place.rank, rows)
+        return CutReport(self.place.n_ranks, self.place.rank, rows, self.flow.notes)
 
     # What follows changes the model.
 
@@ -307,11 +315,59 @@ class _Surgeon:
             layer.gather_columns(self._sizes(layer.weight.tp_cut.logical_shape[0]))
             _put(self.model, name, layer)
             heads.append(layer)
+        self._tell_neighbours(heads)
+        self._open_regions(ranks)
         for name in {step.attention.name for step in self.planned if step.attention is not None}:
             _count_own_heads(self.model, self.attentions[name])
         if self.causal_loss and heads:
             cut_loss(self.model, heads[0], ranks, self._sizes(heads[0].weight.tp_cut.logical_shape[0]))
         return report
+
+    def _tell_neighbours(self, heads: list[LinearLayer]) -> None:
+        """Tells column layers which others may take the same input."""
+        columns: dict[str, list[LinearLayer]] = {}
+        for step in self.planned:
+            if step.rule.style == "column":
+                beside = columns.setdefault(step.name.rpartition(".")[0], [])
+                beside.append(self.model.get_submodule(step.name))
+        for layers in (*columns.values(), *([head] for head in heads)):
+            for layer in layers:
+                layer.overlap(layers)
+
+    def _open_regions(self, ranks: TensorRanks) -> None:
+        """Puts borders around regions, and divides the tokens outside them over ranks."""
+        stream = self._divide_tokens(ranks) if self.section.sequence_parallel_norms else None
+        for region in self.flow.regions:
+            columns = [self.model.get_submodule(name) for name in region.columns]
+            row = self.model.get_submodule(region.row)
+            border = Border(
+                self.model.get_submodule(region.name),
+                columns,
+                ranks.comm,
+                region.name,
+                overlaps=self.section.tp_overlap_comm,
+                stream=stream,
+                is_attention=region.is_attention,
+            )
+            for layer in (*columns, row):
+                layer.stay_in(border)
+            if stream is not None and row.bias is not None:
+                ranks.sum_gradient(row.bias, tuple(range(ranks.n_ranks)), f"{region.row}.bias")
+
+    def _divide_tokens(self, ranks: TensorRanks) -> TokenStream:
+        modules = [self.model.get_submodule(name) for name in self.flow.layers]
+        draws = any(_drops_out(module) for module in modules)
+        stream = TokenStream(ranks.comm, DropoutRegion(ranks) if draws else None)
+        modules[0].register_forward_pre_hook(stream.begin, with_kwargs=True)
+        modules[-1].register_forward_hook(stream.end)
+        self.model.register_forward_pre_hook(_refuse_hidden_states, with_kwargs=True)
+        inside = {param for region in self.flow.regions for param in self.model.get_submodule(region.name).parameters()}
+        everyone = tuple(range(ranks.n_ranks))
+        for module in modules:
+            for param in module.parameters():
+                if param not in inside:
+                    ranks.sum_gradient(param, everyone, self.names[param])
+        return stream
 
     def _sizes(self, n_elems: int) -> list[int]:
         """Columns of each rank, where nothing but their number decides."""
@@ -364,6 +420,16 @@ class _Surgeon:
             begin, size = _only_run(layer.weight.tp_cut, layer.weight.partition_dim)
             layer.split_input(begin, begin + size)
         _put(self.model, name, layer)
+
+
+def _refuse_hidden_states(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    wanted = kwargs.get("output_hidden_states")
+    if module.training and (getattr(module.config, "output_hidden_states", False) if wanted is None else wanted):
+        raise StateError(
+            "each rank has its own tokens of hidden states",
+            where="output_hidden_states with tensor_parallel.sequence_parallel_norms",
+            fix="ask for them in evaluation, or set one of the two to false",
+        )
 
 
 class _SharedKey:
@@ -446,12 +512,8 @@ def _has_words(module: torch.nn.Module) -> bool:
 
 
 def _is_linear(module: torch.nn.Module) -> bool:
-    # FalconLinear computes what a linear layer does. Other kinds (quantised, adapted) hold weights of other shapes, and
-    # a parametrized one computes its weight.
-    if type(module).__name__ in ("Conv1D", "FalconLinear"):
-        return True
-    is_plain = isinstance(module, torch.nn.Linear) and type(module).forward is torch.nn.Linear.forward
-    return is_plain and "weight" in dict(module.named_parameters(recurse=False))
+    # Other kinds (quantised, adapted) hold weights of other shapes, and a parametrized one computes its weight.
+    return product_of(module) is not None and "weight" in dict(module.named_parameters(recurse=False))
 
 
 def _only_run(cut: Cut, dim: int = 0) -> tuple[int, int]:

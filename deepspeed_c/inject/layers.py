@@ -8,7 +8,7 @@ and every rank of it passes the same weights. ``Conv1D`` of GPT-2 keeps its weig
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from deepspeed_c import _C
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import ModelError, StateError
 from deepspeed_c.inject.cut import keep_part
+from deepspeed_c.inject.overlap import Border
 from deepspeed_c.inject.plan import RankPlace, column_sizes, cut_along, part_sizes
 from deepspeed_c.inject.ranks import DropoutRegion, TensorRanks
 
@@ -31,7 +32,24 @@ __all__ = [
     "TensorParallelLayer",
     "WordsEmbedding",
     "is_transposed",
+    "product_of",
 ]
+
+
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+def product_of(module: torch.nn.Module) -> Product | None:
+    """What the linear layer computes of (x, weight [out, in], bias): its class says it as ``product`` where it is not
+    the usual one. None where nothing says it: the class has a forward of its own."""
+    own = getattr(type(module), "product", None)
+    if callable(own):
+        return own
+    # FalconLinear computes what a linear layer does.
+    if type(module).__name__ in ("Conv1D", "FalconLinear"):
+        return F.linear
+    is_plain = isinstance(module, torch.nn.Linear) and type(module).forward is torch.nn.Linear.forward
+    return F.linear if is_plain else None
 
 
 def is_transposed(module: torch.nn.Module) -> bool:
@@ -48,6 +66,7 @@ class TensorParallelLayer(torch.nn.Module):
         """module: a linear layer. mp_group: over which ranks it is cut; None: this rank alone. name: for messages."""
         super().__init__()
         self.weight, self.bias = module.weight, module.bias
+        self.product = product_of(module) or F.linear
         if not isinstance(mp_group, TensorRanks):
             mp_group = TensorRanks(None if mp_group is None else Collectives(mp_group))
         self.ranks, self.label, self.is_transposed = mp_group, name or type(self).__name__, is_transposed(module)
@@ -137,6 +156,8 @@ class LinearLayer(TensorParallelLayer):
         self.sizes: list[int] | None = None
         self.picker: RowPicker | None = None
         self.region: DropoutRegion | None = None
+        self.neighbours: tuple[LinearLayer, ...] = ()
+        self.border: Border | None = None
         if not skip_partition:
             n_columns = self.out_features
             self._cut_columns((n_columns,))
@@ -170,18 +191,44 @@ class LinearLayer(TensorParallelLayer):
         """Random numbers behind this layer are the rank's own until ``region`` ends."""
         self.region = region
 
+    @property
+    def can_defer(self) -> bool:
+        """Whether its weight's gradient may be computed apart from the input's (``overlap.py``)."""
+        return self.product is F.linear and self.picker is None
+
+    def overlap(self, neighbours: Sequence[LinearLayer]) -> None:
+        """neighbours: the layers that may take the same input, this one among them."""
+        self.neighbours = tuple(neighbours)
+
+    def stay_in(self, border: Border) -> None:
+        """What the layer takes is inside already, while ``border`` is open."""
+        self.border = border
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.ranks.enter(x, self.label)
-        weight, bias = self.weight, self.bias
-        if self.picker is not None:
-            weight = self.picker.pick(weight, 1 if self.is_transposed else 0)
-            bias = None if bias is None else self.picker.pick(bias, 0)
-        y = F.linear(x, weight.t() if self.is_transposed else weight, bias)
+        y = self._columns(x)
         if self.sizes is not None:
             return self.ranks.gather(y, self.sizes, self.label)
         if self.region is not None and self.training:
             self.region.enter(y.device)
         return y
+
+    def _columns(self, x: torch.Tensor) -> torch.Tensor:
+        if self.border is not None and self.border.is_open:
+            y = self.border.product(self, x)
+            if y is not None:
+                return y
+        elif self.ranks.overlaps and self.can_defer:
+            entered = self.ranks.enter_columns(x, self.neighbours, self.label)
+            if entered is not None:
+                return entered.product(self)
+            # Nothing is sent in backward: x needs no gradient.
+        else:
+            x = self.ranks.enter(x, self.label)
+        weight, bias = self.weight, self.bias
+        if self.picker is not None:
+            weight = self.picker.pick(weight, 1 if self.is_transposed else 0)
+            bias = None if bias is None else self.picker.pick(bias, 0)
+        return self.product(x, weight.t() if self.is_transposed else weight, bias)
 
 
 class LinearAllreduce(TensorParallelLayer):
@@ -203,6 +250,7 @@ class LinearAllreduce(TensorParallelLayer):
         super().__init__(module, mp_group, name=name)
         self.part: tuple[int, int] | None = None
         self.region: DropoutRegion | None = None
+        self.border: Border | None = None
         if not skip_partition:
             self._cut_rows((self.in_features,))
 
@@ -217,12 +265,19 @@ class LinearAllreduce(TensorParallelLayer):
         """Random numbers that are the rank's own end before this layer."""
         self.region = region
 
+    def stay_in(self, border: Border) -> None:
+        """The region that ``border`` opens ends here."""
+        self.border = border
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.region is not None:
             self.region.leave(x.device)
         if self.part is not None:
             x = self.ranks.split(x, *self.part, self.label)
-        y = self.ranks.leave(F.linear(x, self.weight.t() if self.is_transposed else self.weight), self.label)
+        y = self.product(x, self.weight.t() if self.is_transposed else self.weight, None)
+        if self.border is not None and self.border.is_open:
+            return self.border.leave(y, self.bias, self.label)
+        y = self.ranks.leave(y, self.label)
         return y if self.bias is None else y + self.bias
 
 

@@ -8,6 +8,7 @@ import torch
 
 from deepspeed_c.errors import StateError
 from deepspeed_c.inject.layers import LinearLayer
+from deepspeed_c.inject.overlap import LOOKS
 from deepspeed_c.inject.ranks import TensorRanks
 from deepspeed_c.ops import cross_entropy
 
@@ -100,9 +101,11 @@ class CutLogits(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        whole = torch.utils._pytree.tree_map_only(cls, cls.gathered, (args, kwargs or {}))
+        # An engine looks at every output of a model, and watches where its gradient comes from.
+        if func not in LOOKS:
+            args, kwargs = torch.utils._pytree.tree_map_only(cls, cls.gathered, (args, kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*whole[0], **whole[1])
+            return func(*args, **(kwargs or {}))
 
 
 class _CausalLoss:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["POLICIES", "Heads", "Policy", "Rule", "find_policy", "policy"]
+__all__ = ["POLICIES", "Heads", "Policy", "Rule", "Stream", "find_policy", "policy"]
 
 Style = Literal["column", "row", "experts", "latent", "shared", "slice", "skip"]
 PartName = Literal["queries", "keys", "columns"]
@@ -55,12 +55,27 @@ class Heads:
 
 
 @dataclass(frozen=True)
+class Stream:
+    """Layers through which tokens go one by one, but for regions that take ``hidden_states`` to column layers alone and
+    end with a row layer."""
+
+    layers: str
+    """The end of the dotted name of their ``ModuleList``."""
+    regions: tuple[str, ...]
+    """Names below each layer: attention and network."""
+    norm: str
+    """What follows the last layer, beside the list."""
+
+
+@dataclass(frozen=True)
 class Policy:
     """A model family."""
 
     model_types: tuple[str, ...]
     rules: tuple[Rule, ...]
     heads: tuple[Heads, ...] = field(default=())
+    stream: Stream | None = None
+    """Where norms may see a rank's own tokens, and halves of a batch may run in turn; None: nowhere."""
     loss: Literal["causal", ""] = ""
     """causal: the model's ``loss_function`` is transformers' causal one, which is then computed on cut logits."""
 

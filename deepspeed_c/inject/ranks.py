@@ -7,27 +7,30 @@ is the same on all (arXiv 1909.08053, section 3).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from deepspeed_c.comm.collectives import Collectives
-from deepspeed_c.errors import ModelError, StateError
+from deepspeed_c.errors import StateError
+from deepspeed_c.inject import exchange
+from deepspeed_c.inject.overlap import ColumnEntry, Columns
 
 __all__ = ["DropoutRegion", "TensorRanks"]
-
-SUMMED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class TensorRanks:
     """What the layers of one model share: the group, and the tensor that last entered the cut region."""
 
-    def __init__(self, comm: Collectives | None) -> None:
-        """comm: those of the ranks; None for one rank alone."""
-        self._comm = comm
+    def __init__(self, comm: Collectives | None, *, overlaps: bool = False) -> None:
+        """comm: those of the ranks; None for one rank alone. overlaps: sums of input gradients travel while weights'
+        gradients are computed (``overlap.py``)."""
+        self._comm, self.overlaps = comm, overlaps and comm is not None
         self.rank, self.n_ranks = (0, 1) if comm is None else (comm.rank, comm.world_size)
         self._entered: tuple[torch.Tensor, int, bool, torch.Tensor] | None = None
+        self._columns: tuple[torch.Tensor, int, ColumnEntry] | None = None
         self._copies: dict[tuple[int, ...], Collectives] = {}
 
     @property
@@ -52,16 +55,28 @@ class TensorRanks:
         self._entered = (x, x._version, True, inside)
         return inside
 
+    def enter_columns(self, x: torch.Tensor, layers: Iterable[Columns], label: str) -> ColumnEntry | None:
+        """``enter`` for column layers, whose weights' gradients are computed while the input's is summed. layers: all
+        that are expected to come with ``x``. None where nothing will be sent."""
+        if self.n_ranks == 1 or not (x.requires_grad and torch.is_grad_enabled()):
+            return None
+        known = self._columns
+        if known is not None and known[0] is x and known[1] == x._version:
+            return known[2]
+        entry = ColumnEntry.enter(x, layers, self.comm, label)
+        self._columns = (x, x._version, entry)
+        return entry
+
     def leave(self, x: torch.Tensor, label: str) -> torch.Tensor:
         """The sum of all ranks' ``x``, which is overwritten. Its gradient is every rank's."""
-        self._entered = None
+        self._entered = self._columns = None
         if self.n_ranks == 1:
             return x
         return _Leave.apply(x.contiguous(), self, label)
 
     def gather(self, x: torch.Tensor, sizes: list[int], label: str) -> torch.Tensor:
         """All ranks' ``x`` [..., sizes[rank]] one after the other: [..., sum of sizes], the same on all ranks."""
-        self._entered = None
+        self._entered = self._columns = None
         return x if self.n_ranks == 1 else _GatherColumns.apply(x, sizes, self, label)
 
     def split(self, x: torch.Tensor, begin: int, end: int, label: str) -> torch.Tensor:
@@ -112,11 +127,14 @@ class DropoutRegion:
         self._rank = ranks.rank
         self._shared: torch.Tensor | None = None
 
-    def enter(self, device: torch.device) -> None:
+    def enter(self, device: torch.device, *, ends: bool = True) -> None:
+        """ends: ``leave`` will follow. Where a layer in its middle is computed again, whoever does that restores the
+        generator."""
         if self._shared is not None:
             return
         seed = int(torch.randint(2**62, (1,), device=device))
-        self._shared = _generator(device).get_state()
+        if ends:
+            self._shared = _generator(device).get_state()
         _generator(device).manual_seed(seed + self._rank)
 
     def leave(self, device: torch.device) -> None:
@@ -133,19 +151,7 @@ def _generator(device: torch.device) -> torch.Generator:
 
 def summed(x: torch.Tensor, comm: Collectives, label: str) -> torch.Tensor:
     """A new tensor: the sum of all ranks' ``x``, in rank order, the same bits on each."""
-    total = x.detach().clone(memory_format=torch.contiguous_format)
-    _add_up(total, comm, label)
-    return total
-
-
-def _add_up(tensor: torch.Tensor, comm: Collectives, label: str) -> None:
-    if tensor.dtype not in SUMMED:
-        raise ModelError(
-            f"{tensor.dtype} cannot be summed over tensor-parallel ranks",
-            where=label,
-            fix="use float32, bfloat16 or float16",
-        )
-    comm.all_reduce(tensor.view(-1), label=label).wait()
+    return exchange.wait(exchange.sum_start(x.detach(), comm, label))
 
 
 class _Enter(torch.autograd.Function):
@@ -162,7 +168,7 @@ class _Enter(torch.autograd.Function):
 class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, ranks: TensorRanks, label: str) -> torch.Tensor:
-        _add_up(x, ranks.comm, f"output of {label}")
+        exchange.sum_(x, ranks.comm, f"output of {label}")
         ctx.mark_dirty(x)
         return x
 
@@ -175,11 +181,9 @@ class _GatherColumns(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, sizes: list[int], ranks: TensorRanks, label: str) -> torch.Tensor:
         ctx.begin, ctx.size = sum(sizes[: ranks.rank]), sizes[ranks.rank]
-        # Collectives carry equal sizes: a shorter part is filled up.
-        padded = x.new_zeros((*x.shape[:-1], max(sizes)))
-        padded[..., : ctx.size] = x
-        parts = ranks.comm.all_gather_list(padded, label=f"output of {label}")
-        return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], dim=-1)
+        last = x.dim() - 1
+        of_ranks = exchange.gather_start(x, sizes, last, ranks.comm, f"output of {label}")
+        return exchange.gathered(exchange.wait(of_ranks), sizes, last)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:

@@ -11,7 +11,7 @@ import torch
 from deepspeed_c.config.parallel import LayerSpec, TensorParallel
 from deepspeed_c.errors import ConfigError, ModelError
 from deepspeed_c.inject.plan import RuleSet, ends_with, part_sizes
-from deepspeed_c.inject.policy import POLICIES, Heads, Policy, Rule, find_policy
+from deepspeed_c.inject.policy import POLICIES, Heads, Policy, Rule, Stream, find_policy
 
 __all__ = ["FoundRules", "rule_sets"]
 
@@ -24,6 +24,7 @@ class FoundRules:
 
     sets: list[RuleSet]
     loss: str = ""
+    stream: Stream | None = None
     unmatched: list[str] = field(default_factory=list)
     """Patterns of the configuration that match no parameter."""
 
@@ -76,7 +77,7 @@ def _add_default(model: torch.nn.Module, preset: str | None, model_type: str, fo
     if chosen is not None:
         source = f"preset {preset}" if preset else f"policy {model_type}"
         found.sets.append(RuleSet(source, chosen.rules, chosen.heads))
-        found.loss = chosen.loss
+        found.loss, found.stream = chosen.loss, chosen.stream
         return
     plan = getattr(model, "tp_plan", None)
     if plan:

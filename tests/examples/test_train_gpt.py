@@ -116,3 +116,20 @@ def test_the_configuration_shows_what_the_example_is_about():
     assert config["bf16"]["enabled"] and config["zero_optimization"]["stage"] == 2
     assert config["gradient_accumulation_steps"] > 1 and config["gradient_clipping"] > 0
     assert config["optimizer"]["type"] == "AdamW" and "warmup_num_steps" in config["scheduler"]["params"]
+
+
+def test_two_tensor_parallel_processes_have_the_losses_of_one(tmp_path):
+    """As `make train TP=2`, in fp32: what differs is the order of sums."""
+    config = json.loads((ROOT / "examples" / "ds_config.json").read_text())
+    config["bf16"]["enabled"] = False
+    (tmp_path / "fp32.json").write_text(json.dumps(config))
+    # 3 heads do not divide by 2.
+    sizes = ["--layers", "2", "--width", "48", "--heads", "3", "--context", "32", "--sample-bytes", "20"]
+    given = [SCRIPT[0], "--deepspeed", "--deepspeed_config", "fp32.json", *sizes, "--steps", "6"]
+    one = train([sys.executable, *given, "--out", "one"], tmp_path)
+    two = train([*LAUNCH, *given, "--tp", "2", "--out", "two"], tmp_path)
+    losses = [json.loads((tmp_path / folder / "loss.json").read_text()) for folder in ("one", "two")]
+    assert len(losses[0]) == 6 and losses[1] == pytest.approx(losses[0], abs=1e-5)
+    held_out = [number(r"held-out loss +([\d.]+) nats/byte", text) for text in (one, two)]
+    assert held_out[1] == pytest.approx(held_out[0], abs=1.1e-3), held_out  # printed with three digits
+    assert "rank 0 of 2 holds" in two

@@ -1,6 +1,6 @@
 """GPT-2: ``Conv1D`` with the weight [in, out]; query, key and value as thirds of one projection."""
 
-from deepspeed_c.inject.policy import Heads, Rule, policy
+from deepspeed_c.inject.policy import Heads, Rule, Stream, policy
 
 
 @policy("gpt2")
@@ -12,4 +12,5 @@ class GPT2:
         Rule(r"mlp\.c_fc", "column"),
         Rule(r"mlp\.c_proj", "row"),
     )
+    stream = Stream("h", ("attn", "mlp"), "ln_f")
     loss = "causal"

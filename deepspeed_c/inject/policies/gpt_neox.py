@@ -1,6 +1,6 @@
 """GPT-NeoX: query, key and value of each head lie together."""
 
-from deepspeed_c.inject.policy import Heads, Rule, policy
+from deepspeed_c.inject.policy import Heads, Rule, Stream, policy
 
 
 @policy("gpt_neox")
@@ -12,4 +12,5 @@ class GPTNeoX:
         Rule(r"mlp\.dense_h_to_4h", "column"),
         Rule(r"mlp\.dense_4h_to_h", "row"),
     )
+    stream = Stream("layers", ("attention", "mlp"), "final_layer_norm")
     loss = "causal"

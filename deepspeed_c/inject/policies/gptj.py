@@ -1,6 +1,6 @@
 """GPT-J: attention and MLP side by side, separate projections."""
 
-from deepspeed_c.inject.policy import Heads, Rule, policy
+from deepspeed_c.inject.policy import Heads, Rule, Stream, policy
 
 
 @policy("gptj")
@@ -13,4 +13,5 @@ class GPTJ:
         Rule(r"mlp\.fc_in", "column"),
         Rule(r"mlp\.fc_out", "row"),
     )
+    stream = Stream("h", ("attn", "mlp"), "ln_f")
     loss = "causal"

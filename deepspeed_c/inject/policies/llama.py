@@ -1,6 +1,6 @@
 """Llama and what is built like it: separate projections, gated MLP, rotary positions."""
 
-from deepspeed_c.inject.policy import Heads, Rule, policy
+from deepspeed_c.inject.policy import Heads, Rule, Stream, policy
 
 
 @policy("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "olmo", "stablelm", "starcoder2")
@@ -16,4 +16,5 @@ class Llama:
         Rule(r"mlp\.(gate_proj|up_proj|c_fc)", "column"),
         Rule(r"mlp\.(down_proj|c_proj)", "row"),
     )
+    stream = Stream("layers", ("self_attn", "mlp"), "norm")
     loss = "causal"

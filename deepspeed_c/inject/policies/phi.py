@@ -1,6 +1,6 @@
 """Phi: separate projections with biases; Phi-3: one projection for query, key and value, one for gate and up."""
 
-from deepspeed_c.inject.policy import Heads, Rule, policy
+from deepspeed_c.inject.policy import Heads, Rule, Stream, policy
 
 
 @policy("phi")
@@ -14,6 +14,7 @@ class Phi:
         Rule(r"mlp\.fc1", "column"),
         Rule(r"mlp\.fc2", "row"),
     )
+    stream = Stream("layers", ("self_attn", "mlp"), "final_layernorm")
     loss = "causal"
 
 
@@ -28,4 +29,5 @@ class Phi3:
         Rule(r"mlp\.gate_up_proj", "column", ("columns", "columns")),
         Rule(r"mlp\.down_proj", "row"),
     )
+    stream = Stream("layers", ("self_attn", "mlp"), "norm")
     loss = "causal"

@@ -186,8 +186,9 @@ def lay_out(
             replicas = mesh.among(tied, "pp", *others)
         else:
             replicas = mesh.among(summed, "tp", *others) if len(summed) > 1 else mesh.along(*others)
-        has_twins = cut_of(param) is None and len(summed) == 1
-        return UnitGroups(mesh.along(*axes), replicas, mesh.along("tp") if has_twins else mesh.along())
+        is_part, alone = cut_of(param) is not None, mesh.along()
+        twins = alone if is_part or len(summed) > 1 else mesh.along("tp")
+        return UnitGroups(mesh.along(*axes), replicas, twins, mesh.along("tp") if is_part else alone)
 
     def groups_of(param: torch.nn.Parameter) -> UnitGroups:
         return unit_groups(param, shard_axes(param))

@@ -48,6 +48,7 @@ class UnitGroups(NamedTuple):
     comm: Collectives
     replicas: Collectives
     twins: Collectives
+    parts: Collectives
 
 
 class Fragment(NamedTuple):
@@ -111,7 +112,7 @@ class Unit:
     each bucket a rank. ``replicas`` are the ranks that hold the same shard as this one; each of them makes the same
     update. A parameter's gradient is the sum over all ranks that are in either. ``twins`` are ranks that hold the same
     shard as well, and whose gradients are the same without a sum: tensor-parallel ranks, of parameters that are whole
-    on each of them.
+    on each of them. ``parts`` are the ranks that together hold the logical tensors of which this one has parts.
 
     ``states`` and ``weights`` are the homes of both, which may be away (offload). Whoever uses ``master`` does so
     within ``states.open(bucket)``, and whoever uses ``weight_slices`` within ``weights.open(bucket)``.
@@ -125,6 +126,7 @@ class Unit:
         comm: Collectives,
         replicas: Collectives,
         twins: Collectives,
+        parts: Collectives,
         bucket_elems: int,
         dtypes: Dtypes,
         is_sharded: bool = False,
@@ -140,7 +142,7 @@ class Unit:
         self.weights: Home = weights.make(weights, self.device)
         self.dtype, self.comm_dtype, self.is_sparse = dtypes.param, dtypes.comm, dtypes.is_sparse
         self.master_dtype = dtypes.master or dtypes.param
-        self.comm, self.replicas, self.twins = comm, replicas, twins
+        self.comm, self.replicas, self.twins, self.parts = comm, replicas, twins, parts
         layout = _C.ZeroLayout([shape_of(p).numel() for _, _, p in params], comm.world_size, bucket_elems, ALIGN_ELEMS)
         # Read once: each look at an attribute of the layout makes a list anew.
         self.flat_elems: int = layout.flat_elems
@@ -538,7 +540,7 @@ def build_units(
             # once. Copies tell them apart, but where there are none.
             kind = device or p.device, dtypes, is_sharded(p), placement_of(p), groups_of(p), cut_of(p) is not None
             by_kind.setdefault(kind, []).append((name, order, p))
-        for (of_kind, dtypes, sharded, placement, (comm, replicas, twins), _), members in by_kind.items():
+        for (of_kind, dtypes, sharded, placement, (comm, replicas, twins, parts), _), members in by_kind.items():
             members.sort(key=lambda member: -member[1])
             units.append(
                 Unit(
@@ -547,6 +549,7 @@ def build_units(
                     comm=comm,
                     replicas=replicas,
                     twins=twins,
+                    parts=parts,
                     bucket_elems=bucket_elems(comm.world_size),
                     dtypes=dtypes,
                     is_sharded=sharded,

@@ -13,7 +13,7 @@ from deepspeed_c.ops.scope import declaration
 from deepspeed_c.zero.layout.unit import Fragment, Unit
 from deepspeed_c.zero.states.codec import Codec
 
-__all__ = ["COUNTERS", "Entry", "keep_parameters", "must_see_pieces", "point_at_shards", "refuse_parts", "split_entry"]
+__all__ = ["COUNTERS", "Entry", "keep_parameters", "must_see_pieces", "point_at_shards", "split_entry"]
 
 # States of torch's optimizers that count for a parameter as a whole (and have no dimension, like the state of a
 # parameter without one).
@@ -55,24 +55,9 @@ def must_see_pieces(base: torch.optim.Optimizer, *, is_sharded: bool, allow_unte
     )
 
 
-def refuse_parts(base: torch.optim.Optimizer, units: Sequence[Unit]) -> None:
-    """Raises OptimizerError where the base must see whole matrices of which tensor-parallel ranks hold parts."""
-    for unit in units:
-        if unit.has_parts and declaration(base).scope_of_group(unit.group) == "matrix":
-            slot = unit.slots[0]
-            raise OptimizerError(
-                f"{type(base).__name__} needs the whole matrix {tuple(slot.logical_shape)}, of which this rank has a part"
-                f" {tuple(slot.shape)}: matrices are not put together over tensor-parallel ranks",
-                where=slot.name,
-                fix="train what is cut over ranks with an elementwise optimizer or LAMB (with Muon: in a group without"
-                " use_muon)",
-            )
-
-
 def point_at_shards(base: torch.optim.Optimizer, units: Sequence[Unit], *, allow_untested: bool) -> list[Entry]:
     """Replaces the parameters in the base optimizer's groups by entries over this rank's master weights, and carries
     its state over."""
-    refuse_parts(base, units)
     is_sharded = any(unit.is_cut or unit.has_parts for unit in units)
     sees_pieces = must_see_pieces(base, is_sharded=is_sharded, allow_untested=allow_untested)
     old_state = dict(base.state)

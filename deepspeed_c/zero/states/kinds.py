@@ -13,7 +13,7 @@ import torch
 from deepspeed_c.config import Config
 from deepspeed_c.ops.scope import declaration
 from deepspeed_c.zero.layout.unit import Unit
-from deepspeed_c.zero.states.entries import Entry, keep_parameters, must_see_pieces, refuse_parts
+from deepspeed_c.zero.states.entries import Entry, keep_parameters, must_see_pieces
 from deepspeed_c.zero.states.optimizer import StateMover, ZeroOptimizer
 
 __all__ = [
@@ -67,7 +67,6 @@ class PlainOptimizer(ZeroOptimizer):
         return self.optimizer
 
     def _point_base(self, base: torch.optim.Optimizer, units: list[Unit], *, allow_untested: bool) -> list[Entry]:
-        refuse_parts(base, units)
         # Raises for a base that may not be given parts of parameters.
         must_see_pieces(base, is_sharded=any(unit.has_parts for unit in units), allow_untested=allow_untested)
         return keep_parameters(base, units)

@@ -32,6 +32,7 @@ from deepspeed_c.zero.states.skips import (
 from deepspeed_c.zero.states.state_dict import check_fits, fp32_masters, put_shard, require_in_memory, shard_dict
 from deepspeed_c.zero.states.stored import StoredBuckets
 from deepspeed_c.zero.states.update import Updates
+from deepspeed_c.zero.states.whole import matrices_in_step
 from deepspeed_c.zero.weights.fetch import Fetcher
 
 __all__ = ["DeepSpeedOptimizer", "StateMover", "ZeroOptimizer"]
@@ -107,7 +108,8 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         """Why the states are not to be trusted: a step that failed in its middle. A checkpoint mends it."""
         self.pieces = Pieces(base, self._point_base(base, units, allow_untested=self._allow_untested), self.settle)
         # Forward order of use: what the next forward needs first is updated and gathered first.
-        self._order = [(b.unit, b.index) for b in reversed(reducer.buckets)]
+        order = [(b.unit, b.index) for b in reversed(reducer.buckets)]
+        self._order = matrices_in_step(order, base, units)
         self._stored = StoredBuckets(base, self.pieces, units, order=self._order, settle=self.settle)
         self._updates = Updates(
             base,

@@ -3,37 +3,69 @@ itself (``scope``)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 from deepspeed_c.comm.collectives import Collectives
-from deepspeed_c.ops.scope import Shards
-from deepspeed_c.zero.layout.unit import Unit
+from deepspeed_c.ops.scope import Shards, declaration
+from deepspeed_c.zero.layout.unit import Slot, Unit
 from deepspeed_c.zero.states.entries import Entry
 
-__all__ = ["WholeMatrices", "sum_norms"]
+__all__ = ["WholeMatrices", "matrices_in_step", "sum_norms"]
 
 Key = tuple[Unit, int]
 
 
 class WholeMatrices:
     """The parameters of a bucket as whole matrices (``ops.scope.Matrices``), in one flat buffer of the bucket's size
-    in fp32."""
+    in fp32; where tensor-parallel ranks hold parts of them, besides one matrix at a time."""
 
     def __init__(self, unit: Unit, bucket: int, entries: Sequence[Entry]) -> None:
-        self._unit, self._begin, self._entries = unit, unit.bucket_begin[bucket], entries
+        self._unit, self._bucket = unit, bucket
+        self._begin, self._entries = unit.bucket_begin[bucket], entries
         self._whole = torch.zeros(unit.bucket_numel(bucket), dtype=torch.float32, device=unit.device)
         own = {bucket: unit.own_slice(self._whole, bucket)}
         self.mine = [entry.part_of(own) for entry in entries]
 
-    def gather(self) -> list[torch.Tensor]:
-        self._unit.comm.all_gather(self._whole).wait()
-        return [entry.fragment.slot.view(self._whole, self._begin) for entry in self._entries]
+    def gather(self) -> Iterator[torch.Tensor]:
+        unit = self._unit
+        unit.comm.all_gather(self._whole).wait()
+        if not unit.has_parts:
+            yield from (entry.fragment.slot.view(self._whole, self._begin) for entry in self._entries)
+            return
+        mine = {entry.fragment.slot for entry in self._entries}
+        # Other ranks along tp may own pieces of any of them.
+        for slot in unit.bucket_slots[self._bucket]:
+            matrix = self._put_together(slot)
+            if slot in mine:
+                yield matrix
+
+    def _put_together(self, slot: Slot) -> torch.Tensor:
+        """The whole matrix of which each tensor-parallel rank has a part."""
+        cut = slot.cut
+        whole = torch.zeros(cut.logical_shape, dtype=torch.float32, device=self._whole.device)
+        if cut.rank == cut.copies[0]:
+            cut.put(slot.view(self._whole, self._begin), whole)
+        self._unit.parts.sum_disjoint_bits(whole, label=f"whole matrix of {slot.name}")
+        return whole
 
     def cut(self, index: int, whole: torch.Tensor) -> torch.Tensor:
         entry = self._entries[index]
-        return whole.reshape(-1).narrow(0, entry.fragment.begin, entry.fragment.numel).view(entry.param.shape)
+        cut, fragment = entry.fragment.slot.cut, entry.fragment
+        part = whole if cut is None else cut.take(whole)
+        return part.reshape(-1).narrow(0, fragment.begin, fragment.numel).view(entry.param.shape)
+
+
+def matrices_in_step(order: Sequence[Key], base: torch.optim.Optimizer, units: Sequence[Unit]) -> list[Key]:
+    """``order`` with the buckets of ``units`` at its end that are put together over tensor-parallel ranks, from the
+    first parameter to the last.
+
+    Where ranks hold parts of other sizes, buckets begin elsewhere: only so do all come to the same matrix."""
+    declared = declaration(base)
+    apart = {unit for unit in units if unit.has_parts and declared.scope_of_group(unit.group) == "matrix"}
+    last = sorted((key for key in order if key[0] in apart), key=lambda key: (units.index(key[0]), key[1]))
+    return [*(key for key in order if key[0] not in apart), *last]
 
 
 def sum_norms(

@@ -91,7 +91,7 @@ class Even(FusedOptimizer):
         velocities = self._states(shards.group, shards.params)[0] if shards.params else []
         for grad, velocity, mine in zip(shards.grads, velocities, shards.matrices.mine):
             mine.copy_(velocity.mul_(0.9).add_(grad.float() * shards.grad_scale))
-        wholes = shards.matrices.gather()
+        wholes = list(shards.matrices.gather())
         assert len(wholes) == len(shards.params)
         for i, (param, whole) in enumerate(zip(shards.params, wholes)):
             param.sub_(self.param_groups[shards.group]["lr"] * shards.matrices.cut(i, even_columns(whole)))

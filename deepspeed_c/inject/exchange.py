@@ -1,0 +1,183 @@
+"""What tensor-parallel ranks send one another, as operators: with fakes, and each call in the ledger of its group.
+
+An operator that ends in ``start`` leaves its result in use until ``tp_wait_`` has been called on it; ranks wait in the
+same order. ``ranks`` is the number of a ``Collectives`` (``number_of``). Everything is float32, bfloat16 or float16;
+sums are in rank order, the same bits on all ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
+
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.comm.work import Work
+from deepspeed_c.errors import ModelError
+
+__all__ = [
+    "gather_start",
+    "gathered",
+    "number_of",
+    "scatter_start",
+    "settle",
+    "sum_",
+    "sum_start",
+    "token_sizes",
+    "wait",
+]
+
+SUMMED = (torch.float32, torch.bfloat16, torch.float16)
+
+_numbers: WeakKeyDictionary[Collectives, int] = WeakKeyDictionary()
+_comms: WeakValueDictionary[int, Collectives] = WeakValueDictionary()
+_next = itertools.count(1)
+# What is under way, by where its result lies: the tensor is kept, so that nothing else comes to lie there.
+_under_way: dict[int, tuple[Work, torch.Tensor]] = {}
+
+
+def number_of(comm: Collectives) -> int:
+    """By which the operators know ``comm``."""
+    if comm not in _numbers:
+        _numbers[comm] = next(_next)
+        _comms[_numbers[comm]] = comm
+    return _numbers[comm]
+
+
+def token_sizes(n_tokens: int, n_ranks: int) -> list[int]:
+    """Tokens of each rank: the first ones have one more where they do not divide."""
+    return [n_tokens // n_ranks + (rank < n_tokens % n_ranks) for rank in range(n_ranks)]
+
+
+def _check(tensor: torch.Tensor, label: str) -> None:
+    if tensor.dtype not in SUMMED:
+        raise ModelError(
+            f"{tensor.dtype} cannot be summed over tensor-parallel ranks",
+            where=label,
+            fix="use float32, bfloat16 or float16",
+        )
+
+
+def _begin(result: torch.Tensor, work: Work) -> torch.Tensor:
+    if result.numel():
+        _under_way[result.data_ptr()] = work, result
+    return result
+
+
+def _sum(x: torch.Tensor, ranks: int, label: str) -> None:
+    _check(x, label)
+    _comms[ranks].all_reduce(x.view(-1), label=label).wait()
+
+
+def _sum_start(x: torch.Tensor, ranks: int, label: str) -> torch.Tensor:
+    _check(x, label)
+    total = x.clone(memory_format=torch.contiguous_format)
+    return _begin(total, _comms[ranks].all_reduce(total.view(-1), label=label))
+
+
+def _sum_start_inplace(x: torch.Tensor, ranks: int, label: str) -> None:
+    _check(x, label)
+    _begin(x, _comms[ranks].all_reduce(x.view(-1), label=label))
+
+
+def _gather(x: torch.Tensor, sizes: Sequence[int], dim: int, ranks: int, label: str) -> torch.Tensor:
+    comm = _comms[ranks]
+    shape = (*x.shape[:dim], max(sizes), *x.shape[dim + 1 :])
+    # Collectives carry equal sizes: a shorter part is filled up.
+    of_ranks = x.new_empty((len(sizes), *shape))
+    mine = of_ranks[comm.rank]
+    mine.narrow(dim, 0, x.shape[dim]).copy_(x)
+    mine.narrow(dim, x.shape[dim], shape[dim] - x.shape[dim]).zero_()
+    return _begin(of_ranks, comm.all_gather(of_ranks.view(-1), label=label))
+
+
+def _scatter(x: torch.Tensor, sizes: Sequence[int], dim: int, ranks: int, label: str) -> torch.Tensor:
+    _check(x, label)
+    shape = (*x.shape[:dim], max(sizes), *x.shape[dim + 1 :])
+    of_ranks = x.new_empty((len(sizes), *shape))
+    for part, own in zip(x.split(list(sizes), dim), of_ranks, strict=True):
+        own.narrow(dim, 0, part.shape[dim]).copy_(part)
+        own.narrow(dim, part.shape[dim], shape[dim] - part.shape[dim]).zero_()
+    total = x.new_empty(shape)
+    return _begin(total, _comms[ranks].reduce_scatter(of_ranks.view(-1), total.view(-1), label=label))
+
+
+def _wait(x: torch.Tensor) -> None:
+    found = _under_way.pop(x.data_ptr(), None) if x.numel() else None
+    if found is not None:
+        found[0].wait()
+
+
+def _nothing(*arguments: object) -> None:
+    """Mutates what a fake tensor has no data of."""
+
+
+def _fake_gather(x: torch.Tensor, sizes: Sequence[int], dim: int, ranks: int, label: str) -> torch.Tensor:
+    return x.new_empty((len(sizes), *x.shape[:dim], max(sizes), *x.shape[dim + 1 :]))
+
+
+def _fake_scatter(x: torch.Tensor, sizes: Sequence[int], dim: int, ranks: int, label: str) -> torch.Tensor:
+    return x.new_empty((*x.shape[:dim], max(sizes), *x.shape[dim + 1 :]))
+
+
+def _fake_sum(x: torch.Tensor, ranks: int, label: str) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+_LIBRARY = torch.library.Library("deepspeed_c", "FRAGMENT")
+for _schema, _kernel, _fake in (
+    ("tp_sum_(Tensor(a!) x, int ranks, str label) -> ()", _sum, _nothing),
+    ("tp_sum_start(Tensor x, int ranks, str label) -> Tensor", _sum_start, _fake_sum),
+    ("tp_sum_start_(Tensor(a!) x, int ranks, str label) -> ()", _sum_start_inplace, _nothing),
+    ("tp_gather_start(Tensor x, int[] sizes, int dim, int ranks, str label) -> Tensor", _gather, _fake_gather),
+    ("tp_scatter_start(Tensor x, int[] sizes, int dim, int ranks, str label) -> Tensor", _scatter, _fake_scatter),
+    ("tp_wait_(Tensor(a!) x) -> ()", _wait, _nothing),
+):
+    _LIBRARY.define(_schema)
+    _name = _schema.partition("(")[0]
+    for _device in ("CPU", "CUDA"):
+        _LIBRARY.impl(_name, _kernel, _device)
+    _LIBRARY.impl(_name, _fake, "Meta")
+
+_ops = torch.ops.deepspeed_c
+
+
+def sum_(x: torch.Tensor, comm: Collectives, label: str, *, waits: bool = True) -> None:
+    """Contiguous ``x`` becomes the sum of all ranks'. waits: otherwise it does so by ``wait``."""
+    (_ops.tp_sum_ if waits else _ops.tp_sum_start_)(x, number_of(comm), label)
+
+
+def sum_start(x: torch.Tensor, comm: Collectives, label: str) -> torch.Tensor:
+    """A new tensor: the sum of all ranks' ``x``, after ``wait``."""
+    return _ops.tp_sum_start(x, number_of(comm), label)
+
+
+def gather_start(x: torch.Tensor, sizes: Sequence[int], dim: int, comm: Collectives, label: str) -> torch.Tensor:
+    """All ranks' ``x``, of ``sizes[rank]`` elements along ``dim``, each filled up to the largest: [ranks, *x.shape with
+    the largest], after ``wait``. ``gathered`` puts them together."""
+    return _ops.tp_gather_start(x, list(sizes), dim, number_of(comm), label)
+
+
+def gathered(of_ranks: torch.Tensor, sizes: Sequence[int], dim: int) -> torch.Tensor:
+    """What ``gather_start`` gave, as one tensor: the ranks' parts one after the other along ``dim``."""
+    return torch.cat([part.narrow(dim, 0, size) for part, size in zip(of_ranks, sizes, strict=True)], dim=dim)
+
+
+def scatter_start(x: torch.Tensor, sizes: Sequence[int], dim: int, comm: Collectives, label: str) -> torch.Tensor:
+    """This rank's ``sizes[rank]`` elements along ``dim`` of the sum of all ranks' ``x``, after ``wait``, filled up to
+    the largest size with zeros."""
+    return _ops.tp_scatter_start(x, list(sizes), dim, number_of(comm), label)
+
+
+def settle() -> None:
+    """Waits for all that is under way, in the order in which it was started: whoever was to wait has failed."""
+    for _, result in list(_under_way.values()):
+        wait(result)
+
+
+def wait(x: torch.Tensor) -> torch.Tensor:
+    """Returns ``x`` when the collective that was started on it is over."""
+    _ops.tp_wait_(x.detach())
+    return x

@@ -1,0 +1,287 @@
+"""Collectives under other work and norms on a rank's own tokens: the same training as one plain torch process, and the bytes that the formula says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import deepspeed_c
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.errors import ModelError, StateError
+from deepspeed_c.inject import exchange, overlap
+from tests.deepspeed_c.inject.families import VOCAB, make
+from tests.deepspeed_c.zero.test_tensor_parallel import logical
+from tests.ranks import run_ranks
+
+STEPS = 2
+SHAPES = ((2, 9), (3, 10), (1, 7))  # samples, tokens: neither halves nor ranks divide all of them
+
+
+def batch(step: int, shape: tuple[int, int]) -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, VOCAB, shape, generator=torch.Generator().manual_seed(step))
+    return {"input_ids": ids, "labels": ids}
+
+
+def make_config(stage: int = 0, **section) -> dict:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "eps": 1e-4}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 50},
+        "tensor_parallel": section,
+    }
+
+
+def plain(family: str):
+    model = make(family).train()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-4)
+    norms = []
+    for step in range(STEPS):
+        for shape in SHAPES:
+            optimizer.zero_grad()
+            model(**batch(step, shape)).loss.backward()
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+            optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}, norms
+
+
+def body(rank: int, world: int, family: str, cells: list[dict]):
+    found = []
+    for cell in cells:
+        cell = dict(cell)
+        more = cell.pop("more", {})
+        config = {**make_config(autotp_size=world, **cell), **more}
+        with deepspeed_c.initialize(model=make(family).train(), config=config)[0] as engine:
+            norms = []
+            for step in range(STEPS):
+                for shape in SHAPES:
+                    loss = engine(**batch(step, shape)).loss
+                    engine.backward(loss)
+                    engine.step()
+                    norms.append(engine.get_global_grad_norm())
+            found.append((logical(engine), norms))
+    return found
+
+
+OVERLAP, NORMS = {"tp_overlap_comm": True}, {"sequence_parallel_norms": True}
+BOTH = {**OVERLAP, **NORMS}
+
+
+def stage(n: int) -> dict:
+    return {"zero_optimization": {"stage": n, "stage3_param_persistence_threshold": 50}}
+
+
+AGAIN = {"activation_checkpointing": {"layers": "auto"}}
+EVERYTHING = [
+    *(OVERLAP, NORMS, BOTH),
+    *({**BOTH, "more": stage(n)} for n in (1, 2, 3)),
+    *({**section, "more": {**stage(n), **AGAIN}} for section in (OVERLAP, NORMS, BOTH) for n in (0, 3)),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "n_tp", "cells"),
+    [
+        ("llama", 2, EVERYTHING),
+        ("llama", 3, EVERYTHING),
+        ("llama_tied_shared", 2, [OVERLAP, NORMS, BOTH]),
+        ("llama_tied_shared", 3, [BOTH]),
+        *(
+            (family, 2, [OVERLAP, BOTH])
+            for family in ("qwen3", "gpt2", "gpt_neox", "gptj", "phi", "phi3", "starcoder2")
+        ),
+        *((family, 2, [OVERLAP]) for family in ("mixtral", "deepseek_v3", "opt", "bloom", "falcon", "granite")),
+    ],
+)
+def test_the_training_of_one_process(family: str, n_tp: int, cells: list[dict]) -> None:
+    weights, norms = plain(family)
+    for of_rank in run_ranks(n_tp, body, family, cells, preload="transformers"):
+        for cell, (got, got_norms) in zip(cells, of_rank, strict=True):
+            torch.testing.assert_close(got_norms, norms, rtol=2e-4, atol=0, msg=f"{cell} {got_norms} {norms}")
+            for name, value in weights.items():
+                torch.testing.assert_close(got[name], value, rtol=1e-3, atol=5e-5, msg=lambda m: f"{cell} {name} {m}")  # noqa: B023
+
+
+def order_body(rank: int, world: int, section: dict, more: dict):
+    """What is started, waited for and computed in one forward and backward, in order."""
+    events: list[str] = []
+    start, wait, weights = exchange.sum_start, exchange.wait, overlap._Weights.backward
+    sum_ = exchange.sum_
+
+    def started(x, comm, label):
+        events.append(f"start {label}")
+        return start(x, comm, label)
+
+    def summed(x, comm, label, *, waits=True):
+        events.append(f"{'sum' if waits else 'start'} {label}")
+        return sum_(x, comm, label, waits=waits)
+
+    def waited(x):
+        events.append("wait")
+        return wait(x)
+
+    def computed(ctx, grad):
+        events.append("weights")
+        return weights(ctx, grad)
+
+    config = {**make_config(autotp_size=world, **section), **more}
+    with deepspeed_c.initialize(model=make("llama").train(), config=config)[0] as engine:
+        exchange.sum_start, exchange.wait, exchange.sum_ = started, waited, summed
+        overlap._Weights.backward = staticmethod(computed)
+        try:
+            loss = engine(**batch(0, (2, 9))).loss
+            forward, events[:] = list(events), []
+            engine.backward(loss)
+            engine.step()
+        finally:
+            exchange.sum_start, exchange.wait, exchange.sum_ = start, wait, sum_
+            overlap._Weights.backward = staticmethod(weights)
+    return forward, events
+
+
+def test_halves_run_in_turn_and_sums_travel_under_the_weights_gradients() -> None:
+    """At stage 3 gathers of weights do not end that."""
+    for more in ({}, stage(3)):
+        forward, backward = run_ranks(2, order_body, OVERLAP, more, preload="transformers")[0]
+        region = ["start output of model.layers.0.{0}", "start output of model.layers.0.{0}", "wait", "wait"]
+        expected = [line.format(part) for part in ("self_attn.o_proj", "mlp.down_proj") for line in region]
+        assert forward[1 : 1 + len(expected)] == expected, forward
+        # Down to the first layer: a half's sum travels under the other half, the last one's under weights' gradients.
+        gradient = "start input gradient of model.layers.0.mlp"
+        at = backward.index(gradient)
+        assert backward[at : at + 8] == [gradient, "weights", "weights", gradient, "weights", "weights", "wait", "wait"]
+        head = backward.index("start input gradient of lm_head")
+        assert backward[head : head + 3] == ["start input gradient of lm_head", "weights", "wait"], backward
+
+
+def bytes_body(rank: int, world: int, section: dict, shapes: list[tuple[int, int]]):
+    found = []
+    with deepspeed_c.initialize(model=make("llama").train(), config=make_config(autotp_size=world, **section))[
+        0
+    ] as engine:
+        ledger = engine._mesh.along("tp").ledger
+        for step, shape in enumerate([(2, 9), *shapes]):  # at the first step ranks compare their data
+            before = {op: total.n_bytes for op, total in ledger.totals.items()}
+            engine.backward(engine(**batch(step, shape)).loss)
+            found.append({op: total.n_bytes - before.get(op, 0) for op, total in ledger.totals.items()})
+            engine.step()
+    return found[1:]
+
+
+@pytest.mark.parametrize("section", [{}, OVERLAP, NORMS, BOTH], ids=["plain", "overlap", "norms", "both"])
+def test_bytes_are_those_of_the_formula(section: dict) -> None:
+    n_layers, width, world = 2, 48, 3
+    for of_rank in run_ranks(world, bytes_body, section, list(SHAPES), preload="transformers"):
+        for (n_samples, n_tokens), sent in zip(SHAPES, of_rank, strict=True):
+            tensor = 4 * n_samples * n_tokens * width
+            loss = world * 4 * 4 * n_samples * n_tokens  # four numbers a token from each rank
+            if "sequence_parallel_norms" in section:
+                tokens = world * 4 * n_samples * -(-n_tokens // world) * width
+                # Two regions, each way; the stream's begin in backward and its end in forward.
+                expected = {"all-gather": (4 * n_layers + 2) * tokens + loss, "reduce-scatter": 4 * n_layers * tokens}
+                norms = 4 * (2 * n_layers + 1) * 64  # gradients of their weights, each filled up to a line
+                expected["all-reduce"] = 2 * tensor + norms  # words: table forward, head backward
+            else:
+                expected = {"all-gather": loss, "all-reduce": (4 * n_layers + 2) * tensor}
+            assert {op: n for op, n in sent.items() if n} == expected, (n_samples, n_tokens)
+
+
+def drop_body(rank: int, world: int, recompute: dict):
+    """Dropout on residuals: what ranks draw for their own tokens, and that it is drawn again alike."""
+    model = make("gpt2").train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.3
+    torch.manual_seed(5)
+    norms = []
+    with deepspeed_c.initialize(model=model, config={**make_config(autotp_size=world, **BOTH), **recompute})[
+        0
+    ] as engine:
+        for step in range(STEPS):
+            engine.backward(engine(**batch(step, (2, 9))).loss)
+            engine.step()
+            norms.append(engine.get_global_grad_norm())
+        return norms, torch.rand(3).tolist()
+
+
+def test_dropout_outside_the_region_is_the_ranks_own_and_ends_with_the_stream() -> None:
+    kept, again = (run_ranks(2, drop_body, more, preload="transformers") for more in ({}, AGAIN))
+    assert kept[0] == kept[1] and kept == again
+    assert max(abs(a / b - 1) for a, b in zip(kept[0][0], plain("gpt2")[1])) > 0.01
+
+
+def refusal_body(rank: int, world: int) -> None:
+    for family, said in (("opt", "no policy says where tokens flow"), ("bert", "no policy says")):
+        with pytest.raises(ModelError, match=said):
+            deepspeed_c.initialize(model=make(family).train(), config=make_config(autotp_size=world, **NORMS))
+    model = make("llama").train()
+    skip = {"layer_specs": [{"patterns": [r".*layers\.1\.mlp.*weight"], "partition_type": "skip"}]}
+    section = {"autotp_size": world, **NORMS, "partition_config": skip}
+    with pytest.raises(ModelError, match=r"layers\.1\.mlp: it has layers of another kind"):
+        deepspeed_c.initialize(model=model, config=make_config(**section))
+    assert not any(hasattr(param, "tp_cut") for param in model.parameters())
+    with deepspeed_c.initialize(model=model, config=make_config(autotp_size=world, **NORMS))[0] as engine:
+        with pytest.raises(StateError, match="own tokens of hidden states"):
+            engine(**batch(0, (2, 9)), output_hidden_states=True)
+        engine.eval()
+        with torch.no_grad():
+            hidden = engine(**batch(0, (2, 9)), output_hidden_states=True).hidden_states
+        assert hidden[-1].shape == (2, 9, 48)
+
+
+def test_what_norms_on_own_tokens_cannot_do_is_said_before_anything_is_cut() -> None:
+    run_ranks(2, refusal_body, preload="transformers")
+
+
+def cache_body(rank: int, world: int):
+    """A cache that is filled in two halves holds the batch."""
+    found = []
+    for section in ({}, OVERLAP):
+        model = make("llama").train()
+        with deepspeed_c.initialize(model=model, config=make_config(autotp_size=world, **section))[0] as engine:
+            output = engine(**batch(0, (3, 10)), use_cache=True)
+            found.append([(layer.keys.detach(), layer.values.detach()) for layer in output.past_key_values.layers])
+    return found
+
+
+def test_a_cache_is_filled_by_both_halves() -> None:
+    for usual, halves in run_ranks(2, cache_body, preload="transformers"):
+        for tensors, others in zip(usual, halves, strict=True):
+            for tensor, other in zip(tensors, others, strict=True):
+                assert tensor.shape[0] == 3
+                torch.testing.assert_close(other, tensor)
+
+
+def operators_body(rank: int, world: int) -> None:
+    comm = Collectives()
+    number, x, mine = exchange.number_of(comm), torch.randn(2, 5, 3), torch.randn(2, (3, 2)[rank], 3)
+    ops = torch.ops.deepspeed_c
+    # What is under way is in the operators' own table, which tracing does not see: their results are waited for here.
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+    for op, arguments in (
+        (ops.tp_sum_, (x.clone(), number, "x")),
+        (ops.tp_sum_start, (x, number, "x")),
+        (ops.tp_sum_start_, (x.clone(), number, "x")),
+        (ops.tp_gather_start, (mine, [3, 2], 1, number, "x")),
+        (ops.tp_scatter_start, (x, [3, 2], 1, number, "x")),
+        (ops.tp_wait_, (torch.randn(2),)),
+    ):
+        torch.library.opcheck(op.default, arguments, test_utils=checks)
+        exchange.settle()
+    torch.manual_seed(0)
+    parts = torch.randn(world, 2, 5, 3)
+    total = exchange.wait(exchange.scatter_start(parts[rank], [3, 2], 1, comm, "x"))
+    assert total.shape == (2, 3, 3)
+    assert (
+        torch.equal(total[:, : (3, 2)[rank]], parts.sum(0).split([3, 2], 1)[rank])
+        and not total[:, (3, 2)[rank] :].any()
+    )
+    pieces = parts[0].split([3, 2], 1)
+    whole = exchange.gathered(exchange.wait(exchange.gather_start(pieces[rank], [3, 2], 1, comm, "x")), [3, 2], 1)
+    assert torch.equal(whole, parts[0])
+    with pytest.raises(ModelError, match="float64 cannot be summed"):
+        exchange.sum_start(x.double(), comm, "x")
+
+
+def test_operators_have_schemas_and_fakes() -> None:
+    run_ranks(2, operators_body)
