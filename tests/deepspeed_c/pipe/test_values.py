@@ -1,0 +1,221 @@
+"""What goes between stages, in which precision, and what is said of input that does not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import deepspeed_c
+from deepspeed_c.errors import ConfigError, FeatureError, StateError
+from deepspeed_c.pipe import LayerSpec, PipelineModule
+from tests.deepspeed_c.pipe.models import WIDTH, Block, Plain, loss_fn, micro_batches, module_of
+from tests.deepspeed_c.pipe.test_engine import config_of
+from tests.ranks import run_ranks
+
+
+def build(stages: int, config: dict[str, Any], **options: Any) -> Any:
+    net = module_of(stages, **options)
+    return deepspeed_c.initialize(model=net, model_parameters=net.parameters(), config=config)[0]
+
+
+def train_bf16(rank: int, world: int, schedule: str, dtype: str) -> tuple[list[float], int]:
+    more = {"bf16": {"enabled": True}} if dtype == "bf16" else {"fp16": {"enabled": True, "initial_scale_power": 4}}
+    with build(world, config_of(4, **more), schedule=schedule, tied=False) as engine:
+        losses = [float(engine.train_batch(iter(micro_batches(0, 0, 4)))) for _ in range(4)]
+        return losses, engine.skipped_steps
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_sixteen_bits_cut_nothing(schedule, dtype):
+    """Two stages have the bits of one: values cross in the dtype that they have. (Tied weights would be added up in another
+    order.)"""
+    one = run_ranks(1, train_bf16, "1f1b", dtype)[0]
+    for got in run_ranks(2, train_bf16, schedule, dtype):
+        assert got == one
+    assert one[0][-1] < one[0][0]
+
+
+def overflow(rank: int, world: int) -> tuple[list[int], list[float], list[float]]:
+    """A loss scale that is too large: all stages skip the same steps, and come to the same scale."""
+    config = config_of(2, fp16={"enabled": True, "initial_scale_power": 40, "hysteresis": 1})
+    skipped, scales = [], []
+    with build(world, config) as engine:
+        before = [p.detach().clone() for p in engine.module.parameters()]
+        for step in range(3):
+            engine.train_batch(iter(micro_batches(step, 0, 2)))
+            skipped.append(engine.skipped_steps)
+            scales.append(engine.optimizer.cur_scale)
+        assert all(torch.equal(a, b) for a, b in zip(before, engine.module.parameters(), strict=True))
+    return skipped, scales
+
+
+def test_all_stages_skip_together():
+    outcomes = run_ranks(2, overflow)
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0][0] == [1, 2, 3]
+
+
+class Many(nn.Module):
+    """Takes and gives a nest: a tensor, the same twice, a mask, a number that changes, None and text."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.block = Block(width)
+
+    def forward(self, value):
+        if torch.is_tensor(value):
+            value = {"x": value, "again": value, "mask": value[..., 0] > 0, "n": 0, "none": None, "text": "a"}
+        assert (value["none"], value["text"]) == (None, "a" + "b" * value["n"])
+        x = self.block(value["x"]) * value["mask"].unsqueeze(-1) + value["again"]
+        return {**value, "x": x, "n": value["n"] + 1, "text": value["text"] + "b"}
+
+
+def take_x(value):
+    return value["x"]
+
+
+def many_layers() -> list[Any]:
+    return [*(LayerSpec(Many, WIDTH) for _ in range(4)), take_x]
+
+
+def squares(outputs, labels):
+    return (outputs.float() - labels).square().mean()
+
+
+SHAPES = [(2, 3), (2, 3), (1, 7), (4, 1), (2, 3)]
+
+
+def float_batches(step: int) -> list[tuple[Any, Any]]:
+    generator = torch.Generator().manual_seed(step)
+    return [(torch.randn(*s, WIDTH, generator=generator), torch.randn(*s, WIDTH, generator=generator)) for s in SHAPES]
+
+
+def train_many(rank: int, world: int, schedule: str) -> list[float]:
+    net = PipelineModule(many_layers(), num_stages=world, loss_fn=squares, seed_layers=True, schedule=schedule)
+    engine, *_ = deepspeed_c.initialize(model=net, model_parameters=net.parameters(), config=config_of(len(SHAPES)))
+    with engine:
+        return [float(engine.train_batch(iter(float_batches(step)))) for step in range(3)]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_v"])
+def test_any_nest_whose_shapes_change(schedule):
+    layers = nn.Sequential()
+    for i in range(4):
+        torch.manual_seed(1234 + i)
+        layers.append(Many(WIDTH))
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.1, momentum=0.9)
+    expected = []
+    for step in range(3):
+        optimizer.zero_grad()
+        batches = float_batches(step)
+        loss = sum(squares(layers(x)["x"], y) for x, y in batches) / len(batches)
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    for got in run_ranks(2, train_many, schedule):
+        assert got == pytest.approx(expected, rel=1e-5)
+
+
+def evaluate(rank: int, world: int, schedule: str) -> Any:
+    with build(world, config_of(3), schedule=schedule) as engine:
+        batches = micro_batches(7, 0, 3)
+        mean = engine.eval_batch(iter(batches))
+        total = engine.eval_batch(iter(batches), reduce_output="sum")
+        each = engine.eval_batch(iter(batches), reduce_output=None, bcast_loss=False)
+        logits = engine.eval_batch(iter((x, None) for x, _ in batches), compute_loss=False)
+        both = engine.eval_batch(iter(batches), return_logits=True, num_micro_batches=2)
+        trained = float(engine.train_batch(iter(batches)))
+        return float(mean), total, each, logits, both, trained, engine.is_last_stage()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v", "interleaved"])
+def test_eval_batch(schedule):
+    model = Plain()
+    batches = micro_batches(7, 0, 3)
+    with torch.no_grad():
+        expected_logits = [model(x) for x, _ in batches]
+        losses = [loss_fn(out, y).item() for out, (_, y) in zip(expected_logits, batches, strict=True)]
+    for mean, total, each, logits, both, trained, is_last in run_ranks(2, evaluate, schedule):
+        assert mean == pytest.approx(sum(losses) / 3, rel=1e-5) == trained
+        assert float(both[0]) == pytest.approx(sum(losses[:2]) / 2, rel=1e-5)
+        assert (total is None, each is None, logits is None, both[1] is None) == (not is_last,) * 4
+        if is_last:
+            assert float(total) == pytest.approx(sum(losses), rel=1e-5)
+            assert [float(loss) for loss in each] == pytest.approx(losses, rel=1e-5)
+            assert len(both[1]) == 2
+            for got, wanted in zip(logits, expected_logits, strict=True):
+                torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+def train_variant(rank: int, world: int, variant: str) -> list[float]:
+    options: dict[str, Any] = {}
+    if variant == "recomputed":
+        options = {"activation_checkpoint_interval": 2, "schedule": "zb_h1"}
+    elif variant == "listed":
+        options = {"partition_method": [0, 1, 9]}
+    elif variant == "by class":
+        options = {"partition_method": "type:block"}
+    net = module_of(world, tied=False, **options)
+    if variant == "frozen":
+        for name, param in net.named_parameters():
+            param.requires_grad_(int(name.split(".")[0]) >= 3)
+    params = [p for p in net.parameters() if p.requires_grad]
+    engine, *_ = deepspeed_c.initialize(model=net, model_parameters=params, config=config_of(3))
+    with engine:
+        return [float(engine.train_batch(iter(micro_batches(step, 0, 3)))) for step in range(3)]
+
+
+@pytest.mark.parametrize("variant", ["plain", "recomputed", "listed", "by class", "frozen"])
+def test_variants(variant):
+    one = run_ranks(1, train_variant, "frozen" if variant == "frozen" else "plain")[0]
+    for got in run_ranks(2, train_variant, variant):
+        assert got == pytest.approx(one, rel=1e-5), f"{got} and {one}"
+
+
+def wrong(rank: int, world: int, what: str) -> str:
+    config = config_of(2)
+    try:
+        if what == "too few layers":
+            module_of(2, partition_method="type:Conv")
+        elif what == "stage 3":
+            build(2, config_of(2, zero_optimization={"stage": 3}))
+        elif what == "schedule":
+            build(2, config_of(2, pipeline={"schedule": "zb_v"}))
+        elif what == "no such schedule":
+            build(2, config_of(2, pipeline={"schedule": "zb_h2"}))
+        else:
+            with build(2, config) as engine:
+                if what == "ends early":
+                    engine.train_batch(iter(micro_batches(0, 0, 2 - rank)))
+                elif what == "forward":
+                    engine(torch.zeros(1))
+                elif what == "not a pair":
+                    engine.train_batch(iter([1, 2]))
+                elif what == "vector loss":
+                    engine.module.loss_fn = lambda outputs, labels: outputs
+                    engine.train_batch(iter(micro_batches(0, 0, 2)))
+    except (ConfigError, FeatureError, StateError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("too few layers", ("matches 0 layers", "2 stages", "Block")),
+        ("stage 3", ("FeatureError", "zero_optimization.stage")),
+        ("schedule", ("'zb_v'", "'1f1b'", "PipelineModule(schedule='zb_v'")),
+        ("no such schedule", ("zb_h2", "zb_h1")),
+        ("ends early", ("StateError", "rank 1", "after 1 of 2 micro-batches")),
+        ("forward", ("train_batch",)),
+        ("not a pair", ("(inputs, labels)",)),
+    ],
+)
+def test_refusals_come_on_all_ranks(what, words):
+    for text in run_ranks(2, wrong, what):
+        for word in words:
+            assert word in text, text
