@@ -199,7 +199,8 @@ class Mesh:
         return self.comm.part(group, " x ".join(wide))
 
     def enter_phase(self, phase: str) -> None:
-        """What the ledgers of all groups note beside the collectives that follow: "forward", "backward", "step" or ""."""
+        """What the ledgers of all groups note beside the collectives that follow: "forward", "backward", "step" or "".
+        """
         for part in self._groups.values():
             if part.world_size > 1:
                 part.ledger.phase = phase

@@ -120,7 +120,6 @@ FEATURES: dict[str, Feature] = {
     "tp_overlap": _later("collectives of tensor parallelism under other work", "set it to false"),
     "sequence_parallel": _later("sequence parallelism", "set sequence_parallel_size to 1"),
     "expert_parallel": _later("expert parallelism", 'set "enabled": false'),
-    "pipeline": Feature("pipeline parallelism", True, "remove the section"),
     "hybrid_engine": _later("the hybrid (train and generate) engine", 'set "enabled": false'),
     "inference": _later("the inference engine", "remove the section"),
     "inference_quantization": _later("weight quantization for inference", "remove the section"),

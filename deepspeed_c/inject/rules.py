@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from deepspeed_c.config.parallel import LayerSpec, TensorParallel
+from deepspeed_c.config.parallel import CutLayers, TensorParallel
 from deepspeed_c.errors import ConfigError, ModelError
 from deepspeed_c.inject.plan import RuleSet, part_sizes
 from deepspeed_c.inject.policy import POLICIES, Heads, Policy, Rule, find_policy
@@ -83,7 +83,7 @@ def _add_default(model: torch.nn.Module, preset: str | None, model_type: str, fo
         found.sets.append(RuleSet("tp_plan", tuple(_rules_of_plan(plan)), (Heads(r"self_attn|attention|attn"),)))
 
 
-def _add_specs(model: torch.nn.Module, specs: Iterable[LayerSpec], model_type: str, found: FoundRules) -> None:
+def _add_specs(model: torch.nn.Module, specs: Iterable[CutLayers], model_type: str, found: FoundRules) -> None:
     rules: list[Rule] = []
     taken: set[str] = set()
     for number, spec in enumerate(specs):
@@ -110,7 +110,7 @@ def _add_specs(model: torch.nn.Module, specs: Iterable[LayerSpec], model_type: s
         found.sets.append(RuleSet("partition_config", tuple(rules)))
 
 
-def _rule_of_spec(spec: LayerSpec, module: str, param: torch.nn.Parameter, number: int) -> Rule:
+def _rule_of_spec(spec: CutLayers, module: str, param: torch.nn.Parameter, number: int) -> Rule:
     where = f"{_WHERE}.partition_config.layer_specs[{number}]"
     pattern = re.escape(module)
     if spec.partition_type == "skip":
