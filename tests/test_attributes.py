@@ -56,6 +56,7 @@ PERMITTED: dict[str, str] = {
     "zero/states/access.py: setattr(slot.param, _ATTRIBUTE)": "torch's own: what a tensor is marked with",
     "zero/weights/param.py: tensor._dsc_shard_of": "torch's own: what a tensor is marked with",
     "zero/layout/cuts.py: param.tp_cut": "torch's own: what a tensor is marked with",
+    "pipe/module.py: tensor.pipe_tied_ranks": "torch's own: what a tensor is marked with",
     "inject/ranks.py: param.tp_sum_gradients": "torch's own: what a tensor is marked with",
     "inject/ranks.py: param.tp_sum_hook": "torch's own: what a tensor is marked with",
     "zero/weights/param.py: torch.Tensor.ds_status": "torch's own: what a tensor is marked with",

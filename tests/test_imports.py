@@ -47,7 +47,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "offload": {"config", "logging", "comm", "ops", "_C", "zero"},
     "inject": {"config", "logging", "comm", "checkpoint", "ops", "_C", "quantity"},
     "sequence": {"config", "comm", "ops", "_C", "quantity"},
+    "pipe": {"config", "comm", "utils", "checkpointing", "_C"},
     "engine": {
+        "pipe",
         "offload",
         "inject",
         "sequence",
@@ -69,7 +71,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan": {"config", "comm", "ops", "_C", "zero", "offload", "engine", "quantity", "inject", "checkpointing"},
     "io": {"config", "ops", "_C", "quantity"},
     "bench": {"config", "comm", "quantity"},
-    "launcher": {"alias", "config", "logging", "plan", "checkpoint", "io", "bench", "inject", "sequence", "threads"},
+    "launcher": {
+        *("alias", "config", "logging", "plan", "checkpoint", "io", "bench", "inject", "sequence", "pipe", "threads"),
+    },
 }
 # The top: what puts the parts together. Nothing imports these but one another.
 TOP = {"__init__", "__main__", "initialize"}

@@ -52,6 +52,11 @@ MODULES: dict[str, str] = {
     "deepspeed.runtime.sequence_parallel.parallel_state_sp": "deepspeed_c.sequence.parallel_state",
     "deepspeed.runtime.sequence_parallel.ulysses_sp": "deepspeed_c.sequence.huggingface",
     "deepspeed.runtime.state_dict_factory": "deepspeed_c.checkpoint.formats.megatron",
+    "deepspeed.pipe": "deepspeed_c.pipe",
+    "deepspeed.runtime.pipe": "deepspeed_c.pipe",
+    "deepspeed.runtime.pipe.engine": "deepspeed_c.engine.pipeline",
+    "deepspeed.runtime.pipe.module": "deepspeed_c.pipe.module",
+    "deepspeed.runtime.pipe.topology": "deepspeed_c.pipe.topology",
     "deepspeed.runtime.swap_tensor.constants": "deepspeed_c.compat.swap_constants",
     "deepspeed.runtime.utils": "deepspeed_c.utils.runtime",
     "deepspeed.runtime.zero": "deepspeed_c.zero",
@@ -179,6 +184,8 @@ NAMES: dict[str, dict[str, str]] = {
         "DeepSpeedConfig": f"{_CONFIG}:DeepSpeedConfig",
         "DeepSpeedConfigError": "deepspeed_c.errors:ConfigError",
         "DeepSpeedDataLoader": "deepspeed_c.data.loader:DeepSpeedDataLoader",
+        "PipelineEngine": "deepspeed_c.engine.pipeline:PipelineEngine",
+        "PipelineModule": "deepspeed_c.pipe.module:PipelineModule",
         "OnDevice": "deepspeed_c.utils.init_on_device:OnDevice",
         "add_tuning_arguments": "deepspeed_c.lr_schedules:add_tuning_arguments",
         "dist": "deepspeed_c.comm:",
@@ -307,6 +314,7 @@ NAMES: dict[str, dict[str, str]] = {
         name: f"{_SECTIONS}:{name}" for name in ("DeepSpeedThroughputTimerConfig", "get_timers_config")
     },
     "deepspeed.runtime.engine": {
+        "PipelineModule": "deepspeed_c.pipe.module:PipelineModule",
         "DeepSpeedDataLoader": "deepspeed_c.data.loader:DeepSpeedDataLoader",
         "dist": "deepspeed_c.comm:",
         **_OPTIMIZER_NAMES,
@@ -376,7 +384,6 @@ NAMES: dict[str, dict[str, str]] = {
     "deepspeed.utils.timer": {"trim_mean": "deepspeed_c.comm.log:trim_mean", **_TIMER_NAMES},
 }
 
-_PIPELINE = "pipeline parallelism comes with a later version; ZeRO stages 1 to 3 train the same model without stages"
 _EXPERTS = "expert parallelism comes with a later version; mixtures of experts train with ZeRO stages 0 to 3, their blocks are found and made leaf modules"
 _SEQUENCE = "docs/concepts/sequence.md says what there is for sequences that are cut over ranks"
 _TENSOR = "tensor parallelism is set in the configuration, tensor_parallel.autotp_size, or by tp_model_init; docs/concepts/tensor-parallel.md"
@@ -404,8 +411,6 @@ ABSENT: dict[str, str] = {
     "deepspeed.DeepSpeedHybridEngine": _INFERENCE,
     "deepspeed.DeepSpeedInferenceConfig": _INFERENCE,
     "deepspeed.InferenceEngine": _INFERENCE,
-    "deepspeed.PipelineEngine": _PIPELINE,
-    "deepspeed.PipelineModule": _PIPELINE,
     "deepspeed.merge_tp_model_init_into_config": _TENSOR,
     "deepspeed.record_tp_model_init_args": _TENSOR,
     "deepspeed.autotuning": "`deepspeed_c plan` says which stage and offload fit, without running anything",
@@ -437,7 +442,6 @@ ABSENT: dict[str, str] = {
     "deepspeed.ops.op_builder": "deepspeed_c.ops.op_builder has the builders; NAME, is_compatible and load are what they offer",
     "deepspeed.ops.sparse_attention": "use torch.nn.attention.flex_attention",
     "deepspeed.ops.transformer": _LAYERS,
-    "deepspeed.pipe": _PIPELINE,
     "deepspeed.profiling": "the flops profiler comes with a later version; use torch.utils.flop_counter.FlopCounterMode",
     "deepspeed.runtime.activation_checkpointing": _CHECKPOINTING,
     "deepspeed.runtime.bf16_optimizer": _ONE_OPTIMIZER,
@@ -447,20 +451,17 @@ ABSENT: dict[str, str] = {
     "deepspeed.runtime.engine.DeepSpeedOptimizerCallable": "any callable that takes the parameters and returns an optimizer will do",
     "deepspeed.runtime.engine.DeepSpeedSchedulerCallable": "any callable that takes the optimizer and returns a scheduler will do",
     "deepspeed.runtime.engine.MoE": _EXPERTS,
-    "deepspeed.runtime.engine.PipelineModule": _PIPELINE,
     "deepspeed.runtime.fp16": f"{_ONE_OPTIMIZER}; {_ONE_BIT}",
     "deepspeed.runtime.fp16.fused_optimizer": _ONE_OPTIMIZER,
     "deepspeed.runtime.fp16.onebit": _ONE_BIT,
     "deepspeed.runtime.fp16.unfused_optimizer": _ONE_OPTIMIZER,
     "deepspeed.runtime.hybrid_engine": _INFERENCE,
-    "deepspeed.runtime.pipe": _PIPELINE,
     "deepspeed.runtime.sequence_parallel": _SEQUENCE,
     "deepspeed.runtime.swap_tensor": "offload is set in the configuration, zero_optimization.offload_optimizer; docs/concepts/offload.md",
     "deepspeed.runtime.tensor_parallel": _TENSOR,
     "deepspeed.runtime.utils": _HELPERS,
     "deepspeed.runtime.utils.get_norm_with_moe_layers": _EXPERTS,
     "deepspeed.runtime.utils.get_norm_with_moe_layers_fast": _EXPERTS,
-    "deepspeed.runtime.utils.partition_balanced": _PIPELINE,
     "deepspeed.runtime.zero.MiCS_Init": _MICS,
     "deepspeed.runtime.zero.TiledLinear": _TILED,
     "deepspeed.runtime.zero.TiledLinearReturnBias": _TILED,

@@ -255,8 +255,8 @@ class Collectives:
                 wait_all([backend.broadcast(self, tensor, src)], "broadcast", entry)
 
     def message(self, tensor: torch.Tensor, src: int, dst: int, *, tag: int = 0, label: str = "") -> Work:
-        """Rank ``src`` of the group sends its contiguous ``tensor`` (any shape and dtype) to ``dst``; one of them is this
-        rank.
+        """Rank ``src`` of the group sends its contiguous ``tensor`` (any shape and dtype) to ``dst``; one of them is
+        this rank.
 
         Messages of one ``tag`` between two ranks arrive in the order in which they are sent. Both ranks enter them in a
         ledger of the two, so that all messages between them need to start in one order on both.

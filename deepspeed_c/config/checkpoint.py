@@ -10,7 +10,7 @@ __all__ = ["ActivationCheckpointing", "Checkpoint", "DataStates", "Nebula"]
 class ParallelWrite(Section, kw_only=True):
     """Which ranks write at the same time."""
 
-    pipeline_stage: Annotated[bool, tunes("Pipeline stages write in parallel.", "pipeline")] = False
+    pipeline_stage: Annotated[bool, inherent("Pipeline stages write in parallel.", "all ranks do")] = False
 
 
 class Writer(Section, kw_only=True):
@@ -64,7 +64,9 @@ class Checkpoint(Section, kw_only=True, rename={"is_async": "async"}):
         bool, inherent("Load the universal format.", "every format is recognised by what lies in the folder")
     ] = False
     use_node_local_storage: Annotated[bool, acts("Each node writes and commits its own folder.")] = False
-    parallel_write: Annotated[ParallelWrite, tunes("Which ranks write at the same time.", "pipeline")] = ParallelWrite()
+    parallel_write: Annotated[ParallelWrite, inherent("Which ranks write at the same time.", "all do")] = (
+        ParallelWrite()
+    )
     writer: Annotated[Writer | None, asks("Options of the fast writer.", "checkpoint_writer")] = None
     checkpoint_serialization: Annotated[
         bool, inherent("Serialise tensors as objects.", "tensors are always written as bytes")

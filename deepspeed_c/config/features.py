@@ -118,7 +118,6 @@ FEATURES: dict[str, Feature] = {
     ),
     "tensor_parallel_variants": _later("this way to cut a model", _REMOVE),
     "expert_parallel": _later("expert parallelism", 'set "enabled": false'),
-    "pipeline": Feature("pipeline parallelism", True, "remove the section"),
     "hybrid_engine": _later("the hybrid (train and generate) engine", 'set "enabled": false'),
     "inference": _later("the inference engine", "remove the section"),
     "inference_quantization": _later("weight quantization for inference", "remove the section"),

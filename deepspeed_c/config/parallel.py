@@ -5,7 +5,7 @@ And comm: what its ranks talk through.
 
 from typing import Annotated, Any, Literal
 
-from .keys import DType, NonNeg, Positive, Section, acts, asks, tunes
+from .keys import DType, NonNeg, Positive, Section, acts, asks, inherent, tunes
 
 __all__ = ["Comm", "ExpertParallel", "HybridEngine", "Inference", "Pipeline", "TensorParallel"]
 
@@ -38,7 +38,7 @@ class Comm(Section, kw_only=True):
     ] = False
 
 
-class LayerSpec(Section, kw_only=True):
+class CutLayers(Section, kw_only=True):
     """One rule that says how matching parameters are cut."""
 
     patterns: Annotated[tuple[str, ...], tunes("Regular expressions of parameter names.", _TP)] = ()
@@ -54,7 +54,7 @@ class PartitionConfig(Section, kw_only=True):
     """Custom rules for tensor parallelism."""
 
     use_default_specs: Annotated[bool, tunes("Add the built-in rules.", _TP)] = True
-    layer_specs: Annotated[tuple[LayerSpec, ...], tunes("The rules, first match wins.", _TP)] = ()
+    layer_specs: Annotated[tuple[CutLayers, ...], tunes("The rules, first match wins.", _TP)] = ()
     tp_size: Annotated[Positive, tunes("Ranks of the group.", _TP)] = 1
     embedding_partition_dim: Annotated[int, asks("Dimension that embeddings are cut in.", _TP_VARIANTS)] = 1
     lm_head_patterns: Annotated[tuple[str, ...], tunes("Names of output layers.", _TP_VARIANTS)] = (
@@ -129,32 +129,38 @@ class HybridEngine(Section, kw_only=True):
 
 
 class Pipeline(Section, kw_only=True):
-    """Pipeline parallelism."""
+    """Pipeline parallelism: how a PipelineModule runs. Without one the section has no effect."""
 
     schedule: Annotated[
         str | None,
-        tunes(
-            "Schedule of a PipelineModule; by default the one that it was built with. See `deepspeed_c pipe show --help`.",
-            "pipeline",
+        acts(
+            "Schedule of a PipelineModule; by default the one that it was built with. `deepspeed_c pipe show` draws it."
         ),
     ] = None
-    virtual_stages: Annotated[
-        Positive | None, tunes("Stages a rank; by default as the PipelineModule.", "pipeline")
-    ] = None
+    virtual_stages: Annotated[Positive | None, acts("Stages a rank; has to be what the PipelineModule has.")] = None
     stages: Annotated[
         Literal["auto"] | Positive,
-        tunes("Ranks along the pipeline, as the PipelineModule has.", "pipeline", auto="value"),
+        acts("Ranks along the pipeline; has to be what the PipelineModule has.", auto="value"),
     ] = "auto"
-    partition: Annotated[str, tunes("Without effect: PipelineModule(partition_method=...) says it.", "pipeline")] = (
+    partition: Annotated[str, inherent("How layers are dealt out.", "PipelineModule(partition_method=...) says it")] = (
         "best"
     )
-    seed_layers: Annotated[bool, tunes("Without effect: PipelineModule(seed_layers=...) says it.", "pipeline")] = False
+    seed_layers: Annotated[
+        bool, inherent("Seed each layer by its number.", "PipelineModule(seed_layers=...) says it")
+    ] = False
     activation_checkpoint_interval: Annotated[
-        NonNeg, tunes("Layers that are recomputed together; 0: as the PipelineModule.", "pipeline")
+        NonNeg, acts("Layers that are recomputed together; 0: as the PipelineModule.")
     ] = 0
-    pipe_partitioned: Annotated[bool, tunes("Without effect: activations go whole.", "pipeline")] = True
-    grad_partitioned: Annotated[bool, tunes("Without effect: gradients go whole.", "pipeline")] = True
-    use_reentrant: Annotated[bool, tunes("Without effect: recomputation is of the other kind.", "pipeline")] = True
+    pipe_partitioned: Annotated[
+        bool, inherent("Cut activations over model-parallel ranks.", "they go whole from stage to stage")
+    ] = True
+    grad_partitioned: Annotated[
+        bool, inherent("Cut gradients over model-parallel ranks.", "they go whole from stage to stage")
+    ] = True
+    use_reentrant: Annotated[
+        bool,
+        inherent("Reentrant activation checkpointing.", "recomputation is of the other kind, with the same results"),
+    ] = True
 
 
 class ExpertParallel(Section, kw_only=True):

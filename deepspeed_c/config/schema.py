@@ -130,7 +130,7 @@ class Root(Section, kw_only=True, rename={"zero": "zero_optimization"}):
     ] = False
     tensor_parallel: Annotated[TensorParallel, tunes("Tensor parallelism.", "tensor_parallel")] = TensorParallel()
     expert_parallel: Annotated[ExpertParallel, tunes("Expert parallelism.", "expert_parallel")] = ExpertParallel()
-    pipeline: Annotated[Pipeline, tunes("Pipeline parallelism.", "pipeline")] = Pipeline()
+    pipeline: Annotated[Pipeline, acts("Pipeline parallelism.")] = Pipeline()
     inference: Annotated[Inference, tunes("Generation.", "inference")] = Inference()
     hybrid_engine: Annotated[HybridEngine, tunes("Train and generate.", "hybrid_engine")] = HybridEngine()
     compile: Annotated[Compile, tunes("Graph passes.", "compile")] = Compile()

@@ -45,8 +45,8 @@ def check_same_text(what: str, lines: list[str], comm: Collectives, fix: str) ->
 
 
 def check_same_model(model: torch.nn.Module, comm: Collectives) -> None:
-    """Over the ranks that hold the same layers. Names, shapes, dtypes and requires_grad of all parameters and buffers must agree; of a parameter that is cut by
-    hand, which has Megatron's marks, the other dimensions."""
+    """Names, shapes, dtypes and requires_grad of all parameters and buffers must agree over ``comm``, the ranks that
+    hold the same layers; of a parameter that is cut by hand, which has Megatron's marks, the other dimensions."""
     lines = [
         f"{name} {_shape_to_agree_on(p)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
         for name, p in model.named_parameters()
@@ -67,8 +67,8 @@ def _shape_to_agree_on(param: torch.nn.Parameter) -> str:
 
 def broadcast_model(model: torch.nn.Module, mesh: Mesh, device: torch.device) -> None:
     """Every rank starts from the weights and buffers of the first rank that has the same layers, which are sent from
-    ``device`` wherever they lie; of a parameter that is cut, from those of its first data-parallel rank, and of one that
-    stages share, from those of the first of them."""
+    ``device`` wherever they lie; of a parameter that is cut, from those of its first data-parallel rank, and of one
+    that stages share, from those of the first of them."""
     if mesh.comm.world_size == 1:
         return
     with torch.no_grad():

@@ -208,8 +208,8 @@ class PipelineEngine(DeepSpeedEngine):
 
         Returns the mean loss over micro-batches and pipelines on all ranks; without ``bcast_loss`` that of its own
         pipeline, on ranks of the last stage, and None elsewhere. With ``reduce_output`` "sum" the sum over its
-        micro-batches, with None their list, on ranks of the last stage. Without ``compute_loss`` the outputs of the last
-        stage by micro-batch, there. With ``return_logits`` (that, the outputs by micro-batch).
+        micro-batches, with None their list, on ranks of the last stage. Without ``compute_loss`` the outputs of the
+        last stage by micro-batch, there. With ``return_logits`` (that, the outputs by micro-batch).
         """
         self._require_open()
         self._require_states("eval_batch")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from deepspeed_c.config.parallel import LayerSpec, TensorParallel
+from deepspeed_c.config.parallel import CutLayers, TensorParallel
 from deepspeed_c.errors import ConfigError, ModelError
 from deepspeed_c.inject.plan import RuleSet, ends_with, part_sizes
 from deepspeed_c.inject.policy import POLICIES, Heads, Policy, Rule, Stream, find_policy
@@ -85,7 +85,7 @@ def _add_default(model: torch.nn.Module, preset: str | None, model_type: str, fo
 
 
 def _add_specs(
-    model: torch.nn.Module, specs: Iterable[LayerSpec], model_type: str, family: Policy | None, found: FoundRules
+    model: torch.nn.Module, specs: Iterable[CutLayers], model_type: str, family: Policy | None, found: FoundRules
 ) -> None:
     rules: list[Rule] = []
     taken: set[str] = set()
@@ -113,7 +113,7 @@ def _add_specs(
         found.sets.append(RuleSet("partition_config", tuple(rules), () if family is None else family.heads))
 
 
-def _rule_of_spec(spec: LayerSpec, module: str, param: torch.nn.Parameter, family: Policy | None, number: int) -> Rule:
+def _rule_of_spec(spec: CutLayers, module: str, param: torch.nn.Parameter, family: Policy | None, number: int) -> Rule:
     where = f"{_WHERE}.partition_config.layer_specs[{number}]"
     pattern = re.escape(module)
     if spec.partition_type == "skip":

@@ -72,7 +72,7 @@ class LocalLink:
         self._values.clear()
 
 
-class _Tensor(NamedTuple):
+class _Packed(NamedTuple):
     """What is known of a tensor before its bytes come."""
 
     dtype: torch.dtype
@@ -91,7 +91,7 @@ class _Form(NamedTuple):
 
     spec: TreeSpec
     leaves: tuple[Any, ...]
-    """A ``_Tensor`` for each tensor; for what is none, it in pickled form."""
+    """A ``_Packed`` for each tensor; for what is none, it in pickled form."""
     n_bytes: int
     """Of the message."""
 
@@ -103,7 +103,7 @@ class _Form(NamedTuple):
             if not torch.is_tensor(leaf):
                 known.append(pickle.dumps(leaf))
                 continue
-            known.append(_Tensor(leaf.dtype, tuple(leaf.shape), leaf.requires_grad, end))
+            known.append(_Packed(leaf.dtype, tuple(leaf.shape), leaf.requires_grad, end))
             end += -(-known[-1].n_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
         return cls(spec, tuple(known), end)
 
@@ -112,7 +112,7 @@ _NOTHING = _Form(tree_flatten(())[1], (), HEAD_BYTES)
 
 
 class RemoteLink:
-    """One end of a link between two ranks of ``comm``: ``src`` sends to ``dst``. tag: of this link alone among theirs."""
+    """One end of a link between two ranks of ``comm``: ``src`` sends to ``dst``. tag: of no other link between them."""
 
     def __init__(self, comm: Collectives, src: int, dst: int, tag: int, device: torch.device) -> None:
         self._comm, self._src, self._dst, self._tag, self._device = comm, src, dst, tag, device
@@ -139,7 +139,7 @@ class RemoteLink:
         data = self._empty(form.n_bytes)
         _write_head(data, 0)
         for known, leaf in zip(form.leaves, leaves, strict=True):
-            if isinstance(known, _Tensor):
+            if isinstance(known, _Packed):
                 _view(data, known).copy_(leaf.detach())
         self._sent.append(self._message(data, label))
         while len(self._sent) > 4:  # two values under way, and what tells of a new form
@@ -167,7 +167,7 @@ class RemoteLink:
             self._message(data, label).wait()
         leaves = [
             _view(data, known).requires_grad_(known.requires_grad)
-            if isinstance(known, _Tensor)
+            if isinstance(known, _Packed)
             else pickle.loads(known)
             for known in self._form.leaves
         ]
@@ -187,6 +187,6 @@ def _write_head(data: torch.Tensor, n_header: int) -> None:
     data[:8].view(torch.int64).fill_(n_header)
 
 
-def _view(data: torch.Tensor, known: _Tensor) -> torch.Tensor:
+def _view(data: torch.Tensor, known: _Packed) -> torch.Tensor:
     """The tensor that lies in a message."""
     return data[known.begin : known.begin + known.n_bytes].view(known.dtype).view(known.shape)

@@ -85,8 +85,8 @@ class PipelineModule(torch.nn.Module):
             activation_checkpoint_func: by what (default: ``deepspeed_c.checkpointing.checkpoint``).
             checkpointable_layers: names of the classes that may be; default: all with parameters.
         dynamic_shape: accepted; shapes may always change.
-        schedule: which ``"pipeline": {"schedule": ...}`` names too; it says where stages lie. virtual_stages: how many a
-            rank has, by default the fewest that the schedule takes.
+        schedule: which ``"pipeline": {"schedule": ...}`` names too; it says where stages lie. virtual_stages: how many
+            a rank has, by default the fewest that the schedule takes.
 
     Every layer keeps its number as its name ("0.weight"), and layers of a key lie under "tied_modules.KEY", so that a
     checkpoint fits any number of stages.

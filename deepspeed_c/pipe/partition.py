@@ -3,49 +3,15 @@
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
 
 from deepspeed_c.errors import ConfigError
+from deepspeed_c.utils.runtime import partition_balanced
 
-__all__ = ["partition_balanced", "partition_layers"]
+__all__ = ["partition_layers"]
 
 _WHERE = "PipelineModule(partition_method=...)"
 _METHODS = '"parameters", "uniform", "type:REGEX" or a list of the first layer of each stage and the number of layers'
-
-
-def partition_balanced(weights: Sequence[int], num_parts: int) -> list[int]:
-    """Where ``num_parts`` runs of items begin, and the last one ends, such that the heaviest run weighs as little as it
-    can. No run is empty where there are as many items as runs.
-
-    Weights are integers >= 0.
-    """
-    n = len(weights)
-    if n <= num_parts:
-        return [min(part, n) for part in range(num_parts + 1)]
-    sums = [0, *accumulate(weights)]
-
-    def parts_of(limit: int) -> list[int] | None:
-        """Each run takes what it may, but leaves the runs after it an item each."""
-        bounds = [0]
-        for part in range(num_parts):
-            last = min(bisect_right(sums, sums[bounds[-1]] + limit) - 1, n - (num_parts - part - 1))
-            if last == bounds[-1]:
-                return None
-            bounds.append(last)
-        return bounds if bounds[-1] == n else None
-
-    low, high = max(weights), sums[-1]
-    best = parts_of(high) or []  # never empty: each run takes an item, and the last one the rest
-    while low < high:
-        middle = (low + high) // 2
-        found = parts_of(middle)
-        if found is None:
-            low = middle + 1
-        else:
-            best, high = found, middle
-    return best
 
 
 def partition_layers(

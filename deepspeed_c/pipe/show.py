@@ -1,4 +1,4 @@
-"""The command ``deepspeed_c pipe show``: a schedule as text and as a picture, with its idle time and what ranks hold."""
+"""The command ``deepspeed_c pipe show``: a schedule as text and as a picture, its idle time, and what ranks hold."""
 
 from __future__ import annotations
 

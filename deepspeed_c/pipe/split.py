@@ -2,8 +2,8 @@
 
 Zero-bubble schedules (arXiv 2401.10241) send the first half on at once and let the second fill idle time. Both are runs
 of autograd over the one graph. The first goes only where gradients of inputs come from; it leaves at each node that it
-passes, and from which a weight hangs (a linear layer's product, say), the gradient that came there. The second starts at
-those nodes and goes to the weights alone. So each operation runs once, with the numbers that a whole backward gives it.
+passes, and from which a weight hangs (a linear layer's product, say), the gradient that came there. The second starts
+at those nodes and goes to the weights alone. So each operation runs once, with the numbers of a whole backward.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -42,6 +43,7 @@ __all__ = [  # noqa: PLE0604  (they are strings)
     "mask_nan_or_inf_with_val_inplace",
     "memory_status",
     "move_to_device",
+    "partition_balanced",
     "partition_uniform",
     "prefix_sum_inc",
     "see_memory_usage",
@@ -243,6 +245,39 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
         return [min(part, num_items) for part in range(num_parts + 1)]
     each, more = divmod(num_items, num_parts)
     return [part * each + min(part, more) for part in range(num_parts + 1)]
+
+
+def partition_balanced(weights: Sequence[int], num_parts: int) -> list[int]:
+    """Where ``num_parts`` runs of items begin, and the last one ends, such that the heaviest run weighs as little as it
+    can. No run is empty where there are as many items as runs.
+
+    Weights are integers >= 0.
+    """
+    n = len(weights)
+    if n <= num_parts:
+        return [min(part, n) for part in range(num_parts + 1)]
+    sums = [0, *accumulate(weights)]
+
+    def parts_of(limit: int) -> list[int] | None:
+        """Each run takes what it may, but leaves the runs after it an item each."""
+        bounds = [0]
+        for part in range(num_parts):
+            last = min(bisect_right(sums, sums[bounds[-1]] + limit) - 1, n - (num_parts - part - 1))
+            if last == bounds[-1]:
+                return None
+            bounds.append(last)
+        return bounds if bounds[-1] == n else None
+
+    low, high = max(weights), sums[-1]
+    best = parts_of(high) or []  # never empty: each run takes an item, and the last one the rest
+    while low < high:
+        middle = (low + high) // 2
+        found = parts_of(middle)
+        if found is None:
+            low = middle + 1
+        else:
+            best, high = found, middle
+    return best
 
 
 def get_only_unique_item(items: Iterable[Any]) -> Any:

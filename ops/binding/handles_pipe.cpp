@@ -200,14 +200,6 @@ std::string pipe_format(const Action &action)
     return text;
 }
 
-Action pipe_parse(const std::string &text)
-{
-    struct dsc_pipe_action action;
-
-    dsc::check(dsc_pipe_parse(text.c_str(), &action), "pipe_parse");
-    return {action.kind, action.stage, action.micro_batch};
-}
-
 py::dict pipe_schedules()
 {
     py::dict all;
@@ -231,11 +223,10 @@ void dsc::bind_pipe(py::module_ &m)
     DSC_PIPE_KIND_MAP(DSC_PIPE_ATTR)
 #undef DSC_PIPE_ATTR
     py::class_<PipeTable>(m, "PipeTable", "The actions of all ranks of a pipeline, with sends and receives.")
-        .def(
-            py::init<const std::string &, int32_t, int32_t, int32_t>(), py::arg("schedule"), py::arg("n_ranks"),
-            py::arg("n_virtual"), py::arg("n_micro_batches"),
-            "The table of a schedule. Raises KeyError for a name that is none, ValueError with the nearest shape that it\n"
-            "can have.")
+        .def(py::init<const std::string &, int32_t, int32_t, int32_t>(), py::arg("schedule"), py::arg("n_ranks"),
+             py::arg("n_virtual"), py::arg("n_micro_batches"),
+             "The table of a schedule. Raises ValueError for a name that is none, or with the nearest shape that it\n"
+             "can have.")
         .def(py::init<const Lists &, std::vector<int32_t>, int32_t, bool>(), py::arg("lists"), py::arg("rank_of"),
              py::arg("n_micro_batches"), py::arg("has_backward"),
              "A table from lists of (kind, stage, micro-batch), one a rank; verify() tells whether it is one.")
@@ -254,9 +245,8 @@ void dsc::bind_pipe(py::module_ &m)
         "pipe_choose", &pipe_choose, py::arg("candidates"), py::arg("transfer_ns"), py::arg("limit_bytes"),
         "candidates: (schedule, ranks, stages a rank, micro-batches, costs). Returns (index of the fastest that holds at\n"
         "most limit_bytes on each rank, [(makespan in ns, or -1 where the schedule refuses its shape; peak bytes)]).\n"
-        "Raises OSError where none does, with the least that one of them holds.");
+        "Raises MemoryError where none does, with the least that one of them holds.");
     m.def("pipe_format", &pipe_format, py::arg("action"), "The text of (kind, stage, micro-batch): 2F0, 0SEND_F5.");
-    m.def("pipe_parse", &pipe_parse, py::arg("text"), "(kind, stage, micro-batch) of a text. Raises ValueError.");
     m.def(
         "pipe_schedules", &pipe_schedules,
         "{name: (min stages a rank, max stages a rank, min micro-batches a rank, is a V, splits backward, has backward)}");

@@ -14,7 +14,6 @@ class Import(NamedTuple):
     """What the error says, where the name is not here; "" where the line works."""
 
 
-PIPELINE = "pipeline parallelism comes with a later version"
 MOE = "expert parallelism comes with a later version"
 INFERENCE = "inference"
 ULYSSES = "sequence parallelism"
@@ -129,10 +128,10 @@ IMPORTS = [
     Import("from deepspeed.utils.torch import required_torch_version", "GPT-NeoX"),
     Import("from deepspeed.runtime.activation_checkpointing.checkpointing import checkpoint", "GPT-NeoX"),
     # -- what is not here, and says so ---------------------------------------------------------------------------------------
-    Import("from deepspeed.pipe import PipelineModule", "Megatron-DeepSpeed, GPT-NeoX, LLaMA pipelines", PIPELINE),
-    Import("from deepspeed.pipe import LayerSpec, TiedLayerSpec", "Megatron-DeepSpeed, GPT-NeoX", PIPELINE),
-    Import("from deepspeed import PipelineEngine", "GPT-NeoX", PIPELINE),
-    Import("from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology", "Megatron-DeepSpeed", PIPELINE),
+    Import("from deepspeed.pipe import PipelineModule", "Megatron-DeepSpeed, GPT-NeoX, LLaMA pipelines"),
+    Import("from deepspeed.pipe import LayerSpec, TiedLayerSpec", "Megatron-DeepSpeed, GPT-NeoX"),
+    Import("from deepspeed import PipelineEngine", "GPT-NeoX"),
+    Import("from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology", "Megatron-DeepSpeed"),
     Import("from deepspeed.moe.layer import MoE", "Megatron-DeepSpeed, DeepSpeedExamples", MOE),
     Import("from deepspeed import init_inference", "DeepSpeed-MII, BLOOM inference", INFERENCE),
     Import("from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine", "DeepSpeed-Chat", INFERENCE),

@@ -20,9 +20,11 @@ ACTIVATION = [
     *("csrc/include/dsc/activations.inc", "csrc/nn/loops/act.c", "ops/reference.py"),
     *("tests/csrc/nn/test_nn.c", "tests/ops/test_nn.py"),
 ]
+# One C file, one line; and the formula.
+SCHEDULE = ["csrc/pipe/breadth_first.c", "csrc/pipe/schedules.inc", "tests/csrc/pipe/test_schedules.c"]
 
 
-@pytest.mark.parametrize("page, parts", [("optimizer", OPTIMIZER), ("nn-kernel", ACTIVATION)])
+@pytest.mark.parametrize("page, parts", [("optimizer", OPTIMIZER), ("nn-kernel", ACTIVATION), ("schedule", SCHEDULE)])
 def test_the_diff_fits(page: str, parts: list[str]) -> None:
     diff = (ROOT / "docs" / "adding" / f"{page}.md").read_text().partition("```diff\n")[2].partition("```\n")[0]
     _, *files = re.split(r"^--- (\S+)\n\+\+\+ b/(\S+)\n", diff, flags=re.MULTILINE)

@@ -451,8 +451,8 @@ class GradientReducer:
         return list(zip(self._in_order, facts[4 : 4 + len(self._in_order)]))
 
     def _exchange(self, has_bad_loss: bool, wants_stop: bool) -> list[float]:
-        """[sum of squares, non-finite elements, bad losses, stops, ``_contributed``..., hashes...], summed over the ranks
-        that hold the same layers.
+        """[sum of squares, non-finite elements, bad losses, stops, ``_contributed``..., hashes...], summed over the
+        ranks that hold the same layers.
         Parameters stand in order of registration; ``_late`` is added for one whose bucket needs another reduction."""
         # Where ranks hold the same sums, one speaks for all. Twins have to find out that they do.
         with_twins = [unit for unit in self.units if unit.twins.world_size > 1]

@@ -64,8 +64,7 @@ REACHED = [
 
 # How people ask for what is not here, and whether Python wants an ImportError or an AttributeError for it.
 MISSING = {
-    "from deepspeed import PipelineModule": "import",
-    "from deepspeed.pipe import PipelineModule": "import",
+    "from deepspeed import InferenceEngine": "import",
     "import deepspeed.moe.layer": "import",
     "from deepspeed.runtime import nothing": "import",
     "from deepspeed.runtime.engine import nothing": "import",
@@ -74,7 +73,7 @@ MISSING = {
     "from deepspeed.launcher.runner import nothing": "import",
     "from deepspeed.runtime.zero.stage3 import IPGBucketZ3": "import",
     "from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF": "import",
-    "from deepspeed.runtime.pipe.topology import *": "import",
+    "from deepspeed.runtime.pipe.schedule import *": "import",
     "import deepspeed.zero.nothing": "import",
     "deepspeed.init_inference": "attribute",
     "deepspeed.zero.MiCS_Init": "attribute",
@@ -196,7 +195,7 @@ def test_what_is_not_here_says_so_and_what_to_use(code, seen):
 def test_missing_names_are_those_that_were_asked_for(seen):
     texts = {code: answer[3].split(":")[0] for code, answer in seen["missing"].items()}
     assert texts["from deepspeed.runtime.engine import nothing"] == "deepspeed.runtime.engine.nothing"
-    assert texts["from deepspeed import PipelineModule"] == "deepspeed.PipelineModule"
+    assert texts["from deepspeed import InferenceEngine"] == "deepspeed.InferenceEngine"
     assert texts["deepspeed.zero.MiCS_Init"] == "deepspeed.zero.MiCS_Init"
     # The longest path that is known has the last word.
     assert "ZenFlow" not in ABSENT["deepspeed.ops.adam.ZenFlowCPUAdam"]
