@@ -74,7 +74,11 @@ class UlyssesSPAttentionHF(torch.nn.Module):
         self._whole: WholeSequences | None = None
         self._of: tuple[Any, ...] = ()
         self._seen: set[int] = set()
-        plan_heads(attn_head_count, kv_head_count, self.world_size, self.sp_rank)
+        self.check_heads(attn_head_count, kv_head_count)
+
+    def check_heads(self, n_heads: int, n_key_heads: int) -> None:
+        """Raises ConfigError, with the numbers, for heads that these ranks cannot share."""
+        plan_heads(n_heads, n_key_heads, self.world_size, self.sp_rank)
 
     def forward(
         self,

@@ -14,6 +14,7 @@ import torch
 
 from deepspeed_c.errors import ModelError, RankMismatchError, StateError
 from deepspeed_c.sequence.collectives import ranks_of
+from deepspeed_c.sequence.plans import SequenceCut
 
 __all__ = ["UlyssesSPDataLoaderAdapter"]
 
@@ -33,6 +34,11 @@ class UlyssesSPDataLoaderAdapter:
 
     sp_rank, sp_world_size: as ``sp_group`` says. device: for the exchange, where the group's backend has no CPU.
     """
+
+    order: str = "contiguous"
+    """Which tokens a rank gets; that of the attention: ``zigzag`` for a ring over a causal model."""
+    n_inner: int = 1
+    """Ranks of a row of a hybrid."""
 
     def __init__(self, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any) -> None:
         self.dl = dl
@@ -188,12 +194,14 @@ class UlyssesSPDataLoaderAdapter:
                 begin = end
             yield found
 
+    def _cut(self, n_tokens: int) -> SequenceCut:
+        return SequenceCut(n_tokens, self.sp_world_size, self.order, self.n_inner)
+
     def _parts_for(self, batch: dict[str, Any], rank: int) -> list[torch.Tensor]:
         parts = []
         for value in batch.values():
             if torch.is_tensor(value):
-                n = value.shape[1] // self.sp_world_size if value.dim() > 1 else 0
-                parts.append(value.narrow(1, rank * n, n) if value.dim() > 1 else value)
+                parts.append(self._cut(value.shape[1]).take(value, rank, 1) if value.dim() > 1 else value)
         return parts
 
 

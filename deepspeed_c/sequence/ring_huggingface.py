@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 
-from deepspeed_c.errors import ModelError
+from deepspeed_c.errors import ConfigError, ModelError
 from deepspeed_c.sequence.collectives import ranks_of
 from deepspeed_c.sequence.huggingface import UlyssesSPAttentionHF
 from deepspeed_c.sequence.hybrid import HybridRanks, hybrid_attention, split_ranks
 from deepspeed_c.sequence.masks import WholeSequences
-from deepspeed_c.sequence.plans import SequenceCut
+from deepspeed_c.sequence.plans import SequenceCut, plan_heads
 
 __all__ = ["RingSPAttentionHF"]
 
@@ -82,10 +81,22 @@ class RingSPAttentionHF(UlyssesSPAttentionHF):
             documents=documents,
             sinks=sinks,
         )
-        return out.permute(0, 2, 1, 3).contiguous(), None
+        out = out.permute(0, 2, 1, 3).contiguous()
+        if whole.valid is not None:
+            # A model's mask lets padding before a sequence see nothing, which gives 0; its last token predicts the first.
+            is_padding = ~whole.valid.split(whole.tokens, 1)[self.sp_rank]
+            out = out.masked_fill(is_padding[:, :, None, None], 0.0)
+        return out, None
 
-    def _heads_fit(self, n_heads: int, n_key_heads: int) -> None:
-        """A ring asks nothing of heads; what a row asks of them is said by the exchange."""
+    def check_heads(self, n_heads: int, n_key_heads: int) -> None:
+        """Only the ranks of a row share heads."""
+        if self.world_size % self.n_inner:
+            raise ConfigError(
+                f"rows of {self.n_inner} ranks do not divide {self.world_size}",
+                where=type(self).__name__,
+                fix="set n_inner to a divisor of the ranks that share a sequence",
+            )
+        plan_heads(n_heads, n_key_heads, self.n_inner, self.sp_rank % self.n_inner)
 
     def _lay_out(self, module: torch.nn.Module, whole: WholeSequences) -> tuple[SequenceCut, list[tuple[int, ...]]]:
         """How the sequences of a forward lie over ranks, and where their documents end; found once a forward."""
@@ -101,9 +112,7 @@ class RingSPAttentionHF(UlyssesSPAttentionHF):
             )
         positions = cut.join(whole.positions.split(whole.tokens, 1), dim=1)
         valid = None if whole.valid is None else cut.join(whole.valid.split(whole.tokens, 1), dim=1)
-        documents = [
-            self._ends(module, row, None if valid is None else valid[i]) for i, row in enumerate(positions)
-        ]
+        documents = [self._ends(module, row, None if valid is None else valid[i]) for i, row in enumerate(positions)]
         self._layout = whole, cut, documents
         return cut, documents
 

@@ -37,6 +37,7 @@ def batches(case: str, micro: int) -> dict[str, torch.Tensor]:
 MODELS: dict[str, dict[str, Any]] = {
     "grouped": {},
     "single": {"num_key_value_heads": 1},
+    "pair": {"num_attention_heads": 2, "num_key_value_heads": 1},
     "uneven": {"hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 8},
 }
 
@@ -101,6 +102,8 @@ WAYS = {"gathered": gathered, "weighted": weighted, "model's own": lambda loss, 
 def train(rank: int, world: int, sp: int, cells: list[dict[str, Any]]) -> list[Any]:
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
 
+    from deepspeed_c.sequence.ring_huggingface import RingSPAttentionHF
+
     found = []
     for cell in cells:
         kind, case, gas, stage = cell["model"], cell["case"], cell["gas"], cell["stage"]
@@ -115,13 +118,18 @@ def train(rank: int, world: int, sp: int, cells: list[dict[str, Any]]) -> list[A
             "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 20, "reduce_bucket_size": 3000},
             **cell.get("config", {}),
         }
-        mpu = UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", sp, BATCH)
+        attention = UlyssesSPAttentionHF
+        if "ring" in cell:  # the order of tokens, the ranks of a row
+            attention = type("Ring", (RingSPAttentionHF,), dict(zip(("order", "n_inner"), cell["ring"], strict=True)))
+        mpu = attention.register_with_transformers(model, "sdpa", sp, BATCH)
         engine, *_ = deepspeed_c.initialize(model=model, model_parameters=model.parameters(), config=config, mpu=mpu)
         # All ranks of a sequence load the same here: each batch comes once a rank, and the first of them is trained on.
         data = [batches(case, i) for i in range(STEPS * gas)]
         loader = UlyssesSPDataLoaderAdapter(
             data, mpu.get_sequence_parallel_rank(), mpu.get_sequence_parallel_group(), sp, engine.device
         )
+        if "ring" in cell:
+            loader.order, loader.n_inner = cell["ring"]
         norms, given = [], [batch for i, batch in enumerate(loader) if i % sp == 0]
         for step in range(STEPS):
             for micro in range(gas):
