@@ -46,10 +46,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "compat": {"config", "logging", "comm", "accelerator", "zero", "checkpoint", "utils"},
     "offload": {"config", "logging", "comm", "ops", "_C", "zero"},
     "inject": {"config", "logging", "comm", "ops", "_C", "quantity"},
-    "sequence": {"comm", "ops", "_C", "quantity"},
+    "sequence": {"config", "comm", "ops", "_C", "quantity"},
     "engine": {
         "offload",
         "inject",
+        "sequence",
         "config",
         "logging",
         "comm",

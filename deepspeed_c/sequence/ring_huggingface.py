@@ -6,12 +6,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from deepspeed_c.errors import ConfigError, ModelError
+from deepspeed_c.errors import ModelError
 from deepspeed_c.sequence.collectives import ranks_of
 from deepspeed_c.sequence.huggingface import UlyssesSPAttentionHF
 from deepspeed_c.sequence.hybrid import HybridRanks, hybrid_attention, split_ranks
 from deepspeed_c.sequence.masks import WholeSequences
-from deepspeed_c.sequence.plans import SequenceCut, plan_heads
+from deepspeed_c.sequence.plans import SequenceCut
 
 __all__ = ["RingSPAttentionHF"]
 
@@ -83,20 +83,13 @@ class RingSPAttentionHF(UlyssesSPAttentionHF):
         )
         out = out.permute(0, 2, 1, 3).contiguous()
         if whole.valid is not None:
-            # A model's mask lets padding before a sequence see nothing, which gives 0; its last token predicts the first.
-            is_padding = ~whole.valid.split(whole.tokens, 1)[self.sp_rank]
-            out = out.masked_fill(is_padding[:, :, None, None], 0.0)
+            # A query of padding in front attends to nobody, and its output is 0; that of padding behind nobody reads.
+            mine = whole.valid.split(whole.tokens, 1)[self.sp_rank]
+            out = out.masked_fill(~mine[:, :, None, None], 0.0)
         return out, None
 
-    def check_heads(self, n_heads: int, n_key_heads: int) -> None:
-        """Only the ranks of a row share heads."""
-        if self.world_size % self.n_inner:
-            raise ConfigError(
-                f"rows of {self.n_inner} ranks do not divide {self.world_size}",
-                where=type(self).__name__,
-                fix="set n_inner to a divisor of the ranks that share a sequence",
-            )
-        plan_heads(n_heads, n_key_heads, self.n_inner, self.sp_rank % self.n_inner)
+    def _heads_fit(self, n_heads: int, n_key_heads: int) -> None:
+        """A ring asks nothing of heads; what a row asks of them is said by the exchange."""
 
     def _lay_out(self, module: torch.nn.Module, whole: WholeSequences) -> tuple[SequenceCut, list[tuple[int, ...]]]:
         """How the sequences of a forward lie over ranks, and where their documents end; found once a forward."""

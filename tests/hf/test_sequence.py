@@ -102,8 +102,6 @@ WAYS = {"gathered": gathered, "weighted": weighted, "model's own": lambda loss, 
 def train(rank: int, world: int, sp: int, cells: list[dict[str, Any]]) -> list[Any]:
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
 
-    from deepspeed_c.sequence.ring_huggingface import RingSPAttentionHF
-
     found = []
     for cell in cells:
         kind, case, gas, stage = cell["model"], cell["case"], cell["gas"], cell["stage"]
@@ -116,20 +114,16 @@ def train(rank: int, world: int, sp: int, cells: list[dict[str, Any]]) -> list[A
             "gradient_clipping": cell["clip"],
             "optimizer": {"type": "SGD", "params": {"lr": RATE}},
             "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 20, "reduce_bucket_size": 3000},
+            "sequence_parallel": {"attention": cell.get("attention", "auto")},
             **cell.get("config", {}),
         }
-        attention = UlyssesSPAttentionHF
-        if "ring" in cell:  # the order of tokens, the ranks of a row
-            attention = type("Ring", (RingSPAttentionHF,), dict(zip(("order", "n_inner"), cell["ring"], strict=True)))
-        mpu = attention.register_with_transformers(model, "sdpa", sp, BATCH)
+        mpu = UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", sp, BATCH)
         engine, *_ = deepspeed_c.initialize(model=model, model_parameters=model.parameters(), config=config, mpu=mpu)
         # All ranks of a sequence load the same here: each batch comes once a rank, and the first of them is trained on.
         data = [batches(case, i) for i in range(STEPS * gas)]
         loader = UlyssesSPDataLoaderAdapter(
             data, mpu.get_sequence_parallel_rank(), mpu.get_sequence_parallel_group(), sp, engine.device
         )
-        if "ring" in cell:
-            loader.order, loader.n_inner = cell["ring"]
         norms, given = [], [batch for i, batch in enumerate(loader) if i % sp == 0]
         for step in range(STEPS):
             for micro in range(gas):
@@ -163,6 +157,11 @@ CELLS = [
     cell("window", "packed", "weighted", 1, 0.1, 2),
     cell("grouped", "padded", "gathered", 1, 0.0, 2, checkpointing="other"),
     cell("grouped", "packed", "gathered", 1, 0.0, 3, checkpointing="reentrant"),
+    cell("grouped", "tail", "gathered", 1, 0.1, 3, attention="ring"),
+    cell("single", "packed", "model's own", 2, 0.0, 2, attention="ring"),
+    cell("window", "packed", "weighted", 1, 0.1, 1, attention="ring"),
+    cell("uneven", "padded", "gathered", 1, 0.0, 0, attention="ring", checkpointing="other"),
+    cell("grouped", "packed", "gathered", 2, 0.1, 3, attention="hybrid"),
 ]
 
 

@@ -11,18 +11,20 @@ from deepspeed_c.errors import ConfigError, DeepSpeedCError, ModelError
 from tests.hf.stack import llama, on_ranks
 from tests.hf.test_sequence import BATCH, batches, cell, plain, train
 
-RING, CONTIGUOUS, ROWS = ("zigzag", 1), ("contiguous", 1), ("zigzag", 2)
+CONTIGUOUS = {"sequence_parallel": {"attention": "ring", "order": "contiguous"}}
+ROWS = {"sequence_parallel": {"attention": "hybrid", "order": "contiguous"}}
 
 CELLS = [
-    cell("grouped", "plain", "gathered", 1, 0.0, 0, ring=RING),
-    cell("grouped", "tail", "weighted", 2, 0.1, 1, ring=RING),
-    cell("single", "packed", "model's own", 1, 0.0, 3, ring=RING),
-    cell("uneven", "padded", "gathered", 1, 0.1, 2, ring=RING),
-    cell("window", "packed", "weighted", 2, 0.0, 0, ring=CONTIGUOUS),
-    cell("grouped", "padded", "model's own", 1, 0.0, 3, ring=CONTIGUOUS, checkpointing="other"),
-    cell("grouped", "plain", "gathered", 1, 0.1, 3, ring=ROWS),
-    cell("uneven", "packed", "weighted", 1, 0.0, 1, ring=ROWS, checkpointing="reentrant"),
-    cell("window", "tail", "gathered", 2, 0.1, 2, ring=ROWS),
+    cell("grouped", "plain", "gathered", 1, 0.0, 0, attention="ring"),
+    cell("grouped", "tail", "weighted", 2, 0.1, 1, attention="ring"),
+    cell("single", "packed", "model's own", 1, 0.0, 3, attention="ring"),
+    cell("uneven", "padded", "gathered", 1, 0.1, 2, attention="ring"),
+    cell("window", "packed", "weighted", 2, 0.0, 2, config=CONTIGUOUS),
+    cell("grouped", "padded", "model's own", 1, 0.0, 3, config=CONTIGUOUS, checkpointing="other"),
+    cell("grouped", "plain", "gathered", 1, 0.1, 3, attention="hybrid"),
+    cell("uneven", "packed", "weighted", 1, 0.0, 1, attention="hybrid", checkpointing="reentrant"),
+    cell("window", "tail", "gathered", 2, 0.1, 0, attention="hybrid"),
+    cell("single", "padded", "gathered", 1, 0.0, 2, config=ROWS),
 ]
 
 
@@ -39,16 +41,15 @@ def test_as_one_plain_process(sp: int) -> None:
 
 
 def more_ranks_than_heads(rank: int, world: int) -> bool:
-    """One step with 2 heads: Ulysses refuses, the ring does not."""
-    from deepspeed_c.sequence.huggingface import UlyssesSPAttentionHF
-
+    """Two heads: Ulysses refuses, rings and hybrids do not."""
     with pytest.raises(ConfigError, match='2 query heads for 4 ranks[^"]*"ring"'):
-        UlyssesSPAttentionHF.register_with_transformers(llama(num_attention_heads=2, num_key_value_heads=1), "sdpa", world, BATCH)
-    weights, norms, *_ = train(rank, world, world, [cell("pair", "plain", "gathered", 1, 0.0, 0, ring=RING)])[0]
+        train(rank, world, world, [cell("pair", "plain", "gathered", 1, 0.0, 0, attention="ulysses")])
     expected, expected_norms = plain("pair", "plain", 1, 0.0)
-    torch.testing.assert_close(norms, expected_norms, rtol=1e-4, atol=0)
-    for name, value in expected.items():
-        torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5)
+    for attention in ("ring", "auto"):
+        weights, norms, *_ = train(rank, world, world, [cell("pair", "plain", "gathered", 1, 0.0, 0, attention=attention)])[0]
+        torch.testing.assert_close(norms, expected_norms, rtol=1e-4, atol=0)
+        for name, value in expected.items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5)
     return True
 
 
@@ -61,22 +62,22 @@ def refused(rank: int, world: int) -> list[str]:
     from deepspeed_c.sequence import SequenceCut
     from deepspeed_c.sequence.ring_huggingface import RingSPAttentionHF
 
-    def forward(order: str, changes: dict[str, Any], given: dict[str, Any], **config: Any) -> None:
+    def forward(order: str, given: dict[str, Any], n_inner: int = 1, **config: Any) -> None:
         model = llama(**config).train()
-        RingSPAttentionHF.register_with_transformers(model, "sdpa", world, BATCH)
+        kind = type("Rows", (RingSPAttentionHF,), {"n_inner": n_inner})
+        kind.register_with_transformers(model, "sdpa", world, BATCH)
         batch = {**batches("plain", 0), "position_ids": torch.arange(13).expand(BATCH, -1), **given}
         batch.pop("labels")
         cut = SequenceCut(12, world, order)
-        model(**{key: cut.take(value[:, :12], rank, 1) for key, value in batch.items()}, **changes, use_cache=False)
+        model(**{key: cut.take(value[:, :12], rank, 1) for key, value in batch.items()}, use_cache=False)
 
     holes = torch.ones(BATCH, 13, dtype=torch.int64)
     holes[0, 5:7] = 0
-    rows = type("Rows", (RingSPAttentionHF,), {"n_inner": 3})
     calls = [
-        lambda: forward("contiguous", {}, {}),
-        lambda: forward("zigzag", {}, {}, attention_dropout=0.1),
-        lambda: forward("zigzag", {}, {"attention_mask": holes}),
-        lambda: rows.register_with_transformers(llama(), "sdpa", world, BATCH),
+        lambda: forward("contiguous", {}),
+        lambda: forward("zigzag", {}, attention_dropout=0.1),
+        lambda: forward("zigzag", {"attention_mask": holes}),
+        lambda: forward("zigzag", {}, n_inner=3),
     ]
     said = []
     for call in calls:
@@ -92,4 +93,4 @@ def test_what_a_ring_cannot_do() -> None:
         assert said[0].startswith(ModelError.__name__)
         assert "dropout 0.1" in said[1]
         assert "padding between the tokens" in said[2]
-        assert said[3].startswith(ConfigError.__name__) and "rows of 3 ranks do not divide 2" in said[3]
+        assert said[3].startswith(ConfigError.__name__) and "n_inner is 3, must divide n_ranks, which is 2" in said[3]
