@@ -37,6 +37,7 @@ def batches(case: str, micro: int) -> dict[str, torch.Tensor]:
 MODELS: dict[str, dict[str, Any]] = {
     "grouped": {},
     "single": {"num_key_value_heads": 1},
+    "pair": {"num_attention_heads": 2, "num_key_value_heads": 1},
     "uneven": {"hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 8},
 }
 
