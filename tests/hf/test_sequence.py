@@ -133,8 +133,6 @@ def train(rank: int, world: int, sp: int, cells: list[dict[str, Any]]) -> list[A
                 engine.step()
             norms.append(engine.get_global_grad_norm())
         weights = {name: deepspeed_c.utils.safe_get_full_fp32_param(p) for name, p in model.named_parameters()}
-        if stage == 0 and not cell.get("config"):
-            weights = {name: p.detach().clone() for name, p in model.named_parameters()}
         found.append((weights, norms, engine.dp_world_size, engine.train_batch_size()))
         engine.close()
     return found
