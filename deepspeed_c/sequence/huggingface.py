@@ -229,6 +229,8 @@ class Registration:
         self.attention = kind(**arguments)
         self._arguments, self._config = arguments, config
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._has_modules = model is not None
+        """Whether it is of one model; of none other then, once that is gone."""
         self._model: weakref.ref[torch.nn.Module] | None = None
         self._is_generating = False
         self._hook: Any = None
@@ -251,13 +253,13 @@ class Registration:
 
     def fits(self, model: torch.nn.Module) -> bool:
         """Whether ``model`` is the one that was registered."""
-        if self._modules:
+        if self._has_modules:
             return any(module in self._modules for module in model.modules())
         return _kind_of(getattr(model, "config", None)) == _kind_of(self._config)
 
     def serves(self, module: torch.nn.Module) -> bool:
         """Whether an attention layer is this model's."""
-        if self._modules:
+        if self._has_modules:
             return module in self._modules
         return _kind_of(getattr(module, "config", None)) == _kind_of(self._config)
 
@@ -267,7 +269,7 @@ class Registration:
 
     def take(self, model: torch.nn.Module) -> None:
         """An engine has ``model`` now."""
-        self._model = weakref.ref(model)
+        self._model, self._has_modules = weakref.ref(model), True
         self._modules.update(model.modules())
         self._hook = model.register_forward_pre_hook(self._look, with_kwargs=True)
         generate = getattr(model, "generate", None)
@@ -284,9 +286,17 @@ class Registration:
             model.__dict__["generate"] = generate_alone
 
     def _look(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before a forward. Raises ModelError for labels that the model would shift after the cut."""
+        """Before a forward. Raises ModelError where positions lack, and for labels that the model would shift after the
+        cut."""
         self.attention.has_mask_of_model = kwargs.get("attention_mask") is not None
         is_cut = not (self._is_generating or (self.attention.disable_in_eval and not model.training))
+        if is_cut and kwargs.get("position_ids") is None and len(args) < 3:
+            raise ModelError(
+                "is given no position_ids, and would count the tokens of each rank from 0, as if documents began there",
+                where=type(model).__name__,
+                fix="pass position_ids [batch, tokens], the tokens' places in the whole sequence"
+                " (UlyssesSPDataLoaderAdapter makes them)",
+            )
         if is_cut and kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
             raise ModelError(
                 "labels of a part of a sequence would be shifted within it, and one token a rank be lost",
@@ -373,9 +383,9 @@ def _register(
         config = model_or_name.config
     else:
         config = importlib.import_module("transformers").AutoConfig.from_pretrained(model_or_name)
-    _check_core(core, getattr(config, "_attn_implementation", None), table)
     text = config.get_text_config()
     _check_layers(text, model)
+    _check_core(core, getattr(config, "_attn_implementation", None), table)
     for each in [each for switch in _switches.values() for each in switch.registrations]:
         # The same once more, before an engine has it: as a run that is repeated in a notebook.
         if not each.is_taken and model is not None and each.fits(model):

@@ -42,8 +42,8 @@ def ring_attention(
     """Attention of this rank's queries to the keys of all ranks: [batch, heads, tokens, value width], q's dtype.
 
     q: [batch, heads, tokens, width]; k: [batch, key heads, tokens, width]; v: [batch, key heads, tokens, value width]:
-    what ``cut`` gives this rank of the sequences, positions applied. Key heads divide heads. float64, float32, bfloat16,
-    float16; parts are merged in float32 at least. comm: the ranks of the ring, as many as those of the cut.
+    what ``cut`` gives this rank of the sequences, positions applied. Key heads divide heads. float64, float32,
+    bfloat16, float16; parts are merged in float32 at least. comm: the ranks of the ring, as many as those of the cut.
 
     window: a query sees keys fewer than so many tokens away; 0: at any distance. scale: of the scores, by default
     width^-0.5. documents: for each sequence of the batch the ends of its documents, where they differ; by default those
@@ -53,7 +53,7 @@ def ring_attention(
     for shapes that do not fit the cut and one another.
     """
     _check(q, k, v, comm, cut, sinks)
-    call = _Call(
+    call = _RingCall(
         comm, _rows(cut, q.shape[0], documents, is_causal, window), q.shape[-1] ** -0.5 if scale is None else scale
     )
     value_width = v.shape[-1]
@@ -71,7 +71,7 @@ class _Rows(NamedTuple):
     plan: RingPlan
 
 
-class _Call:
+class _RingCall:
     """What one call of attention knows besides its tensors: the ranks, the plans, the scale."""
 
     def __init__(self, comm: Collectives, rows: list[_Rows], scale: float) -> None:
@@ -111,7 +111,7 @@ class _Call:
 class _Gradients:
     """Sums of gradients of keys and values, which follow these around the ring and then go home."""
 
-    def __init__(self, call: _Call, home: Tensor) -> None:
+    def __init__(self, call: _RingCall, home: Tensor) -> None:
         """home: what the gradient of this rank's own keys and values is added to, contiguous."""
         self._call, self._home = call, home
         self._empty = home.new_empty(0)
@@ -152,7 +152,7 @@ class _Gradients:
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: _Call) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: _RingCall) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
         out = torch.zeros(q.shape, dtype=wide, device=q.device)
         log_sum = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
@@ -182,40 +182,71 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        call: _Call = ctx.call
+        call: _RingCall = ctx.call
         q, own, sinks, out, log_sum = ctx.saved_tensors
         grad = grad.contiguous()
         grad_q = torch.zeros(q.shape, dtype=log_sum.dtype, device=q.device)
         home = torch.zeros(own.shape, dtype=log_sum.dtype, device=q.device)
         gradients = _Gradients(call, home)
-        for hop, source, held in call.keys(own):
-            if held is None:
-                gradients.pass_on(hop, source, None)
-                continue
-            keys, values = held
-            sums = home if hop == 0 else torch.zeros(held.shape, dtype=home.dtype, device=q.device)
+
+        def compute(source: int, held: Tensor, sums: Tensor, heads: _Heads) -> None:
+            keys, values = held[:, :, heads.keys]
             for rows, block, plan in call.blocks(source):
                 found = block_attention_backward(
-                    _queries(grad, rows, block),
-                    _queries(q, rows, block),
+                    _queries(grad[:, heads.queries], rows, block),
+                    _queries(q[:, heads.queries], rows, block),
                     _keys(keys, rows, block),
                     _keys(values, rows, block),
-                    _queries(out, rows, block),
-                    log_sum[rows, :, block.query_begin : block.query_end],
+                    _queries(out[:, heads.queries], rows, block),
+                    _queries(log_sum[:, heads.queries], rows, block),
                     scale=call.scale,
                     **_mask(block, plan, q),
                 )
-                _queries(grad_q, rows, block).add_(found[0])
-                for of_part, part in zip(sums, found[1:], strict=True):
+                _queries(grad_q[:, heads.queries], rows, block).add_(found[0])
+                for of_part, part in zip(sums[:, :, heads.keys], found[1:], strict=True):
                     _keys(of_part, rows, block).add_(part)
-            if hop:
-                gradients.pass_on(hop, source, sums)
+
+        every = _Heads(slice(None), slice(None))
+        at_first, at_last = _in_two(q.shape[1], own.shape[2]) if max(call.travel) else (every, None)
+        for hop, source, held in call.keys(own):
+            if hop == 0:
+                if q[:, at_first.queries].numel():
+                    compute(source, own, home, at_first)
+                continue
+            sums = None
+            if held is not None:
+                sums = torch.zeros(held.shape, dtype=home.dtype, device=q.device)
+                compute(source, held, sums, every)
+            gradients.pass_on(hop, source, sums)
+        if at_last is not None:
+            compute(call.comm.rank, own, home, at_last)
         gradients.finish()
         grad_sinks = None
         if sinks is not None and ctx.needs_input_grad[3]:
             of_sinks = torch.exp(sinks.to(log_sum.dtype)[:, None] - log_sum)
             grad_sinks = -(of_sinks * (grad * out).sum(-1, dtype=log_sum.dtype)).sum((0, 2)).to(sinks.dtype)
         return grad_q.to(q.dtype), *home.to(q.dtype), grad_sinks, None
+
+
+class _Heads(NamedTuple):
+    """Query heads, and the key heads that they attend to."""
+
+    queries: slice
+    keys: slice
+
+
+def _in_two(n_heads: int, n_keys: int) -> tuple[_Heads, _Heads]:
+    """Heads whose own keys come first in a backward, and those whose come last.
+
+    The first are computed while the keys of the first hop come in, the last while gradients of the last hop go home,
+    which in 16 bits are twice as many bytes.
+    """
+    group = n_heads // n_keys
+    if n_keys == 1:
+        n = round(n_heads / 3)
+        return _Heads(slice(0, n), slice(None)), _Heads(slice(n, None), slice(None))
+    n = max(1, round(n_keys / 3))
+    return _Heads(slice(0, n * group), slice(0, n)), _Heads(slice(n * group, None), slice(n, None))
 
 
 def _queries(tensor: Tensor, rows: slice, block: Block) -> Tensor:
