@@ -336,6 +336,27 @@ FIGURES = [
             ("peak memory of a process", "<= 1", "memory_to_deepspeed"),
         )
     ),
+    *(
+        Figure(
+            f"a step of a Llama (4 layers of 256, 8 heads, 1,024 tokens) whose sequence 2 ranks share: {what}",
+            goal,
+            "ulysses_step",
+            {"contender": contender},
+            column,
+            is_main=column == "ratio_to_deepspeed",
+        )
+        for what, contender, goal, column in (
+            ("time over DeepSpeed's", "deepspeed_c", "<= 0.9", "ratio_to_deepspeed"),
+            ("time over one process with 2 threads", "deepspeed_c", "<= 1.1", "ratio_to_one_process"),
+            (
+                "time over one process with 2 threads, without shared memory",
+                "deepspeed_c over gloo",
+                "<= 1.25",
+                "ratio_to_one_process",
+            ),
+            ("ms that the adapter of the loader takes for a batch", "deepspeed_c", "<= 2", "adapter_ms"),
+        )
+    ),
     Figure(
         "importing all that training needs: over `import torch`",
         "<= 1.06",

@@ -99,6 +99,8 @@ class UlyssesSPAttentionHF(torch.nn.Module):
             heads = torch.tensor(plan.keys, device=query.device)
             gathered[1:] = [part.index_select(2, heads) for part in gathered[1:]]
         q, k, v = (part.permute(1, 2, 0, 3) for part in gathered)
+        if "flex" in self.core_attn_implementation:
+            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # its compiled kernels for CPUs take no others
         kwargs = self._of_heads(module, kwargs, plan.query_begin, plan.query_end, shapes.n_heads)
         kwargs["position_ids"] = whole.positions
         mask = self._mask(module, whole, query.shape[0], kwargs)

@@ -176,6 +176,8 @@ def flex(rank: int, world: int) -> None:
         expected = llama()(**packed).logits.chunk(world, 1)[rank]
         with engine_of(model, "flex_attention") as engine:
             got = engine(**{key: value.chunk(world, 1)[rank] for key, value in packed.items()}).logits
+        of_flex = model(**packed).logits.chunk(world, 1)[rank]
+    torch.testing.assert_close(of_flex, expected)
     torch.testing.assert_close(got, expected)
 
 
