@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from deepspeed_c.checkpointing.conditions import Conditions
 from deepspeed_c.errors import ConfigError, ModelError, RecomputeError
-from deepspeed_c.saved_tensors import give_back, overwritten
+from deepspeed_c.saved_tensors import give_back, hooks_around, overwritten
 from deepspeed_c.zero.weights.held import held_whole
 from deepspeed_c.zero.weights.param import state_of
 
@@ -189,12 +189,14 @@ class _AddsProducts(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.nn.functional.linear and not kwargs and torch.is_grad_enabled():
             x, weight, bias = (*args, None)[:3]
+            # A checkpoint within the tile, which knows what is saved by its number, runs it again without this.
+            is_direct = hooks_around()[0] is _keep_values
             # What autocast casts, and 16 bits, which are summed in float32, go autograd's way; so do
             # subclasses, and weights that are no parameters.
             is_wide = x.dtype is weight.dtype and weight.dtype in (torch.float32, torch.float64)
             is_plain = type(weight) is torch.nn.Parameter and type(x) is torch.Tensor and type(bias) in _BIASES
             is_whole = weight.requires_grad and x.dim() > 1
-            if is_wide and is_plain and is_whole and not torch.is_autocast_enabled(x.device.type):
+            if is_direct and is_wide and is_plain and is_whole and not torch.is_autocast_enabled(x.device.type):
                 return _AddingLinear.apply(self._sums, x, weight, bias)
         return func(*args, **(kwargs or {}))
 
