@@ -12,7 +12,7 @@ from deepspeed_c.accelerator import get_accelerator
 from deepspeed_c.comm import init_distributed, is_initialized
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.comm import configure
-from deepspeed_c.comm.mesh import DATA, Mesh, mesh_of_device_mesh, mesh_of_mpu, refuse_later_axes
+from deepspeed_c.comm.mesh import DATA, TOKENS, Mesh, mesh_of_device_mesh, mesh_of_mpu, refuse_later_axes
 from deepspeed_c.comm.watchdog import watch
 from deepspeed_c.config import Config, load_config, sequence_parallel_size, tensor_parallel_size
 from deepspeed_c.data.loader import DeepSpeedDataLoader
@@ -99,6 +99,7 @@ def initialize(
     comm = mesh.comm
     mesh = _cut_for_sequences(_cut_for_tensors(mesh, source), source)
     settings = load_config(source, world_size=mesh.size(*DATA))
+    _check_data_parallel_size(settings, mesh)
     mesh = mesh_of_config(settings, mesh)
     groups.tell(mesh)
     set_level(settings.log_level)
@@ -195,20 +196,23 @@ def _cut_for_sequences(mesh: Mesh, source: Any) -> Mesh:
     """The mesh with the sequence-parallel ranks that the configuration asks for, if it does.
 
     Raises ConfigError where the ranks cannot be divided so, or have been divided otherwise."""
-    wanted, n_data = sequence_parallel_size(source)
-    if wanted not in (1, mesh.size("sp")):
-        try:
-            mesh = mesh.split_sequences(wanted)
-        except CommError as error:
-            raise ConfigError(error.what, where="sequence_parallel_size", fix=error.fix) from error
-    if n_data not in (None, mesh.size(*DATA)):
+    wanted = sequence_parallel_size(source)
+    if wanted in (1, mesh.size("sp")):
+        return mesh
+    try:
+        return mesh.split_sequences(wanted)
+    except CommError as error:
+        raise ConfigError(error.what, where="sequence_parallel_size", fix=error.fix) from error
+
+
+def _check_data_parallel_size(settings: Config, mesh: Mesh) -> None:
+    if settings.data_parallel_size not in (None, mesh.size(*DATA)):
         raise ConfigError(
-            f"{n_data} data-parallel times {mesh.size('sp')} sequence-parallel ranks are not the"
-            f" {mesh.size(*DATA, 'sp')} that see different tokens",
+            f"{settings.data_parallel_size} data-parallel times {mesh.size('sp')} sequence-parallel ranks are not the"
+            f" {mesh.size(*TOKENS)} that see different tokens",
             where="data_parallel_size",
             fix=f"set it to {mesh.size(*DATA)}, or leave it out: it follows from the other",
         )
-    return mesh
 
 
 def _cut_model(model: torch.nn.Module, config: Config, mesh: Mesh) -> None:

@@ -20,6 +20,7 @@ KEPT = {
     "muon_momentum": "ops/reference.py says what an operator computes, for tests to compare with",
     "muon_apply": "ops/reference.py says what an operator computes, for tests to compare with",
     "q8_quantize": "ops/reference.py says what an operator computes, for tests to compare with",
+    "_SeqAllToAll": "programs for DeepSpeed exchange tensors of their own with it",
     "rotary": "an operator for models, which compute positions themselves",
     "q8_dequantize": "ops/reference.py says what an operator computes, for tests to compare with",
 }

@@ -46,9 +46,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "compat": {"config", "logging", "comm", "accelerator", "zero", "checkpoint", "utils"},
     "offload": {"config", "logging", "comm", "ops", "_C", "zero"},
     "inject": {"config", "logging", "comm", "ops", "_C", "quantity"},
+    "sequence": {"config", "comm", "ops", "_C", "quantity"},
     "engine": {
         "offload",
         "inject",
+        "sequence",
         "config",
         "logging",
         "comm",
@@ -67,7 +69,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan": {"config", "comm", "ops", "_C", "zero", "offload", "engine", "quantity"},
     "io": {"config", "ops", "_C", "quantity"},
     "bench": {"config", "comm", "quantity"},
-    "launcher": {"alias", "config", "logging", "plan", "checkpoint", "io", "bench", "inject", "threads"},
+    "launcher": {"alias", "config", "logging", "plan", "checkpoint", "io", "bench", "inject", "sequence", "threads"},
 }
 # The top: what puts the parts together. Nothing imports these but one another.
 TOP = {"__init__", "__main__", "initialize"}

@@ -116,8 +116,8 @@ def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
 
 
 def stream_of_rank(name: str, rank: int) -> AbstractContextManager[None]:
-    """Draws within from the state ``name`` of the process's tracker, which begins, where it is not there, with a seed of
-    rank ``rank``'s own: torch's initial seed, and what tells ranks apart."""
+    """Draws within from the state ``name`` of the process's tracker, which begins, where it is not there, with a seed
+    of rank ``rank``'s own: torch's initial seed, and what tells ranks apart."""
     if name not in _tracker:
         _tracker.add(name, torch.initial_seed() % 2**62 + _SEQUENCE_OFFSET * (rank + 1))
     return _tracker.fork(name)

@@ -117,6 +117,20 @@ def _add_up_by_backend(comm: Collectives, tensor: torch.Tensor) -> Handle:
     return dist.all_reduce(tensor, group=comm.group, async_op=True)
 
 
+def _shift_by_backend(
+    comm: Collectives, sent: torch.Tensor, to: int, received: torch.Tensor, source: int
+) -> list[Handle]:
+    """Messages between two ranks, both ways at once; a side without elements is left out."""
+    ways = [(dist.isend, sent, to), (dist.irecv, received, source)]
+    # One call for both: a backend of one stream would wait for the first before it starts the other.
+    messages = [
+        dist.P2POp(way, tensor, comm.global_ranks[peer], group=comm.group)
+        for way, tensor, peer in ways
+        if tensor.numel()
+    ]
+    return list(dist.batch_isend_irecv(messages)) if messages else []
+
+
 def all_to_all_by_backend(
     comm: Collectives, flat: torch.Tensor, out: torch.Tensor, in_splits: Sequence[int], out_splits: Sequence[int]
 ) -> Handle:
@@ -141,6 +155,9 @@ class Backend(NamedTuple):
     """The sum in place of few numbers, f64 or integers."""
     all_to_all: Callable[[Collectives, torch.Tensor, torch.Tensor, Sequence[int], Sequence[int]], Handle]
     """Flat tensors; the last two are elements to and from each rank."""
+    shift: Callable[[Collectives, torch.Tensor, int, torch.Tensor, int], list[Handle]] = _shift_by_backend
+    """A message to one rank and one from another: tensor, rank within the group, tensor, rank. Either may have length
+    0."""
 
 
 # Measured over gloo with 48 MiB, 2 / 3 ranks on 2 cores: reduce_scatter 38 / 51 ms by all_to_all (its own

@@ -73,6 +73,7 @@ class Collectives:
             if self.world_size > 1
             else {}
         )
+        self._names = names
         self._backends = {device: backend_named(name) for device, name in names.items()}
         # Numbers travel on the CPU where they can, else on the accelerator.
         self._number_device = torch.device("cpu" if "cpu" in names or not names else next(iter(names)))
@@ -159,9 +160,7 @@ class Collectives:
                 self.reduce([flat], scale, accumulate, out)
             return Work.done()
         backend = self.backend_of(flat)
-        return self._start(
-            "reduce-scatter", flat, label, backend, backend.reduce_scatter, flat, out, scale, accumulate
-        )
+        return self._start("reduce-scatter", flat, label, backend, backend.reduce_scatter, flat, out, scale, accumulate)
 
     def all_gather(self, flat: torch.Tensor, *, use_broadcast: bool = False, label: str = "") -> Work:
         """Each rank's slice of ``flat`` [n * s] goes to all ranks, in place. Any dtype.
@@ -194,6 +193,26 @@ class Collectives:
             return Work.done()
         backend = self.backend_of(flat)
         return self._start("all-reduce", flat, label, backend, backend.all_reduce, flat, scale)
+
+    def shift(self, sent: torch.Tensor, received: torch.Tensor, distance: int, *, label: str = "") -> Work:
+        """Each rank sends ``sent`` to the rank ``distance`` above it, around the group, and gets ``received`` from the
+        one as far below. Any dtype; lengths may differ over ranks, what is sent has that of what is received, and a
+        length of 0 is not sent. distance: not a multiple of the number of ranks.
+        """
+        _check_flat(sent)
+        _check_flat(received)
+        if distance % self.world_size == 0:
+            raise ValueError(f"a shift by {distance} among {self.world_size} ranks goes nowhere")
+        to, source = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
+        backend = self.backend_of(sent)
+        entry = self.ledger.enter("shift", sent.nbytes, label, sent.device, self._names[sent.device.type])
+        try:
+            handles = backend.shift(self, sent, to, received, source)
+        except BaseException:
+            entry.end()
+            raise
+        what = f"shift of {sent.numel()} {sent.dtype} by {distance}"
+        return Work(handles, kept=[sent, received], what=what).note_in(entry)
 
     def all_to_all(
         self,

@@ -78,7 +78,8 @@ class Total(NamedTuple):
 class LedgerEntry:
     """One collective that this rank has entered.
 
-    A context manager too: inside, the rank waits for it. Ranks must agree on ``op``, ``n_bytes`` and ``label``.
+    A context manager too: inside, the rank waits for it. Ranks must agree on ``op``, ``label`` and, but for a shift,
+    ``n_bytes``.
     """
 
     __slots__ = ("_device", "_ledger", "label", "module", "n_bytes", "op", "path", "phase", "seq", "since", "state")
@@ -329,7 +330,7 @@ class Ledger:
 
 
 _TWICE = frozenset({"all-reduce", "comm.all_reduce", "comm.all_reduce_coalesced", "comm.inference_all_reduce"})
-_SENT = frozenset({"comm.send", "comm.isend"})
+_SENT = frozenset({"comm.send", "comm.isend", "shift"})
 _RECEIVED = frozenset({"comm.recv", "comm.irecv"})
 
 

@@ -142,8 +142,8 @@ class Mesh:
         return found
 
     def process_group(self, *axes: str) -> dist.ProcessGroup:
-        """The group of ``torch.distributed`` of the ranks along ``axes``, for callers that talk through it; of this rank
-        alone too. Collective as ``along`` is."""
+        """The group of ``torch.distributed`` of the ranks along ``axes``, for callers that talk through it; of this
+        rank alone too. Collective as ``along`` is."""
         part = self.along(*axes)
         if part.world_size == 1 < self.comm.world_size:
             return _shared_group((self.comm.global_rank,), self.comm.group)
@@ -184,7 +184,8 @@ class Mesh:
         return self.comm.part(group, " x ".join(wide))
 
     def enter_phase(self, phase: str) -> None:
-        """What the ledgers of all groups note beside the collectives that follow: "forward", "backward", "step" or ""."""
+        """What the ledgers of all groups note beside the collectives that follow: "forward", "backward", "step" or
+        ""."""
         for part in self._groups.values():
             if part.world_size > 1:
                 part.ledger.phase = phase
@@ -214,8 +215,8 @@ class Mesh:
         return self._split("tp", n_ranks)
 
     def split_sequences(self, n_ranks: int) -> Mesh:
-        """The same ranks with ``n_ranks`` neighbours along sp, that hold parts of the same sequences, in the place of as
-        many along dp_shard. To be asked for after ``split_tensors``, whose ranks are closer neighbours.
+        """The same ranks with ``n_ranks`` neighbours along sp, that hold parts of the same sequences, in the place of
+        as many along dp_shard. To be asked for after ``split_tensors``, whose ranks are closer neighbours.
 
         Raises CommError where the ranks cannot be cut so, or have been cut already.
         """
@@ -327,7 +328,8 @@ def mesh_of_mpu(mpu: Any) -> Mesh:
     if n_tp * n_seq * n_data != comm.world_size:
         sequences = f" times {n_seq} sequence-parallel" if n_seq > 1 else ""
         raise CommError(
-            f"the mpu has {n_data} data-parallel{sequences} times {n_tp} tensor-parallel ranks, the job {comm.world_size}",
+            f"the mpu has {n_data} data-parallel{sequences} times {n_tp} tensor-parallel ranks,"
+            f" the job {comm.world_size}",
             where=_MPU,
             fix="give the mpu all ranks of the job, and no axis but these",
         )

@@ -118,9 +118,6 @@ FEATURES: dict[str, Feature] = {
     ),
     "tensor_parallel_variants": _later("this way to cut a model", _REMOVE),
     "tp_overlap": _later("collectives of tensor parallelism under other work", "set it to false"),
-    "ring_attention": _later(
-        "attention by rings of ranks", 'use "ulysses", and the order "contiguous": heads are cut over ranks'
-    ),
     "expert_parallel": _later("expert parallelism", 'set "enabled": false'),
     "pipeline": _later("pipeline parallelism", "remove the section"),
     "hybrid_engine": _later("the hybrid (train and generate) engine", 'set "enabled": false'),

@@ -85,11 +85,10 @@ def tensor_parallel_size(source: Any) -> tuple[int, str]:
     return max(sizes[key], 1), key
 
 
-def sequence_parallel_size(source: Any) -> tuple[int, int | None]:
-    """(ranks that hold parts of one sequence, 1 for none; data-parallel ranks, None where it is not said): needed as
-    ``tensor_parallel_size`` is."""
+def sequence_parallel_size(source: Any) -> int:
+    """Ranks that hold parts of one sequence, 1 for none: needed as ``tensor_parallel_size`` is."""
     config, _ = load_with_problems(source, world_size=1, batch="skip")
-    return config.sequence_parallel_size, config.data_parallel_size
+    return config.sequence_parallel_size
 
 
 def problems_of(

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from .keys import Section, acts, asks
+from .keys import Section, acts
 
 __all__ = ["SequenceParallel"]
 
@@ -12,18 +12,22 @@ class SequenceParallel(Section, kw_only=True):
 
     attention: Annotated[
         Literal["auto", "ulysses", "ring", "hybrid"],
-        asks(
-            "How attention sees whole sequences. ulysses: ranks exchange tokens for heads, and each computes some heads"
-            " over all tokens.",
-            "ring_attention",
-            off=("ulysses",),
+        acts(
+            "How attention in models of transformers sees whole sequences. ulysses: ranks exchange tokens for heads, and"
+            " each computes some heads over all tokens. ring: keys and values travel from rank to rank. hybrid: ranks of a"
+            " host exchange heads, and keys travel between such rows. auto: ulysses where there are as many heads as"
+            " ranks, else hybrid.",
             auto="value",
         ),
     ] = "auto"
     order: Annotated[
-        Literal["contiguous", "zigzag"],
-        asks("Which tokens a rank holds: a run of them, or one from each end.", "ring_attention"),
-    ] = "contiguous"
+        Literal["auto", "contiguous", "zigzag"],
+        acts(
+            "Which tokens a rank holds: a run of them, or one from each end, which gives all ranks of a ring the same work."
+            " auto: zigzag in a ring, else contiguous.",
+            auto="value",
+        ),
+    ] = "auto"
     loss: Annotated[
         Literal["auto", "mean", "part", "whole"],
         acts(

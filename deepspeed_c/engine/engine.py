@@ -41,7 +41,8 @@ from deepspeed_c.env import read_env
 from deepspeed_c.errors import BackwardError, BatchSizeError, FeatureError, MissingNameError, StateError
 from deepspeed_c.logging import log_dist, logger
 from deepspeed_c.profile.timers import EngineTimers, ThroughputTimer, see_memory_usage
-from deepspeed_c.sequence.huggingface import Registration, take_over_attention
+from deepspeed_c.sequence.adopt import take_over_attention
+from deepspeed_c.sequence.huggingface import Registration
 from deepspeed_c.zero.layout.layout import Layout
 from deepspeed_c.zero.states.access import attach, detach
 from deepspeed_c.zero.states.optimizer import DeepSpeedOptimizer, ZeroOptimizer
@@ -128,7 +129,9 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
         self._blocks: Blocks | None = None
         self._attention: Registration | None = None
         try:
-            self._attention = take_over_attention(model, mesh)
+            self._attention = take_over_attention(
+                model, mesh, config.sequence_parallel, ranks_of_host=read_env().local_world_size or mesh.comm.world_size
+            )
             self._blocks = Blocks(
                 model,
                 config.activation_checkpointing,

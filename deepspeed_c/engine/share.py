@@ -20,8 +20,8 @@ from deepspeed_c.logging import log_dist
 __all__ = ["LossShare", "Way"]
 
 Way = Literal["auto", "mean", "part", "whole"]
-"""mean: a rank's loss is the mean over its own valid tokens. part: it is a term of the sum over ranks already. whole: it
-is that of whole sequences, by a collective whose backward adds up what all ranks ask for."""
+"""mean: a rank's loss is the mean over its own valid tokens. part: it is a term of the sum over ranks already. whole:
+it is that of whole sequences, by a collective whose backward adds up what all ranks ask for."""
 
 IGNORED = -100
 """Labels of this value are no valid tokens: torch's and transformers' default."""
@@ -117,7 +117,8 @@ class LossShare:
         # A sum of means looks the same, and only its author knows.
         level = logging.WARNING if way == "part" and self._labels is not None else logging.INFO
         log_dist(
-            f'sequence parallelism: a rank\'s loss is taken as {meaning[way]} ("sequence_parallel": {{"loss": ...}} says it)',
+            f"sequence parallelism: a rank's loss is taken as {meaning[way]}"
+            ' ("sequence_parallel": {"loss": ...} says it)',
             ranks=[0],
             level=level,
         )

@@ -148,6 +148,12 @@ def _inject(arguments: list[str]) -> int:
     return inject(arguments)
 
 
+def _sequence(arguments: list[str]) -> int:
+    from deepspeed_c.sequence.cli import main as sequence
+
+    return sequence(arguments)
+
+
 _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "run": _run,
     "env": _env,
@@ -158,4 +164,5 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "io": _io,
     "bench": _bench,
     "inject": _inject,
+    "sequence": _sequence,
 }

@@ -255,6 +255,7 @@ Other commands:
   deepspeed_c io --help           how fast the device of checkpoints and offloaded state is, and the settings that suit it
   deepspeed_c bench --help        how fast ranks of this host exchange data, over shared memory and over gloo
   deepspeed_c inject --help       how a model is cut over tensor-parallel ranks: the rule of each parameter, what a rank holds
+  deepspeed_c sequence --help     which rank has which tokens of a sequence, computes which part of attention, sends what
 """
 
 _EPILOG = """\
@@ -266,7 +267,7 @@ n ended it, and when signal n ended the launcher), 2 when nothing could be start
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="deepspeed_c",
-        usage="deepspeed_c [OPTIONS] SCRIPT [ARGS ...]\n       deepspeed_c run | env | report | config | plan | checkpoint | io | bench | inject",
+        usage="deepspeed_c [OPTIONS] SCRIPT [ARGS ...]\n       deepspeed_c run | env | report | config | plan | checkpoint | io | bench | inject | sequence",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=_HelpFormatter,

@@ -11,6 +11,8 @@ from torch import Tensor
 
 __all__ = ["block_attention", "block_attention_backward"]
 
+_HAS_KERNEL = frozenset({"cpu"})
+
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -26,7 +28,7 @@ def block_attention(
 
     On the host by torch's kernel, which keeps no scores; elsewhere in torch's operations, which keep them.
     """
-    if q.device.type == "cpu":
+    if q.device.type in _HAS_KERNEL:
         out, log_sum = _flash(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)
         return out, log_sum
     scores = _scores(q, k, scale, is_causal, mask)
@@ -51,7 +53,7 @@ def block_attention_backward(
 
     out and log_sum are those of attention to all keys, of which k and v may be a part; the rest as in ``block_attention``.
     """
-    if q.device.type == "cpu":
+    if q.device.type in _HAS_KERNEL:
         return _flash_backward(grad, q, k, v, out, log_sum, 0.0, is_causal, attn_mask=mask, scale=scale)
     probabilities = torch.exp(_scores(q, k, scale, is_causal, mask) - log_sum.unsqueeze(-1))
     wide = grad.to(probabilities.dtype)

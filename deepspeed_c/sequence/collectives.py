@@ -4,23 +4,38 @@ is, and is used without one as well."""
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from deepspeed_c.comm.collectives import Collectives
 
-__all__ = ["lend", "ranks_of"]
+__all__ = ["TokenOrder", "lend", "order_of", "ranks_of"]
+
+
+class TokenOrder(NamedTuple):
+    """The arguments of a ``SequenceCut`` that say so."""
+
+    order: str
+    n_inner: int
+
 
 # Those of an engine, which knows whether shared memory is wanted; else our own.
 _lent: weakref.WeakKeyDictionary[dist.ProcessGroup, Collectives] = weakref.WeakKeyDictionary()
 
 
-def lend(comm: Collectives) -> None:
-    """From now on attention over the group of ``comm`` talks through it."""
+_orders: weakref.WeakKeyDictionary[dist.ProcessGroup, TokenOrder] = weakref.WeakKeyDictionary()
+
+
+def lend(comm: Collectives, order: TokenOrder) -> None:
+    """From now on attention over the group of ``comm`` talks through it, and batches are cut in ``order``."""
     group = dist.group.WORLD if comm.group is None else comm.group
-    if comm.world_size == dist.get_world_size(group):
-        _lent[group] = comm
+    _lent[group], _orders[group] = comm, order
+
+
+def order_of(group: Any) -> TokenOrder:
+    """In which order the tokens of a sequence lie over the ranks of ``group``; None: over all."""
+    return _orders.get(dist.group.WORLD if group is None else group, TokenOrder("contiguous", 1))
 
 
 def ranks_of(group: Any) -> Collectives:

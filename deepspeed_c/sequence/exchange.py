@@ -1,10 +1,9 @@
-"""Tokens for heads: the exchange around attention that gives each rank some heads of all tokens, and takes their outputs
-back (DeepSpeed-Ulysses, arXiv 2309.14509).
+"""Tokens for heads: the exchange around attention that gives each rank some heads of all tokens, and takes their
+outputs back (DeepSpeed-Ulysses, arXiv 2309.14509).
 
 Queries, keys and values travel together. A token's row holds the heads that go to one rank, one after another, so what
-arrives from all ranks is one tensor [tokens, batch, row], of which queries, keys and values are views: they are laid out
-where they are packed, and not again.
-"""
+arrives from all ranks is one tensor [tokens, batch, row], of which queries, keys and values are views: they are laid
+out where they are packed, and not again."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
 """Models of transformers whose sequences are cut over ranks, without a change in their code.
 
-transformers asks a table for the attention function of a name. While a model is registered, its entry is a function that
-exchanges tokens for heads around the one that was there; of other models it calls that directly.
+transformers asks a table for the attention function of a name. While a model is registered, its entry is a function
+that exchanges tokens for heads around the one that was there; of other models it calls that directly.
 
-[Note: once a forward] What all layers of a forward need of whole sequences (positions, padding, documents) is gathered in
-its first layer and used by the others. A layer that comes again begins another forward, or one that is computed again.
-All ranks come through the same layers, so they gather at the same places.
-"""
+[Note: once a forward] What all layers of a forward need of whole sequences (positions, padding, documents) is gathered
+in its first layer and used by the others. A layer that comes again begins another forward, or one that is computed
+again. All ranks come through the same layers, so they gather at the same places."""
 
 from __future__ import annotations
 
@@ -19,15 +18,13 @@ from typing import Any
 
 import torch
 
-from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.errors import ConfigError, ModelError
 from deepspeed_c.sequence import parallel_state
-from deepspeed_c.sequence.collectives import lend, ranks_of
+from deepspeed_c.sequence.collectives import ranks_of
 from deepspeed_c.sequence.exchange import gather_heads, gather_tokens
 from deepspeed_c.sequence.masks import WholeSequences, valid_tokens
-from deepspeed_c.sequence.plans import plan_heads
 
-__all__ = ["Registration", "UlyssesSPAttentionHF", "take_over_attention"]
+__all__ = ["Registration", "UlyssesSPAttentionHF", "registration_of"]
 
 # Layers that carry something along the sequence outside of attention, by what their classes or types are called.
 _RECURRENT = ("mamba", "recurrent", "rwkv", "deltanet", "linear_attention", "linearattention", "ssm", "conv")
@@ -42,11 +39,10 @@ _OF_LOCAL_TOKENS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_lengt
 class UlyssesSPAttentionHF(torch.nn.Module):
     """An attention function of transformers over tokens of all ranks of a group.
 
-    ``forward`` takes and returns what such a function does, of this rank's tokens; ``attn`` is called with all tokens of
-    this rank's heads. The arguments are DeepSpeed's: batch, lengths and heads are those of each call, whatever is said
-    here, but ``attn_head_count`` and ``kv_head_count`` have to fit the ranks. disable_in_eval: outside of training each
-    rank's tokens are whole sequences.
-    """
+    ``forward`` takes and returns what such a function does, of this rank's tokens; ``attn`` is called with all tokens
+    of this rank's heads. The arguments are DeepSpeed's: batch, lengths and heads are those of each call, whatever is
+    said here, but ``attn_head_count`` and ``kv_head_count`` have to fit the ranks. disable_in_eval: outside of training
+    each rank's tokens are whole sequences."""
 
     def __init__(
         self,
@@ -61,6 +57,7 @@ class UlyssesSPAttentionHF(torch.nn.Module):
         local_seq_length: int | None = None,
         global_seq_length: int | None = None,
         disable_in_eval: bool = False,
+        core_attn_implementation: str = "",
     ) -> None:
         super().__init__()
         self.attn = attn
@@ -68,13 +65,12 @@ class UlyssesSPAttentionHF(torch.nn.Module):
         self.world_size = torch.distributed.get_world_size(process_group)
         self.sp_rank = torch.distributed.get_rank(process_group)
         self.disable_in_eval = disable_in_eval
-        self.core_attn_implementation = ""
+        self.core_attn_implementation = core_attn_implementation
         self.has_mask_of_model = False
         """Whether the model of the forward under way was given a mask: then its positions tell no documents apart."""
         self._whole: WholeSequences | None = None
         self._of: tuple[Any, ...] = ()
         self._seen: set[int] = set()
-        plan_heads(attn_head_count, kv_head_count, self.world_size, self.sp_rank)
 
     def forward(
         self,
@@ -90,8 +86,8 @@ class UlyssesSPAttentionHF(torch.nn.Module):
         that transformers has made of these. kwargs have ``position_ids`` [batch or 1, tokens of this rank], places in
         the whole sequence. Returns ([batch, tokens of this rank, heads, width], None). Collective.
 
-        Raises ModelError for what cannot be cut so, and ConfigError for heads that no plan fits, before anything is sent.
-        """
+        Raises ModelError for what cannot be cut so, and ConfigError for heads that no plan fits, before anything is
+        sent."""
         if self.disable_in_eval and not module.training:
             return self.attn(module, query, key, value, attention_mask, *args, **kwargs)
         comm = ranks_of(self.process_group)
@@ -184,14 +180,13 @@ class UlyssesSPAttentionHF(torch.nn.Module):
         """From now on a model of transformers attends over the tokens of ``sequence_parallel_size`` neighbouring ranks.
 
         model_name_or_path: the model (of PEFT too), or the name or folder of one that is yet to be made.
-        core_attn_implementation: "sdpa", "flex_attention", a flash attention or a kernel of the hub, as the model has it.
-        disable_in_eval: outside of training each rank's tokens are whole sequences. The other arguments are taken for
-        DeepSpeed's sake: batch and length are free to change. Returns the mpu for ``initialize``, None for one rank.
-        Collective. The engine over the model gives transformers its function back when it is closed.
+        core_attn_implementation: "sdpa", "flex_attention", a flash attention or a kernel of the hub, as the model has
+        it. disable_in_eval: outside of training each rank's tokens are whole sequences. The other arguments are taken
+        for DeepSpeed's sake: batch and length are free to change. Returns the mpu for ``initialize``, None for one
+        rank. Collective. The engine over the model gives transformers its function back when it is closed.
 
-        Raises ConfigError, with the numbers, for ranks and heads that do not fit, and for an attention that cannot be cut
-        so; ModelError, which names them, for layers that carry a state along the sequence.
-        """
+        Raises ConfigError, with the numbers, for ranks and heads that do not fit, and for an attention that cannot be
+        cut so; ModelError, which names them, for layers that carry a state along the sequence."""
         if sequence_parallel_size == 1:
             return None
         parallel_state.initialize_sequence_parallel(sequence_parallel_size)
@@ -223,15 +218,31 @@ def _groups_of(module: torch.nn.Module, n_groups: int) -> Iterator[None]:
 class Registration:
     """One model, or the name of one that is yet to be made, whose attention ``attention`` computes."""
 
-    def __init__(self, attention: UlyssesSPAttentionHF, config: Any, model: torch.nn.Module | None) -> None:
-        self.attention = attention
-        self._config = config
+    def __init__(
+        self,
+        kind: type[UlyssesSPAttentionHF],
+        arguments: Mapping[str, Any],
+        config: Any,
+        model: torch.nn.Module | None,
+    ) -> None:
+        """kind, arguments: of its attention."""
+        self.attention = kind(**arguments)
+        self._arguments, self._config = arguments, config
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._model: weakref.ref[torch.nn.Module] | None = None
         self._is_generating = False
         self._hook: Any = None
         if model is not None:
             self._modules.update(model.modules())
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Query heads and key heads of a layer."""
+        return self._arguments["attn_head_count"], self._arguments["kv_head_count"]
+
+    def attend_by(self, kind: type[UlyssesSPAttentionHF]) -> None:
+        """From now on by another kind of attention."""
+        self.attention = kind(**self._arguments)
 
     @property
     def is_taken(self) -> bool:
@@ -280,7 +291,8 @@ class Registration:
             raise ModelError(
                 "labels of a part of a sequence would be shifted within it, and one token a rank be lost",
                 where=type(model).__name__,
-                fix="pass shift_labels as well: labels that were shifted before the cut (UlyssesSPDataLoaderAdapter makes them)",
+                fix="pass shift_labels as well: labels that were shifted before the cut (UlyssesSPDataLoaderAdapter makes"
+                " them)",
             )
 
     def close(self) -> None:
@@ -369,23 +381,22 @@ def _register(
         if not each.is_taken and model is not None and each.fits(model):
             each.close()
     switch = _switches.get(core)
-    plain = table[core] if switch is None else switch.plain
-    n_heads = text.num_attention_heads
-    attention = kind(
-        plain,
-        micro_batch_size,
-        n_heads,
-        getattr(text, "head_dim", None) or text.hidden_size // n_heads,
-        getattr(text, "num_key_value_heads", None) or n_heads,
-        text.num_hidden_layers,
-        group,
-        seq_length_is_variable=True,
-        disable_in_eval=disable_in_eval,
-    )
-    attention.core_attn_implementation = core
     if switch is None:
         switch = _switches[core] = _Switch(table, core)
-    registration = Registration(attention, config, model)
+    n_heads = text.num_attention_heads
+    arguments = {
+        "attn": switch.plain,
+        "batch_size": micro_batch_size,
+        "attn_head_count": n_heads,
+        "attn_head_size": getattr(text, "head_dim", None) or text.hidden_size // n_heads,
+        "kv_head_count": getattr(text, "num_key_value_heads", None) or n_heads,
+        "num_hidden_layers": text.num_hidden_layers,
+        "process_group": group,
+        "seq_length_is_variable": True,
+        "disable_in_eval": disable_in_eval,
+        "core_attn_implementation": core,
+    }
+    registration = Registration(kind, arguments, config, model)
     switch.registrations.append(registration)
     return registration
 
@@ -441,19 +452,12 @@ def _check_layers(config: Any, model: torch.nn.Module | None) -> None:
         )
 
 
-def take_over_attention(model: torch.nn.Module, mesh: Mesh) -> Registration | None:
-    """An engine begins over ``model`` whose sequences ``mesh`` cuts: the registration of that model, or, of a model of
-    transformers that nobody has registered, a new one with the attention that it uses. None for other models: they
-    attend by ``DistributedAttention``. ``Registration.close`` ends it."""
-    if mesh.size("sp") == 1:
-        return None
-    lend(mesh.along("sp"))
+def registration_of(model: torch.nn.Module, group: Any) -> Registration | None:
+    """That of a model that an engine is about to have; of a model of transformers that nobody has registered, a new one
+    over ``group``, with the attention that it uses. None for other models."""
     waiting = [each for switch in _switches.values() for each in switch.registrations if not each.is_taken]
     found = next((each for each in reversed(waiting) if each.fits(model)), None)
-    if found is None:
-        core = getattr(getattr(model, "config", None), "_attn_implementation", None)
-        if not isinstance(core, str):
-            return None
-        found = _register(UlyssesSPAttentionHF, model, core, mesh.process_group("sp"))
-    found.take(model)
+    core = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if found is None and isinstance(core, str):
+        found = _register(UlyssesSPAttentionHF, model, core, group)
     return found

@@ -68,11 +68,11 @@ class DistributedAttention(torch.nn.Module):
     ) -> torch.Tensor:
         """Attention of this rank's tokens to those of all ranks. Collective; all ranks give the same shapes.
 
-        query, key, value: [tokens, batch, heads, width], or with the first two exchanged; or of 3 dimensions, whose last
-        is heads times width, where ranks divide it. batch_dim_idx: 0 or 1; default: the dimension that ``gather_idx``
-        leaves. rotary_pos_emb: (cosines, sines) [batch or 1, all tokens, 1, width], by which queries and keys are turned
-        after they have been gathered. Returns the outputs of this rank's tokens, of as many dimensions as
-        ``local_attention`` gives.
+        query, key, value: [tokens, batch, heads, width], or with the first two exchanged; or of 3 dimensions, whose
+        last is heads times width, where ranks divide it. batch_dim_idx: 0 or 1; default: the dimension that
+        ``gather_idx`` leaves. rotary_pos_emb: (cosines, sines) [batch or 1, all tokens, 1, width], by which queries and
+        keys are turned after they have been gathered. Returns the outputs of this rank's tokens, of as many dimensions
+        as ``local_attention`` gives.
 
         Raises ConfigError for shapes and heads that no plan fits, before anything is sent.
         """
@@ -158,9 +158,8 @@ class _SeqAllToAll(torch.autograd.Function):
         type: Any = None,
         is_fwd: bool = True,
     ) -> torch.Tensor:
-        """Ranks that do not divide a dimension have parts that differ by one, the larger ones first. The arguments after
-        ``gather_idx`` are DeepSpeed's: the dimensions say it all, and exchanges end before this returns.
-        """
+        """Ranks that do not divide a dimension have parts that differ by one, the larger ones first. The arguments
+        after ``gather_idx`` are DeepSpeed's: the dimensions say it all, and exchanges end before this returns."""
         comm = ranks_of(group)
         n_ranks = comm.world_size
         scattered = [len(part) for part in torch.arange(input.shape[scatter_idx]).tensor_split(n_ranks)]

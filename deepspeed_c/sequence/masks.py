@@ -17,8 +17,8 @@ class WholeSequences:
     """Positions of the tokens of all ranks, and which of them are padding. Collective to make.
 
     positions: int [batch, tokens of this rank]; a position that does not follow the one before begins a new document,
-    unless the model was given a mask of its own. valid: bool of the same shape, False for padding; None: all are tokens.
-    """
+    unless the model was given a mask of its own. valid: bool of the same shape, False for padding; None: all are
+    tokens."""
 
     def __init__(
         self, comm: Collectives, positions: torch.Tensor, valid: torch.Tensor | None, *, has_mask: bool

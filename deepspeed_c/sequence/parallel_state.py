@@ -1,5 +1,5 @@
-"""Which ranks share a sequence, under the names of ``deepspeed.runtime.sequence_parallel.parallel_state_sp``: an mpu as a
-module.
+"""Which ranks share a sequence, under the names of ``deepspeed.runtime.sequence_parallel.parallel_state_sp``: an mpu as
+a module.
 
 Ranks that share one are neighbours. There is one arrangement a process group of all ranks, and it ends with that.
 """
@@ -34,9 +34,8 @@ _arranged: weakref.WeakKeyDictionary[dist.ProcessGroup, Mesh] = weakref.WeakKeyD
 def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
     """Says that ``sequence_parallel_size`` neighbouring ranks share each sequence. May be said again for another model.
 
-    Collective. Raises ConfigError for a number that does not divide the ranks, and StateError where another one has been
-    said before.
-    """
+    Collective. Raises ConfigError for a number that does not divide the ranks, and StateError where another one has
+    been said before."""
     require_initialized("initialize_sequence_parallel")
     n_ranks, world = sequence_parallel_size, dist.get_world_size()
     if n_ranks < 2 or world % n_ranks:

@@ -113,6 +113,7 @@ def train(rank: int, world: int, sp: int, cells: list[dict[str, Any]]) -> list[A
             "gradient_clipping": cell["clip"],
             "optimizer": {"type": "SGD", "params": {"lr": RATE}},
             "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 20, "reduce_bucket_size": 3000},
+            "sequence_parallel": {"attention": cell.get("attention", "auto")},
             **cell.get("config", {}),
         }
         mpu = UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", sp, BATCH)
@@ -155,6 +156,11 @@ CELLS = [
     cell("window", "packed", "weighted", 1, 0.1, 2),
     cell("grouped", "padded", "gathered", 1, 0.0, 2, checkpointing="other"),
     cell("grouped", "packed", "gathered", 1, 0.0, 3, checkpointing="reentrant"),
+    cell("grouped", "tail", "gathered", 1, 0.1, 3, attention="ring"),
+    cell("single", "packed", "model's own", 2, 0.0, 2, attention="ring"),
+    cell("window", "packed", "weighted", 1, 0.1, 1, attention="ring"),
+    cell("uneven", "padded", "gathered", 1, 0.0, 0, attention="ring", checkpointing="other"),
+    cell("grouped", "packed", "gathered", 2, 0.1, 3, attention="hybrid"),
 ]
 
 

@@ -119,8 +119,8 @@ class GradientReducer:
         self.pools = GradientPools.make(carrier.allocate) if pools is None else pools
         self._works: deque[Work] = deque()
         self._depth = MAX_IN_FLIGHT if settings.overlap_comm else 0
-        # Tensor-parallel ranks have parts of one gradient, or the same one; of the mean over a sequence, a rank that holds a
-        # part of it has a term.
+        # Tensor-parallel ranks have parts of one gradient, or the same one; ranks that share a sequence have terms of
+        # its mean.
         world = mesh.size(*DATA)
         if settings.prescale_gradients:
             self._pre_factor, self.post_factor = 1.0 / world, 1.0

@@ -1,0 +1,74 @@
+"""How an engine's sequences are attended over ranks: section sequence_parallel, the model and the ranks decide."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.comm.mesh import Mesh
+from deepspeed_c.errors import ConfigError, FeatureError
+from deepspeed_c.sequence.collectives import TokenOrder, lend
+from deepspeed_c.sequence.huggingface import Registration, registration_of
+from deepspeed_c.sequence.plans import plan_heads
+from deepspeed_c.sequence.ring_huggingface import RingSPAttentionHF
+
+__all__ = ["take_over_attention"]
+
+_SECTION = "sequence_parallel"
+
+
+class _Way(NamedTuple):
+    is_ring: bool
+    order: str
+    n_inner: int
+    """Ranks of a row, which exchange heads; 1 in a ring alone."""
+
+
+def take_over_attention(model: torch.nn.Module, mesh: Mesh, section: Any, *, ranks_of_host: int) -> Registration | None:
+    """An engine begins over ``model`` whose sequences ``mesh`` cuts: the registration of that model, or, of a model of
+    transformers that nobody has registered, a new one with the attention that it uses. None for other models: they
+    attend by ``DistributedAttention``. section: ``sequence_parallel``. ranks_of_host: processes of this job on one host.
+    ``Registration.close`` ends it.
+
+    Raises ConfigError where ranks, heads and what the section asks for do not fit.
+    """
+    if mesh.size("sp") == 1:
+        return None
+    comm = mesh.along("sp")
+    found = registration_of(model, mesh.process_group("sp"))
+    if found is None:
+        if section.attention in ("ring", "hybrid"):
+            raise FeatureError(
+                f"{section.attention!r} is for models of transformers, and the model is a {type(model).__name__}",
+                where=f"{_SECTION}.attention",
+                fix="call deepspeed_c.sequence.ring_attention in the model's own code, or leave the key out",
+            )
+        lend(comm, TokenOrder("contiguous", 1))
+        return None
+    way = _choose(section, *found.heads, comm, ranks_of_host)
+    lend(comm, TokenOrder(way.order, way.n_inner))
+    if way.is_ring:
+        members = {"order": way.order, "n_inner": way.n_inner}
+        found.attend_by(type(RingSPAttentionHF.__name__, (RingSPAttentionHF,), members))
+    found.take(model)
+    return found
+
+
+def _choose(section: Any, n_heads: int, n_key_heads: int, comm: Collectives, ranks_of_host: int) -> _Way:
+    attention, n_ranks = section.attention, comm.world_size
+    if attention == "auto":
+        attention = "ulysses" if n_heads >= n_ranks else "hybrid"
+    if attention == "ulysses":
+        plan_heads(n_heads, n_key_heads, n_ranks, comm.rank)
+        if section.order == "zigzag":
+            raise ConfigError(
+                "ranks that exchange heads have runs of tokens, and not one from each end",
+                where=f"{_SECTION}.order",
+                fix='leave it out, or use "attention": "ring" or "hybrid"',
+            )
+        return _Way(False, "contiguous", 1)
+    order = "zigzag" if section.order == "auto" else section.order
+    most = min(n_heads, ranks_of_host, n_ranks - 1) if attention == "hybrid" else 1
+    return _Way(True, order, max(n for n in range(1, max(most, 1) + 1) if n_ranks % n == 0))

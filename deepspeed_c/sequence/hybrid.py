@@ -1,0 +1,105 @@
+"""Attention over ranks in two directions: ranks of a row exchange tokens for heads, rows pass keys around a ring.
+
+A row is a host, say: the exchange sends much and is spared a slow link, the ring sends behind the computation and does
+not care how many heads there are. A row of one rank is a ring alone, one row is DeepSpeed-Ulysses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.errors import ConfigError
+from deepspeed_c.sequence.exchange import gather_heads, gather_tokens
+from deepspeed_c.sequence.plans import SequenceCut
+from deepspeed_c.sequence.ring import ring_attention
+
+__all__ = ["HybridRanks", "hybrid_attention", "split_ranks"]
+
+
+class HybridRanks(NamedTuple):
+    """The ranks that share a sequence, as rank sees them."""
+
+    inner: Collectives
+    """Those of its row, neighbours, which exchange heads."""
+    ring: Collectives
+    """Those at its place in the other rows."""
+
+
+def split_ranks(comm: Collectives, n_inner: int) -> HybridRanks:
+    """The ranks of ``comm`` in rows of ``n_inner`` neighbours. Collective.
+
+    Raises ConfigError for rows that do not divide the ranks.
+    """
+    n_ranks = comm.world_size
+    if n_inner < 1 or n_ranks % n_inner:
+        raise ConfigError(
+            f"rows of {n_inner} ranks do not divide {n_ranks}", where="split_ranks", fix="use a divisor of the ranks"
+        )
+    if n_inner == 1:
+        return HybridRanks(comm.alone(), comm)
+    if n_inner == n_ranks:
+        return HybridRanks(comm, comm.alone())
+    row, place = divmod(comm.rank, n_inner)
+    members = (range(row * n_inner, (row + 1) * n_inner), range(place, n_ranks, n_inner))
+    groups = [
+        dist.new_group([comm.global_ranks[rank] for rank in ranks], use_local_synchronization=True) for ranks in members
+    ]
+    return HybridRanks(comm.part(groups[0], "sp"), comm.part(groups[1], "sp"))
+
+
+def hybrid_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ranks: HybridRanks,
+    cut: SequenceCut,
+    *,
+    is_causal: bool = True,
+    window: int = 0,
+    scale: float | None = None,
+    documents: Sequence[Sequence[int]] | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of this rank's queries to the keys of all ranks; arguments and result are those of ``ring_attention``.
+
+    cut: of all ranks, with the ranks of a row as ``n_inner``. Raises ConfigError, before anything is sent, also where a
+    row has more ranks than there are heads.
+    """
+    inner, ring = ranks
+    if (cut.n_inner, cut.n_ranks) != (inner.world_size, inner.world_size * ring.world_size):
+        raise ConfigError(
+            f"the cut is over {cut.n_ranks} ranks in rows of {cut.n_inner}, the ranks are {ring.world_size} rows of"
+            f" {inner.world_size}",
+            where="hybrid_attention",
+            fix="make the cut with n_inner ranks of a row",
+        )
+    begin = ring.rank * inner.world_size
+    tokens = cut.tokens[begin : begin + inner.world_size]
+    if sinks is not None and sinks.shape != q.shape[1:2]:
+        raise ConfigError(
+            f"sinks have shape {tuple(sinks.shape)} for {q.shape[1]} heads",
+            where="hybrid_attention",
+            fix="give one a head",
+        )
+    shapes, *gathered = gather_tokens(inner, *(x.permute(2, 0, 1, 3) for x in (q, k, v)), tokens)
+    plan = shapes.plan
+    if plan.repeats_keys:
+        heads = torch.tensor(plan.keys, device=q.device)
+        gathered[1:] = [x.index_select(2, heads) for x in gathered[1:]]
+    out = ring_attention(
+        *(x.permute(1, 2, 0, 3) for x in gathered),
+        ring,
+        cut.parts(),
+        is_causal=is_causal,
+        window=window,
+        scale=scale,
+        documents=documents,
+        sinks=None if sinks is None else sinks[plan.query_begin : plan.query_end],
+    )
+    return gather_heads(inner, shapes, out.permute(2, 0, 1, 3)).permute(1, 2, 0, 3)

@@ -1,0 +1,312 @@
+"""Attention of one sequence that lies over ranks: keys and values travel around a ring behind the computation.
+
+Each rank keeps its queries. At every hop it computes what its queries see of the keys that it holds, while those keys
+go on to the next rank and others come in; the parts become one by their log-sum-exp (arXiv 2310.01889). In the backward
+keys and values travel once more, and their gradients follow them one hop behind, then go home in one message.
+``plan_ring`` says beforehand what is computed where, which hops are skipped and what is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.comm.work import Work
+from deepspeed_c.errors import ConfigError
+from deepspeed_c.ops.attention_parts import merge_
+from deepspeed_c.sequence.blocks import block_attention, block_attention_backward
+from deepspeed_c.sequence.plans import SequenceCut
+from deepspeed_c.sequence.ring_plan import BAND, CAUSAL, Block, RingPlan, plan_ring
+
+__all__ = ["ring_attention"]
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    comm: Collectives,
+    cut: SequenceCut,
+    *,
+    is_causal: bool = True,
+    window: int = 0,
+    scale: float | None = None,
+    documents: Sequence[Sequence[int]] | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of this rank's queries to the keys of all ranks: [batch, heads, tokens, value width], q's dtype.
+
+    q: [batch, heads, tokens, width]; k: [batch, key heads, tokens, width]; v: [batch, key heads, tokens, value width]:
+    what ``cut`` gives this rank of the sequences, positions applied. Key heads divide heads. float64, float32, bfloat16,
+    float16; parts are merged in float32 at least. comm: the ranks of the ring, as many as those of the cut.
+
+    window: a query sees keys fewer than so many tokens away; 0: at any distance. scale: of the scores, by default
+    width^-0.5. documents: for each sequence of the batch the ends of its documents, where they differ; by default those
+    of the cut. sinks: [heads], a logit a head that takes part in every softmax and adds nothing.
+
+    Every rank of the ring calls this, and its backward, in the same order. Raises ConfigError, before anything is sent,
+    for shapes that do not fit the cut and one another.
+    """
+    _check(q, k, v, comm, cut, sinks)
+    call = _Call(
+        comm, _rows(cut, q.shape[0], documents, is_causal, window), q.shape[-1] ** -0.5 if scale is None else scale
+    )
+    value_width = v.shape[-1]
+    width = max(q.shape[-1], value_width)
+    # Torch's kernel wants one width; zeros add nothing to a score.
+    q, k, v = (x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+    out = _Ring.apply(q, k, v, sinks, call)
+    return out if value_width == width else out[..., :value_width]
+
+
+class _Rows(NamedTuple):
+    """Sequences of the batch whose documents are the same."""
+
+    rows: slice
+    plan: RingPlan
+
+
+class _Call:
+    """What one call of attention knows besides its tensors: the ranks, the plans, the scale."""
+
+    def __init__(self, comm: Collectives, rows: list[_Rows], scale: float) -> None:
+        self.comm, self.rows, self.scale = comm, rows, scale
+        self.tokens = rows[0].plan.cut.tokens
+        self.travel = [max(hops) for hops in zip(*(plan.travel for _, plan in rows), strict=True)]
+
+    def blocks(self, source: int) -> Iterator[tuple[slice, Block, RingPlan]]:
+        """What this rank computes with the keys of ``source``: of which sequences, what, by which plan."""
+        for rows, plan in self.rows:
+            for block in plan.blocks(self.comm.rank, source):
+                yield rows, block, plan
+
+    def keys(self, own: Tensor) -> Iterator[tuple[int, int, Tensor | None]]:
+        """(hop, rank whose keys these are, keys and values) for every hop; those of the next are under way meanwhile.
+
+        own: [2, batch, key heads, tokens, width] of this rank, contiguous. What is given is overwritten two hops later.
+        None where the keys have not travelled so far.
+        """
+        comm, n, last = self.comm, self.comm.world_size, max(self.travel)
+        shapes = [(*own.shape[:3], tokens, own.shape[4]) for tokens in self.tokens]
+        largest = max((_numel(shape) for shape, hops in zip(shapes, self.travel, strict=True) if hops), default=0)
+        buffers = [own.new_empty(largest) for _ in range(min(last, 2))]
+        held = own.view(-1)
+        for hop in range(last + 1):
+            part, coming = (comm.rank - hop) % n, (comm.rank - hop - 1) % n
+            work, incoming = Work.done(), held
+            if hop < last:
+                sent = held if self.travel[part] > hop else held[:0]
+                incoming = buffers[hop % 2][: _numel(shapes[coming]) if self.travel[coming] > hop else 0]
+                work = comm.shift(sent, incoming, 1, label="keys and values of a ring")
+            yield hop, part, held.view(shapes[part]) if self.travel[part] >= hop else None
+            work.wait()
+            held = incoming
+
+
+class _Gradients:
+    """Sums of gradients of keys and values, which follow these around the ring and then go home."""
+
+    def __init__(self, call: _Call, home: Tensor) -> None:
+        """home: what the gradient of this rank's own keys and values is added to, contiguous."""
+        self._call, self._home = call, home
+        self._empty = home.new_empty(0)
+        self._onward, self._so_far = Work.done(), self._empty
+        self._homeward: list[Work] = []
+        self._returned = self._empty
+
+    def pass_on(self, hop: int, part: int, sums: Tensor | None) -> None:
+        """Adds what the ranks before this one have of ``part`` to ``sums``, and sends it on, or home.
+
+        hop: at least 1. sums: of this rank; None where the part has not travelled so far.
+        """
+        comm, travel = self._call.comm, self._call.travel
+        self._onward.wait()
+        flat = self._empty if sums is None else sums.view(-1)
+        if sums is not None and self._so_far.numel():
+            flat += self._so_far
+        if max(travel) > hop:
+            coming = (comm.rank - hop - 1) % comm.world_size
+            shape = (*self._home.shape[:3], self._call.tokens[coming], self._home.shape[4])
+            self._so_far = self._home.new_empty(_numel(shape) if travel[coming] > hop else 0)
+            sent = flat if travel[part] > hop else self._empty
+            self._onward = comm.shift(sent, self._so_far, 1, label="gradients of a ring")
+        if hop in travel:
+            is_back = travel[comm.rank] == hop
+            received = self._home.new_empty(self._home.numel()) if is_back else self._empty
+            sent = flat if travel[part] == hop else self._empty
+            self._homeward.append(comm.shift(sent, received, -hop, label="gradients of a ring, to their rank"))
+            self._returned = received if is_back else self._returned
+
+    def finish(self) -> None:
+        """Adds what has come home."""
+        for work in self._homeward:
+            work.wait()
+        if self._returned.numel():
+            self._home.view(-1).add_(self._returned)
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: _Call) -> Tensor:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        out = torch.zeros(q.shape, dtype=wide, device=q.device)
+        log_sum = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
+        own = torch.stack([k, v])
+        q = q if q.stride(-1) == 1 else q.contiguous()
+        for _, source, held in call.keys(own):
+            for rows, block, plan in call.blocks(source) if held is not None else ():
+                keys, values = held
+                part, part_log_sum = block_attention(
+                    _queries(q, rows, block),
+                    _keys(keys, rows, block),
+                    _keys(values, rows, block),
+                    scale=call.scale,
+                    **_mask(block, plan, q),
+                )
+                whole = out[rows].flatten(0, 1), log_sum[rows].flatten(0, 1)
+                merge_(*whole, part.flatten(0, 1), part_log_sum.flatten(0, 1), block.query_begin)
+        if sinks is not None:
+            with_sinks = torch.logaddexp(log_sum, sinks.to(wide)[:, None])
+            out *= torch.exp(log_sum - with_sinks).unsqueeze(-1)
+            log_sum = with_sinks
+        out = out.to(q.dtype)
+        ctx.call = call
+        ctx.save_for_backward(q, own, sinks, out, log_sum)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        call: _Call = ctx.call
+        q, own, sinks, out, log_sum = ctx.saved_tensors
+        grad = grad.contiguous()
+        grad_q = torch.zeros(q.shape, dtype=log_sum.dtype, device=q.device)
+        home = torch.zeros(own.shape, dtype=log_sum.dtype, device=q.device)
+        gradients = _Gradients(call, home)
+        for hop, source, held in call.keys(own):
+            if held is None:
+                gradients.pass_on(hop, source, None)
+                continue
+            keys, values = held
+            sums = home if hop == 0 else torch.zeros(held.shape, dtype=home.dtype, device=q.device)
+            for rows, block, plan in call.blocks(source):
+                found = block_attention_backward(
+                    _queries(grad, rows, block),
+                    _queries(q, rows, block),
+                    _keys(keys, rows, block),
+                    _keys(values, rows, block),
+                    _queries(out, rows, block),
+                    log_sum[rows, :, block.query_begin : block.query_end],
+                    scale=call.scale,
+                    **_mask(block, plan, q),
+                )
+                _queries(grad_q, rows, block).add_(found[0])
+                for of_part, part in zip(sums, found[1:], strict=True):
+                    _keys(of_part, rows, block).add_(part)
+            if hop:
+                gradients.pass_on(hop, source, sums)
+        gradients.finish()
+        grad_sinks = None
+        if sinks is not None and ctx.needs_input_grad[3]:
+            of_sinks = torch.exp(sinks.to(log_sum.dtype)[:, None] - log_sum)
+            grad_sinks = -(of_sinks * (grad * out).sum(-1, dtype=log_sum.dtype)).sum((0, 2)).to(sinks.dtype)
+        return grad_q.to(q.dtype), *home.to(q.dtype), grad_sinks, None
+
+
+def _queries(tensor: Tensor, rows: slice, block: Block) -> Tensor:
+    return tensor[rows, :, block.query_begin : block.query_end]
+
+
+def _keys(tensor: Tensor, rows: slice, block: Block) -> Tensor:
+    return tensor[rows, :, block.key_begin : block.key_end]
+
+
+def _mask(block: Block, plan: RingPlan, q: Tensor) -> dict[str, Any]:
+    """How ``block_attention`` is told what a block's queries see."""
+    if block.kind != BAND:
+        return {"is_causal": block.kind == CAUSAL}
+    queries = torch.arange(block.query_begin, block.query_end, device=q.device) - block.query_begin + block.shift
+    keys = torch.arange(block.key_end - block.key_begin, device=q.device)
+    distance = queries[:, None] - keys
+    is_hidden = distance < 0 if plan.is_causal else torch.zeros_like(distance, dtype=torch.bool)
+    if plan.window:
+        is_hidden |= distance.abs() >= plan.window
+    return {"mask": torch.zeros(distance.shape, dtype=q.dtype, device=q.device).masked_fill_(is_hidden, -torch.inf)}
+
+
+def _numel(shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _rows(
+    cut: SequenceCut, batch: int, documents: Sequence[Sequence[int]] | None, is_causal: bool, window: int
+) -> list[_Rows]:
+    if documents is None:
+        return [_Rows(slice(None), plan_ring(cut, is_causal=is_causal, window=window))]
+    if len(documents) != batch:
+        raise ConfigError(
+            f"documents are given for {len(documents)} sequences, the batch has {batch}",
+            where="ring_attention",
+            fix="give the ends of the documents of each sequence, () for one document",
+        )
+    if cut.order == "documents":
+        raise ConfigError(
+            "the cut deals whole documents, and documents of each sequence are given besides",
+            where="ring_attention",
+            fix='leave documents out, or cut in the order "zigzag"',
+        )
+    every = [tuple(ends) for ends in documents]
+    starts = [i for i in range(batch) if i == 0 or every[i] != every[i - 1]]
+    return [
+        _Rows(
+            slice(begin, end), plan_ring(replace(cut, document_ends=every[begin]), is_causal=is_causal, window=window)
+        )
+        for begin, end in zip(starts, [*starts[1:], batch], strict=True)
+    ]
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, comm: Collectives, cut: SequenceCut, sinks: Tensor | None) -> None:
+    if cut.n_ranks != comm.world_size:
+        raise ConfigError(
+            f"the cut is over {cut.n_ranks} ranks, the ring has {comm.world_size}",
+            where="ring_attention",
+            fix="make the cut for the ranks of the ring; that of a hybrid by its parts()",
+        )
+    shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
+    is_fitting = q.dim() == k.dim() == v.dim() == 4 and k.shape[:3] == v.shape[:3] and q.shape[-1] == k.shape[-1]
+    if not is_fitting or q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2]:
+        raise ConfigError(
+            f"queries, keys and values are {shapes}",
+            where="ring_attention",
+            fix="give [batch, heads, tokens of this rank, width], of one batch and the same tokens",
+        )
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ConfigError(
+            f"{q.shape[1]} query heads do not divide among {k.shape[1]} key heads",
+            where="ring_attention",
+            fix="give as many key heads as divide the query heads",
+        )
+    if q.shape[2] != cut.tokens[comm.rank]:
+        raise ConfigError(
+            f"rank {comm.rank} has {q.shape[2]} tokens, the cut of {cut.n_tokens} over {cut.n_ranks} gives it"
+            f" {cut.tokens[comm.rank]}",
+            where="ring_attention",
+            fix="cut every tensor of the sequence by cut.take",
+        )
+    if not q.is_floating_point() or not q.dtype == k.dtype == v.dtype:
+        raise ConfigError(
+            f"queries, keys and values are {q.dtype}, {k.dtype}, {v.dtype}",
+            where="ring_attention",
+            fix="give one floating dtype",
+        )
+    if sinks is not None and sinks.shape != q.shape[1:2]:
+        raise ConfigError(
+            f"sinks have shape {tuple(sinks.shape)} for {q.shape[1]} heads",
+            where="ring_attention",
+            fix="give one a head",
+        )

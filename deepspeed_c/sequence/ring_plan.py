@@ -1,0 +1,116 @@
+"""What each rank of a ring computes at each hop, how far each part of the keys travels, and what that sends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+from deepspeed_c import _C
+from deepspeed_c.errors import ConfigError
+from deepspeed_c.sequence.plans import SequenceCut
+
+__all__ = ["BAND", "CAUSAL", "WHOLE", "Block", "RingPlan", "plan_ring"]
+
+WHOLE, CAUSAL, BAND = _C.SEQ_WHOLE, _C.SEQ_CAUSAL, _C.SEQ_BAND
+
+# A mask of its own has at most so many rows: with a window of w it then has TILE * (TILE + w) elements.
+TILE = 1024
+
+
+class Block(NamedTuple):
+    """Queries of a rank and keys of another, or its own, that are multiplied: ranges of what each of them has."""
+
+    kind: int
+    """WHOLE: each query sees each key. CAUSAL: query i sees keys 0 to i. BAND: by distance, i + shift - j."""
+    query_begin: int
+    query_end: int
+    key_begin: int
+    key_end: int
+    shift: int
+    """The place of the first query less that of the first key, in the whole sequence."""
+    n_pairs: int
+    """Of a query and a key that it sees."""
+
+
+@dataclass(frozen=True)
+class RingPlan:
+    """Attention of one sequence around a ring, in which keys and values travel from rank r to rank r + 1 at each hop."""
+
+    cut: SequenceCut
+    """With one rank a part."""
+    is_causal: bool
+    window: int
+    """Queries see keys that are fewer than so many tokens away; 0: at any distance."""
+
+    @cached_property
+    def _runs(self) -> tuple:
+        return tuple(self.cut.runs(rank) for rank in range(self.cut.n_ranks))
+
+    def blocks(self, rank: int, source: int) -> tuple[Block, ...]:
+        """What is computed of the queries of ``rank`` and the keys of ``source``; () where the hop is skipped."""
+        return self._blocks[rank][source]
+
+    @cached_property
+    def _blocks(self) -> tuple[tuple[tuple[Block, ...], ...], ...]:
+        ends, n_tokens = list(self.cut.document_ends), self.cut.n_tokens
+        return tuple(
+            tuple(
+                tuple(Block(*found) for found in _C.seq_blocks(self.is_causal, self.window, TILE, ends, n_tokens, q, k))
+                for k in self._runs
+            )
+            for q in self._runs
+        )
+
+    @cached_property
+    def work(self) -> tuple[int, ...]:
+        """Pairs of a query and a key that it sees, by rank."""
+        return tuple(sum(block.n_pairs for blocks in of_rank for block in blocks) for of_rank in self._blocks)
+
+    @cached_property
+    def travel(self) -> tuple[int, ...]:
+        """How many hops the keys of each rank travel: to the last that needs them."""
+        n = self.cut.n_ranks
+        return tuple(max(hop for hop in range(n) if hop == 0 or self._blocks[(s + hop) % n][s]) for s in range(n))
+
+    def wire_elems(self, rank: int, n_key_heads: int, width: int) -> RingTraffic:
+        """What ``rank`` sends for one sequence, in elements of keys and values of ``width`` each."""
+        return traffic(self.travel, self.cut.tokens, rank, 2 * n_key_heads * width)
+
+
+class RingTraffic(NamedTuple):
+    """Elements that one rank sends."""
+
+    keys: int
+    """Keys and values, in the forward; as many again in the backward, where they travel once more."""
+    grads: int
+    """Their gradients, in the backward: float32 (float64 where the model is)."""
+
+
+def traffic(travel: Sequence[int], tokens: Sequence[int], rank: int, elems_per_token: int) -> RingTraffic:
+    """What ``rank`` sends where part s, of ``tokens[s]``, travels ``travel[s]`` hops.
+
+    At hop h rank r has part r - h. It sends the keys on if the part goes further, and its gradients in any case but at
+    home: on, or back to their rank in one message.
+    """
+    n = len(tokens)
+    parts = [((rank - hop) % n, hop) for hop in range(n)]
+    keys = sum(tokens[part] for part, hop in parts if travel[part] > hop)
+    grads = sum(tokens[part] for part, hop in parts if 0 < hop <= travel[part])
+    return RingTraffic(keys * elems_per_token, grads * elems_per_token)
+
+
+@lru_cache(maxsize=64)
+def plan_ring(cut: SequenceCut, *, is_causal: bool = True, window: int = 0) -> RingPlan:
+    """The plan of ``cut``, the same on all ranks. Plans of recent cuts are kept.
+
+    Raises ConfigError for a cut whose ranks share parts (use ``cut.parts()``), and for a window below 0.
+    """
+    if cut.n_inner != 1:
+        raise ConfigError(
+            f"the cut has rows of {cut.n_inner} ranks", where="plan_ring", fix="give the cut of its parts: cut.parts()"
+        )
+    if window < 0:
+        raise ConfigError(f"a window of {window} tokens", where="plan_ring", fix="write 0 for none")
+    return RingPlan(cut, is_causal, window)
