@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
+import msgspec
 import torch
 import torch.utils.checkpoint
 
@@ -32,7 +33,7 @@ from deepspeed_c.saved_tensors import Packer, SavedTensors, counts_all, hooks_ar
 
 _NO_NAMES: Mapping[int, str] = {}
 
-__all__ = ["Recomputer", "check_section", "label_of", "tensor_parallel_ranks"]
+__all__ = ["Recomputer", "check_section", "label_of", "parked", "tensor_parallel_ranks"]
 
 
 def _module_of(function: Callable) -> torch.nn.Module | None:
@@ -247,6 +248,13 @@ def tensor_parallel_ranks(mpu: Any) -> Collectives | None:
 
 def is_parameter(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, torch.nn.Parameter)
+
+
+def parked(section: ActivationCheckpointing, *, wanted: bool) -> ActivationCheckpointing:
+    """``section`` with inputs that wait in host memory, if that is ``wanted`` and it does not say where they wait."""
+    if not wanted or section.offload.device != "none":
+        return section
+    return msgspec.structs.replace(section, offload=msgspec.structs.replace(section.offload, device="cpu"))
 
 
 def bytes_of(max_in_cpu: int | str | None) -> int:
