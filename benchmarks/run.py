@@ -143,6 +143,13 @@ BENCHMARKS = [
         90,
         "--rounds 1 --ratios 1 --width 256 --layers 4",
     ),
+    _script(
+        "ring_attention",
+        f"{OURS}/ring_attention.py",
+        ("csrc/seq", "deepspeed_c/comm", "deepspeed_c/sequence", "ops"),
+        60,
+        "--rounds 1 --tokens 1024 --heads 2",
+    ),
     _script("launch_overhead", f"{OURS}/launch_overhead.py", ENGINE, 30, "--rounds 2", n_ranks=2),
     _script("ledger_cost", f"{OURS}/ledger_cost.py", (*ENGINE,), 60, "--rounds 2", n_ranks=2),
     _script("memory", f"{OURS}/memory.py", ENGINE, 60, "--params 8e6"),

@@ -19,7 +19,7 @@ __all__ = ["take_over_attention"]
 _SECTION = "sequence_parallel"
 
 
-class _Way(NamedTuple):
+class _AttentionWay(NamedTuple):
     is_ring: bool
     order: str
     n_inner: int
@@ -56,7 +56,7 @@ def take_over_attention(model: torch.nn.Module, mesh: Mesh, section: Any, *, ran
     return found
 
 
-def _choose(section: Any, n_heads: int, n_key_heads: int, comm: Collectives, ranks_of_host: int) -> _Way:
+def _choose(section: Any, n_heads: int, n_key_heads: int, comm: Collectives, ranks_of_host: int) -> _AttentionWay:
     attention, n_ranks = section.attention, comm.world_size
     if attention == "auto":
         attention = "ulysses" if n_heads >= n_ranks else "hybrid"
@@ -68,7 +68,7 @@ def _choose(section: Any, n_heads: int, n_key_heads: int, comm: Collectives, ran
                 where=f"{_SECTION}.order",
                 fix='leave it out, or use "attention": "ring" or "hybrid"',
             )
-        return _Way(False, "contiguous", 1)
+        return _AttentionWay(False, "contiguous", 1)
     order = "zigzag" if section.order == "auto" else section.order
     most = min(n_heads, ranks_of_host, n_ranks - 1) if attention == "hybrid" else 1
-    return _Way(True, order, max(n for n in range(1, max(most, 1) + 1) if n_ranks % n == 0))
+    return _AttentionWay(True, order, max(n for n in range(1, max(most, 1) + 1) if n_ranks % n == 0))

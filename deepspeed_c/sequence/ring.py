@@ -188,34 +188,65 @@ class _Ring(torch.autograd.Function):
         grad_q = torch.zeros(q.shape, dtype=log_sum.dtype, device=q.device)
         home = torch.zeros(own.shape, dtype=log_sum.dtype, device=q.device)
         gradients = _Gradients(call, home)
-        for hop, source, held in call.keys(own):
-            if held is None:
-                gradients.pass_on(hop, source, None)
-                continue
-            keys, values = held
-            sums = home if hop == 0 else torch.zeros(held.shape, dtype=home.dtype, device=q.device)
+
+        def compute(source: int, held: Tensor, sums: Tensor, heads: _Heads) -> None:
+            keys, values = held[:, :, heads.keys]
             for rows, block, plan in call.blocks(source):
                 found = block_attention_backward(
-                    _queries(grad, rows, block),
-                    _queries(q, rows, block),
+                    _queries(grad[:, heads.queries], rows, block),
+                    _queries(q[:, heads.queries], rows, block),
                     _keys(keys, rows, block),
                     _keys(values, rows, block),
-                    _queries(out, rows, block),
-                    log_sum[rows, :, block.query_begin : block.query_end],
+                    _queries(out[:, heads.queries], rows, block),
+                    _queries(log_sum[:, heads.queries], rows, block),
                     scale=call.scale,
                     **_mask(block, plan, q),
                 )
-                _queries(grad_q, rows, block).add_(found[0])
-                for of_part, part in zip(sums, found[1:], strict=True):
+                _queries(grad_q[:, heads.queries], rows, block).add_(found[0])
+                for of_part, part in zip(sums[:, :, heads.keys], found[1:], strict=True):
                     _keys(of_part, rows, block).add_(part)
-            if hop:
-                gradients.pass_on(hop, source, sums)
+
+        every = _Heads(slice(None), slice(None))
+        at_first, at_last = _in_two(q.shape[1], own.shape[2]) if max(call.travel) else (every, None)
+        for hop, source, held in call.keys(own):
+            if hop == 0:
+                if q[:, at_first.queries].numel():
+                    compute(source, own, home, at_first)
+                continue
+            sums = None
+            if held is not None:
+                sums = torch.zeros(held.shape, dtype=home.dtype, device=q.device)
+                compute(source, held, sums, every)
+            gradients.pass_on(hop, source, sums)
+        if at_last is not None:
+            compute(call.comm.rank, own, home, at_last)
         gradients.finish()
         grad_sinks = None
         if sinks is not None and ctx.needs_input_grad[3]:
             of_sinks = torch.exp(sinks.to(log_sum.dtype)[:, None] - log_sum)
             grad_sinks = -(of_sinks * (grad * out).sum(-1, dtype=log_sum.dtype)).sum((0, 2)).to(sinks.dtype)
         return grad_q.to(q.dtype), *home.to(q.dtype), grad_sinks, None
+
+
+class _Heads(NamedTuple):
+    """Query heads, and the key heads that they attend to."""
+
+    queries: slice
+    keys: slice
+
+
+def _in_two(n_heads: int, n_keys: int) -> tuple[_Heads, _Heads]:
+    """Heads whose own keys come first in a backward, and those whose come last.
+
+    The first are computed while the keys of the first hop come in, the last while gradients of the last hop go home,
+    which in 16 bits are twice as many bytes.
+    """
+    group = n_heads // n_keys
+    if n_keys == 1:
+        n = round(n_heads / 3)
+        return _Heads(slice(0, n), slice(None)), _Heads(slice(n, None), slice(None))
+    n = max(1, round(n_keys / 3))
+    return _Heads(slice(0, n * group), slice(0, n)), _Heads(slice(n * group, None), slice(n, None))
 
 
 def _queries(tensor: Tensor, rows: slice, block: Block) -> Tensor:

@@ -17,7 +17,6 @@ class Import(NamedTuple):
 PIPELINE = "pipeline parallelism comes with a later version"
 MOE = "expert parallelism comes with a later version"
 INFERENCE = "inference"
-ULYSSES = "sequence parallelism"
 
 IMPORTS = [
     Import("import deepspeed", "all of them"),
@@ -123,6 +122,11 @@ IMPORTS = [
     Import("from deepspeed.utils.timer import FORWARD_GLOBAL_TIMER", "Megatron-DeepSpeed"),
     Import("from deepspeed.utils.torch import required_torch_version", "GPT-NeoX"),
     Import("from deepspeed.runtime.activation_checkpointing.checkpointing import checkpoint", "GPT-NeoX"),
+    Import("from deepspeed.sequence.layer import DistributedAttention", "Megatron-DeepSpeed"),
+    Import("from deepspeed.sequence.layer import _SeqAllToAll", "Megatron-DeepSpeed"),
+    Import("from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF", "transformers, accelerate"),
+    Import("from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPDataLoaderAdapter", "accelerate"),
+    Import("import deepspeed.runtime.sequence_parallel.parallel_state_sp as mpu", "ArcticTraining"),
     # -- what is not here, and says so ---------------------------------------------------------------------------------------
     Import("from deepspeed.pipe import PipelineModule", "Megatron-DeepSpeed, GPT-NeoX, LLaMA pipelines", PIPELINE),
     Import("from deepspeed.pipe import LayerSpec, TiedLayerSpec", "Megatron-DeepSpeed, GPT-NeoX", PIPELINE),
@@ -131,8 +135,6 @@ IMPORTS = [
     Import("from deepspeed.moe.layer import MoE", "Megatron-DeepSpeed, DeepSpeedExamples", MOE),
     Import("from deepspeed import init_inference", "DeepSpeed-MII, BLOOM inference", INFERENCE),
     Import("from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine", "DeepSpeed-Chat", INFERENCE),
-    Import("from deepspeed.sequence.layer import DistributedAttention", "Megatron-DeepSpeed", ULYSSES),
-    Import("from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF", "transformers, accelerate", ULYSSES),
     Import("from deepspeed.compression.compress import init_compression, redundancy_clean", "DeepSpeedExamples", "compression"),
     Import("from deepspeed.profiling.flops_profiler import FlopsProfiler, get_model_profile", "calflops, GPT-NeoX", "torch.utils.flop_counter"),
     Import("from deepspeed.ops.sparse_attention import SparseSelfAttention", "GPT-NeoX, DALLE-pytorch", "flex_attention"),

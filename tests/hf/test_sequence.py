@@ -37,6 +37,7 @@ def batches(case: str, micro: int) -> dict[str, torch.Tensor]:
 MODELS: dict[str, dict[str, Any]] = {
     "grouped": {},
     "single": {"num_key_value_heads": 1},
+    "pair": {"num_attention_heads": 2, "num_key_value_heads": 1},
     "uneven": {"hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 8},
 }
 
@@ -132,8 +133,6 @@ def train(rank: int, world: int, sp: int, cells: list[dict[str, Any]]) -> list[A
                 engine.step()
             norms.append(engine.get_global_grad_norm())
         weights = {name: deepspeed_c.utils.safe_get_full_fp32_param(p) for name, p in model.named_parameters()}
-        if stage == 0 and not cell.get("config"):
-            weights = {name: p.detach().clone() for name, p in model.named_parameters()}
         found.append((weights, norms, engine.dp_world_size, engine.train_batch_size()))
         engine.close()
     return found

@@ -363,40 +363,6 @@ def test_the_trainer_trains_a_model_that_is_cut(tmp_path):
     assert batch == 4  # 2 samples in 2 micro-batches, on one data-parallel rank
 
 
-def ask_for_parallelism(rank, world, folder):
-    """What accelerate asks for when somebody wants sequence parallelism."""
-    import deepspeed
-    from accelerate import Accelerator, DeepSpeedPlugin, PartialState
-    from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
-
-    said = {}
-    PartialState(cpu=True)
-    handler = DeepSpeedSequenceParallelConfig(
-        sp_seq_length=12, sp_seq_length_is_variable=False, sp_attn_implementation="sdpa"
-    )
-    acc = Accelerator(
-        deepspeed_plugin=DeepSpeedPlugin(
-            hf_ds_config={"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}
-        ),
-        parallelism_config=ParallelismConfig(sp_backend="deepspeed", sp_size=2, sp_handler=handler),
-    )
-    model = llama()
-    with pytest.raises(deepspeed_c.FeatureError) as caught:
-        acc.prepare(model, torch.optim.AdamW(model.parameters()))
-    said["accelerate, sequence parallel"] = str(caught.value)
-    with pytest.raises(deepspeed_c.UnsupportedConfigError) as caught:
-        deepspeed.initialize(model=model, config={**WRITTEN, "sequence_parallel_size": 2})
-    said["initialize, sequence parallel"] = str(caught.value)
-    return said
-
-
-def test_parallelism_that_comes_later_says_so(tmp_path):
-    said = on_ranks(2, ask_for_parallelism, tmp_path)[0]
-    print(said)
-    for case, text in said.items():
-        assert f"{case.split(', ')[1]}ism" in text and "Fix: " in text, text
-        assert "comes with a later version" in text or "this version does not have" in text, text
-
 
 class FloatModel(torch.nn.Module):
     """Takes rows of floats, as models of images and sounds do, and notes their dtype."""

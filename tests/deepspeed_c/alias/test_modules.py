@@ -73,7 +73,6 @@ MISSING = {
     "from deepspeed.utils import no_such_name": "import",
     "from deepspeed.launcher.runner import nothing": "import",
     "from deepspeed.runtime.zero.stage3 import IPGBucketZ3": "import",
-    "from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF": "import",
     "from deepspeed.runtime.pipe.topology import *": "import",
     "import deepspeed.zero.nothing": "import",
     "deepspeed.init_inference": "attribute",
