@@ -74,7 +74,7 @@ def _keep_values(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 @contextmanager
-def _differentiating(sums: _Sums | None = None) -> Iterator[None]:
+def _differentiating(sums: _TileSums | None = None) -> Iterator[None]:
     """A tile whose graph does not outlive it. sums: what its gradients are added to, where it has a backward."""
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
@@ -129,7 +129,7 @@ def _leaves_of(output: torch.Tensor, inputs: Sequence[torch.Tensor], first_node:
     return list(found.values())
 
 
-class _Sum:
+class _TileSum:
     """A gradient that tiles add to: in float32 where it is of 16 bits, as one product over all rows would do."""
 
     def __init__(self) -> None:
@@ -163,7 +163,7 @@ class _AddingLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, sums: _Sums, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        ctx: Any, sums: _TileSums, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         ctx.sums, ctx.weight_id = sums, id(weight)
         ctx.save_for_backward(x, weight)
@@ -182,7 +182,7 @@ class _AddingLinear(torch.autograd.Function):
 class _AddsProducts(TorchFunctionMode):
     """Within, linear layers add to ``sums``: what one tile's product makes is neither allocated nor read again."""
 
-    def __init__(self, sums: _Sums) -> None:
+    def __init__(self, sums: _TileSums) -> None:
         super().__init__()
         self._sums = sums
 
@@ -204,7 +204,7 @@ class _AddsProducts(TorchFunctionMode):
 _BIASES = (torch.Tensor, torch.nn.Parameter, type(None))
 
 
-class _Sums:
+class _TileSums:
     """Gradients of one tiled part, tile by tile.
 
     tensors: those of the part, the first ``n_cut`` of which are cut along ``dim``; who requires one gets one.
@@ -214,8 +214,8 @@ class _Sums:
         self._n_cut, self._dim = n_cut, dim
         self._wanted = [i for i, tensor in enumerate(tensors) if tensor.requires_grad]
         self._cut = {i: torch.zeros_like(tensors[i]) for i in self._wanted if i < n_cut}
-        self._passed = {i: _Sum() for i in self._wanted if i >= n_cut}
-        self._weights: dict[int, _Sum] = {}
+        self._passed = {i: _TileSum() for i in self._wanted if i >= n_cut}
+        self._weights: dict[int, _TileSum] = {}
 
     def add(
         self,
@@ -239,11 +239,11 @@ class _Sums:
             elif part is not None:
                 self._cut[i].narrow(self._dim, *rows).copy_(part)
         for weight in weights:
-            self._weights.setdefault(id(weight), _Sum()).add(found.pop())
+            self._weights.setdefault(id(weight), _TileSum()).add(found.pop())
 
     def add_product(self, weight_id: int, grad: torch.Tensor, x: torch.Tensor) -> None:
         """Adds the gradient of a weight [out, in] by rows of ``grad`` [n, out] and ``x`` [n, in]."""
-        self._weights.setdefault(weight_id, _Sum()).add_product(grad, x)
+        self._weights.setdefault(weight_id, _TileSum()).add_product(grad, x)
 
     def of_tensor(self, i: int) -> torch.Tensor | None:
         if i in self._cut:
@@ -306,7 +306,7 @@ class _Tiled:
         return sum(self.lengths[:i]), self.lengths[i]
 
     def _run_tile(
-        self, tensors: Sequence[torch.Tensor], i: int, sums: _Sums | None = None
+        self, tensors: Sequence[torch.Tensor], i: int, sums: _TileSums | None = None
     ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
         """Tile ``i`` in a graph of its own: (output, its tensors, leaves of the graph besides them)."""
         inputs = []
@@ -362,7 +362,7 @@ class _Tiled:
         for weight, version in zip(self.weights, self._versions):
             if weight._version != version and state_of(weight) is None:
                 raise overwritten(f"{weight.dtype} {list(weight.shape)}", weight._version, version)
-        sums = _Sums(tensors, self.n_cut, self.dim)
+        sums = _TileSums(tensors, self.n_cut, self.dim)
         with held_whole(self.held), self._conditions.replayed(), _uncached_casts():
             for i in range(len(self.lengths)):
                 output, inputs, leaves = self._run_tile(tensors, i, sums)
@@ -689,7 +689,7 @@ class _LossInTiles:
 
     def _run(self) -> torch.Tensor:
         is_training = torch.is_grad_enabled()
-        sums = _Sums(self._cut, len(self._cut), 0)
+        sums = _TileSums(self._cut, len(self._cut), 0)
         weights = {id(weight): weight for weight in self._held if weight.requires_grad}
         n_counted = 1 if self._counts is None else max(1, sum(self._counts))
         loss, begin, holds = None, 0, ExitStack()
@@ -729,7 +729,7 @@ class _Finished(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, loss: torch.Tensor, n_counted: int, sums: _Sums, n_cut: int, *tensors: torch.Tensor
+        ctx: Any, loss: torch.Tensor, n_counted: int, sums: _TileSums, n_cut: int, *tensors: torch.Tensor
     ) -> torch.Tensor:
         grads = [*map(sums.of_tensor, range(n_cut)), *map(sums.of_weight, tensors[n_cut:])]
         ctx.n_counted = n_counted

@@ -92,7 +92,7 @@ class TiledModel:
         self._undo.append(undo)
 
     def _tile_loss(self, model: torch.nn.Module, head: torch.nn.Module) -> None:
-        loss = _CausalLoss(head, model.loss_function)
+        loss = _TiledCausalLoss(head, model.loss_function)
         had_own = model.__dict__.get("_loss_function")
         model.loss_function = loss
         self._replace_forward(head, loss.head_forward)
@@ -162,7 +162,7 @@ def _causal_model(model: torch.nn.Module) -> torch.nn.Module | None:
     return None
 
 
-class _CausalLoss:
+class _TiledCausalLoss:
     """Stands in for transformers' ``ForCausalLMLoss`` on one model."""
 
     def __init__(self, head: torch.nn.Module, usual: Callable) -> None:
