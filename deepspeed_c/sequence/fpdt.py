@@ -214,7 +214,7 @@ class _AttentionCall:
         return found
 
     def _attend(self, q: torch.Tensor, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """ShelvedChunk ``i``'s queries to the keys of all chunks up to it: (out in q's dtype, log_sum [batch, heads, tokens])."""
+        """Of chunk ``i``'s queries to the keys of all chunks up to it: (out, log_sum [batch, heads, tokens])."""
         wide = torch.promote_types(q.dtype, torch.float32)
         groups = q.shape[0] * q.shape[1]
         out = q.new_zeros((groups, *q.shape[2:]), dtype=wide)
@@ -270,14 +270,15 @@ class _ChunkedAttention(torch.autograd.Function):
     def forward(
         ctx: Any, call: _AttentionCall, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        ctx.call, ctx.has_bias = call, bias is not None
+        ctx.call = call, bias is not None
         ctx.save_for_backward(x, weight)
         return call.forward(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return (None, *ctx.call.backward(grad, *ctx.saved_tensors, ctx.has_bias))
+        call, has_bias = ctx.call
+        return (None, *call.backward(grad, *ctx.saved_tensors, has_bias))
 
 
 class FPDT_Attention(torch.nn.Module):
@@ -326,8 +327,8 @@ class FPDT_Attention(torch.nn.Module):
         found = _shape_of(first_weight), _shape_of(second_weight)
         if found != expected:
             raise ConfigError(
-                f"the weights have the shapes {found[0]} and {found[1]}; {self.n_heads} heads and {self.n_keys} key heads"
-                f" of {self.width} make it {expected[0]} and {expected[1]}",
+                f"the weights have the shapes {found[0]} and {found[1]}; {self.n_heads} heads and {self.n_keys} key"
+                f" heads of {self.width} make it {expected[0]} and {expected[1]}",
                 where="FPDT_Attention",
                 fix="give weights that fit num_attention_heads, num_key_value_heads, kv_channels and hidden_size",
             )

@@ -165,7 +165,7 @@ class _AddingLinear(torch.autograd.Function):
     def forward(
         ctx: Any, sums: _TileSums, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        ctx.sums, ctx.weight_id = sums, id(weight)
+        ctx.call = sums, id(weight)
         ctx.save_for_backward(x, weight)
         return torch.nn.functional.linear(x, weight, bias)
 
@@ -174,7 +174,8 @@ class _AddingLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         rows = grad.flatten(0, -2)
-        ctx.sums.add_product(ctx.weight_id, rows, x.flatten(0, -2))
+        sums, weight_id = ctx.call
+        sums.add_product(weight_id, rows, x.flatten(0, -2))
         of_x = grad @ weight if ctx.needs_input_grad[1] else None
         return None, of_x, None, rows.sum(0) if ctx.needs_input_grad[3] else None
 
@@ -388,8 +389,7 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Tiled, *tensors: torch.Tensor) -> torch.Tensor:
         own = tensors[: call.n_tensors]
-        ctx.call, ctx.requires = call, [tensor.requires_grad for tensor in own]
-        ctx.dtypes = [tensor.dtype for tensor in tensors]
+        ctx.call = call, [tensor.requires_grad for tensor in own], [tensor.dtype for tensor in tensors]
         # Not the weights: the function reads them where they are then.
         ctx.save_for_backward(*own)
         return call.forward(own)
@@ -397,9 +397,10 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        own = [tensor.detach().requires_grad_(need) for tensor, need in zip(ctx.saved_tensors, ctx.requires)]
-        grads = ctx.call.backward(own, grad)
-        return (None, *(None if found is None else found.to(dtype) for found, dtype in zip(grads, ctx.dtypes)))
+        call, requires, dtypes = ctx.call
+        own = [tensor.detach().requires_grad_(need) for tensor, need in zip(ctx.saved_tensors, requires)]
+        grads = call.backward(own, grad)
+        return (None, *(None if found is None else found.to(dtype) for found, dtype in zip(grads, dtypes)))
 
 
 def _is_input(value: Any) -> bool:
@@ -732,16 +733,16 @@ class _Finished(torch.autograd.Function):
         ctx: Any, loss: torch.Tensor, n_counted: int, sums: _TileSums, n_cut: int, *tensors: torch.Tensor
     ) -> torch.Tensor:
         grads = [*map(sums.of_tensor, range(n_cut)), *map(sums.of_weight, tensors[n_cut:])]
-        ctx.n_counted = n_counted
-        ctx.dtypes = [tensor.dtype for tensor in tensors]
+        ctx.call = n_counted, [tensor.dtype for tensor in tensors]
         ctx.save_for_backward(*grads)
         return loss / n_counted
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        scale = grad / ctx.n_counted
+        n_counted, dtypes = ctx.call
+        scale = grad / n_counted
         grads = [
-            None if found is None else (found * scale).to(dtype) for found, dtype in zip(ctx.saved_tensors, ctx.dtypes)
+            None if found is None else (found * scale).to(dtype) for found, dtype in zip(ctx.saved_tensors, dtypes)
         ]
         return (None, None, None, None, *grads)

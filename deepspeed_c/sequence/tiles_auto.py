@@ -1,4 +1,4 @@
-"""A model's perceptrons and its loss in tiles, without a change in its code: ``"sequence_parallel": {"tiles": "auto"}``.
+"""A model's perceptrons and loss in tiles, without a change in its code: ``"sequence_parallel": {"tiles": "auto"}``.
 
 Perceptrons are found by the name of their class and by what they consist of: nothing but layers that treat each token
 by itself. Transformers' causal models have their loss computed in tiles where they train with labels: the layer that
@@ -53,8 +53,8 @@ def tile_model(model: torch.nn.Module) -> TiledModel:
     if tiled.n_mlps == 0 and not tiled.has_loss:
         tiled.close()
         raise ModelError(
-            f"{type(model).__name__} has no perceptron (a module whose class is called ...{', ...'.join(_NAMES)}) and no"
-            " causal loss of transformers'",
+            f"{type(model).__name__} has no perceptron (a module whose class is called ...{', ...'.join(_NAMES)})"
+            " and no causal loss of transformers'",
             where='"sequence_parallel": {"tiles": "auto"}',
             fix="call TiledMLP and TiledFusedLogitsLoss in the model, or leave tiles out",
         )
@@ -220,7 +220,7 @@ class _TiledCausalLoss:
 
 
 class PromisedLogits(torch.Tensor):
-    """Logits [..., words] that nobody has computed. Any use but a look at their shape, dtype or device computes them."""
+    """Logits [..., words] that nobody has computed. Any use but a look at shape, dtype or device computes them."""
 
     # Set by ``of`` on each; a tensor's own constructor takes no such arguments.
     hidden: torch.Tensor
