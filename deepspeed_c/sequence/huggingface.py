@@ -284,9 +284,17 @@ class Registration:
             model.__dict__["generate"] = generate_alone
 
     def _look(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before a forward. Raises ModelError for labels that the model would shift after the cut."""
+        """Before a forward. Raises ModelError where positions lack, and for labels that the model would shift after the
+        cut."""
         self.attention.has_mask_of_model = kwargs.get("attention_mask") is not None
         is_cut = not (self._is_generating or (self.attention.disable_in_eval and not model.training))
+        if is_cut and kwargs.get("position_ids") is None and len(args) < 3:
+            raise ModelError(
+                "is given no position_ids, and would count the tokens of each rank from 0, as if documents began there",
+                where=type(model).__name__,
+                fix="pass position_ids [batch, tokens], the tokens' places in the whole sequence"
+                " (UlyssesSPDataLoaderAdapter makes them)",
+            )
         if is_cut and kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
             raise ModelError(
                 "labels of a part of a sequence would be shifted within it, and one token a rank be lost",
@@ -373,9 +381,9 @@ def _register(
         config = model_or_name.config
     else:
         config = importlib.import_module("transformers").AutoConfig.from_pretrained(model_or_name)
-    _check_core(core, getattr(config, "_attn_implementation", None), table)
     text = config.get_text_config()
     _check_layers(text, model)
+    _check_core(core, getattr(config, "_attn_implementation", None), table)
     for each in [each for switch in _switches.values() for each in switch.registrations]:
         # The same once more, before an engine has it: as a run that is repeated in a notebook.
         if not each.is_taken and model is not None and each.fits(model):

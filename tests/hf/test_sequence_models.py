@@ -1,0 +1,183 @@
+"""What a program does besides training with a model whose sequences are cut over ranks: it generates, evaluates, adds LoRA, has two models, closes engines; and what is refused at registration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import deepspeed_c
+from deepspeed_c.errors import ConfigError, ModelError
+from tests.hf.stack import VOCAB, llama, on_ranks
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    "zero_optimization": {"stage": 2},
+}
+
+
+def register(model: Any, core: str = "sdpa", **more: Any) -> Any:
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+    return UlyssesSPAttentionHF.register_with_transformers(model, core, torch.distributed.get_world_size(), 1, **more)
+
+
+def engine_of(model: Any, core: str = "sdpa", config: dict[str, Any] = CONFIG, **more: Any) -> Any:
+    mpu = register(model, core, **more)
+    params = [p for p in model.parameters() if p.requires_grad]
+    return deepspeed_c.initialize(model=model, model_parameters=params, config=config, mpu=mpu)[0]
+
+
+def whole() -> dict[str, torch.Tensor]:
+    tokens = torch.randint(3, VOCAB, (2, 12), generator=torch.Generator().manual_seed(5))
+    return {"input_ids": tokens, "position_ids": torch.arange(12).expand(2, -1)}
+
+
+def part(rank: int, world: int) -> dict[str, torch.Tensor]:
+    return {key: value.chunk(world, 1)[rank] for key, value in whole().items()}
+
+
+def program(rank: int, world: int) -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    model, other = llama(), llama(seed=1, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+    with torch.no_grad():
+        expected, of_other = model(**whole()).logits, other(**whole()).logits
+    text = whole()["input_ids"][:, :5]
+    generated = model.generate(text, max_new_tokens=4, do_sample=False)
+    engine = engine_of(model)
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is not plain
+    # Evaluation of cut sequences, in batches of other sizes; texts that are generated are whole on each rank.
+    with torch.no_grad():
+        engine.eval()
+        torch.testing.assert_close(engine(**part(rank, world)).logits, expected.chunk(world, 1)[rank])
+        one = {key: value[:1] for key, value in part(rank, world).items()}
+        torch.testing.assert_close(engine(**one).logits, expected.chunk(world, 1)[rank][:1])
+        assert torch.equal(engine.module.generate(text, max_new_tokens=4, do_sample=False), generated)
+        # A model that nobody has registered is left alone.
+        torch.testing.assert_close(other(**whole()).logits, of_other)
+    second = engine_of(other, disable_in_eval=True)
+    with torch.no_grad():
+        second.eval()
+        torch.testing.assert_close(second(**whole()).logits, of_other)
+        second.train()
+        torch.testing.assert_close(second(**part(rank, world)).logits, of_other.chunk(world, 1)[rank])
+        torch.testing.assert_close(engine(**part(rank, world)).logits, expected.chunk(world, 1)[rank])
+    with pytest.raises(ModelError, match="would be shifted within it"):
+        engine(**part(rank, world), labels=part(rank, world)["input_ids"])
+    with pytest.raises(ModelError, match="position_ids"):
+        engine(input_ids=part(rank, world)["input_ids"])
+    engine.close()
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is not plain and "generate" not in vars(model)
+    second.close()
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is plain
+
+
+def test_evaluation_generation_and_two_models() -> None:
+    on_ranks(2, program)
+
+
+def lora(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    base = llama()
+    torch.manual_seed(1)
+    model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    batch = whole() if world == 1 else part(rank, world)
+    labels = torch.nn.functional.pad(whole()["input_ids"][:, 1:], (0, 1), value=-100).chunk(world, 1)[rank].contiguous()
+    weight = next(p for name, p in model.named_parameters() if "lora_B" in name)
+    if world == 1:
+        loss = model(**batch, labels=labels, shift_labels=labels).loss
+        loss.backward()
+        return weight.detach() - 0.1 * weight.grad, loss.detach()
+    with engine_of(model, config={**CONFIG, "gradient_clipping": 0.0}) as engine:
+        loss = engine(**batch, labels=labels, shift_labels=labels).loss
+        engine.backward(loss)
+        engine.step()
+        return weight.detach().clone(), loss.detach()
+
+
+def test_lora() -> None:
+    (expected, _), *_ = on_ranks(1, lora)
+    for got, _ in on_ranks(2, lora):
+        assert got.abs().sum() > 0
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-7)
+
+
+def by_config(rank: int, world: int) -> None:
+    """Nobody registers the model: the configuration says it all."""
+    model = llama()
+    with torch.no_grad():
+        expected = model(**whole()).logits.chunk(world, 1)[rank]
+    with deepspeed_c.initialize(model=model, config={**CONFIG, "sequence_parallel_size": world})[0] as engine:
+        with torch.no_grad():
+            torch.testing.assert_close(engine(**part(rank, world)).logits, expected)
+            before = dict(engine._mesh.along("sp").ledger.totals)
+            engine(**part(rank, world))
+            after = dict(engine._mesh.along("sp").ledger.totals)
+        # Positions, once a forward and not once a layer; for each layer an exchange there and one back.
+        assert after["all-gather"].count - before["all-gather"].count == 1
+        assert after["all-to-all"].count - before["all-to-all"].count == 4
+    with pytest.raises(ConfigError, match="have runs of tokens"):
+        deepspeed_c.initialize(
+            model=llama(),
+            config={
+                **CONFIG,
+                "sequence_parallel_size": world,
+                "sequence_parallel": {"attention": "ulysses", "order": "zigzag"},
+            },
+        )
+
+
+def test_the_configuration_alone_is_enough() -> None:
+    on_ranks(2, by_config)
+
+
+def refused(rank: int, world: int) -> None:
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+    from transformers import MambaConfig, MambaForCausalLM, T5Config, T5ForConditionalGeneration
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    before = dict(ALL_ATTENTION_FUNCTIONS)
+    with pytest.raises(ConfigError, match="3 does not divide the 2 ranks"):
+        UlyssesSPAttentionHF.register_with_transformers(llama(), "sdpa", 3, 1)
+    assert UlyssesSPAttentionHF.register_with_transformers(llama(), "sdpa", 1, 1) is None
+    with pytest.raises(ConfigError, match="eager attention"):
+        register(llama(attn_implementation="eager"), "eager")
+    with pytest.raises(ConfigError, match="is 'flex_attention', and the model uses 'sdpa'"):
+        register(llama(), "flex_attention")
+    small = {"hidden_size": 16, "vocab_size": VOCAB, "num_hidden_layers": 1}
+    with pytest.raises(ModelError, match=r"carry a state along the sequence: .*Mamba"):
+        register(MambaForCausalLM(MambaConfig(**small, num_heads=2, num_attention_heads=2)))
+    t5 = T5Config(vocab_size=VOCAB, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    with pytest.raises(ModelError, match="attends from one sequence to another"):
+        register(T5ForConditionalGeneration(t5))
+    assert dict(ALL_ATTENTION_FUNCTIONS) == before
+    with pytest.raises(ConfigError, match="heads"):
+        engine_of(
+            llama(num_attention_heads=1, num_key_value_heads=1),
+            config={**CONFIG, "sequence_parallel": {"attention": "ulysses"}},
+        )
+    assert dict(ALL_ATTENTION_FUNCTIONS) == before
+
+
+def test_what_cannot_be_cut_is_refused_at_registration() -> None:
+    on_ranks(2, refused)
+
+
+def flex(rank: int, world: int) -> None:
+    model = llama(attn_implementation="flex_attention")
+    packed = {**whole(), "position_ids": torch.cat([torch.arange(5), torch.arange(7)]).expand(2, -1)}
+    with torch.no_grad():
+        expected = llama()(**packed).logits.chunk(world, 1)[rank]
+        with engine_of(model, "flex_attention") as engine:
+            got = engine(**{key: value.chunk(world, 1)[rank] for key, value in packed.items()}).logits
+    torch.testing.assert_close(got, expected)
+
+
+def test_flex_attention() -> None:
+    on_ranks(2, flex)
