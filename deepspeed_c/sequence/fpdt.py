@@ -156,13 +156,13 @@ class _AttentionCall:
         comm: Collectives,
         heads: tuple[int, int, int],
         chunks: _Chunks,
-        rotary: _Rotary | None,
+        angles: _Rotary | None,
         shelf: Shelf,
         *,
         keeps: bool,
     ) -> None:
         """heads: (query heads, key heads, the width of each). keeps: what the backward needs."""
-        self._comm, self._chunks, self._rotary, self._shelf, self._keeps = comm, chunks, rotary, shelf, keeps
+        self._comm, self._chunks, self._angles, self._shelf, self._keeps = comm, chunks, angles, shelf, keeps
         self._n_heads, self._n_keys, width = heads
         self._width = width
         self._plan = plan_heads(self._n_heads, self._n_keys, comm.world_size, comm.rank)
@@ -179,7 +179,7 @@ class _AttentionCall:
         return Shapes(self._n_heads, self._n_keys, width, width, self._chunks.cuts[i].tokens, self._comm.rank)
 
     def _turn(self, x: torch.Tensor, i: int, *, back: bool = False) -> torch.Tensor:
-        return x if self._rotary is None else self._rotary.turn(x, self._chunks.begins[i], back=back)
+        return x if self._angles is None else self._angles.turn(x, self._chunks.begins[i], back=back)
 
     def _spread(self, keys: torch.Tensor) -> torch.Tensor:
         """One key head for each group of queries. keys: [tokens, batch, heads, width]."""
@@ -366,10 +366,10 @@ class FPDT_Attention(torch.nn.Module):
                 f"attention_dropout is {self.dropout}", where="FPDT_Attention", fix="set it to 0: chunks have none"
             )
         chunks = self._lay_out(x.shape[0])
-        rotary = None if rotary_pos_emb is None else _Rotary(*rotary_pos_emb)
-        if rotary is not None and min(rotary.cos.shape[0], rotary.sin.shape[0]) < chunks.n_tokens:
+        angles = None if rotary_pos_emb is None else _Rotary(*rotary_pos_emb)
+        if angles is not None and min(angles.cos.shape[0], angles.sin.shape[0]) < chunks.n_tokens:
             raise ConfigError(
-                f"rotary_pos_emb has {rotary.cos.shape[0]} positions for {chunks.n_tokens} tokens",
+                f"rotary_pos_emb has {angles.cos.shape[0]} positions for {chunks.n_tokens} tokens",
                 where="FPDT_Attention",
                 fix="give cos and sin for the whole sequence, on every rank",
             )
@@ -378,7 +378,7 @@ class FPDT_Attention(torch.nn.Module):
         params = [p for p in (x, self.qkv_linear_weight, self.qkv_linear_bias) if p is not None]
         keeps = torch.is_grad_enabled() and any(p.requires_grad for p in params)
         heads = self.n_heads, self.n_keys, self.width
-        call = _AttentionCall(self._comm, heads, chunks, rotary, shelf, keeps=keeps)
+        call = _AttentionCall(self._comm, heads, chunks, angles, shelf, keeps=keeps)
         output = _ChunkedAttention.apply(call, x, self.qkv_linear_weight, self.qkv_linear_bias)
         output = F.linear(output, self.qkv_dense_weight, None if self.return_bias else self.qkv_dense_bias)
         return output, self.qkv_dense_bias if self.return_bias else None
