@@ -123,14 +123,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--mlp-tokens", type=int, default=16384)
     parser.add_argument("--words", type=int, default=32768)
     parser.add_argument("--width", type=int, default=512)
     options = parser.parse_args()
     row = measure(*losses_of(options.tokens, options.words, options.width), LOSS_TILES, options.rounds)
-    sizes = {"tokens": options.tokens, "width": options.width}
-    print(json.dumps({"benchmark": "tiled_loss", **sizes, "words": options.words, **row, "machine": machine()}))
-    row = measure(*perceptrons_of(options.tokens, options.width), MLP_TILES, options.rounds)
-    print(json.dumps({"benchmark": "tiled_mlp", **sizes, **row, "machine": machine()}))
+    sizes = {"tokens": options.tokens, "words": options.words, "width": options.width}
+    print(json.dumps({"benchmark": "tiled_loss", "part": "loss", **sizes, **row, "machine": machine()}))
+    row = measure(*perceptrons_of(options.mlp_tokens, options.width), MLP_TILES, options.rounds)
+    sizes = {"tokens": options.mlp_tokens, "width": options.width}
+    print(json.dumps({"benchmark": "tiled_loss", "part": "perceptron", **sizes, **row, "machine": machine()}))
 
 
 if __name__ == "__main__":
