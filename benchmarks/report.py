@@ -279,6 +279,21 @@ FIGURES = [
         )
     ),
     *(
+        Figure(f"{what}: over without tiles", goal, "tiled_loss", {"part": part}, key)
+        for what, goal, part, key in (
+            ("loss of 4,096 tokens over 32,768 words in 16 tiles, peak", "<= 0.25", "loss", "peak_of_whole_tiles"),
+            ("the same, forward and backward", "<= 1.15", "loss", "time_of_whole_tiles"),
+            ("`TiledFusedLogitsLoss` with torch's cross-entropy, peak", "<= 0.25", "loss", "peak_of_whole_fused"),
+            ("the same, forward and backward", "<= 1.15", "loss", "time_of_whole_fused"),
+            (
+                "`TiledMLP` of 16,384 tokens in 8 tiles, peak between its input and output",
+                "<= 0.2",
+                "perceptron",
+                "peak_between_of_whole_tiles",
+            ),
+        )
+    ),
+    *(
         Figure(
             f"the collective ledger: part of an fp32 training step of {model}, 2 ranks, stage {stage}",
             "<= 0.01",

@@ -217,6 +217,13 @@ BENCHMARKS = [
             ("activation_checkpointing_2_ranks", 180, 2),
         )
     ),
+    _script(
+        "tiled_loss",
+        f"{OURS}/tiles.py",
+        ("deepspeed_c/sequence/tiles.py", "deepspeed_c/sequence/loss.py", "csrc/tp", "ops"),
+        120,
+        "--rounds 1 --tokens 256 --words 512 --width 32 --mlp-tokens 256",
+    ),
     _script("import_time", f"{OURS}/import_time.py", ("deepspeed_c", "ops"), 80, "--rounds 1"),
     _script("start_time", f"{OURS}/start_time.py", ("deepspeed_c", "ops"), 200, "--rounds 1"),
     _script("alias_start", f"{OURS}/alias_start.py", ("deepspeed_c/alias", *STARTING), 15, "--rounds 2"),

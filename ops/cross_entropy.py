@@ -53,7 +53,8 @@ def join(parts: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 def grad_(logits: Tensor, targets: Tensor, log_sum: Tensor, scale: Tensor, smoothing: float, n_all_words: int) -> None:
     """Puts the gradient in place of ``logits`` [n, words of this rank]: scale * (softmax - smoothing / n_all_words -
-    (1 - smoothing) * (word is the target)). log_sum, scale: [n], of the dtype of ``rows``. A row of scale 0 becomes zeros.
+    (1 - smoothing) * (word is the target)). log_sum, scale: [n], of the dtype of ``rows``. A row of scale 0 becomes
+    zeros.
     """
     if _is_of_core(logits):
         torch.ops.deepspeed_c.cross_entropy_grad_(logits, targets, log_sum, scale, smoothing, n_all_words)

@@ -41,6 +41,12 @@ PERMITTED: dict[str, str] = {
     "sequence/ring.py: ctx.call": "torch's own: the context of an autograd function",
     "sequence/layer.py: ctx.comm": "torch's own: the context of an autograd function",
     "sequence/layer.py: ctx.dims": "torch's own: the context of an autograd function",
+    **dict.fromkeys(
+        ("sequence/fpdt.py: ctx.call", "sequence/loss.py: ctx.call", "sequence/tiles.py: ctx.call"),
+        "torch's own: the context of an autograd function",
+    ),
+    "sequence/tiles_auto.py: model.loss_function": "transformers' own: the loss of a model, until it is given back",
+    "sequence/tiles_auto.py: module.forward": "torch's own: a module that runs in tiles, until it is given back",
     "sequence/layer.py: ctx.sizes": "torch's own: the context of an autograd function",
     "sequence/huggingface.py: module.num_key_value_groups": "transformers' own: its functions read it off the layer, during one call",
     "engine/engine.py: optimizer.optimizer._opt_called": "torch's own: its schedules ask whether an optimizer has stepped, and through which method",

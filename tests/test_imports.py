@@ -46,7 +46,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "compat": {"config", "logging", "comm", "accelerator", "zero", "checkpoint", "utils"},
     "offload": {"config", "logging", "comm", "ops", "_C", "zero"},
     "inject": {"config", "logging", "comm", "checkpoint", "ops", "_C", "quantity"},
-    "sequence": {"config", "comm", "ops", "_C", "quantity"},
+    "sequence": {
+        *("saved_tensors", "config", "logging", "comm", "ops", "_C"),
+        *("zero", "checkpointing", "offload", "quantity"),
+    },
     "pipe": {"config", "comm", "utils", "checkpointing", "_C"},
     "engine": {
         "pipe",

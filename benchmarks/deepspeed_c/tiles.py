@@ -1,6 +1,7 @@
 """What do tiles cost and spare? A loss over many words, and a gated perceptron, whole and in tiles.
 
-One forward and backward of each way in turn, in one process; peaks are live bytes (`benchmarks/live_bytes.py`) of another one, above what lives before it. The losses are torch's own
+One forward and backward of each way in turn, in one process; peaks are live bytes (`benchmarks/live_bytes.py`) of another one, above what lives before it. `peak_between` leaves out
+what a perceptron gives and takes either way, its output and the gradient of its input. The losses are torch's own
 cross-entropy of whole logits, the same a tile at a time (`TiledFusedLogitsLoss`), and ours, as `"tiles": "auto"` computes it.
 Run: python -m benchmarks.deepspeed_c.tiles
 """
@@ -11,7 +12,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +43,15 @@ def torch_loss(head: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tenso
     return F.cross_entropy(head(x), y)
 
 
-def losses_of(tokens: int, words: int, width: int) -> tuple[dict[str, Callable[[], float]], list[int]]:
+class Part(NamedTuple):
+    """What is measured: ways to compute it, the sizes of outputs that they have made, and the tensors that are there."""
+
+    ways: dict[str, Callable[[], float]]
+    seen: list[int]
+    given: list[torch.Tensor]
+
+
+def losses_of(tokens: int, words: int, width: int) -> Part:
     torch.manual_seed(1)
     head, x = nn.Linear(width, words, bias=False), torch.randn(tokens, width).requires_grad_()
     y = torch.randint(words, (tokens,))
@@ -59,14 +68,15 @@ def losses_of(tokens: int, words: int, width: int) -> tuple[dict[str, Callable[[
     def fused() -> torch.Tensor:
         return TiledFusedLogitsLoss.apply(torch_loss, head, x[None], y[None], None, LOSS_TILES, [head.weight], "mean")
 
-    return {
+    ways = {
         "whole": lambda: step(lambda: torch_loss(head, x, y)),
         "tiles": lambda: step(lambda: tiled_cross_entropy(head, x, y, LOSS_TILES, weights=[head.weight])),
         "fused": lambda: step(fused),
-    }, seen
+    }
+    return Part(ways, seen, [x, y, head.weight])
 
 
-def perceptrons_of(tokens: int, width: int) -> tuple[dict[str, Callable[[], float]], list[int]]:
+def perceptrons_of(tokens: int, width: int) -> Part:
     torch.manual_seed(1)
     mlp, x = Perceptron(width), torch.randn(1, tokens, width).requires_grad_()
     seen: list[int] = []
@@ -80,20 +90,28 @@ def perceptrons_of(tokens: int, width: int) -> tuple[dict[str, Callable[[], floa
         output.backward(torch.ones((), dtype=x.dtype).expand_as(output))
         return float(output.detach().abs().sum()) + float(x.grad.abs().sum()) + float(mlp.up.weight.grad.abs().sum())
 
-    return {
+    ways = {
         "whole": lambda: step(lambda: mlp(x)),
         "tiles": lambda: step(lambda: TiledMLP.apply(Perceptron.forward, mlp, x, MLP_TILES, list(mlp.parameters()))),
-    }, seen
+    }
+    return Part(ways, seen, [x, *mlp.parameters()])
 
 
-def peak_of(step: Callable[[], Any]) -> int:
+def peak_of(step: Callable[[], Any], given: list[torch.Tensor]) -> int:
+    for tensor in given:
+        tensor.grad = None
     live = LiveBytes()
-    with live, live.phase("step"):
-        step()
-    return live.peaks["step"]
+    with live:
+        _ = [tensor.detach() for tensor in given]  # makes them known
+        before = live.nbytes()
+        with live.phase("step"):
+            step()
+    return live.peaks["step"] - before
 
 
-def measure(ways: dict[str, Callable[[], float]], seen: list[int], n_tiles: int, rounds: int) -> dict[str, Any]:
+def measure(part: Part, n_tiles: int, rounds: int, kept: int = 0) -> dict[str, Any]:
+    """kept: bytes that the part gives and takes either way."""
+    ways, seen = part.ways, part.seen
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     values, largest = {}, {}
     for i in range(rounds + 1):
@@ -109,12 +127,13 @@ def measure(ways: dict[str, Callable[[], float]], seen: list[int], n_tiles: int,
         if name != "whole":
             require(largest[name] * n_tiles == largest["whole"], f"{n_tiles} tiles of equal size: {largest}")
     row: dict[str, Any] = {}
-    peaks = {name: peak_of(step) for name, step in ways.items()}
+    peaks = {name: peak_of(step, part.given) for name, step in ways.items()}
     for name, peak in peaks.items():
         row[f"peak_mib_{name}"] = round(peak / MIB, 1)
         row[f"seconds_{name}"] = round(median_spread(seconds[name])[0], 4)
         if name != "whole":
             row[f"peak_of_whole_{name}"] = round(peak / peaks["whole"], 4)
+            row[f"peak_between_of_whole_{name}"] = round((peak - kept) / (peaks["whole"] - kept), 4)
             row |= ratios(f"time_of_whole_{name}", seconds[name], seconds["whole"])
     return row
 
@@ -123,14 +142,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--mlp-tokens", type=int, default=16384)
     parser.add_argument("--words", type=int, default=32768)
     parser.add_argument("--width", type=int, default=512)
     options = parser.parse_args()
-    row = measure(*losses_of(options.tokens, options.words, options.width), LOSS_TILES, options.rounds)
-    sizes = {"tokens": options.tokens, "width": options.width}
-    print(json.dumps({"benchmark": "tiled_loss", **sizes, "words": options.words, **row, "machine": machine()}))
-    row = measure(*perceptrons_of(options.tokens, options.width), MLP_TILES, options.rounds)
-    print(json.dumps({"benchmark": "tiled_mlp", **sizes, **row, "machine": machine()}))
+    row = measure(losses_of(options.tokens, options.words, options.width), LOSS_TILES, options.rounds)
+    sizes = {"tokens": options.tokens, "words": options.words, "width": options.width}
+    print(json.dumps({"benchmark": "tiled_loss", "part": "loss", **sizes, **row, "machine": machine()}))
+    kept = 2 * options.mlp_tokens * options.width * 4
+    row = measure(perceptrons_of(options.mlp_tokens, options.width), MLP_TILES, options.rounds, kept)
+    sizes = {"tokens": options.mlp_tokens, "width": options.width}
+    print(json.dumps({"benchmark": "tiled_loss", "part": "perceptron", **sizes, **row, "machine": machine()}))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
+import msgspec
 import torch
 import torch.utils.checkpoint
 
@@ -34,7 +35,7 @@ _NO_NAMES: Mapping[int, str] = {}
 # Bytes that a budget's first step moves to see how fast that is.
 _MOST_PROBED = 64 << 20
 
-__all__ = ["Recomputer", "check_section", "label_of", "tensor_parallel_ranks"]
+__all__ = ["Recomputer", "check_section", "label_of", "parked", "tensor_parallel_ranks"]
 
 
 def _module_of(function: Callable) -> torch.nn.Module | None:
@@ -289,6 +290,13 @@ def tensor_parallel_ranks(mpu: Any) -> Collectives | None:
 
 def is_parameter(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, torch.nn.Parameter)
+
+
+def parked(section: ActivationCheckpointing, *, wanted: bool) -> ActivationCheckpointing:
+    """``section`` with inputs that wait in host memory, if that is ``wanted`` and it does not say where they wait."""
+    if not wanted or section.offload.device != "none":
+        return section
+    return msgspec.structs.replace(section, offload=msgspec.structs.replace(section.offload, device="cpu"))
 
 
 def bytes_of(max_in_cpu: int | str | None) -> int:

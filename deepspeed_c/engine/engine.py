@@ -19,6 +19,7 @@ from typing_extensions import Self
 from deepspeed_c.accelerator import get_accelerator
 from deepspeed_c.checkpoint.native.background import Save
 from deepspeed_c.checkpointing.blocks import Blocks
+from deepspeed_c.checkpointing.recomputer import parked
 from deepspeed_c.checkpointing.rng import SEQUENCE_RNG, stream_of_rank
 from deepspeed_c.comm.mesh import DATA, Mesh
 from deepspeed_c.config import Config
@@ -43,6 +44,7 @@ from deepspeed_c.logging import log_dist, logger
 from deepspeed_c.profile.timers import EngineTimers, ThroughputTimer, see_memory_usage
 from deepspeed_c.sequence.adopt import take_over_attention
 from deepspeed_c.sequence.huggingface import Registration
+from deepspeed_c.sequence.tiles_auto import TiledModel, tile_model
 from deepspeed_c.zero.layout.layout import Layout
 from deepspeed_c.zero.states.access import attach, detach
 from deepspeed_c.zero.states.optimizer import DeepSpeedOptimizer, ZeroOptimizer
@@ -128,13 +130,16 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
         self._preemption = Preemption(config.checkpoint.preemption, can_step=optimizer is not None)
         self._blocks: Blocks | None = None
         self._attention: Registration | None = None
+        self._tiles: TiledModel | None = None
         try:
             self._attention = take_over_attention(
                 model, mesh, config.sequence_parallel, ranks_of_host=read_env().local_world_size or mesh.comm.world_size
             )
+            if config.sequence_parallel.tiles == "auto":
+                self._tiles = tile_model(model)
             self._blocks = Blocks(
                 model,
-                config.activation_checkpointing,
+                parked(config.activation_checkpointing, wanted=config.sequence_parallel.offload_activations),
                 mesh.along("tp"),
                 has_sharded=bool(layout and layout.fetcher),
                 aio=config.aio,
@@ -918,6 +923,8 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
     def _unwrap(self) -> None:
         if self._attention is not None:
             self._attention.close()
+        if self._tiles is not None:
+            self._tiles.close()
         if self._blocks is not None:
             self._blocks.close()
 

@@ -30,7 +30,7 @@ class PartitionType(enum.Enum):
 
 @dataclass
 class TPLayerSpec:
-    """One rule: which parameters, and how they are cut (``LayerSpec`` in the configuration).
+    """One rule: which parameters, and how they are cut (``layer_specs`` in the configuration).
 
     shape: of the weight in parts, an entry a dimension: a number of equal parts, a tuple of their sizes, or -1. Without
     one, heads go whole where the family's policy knows the layer. Raises ConfigError for a shape that has parts in

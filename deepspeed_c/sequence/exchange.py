@@ -17,7 +17,7 @@ from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import ConfigError
 from deepspeed_c.sequence.plans import HeadPlan, plan_heads
 
-__all__ = ["Shapes", "gather_heads", "gather_tokens"]
+__all__ = ["Shapes", "gather_heads", "gather_tokens", "return_heads", "return_tokens", "send_heads", "send_tokens"]
 
 
 class Shapes(NamedTuple):
@@ -159,48 +159,59 @@ def _blocks(shapes: Shapes, batch: int) -> tuple[list[int], list[int]]:
     return sent, [n * batch * mine for n in shapes.tokens]
 
 
+def send_tokens(
+    comm: Collectives, shapes: Shapes, of_tokens: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What ``gather_tokens`` gives of (query, key, value), outside of a graph."""
+    batch = of_tokens[0].shape[1]
+    rows = _new(of_tokens[0], sum(shapes.tokens), batch, sum(shapes.row(shapes.rank)))
+    sent, got = _blocks(shapes, batch)
+    _send(comm, _pack_heads(shapes, *of_tokens), rows, sent, got, "queries, keys and values")
+    return _views(shapes, rows)
+
+
+def return_tokens(comm: Collectives, shapes: Shapes, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients of what ``send_tokens`` was given, of those of what it gave."""
+    batch = grads[0].shape[1]
+    rows = _new(grads[0], sum(shapes.tokens), batch, sum(shapes.row(shapes.rank)))
+    for place, grad in zip(_views(shapes, rows), grads):
+        place.copy_(grad)
+    sent, got = _blocks(shapes, batch)
+    flat = _new(rows, sum(sent))
+    _send(comm, rows, flat, got, sent, "gradients of queries, keys and values")
+    n_local = shapes.n_local
+    widths = shapes.query_width, shapes.query_width, shapes.value_width
+    heads = shapes.n_heads, shapes.n_key_heads, shapes.n_key_heads
+    wholes = [_new(rows, n_local, batch, n, width) for n, width in zip(heads, widths)]
+    written = [0, 0, 0]  # heads [0, written) have a gradient: key heads that several ranks have are summed
+    for rank, (plan, block) in enumerate(zip(shapes.plans, flat.split(sent))):
+        row = shapes.row(rank)
+        bounds = (
+            (plan.query_begin, plan.query_end),
+            (plan.key_begin, plan.key_end),
+            (plan.key_begin, plan.key_end),
+        )
+        for i, part in enumerate(block.view(n_local, batch, sum(row)).split(row, -1)):
+            first, last = bounds[i]
+            part = part.unflatten(-1, (last - first, widths[i]))
+            again = max(min(written[i], last) - first, 0)
+            if again:
+                wholes[i][:, :, first : first + again] += part[:, :, :again]
+            if first + again < last:
+                wholes[i][:, :, first + again : last] = part[:, :, again:]
+            written[i] = max(written[i], last)
+    return wholes
+
+
 class _GatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, comm: Collectives, shapes: Shapes, *of_tokens: torch.Tensor):
         ctx.comm, ctx.shapes = comm, shapes
-        batch = of_tokens[0].shape[1]
-        rows = _new(of_tokens[0], sum(shapes.tokens), batch, sum(shapes.row(shapes.rank)))
-        sent, got = _blocks(shapes, batch)
-        _send(comm, _pack_heads(shapes, *of_tokens), rows, sent, got, "queries, keys and values")
-        return _views(shapes, rows)
+        return send_tokens(comm, shapes, of_tokens)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor):
-        shapes: Shapes = ctx.shapes
-        batch = grads[0].shape[1]
-        rows = _new(grads[0], sum(shapes.tokens), batch, sum(shapes.row(shapes.rank)))
-        for place, grad in zip(_views(shapes, rows), grads):
-            place.copy_(grad)
-        sent, got = _blocks(shapes, batch)
-        flat = _new(rows, sum(sent))
-        _send(ctx.comm, rows, flat, got, sent, "gradients of queries, keys and values")
-        n_local = shapes.n_local
-        widths = shapes.query_width, shapes.query_width, shapes.value_width
-        heads = shapes.n_heads, shapes.n_key_heads, shapes.n_key_heads
-        wholes = [_new(rows, n_local, batch, n, width) for n, width in zip(heads, widths)]
-        written = [0, 0, 0]  # heads [0, written) have a gradient: key heads that several ranks have are summed
-        for rank, (plan, block) in enumerate(zip(shapes.plans, flat.split(sent))):
-            row = shapes.row(rank)
-            bounds = (
-                (plan.query_begin, plan.query_end),
-                (plan.key_begin, plan.key_end),
-                (plan.key_begin, plan.key_end),
-            )
-            for i, part in enumerate(block.view(n_local, batch, sum(row)).split(row, -1)):
-                first, last = bounds[i]
-                part = part.unflatten(-1, (last - first, widths[i]))
-                again = max(min(written[i], last) - first, 0)
-                if again:
-                    wholes[i][:, :, first : first + again] += part[:, :, :again]
-                if first + again < last:
-                    wholes[i][:, :, first + again : last] = part[:, :, again:]
-                written[i] = max(written[i], last)
-        return None, None, *wholes
+        return None, None, *return_tokens(ctx.comm, ctx.shapes, grads)
 
 
 def _output_blocks(shapes: Shapes, batch: int) -> tuple[list[int], list[int]]:
@@ -210,29 +221,38 @@ def _output_blocks(shapes: Shapes, batch: int) -> tuple[list[int], list[int]]:
     return sent, [shapes.n_local * batch * plan.n_queries * shapes.value_width for plan in shapes.plans]
 
 
+def send_heads(comm: Collectives, shapes: Shapes, out: torch.Tensor) -> torch.Tensor:
+    """What ``gather_heads`` gives, outside of a graph."""
+    batch = out.shape[1]
+    sent, got = _output_blocks(shapes, batch)
+    flat = _new(out, sum(got))
+    _send(comm, out.contiguous(), flat, sent, got, "outputs of attention")
+    whole = _new(out, shapes.n_local, batch, shapes.n_heads, shapes.value_width)
+    for plan, block in zip(shapes.plans, flat.split(got)):
+        place = whole[:, :, plan.query_begin : plan.query_end]
+        place.copy_(block.view(place.shape))
+    return whole
+
+
+def return_heads(comm: Collectives, shapes: Shapes, grad: torch.Tensor) -> torch.Tensor:
+    """The gradient of what ``send_heads`` was given, of that of what it gave."""
+    batch = grad.shape[1]
+    sent, got = _output_blocks(shapes, batch)
+    flat = _new(grad, sum(got))
+    for plan, block in zip(shapes.plans, flat.split(got)):
+        part = grad[:, :, plan.query_begin : plan.query_end]
+        block.view(part.shape).copy_(part)
+    out = _new(grad, sum(shapes.tokens), batch, shapes.plan.n_queries, shapes.value_width)
+    _send(comm, flat, out, got, sent, "gradients of outputs of attention")
+    return out
+
+
 class _GatherHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, comm: Collectives, shapes: Shapes, out: torch.Tensor):
         ctx.comm, ctx.shapes = comm, shapes
-        batch = out.shape[1]
-        sent, got = _output_blocks(shapes, batch)
-        flat = _new(out, sum(got))
-        _send(comm, out.contiguous(), flat, sent, got, "outputs of attention")
-        whole = _new(out, shapes.n_local, batch, shapes.n_heads, shapes.value_width)
-        for plan, block in zip(shapes.plans, flat.split(got)):
-            place = whole[:, :, plan.query_begin : plan.query_end]
-            place.copy_(block.view(place.shape))
-        return whole
+        return send_heads(comm, shapes, out)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor):
-        shapes: Shapes = ctx.shapes
-        batch = grad.shape[1]
-        sent, got = _output_blocks(shapes, batch)
-        flat = _new(grad, sum(got))
-        for plan, block in zip(shapes.plans, flat.split(got)):
-            part = grad[:, :, plan.query_begin : plan.query_end]
-            block.view(part.shape).copy_(part)
-        out = _new(grad, sum(shapes.tokens), batch, shapes.plan.n_queries, shapes.value_width)
-        _send(ctx.comm, flat, out, got, sent, "gradients of outputs of attention")
-        return None, None, out
+        return None, None, return_heads(ctx.comm, ctx.shapes, grad)

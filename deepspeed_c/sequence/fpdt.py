@@ -9,21 +9,20 @@ what waits. Attention is causal.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from deepspeed_c.comm import comm as dist
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import ConfigError, ModelError
 from deepspeed_c.ops.attention_parts import merge_
 from deepspeed_c.sequence.blocks import block_attention, block_attention_backward
-from deepspeed_c.sequence.fpdt_shelf import Chunk, Shelf
+from deepspeed_c.sequence.exchange import Shapes, return_heads, return_tokens, send_heads, send_tokens
+from deepspeed_c.sequence.fpdt_shelf import Shelf, ShelvedChunk
 from deepspeed_c.sequence.loss import gathered_losses, row_losses
-from deepspeed_c.sequence.plans import HeadPlan, SequenceCut, plan_heads
+from deepspeed_c.sequence.plans import SequenceCut, plan_heads
 from deepspeed_c.sequence.tiles import in_tiles, tile_lengths
 
 __all__ = ["FPDT_FFN", "FPDT_Attention", "FPDT_InputConstruct", "FPDT_LogitsLoss"]
@@ -115,95 +114,6 @@ class FPDT_InputConstruct(torch.nn.Module):
         return tokens, labels, mask, self.attention_mask, positions
 
 
-class _Heads:
-    """The exchange of tokens for heads among the ranks of a group: of one rank's, for tensors [tokens, batch, heads,
-    width].
-    """
-
-    def __init__(self, comm: Collectives, n_heads: int, n_keys: int) -> None:
-        self.comm, self.n_heads, self.n_keys = comm, n_heads, n_keys
-        self.plans = [plan_heads(n_heads, n_keys, comm.world_size, rank) for rank in range(comm.world_size)]
-
-    @property
-    def own(self) -> HeadPlan:
-        return self.plans[self.comm.rank]
-
-    def _exchange(self, flat: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-        if self.comm.world_size == 1:
-            return flat
-        out = flat.new_empty(sum(received))
-        dist.all_to_all_single(out, flat, received, sent, group=self.comm.group)
-        return out
-
-    def to_heads(self, parts: list[torch.Tensor], tokens: Sequence[int]) -> torch.Tensor:
-        """[all tokens of the chunk, batch, heads of this rank, width] of what this rank has of it.
-
-        parts: what goes to each rank, [tokens of this rank, batch, heads of that one, width]. tokens: those of each
-        rank.
-        """
-        _, batch, n_heads, width = parts[self.comm.rank].shape
-        flat = torch.cat([part.reshape(-1) for part in parts])
-        each = batch * n_heads * width
-        found = self._exchange(flat, [part.numel() for part in parts], [n * each for n in tokens])
-        return found.view(sum(tokens), batch, n_heads, width)
-
-    def to_tokens(self, x: torch.Tensor, tokens: Sequence[int], n_heads: Sequence[int]) -> list[torch.Tensor]:
-        """What each rank has of this rank's tokens: [tokens of this rank, batch, heads of that one, width].
-
-        x: [all tokens of the chunk, batch, heads of this rank, width]. n_heads: those of each rank.
-        """
-        _, batch, own_heads, width = x.shape
-        mine = tokens[self.comm.rank]
-        sizes = [mine * batch * n * width for n in n_heads]
-        sent = [n * batch * own_heads * width for n in tokens]
-        found = self._exchange(x.reshape(-1), sent, sizes).split(sizes)
-        return [part.view(mine, batch, n, width) for part, n in zip(found, n_heads)]
-
-    def scatter_qkv(self, qkv: torch.Tensor, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Query, key and value of this rank's heads, [all tokens, batch, heads, width], in one exchange.
-
-        qkv: [tokens of this rank, batch, query heads + 2 key heads, width].
-        """
-        q, k, v = qkv.split([self.n_heads, self.n_keys, self.n_keys], dim=2)
-        parts = [
-            torch.cat(
-                [
-                    q[:, :, p.query_begin : p.query_end],
-                    k[:, :, p.key_begin : p.key_end],
-                    v[:, :, p.key_begin : p.key_end],
-                ],
-                dim=2,
-            )
-            for p in self.plans
-        ]
-        own = self.own
-        return self.to_heads(parts, tokens).split([own.n_queries, own.n_keys, own.n_keys], dim=2)
-
-    def gather_qkv(self, grads: Sequence[torch.Tensor], tokens: Sequence[int]) -> torch.Tensor:
-        """Gradients of ``scatter_qkv``'s results, as the gradient of its input. A key head that several ranks have gets
-        the sum.
-        """
-        counts = [p.n_queries + 2 * p.n_keys for p in self.plans]
-        found = self.to_tokens(torch.cat(list(grads), dim=2), tokens, counts)
-        mine, batch, _, width = found[0].shape
-        whole = grads[0].new_zeros(mine, batch, self.n_heads + 2 * self.n_keys, width)
-        q, k, v = whole.split([self.n_heads, self.n_keys, self.n_keys], dim=2)
-        for part, p in zip(found, self.plans):
-            part_q, part_k, part_v = part.split([p.n_queries, p.n_keys, p.n_keys], dim=2)
-            q[:, :, p.query_begin : p.query_end] = part_q
-            k[:, :, p.key_begin : p.key_end] += part_k
-            v[:, :, p.key_begin : p.key_end] += part_v
-        return whole
-
-    def scatter_outputs(self, x: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
-        """Of this rank's heads. x: [tokens of this rank, batch, query heads, width]."""
-        return self.to_heads([x[:, :, p.query_begin : p.query_end].contiguous() for p in self.plans], tokens)
-
-    def gather_outputs(self, x: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
-        """Of this rank's tokens. x: [all tokens of the chunk, batch, heads of this rank, width]."""
-        return torch.cat(self.to_tokens(x, tokens, [p.n_queries for p in self.plans]), dim=2)
-
-
 class _Rotary(NamedTuple):
     """Tables of rotary embeddings, [tokens, 1 or batch, 1, turned width], by place in the sequence."""
 
@@ -233,32 +143,43 @@ def _tokens_first(x: torch.Tensor) -> torch.Tensor:
 class _Waiting(NamedTuple):
     """What waits of one chunk between forward and backward: [batch, heads of this rank, tokens, width]."""
 
-    q: Chunk
-    k: Chunk
-    v: Chunk
+    q: ShelvedChunk
+    k: ShelvedChunk
+    v: ShelvedChunk
 
 
-class _Attention:
+class _AttentionCall:
     """One call of chunked attention."""
 
     def __init__(
-        self, heads: _Heads, chunks: _Chunks, rotary: _Rotary | None, width: int, shelf: Shelf, *, keeps: bool
+        self,
+        comm: Collectives,
+        heads: tuple[int, int, int],
+        chunks: _Chunks,
+        angles: _Rotary | None,
+        shelf: Shelf,
+        *,
+        keeps: bool,
     ) -> None:
-        self._heads, self._chunks, self._rotary, self._width, self._shelf = heads, chunks, rotary, width, shelf
-        self._keeps = keeps
+        """heads: (query heads, key heads, the width of each). keeps: what the backward needs."""
+        self._comm, self._chunks, self._angles, self._shelf, self._keeps = comm, chunks, angles, shelf, keeps
+        self._n_heads, self._n_keys, width = heads
+        self._width = width
+        self._plan = plan_heads(self._n_heads, self._n_keys, comm.world_size, comm.rank)
         self._scale = width**-0.5
-        self._rows = chunks.local_rows(heads.comm.rank)
-        keys = heads.own.keys
-        self._keys = torch.tensor(keys) if heads.own.repeats_keys else None
+        self._rows = chunks.local_rows(comm.rank)
+        self._keys = torch.tensor(self._plan.keys) if self._plan.repeats_keys else None
         self._waiting: list[_Waiting] = []
-        self._out: list[Chunk] = []
+        self._out: list[ShelvedChunk] = []
         self._log_sum: list[torch.Tensor] = []
 
-    def _tokens(self, i: int) -> tuple[int, ...]:
-        return self._chunks.cuts[i].tokens
+    def _shapes(self, i: int) -> Shapes:
+        """Of the exchange of chunk ``i``."""
+        width = self._width
+        return Shapes(self._n_heads, self._n_keys, width, width, self._chunks.cuts[i].tokens, self._comm.rank)
 
     def _turn(self, x: torch.Tensor, i: int, *, back: bool = False) -> torch.Tensor:
-        return x if self._rotary is None else self._rotary.turn(x, self._chunks.begins[i], back=back)
+        return x if self._angles is None else self._angles.turn(x, self._chunks.begins[i], back=back)
 
     def _spread(self, keys: torch.Tensor) -> torch.Tensor:
         """One key head for each group of queries. keys: [tokens, batch, heads, width]."""
@@ -267,16 +188,17 @@ class _Attention:
     def _collect(self, grads: torch.Tensor) -> torch.Tensor:
         if self._keys is None:
             return grads
-        shape = (*grads.shape[:2], self._heads.own.n_keys, grads.shape[3])
+        shape = (*grads.shape[:2], self._plan.n_keys, grads.shape[3])
         return grads.new_zeros(shape).index_add_(2, self._keys.to(grads.device), grads)
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """[tokens of this rank, batch, query heads * width]."""
-        shelf, heads = self._shelf, self._heads
-        found = x.new_empty(*x.shape[:2], heads.n_heads * self._width)
+        shelf, comm = self._shelf, self._comm
+        counts = self._n_heads, self._n_keys, self._n_keys
+        found = x.new_empty(*x.shape[:2], self._n_heads * self._width)
         for i, rows in enumerate(self._rows):
             qkv = F.linear(x.narrow(0, *rows), weight, bias).unflatten(2, (-1, self._width))
-            q, k, v = heads.scatter_qkv(qkv, self._tokens(i))
+            q, k, v = send_tokens(comm, self._shapes(i), qkv.split(counts, dim=2))
             q, k, v = self._turn(q, i), self._spread(self._turn(k, i)), self._spread(v)
             q, k, v = map(_heads_first, (q, k, v))
             waiting = _Waiting(*map(shelf.put, (q, k, v)))
@@ -285,14 +207,14 @@ class _Attention:
             if self._keeps:
                 self._out.append(shelf.put(out))
                 self._log_sum.append(log_sum)
-            local = heads.gather_outputs(_tokens_first(out), self._tokens(i))
+            local = send_heads(comm, self._shapes(i), _tokens_first(out))
             found.narrow(0, *rows).copy_(local.flatten(2))
         if not self._keeps:
             self._waiting.clear()
         return found
 
     def _attend(self, q: torch.Tensor, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Chunk ``i``'s queries to the keys of all chunks up to it: (out in q's dtype, log_sum [batch, heads, tokens])."""
+        """Of chunk ``i``'s queries to the keys of all chunks up to it: (out, log_sum [batch, heads, tokens])."""
         wide = torch.promote_types(q.dtype, torch.float32)
         groups = q.shape[0] * q.shape[1]
         out = q.new_zeros((groups, *q.shape[2:]), dtype=wide)
@@ -307,17 +229,17 @@ class _Attention:
         self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, has_bias: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Gradients of x, weight and bias. grad: of what ``forward`` gave."""
-        shelf, heads = self._shelf, self._heads
+        shelf, comm = self._shelf, self._comm
         wide = torch.promote_types(x.dtype, torch.float32)
         n = len(self._chunks)
         grad_x = torch.empty_like(x)
         grad_weight = torch.zeros_like(weight, dtype=wide)
         grad_bias = grad_weight.new_zeros(weight.shape[0]) if has_bias else None
-        grad_out: list[Chunk] = []
+        grad_out: list[ShelvedChunk] = []
         for i, rows in enumerate(self._rows):
-            local = grad.narrow(0, *rows).unflatten(2, (heads.n_heads, self._width))
-            grad_out.append(shelf.put(_heads_first(heads.scatter_outputs(local, self._tokens(i)))))
-        grad_q: list[Chunk | None] = [None] * n
+            local = grad.narrow(0, *rows).unflatten(2, (self._n_heads, self._width))
+            grad_out.append(shelf.put(_heads_first(return_heads(comm, self._shapes(i), local))))
+        grad_q: list[ShelvedChunk | None] = [None] * n
         for j in range(n):
             k, v = shelf.get(self._waiting[j].k), shelf.get(self._waiting[j].v)
             grad_k, grad_v = (torch.zeros_like(each, dtype=wide) for each in (k, v))
@@ -334,7 +256,7 @@ class _Attention:
             of_q, grad_q[j] = shelf.get(grad_q[j]), None
             of_q, of_k, of_v = (_tokens_first(each.to(x.dtype)) for each in (of_q, grad_k, grad_v))
             of_q, of_k = self._turn(of_q, j, back=True), self._turn(self._collect(of_k), j, back=True)
-            local = heads.gather_qkv([of_q, of_k, self._collect(of_v)], self._tokens(j)).flatten(2)
+            local = torch.cat(return_tokens(comm, self._shapes(j), (of_q, of_k, self._collect(of_v))), dim=2).flatten(2)
             grad_x.narrow(0, *self._rows[j]).copy_(local @ weight)
             flat = local.flatten(0, 1)
             grad_weight += flat.mT @ x.narrow(0, *self._rows[j]).flatten(0, 1)
@@ -346,16 +268,17 @@ class _Attention:
 class _ChunkedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, call: _Attention, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        ctx: Any, call: _AttentionCall, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        ctx.call, ctx.has_bias = call, bias is not None
+        ctx.call = call, bias is not None
         ctx.save_for_backward(x, weight)
         return call.forward(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return (None, *ctx.call.backward(grad, *ctx.saved_tensors, ctx.has_bias))
+        call, has_bias = ctx.call
+        return (None, *call.backward(grad, *ctx.saved_tensors, has_bias))
 
 
 class FPDT_Attention(torch.nn.Module):
@@ -404,8 +327,8 @@ class FPDT_Attention(torch.nn.Module):
         found = _shape_of(first_weight), _shape_of(second_weight)
         if found != expected:
             raise ConfigError(
-                f"the weights have the shapes {found[0]} and {found[1]}; {self.n_heads} heads and {self.n_keys} key heads"
-                f" of {self.width} make it {expected[0]} and {expected[1]}",
+                f"the weights have the shapes {found[0]} and {found[1]}; {self.n_heads} heads and {self.n_keys} key"
+                f" heads of {self.width} make it {expected[0]} and {expected[1]}",
                 where="FPDT_Attention",
                 fix="give weights that fit num_attention_heads, num_key_value_heads, kv_channels and hidden_size",
             )
@@ -414,7 +337,7 @@ class FPDT_Attention(torch.nn.Module):
         self.return_bias, self.chunk_size, self.dropout = return_bias, chunk_size, config.attention_dropout
         self.enable_offloading, self.nvme_path = enable_offloading, nvme_path
         self._comm = Collectives(sequence_process_group)
-        self._heads = _Heads(self._comm, self.n_heads, self.n_keys)
+        plan_heads(self.n_heads, self.n_keys, self._comm.world_size, self._comm.rank)  # refuses what does not fit
 
     def forward(
         self,
@@ -443,10 +366,10 @@ class FPDT_Attention(torch.nn.Module):
                 f"attention_dropout is {self.dropout}", where="FPDT_Attention", fix="set it to 0: chunks have none"
             )
         chunks = self._lay_out(x.shape[0])
-        rotary = None if rotary_pos_emb is None else _Rotary(*rotary_pos_emb)
-        if rotary is not None and min(rotary.cos.shape[0], rotary.sin.shape[0]) < chunks.n_tokens:
+        angles = None if rotary_pos_emb is None else _Rotary(*rotary_pos_emb)
+        if angles is not None and min(angles.cos.shape[0], angles.sin.shape[0]) < chunks.n_tokens:
             raise ConfigError(
-                f"rotary_pos_emb has {rotary.cos.shape[0]} positions for {chunks.n_tokens} tokens",
+                f"rotary_pos_emb has {angles.cos.shape[0]} positions for {chunks.n_tokens} tokens",
                 where="FPDT_Attention",
                 fix="give cos and sin for the whole sequence, on every rank",
             )
@@ -454,7 +377,8 @@ class FPDT_Attention(torch.nn.Module):
         shelf = Shelf(x.device, self.nvme_path) if parks else Shelf(x.device, copies_of=lambda _: None)
         params = [p for p in (x, self.qkv_linear_weight, self.qkv_linear_bias) if p is not None]
         keeps = torch.is_grad_enabled() and any(p.requires_grad for p in params)
-        call = _Attention(self._heads, chunks, rotary, self.width, shelf, keeps=keeps)
+        heads = self.n_heads, self.n_keys, self.width
+        call = _AttentionCall(self._comm, heads, chunks, angles, shelf, keeps=keeps)
         output = _ChunkedAttention.apply(call, x, self.qkv_linear_weight, self.qkv_linear_bias)
         output = F.linear(output, self.qkv_dense_weight, None if self.return_bias else self.qkv_dense_bias)
         return output, self.qkv_dense_bias if self.return_bias else None

@@ -1,4 +1,4 @@
-"""Chunks of a long sequence that wait elsewhere than where they are computed: in page-locked host memory, or in a file."""
+"""Chunks of a long sequence that wait elsewhere than where they are used: in page-locked host memory, or in a file."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from deepspeed_c.checkpointing.stash import StashFile, copies_between
 from deepspeed_c.config.offload import Aio
 from deepspeed_c.offload.swap import SwapSettings
 
-__all__ = ["Chunk", "Shelf"]
+__all__ = ["Shelf", "ShelvedChunk"]
 
 
-class Chunk:
+class ShelvedChunk:
     """One tensor on a shelf."""
 
     __slots__ = ("__weakref__", "_release", "away", "coming", "dtype", "here", "leaving", "shape")
@@ -54,15 +54,15 @@ class Shelf:
         self._copies = copies_of(device)
         self._file = None if folder is None else StashFile(folder, SwapSettings.of(Aio()))
         self._device = device
-        self._last: Chunk | None = None
+        self._last: ShelvedChunk | None = None
 
     @property
     def _moves(self) -> bool:
         return self._copies is not None or self._file is not None
 
-    def put(self, tensor: torch.Tensor) -> Chunk:
+    def put(self, tensor: torch.Tensor) -> ShelvedChunk:
         """Keeps ``tensor``, which must not change; it goes while the next one is computed."""
-        chunk = Chunk(tensor)
+        chunk = ShelvedChunk(tensor)
         if self._moves:
             self._finish_leaving()
             self._start_leaving(chunk)
@@ -74,7 +74,7 @@ class Shelf:
         if chunk is not None:
             self._has_gone(chunk)
 
-    def _start_leaving(self, chunk: Chunk) -> None:
+    def _start_leaving(self, chunk: ShelvedChunk) -> None:
         tensor = chunk.here
         n_bytes = tensor.numel() * tensor.element_size()
         flat = tensor.contiguous().view(-1).view(torch.uint8)
@@ -89,7 +89,7 @@ class Shelf:
         chunk.away = offset
         chunk.leaving = self._file.write(offset, buffer)
 
-    def _has_gone(self, chunk: Chunk) -> None:
+    def _has_gone(self, chunk: ShelvedChunk) -> None:
         leaving, chunk.leaving = chunk.leaving, None
         if leaving is None:
             return
@@ -99,7 +99,7 @@ class Shelf:
             self._file.wait(leaving)
         chunk.here = None
 
-    def _start_coming(self, chunk: Chunk) -> None:
+    def _start_coming(self, chunk: ShelvedChunk) -> None:
         if not self._moves or chunk.coming is not None or chunk.leaving is not None or chunk.here is not None:
             return
         if self._file is None:
@@ -108,7 +108,7 @@ class Shelf:
             n_bytes = chunk.shape.numel() * chunk.dtype.itemsize
             chunk.coming = self._file.read(chunk.away, self._file.new_buffer(n_bytes, self._device))
 
-    def get(self, chunk: Chunk) -> torch.Tensor:
+    def get(self, chunk: ShelvedChunk) -> torch.Tensor:
         """The chunk, where it was. It waits on, and may be got again."""
         if chunk.here is not None:
             return chunk.here
@@ -120,7 +120,7 @@ class Shelf:
         self._file.wait(coming)
         return coming.buffer[:n_bytes].view(chunk.dtype).view(chunk.shape).to(self._device)
 
-    def walk(self, rows: Iterable[tuple[Chunk, ...]]) -> Iterator[list[torch.Tensor]]:
+    def walk(self, rows: Iterable[tuple[ShelvedChunk, ...]]) -> Iterator[list[torch.Tensor]]:
         """The chunks of each row, while those of the next one come."""
         todo = iter(rows)
         row = next(todo, None)

@@ -58,18 +58,19 @@ class _RowLosses(torch.autograd.Function):
         if smoothing:
             loss = loss - smoothing * total / sum(sizes)
         ctx.save_for_backward(logits, here, log_sum, is_counted)
-        ctx.smoothing, ctx.n_words, ctx.is_spent = smoothing, sum(sizes), is_spent
+        ctx.call = smoothing, sum(sizes), is_spent
         return torch.where(is_counted, loss, 0.0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, here, log_sum, is_counted = ctx.saved_tensors
+        smoothing, n_words, is_spent = ctx.call
         scale = torch.where(is_counted, grad.to(log_sum.dtype), 0.0).contiguous()
         found = logits.contiguous()
-        if found.data_ptr() == logits.data_ptr() and not ctx.is_spent:
+        if found.data_ptr() == logits.data_ptr() and not is_spent:
             found = logits.clone(memory_format=torch.contiguous_format)
-        cross_entropy.grad_(found, here, log_sum, scale, ctx.smoothing, ctx.n_words)
+        cross_entropy.grad_(found, here, log_sum, scale, smoothing, n_words)
         return (found, *[None] * 6)
 
 
@@ -152,13 +153,13 @@ class _GatherLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, sizes: list[int], comm: Collectives) -> torch.Tensor:
-        ctx.rows = sum(sizes[: comm.rank]), part.shape[0]
+        ctx.call = sum(sizes[: comm.rank]), part.shape[0]
         return _gather_rows(part, sizes, comm, "losses of all tokens")
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return grad.narrow(0, *ctx.rows), None, None
+        return grad.narrow(0, *ctx.call), None, None
 
 
 def gathered_losses(

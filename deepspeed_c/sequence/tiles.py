@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from deepspeed_c.checkpointing.conditions import Conditions
 from deepspeed_c.errors import ConfigError, ModelError, RecomputeError
-from deepspeed_c.saved_tensors import give_back, overwritten
+from deepspeed_c.saved_tensors import give_back, hooks_around, overwritten
 from deepspeed_c.zero.weights.held import held_whole
 from deepspeed_c.zero.weights.param import state_of
 
@@ -74,7 +74,7 @@ def _keep_values(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 @contextmanager
-def _differentiating(sums: _Sums | None = None) -> Iterator[None]:
+def _differentiating(sums: _TileSums | None = None) -> Iterator[None]:
     """A tile whose graph does not outlive it. sums: what its gradients are added to, where it has a backward."""
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
@@ -129,7 +129,7 @@ def _leaves_of(output: torch.Tensor, inputs: Sequence[torch.Tensor], first_node:
     return list(found.values())
 
 
-class _Sum:
+class _TileSum:
     """A gradient that tiles add to: in float32 where it is of 16 bits, as one product over all rows would do."""
 
     def __init__(self) -> None:
@@ -163,9 +163,9 @@ class _AddingLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, sums: _Sums, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        ctx: Any, sums: _TileSums, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        ctx.sums, ctx.weight_id = sums, id(weight)
+        ctx.call = sums, id(weight)
         ctx.save_for_backward(x, weight)
         return torch.nn.functional.linear(x, weight, bias)
 
@@ -174,7 +174,8 @@ class _AddingLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         rows = grad.flatten(0, -2)
-        ctx.sums.add_product(ctx.weight_id, rows, x.flatten(0, -2))
+        sums, weight_id = ctx.call
+        sums.add_product(weight_id, rows, x.flatten(0, -2))
         of_x = grad @ weight if ctx.needs_input_grad[1] else None
         return None, of_x, None, rows.sum(0) if ctx.needs_input_grad[3] else None
 
@@ -182,19 +183,21 @@ class _AddingLinear(torch.autograd.Function):
 class _AddsProducts(TorchFunctionMode):
     """Within, linear layers add to ``sums``: what one tile's product makes is neither allocated nor read again."""
 
-    def __init__(self, sums: _Sums) -> None:
+    def __init__(self, sums: _TileSums) -> None:
         super().__init__()
         self._sums = sums
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.nn.functional.linear and not kwargs and torch.is_grad_enabled():
             x, weight, bias = (*args, None)[:3]
+            # A checkpoint within the tile, which knows what is saved by its number, runs it again without this.
+            is_direct = hooks_around()[0] is _keep_values
             # What autocast casts, and 16 bits, which are summed in float32, go autograd's way; so do
             # subclasses, and weights that are no parameters.
             is_wide = x.dtype is weight.dtype and weight.dtype in (torch.float32, torch.float64)
             is_plain = type(weight) is torch.nn.Parameter and type(x) is torch.Tensor and type(bias) in _BIASES
             is_whole = weight.requires_grad and x.dim() > 1
-            if is_wide and is_plain and is_whole and not torch.is_autocast_enabled(x.device.type):
+            if is_direct and is_wide and is_plain and is_whole and not torch.is_autocast_enabled(x.device.type):
                 return _AddingLinear.apply(self._sums, x, weight, bias)
         return func(*args, **(kwargs or {}))
 
@@ -202,7 +205,7 @@ class _AddsProducts(TorchFunctionMode):
 _BIASES = (torch.Tensor, torch.nn.Parameter, type(None))
 
 
-class _Sums:
+class _TileSums:
     """Gradients of one tiled part, tile by tile.
 
     tensors: those of the part, the first ``n_cut`` of which are cut along ``dim``; who requires one gets one.
@@ -212,8 +215,8 @@ class _Sums:
         self._n_cut, self._dim = n_cut, dim
         self._wanted = [i for i, tensor in enumerate(tensors) if tensor.requires_grad]
         self._cut = {i: torch.zeros_like(tensors[i]) for i in self._wanted if i < n_cut}
-        self._passed = {i: _Sum() for i in self._wanted if i >= n_cut}
-        self._weights: dict[int, _Sum] = {}
+        self._passed = {i: _TileSum() for i in self._wanted if i >= n_cut}
+        self._weights: dict[int, _TileSum] = {}
 
     def add(
         self,
@@ -237,11 +240,11 @@ class _Sums:
             elif part is not None:
                 self._cut[i].narrow(self._dim, *rows).copy_(part)
         for weight in weights:
-            self._weights.setdefault(id(weight), _Sum()).add(found.pop())
+            self._weights.setdefault(id(weight), _TileSum()).add(found.pop())
 
     def add_product(self, weight_id: int, grad: torch.Tensor, x: torch.Tensor) -> None:
         """Adds the gradient of a weight [out, in] by rows of ``grad`` [n, out] and ``x`` [n, in]."""
-        self._weights.setdefault(weight_id, _Sum()).add_product(grad, x)
+        self._weights.setdefault(weight_id, _TileSum()).add_product(grad, x)
 
     def of_tensor(self, i: int) -> torch.Tensor | None:
         if i in self._cut:
@@ -304,7 +307,7 @@ class _Tiled:
         return sum(self.lengths[:i]), self.lengths[i]
 
     def _run_tile(
-        self, tensors: Sequence[torch.Tensor], i: int, sums: _Sums | None = None
+        self, tensors: Sequence[torch.Tensor], i: int, sums: _TileSums | None = None
     ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
         """Tile ``i`` in a graph of its own: (output, its tensors, leaves of the graph besides them)."""
         inputs = []
@@ -360,7 +363,7 @@ class _Tiled:
         for weight, version in zip(self.weights, self._versions):
             if weight._version != version and state_of(weight) is None:
                 raise overwritten(f"{weight.dtype} {list(weight.shape)}", weight._version, version)
-        sums = _Sums(tensors, self.n_cut, self.dim)
+        sums = _TileSums(tensors, self.n_cut, self.dim)
         with held_whole(self.held), self._conditions.replayed(), _uncached_casts():
             for i in range(len(self.lengths)):
                 output, inputs, leaves = self._run_tile(tensors, i, sums)
@@ -386,8 +389,7 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Tiled, *tensors: torch.Tensor) -> torch.Tensor:
         own = tensors[: call.n_tensors]
-        ctx.call, ctx.requires = call, [tensor.requires_grad for tensor in own]
-        ctx.dtypes = [tensor.dtype for tensor in tensors]
+        ctx.call = call, [tensor.requires_grad for tensor in own], [tensor.dtype for tensor in tensors]
         # Not the weights: the function reads them where they are then.
         ctx.save_for_backward(*own)
         return call.forward(own)
@@ -395,9 +397,10 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        own = [tensor.detach().requires_grad_(need) for tensor, need in zip(ctx.saved_tensors, ctx.requires)]
-        grads = ctx.call.backward(own, grad)
-        return (None, *(None if found is None else found.to(dtype) for found, dtype in zip(grads, ctx.dtypes)))
+        call, requires, dtypes = ctx.call
+        own = [tensor.detach().requires_grad_(need) for tensor, need in zip(ctx.saved_tensors, requires)]
+        grads = call.backward(own, grad)
+        return (None, *(None if found is None else found.to(dtype) for found, dtype in zip(grads, dtypes)))
 
 
 def _is_input(value: Any) -> bool:
@@ -687,7 +690,7 @@ class _LossInTiles:
 
     def _run(self) -> torch.Tensor:
         is_training = torch.is_grad_enabled()
-        sums = _Sums(self._cut, len(self._cut), 0)
+        sums = _TileSums(self._cut, len(self._cut), 0)
         weights = {id(weight): weight for weight in self._held if weight.requires_grad}
         n_counted = 1 if self._counts is None else max(1, sum(self._counts))
         loss, begin, holds = None, 0, ExitStack()
@@ -727,19 +730,19 @@ class _Finished(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, loss: torch.Tensor, n_counted: int, sums: _Sums, n_cut: int, *tensors: torch.Tensor
+        ctx: Any, loss: torch.Tensor, n_counted: int, sums: _TileSums, n_cut: int, *tensors: torch.Tensor
     ) -> torch.Tensor:
         grads = [*map(sums.of_tensor, range(n_cut)), *map(sums.of_weight, tensors[n_cut:])]
-        ctx.n_counted = n_counted
-        ctx.dtypes = [tensor.dtype for tensor in tensors]
+        ctx.call = n_counted, [tensor.dtype for tensor in tensors]
         ctx.save_for_backward(*grads)
         return loss / n_counted
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        scale = grad / ctx.n_counted
+        n_counted, dtypes = ctx.call
+        scale = grad / n_counted
         grads = [
-            None if found is None else (found * scale).to(dtype) for found, dtype in zip(ctx.saved_tensors, ctx.dtypes)
+            None if found is None else (found * scale).to(dtype) for found, dtype in zip(ctx.saved_tensors, dtypes)
         ]
         return (None, None, None, None, *grads)

@@ -1,4 +1,4 @@
-"""A model's perceptrons and its loss in tiles, without a change in its code: ``"sequence_parallel": {"tiles": "auto"}``.
+"""A model's perceptrons and loss in tiles, without a change in its code: ``"sequence_parallel": {"tiles": "auto"}``.
 
 Perceptrons are found by the name of their class and by what they consist of: nothing but layers that treat each token
 by itself. Transformers' causal models have their loss computed in tiles where they train with labels: the layer that
@@ -53,8 +53,8 @@ def tile_model(model: torch.nn.Module) -> TiledModel:
     if tiled.n_mlps == 0 and not tiled.has_loss:
         tiled.close()
         raise ModelError(
-            f"{type(model).__name__} has no perceptron (a module whose class is called ...{', ...'.join(_NAMES)}) and no"
-            " causal loss of transformers'",
+            f"{type(model).__name__} has no perceptron (a module whose class is called ...{', ...'.join(_NAMES)})"
+            " and no causal loss of transformers'",
             where='"sequence_parallel": {"tiles": "auto"}',
             fix="call TiledMLP and TiledFusedLogitsLoss in the model, or leave tiles out",
         )
@@ -92,7 +92,7 @@ class TiledModel:
         self._undo.append(undo)
 
     def _tile_loss(self, model: torch.nn.Module, head: torch.nn.Module) -> None:
-        loss = _CausalLoss(head, model.loss_function)
+        loss = _TiledCausalLoss(head, model.loss_function)
         had_own = model.__dict__.get("_loss_function")
         model.loss_function = loss
         self._replace_forward(head, loss.head_forward)
@@ -162,7 +162,7 @@ def _causal_model(model: torch.nn.Module) -> torch.nn.Module | None:
     return None
 
 
-class _CausalLoss:
+class _TiledCausalLoss:
     """Stands in for transformers' ``ForCausalLMLoss`` on one model."""
 
     def __init__(self, head: torch.nn.Module, usual: Callable) -> None:
@@ -220,7 +220,7 @@ class _CausalLoss:
 
 
 class PromisedLogits(torch.Tensor):
-    """Logits [..., words] that nobody has computed. Any use but a look at their shape, dtype or device computes them."""
+    """Logits [..., words] that nobody has computed. Any use but a look at shape, dtype or device computes them."""
 
     # Set by ``of`` on each; a tensor's own constructor takes no such arguments.
     hidden: torch.Tensor

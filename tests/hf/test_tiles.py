@@ -87,11 +87,14 @@ def engine_losses(rank, world, stage, tiles):
 
     tiles_auto = prepare()
     model = llama()
-    if tiles:
-        tiles_auto.tile_model(model)
+    promised = []
+    of = tiles_auto.PromisedLogits.of
+    tiles_auto.PromisedLogits.of = classmethod(lambda cls, *args: promised.append(1) or of(*args))
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "SGD", "params": {"lr": 0.2}},
+        "sequence_parallel": {"tiles": tiles, "offload_activations": True},
+        "activation_checkpointing": {"layers": "repeated"},
         "zero_optimization": {
             "stage": stage,
             "stage3_param_persistence_threshold": 0,
@@ -106,12 +109,17 @@ def engine_losses(rank, world, stage, tiles):
         losses.append(loss.item())
         engine.backward(loss)
         engine.step()
+    assert bool(promised) == (tiles == "auto")
+    assert engine._blocks.recomputer.stash is not None
+    engine.close()
+    tiles_auto.PromisedLogits.of = of
+    assert all("forward" not in module.__dict__ for module in model.modules())
     return losses
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_engines_train_as_without_tiles(stage):
-    for found, expected in zip(on_ranks(2, engine_losses, stage, True), on_ranks(2, engine_losses, stage, False)):
+    for found, expected in zip(on_ranks(2, engine_losses, stage, "auto"), on_ranks(2, engine_losses, stage, "off")):
         assert found == pytest.approx(expected, rel=1e-5)
 
 

@@ -1,0 +1,128 @@
+"""Which modules are taken for perceptrons, how many tiles they get, and what the keys of the configuration do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import deepspeed_c
+from deepspeed_c.checkpointing.recomputer import parked
+from deepspeed_c.config import load_config
+from deepspeed_c.config.checkpoint import ActivationCheckpointing, ActivationOffload
+from deepspeed_c.errors import ConfigError, ModelError
+from deepspeed_c.sequence import tiles_auto
+from deepspeed_c.sequence.tiles_auto import tile_model, tiles_of_loss, tiles_of_mlp
+from tests.ranks import run_ranks
+
+
+def test_numbers_of_tiles():
+    assert [tiles_of_mlp(n, 64) for n in (0, 1, 64, 65, 640, 641)] == [1, 1, 1, 2, 10, 11]
+    assert tiles_of_mlp(7, 0) == 7
+    elems = tiles_auto.LOGITS_ELEMS
+    assert [tiles_of_loss(n, elems // 8) for n in (0, 1, 8, 9, 4096)] == [1, 1, 1, 2, 512]
+
+
+class SmallMLP(nn.Module):
+    def __init__(self, between: nn.Module | None = None) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.between = nn.GELU() if between is None else between
+
+    def forward(self, x):
+        return self.down(self.between(self.up(x)))
+
+
+class Mixing(nn.Module):
+    """Has weights and is no layer that treats tokens by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return x.cumsum(-2) * self.weight
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(8, 8)
+
+    def forward(self, x):
+        return self.rnn(x)[0]
+
+
+@pytest.mark.parametrize("between", [nn.SiLU(), nn.Dropout(0.1), nn.LayerNorm(8), nn.Identity(), nn.ReLU()])
+def test_perceptrons_are_known_by_their_layers(between):
+    tiled = tile_model(nn.Sequential(SmallMLP(between), SmallMLP()))
+    assert tiled.n_mlps == 2 and not tiled.has_loss
+    tiled.close()
+
+
+@pytest.mark.parametrize("between", [Mixing(), Recurrent(), nn.BatchNorm1d(8), nn.Conv1d(8, 8, 3)])
+def test_what_mixes_tokens_is_no_perceptron(between):
+    with pytest.raises(ModelError, match="SmallMLP has no perceptron"):
+        tile_model(SmallMLP(between))
+
+
+def test_forwards_are_replaced_and_given_back():
+    model = nn.Sequential(nn.Linear(4, 4), SmallMLP())
+    x = torch.randn(1, 19, 4).requires_grad_()
+    of = [x, *model.parameters()]
+    expected = torch.autograd.grad(model(x).square().sum(), of)
+    seen = []
+    model[1].up.register_forward_hook(lambda module, args, output: seen.append(args[0].shape[1]))
+    tiled = tile_model(model)
+    torch.testing.assert_close(torch.autograd.grad(model(x).square().sum(), of), expected)
+    # 5 tiles in forward, and again in the backward.
+    assert seen == [4, 4, 4, 4, 3] * 2
+    seen.clear()
+    model(x[:, :3])  # a tile would be no smaller
+    assert seen == [3]
+    tiled.close()
+    tiled.close()
+    assert "forward" not in model[1].__dict__
+    seen.clear()
+    model(x)
+    assert seen == [19]
+
+
+def train(rank, world, tiles):
+    torch.manual_seed(3)
+    model = nn.Sequential(SmallMLP(), nn.Linear(4, 4))
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.3}},
+        "zero_optimization": {"stage": 2},
+        "sequence_parallel": {"tiles": tiles},
+    }
+    engine = deepspeed_c.initialize(model=model, config=config)[0]
+    losses = []
+    for step in range(3):
+        x = torch.randn(1, 30, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+        loss = F.mse_loss(engine(x), x.flip(-1))
+        losses.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+    assert ("forward" in model[0].__dict__) == (tiles == "auto")
+    engine.close()
+    assert "forward" not in model[0].__dict__
+    return losses
+
+
+def test_the_key_tiles():
+    for found, expected in zip(run_ranks(2, train, "auto"), run_ranks(2, train, "off")):
+        assert found == pytest.approx(expected, rel=1e-6)
+    with pytest.raises(ConfigError, match="sequence_parallel.tiles"):
+        load_config({"train_batch_size": 1, "sequence_parallel": {"tiles": "some"}}, world_size=1)
+
+
+def test_the_key_offload_activations():
+    plain = ActivationCheckpointing(layers="auto")
+    assert parked(plain, wanted=False) is plain
+    found = parked(plain, wanted=True)
+    assert found.offload.device == "cpu" and found.layers == "auto" and plain.offload.device == "none"
+    named = ActivationCheckpointing(offload=ActivationOffload(device="nvme", nvme_path="/there"))
+    assert parked(named, wanted=True) is named
