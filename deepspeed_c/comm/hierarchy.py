@@ -201,7 +201,7 @@ class _Agreement:
                     self._sent.append(messages.send(mine, rank, tag))
 
     def check(self) -> None:
-        """Raises RuntimeError with what both have started, where that differs. Of a rank that has gone the data tells."""
+        """Raises RuntimeError with what both have started, where that differs. Data tells of a rank that has gone."""
         for rank, theirs, handle in self._told:
             try:
                 handle.wait()

@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
 # Reductions that run while backward goes on (overlap_comm): one on the wire and one behind it.
 MAX_IN_FLIGHT = 2
-# A bucket's turn comes when the backward has gone on by one gather unit: the gradients of its own parameters have come by
-# then, on every rank. Where they have not, by so many.
+# A bucket's turn comes when the backward has gone on by one gather unit: the gradients of its own parameters have come
+# by then, on every rank. Where they have not, by so many.
 MAX_LAG = 2
 # Late parameters that are named when they are first seen.
 MAX_NAMES = 8
