@@ -9,11 +9,9 @@ Run as root: python -m benchmarks.deepspeed_c.hosts_step
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +20,10 @@ import torch.distributed as dist
 
 import deepspeed_c
 from benchmarks.engines import n_gathers, require_weights_sharded, sharded_elems
-from benchmarks.measure import in_turn, machine, median_spread, ratios, require, require_equal
-from benchmarks.run import SKIPPED
+from benchmarks.hosts import run_on_hosts
+from benchmarks.measure import in_turn, median_spread, ratios, require, require_equal
 from deepspeed_c.comm.collectives import Collectives
-from tests.hosts import DEVICE, Hosts, why_no_hosts
-from tests.ranks import free_port
+from tests.hosts import DEVICE
 
 HOSTS = (0, 0, 1, 1)
 CONTENDERS = {"shm+gloo": "auto", "gloo": "off"}
@@ -163,38 +160,9 @@ def measure_step(width: int, layers: int, rounds: int) -> dict[str, Any]:
     return {**row, **count.row(least // 2)}
 
 
-def run_rank(args: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    deepspeed_c.init_distributed("gloo", verbose=False)
+def rows_of(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = [row for mib in args.mib for row in measure_ops(mib, args.rounds)]
-    rows.append(measure_step(args.width, args.layers, args.rounds))
-    if dist.get_rank() == 0:
-        for row in rows:
-            shape = {"hosts": 2, "ranks": dist.get_world_size(), "link": RATE, "machine": machine()}
-            print(json.dumps({"benchmark": "hosts_step", **row, **shape}), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-    os._exit(0)
-
-
-def wait_for(hosts: Hosts, numbers: Sequence[int], module: str) -> int:
-    """Runs a script on a rank for each of ``numbers``, of the host of that number; the first exit code that is not 0."""
-    port, started = str(free_port()), []
-    try:
-        for rank in range(len(numbers)):
-            place = hosts.place(rank, numbers)
-            env = {**place.environment, "RANK": str(rank), "WORLD_SIZE": str(len(numbers)), "MASTER_PORT": port}
-            command = [sys.executable, "-m", module, *sys.argv[1:]]
-            started.append(hosts[numbers[rank]].start(command, env={**env, "OMP_NUM_THREADS": "1"}))
-        while all(process.poll() in (None, 0) for process in started):
-            if all(process.poll() == 0 for process in started):
-                return 0
-            time.sleep(0.1)
-        return next(process.returncode for process in started if process.poll())
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
+    return [*rows, measure_step(args.width, args.layers, args.rounds)]
 
 
 def main() -> int:
@@ -204,13 +172,7 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=16)
     args = parser.parse_args()
-    if "RANK" in os.environ:
-        run_rank(args)
-    if why_no_hosts():
-        print(why_no_hosts(), file=sys.stderr)
-        return SKIPPED
-    with Hosts(2, rate=RATE) as hosts:
-        return wait_for(hosts, HOSTS, "benchmarks.deepspeed_c.hosts_step")
+    return run_on_hosts("hosts_step", HOSTS, RATE, lambda: rows_of(args))
 
 
 if __name__ == "__main__":

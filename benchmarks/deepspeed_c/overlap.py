@@ -1,34 +1,36 @@
 """How much of what stage 3 sends hides behind computation, over a link that takes from a quarter of the computation's time to four times as long?
 
 Two hosts (network namespaces of this machine, links shaped by tc tbf) with a rank each. Layers compute by sleeping, as an accelerator does for the host, a third of their time in forward and two thirds in backward;
-each is gathered in forward, gathered in backward, and its gradient is reduced. Communication is what the same collectives take one after the other with nothing beside them. The bound is the longer of computation
-and communication, and the first gather and the last reduction, beside which there is nothing to do.
+each is gathered in forward, gathered in backward, and its gradient is reduced. Communication is what the same collectives take one after the other with nothing beside them; computation is a step of
+the same model in plain torch on both ranks, which sends nothing. The bound is the longer of the two, and the first gather and the last reduction, beside which there is nothing to do; the goal lets the longer
+one take 5 % more.
 Run as root: python -m benchmarks.deepspeed_c.overlap [--ratios 0.25 0.5 1 2 4]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
+import copy
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import deepspeed_c
-from benchmarks.deepspeed_c.hosts_step import wait_for
 from benchmarks.engines import n_gathers, require_weights_sharded
-from benchmarks.measure import bound, machine, median_spread, require
-from benchmarks.run import SKIPPED
+from benchmarks.hosts import run_on_hosts
+from benchmarks.measure import bound, median_spread, ratios, require
 from deepspeed_c.comm.collectives import Collectives
-from tests.hosts import Hosts, why_no_hosts
 
 HOSTS = (0, 1)
 RATE = "1gbit"
 WARMUP = 2
+# What the longer of computation and communication may take, over itself.
+MOST = 1.05
+LR = 1e-4
 
 
 class _Computes(torch.autograd.Function):
@@ -77,37 +79,52 @@ def measure(width: int, layers: int, wanted: list[float], rounds: int) -> list[d
     numel = width * width
     config = {
         "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "SGD", "params": {"lr": 1e-4}},
+        "optimizer": {"type": "SGD", "params": {"lr": LR}},
         "zero_optimization": {
             "stage": 3,
             "stage3_param_persistence_threshold": 0,
-            "stage3_max_reuse_distance": 0,
+            "stage3_max_reuse_distance": numel,  # the last layer's weights, from forward to backward
             "stage3_prefetch_bucket_size": 2 * numel,
             "stage3_max_live_parameters": 4 * numel,
             "reduce_bucket_size": numel,
         },
     }
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=LR)
     engine = deepspeed_c.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
     x = torch.randn(1, width, requires_grad=True)
 
-    def step() -> float:
-        dist.barrier()
-        begin = time.perf_counter()
+    def engine_step() -> None:
         engine.backward(engine(x).square().mean())
         engine.step()
-        dist.barrier()
-        return time.perf_counter() - begin
+
+    def plain_step() -> None:
+        plain(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def timed(step: Callable[[], None]) -> list[float]:
+        seconds = []
+        for _ in range(rounds + WARMUP):
+            dist.barrier()
+            begin = time.perf_counter()
+            step()
+            dist.barrier()
+            seconds.append(time.perf_counter() - begin)
+        return seconds[WARMUP:]
 
     gather, reduction = collectives_seconds(width, layers, rounds)
     communication = (2 * layers - 1) * gather + layers * reduction  # the last layer's weights are still there
     rows = []
     for ratio in wanted:
-        computation = communication / ratio
-        for layer in model:
-            layer.seconds = computation / (3 * layers)
+        for layer in (*model, *plain):
+            layer.seconds = communication / ratio / (3 * layers)
+        computation = median_spread(timed(plain_step))[0]
         first = n_gathers(engine)
-        seconds = [step() for _ in range(rounds + WARMUP)][WARMUP:]
-        require_weights_sharded(engine, 1.0, (n_gathers(engine) - first) / (rounds + WARMUP))
+        seconds = timed(engine_step)
+        n_a_step = (n_gathers(engine) - first) / (rounds + WARMUP)
+        require_weights_sharded(engine, 1.0, n_a_step)
+        require(n_a_step < 2 * layers, f"the last layer's weights are gathered once: {n_a_step} gathers a step")
         least = max(computation, communication) + gather + reduction
         require(min(seconds) > 0.95 * least, f"nothing is faster than its bound: {min(seconds)} s and {least} s")
         rows.append(
@@ -116,24 +133,16 @@ def measure(width: int, layers: int, wanted: list[float], rounds: int) -> list[d
                 "ms": round(median_spread(seconds)[0] * 1e3, 1),
                 "ms_computation": round(computation * 1e3, 1),
                 "ms_communication": round(communication * 1e3, 1),
-                "hidden": round((computation + communication - median_spread(seconds)[0]) / min(computation, communication), 3),
+                "hidden": round(
+                    (computation + communication - median_spread(seconds)[0]) / min(computation, communication), 3
+                ),
                 **bound("ratio_to_bound", seconds, [least] * len(seconds)),
+                **ratios(
+                    "ratio_to_goal", seconds, [least + (MOST - 1) * max(computation, communication)] * len(seconds)
+                ),
             }
         )
     return rows
-
-
-def run_rank(args: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    deepspeed_c.init_distributed("gloo", verbose=False)
-    rows = measure(args.width, args.layers, args.ratios, args.rounds)
-    if dist.get_rank() == 0:
-        for row in rows:
-            shape = {"layers": args.layers, "mib": 4 * args.width**2 / 2**20, "link": RATE, "machine": machine()}
-            print(json.dumps({"benchmark": "overlap", **row, **shape}), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-    os._exit(0)
 
 
 def main() -> int:
@@ -143,13 +152,13 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=12)
     args = parser.parse_args()
-    if "RANK" in os.environ:
-        run_rank(args)
-    if why_no_hosts():
-        print(why_no_hosts(), file=sys.stderr)
-        return SKIPPED
-    with Hosts(2, rate=RATE) as hosts:
-        return wait_for(hosts, HOSTS, "benchmarks.deepspeed_c.overlap")
+    shape = {"layers": args.layers, "mib": 4 * args.width**2 / 2**20}
+    return run_on_hosts(
+        "overlap",
+        HOSTS,
+        RATE,
+        lambda: [{**row, **shape} for row in measure(args.width, args.layers, args.ratios, args.rounds)],
+    )
 
 
 if __name__ == "__main__":

@@ -159,8 +159,9 @@ class Collectives:
             if accumulate or scale != 1.0 or not _is_same(flat, out):
                 self.reduce([flat], scale, accumulate, out)
             return Work.done()
-        backend = self.backend_of(flat)
-        return self._start("reduce-scatter", flat, label, backend, backend.reduce_scatter, flat, out, scale, accumulate)
+        return self._start(
+            "reduce-scatter", flat, label, lambda by: by.reduce_scatter(self, flat, out, scale, accumulate)
+        )
 
     def all_gather(self, flat: torch.Tensor, *, use_broadcast: bool = False, label: str = "") -> Work:
         """Each rank's slice of ``flat`` [n * s] goes to all ranks, in place. Any dtype.
@@ -175,9 +176,9 @@ class Collectives:
             raise ValueError(f"flat has {flat.numel()} elements, no multiple of {self.world_size} ranks")
         if flat.numel() == 0 or self.world_size == 1:
             return Work.done()
-        backend = self.backend_of(flat)
-        way = broadcast_slices if use_broadcast else backend.all_gather
-        return self._start(op, flat, label, backend, way, flat)
+        if use_broadcast:
+            return self._start(op, flat, label, lambda by: broadcast_slices(self, flat))
+        return self._start(op, flat, label, lambda by: by.all_gather(self, flat))
 
     def all_reduce(self, flat: torch.Tensor, *, scale: float = 1.0, label: str = "") -> Work:
         """flat = scale * (sum of every rank's ``flat``), in place, the same bits on every rank.
@@ -191,8 +192,7 @@ class Collectives:
             if scale != 1.0:
                 self.reduce([flat], scale, False, flat)
             return Work.done()
-        backend = self.backend_of(flat)
-        return self._start("all-reduce", flat, label, backend, backend.all_reduce, flat, scale)
+        return self._start("all-reduce", flat, label, lambda by: by.all_reduce(self, flat, scale))
 
     def shift(self, sent: torch.Tensor, received: torch.Tensor, distance: int, *, label: str = "") -> Work:
         """Each rank sends ``sent`` to the rank ``distance`` above it, around the group, and gets ``received`` from the
@@ -335,13 +335,12 @@ class Collectives:
         """Returns when every rank has come here."""
         self._gather_numbers("barrier", 0, label)
 
-    def _start(
-        self, op: str, flat: torch.Tensor, label: str, backend: Backend, way: Callable[..., Work], *args: Any
-    ) -> Work:
-        """Enters ``op`` on ``flat`` in the ledger and starts it by ``way`` over ``backend``."""
+    def _start(self, op: str, flat: torch.Tensor, label: str, send: Callable[[Backend], Work]) -> Work:
+        """Enters ``op`` on ``flat`` in the ledger and starts it by what carries ``flat``."""
+        backend = self.backend_of(flat)
         entry = self.ledger.enter(op, flat.nbytes, label, flat.device, backend.name)
         try:
-            work = way(self, *args)
+            work = send(backend)
         except BaseException:
             entry.end()
             raise
