@@ -108,7 +108,16 @@ class Meter:
         return outputs, ns, before is not None and not _same_state(before, _random_state())
 
 
-class Measurement(TorchDispatchMode):
+class _Onlooker(TorchDispatchMode):
+    """Sees what runs, and leaves parts that are compiled as they are: their operators are their own."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Asked by ``torch.compile``, which otherwise refuses to compile, or does without."""
+        return True
+
+
+class Measurement(_Onlooker):
     """Bytes and time of one call of a layer, which runs within. What the layer would save is held until ``done``.
 
     counted: addresses of storages that the layers before have counted; those of this one's inputs are added.
@@ -252,7 +261,7 @@ def _versions(outputs: Any) -> tuple[int, ...]:
     return tuple(leaf._version for leaf in tree_leaves(outputs) if torch.is_tensor(leaf))
 
 
-class _Numbered(TorchDispatchMode):
+class _Numbered(_Onlooker):
     """Has ``call`` make the calls of expensive operators, each with its number."""
 
     def __init__(self, call: Callable[[int, Any, Any, Any], Any]) -> None:

@@ -242,6 +242,7 @@ class _Trace:
             if self._device_type != "cpu":
                 stack.enter_context(_Attention())
             stack.enter_context(_Values())
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
             # Who reads cut logits has them gathered: a class of tensors, which these cannot be of.
             stack.enter_context(mock.patch.object(CutLogits, "of", lambda logits, sizes, ranks: logits))
             stack.enter_context(precision.autocast(torch.device("cpu")))

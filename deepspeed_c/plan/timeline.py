@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from deepspeed_c.checkpointing.budget import KEEP, RECOMPUTE, Treatment, find_plan
+from deepspeed_c.checkpointing.budget import KEEP, RECOMPUTE, Tier, Treatment, find_plan, smallest_budget
 from deepspeed_c.checkpointing.recomputer import bytes_of
 from deepspeed_c.config.checkpoint import ActivationCheckpointing
 from deepspeed_c.errors import ConfigError
@@ -17,6 +17,8 @@ __all__ = ["Moment", "Option", "options_of"]
 
 # No activations take as much.
 _ALL = 1 << 60
+# A rank's part of a link to the host, and of a node's disks; a run measures its own.
+_TIERS = {"cpu": Tier(25e9), "nvme": Tier(5e9)}
 
 
 class Moment(NamedTuple):
@@ -108,20 +110,23 @@ def _refusal(name: str, n_tensor: int, *, is_host: bool) -> str:
     return "as recomputed: the inputs are in host memory already" if name == "cpu" and is_host else ""
 
 
-def _of_budget(step: _Step, traced: Traced, section: ActivationCheckpointing, way: _Waiting) -> Option:
+def _of_budget(step: _Step, traced: Traced, section: ActivationCheckpointing, waiting: _Waiting) -> Option:
     layers = traced.layers
+    # What the plan does not send away stays.
+    tiers = {waiting.place: _TIERS[waiting.place]} if step.has_place(waiting.place) else {}
+    waiting = waiting._replace(place="device", max_in_cpu=0 if step.is_host else waiting.max_in_cpu)
     keep_bytes = find_plan(layers, _ALL).peak_bytes
     if isinstance(section.budget, int):
         budget = section.budget
     elif section.budget not in (None, "auto"):
         budget = parse_bytes(section.budget, "activation_checkpointing.budget")
     else:
-        budget = (keep_bytes + step.smallest(layers)) // 2
+        budget = (keep_bytes + smallest_budget(layers)) // 2
     try:
-        plan = find_plan(layers, budget)
+        plan = find_plan(layers, budget, tiers=tiers)
     except ConfigError as error:
         return Option("budget", (), 0.0, 0, error.what)
-    return step.option("budget", plan.treatments, way, plan.added_ns / max(plan.all_ns, 1))
+    return step.option("budget", plan.treatments, waiting, plan.added_ns / max(plan.all_ns, 1))
 
 
 class _Held:
@@ -149,17 +154,12 @@ class _Step:
     """One forward and its backward, stretch by stretch."""
 
     def __init__(self, traced: Traced, *, is_host: bool) -> None:
-        self._segments, self._is_host, self._wire_bytes = traced.segments, is_host, traced.wire_bytes
+        self._segments, self.is_host, self._wire_bytes = traced.segments, is_host, traced.wire_bytes
         self._layers = [i for i, segment in enumerate(self._segments) if segment.measured is not None]
 
-    @staticmethod
-    def smallest(layers: Sequence) -> int:
-        """Bytes of layers that are all recomputed."""
-        held = largest = 0
-        for layer in layers:
-            held += layer.input_bytes
-            largest = max(largest, held + layer.saved_bytes)
-        return largest
+    def has_place(self, name: str) -> bool:
+        """Whether inputs can wait there: not where they are anyway."""
+        return name == "nvme" or (name == "cpu" and not self.is_host)
 
     def option(self, name: str, treatments: Sequence[Treatment], way: _Waiting, run_again: float) -> Option:
         """treatments: of the layers, in order."""
@@ -227,7 +227,7 @@ class _Step:
             place = self._place_of(treatment, way)
             if place == "nvme" and nbytes <= room:
                 room -= nbytes
-                place = "device" if self._is_host else "cpu"
+                place = "device" if self.is_host else "cpu"
             places[i] = place
             if place != "device":
                 waiting[i] = nbytes
@@ -235,7 +235,7 @@ class _Step:
 
     def _place_of(self, treatment: Treatment, way: _Waiting) -> str:
         place = treatment.choice if treatment.choice in ("cpu", "nvme") else way.place
-        return "device" if place == "cpu" and self._is_host else place
+        return "device" if place == "cpu" and self.is_host else place
 
     def _kept(
         self,

@@ -13,12 +13,41 @@ namespace py = pybind11;
 
 namespace {
 
-/* kept_bytes, transient_bytes, added_ns. */
-using Choice = std::tuple<int64_t, int64_t, int64_t>;
-/* work_bytes, choices of the layer as a whole, groups of choices. */
-using Layer = std::tuple<int64_t, std::vector<Choice>, std::vector<std::vector<Choice>>>;
 /* whole, groups. */
 using Treated = std::tuple<int32_t, std::vector<int32_t>>;
+
+/* The entries of a list or tuple, borrowed. Tens of thousands of them are read: nothing is copied on the way. */
+class Entries {
+    PyObject *items_;
+
+  public:
+    explicit Entries(PyObject *from, const char *what, Py_ssize_t n_wanted = -1) : items_(PySequence_Fast(from, what))
+    {
+        if (items_ == nullptr)
+            throw py::error_already_set();
+        if (n_wanted >= 0 && PySequence_Fast_GET_SIZE(items_) != n_wanted) {
+            Py_DECREF(items_);
+            throw py::type_error(what);
+        }
+    }
+    ~Entries() { Py_DECREF(items_); }
+    Entries(const Entries &) = delete;
+    Entries &operator=(const Entries &) = delete;
+
+    PyObject *const *begin() const { return PySequence_Fast_ITEMS(items_); }
+    PyObject *const *end() const { return begin() + PySequence_Fast_GET_SIZE(items_); }
+    PyObject *operator[](Py_ssize_t i) const { return begin()[i]; }
+    int32_t size() const { return static_cast<int32_t>(PySequence_Fast_GET_SIZE(items_)); }
+};
+
+int64_t number(PyObject *from)
+{
+    const long long found = PyLong_AsLongLong(from);
+
+    if (found == -1 && PyErr_Occurred() != nullptr)
+        throw py::error_already_set();
+    return found;
+}
 
 /* A problem and the memory that it points into. */
 struct Problem {
@@ -26,13 +55,19 @@ struct Problem {
     std::vector<int32_t> group_sizes;
     std::vector<struct dsc_recompute_choice> choices;
 
-    explicit Problem(const std::vector<Layer> &given)
+    explicit Problem(const py::sequence &given)
     {
-        for (const auto &[work_bytes, whole, groups] : given) {
-            layers.push_back({work_bytes, static_cast<int32_t>(whole.size()), static_cast<int32_t>(groups.size())});
+        for (PyObject *item : Entries(given.ptr(), "layers must be a list")) {
+            const Entries layer(item, "a layer must be (work_bytes, whole, groups)", 3);
+            const Entries whole(layer[1], "the choices of a layer must be a list");
+            const Entries groups(layer[2], "the groups of a layer must be a list");
+
+            layers.push_back({number(layer[0]), whole.size(), groups.size()});
             add(whole);
-            for (const auto &group : groups) {
-                group_sizes.push_back(static_cast<int32_t>(group.size()));
+            for (PyObject *one : groups) {
+                const Entries group(one, "a group must be a list of choices");
+
+                group_sizes.push_back(group.size());
                 add(group);
             }
         }
@@ -44,14 +79,17 @@ struct Problem {
                 choices.data(), static_cast<int32_t>(group_sizes.size()), static_cast<int32_t>(choices.size())};
     }
 
-    void add(const std::vector<Choice> &more)
+    void add(const Entries &more)
     {
-        for (const auto &[kept_bytes, transient_bytes, added_ns] : more)
-            choices.push_back({kept_bytes, transient_bytes, added_ns});
+        for (PyObject *item : more) {
+            const Entries choice(item, "a choice must be (kept_bytes, transient_bytes, added_ns)", 3);
+
+            choices.push_back({number(choice[0]), number(choice[1]), number(choice[2])});
+        }
     }
 };
 
-py::tuple recompute_plan(const std::vector<Layer> &layers, int64_t budget_bytes)
+py::tuple recompute_plan(const py::sequence &layers, int64_t budget_bytes)
 {
     const Problem given(layers);
     const struct dsc_recompute_problem problem = given.view();
@@ -75,7 +113,7 @@ py::tuple recompute_plan(const std::vector<Layer> &layers, int64_t budget_bytes)
     return py::make_tuple(treated, plan.peak_bytes, plan.added_ns, plan.bound_ns, plan.is_exact);
 }
 
-py::tuple recompute_peak(const std::vector<Layer> &layers, const std::vector<Treated> &treated)
+py::tuple recompute_peak(const py::sequence &layers, const std::vector<Treated> &treated)
 {
     const Problem given(layers);
     const struct dsc_recompute_problem problem = given.view();
@@ -100,7 +138,7 @@ py::tuple recompute_peak(const std::vector<Layer> &layers, const std::vector<Tre
     return py::make_tuple(plan.peak_bytes, plan.added_ns);
 }
 
-int64_t recompute_smallest(const std::vector<Layer> &layers)
+int64_t recompute_smallest(const py::sequence &layers)
 {
     const Problem given(layers);
     const struct dsc_recompute_problem problem = given.view();

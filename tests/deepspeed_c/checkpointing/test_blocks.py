@@ -180,7 +180,13 @@ SECTIONS = {
     "budget": {"layers": "auto", "budget": 3000},
     "files": {"layers": "auto", "offload": FILES},
     "reentrant files": {"layers": r"blocks\.\d+", "use_reentrant": True, "offload": FILES | {"max_in_cpu": 300}},
+    "budget and files": {"layers": "auto", "budget": 3000, "offload": FILES},
 }
+SECTIONS |= {
+    f"reentrant {name}": {**SECTIONS[name], "use_reentrant": True}
+    for name in ("partitioned", "contiguous", "host", "budget", "budget and files")
+}
+PARTITIONED = ("partitioned", "contiguous", "reentrant partitioned", "reentrant contiguous")
 
 
 def check(run_ranks: Callable, world: int, stage: int, name: str, flow: str) -> None:
@@ -201,7 +207,7 @@ def check(run_ranks: Callable, world: int, stage: int, name: str, flow: str) -> 
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("name", [name for name in SECTIONS if name != "partitioned"])
+@pytest.mark.parametrize("name", [name for name in SECTIONS if "partitioned" not in name])
 def test_training_is_that_of_plain_torch(run_ranks: Callable, name: str, stage: int) -> None:
     check(run_ranks, 2, stage, name, "plain")
 
@@ -218,7 +224,8 @@ def test_adapters_in_a_frozen_model(run_ranks: Callable, name: str, stage: int) 
     check(run_ranks, 2, stage, name, "adapters")
 
 
-@pytest.mark.parametrize(("name", "stage"), [("partitioned", 1), ("contiguous", 3)])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", PARTITIONED)
 def test_partitioned_over_tensor_parallel_ranks(run_ranks: Callable, name: str, stage: int) -> None:
     check(run_ranks, 4, stage, name, "tensor parallel")
 

@@ -132,6 +132,26 @@ def test_a_part_of_what_would_go_to_the_disk_stays():
     assert on_host[asked].peak() == options[asked].peak() + 2 * INPUT
 
 
+def test_a_budget_that_only_a_file_makes_room_for():
+    with torch.device("meta"):
+        traced = trace(Stack(n_blocks=12))
+    offload = ActivationOffload(device="nvme", nvme_path="/nowhere", max_in_cpu="1GiB")
+    recomputed = next(
+        option for option in options_of(traced, ActivationCheckpointing())[0] if option.name == "recomputed"
+    )
+    budget = recomputed.peak() - 4 * INPUT
+    for is_host in (False, True):
+        section = ActivationCheckpointing(layers="auto", budget=budget)
+        options, asked = options_of(traced, section, is_host=is_host)
+        assert options[asked].name == "budget" and str(budget) in options[asked].refusal
+        section = ActivationCheckpointing(layers="auto", budget=budget, offload=offload)
+        options, asked = options_of(traced, section, is_host=is_host)
+        found = options[asked]
+        assert found.name == "budget" and 0 < found.peak() <= budget, found
+        # Where there is host memory beside, "max_in_cpu" of it is used first.
+        assert (found.host_peak > 0, found.nvme_peak > 0) == ((False, True) if is_host else (True, False))
+
+
 @pytest.mark.parametrize("layers", [None, "auto"])
 def test_forward_ends_with_what_an_engine_holds(run_ranks, layers):
     planned, measured = run_ranks(1, hold, layers)[0]

@@ -33,3 +33,32 @@ def test_failures():
         _C.recompute_peak([LAYER], [(1, [-1, -1, -1])])
     with pytest.raises(ValueError, match="recompute_peak: 1 layers and 2 groups are treated, of 1 and 3"):
         _C.recompute_peak([LAYER], [(-1, [0, 0])])
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [None],
+        [(0, [])],
+        [(0, [], [], [])],
+        [(0, [(1, 2)], [])],
+        [(0, [(1, 2, 3, 4)], [])],
+        [(0, [(1, 2, 3.5)], [])],
+        [(0, [1], [])],
+        [(0, 1, [])],
+        [(0, [], [1])],
+        [("0", [], [])],
+    ],
+    ids=str,
+)
+def test_what_is_no_layer(layers):
+    for function in (_C.recompute_smallest, lambda given: _C.recompute_plan(given, 100)):
+        with pytest.raises(TypeError):
+            function([LAYER, *layers])
+
+
+def test_numbers_that_are_too_large_and_any_kind_of_sequence():
+    with pytest.raises(OverflowError):
+        _C.recompute_smallest([(0, [(1 << 64, 0, 0)], [])])
+    as_lists = [0, [[100, 0, 0]], [[[10, 50, 5]], ((0, 30, 90), (30, 0, 0)), [(0, 20, 6), [20, 0, 0]]]]
+    assert _C.recompute_smallest((as_lists, tuple(LAYER))) == 110
