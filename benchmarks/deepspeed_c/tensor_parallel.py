@@ -227,7 +227,9 @@ def compare(options: argparse.Namespace) -> None:
         line |= ratios("ratio_to_better_peer", seconds[name], best)
         for peer in (*peers, "silent"):
             line |= ratios(f"ratio_to_{peer}", seconds[name], seconds[peer])
-        line |= ratios("memory_to_torch", [run["peak_mib"] for run in found], [run["peak_mib"] for run in runs["torch"]])
+        line |= ratios(
+            "memory_to_torch", [run["peak_mib"] for run in found], [run["peak_mib"] for run in runs["torch"]]
+        )
         print(json.dumps({**line, "torch": found[0]["versions"]["torch"], "machine": machine()}), flush=True)
 
 
