@@ -143,6 +143,31 @@ FIGURES = [
         for ratio in (0.25, 0.5, 1.0, 2.0, 4.0)
     ),
     *(
+        Figure(f"21M Llama, fp32, cut over 2 ranks, 256 tokens: {what}", goal, "tensor_parallel", {"contender": "ours"}, key)
+        for what, goal, key in (
+            ("time of a step over the better of DeepSpeed's AutoTP and torch's `parallelize_module`", "<= 0.95", "ratio_to_better_peer"),
+            ("time of a step over that of half a Llama that sends nothing", "<= 1.25", "ratio_to_silent"),
+            ("peak memory of a rank over that with torch's `parallelize_module`", "<= 1", "memory_to_torch"),
+        )
+    ),
+    Figure(
+        "4 tensor-parallel ranks over a shaped link, time that `tp_overlap_comm` leaves above a silent model: over that without",
+        "<= 0.5",
+        "tp_overlap",
+        {"ranks": 4},
+        "exposed_to_usual",
+    ),
+    *(
+        Figure(
+            f"vocabulary-parallel cross-entropy, 2,048 tokens x 32,768 words, 2 ranks: {what} over gathering the logits",
+            goal,
+            "vocab_cross_entropy",
+            {"contender": "cut", "tokens": 2048, "words": 32768},
+            key,
+        )
+        for what, goal, key in (("time", "<= 0.8", "ratio_to_gathered"), ("peak memory", "<= 0.6", "peak_to_gathered"))
+    ),
+    *(
         Figure(
             f"attention around a ring of 4 hosts, a hop takes 0.8 of a block, forward and backward: {what}",
             goal,

@@ -10,7 +10,7 @@ import torch
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import ModelError
 from deepspeed_c.inject.cut import Cut, CutBox
-from deepspeed_c.zero.weights.param import shape_of
+from deepspeed_c.zero.weights.param import shape_of, state_of
 
 __all__ = ["check_cuts", "cut_of", "numel_alike", "read_marks", "summed_over", "take_sums_over", "tied_over"]
 
@@ -68,7 +68,8 @@ def read_marks(model: torch.nn.Module, tp: Collectives) -> None:
     """Gives ``tp_cut`` to the parameters of a model cut by hand, which have the marks of Megatron's layers only:
     ``tensor_model_parallel``, ``partition_dim`` and ``partition_stride``. Ranks may hold parts of different sizes.
 
-    Collective over ``tp``, the ranks that hold the model together. Raises ModelError for marks that fit no tensor.
+    Collective over ``tp``, the ranks that hold the model together. Raises ModelError for marks that fit no tensor, and
+    where ``zero.Init`` has sharded a part over ranks that have other parts.
     """
     marked = {
         name: param
@@ -77,6 +78,16 @@ def read_marks(model: torch.nn.Module, tp: Collectives) -> None:
     }
     if tp.world_size == 1:
         return
+    others = set(tp.global_ranks) - {tp.global_rank}
+    for name, param in marked.items():
+        state = state_of(param)
+        if state is not None and not others.isdisjoint(state.comm.global_ranks):
+            raise ModelError(
+                f"zero.Init has sharded it over ranks {list(state.comm.global_ranks)}, of which {sorted(others)} hold"
+                " other parts of it: these are lost",
+                where=name,
+                fix="pass zero.Init(mpu=...) or data_parallel_group=..., the ranks that hold the same part",
+            )
     shapes = tp.gather_objects([tuple(shape_of(param)) for param in marked.values()], label="shapes of cut parameters")
     for i, (name, param) in enumerate(marked.items()):
         dim, stride = getattr(param, "partition_dim", 0), getattr(param, "partition_stride", 1)

@@ -7,8 +7,9 @@ import torch
 
 import deepspeed_c
 from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.config.parallel import TensorParallel
 from deepspeed_c.errors import ModelError, StateError
-from deepspeed_c.inject import exchange, overlap
+from deepspeed_c.inject import cut_model, exchange, overlap
 from tests.deepspeed_c.inject.families import VOCAB, make
 from tests.deepspeed_c.zero.test_tensor_parallel import logical
 from tests.ranks import run_ranks
@@ -227,6 +228,12 @@ def refusal_body(rank: int, world: int) -> None:
         with torch.no_grad():
             hidden = engine(**batch(0, (2, 9)), output_hidden_states=True).hidden_states
         assert hidden[-1].shape == (2, 9, 48)
+    again = {**make_config(autotp_size=world, **NORMS), **AGAIN}
+    with deepspeed_c.initialize(model=make("llama").train(), config=again)[0] as engine:
+        first = engine(**batch(0, (2, 9))).loss
+        engine(**batch(0, (2, 12)))
+        with pytest.raises(StateError, match=r"tokens are here, and the last forward began with \[6, 6\]"):
+            engine.backward(first)
 
 
 def test_what_norms_on_own_tokens_cannot_do_is_said_before_anything_is_cut() -> None:
@@ -285,3 +292,69 @@ def operators_body(rank: int, world: int) -> None:
 
 def test_operators_have_schemas_and_fakes() -> None:
     run_ranks(2, operators_body)
+
+
+def variant_body(rank: int, world: int, section: dict, kind: str):
+    """Losses and weights of a few steps, of a model that is trained in another way than usual."""
+    model = make("llama").train()
+    more: dict = {}
+    if kind == "bf16":
+        more = {"bf16": {"enabled": True}}
+    elif kind == "autocast":
+        more = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    elif kind == "frozen":
+        for name, param in model.named_parameters():
+            param.requires_grad_(not any(part in name for part in ("q_proj", "gate_proj", "input_layernorm")))
+    elif kind == "accumulated":
+        more = {"gradient_accumulation_steps": 2, "zero_optimization": {"stage": 2}}
+    losses = []
+    with deepspeed_c.initialize(model=model, config={**make_config(autotp_size=world, **section), **more})[0] as engine:
+        for step in range(4):
+            loss = engine(**batch(step, (2, 9))).loss
+            losses.append(loss.item())
+            engine.backward(loss)
+            engine.step()
+        return losses, {name: value.clone() for name, value in engine.module_state_dict().items()}
+
+
+@pytest.mark.parametrize("kind", ["bf16", "autocast", "frozen", "accumulated"])
+def test_other_ways_to_train_compute_the_same_each_time(kind: str) -> None:
+    usual, twice = run_ranks(2, variant_body, {}, kind, preload="transformers")[0], []
+    for section in (OVERLAP, BOTH, BOTH):
+        twice.append(run_ranks(2, variant_body, section, kind, preload="transformers"))
+        losses, weights = twice[-1][0]
+        tolerance = 2e-2 if kind in ("bf16", "autocast") else 1e-5
+        assert losses == pytest.approx(usual[0], rel=tolerance), section
+        if kind in ("frozen", "accumulated"):
+            for name, value in usual[1].items():
+                torch.testing.assert_close(weights[name], value, rtol=1e-3, atol=5e-5, msg=lambda m: f"{name} {m}")  # noqa: B023
+        if kind == "frozen":
+            whole = dict(make("llama").named_parameters())
+            assert all(torch.equal(weights[name], value) for name, value in whole.items() if "q_proj" in name)
+    for (losses, weights), (again, same) in zip(twice[1], twice[2], strict=True):
+        assert losses == again and all(torch.equal(value, same[name]) for name, value in weights.items())
+
+
+def twice_body(rank: int, world: int):
+    """Gradients of a graph that is gone through twice, up to where logits are cut."""
+    found = []
+    for section in ({}, OVERLAP):
+        model = make("llama").train()
+        cut_model(model, TensorParallel(**section), Collectives())
+        hidden = model.model(batch(0, (2, 9))["input_ids"]).last_hidden_state
+        hidden.square().sum().backward(retain_graph=True)
+        once = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        hidden.square().sum().backward()
+        for name, grad in once.items():
+            torch.testing.assert_close(model.get_parameter(name).grad, 2 * grad)
+        found.append(once)
+        loss = model(**batch(0, (2, 9))).loss
+        loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="inplace|in place"):
+            loss.backward()  # the gradient has taken the logits' place
+    for name, grad in found[0].items():
+        torch.testing.assert_close(found[1][name], grad)
+
+
+def test_a_graph_that_is_kept_is_gone_through_twice_or_says_why_not() -> None:
+    run_ranks(2, twice_body, preload="transformers")

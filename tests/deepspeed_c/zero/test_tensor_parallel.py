@@ -116,6 +116,28 @@ def test_muon_orthogonalises_whole_matrices_of_which_ranks_hold_parts(tmp_path, 
                 torch.testing.assert_close(got[name], value, rtol=2e-4, atol=5e-5, msg=lambda m: f"{stage=} {name} {m}")  # noqa: B023
 
 
+def muon_saved_body(rank: int, world: int, n_tp: int, stage: int, folder: str):
+    config = make_config(stage, "Muon")
+    config["optimizer"]["params"] = {"muon_lr": 3e-2, "adam_lr": 1e-2}
+    with make_engine(n_tp, config) as engine:
+        if world > 1:
+            train(engine, 1)
+            engine.save_checkpoint(folder, "t")
+        else:
+            engine.load_checkpoint(folder)
+        train(engine, 1, first=STEPS)
+        return logical(engine)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_momentum_of_muon_loads_on_one_rank(tmp_path, stage: int) -> None:
+    """Each rank has saved the momentum of its part: weights and states are put together by the same code."""
+    more, *_ = run_ranks(3, muon_saved_body, 3, stage, str(tmp_path))
+    (loaded,) = run_ranks(1, muon_saved_body, 1, stage, str(tmp_path))
+    for name, value in more.items():
+        torch.testing.assert_close(loaded[name], value, rtol=2e-4, atol=5e-5, msg=lambda m: f"{name} {m}")  # noqa: B023
+
+
 def plain(n_data: int, gas: int, clip: float, steps: int = STEPS) -> tuple[dict[str, torch.Tensor], list[float]]:
     """(weights, norms) of one process of plain torch that sees all samples."""
     model = Toy()
