@@ -1,4 +1,4 @@
-"""docs/adding/optimizer.md and nn-kernel.md: their diffs fit this tree, and touch what the pages say."""
+"""docs/adding/optimizer.md, nn-kernel.md and inject-policy.md: their diffs fit this tree, and touch what the pages say."""
 
 from __future__ import annotations
 
@@ -20,9 +20,13 @@ ACTIVATION = [
     *("csrc/include/dsc/activations.inc", "csrc/nn/act.c", "ops/reference.py"),
     *("tests/csrc/nn/test_nn.c", "tests/ops/test_nn.py"),
 ]
+# One page of data; and a line in the tests.
+POLICY = ["deepspeed_c/inject/policies/gpt_neo.py", "tests/deepspeed_c/inject/families.py"]
 
 
-@pytest.mark.parametrize("page, parts", [("optimizer", OPTIMIZER), ("nn-kernel", ACTIVATION)])
+@pytest.mark.parametrize(
+    "page, parts", [("optimizer", OPTIMIZER), ("nn-kernel", ACTIVATION), ("inject-policy", POLICY)]
+)
 def test_the_diff_fits(page: str, parts: list[str]) -> None:
     diff = (ROOT / "docs" / "adding" / f"{page}.md").read_text().partition("```diff\n")[2].partition("```\n")[0]
     _, *files = re.split(r"^--- (\S+)\n\+\+\+ b/(\S+)\n", diff, flags=re.MULTILINE)
