@@ -345,6 +345,9 @@ class _Surgeon:
             return
         if style == "experts":
             border = _ExpertsBorder(ranks, name)
+            if module.down_proj.shape[2] == 0:  # torch's grouped products take no empty matrices
+                module = _EmptyExperts(module)
+                _put(self.model, name, module)
             module.register_forward_pre_hook(border.enter, with_kwargs=True)
             module.register_forward_hook(border.leave)
             return
@@ -393,6 +396,26 @@ class _ExpertsBorder:
 
     def leave(self, module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         return self.ranks.leave(output, self.label)
+
+
+class _EmptyExperts(torch.nn.Module):
+    """Experts of which this rank has no columns: zeros, by way of everything that wants a gradient."""
+
+    def __init__(self, experts: torch.nn.Module) -> None:
+        super().__init__()
+        for name, param in experts.named_parameters(recurse=False):
+            self.register_parameter(name, param)
+        self.train(experts.training)
+
+    def forward(self, hidden: torch.Tensor, *others: Any, **more: Any) -> torch.Tensor:
+        """hidden: [tokens, width] to zeros of the same shape."""
+        # Other ranks wait for the gradients of all that enters the region, so the graph must hold it.
+        never = torch.zeros((), dtype=torch.bool, device=hidden.device)
+        output = torch.where(never, hidden, 0)
+        for value in (*others, *more.values(), *self.parameters()):
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                output = output + torch.where(never, value.sum(), 0).to(hidden.dtype)
+        return output
 
 
 class _OwnRows:
