@@ -189,9 +189,12 @@ class _Surgeon:
                 self.reasons[param] = f"{step.source}: whole, used on each rank's heads"
             return True
         if style == "experts":
-            parts = {"gate_up_proj": (1, 2), "up_proj": (1, 1), "gate_up_proj_bias": (1, 2), "down_proj": (2, 1)}
+            # [experts, out, in], or [experts, in, out] in some families.
+            out, inner = (2, 1) if _are_transposed(module) else (1, 2)
+            parts = {"gate_up_proj": (out, 2), "up_proj": (out, 1), "gate_up_proj_bias": (1, 2), "down_proj": (inner, 1)}
             known = [name for name, _ in module.named_parameters(recurse=False)]
-            if any(name not in parts for name in known) or "down_proj" not in known:
+            is_mixed = not getattr(module, "is_concatenated", True)  # gate and up lie column by column
+            if is_mixed or any(name not in parts for name in known) or "down_proj" not in known:
                 self.reasons.update(dict.fromkeys(module.parameters(), "its experts have other weights than are known"))
                 return False
             for name in known:
@@ -345,7 +348,7 @@ class _Surgeon:
             return
         if style == "experts":
             border = _ExpertsBorder(ranks, name)
-            if module.down_proj.shape[2] == 0:  # torch's grouped products take no empty matrices
+            if module.down_proj.numel() == 0:  # torch's grouped products take no empty matrices
                 module = _EmptyExperts(module)
                 _put(self.model, name, module)
             module.register_forward_pre_hook(border.enter, with_kwargs=True)
@@ -475,6 +478,15 @@ def _is_linear(module: torch.nn.Module) -> bool:
         return True
     is_plain = isinstance(module, torch.nn.Linear) and type(module).forward is torch.nn.Linear.forward
     return is_plain and "weight" in dict(module.named_parameters(recurse=False))
+
+
+def _are_transposed(experts: torch.nn.Module) -> bool:
+    """Whether the experts' weights are [experts, in, out]: as their shapes say, and their class where both fit."""
+    first = getattr(experts, "gate_up_proj", getattr(experts, "up_proj", None))
+    last = getattr(experts, "down_proj", None)
+    if first is None or last is None or first.dim() != 3 or last.dim() != 3 or first.shape[2] == last.shape[1]:
+        return bool(getattr(experts, "is_transposed", False))
+    return first.shape[1] == last.shape[2]
 
 
 def _only_run(cut: Cut, dim: int = 0) -> tuple[int, int]:

@@ -16,6 +16,16 @@ from deepspeed_c.inject.policy import POLICIES, Heads, Policy, Rule, find_policy
 __all__ = ["FoundRules", "rule_sets"]
 
 _WHERE = "tensor_parallel"
+# Styles of transformers' plans that ask for nothing more: what stays whole, and words, which are cut in any case.
+_ELSEWHERE = (
+    "replicate",
+    "embedding_rowwise",
+    "embedding_colwise",
+    "colwise",
+    "colwise_gather_output",
+    "rowwise",
+    "rowwise_split_input",
+)
 
 
 @dataclass
@@ -158,3 +168,9 @@ def _rules_of_plan(plan: dict[str, str]) -> Iterable[Rule]:
             yield Rule(pattern, "shared", ("queries",))
         elif style == "mla_kv_a_proj":
             yield Rule(pattern, "latent", ("queries",))
+        elif style not in _ELSEWHERE and "experts" not in name.split("."):
+            raise ModelError(
+                f"the model's tp_plan has the style {style!r} for {name}, which is not known here",
+                where=_WHERE,
+                fix="name layers in tensor_parallel.partition_config, or add a policy (docs/adding/inject-policy.md)",
+            )
