@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,8 +91,15 @@ class CutReport:
         return "\n".join([*lines, self.summary])
 
 
-def cut_model(model: torch.nn.Module, section: TensorParallel, comm: Collectives) -> CutReport:
+def cut_model(
+    model: torch.nn.Module,
+    section: TensorParallel,
+    comm: Collectives,
+    blocks: Mapping[type, Sequence[str]] | None = None,
+) -> CutReport:
     """Cuts ``model`` over the ranks of ``comm``, in place, as ``section`` and the model's policy say.
+
+    blocks: an ``injection_policy``, {class of blocks: ends of the names of their row layers}, in the policy's place.
 
     Collective: weights and buffers become those of rank 0 first. Raises ConfigError or ModelError where a rule does not
     fit; nothing has changed then.
@@ -102,7 +109,7 @@ def cut_model(model: torch.nn.Module, section: TensorParallel, comm: Collectives
             ReportRow(name, param.shape, param.shape, "one rank: whole") for name, param in model.named_parameters()
         ]
         return CutReport(1, 0, rows)
-    surgeon = _Surgeon(model, section, RankPlace(comm.rank, comm.world_size))
+    surgeon = _Surgeon(model, section, RankPlace(comm.rank, comm.world_size), blocks)
     surgeon.plan()
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta:
@@ -123,8 +130,14 @@ def preview_cut(model: torch.nn.Module, section: TensorParallel, rank: int, n_ra
 class _Surgeon:
     """One call of ``cut_model``: first everything is found out, then everything is changed."""
 
-    def __init__(self, model: torch.nn.Module, section: TensorParallel, place: RankPlace) -> None:
-        self.model, self.section, self.place = model, section, place
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        section: TensorParallel,
+        place: RankPlace,
+        blocks: Mapping[type, Sequence[str]] | None = None,
+    ) -> None:
+        self.model, self.section, self.place, self.blocks = model, section, place, blocks
         self.names = {param: name for name, param in model.named_parameters()}
         self.cuts: dict[torch.nn.Parameter, tuple[Cut, int]] = {}
         self.pickers: dict[torch.nn.Parameter, RowPicker] = {}
@@ -137,7 +150,7 @@ class _Surgeon:
         self.causal_loss = False
 
     def plan(self) -> None:
-        found = rule_sets(self.model, self.section)
+        found = rule_sets(self.model, self.section, self.blocks)
         self.causal_loss = found.loss == "causal"
         self.attentions = find_attentions(self.model, found.sets, self.place)
         planned, whole = match_rules(self.model, found.sets, self.attentions)
@@ -191,7 +204,12 @@ class _Surgeon:
         if style == "experts":
             # [experts, out, in], or [experts, in, out] in some families.
             out, inner = (2, 1) if _are_transposed(module) else (1, 2)
-            parts = {"gate_up_proj": (out, 2), "up_proj": (out, 1), "gate_up_proj_bias": (1, 2), "down_proj": (inner, 1)}
+            parts = {
+                "gate_up_proj": (out, 2),
+                "up_proj": (out, 1),
+                "gate_up_proj_bias": (1, 2),
+                "down_proj": (inner, 1),
+            }
             known = [name for name, _ in module.named_parameters(recurse=False)]
             is_mixed = not getattr(module, "is_concatenated", True)  # gate and up lie column by column
             if is_mixed or any(name not in parts for name in known) or "down_proj" not in known:
