@@ -1,4 +1,4 @@
-"""Rules from a model's own structure, where somebody names the row layers of its blocks: DeepSpeed's ``injection_policy``.
+"""Rules from a model's own structure, where somebody names the row layers of its blocks: ``injection_policy``.
 
 ``{Block: ("attn.out", "mlp.down")}``: in every block these linear layers are cut by rows, all others by columns. What
 belongs to heads is known from the family's policy, or from sizes: beside a row layer of ``n`` inputs, an attention's

@@ -102,9 +102,9 @@ def replace_transformer_layer(
     orig_layer_impl: a class of layers. Those that a policy of ``layer_policies`` knows become
     ``DeepSpeedTransformerLayer``. checkpoint_dict: {"checkpoints": files, "base_dir": folder} to take weights from
     first. config: a mapping or an object with any of ``replace_with_kernel_inject`` (kernels go into every other kind
-    of layer), ``tensor_parallel`` {tp_size, tp_group}, ``injection_policy`` {class of blocks: ends of the names of their
-    row layers} (or ``injection_policy_tuple``, of ``orig_layer_impl``) and ``dtype``. model_config: not needed here. training_mode: a
-    layer that computes something else in training is refused.
+    of layer), ``tensor_parallel`` {tp_size, tp_group}, ``injection_policy`` {class of blocks: ends of the names of
+    their row layers} (or ``injection_policy_tuple``, of ``orig_layer_impl``) and ``dtype``. model_config: not needed
+    here. training_mode: a layer that computes something else in training is refused.
 
     Raises ConfigError where nothing is asked for, or what only an inference engine has; ModelError where layers do not
     fit.
