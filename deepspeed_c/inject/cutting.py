@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,8 +95,15 @@ class CutReport:
         return "\n".join([*lines, *self.notes, self.summary])
 
 
-def cut_model(model: torch.nn.Module, section: TensorParallel, comm: Collectives) -> CutReport:
+def cut_model(
+    model: torch.nn.Module,
+    section: TensorParallel,
+    comm: Collectives,
+    blocks: Mapping[type, Sequence[str]] | None = None,
+) -> CutReport:
     """Cuts ``model`` over the ranks of ``comm``, in place, as ``section`` and the model's policy say.
+
+    blocks: an ``injection_policy``, {class of blocks: ends of the names of their row layers}, in the policy's place.
 
     Collective: weights and buffers become those of rank 0 first. Raises ConfigError or ModelError where a rule does not
     fit; nothing has changed then.
@@ -106,7 +113,7 @@ def cut_model(model: torch.nn.Module, section: TensorParallel, comm: Collectives
             ReportRow(name, param.shape, param.shape, "one rank: whole") for name, param in model.named_parameters()
         ]
         return CutReport(1, 0, rows)
-    surgeon = _Surgeon(model, section, RankPlace(comm.rank, comm.world_size))
+    surgeon = _Surgeon(model, section, RankPlace(comm.rank, comm.world_size), blocks)
     surgeon.plan()
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta:
@@ -127,8 +134,14 @@ def preview_cut(model: torch.nn.Module, section: TensorParallel, rank: int, n_ra
 class _Surgeon:
     """One call of ``cut_model``: first everything is found out, then everything is changed."""
 
-    def __init__(self, model: torch.nn.Module, section: TensorParallel, place: RankPlace) -> None:
-        self.model, self.section, self.place = model, section, place
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        section: TensorParallel,
+        place: RankPlace,
+        blocks: Mapping[type, Sequence[str]] | None = None,
+    ) -> None:
+        self.model, self.section, self.place, self.blocks = model, section, place, blocks
         self.names = {param: name for name, param in model.named_parameters()}
         self.cuts: dict[torch.nn.Parameter, tuple[Cut, int]] = {}
         self.pickers: dict[torch.nn.Parameter, RowPicker] = {}
@@ -142,7 +155,7 @@ class _Surgeon:
         self.flow = Flow([], [], [])
 
     def plan(self) -> None:
-        found = rule_sets(self.model, self.section)
+        found = rule_sets(self.model, self.section, self.blocks)
         self.causal_loss = found.loss == "causal"
         self.attentions = find_attentions(self.model, found.sets, self.place)
         planned, whole = match_rules(self.model, found.sets, self.attentions)
@@ -197,9 +210,17 @@ class _Surgeon:
                 self.reasons[param] = f"{step.source}: whole, used on each rank's heads"
             return True
         if style == "experts":
-            parts = {"gate_up_proj": (1, 2), "up_proj": (1, 1), "gate_up_proj_bias": (1, 2), "down_proj": (2, 1)}
+            # [experts, out, in], or [experts, in, out] in some families.
+            out, inner = (2, 1) if _are_transposed(module) else (1, 2)
+            parts = {
+                "gate_up_proj": (out, 2),
+                "up_proj": (out, 1),
+                "gate_up_proj_bias": (1, 2),
+                "down_proj": (inner, 1),
+            }
             known = [name for name, _ in module.named_parameters(recurse=False)]
-            if any(name not in parts for name in known) or "down_proj" not in known:
+            is_mixed = not getattr(module, "is_concatenated", True)  # gate and up lie column by column
+            if is_mixed or any(name not in parts for name in known) or "down_proj" not in known:
                 self.reasons.update(dict.fromkeys(module.parameters(), "its experts have other weights than are known"))
                 return False
             for name in known:
@@ -401,6 +422,9 @@ class _Surgeon:
             return
         if style == "experts":
             border = _ExpertsBorder(ranks, name)
+            if module.down_proj.numel() == 0:  # torch's grouped products take no empty matrices
+                module = _EmptyExperts(module)
+                _put(self.model, name, module)
             module.register_forward_pre_hook(border.enter, with_kwargs=True)
             module.register_forward_hook(border.leave)
             return
@@ -461,6 +485,26 @@ class _ExpertsBorder:
         return self.ranks.leave(output, self.label)
 
 
+class _EmptyExperts(torch.nn.Module):
+    """Experts of which this rank has no columns: zeros, by way of everything that wants a gradient."""
+
+    def __init__(self, experts: torch.nn.Module) -> None:
+        super().__init__()
+        for name, param in experts.named_parameters(recurse=False):
+            self.register_parameter(name, param)
+        self.train(experts.training)
+
+    def forward(self, hidden: torch.Tensor, *others: Any, **more: Any) -> torch.Tensor:
+        """hidden: [tokens, width] to zeros of the same shape."""
+        # Other ranks wait for the gradients of all that enters the region, so the graph must hold it.
+        never = torch.zeros((), dtype=torch.bool, device=hidden.device)
+        output = torch.where(never, hidden, 0)
+        for value in (*others, *more.values(), *self.parameters()):
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                output = output + torch.where(never, value.sum(), 0).to(hidden.dtype)
+        return output
+
+
 class _OwnRows:
     """Arguments that are made for all heads: the attention gets its rank's.
 
@@ -514,6 +558,15 @@ def _has_words(module: torch.nn.Module) -> bool:
 def _is_linear(module: torch.nn.Module) -> bool:
     # Other kinds (quantised, adapted) hold weights of other shapes, and a parametrized one computes its weight.
     return product_of(module) is not None and "weight" in dict(module.named_parameters(recurse=False))
+
+
+def _are_transposed(experts: torch.nn.Module) -> bool:
+    """Whether the experts' weights are [experts, in, out]: as their shapes say, and their class where both fit."""
+    first = getattr(experts, "gate_up_proj", getattr(experts, "up_proj", None))
+    last = getattr(experts, "down_proj", None)
+    if first is None or last is None or first.dim() != 3 or last.dim() != 3 or first.shape[2] == last.shape[1]:
+        return bool(getattr(experts, "is_transposed", False))
+    return first.shape[1] == last.shape[2]
 
 
 def _only_run(cut: Cut, dim: int = 0) -> tuple[int, int]:

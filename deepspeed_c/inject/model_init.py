@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -26,12 +27,15 @@ def tp_model_init(
     config: dict[str, Any] | None = None,
     *,
     tp_group: dist.ProcessGroup | None = None,
+    injection_policy: Mapping[type, Sequence[str]] | None = None,
 ) -> torch.nn.Module:
     """Cuts ``model`` in place over ``tp_size`` ranks and returns it. Every rank of the job calls it.
 
     Neighbouring ranks make a group: 0 to tp_size - 1, and so on. tp_group: this rank's group instead. dtype: what
     floating-point weights become; None leaves them. config: the section ``tensor_parallel``, or what has it; its
-    ``partition_config`` may be an ``AutoTPConfig``.
+    ``partition_config`` may be an ``AutoTPConfig``. injection_policy: {class of blocks: ends of the names of the linear
+    layers in it that are cut by rows}, for models that nobody else knows; the block's other linear layers are cut by
+    columns.
 
     Raises ConfigError where sizes contradict one another or the world is no multiple of ``tp_size``, ModelError where
     no rule fits; nothing is changed then.
@@ -70,5 +74,5 @@ def tp_model_init(
             fix="pass the group of this rank, of tp_size ranks",
         )
     with kernels_as_asked(model, section):
-        cut_model(model, section, comm)
+        cut_model(model, section, comm, injection_policy)
     return model if dtype is None else model.to(dtype)

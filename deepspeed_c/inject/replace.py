@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -102,8 +102,9 @@ def replace_transformer_layer(
     orig_layer_impl: a class of layers. Those that a policy of ``layer_policies`` knows become
     ``DeepSpeedTransformerLayer``. checkpoint_dict: {"checkpoints": files, "base_dir": folder} to take weights from
     first. config: a mapping or an object with any of ``replace_with_kernel_inject`` (kernels go into every other kind
-    of layer), ``tensor_parallel`` {tp_size, tp_group} and ``dtype``. model_config: not needed here. training_mode: a
-    layer that computes something else in training is refused.
+    of layer), ``tensor_parallel`` {tp_size, tp_group}, ``injection_policy`` {class of blocks: ends of the names of
+    their row layers} (or ``injection_policy_tuple``, of ``orig_layer_impl``) and ``dtype``. model_config: not needed
+    here. training_mode: a layer that computes something else in training is refused.
 
     Raises ConfigError where nothing is asked for, or what only an inference engine has; ModelError where layers do not
     fit.
@@ -130,7 +131,9 @@ def replace_transformer_layer(
     for file in (checkpoint_dict or {}).get("checkpoints", ()):
         _take_weights(model, os.path.join((checkpoint_dict or {}).get("base_dir", ""), file))
     if n_ranks > 1:
-        _cut(model, n_ranks, _of(tensor, "tp_group"))
+        rows = _of(config, "injection_policy_tuple")
+        blocks = {orig_layer_impl: rows} if rows and orig_layer_impl is not None else _of(config, "injection_policy")
+        _cut(model, n_ranks, _of(tensor, "tp_group"), blocks)
     elif policy is not None:
         replace_module(model, orig_layer_impl, _replacer(inference=not training_mode), policy)
     if swaps and (policy is None or n_ranks > 1):
@@ -276,7 +279,7 @@ def _copy(layer: DeepSpeedTransformerLayer, parts: LayerParts, where: str, *, ba
             theirs.requires_grad_(owner.requires_grad)
 
 
-def _cut(model: torch.nn.Module, n_ranks: int, group: Any) -> None:
+def _cut(model: torch.nn.Module, n_ranks: int, group: Any, blocks: Mapping[type, Sequence[str]] | None) -> None:
     comm = Collectives() if group is None else Collectives(group)
     if comm.world_size != n_ranks:
         raise ConfigError(
@@ -284,7 +287,7 @@ def _cut(model: torch.nn.Module, n_ranks: int, group: Any) -> None:
             where="config.tensor_parallel",
             fix="pass the group of this rank, of tp_size ranks",
         )
-    cut_model(model, TensorParallel(autotp_size=n_ranks), comm)
+    cut_model(model, TensorParallel(autotp_size=n_ranks), comm, blocks)
 
 
 def _of(config: Any, key: str) -> Any:

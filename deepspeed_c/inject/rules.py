@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from deepspeed_c.config.parallel import CutLayers, TensorParallel
 from deepspeed_c.errors import ConfigError, ModelError
+from deepspeed_c.inject.blocks import block_rules
 from deepspeed_c.inject.plan import RuleSet, ends_with, part_sizes
 from deepspeed_c.inject.policy import POLICIES, Heads, Policy, Rule, Stream, find_policy
 
 __all__ = ["FoundRules", "rule_sets"]
 
 _WHERE = "tensor_parallel"
+# Styles of transformers' plans that ask for nothing more: what stays whole, and words, which are cut in any case.
+_ELSEWHERE = (
+    "replicate",
+    "embedding_rowwise",
+    "embedding_colwise",
+    "colwise",
+    "colwise_gather_output",
+    "rowwise",
+    "rowwise_split_input",
+)
 
 
 @dataclass
@@ -38,8 +49,10 @@ class FoundRules:
             )
 
 
-def rule_sets(model: torch.nn.Module, section: TensorParallel) -> FoundRules:
-    """The rules for ``model``, with nothing changed.
+def rule_sets(
+    model: torch.nn.Module, section: TensorParallel, blocks: Mapping[type, Sequence[str]] | None = None
+) -> FoundRules:
+    """The rules for ``model``, with nothing changed. blocks: an ``injection_policy``, which has the second word.
 
     Raises ConfigError for a preset that does not exist, a pattern that is no regular expression, or two sizes.
     ModelError: neither the configuration nor we nor transformers know how to cut the model.
@@ -55,7 +68,11 @@ def rule_sets(model: torch.nn.Module, section: TensorParallel) -> FoundRules:
                 fix="write the size once, as autotp_size",
             )
         _add_specs(model, partition.layer_specs, model_type, find_policy(section.preset_model or model_type), found)
-    if partition is None or partition.use_default_specs:
+    if blocks:
+        found.sets.append(block_rules(model, blocks))
+        family = find_policy(model_type)
+        found.loss = "" if family is None else family.loss
+    elif partition is None or partition.use_default_specs:
         _add_default(model, section.preset_model, model_type, found)
     if not found.sets:
         raise ModelError(
@@ -159,3 +176,9 @@ def _rules_of_plan(plan: dict[str, str]) -> Iterable[Rule]:
             yield Rule(pattern, "shared", ("queries",))
         elif style == "mla_kv_a_proj":
             yield Rule(pattern, "latent", ("queries",))
+        elif style not in _ELSEWHERE and "experts" not in name.split("."):
+            raise ModelError(
+                f"the model's tp_plan has the style {style!r} for {name}, which is not known here",
+                where=_WHERE,
+                fix="name layers in tensor_parallel.partition_config, or add a policy (docs/adding/inject-policy.md)",
+            )

@@ -1,4 +1,4 @@
-"""docs/adding/optimizer.md and nn-kernel.md: their diffs fit this tree, and touch what the pages say."""
+"""docs/adding/optimizer.md, nn-kernel.md and inject-policy.md: their diffs fit this tree, and touch what the pages say."""
 
 from __future__ import annotations
 
@@ -22,9 +22,14 @@ ACTIVATION = [
 ]
 # One C file, one line; and the formula.
 SCHEDULE = ["csrc/pipe/breadth_first.c", "csrc/pipe/schedules.inc", "tests/csrc/pipe/test_schedules.c"]
+# One page of data; and a line in the tests.
+POLICY = ["deepspeed_c/inject/policies/gpt_neo.py", "tests/deepspeed_c/inject/families.py"]
 
 
-@pytest.mark.parametrize("page, parts", [("optimizer", OPTIMIZER), ("nn-kernel", ACTIVATION), ("schedule", SCHEDULE)])
+@pytest.mark.parametrize(
+    "page, parts",
+    [("optimizer", OPTIMIZER), ("nn-kernel", ACTIVATION), ("schedule", SCHEDULE), ("inject-policy", POLICY)],
+)
 def test_the_diff_fits(page: str, parts: list[str]) -> None:
     diff = (ROOT / "docs" / "adding" / f"{page}.md").read_text().partition("```diff\n")[2].partition("```\n")[0]
     _, *files = re.split(r"^--- (\S+)\n\+\+\+ b/(\S+)\n", diff, flags=re.MULTILINE)

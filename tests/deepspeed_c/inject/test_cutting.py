@@ -178,3 +178,14 @@ def test_take_and_put_are_inverse() -> None:
     assert nothing.take(torch.ones(1, 5)).shape == (0, 5)
     with pytest.raises(ValueError, match=r"\(4, 5\), the cut is of \(14, 5\)"):
         cut.take(torch.zeros(4, 5))
+
+
+def test_a_style_of_a_plan_that_is_not_known() -> None:
+    llama = make("llama")
+    llama.config.model_type = "no family of ours"
+    llama.tp_plan = {**llama.tp_plan, "model.layers.*.self_attn": "local_params"}
+    with pytest.raises(ModelError, match=r"style 'local_params' for model\.layers\.\*\.self_attn") as caught:
+        preview_cut(llama, TensorParallel(), 0, 2)
+    assert "Fix: " in str(caught.value)
+    llama.tp_plan = {name: style for name, style in llama.tp_plan.items() if style != "local_params"}
+    assert preview_cut(llama, TensorParallel(), 0, 2).local_elems < preview_cut(make("llama"), TensorParallel(), 0, 1).logical_elems

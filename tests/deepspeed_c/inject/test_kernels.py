@@ -24,9 +24,9 @@ TRANSFORMERS = "transformers"
 # What each family has to swap besides norms; what looks like it and is something else.
 ROTARY = (
     *("llama", "llama_tied_shared", "qwen2", "qwen3", "mixtral", "deepseek_v3", "phi", "phi3", "gpt_neox", "falcon"),
-    *("falcon_7b", "starcoder2", *PLANNED),
+    *("falcon_7b", "starcoder2", "cohere", "granite", "aria"),
 )
-GATED = ("llama", "llama_tied_shared", "qwen2", "qwen3", "deepseek_v3", "phi3", *PLANNED)
+GATED = ("llama", "llama_tied_shared", "qwen2", "qwen3", "deepseek_v3", "phi3", "cohere", "granite", "aria", "llama4")
 REST = {"gptj": "its rotary angles lie in no known order", "clip": "computes another activation"}
 
 

@@ -152,6 +152,18 @@ from deepspeed.module_inject.layers import LmHeadLinearAllreduce
 from deepspeed_c.inject import layers
 assert LinearLayer is layers.LinearLayer and LmHeadLinearAllreduce is layers.LmHeadLinearAllreduce
 assert deepspeed.tp_model_init is deepspeed_c.tp_model_init
+from deepspeed.module_inject import AutoTPConfig, AutoTPPresets, EmbeddingLayer, HFBertLayerPolicy, PartitionType
+from deepspeed.module_inject import TPLayerSpec, generic_injection, merge_autotp_configs, set_autotp_mode
+from deepspeed.module_inject.autotp_config import AutoTPConfig as same_config
+from deepspeed.module_inject.containers import HFDistilBertLayerPolicy
+from deepspeed.module_inject.layers import fused_LinearLayer, is_autotp_training_mode
+from deepspeed.module_inject.replace_module import get_transformer_name, replace_module, skip_level_0_prefix
+from deepspeed.runtime.state_dict_factory import AUTO_MODULE_KEY, MegatronSDLoader, SDLoaderFactory
+from deepspeed_c.inject import by_hand, replace
+assert AutoTPConfig is same_config and AutoTPPresets.llama().layer_specs[0].partition_type is PartitionType.ROW
+assert deepspeed.set_autotp_mode is set_autotp_mode and EmbeddingLayer is by_hand.EmbeddingLayer
+assert deepspeed.replace_transformer_layer is replace.replace_transformer_layer
+assert deepspeed.revert_transformer_layer is replace.revert_transformer_layer
 """
 
 

@@ -176,7 +176,7 @@ def write_rank_files(
             stage,
             dtype,
             is_fused,
-            TensorPlace(rank, n_tensor_ranks, tensor_info),
+            TensorRank(rank, n_tensor_ranks, tensor_info),
         )
         for rank in range(n_tensor_ranks)
     ]
@@ -335,7 +335,7 @@ class _Cut(NamedTuple):
     at: int
 
 
-class TensorPlace(NamedTuple):
+class TensorRank(NamedTuple):
     """Of which tensor-parallel rank files are written, and what they say of the way tensors are cut."""
 
     rank: int = 0
@@ -343,7 +343,7 @@ class TensorPlace(NamedTuple):
     info: Mapping[str, Any] | None = None
 
 
-ONE_TENSOR_RANK = TensorPlace()
+ONE_TENSOR_RANK = TensorRank()
 
 
 class _Layout:
@@ -356,7 +356,7 @@ class _Layout:
         stage: int,
         dtype: torch.dtype,
         is_fused: bool | None,
-        place: TensorPlace = ONE_TENSOR_RANK,
+        place: TensorRank = ONE_TENSOR_RANK,
     ) -> None:
         self.place = place
         self.source, self.world_size, self.stage, self.dtype = source, world_size, stage, dtype

@@ -1,0 +1,87 @@
+"""What a user can get wrong when a model is to be cut by the configuration or by an mpu: said by name, with nothing changed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import deepspeed_c
+from deepspeed_c.errors import CommError, ConfigError, DeepSpeedCError, ModelError
+from tests.deepspeed_c.inject.families import make
+from tests.deepspeed_c.zero.megatron import Mpu
+from tests.ranks import run_ranks
+
+BASE = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
+ROW = {"patterns": [r".*\.o_proj\.weight"], "partition_type": "row"}
+QKV = {"patterns": [r".*\.q_proj\.weight"], "shape": [[16, 16, 20], -1], "partition_dim": 0}
+# What is wrong -> (the section, the error, what it says).
+WRONG = {
+    "two sizes": (
+        {"autotp_size": 2, "partition_config": {"tp_size": 3, "layer_specs": [ROW]}},
+        *(ConfigError, ("tp_size is 3", "2", "tensor_parallel")),
+    ),
+    "parts that do not sum": (
+        {"autotp_size": 2, "partition_config": {"layer_specs": [QKV]}},
+        *(ModelError, ("make 52", "has 48", "q_proj.weight")),
+    ),
+    "a pattern that matches nothing": (
+        {"autotp_size": 2, "partition_config": {"layer_specs": [{"patterns": [r".*\.qq_proj\.weight"]}]}},
+        *(ConfigError, ("qq_proj", "matches none", "layer_specs")),
+    ),
+    "no such preset": ({"autotp_size": 2, "preset_model": "lama"}, ConfigError, ("no preset 'lama'", "preset_model")),
+}
+
+
+def start(rank: int, world: int, names: list[str]) -> list[tuple[str, str, bool]]:
+    found = []
+    for name in names:
+        section, kind, _ = WRONG[name]
+        model = make("llama")
+        before = {key: (value.data_ptr(), value.clone()) for key, value in model.state_dict().items()}
+        try:
+            deepspeed_c.initialize(model=model, config={**BASE, "tensor_parallel": section})
+            text = "nothing was said"
+        except DeepSpeedCError as error:
+            text = str(error) if isinstance(error, kind) else repr(error)
+        same = all(
+            value.data_ptr() == before[key][0] and torch.equal(value, before[key][1])
+            for key, value in model.state_dict().items()
+        )
+        found.append((name, text, same and type(model.model.layers[0].mlp.up_proj) is torch.nn.Linear))
+    return found
+
+
+def test_sections_that_do_not_fit() -> None:
+    for found in run_ranks(2, start, list(WRONG), preload="transformers"):
+        assert [name for name, _, _ in found] == list(WRONG)
+        for name, text, same in found:
+            assert all(part in text for part in WRONG[name][2]) and "Fix: " in text and same, (name, text, same)
+
+
+def start_with(rank: int, world: int, kind: str) -> str:
+    model, options, section = make("llama"), {}, {}
+    if kind == "world":
+        section = {"tensor_parallel": {"autotp_size": 2}}
+    else:
+        lacks = {
+            "rank": ("get_tensor_model_parallel_rank", "get_tensor_model_parallel_group"),
+            "data": ("get_data_parallel_world_size", "get_data_parallel_group"),
+        }[kind]
+        options = {"mpu": Mpu(2, lacks)}
+    with pytest.raises(CommError if kind != "world" else ConfigError) as caught:
+        deepspeed_c.initialize(model=model, config={**BASE, **section}, **options)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), make("llama").parameters(), strict=True))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "parts"),
+    [
+        ("world", 3, ("3 ranks", "groups of 2", "autotp_size")),
+        ("rank", 2, ("get_tensor_model_parallel_rank()", "initialize(mpu=...)", "there are 2 such ranks")),
+        ("data", 2, ("get_data_parallel_world_size()", "initialize(mpu=...)")),
+    ],
+)
+def test_a_world_or_an_mpu_that_does_not_fit(kind: str, world: int, parts: tuple[str, ...]) -> None:
+    for text in run_ranks(world, start_with, kind, preload="transformers"):
+        assert all(part in text for part in parts) and "Fix: " in text, text
