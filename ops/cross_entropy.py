@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deepspeed_c.ops.placement import has_kernels
+
 __all__ = ["grad_", "join", "rows"]
 
 
@@ -12,10 +14,10 @@ def rows(logits: Tensor, targets: Tensor) -> Tensor:
     """[n, 4] float32 of ``logits`` [n, words of this rank] (float32, bfloat16, float16; contiguous): largest logit, sum
     of exponentials of what is left of each above it, the target's logit, sum of logits.
 
-    targets: int64 [n], counted from this rank's first word; any that is no word of this rank gives 0. On the host one
-    pass; elsewhere by torch. ValueError for other dtypes and layouts.
+    targets: int64 [n], counted from this rank's first word; any that is no word of this rank gives 0. One pass where
+    there are kernels (``deepspeed_c.ops.placement``), elsewhere by torch. ValueError for other dtypes and layouts.
     """
-    if logits.device.type in ("cpu", "meta"):
+    if has_kernels(logits):
         out = logits.new_empty((targets.numel(), 4), dtype=torch.float32)
         torch.ops.deepspeed_c.cross_entropy_rows_(logits, targets, out)
         return out
@@ -46,7 +48,7 @@ def grad_(logits: Tensor, targets: Tensor, log_sum: Tensor, scale: Tensor, smoot
     """Puts the gradient in place of ``logits`` [n, words of this rank]: scale * (softmax - smoothing / n_all_words -
     (1 - smoothing) * (word is the target)). log_sum, scale: float32 [n]. A row of scale 0 becomes zeros.
     """
-    if logits.device.type in ("cpu", "meta"):
+    if has_kernels(logits):
         torch.ops.deepspeed_c.cross_entropy_grad_(logits, targets, log_sum, scale, smoothing, n_all_words)
         torch.autograd.graph.increment_version(logits)
         return
