@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deepspeed_c.ops.placement import has_kernels
+
 __all__ = ["grad_", "join", "rows"]
 
 
 def _is_of_core(logits: Tensor) -> bool:
-    """Whether the C core takes them: it computes in float32."""
-    return logits.device.type in ("cpu", "meta") and logits.dtype != torch.float64
+    """Whether a kernel takes them: they compute in float32."""
+    return has_kernels(logits) and logits.dtype != torch.float64
 
 
 def _wide(logits: Tensor) -> Tensor:
@@ -21,8 +23,9 @@ def rows(logits: Tensor, targets: Tensor) -> Tensor:
     """[n, 4] float32 of ``logits`` [n, words of this rank] (float32, bfloat16, float16; contiguous): largest logit, sum
     of exponentials of what is left of each above it, the target's logit, sum of logits. float64 of float64 logits.
 
-    targets: int64 [n], counted from this rank's first word; any that is no word of this rank gives 0. On the host one
-    pass; elsewhere, and in float64, by torch. ValueError for other dtypes and layouts.
+    targets: int64 [n], counted from this rank's first word; any that is no word of this rank gives 0. One pass where
+    there are kernels (``deepspeed_c.ops.placement``), elsewhere, and in float64, by torch. ValueError for other dtypes
+    and layouts.
     """
     if _is_of_core(logits):
         out = logits.new_empty((targets.numel(), 4), dtype=torch.float32)

@@ -3,8 +3,8 @@ attention.
 
 Each reads its operands once and keeps no intermediate result. Elements are float32, bfloat16 or float16, computed in
 float32 and rounded once; results have the same bits for any number of threads and any instruction set. The formulas
-stand in ``dsc/nn.h``, and in PyTorch in ``deepspeed_c.ops.reference``, which computes them for tensors that are on no
-CPU.
+stand in ``dsc/nn.h``, and in PyTorch in ``deepspeed_c.ops.reference``, which computes them where a device has no
+kernels (``deepspeed_c.ops.placement``).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from deepspeed_c import _C  # noqa: F401  (registers the operators)
 from deepspeed_c.ops import fake, reference  # noqa: F401
+from deepspeed_c.ops.placement import has_kernels
 
 __all__ = [
     "attention",
@@ -63,7 +64,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, resi
 def _norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, residual: Tensor | None, *, is_rms: bool
 ) -> Any:
-    if _is_elsewhere(x):
+    if not has_kernels(x):
         y, total = reference.nn_norm(x, residual, weight, bias, eps, is_rms)
     else:
         y, total = _ops.nn_norm(x, residual, weight, bias, eps, is_rms)[:2]
@@ -72,7 +73,7 @@ def _norm(
 
 def bias_act(x: Tensor, bias: Tensor | None, act: Act) -> Tensor:
     """act(x + bias). x: [..., n]; bias: [n] of x's dtype. ValueError for an activation that does not exist."""
-    if _is_elsewhere(x):
+    if not has_kernels(x):
         return reference.nn_bias_act(x, bias, act)
     return _ops.nn_bias_act(x, bias, act)
 
@@ -93,7 +94,7 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: Literal["none"
 
 
 def _gated(gate: Tensor, up: Tensor | None, act: Act) -> Tensor:
-    if _is_elsewhere(gate):
+    if not has_kernels(gate):
         return reference.nn_gated(gate, up, act)
     return _ops.nn_gated(gate, up, act)
 
@@ -118,7 +119,7 @@ def bias_dropout_residual(
         p = 0.0
     elif p > 0.0:
         seed = int(torch.randint(_MAX_SEED, (), generator=generator))
-    if _is_elsewhere(x):
+    if not has_kernels(x):
         return reference.nn_dropout(x, bias, residual, p, seed)
     return _ops.nn_dropout(x, bias, residual, p, seed)
 
@@ -130,7 +131,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool = False)
     where it is). cos, sin: float32 [1 or batch, tokens, pairs], which take no gradient. The first 2 * pairs elements of
     each head are turned: pairs (i, i + pairs), or (2 i, 2 i + 1) with ``is_interleaved``.
     """
-    if _is_elsewhere(x):
+    if not has_kernels(x):
         return reference.nn_rotary(x, cos, sin, is_interleaved, False)
     if x.stride(-1) != 1 and x.shape[-1] > 1:
         x = x.contiguous()
@@ -149,7 +150,7 @@ def masked_softmax(x: Tensor, mask: Tensor | None = None, scale: float = 1.0, *,
             mask = mask.to(x.dtype)
         if mask.stride(-1) != 1 and x.shape[-1] > 1:
             mask = mask.contiguous()
-    if _is_elsewhere(x):
+    if not has_kernels(x):
         return reference.nn_softmax(x, mask, scale, is_causal)
     return _ops.nn_softmax(x, mask, scale, is_causal)
 
@@ -180,8 +181,9 @@ def attention(
     without a value, one a head. A query that sees nothing is 0. Returns out [batch, heads, queries, dim of v], and with
     ``return_lse`` (out, lse), lse float32 [batch, heads, queries] being the logarithm of the sum of exp(scores) (-inf
     where nothing is seen), by which outputs over parts of the keys are merged. q, k, v and sinks have gradients, lse's
-    among what they come from. ValueError for shapes that do not fit. Where no rule needs it, torch's
-    ``scaled_dot_product_attention`` is as good; it takes a mask of [queries, keys] for what is none of its own.
+    among what they come from. On devices other than the host the formula is computed over all pairs. ValueError for
+    shapes that do not fit. Where no rule needs it, torch's ``scaled_dot_product_attention`` is as good; it takes a mask
+    of [queries, keys] for what is none of its own.
     """
     if scale is None:
         scale = q.shape[-1] ** -0.5
@@ -194,12 +196,9 @@ def attention(
         documents = documents.to(torch.int32).contiguous()
     q, k, v = (x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous() for x in (q, k, v))
     rules = (sinks, alibi_slopes, documents, scale, causal, window or 0, soft_cap or 0.0)
-    out, lse = (reference if _is_elsewhere(q) else _ops).nn_attention(q, k, v, *rules)
+    is_host = q.device.type in ("cpu", "meta")
+    out, lse = (_ops if is_host else reference).nn_attention(q, k, v, *rules)
     return (out, lse) if return_lse else out
-
-
-def _is_elsewhere(x: Tensor) -> bool:
-    return x.device.type not in ("cpu", "meta")
 
 
 # The gradients, each an operator of its own. Those of gradients are not there: a second derivative is refused by torch.

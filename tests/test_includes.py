@@ -37,8 +37,8 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
 
 # An accelerator's table speaks of spans and tensors, and gradients are spans; the umbrella header is all of them.
 MAY_INCLUDE_TOO: dict[str, tuple[str, ...]] = {
-    "include/dsc/accel.h": ("dsc/flat.h", "dsc/optim.h"),
-    "include/dsc/nn.h": ("dsc/activations.inc",),
+    "include/dsc/accel.h": ("dsc/flat.h", "dsc/nn.h", "dsc/nn_calls.inc", "dsc/optim.h", "dsc/tp.h"),
+    "include/dsc/nn.h": ("dsc/activations.inc", "dsc/nn_calls.inc"),
     "include/dsc/intake.h": ("dsc/flat.h",),
     "include/dsc/dsc.h": ("dsc/",),
 }

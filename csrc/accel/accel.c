@@ -70,6 +70,11 @@ static const char *missing_hook(const struct dsc_accel *accel)
     RETURN_IF_MISSING(flat_reduce);
     RETURN_IF_MISSING(flat_scale);
     RETURN_IF_MISSING(flat_cast);
+#define DSC_NN_CALL(name) RETURN_IF_MISSING(nn_##name);
+#include "dsc/nn_calls.inc"
+#undef DSC_NN_CALL
+    RETURN_IF_MISSING(cross_entropy_rows);
+    RETURN_IF_MISSING(cross_entropy_grad);
 #undef RETURN_IF_MISSING
     return NULL;
 }

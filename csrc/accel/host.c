@@ -109,6 +109,31 @@ static dsc_status flat_cast(const struct dsc_span *src, const struct dsc_span *d
     return dsc_flat_cast(src, dst, NULL);
 }
 
+#define DSC_NN_CALL(name)                                                       \
+    static dsc_status nn_##name(const struct dsc_nn_##name *call, void *stream) \
+    {                                                                           \
+        (void)stream;                                                           \
+        return dsc_nn_##name(call, NULL);                                       \
+    }
+#include "dsc/nn_calls.inc"
+#undef DSC_NN_CALL
+
+static dsc_status cross_entropy_rows(const void *logits, dsc_dtype dtype, const int64_t *targets, int64_t n_rows,
+                                     int64_t n_words, struct dsc_tp_row *out_rows, void *stream)
+{
+    (void)stream;
+    return dsc_tp_cross_entropy_rows(logits, dtype, targets, n_rows, n_words, NULL, out_rows);
+}
+
+static dsc_status cross_entropy_grad(void *logits, dsc_dtype dtype, const int64_t *targets, int64_t n_rows,
+                                     int64_t n_words, const float *log_sum, const float *scale, double smoothing,
+                                     int64_t n_all_words, void *stream)
+{
+    (void)stream;
+    return dsc_tp_cross_entropy_grad(logits, dtype, targets, n_rows, n_words, log_sum, scale, smoothing, n_all_words,
+                                     NULL);
+}
+
 static const struct dsc_accel table = {
     .abi = DSC_ACCEL_ABI,
     .size = sizeof(struct dsc_accel),
@@ -123,6 +148,11 @@ static const struct dsc_accel table = {
     .flat_reduce = flat_reduce,
     .flat_scale = flat_scale,
     .flat_cast = flat_cast,
+#define DSC_NN_CALL(name) .nn_##name = nn_##name,
+#include "dsc/nn_calls.inc"
+#undef DSC_NN_CALL
+    .cross_entropy_rows = cross_entropy_rows,
+    .cross_entropy_grad = cross_entropy_grad,
 };
 
 const struct dsc_accel *dsc_accel_host_entry(dsc_accel_report *report)

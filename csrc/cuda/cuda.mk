@@ -62,4 +62,4 @@ $(CUDA_EMULATED): $(BUILD)/cuda/all.cu $(CUDA_HEADERS) $(wildcard $(TESTS)/csrc/
 		$(if $(SAN),-fsanitize=$(SAN) -fno-sanitize-recover=all -fno-omit-frame-pointer,-fsanitize=alignment -fsanitize-undefined-trap-on-error) \
 		-I$(TESTS)/csrc/cuda/emulator -I$(ROOT) -I$(ROOT)/include $< -o $@
 
-$(BUILD)/tests/csrc/cuda/test_twins: | $(if $(CAN_EMULATE),$(CUDA_EMULATED))
+$(BUILD)/tests/csrc/cuda/test_twins $(BUILD)/tests/csrc/cuda/test_nn_twins: | $(if $(CAN_EMULATE),$(CUDA_EMULATED))

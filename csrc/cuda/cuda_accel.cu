@@ -227,13 +227,24 @@ static dsc_status cast_hook(const struct dsc_span *src, const struct dsc_span *d
 
 /* In the order of struct dsc_accel. */
 static const struct dsc_accel table = {
-    DSC_ACCEL_ABI, sizeof(struct dsc_accel),
-    "cuda",        device_count,
-    optim_step,    optim_norms,
-    optim_apply,   momentum_hook,
-    apply_hook,    sumsq_hook,
-    reduce_hook,   scale_hook,
+    DSC_ACCEL_ABI,
+    sizeof(struct dsc_accel),
+    "cuda",
+    device_count,
+    optim_step,
+    optim_norms,
+    optim_apply,
+    momentum_hook,
+    apply_hook,
+    sumsq_hook,
+    reduce_hook,
+    scale_hook,
     cast_hook,
+#define DSC_NN_CALL(name) nn_##name,
+#include "dsc/nn_calls.inc"
+#undef DSC_NN_CALL
+    cross_entropy_rows,
+    cross_entropy_grad,
 };
 
 }  // namespace dsc_cuda

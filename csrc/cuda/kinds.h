@@ -1,8 +1,10 @@
-/* The optimizers of this library: what a source file gives for each, and the scalars that they work with. */
+/* What the source files of this library give: optimizers, with the scalars that they work with, and operators. */
 #ifndef DSC_CUDA_KINDS_H
 #define DSC_CUDA_KINDS_H
 
+#include "dsc/nn.h"
 #include "dsc/optim.h"
+#include "dsc/tp.h"
 
 namespace dsc_cuda {
 
@@ -73,6 +75,16 @@ dsc_status flat_reduce(const struct dsc_span *srcs, int64_t n_srcs, float scale,
                        const struct dsc_span *acc, double *out, double *scratch, void *stream);
 dsc_status flat_scale(const struct dsc_span *spans, int64_t n_spans, float scale, void *stream);
 dsc_status flat_cast(const struct dsc_span *src, const struct dsc_span *dst, void *stream);
+
+/* Launchers of the operators on rows: arguments have been checked, but for where the first operand lies. */
+#define DSC_NN_CALL(name) dsc_status nn_##name(const struct dsc_nn_##name *call, void *stream);
+#include "dsc/nn_calls.inc"
+#undef DSC_NN_CALL
+dsc_status cross_entropy_rows(const void *logits, dsc_dtype dtype, const int64_t *targets, int64_t n_rows,
+                              int64_t n_words, struct dsc_tp_row *out_rows, void *stream);
+dsc_status cross_entropy_grad(void *logits, dsc_dtype dtype, const int64_t *targets, int64_t n_rows, int64_t n_words,
+                              const float *log_sum, const float *scale, double smoothing, int64_t n_all_words,
+                              void *stream);
 
 }  // namespace dsc_cuda
 

@@ -73,13 +73,22 @@ static void act_row(const void *arg, int64_t row, float *const *sums)
     }
 }
 
+dsc_status dsc_nn_bias_act_check(const struct dsc_nn_bias_act *call)
+{
+    struct dsc_act_loops ignored;
+
+    DSC_TRY(dsc_check_rows(call->n_rows, call->n_cols, call->dtype));
+    DSC_TRY(dsc_act_loops_of(call->act, &ignored));
+    DSC_TRY(CHECK_PRESENT(call->n_rows, NAMED(call, x), NAMED(call, y)));
+    return DSC_OK;
+}
+
 dsc_status dsc_nn_bias_act(const struct dsc_nn_bias_act *call, const struct dsc_par *par)
 {
     struct act_job job = {.call = call};
 
-    DSC_TRY(dsc_check_rows(call->n_rows, call->n_cols, call->dtype));
+    DSC_TRY(dsc_nn_bias_act_check(call));
     DSC_TRY(dsc_act_loops_of(call->act, &job.loops));
-    DSC_TRY(CHECK_PRESENT(call->n_rows, NAMED(call, x), NAMED(call, y)));
     job.rows = dsc_rows_of(call->n_rows, call->n_cols);
     dsc_rows_run(&job.rows, NULL, act_row, &job, par);
     return DSC_OK;
@@ -115,16 +124,25 @@ static void act_grad_row(const void *arg, int64_t row, float *const *sums)
     }
 }
 
+dsc_status dsc_nn_bias_act_grad_check(const struct dsc_nn_bias_act_grad *call)
+{
+    struct dsc_act_loops ignored;
+
+    DSC_TRY(dsc_check_rows(call->n_rows, call->n_cols, call->dtype));
+    DSC_TRY(dsc_act_loops_of(call->act, &ignored));
+    DSC_TRY(CHECK_PRESENT(call->n_rows, NAMED(call, x), NAMED(call, dy), NAMED(call, dx)));
+    if (call->dbias != NULL)
+        DSC_TRY(CHECK_PRESENT(call->n_rows, NAMED(call, scratch)));
+    return DSC_OK;
+}
+
 dsc_status dsc_nn_bias_act_grad(const struct dsc_nn_bias_act_grad *call, const struct dsc_par *par)
 {
     struct act_grad_job job = {.call = call};
     struct dsc_row_sums sums = {call->dtype, {call->dbias}, call->scratch};
 
-    DSC_TRY(dsc_check_rows(call->n_rows, call->n_cols, call->dtype));
+    DSC_TRY(dsc_nn_bias_act_grad_check(call));
     DSC_TRY(dsc_act_loops_of(call->act, &job.loops));
-    DSC_TRY(CHECK_PRESENT(call->n_rows, NAMED(call, x), NAMED(call, dy), NAMED(call, dx)));
-    if (call->dbias != NULL)
-        DSC_TRY(CHECK_PRESENT(call->n_rows, NAMED(call, scratch)));
     job.rows = dsc_rows_of(call->n_rows, call->n_cols);
     dsc_rows_run(&job.rows, &sums, act_grad_row, &job, par);
     return DSC_OK;

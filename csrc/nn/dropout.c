@@ -74,11 +74,17 @@ static void dropout_row(const void *arg, int64_t row, float *const *sums)
     }
 }
 
-dsc_status dsc_nn_dropout(const struct dsc_nn_dropout *call, const struct dsc_par *par)
+dsc_status dsc_nn_dropout_check(const struct dsc_nn_dropout *call)
 {
     DSC_TRY(dsc_check_rows(call->n_rows, call->n_cols, call->dtype));
     DSC_TRY(check_p(call->p));
     DSC_TRY(CHECK_PRESENT(call->n_rows, NAMED(call, x), NAMED(call, y)));
+    return DSC_OK;
+}
+
+dsc_status dsc_nn_dropout(const struct dsc_nn_dropout *call, const struct dsc_par *par)
+{
+    DSC_TRY(dsc_nn_dropout_check(call));
 
     struct dropout_job job = {dsc_rows_of(call->n_rows, call->n_cols), dropping_of(call->p, call->seed), call};
 
@@ -113,13 +119,19 @@ static void dropout_grad_row(const void *arg, int64_t row, float *const *sums)
     }
 }
 
-dsc_status dsc_nn_dropout_grad(const struct dsc_nn_dropout_grad *call, const struct dsc_par *par)
+dsc_status dsc_nn_dropout_grad_check(const struct dsc_nn_dropout_grad *call)
 {
     DSC_TRY(dsc_check_rows(call->n_rows, call->n_cols, call->dtype));
     DSC_TRY(check_p(call->p));
     DSC_TRY(CHECK_PRESENT(call->n_rows, NAMED(call, dy), NAMED(call, dx)));
     if (call->dbias != NULL)
         DSC_TRY(CHECK_PRESENT(call->n_rows, NAMED(call, scratch)));
+    return DSC_OK;
+}
+
+dsc_status dsc_nn_dropout_grad(const struct dsc_nn_dropout_grad *call, const struct dsc_par *par)
+{
+    DSC_TRY(dsc_nn_dropout_grad_check(call));
 
     struct dropout_grad_job job = {dsc_rows_of(call->n_rows, call->n_cols), dropping_of(call->p, call->seed), call};
     struct dsc_row_sums sums = {call->dtype, {call->dbias}, call->scratch};

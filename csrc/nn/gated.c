@@ -38,13 +38,22 @@ static void gated_row(const void *arg, int64_t row, float *const *sums)
     }
 }
 
+dsc_status dsc_nn_gated_check(const struct dsc_nn_gated *call)
+{
+    struct dsc_act_loops ignored;
+
+    DSC_TRY(check_stride(call->n_rows, call->n_cols, call->in_stride, call->dtype));
+    DSC_TRY(dsc_act_loops_of(call->act, &ignored));
+    DSC_TRY(CHECK_PRESENT(call->n_rows, NAMED(call, gate), NAMED(call, up), NAMED(call, y)));
+    return DSC_OK;
+}
+
 dsc_status dsc_nn_gated(const struct dsc_nn_gated *call, const struct dsc_par *par)
 {
     struct gated_job job = {.call = call};
 
-    DSC_TRY(check_stride(call->n_rows, call->n_cols, call->in_stride, call->dtype));
+    DSC_TRY(dsc_nn_gated_check(call));
     DSC_TRY(dsc_act_loops_of(call->act, &job.loops));
-    DSC_TRY(CHECK_PRESENT(call->n_rows, NAMED(call, gate), NAMED(call, up), NAMED(call, y)));
     job.rows = dsc_rows_of(call->n_rows, call->n_cols);
     dsc_rows_run(&job.rows, NULL, gated_row, &job, par);
     return DSC_OK;
@@ -82,14 +91,23 @@ static void gated_grad_row(const void *arg, int64_t row, float *const *sums)
     }
 }
 
+dsc_status dsc_nn_gated_grad_check(const struct dsc_nn_gated_grad *call)
+{
+    struct dsc_act_loops ignored;
+
+    DSC_TRY(check_stride(call->n_rows, call->n_cols, call->in_stride, call->dtype));
+    DSC_TRY(dsc_act_loops_of(call->act, &ignored));
+    DSC_TRY(CHECK_PRESENT(call->n_rows, NAMED(call, gate), NAMED(call, up), NAMED(call, dy), NAMED(call, dgate),
+                          NAMED(call, dup)));
+    return DSC_OK;
+}
+
 dsc_status dsc_nn_gated_grad(const struct dsc_nn_gated_grad *call, const struct dsc_par *par)
 {
     struct gated_grad_job job = {.call = call};
 
-    DSC_TRY(check_stride(call->n_rows, call->n_cols, call->in_stride, call->dtype));
+    DSC_TRY(dsc_nn_gated_grad_check(call));
     DSC_TRY(dsc_act_loops_of(call->act, &job.loops));
-    DSC_TRY(CHECK_PRESENT(call->n_rows, NAMED(call, gate), NAMED(call, up), NAMED(call, dy), NAMED(call, dgate),
-                          NAMED(call, dup)));
     job.rows = dsc_rows_of(call->n_rows, call->n_cols);
     dsc_rows_run(&job.rows, NULL, gated_grad_row, &job, par);
     return DSC_OK;

@@ -91,7 +91,7 @@ static dsc_status check_eps(float eps)
     return DSC_OK;
 }
 
-dsc_status dsc_nn_norm(const struct dsc_nn_norm *norm, const struct dsc_par *par)
+dsc_status dsc_nn_norm_check(const struct dsc_nn_norm *norm)
 {
     DSC_TRY(dsc_check_rows(norm->n_rows, norm->n_cols, norm->dtype));
     DSC_TRY(dsc_check_rows(1, norm->n_cols, norm->weight_dtype));
@@ -101,6 +101,12 @@ dsc_status dsc_nn_norm(const struct dsc_nn_norm *norm, const struct dsc_par *par
         DSC_TRY(CHECK_PRESENT(norm->n_rows, NAMED(norm, mean)));
     if (norm->residual != NULL)
         DSC_TRY(CHECK_PRESENT(norm->n_rows, NAMED(norm, sum)));
+    return DSC_OK;
+}
+
+dsc_status dsc_nn_norm(const struct dsc_nn_norm *norm, const struct dsc_par *par)
+{
+    DSC_TRY(dsc_nn_norm_check(norm));
 
     struct norm_job job = {dsc_rows_of(norm->n_rows, norm->n_cols), norm};
 
@@ -174,7 +180,7 @@ static void norm_grad_row(const void *arg, int64_t row, float *const *sums)
     }
 }
 
-dsc_status dsc_nn_norm_grad(const struct dsc_nn_norm_grad *grad, const struct dsc_par *par)
+dsc_status dsc_nn_norm_grad_check(const struct dsc_nn_norm_grad *grad)
 {
     DSC_TRY(dsc_check_rows(grad->n_rows, grad->n_cols, grad->dtype));
     DSC_TRY(dsc_check_rows(1, grad->n_cols, grad->weight_dtype));
@@ -183,6 +189,12 @@ dsc_status dsc_nn_norm_grad(const struct dsc_nn_norm_grad *grad, const struct ds
         DSC_TRY(CHECK_PRESENT(grad->n_rows, NAMED(grad, mean)));
     if (grad->dweight != NULL || grad->dbias != NULL)
         DSC_TRY(CHECK_PRESENT(grad->n_rows, NAMED(grad, scratch)));
+    return DSC_OK;
+}
+
+dsc_status dsc_nn_norm_grad(const struct dsc_nn_norm_grad *grad, const struct dsc_par *par)
+{
+    DSC_TRY(dsc_nn_norm_grad_check(grad));
 
     struct norm_grad_job job = {dsc_rows_of(grad->n_rows, grad->n_cols), grad};
     struct dsc_row_sums sums = {grad->weight_dtype, {grad->dweight, grad->dbias}, grad->scratch};

@@ -65,7 +65,7 @@ static void rotary_row(const void *arg, int64_t row, float *const *sums)
         memcpy(dsc_at_out(y, call->dtype, call->rotary_dim), dsc_at(x, call->dtype, call->rotary_dim), rest_bytes);
 }
 
-dsc_status dsc_nn_rotary(const struct dsc_nn_rotary *call, const struct dsc_par *par)
+dsc_status dsc_nn_rotary_check(const struct dsc_nn_rotary *call)
 {
     int64_t n_rows;
 
@@ -75,8 +75,14 @@ dsc_status dsc_nn_rotary(const struct dsc_nn_rotary *call, const struct dsc_par 
         return dsc_fail(DSC_EINVAL, "rotary_dim is %lld, must be even and at most head_dim %lld",
                         (long long)call->rotary_dim, (long long)call->head_dim);
     DSC_TRY(CHECK_PRESENT(n_rows, NAMED(call, x), NAMED(call, y), NAMED(call, cos), NAMED(call, sin)));
+    return DSC_OK;
+}
 
-    struct rotary_job job = {dsc_rows_of(n_rows, call->head_dim), call};
+dsc_status dsc_nn_rotary(const struct dsc_nn_rotary *call, const struct dsc_par *par)
+{
+    DSC_TRY(dsc_nn_rotary_check(call));
+
+    struct rotary_job job = {dsc_rows_of(call->n_batch * call->n_tokens * call->n_heads, call->head_dim), call};
 
     dsc_rows_run(&job.rows, NULL, rotary_row, &job, par);
     return DSC_OK;

@@ -102,7 +102,7 @@ static void softmax_row(const void *arg, int64_t row_index, float *const *sums)
            (size_t)(call->n_keys - row.n_seen) * dsc_dtype_bytes(call->dtype));
 }
 
-dsc_status dsc_nn_softmax(const struct dsc_nn_softmax *call, const struct dsc_par *par)
+dsc_status dsc_nn_softmax_check(const struct dsc_nn_softmax *call)
 {
     int64_t n_rows;
 
@@ -114,8 +114,14 @@ dsc_status dsc_nn_softmax(const struct dsc_nn_softmax *call, const struct dsc_pa
     DSC_TRY(CHECK_PRESENT(n_rows, NAMED(call, x), NAMED(call, y)));
     if (call->mask_kind != DSC_NN_MASK_NONE)
         DSC_TRY(CHECK_PRESENT(n_rows, NAMED(call, mask)));
+    return DSC_OK;
+}
 
-    struct softmax_job job = {dsc_rows_of(n_rows, call->n_keys), call};
+dsc_status dsc_nn_softmax(const struct dsc_nn_softmax *call, const struct dsc_par *par)
+{
+    DSC_TRY(dsc_nn_softmax_check(call));
+
+    struct softmax_job job = {dsc_rows_of(call->n_batch * call->n_heads * call->n_queries, call->n_keys), call};
 
     dsc_rows_run(&job.rows, NULL, softmax_row, &job, par);
     return DSC_OK;
@@ -155,10 +161,16 @@ static void softmax_grad_row(const void *arg, int64_t row, float *const *sums)
     }
 }
 
-dsc_status dsc_nn_softmax_grad(const struct dsc_nn_softmax_grad *call, const struct dsc_par *par)
+dsc_status dsc_nn_softmax_grad_check(const struct dsc_nn_softmax_grad *call)
 {
     DSC_TRY(dsc_check_rows(call->n_rows, call->n_cols, call->dtype));
     DSC_TRY(CHECK_PRESENT(call->n_rows, NAMED(call, y), NAMED(call, dy), NAMED(call, dx)));
+    return DSC_OK;
+}
+
+dsc_status dsc_nn_softmax_grad(const struct dsc_nn_softmax_grad *call, const struct dsc_par *par)
+{
+    DSC_TRY(dsc_nn_softmax_grad_check(call));
 
     struct softmax_grad_job job = {dsc_rows_of(call->n_rows, call->n_cols), call};
 

@@ -23,8 +23,7 @@ struct job {
     float at_target; /* and from the target's besides */
 };
 
-static dsc_status begin(struct job *job, const void *logits, dsc_dtype dtype, const int64_t *targets, int64_t n_rows,
-                        int64_t n_words)
+static dsc_status check(const void *logits, dsc_dtype dtype, const int64_t *targets, int64_t n_rows, int64_t n_words)
 {
     int64_t n_elems;
 
@@ -39,16 +38,22 @@ static dsc_status begin(struct job *job, const void *logits, dsc_dtype dtype, co
     if ((logits == NULL && n_elems > 0) || (targets == NULL && n_rows > 0))
         return dsc_fail(DSC_EINVAL, "%s is NULL for %lld rows", logits == NULL ? "logits" : "targets",
                         (long long)n_rows);
-    job->kernels = dsc_kernels_get();
-    job->logits = (char *)logits;
-    job->dtype = dtype;
-    job->targets = targets;
-    job->n_rows = n_rows;
-    job->n_words = n_words;
-    job->rows_per_chunk = n_words > 0 ? DSC_MIN_CHUNK_ELEMS / n_words : n_rows;
-    if (job->rows_per_chunk < 1)
-        job->rows_per_chunk = 1;
     return DSC_OK;
+}
+
+static struct job job_of(const void *logits, dsc_dtype dtype, const int64_t *targets, int64_t n_rows, int64_t n_words)
+{
+    int64_t rows_per_chunk = n_words > 0 ? DSC_MIN_CHUNK_ELEMS / n_words : n_rows;
+
+    return (struct job){
+        .kernels = dsc_kernels_get(),
+        .logits = (char *)logits,
+        .dtype = dtype,
+        .targets = targets,
+        .n_rows = n_rows,
+        .n_words = n_words,
+        .rows_per_chunk = rows_per_chunk < 1 ? 1 : rows_per_chunk,
+    };
 }
 
 static void run(const struct dsc_par *par, struct job *job, dsc_par_body body)
@@ -115,14 +120,22 @@ static void read_chunks(void *arg, int64_t first, int64_t last)
         job->rows[row] = read_row(job, row);
 }
 
+dsc_status dsc_tp_cross_entropy_rows_check(const void *logits, dsc_dtype dtype, const int64_t *targets, int64_t n_rows,
+                                           int64_t n_words, const struct dsc_tp_row *out_rows)
+{
+    DSC_TRY(check(logits, dtype, targets, n_rows, n_words));
+    if (out_rows == NULL && n_rows > 0)
+        return dsc_fail(DSC_EINVAL, "out_rows is NULL for %lld rows", (long long)n_rows);
+    return DSC_OK;
+}
+
 dsc_status dsc_tp_cross_entropy_rows(const void *logits, dsc_dtype dtype, const int64_t *targets, int64_t n_rows,
                                      int64_t n_words, const struct dsc_par *par, struct dsc_tp_row *out_rows)
 {
-    struct job job;
+    DSC_TRY(dsc_tp_cross_entropy_rows_check(logits, dtype, targets, n_rows, n_words, out_rows));
 
-    DSC_TRY(begin(&job, logits, dtype, targets, n_rows, n_words));
-    if (out_rows == NULL && n_rows > 0)
-        return dsc_fail(DSC_EINVAL, "out_rows is NULL for %lld rows", (long long)n_rows);
+    struct job job = job_of(logits, dtype, targets, n_rows, n_words);
+
     job.rows = out_rows;
     run(par, &job, read_chunks);
     return DSC_OK;
@@ -159,13 +172,11 @@ static void write_chunks(void *arg, int64_t first, int64_t last)
         write_row(job, row);
 }
 
-dsc_status dsc_tp_cross_entropy_grad(void *logits, dsc_dtype dtype, const int64_t *targets, int64_t n_rows,
-                                     int64_t n_words, const float *log_sum, const float *scale, double smoothing,
-                                     int64_t n_all_words, const struct dsc_par *par)
+dsc_status dsc_tp_cross_entropy_grad_check(const void *logits, dsc_dtype dtype, const int64_t *targets, int64_t n_rows,
+                                           int64_t n_words, const float *log_sum, const float *scale, double smoothing,
+                                           int64_t n_all_words)
 {
-    struct job job;
-
-    DSC_TRY(begin(&job, logits, dtype, targets, n_rows, n_words));
+    DSC_TRY(check(logits, dtype, targets, n_rows, n_words));
     if ((log_sum == NULL || scale == NULL) && n_rows > 0)
         return dsc_fail(DSC_EINVAL, "%s is NULL for %lld rows", log_sum == NULL ? "log_sum" : "scale",
                         (long long)n_rows);
@@ -174,6 +185,18 @@ dsc_status dsc_tp_cross_entropy_grad(void *logits, dsc_dtype dtype, const int64_
     if (n_all_words < n_words || n_all_words < 1)
         return dsc_fail(DSC_EINVAL, "n_all_words is %lld, this rank alone has %lld", (long long)n_all_words,
                         (long long)n_words);
+    return DSC_OK;
+}
+
+dsc_status dsc_tp_cross_entropy_grad(void *logits, dsc_dtype dtype, const int64_t *targets, int64_t n_rows,
+                                     int64_t n_words, const float *log_sum, const float *scale, double smoothing,
+                                     int64_t n_all_words, const struct dsc_par *par)
+{
+    DSC_TRY(dsc_tp_cross_entropy_grad_check(logits, dtype, targets, n_rows, n_words, log_sum, scale, smoothing,
+                                            n_all_words));
+
+    struct job job = job_of(logits, dtype, targets, n_rows, n_words);
+
     job.log_sum = log_sum;
     job.scale = scale;
     job.each = (float)(smoothing / (double)n_all_words);

@@ -19,6 +19,9 @@ class Operands {
     /* Rows are what all but the last dimension of `first` count. */
     Operands(const char *op, const Tensor &first, const char *name) : op_(op), first_name_(name)
     {
+        device_type_ = dsc::view_of(first.get()).device_type;
+        device_index_ = dsc::view_of(first.get()).device_index;
+
         const View view = view_of(first, name);
         const auto sizes = first.sizes();
 
@@ -91,6 +94,22 @@ class Operands {
         dsc::check(core(&call, &par), op_);
     }
 
+    /* Runs a call where its tensors are: a core on the pool, or the accelerator's twin of it on torch's stream. */
+    template <class Call>
+    void run(dsc_status (*core)(const Call *, const struct dsc_par *), dsc_status (*check)(const Call *),
+             dsc_status (*dsc_accel::*twin)(const Call *, void *), const Call &call) const
+    {
+        if (is_cpu(device_type_)) {
+            run(core, call);
+            return;
+        }
+        const int32_t accelerator = accelerator_of(device_type_);
+        const DeviceScope scope(accelerator, device_index_);
+
+        dsc::check(check(&call), op_);
+        dsc::check((open_accel(accelerator).*twin)(&call, scope.stream()), op_);
+    }
+
     dsc_nn_act act_named(const std::string &name) const
     {
         dsc_nn_act act{};
@@ -108,8 +127,11 @@ class Operands {
     {
         const View view = dsc::view_of(tensor.get());
 
-        if (!view.is_strided || !is_cpu(view.device_type))
-            fail(name, "must be a dense host tensor");
+        if (!view.is_strided || (!is_cpu(view.device_type) && accelerator_of(view.device_type) < 0))
+            fail(name, "must be a dense tensor of the host or of an accelerator");
+        if (view.device_type != device_type_ || view.device_index != device_index_)
+            fail(name, std::string("is on ") + device_name(view.device_type) + ", " + first_name_ + " is on " +
+                           device_name(device_type_));
         return view;
     }
 
@@ -138,6 +160,8 @@ class Operands {
 
     const char *op_;
     const char *first_name_;
+    int32_t device_type_;
+    int32_t device_index_;
 };
 
 inline MaybeTensor dense_of(const MaybeTensor &tensor)

@@ -1,4 +1,4 @@
-/* The operators of dsc/nn.h on host tensors: functional, each with its backward as an operator of its own. */
+/* The operators of dsc/nn.h: functional, each with its backward as an operator of its own. */
 #include "operands.h"
 
 #include <string>
@@ -57,7 +57,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> nn_norm(const Tensor &x_in, const May
     norm.sum = residual.has_value() ? sum.mutable_data_ptr() : nullptr;
     norm.mean = is_rms ? nullptr : static_cast<float *>(mean.mutable_data_ptr());
     norm.rstd = static_cast<float *>(rstd.mutable_data_ptr());
-    o.run(dsc_nn_norm, norm);
+    o.run(dsc_nn_norm, dsc_nn_norm_check, &dsc_accel::nn_norm, norm);
     return {y, sum, mean, rstd};
 }
 
@@ -92,7 +92,7 @@ std::tuple<Tensor, Tensor, Tensor> nn_norm_backward(const Tensor &dy_in, const M
     grad.dweight = needs_weight ? dweight.mutable_data_ptr() : nullptr;
     grad.dbias = needs_bias ? dbias.mutable_data_ptr() : nullptr;
     grad.scratch = scratch.data();
-    o.run(dsc_nn_norm_grad, grad);
+    o.run(dsc_nn_norm_grad, dsc_nn_norm_grad_check, &dsc_accel::nn_norm_grad, grad);
     return {dx, dweight, dbias};
 }
 
@@ -107,7 +107,7 @@ Tensor nn_bias_act(const Tensor &x_in, const MaybeTensor &bias, const std::strin
     call.x = o.read_all(x, "x");
     call.bias = o.read_cols(bias, "bias");
     call.y = y.mutable_data_ptr();
-    o.run(dsc_nn_bias_act, call);
+    o.run(dsc_nn_bias_act, dsc_nn_bias_act_check, &dsc_accel::nn_bias_act, call);
     return y;
 }
 
@@ -128,7 +128,7 @@ std::tuple<Tensor, Tensor> nn_bias_act_backward(const Tensor &dy_in, const Tenso
     call.dx = dx.mutable_data_ptr();
     call.dbias = sum.data;
     call.scratch = sum.scratch.data();
-    o.run(dsc_nn_bias_act_grad, call);
+    o.run(dsc_nn_bias_act_grad, dsc_nn_bias_act_grad_check, &dsc_accel::nn_bias_act_grad, call);
     return {dx, sum.tensor};
 }
 
@@ -182,7 +182,7 @@ Tensor nn_gated(const Tensor &x_in, const MaybeTensor &up_in, const std::string 
     call.gate = gates.gate;
     call.up = gates.up;
     call.y = y.mutable_data_ptr();
-    o.run(dsc_nn_gated, call);
+    o.run(dsc_nn_gated, dsc_nn_gated_check, &dsc_accel::nn_gated, call);
     return y;
 }
 
@@ -206,7 +206,7 @@ std::tuple<Tensor, Tensor> nn_gated_backward(const Tensor &dy_in, const Tensor &
     call.dy = o.read(dy, "dy", o.n_rows * gates.n_cols);
     call.dgate = dx.mutable_data_ptr();
     call.dup = up.has_value() ? dup.mutable_data_ptr() : gates.half_of(call.dgate, o);
-    o.run(dsc_nn_gated_grad, call);
+    o.run(dsc_nn_gated_grad, dsc_nn_gated_grad_check, &dsc_accel::nn_gated_grad, call);
     return {dx, dup};
 }
 
@@ -224,7 +224,7 @@ Tensor nn_dropout(const Tensor &x_in, const MaybeTensor &bias, const MaybeTensor
     call.bias = o.read_cols(bias, "bias");
     call.residual = o.read_all(residual, "residual");
     call.y = y.mutable_data_ptr();
-    o.run(dsc_nn_dropout, call);
+    o.run(dsc_nn_dropout, dsc_nn_dropout_check, &dsc_accel::nn_dropout, call);
     return y;
 }
 
@@ -242,7 +242,7 @@ std::tuple<Tensor, Tensor> nn_dropout_backward(const Tensor &dy_in, double p, in
     call.dx = dx.mutable_data_ptr();
     call.dbias = sum.data;
     call.scratch = sum.scratch.data();
-    o.run(dsc_nn_dropout_grad, call);
+    o.run(dsc_nn_dropout_grad, dsc_nn_dropout_grad_check, &dsc_accel::nn_dropout_grad, call);
     return {dx, sum.tensor};
 }
 
@@ -282,7 +282,7 @@ Tensor nn_rotary(const Tensor &x, const Tensor &cos, const Tensor &sin, bool is_
         call.x_strides[i] = strides[i];
         call.y_strides[i] = y_strides[i];
     }
-    o.run(dsc_nn_rotary, call);
+    o.run(dsc_nn_rotary, dsc_nn_rotary_check, &dsc_accel::nn_rotary, call);
     return y;
 }
 
@@ -328,7 +328,7 @@ Tensor nn_softmax(const Tensor &x_in, const MaybeTensor &mask, double scale, boo
         read_mask(o, x, *mask, &call);
     call.x = o.read_all(x, "x");
     call.y = y.mutable_data_ptr();
-    o.run(dsc_nn_softmax, call);
+    o.run(dsc_nn_softmax, dsc_nn_softmax_check, &dsc_accel::nn_softmax, call);
     return y;
 }
 
@@ -343,7 +343,7 @@ Tensor nn_softmax_backward(const Tensor &dy_in, const Tensor &y, double scale)
     call.y = o.read_all(y, "y");
     call.dy = o.read_all(dy, "dy");
     call.dx = dx.mutable_data_ptr();
-    o.run(dsc_nn_softmax_grad, call);
+    o.run(dsc_nn_softmax_grad, dsc_nn_softmax_grad_check, &dsc_accel::nn_softmax_grad, call);
     return dx;
 }
 
@@ -369,17 +369,30 @@ DSC_OPS(m)
     m.def("nn_softmax_backward(Tensor dy, Tensor y, float scale) -> Tensor");
 }
 
+#define IMPLEMENTATIONS(m)                                          \
+    m.impl("nn_norm", DSC_BOX(&nn_norm));                           \
+    m.impl("nn_norm_backward", DSC_BOX(&nn_norm_backward));         \
+    m.impl("nn_bias_act", DSC_BOX(&nn_bias_act));                   \
+    m.impl("nn_bias_act_backward", DSC_BOX(&nn_bias_act_backward)); \
+    m.impl("nn_gated", DSC_BOX(&nn_gated));                         \
+    m.impl("nn_gated_backward", DSC_BOX(&nn_gated_backward));       \
+    m.impl("nn_dropout", DSC_BOX(&nn_dropout));                     \
+    m.impl("nn_dropout_backward", DSC_BOX(&nn_dropout_backward));   \
+    m.impl("nn_rotary", DSC_BOX(&nn_rotary));                       \
+    m.impl("nn_softmax", DSC_BOX(&nn_softmax));                     \
+    m.impl("nn_softmax_backward", DSC_BOX(&nn_softmax_backward))
+
 DSC_OPS_CPU(m)
 {
-    m.impl("nn_norm", DSC_BOX(&nn_norm));
-    m.impl("nn_norm_backward", DSC_BOX(&nn_norm_backward));
-    m.impl("nn_bias_act", DSC_BOX(&nn_bias_act));
-    m.impl("nn_bias_act_backward", DSC_BOX(&nn_bias_act_backward));
-    m.impl("nn_gated", DSC_BOX(&nn_gated));
-    m.impl("nn_gated_backward", DSC_BOX(&nn_gated_backward));
-    m.impl("nn_dropout", DSC_BOX(&nn_dropout));
-    m.impl("nn_dropout_backward", DSC_BOX(&nn_dropout_backward));
-    m.impl("nn_rotary", DSC_BOX(&nn_rotary));
-    m.impl("nn_softmax", DSC_BOX(&nn_softmax));
-    m.impl("nn_softmax_backward", DSC_BOX(&nn_softmax_backward));
+    IMPLEMENTATIONS(m);
 }
+
+#define DSC_ACCEL_BUILTIN(name, entry)
+#define DSC_ACCEL_LIBRARY(name, file, key) \
+    DSC_OPS_ON(key, m)                     \
+    {                                      \
+        IMPLEMENTATIONS(m);                \
+    }
+#include "dsc/accelerators.inc"
+#undef DSC_ACCEL_BUILTIN
+#undef DSC_ACCEL_LIBRARY

@@ -1,4 +1,4 @@
-/* Cross-entropy over words that are cut over ranks, as two operators on host tensors. */
+/* Cross-entropy over words that are cut over ranks, as two operators. */
 #include "check.h"
 #include "dsc_torch.h"
 
@@ -12,12 +12,43 @@ dsc::View read(const Tensor &tensor, const char *op, const char *name, const cha
 {
     const dsc::View view = dsc::view_of(tensor.get());
 
-    if (!dsc::is_cpu(view.device_type) || !view.is_strided || !view.is_contiguous)
-        dsc::fail(DSC_EINVAL, std::string(op) + ": " + name + " must be a contiguous host tensor");
+    if ((!dsc::is_cpu(view.device_type) && dsc::accelerator_of(view.device_type) < 0) || !view.is_strided ||
+        !view.is_contiguous)
+        dsc::fail(DSC_EINVAL,
+                  std::string(op) + ": " + name + " must be a contiguous tensor of the host or of an accelerator");
     if (dtype != nullptr && std::string(dsc::dtype_name(view.dtype)) != dtype)
         dsc::fail(DSC_EINVAL,
                   std::string(op) + ": " + name + " is " + dsc::dtype_name(view.dtype) + ", must be " + dtype);
     return view;
+}
+
+/* As read(), for what has to lie where the logits do. */
+dsc::View read_beside(const dsc::View &logits, const Tensor &tensor, const char *op, const char *name,
+                      const char *dtype)
+{
+    const dsc::View view = read(tensor, op, name, dtype);
+
+    if (view.device_type != logits.device_type || view.device_index != logits.device_index)
+        dsc::fail(DSC_EINVAL, std::string(op) + ": " + name + " is on " + dsc::device_name(view.device_type) +
+                                  ", logits are on " + dsc::device_name(logits.device_type));
+    return view;
+}
+
+/* Runs a call where the logits are; check(), which gives a status too, stands before an accelerator's. */
+template <class Host, class Check, class Device>
+void run_at(const dsc::View &logits, const char *op, Host host, Check check, Device device)
+{
+    if (dsc::is_cpu(logits.device_type)) {
+        const struct dsc_par par = dsc::pool_par();
+
+        dsc::check(host(&par), op);
+        return;
+    }
+    const int32_t accelerator = dsc::accelerator_of(logits.device_type);
+    const dsc::DeviceScope scope(accelerator, logits.device_index);
+
+    dsc::check(check(), op);
+    dsc::check(device(dsc::open_accel(accelerator), scope.stream()), op);
 }
 
 dsc_dtype dtype_of(const dsc::View &logits, const char *op)
@@ -42,18 +73,26 @@ void cross_entropy_rows(const Tensor &logits, const Tensor &targets, const Tenso
 {
     const char *const op = "deepspeed_c::cross_entropy_rows_";
     const dsc::View values = read(logits, op, "logits", nullptr);
-    const dsc::View wanted = read(targets, op, "targets", "int64");
-    const dsc::View rows = read(out, op, "out", "float32");
+    const dsc::View wanted = read_beside(values, targets, op, "targets", "int64");
+    const dsc::View rows = read_beside(values, out, op, "out", "float32");
 
     if (rows.n_elems != 4 * wanted.n_elems)
         dsc::fail(DSC_EINVAL, std::string(op) + ": out has " + std::to_string(rows.n_elems) +
                                   " elements, 4 a target are needed (" + std::to_string(4 * wanted.n_elems) + ")");
-    const struct dsc_par par = dsc::pool_par();
+    const dsc_dtype dtype = dtype_of(values, op);
+    const int64_t n_words = words_of(values, wanted.n_elems, op);
+    const auto *const words = static_cast<const int64_t *>(wanted.data);
+    auto *const found = static_cast<struct dsc_tp_row *>(rows.data);
 
-    dsc::check(dsc_tp_cross_entropy_rows(values.data, dtype_of(values, op), static_cast<const int64_t *>(wanted.data),
-                                         wanted.n_elems, words_of(values, wanted.n_elems, op), &par,
-                                         static_cast<struct dsc_tp_row *>(rows.data)),
-               op);
+    run_at(
+        values, op,
+        [&](const struct dsc_par *par) {
+            return dsc_tp_cross_entropy_rows(values.data, dtype, words, wanted.n_elems, n_words, par, found);
+        },
+        [&] { return dsc_tp_cross_entropy_rows_check(values.data, dtype, words, wanted.n_elems, n_words, found); },
+        [&](const struct dsc_accel &accel, void *stream) {
+            return accel.cross_entropy_rows(values.data, dtype, words, wanted.n_elems, n_words, found, stream);
+        });
 }
 
 void cross_entropy_grad(const Tensor &logits, const Tensor &targets, const Tensor &log_sum, const Tensor &scale,
@@ -61,21 +100,34 @@ void cross_entropy_grad(const Tensor &logits, const Tensor &targets, const Tenso
 {
     const char *const op = "deepspeed_c::cross_entropy_grad_";
     const dsc::View values = read(logits, op, "logits", nullptr);
-    const dsc::View wanted = read(targets, op, "targets", "int64");
-    const dsc::View sums = read(log_sum, op, "log_sum", "float32");
-    const dsc::View scales = read(scale, op, "scale", "float32");
+    const dsc::View wanted = read_beside(values, targets, op, "targets", "int64");
+    const dsc::View sums = read_beside(values, log_sum, op, "log_sum", "float32");
+    const dsc::View scales = read_beside(values, scale, op, "scale", "float32");
 
     if (sums.n_elems != wanted.n_elems || scales.n_elems != wanted.n_elems)
         dsc::fail(DSC_EINVAL, std::string(op) + ": " + std::to_string(sums.n_elems) + " log_sum and " +
                                   std::to_string(scales.n_elems) + " scale for " + std::to_string(wanted.n_elems) +
                                   " targets");
-    const struct dsc_par par = dsc::pool_par();
+    const dsc_dtype dtype = dtype_of(values, op);
+    const int64_t n_words = words_of(values, wanted.n_elems, op);
+    const auto *const words = static_cast<const int64_t *>(wanted.data);
+    const auto *const sum = static_cast<const float *>(sums.data);
+    const auto *const factor = static_cast<const float *>(scales.data);
 
-    dsc::check(dsc_tp_cross_entropy_grad(values.data, dtype_of(values, op), static_cast<const int64_t *>(wanted.data),
-                                         wanted.n_elems, words_of(values, wanted.n_elems, op),
-                                         static_cast<const float *>(sums.data), static_cast<const float *>(scales.data),
-                                         smoothing, n_all_words, &par),
-               op);
+    run_at(
+        values, op,
+        [&](const struct dsc_par *par) {
+            return dsc_tp_cross_entropy_grad(values.data, dtype, words, wanted.n_elems, n_words, sum, factor, smoothing,
+                                             n_all_words, par);
+        },
+        [&] {
+            return dsc_tp_cross_entropy_grad_check(values.data, dtype, words, wanted.n_elems, n_words, sum, factor,
+                                                   smoothing, n_all_words);
+        },
+        [&](const struct dsc_accel &accel, void *stream) {
+            return accel.cross_entropy_grad(values.data, dtype, words, wanted.n_elems, n_words, sum, factor, smoothing,
+                                            n_all_words, stream);
+        });
 }
 
 }  // namespace
@@ -87,8 +139,21 @@ DSC_OPS(m)
         "cross_entropy_grad_(Tensor(a!) logits, Tensor targets, Tensor log_sum, Tensor scale, float smoothing, int n_all_words) -> ()");
 }
 
+#define IMPLEMENTATIONS(m)                                       \
+    m.impl("cross_entropy_rows_", DSC_BOX(&cross_entropy_rows)); \
+    m.impl("cross_entropy_grad_", DSC_BOX(&cross_entropy_grad))
+
 DSC_OPS_CPU(m)
 {
-    m.impl("cross_entropy_rows_", DSC_BOX(&cross_entropy_rows));
-    m.impl("cross_entropy_grad_", DSC_BOX(&cross_entropy_grad));
+    IMPLEMENTATIONS(m);
 }
+
+#define DSC_ACCEL_BUILTIN(name, entry)
+#define DSC_ACCEL_LIBRARY(name, file, key) \
+    DSC_OPS_ON(key, m)                     \
+    {                                      \
+        IMPLEMENTATIONS(m);                \
+    }
+#include "dsc/accelerators.inc"
+#undef DSC_ACCEL_BUILTIN
+#undef DSC_ACCEL_LIBRARY

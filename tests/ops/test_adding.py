@@ -15,9 +15,9 @@ OPTIMIZER = [
     *("csrc/optim/optimizers.inc", "csrc/optim/rmsprop.c", "ops/reference.py", "ops/rmsprop.py"),
     *("tests/csrc/optim/test_optim.c", "tests/csrc/optim/test_rmsprop.c"),
 ]
-# One line, one function, one reference; and the tests.
+# One line, one function with its twin, one reference; and the tests.
 ACTIVATION = [
-    *("csrc/include/dsc/activations.inc", "csrc/nn/loops/act.c", "ops/reference.py"),
+    *("csrc/include/dsc/activations.inc", "csrc/nn/loops/act.c", "csrc/cuda/nn_math.cuh", "ops/reference.py"),
     *("tests/csrc/nn/test_nn.c", "tests/ops/test_nn.py"),
 ]
 # One C file, one line; and the formula.

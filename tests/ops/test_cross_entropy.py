@@ -41,7 +41,7 @@ def test_what_does_not_fit_is_refused():
     logits, targets = torch.rand(3, 5), torch.tensor([0, 1, 2])
     with pytest.raises(ValueError, match="targets is int32, must be int64"):
         cross_entropy.rows(logits, targets.int())
-    with pytest.raises(ValueError, match="logits must be a contiguous host tensor"):
+    with pytest.raises(ValueError, match="logits must be a contiguous tensor of the host or of an accelerator"):
         cross_entropy.rows(torch.rand(5, 3).t(), targets)
     with pytest.raises(ValueError, match="int32, must be float32, bfloat16 or float16"):
         cross_entropy.rows(logits.int(), targets)

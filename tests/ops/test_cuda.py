@@ -19,7 +19,7 @@ import itertools
 import pytest
 import torch
 
-from deepspeed_c.ops import flat
+from deepspeed_c.ops import cross_entropy, flat, nn
 from deepspeed_c.ops.optim import NESTEROV
 from tests.ops.data import DTYPES, SIZES, bits, normal
 from tests.ops.test_optim import HYPER, KINDS, MAKERS, SHAPES, call_step, hyper_args, make_operands
@@ -399,3 +399,43 @@ def test_adamw_is_torchs():
         theirs.step()
     for p, q in zip(params, twins):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_operators_on_rows(dtype):
+    """Those of transformer layers and their gradients: the host's results, but for the order of sums."""
+
+    def run(device):
+        torch.manual_seed(0)
+        x, up, weight, bias = (
+            torch.randn(shape).to(dtype).to(device).requires_grad_() for shape in ((37, 200), (37, 200), (200,), (200,))
+        )
+        angles = torch.randn(1, 37, 25).to(device)
+        results = [
+            nn.layer_norm(x, weight, bias, residual=up)[0],
+            nn.rms_norm(x, weight),
+            nn.bias_gelu(x, bias),
+            nn.swiglu(x, up),
+            OPS.nn_dropout(x, bias, up, 0.3, 77),
+            nn.rotary(x.view(1, 37, 4, 50), angles.cos(), angles.sin()).view(37, 200),
+            nn.masked_softmax(x.view(1, 1, 37, 200), scale=0.3, is_causal=True).view(37, 200),
+        ]
+        torch.autograd.backward(results, [up.detach()] * len(results))
+        return [y.detach().cpu() for y in (*results, x.grad, up.grad, weight.grad, bias.grad)]
+
+    tolerance = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}[dtype]
+    for i, (got, want) in enumerate(zip(run(DEVICE), run("cpu"))):
+        torch.testing.assert_close(
+            got, want, rtol=tolerance, atol=tolerance * float(want.abs().max()), msg=f"result {i}"
+        )
+
+
+def test_cross_entropy_over_cut_words():
+    logits, targets = torch.randn(37, 300), torch.arange(37) - 1
+    rows = [cross_entropy.rows(logits.to(device), targets.to(device)).cpu() for device in (DEVICE, "cpu")]
+    torch.testing.assert_close(*rows)
+    found = [logits.clone().to(device) for device in (DEVICE, "cpu")]
+    for of_device in found:
+        log_sum, scale = (x.to(of_device.device) for x in (logits.logsumexp(1), torch.full((37,), 0.5)))
+        cross_entropy.grad_(of_device, targets.to(of_device.device), log_sum, scale, 0.1, 300)
+    assert_same(*found, "gradient")

@@ -7,15 +7,17 @@
 #define DSC_ACCEL_H
 
 #include "dsc/flat.h"
+#include "dsc/nn.h"
 #include "dsc/optim.h"
 #include "dsc/status.h"
+#include "dsc/tp.h"
 #include "dsc/types.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-#define DSC_ACCEL_ABI 2u
+#define DSC_ACCEL_ABI 3u
 
 /* Elements (f64) of the scratch that hooks which add up over many thread blocks ask for. */
 #define DSC_ACCEL_SCRATCH_ELEMS 16384
@@ -81,6 +83,21 @@ struct dsc_accel {
     /* As dsc_flat_scale / dsc_flat_cast. Required. */
     dsc_status (*flat_scale)(const struct dsc_span *spans, int64_t n_spans, float scale, void *stream);
     dsc_status (*flat_cast)(const struct dsc_span *src, const struct dsc_span *dst, void *stream);
+
+    /*
+     * The calls of dsc/nn_calls.inc, for arguments that dsc_nn_<name>_check has passed: an accelerator's library does
+     * not repeat it. Pointers are device pointers; no scratch is asked for, the host's is not looked at. Required.
+     */
+#define DSC_NN_CALL(name) dsc_status (*nn_##name)(const struct dsc_nn_##name *call, void *stream);
+#include "dsc/nn_calls.inc"
+#undef DSC_NN_CALL
+
+    /* As dsc_tp_cross_entropy_*, for arguments that their checks have passed. Required. */
+    dsc_status (*cross_entropy_rows)(const void *logits, dsc_dtype dtype, const int64_t *targets, int64_t n_rows,
+                                     int64_t n_words, struct dsc_tp_row *out_rows, void *stream);
+    dsc_status (*cross_entropy_grad)(void *logits, dsc_dtype dtype, const int64_t *targets, int64_t n_rows,
+                                     int64_t n_words, const float *log_sum, const float *scale, double smoothing,
+                                     int64_t n_all_words, void *stream);
 };
 
 /* Keeps a sentence for dsc_last_error() of the calling thread. */

@@ -246,6 +246,14 @@ struct dsc_nn_softmax_grad {
 
 DSC_API dsc_status dsc_nn_softmax_grad(const struct dsc_nn_softmax_grad *call, const struct dsc_par *par);
 
+/*
+ * The checks that each of the calls above begins with, alone: dsc_nn_norm_check and so on, for who runs the call
+ * elsewhere (dsc/accel.h).
+ */
+#define DSC_NN_CALL(name) DSC_API dsc_status dsc_nn_##name##_check(const struct dsc_nn_##name *call);
+#include "dsc/nn_calls.inc"
+#undef DSC_NN_CALL
+
 /* [batch, heads, tokens, dim] of a call's dtype; dim is dense. */
 struct dsc_nn_heads {
     void *data;         /* only read where an operand is an input */

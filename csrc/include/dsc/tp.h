@@ -113,6 +113,13 @@ DSC_API dsc_status dsc_tp_cross_entropy_grad(void *logits, dsc_dtype dtype, cons
                                              int64_t n_words, const float *log_sum, const float *scale,
                                              double smoothing, int64_t n_all_words, const struct dsc_par *par);
 
+/* The checks that each of the two begins with, alone: for who runs them elsewhere (dsc/accel.h). */
+DSC_API dsc_status dsc_tp_cross_entropy_rows_check(const void *logits, dsc_dtype dtype, const int64_t *targets,
+                                                   int64_t n_rows, int64_t n_words, const struct dsc_tp_row *out_rows);
+DSC_API dsc_status dsc_tp_cross_entropy_grad_check(const void *logits, dsc_dtype dtype, const int64_t *targets,
+                                                   int64_t n_rows, int64_t n_words, const float *log_sum,
+                                                   const float *scale, double smoothing, int64_t n_all_words);
+
 #ifdef __cplusplus
 }
 #endif

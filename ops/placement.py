@@ -1,0 +1,18 @@
+"""On which devices the operators of transformer layers and of cross-entropy have kernels of their own."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from deepspeed_c import _C
+
+__all__ = ["has_kernels"]
+
+_DEVICES = frozenset(("cpu", "meta", *(["cuda"] if _C.build_info()["cuda"] else [])))
+
+
+def has_kernels(x: Tensor) -> bool:
+    """Whether the device of ``x`` has them: the host, and CUDA where its library was built with the package. Elsewhere
+    PyTorch computes the formulas of ``deepspeed_c.ops.reference``.
+    """
+    return x.device.type in _DEVICES
