@@ -372,13 +372,20 @@ class _Values(TorchDispatchMode):
 
 
 class _Attention(TorchFunctionMode):
-    """Attention as an accelerator computes it, dropout and masks included: its output and one number a row are kept."""
+    """What an accelerator keeps less of: of attention, dropout and masks included, its output and one number a row; of
+    dropout a byte an element."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is not torch.nn.functional.scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        return _flash(*args, **kwargs)
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            return _flash(*args, **kwargs)
+        if func is torch.nn.functional.dropout:
+            return _dropped(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _dropped(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    return torch.native_dropout(input, p, True)[0] if training and p else input
 
 
 def _flash(

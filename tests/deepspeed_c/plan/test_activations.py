@@ -177,6 +177,15 @@ def hold(rank: int, world: int, layers: str | None) -> tuple[int, int]:
     return forward[-1].nbytes, held
 
 
+@pytest.mark.parametrize(("device", "mask_bytes"), [("cpu", 4), ("cuda", 1)])
+def test_dropout_keeps_a_mask(device, mask_bytes):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.1))
+    traced = trace_activations(model, ForwardShape(5, sample=(8,)), policy(model, "fp32"), None, device)
+    assert traced.saved_bytes == 5 * 8 * (4 + mask_bytes)
+    off = trace_activations(model.eval(), ForwardShape(5, sample=(8,)), policy(model, "fp32"), None, device)
+    assert off.saved_bytes == 5 * 8 * 4
+
+
 def test_a_forward_that_reads_values_is_refused_by_name():
     class Reads(torch.nn.Module):
         def __init__(self) -> None:
