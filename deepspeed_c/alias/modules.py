@@ -63,6 +63,7 @@ MODULES: dict[str, str] = {
     "deepspeed.runtime.zero.linear": "deepspeed_c.compat.zero_linear",
     "deepspeed.runtime.zero.partition_parameters": "deepspeed_c.zero.weights.init",
     "deepspeed.sequence.cross_entropy": "deepspeed_c.sequence.loss",
+    "deepspeed.sequence.layer": "deepspeed_c.sequence.layer",
     "deepspeed.sequence.fpdt_layer": "deepspeed_c.sequence.fpdt",
     "deepspeed.utils": "deepspeed_c.utils",
     "deepspeed.utils.comms_logging": "deepspeed_c.comm.log",

@@ -42,15 +42,15 @@ class SequenceParallel(Section, kw_only=True):
     tiles: Annotated[
         Literal["auto", "off"],
         acts(
-            "auto: perceptrons, and the causal loss of transformers' models, run over some tokens at a time and again in"
-            " the backward, so that neither their activations nor the logits of a whole sequence exist.",
+            "auto: perceptrons, and the causal loss of transformers' models, run over some tokens at a time, so that"
+            " neither their activations nor the logits of a whole sequence exist.",
             auto="value",
         ),
     ] = "off"
     offload_activations: Annotated[
         bool,
         acts(
-            "Inputs of recomputed layers wait for the backward in host memory, or, where activation_checkpointing.offload"
-            " has device nvme, in its file."
+            "Inputs of recomputed layers wait for the backward in host memory, or in a file where"
+            " activation_checkpointing.offload has the device nvme."
         ),
     ] = False
