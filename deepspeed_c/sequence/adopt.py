@@ -29,8 +29,8 @@ class _AttentionWay(NamedTuple):
 def take_over_attention(model: torch.nn.Module, mesh: Mesh, section: Any, *, ranks_of_host: int) -> Registration | None:
     """An engine begins over ``model`` whose sequences ``mesh`` cuts: the registration of that model, or, of a model of
     transformers that nobody has registered, a new one with the attention that it uses. None for other models: they
-    attend by ``DistributedAttention``. section: ``sequence_parallel``. ranks_of_host: processes of this job on one host.
-    ``Registration.close`` ends it.
+    attend by ``DistributedAttention``. section: ``sequence_parallel``. ranks_of_host: processes of this job on one
+    host. ``Registration.close`` ends it.
 
     Raises ConfigError where ranks, heads and what the section asks for do not fit.
     """
@@ -47,7 +47,11 @@ def take_over_attention(model: torch.nn.Module, mesh: Mesh, section: Any, *, ran
             )
         lend(comm, TokenOrder("contiguous", 1))
         return None
-    way = _choose(section, *found.heads, comm, ranks_of_host)
+    try:
+        way = _choose(section, *found.heads, comm, ranks_of_host)
+    except ConfigError:
+        found.close()
+        raise
     lend(comm, TokenOrder(way.order, way.n_inner))
     if way.is_ring:
         members = {"order": way.order, "n_inner": way.n_inner}
