@@ -37,6 +37,7 @@ PERMITTED: dict[str, str] = {
     "engine/boundary.py: ctx.on_enter": "torch's own: the context of an autograd function",
     "sequence/exchange.py: ctx.comm": "torch's own: the context of an autograd function",
     "sequence/exchange.py: ctx.shapes": "torch's own: the context of an autograd function",
+    "sequence/ring.py: ctx.call": "torch's own: the context of an autograd function",
     "sequence/layer.py: ctx.comm": "torch's own: the context of an autograd function",
     "sequence/layer.py: ctx.dims": "torch's own: the context of an autograd function",
     "sequence/layer.py: ctx.sizes": "torch's own: the context of an autograd function",

@@ -1,4 +1,4 @@
-"""One sequence over several ranks: what each of them has of it, and attention across them (docs/concepts/sequence.md)."""
+"""Sequences over several ranks: what each has of them, and attention across them (docs/concepts/sequence.md)."""
 
 from deepspeed_c.sequence.plans import ExchangePlan, HeadPlan, SequenceCut, TokenRun, plan_exchange, plan_heads
 from deepspeed_c.sequence.ring import ring_attention

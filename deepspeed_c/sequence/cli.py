@@ -18,9 +18,9 @@ __all__ = ["main"]
 _DESCRIPTION = """\
 Which rank has which tokens of a sequence and computes which part of its attention, and what it sends. Needs no rank.
 
-  deepspeed_c sequence show --tokens 131072 --ranks 8                                      a ring, zigzag
-  deepspeed_c sequence show --tokens 131072 --ranks 8 --attention ulysses --heads 32:8     32 heads, 8 key heads
-  deepspeed_c sequence show --tokens 1M --ranks 16 --attention hybrid --inner 8            heads in rows of 8, a ring of 2
+  deepspeed_c sequence show --tokens 131072 --ranks 8                                    a ring, zigzag
+  deepspeed_c sequence show --tokens 131072 --ranks 8 --attention ulysses --heads 32:8   32 heads, 8 key heads
+  deepspeed_c sequence show --tokens 1M --ranks 16 --attention hybrid --inner 8          heads in rows of 8, a ring of 2
   deepspeed_c sequence show --tokens 4096 --ranks 4 --documents 1000,96,3000 --svg plan.svg
 """
 

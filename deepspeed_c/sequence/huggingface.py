@@ -224,6 +224,8 @@ class Registration:
         self.attention = kind(**arguments)
         self._arguments, self._config = arguments, config
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._has_modules = model is not None
+        """Whether it is of one model; of none other then, once that is gone."""
         self._model: weakref.ref[torch.nn.Module] | None = None
         self._is_generating = False
         self._hook: Any = None
@@ -246,13 +248,13 @@ class Registration:
 
     def fits(self, model: torch.nn.Module) -> bool:
         """Whether ``model`` is the one that was registered."""
-        if self._modules:
+        if self._has_modules:
             return any(module in self._modules for module in model.modules())
         return _kind_of(getattr(model, "config", None)) == _kind_of(self._config)
 
     def serves(self, module: torch.nn.Module) -> bool:
         """Whether an attention layer is this model's."""
-        if self._modules:
+        if self._has_modules:
             return module in self._modules
         return _kind_of(getattr(module, "config", None)) == _kind_of(self._config)
 
@@ -262,7 +264,7 @@ class Registration:
 
     def take(self, model: torch.nn.Module) -> None:
         """An engine has ``model`` now."""
-        self._model = weakref.ref(model)
+        self._model, self._has_modules = weakref.ref(model), True
         self._modules.update(model.modules())
         self._hook = model.register_forward_pre_hook(self._look, with_kwargs=True)
         generate = getattr(model, "generate", None)

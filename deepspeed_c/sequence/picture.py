@@ -1,5 +1,5 @@
-"""Plans of a sequence as text and as pictures: who has which tokens, which hop computes which part of the attention, and
-what each rank computes and sends.
+"""Plans of a sequence as text and as pictures: who has which tokens, which hop computes which part of the attention,
+and what each rank computes and sends.
 """
 
 from __future__ import annotations
@@ -238,7 +238,8 @@ def _stretches(row: Sequence[int | None]) -> list[tuple[int, int, int]]:
 def _rect(x: float, y: float, width: float, height: float, colour: int, *, line: bool = True) -> str:
     stroke = ' stroke="white"' if line else ""
     fill = _COLOURS[colour % len(_COLOURS)]
-    return f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" fill="{fill}" fill-opacity="0.75"{stroke}/>'
+    place = f'x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}"'
+    return f'<rect {place} fill="{fill}" fill-opacity="0.75"{stroke}/>'
 
 
 def _hops(plan: SequencePlan, rank: int) -> list[str]:

@@ -101,7 +101,7 @@ class SequenceCut:
         return places - begins[torch.bucketize(places, ends, right=True)]
 
     def take(self, whole: torch.Tensor, rank: int, dim: int = -1) -> torch.Tensor:
-        """``rank``'s tokens of ``whole``, whose ``dim`` has n_tokens, as a new tensor whose ``dim`` has those of the rank."""
+        """``rank``'s tokens of ``whole``, whose ``dim`` has n_tokens, as a new tensor."""
         if whole.shape[dim] != self.n_tokens:
             raise ConfigError(
                 f"dimension {dim} of {tuple(whole.shape)} has {whole.shape[dim]} tokens, the cut is of {self.n_tokens}",

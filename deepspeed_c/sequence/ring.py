@@ -42,8 +42,8 @@ def ring_attention(
     """Attention of this rank's queries to the keys of all ranks: [batch, heads, tokens, value width], q's dtype.
 
     q: [batch, heads, tokens, width]; k: [batch, key heads, tokens, width]; v: [batch, key heads, tokens, value width]:
-    what ``cut`` gives this rank of the sequences, positions applied. Key heads divide heads. float64, float32, bfloat16,
-    float16; parts are merged in float32 at least. comm: the ranks of the ring, as many as those of the cut.
+    what ``cut`` gives this rank of the sequences, positions applied. Key heads divide heads. float64, float32,
+    bfloat16, float16; parts are merged in float32 at least. comm: the ranks of the ring, as many as those of the cut.
 
     window: a query sees keys fewer than so many tokens away; 0: at any distance. scale: of the scores, by default
     width^-0.5. documents: for each sequence of the batch the ends of its documents, where they differ; by default those
@@ -53,7 +53,7 @@ def ring_attention(
     for shapes that do not fit the cut and one another.
     """
     _check(q, k, v, comm, cut, sinks)
-    call = _Call(
+    call = _RingCall(
         comm, _rows(cut, q.shape[0], documents, is_causal, window), q.shape[-1] ** -0.5 if scale is None else scale
     )
     value_width = v.shape[-1]
@@ -71,7 +71,7 @@ class _Rows(NamedTuple):
     plan: RingPlan
 
 
-class _Call:
+class _RingCall:
     """What one call of attention knows besides its tensors: the ranks, the plans, the scale."""
 
     def __init__(self, comm: Collectives, rows: list[_Rows], scale: float) -> None:
@@ -111,7 +111,7 @@ class _Call:
 class _Gradients:
     """Sums of gradients of keys and values, which follow these around the ring and then go home."""
 
-    def __init__(self, call: _Call, home: Tensor) -> None:
+    def __init__(self, call: _RingCall, home: Tensor) -> None:
         """home: what the gradient of this rank's own keys and values is added to, contiguous."""
         self._call, self._home = call, home
         self._empty = home.new_empty(0)
@@ -152,7 +152,7 @@ class _Gradients:
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: _Call) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: _RingCall) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
         out = torch.zeros(q.shape, dtype=wide, device=q.device)
         log_sum = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
@@ -182,7 +182,7 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        call: _Call = ctx.call
+        call: _RingCall = ctx.call
         q, own, sinks, out, log_sum = ctx.saved_tensors
         grad = grad.contiguous()
         grad_q = torch.zeros(q.shape, dtype=log_sum.dtype, device=q.device)

@@ -24,8 +24,9 @@ class RingSPAttentionHF(UlyssesSPAttentionHF):
     which exchange heads.
 
     Each rank has the tokens that ``SequenceCut(tokens, ranks, order, n_inner)`` gives it. Documents are told apart by
-    positions that begin again at 0; padding, of either side, is a document of its own. The core attention that the model
-    was made with is used where the tokens of a rank are whole sequences: in generation, and in evaluation on request.
+    positions that begin again at 0; padding, of either side, is a document of its own. The core attention that the
+    model was made with is used where the tokens of a rank are whole sequences: in generation, and in evaluation on
+    request.
     """
 
     order: ClassVar[str] = "zigzag"
@@ -127,11 +128,11 @@ class RingSPAttentionHF(UlyssesSPAttentionHF):
             if wrong.numel():
                 at = int(wrong[0])
                 raise ModelError(
-                    f"positions go from {int(positions[at])} to {int(positions[at + 1])} at token {at + 1}, in the order"
-                    f" {self.order!r}",
+                    f"positions go from {int(positions[at])} to {int(positions[at + 1])} at token {at + 1}, in the"
+                    f" order {self.order!r}",
                     where=type(module).__name__,
-                    fix="let the adapter cut batches in the order of the attention, and positions of a document count from"
-                    " 0",
+                    fix="let the adapter cut batches in the order of the attention, and positions of a document count"
+                    " from 0",
                 )
         ends = (torch.nonzero(is_edge).flatten() + 1).tolist()
         return (*ends, n_tokens) if ends else ()

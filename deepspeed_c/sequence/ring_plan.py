@@ -36,7 +36,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class RingPlan:
-    """Attention of one sequence around a ring, in which keys and values travel from rank r to rank r + 1 at each hop."""
+    """Attention of one sequence around a ring: keys and values travel from rank r to rank r + 1 at each hop."""
 
     cut: SequenceCut
     """With one rank a part."""

@@ -87,3 +87,17 @@ def test_the_svg_is_xml(capsys: pytest.CaptureFixture[str], tmp_path: Path, n_to
 def test_words_that_no_plan_fits(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
     assert main(["sequence", "show", *([] if "--tokens" in words else ["--tokens", "64"]), *words]) == 2
     assert said in capsys.readouterr().err
+
+
+PICTURES = {
+    "zigzag": ["--tokens", "4096", "--ranks", "4"],
+    "contiguous": ["--tokens", "4096", "--ranks", "4", "--order", "contiguous"],
+    "hybrid": ["--tokens", "4096", "--ranks", "4", "--attention", "hybrid", "--inner", "2", "--documents", "1000,1500,1596", "--window", "600"],
+}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_pictures_in_the_documents_are_what_the_command_draws(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str) -> None:
+    show(capsys, *PICTURES[name], "--svg", str(tmp_path / "plan.svg"))
+    kept = Path(__file__).resolve().parents[3] / "docs" / "images" / f"sequence-{name}.svg"
+    assert kept.read_text() == (tmp_path / "plan.svg").read_text(), f"deepspeed_c sequence show {' '.join(PICTURES[name])} --svg {kept.name}"
