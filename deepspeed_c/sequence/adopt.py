@@ -47,7 +47,11 @@ def take_over_attention(model: torch.nn.Module, mesh: Mesh, section: Any, *, ran
             )
         lend(comm, TokenOrder("contiguous", 1))
         return None
-    way = _choose(section, *found.heads, comm, ranks_of_host)
+    try:
+        way = _choose(section, *found.heads, comm, ranks_of_host)
+    except ConfigError:
+        found.close()
+        raise
     lend(comm, TokenOrder(way.order, way.n_inner))
     if way.is_ring:
         members = {"order": way.order, "n_inner": way.n_inner}

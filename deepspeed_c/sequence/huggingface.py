@@ -99,8 +99,6 @@ class UlyssesSPAttentionHF(torch.nn.Module):
             heads = torch.tensor(plan.keys, device=query.device)
             gathered[1:] = [part.index_select(2, heads) for part in gathered[1:]]
         q, k, v = (part.permute(1, 2, 0, 3) for part in gathered)
-        if "flex" in self.core_attn_implementation:
-            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # its compiled kernels for CPUs take no others
         kwargs = self._of_heads(module, kwargs, plan.query_begin, plan.query_end, shapes.n_heads)
         kwargs["position_ids"] = whole.positions
         mask = self._mask(module, whole, query.shape[0], kwargs)
@@ -160,12 +158,7 @@ class UlyssesSPAttentionHF(torch.nn.Module):
         window = kwargs.get("sliding_window")
         if "flash" in self.core_attn_implementation or "/" in self.core_attn_implementation:
             return whole.valid  # it reads documents off the positions, and takes the window itself
-        if "flex" not in self.core_attn_implementation:
-            return whole.mask(is_causal=is_causal, window=window)
-        from torch.nn.attention.flex_attention import create_block_mask
-
-        rule, n = whole.rule(is_causal=is_causal, window=window), whole.n_tokens
-        return create_block_mask(rule, batch, None, n, n, device=str(whole.positions.device))
+        return whole.mask(is_causal=is_causal, window=window)
 
     @classmethod
     def register_with_transformers(
@@ -414,11 +407,13 @@ def _register(
 
 
 def _check_core(core: str, of_model: str | None, table: Any) -> None:
-    if core.rsplit("|")[-1] == "eager":
+    kind = core.rsplit("|")[-1]
+    if kind in ("eager", "flex_attention"):
+        why = "takes a mask of all pairs of tokens" if kind == "eager" else "takes a mask of blocks of tokens"
         raise ConfigError(
-            "eager attention takes a mask of all pairs of tokens that is made of a rank's own",
+            f"{kind} {'attention ' if kind == 'eager' else ''}{why}, which is made of a rank's own",
             where="core_attn_implementation",
-            fix='load the model with attn_implementation="sdpa", "flex_attention" or a flash attention',
+            fix='load the model with attn_implementation="sdpa" or a flash attention',
         )
     if of_model is not None and of_model != core:
         raise ConfigError(
@@ -432,7 +427,7 @@ def _check_core(core: str, of_model: str | None, table: Any) -> None:
         raise ConfigError(
             f"{core!r} is no attention of transformers",
             where="core_attn_implementation",
-            fix=f"use one of {', '.join(sorted(key for key in table if 'eager' not in key))}",
+            fix=f"use one of {', '.join(sorted(key for key in table if 'eager' not in key and 'flex' not in key))}",
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -73,22 +72,6 @@ class WholeSequences:
             allowed = allowed & self.valid[:, None, :]
         return allowed[:, None]
 
-    def rule(self, *, is_causal: bool, window: int | None) -> Callable[..., torch.Tensor]:
-        """The same as a function of (batch, head, query, key), as flex attention asks for it."""
-        documents, valid = self.documents, self.valid
-
-        def allows(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-            allowed = (q >= k) if is_causal else torch.ones_like(q == k)
-            if is_causal and window is not None:
-                allowed = allowed & (q - k < window)
-            if documents is not None:
-                allowed = allowed & (documents[b, q] == documents[b, k])
-            if valid is not None:
-                allowed = allowed & valid[b, k]
-            return allowed
-
-        return allows
-
 
 def valid_tokens(mask: Any, batch: int, n_local: int) -> torch.Tensor | None:
     """Which of a rank's tokens are no padding, from the mask that transformers has made of them alone: a token that is
@@ -103,13 +86,6 @@ def valid_tokens(mask: Any, batch: int, n_local: int) -> torch.Tensor | None:
     if torch.is_tensor(mask) and mask.dim() == 4 and mask.shape[2:] == (n_local, n_local):
         attends = mask.diagonal(dim1=2, dim2=3)[:, 0]
         return (attends if mask.dtype == torch.bool else attends == 0).expand(batch, n_local)
-    if hasattr(mask, "mask_mod"):
-        at = torch.arange(n_local, device=mask.kv_num_blocks.device)
-        rows = torch.arange(batch, device=at.device)[:, None].expand(batch, n_local)
-        at = at.expand(batch, n_local)
-        return torch.vmap(torch.vmap(mask.mask_mod, in_dims=(0, None, 0, 0)), in_dims=(0, None, 0, 0))(
-            rows, torch.zeros((), dtype=at.dtype, device=at.device), at, at
-        )
     what = f"{type(mask).__name__} {tuple(mask.shape)}" if hasattr(mask, "shape") else type(mask).__name__
     raise ModelError(
         f"the mask is a {what}, of {batch} sequences of which this rank has {n_local} tokens",

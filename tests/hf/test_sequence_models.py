@@ -148,8 +148,10 @@ def refused(rank: int, world: int) -> None:
     assert UlyssesSPAttentionHF.register_with_transformers(llama(), "sdpa", 1, 1) is None
     with pytest.raises(ConfigError, match="eager attention"):
         register(llama(attn_implementation="eager"), "eager")
-    with pytest.raises(ConfigError, match="is 'flex_attention', and the model uses 'sdpa'"):
-        register(llama(), "flex_attention")
+    with pytest.raises(ConfigError, match="flex_attention takes a mask of blocks"):
+        register(llama(attn_implementation="flex_attention"), "flex_attention")
+    with pytest.raises(ConfigError, match="is 'flash_attention_2', and the model uses 'sdpa'"):
+        register(llama(), "flash_attention_2")
     small = {"hidden_size": 16, "vocab_size": VOCAB, "num_hidden_layers": 1}
     with pytest.raises(ModelError, match=r"carry a state along the sequence: .*Mamba"):
         register(MambaForCausalLM(MambaConfig(**small, num_heads=2, num_attention_heads=2)))
@@ -167,19 +169,3 @@ def refused(rank: int, world: int) -> None:
 
 def test_what_cannot_be_cut_is_refused_at_registration() -> None:
     on_ranks(2, refused)
-
-
-def flex(rank: int, world: int) -> None:
-    model = llama(attn_implementation="flex_attention")
-    packed = {**whole(), "position_ids": torch.cat([torch.arange(5), torch.arange(7)]).expand(2, -1)}
-    with torch.no_grad():
-        expected = llama()(**packed).logits.chunk(world, 1)[rank]
-        with engine_of(model, "flex_attention") as engine:
-            got = engine(**{key: value.chunk(world, 1)[rank] for key, value in packed.items()}).logits
-        of_flex = model(**packed).logits.chunk(world, 1)[rank]
-    torch.testing.assert_close(of_flex, expected)
-    torch.testing.assert_close(got, expected)
-
-
-def test_flex_attention() -> None:
-    on_ranks(2, flex)
