@@ -21,7 +21,7 @@ KEPT = {
     "muon_apply": "ops/reference.py says what an operator computes, for tests to compare with",
     "q8_quantize": "ops/reference.py says what an operator computes, for tests to compare with",
     "_SeqAllToAll": "programs for DeepSpeed exchange tensors of their own with it",
-    "rotary": "an operator for models, which compute positions themselves",
+    "dsc_pipe_parse": "tests and fuzz targets write tables with it, as dsc_pipe_format does for people",
     "q8_dequantize": "ops/reference.py says what an operator computes, for tests to compare with",
 }
 

@@ -97,7 +97,7 @@ class _Start(torch.autograd.Function):
         return _placeholder(grad, grad.shape), None
 
 
-class _GatherTokens(torch.autograd.Function):
+class _GatherStream(torch.autograd.Function):
     """All ranks' tokens inside the region (``of_ranks`` is under way); of the sum of their gradients this rank's are
     started and left in the box."""
 
@@ -474,7 +474,7 @@ class Border:
             if of_ranks is None:
                 inside = _Start.apply(own, box)
             else:
-                inside = _GatherTokens.apply(own, of_ranks, of_part, 1, box)
+                inside = _GatherStream.apply(own, of_ranks, of_part, 1, box)
             with self._opened(entry, of_part, is_half=len(parts) > 1):
                 if part.args:
                     outputs.append(self._run(inside, *part.args[1:], **part.kwargs))

@@ -54,7 +54,7 @@ class Option(NamedTuple):
         return max((m.nvme_nbytes for m in self.moments), default=0)
 
 
-class _Waiting(NamedTuple):
+class _HowInputsWait(NamedTuple):
     """How inputs of recomputed layers wait."""
 
     place: str = "device"  # or "cpu", "nvme"
@@ -72,7 +72,7 @@ def options_of(
     """
     step = _Step(traced, is_host=is_host)
     again = [Treatment(RECOMPUTE)] * len(traced.layers)
-    asked = _Waiting(
+    asked = _HowInputsWait(
         section.offload.device
         if section.offload.device != "none"
         else "cpu"
@@ -81,13 +81,13 @@ def options_of(
         n_tensor if section.partition_activations else 1,
         bytes_of(section.offload.max_in_cpu),
     )
-    found = {"none": step.option("none", [Treatment(KEEP)] * len(again), _Waiting(), 0.0)}
+    found = {"none": step.option("none", [Treatment(KEEP)] * len(again), _HowInputsWait(), 0.0)}
     if again:
         ways = {
-            "recomputed": _Waiting(),
-            "partitioned": _Waiting(n_cut=n_tensor),
-            "cpu": _Waiting("cpu"),
-            "nvme": _Waiting("nvme", max_in_cpu=asked.max_in_cpu),
+            "recomputed": _HowInputsWait(),
+            "partitioned": _HowInputsWait(n_cut=n_tensor),
+            "cpu": _HowInputsWait("cpu"),
+            "nvme": _HowInputsWait("nvme", max_in_cpu=asked.max_in_cpu),
         }
         for name, way in ways.items():
             found[name] = step.option(name, again, way, 1.0)
@@ -110,7 +110,7 @@ def _refusal(name: str, n_tensor: int, *, is_host: bool) -> str:
     return "as recomputed: the inputs are in host memory already" if name == "cpu" and is_host else ""
 
 
-def _of_budget(step: _Step, traced: Traced, section: ActivationCheckpointing, waiting: _Waiting) -> Option:
+def _of_budget(step: _Step, traced: Traced, section: ActivationCheckpointing, waiting: _HowInputsWait) -> Option:
     layers = traced.layers
     # What the plan does not send away stays.
     tiers = {waiting.place: _TIERS[waiting.place]} if step.has_place(waiting.place) else {}
@@ -161,7 +161,7 @@ class _Step:
         """Whether inputs can wait there: not where they are anyway."""
         return name == "nvme" or (name == "cpu" and not self.is_host)
 
-    def option(self, name: str, treatments: Sequence[Treatment], way: _Waiting, run_again: float) -> Option:
+    def option(self, name: str, treatments: Sequence[Treatment], way: _HowInputsWait, run_again: float) -> Option:
         """treatments: of the layers, in order."""
         chosen = {i: each for i, each in zip(self._layers, treatments, strict=True) if each.choice != KEEP}
         sent = self._wire_bytes + sum(self._segments[i].wire_bytes for i in chosen)
@@ -170,7 +170,7 @@ class _Step:
             sent += whole * (way.n_cut - 1) // way.n_cut  # gathered
         return Option(name, self._moments(chosen, way), run_again, sent)
 
-    def _moments(self, chosen: Mapping[int, Treatment], way: _Waiting) -> tuple[Moment, ...]:
+    def _moments(self, chosen: Mapping[int, Treatment], way: _HowInputsWait) -> tuple[Moment, ...]:
         """chosen: of the layers that are recomputed, by number of the stretch."""
         moved = self._moved(chosen, way)
         places, waiting = self._places(chosen, moved, way)
@@ -202,7 +202,7 @@ class _Step:
                 elsewhere[places[i]] -= waiting[i]
         return tuple(moments)
 
-    def _moved(self, chosen: Mapping[int, Treatment], way: _Waiting) -> dict[int, dict[int, int]]:
+    def _moved(self, chosen: Mapping[int, Treatment], way: _HowInputsWait) -> dict[int, dict[int, int]]:
         """Inputs of recomputed layers that wait in another form: whole bytes by storage, by layer."""
         found = {}
         for i, treatment in chosen.items():
@@ -212,7 +212,7 @@ class _Step:
         return found
 
     def _places(
-        self, chosen: Mapping[int, Treatment], moved: Mapping[int, Mapping[int, int]], way: _Waiting
+        self, chosen: Mapping[int, Treatment], moved: Mapping[int, Mapping[int, int]], way: _HowInputsWait
     ) -> tuple[dict[int, str], dict[int, int]]:
         """(where each layer's inputs wait, bytes of those that wait elsewhere). The first ``max_in_cpu`` of them stay
         in host memory; a tensor that many layers get waits once."""
@@ -233,7 +233,7 @@ class _Step:
                 waiting[i] = nbytes
         return places, waiting
 
-    def _place_of(self, treatment: Treatment, way: _Waiting) -> str:
+    def _place_of(self, treatment: Treatment, way: _HowInputsWait) -> str:
         place = treatment.choice if treatment.choice in ("cpu", "nvme") else way.place
         return "device" if place == "cpu" and self.is_host else place
 
@@ -244,7 +244,7 @@ class _Step:
         treatment: Treatment | None,
         moved: Mapping[int, Mapping[int, int]],
         places: Mapping[int, str],
-        way: _Waiting,
+        way: _HowInputsWait,
     ) -> list[tuple[object, int]]:
         """What a stretch holds in the memory that computes until its backward is over."""
         if treatment is None:

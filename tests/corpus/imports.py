@@ -131,11 +131,11 @@ IMPORTS = [
     Import("from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF", "transformers, accelerate"),
     Import("from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPDataLoaderAdapter", "accelerate"),
     Import("import deepspeed.runtime.sequence_parallel.parallel_state_sp as mpu", "ArcticTraining"),
-    # -- what is not here, and says so ---------------------------------------------------------------------------------------
     Import("from deepspeed.pipe import PipelineModule", "Megatron-DeepSpeed, GPT-NeoX, LLaMA pipelines"),
     Import("from deepspeed.pipe import LayerSpec, TiedLayerSpec", "Megatron-DeepSpeed, GPT-NeoX"),
     Import("from deepspeed import PipelineEngine", "GPT-NeoX"),
     Import("from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology", "Megatron-DeepSpeed"),
+    # -- what is not here, and says so ---------------------------------------------------------------------------------------
     Import("from deepspeed.moe.layer import MoE", "Megatron-DeepSpeed, DeepSpeedExamples", MOE),
     Import("from deepspeed import init_inference", "DeepSpeed-MII, BLOOM inference", INFERENCE),
     Import("from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine", "DeepSpeed-Chat", INFERENCE),
