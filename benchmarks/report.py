@@ -143,9 +143,19 @@ FIGURES = [
         for ratio in (0.25, 0.5, 1.0, 2.0, 4.0)
     ),
     *(
-        Figure(f"21M Llama, fp32, cut over 2 ranks, 256 tokens: {what}", goal, "tensor_parallel", {"contender": "ours"}, key)
+        Figure(
+            f"21M Llama, fp32, cut over 2 ranks, 256 tokens: {what}",
+            goal,
+            "tensor_parallel",
+            {"contender": "ours"},
+            key,
+        )
         for what, goal, key in (
-            ("time of a step over the better of DeepSpeed's AutoTP and torch's `parallelize_module`", "<= 0.95", "ratio_to_better_peer"),
+            (
+                "time of a step over the better of DeepSpeed's AutoTP and torch's `parallelize_module`",
+                "<= 0.95",
+                "ratio_to_better_peer",
+            ),
             ("time of a step over that of half a Llama that sends nothing", "<= 1.25", "ratio_to_silent"),
             ("peak memory of a rank over that with torch's `parallelize_module`", "<= 1", "memory_to_torch"),
         )
@@ -307,9 +317,14 @@ FIGURES = [
         Figure(f"{what}: over without tiles", goal, "tiled_loss", {"part": part}, key)
         for what, goal, part, key in (
             ("loss of 4,096 tokens over 32,768 words in 16 tiles, peak", "<= 0.25", "loss", "peak_of_whole_tiles"),
-            ("the same, forward and backward", "<= 1.15", "loss", "time_of_whole_tiles"),
+            (
+                "loss of 4,096 tokens over 32,768 words in 16 tiles, forward and backward",
+                "<= 1.15",
+                "loss",
+                "time_of_whole_tiles",
+            ),
             ("`TiledFusedLogitsLoss` with torch's cross-entropy, peak", "<= 0.25", "loss", "peak_of_whole_fused"),
-            ("the same, forward and backward", "<= 1.15", "loss", "time_of_whole_fused"),
+            ("`TiledFusedLogitsLoss`, forward and backward", "<= 1.15", "loss", "time_of_whole_fused"),
             (
                 "`TiledMLP` of 16,384 tokens in 8 tiles, peak between its input and output",
                 "<= 0.2",
@@ -383,7 +398,6 @@ FIGURES = [
             "ulysses_step",
             {"contender": contender},
             column,
-            is_main=column == "ratio_to_deepspeed",
         )
         for what, contender, goal, column in (
             ("time over DeepSpeed's", "deepspeed_c", "<= 0.9", "ratio_to_deepspeed"),

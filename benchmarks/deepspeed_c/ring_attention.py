@@ -9,8 +9,6 @@ Run as root: python -m benchmarks.deepspeed_c.ring_attention [--tokens 8192 --he
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 import time
 from typing import Any
@@ -18,14 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import deepspeed_c
-from benchmarks.deepspeed_c.hosts_step import wait_for
-from benchmarks.measure import bound, machine, median_spread, require
-from benchmarks.run import SKIPPED
+from benchmarks.hosts import run_on_hosts
+from benchmarks.measure import bound, median_spread, require
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.work import Work
 from deepspeed_c.sequence import SequenceCut, plan_ring, ring, ring_attention
-from tests.hosts import Hosts, why_no_hosts
 
 HOSTS = (0, 1, 2, 3)
 RATE = "1gbit"
@@ -128,24 +123,6 @@ def measure(tokens: int, heads: int, ratio: float, rounds: int) -> dict[str, Any
     }
 
 
-def run_rank(args: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    deepspeed_c.init_distributed("gloo", verbose=False)
-    row = measure(args.tokens, args.heads, args.ratio, args.rounds)
-    if dist.get_rank() == 0:
-        shape = {
-            "tokens": args.tokens,
-            "heads": args.heads,
-            "ranks": dist.get_world_size(),
-            "link": RATE,
-            "machine": machine(),
-        }
-        print(json.dumps({"benchmark": "ring_attention", **row, **shape}), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-    os._exit(0)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
@@ -153,13 +130,12 @@ def main() -> int:
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--ratio", type=float, default=0.8)
     args = parser.parse_args()
-    if "RANK" in os.environ:
-        run_rank(args)
-    if why_no_hosts():
-        print(why_no_hosts(), file=sys.stderr)
-        return SKIPPED
-    with Hosts(4, rate=RATE) as hosts:
-        return wait_for(hosts, HOSTS, "benchmarks.deepspeed_c.ring_attention")
+    sizes = {"tokens": args.tokens, "heads": args.heads}
+
+    def rows() -> list[dict[str, Any]]:
+        return [{**measure(args.tokens, args.heads, args.ratio, args.rounds), **sizes}]
+
+    return run_on_hosts("ring_attention", HOSTS, RATE, rows)
 
 
 if __name__ == "__main__":

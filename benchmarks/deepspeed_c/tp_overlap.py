@@ -8,8 +8,6 @@ takes away. Run as root: python -m benchmarks.deepspeed_c.tp_overlap [--rounds 7
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 import time
 from typing import Any
@@ -18,11 +16,9 @@ import torch
 import torch.distributed as dist
 
 import deepspeed_c
-from benchmarks.deepspeed_c.hosts_step import wait_for
-from benchmarks.measure import in_turn, machine, median_spread, ratios, require, require_equal
-from benchmarks.run import SKIPPED
+from benchmarks.hosts import run_on_hosts
+from benchmarks.measure import in_turn, median_spread, ratios, require, require_equal
 from deepspeed_c.inject import exchange, layers, overlap
-from tests.hosts import Hosts, why_no_hosts
 
 HOSTS = (0, 1, 2, 3)
 RATE = "400mbit"
@@ -124,9 +120,7 @@ class Silence:
         exchange.sum_start, exchange.sum_ = self._kept
 
 
-def run_rank(args: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    deepspeed_c.init_distributed("gloo", verbose=False)
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     slow_down()
     engines = {name: make_engine(args.layers, overlaps=name == "overlap") for name in ("usual", "overlap")}
     cut = deepspeed_c.tp_model_init(make_model(args.layers), dist.get_world_size(), None)
@@ -160,19 +154,15 @@ def run_rank(args: argparse.Namespace) -> None:
     times = {name: found[WARMUP:] for name, found in seconds.items()}
     usual, overlapped, silent = (median_spread(times[name])[0] for name in ("usual", "overlap", "silent"))
     require(usual > 1.1 * silent, f"communication takes time: {usual} s and {silent} s")
-    if dist.get_rank() == 0:
-        above = {name: [t - s for t, s in zip(times[name], times["silent"])] for name in ("usual", "overlap")}
-        row = {"benchmark": "tp_overlap", "layers": args.layers, "link": RATE, "ranks": dist.get_world_size()}
-        row |= {
-            "ms": round(1e3 * overlapped, 1),
-            "ms_usual": round(1e3 * usual, 1),
-            "ms_silent": round(1e3 * silent, 1),
-        }
-        row |= {"hidden": round(1 - (overlapped - silent) / (usual - silent), 3)}
-        row |= ratios("exposed_to_usual", above["overlap"], above["usual"])
-        print(json.dumps({**row, "machine": machine()}), flush=True)
-    dist.barrier()
-    os._exit(0)
+    above = {name: [t - s for t, s in zip(times[name], times["silent"])] for name in ("usual", "overlap")}
+    row = {
+        "layers": args.layers,
+        "ms": round(1e3 * overlapped, 1),
+        "ms_usual": round(1e3 * usual, 1),
+        "ms_silent": round(1e3 * silent, 1),
+        "hidden": round(1 - (overlapped - silent) / (usual - silent), 3),
+    }
+    return [row | ratios("exposed_to_usual", above["overlap"], above["usual"])]
 
 
 def main() -> int:
@@ -180,13 +170,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--layers", type=int, default=4)
     args = parser.parse_args()
-    if "RANK" in os.environ:
-        run_rank(args)
-    if why_no_hosts():
-        print(why_no_hosts(), file=sys.stderr)
-        return SKIPPED
-    with Hosts(len(HOSTS), rate=RATE) as hosts:
-        return wait_for(hosts, HOSTS, "benchmarks.deepspeed_c.tp_overlap")
+    return run_on_hosts("tp_overlap", HOSTS, RATE, lambda: measure(args))
 
 
 if __name__ == "__main__":
