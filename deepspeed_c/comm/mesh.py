@@ -354,7 +354,7 @@ def mesh_of_mpu(mpu: Any) -> Mesh:
         n_both, rank_of_both = _ask(mpu, "both", default=comm.world_size // n_tp)
         n_data, data_rank = n_both // n_seq, rank_of_both // n_seq
     elif n_data == 0:
-        n_data, data_rank = _ask(mpu, "both")
+        n_data, data_rank = _ask(mpu, "both", names=(*_MPU_NAMES["both"], *_MPU_NAMES["dp"]))
     if n_tp * n_seq * n_data != comm.world_size:
         sequences = f" times {n_seq} sequence-parallel" if n_seq > 1 else ""
         raise CommError(

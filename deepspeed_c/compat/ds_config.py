@@ -220,7 +220,8 @@ class DeepSpeedConfig:
         resolved = known.resolved_dict()
         aio_keys = ("block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events", "use_gds")
         self.aio_config = {key: resolved[AIO][key] for key in aio_keys}
-        self.pipeline = {key: value for key, value in resolved["pipeline"].items() if key != "use_reentrant"}
+        own = ("schedule", "use_reentrant", "virtual_stages")  # which DeepSpeed's has not
+        self.pipeline = {key: value for key, value in resolved["pipeline"].items() if key not in own}
         self.pipeline |= given.get("pipeline", {})
         self.sparse_attention = resolved[SPARSE_ATTENTION]
         self.compression_config = resolved["compression_training"]

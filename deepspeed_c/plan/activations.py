@@ -241,7 +241,7 @@ class _Trace:
                 stack.callback(each)
             if self._device_type != "cpu":
                 stack.enter_context(_Attention())
-            stack.enter_context(_Values())
+            stack.enter_context(_Values(self._ranks))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             # Who reads cut logits has them gathered: a class of tensors, which these cannot be of.
             stack.enter_context(mock.patch.object(CutLogits, "of", lambda logits, sizes, ranks: logits))
@@ -251,8 +251,8 @@ class _Trace:
             found = self._model(**inputs) if isinstance(inputs, dict) else self._model(*inputs)
         outputs = [leaf for leaf in tree_leaves(_plain(found)) if torch.is_tensor(leaf) and leaf.requires_grad]
         if outputs:
-            # What tensor-parallel layers send in the backward is entered in their ledger.
-            torch.autograd.backward(outputs[0].float().sum())
+            with _Values(self._ranks):  # enters what tensor-parallel layers send in the backward
+                torch.autograd.backward(outputs[0].float().sum())
 
     def _save(self, tensor: torch.Tensor) -> torch.Tensor:
         place = _place(tensor)
@@ -344,15 +344,27 @@ def _dropout_of(func: Any, args: Any, kwargs: Any) -> float:
     return 1.0
 
 
+# Operators of ``inject/exchange.py``, and what their collectives are called in a ledger.
+_SCATTERS = "deepspeed_c::tp_scatter_start"
+_SENT_BY = {
+    **dict.fromkeys(("deepspeed_c::tp_sum_", "deepspeed_c::tp_sum_start", "deepspeed_c::tp_sum_start_"), "all-reduce"),
+    "deepspeed_c::tp_gather_start": "all-gather",
+    _SCATTERS: "reduce-scatter",
+}
+
+
 class _Values(TorchDispatchMode):
     """Stands in for the values that a forward may read of tensors without any.
 
     A number that is drawn and read at once is a seed, and decides no shape. Whole numbers that are picked out by what
     they are, are wrong ones: there are none. Of others all are picked.
+
+    What operators of tensor-parallel layers would send is entered in the ledger of ``ranks``: their fakes send nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Collectives | None) -> None:
         super().__init__()
+        self._ranks = ranks
         self._drawn: list[torch.Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -363,6 +375,11 @@ class _Values(TorchDispatchMode):
         outputs = func(*args, **(kwargs or {}))
         if func._schema.name == "aten::randint":
             self._drawn.append(outputs)
+        if func._schema.name in _SENT_BY and self._ranks is not None:
+            n_bytes = args[0].nbytes if outputs is None else outputs.nbytes
+            if func._schema.name == _SCATTERS:  # gives a rank's part of the sum
+                n_bytes *= self._ranks.world_size
+            self._ranks.ledger.enter(_SENT_BY[func._schema.name], n_bytes, args[-1]).end()
         return outputs
 
     @staticmethod

@@ -46,13 +46,10 @@ if TYPE_CHECKING:
 
 # Reductions that run while backward goes on (overlap_comm): one on the wire and one behind it.
 MAX_IN_FLIGHT = 2
-# A bucket's turn comes when the backward has gone on by one gather unit: the gradients of its own parameters have come
-# by then, on every rank. Where they have not, by so many.
-MAX_LAG = 2
 # Late parameters that are named when they are first seen.
 MAX_NAMES = 8
 
-__all__ = ["MAX_LAG", "GradientPools", "GradientReducer", "Passes", "ReduceSettings", "WindowFacts"]
+__all__ = ["GradientPools", "GradientReducer", "Passes", "ReduceSettings", "WindowFacts"]
 
 
 class Passes(Protocol):
@@ -162,7 +159,6 @@ class GradientReducer:
         self._fetcher: Fetcher | None = None
         self._on_summed: Callable[[Bucket], None] = lambda bucket: None
         self._on_change: Callable[[], None] = lambda: None
-        self._slow: set[int] = set()  # buckets whose gradients came too late once; the same on all ranks
         self._waiting: set[int] = set()  # buckets that let their turn pass; the same on all ranks
         self._has_told_of_late = False
         self._reset_window()
@@ -339,11 +335,6 @@ class GradientReducer:
         one."""
         self._have_waiting(set())
 
-    def lag_of(self, i: int) -> int:
-        """By how many gather units the backward goes on before bucket ``i`` is launched: 1 to ``MAX_LAG``, the same on
-        all ranks."""
-        return MAX_LAG if i in self._slow else 1
-
     def _have_waiting(self, buckets: set[int]) -> None:
         for i in self._waiting ^ buckets:
             self._path.set_waiting(i, i in buckets)
@@ -441,12 +432,8 @@ class GradientReducer:
 
     def _plan_waiting(self, slots: Sequence[Slot]) -> None:
         """``slots`` gave gradients after their buckets' turns on some rank: in the next window these wait, and no
-        others. Where the fetcher says whose turn it is, turns that came too early come later first."""
-        late = {self._bucket_of[slot.tracker_index] for slot in slots}
-        early = late - self._slow if self._fetcher is not None else set()
-        self._slow |= early
-        self._have_waiting(late - early)
-        slots = [slot for slot in slots if self._bucket_of[slot.tracker_index] in self._waiting]
+        others."""
+        self._have_waiting({self._bucket_of[slot.tracker_index] for slot in slots})
         if slots and not self._has_told_of_late:
             self._has_told_of_late = True
             names = ", ".join(slot.name for slot in slots[:MAX_NAMES])

@@ -33,7 +33,6 @@ from deepspeed_c.comm.joint import JointMemory
 from deepspeed_c.errors import StateError
 from deepspeed_c.logging import logger
 from deepspeed_c.saved_tensors import SavedTensors
-from deepspeed_c.zero.gradients.reducer import MAX_LAG, GradientReducer
 from deepspeed_c.zero.layout.unit import Unit
 from deepspeed_c.zero.weights.forwards import Forward, ForwardsInFlight, Route, reversed_steps
 from deepspeed_c.zero.weights.gather_unit import GatherUnit, PlacedShard, Places, WholeShard
@@ -47,10 +46,14 @@ from deepspeed_c.zero.weights.param import (
 from deepspeed_c.zero.weights.saved import WeightPacker
 
 if TYPE_CHECKING:
+    from deepspeed_c.zero.gradients.reducer import GradientReducer
     from deepspeed_c.zero.weights.hooks import ModuleHooks
 
 __all__ = ["FetchLimits", "FetchStats", "Fetcher", "keeps_gathered"]
 
+# A bucket's gradients are sent when the backward has gone on by this many gather units: those of its own parameters
+# have come by then, on every rank.
+PACE_STEPS = 2
 # Backward plans that are remembered, one for each order of the forwards that a pass goes through.
 MAX_BACKWARD_PLANS = 64
 
@@ -646,19 +649,15 @@ class Fetcher:
         }
 
     def _pace(self, backward: _BackwardPass) -> None:
-        """A step of the backward plan has been passed: sends the gradients of the units whose last step lies as far
-        behind it as their buckets' gradients take to come."""
-        at = backward.n_passed
+        """A step of the backward plan has been passed: sends the gradients of the unit whose last step lies
+        ``PACE_STEPS`` behind it."""
+        passed = backward.n_passed - PACE_STEPS
         backward.n_passed += 1
-        if self._reducer is None:
+        if self._reducer is None or passed < 0:
             return
-        for passed in range(max(at - MAX_LAG, 0), at):
-            unit = backward.mode.steps[passed]
-            if backward.last_use[unit] != passed or unit not in self._bucket_of:
-                continue
-            bucket = self._bucket_of[unit]
-            if self._reducer.lag_of(bucket) == at - passed:
-                self._reducer.launch_bucket(bucket)
+        unit = backward.mode.steps[passed]
+        if backward.last_use[unit] == passed and unit in self._bucket_of:
+            self._reducer.launch_bucket(self._bucket_of[unit])
 
     def close(self) -> None:
         """Leaves every sharded parameter released and on its own, in the pieces that it has, and whole ones

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from itertools import product
 from typing import NamedTuple
-from unittest import mock
 
 import pytest
 import torch
@@ -15,9 +14,6 @@ from torch.utils.checkpoint import checkpoint
 import deepspeed_c
 from deepspeed_c.logging import logger
 from deepspeed_c.zero.gradients.bucket import Bucket
-from deepspeed_c.zero.gradients.reducer import MAX_LAG, GradientReducer
-from deepspeed_c.zero.layout.unit import Slot
-from tests.deepspeed_c.zero.gradients.hooks import Hook, wrapped
 from tests.deepspeed_c.zero.traits import whole_params
 from tests.ranks import run_ranks
 
@@ -186,87 +182,3 @@ def test_late_gradients_hold_one_bucket_and_are_forgotten(
 def test_two_backwards_where_gradients_stay_whole_are_reduced_once(stage: int, gas: int) -> None:
     outcomes = run_ranks(2, late_body, stage, gas, {}, 2)
     check(outcomes, 2, gas, n_passes=1, n_late=None)
-
-
-def pace_body(rank: int, world: int, lag: int) -> list[int]:
-    """How many buckets have been sent when each gradient of a backward comes."""
-    sent, found = 0, []
-    config = make_config(3, 1, {"overlap_comm": True})
-    with deepspeed_c.initialize(model=Model(), config=config)[0] as engine:
-        reducer, reduce = engine._optimizer.reducer, Bucket.reduce
-        if lag > 1:
-            reducer._slow = set(range(len(reducer.buckets)))
-
-        def count_reduce(bucket: Bucket):
-            nonlocal sent
-            sent += 1
-            return reduce(bucket)
-
-        def counting(reducer: GradientReducer, slot: Slot, hook: Hook) -> Hook:
-            def count(param: torch.Tensor) -> None:
-                found.append(sent)
-                hook(param)
-
-            return count
-
-        with wrapped(counting, engine), mock.patch.object(Bucket, "reduce", count_reduce):
-            for step in range(2):
-                sent = 0
-                found.clear()
-                engine.backward(engine(batch(step, 0, rank), False, False))
-                engine.step()
-        assert lag > 1 or not reducer._slow
-    return found
-
-
-@pytest.mark.parametrize("lag", [1, MAX_LAG])
-def test_sharded_gradients_are_sent_when_the_backward_reaches_the_next_unit(lag: int) -> None:
-    for found in run_ranks(2, pace_body, lag):
-        # Nothing asks for the gradient of the input, so the backward has no use for the first layer's weights.
-        assert found == [max(min(i, N_LAYERS - 2) - lag + 1, 0) for i in range(N_LAYERS)]
-
-
-def held_body(rank: int, world: int) -> tuple[list[list[int]], list[int]]:
-    """The first gradient of each backward comes after the second. Buckets as they were reduced, and how many wait."""
-    reduce, order = Bucket.reduce, []
-    orders, waiting = [], []
-    with deepspeed_c.initialize(model=Model(), config=make_config(3, 1, {}))[0] as engine:
-        reducer = engine._optimizer.reducer
-        last = reducer.slots[0]  # the first bucket that is sent
-
-        def count_reduce(bucket: Bucket):
-            order.append(reducer.buckets.index(bucket))
-            return reduce(bucket)
-
-        late: list[torch.Tensor] = []
-
-        def delaying(reducer: GradientReducer, slot: Slot, hook: Hook) -> Hook:
-            def delay(param: torch.Tensor) -> None:
-                if slot is last:
-                    late.append(param)
-                    return
-                hook(param)
-                if slot is reducer.slots[1]:
-                    hook_of_last(late.pop())
-
-            nonlocal hook_of_last
-            hook_of_last = hook if slot is last else hook_of_last
-            return delay
-
-        hook_of_last: Hook = lambda param: None
-        with wrapped(delaying, engine), mock.patch.object(Bucket, "reduce", count_reduce):
-            for step in range(4):
-                engine.backward(engine(batch(step, 0, rank), False, False))
-                engine.step()
-                orders.append(list(order))
-                waiting.append(len(reducer._waiting))
-                order.clear()
-    return orders, waiting
-
-
-def test_a_gradient_that_comes_after_the_next_units_is_sent_once_more_and_later_from_then_on() -> None:
-    for orders, waiting in run_ranks(2, held_body):
-        assert sorted(orders[0]) == [0, *range(N_LAYERS)], orders
-        for order in orders[1:]:
-            assert sorted(order) == list(range(N_LAYERS)), orders
-        assert not any(waiting), "a later turn was enough"
