@@ -37,13 +37,17 @@ def config_of(attention: str, stage: int, gas: int, clip: float, **more: Any) ->
     }
 
 
-def train(rank: int, world: int) -> list[Any]:
-    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPDataLoaderAdapter
+def train(rank: int, world: int, has_mpu: bool) -> list[Any]:
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
 
     found = []
     for kind, attention, case, stage, gas, clip in CELLS:
         config = config_of(attention, stage, gas, clip, tensor_parallel={"autotp_size": 2})
-        engine = deepspeed_c.initialize(model=make_model(kind).train(), config=config)[0]
+        model, mpu = make_model(kind).train(), None
+        if has_mpu:  # its groups are neighbours, and those of tensor-parallel ranks then are not
+            mpu = UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", 2, BATCH)
+            del config["sequence_parallel_size"]
+        engine = deepspeed_c.initialize(model=model, config=config, mpu=mpu)[0]
         group = engine.get_sequence_parallel_group()
         data = [batches(case, i) for i in range(STEPS * gas)]
         loader = UlyssesSPDataLoaderAdapter(data, torch.distributed.get_rank(group), group, 2, engine.device)
@@ -59,8 +63,9 @@ def train(rank: int, world: int) -> list[Any]:
     return found
 
 
-def test_with_tensor_parallel_ranks_as_one_plain_process() -> None:
-    everyone = on_ranks(4, train)
+@pytest.mark.parametrize("has_mpu", [False, True])
+def test_with_tensor_parallel_ranks_as_one_plain_process(has_mpu: bool) -> None:
+    everyone = on_ranks(4, train, has_mpu)
     for i, (kind, _, case, _, gas, clip) in enumerate(CELLS):
         weights, norms = plain(kind, case, gas, clip)
         for of_rank in everyone:
