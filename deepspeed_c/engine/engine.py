@@ -136,7 +136,7 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
                 model, mesh, config.sequence_parallel, ranks_of_host=read_env().local_world_size or mesh.comm.world_size
             )
             if config.sequence_parallel.tiles == "auto":
-                self._tiles = tile_model(model)
+                self._tiles = tile_model(model, mesh.size("tp"))
             self._blocks = Blocks(
                 model,
                 parked(config.activation_checkpointing, wanted=config.sequence_parallel.offload_activations),

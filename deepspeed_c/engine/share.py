@@ -30,6 +30,8 @@ IGNORED = -100
 # that all of them send back, and so counts one loss once a rank.
 _WHOLE = {"_AllGatherBackward", "_AllReduceBackward", "_AllGatherBaseBackward"}
 _AUTOGRAD = "torch.distributed.nn.functional"
+# The same of torch's functional collectives. Torch derives the nodes' classes from the operators' names.
+_WHOLE_OPS = tuple(f"GeneratedBackwardFor__c10d_functional_{op}_" for op in ("all_gather_into_tensor", "all_reduce"))
 
 
 class LossShare:
@@ -96,12 +98,10 @@ class LossShare:
         return way
 
     def _is_whole(self, node: Any) -> bool:
-        if type(node).__name__ not in _WHOLE:
+        group = _group_of(node)
+        if group is None:
             return False
-        function: Callable[..., Any] | None = getattr(type(node), "_forward_cls", None)
-        if getattr(function, "__module__", "") != _AUTOGRAD:
-            return False
-        ranks = dist.get_process_group_ranks(node.group or dist.group.WORLD)
+        ranks = dist.get_process_group_ranks(group)
         return set(self._mesh.along("sp").global_ranks) <= set(ranks)
 
     def _tell(self, way: Way) -> None:
@@ -122,3 +122,15 @@ class LossShare:
             ranks=[0],
             level=level,
         )
+
+
+def _group_of(node: Any) -> dist.ProcessGroup | None:
+    """The ranks of a collective whose outcome is the same on all of them; None where ``node`` is none."""
+    name = type(node).__name__
+    if name.startswith(_WHOLE_OPS):
+        group = node.group_name
+        return group if isinstance(group, dist.ProcessGroup) else dist.distributed_c10d._resolve_process_group(group)
+    function: Callable[..., Any] | None = getattr(type(node), "_forward_cls", None)
+    if name not in _WHOLE or getattr(function, "__module__", "") != _AUTOGRAD:
+        return None
+    return node.group or dist.group.WORLD

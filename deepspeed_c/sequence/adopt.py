@@ -48,7 +48,9 @@ def take_over_attention(model: torch.nn.Module, mesh: Mesh, section: Any, *, ran
         lend(comm, TokenOrder("contiguous", 1))
         return None
     try:
-        way = _choose(section, *found.heads, comm, ranks_of_host)
+        # Heads that tensor-parallel ranks share are as many fewer on each.
+        heads = (max(1, n // mesh.size("tp")) for n in found.heads)
+        way = _choose(section, *heads, comm, ranks_of_host)
     except ConfigError:
         found.close()
         raise

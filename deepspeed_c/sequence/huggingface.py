@@ -175,9 +175,9 @@ class UlyssesSPAttentionHF(torch.nn.Module):
         """From now on a model of transformers attends over the tokens of ``sequence_parallel_size`` neighbouring ranks.
 
         model_name_or_path: the model (of PEFT too), or the name or folder of one that is yet to be made.
-        core_attn_implementation: "sdpa", "flex_attention", a flash attention or a kernel of the hub, as the model has
-        it. disable_in_eval: outside of training each rank's tokens are whole sequences. The other arguments are taken
-        for DeepSpeed's sake: batch and length are free to change. Returns the mpu for ``initialize``, None for one
+        core_attn_implementation: "sdpa", a flash attention or a kernel of the hub, as the model has it.
+        disable_in_eval: outside of training each rank's tokens are whole sequences. The other arguments are taken for
+        DeepSpeed's sake: batch and length are free to change. Returns the mpu for ``initialize``, None for one
         rank. Collective. The engine over the model gives transformers its function back when it is closed.
 
         Raises ConfigError, with the numbers, for ranks and heads that do not fit, and for an attention that cannot be

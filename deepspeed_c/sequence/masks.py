@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from deepspeed_c.comm.collectives import Collectives
-from deepspeed_c.errors import ModelError
+from deepspeed_c.errors import ModelError, RankMismatchError
 
 __all__ = ["WholeSequences", "valid_tokens"]
 
@@ -17,11 +17,15 @@ class WholeSequences:
 
     positions: int [batch, tokens of this rank]; a position that does not follow the one before begins a new document,
     unless the model was given a mask of its own. valid: bool of the same shape, False for padding; None: all are
-    tokens."""
+    tokens.
+
+    Raises RankMismatchError on all ranks where their shapes differ: a gather of these would wait for bytes that nobody
+    sends."""
 
     def __init__(
         self, comm: Collectives, positions: torch.Tensor, valid: torch.Tensor | None, *, has_mask: bool
     ) -> None:
+        _check_shapes(comm, *positions.shape)
         packed = positions.to(torch.int64) * 4 + 2 * int(has_mask)
         packed = packed + (1 if valid is None else valid.to(torch.int64))
         parts = comm.all_gather_list(packed.contiguous(), label="positions of whole sequences")
@@ -71,6 +75,20 @@ class WholeSequences:
         if self.valid is not None:
             allowed = allowed & self.valid[:, None, :]
         return allowed[:, None]
+
+
+def _check_shapes(comm: Collectives, batch: int, n_local: int) -> None:
+    # In each forward: a rank whose own shape is what it was cannot know that another's is not.
+    shapes = [divmod(both, 1 << 32) for both in comm.gather_numbers((batch << 32) + n_local, label="shapes of batches")]
+    other = next((i for i, shape in enumerate(shapes) if shape != shapes[0]), None)
+    if other is not None:
+        ours, theirs = (f"{n} sequences of {length} tokens" for n, length in (shapes[0], shapes[other]))
+        raise RankMismatchError(
+            f"rank {comm.global_ranks[0]} has {ours}, and rank {comm.global_ranks[other]} {theirs}",
+            where="attention over ranks",
+            fix="give the ranks of a sequence equal parts of the same sequences (UlyssesSPDataLoaderAdapter does, and"
+            " fills up lengths that ranks do not divide)",
+        )
 
 
 def valid_tokens(mask: Any, batch: int, n_local: int) -> torch.Tensor | None:

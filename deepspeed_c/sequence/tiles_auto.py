@@ -44,11 +44,19 @@ def tiles_of_loss(n_tokens: int, n_words: int) -> int:
     return max(1, math.ceil(n_tokens * n_words / LOGITS_ELEMS))
 
 
-def tile_model(model: torch.nn.Module) -> TiledModel:
+def tile_model(model: torch.nn.Module, n_tensor_ranks: int = 1) -> TiledModel:
     """Has ``model`` run its perceptrons, and its loss, in tiles until ``close`` is called on what this returns.
+    n_tensor_ranks: tensor-parallel ranks that hold it together.
 
-    Raises ModelError where it has neither.
+    Raises ModelError where it has neither, and where ranks share it.
     """
+    if n_tensor_ranks > 1:
+        raise ModelError(
+            f"{type(model).__name__} is cut over {n_tensor_ranks} tensor-parallel ranks, and layers that are cut so send"
+            " within each tile",
+            where='"sequence_parallel": {"tiles": "auto"}',
+            fix="leave tiles out, or tensor parallelism (tensor_parallel.autotp_size)",
+        )
     tiled = TiledModel(model)
     if tiled.n_mlps == 0 and not tiled.has_loss:
         tiled.close()

@@ -38,6 +38,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "grouped": {},
     "single": {"num_key_value_heads": 1},
     "pair": {"num_attention_heads": 2, "num_key_value_heads": 1},
+    "two": {"num_attention_heads": 2, "num_key_value_heads": 2},
     "uneven": {"hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 8},
 }
 

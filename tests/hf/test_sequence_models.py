@@ -119,8 +119,8 @@ def by_config(rank: int, world: int) -> None:
             before = dict(engine._mesh.along("sp").ledger.totals)
             engine(**part(rank, world))
             after = dict(engine._mesh.along("sp").ledger.totals)
-        # Positions, once a forward and not once a layer; for each layer an exchange there and one back.
-        assert after["all-gather"].count - before["all-gather"].count == 1
+        # Shapes and positions, once a forward and not once a layer; for each layer an exchange there and one back.
+        assert after["all-gather"].count - before["all-gather"].count == 2
         assert after["all-to-all"].count - before["all-to-all"].count == 4
     with pytest.raises(ConfigError, match="have runs of tokens"):
         deepspeed_c.initialize(

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.hf.stack import WIDTH, Text, llama, on_ranks
+from tests.hf.test_sequence import cell, plain, train
 
 ROWS = slice(0, 3)
 
@@ -121,6 +122,54 @@ def engine_losses(rank, world, stage, tiles):
 def test_engines_train_as_without_tiles(stage):
     for found, expected in zip(on_ranks(2, engine_losses, stage, "auto"), on_ranks(2, engine_losses, stage, "off")):
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+IN_TILES = {way: {"sequence_parallel": {"attention": way, "tiles": "auto"}} for way in ("ulysses", "ring")}
+TILED = [
+    cell("grouped", "tail", "gathered", 1, 0.0, 3, config=IN_TILES["ulysses"]),
+    cell("single", "packed", "model's own", 2, 0.1, 1, config=IN_TILES["ulysses"]),
+    cell("grouped", "padded", "weighted", 1, 0.0, 2, config=IN_TILES["ring"]),
+    cell("grouped", "plain", "model's own", 1, 0.1, 3, config=IN_TILES["ring"], checkpointing="other"),
+]
+
+
+def train_in_tiles(rank, world):
+    tiles_auto = prepare()
+    promised, of = [], tiles_auto.PromisedLogits.of
+    tiles_auto.PromisedLogits.of = classmethod(lambda cls, *args: promised.append(1) or of(*args))
+    found = [train(rank, world, world, [each])[0][:2] for each in TILED]
+    tiles_auto.PromisedLogits.of = of
+    return found, len(promised)
+
+
+def test_tiles_of_cut_sequences_train_as_one_plain_process():
+    everyone = on_ranks(2, train_in_tiles)
+    for i, each in enumerate(TILED):
+        weights, norms = plain(each["model"], each["case"], each["gas"], each["clip"])
+        for of_rank, n_promised in everyone:
+            assert n_promised >= 2 * sum(other["gas"] for other in TILED)
+            got, got_norms = of_rank[i]
+            torch.testing.assert_close(got_norms, norms, rtol=1e-4, atol=0, msg=f"{each} {got_norms} {norms}")
+            for name, value in weights.items():
+                torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-5, msg=lambda m: f"{each} {name} {m}")  # noqa: B023
+
+
+def shared_by_tensor_ranks(rank, world):
+    import deepspeed_c
+    from deepspeed_c.errors import ModelError
+
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.2}},
+        "sequence_parallel": {"tiles": "auto"},
+        "tensor_parallel": {"autotp_size": 2},
+    }
+    with pytest.raises(ModelError, match="LlamaForCausalLM is cut over 2 tensor-parallel ranks"):
+        deepspeed_c.initialize(model=llama(), config=config)
+
+
+def test_models_that_tensor_parallel_ranks_share_are_refused_by_name():
+    on_ranks(2, shared_by_tensor_ranks)
 
 
 def nothing_to_tile(rank, world):

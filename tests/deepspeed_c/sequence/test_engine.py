@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 
 import deepspeed_c
 from deepspeed_c.errors import BackwardError, CommError, ConfigError, StateError
@@ -170,6 +171,32 @@ def test_in_bf16_only_rounding_differs() -> None:
                 assert (got[name] - value).norm() < 0.1 * (value - start[name]).norm() + 1e-3, name
 
 
+def fp16_body(rank: int, world: int, stage: int, power: int) -> Any:
+    fp16 = {"enabled": True, "initial_scale_power": power, "loss_scale_window": 1000, "hysteresis": 1}
+    with make_engine(2, config_of(stage, gas=2, fp16=fp16)) as engine:
+        norms = train(engine, 2)
+        return norms, weights_of(engine), engine.skipped_steps, engine.optimizer.cur_scale
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_in_fp16_the_loss_scale_cancels(stage: int) -> None:
+    weights, norms = plain(1, 2, 0.0)
+    start = dict(Toy().named_parameters())
+    for got_norms, got, n_skipped, scale in run_ranks(2, fp16_body, stage, 8):
+        assert (n_skipped, scale) == (0, 256)
+        torch.testing.assert_close(got_norms, norms, rtol=1e-2, atol=0)
+        for name, value in weights.items():
+            assert (got[name] - value).norm() < 0.02 * (value - start[name]).norm() + 1e-4, name
+
+
+def test_in_fp16_ranks_of_a_sequence_skip_together() -> None:
+    start = dict(Toy().named_parameters())
+    for _, got, n_skipped, scale in run_ranks(2, fp16_body, 1, 24):
+        assert (n_skipped, scale) == (STEPS, 2**21)
+        for name, value in start.items():
+            torch.testing.assert_close(got[name], value.detach(), msg=name)
+
+
 def save_body(rank: int, world: int, sp: int, stage: int, folder: str) -> Any:
     with make_engine(sp, config_of(stage, optimizer={"type": "Adam", "params": {"lr": 0.1}})) as engine:
         train(engine, 1)
@@ -260,7 +287,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 def ways_body(rank: int, world: int, way: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     """A loss of a script's own, said to be what it is."""
-    with make_engine(2, config_of(2, sequence_parallel={"loss": way})) as engine:
+    with make_engine(2, config_of(2, sequence_parallel={"loss": way.split(",")[0]})) as engine:
         norms, group = [], engine.get_sequence_parallel_group()
         for step in range(STEPS):
             x, labels = part(engine, batch(step, 0, 0))
@@ -273,15 +300,19 @@ def ways_body(rank: int, world: int, way: str) -> tuple[list[float], dict[str, t
                 loss = total / n_valid.clamp(min=1)
             elif way == "part":
                 loss = total / n_all
-            else:
+            elif way == "whole":
                 loss = dist.nn.functional.all_reduce(total, group=group) / n_all
+            elif way == "auto, all_reduce":
+                loss = functional.all_reduce(total, "sum", group) / n_all
+            else:
+                loss = functional.all_gather_single(total[None], 0, group).sum() / n_all
             engine.backward(loss)
             engine.step()
             norms.append(engine.get_global_grad_norm())
         return norms, weights_of(engine)
 
 
-@pytest.mark.parametrize("way", ["mean", "part", "whole"])
+@pytest.mark.parametrize("way", ["mean", "part", "whole", "auto, all_reduce", "auto, all_gather"])
 def test_a_loss_is_what_the_section_says(way: str) -> None:
     weights, norms = plain(1, 1, 0.0)
     for got_norms, got in run_ranks(2, ways_body, way):

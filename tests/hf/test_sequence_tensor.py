@@ -1,0 +1,105 @@
+"""A Llama that tensor-parallel ranks hold together, over sequences that others cut: weights after steps of SGD are those of one plain process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import deepspeed_c
+from deepspeed_c.errors import RankMismatchError
+from deepspeed_c.sequence import SequenceCut
+from tests.deepspeed_c.zero.test_tensor_parallel import logical
+from tests.hf.stack import llama, on_ranks
+from tests.hf.test_sequence import BATCH, RATE, STEPS, batches, make_model, plain
+
+# (model, attention, case, stage, accumulation, clipping)
+CELLS: list[tuple[str, str, str, int, int, float]] = [
+    ("grouped", "ulysses", "tail", 0, 1, 0.0),
+    ("grouped", "ulysses", "packed", 2, 2, 0.1),
+    ("grouped", "ring", "plain", 1, 1, 0.1),
+    ("grouped", "ring", "packed", 3, 2, 0.0),
+    ("two", "auto", "tail", 2, 1, 0.0),  # a head of a tensor-parallel rank is too few for two ranks of Ulysses
+]
+
+
+def config_of(attention: str, stage: int, gas: int, clip: float, **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_accumulation_steps": gas,
+        "gradient_clipping": clip,
+        "optimizer": {"type": "SGD", "params": {"lr": RATE}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 20, "reduce_bucket_size": 3000},
+        "sequence_parallel_size": 2,
+        "sequence_parallel": {"attention": attention},
+        **more,
+    }
+
+
+def train(rank: int, world: int, has_mpu: bool) -> list[Any]:
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
+
+    found = []
+    for kind, attention, case, stage, gas, clip in CELLS:
+        config = config_of(attention, stage, gas, clip, tensor_parallel={"autotp_size": 2})
+        model, mpu = make_model(kind).train(), None
+        if has_mpu:  # its groups are neighbours, and those of tensor-parallel ranks then are not
+            mpu = UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", 2, BATCH)
+            del config["sequence_parallel_size"]
+        engine = deepspeed_c.initialize(model=model, config=config, mpu=mpu)[0]
+        group = engine.get_sequence_parallel_group()
+        data = [batches(case, i) for i in range(STEPS * gas)]
+        loader = UlyssesSPDataLoaderAdapter(data, torch.distributed.get_rank(group), group, 2, engine.device)
+        norms, given = [], [batch for i, batch in enumerate(loader) if i % 2 == 0]
+        for step in range(STEPS):
+            for micro in range(gas):
+                batch = given[step * gas + micro]
+                engine.backward(engine(**batch, labels=batch["shift_labels"], use_cache=False).loss)
+                engine.step()
+            norms.append(engine.get_global_grad_norm())
+        found.append((logical(engine), norms, engine.dp_world_size, engine.mp_world_size))
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize("has_mpu", [False, True])
+def test_with_tensor_parallel_ranks_as_one_plain_process(has_mpu: bool) -> None:
+    everyone = on_ranks(4, train, has_mpu)
+    for i, (kind, _, case, _, gas, clip) in enumerate(CELLS):
+        weights, norms = plain(kind, case, gas, clip)
+        for of_rank in everyone:
+            got, got_norms, n_data, n_tensor = of_rank[i]
+            assert (n_data, n_tensor) == (1, 2)
+            torch.testing.assert_close(got_norms, norms, rtol=1e-4, atol=0, msg=f"{CELLS[i]} {got_norms} {norms}")
+            for name, value in weights.items():
+                where = f"{CELLS[i]} {name}"
+                torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-5, msg=where)
+
+
+def cut_by_hand(rank: int, world: int, attention: str) -> list[str]:
+    """What ranks are told whose parts have other shapes; they go on afterwards."""
+    said = []
+    with deepspeed_c.initialize(model=llama().train(), config=config_of(attention, 1, 1, 0.0))[0] as engine:
+        for n_rows, n_tokens in ((BATCH, 6 + rank), (1 + rank, 6), (BATCH, 6)):
+            cut = SequenceCut(2 * n_tokens, world, "zigzag" if attention == "ring" else "contiguous")
+            tokens = torch.arange(3, 3 + 2 * n_tokens).expand(n_rows, -1)
+            places = torch.arange(2 * n_tokens).expand(n_rows, -1)
+            given = {"input_ids": cut.take(tokens, rank, 1), "position_ids": cut.take(places, rank, 1)}
+            labels = {"labels": given["input_ids"], "shift_labels": given["input_ids"]}
+            if (n_rows, n_tokens) == (BATCH, 6) and len(said) == 2:
+                engine.backward(engine(**given, **labels, use_cache=False).loss)
+                engine.step()
+                continue
+            with pytest.raises(RankMismatchError) as caught:
+                engine(**given, **labels, use_cache=False)
+            said.append(str(caught.value))
+        assert engine.global_steps == 1
+    return said
+
+
+@pytest.mark.parametrize("attention", ["ulysses", "ring"])
+def test_batches_that_disagree_are_told_before_anything_is_gathered(attention: str) -> None:
+    for lengths, rows in on_ranks(2, cut_by_hand, attention):
+        assert "rank 0 has 2 sequences of 6 tokens, and rank 1 2 sequences of 7 tokens" in lengths
+        assert "rank 0 has 1 sequences of 6 tokens, and rank 1 2 sequences of 6 tokens" in rows
