@@ -7,11 +7,12 @@ STAGE ?=
 BUDGET ?=
 STEPS ?=
 TP ?=
+PP ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 HF_FLAGS ?=
-TRAIN_FLAGS := $(if $(STAGE),--stage $(STAGE)) $(if $(STEPS),--steps $(STEPS)) $(if $(BUDGET),--budget $(BUDGET)) $(if $(TP),--tp $(TP))
+TRAIN_FLAGS := $(if $(STAGE),--stage $(STAGE)) $(if $(STEPS),--steps $(STEPS)) $(if $(BUDGET),--budget $(BUDGET)) $(if $(TP),--tp $(TP)) $(if $(PP),--pp $(PP))
 
 # Each stamp says that one step of the set-up is done, and is older than its sources when it has to be done again.
 # They lie in the environment, so that deleting it deletes them.
@@ -33,7 +34,7 @@ unexport MAKEFLAGS
 .PHONY: help
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo "variables: PYTHON=$(PYTHON) VENV=$(VENV) NPROC=$(NPROC) STAGE=0|1|2|3 STEPS=n BUDGET=10MiB TP=n"
+	@echo "variables: PYTHON=$(PYTHON) VENV=$(VENV) NPROC=$(NPROC) STAGE=0|1|2|3 STEPS=n BUDGET=10MiB TP=n PP=n"
 
 .PHONY: train
 train: $(BUILT) ## set up what is missing, then train a GPT on the Python standard library with ZeRO

@@ -75,6 +75,22 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
+def embed(embedding: nn.Embedding, tokens: torch.Tensor) -> torch.Tensor:
+    """Vectors of ``tokens``, in the dtype to multiply in."""
+    x = embedding(tokens.long())
+    return x.to(compute_dtype(x))
+
+
+def scores(embedding: nn.Embedding, x: torch.Tensor) -> torch.Tensor:
+    """Tied: the embedding is the output layer."""
+    return F.linear(x, embedding.weight.to(x.dtype))
+
+
+def cross_entropy(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """The mean, in nats per byte, for ``logits`` (batch, time, 256) of ``tokens`` (batch, time)."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten().long())
+
+
 class GPT(nn.Module):
     """``loss = GPT(...)(tokens)`` for ``tokens`` of shape (batch, up to context + 1) and any integer dtype."""
 
@@ -92,17 +108,14 @@ class GPT(nn.Module):
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """Scores of the next byte, (batch, time, 256), for tokens of shape (batch, time <= context)."""
-        tokens = tokens.long()
-        x = self.embedding(tokens)
-        x = x.to(compute_dtype(x))
+        x = embed(self.embedding, tokens)
         for block in self.blocks:
             x = block(x)
-        return F.linear(self.norm(x), self.embedding.weight.to(x.dtype))  # tied: the embedding is the output layer
+        return scores(self.embedding, self.norm(x))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """The mean cross entropy, in nats per byte, of predicting every byte from those before it."""
-        logits = self.logits(tokens[:, :-1])
-        return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten().long())
+        return cross_entropy(self.logits(tokens[:, :-1]), tokens[:, 1:])
 
     @torch.no_grad()
     def sample(self, prompt: bytes, n_bytes: int, temperature: float, seed: int) -> bytes:

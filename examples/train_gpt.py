@@ -18,12 +18,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from gpt import GPT
+from gpt import GPT, cross_entropy, embed, scores
 from text import Windows, bits, standard_library, unigram_entropy
 from tqdm import tqdm
 
 import deepspeed_c
 from deepspeed_c import comm
+from deepspeed_c.pipe import PipelineModule, TiedLayerSpec
 from deepspeed_c.utils import groups
 
 
@@ -35,6 +36,8 @@ def main() -> None:
     train_text, held_out_text = standard_library()
     model = GPT(args.layers, args.width, args.heads, args.context)
     n_parameters = sum(p.numel() for p in model.parameters())
+    if args.pp > 1:
+        model = pipeline(model, args.pp)
 
     engine, _, loader, _ = deepspeed_c.initialize(
         model=model,
@@ -49,11 +52,22 @@ def main() -> None:
         run.report(args)
 
 
+def pipeline(model: GPT, stages: int) -> PipelineModule:
+    """The model cut by layers over ``stages`` ranks; first and last layer share the embedding."""
+    first, last = (
+        TiedLayerSpec("embedding", lambda: model.embedding, forward_fn=function) for function in (embed, scores)
+    )
+    return PipelineModule([first, *model.blocks, model.norm, last], num_stages=stages, loss_fn=cross_entropy)
+
+
 class Run:
     """One training run: the loop itself, and what it measures on the way."""
 
     def __init__(self, engine: deepspeed_c.DeepSpeedEngine, held_out: Windows, entropy: float) -> None:
         self.engine = engine
+        self.is_pipeline = isinstance(engine.module, PipelineModule)
+        if self.is_pipeline:
+            engine.set_batch_fn(pair)
         self.held_out = held_out
         self.entropy = entropy  # of the held-out text's single bytes, nats
         self.seconds = Counter()  # by phase, this rank
@@ -68,7 +82,10 @@ class Run:
         progress = tqdm(range(1, steps + 1), unit="step", disable=comm.get_rank() != 0, mininterval=0.5)
         for step in progress:
             begin, loss_sum = time.perf_counter(), 0.0
-            for _ in range(micro_steps):
+            if self.is_pipeline:
+                with self.phase("batch"):
+                    self.losses.append(engine.train_batch(batches).item())  # all of a step's micro-batches
+            for _ in range(0 if self.is_pipeline else micro_steps):
                 with self.phase("data"):
                     batch = next(batches).to(engine.device)
                 with self.phase("forward"):
@@ -78,7 +95,8 @@ class Run:
                 with self.phase("step"):
                     engine.step()  # updates the weights at the last micro-batch of the step
                 loss_sum += loss.item()
-            self.losses.append(self.mean_over_ranks(loss_sum / micro_steps))
+            if not self.is_pipeline:
+                self.losses.append(self.mean_over_ranks(loss_sum / micro_steps))
             progress.set_postfix(
                 loss=f"{self.losses[-1]:.3f}",
                 lr=f"{engine.get_lr()[0]:.1e}",
@@ -104,6 +122,9 @@ class Run:
         n_windows = min(n_windows, len(self.held_out)) // n_shares * n_shares
         chosen = [i * len(self.held_out) // n_windows for i in range(n_windows)]
         mine = torch.stack([self.held_out[i] for i in chosen[share::n_shares]])
+        if self.is_pipeline:
+            parts = mine.tensor_split(-(-len(mine) // 8))
+            return self.engine.eval_batch(iter(parts), num_micro_batches=len(parts)).item()
         self.engine.eval()
         losses = [self.engine(batch.to(self.engine.device)).item() * len(batch) for batch in mine.split(8)]
         self.engine.train()
@@ -125,12 +146,12 @@ class Run:
         peak_mib = self.max_over_ranks(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024.0)
         n_bytes = len(self.losses) * self.engine.train_batch_size() * self.held_out.context
         phases = ", ".join(f"{k} {1e3 * s / len(self.losses):.0f} ms" for k, s in self.seconds.items())
-        self.engine.eval()
-        # Whole weights on every rank, also where the stage shards them.
-        with deepspeed_c.zero.unwrap_model_for_generation(self.engine) as model:
-            sample = model.sample(prompt, n_bytes=args.sample_bytes, temperature=0.7, seed=args.seed)
-
-        say(f"\nsample: {sample.decode('utf-8', 'replace')}\n")
+        if not self.is_pipeline:  # no rank of which has all layers
+            self.engine.eval()
+            # Whole weights on every rank, also where the stage shards them.
+            with deepspeed_c.zero.unwrap_model_for_generation(self.engine) as model:
+                sample = model.sample(prompt, n_bytes=args.sample_bytes, temperature=0.7, seed=args.seed)
+            say(f"\nsample: {sample.decode('utf-8', 'replace')}\n")
         say(f"held-out loss   {loss:.3f} nats/byte ({bits(loss):.3f} bits/byte)")
         say(
             f"unigram entropy {self.entropy:.3f} nats/byte ({bits(self.entropy):.3f} bits/byte): "
@@ -161,6 +182,11 @@ class Run:
         figure.savefig(path, dpi=150)
 
 
+def pair(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every byte but the last one, and the byte behind each."""
+    return tokens[:, :-1], tokens[:, 1:]
+
+
 def say(text: str) -> None:
     if comm.get_rank() == 0:
         print(text, flush=True)
@@ -171,7 +197,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="optimizer steps (default: the schedule's total_num_steps)")
     parser.add_argument("--stage", type=int, help="ZeRO stage (default: the configuration's)")
     parser.add_argument("--tp", type=int, default=1, help="ranks that hold the model together (default: 1)")
-    parser.add_argument("--budget", help='bytes that activations may take, such as 200MiB or "auto" (default: no limit)')
+    parser.add_argument("--pp", type=int, default=1, help="ranks that hold some of the layers each (default: 1)")
+    parser.add_argument(
+        "--budget", help='bytes that activations may take, such as 200MiB or "auto" (default: no limit)'
+    )
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=448)
     parser.add_argument("--heads", type=int, default=7)

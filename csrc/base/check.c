@@ -11,3 +11,14 @@ dsc_status dsc_check_rank(int32_t n_ranks, int32_t rank)
         return dsc_fail(DSC_EINVAL, "rank is %d, must be 0 to %d", (int)rank, (int)n_ranks - 1);
     return DSC_OK;
 }
+
+dsc_status dsc_check_heads(int64_t n_heads, int64_t n_key_heads, int32_t n_ranks, int32_t rank)
+{
+    DSC_TRY(dsc_check_rank(n_ranks, rank));
+    if (n_key_heads < 1 || n_heads < 1 || n_heads % n_key_heads != 0)
+        return dsc_fail(DSC_EINVAL, "%lld query heads do not divide among %lld key heads", (long long)n_heads,
+                        (long long)n_key_heads);
+    if (n_heads < n_ranks)
+        return dsc_fail(DSC_EINVAL, "%lld query heads for %d ranks: each needs one", (long long)n_heads, (int)n_ranks);
+    return DSC_OK;
+}

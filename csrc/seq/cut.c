@@ -3,15 +3,6 @@
 
 #include "base/fail.h"
 
-dsc_status seq_check_rank(int32_t n_ranks, int32_t rank)
-{
-    if (n_ranks < 1 || n_ranks > DSC_SEQ_MAX_RANKS)
-        return dsc_fail(DSC_EINVAL, "n_ranks is %d, must be 1 to %d", (int)n_ranks, DSC_SEQ_MAX_RANKS);
-    if (rank < 0 || rank >= n_ranks)
-        return dsc_fail(DSC_EINVAL, "rank is %d, must be 0 to %d", (int)rank, (int)n_ranks - 1);
-    return DSC_OK;
-}
-
 dsc_status seq_check_documents(const int64_t *document_ends, int64_t n_documents, int64_t n_tokens)
 {
     int64_t end = 0;
@@ -88,7 +79,7 @@ dsc_status dsc_seq_deal(const int64_t *document_ends, int64_t n_documents, int32
 {
     int64_t n_tokens = n_documents > 0 && document_ends != NULL ? document_ends[n_documents - 1] : 0;
 
-    DSC_TRY(seq_check_rank(n_parts, 0));
+    DSC_TRY(dsc_check_rank(n_parts, 0));
     DSC_TRY(seq_check_documents(document_ends, n_documents, n_tokens));
     if (part_tokens == NULL || (n_documents > 0 && (order == NULL || out_document_parts == NULL)))
         return dsc_fail(DSC_EINVAL, "an array of dsc_seq_deal is NULL");
@@ -113,7 +104,7 @@ struct runs {
     struct dsc_seq_run *kept; /* NULL: counted only */
     int64_t capacity;
     int64_t n;
-    struct seq_range share; /* of the part's tokens */
+    struct dsc_range share; /* of the part's tokens */
     int64_t passed;         /* tokens of the part so far */
     int64_t end;            /* of the last run */
 };
@@ -143,12 +134,12 @@ static void walk(const struct dsc_seq_cut *cut, int32_t part, struct runs *runs)
     int32_t n_parts = cut->n_ranks / cut->n_inner;
 
     if (cut->order == DSC_SEQ_CONTIGUOUS) {
-        struct seq_range range = seq_even(cut->n_tokens, n_parts, part);
+        struct dsc_range range = dsc_even(cut->n_tokens, n_parts, part);
 
         append(runs, range.begin, range.end);
     } else if (cut->order == DSC_SEQ_ZIGZAG) {
-        struct seq_range low = seq_even(cut->n_tokens, 2 * (int64_t)n_parts, part);
-        struct seq_range high = seq_even(cut->n_tokens, 2 * (int64_t)n_parts, 2 * (int64_t)n_parts - 1 - part);
+        struct dsc_range low = dsc_even(cut->n_tokens, 2 * (int64_t)n_parts, part);
+        struct dsc_range high = dsc_even(cut->n_tokens, 2 * (int64_t)n_parts, 2 * (int64_t)n_parts - 1 - part);
 
         append(runs, low.begin, low.end);
         append(runs, high.begin, high.end);
@@ -163,7 +154,7 @@ static dsc_status check_cut(const struct dsc_seq_cut *cut, int32_t rank)
 {
     if (cut == NULL)
         return dsc_fail(DSC_EINVAL, "cut is NULL");
-    DSC_TRY(seq_check_rank(cut->n_ranks, rank));
+    DSC_TRY(dsc_check_rank(cut->n_ranks, rank));
     if (cut->n_inner < 1 || cut->n_ranks % cut->n_inner != 0)
         return dsc_fail(DSC_EINVAL, "n_inner is %d, must divide n_ranks, which is %d", (int)cut->n_inner,
                         (int)cut->n_ranks);
@@ -195,7 +186,7 @@ dsc_status dsc_seq_runs_of(const struct dsc_seq_cut *cut, int32_t rank, int64_t 
 
     walk(cut, part, &whole);
 
-    struct seq_range share = seq_even(whole.passed, cut->n_inner, rank % cut->n_inner);
+    struct dsc_range share = dsc_even(whole.passed, cut->n_inner, rank % cut->n_inner);
     struct runs count = {.share = share};
     struct runs kept = {.share = share, .kept = out_runs, .capacity = capacity};
 

@@ -19,15 +19,10 @@ dsc_status dsc_seq_heads_of(int64_t n_heads, int64_t n_key_heads, int32_t n_rank
 {
     if (out_heads == NULL)
         return dsc_fail(DSC_EINVAL, "out_heads is NULL");
-    DSC_TRY(seq_check_rank(n_ranks, rank));
-    if (n_key_heads < 1 || n_heads < 1 || n_heads % n_key_heads != 0)
-        return dsc_fail(DSC_EINVAL, "%lld query heads do not divide among %lld key heads", (long long)n_heads,
-                        (long long)n_key_heads);
-    if (n_heads < n_ranks)
-        return dsc_fail(DSC_EINVAL, "%lld query heads for %d ranks: each needs one", (long long)n_heads, (int)n_ranks);
+    DSC_TRY(dsc_check_heads(n_heads, n_key_heads, n_ranks, rank));
 
     int64_t group = n_heads / n_key_heads;
-    struct seq_range queries = seq_even(n_heads, n_ranks, rank);
+    struct dsc_range queries = dsc_even(n_heads, n_ranks, rank);
     int64_t key_begin = queries.begin / group;
     int64_t key_end = (queries.end - 1) / group + 1;
     int64_t shared = queries.end - queries.begin;

@@ -102,9 +102,9 @@ static void append(struct blocks *blocks, const struct dsc_seq_block *block)
 }
 
 /* The keys that queries [begin, end) may see at all: the others are cut off. */
-static struct seq_range seen_of(const struct dsc_seq_mask *mask, int64_t begin, int64_t end, const struct piece *key)
+static struct dsc_range seen_of(const struct dsc_seq_mask *mask, int64_t begin, int64_t end, const struct piece *key)
 {
-    struct seq_range seen = {key->begin, key->end};
+    struct dsc_range seen = {key->begin, key->end};
 
     if (mask->is_causal)
         seen.end = least(seen.end, end);
@@ -115,15 +115,15 @@ static struct seq_range seen_of(const struct dsc_seq_mask *mask, int64_t begin, 
     return seen;
 }
 
-static bool is_whole(const struct dsc_seq_mask *mask, struct seq_range query, struct seq_range key)
+static bool is_whole(const struct dsc_seq_mask *mask, struct dsc_range query, struct dsc_range key)
 {
     if (mask->window > 0 && query.end - 1 - key.begin >= mask->window)
         return false;
     return mask->is_causal ? key.end - 1 <= query.begin : mask->window == 0 || key.end - 1 - query.begin < mask->window;
 }
 
-static void fill(struct blocks *blocks, const struct piece *queries, const struct piece *keys, struct seq_range query,
-                 struct seq_range key)
+static void fill(struct blocks *blocks, const struct piece *queries, const struct piece *keys, struct dsc_range query,
+                 struct dsc_range key)
 {
     const struct dsc_seq_mask *mask = blocks->mask;
     int64_t n_queries = query.end - query.begin;
@@ -156,7 +156,7 @@ static void cross(struct blocks *blocks, const struct piece *queries, const stru
                   int64_t end)
 {
     const struct dsc_seq_mask *mask = blocks->mask;
-    struct seq_range key = seen_of(mask, begin, end, keys);
+    struct dsc_range key = seen_of(mask, begin, end, keys);
 
     if (key.begin >= key.end)
         return;
@@ -167,7 +167,7 @@ static void cross(struct blocks *blocks, const struct piece *queries, const stru
     if (mask->window > 0)
         end = least(end, key.end - 1 + mask->window);
     if (begin < end)
-        fill(blocks, queries, keys, (struct seq_range){begin, end}, key);
+        fill(blocks, queries, keys, (struct dsc_range){begin, end}, key);
 }
 
 /* The same in tiles, if a mask of its own would be needed for it as one. */
@@ -175,11 +175,11 @@ static void cross_in_tiles(struct blocks *blocks, const struct piece *queries, c
 {
     const struct dsc_seq_mask *mask = blocks->mask;
     int64_t n = queries->end - queries->begin;
-    struct seq_range query = {queries->begin, queries->end};
+    struct dsc_range query = {queries->begin, queries->end};
     bool is_triangle = mask->is_causal && queries->begin == keys->begin && queries->end == keys->end &&
                        (mask->window == 0 || n <= mask->window);
 
-    if (mask->tile == 0 || is_triangle || is_whole(mask, query, (struct seq_range){keys->begin, keys->end})) {
+    if (mask->tile == 0 || is_triangle || is_whole(mask, query, (struct dsc_range){keys->begin, keys->end})) {
         cross(blocks, queries, keys, queries->begin, queries->end);
         return;
     }

@@ -3,29 +3,15 @@
 
 #include "base/check.h"
 #include "base/fail.h"
-
-struct range {
-    int64_t begin;
-    int64_t end;
-};
+#include "base/share.h"
 
 /* Grains [begin, end) of all blocks together, and who else holds them. */
 struct share {
-    struct range grains;
+    struct dsc_range grains;
     int64_t per_block;
     int32_t first_copy;
     int32_t n_copies;
 };
-
-/* The first n % n_ranks ranks get one more. */
-static struct range even(int64_t n, int64_t n_ranks, int64_t rank)
-{
-    int64_t each = n / n_ranks;
-    int64_t more = n % n_ranks;
-    int64_t begin = rank * each + (rank < more ? rank : more);
-
-    return (struct range){begin, begin + each + (rank < more)};
-}
 
 /* Which of n ranges that divide n_ranks ranks evenly holds rank. */
 static int64_t holder_of(int64_t n_ranks, int64_t n, int64_t rank)
@@ -41,24 +27,19 @@ dsc_status dsc_tp_heads_of(int64_t n_heads, int64_t n_key_heads, int32_t n_ranks
 {
     if (out_heads == NULL)
         return dsc_fail(DSC_EINVAL, "out_heads is NULL");
-    DSC_TRY(dsc_check_rank(n_ranks, rank));
-    if (n_key_heads < 1 || n_heads < 1 || n_heads % n_key_heads != 0)
-        return dsc_fail(DSC_EINVAL, "%lld query heads do not divide among %lld key heads", (long long)n_heads,
-                        (long long)n_key_heads);
-    if (n_heads < n_ranks)
-        return dsc_fail(DSC_EINVAL, "%lld query heads for %d ranks: each needs one", (long long)n_heads, (int)n_ranks);
+    DSC_TRY(dsc_check_heads(n_heads, n_key_heads, n_ranks, rank));
 
     int64_t group = n_heads / n_key_heads;
 
     if (n_key_heads >= n_ranks) {
-        struct range keys = even(n_key_heads, n_ranks, rank);
+        struct dsc_range keys = dsc_even(n_key_heads, n_ranks, rank);
 
         *out_heads = (struct dsc_tp_heads){keys.begin * group, keys.end * group, keys.begin, keys.end, rank, 1};
         return DSC_OK;
     }
 
     int64_t key = holder_of(n_ranks, n_key_heads, rank);
-    struct range sharers = even(n_ranks, n_key_heads, key);
+    struct dsc_range sharers = dsc_even(n_ranks, n_key_heads, key);
     int64_t n_sharers = sharers.end - sharers.begin;
 
     /* The first key heads have the most ranks, so the refusal is the same on all of them. */
@@ -68,7 +49,7 @@ dsc_status dsc_tp_heads_of(int64_t n_heads, int64_t n_key_heads, int32_t n_ranks
                         (long long)n_heads, (long long)n_key_heads, (long long)group,
                         (long long)((n_ranks + n_key_heads - 1) / n_key_heads));
 
-    struct range queries = even(group, n_sharers, rank - sharers.begin);
+    struct dsc_range queries = dsc_even(group, n_sharers, rank - sharers.begin);
 
     *out_heads = (struct dsc_tp_heads){key * group + queries.begin, key * group + queries.end, key, key + 1,
                                        (int32_t)sharers.begin,      (int32_t)n_sharers};
@@ -130,18 +111,18 @@ static struct share share_of(const struct dsc_tp_dim *dim, const struct dsc_tp_p
 
     switch (part->kind) {
     case DSC_TP_WHOLE:
-        share.grains = (struct range){0, share.per_block * dim->n_blocks};
+        share.grains = (struct dsc_range){0, share.per_block * dim->n_blocks};
         share.first_copy = 0;
         share.n_copies = n_ranks;
         break;
     case DSC_TP_COLUMNS:
-        share.grains = even(share.per_block * dim->n_blocks, n_ranks, rank);
+        share.grains = dsc_even(share.per_block * dim->n_blocks, n_ranks, rank);
         break;
     case DSC_TP_QUERIES:
-        share.grains = (struct range){heads->query_begin, heads->query_end};
+        share.grains = (struct dsc_range){heads->query_begin, heads->query_end};
         break;
     default:
-        share.grains = (struct range){heads->key_begin, heads->key_end};
+        share.grains = (struct dsc_range){heads->key_begin, heads->key_end};
         share.first_copy = heads->first_copy;
         share.n_copies = heads->n_copies;
     }
@@ -149,12 +130,12 @@ static struct share share_of(const struct dsc_tp_dim *dim, const struct dsc_tp_p
 }
 
 /* The elements of one part that lie in one block, relative to the part. */
-static struct range in_block(const struct dsc_tp_part *part, const struct share *share, int64_t block)
+static struct dsc_range in_block(const struct dsc_tp_part *part, const struct share *share, int64_t block)
 {
     int64_t first = block * share->per_block;
     int64_t begin = share->grains.begin > first ? share->grains.begin - first : 0;
     int64_t end = share->grains.end - first;
-    struct range elems = {0, 0};
+    struct dsc_range elems = {0, 0};
 
     if (end > share->per_block)
         end = share->per_block;
@@ -196,7 +177,7 @@ static void walk(const struct dsc_tp_dim *dim, const struct dsc_tp_heads *heads,
     for (int64_t block = 0; block < dim->n_blocks; block++) {
         for (int64_t i = 0; i < dim->n_parts; i++) {
             struct share share = share_of(dim, &dim->parts[i], heads, n_ranks, rank);
-            struct range elems = in_block(&dim->parts[i], &share, block);
+            struct dsc_range elems = in_block(&dim->parts[i], &share, block);
 
             if (elems.begin < elems.end)
                 append(runs, logical + elems.begin, elems.end - elems.begin);

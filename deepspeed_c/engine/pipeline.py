@@ -68,7 +68,18 @@ def check_pipeline(module: PipelineModule, config: Config) -> None:
 
 
 def connect_pipeline(module: PipelineModule, mesh: Mesh) -> None:
-    """Makes the groups of a pipeline's ranks. Collective over all of them, before any other groups along its mesh."""
+    """Makes the groups of a pipeline's ranks. Collective over all of them, before any other groups along its mesh.
+
+    Raises ModelError on all ranks where one of several has nothing to train.
+    """
+    n_trained = mesh.comm.gather_numbers(sum(p.requires_grad for p in module.parameters()), label="trained parameters")
+    if min(n_trained) == 0 < max(n_trained):
+        rank = n_trained.index(0)
+        raise ModelError(
+            f"rank {mesh.comm.global_ranks[rank]} has no parameter to train, others have {max(n_trained)}",
+            where="PipelineModule",
+            fix="use fewer stages, or deal layers out so that each rank has some to train (partition_method)",
+        )
     mesh.along("pp")
     mesh.along(*WITHIN_STAGE)
     tied = sorted({ranks for ranks in module.tied_ranks().values() if len(ranks) > 1})

@@ -28,23 +28,31 @@ _TIED = "tied_modules"
 
 
 class LayerSpec:
-    """A layer that is built where it is needed: a class of ``torch.nn.Module`` and the arguments of its constructor."""
+    """A layer that is built where it is needed: a class of ``torch.nn.Module``, or a function that makes a module, and
+    the arguments of either."""
 
-    def __init__(self, typename: type[torch.nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
-        if not isinstance(typename, type) or not issubclass(typename, torch.nn.Module):
+    def __init__(self, typename: Callable[..., torch.nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
+        if not callable(typename) or isinstance(typename, torch.nn.Module):
             raise ConfigError(
-                f"{typename!r} is no class of torch.nn.Module",
+                f"{typename!r} makes no modules",
                 where="LayerSpec(typename)",
-                fix="pass the class; a function is a layer by itself",
+                fix="pass a class of torch.nn.Module; a module, or a function of the input, is a layer by itself",
             )
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
 
     def build(self, log: bool = False) -> torch.nn.Module:
         """A new module. log: accepted; what is built where, the engine logs."""
-        return self.typename(*self.module_args, **self.module_kwargs)
+        built = self.typename(*self.module_args, **self.module_kwargs)
+        if not isinstance(built, torch.nn.Module):
+            raise ConfigError(
+                f"{self!r} made a {type(built).__name__}", where="LayerSpec(typename)", fix="have it make a module"
+            )
+        return built
 
     def __repr__(self) -> str:
-        return call_to_str(self.typename.__name__, *self.module_args, **self.module_kwargs)
+        return call_to_str(
+            getattr(self.typename, "__name__", repr(self.typename)), *self.module_args, **self.module_kwargs
+        )
 
 
 class TiedLayerSpec(LayerSpec):
@@ -115,7 +123,7 @@ class PipelineModule(torch.nn.Module):
         super().__init__()
         if num_stages is None and topology is None:
             raise ConfigError("says neither num_stages nor topology", where="PipelineModule", fix="pass one of them")
-        self.specs = list(layers)
+        self.specs = _tie_shared(list(layers))
         self.loss_fn = loss_fn
         self.schedule, traits = schedule, traits_of(schedule, "PipelineModule(schedule=...)")
         self.virtual_stages = traits.min_virtual if virtual_stages is None else virtual_stages
@@ -284,13 +292,40 @@ def _lay_out_ranks(num_stages: int | None, topology: ProcessTopology | None) -> 
     return mesh_of_topology(topology, comm), topology
 
 
+def _tie_shared(layers: list[Any]) -> list[Any]:
+    """The layers, with a module that stands in several places as one tied layer of the key of its first place.
+
+    Raises ConfigError where different modules share a parameter: on two ranks it would be two.
+    """
+    places: dict[int, list[int]] = {}
+    owners: dict[int, tuple[int, int]] = {}
+    for index, layer in enumerate(layers):
+        if not isinstance(layer, torch.nn.Module):
+            continue
+        places.setdefault(id(layer), []).append(index)
+        for param in layer.parameters():
+            module, first = owners.setdefault(id(param), (id(layer), index))
+            if module != id(layer):
+                raise ConfigError(
+                    f"layers {first} and {index} share a parameter of shape {tuple(param.shape)}",
+                    where="PipelineModule(layers=...)",
+                    fix="make both a TiedLayerSpec of one key, with a forward_fn each",
+                )
+    tied = list(layers)
+    for found in places.values():
+        for index in found if len(found) > 1 else ():
+            module = layers[index]
+            tied[index] = TiedLayerSpec(str(found[0]), lambda module=module: module)
+    return tied
+
+
 def _as_tuple(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
 def _kind_of(spec: Any) -> str:
     if isinstance(spec, LayerSpec):
-        return spec.typename.__name__
+        return getattr(spec.typename, "__name__", type(spec.typename).__name__)
     return type(spec).__name__ if isinstance(spec, torch.nn.Module) else getattr(spec, "__name__", type(spec).__name__)
 
 

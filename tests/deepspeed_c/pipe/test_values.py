@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import deepspeed_c
-from deepspeed_c.errors import ConfigError, FeatureError, StateError
+from deepspeed_c.errors import ConfigError, FeatureError, ModelError, StateError
 from deepspeed_c.pipe import LayerSpec, PipelineModule
 from tests.deepspeed_c.pipe.models import WIDTH, Block, Plain, loss_fn, micro_batches, module_of
 from tests.deepspeed_c.pipe.test_engine import config_of
@@ -176,11 +176,58 @@ def test_variants(variant):
         assert got == pytest.approx(one, rel=1e-5), f"{got} and {one}"
 
 
+class Shared(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+def train_shared(rank: int, world: int) -> tuple[list[float], list[str]]:
+    """The same module at both ends, as an object."""
+    torch.manual_seed(5)
+    both = nn.Linear(WIDTH, WIDTH)
+    layers = [both, *(Block(WIDTH) for _ in range(3)), both]
+    net = PipelineModule(layers, num_stages=world, loss_fn=squares)
+    engine, *_ = deepspeed_c.initialize(model=net, model_parameters=net.parameters(), config=config_of(len(SHAPES)))
+    with engine:
+        losses = [float(engine.train_batch(iter(float_batches(step)))) for step in range(3)]
+        return losses, [name for name, _ in net.named_parameters()]
+
+
+def test_a_module_in_two_places_is_tied():
+    torch.manual_seed(5)
+    both = nn.Linear(WIDTH, WIDTH)
+    model = nn.Sequential(both, *(Block(WIDTH) for _ in range(3)), both)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    expected = []
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = sum(squares(model(x), y) for x, y in float_batches(step)) / len(SHAPES)
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    outcomes = run_ranks(2, train_shared)
+    for losses, names in outcomes:
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert "tied_modules.0.weight" in names
+
+
 def wrong(rank: int, world: int, what: str) -> str:
     config = config_of(2)
     try:
         if what == "too few layers":
             module_of(2, partition_method="type:Conv")
+        elif what == "a shared parameter":
+            first = nn.Linear(4, 4, bias=False)
+            PipelineModule([first, Shared(first.weight)], num_stages=2, loss_fn=squares)
+        elif what == "nothing to train":
+            net = module_of(2, tied=False)
+            for param in net.parameters():
+                param.requires_grad_(rank == 0)
+            deepspeed_c.initialize(model=net, model_parameters=net.parameters(), config=config)
         elif what == "stage 3":
             build(2, config_of(2, zero_optimization={"stage": 3}))
         elif what == "schedule":
@@ -198,7 +245,7 @@ def wrong(rank: int, world: int, what: str) -> str:
                 elif what == "vector loss":
                     engine.module.loss_fn = lambda outputs, labels: outputs
                     engine.train_batch(iter(micro_batches(0, 0, 2)))
-    except (ConfigError, FeatureError, StateError) as error:
+    except (ConfigError, FeatureError, ModelError, StateError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
 
@@ -207,6 +254,8 @@ def wrong(rank: int, world: int, what: str) -> str:
     ("what", "words"),
     [
         ("too few layers", ("matches 0 layers", "2 stages", "Block")),
+        ("a shared parameter", ("layers 0 and 1", "TiedLayerSpec")),
+        ("nothing to train", ("ModelError", "rank 1 has no parameter to train")),
         ("stage 3", ("FeatureError", "zero_optimization.stage")),
         ("schedule", ("'zb_v'", "'1f1b'", "PipelineModule(schedule='zb_v'")),
         ("no such schedule", ("zb_h2", "zb_h1")),
