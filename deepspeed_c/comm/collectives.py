@@ -258,13 +258,13 @@ class Collectives:
         """Rank ``src`` of the group sends its contiguous ``tensor`` (any shape and dtype) to ``dst``; one of them is
         this rank.
 
-        Messages of one ``tag`` between two ranks arrive in the order in which they are sent. Both ranks enter them in a
-        ledger of the two, so that all messages between them need to start in one order on both.
+        Messages of one ``tag`` from one rank to another arrive in the order in which they are sent. Both ranks enter
+        them in a ledger of their own, with the same labels.
         """
         if tensor.numel() == 0:
             return Work.done()
         sends = src == self.rank
-        ledger = ledger_of_pair(self.ledger, self.group, self.global_ranks[src], self.global_ranks[dst])
+        ledger = ledger_of_pair(self.ledger, self.group, self.global_ranks[src], self.global_ranks[dst], tag)
         entry = ledger.enter("message", tensor.nbytes, label, tensor.device, self._object_path)
         try:
             way = dist.isend if sends else dist.irecv

@@ -344,8 +344,7 @@ def _wire_bytes(op: str, n_bytes: int, n_ranks: int) -> int:
 
 
 def record_event(device: torch.device) -> torch.Event | None:
-    """An event on the current stream of ``device``; None while a graph is captured, which no event may be asked about.
-    """
+    """An event on the current stream of ``device``; None while a graph is captured, which no event may be asked about."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return None
     event = torch.Event(device)
@@ -370,20 +369,24 @@ def ledger_of(group: dist.ProcessGroup | None = None) -> Ledger:
     return ledger
 
 
-# Those of two ranks of a group, which number the messages between them.
-_pair_ledgers: weakref.WeakKeyDictionary[Any, dict[tuple[int, int], Ledger]] = weakref.WeakKeyDictionary()
+# Those of two ranks of a group, which number the messages of one tag from the one to the other.
+_pair_ledgers: weakref.WeakKeyDictionary[Any, dict[tuple[int, int, int], Ledger]] = weakref.WeakKeyDictionary()
 
 
-def ledger_of_pair(whole: Ledger, group: dist.ProcessGroup | None, one: int, other: int) -> Ledger:
-    """The ledger of the messages between two ranks, by their numbers in the world, of ``group``, whose ledger is
-    ``whole``."""
-    pairs = _pair_ledgers.setdefault(dist.group.WORLD if group is None else group, {})
-    ranks = (one, other) if one < other else (other, one)
-    ledger = pairs.get(ranks)
+def ledger_of_pair(whole: Ledger, group: dist.ProcessGroup | None, src: int, dst: int, tag: int) -> Ledger:
+    """The ledger of the messages of ``tag`` from rank ``src`` to ``dst``, by their numbers in the world, of ``group``,
+    whose ledger is ``whole``.
+
+    Only these start in one order on both ranks: how a rank mixes them with others depends on what arrives when.
+    """
+    group = dist.group.WORLD if group is None else group
+    pairs = _pair_ledgers.get(group, {})
+    ledger = pairs.get((src, dst, tag))
     if ledger is None:
-        made = Ledger(f"{whole.name} {ranks[0]}-{ranks[1]}", ranks)
+        made = Ledger(f"{whole.name} {src}-{dst} {tag}", sorted((src, dst)))
         made.make_part_of(whole, whole.axes or "pp")
-        ledger = pairs.setdefault(ranks, made)
+        with _lock:  # the watchdog reads them meanwhile
+            ledger = _pair_ledgers.setdefault(group, {}).setdefault((src, dst, tag), made)
     return ledger
 
 

@@ -9,6 +9,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from deepspeed_c import _C
+from deepspeed_c.comm.ledger import ranks_in_words
 from deepspeed_c.comm.mesh import DATA, WITHIN_STAGE, Mesh
 from deepspeed_c.config import Config
 from deepspeed_c.data.loader import RepeatingLoader
@@ -295,10 +296,15 @@ class PipelineEngine(DeepSpeedEngine):
                 " gradient_accumulation_steps",
             )
         if len(set(found)) > 1:
+            by_number = {
+                n: [r for r, m in zip(self._comm.global_ranks, found, strict=True) if m == n]
+                for n in sorted(set(found))
+            }
             raise RankMismatchError(
-                f"ranks run {sorted(set(found))} micro-batches",
+                "ranks run different numbers of micro-batches: "
+                + "; ".join(f"{ranks_in_words(at)} {'run' if at[1:] else 'runs'} {n}" for n, at in by_number.items()),
                 where=f"engine.{what}",
-                fix="pass the same number on all ranks",
+                fix="pass the same number, or set the same gradient_accumulation_steps, on all ranks",
             )
         return batches
 

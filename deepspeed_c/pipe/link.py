@@ -17,10 +17,13 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.work import Work
+from deepspeed_c.errors import RankMismatchError
 
 __all__ = ["Link", "LocalLink", "RemoteLink"]
 
 HEAD_BYTES = 64
+_N_HEAD_BYTES = 24
+"""Of a head that are in use."""
 _ALIGN_BYTES = 64
 
 
@@ -117,6 +120,8 @@ class RemoteLink:
     def __init__(self, comm: Collectives, src: int, dst: int, tag: int, device: torch.device) -> None:
         self._comm, self._src, self._dst, self._tag, self._device = comm, src, dst, tag, device
         self._form = _NOTHING
+        self._n_begun = 0
+        """Values that were sent here, or taken."""
         self._sent: deque[Work] = deque()
         self._posted: deque[tuple[torch.Tensor, Work, str]] = deque()
         self._opened: deque[Any] = deque()
@@ -133,11 +138,13 @@ class RemoteLink:
         if form != self._form:
             header = torch.frombuffer(bytearray(pickle.dumps(form)), dtype=torch.uint8).to(self._device)
             notice = self._empty(self._form.n_bytes)
-            _write_head(notice, header.numel())
-            self._sent += [self._message(notice, f"{label}, notice"), self._message(header, f"{label}, form")]
+            _write_head(notice, header.numel(), self._n_begun)
+            # The receiver cannot tell a notice from a value before it has come: both have one label.
+            self._sent += [self._message(notice, label), self._message(header, f"{label}, form")]
             self._form = form
         data = self._empty(form.n_bytes)
-        _write_head(data, 0)
+        _write_head(data, 0, self._n_begun)
+        self._n_begun += 1
         for known, leaf in zip(form.leaves, leaves, strict=True):
             if isinstance(known, _Packed):
                 _view(data, known).copy_(leaf.detach())
@@ -158,13 +165,15 @@ class RemoteLink:
     def _open(self) -> Any:
         data, work, label = self._posted.popleft()
         work.wait()
-        n_header = int(data[:8].view(torch.int64))
+        n_header = self._check_head(data, label)
         if n_header:
             header = self._empty(n_header)
             self._message(header, f"{label}, form").wait()
             self._form = pickle.loads(header.cpu().numpy().tobytes())
             data = self._empty(self._form.n_bytes)
             self._message(data, label).wait()
+            self._check_head(data, label)
+        self._n_begun += 1
         leaves = [
             _view(data, known).requires_grad_(known.requires_grad)
             if isinstance(known, _Packed)
@@ -172,6 +181,19 @@ class RemoteLink:
             for known in self._form.leaves
         ]
         return tree_unflatten(leaves, self._form.spec)
+
+    def _check_head(self, data: torch.Tensor, label: str) -> int:
+        """What has come is what this rank expects. Returns the length of the form that follows; 0 for none."""
+        n_header, n_bytes, number = data[:_N_HEAD_BYTES].view(torch.int64).tolist()
+        for what, got, expected in (("a message of bytes", n_bytes, data.nbytes), ("value", number, self._n_begun)):
+            if got != expected:
+                raise RankMismatchError(
+                    f"{what} {got} came from rank {self._comm.global_ranks[self._src]} instead of {expected}",
+                    where=f"rank {self._comm.global_ranks[self._dst]}, {label}",
+                    fix="make a new engine on all ranks: after an error in the middle of a batch they are in different"
+                    " places, and a checkpoint says where to begin",
+                )
+        return n_header
 
     def flush(self) -> None:
         while self._sent:
@@ -183,8 +205,10 @@ class RemoteLink:
         self._opened.clear()
 
 
-def _write_head(data: torch.Tensor, n_header: int) -> None:
-    data[:8].view(torch.int64).fill_(n_header)
+def _write_head(data: torch.Tensor, n_header: int, number: int) -> None:
+    """n_header: length of the form that follows, 0 where the value is in this message. number: of the value."""
+    head = torch.tensor((n_header, data.nbytes, number), dtype=torch.int64)
+    data[:_N_HEAD_BYTES].view(torch.int64).copy_(head)
 
 
 def _view(data: torch.Tensor, known: _Packed) -> torch.Tensor:
