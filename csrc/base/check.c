@@ -12,7 +12,7 @@ dsc_status dsc_check_rank(int32_t n_ranks, int32_t rank)
     return DSC_OK;
 }
 
-dsc_status dsc_check_heads(int64_t n_heads, int64_t n_key_heads, int32_t n_ranks, int32_t rank)
+dsc_status dsc_check_shared_heads(int64_t n_heads, int64_t n_key_heads, int32_t n_ranks, int32_t rank)
 {
     DSC_TRY(dsc_check_rank(n_ranks, rank));
     if (n_key_heads < 1 || n_heads < 1 || n_heads % n_key_heads != 0)

@@ -19,7 +19,7 @@ dsc_status dsc_seq_heads_of(int64_t n_heads, int64_t n_key_heads, int32_t n_rank
 {
     if (out_heads == NULL)
         return dsc_fail(DSC_EINVAL, "out_heads is NULL");
-    DSC_TRY(dsc_check_heads(n_heads, n_key_heads, n_ranks, rank));
+    DSC_TRY(dsc_check_shared_heads(n_heads, n_key_heads, n_ranks, rank));
 
     int64_t group = n_heads / n_key_heads;
     struct dsc_range queries = dsc_even(n_heads, n_ranks, rank);

@@ -27,7 +27,7 @@ dsc_status dsc_tp_heads_of(int64_t n_heads, int64_t n_key_heads, int32_t n_ranks
 {
     if (out_heads == NULL)
         return dsc_fail(DSC_EINVAL, "out_heads is NULL");
-    DSC_TRY(dsc_check_heads(n_heads, n_key_heads, n_ranks, rank));
+    DSC_TRY(dsc_check_shared_heads(n_heads, n_key_heads, n_ranks, rank));
 
     int64_t group = n_heads / n_key_heads;
 
