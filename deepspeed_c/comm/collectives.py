@@ -17,7 +17,7 @@ from deepspeed_c.comm import joint, shm
 from deepspeed_c.comm.backends import Backend, backend_named, broadcast_slices
 from deepspeed_c.comm.groups import get_all_ranks_from_group, get_rank, get_world_size
 from deepspeed_c.comm.hierarchy import Hierarchy
-from deepspeed_c.comm.ledger import ledger_of, ledger_of_pair
+from deepspeed_c.comm.ledger import LedgerEntry, ledger_of, ledger_of_pair
 from deepspeed_c.comm.work import Work, wait_all
 from deepspeed_c.errors import CommError
 
@@ -206,13 +206,10 @@ class Collectives:
         to, source = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
         backend = self.backend_of(sent)
         entry = self.ledger.enter("shift", sent.nbytes, label, sent.device, self._names[sent.device.type])
-        try:
-            handles = backend.shift(self, sent, to, received, source)
-        except BaseException:
-            entry.end()
-            raise
         what = f"shift of {sent.numel()} {sent.dtype} by {distance}"
-        return Work(handles, kept=[sent, received], what=what).note_in(entry)
+        return _started(
+            entry, lambda: Work(backend.shift(self, sent, to, received, source), kept=[sent, received], what=what)
+        )
 
     def all_to_all(
         self,
@@ -239,13 +236,11 @@ class Collectives:
             return Work.done()
         backend = self.backend_of(flat)
         entry = self.ledger.enter("all-to-all", flat.nbytes, label, flat.device, backend.name)
-        try:
-            handle = backend.all_to_all(self, flat, out, in_splits, out_splits)
-        except BaseException:
-            entry.end()
-            raise
         what = f"all_to_all of {flat.numel()} {flat.dtype}"
-        return Work([handle], kept=[flat, out], what=what).note_in(entry)
+        return _started(
+            entry,
+            lambda: Work([backend.all_to_all(self, flat, out, in_splits, out_splits)], kept=[flat, out], what=what),
+        )
 
     def broadcast(self, tensor: torch.Tensor, src: int, *, label: str = "") -> None:
         """Rank ``src`` of the group sends its contiguous ``tensor`` (any shape and dtype) to all."""
@@ -266,13 +261,12 @@ class Collectives:
         sends = src == self.rank
         ledger = ledger_of_pair(self.ledger, self.group, self.global_ranks[src], self.global_ranks[dst], tag)
         entry = ledger.enter("message", tensor.nbytes, label, tensor.device, self._object_path)
-        try:
-            way = dist.isend if sends else dist.irecv
-            handle = way(tensor, self.global_ranks[dst if sends else src], group=self.group, tag=tag)
-        except BaseException:
-            entry.end()
-            raise
-        return Work([handle], kept=[tensor], what=f"message of {tensor.nbytes} bytes").note_in(entry)
+        way, peer = (dist.isend, dst) if sends else (dist.irecv, src)
+        what = f"message of {tensor.nbytes} bytes"
+        return _started(
+            entry,
+            lambda: Work([way(tensor, self.global_ranks[peer], group=self.group, tag=tag)], kept=[tensor], what=what),
+        )
 
     def all_gather_list(self, tensor: torch.Tensor, *, label: str = "") -> list[torch.Tensor]:
         """Every rank's ``tensor`` (any shape, the same everywhere), by rank."""
@@ -339,12 +333,7 @@ class Collectives:
         """Enters ``op`` on ``flat`` in the ledger and starts it by what carries ``flat``."""
         backend = self.backend_of(flat)
         entry = self.ledger.enter(op, flat.nbytes, label, flat.device, backend.name)
-        try:
-            work = send(backend)
-        except BaseException:
-            entry.end()
-            raise
-        return work.note_in(entry)
+        return _started(entry, lambda: send(backend))
 
     def backend_of(self, tensor: torch.Tensor) -> Backend:
         """What carries ``tensor``. Raises ``CommError`` where the group has nothing for its device."""
@@ -362,6 +351,16 @@ class Collectives:
         """This rank's slice [s] of ``flat`` [n * s]."""
         numel = flat.numel() // self.world_size
         return flat.narrow(0, self.rank * numel, numel)
+
+
+def _started(entry: LedgerEntry, send: Callable[[], Work]) -> Work:
+    """What ``send`` has started, noted in its entry, which ends where it fails."""
+    try:
+        work = send()
+    except BaseException:
+        entry.end()
+        raise
+    return work.note_in(entry)
 
 
 def _kernel() -> ReduceKernel:
