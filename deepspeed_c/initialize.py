@@ -104,7 +104,7 @@ def initialize(
     mesh = _cut_for_sequences(_cut_for_tensors(mesh, source), source)
     settings = load_config(source, world_size=mesh.size(*DATA))
     if pipeline is not None:
-        check_pipeline(pipeline, settings)
+        check_pipeline(pipeline, settings, mesh)
     _check_data_parallel_size(settings, mesh)
     mesh = mesh_of_config(settings, mesh)
     groups.tell(mesh)

@@ -24,9 +24,18 @@ from deepspeed_c.zero.layout.stages import STAGES
 __all__ = ["PipelineEngine", "check_pipeline", "connect_pipeline"]
 
 
-def check_pipeline(module: PipelineModule, config: Config) -> None:
-    """Raises where a configuration does not fit a module, before anything is sent."""
+def check_pipeline(module: PipelineModule, config: Config, mesh: Mesh) -> None:
+    """Raises where a configuration, or the ranks that it asks for, does not fit a module, before anything is sent."""
     section, n_ranks = config.pipeline, module.num_stages
+    if mesh.size("sp") > 1:
+        # train_batch has no term of a loss of whole sequences: it would count a rank's mean once for each such rank.
+        raise FeatureError(
+            f"the stages of a PipelineModule would hold parts of sequences ({mesh.size('sp')} ranks a sequence), and its"
+            " train_batch takes each rank's loss for that of whole sequences",
+            where="sequence_parallel_size",
+            fix="leave it out and use more stages (num_stages) for what does not fit; or train the layers as a plain"
+            " module, without a PipelineModule",
+        )
     if STAGES[config.zero.stage].parameters:
         raise FeatureError(
             f"ZeRO stage {config.zero.stage} under a pipeline: a stage's weights would be gathered for each micro-batch anew",

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import deepspeed_c
+from deepspeed_c.errors import FeatureError
 from tests.deepspeed_c.pipe.models import Plain, loss_fn, micro_batches, module_of
 from tests.ranks import run_ranks
 
@@ -90,3 +91,19 @@ def test_four_stages(schedule):
 
 def test_one_rank():
     check(run_ranks(1, train, 1, 3, config_of(3), {}), plain_run(1, 3), 2e-6)
+
+
+def sequence_ranks_body(rank: int, world: int, stages: int) -> None:
+    net = module_of(stages)
+    before = {name: p.detach().clone() for name, p in net.named_parameters()}
+    with pytest.raises(FeatureError, match=r"sequence_parallel_size: .*2 ranks a sequence"):
+        deepspeed_c.initialize(model=net, config=config_of(2, sequence_parallel_size=2))
+    assert all(torch.equal(before[name], p) for name, p in net.named_parameters())
+    engine, *_ = deepspeed_c.initialize(model=net, config=config_of(2))  # the ranks are still of use to each other
+    with engine:
+        engine.train_batch(iter(micro_batches(0, net.mpu().get_data_parallel_rank(), 2)))
+
+
+@pytest.mark.parametrize("world, stages", [(2, 1), (4, 2)])
+def test_ranks_that_hold_parts_of_a_sequence_are_refused(world: int, stages: int) -> None:
+    run_ranks(world, sequence_ranks_body, stages)
