@@ -15,6 +15,7 @@ from deepspeed_c.config.parallel import TensorParallel
 from deepspeed_c.errors import ModelError, StateError
 from deepspeed_c.inject.cut import Cut, keep_part
 from deepspeed_c.inject.flow import Flow, plan_flow
+from deepspeed_c.inject.generation import generate_alike
 from deepspeed_c.inject.layers import LinearAllreduce, LinearLayer, RowPicker, WordsEmbedding, is_transposed, product_of
 from deepspeed_c.inject.loss import cut_loss
 from deepspeed_c.inject.overlap import Border, TokenStream
@@ -340,6 +341,9 @@ class _Surgeon:
         self._open_regions(ranks)
         for name in {step.attention.name for step in self.planned if step.attention is not None}:
             _count_own_heads(self.model, self.attentions[name])
+        generate_alike(self.model, ranks.comm)
+        if any(step.attention is not None for step in self.planned):
+            _refuse_attentions(self.model)
         if self.causal_loss and heads:
             cut_loss(self.model, heads[0], ranks, self._sizes(heads[0].weight.tp_cut.logical_shape[0]))
         return report
@@ -453,6 +457,23 @@ def _refuse_hidden_states(module: torch.nn.Module, args: Any, kwargs: dict[str, 
             "each rank has its own tokens of hidden states",
             where="output_hidden_states with tensor_parallel.sequence_parallel_norms",
             fix="ask for them in evaluation, or set one of the two to false",
+        )
+
+
+def _refuse_attentions(model: torch.nn.Module) -> None:
+    """Has ``model``, and the models in it, refuse to give out attention weights: a rank has its heads' alone."""
+    for module in model.modules():
+        if hasattr(module, "config") and hasattr(type(module), "get_input_embeddings"):
+            module.register_forward_pre_hook(_ask_for_no_attentions, with_kwargs=True)
+
+
+def _ask_for_no_attentions(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    wanted = kwargs.get("output_attentions")
+    if getattr(module.config, "output_attentions", False) if wanted is None else wanted:
+        raise StateError(
+            "each rank has the attention weights of its own heads",
+            where="output_attentions of a model that is cut over tensor-parallel ranks",
+            fix="set it to false; look at attention weights in one process",
         )
 
 

@@ -356,16 +356,27 @@ class WordsEmbedding(torch.nn.Module):
         self.train(module.training)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        is_elsewhere = (ids < self.begin) | (ids >= self.end)
-        if self.begin == self.end:
-            # No word is here; the gradient is as empty as the weight.
-            found = self.weight.new_zeros((*ids.shape, self.embedding_dim)) + self.weight.sum()
-        else:
-            padding = None if self.padding_idx is None else self.padding_idx - self.begin
-            if padding is not None and not 0 <= padding < self.end - self.begin:
-                padding = None
-            found = F.embedding((ids - self.begin).masked_fill(is_elsewhere, 0), self.weight, padding)
-            found = found.masked_fill(is_elsewhere.unsqueeze(-1), 0)
+        """Raises IndexError, on all ranks alike, for an id that is no word; on an accelerator the device reports it."""
+        is_word = (ids >= 0) & (ids < self.num_embeddings)
+        is_elsewhere = is_word & ((ids < self.begin) | (ids >= self.end))
+        # An id that is no word has no row on any rank, and torch's own look-up refuses it, without a look at values.
+        rows = (ids - self.begin).masked_fill(is_elsewhere, 0)
+        try:
+            if self.begin == self.end:
+                # No word is here; the gradient is as empty as the weight.
+                none = self.weight.new_zeros((1, self.embedding_dim)) + self.weight.sum()
+                found = F.embedding((~is_word).long(), none)
+            else:
+                padding = None if self.padding_idx is None else self.padding_idx - self.begin
+                if padding is not None and not 0 <= padding < self.end - self.begin:
+                    padding = None
+                found = F.embedding(rows, self.weight, padding)
+        except IndexError as error:
+            wrong = ids[~is_word]
+            if not wrong.numel():
+                raise
+            raise IndexError(f"{self.label}: id {int(wrong[0])} is no word of {self.num_embeddings}") from error
+        found = found.masked_fill(is_elsewhere.unsqueeze(-1), 0)
         return self.ranks.leave(found, self.label)
 
     def extra_repr(self) -> str:

@@ -45,9 +45,14 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         n_words = sum(sizes)
         is_counted = targets != ignore_index
-        wrong = targets[is_counted & ((targets < 0) | (targets >= n_words))]
-        if wrong.numel():
-            raise IndexError(f"target {int(wrong[0])} is no word of {n_words}")
+        is_wrong = is_counted & ((targets < 0) | (targets >= n_words))
+        if is_wrong.device.type == "cpu":
+            wrong = targets[is_wrong]
+            if wrong.numel():
+                raise IndexError(f"target {int(wrong[0])} is no word of {n_words}")
+        else:
+            # As torch's own loss: the device says it, and nobody waits for the device.
+            torch._assert_async((~is_wrong).all(), f"a target is no word of {n_words}")
         logits = logits.contiguous()
         here = torch.where(is_counted, targets - sum(sizes[: ranks.rank]), -1)
         # A word of a later rank lies past this rank's, one of an earlier rank below 0.

@@ -1,0 +1,51 @@
+"""Arguments of a call as lines of text, so that the ranks of one model can compare them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from deepspeed_c.comm.collectives import Collectives
+
+__all__ = ["Line", "describe_call", "digest_of", "first_difference"]
+
+Line = tuple[str, str]
+"""(path of the argument, its type, shape and hash or its value)."""
+
+
+def describe_call(inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Line]:
+    """A line for every tensor and every plain value among the arguments."""
+    lines = [line for i, value in enumerate(inputs) for line in _describe(f"argument {i}", value)]
+    return lines + [line for name in sorted(kwargs) for line in _describe(f"argument {name!r}", kwargs[name])]
+
+
+def digest_of(lines: Sequence[Line]) -> str:
+    return hashlib.sha256("\n".join(map(str, lines)).encode()).hexdigest()
+
+
+def first_difference(comm: Collectives, lines: Sequence[Line], a: int, b: int) -> tuple[str, str]:
+    """The first lines of ranks ``a`` and ``b`` of ``comm`` that differ. Collective: each rank passes its own lines."""
+    everyone = comm.gather_objects(lines, label="inputs that differ")
+    sides = everyone[a], everyone[b]
+    shorter = min(map(len, sides))
+    at = next((i for i, (x, y) in enumerate(zip(*sides)) if x != y), shorter)
+    ours, theirs = (" ".join(side[at]) if at < len(side) else "nothing" for side in sides)
+    return ours, theirs
+
+
+def _describe(path: str, value: Any) -> Iterator[Line]:
+    if isinstance(value, torch.Tensor):
+        data = value.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
+        digest = hashlib.sha256(data.numpy().tobytes()).hexdigest()[:12]
+        yield path, f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)} #{digest}"
+    elif isinstance(value, Mapping):
+        for key in value:
+            yield from _describe(f"{path}[{key!r}]", value[key])
+    elif isinstance(value, (list, tuple)):
+        for i, part in enumerate(value):
+            yield from _describe(f"{path}[{i}]", part)
+    elif value is None or isinstance(value, (bool, int, float, str)):
+        yield path, repr(value)

@@ -1,0 +1,111 @@
+"""``generate`` of a cut model: the ranks of a group are given the same prompts and draw the same tokens.
+
+Logits have the same bits on all ranks, so the same random numbers give the same tokens, whichever loop draws them
+(transformers' own, beams, a drafting model).
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+import torch
+
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.errors import RankMismatchError
+from deepspeed_c.inject.alike import describe_call, digest_of, first_difference
+
+__all__ = ["generate_alike"]
+
+
+def generate_alike(model: torch.nn.Module, comm: Collectives) -> None:
+    """Make every ``generate`` in ``model`` (its own, and those of wrapped models) draw from rank 0's random state.
+
+    comm: the tensor-parallel ranks of the model."""
+    together = _AlikeGeneration(comm)
+    for module in model.modules():
+        # A wrapper that only hands the attribute through is no owner of one.
+        if callable(getattr(type(module), "generate", None)):
+            module.__dict__["generate"] = together.wrap(module.generate)
+
+
+class _AlikeGeneration:
+    """The calls of one model."""
+
+    def __init__(self, comm: Collectives) -> None:
+        self._comm = comm
+        self._is_generating = False
+
+    def wrap(self, generate: Any) -> Any:
+        @wraps(generate)
+        def alike(*args: Any, **kwargs: Any) -> Any:
+            if self._is_generating:  # a wrapper calls the generate of its model
+                return generate(*args, **kwargs)
+            self._compare(args, kwargs)
+            draws = _SharedDraws(self._comm, _devices_in(generate, args, kwargs))
+            self._is_generating = True
+            try:
+                return generate(*args, **kwargs)
+            finally:
+                self._is_generating = False
+                draws.end()
+
+        return alike
+
+    def _compare(self, args: Any, kwargs: Any) -> None:
+        """Raises RankMismatchError, on all ranks alike, before the first token where arguments differ."""
+        lines = describe_call(args, kwargs)
+        digests = self._comm.gather_objects(digest_of(lines), label="prompts")
+        other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+        if other is None:
+            return
+        ours, theirs = first_difference(self._comm, lines, 0, other)
+        ranks = [self._comm.global_ranks[rank] for rank in (0, other)]
+        raise RankMismatchError(
+            f"ranks {ranks[0]} and {ranks[1]} hold one model together and were given different prompts:"
+            f" {ours} and {theirs}",
+            where="generate",
+            fix="give all ranks of a tensor-parallel group the same prompts and arguments",
+        )
+
+
+class _SharedDraws:
+    """Rank 0's random states on all ranks, until ``end``."""
+
+    def __init__(self, comm: Collectives, devices: list[torch.device]) -> None:
+        self._devices = devices
+        self._own = [_get_state(device) for device in devices]
+        everyone = comm.gather_objects([state.numpy().tobytes() for state in self._own], label="random states")
+        self._differ = any(states != everyone[0] for states in everyone)
+        self._is_first = comm.rank == 0
+        if self._differ and not self._is_first:
+            for device, state in zip(devices, everyone[0], strict=True):
+                _set_state(device, torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+    def end(self) -> None:
+        """Ranks that had numbers of their own go on with these. Where all had the same state, all have drawn alike,
+        and going back would set them apart from rank 0."""
+        if self._differ and not self._is_first:
+            for device, state in zip(self._devices, self._own, strict=True):
+                _set_state(device, state)
+
+
+def _devices_in(generate: Any, args: Any, kwargs: Any) -> list[torch.device]:
+    """The host and the accelerators of the model and of the arguments, in one order on all ranks."""
+    found = {torch.device("cpu")}
+    found |= {x.device for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+    model = getattr(generate, "__self__", None)
+    if isinstance(model, torch.nn.Module):
+        found |= {param.device for param in model.parameters()}
+    return sorted((device for device in found if device.type != "meta"), key=lambda d: (d.type != "cpu", str(d)))
+
+
+def _get_state(device: torch.device) -> torch.Tensor:
+    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+
+
+def _set_state(device: torch.device, state: torch.Tensor) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
