@@ -81,7 +81,7 @@ PERMITTED: dict[str, str] = {
     ),
     **dict.fromkeys(
         ("inject/cutting.py: owner.config", "inject/cutting.py: setattr(holder, name)", "inject/cutting.py: setattr(owner, name)")
-        + ("inject/cutting.py: setattr(model.get_submodule(parent), last)", "inject/loss.py: model.loss_function", "inject/loss.py: output.logits"),
+        + ("inject/cutting.py: setattr(model.get_submodule(parent), last)", "inject/loss.py: owner.loss_function", "inject/loss.py: output.logits"),
         "transformers' own: a model's modules and the counts that they compute with",
     ),
     "inject/kernels.py: module.forward": "torch's own: a module runs a kernel, until revert_kernels",

@@ -13,6 +13,7 @@ import torch
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.config.parallel import TensorParallel
 from deepspeed_c.errors import ModelError, StateError
+from deepspeed_c.inject.adapters import check_adapters, cut_dropout, with_adapters
 from deepspeed_c.inject.cut import Cut, keep_part
 from deepspeed_c.inject.flow import Flow, plan_flow
 from deepspeed_c.inject.generation import generate_alike
@@ -32,10 +33,19 @@ from deepspeed_c.inject.plan import (
 from deepspeed_c.inject.policy import Rule
 from deepspeed_c.inject.ranks import DropoutRegion, TensorRanks
 from deepspeed_c.inject.rules import rule_sets
+from deepspeed_c.inject.saving import save_whole
 
 __all__ = ["CutReport", "ReportRow", "cut_model", "preview_cut"]
 
 _WORDS = Rule("", "column")
+# What a module keeps of hooks on its forward; one of peft's makes the table of words give outputs with a gradient.
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
 
 
 @dataclass(frozen=True)
@@ -156,6 +166,7 @@ class _Surgeon:
         self.flow = Flow([], [], [])
 
     def plan(self) -> None:
+        check_adapters(self.model)
         found = rule_sets(self.model, self.section, self.blocks)
         self.causal_loss = found.loss == "causal"
         self.attentions = find_attentions(self.model, found.sets, self.place)
@@ -164,7 +175,7 @@ class _Surgeon:
             for param in self.model.get_submodule(name).parameters(recurse=False):
                 self.reasons[param] = reason
         uncut = []
-        for step in planned:
+        for step in with_adapters(planned):
             if self._plan_one(step):
                 self.planned.append(step)
             else:
@@ -172,7 +183,16 @@ class _Surgeon:
         self._refuse_halves(uncut)
         self._plan_words()
         found.check(self.names.values())
-        if self.section.tp_overlap_comm or self.section.sequence_parallel_norms:
+        adapted = next((step.adapted for step in self.planned if step.adapted), "")
+        if adapted and self.section.sequence_parallel_norms:
+            raise ModelError(
+                "an adapter takes whole tokens, and each rank has its own here",
+                where=f"{adapted} with tensor_parallel.sequence_parallel_norms",
+                fix="set sequence_parallel_norms to false",
+            )
+        if adapted and self.section.tp_overlap_comm:
+            self.flow = Flow([], [], [f"{adapted} is adapted: sums travel in backward alone"])
+        elif self.section.tp_overlap_comm or self.section.sequence_parallel_norms:
             wants_tokens = self.section.sequence_parallel_norms
             self.flow = plan_flow(self.model, found.stream, self.planned, self.attentions, wants_tokens=wants_tokens)
         partition = self.section.partition_config
@@ -187,9 +207,9 @@ class _Surgeon:
 
     def _refuse_halves(self, uncut: list[Planned]) -> None:
         """Layers of one attention, or of one network, go together: what one gives the next one takes."""
-        siblings = {step.name.rpartition(".")[0]: step for step in self.planned}
+        siblings = {step.block: step for step in self.planned}
         for step in uncut:
-            other = siblings.get(step.name.rpartition(".")[0])
+            other = siblings.get(step.block)
             if other is not None:
                 raise ModelError(
                     f"{type(step.module).__name__} cannot be cut, and {other.name} beside it is",
@@ -328,6 +348,11 @@ class _Surgeon:
         regions = self._regions(ranks)
         for step in self.planned:
             self._replace(step, ranks, regions)
+        for step in self.planned:
+            if step.adapted:
+                is_part = step.rule.style == "row" and not step.rule.gathers
+                layer = self.model.get_submodule(step.adapted)
+                cut_dropout(layer, ranks, regions.get(self._region_name(step)), is_part=is_part)
         for name, table in self.embeddings:
             begin, size = _only_run(table.weight.tp_cut)
             _put(self.model, name, WordsEmbedding(table, ranks, name, begin, begin + size))
@@ -342,6 +367,7 @@ class _Surgeon:
         for name in {step.attention.name for step in self.planned if step.attention is not None}:
             _count_own_heads(self.model, self.attentions[name])
         generate_alike(self.model, ranks.comm)
+        save_whole(self.model, ranks.comm)
         if any(step.attention is not None for step in self.planned):
             _refuse_attentions(self.model)
         if self.causal_loss and heads:
@@ -353,7 +379,8 @@ class _Surgeon:
         columns: dict[str, list[LinearLayer]] = {}
         for step in self.planned:
             if step.rule.style == "column":
-                beside = columns.setdefault(step.name.rpartition(".")[0], [])
+                takes_own_input = step.adapted and not step.name.endswith(".base_layer")
+                beside = columns.setdefault(step.name if takes_own_input else step.block, [])
                 beside.append(self.model.get_submodule(step.name))
         for layers in (*columns.values(), *([head] for head in heads)):
             for layer in layers:
@@ -411,7 +438,7 @@ class _Surgeon:
 
     @staticmethod
     def _region_name(step: Planned) -> str:
-        return step.attention.name if step.attention is not None else step.name.rpartition(".")[0]
+        return step.attention.name if step.attention is not None else step.block
 
     def _replace(self, step: Planned, ranks: TensorRanks, regions: dict[str, DropoutRegion]) -> None:
         style, module, name = step.rule.style, step.module, step.name
@@ -610,4 +637,8 @@ def _drops_out(module: torch.nn.Module) -> bool:
 
 def _put(model: torch.nn.Module, name: str, module: torch.nn.Module) -> None:
     parent, _, last = name.rpartition(".")
+    holder = model.get_submodule(parent)
+    # The same dictionaries, so that handles of hooks go on to remove them.
+    for hooks in _HOOKS:
+        module.__dict__[hooks] = getattr(holder, last).__dict__[hooks]
     setattr(model.get_submodule(parent), last, module)

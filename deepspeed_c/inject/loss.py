@@ -173,9 +173,14 @@ class _CausalLoss:
 def cut_loss(model: torch.nn.Module, head: LinearLayer, ranks: TensorRanks, sizes: list[int]) -> None:
     """Has ``model`` compute its causal loss on cut logits where it trains with labels. head: what gives its logits.
 
-    Everything else (evaluation, generation) gets them whole.
+    Everything else (evaluation, generation) gets them whole. An adapter's model hands attributes through to the model
+    that it wraps, which alone computes the loss.
     """
-    loss = _CausalLoss(head, sizes, ranks, model.loss_function)
-    model.loss_function = loss
-    model.register_forward_pre_hook(loss.before, with_kwargs=True)
-    model.register_forward_hook(loss.after, always_call=False)
+    has_own = (module for module in model.modules() if hasattr(type(module), "loss_function"))
+    owner = next((module for module in has_own if any(part is head for part in module.modules())), model)
+    loss = _CausalLoss(head, sizes, ranks, owner.loss_function)
+    owner.loss_function = loss
+    # Wrappers too: some of them call the forward of what they wrap, past its hooks.
+    for module in [module for module in model.modules() if any(part is owner for part in module.modules())]:
+        module.register_forward_pre_hook(loss.before, with_kwargs=True)
+        module.register_forward_hook(loss.after, always_call=False)

@@ -71,6 +71,13 @@ class Planned:
     rule: Rule
     source: str
     attention: Attention | None = field(default=None)
+    adapted: str = ""
+    """Dotted name of the adapted layer that the module is a part of; empty for a plain layer."""
+
+    @property
+    def block(self) -> str:
+        """Dotted name of the module that holds the layer."""
+        return (self.adapted or self.name).rpartition(".")[0]
 
 
 def ends_with(pattern: str, name: str) -> bool:

@@ -7,7 +7,8 @@ is the same on all (arXiv 1909.08053, section 3).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ class TensorRanks:
         gradients are computed (``overlap.py``)."""
         self._comm, self.overlaps = comm, overlaps and comm is not None
         self.rank, self.n_ranks = (0, 1) if comm is None else (comm.rank, comm.world_size)
-        self._entered: tuple[torch.Tensor, int, bool, torch.Tensor] | None = None
+        # More than one, because an adapter's factors enter between the layers that share an input.
+        self._entered: list[tuple[torch.Tensor, int, torch.Tensor]] = []
         self._columns: tuple[torch.Tensor, int, ColumnEntry] | None = None
         self._copies: dict[tuple[int, ...], Collectives] = {}
 
@@ -48,11 +50,11 @@ class TensorRanks:
         """
         if self.n_ranks == 1 or not (x.requires_grad and torch.is_grad_enabled()):
             return x
-        known = self._entered
-        if known is not None and known[0] is x and known[1] == x._version:
-            return known[3]
+        for known, version, inside in self._entered:
+            if known is x and version == x._version:
+                return inside
         inside = _Enter.apply(x, self, label)
-        self._entered = (x, x._version, True, inside)
+        self._entered.append((x, x._version, inside))
         return inside
 
     def enter_columns(self, x: torch.Tensor, layers: Iterable[Columns], label: str) -> ColumnEntry | None:
@@ -69,14 +71,14 @@ class TensorRanks:
 
     def leave(self, x: torch.Tensor, label: str) -> torch.Tensor:
         """The sum of all ranks' ``x``, which is overwritten. Its gradient is every rank's."""
-        self._entered = self._columns = None
+        self._entered, self._columns = [], None
         if self.n_ranks == 1:
             return x
         return _Leave.apply(x.contiguous(), self, label)
 
     def gather(self, x: torch.Tensor, sizes: list[int], label: str) -> torch.Tensor:
         """All ranks' ``x`` [..., sizes[rank]] one after the other: [..., sum of sizes], the same on all ranks."""
-        self._entered = self._columns = None
+        self._entered, self._columns = [], None
         return x if self.n_ranks == 1 else _GatherColumns.apply(x, sizes, self, label)
 
     def split(self, x: torch.Tensor, begin: int, end: int, label: str) -> torch.Tensor:
@@ -141,6 +143,21 @@ class DropoutRegion:
         if self._shared is not None:
             _generator(device).set_state(self._shared)
             self._shared = None
+
+    @contextmanager
+    def drawn_alike(self, device: torch.device) -> Iterator[None]:
+        """Inside the region, random numbers that are the same on all ranks."""
+        if self._shared is None:
+            yield
+            return
+        generator = _generator(device)
+        own = generator.get_state()
+        generator.set_state(self._shared)
+        try:
+            yield
+        finally:
+            self._shared = generator.get_state()
+            generator.set_state(own)
 
 
 def _generator(device: torch.device) -> torch.Generator:

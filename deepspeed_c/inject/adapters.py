@@ -1,0 +1,113 @@
+"""LoRA adapters of peft on a model that is cut: the two factors of each are cut as the layer below them is.
+
+With y = x W + x A B, the columns of W and of B are cut together, and A is whole: x A is whole on all ranks, and B, a
+column layer, sums its gradient. Where W is cut by rows, so is A, a row layer whose sum is whole, and B is whole. So a
+whole factor has the same gradient on all ranks, with no sum of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import torch
+
+from deepspeed_c.errors import ModelError
+from deepspeed_c.inject.layers import product_of
+from deepspeed_c.inject.plan import Planned
+from deepspeed_c.inject.ranks import DropoutRegion, TensorRanks
+
+__all__ = ["PartDropout", "WholeDropout", "check_adapters", "cut_dropout", "with_adapters"]
+
+_FIX = (
+    "use LoRA without variants on plain linear layers, merge the adapter first (merge_and_unload), or leave these"
+    ' layers whole: "partition_type": "skip" in tensor_parallel.partition_config'
+)
+
+
+def check_adapters(model: torch.nn.Module) -> None:
+    """Raises ModelError for a peft configuration that puts whole tensors between cut layers."""
+    for name, config in (getattr(model, "peft_config", None) or {}).items():
+        if getattr(config, "is_prompt_learning", False):
+            raise ModelError(
+                f"{config.peft_type} learns tokens or keys of whole width, which cut attention does not take",
+                where=f"adapter {name!r}",
+                fix="use LoRA, or train this adapter without tensor_parallel",
+            )
+
+
+def with_adapters(planned: Iterable[Planned]) -> Iterator[Planned]:
+    """``planned``, with each adapted layer exchanged for the linear layers in it that are to be cut.
+
+    Raises ModelError for an adapter that cannot be cut with its layer.
+    """
+    for step in planned:
+        base = getattr(step.module, "base_layer", None)
+        # Rules of these styles cut nothing: the adapted layer computes as a whole.
+        if not isinstance(base, torch.nn.Module) or step.rule.style in ("shared", "latent"):
+            yield step
+            continue
+        factors = _factors_of(step, base)
+        yield replace(step, name=f"{step.name}.base_layer", module=base, adapted=step.name)
+        for name, factor in factors:
+            yield replace(step, name=f"{step.name}.{name}", module=factor, adapted=step.name)
+
+
+def _factors_of(step: Planned, base: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    """Name and module of each factor that is cut with ``base``, checked."""
+    kind = type(step.module)
+    is_lora = kind.__name__ == "Linear" and kind.__module__.startswith("peft.tuners.lora.")
+    variants = sorted(type(variant).__name__ for variant in getattr(step.module, "lora_variant", {}).values())
+    if step.rule.style not in ("column", "row") or not is_lora:
+        problem = f"{kind.__module__}.{kind.__name__} is an adapter that cannot be cut"
+    elif variants or any(getattr(step.module, "use_dora", {}).values()):
+        problem = f"{', '.join(variants) or 'DoRA'} needs the whole weight, of which a rank has a part"
+    elif product_of(base) is None:
+        problem = f"its base layer, {type(base).__name__}, is no linear layer that can be cut"
+    else:
+        which = "lora_B" if step.rule.style == "column" else "lora_A"
+        return [(f"{which}.{adapter}", factor) for adapter, factor in getattr(step.module, which).items()]
+    raise ModelError(problem, where=step.name, fix=_FIX)
+
+
+def cut_dropout(layer: torch.nn.Module, ranks: TensorRanks, region: DropoutRegion | None, *, is_part: bool) -> None:
+    """Make the adapters of ``layer`` drop the same elements of a whole input on all ranks.
+
+    is_part: the input is the rank's own columns, and the rank draws its own numbers. region: the layer's, where random
+    numbers are the rank's own."""
+    for name, dropout in list(layer.lora_dropout.items()):
+        if isinstance(dropout, torch.nn.Dropout) and dropout.p > 0:
+            layer.lora_dropout[name] = PartDropout(dropout, ranks) if is_part else WholeDropout(dropout, region)
+
+
+class WholeDropout(torch.nn.Dropout):
+    """Dropout on a tensor that is whole on all ranks, also where their other random numbers are their own."""
+
+    def __init__(self, dropout: torch.nn.Dropout, region: DropoutRegion | None) -> None:
+        super().__init__(dropout.p, dropout.inplace)
+        self.region = region
+        self.train(dropout.training)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.region is None or not self.training:
+            return super().forward(x)
+        with self.region.drawn_alike(x.device):
+            return super().forward(x)
+
+
+class PartDropout(torch.nn.Dropout):
+    """Dropout on a rank's own columns."""
+
+    def __init__(self, dropout: torch.nn.Dropout, ranks: TensorRanks) -> None:
+        super().__init__(dropout.p, dropout.inplace)
+        self.region = DropoutRegion(ranks)
+        self.train(dropout.training)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return x
+        self.region.enter(x.device)
+        try:
+            return super().forward(x)
+        finally:
+            self.region.leave(x.device)
