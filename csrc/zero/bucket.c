@@ -124,6 +124,13 @@ dsc_status dsc_bucket_tracker_see(struct dsc_bucket_tracker *tracker, int64_t pa
     return DSC_OK;
 }
 
+dsc_status dsc_bucket_tracker_forget(struct dsc_bucket_tracker *tracker, int64_t param)
+{
+    DSC_TRY(check_param(tracker, param));
+    tracker->marks[param] &= MARKED;
+    return DSC_OK;
+}
+
 void dsc_bucket_tracker_take_late(struct dsc_bucket_tracker *tracker)
 {
     for (int64_t i = 0; i < tracker->n_params; i++)

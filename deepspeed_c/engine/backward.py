@@ -133,7 +133,7 @@ class BackwardPass:
     def run(self, loss: torch.Tensor, factor: float, retain_graph: bool) -> None:
         """``engine.backward``: the gradients of the loss times ``factor``."""
         starts = [] if loss.grad_fn is None else [loss.grad_fn]
-        self._begin(factor=1.0 if self._scaler is not None else factor, starts=starts)
+        self._begin(factor=1.0, starts=starts)
         try:
             scaled = self.scale(loss, factor)
             has_sharded = self._fetcher is not None and bool(self._fetcher.groups)
@@ -149,7 +149,7 @@ class BackwardPass:
     def part(self) -> Iterator[None]:
         """Around a run of autograd that is a part of a pipeline's: its gradients are those of the loss as the last
         stage has scaled it (``scale``)."""
-        self._begin(factor=1.0 if self._scaler is not None else self._window.factor(), starts=[])
+        self._begin(factor=1.0, starts=[])
         try:
             yield
             self._end()
@@ -159,11 +159,11 @@ class BackwardPass:
         self.n_backwards += 1
 
     def scale(self, loss: torch.Tensor, factor: float) -> torch.Tensor:
-        """In fp16 the loss times loss scale and ``factor``; engines that its backward comes to know of it
-        (``_scale_of_pass``)."""
-        if self._scaler is None:
-            return loss
+        """The loss times ``factor`` and, in fp16, the loss scale: hooks on parameters and activations see gradients of
+        that. Engines whose parameters its backward reaches learn the product (``_scale_of_pass``)."""
         total = self._loss_scale * factor
+        if total == 1.0 and self._scaler is None:
+            return loss
 
         def note(_: torch.Tensor) -> None:
             self._scaled_pass = torch._C._current_graph_task_id(), total
@@ -204,6 +204,11 @@ class BackwardPass:
                 fix="use engine.backward(loss), or engine.scale(loss).backward()",
             )
         self._begin(factor=self._loss_scale * self._window.factor() / (carried or 1.0))
+
+    def begin_before(self, param: torch.nn.Parameter) -> None:
+        """A gradient of ``param`` is about to be added to what has gathered, or to be handed to ``autograd.grad``."""
+        if accumulates_into([param], ()):
+            self.begin_inside()
 
     def watch(self, inputs: Any, outputs: Any) -> Any:
         """Returns a forward's outputs, which tell of a pass that reaches them."""

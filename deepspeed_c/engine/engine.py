@@ -38,6 +38,7 @@ from deepspeed_c.engine.share import LossShare
 from deepspeed_c.engine.state import TrainState
 from deepspeed_c.engine.trainable import assign_groups, match_names, put_states, take_states
 from deepspeed_c.engine.weights import check_weights, consolidate, load_custom, load_weights, save_weights
+from deepspeed_c.engine.zero_grad import follow_zero_grad
 from deepspeed_c.env import read_env
 from deepspeed_c.errors import BackwardError, BatchSizeError, FeatureError, MissingNameError, StateError
 from deepspeed_c.logging import log_dist, logger
@@ -82,8 +83,8 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
     """A model ready to be trained: call it, ``backward`` its loss, ``step``.
 
     Made by ``deepspeed_c.initialize``. ``module`` is the model; its parameters stay the same objects, their storage
-    lies in flat buffers until ``close``. ``param.grad`` is None after a backward pass at every stage;
-    ``deepspeed_c.utils.safe_get_full_grad`` reads the reduced gradient.
+    lies in flat buffers until ``close``. At stage 0 ``param.grad`` is the gradient, and edits of it count; at stages 1
+    to 3 it is None after a backward pass: ``deepspeed_c.utils.safe_get_full_grad`` reads the reduced gradient.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
         self._is_compiled = False
         self._is_closed = False
         self._is_generating = False
+        self._stop_following: Callable[[], None] = lambda: None
         self.timers = EngineTimers(
             enabled=config.wall_clock_breakdown,
             throughput=config.timers.throughput.enabled,
@@ -168,10 +170,15 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
                 for slot in attached:
                     detach(slot)
                 raise
+            self._stop_following = follow_zero_grad(self.module, self._drop_gradients)
             optimizer.lend(self, wants_stop=self._preemption.is_requested, begin_window=self._state.begin_window)
         if self._fetcher is not None:
             ModuleHooks([self.module], self._fetcher, self._name_of_pass)
         _open_engines.add(self)
+
+    def _drop_gradients(self, params: list[torch.nn.Parameter]) -> None:
+        """``zero_grad()`` of the model, or of a module in it."""
+        self._optimizer.drop_gradients(params)
 
     def _hand_over(self) -> None:
         if self._optimizer is None:
@@ -187,6 +194,7 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
     def _release(self) -> None:
         """Takes hooks and buffers away; the parameters stay, sharded ones on their own."""
         if self._optimizer is not None:
+            self._stop_following()
             for slot in self._optimizer.reducer.slots:
                 detach(slot)
             self._optimizer.reducer.close()
@@ -278,7 +286,8 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
         return "generate" if self._is_generating else "eval"
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss times loss scale and 1 / accumulation steps (fp16), for a ``backward()`` of the caller's own."""
+        """The loss times 1 / accumulation steps and, in fp16, the loss scale, for a ``backward()`` of the caller's
+        own."""
         optimizer = self._require_optimizer("scale")
         weighed = self._weigh(loss)
         if optimizer.scaler is not None:

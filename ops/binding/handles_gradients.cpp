@@ -200,6 +200,8 @@ class GradientPath {
 
     void see(int64_t param) { dsc::check(dsc_bucket_tracker_see(&tracker_, param), "GradientPath.see"); }
 
+    void forget(int64_t param) { dsc::check(dsc_bucket_tracker_forget(&tracker_, param), "GradientPath.forget"); }
+
     void take_late() { dsc_bucket_tracker_take_late(&tracker_); }
 
     /* Of autograd. */
@@ -510,6 +512,8 @@ void dsc::bind_gradients(py::module_ &m)
              "What has come of each parameter in this window: a sum of SEEN, SEEN_AFTER "
              "its bucket's turn and SEEN_LATE.")
         .def("see", &GradientPath::see, py::arg("param"), "The parameter counts as SEEN, and in time.")
+        .def("forget", &GradientPath::forget, py::arg("param"),
+             "The parameter's gradient was dropped: nothing of it counts as seen.")
         .def("take_late", &GradientPath::take_late, "Nothing is SEEN_LATE any more.");
     path.attr("SEEN") = static_cast<int>(DSC_BUCKET_SEEN);
     path.attr("SEEN_AFTER") = static_cast<int>(DSC_BUCKET_SEEN_AFTER);

@@ -124,6 +124,9 @@ DSC_API dsc_status dsc_bucket_tracker_seen(const struct dsc_bucket_tracker *trac
 /* The caller has given param a sum of its own: it counts as seen, and in time. */
 DSC_API dsc_status dsc_bucket_tracker_see(struct dsc_bucket_tracker *tracker, int64_t param);
 
+/* The caller has dropped the gradient of param: nothing of it counts as seen, until another one is marked. */
+DSC_API dsc_status dsc_bucket_tracker_forget(struct dsc_bucket_tracker *tracker, int64_t param);
+
 /* All that had to be reduced by itself has been. */
 DSC_API void dsc_bucket_tracker_take_late(struct dsc_bucket_tracker *tracker);
 

@@ -30,6 +30,8 @@ class Bucket:
     Hooks write most gradients without a call of ours (``path``, in which the bucket has the number ``number`` and its
     parameters their ``tracker_index``); the rest comes to ``add``.
 
+    Gradients are multiplied by ``pre_factor`` before they are summed, and sums by ``post_factor``.
+
     ``pool`` lends staging buffers, and ``copies`` what a reduction needs beside them: gradients in the dtype that
     travels, and sums on their way to ``result``.
     """
@@ -48,12 +50,13 @@ class Bucket:
         copies: BufferPool,
         use_reduce_scatter: bool,
         pre_factor: float,
+        post_factor: float = 1.0,
     ) -> None:
         self.unit, self.index = unit, index
         self.slots: list[Slot] = unit.bucket_slots[index]
         self.whole, self.result = whole, result
         self._accum_dtype, self._pool, self._copies = accum_dtype, pool, copies
-        self._use_reduce_scatter, self._pre_factor = use_reduce_scatter, pre_factor
+        self._use_reduce_scatter, self._pre_factor, self._post_factor = use_reduce_scatter, pre_factor, post_factor
         self._path, self._number = path, number
         self._begin = unit.bucket_begin[index]
         self._is_on_host = unit.device.type == "cpu"
@@ -109,6 +112,15 @@ class Bucket:
         if has_streams(view.device):
             # Autograd runs a node on the stream of its forward; the reduction waits for each stream that wrote here.
             self._streams.add(torch.accelerator.current_stream(view.device))
+
+    def drop(self, slot: Slot) -> None:
+        """Sets to zero what has gathered of one parameter, and this rank's share of what was reduced."""
+        if self.staging is not None:
+            slot.view(self.staging, self._begin).zero_()
+        fragment = self.unit.fragment_of.get(slot)
+        if self.has_result and fragment is not None:
+            begin = fragment.shard_begin - self.unit.shard_offset[self.index]
+            self.result.narrow(0, begin, fragment.numel).zero_()
 
     def open(self, will_reduce: bool) -> torch.Tensor:
         """Where gradients gather, from now on at the latest."""
@@ -170,6 +182,8 @@ class Bucket:
         if unit.is_sparse:
             for group in (unit.comm, unit.replicas):
                 sparse_sum([slot.view(staging, self._begin) for slot in self.slots], group)
+            if self._post_factor != 1.0:
+                torch.ops.deepspeed_c.flat_scale_([staging], self._post_factor)
             self._store(unit.own_slice(staging, self.index), accumulate)
             return Work.done()
         if staging.dtype == unit.comm_dtype:
@@ -180,7 +194,8 @@ class Bucket:
     def _send(self, sent: torch.Tensor, accumulate: bool) -> Work:
         unit, comm, replicas = self.unit, self.unit.comm, self.unit.replicas
         if not unit.is_cut:
-            return replicas.all_reduce(sent).then(lambda: self._store(sent, accumulate))
+            summed = replicas.all_reduce(sent, scale=self._post_factor)
+            return summed.then(lambda: self._store(sent, accumulate))
 
         def finish(own: torch.Tensor) -> None:
             replicas.all_reduce(own).wait()

@@ -7,6 +7,9 @@ A *window* is the run of micro-batches between two optimizer steps. Within it:
   buckets before it are there, at the latest when backward ends;
 * ``finish`` waits for everything and returns the facts that all ranks agree on.
 
+Where all ranks keep whole gradients (stage 0) each pass is reduced and averaged when it ends: callers find the result
+in ``param.grad`` and may change it (``shown.py``).
+
 A parameter whose hook fires again after its bucket was launched is *late*: its contribution gathers by itself and
 ``finish`` reduces it. With the facts all ranks learn which parameters came after their bucket's turn on any rank. In
 the next window those buckets, and no others, *wait*: they are launched after all the rest, when backward ends (where
@@ -34,10 +37,12 @@ from deepspeed_c import _C
 from deepspeed_c.buffers import Allocate, BufferPool, ordinary_memory
 from deepspeed_c.comm.mesh import DATA, Mesh
 from deepspeed_c.comm.work import Work
-from deepspeed_c.errors import BackwardError, CommError
+from deepspeed_c.errors import BackwardError, CommError, StateError
 from deepspeed_c.logging import logger
 from deepspeed_c.zero.gradients.bucket import Bucket
 from deepspeed_c.zero.gradients.drift import DriftCheck
+from deepspeed_c.zero.gradients.early import EarlyHooks
+from deepspeed_c.zero.gradients.shown import ShownGradients
 from deepspeed_c.zero.layout.stages import Sharding
 from deepspeed_c.zero.layout.unit import Slot, Unit
 
@@ -56,6 +61,8 @@ class Passes(Protocol):
     """Begins backward passes (``begin_backward``), and ends them."""
 
     def begin_inside(self) -> None: ...
+
+    def begin_before(self, param: torch.nn.Parameter) -> None: ...
 
 
 class ReduceSettings(NamedTuple):
@@ -131,6 +138,10 @@ class GradientReducer:
             self.post_factor = 1.0 / (self._pre_factor * world)
         if not settings.is_mean:
             self.post_factor *= world
+        # Whoever reads whole gradients wants averages; sums of shards are averaged by the optimizer's one pass.
+        self._sum_factor = 1.0
+        if not sharding.optimizer:
+            self._sum_factor, self.post_factor = self.post_factor, 1.0
 
         self._make_buckets()
         self.slots: list[Slot] = [slot for bucket in self.buckets for slot in bucket.slots]
@@ -148,13 +159,20 @@ class GradientReducer:
         # By what has come of a parameter: what it tells the others.
         self._flag_of = [float(sum(n for bit, n in weighed if seen & bit)) for seen in range(8)]
         self._path.connect(lock=self._lock, add=self._add, open=self._open, start=self._start)
+        for slot in self.slots:
+            slot.param.grad = None  # a gradient from before the engine is none of its first window
         self._hooks = [slot.param.register_post_accumulate_grad_hook(self._hook(slot)) for slot in self.slots]
+        self._early = EarlyHooks(self._begin_before)
+        self._early.watch(slot for slot in self.slots if slot in self._views)
+        self._shown = ShownGradients(self._path, self._views, self._open_for_caller)
+        self._may_be_late = True  # the next pass that is reduced; the same on all ranks
 
         self.is_in_backward = False
         self.is_sync = True  # False within no_sync
         self._is_boundary = True
         self._is_coalescing = False  # within coalesce_grad_reduction
-        self._ratio = 1.0  # of the factor of the pass to that of the window
+        # Of the factor of the pass to that of the window; where early hooks have applied that of the pass, to it.
+        self._ratio = self._early_ratio = 1.0
         self._passes: Passes | None = None  # there is one before the first forward
         self._fetcher: Fetcher | None = None
         self._on_summed: Callable[[Bucket], None] = lambda bucket: None
@@ -193,8 +211,12 @@ class GradientReducer:
                 places.append((number, slot.offset - unit.bucket_begin[b], slot.numel))
         self._path = _C.GradientPath(places, len(entries))
         self.buckets: list[Bucket] = []
+        self._views: dict[Slot, torch.Tensor] = {}  # of gradients that callers find in ``param.grad``
         for number, (_, unit, b) in enumerate(entries):
             whole = unit.bucket_view(wholes[unit], b) if unit in wholes else None
+            if not self.sharding.optimizer and unit not in shards and self.sum_dtype(unit) == unit.dtype:
+                # ``data``: a version counter of its own, which tells whether a caller has written to this gradient.
+                self._views.update({slot: slot.view(wholes[unit]).data for slot in unit.bucket_slots[b]})
             if unit in shards:
                 result = unit.shard_slice(shards[unit], b)
             else:
@@ -213,6 +235,7 @@ class GradientReducer:
                     copies=self.pools.copies,
                     use_reduce_scatter=self.settings.reduce_scatter,
                     pre_factor=self._pre_factor,
+                    post_factor=self._sum_factor,
                 )
             )
 
@@ -264,20 +287,65 @@ class GradientReducer:
                 where="engine.backward",
                 fix="one backward pass at a time runs through an engine; after an exception in backward call engine.zero_grad()",
             )
+        self._take_edits("loss.backward" if starts is None else "engine.backward")
+        self._shown.hide()
         self._on_change()
-        self.is_in_backward = True
         self._is_boundary = is_boundary
         self.facts = None
-        if self.factor is None:
-            self.factor = factor
-        self._ratio = factor / self.factor
+        self._scale_early(factor)
+        self.is_in_backward = self._early.is_in_backward = True
         self._set_mode()
         # What earlier micro-batches have marked says nothing of this one, unless the turns of this window have come
         # already.
-        if self.sharding.gradients or not self._has_passed:
+        if self._reduces_each_pass or not self._has_passed:
             self._path.reset()
         if self._fetcher is not None:
             self._fetcher.begin_backward(starts)
+
+    @property
+    def _reduces_each_pass(self) -> bool:
+        """Whether a pass that is reduced is reduced when it ends, whatever passes follow in its window."""
+        return self.sharding.gradients or bool(self._shown)
+
+    def _scale_early(self, factor: float) -> None:
+        """Hooks of users see gradients times ``factor``: where there are any, and where gradients are shown, it is
+        applied before them and not in the optimizer's step."""
+        self._early.factor = factor
+        if factor != 1.0:
+            self._early.watch(slot for slot in self.slots if slot.param._backward_hooks)
+        if self.factor is None:
+            self.factor = 1.0 if self._early else factor
+        self._ratio = factor / self.factor
+        self._early_ratio = 1.0 / self.factor
+
+    def _take_edits(self, where: str) -> None:
+        """Takes over what callers have done to ``param.grad``. Raises StateError where it cannot act."""
+        self._shown.take()
+        for slot in self.slots:
+            if slot.param.grad is not None and slot not in self._views:
+                raise StateError(
+                    f"param.grad of {slot.name} was assigned; this engine holds its gradients as shards, or in another dtype, and would not see it",
+                    where=where,
+                    fix="call deepspeed_c.utils.safe_set_full_grad(param, value) between backward and step, or set param.grad to None",
+                )
+
+    def take_edits(self) -> None:
+        """Before a step: takes over what callers have done to ``param.grad``, which is None from then on. On all ranks
+        alike."""
+        self._take_edits("engine.step")
+        if self._shown:
+            self._shown.hide()
+            self._on_change()
+            self.facts = None
+
+    def _open_for_caller(self, slot: Slot) -> None:
+        bucket = self.buckets[self._bucket_of[slot.tracker_index]]
+        if not bucket.has_result:
+            bucket.open(self._reduces_this_backward)
+            self._path.note(slot.tracker_index)
+
+    def _begin_before(self, param: torch.nn.Parameter) -> None:
+        self._passes.begin_before(param)
 
     def _hook(self, slot: Slot) -> Callable[[torch.Tensor], None]:
         """What autograd calls when a gradient has come. It does all by itself but what ``_add`` says."""
@@ -285,7 +353,8 @@ class GradientReducer:
 
     def _set_mode(self) -> None:
         """Tells the hooks what to do with gradients, whenever that may have changed."""
-        is_plain = self.is_in_backward and self._ratio == 1.0
+        ratios = {self._early_ratio} if len(self._early) == len(self.slots) else {self._early_ratio, self._ratio}
+        is_plain = self.is_in_backward and ratios == {1.0}
         self._path.set_mode(takes=is_plain, launches=self._reduces_this_backward and self._fetcher is None)
 
     def _open(self, i: int) -> None:
@@ -294,11 +363,12 @@ class GradientReducer:
     def _add(self, i: int, param: torch.Tensor) -> None:
         """Takes a gradient that its hook does not: the first of a pass that nobody has announced, one that is to be
         scaled, that is sparse or has gaps, and those of a device."""
+        grad, param.grad = param.grad, None
         if not self.is_in_backward:
             self._passes.begin_inside()
         slot, bucket = self.slots[i], self.buckets[self._bucket_of[i]]
-        bucket.add(slot, param.grad, self._ratio, will_reduce=self._reduces_this_backward)
-        param.grad = None
+        ratio = self._early_ratio if slot in self._early else self._ratio
+        bucket.add(slot, grad, ratio, will_reduce=self._reduces_this_backward)
         self._path.mark(i)
 
     def end_backward(self) -> None:
@@ -306,19 +376,23 @@ class GradientReducer:
         with self._lock:
             if self._fetcher is not None:
                 self._fetcher.end_backward()
-            self.is_in_backward = False
+            self.is_in_backward = self._early.is_in_backward = False
             self._set_mode()
             self.is_complete = self._is_boundary
             if self._reduces_this_backward:
-                self._launch(_C.GradientPath.ALL if self.sharding.gradients else _C.GradientPath.PROMPT)
+                self._launch(_C.GradientPath.ALL if self._reduces_each_pass else _C.GradientPath.PROMPT)
                 self._has_passed = True
                 self._has_unreduced = False
-                if self.sharding.gradients:
+                if self._reduces_each_pass:
                     self._wait()  # gives the staging buffers back
+                if self.sharding.gradients:
                     for bucket in self.buckets:
                         bucket.is_launched = False
+                elif self._shown and self._may_be_late:
+                    self._reduce_late(self._flags_of_ranks())
             else:
                 self._has_unreduced = True
+            self._shown.show(everything=self._reduces_this_backward and self.comm.world_size > 1)
 
     def _launch(self, due: int) -> None:
         """Starts the reductions that ``due`` (of ``GradientPath``) names, and lets ``_depth`` of them run while
@@ -385,6 +459,7 @@ class GradientReducer:
             self._is_coalescing = before
             self._set_mode()
             if self._has_unreduced and self._reduces_this_backward:
+                self._take_edits("coalesce_grad_reduction")
                 self._path.reset()
                 self.end_backward()
 
@@ -394,6 +469,7 @@ class GradientReducer:
 
         May be called again; it does something only after a further backward or an edit of a result.
         """
+        self._shown.take()
         if self.facts is not None:
             return self.facts
         if self.is_in_backward:
@@ -410,12 +486,7 @@ class GradientReducer:
         self._has_passed = True
         self._wait()
         facts = self._exchange(has_bad_loss, wants_stop)
-        late = {self._bucket_of[slot.tracker_index] for slot, flag in self._flags(facts) if flag >= self._late}
-        if late:
-            self._on_change()
-            for index in sorted(late):
-                self.buckets[index].reduce().wait()
-            self._path.take_late()
+        if self._reduce_late(facts[4 : 4 + len(self._in_order)]):
             facts = self._exchange(has_bad_loss, wants_stop)
         flags = self._flags(facts)
         facts[:4] = self._pipeline.sum_numbers(facts[:4], label="facts of all stages")
@@ -430,10 +501,23 @@ class GradientReducer:
         )
         return self.facts
 
+    def _reduce_late(self, flags: Sequence[float]) -> bool:
+        """Reduces by themselves the gradients that came after their buckets; whether there were any, on any rank.
+
+        flags: of the parameters in order of registration, summed over the ranks."""
+        late = {self._bucket_of[slot.tracker_index] for slot, flag in zip(self._in_order, flags) if flag >= self._late}
+        if late:
+            self._on_change()
+            for index in sorted(late):
+                self.buckets[index].reduce().wait()
+            self._path.take_late()
+        return bool(late)
+
     def _plan_waiting(self, slots: Sequence[Slot]) -> None:
         """``slots`` gave gradients after their buckets' turns on some rank: in the next window these wait, and no
         others."""
         self._have_waiting({self._bucket_of[slot.tracker_index] for slot in slots})
+        self._may_be_late = bool(slots)
         if slots and not self._has_told_of_late:
             self._has_told_of_late = True
             names = ", ".join(slot.name for slot in slots[:MAX_NAMES])
@@ -461,10 +545,17 @@ class GradientReducer:
         of_twins = self._sum_squares(unit for unit in with_twins if unit.replicas.rank == 0)
         for both in (sums, of_twins) if self._is_first_twin else (sums,):
             facts[0], facts[1] = facts[0] + both[0], facts[1] + both[1]
-        seen = self._path.seen()
-        facts += [self._flag_of[seen[slot.tracker_index]] for slot in self._in_order]
+        facts += self._own_flags()
         facts += self._drift.numbers(float(of_twins[1]) if of_twins[1] else of_twins[0])
         return self._stage.sum_numbers(facts)
+
+    def _own_flags(self) -> list[float]:
+        """What has come of each parameter here, in order of registration."""
+        seen = self._path.seen()
+        return [self._flag_of[seen[slot.tracker_index]] for slot in self._in_order]
+
+    def _flags_of_ranks(self) -> list[float]:
+        return self._stage.sum_numbers(self._own_flags(), label="late gradients")
 
     def _sum_squares(self, units: Iterable[Unit]) -> list[float]:
         """[sum of squares, non-finite elements] of what this rank has of the sums of ``units``."""
@@ -492,6 +583,7 @@ class GradientReducer:
 
     def next_window(self) -> None:
         """Forgets the window: called after the optimizer has read the results."""
+        self._shown.hide()
         self._on_change()
         self._reset_window()
 
@@ -504,12 +596,30 @@ class GradientReducer:
                 self._works.popleft().wait()
             except CommError as error:
                 logger.warning("a reduction of the dropped window failed: %s", error)
-        self.is_in_backward = False
+        self.is_in_backward = self._early.is_in_backward = False
         self._set_mode()
         self._on_change()
+        self._shown.hide()
         for slot in self.slots:
             slot.param.grad = None
         self._reset_window()
+
+    def drop(self, params: Iterable[torch.nn.Parameter]) -> None:
+        """Drops what has gathered of ``params`` in this window, between two passes and on all ranks alike. Those of
+        ``param.grad`` are dropped there."""
+        if self.is_in_backward or not self.has_window:
+            return
+        wanted = {id(param) for param in params}
+        slots = [slot for slot in self.slots if id(slot.param) in wanted and slot not in self._views]
+        if len(slots) == len(self.slots):
+            self.discard()
+            return
+        for slot in slots:
+            self.buckets[self._bucket_of[slot.tracker_index]].drop(slot)
+            self._path.forget(slot.tracker_index)
+        if slots:
+            self._on_change()
+            self.facts = None
 
     def drop_spare_buffers(self) -> None:
         """Frees the staging buffers that no gradient is in."""
@@ -519,6 +629,8 @@ class GradientReducer:
     def close(self) -> None:
         """Removes the hooks and frees the buffers."""
         self._on_change()
+        self._shown.hide()
+        self._early.close()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

@@ -8,7 +8,7 @@ master weights as their parameters. ``update.py`` does the update, ``stored.py``
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -177,6 +177,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         if self.broken:
             raise broken_error(self.broken)
         self.keep_edits()
+        self.reducer.take_edits()
         self._stored.read_first()
         facts = self.complete_gradients()
         post = self.gradient_factor
@@ -332,6 +333,12 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         """Drops the window's gradients."""
         self.forget_losses()
         self.reducer.discard()
+
+    def drop_gradients(self, params: Sequence[torch.nn.Parameter]) -> None:
+        """Drops the window's gradients of ``params``."""
+        self.reducer.drop(params)
+        if not self.reducer.has_window:
+            self.forget_losses()
 
     def get_global_grad_norm(self) -> float | None:
         """L2 norm of the last step's averaged, unscaled gradients, before clipping; None before the first step."""

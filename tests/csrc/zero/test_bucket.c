@@ -150,6 +150,19 @@ static void test_what_is_seen(void)
     CHECK_EQ(seen[2], DSC_BUCKET_SEEN);
     CHECK_EQ(seen[3], DSC_BUCKET_SEEN);
 
+    /* What is dropped was never seen, however late it was; its neighbours stay, and it may come again. */
+    CHECK_STATUS(dsc_bucket_tracker_forget(&tracker, 1), DSC_OK);
+    CHECK_STATUS(dsc_bucket_tracker_forget(&tracker, 3), DSC_OK);
+    CHECK_STATUS(dsc_bucket_tracker_forget(&tracker, 4), DSC_EINVAL);
+    CHECK_STATUS(dsc_bucket_tracker_forget(&tracker, -1), DSC_EINVAL);
+    CHECK_STATUS(dsc_bucket_tracker_forget(NULL, 0), DSC_EINVAL);
+    CHECK_STATUS(dsc_bucket_tracker_mark(&tracker, 3, &time), DSC_OK);
+    CHECK_STATUS(dsc_bucket_tracker_seen(&tracker, seen), DSC_OK);
+    CHECK_EQ(seen[0], DSC_BUCKET_SEEN);
+    CHECK_EQ(seen[1], 0);
+    CHECK_EQ(seen[2], DSC_BUCKET_SEEN);
+    CHECK_EQ(seen[3] & DSC_BUCKET_SEEN, DSC_BUCKET_SEEN);
+
     dsc_bucket_tracker_begin_window(&tracker);
     CHECK_STATUS(dsc_bucket_tracker_seen(&tracker, seen), DSC_OK);
     for (int i = 0; i < 4; i++)

@@ -210,13 +210,17 @@ class Reference:
 
     @property
     def _factor_in_loss(self) -> float:
-        return self.loss_scale / self.flow.gas if self.flow.loss_scale else 1.0
+        return self.loss_scale / self.flow.gas
 
     @property
     def gradient_factor(self) -> float:
         """``sums`` times this are the averaged gradients."""
-        post = 1.0 / (self.flow.pre_factor * self.world)
-        return post * (1.0 if self.flow.loss_scale else 1.0 / self.flow.gas) / self.loss_scale
+        return (1.0 if self.flow.stage == 0 else self._post_factor) / self.loss_scale
+
+    @property
+    def _post_factor(self) -> float:
+        """Of the sum over ranks; at stage 0 it is applied to the sums, which callers read."""
+        return 1.0 / (self.flow.pre_factor * self.world)
 
     def backward(self, loss_of: Callable[[int], torch.Tensor]) -> list[float]:
         """One backward pass on every rank, ``loss_of(rank)`` being its loss. Returns the losses."""
@@ -329,6 +333,8 @@ class Reference:
             total = torch.zeros_like(parts[0], dtype=torch.float32)
             for part in parts:
                 total.add_(part.to(comm).float())
+            if flow.stage == 0:
+                total.mul_(_f32(self._post_factor))
             # A reduction to all, or into other memory, is rounded before it is added to what is there.
             if flow.stage == 0 or not flow.reduce_scatter or is_apart:
                 total = total.to(comm)

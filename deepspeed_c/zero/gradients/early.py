@@ -1,0 +1,58 @@
+"""Hooks that run before autograd accumulates a gradient: they begin passes in time, and scale what other hooks see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from deepspeed_c.zero.layout.unit import Slot
+
+__all__ = ["EarlyHooks"]
+
+
+class EarlyHooks:
+    """The first tensor hook of some parameters.
+
+    ``begin`` is called with the parameter whose gradient arrives while no pass runs. Within a pass the gradient is
+    multiplied by ``factor``, so that hooks of users see what a hand-written loop shows them: gradients of
+    loss / accumulation steps.
+    """
+
+    def __init__(self, begin: Callable[[torch.nn.Parameter], None]) -> None:
+        self._begin = begin
+        self._handles: dict[Slot, torch.utils.hooks.RemovableHandle] = {}
+        self.factor = 1.0
+        self.is_in_backward = False
+
+    def __contains__(self, slot: Slot) -> bool:
+        return slot in self._handles
+
+    def __len__(self) -> int:
+        return len(self._handles)
+
+    def watch(self, slots: Iterable[Slot]) -> None:
+        """From now on the parameters of ``slots`` have such a hook, in front of all others."""
+        for slot in slots:
+            if slot not in self._handles:
+                hooks = slot.param._backward_hooks or {}
+                others = dict(hooks)
+                hooks.clear()
+                self._handles[slot] = slot.param.register_hook(self._hook(slot.param))
+                # Autograd calls them in the order of insertion, whatever ``move_to_end`` says.
+                slot.param._backward_hooks.update(others)
+
+    def _hook(self, param: torch.nn.Parameter) -> Callable[[torch.Tensor], torch.Tensor | None]:
+        def hook(grad: torch.Tensor) -> torch.Tensor | None:
+            if not self.is_in_backward:
+                self._begin(param)
+            return grad * self.factor if self.is_in_backward and self.factor != 1.0 else None
+
+        return hook
+
+    def close(self) -> None:
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()

@@ -1,0 +1,83 @@
+"""Gradients in ``param.grad``, as plain torch keeps them, where every rank has the whole sums (stage 0)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from deepspeed_c import _C
+from deepspeed_c.errors import BackwardError
+
+if TYPE_CHECKING:
+    from deepspeed_c.zero.layout.unit import Slot
+
+__all__ = ["ShownGradients"]
+
+
+class ShownGradients:
+    """Between backward passes ``param.grad`` is a view of the buffer in which gradients gather.
+
+    Whatever a caller writes to it, assigns to it, or sets to None counts: ``take`` finds out. While a pass runs,
+    ``param.grad`` is None (``hide``): autograd would add a rank's own gradient to the sum over all ranks.
+
+    views: of each parameter, in its shape and dtype; each has a version counter of its own. place: called with a
+    parameter whose gradient is about to be written although no pass has given one.
+    """
+
+    def __init__(
+        self, path: _C.GradientPath, views: Mapping[Slot, torch.Tensor], place: Callable[[Slot], None]
+    ) -> None:
+        self._path, self._place = path, place
+        self._views = [(slot, slot.tracker_index, view) for slot, view in views.items()]
+        # The version of each view when it was shown; -1: not shown.
+        self._versions = [-1] * len(self._views)
+
+    def __bool__(self) -> bool:
+        return bool(self._views)
+
+    def show(self, *, everything: bool) -> None:
+        """Sets ``param.grad``.
+
+        everything: also of parameters without a gradient here; other ranks may have one."""
+        seen = self._path.seen()
+        for k, (slot, i, view) in enumerate(self._views):
+            if (everything or seen[i]) and slot.param.requires_grad:
+                slot.param.grad = view
+                self._versions[k] = view._version
+
+    def take(self) -> None:
+        """Takes over what callers have done to ``param.grad`` since the last pass."""
+        seen = self._path.seen()
+        for k, (slot, i, view) in enumerate(self._views):
+            grad, version = slot.param.grad, self._versions[k]
+            if grad is (None if version < 0 else view) and (grad is None or view._version == version):
+                continue
+            if seen[i] & _C.GradientPath.SEEN_LATE:
+                raise BackwardError(
+                    f"param.grad of {slot.name} was changed while it lacked a gradient: another one came after its bucket had been summed",
+                    where="param.grad",
+                    fix="leave gradients alone in this step, or drop them with engine.zero_grad(): from the next step on the sums are whole",
+                )
+            if grad is None:
+                view.zero_()
+                self._path.forget(i)
+                self._versions[k] = -1
+                continue
+            if grad is not view:
+                self._place(slot)
+                view.copy_(grad.detach().to_dense() if grad.layout != torch.strided else grad.detach())
+                self._path.see(i)
+                slot.param.grad = view
+            # Zeros that stay zeros are what clipping leaves where no rank has a gradient.
+            elif not seen[i] and view.any():
+                self._path.see(i)
+            self._versions[k] = view._version
+
+    def hide(self) -> None:
+        """``param.grad`` is None again."""
+        for k, (slot, _, _) in enumerate(self._views):
+            if self._versions[k] >= 0:
+                slot.param.grad = None
+                self._versions[k] = -1

@@ -1,0 +1,112 @@
+"""engine/zero_grad.py: ``zero_grad()`` of a module drops what an engine has gathered of it in the present window, as in plain torch."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from tests.deepspeed_c.zero.gradients.test_shown import RATE, batch, make_engine
+from tests.deepspeed_c.zero.traits import whole_params
+from tests.ranks import run_ranks
+
+WIDTH = 7
+
+
+def make_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3))
+
+
+def dropping_steps(rank: int, world: int, stage: int, gas: int, part: str, at: int, precision: dict) -> float:
+    """Largest difference of weights after two steps; in each, ``part`` of the model drops its gradients after
+    micro-batch ``at``, and one more pass follows at the boundary."""
+    net, want = make_net(), make_net()
+    optimizer = torch.optim.SGD(want.parameters(), lr=RATE, weight_decay=0.01)
+    engine = make_engine(net, gas, stage, **precision)
+    for step in range(2):
+        for micro in range(gas):
+            for again in range(2 if micro == gas - 1 else 1):
+                x = 10 * step + 2 * micro + again
+                for r in range(world):
+                    (want(batch(r, x)).square().sum() / (gas * world)).backward()
+                engine.backward(engine(batch(rank, x).to(net[0].weight.dtype)).float().square().sum())
+                if micro == at and not again:
+                    (want if not part else want[int(part)]).zero_grad()
+                    (net if not part else net[int(part)]).zero_grad()
+            engine.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    got = whole_params(net)
+    engine.close()
+    return max((got[name] - p.detach()).abs().max().item() for name, p in want.named_parameters())
+
+
+@pytest.mark.parametrize("part", ["", "0"], ids=["model", "module"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("world", "gas", "at"), [(1, 1, 0), (2, 1, 0), (2, 3, 0), (3, 2, 1)])
+def test_later_gradients_alone_count(stage: int, world: int, gas: int, at: int, part: str):
+    worst = run_ranks(world, dropping_steps, stage, gas, part, at, {})
+    assert max(worst) < 2e-6, worst
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_fp16(stage: int):
+    assert run_ranks(1, dropping_steps, stage, 2, "", 0, {"fp16": {"enabled": True, "initial_scale_power": 6}})[0] < 2e-2
+
+
+def nan_is_dropped(rank: int, world: int, stage: int) -> bool:
+    net = make_net()
+    engine = make_engine(net, 1, stage)
+    engine.backward(engine(batch(0, 0)).sum() * float("nan"))
+    net.zero_grad()
+    engine.backward(engine(batch(0, 1)).sum())
+    engine.step()
+    applied = engine.was_step_applied()
+    engine.close()
+    return applied
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_loss_that_was_dropped_spoils_no_step(stage: int):
+    assert run_ranks(1, nan_is_dropped, stage) == [True]
+
+
+def copies_and_pickles(rank: int, world: int) -> None:
+    net = make_net()
+    engine = make_engine(net, 1, 2)
+    engine.backward(engine(batch(0, 0)).sum())
+    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        other(batch(0, 0)).sum().backward()
+        other.zero_grad()
+        assert other[0].weight.grad is None and engine.optimizer.reducer.has_window
+    copy.deepcopy(copy.deepcopy(net)).zero_grad()
+    net.zero_grad()
+    assert not engine.optimizer.reducer.has_window
+    engine.close()
+    assert "zero_grad" not in net.__dict__ and "zero_grad" not in net[0].__dict__
+
+
+def test_copies_and_pickles_are_plain():
+    run_ranks(1, copies_and_pickles)
+
+
+def two_engines(rank: int, world: int) -> None:
+    shared = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+    nets = [nn.Sequential(shared, nn.Linear(WIDTH, 1)) for _ in range(2)]
+    first, second = (make_engine(net, 1, 2) for net in nets)
+    second.backward(second(batch(0, 0)).sum())
+    first.close()
+    shared.zero_grad()
+    assert second.optimizer.reducer.has_window
+    nets[1].zero_grad()
+    assert not second.optimizer.reducer.has_window
+    second.close()
+    assert "zero_grad" not in shared.__dict__
+
+
+def test_modules_of_two_engines_are_left_as_they_were():
+    run_ranks(1, two_engines)
