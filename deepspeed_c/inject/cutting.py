@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from deepspeed_c.inject.generation import generate_alike
 from deepspeed_c.inject.layers import LinearAllreduce, LinearLayer, RowPicker, WordsEmbedding, is_transposed, product_of
 from deepspeed_c.inject.loss import cut_loss
 from deepspeed_c.inject.overlap import Border, TokenStream
+from deepspeed_c.inject.own_heads import SharedKey, count_own_heads
 from deepspeed_c.inject.plan import (
     Attention,
     Planned,
@@ -34,6 +34,7 @@ from deepspeed_c.inject.policy import Rule
 from deepspeed_c.inject.ranks import DropoutRegion, TensorRanks
 from deepspeed_c.inject.rules import rule_sets
 from deepspeed_c.inject.saving import save_whole
+from deepspeed_c.inject.trial import TrialFindings, try_cut
 
 __all__ = ["CutReport", "ReportRow", "cut_model", "preview_cut"]
 
@@ -126,6 +127,7 @@ def cut_model(
         return CutReport(1, 0, rows)
     surgeon = _Surgeon(model, section, RankPlace(comm.rank, comm.world_size), blocks)
     surgeon.plan()
+    surgeon.try_out()
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta:
             comm.broadcast(tensor.detach().contiguous() if not tensor.is_contiguous() else tensor.detach(), 0)
@@ -139,6 +141,7 @@ def preview_cut(model: torch.nn.Module, section: TensorParallel, rank: int, n_ra
     """
     surgeon = _Surgeon(model, section, RankPlace(rank, n_ranks))
     surgeon.plan()
+    surgeon.try_out()
     return surgeon.report()
 
 
@@ -162,6 +165,7 @@ class _Surgeon:
         self.embeddings: list[tuple[str, torch.nn.Embedding]] = []
         self.heads: list[tuple[str, torch.nn.Linear]] = []
         self.attentions: dict[str, Attention] = {}
+        self.summed: set[torch.nn.Parameter] = set()
         self.causal_loss = False
         self.flow = Flow([], [], [])
 
@@ -204,6 +208,42 @@ class _Surgeon:
                 where="tensor_parallel.partition_config.strict_mode",
                 fix='add rules for them, with "partition_type": "skip" for what is to stay whole',
             )
+
+    def try_out(self) -> None:
+        """Runs the cut on a small copy of the model (trial.py, [Note: trial]). Raises ModelError where it differs."""
+
+        def plan(model: torch.nn.Module, place: RankPlace) -> _Surgeon:
+            surgeon = _Surgeon(model, self.section, place, self.blocks)
+            surgeon.plan()
+            return surgeon
+
+        findings = try_cut(self.model, self.place.n_ranks, plan, self.planned)
+        for name in findings.sums:
+            param = self.model.get_parameter(name)
+            if param not in self.cuts and param not in self.pickers and param not in self.shared:
+                self.summed.add(param)
+                self.reasons[param] = "whole, used on each rank's part: its gradient is summed"
+        self._refuse_unknown(findings)
+
+    def _refuse_unknown(self, findings: TrialFindings) -> None:
+        """Where a block took part in no trial, only names say what is in it: each parameter needs a rule."""
+        known = {param for step in self.planned for param in step.module.parameters()}
+        styles: dict[str, dict[str, str]] = {}
+        for step in self.planned:
+            if step.source.startswith(("policy", "preset", "tp_plan")) and step.name not in findings.ran:
+                styles.setdefault(self._region_name(step), {})[step.rule.style] = step.source
+        for region, found in styles.items():
+            if not region or not {"column", "row"} <= set(found):
+                continue
+            for name, param in self.model.get_submodule(region).named_parameters():
+                if param not in known and param not in self.reasons:
+                    raise ModelError(
+                        f"no rule says whether it lies between layers that are cut ({found['column']}), and there was no"
+                        f" trial: {findings.obstacle or 'nothing that is known reaches it'}",
+                        where=f"{region}.{name}",
+                        fix='name its module in tensor_parallel.partition_config, "skip" for one that every rank uses'
+                        " alike",
+                    )
 
     def _refuse_halves(self, uncut: list[Planned]) -> None:
         """Layers of one attention, or of one network, go together: what one gives the next one takes."""
@@ -253,6 +293,11 @@ class _Surgeon:
             return True
         if style == "slice":
             self._cut(module.weight, 1, step, f"{step.name}.weight")
+            return True
+        if style == "heads":
+            for name, param in module.named_parameters(recurse=False):
+                if name in step.rule.params:
+                    self._cut(param, 0, step, f"{step.name}.{name}")
             return True
         if not _is_linear(module):
             for param in module.parameters(recurse=False):
@@ -343,7 +388,7 @@ class _Surgeon:
             keep_part(param, *(cut or (None,)))
             if cut is not None:
                 ranks.sum_gradient(param, cut[0].copies, name)
-            elif param in self.pickers or param in self.shared:
+            elif param in self.pickers or param in self.shared or param in self.summed:
                 ranks.sum_gradient(param, tuple(range(ranks.n_ranks)), name)
         regions = self._regions(ranks)
         for step in self.planned:
@@ -365,7 +410,7 @@ class _Surgeon:
         self._tell_neighbours(heads)
         self._open_regions(ranks)
         for name in {step.attention.name for step in self.planned if step.attention is not None}:
-            _count_own_heads(self.model, self.attentions[name])
+            count_own_heads(self.model.get_submodule(name), self.attentions[name])
         generate_alike(self.model, ranks.comm)
         save_whole(self.model, ranks.comm)
         if any(step.attention is not None for step in self.planned):
@@ -449,7 +494,7 @@ class _Surgeon:
             else:
                 attention = step.attention
                 rope = attention.owner.qk_rope_head_dim if attention is not None else 0
-                module.register_forward_hook(_SharedKey(ranks, rope, name))
+                module.register_forward_hook(SharedKey(ranks, rope, name))
             return
         if style == "experts":
             border = _ExpertsBorder(ranks, name)
@@ -459,7 +504,7 @@ class _Surgeon:
             module.register_forward_pre_hook(border.enter, with_kwargs=True)
             module.register_forward_hook(border.leave)
             return
-        if style == "slice":
+        if style in ("slice", "heads"):
             return
         region = regions.get(self._region_name(step))
         kind = LinearLayer if style == "column" else LinearAllreduce
@@ -504,17 +549,6 @@ def _ask_for_no_attentions(module: torch.nn.Module, args: Any, kwargs: dict[str,
         )
 
 
-class _SharedKey:
-    """Latent attention's rotary key: the last ``n_columns`` of an output, which every head of every rank uses."""
-
-    def __init__(self, ranks: TensorRanks, n_columns: int, label: str) -> None:
-        self.ranks, self.n_columns, self.label = ranks, n_columns, label
-
-    def __call__(self, module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        first, last = output.split([output.shape[-1] - self.n_columns, self.n_columns], dim=-1)
-        return torch.cat([first, self.ranks.enter(last, self.label)], dim=-1)
-
-
 class _ExpertsBorder:
     """Tokens and their weights enter the region, and what the experts make of them leaves it."""
 
@@ -551,52 +585,6 @@ class _EmptyExperts(torch.nn.Module):
             if isinstance(value, torch.Tensor) and value.is_floating_point():
                 output = output + torch.where(never, value.sum(), 0).to(hidden.dtype)
         return output
-
-
-class _OwnRows:
-    """Arguments that are made for all heads: the attention gets its rank's.
-
-    They are [batch * heads, ...], or [batch, heads, ...] where they have four dimensions.
-    """
-
-    def __init__(self, names: tuple[str, ...], n_heads: int, queries: tuple[int, int]) -> None:
-        self.names, self.n_heads, self.queries = names, n_heads, queries
-
-    def __call__(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        for name in self.names:
-            value = kwargs.get(name)
-            if value is None:
-                continue
-            if value.dim() == 4:  # a mask may be one for all heads
-                rows = value[:, slice(*self.queries)] if value.shape[1] == self.n_heads else value
-            else:
-                rows = value.view(-1, self.n_heads, *value.shape[1:])[:, slice(*self.queries)].flatten(0, 1)
-            kwargs = {**kwargs, name: rows}
-        return args, kwargs
-
-
-def _count_own_heads(model: torch.nn.Module, attention: Attention) -> None:
-    """The counts that the attention computes with become those of the rank's heads."""
-    heads, owner = attention.heads, attention.owner
-    n_queries = attention.queries[1] - attention.queries[0]
-    n_keys = attention.keys[1] - attention.keys[0]
-    holders: list[Any] = [owner]
-    if heads.has_own_config:
-        owner.config = copy.copy(owner.config)
-        holders.append(owner.config)
-    for names, value in ((heads.queries, n_queries), (heads.keys, n_keys), (heads.groups, n_queries // n_keys)):
-        for holder in holders:
-            for name in names:
-                if name in vars(holder):
-                    setattr(holder, name, value)
-    for name in heads.widths:
-        if name in vars(owner):
-            setattr(owner, name, getattr(owner, name) // attention.n_heads * n_queries)
-    if heads.per_head:
-        module = model.get_submodule(attention.name)
-        module.register_forward_pre_hook(
-            _OwnRows(heads.per_head, attention.n_heads, attention.queries), with_kwargs=True
-        )
 
 
 def _has_words(module: torch.nn.Module) -> bool:

@@ -127,7 +127,7 @@ def match_rules(
             rule = next((rule for rule in rules.rules if ends_with(rule.pattern, name)), None)
             if rule is None:
                 continue
-            attention = _attention_of(name, attentions)
+            attention = attentions.get(name) if rule.style == "heads" else _attention_of(name, attentions)
             needs_heads = rule.sizes is None and ("queries" in rule.parts or "keys" in rule.parts)
             if needs_heads and attention is None:
                 whole[name] = f"{rules.source} speaks of heads, and no attention is found around it"

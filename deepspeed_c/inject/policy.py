@@ -8,7 +8,7 @@ from typing import Literal
 
 __all__ = ["POLICIES", "Heads", "Policy", "Rule", "Stream", "find_policy", "policy"]
 
-Style = Literal["column", "row", "experts", "latent", "shared", "slice", "skip"]
+Style = Literal["column", "row", "experts", "heads", "latent", "shared", "slice", "skip"]
 PartName = Literal["queries", "keys", "columns"]
 
 
@@ -20,9 +20,9 @@ class Rule:
     """A regular expression that the end of the module's dotted name matches, from a dot on."""
     style: Style
     """column, row: a linear layer (``Conv1D`` too). experts: the 3-d weights of ``gate_up_proj`` and ``down_proj``,
-    along the experts' inner dimension. latent: whole, and its last columns are a key that all heads share. shared:
-    whole, used on each rank's own heads. slice: a table [rows, heads] whose module needs no other change. skip: left
-    whole."""
+    along the experts' inner dimension. heads: parameters of an attention itself, one element a head. latent: whole, and
+    its last columns are a key that all heads share. shared: whole, used on each rank's own heads. slice: a table [rows,
+    heads] whose module needs no other change. skip: left whole."""
     parts: tuple[PartName, ...] = ("columns",)
     """What lies along the dimension that is cut, in order; columns share it equally."""
     is_interleaved: bool | str = False
@@ -30,6 +30,8 @@ class Rule:
     entry of the model's configuration is."""
     gathers: bool = False
     """column: the output is put together on all ranks. row: the input is whole."""
+    params: tuple[str, ...] = ()
+    """heads: names of these parameters, in the module itself."""
     sizes: tuple[int, ...] | None = None
     """Of the parts, where they are not to be worked out from the heads."""
 

@@ -46,6 +46,7 @@ def make(family: str) -> torch.nn.Module:
         "starcoder2": lambda: t.Starcoder2Config(**{**llama, "residual_dropout": 0.0, "embedding_dropout": 0.0}),
         "cohere": lambda: t.CohereConfig(**llama),
         "granite": lambda: t.GraniteConfig(**llama),
+        "apertus": lambda: t.ApertusConfig(**llama),
         "aria": lambda: t.AriaTextConfig(**{**llama, "intermediate_size": 40, "moe_num_experts": 3, "moe_topk": 2, "moe_num_shared_experts": 1}),
         "llama4": lambda: t.Llama4TextConfig(
             **{**llama, "intermediate_size": 40, "intermediate_size_mlp": 70, "num_local_experts": 3, "num_experts_per_tok": 1, "head_dim": 8, "interleave_moe_layer_step": 2}
@@ -84,5 +85,5 @@ FAMILIES = (
     *("falcon", "falcon_7b", "starcoder2", "bert", "distilbert", "t5", "clip"),
 )
 """Those that a policy cuts."""
-PLANNED = ("cohere", "granite", "aria", "llama4")
+PLANNED = ("cohere", "granite", "aria", "llama4", "apertus")
 """Those that only transformers' own plan knows."""

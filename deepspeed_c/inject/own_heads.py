@@ -1,0 +1,74 @@
+"""One rank's part of an attention beside its layers: counts of heads, rows of arguments, the shared key."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Protocol
+
+import torch
+
+from deepspeed_c.inject.plan import Attention
+
+__all__ = ["RegionEntry", "SharedKey", "count_own_heads"]
+
+
+class RegionEntry(Protocol):
+    """Where a tensor enters a cut region: ``TensorRanks``, or the ranks of a trial."""
+
+    def enter(self, x: torch.Tensor, label: str) -> torch.Tensor: ...
+
+
+class SharedKey:
+    """Latent attention's rotary key: the last ``n_columns`` of an output, which every head of every rank uses."""
+
+    def __init__(self, ranks: RegionEntry, n_columns: int, label: str) -> None:
+        self.ranks, self.n_columns, self.label = ranks, n_columns, label
+
+    def __call__(self, module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        first, last = output.split([output.shape[-1] - self.n_columns, self.n_columns], dim=-1)
+        return torch.cat([first, self.ranks.enter(last, self.label)], dim=-1)
+
+
+class _OwnRows:
+    """Arguments that are made for all heads: the attention gets its rank's.
+
+    They are [batch * heads, ...], or [batch, heads, ...] where they have four dimensions.
+    """
+
+    def __init__(self, names: tuple[str, ...], n_heads: int, queries: tuple[int, int]) -> None:
+        self.names, self.n_heads, self.queries = names, n_heads, queries
+
+    def __call__(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        for name in self.names:
+            value = kwargs.get(name)
+            if value is None:
+                continue
+            if value.dim() == 4:  # a mask may be one for all heads
+                rows = value[:, slice(*self.queries)] if value.shape[1] == self.n_heads else value
+            else:
+                rows = value.view(-1, self.n_heads, *value.shape[1:])[:, slice(*self.queries)].flatten(0, 1)
+            kwargs = {**kwargs, name: rows}
+        return args, kwargs
+
+
+def count_own_heads(module: torch.nn.Module, attention: Attention) -> None:
+    """Set an attention's counts to those of the rank's heads. module: the model's module of its name."""
+    heads, owner = attention.heads, attention.owner
+    n_queries = attention.queries[1] - attention.queries[0]
+    n_keys = attention.keys[1] - attention.keys[0]
+    holders: list[Any] = [owner]
+    if heads.has_own_config:
+        owner.config = copy.copy(owner.config)
+        holders.append(owner.config)
+    for names, value in ((heads.queries, n_queries), (heads.keys, n_keys), (heads.groups, n_queries // n_keys)):
+        for holder in holders:
+            for name in names:
+                if name in vars(holder):
+                    setattr(holder, name, value)
+    for name in heads.widths:
+        if name in vars(owner):
+            setattr(owner, name, getattr(owner, name) // attention.n_heads * n_queries)
+    if heads.per_head:
+        module.register_forward_pre_hook(
+            _OwnRows(heads.per_head, attention.n_heads, attention.queries), with_kwargs=True
+        )
