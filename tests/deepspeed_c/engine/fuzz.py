@@ -341,7 +341,7 @@ class Scale:
 def reference_outcomes(case: Case, outcomes: list[Outcome]) -> list[Outcome]:
     """What each rank should have got."""
     world, model = case["world"], make(case)
-    flow = flow_of(config_of(case, ""), world, model)
+    flow = flow_of(config_of(case, ""), world, model)._replace(by_caller=case["user_backward"])
     reference = Reference(model, groups_of(model, case), flow, world, ADAMW, [outcome.order for outcome in outcomes])
     scale = Scale(reference.loss_scale)
     edited = dict(model.named_parameters())[EDITED]

@@ -109,6 +109,8 @@ class Flow(NamedTuple):
     stage: int = 0
     reduce_scatter: bool = True
     sparse: bool = False  # embeddings' gradients are sent by rows
+    is_offloaded: bool = False
+    by_caller: bool = False  # loss.backward() instead of engine.backward(loss)
     alone: frozenset[str] = frozenset()  # parameters that travel in ``dtype`` under autocast
 
 
@@ -145,6 +147,7 @@ def flow_of(config: Mapping[str, Any], world: int, model: nn.Module) -> Flow:
         stage=zero.get("stage", 0),
         reduce_scatter=zero.get("reduce_scatter", True),
         sparse=config.get("sparse_gradients", False),
+        is_offloaded=is_offloaded,
         alone=frozenset() if autocast is None or comm else frozenset(n for n, _ in model.named_parameters() if n not in linear),
     )  # fmt: skip
 
@@ -209,13 +212,24 @@ class Reference:
         self._begin()
 
     @property
+    def _is_divided_late(self) -> bool:
+        """Whether gradients are those of the caller's loss, and the accumulation steps are a matter of the optimizer."""
+        return self.flow.by_caller and not self.flow.loss_scale
+
+    @property
     def _factor_in_loss(self) -> float:
-        return self.loss_scale / self.flow.gas
+        return 1.0 if self._is_divided_late else self.loss_scale / self.flow.gas
+
+    @property
+    def _is_shown(self) -> bool:
+        """Whether ``param.grad`` is the sum that gathers."""
+        return self.flow.stage == 0 and self.flow.accum == self.flow.dtype and not self.flow.is_offloaded
 
     @property
     def gradient_factor(self) -> float:
         """``sums`` times this are the averaged gradients."""
-        return (1.0 if self.flow.stage == 0 else self._post_factor) / self.loss_scale
+        factor = 1.0 if self.flow.stage == 0 else self._post_factor
+        return factor * (1.0 / self.flow.gas if self._is_divided_late and not self._is_shown else 1.0) / self.loss_scale
 
     @property
     def _post_factor(self) -> float:
@@ -236,7 +250,8 @@ class Reference:
     def _collect(self, p: nn.Parameter) -> None:
         """Each time that autograd is done with a parameter, as an engine's hook; more than once in a pass, if its graph has several parts."""
         self.used.add(p)
-        self._fired[self._rank].append((p, p.grad))
+        is_divided = self._is_divided_late and self._is_shown and self.flow.gas > 1
+        self._fired[self._rank].append((p, p.grad * (1.0 / self.flow.gas) if is_divided else p.grad))
         p.grad = None
 
     def finish(self) -> None:
@@ -329,13 +344,15 @@ class Reference:
             total = torch.zeros_like(parts[0])
             for part in parts:
                 total.add_(part)
+            if flow.stage == 0:
+                total.mul_(_f32(self._post_factor))
         else:
             total = torch.zeros_like(parts[0], dtype=torch.float32)
             for part in parts:
                 total.add_(part.to(comm).float())
+            # A reduction to all, or into other memory, is rounded before it is added to what is there.
             if flow.stage == 0:
                 total.mul_(_f32(self._post_factor))
-            # A reduction to all, or into other memory, is rounded before it is added to what is there.
             if flow.stage == 0 or not flow.reduce_scatter or is_apart:
                 total = total.to(comm)
         self.sums[p] = (total if before is None else before.to(torch.float32).add_(total)).to(flow.accum)

@@ -172,7 +172,7 @@ def check_runs(
     for i, (stage, gas) in enumerate(cells):
         gots = [runs[i] for runs in results]
         config = make_config(stage, dtype, gas, {**trait.config, **extra})
-        flow = flow_of(config, world, make_model(trait))
+        flow = flow_of(config, world, make_model(trait))._replace(by_caller=trait.user_backward)
         label = f"{trait_name} stage {stage} {dtype} accumulation {gas} world {world}"
         check_rounded(label, gots, gas, parts, rounded_run(trait, world, flow, [got.order for got in gots]))
 
