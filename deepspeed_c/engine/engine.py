@@ -46,6 +46,7 @@ from deepspeed_c.profile.timers import EngineTimers, ThroughputTimer, see_memory
 from deepspeed_c.sequence.adopt import take_over_attention
 from deepspeed_c.sequence.huggingface import Registration
 from deepspeed_c.sequence.tiles_auto import TiledModel, tile_model
+from deepspeed_c.zero.gradients.drift import DriftFound
 from deepspeed_c.zero.layout.layout import Layout
 from deepspeed_c.zero.states.access import attach, detach
 from deepspeed_c.zero.states.optimizer import DeepSpeedOptimizer, ZeroOptimizer
@@ -114,7 +115,7 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
         self.global_rank, self.world_size = comm.global_rank, comm.world_size
         self.dp_world_size, self.mp_world_size = mesh.size(*DATA), mesh.size("tp")
         self.local_rank = read_env().local_rank
-        self._inputs = InputCheck(mesh)
+        self._inputs = InputCheck(mesh, device)
         self._share = LossShare(mesh, config.sequence_parallel.loss)
         self._step_applied = False
         self._is_compiled = False
@@ -412,6 +413,8 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
         try:
             with self.timers.measure("step"):
                 optimizer.step()
+        except DriftFound as drift:
+            raise self._inputs.cause_of(drift) from drift
         finally:
             self._step_applied = not optimizer.overflow
             self._state.end_window(is_skipped=optimizer.overflow)

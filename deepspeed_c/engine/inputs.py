@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from deepspeed_c.comm.mesh import TOKENS, Mesh
 from deepspeed_c.errors import RankMismatchError
 from deepspeed_c.inject.alike import describe_call, digest_of, first_difference
+from deepspeed_c.inject.generation import random_state
+from deepspeed_c.zero.gradients.drift import DriftFound
 
 __all__ = ["InputCheck"]
 
@@ -18,16 +22,23 @@ EVERY = 100
 class InputCheck:
     """Compares what the ranks that hold one model together give to its forward."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, device: torch.device) -> None:
         self._mesh = mesh
+        self._devices = [torch.device("cpu"), *([device] if device.type != "cpu" else [])]
         self._last: int | None = None
+        self._window: int | None = None
+        self._hashes: list[tuple[str, torch.Tensor]] = []
+        self._states: list[bytes] = []
 
     def look(self, step: int, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Before the first training forward of the window that ends with step number ``step``; of every ``EVERY``th.
         Collective over all ranks then.
 
         Raises RankMismatchError, on all of them alike, where arguments differ; it names ranks and argument."""
-        if self._mesh.size("tp") == 1 or (self._last is not None and (step == self._last or step % EVERY)):
+        if self._mesh.size("tp") == 1:
+            return
+        self._note(step, inputs, kwargs)
+        if self._last is not None and (step == self._last or step % EVERY):
             return
         self._last = step
         lines = describe_call(inputs, kwargs)
@@ -48,3 +59,57 @@ class InputCheck:
             fix="give all ranks of a tensor-parallel group the same batch: sample by the data-parallel rank"
             " (engine.deepspeed_io, deepspeed.utils.groups.get_data_parallel_rank()), not by the rank of the job",
         )
+
+    def _note(self, step: int, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Keeps hashes of a window's tensors, where they lie: a step that finds no drift never waits for them."""
+        if step != self._window:
+            self._window, self._hashes, self._states = step, [], self._random_states()
+        for path, value in torch.utils._pytree.tree_flatten_with_path((tuple(inputs), dict(kwargs)))[0]:
+            if isinstance(value, torch.Tensor):
+                self._hashes.append((torch.utils._pytree.keystr(path), _hash_of(value.detach())))
+
+    def _random_states(self) -> list[bytes]:
+        return [random_state(device).numpy().tobytes() for device in self._devices]
+
+    def cause_of(self, drift: DriftFound) -> RankMismatchError:
+        """The error that says why twins hold different values: data, random numbers, an edit, or a parameter whose
+        ranks each have a part of its gradient. Collective over all ranks."""
+        comm, group = self._mesh.comm, self._mesh.index(*TOKENS)
+        hashes = [(path, tuple(value.tolist())) for path, value in self._hashes]
+        everyone = comm.gather_objects((group, hashes, self._states, self._random_states()), label="causes of drift")
+        found, why = f"{drift.found or 'parameters differ'}, which hold it whole", ""
+        fix = "load a checkpoint to go on; "
+        for rank, (mine, batch, begun, ended) in enumerate(everyone):
+            other = next(i for i, theirs in enumerate(everyone) if theirs[0] == mine)
+            _, first_batch, first_begun, first_ended = everyone[other]
+            ranks = f"ranks {comm.global_ranks[other]} and {comm.global_ranks[rank]}"
+            if batch != first_batch:
+                at = next((i for i, (a, b) in enumerate(zip(batch, first_batch)) if a != b), None)
+                what = f"tensor {batch[at][0]} of forward" if at is not None else "the number of tensors"
+                why = f"{ranks} were given different data in this window ({what})"
+                fix += "give all ranks of a tensor-parallel group the same batch: sample by the data-parallel rank"
+                break
+            drew = begun != ended or first_begun != first_ended
+            if not why and ((begun != first_begun and drew) or (begun == first_begun and ended != first_ended)):
+                why = f"{ranks} were given the same data and drew different random numbers"
+        if why and not fix.endswith("rank"):
+            fix += "seed all ranks of a tensor-parallel group alike"
+        if not why and drift.what == "weights":
+            why = "data and random numbers are the same, so the weights were edited or loaded apart"
+            fix += "make the same edits on all ranks of a tensor-parallel group"
+        elif not why:
+            why = "data and random numbers are the same, so each rank has a part of its gradient"
+            fix += "set param.tp_sum_gradients = True before initialize, or sum the gradient in the model"
+        return RankMismatchError(f"{found}: {why}", where="engine.step", fix=fix)
+
+
+def _hash_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Sums of its bytes over 1024 runs, weighted by their places: on its device, which nobody waits for."""
+    if tensor.numel() == 0:
+        return torch.zeros(1, dtype=torch.int64)
+    data = tensor.contiguous().view(-1).view(torch.uint8)
+    n_runs = min(data.numel(), 1024)
+    runs = [run.sum(dtype=torch.int64).view(1) for run in (data[n_runs * (data.numel() // n_runs) :],)]
+    sums = data[: n_runs * (data.numel() // n_runs)].view(n_runs, -1).sum(1, dtype=torch.int64)
+    places = torch.arange(1, n_runs + 1, device=data.device)
+    return torch.cat([(sums * places).sum().view(1), sums.sum().view(1), *runs])

@@ -15,7 +15,7 @@ from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import RankMismatchError
 from deepspeed_c.inject.alike import describe_call, digest_of, first_difference
 
-__all__ = ["generate_alike"]
+__all__ = ["generate_alike", "random_state"]
 
 
 def generate_alike(model: torch.nn.Module, comm: Collectives) -> None:
@@ -74,7 +74,7 @@ class _SharedDraws:
 
     def __init__(self, comm: Collectives, devices: list[torch.device]) -> None:
         self._devices = devices
-        self._own = [_get_state(device) for device in devices]
+        self._own = [random_state(device) for device in devices]
         everyone = comm.gather_objects([state.numpy().tobytes() for state in self._own], label="random states")
         self._differ = any(states != everyone[0] for states in everyone)
         self._is_first = comm.rank == 0
@@ -100,7 +100,8 @@ def _devices_in(generate: Any, args: Any, kwargs: Any) -> list[torch.device]:
     return sorted((device for device in found if device.type != "meta"), key=lambda d: (d.type != "cpu", str(d)))
 
 
-def _get_state(device: torch.device) -> torch.Tensor:
+def random_state(device: torch.device) -> torch.Tensor:
+    """The state of the device's default generator, as bytes on the host."""
     return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
 
 

@@ -12,7 +12,7 @@ from deepspeed_c.comm.mesh import TOKENS, Mesh
 from deepspeed_c.errors import RankMismatchError
 from deepspeed_c.zero.layout.unit import Unit
 
-__all__ = ["DriftCheck"]
+__all__ = ["DriftCheck", "DriftFound"]
 
 # How many elements of the weights a step looks at: all of them in turn, so that no step costs a pass over a large
 # embedding.
@@ -21,6 +21,20 @@ WEIGHTS_A_STEP = 1 << 20
 HASH_LIMIT = 1 << 53
 
 Results = Mapping[Unit, Sequence[torch.Tensor]]
+
+
+class DriftFound(RankMismatchError):
+    """Twins hold different values; the engine, which has seen data and random numbers, says why."""
+
+    def __init__(self, found: str, what: str) -> None:
+        """found: the parameter and its ranks. what: "gradients" or "weights"."""
+        super().__init__(
+            f"{found or 'parameters differ'}: they hold it whole and have to agree in every bit",
+            where="engine.step",
+            fix="give all ranks of a tensor-parallel group the same data, random numbers and edits; sum gradients that"
+            " each rank has a part of by param.tp_sum_gradients = True; load a checkpoint to go on",
+        )
+        self.found, self.what = found, what
 
 
 class DriftCheck:
@@ -67,7 +81,7 @@ class DriftCheck:
         return total % HASH_LIMIT
 
     def check(self, numbers: Sequence[float], results: Results) -> None:
-        """Raises RankMismatchError, on all ranks alike, where twins have other hashes; it names the first parameter
+        """Raises DriftFound, on all ranks alike, where twins have other hashes; it names the first parameter
         that differs. ``numbers``: the sums of what all ranks have given."""
         if not numbers:
             return
@@ -83,21 +97,16 @@ class DriftCheck:
             for fragment in sorted(unit.fragments, key=lambda fragment: fragment.slot.order)
         }
         everyone = self._tp.gather_objects(mine, label="parameters that have drifted")
-        found = ""
+        found, kind = "", ""
         for part, what in ((1, "weights"), (0, "gradients")):
             for name in mine:
                 hashes = [theirs[name][part] for theirs in everyone]
                 other = next((rank for rank, theirs in enumerate(hashes) if theirs != hashes[0]), None)
                 if other is not None and not found:
                     ranks = [self._tp.global_ranks[rank] for rank in (0, other)]
-                    found = f"the {what} of {name} differ on ranks {ranks[0]} and {ranks[1]}"
-        found = next((text for text in self._mesh.comm.gather_objects(found, label="drift") if text), "")
-        raise RankMismatchError(
-            f"{found or 'parameters differ'}: they hold it whole and have to agree in every bit",
-            where="engine.step",
-            fix="give all ranks of a tensor-parallel group the same data, random numbers and edits; sum gradients that each rank"
-            " has a part of by param.tp_sum_gradients = True; load a checkpoint to go on",
-        )
+                    found, kind = f"the {what} of {name} differ on ranks {ranks[0]} and {ranks[1]}", what
+        everyone = self._mesh.comm.gather_objects((found, kind), label="drift")
+        raise DriftFound(*next((pair for pair in everyone if pair[0]), ("", "")))
 
 
 def hash_of(tensor: torch.Tensor) -> int:
