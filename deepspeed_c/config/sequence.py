@@ -33,9 +33,10 @@ class SequenceParallel(Section, kw_only=True):
         acts(
             "What a rank's loss is of that of its sequences; gradients are summed over their ranks. mean: the mean over"
             " its own valid tokens (labels other than -100), to be weighted by their number. part: its term of the sum"
-            " already. whole: that of whole sequences, gathered by collectives of torch.distributed.nn or"
-            " torch's functional ones, to be counted once. auto: whole where such a collective lies between the loss and the model; mean where it is the"
-            " model's own loss, of shift_labels or labels; else part.",
+            " already. whole: that of whole sequences, by a gather whose backward adds up what all ranks ask for, to be"
+            " counted once. auto: mean where it is the model's own loss, of shift_labels or labels; whole where a"
+            " collective of torch.distributed.nn or of torch's functional ones lies between the loss and the model; else"
+            " part, with a warning. In the first step ranks compare losses that auto has judged.",
             auto="value",
         ),
     ] = "auto"

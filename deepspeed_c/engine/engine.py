@@ -40,7 +40,14 @@ from deepspeed_c.engine.trainable import assign_groups, match_names, put_states,
 from deepspeed_c.engine.weights import check_weights, consolidate, load_custom, load_weights, save_weights
 from deepspeed_c.engine.zero_grad import follow_zero_grad
 from deepspeed_c.env import read_env
-from deepspeed_c.errors import BackwardError, BatchSizeError, FeatureError, MissingNameError, StateError
+from deepspeed_c.errors import (
+    BackwardError,
+    BatchSizeError,
+    DeepSpeedCError,
+    FeatureError,
+    MissingNameError,
+    StateError,
+)
 from deepspeed_c.logging import log_dist, logger
 from deepspeed_c.profile.timers import EngineTimers, ThroughputTimer, see_memory_usage
 from deepspeed_c.sequence.adopt import take_over_attention
@@ -271,7 +278,7 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
             return outputs
         outputs = self._passes.watch((inputs, kwargs), outputs)
         if self._share.is_needed:
-            self._share.note(kwargs, outputs)
+            self._share.note(self.module, inputs, kwargs, outputs)
         return outputs
 
     def _sequence_stream(self) -> AbstractContextManager[None]:
@@ -295,12 +302,13 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
             optimizer.note_loss(weighed)
         return self._passes.scale(weighed, self._window.factor())
 
-    def _weigh(self, loss: torch.Tensor) -> torch.Tensor:
+    def _weigh(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
         """Of the loss of sequences that are cut over ranks, this rank's term."""
         if not self._share.is_needed:
             return loss
         weight = self._share.weight(loss)
-        self._share.forget()
+        if not retain_graph:
+            self._share.forget()
         # A mean over no tokens is NaN, and counts nothing.
         return self._passes.weigh(loss if weight else torch.where(loss.isfinite(), loss, 0.0), weight)
 
@@ -323,7 +331,7 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
             )
         self._passes.recover()
         factor = self._window.factor(scale_wrt_gas)
-        weighed = self._weigh(loss)
+        weighed = self._weigh(loss, retain_graph)
         optimizer.note_loss(weighed)
         with self.timers.measure("backward"):
             self._passes.run(weighed, factor, retain_graph)
@@ -410,6 +418,14 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
         if self._config.memory_breakdown:
             see_memory_usage("before step", force=True)
         self._mesh.enter_phase("step")
+        if self._share.compares:
+            # Ranks meet in the sums of gradients first: one that has called no backward does that here.
+            optimizer.complete_gradients()
+            try:
+                self._share.compare()
+            except DeepSpeedCError:
+                self._state.begin_window()  # gradients of an unknown scale
+                raise
         try:
             with self.timers.measure("step"):
                 optimizer.step()

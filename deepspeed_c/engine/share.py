@@ -1,20 +1,28 @@
-"""What a rank's loss is of the loss of the sequences that it holds a part of: gradients are summed over the ranks of a
+"""How much a rank's loss counts when its sequences are cut over ranks: gradients are summed over the ranks of a
 sequence, so each rank's loss has to be its term of that sum.
+
+[Note: a guess is not silent] Where nobody has said what a loss is, its graph and the forward's labels suggest it. That
+cannot be complete: a gather may be a function of the user's, and a mean over a rank's own tokens looks like a term of a
+sum. So a guess that it is a term is a warning with the factor, and at the first step ranks compare their losses. They
+meet at the step, and not in a backward, because ranks may differ in how often they call backward.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_flatten
 
+from deepspeed_c.comm.ledger import ranks_in_words
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.engine.passes import nodes_between, nodes_of
-from deepspeed_c.errors import StateError
+from deepspeed_c.errors import RankMismatchError, StateError
 from deepspeed_c.logging import log_dist
 
 __all__ = ["LossShare", "Way"]
@@ -33,6 +41,38 @@ _AUTOGRAD = "torch.distributed.nn.functional"
 # The same of torch's functional collectives. Torch derives the nodes' classes from the operators' names.
 _WHOLE_OPS = tuple(f"GeneratedBackwardFor__c10d_functional_{op}_" for op in ("all_gather_into_tensor", "all_reduce"))
 
+_LABELS = ("shift_labels", "labels")
+_KEY = '"sequence_parallel": {"loss": ...}'
+# Steps after which losses that say nothing (zero, inf, NaN) are no longer compared.
+_MAX_COMPARED = 8
+# Ranks that add the same numbers up in another order differ by less.
+_ROUNDING = 1e-3
+
+
+class _Guess(NamedTuple):
+    """One loss that nobody has said anything about, as other ranks are told of it."""
+
+    way: Way
+    loss: float
+    is_wide: bool
+    """Whether its dtype has 32 bits at least: losses of 16 bits are equal by chance."""
+    has_collective: bool
+    """Whether a known collective over the ranks of a sequence lies in its graph."""
+    n_valid: int
+    """Valid tokens of this rank; -1 where no labels were seen."""
+    n_items: float
+    """``num_items_in_batch`` where the forward was given it; -1 where not."""
+
+
+class _Noted(NamedTuple):
+    """A guess whose numbers may still lie on the device."""
+
+    way: Way
+    loss: torch.Tensor
+    has_collective: bool
+    labels: torch.Tensor | None
+    n_items: Any
+
 
 class LossShare:
     """Weighs the losses of one engine's micro-batches. ``way``: ``sequence_parallel.loss``."""
@@ -42,25 +82,27 @@ class LossShare:
         self.is_needed = mesh.size("sp") > 1
         """Whether sequences are cut at all."""
         self._labels: torch.Tensor | None = None
-        self._counts_tokens_itself = False
+        self._n_items: Any = None
         self._ends: frozenset[Any] = frozenset()
         self._loss_node: Any = None
         self._is_whole_inside: bool | None = None  # of the model's own loss; found out once
-        self._has_told = False
+        self._told: set[Way] = set()
+        self._noted: list[_Noted] = []
+        self._n_compared = 0
+        self._compares = self.is_needed and way == "auto"
 
-    def note(self, kwargs: Mapping[str, Any], outputs: Any) -> None:
+    def note(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> None:
         """Remembers a training forward: its labels, and where its outputs are in the graph."""
-        labels = kwargs.get("shift_labels", kwargs.get("labels"))
+        labels = _labels_of(module, args, kwargs)
         self._labels = labels if torch.is_tensor(labels) else None
         # transformers' models divide by it instead of their own count.
-        self._counts_tokens_itself = kwargs.get("num_items_in_batch") is not None
+        self._n_items = kwargs.get("num_items_in_batch")
         self._ends = nodes_of(tree_flatten(outputs)[0])
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
-        self._loss_node = loss.grad_fn if torch.is_tensor(loss) else None
+        self._loss_node = _own_loss_node(outputs)
 
     def forget(self) -> None:
-        """Lets go of the forward's graph."""
-        self._labels, self._ends, self._loss_node = None, frozenset(), None
+        """Lets go of the forward's graph. Its labels stay: a second backward of the forward is weighted by them too."""
+        self._ends, self._loss_node = frozenset(), None
 
     def weight(self, loss: torch.Tensor) -> float:
         """What ``loss`` is to be multiplied with. Collective over the ranks of a sequence.
@@ -86,15 +128,21 @@ class LossShare:
     def _find_way(self, loss: torch.Tensor) -> Way:
         if loss.grad_fn is None:
             return "part"
-        if loss.grad_fn is not self._loss_node:
-            is_whole = any(map(self._is_whole, nodes_between([loss.grad_fn], self._ends)))
-            way: Way = "whole" if is_whole else "part"
-        else:
+        is_own = loss.grad_fn is self._loss_node
+        if is_own:
             if self._is_whole_inside is None:
                 self._is_whole_inside = any(map(self._is_whole, nodes_between([loss.grad_fn])))
-            is_mean = self._labels is not None and not self._counts_tokens_itself
-            way = "whole" if self._is_whole_inside else "mean" if is_mean else "part"
+            has_collective = self._is_whole_inside
+        else:
+            has_collective = any(map(self._is_whole, nodes_between([loss.grad_fn], self._ends)))
+        way: Way = "whole" if has_collective else "part"
+        if is_own and self._labels is not None and self._n_items is None:
+            # Weights by tokens add up to 1 over ranks, so they also fit a loss that the model itself has gathered; and
+            # a collective in a model's graph may be one of its layers'.
+            way = "mean"
         self._tell(way)
+        if self._compares:
+            self._noted.append(_Noted(way, loss.detach().clone(), has_collective, self._labels, self._n_items))
         return way
 
     def _is_whole(self, node: Any) -> bool:
@@ -105,22 +153,192 @@ class LossShare:
         return set(self._mesh.along("sp").global_ranks) <= set(ranks)
 
     def _tell(self, way: Way) -> None:
-        """Once, how a loss was understood: a wrong scale of gradients hides behind Adam."""
-        if self._has_told:
+        """Says once how losses of this kind were understood: a wrong scale of gradients hides behind Adam."""
+        if way in self._told:
             return
-        self._has_told = True
-        meaning = {
-            "mean": "the model's mean over this rank's tokens; it is weighted by their number",
-            "whole": "that of whole sequences, gathered from all ranks; it is counted once",
-            "part": "this rank's term of a sum over the ranks of a sequence",
-        }
-        # A sum of means looks the same, and only its author knows.
-        level = logging.WARNING if way == "part" and self._labels is not None else logging.INFO
+        self._told.add(way)
+        n = self._mesh.size("sp")
+        if way != "part":
+            meaning = {
+                "mean": "the model's mean over this rank's tokens; it is weighted by their number",
+                "whole": "that of whole sequences, gathered from all ranks; it is counted once",
+            }[way]
+            log_dist(f"sequence parallelism: a rank's loss is taken as {meaning} ({_KEY} says it)", ranks=[0])
+            return
+        if self._n_items is not None:
+            log_dist(
+                "sequence parallelism: a rank's loss is taken as its term of a sum over the ranks of a sequence, because"
+                f" the model was given num_items_in_batch to divide by ({_KEY} says it)",
+                ranks=[0],
+            )
+            return
+        mean = (
+            'set "sequence_parallel": {"loss": "mean"}, which weights it by its valid tokens'
+            if self._labels is not None
+            else 'pass shift_labels=... (or labels=...) to engine(...) and set "sequence_parallel": {"loss": "mean"}, or'
+            " multiply it by this rank's valid tokens / those of all ranks of the sequence"
+        )
         log_dist(
-            f"sequence parallelism: a rank's loss is taken as {meaning[way]}"
-            ' ("sequence_parallel": {"loss": ...} says it)',
+            f"sequence parallelism: a rank's loss is taken as its term of a sum over the {n} ranks of a sequence, and"
+            f" nobody has said that it is one. If it is a mean over the rank's own tokens, gradients are about {n} times"
+            f" too large, and tokens count unequally where ranks have other numbers of them: {mean}. If it is the loss of"
+            f" whole sequences, by a gather whose backward adds up what all ranks ask for, they are {n} times too large:"
+            ' set "sequence_parallel": {"loss": "whole"}. If it is a term of the sum, say so: "sequence_parallel":'
+            ' {"loss": "part"}',
             ranks=[0],
-            level=level,
+            level=logging.WARNING,
+        )
+
+    @property
+    def compares(self) -> bool:
+        """Whether the step that is about to update has to ``compare``: the first, and a few more where losses say
+        nothing. The same on all ranks."""
+        return self._compares
+
+    def compare(self) -> None:
+        """Compare the losses of the window that is about to end. Collective over all ranks of the engine.
+
+        See [Note: a guess is not silent]. Raises StateError, on all ranks, for losses that are the same on all ranks of
+        a sequence and were taken as terms of a sum; RankMismatchError where ranks take their losses for different
+        things.
+        """
+        mine = [_guess_of(noted) for noted in self._noted]
+        self._noted = []
+        ranks = tuple(self._mesh.along("sp").global_ranks)
+        everyone = self._mesh.comm.gather_objects((ranks, mine), label="losses of the ranks of a sequence")
+        sequences: dict[tuple[int, ...], list[list[_Guess]]] = {}
+        for of, guesses in everyone:
+            sequences.setdefault(of, []).append(guesses)
+        warnings: list[str] = []
+        # All ranks look at all sequences, so that all of them raise.
+        outcomes = [_judge(of, by_rank, warnings) for of, by_rank in sorted(sequences.items())]
+        is_done = all(outcomes)
+        self._n_compared += 1
+        if not is_done and self._n_compared == _MAX_COMPARED:
+            warnings.append(
+                f"losses of the first {_MAX_COMPARED} steps were zero or not finite, and could not be compared; {_KEY}"
+                " says what they are"
+            )
+        self._compares = not is_done and self._n_compared < _MAX_COMPARED
+        for text in warnings:
+            log_dist(f"sequence parallelism: {text}", ranks=[0], level=logging.WARNING)
+
+
+def _labels_of(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The labels that a forward was given, by name or in the place where ``forward`` has that name."""
+    found = next((kwargs[name] for name in _LABELS if kwargs.get(name) is not None), None)
+    if found is not None or not args:
+        return found
+    try:
+        names = list(inspect.signature(module.forward).parameters.values())[: len(args)]
+    except (TypeError, ValueError):  # a forward that is no function of Python, as torch.jit's
+        return None
+    placed = {
+        each.name: value
+        for each, value in zip(names, args)
+        if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+    }
+    return next((placed[name] for name in _LABELS if placed.get(name) is not None), None)
+
+
+def _own_loss_node(outputs: Any) -> Any:
+    """Node of the loss that a model has computed itself: ``outputs.loss``, ``outputs["loss"]``, or the one number that
+    the model returned; None where there is none."""
+    if torch.is_tensor(outputs):
+        loss: Any = outputs if outputs.numel() == 1 else None
+    else:
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    return loss.grad_fn if torch.is_tensor(loss) else None
+
+
+def _guess_of(noted: _Noted) -> _Guess:
+    labels, n_items = noted.labels, noted.n_items
+    return _Guess(
+        noted.way,
+        float(noted.loss),
+        noted.loss.dtype.itemsize >= 4,
+        noted.has_collective,
+        -1 if labels is None else int((labels != IGNORED).sum()),
+        -1.0 if n_items is None else float(n_items),
+    )
+
+
+def _judge(ranks: Sequence[int], by_rank: Sequence[Sequence[_Guess]], warnings: list[str]) -> bool:
+    """Judge the guesses of the ranks of one sequence, each rank's in the order of its backwards. Return whether at
+    least one loss could be compared. Doubts that are no errors go into ``warnings``."""
+    is_done = False
+    # Ranks may have called backward a different number of times; then losses of one number may be of different kinds.
+    is_aligned = len({len(guesses) for guesses in by_rank}) == 1
+    for row in zip(*by_rank):
+        is_one_kind = len({guess.way for guess in row}) == 1
+        if any(map(_says_something, row)) and (is_aligned or is_one_kind):
+            is_done = True
+            _judge_one(ranks, row, warnings)
+    _check_items(ranks, by_rank, warnings)
+    return is_done
+
+
+def _says_something(guess: _Guess) -> bool:
+    """Whether a loss is one: a rank without valid tokens has a zero, or a NaN."""
+    return guess.loss != 0.0 and math.isfinite(guess.loss)
+
+
+def _judge_one(ranks: Sequence[int], row: Sequence[_Guess], warnings: list[str]) -> None:
+    who, n = ranks_in_words(ranks), len(ranks)
+    speaking = [(rank, guess) for rank, guess in zip(ranks, row) if _says_something(guess)]
+    first_rank, first = speaking[0]
+    other = next(((rank, guess) for rank, guess in speaking if guess.way != first.way), None)
+    if other is not None:
+        raise RankMismatchError(
+            f"rank {first_rank} takes its loss for {first.way!r} and rank {other[0]} for {other[1].way!r}, and they hold"
+            " parts of the same sequences",
+            where="engine.step",
+            fix='compute the loss in the same way on all ranks, or say what it is: "sequence_parallel": {"loss": "whole"},'
+            ' "part" or "mean"',
+        )
+    losses = [guess.loss for guess in row if math.isfinite(guess.loss)]
+    is_equal = len(speaking) == n and min(losses) == max(losses)
+    if first.way == "whole":
+        spread = (max(losses) - min(losses)) / max(map(abs, losses))
+        if spread > (_ROUNDING if first.is_wide else 10 * _ROUNDING):
+            warnings.append(
+                f"a collective lies between the model and the loss, so it is counted as that of whole sequences, times 1/{n};"
+                f" but {who}, which hold parts of the same sequences, have {min(losses):g} to {max(losses):g}. If it is"
+                f' a term of a sum, gradients are {n} times too small: set "sequence_parallel": {{"loss": "part"}}. If'
+                ' it is right, set "sequence_parallel": {"loss": "whole"}'
+            )
+    elif is_equal and first.way == "part" and first.is_wide and first.n_items < 0:
+        raise StateError(
+            f"{who}, which hold parts of the same sequences, have the same loss to the bit, {losses[0]:.9g}, and nobody"
+            f" has said what it is: as a term of a sum it counts {n} times",
+            where="engine.step",
+            fix='set "sequence_parallel": {"loss": "whole"} where it is the loss of whole sequences, by a gather whose'
+            ' backward adds up what all ranks ask for; {"loss": "part"} where that backward gives each rank only its own'
+            ' share, or where terms of a sum are equal by chance; {"loss": "mean"}, and pass labels to engine(...), where'
+            " it is a mean over a rank's own tokens. Ranks with the same tokens have equal losses too: each needs its"
+            " own part of the sequences",
+        )
+    elif is_equal and not first.has_collective:
+        taken = "weighted by this rank's valid tokens" if first.way == "mean" else f"counted {n} times, once a rank"
+        warnings.append(
+            f"{who}, which hold parts of the same sequences, have the same loss, {losses[0]:.9g}; it is {taken}. If it is"
+            " that of whole sequences, by a gather whose backward adds up what all ranks ask for, set"
+            ' "sequence_parallel": {"loss": "whole"}; where that backward gives each rank only its own share, "part"'
+        )
+
+
+def _check_items(ranks: Sequence[int], by_rank: Sequence[Sequence[_Guess]], warnings: list[str]) -> None:
+    """A sum that was divided by ``num_items_in_batch`` is a term where that counts the tokens of all ranks."""
+    given = [guess for guesses in by_rank for guess in guesses if guess.way == "part" and guess.n_items > 0]
+    if not given or any(guess.n_valid < 0 for guess in given):
+        return
+    n_items, n_valid = min(guess.n_items for guess in given), sum(guess.n_valid for guess in given)
+    # transformers counts labels before they are shifted, and those of other sequences too: more is no mistake.
+    if n_items < 0.99 * n_valid:
+        warnings.append(
+            f"num_items_in_batch is {n_items:g}, and {ranks_in_words(ranks)} have {n_valid} valid tokens of the same"
+            f" sequences in this step: gradients are {n_valid / n_items:.3g} times too large. Count the labels of all"
+            ' ranks of a sequence; or leave it out, or say what the losses are: "sequence_parallel": {"loss": "part"}'
         )
 
 
