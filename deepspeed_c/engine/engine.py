@@ -50,8 +50,7 @@ from deepspeed_c.errors import (
 )
 from deepspeed_c.logging import log_dist, logger
 from deepspeed_c.profile.timers import EngineTimers, ThroughputTimer, see_memory_usage
-from deepspeed_c.sequence.adopt import take_over_attention
-from deepspeed_c.sequence.huggingface import Registration
+from deepspeed_c.sequence.adopt import SharedAttention, take_over_attention
 from deepspeed_c.sequence.tiles_auto import TiledModel, tile_model
 from deepspeed_c.zero.gradients.drift import DriftFound
 from deepspeed_c.zero.layout.layout import Layout
@@ -139,7 +138,7 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
         self._checkpoints = Checkpoints(self._state)
         self._preemption = Preemption(config.checkpoint.preemption, can_step=optimizer is not None)
         self._blocks: Blocks | None = None
-        self._attention: Registration | None = None
+        self._attention: SharedAttention | None = None
         self._tiles: TiledModel | None = None
         try:
             self._attention = take_over_attention(

@@ -9,12 +9,12 @@ import torch
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.errors import ConfigError, FeatureError
-from deepspeed_c.sequence.collectives import TokenOrder, lend
+from deepspeed_c.sequence.collectives import ModelOrder, TokenOrder, lend
 from deepspeed_c.sequence.huggingface import Registration, registration_of
 from deepspeed_c.sequence.plans import plan_heads
 from deepspeed_c.sequence.ring_huggingface import RingSPAttentionHF
 
-__all__ = ["take_over_attention"]
+__all__ = ["SharedAttention", "take_over_attention"]
 
 _SECTION = "sequence_parallel"
 
@@ -26,11 +26,26 @@ class _AttentionWay(NamedTuple):
     """Ranks of a row, which exchange heads; 1 in a ring alone."""
 
 
-def take_over_attention(model: torch.nn.Module, mesh: Mesh, section: Any, *, ranks_of_host: int) -> Registration | None:
-    """An engine begins over ``model`` whose sequences ``mesh`` cuts: the registration of that model, or, of a model of
-    transformers that nobody has registered, a new one with the attention that it uses. None for other models: they
-    attend by ``DistributedAttention``. section: ``sequence_parallel``. ranks_of_host: processes of this job on one
-    host. ``Registration.close`` ends it.
+class SharedAttention:
+    """How one engine's sequences are cut and attended over ranks, until ``close``."""
+
+    def __init__(self, order: ModelOrder, registration: Registration | None) -> None:
+        self._order, self._registration = order, registration
+
+    def close(self) -> None:
+        """Gives the model, and transformers, their functions back; batches are no longer cut in its order."""
+        self._order.close()
+        if self._registration is not None:
+            self._registration.close()
+
+
+def take_over_attention(
+    model: torch.nn.Module, mesh: Mesh, section: Any, *, ranks_of_host: int
+) -> SharedAttention | None:
+    """An engine begins over ``model`` whose sequences ``mesh`` cuts. The registration of that model is taken; a model
+    of transformers that nobody has registered gets a new one, with the attention that it uses; other models attend by
+    ``DistributedAttention``. section: ``sequence_parallel``. ranks_of_host: processes of this job on one host. None
+    where no sequence is cut.
 
     Raises ConfigError where ranks, heads and what the section asks for do not fit.
     """
@@ -45,8 +60,8 @@ def take_over_attention(model: torch.nn.Module, mesh: Mesh, section: Any, *, ran
                 where=f"{_SECTION}.attention",
                 fix="call deepspeed_c.sequence.ring_attention in the model's own code, or leave the key out",
             )
-        lend(comm, TokenOrder("contiguous", 1))
-        return None
+        lend(comm)
+        return SharedAttention(ModelOrder(model, mesh.process_group("sp"), TokenOrder("contiguous", 1)), None)
     try:
         # Heads that tensor-parallel ranks share are as many fewer on each.
         heads = (max(1, n // mesh.size("tp")) for n in found.heads)
@@ -54,12 +69,12 @@ def take_over_attention(model: torch.nn.Module, mesh: Mesh, section: Any, *, ran
     except ConfigError:
         found.close()
         raise
-    lend(comm, TokenOrder(way.order, way.n_inner))
+    lend(comm)
     if way.is_ring:
         members = {"order": way.order, "n_inner": way.n_inner}
         found.attend_by(type(RingSPAttentionHF.__name__, (RingSPAttentionHF,), members))
     found.take(model)
-    return found
+    return SharedAttention(ModelOrder(model, mesh.process_group("sp"), TokenOrder(way.order, way.n_inner)), found)
 
 
 def _choose(section: Any, n_heads: int, n_key_heads: int, comm: Collectives, ranks_of_host: int) -> _AttentionWay:

@@ -6,11 +6,13 @@ from __future__ import annotations
 import weakref
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.errors import StateError
 
-__all__ = ["TokenOrder", "lend", "order_of", "ranks_of"]
+__all__ = ["ModelOrder", "TokenOrder", "lend", "order_of", "ranks_of"]
 
 
 class TokenOrder(NamedTuple):
@@ -24,23 +26,73 @@ class TokenOrder(NamedTuple):
 _lent: weakref.WeakKeyDictionary[dist.ProcessGroup, Collectives] = weakref.WeakKeyDictionary()
 
 
-_orders: weakref.WeakKeyDictionary[dist.ProcessGroup, TokenOrder] = weakref.WeakKeyDictionary()
+class ModelOrder:
+    """The order in which one engine's model wants its sequences cut over the ranks of ``group``, until ``close``."""
+
+    def __init__(self, model: torch.nn.Module, group: dist.ProcessGroup, order: TokenOrder) -> None:
+        self.model_name, self.order = type(model).__name__, order
+        self._group, self._model = weakref.ref(group), weakref.ref(model)
+        _orders[model] = self
+
+    def is_over(self, group: dist.ProcessGroup) -> bool:
+        """Whether its sequences are cut over the ranks of ``group``."""
+        return self._group() is group
+
+    def close(self) -> None:
+        """Ends it, unless another engine has taken the model meanwhile."""
+        model = self._model()
+        if model is not None and _orders.get(model) is self:
+            del _orders[model]
 
 
-def lend(comm: Collectives, order: TokenOrder) -> None:
-    """From now on attention over the group of ``comm`` talks through it, and batches are cut in ``order``."""
-    group = dist.group.WORLD if comm.group is None else comm.group
-    _lent[group], _orders[group] = comm, order
+_orders: weakref.WeakKeyDictionary[torch.nn.Module, ModelOrder] = weakref.WeakKeyDictionary()
 
 
-def order_of(group: Any) -> TokenOrder:
-    """In which order the tokens of a sequence lie over the ranks of ``group``; None: over all."""
-    return _orders.get(dist.group.WORLD if group is None else group, TokenOrder("contiguous", 1))
+def lend(comm: Collectives) -> None:
+    """From now on attention over the group of ``comm`` talks through it."""
+    _lent[_process_group(comm.group)] = comm
+
+
+def order_of(group: Any, model: torch.nn.Module | None = None) -> TokenOrder:
+    """In which order ``model``, or its engine, wants the tokens of a sequence over the ranks of ``group`` (None: over
+    all). Without a model the order of all engines over the group; contiguous where there is none.
+
+    Raises StateError where these want several, and for a model without an engine.
+    """
+    group = _process_group(group)
+    if model is not None:
+        # An engine has its model as ``module``, and so have the wrappers of torch.
+        found = _orders.get(model) or _orders.get(getattr(model, "module", model))
+        if found is None or not found.is_over(group):
+            raise StateError(
+                f"the {type(model).__name__} is of no open engine whose sequences are cut over these ranks",
+                where="UlyssesSPDataLoaderAdapter(model=...)",
+                fix="make the engine before the first batch is taken, and pass it, or its model",
+            )
+        return found.order
+    given = [each for each in _orders.values() if each.is_over(group)]
+    if len({each.order for each in given}) > 1:
+        names = ", ".join(sorted(f"{each.model_name} ({_in_words(each.order)})" for each in given))
+        raise StateError(
+            f"the models of these ranks want their sequences cut in different orders: {names}",
+            where="UlyssesSPDataLoaderAdapter",
+            fix="say whose batches they are: UlyssesSPDataLoaderAdapter(..., model=engine); or close engines that are no"
+            ' longer used; or give all models one order ("sequence_parallel": {"order": "contiguous"})',
+        )
+    return given[0].order if given else TokenOrder("contiguous", 1)
+
+
+def _in_words(order: TokenOrder) -> str:
+    return order.order if order.n_inner == 1 else f"{order.order}, rows of {order.n_inner} ranks"
+
+
+def _process_group(group: Any) -> Any:
+    return dist.group.WORLD if group is None else group
 
 
 def ranks_of(group: Any) -> Collectives:
     """The collectives over a process group of ``torch.distributed``; None: all ranks. Collective at the first call."""
-    group = dist.group.WORLD if group is None else group
+    group = _process_group(group)
     found = _lent.get(group)
     if found is None:
         found = _lent[group] = Collectives(group)

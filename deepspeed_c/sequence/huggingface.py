@@ -22,7 +22,7 @@ from deepspeed_c.errors import ConfigError, ModelError
 from deepspeed_c.sequence import parallel_state
 from deepspeed_c.sequence.collectives import ranks_of
 from deepspeed_c.sequence.exchange import gather_heads, gather_tokens
-from deepspeed_c.sequence.masks import WholeSequences, valid_tokens
+from deepspeed_c.sequence.masks import WholeSequences, check_order, valid_tokens
 
 __all__ = ["Registration", "UlyssesSPAttentionHF", "registration_of"]
 
@@ -130,9 +130,14 @@ class UlyssesSPAttentionHF(torch.nn.Module):
                 valid,
                 has_mask=self.has_mask_of_model,
             )
+            self._check_order(module, self._whole)
             self._of, self._seen = of, set()  # the tensor itself, so that no other comes to lie where it lay
         self._seen.add(id(module))
         return self._whole
+
+    def _check_order(self, module: torch.nn.Module, whole: WholeSequences) -> None:
+        """Raises ModelError for a batch that was cut in another order than this attention's."""
+        check_order(whole, "contiguous", 1, type(module).__name__)
 
     def _of_heads(
         self, module: torch.nn.Module, kwargs: Mapping[str, Any], begin: int, end: int, n_heads: int

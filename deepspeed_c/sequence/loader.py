@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from deepspeed_c.errors import ModelError, RankMismatchError, StateError
-from deepspeed_c.sequence.collectives import order_of, ranks_of
+from deepspeed_c.sequence.collectives import TokenOrder, order_of, ranks_of
 from deepspeed_c.sequence.plans import SequenceCut
 
 __all__ = ["UlyssesSPDataLoaderAdapter"]
@@ -32,11 +32,21 @@ class UlyssesSPDataLoaderAdapter:
     away. A length that ranks do not divide is filled up: with tokens 0 that are no labels, behind all others. What
     comes lies in host memory, in the order of the attention that the engine has chosen.
 
-    sp_rank, sp_world_size: as ``sp_group`` says. device: for the exchange, where the group's backend has no CPU.
+    sp_rank, sp_world_size: as ``sp_group`` says. device: for the exchange, where the group's backend has no CPU. model:
+    the model that the batches are for, or its engine; it has to be said where models over ``sp_group`` want different
+    orders.
     """
 
-    def __init__(self, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any) -> None:
-        self.dl = dl
+    def __init__(
+        self,
+        dl: Any,
+        sp_rank: int,
+        sp_group: Any,
+        sp_world_size: int,
+        device: Any,
+        model: torch.nn.Module | None = None,
+    ) -> None:
+        self.dl, self._model = dl, model
         self.sp_rank, self.sp_group, self.sp_world_size, self.device = sp_rank, sp_group, sp_world_size, device
         self._comm = ranks_of(sp_group)
         if (self._comm.rank, self._comm.world_size) != (sp_rank, sp_world_size):
@@ -98,25 +108,30 @@ class UlyssesSPDataLoaderAdapter:
         """Loads a batch on each rank, and gets this rank's parts of all. Collective.
 
         Raises StopIteration where the data ends, on all ranks; ModelError, on the ranks that have it, for a batch that
-        cannot be cut; RankMismatchError, on all, where those of the ranks do not fit one another.
+        cannot be cut; StateError where nothing says which of several orders is meant; RankMismatchError, on all, where
+        batches or orders of the ranks do not fit one another.
         """
-        batch, problem = None, None
+        batch, problem, order = None, None, None
         try:
-            batch = self._prepare(next(self.iter))
+            order = order_of(self.sp_group, self._model)
+            batch = self._prepare(next(self.iter), order)
         except StopIteration:
             self.iter = None
-        except ModelError as error:
+        except (ModelError, StateError) as error:
             problem = error
         header = None if batch is None else {key: _describe(value) for key, value in batch.items()}
-        headers = self._comm.gather_objects((header, str(problem or "")), label="batches of the ranks of a sequence")
+        everyone = self._comm.gather_objects(
+            (header, str(problem or ""), order), label="batches of the ranks of a sequence"
+        )
         if problem is not None:
             raise problem
-        self._check([text for _, text in headers], [each for each, _ in headers])
+        headers = [each for each, _, _ in everyone]
+        self._check([text for _, text, _ in everyone], headers, [each for _, _, each in everyone])
         if header is None:
             raise StopIteration
-        self.micro_batches.extend(self._exchange(batch, [each for each, _ in headers]))
+        self.micro_batches.extend(self._exchange(batch, headers, order))
 
-    def _prepare(self, batch: Any) -> dict[str, Any]:
+    def _prepare(self, batch: Any, order: TokenOrder) -> dict[str, Any]:
         """With positions and shifted labels, and of a length that ranks divide."""
         if not isinstance(batch, Mapping) or not torch.is_tensor(batch.get("input_ids")):
             raise _unfit(f"the batch is a {type(batch).__name__} without input_ids", "use a collator that gives a dict")
@@ -139,7 +154,7 @@ class UlyssesSPDataLoaderAdapter:
             if "shift_labels" not in batch:
                 batch["shift_labels"] = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
         # All ranks get as many; those of a ring also as many from either end.
-        parts = self.sp_world_size * (2 if order_of(self.sp_group).order == "zigzag" else 1)
+        parts = self.sp_world_size * (2 if order.order == "zigzag" else 1)
         n_more = -n_tokens % parts
         for key, value in batch.items():
             if torch.is_tensor(value) and value.dim() > 1:
@@ -152,7 +167,9 @@ class UlyssesSPDataLoaderAdapter:
                 batch[key] = _fill_up(key, value, n_more) if n_more else value
         return batch
 
-    def _check(self, problems: list[str], headers: list[dict[str, Any] | None]) -> None:
+    def _check(
+        self, problems: list[str], headers: list[dict[str, Any] | None], orders: list[TokenOrder | None]
+    ) -> None:
         ranks = self._comm.global_ranks
         for rank, text in zip(ranks, problems):
             if text:
@@ -161,6 +178,13 @@ class UlyssesSPDataLoaderAdapter:
                     where="UlyssesSPDataLoaderAdapter",
                     fix="see there",
                 )
+        other = next((i for i, order in enumerate(orders) if order != orders[0]), None)
+        if other is not None:
+            raise RankMismatchError(
+                f"rank {ranks[0]} would cut batches in the order {orders[0]}, and rank {ranks[other]} in {orders[other]}",
+                where="UlyssesSPDataLoaderAdapter",
+                fix="pass the same model, and close the same engines, on all ranks",
+            )
         first = headers[0]
         for rank, header in zip(ranks, headers):
             mine, theirs = (None if each is None else set(each) for each in (first, header))
@@ -172,11 +196,13 @@ class UlyssesSPDataLoaderAdapter:
                     fix="give all ranks as many batches with the same keys (drop_last, or a sampler that fills up)",
                 )
 
-    def _exchange(self, batch: dict[str, Any], headers: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    def _exchange(
+        self, batch: dict[str, Any], headers: list[dict[str, Any]], order: TokenOrder
+    ) -> Iterator[dict[str, Any]]:
         """This rank's part of each rank's batch. One exchange, of bytes."""
         comm, n_ranks = self._comm, self.sp_world_size
         device = comm._number_device
-        parts = [self._parts_for(batch, rank) for rank in range(n_ranks)]
+        parts = [self._parts_for(batch, rank, order) for rank in range(n_ranks)]
         sent = [torch.cat([_bytes_of(t) for t in of_rank] or [torch.empty(0, dtype=torch.uint8)]) for of_rank in parts]
         got = [sum(_n_bytes(info, n_ranks) for info in header.values()) for header in headers]
         flat, received = torch.cat(sent).to(device), torch.empty(sum(got), dtype=torch.uint8, device=device)
@@ -192,8 +218,8 @@ class UlyssesSPDataLoaderAdapter:
                 begin = end
             yield found
 
-    def _parts_for(self, batch: dict[str, Any], rank: int) -> list[torch.Tensor]:
-        parts, cut = [], SequenceCut(batch["input_ids"].shape[1], self.sp_world_size, *order_of(self.sp_group))
+    def _parts_for(self, batch: dict[str, Any], rank: int, order: TokenOrder) -> list[torch.Tensor]:
+        parts, cut = [], SequenceCut(batch["input_ids"].shape[1], self.sp_world_size, *order)
         for value in batch.values():
             if torch.is_tensor(value):
                 parts.append(value if value.dim() < 2 else cut.take(value, rank, 1))

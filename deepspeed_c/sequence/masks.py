@@ -8,8 +8,9 @@ import torch
 
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import ModelError, RankMismatchError
+from deepspeed_c.sequence.plans import SequenceCut
 
-__all__ = ["WholeSequences", "valid_tokens"]
+__all__ = ["WholeSequences", "check_order", "valid_tokens"]
 
 
 class WholeSequences:
@@ -89,6 +90,31 @@ def _check_shapes(comm: Collectives, batch: int, n_local: int) -> None:
             fix="give the ranks of a sequence equal parts of the same sequences (UlyssesSPDataLoaderAdapter does, and"
             " fills up lengths that ranks do not divide)",
         )
+
+
+def check_order(whole: WholeSequences, order: str, n_inner: int, where: str) -> None:
+    """Raises ModelError where the ranks' tokens do not follow one another in ``order``, the attention's, and do in
+    another one: a batch that was cut for another model."""
+    n_ranks = len(whole.tokens)
+    mine = SequenceCut(whole.n_tokens, n_ranks, order, n_inner)
+    if _follow(whole, mine):
+        return
+    rows = [n for n in range(1, n_ranks + 1) if n_ranks % n == 0]
+    for other in (SequenceCut(whole.n_tokens, n_ranks, name, n) for name in ("contiguous", "zigzag") for n in rows):
+        if other.tokens == whole.tokens and _follow(whole, other):
+            raise ModelError(
+                f"the tokens of its ranks lie in the order {other.order!r}, and its attention has the order {order!r}",
+                where=where,
+                fix="cut its batches for it: UlyssesSPDataLoaderAdapter(..., model=engine)",
+            )
+
+
+def _follow(whole: WholeSequences, cut: SequenceCut) -> bool:
+    """Whether positions in the order of ``cut`` count on, or begin again at 0."""
+    if cut.tokens != whole.tokens:
+        return False
+    positions = cut.join(whole.positions.split(whole.tokens, 1), dim=1)
+    return not bool(((positions.diff(dim=1) != 1) & (positions[:, 1:] != 0)).any())
 
 
 def valid_tokens(mask: Any, batch: int, n_local: int) -> torch.Tensor | None:

@@ -10,7 +10,7 @@ from deepspeed_c.errors import ModelError
 from deepspeed_c.sequence.collectives import ranks_of
 from deepspeed_c.sequence.huggingface import UlyssesSPAttentionHF
 from deepspeed_c.sequence.hybrid import HybridRanks, hybrid_attention, split_ranks
-from deepspeed_c.sequence.masks import WholeSequences
+from deepspeed_c.sequence.masks import WholeSequences, check_order
 from deepspeed_c.sequence.plans import SequenceCut
 
 __all__ = ["RingSPAttentionHF"]
@@ -88,6 +88,9 @@ class RingSPAttentionHF(UlyssesSPAttentionHF):
             mine = whole.valid.split(whole.tokens, 1)[self.sp_rank]
             out = out.masked_fill(~mine[:, :, None, None], 0.0)
         return out, None
+
+    def _check_order(self, module: torch.nn.Module, whole: WholeSequences) -> None:
+        check_order(whole, self.order, self.n_inner, type(module).__name__)
 
     def _heads_fit(self, n_heads: int, n_key_heads: int) -> None:
         """A ring asks nothing of heads; what a row asks of them is said by the exchange."""

@@ -89,7 +89,7 @@ def refused(rank: int, world: int) -> list[str]:
 
 def test_what_a_ring_cannot_do() -> None:
     for said in on_ranks(2, refused):
-        assert "positions go from 2 to 6 at token 3, in the order 'zigzag'" in said[0]
+        assert "lie in the order 'contiguous', and its attention has the order 'zigzag'" in said[0]
         assert said[0].startswith(ModelError.__name__)
         assert "dropout 0.1" in said[1]
         assert "padding between the tokens" in said[2]
