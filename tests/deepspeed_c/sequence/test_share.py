@@ -189,7 +189,8 @@ def test_losses_equal_to_the_bit_are_an_error_that_names_the_key(kind: str, worl
 
 
 @pytest.mark.parametrize(
-    "kind, way", [("own gather", "whole"), ("gather without a sum", "part"), ("weighted", None), ("torch's gather", None)]
+    "kind, way",
+    [("own gather", "whole"), ("gather without a sum", "part"), ("weighted", None), ("torch's gather", None)],
 )
 @pytest.mark.parametrize("world, sp", [(2, 2), (4, 4), (4, 2)])
 def test_what_is_said_or_known_trains_as_one_process(kind: str, way: str | None, world: int, sp: int) -> None:
