@@ -35,10 +35,12 @@ from deepspeed_c.inject.ranks import DropoutRegion, TensorRanks
 from deepspeed_c.inject.rules import rule_sets
 from deepspeed_c.inject.saving import save_whole
 from deepspeed_c.inject.trial import TrialFindings, try_cut
+from deepspeed_c.logging import logger
 
 __all__ = ["CutReport", "ReportRow", "cut_model", "preview_cut"]
 
 _WORDS = Rule("", "column")
+_HARDLY = 0.75  # share of the model's elements on a rank above which a cut saves little
 # What a module keeps of hooks on its forward; one of peft's makes the table of words give outputs with a gradient.
 _HOOKS = (
     "_forward_hooks",
@@ -224,6 +226,22 @@ class _Surgeon:
                 self.summed.add(param)
                 self.reasons[param] = "whole, used on each rank's part: its gradient is summed"
         self._refuse_unknown(findings)
+        self._refuse_hardly_cut(self if self.place.rank == 0 else plan(self.model, RankPlace(0, self.place.n_ranks)))
+
+    def _refuse_hardly_cut(self, first: _Surgeon) -> None:
+        """Says that a cut is hardly one. first: that of rank 0, which holds the most, so that all ranks say the same."""
+        report = first.report()
+        if report.local_elems <= _HARDLY * report.logical_elems:
+            return
+        rows = sorted((row for row in report.rows if not row.is_cut), key=lambda row: -math.prod(row.logical_shape))
+        listed = "; ".join(f"{row.name} {list(row.logical_shape)}: {row.rule}" for row in rows[:8])
+        what = f"{report.summary}; whole on every rank are {len(rows)} parameters, the largest: {listed}"
+        fix = "name layers in tensor_parallel.partition_config, or add a policy (docs/adding/inject-policy.md)"
+        partition = self.section.partition_config
+        if partition is not None and partition.strict_mode:
+            raise ModelError(what, where="tensor_parallel.partition_config.strict_mode", fix=fix)
+        if self.place.rank == 0:
+            logger.warning(f"tensor parallelism saves little: {what}. Fix: {fix}")
 
     def _refuse_unknown(self, findings: TrialFindings) -> None:
         """Where a block took part in no trial, only names say what is in it: each parameter needs a rule."""

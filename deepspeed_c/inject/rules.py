@@ -22,6 +22,7 @@ _ELSEWHERE = (
     "replicate",
     "embedding_rowwise",
     "embedding_colwise",
+    "local_params",
     "colwise",
     "colwise_gather_output",
     "rowwise",
@@ -97,8 +98,9 @@ def _add_default(model: torch.nn.Module, preset: str | None, model_type: str, fo
         found.loss, found.stream = chosen.loss, chosen.stream
         return
     plan = getattr(model, "tp_plan", None)
-    if plan:
-        found.sets.append(RuleSet("tp_plan", tuple(_rules_of_plan(plan)), (Heads(r"self_attn|attention|attn"),)))
+    rules = tuple(_rules_of_plan(plan or {}))
+    if rules:  # a plan of words alone, as that of GPT-OSS, says nothing of layers
+        found.sets.append(RuleSet("tp_plan", rules, (Heads(r"self_attn|attention|attn"),)))
 
 
 def _add_specs(
@@ -163,7 +165,11 @@ def _rules_of_plan(plan: dict[str, str]) -> Iterable[Rule]:
         last = name.rpartition(".")[2]
         parts = ("queries",) if last in ("q_proj", "q_b_proj", "kv_b_proj") else ("columns",)
         parts = ("keys",) if last in ("k_proj", "v_proj") else parts
-        if style in ("colwise", "colwise_gather_output") and "lm_head" not in name:
+        if style == "colwise" and last == "sinks":
+            # One number a head, in the attention itself, whose style is local_params.
+            pattern = re.escape(name.rpartition(".")[0]).replace(r"\*", r"\d+")
+            yield Rule(pattern, "heads", ("queries",), params=(last,))
+        elif style in ("colwise", "colwise_gather_output") and "lm_head" not in name:
             gathers = style.endswith("gather_output")
             yield Rule(pattern, "column", ("columns",) if gathers else parts, gathers=gathers)
         elif style in ("rowwise", "rowwise_split_input") and "experts" not in name.split("."):

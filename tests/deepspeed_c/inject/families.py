@@ -45,6 +45,7 @@ def make(family: str) -> torch.nn.Module:
         "falcon_7b": lambda: t.FalconConfig(hidden_size=48, num_attention_heads=6, num_hidden_layers=2, vocab_size=VOCAB, multi_query=True),
         "starcoder2": lambda: t.Starcoder2Config(**{**llama, "residual_dropout": 0.0, "embedding_dropout": 0.0}),
         "cohere": lambda: t.CohereConfig(**llama),
+        "granite_swa": lambda: t.GraniteSWAConfig(**llama),
         "granite": lambda: t.GraniteConfig(**llama),
         "apertus": lambda: t.ApertusConfig(**llama),
         "aria": lambda: t.AriaTextConfig(**{**llama, "intermediate_size": 40, "moe_num_experts": 3, "moe_topk": 2, "moe_num_shared_experts": 1}),
@@ -85,5 +86,5 @@ FAMILIES = (
     *("falcon", "falcon_7b", "starcoder2", "bert", "distilbert", "t5", "clip"),
 )
 """Those that a policy cuts."""
-PLANNED = ("cohere", "granite", "aria", "llama4", "apertus")
+PLANNED = ("cohere", "granite", "aria", "llama4", "apertus", "granite_swa")
 """Those that only transformers' own plan knows."""

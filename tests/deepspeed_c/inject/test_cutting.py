@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import msgspec
@@ -183,9 +184,36 @@ def test_take_and_put_are_inverse() -> None:
 def test_a_style_of_a_plan_that_is_not_known() -> None:
     llama = make("llama")
     llama.config.model_type = "no family of ours"
-    llama.tp_plan = {**llama.tp_plan, "model.layers.*.self_attn": "local_params"}
-    with pytest.raises(ModelError, match=r"style 'local_params' for model\.layers\.\*\.self_attn") as caught:
+    llama.tp_plan = {**llama.tp_plan, "model.layers.*.self_attn": "all_reduce"}
+    with pytest.raises(ModelError, match=r"style 'all_reduce' for model\.layers\.\*\.self_attn") as caught:
         preview_cut(llama, TensorParallel(), 0, 2)
     assert "Fix: " in str(caught.value)
-    llama.tp_plan = {name: style for name, style in llama.tp_plan.items() if style != "local_params"}
+    llama.tp_plan = {name: style for name, style in llama.tp_plan.items() if style != "all_reduce"}
     assert preview_cut(llama, TensorParallel(), 0, 2).local_elems < preview_cut(make("llama"), TensorParallel(), 0, 1).logical_elems
+
+
+def wide() -> torch.nn.Module:
+    model = Fused()
+    model.norm = torch.nn.LayerNorm(900)  # most of the model, and no rule's
+    return model
+
+
+def test_a_model_that_is_hardly_cut_is_a_warning_and_an_error_with_strict_mode(caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("deepspeed_c").propagate, kept = True, logging.getLogger("deepspeed_c").propagate
+    try:
+        report = preview_cut(wide(), specs(QKV, OUT), 0, 2)
+    finally:
+        logging.getLogger("deepspeed_c").propagate = kept
+    assert report.local_elems / report.logical_elems > 0.75
+    assert "saves little" in caplog.text and "norm.weight [900]" in caplog.text, caplog.text
+    for rank in (0, 1):
+        with pytest.raises(ModelError, match=r"rank 0 of 2 holds .*whole on every rank are 3 parameters, the largest: norm\.weight \[900\]"):
+            preview_cut(wide(), specs(QKV, OUT, strict_mode=True), rank, 2)
+
+
+def test_a_plan_of_words_alone_is_no_plan() -> None:
+    llama = make("llama")
+    llama.config.model_type = "no family of ours"
+    llama.tp_plan = {"lm_head": "colwise_gather_output"}
+    with pytest.raises(ModelError, match="no rule for model type"):
+        preview_cut(llama, TensorParallel(), 0, 2)
