@@ -229,7 +229,7 @@ class _Surgeon:
         self._refuse_hardly_cut(self if self.place.rank == 0 else plan(self.model, RankPlace(0, self.place.n_ranks)))
 
     def _refuse_hardly_cut(self, first: _Surgeon) -> None:
-        """Says that a cut is hardly one. first: that of rank 0, which holds the most, so that all ranks say the same."""
+        """Says that a cut is hardly one. first: the plan of rank 0, the largest, so that all ranks say the same."""
         report = first.report()
         if report.local_elems <= _HARDLY * report.logical_elems:
             return
