@@ -37,6 +37,8 @@ def make(family: str) -> torch.nn.Module:
         "phi": lambda: t.PhiConfig(**{**llama, "qk_layernorm": True}),
         "phi3": lambda: t.Phi3Config(**llama),
         "gpt2": lambda: t.GPT2Config(n_embd=48, n_head=6, n_layer=2, vocab_size=VOCAB, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0),
+        "gpt_bigcode": lambda: t.GPTBigCodeConfig(n_embd=48, n_head=6, n_layer=2, vocab_size=VOCAB, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0),
+        "gpt_bigcode_heads": lambda: t.GPTBigCodeConfig(n_embd=48, n_head=6, n_layer=2, vocab_size=VOCAB, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, multi_query=False),
         "gpt_neox": lambda: t.GPTNeoXConfig(**{**llama, "rotary_pct": 0.5}),
         "gptj": lambda: t.GPTJConfig(n_embd=48, n_head=6, n_layer=2, vocab_size=VOCAB, n_positions=64, rotary_dim=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0),
         "opt": lambda: t.OPTConfig(**{**llama, "ffn_dim": 70, "word_embed_proj_dim": 48, "dropout": 0.0}),
@@ -83,7 +85,7 @@ def feed(family: str) -> dict[str, torch.Tensor]:
 
 FAMILIES = (
     *("llama", "llama_tied_shared", "qwen2", "qwen3", "mixtral", "deepseek_v3", "phi", "phi3", "gpt2", "gpt_neox", "gptj", "opt", "bloom"),
-    *("falcon", "falcon_7b", "starcoder2", "bert", "distilbert", "t5", "clip"),
+    *("falcon", "falcon_7b", "starcoder2", "bert", "distilbert", "t5", "clip", "gpt_bigcode", "gpt_bigcode_heads"),
 )
 """Those that a policy cuts."""
 PLANNED = ("cohere", "granite", "aria", "llama4", "apertus", "granite_swa")

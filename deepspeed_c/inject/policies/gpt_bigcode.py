@@ -1,0 +1,15 @@
+"""GPT-BigCode (StarCoder): GPT-2's network with one fused projection; with multi_query all heads have one key head."""
+
+from deepspeed_c.inject.policy import Heads, Rule, policy
+
+
+@policy("gpt_bigcode")
+class GPTBigCode:
+    heads = (Heads(r"attn", keys=("kv_heads",), widths=("embed_dim", "split_size")),)
+    rules = (
+        Rule(r"attn\.c_attn", "column", ("queries", "keys", "keys"), is_interleaved="multi_query"),
+        Rule(r"attn\.c_proj", "row", ("queries",)),
+        Rule(r"mlp\.c_fc", "column"),
+        Rule(r"mlp\.c_proj", "row"),
+    )
+    loss = "causal"
