@@ -82,15 +82,54 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
 
+class _Aliases:
+    """Tensors of some storages, each with its version when it was made: whether anything was written to the storages.
+
+    A product without bias comes out of ``_unsafe_view``, whose version nobody else counts.
+    """
+
+    def __init__(self, outputs: Any) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._versions: list[int] = []
+        self.follow(outputs)
+        self.places = {_place_of(tensor) for tensor in self.tensors}
+
+    def follow(self, outputs: Any) -> None:
+        for leaf in tree_leaves(outputs):
+            if torch.is_tensor(leaf):
+                self.tensors.append(_alias(leaf))
+                self._versions.append(leaf._version)
+
+    @property
+    def are_overwritten(self) -> bool:
+        return any(tensor._version != version for tensor, version in zip(self.tensors, self._versions))
+
+
+class _Followed:
+    """Finds the call whose outputs a tensor is an alias of."""
+
+    def __init__(self) -> None:
+        self._by_place: dict[int, _Aliases] = {}
+
+    def add(self, aliases: _Aliases) -> None:
+        self._by_place.update(dict.fromkeys(aliases.places, aliases))
+
+    def follow(self, outputs: Any) -> None:
+        """An operator that is not followed itself has given ``outputs``."""
+        for leaf in tree_leaves(outputs) if self._by_place else ():
+            if torch.is_tensor(leaf) and (aliases := self._by_place.get(_place_of(leaf))) is not None:
+                aliases.follow(leaf)
+
+
 class _Seen:
     """An operator's call while its layer is measured."""
 
-    __slots__ = ("is_random", "name", "ns", "outputs", "versions")
+    __slots__ = ("aliases", "is_random", "name", "ns", "outputs")
 
     def __init__(self, name: str, ns: int, outputs: Any, *, is_random: bool) -> None:
         self.name, self.ns, self.is_random = name, ns, is_random
-        self.outputs = [_alias(leaf) for leaf in tree_leaves(outputs) if torch.is_tensor(leaf)]
-        self.versions = [tensor._version for tensor in self.outputs]
+        self.aliases = _Aliases(outputs)
+        self.outputs = list(self.aliases.tensors)
 
 
 class Meter:
@@ -137,6 +176,7 @@ class Measurement(_Onlooker):
         self._meter = Meter() if meter is None else meter
         self._saved: list[torch.Tensor] = []
         self._seen: list[_Seen] = []
+        self._followed = _Followed()
         self._ns = 0
 
     def note_saved(self, tensor: torch.Tensor) -> None:
@@ -161,6 +201,9 @@ class Measurement(_Onlooker):
             self._seen[-1].ns += ns
         elif _is_expensive(name):
             self._seen.append(_Seen(name, ns, outputs, is_random=is_random))
+            self._followed.add(self._seen[-1].aliases)
+        else:
+            self._followed.follow(outputs)
         return outputs
 
     def done(self) -> MeasuredLayer:
@@ -180,19 +223,18 @@ class Measurement(_Onlooker):
             sum(n_bytes for place, n_bytes in new.items() if place in movable),
         )
         self._counted.update(new)
-        self._saved, self._seen, self._tensors = [], [], []
+        self._saved, self._seen, self._tensors, self._followed = [], [], [], _Followed()
         return found
 
     def _operator(self, seen: _Seen, saved: dict[int, int]) -> MeasuredOperator:
         places = {_place_of(tensor): tensor.untyped_storage().nbytes() for tensor in seen.outputs}
-        is_touched = any(t._version != version for t, version in zip(seen.outputs, seen.versions))
         weight = _COLLECTIVE_WEIGHT if seen.name.startswith(_COLLECTIVES) else 1
         return MeasuredOperator(
             seen.name.partition("::")[2],
             sum(places.values()),
             seen.ns * weight,
             any(place in saved for place in places),
-            not (seen.is_random or is_touched),
+            not (seen.is_random or seen.aliases.are_overwritten),
         )
 
 
@@ -205,7 +247,7 @@ class _CountedCall(NamedTuple):
 
     name: str
     outputs: Any
-    versions: tuple[int, ...]
+    aliases: _Aliases
 
 
 class KeptOutputs:
@@ -217,10 +259,11 @@ class KeptOutputs:
     def __init__(self, label: str, chosen: Collection[int]) -> None:
         self._label, self._chosen = label, frozenset(chosen)
         self._calls: dict[int, _CountedCall] = {}
+        self._followed = _Followed()
 
     def recording(self) -> TorchDispatchMode:
         """The layer's forward runs within."""
-        return _Numbered(self._record)
+        return _Numbered(self._record, self._followed)
 
     def replaying(self) -> TorchDispatchMode:
         """It runs again within. Raises RecomputeError where an output was overwritten, or another operator called."""
@@ -234,7 +277,8 @@ class KeptOutputs:
         # What draws random numbers has to draw them again, for those who draw after it.
         if before is None or _same_state(before, _random_state()):
             kept = tree_map_only(torch.Tensor, _alias, outputs)
-            self._calls[i] = _CountedCall(func._schema.name, kept, _versions(kept))
+            self._calls[i] = _CountedCall(func._schema.name, kept, _Aliases(kept))
+            self._followed.add(self._calls[i].aliases)
         return outputs
 
     def _replay(self, i: int, func: Any, args: Any, kwargs: Any) -> Any:
@@ -248,7 +292,7 @@ class KeptOutputs:
                 where=where,
                 fix="let it do the same for the same inputs, whatever has run in between (a counter, a cache, a mode?)",
             )
-        if _versions(call.outputs) != call.versions:
+        if call.aliases.are_overwritten:
             raise RecomputeError(
                 f"the output of operator {i} ({call.name}), which is kept, was overwritten",
                 where=where,
@@ -257,20 +301,19 @@ class KeptOutputs:
         return tree_map_only(torch.Tensor, _alias, call.outputs)
 
 
-def _versions(outputs: Any) -> tuple[int, ...]:
-    return tuple(leaf._version for leaf in tree_leaves(outputs) if torch.is_tensor(leaf))
-
-
 class _Numbered(_Onlooker):
-    """Has ``call`` make the calls of expensive operators, each with its number."""
+    """Has ``call`` make the calls of expensive operators, each with its number. ``followed`` sees what others give."""
 
-    def __init__(self, call: Callable[[int, Any, Any, Any], Any]) -> None:
+    def __init__(self, call: Callable[[int, Any, Any, Any], Any], followed: _Followed | None = None) -> None:
         super().__init__()
-        self._call, self._n = call, 0
+        self._call, self._followed, self._n = call, followed, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not _is_expensive(func._schema.name):
-            return func(*args, **kwargs)
+            outputs = func(*args, **kwargs)
+            if self._followed is not None:
+                self._followed.follow(outputs)
+            return outputs
         i, self._n = self._n, self._n + 1
         return self._call(i, func, args, kwargs)

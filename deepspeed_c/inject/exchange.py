@@ -3,6 +3,9 @@
 An operator that ends in ``start`` leaves its result in use until ``tp_wait_`` has been called on it; ranks wait in the
 same order. ``ranks`` is the number of a ``Collectives`` (``number_of``). Everything is float32, bfloat16 or float16;
 sums are in rank order, the same bits on all ranks.
+
+[Note: versions] torch counts what its own operators overwrite. These have to count themselves: whoever keeps a product
+for a recomputation, or for a backward, must see that a sum over ranks has replaced it.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from collections.abc import Sequence
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
+from torch.autograd.graph import increment_version
 
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.work import Work
@@ -68,6 +72,7 @@ def _begin(result: torch.Tensor, work: Work) -> torch.Tensor:
 
 def _sum(x: torch.Tensor, ranks: int, label: str) -> None:
     _check(x, label)
+    increment_version(x)  # [Note: versions]
     _comms[ranks].all_reduce(x.view(-1), label=label).wait()
 
 
@@ -79,6 +84,7 @@ def _sum_start(x: torch.Tensor, ranks: int, label: str) -> torch.Tensor:
 
 def _sum_start_inplace(x: torch.Tensor, ranks: int, label: str) -> None:
     _check(x, label)
+    increment_version(x)  # [Note: versions]
     _begin(x, _comms[ranks].all_reduce(x.view(-1), label=label))
 
 

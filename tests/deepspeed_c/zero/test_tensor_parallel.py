@@ -51,10 +51,12 @@ def train(engine, gas: int, steps: int = STEPS, first: int = 0) -> tuple[list[fl
 
 
 def logical(engine) -> dict[str, torch.Tensor]:
-    """The fp32 masters of the whole model, put together by the test: every element from each rank that has it, where all of them agree."""
+    """The fp32 masters of what the whole model trains, put together by the test: every element from each rank that has it, where all of them agree."""
     tp = engine._mesh.along("tp")
     found = {}
     for name, p in engine.module.named_parameters():
+        if not p.requires_grad:
+            continue
         parts = tp.gather_objects((deepspeed_c.utils.safe_get_full_fp32_param(p), cut_of(p)))
         whole = torch.full(parts[0][0].shape if parts[0][1] is None else parts[0][1].logical_shape, torch.nan)
         for value, cut in parts:

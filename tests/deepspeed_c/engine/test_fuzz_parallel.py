@@ -1,0 +1,32 @@
+"""Fifty cases of the generator of parallel runs (``fuzz_parallel.py``, which runs any number of them by hand), and whether it would notice a wrong scale."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.deepspeed_c.engine import fuzz_parallel
+from tests.deepspeed_c.engine.fuzz_parallel import CHOICES, check_case, draw, settled, told
+
+DEFAULT = {name: values[0] for name, values in CHOICES.items()}
+
+
+@pytest.mark.parametrize("seed", range(1, 51))
+def test_a_random_parallel_run_is_one_process(seed: int) -> None:
+    case = draw(seed)
+    problem = check_case(case)
+    assert not problem, f"{problem}\npython -m tests.deepspeed_c.engine.fuzz_parallel --case '{told(case)}'"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("case", [{"data": 2}, {"tp": 2}, {"sp": 2}, {"pp": 2}], ids=str)
+def test_a_rate_that_is_off_by_a_half_is_noticed(case: dict, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a loss that counts once a rank is, of which there are two."""
+    plain, rate = fuzz_parallel.plain, fuzz_parallel.RATE
+
+    def with_another_rate(case: dict):
+        with monkeypatch.context() as patch:
+            patch.setattr(fuzz_parallel, "RATE", 1.5 * rate)
+            return plain(case)
+
+    monkeypatch.setattr(fuzz_parallel, "plain", with_another_rate)
+    assert "moved 0." in check_case(settled({**DEFAULT, **case, "precision": precision}))
