@@ -70,7 +70,12 @@ PERMITTED: dict[str, str] = {
     "inject/overlap.py: module.forward": "torch's own: what runs a module, between its hooks",
     "engine/checkpoint/model_files.py: config.architectures": "transformers' own: what from_pretrained reads",
     **dict.fromkeys(
-        ("inject/loss.py: ctx.n_words", "inject/loss.py: ctx.smoothing", "inject/ranks.py: ctx.begin", "inject/ranks.py: ctx.label")
+        (
+            "inject/loss.py: ctx.n_words",
+            "inject/loss.py: ctx.smoothing",
+            "inject/ranks.py: ctx.begin",
+            "inject/ranks.py: ctx.label",
+        )
         + ("inject/trial.py: ctx.begin", "inject/trial.py: ctx.label", "inject/trial.py: ctx.size")
         + ("inject/ranks.py: ctx.ranks", "inject/ranks.py: ctx.size", "inject/overlap.py: ctx.held"),
         "torch's own: the context of an autograd function",
@@ -81,8 +86,16 @@ PERMITTED: dict[str, str] = {
         "torch's own: what a tensor is marked with, in Megatron's words",
     ),
     **dict.fromkeys(
-        ("inject/own_heads.py: owner.config", "inject/own_heads.py: setattr(holder, name)", "inject/own_heads.py: setattr(owner, name)")
-        + ("inject/cutting.py: setattr(model.get_submodule(parent), last)", "inject/loss.py: owner.loss_function", "inject/loss.py: output.logits"),
+        (
+            "inject/own_heads.py: owner.config",
+            "inject/own_heads.py: setattr(holder, name)",
+            "inject/own_heads.py: setattr(owner, name)",
+        )
+        + (
+            "inject/cutting.py: setattr(model.get_submodule(parent), last)",
+            "inject/loss.py: owner.loss_function",
+            "inject/loss.py: output.logits",
+        ),
         "transformers' own: a model's modules and the counts that they compute with",
     ),
     "inject/kernels.py: module.forward": "torch's own: a module runs a kernel, until revert_kernels",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -62,23 +62,60 @@ def find_blocks(model: torch.nn.Module, layers: str) -> list[str]:
     return names
 
 
+@runtime_checkable
+class OfLayers(Protocol):
+    """A model that is a list of layers, of which a rank may hold a part."""
+
+    def repeated_layers(self) -> list[str]:
+        """Names of this rank's layers of classes that the whole list has several times. Raises ConfigError where it
+        has no such class, on all ranks."""
+
+
 def _find_repeated(model: torch.nn.Module) -> list[str]:
-    names = _layers_of_transformers(model)
-    if names:
+    names = model.repeated_layers() if isinstance(model, OfLayers) else _layers_of_transformers(model)
+    if names or isinstance(model, OfLayers):
         return names
-    best: list[str] = []
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.ModuleList) and len({type(block) for block in module}) == 1:
-            found = [f"{name}.{i}" if name else str(i) for i in range(len(module))]
-            best = found if len(found) > len(best) else best
-    if len(best) < _MIN_BLOCKS:
+    lists = list(_repeated_lists("", model))
+    # A layer without modules of its own (a head, an expert) keeps little but its input: recomputing it gains nothing.
+    deep = [found for found in lists if any(_is_deep(block) for block in found.values())]
+    names = [name for found in deep or lists for name in found]
+    if not names:
         raise ConfigError(
             '"auto" finds no repeated blocks: neither a layer of transformers that can be recomputed, nor a ModuleList'
             " with several modules of one class",
             where=_KEY,
             fix=r'name the layers by a regular expression, such as "encoder\.block_\d+"',
         )
-    return best
+    return names
+
+
+def _repeated_lists(name: str, module: torch.nn.Module) -> Iterator[dict[str, torch.nn.Module]]:
+    """The outermost lists of repeated blocks at or below ``module``, by name: all that a layer does is in its block."""
+    below = [(f"{name}.{part}" if name else part, child) for part, child in module.named_children()]
+    if isinstance(module, torch.nn.ModuleList) and _are_repeated(list(module)):
+        inner = [found for each in below for found in _repeated_lists(*each) if any(map(_is_deep, found.values()))]
+        # Blocks that all differ are stages, if they consist of blocks: one stage at a time would be held whole.
+        if inner and len({_form(block) for block in module}) == len(module):
+            yield from inner
+        else:
+            # A block that is there twice has each of its names.
+            yield {f"{name}.{i}" if name else str(i): block for i, block in enumerate(module)}
+        return
+    for each in below:
+        yield from _repeated_lists(*each)
+
+
+def _are_repeated(blocks: list[torch.nn.Module]) -> bool:
+    return len(blocks) >= _MIN_BLOCKS and len({type(block) for block in blocks}) == 1
+
+
+def _is_deep(block: torch.nn.Module) -> bool:
+    return next(block.children(), None) is not None
+
+
+def _form(block: torch.nn.Module) -> tuple:
+    # Weights that stage 3 has sharded are empty, and know their shape.
+    return tuple((name, tuple(getattr(p, "ds_shape", p.shape))) for name, p in block.named_parameters())
 
 
 def _make(cls: type) -> Any:

@@ -133,6 +133,8 @@ class PipelineEngine(DeepSpeedEngine):
             return RemoteLink(ranks, a, b, 2 * max(source, target) + (source > target), self.device)
 
         local: dict[tuple[int, int], LocalLink] = {}
+        # Each half of a backward would run the layers again.
+        recomputes = module.activation_checkpoint_interval > 0 or self._config.activation_checkpointing.layers
         return {
             s: Stage(
                 run=self._run_of(s),
@@ -140,7 +142,7 @@ class PipelineEngine(DeepSpeedEngine):
                 input_grads=link(s, s - 1),
                 outputs=link(s, s + 1),
                 output_grads=link(s + 1, s),
-                splits=module.activation_checkpoint_interval == 0,
+                splits=not recomputes,
             )
             for s in module.stages
         }

@@ -179,6 +179,26 @@ class PipelineModule(torch.nn.Module):
         module, forward_fn = tied[spec.key], spec.forward_fn
         return module if forward_fn is None else lambda value: forward_fn(module, value)
 
+    def repeated_layers(self) -> list[str]:
+        """Names of this rank's layers of the classes that the whole model has several times: those that
+        ``"layers": "auto"`` recomputes.
+
+        Raises ConfigError, on all ranks, where no class of layers is there twice.
+        """
+        kinds = [None if isinstance(spec, TiedLayerSpec) else _maker_of(spec) for spec in self.specs]
+        repeated = {kind for kind in kinds if kind is not None and kinds.count(kind) >= 2}
+        if not repeated:
+            raise ConfigError(
+                f'"auto" finds no repeated layers: no class is there twice among the {len(kinds)} layers of the'
+                " PipelineModule",
+                where="activation_checkpointing.layers",
+                fix=r'name the layers by a regular expression, such as "[2-9]"',
+            )
+        names = [str(index) for index in sorted(self._functions) if kinds[index] in repeated]
+        # A layer without modules of its own keeps little but its input: it is recomputed where there are no others.
+        deep = [name for name in names if next(self.get_submodule(name).children(), None) is not None]
+        return deep or names
+
     def _seed(self, index: int) -> None:
         if self._seed_layers:
             self._seed_fn(int(self._base_seed) + index)
@@ -327,6 +347,13 @@ def _kind_of(spec: Any) -> str:
     if isinstance(spec, LayerSpec):
         return getattr(spec.typename, "__name__", type(spec.typename).__name__)
     return type(spec).__name__ if isinstance(spec, torch.nn.Module) else getattr(spec, "__name__", type(spec).__name__)
+
+
+def _maker_of(spec: Any) -> Any:
+    """The class of a layer, or the function that makes it; None for a function that is a layer."""
+    if isinstance(spec, LayerSpec):
+        return spec.typename
+    return type(spec) if isinstance(spec, torch.nn.Module) else None
 
 
 def _sizes_of(specs: Sequence[Any]) -> list[int]:

@@ -1,5 +1,4 @@
-"""Reads our own checkpoints: each wanted range from the bytes that hold it, whatever arrangement of ranks wrote them.
-"""
+"""Reads our own checkpoints: each wanted range from the bytes that hold it, whatever arrangement of ranks wrote them."""
 
 from __future__ import annotations
 

@@ -261,7 +261,6 @@ def join_pieces(
     return whole
 
 
-
 class _Face:
     """What a sharded parameter answers to in both states: DeepSpeed's ``ds_`` names."""
 
@@ -639,7 +638,6 @@ def _refuse_access() -> None:
             setattr(_Released, name, _touching(name))
         if name not in ("dim", "size", "numel", "nelement", "ndimension", "detach"):
             setattr(_ReleasedTensor, name, _ReleasedTensor._refuse)
-
 
 
 class _Available(_Face):

@@ -491,6 +491,55 @@ def test_what_auto_finds() -> None:
             find_blocks(model, "auto")
 
 
+class Mlp(nn.Sequential):
+    def __init__(self, width: int) -> None:
+        super().__init__(nn.Linear(width, 2 * width), nn.Tanh(), nn.Linear(2 * width, width))
+
+
+class Experts(nn.Module):
+    """A layer whose list of experts is longer than the list of layers, and has most weights."""
+
+    def __init__(self, n_experts: int) -> None:
+        super().__init__()
+        self.attention, self.experts = nn.Linear(8, 8), nn.ModuleList(Mlp(8) for _ in range(n_experts))
+
+
+class Level(nn.Module):
+    """Blocks of one width, as in models of images that have fewer pixels level by level."""
+
+    def __init__(self, width: int, n_blocks: int) -> None:
+        super().__init__()
+        self.blocks, self.down = nn.ModuleList(Mlp(width) for _ in range(n_blocks)), nn.Linear(width, 2 * width)
+
+
+def lists(**of_name: list[nn.Module]) -> nn.Module:
+    model = nn.Module()
+    for name, modules in of_name.items():
+        model.add_module(name, nn.ModuleList(modules))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "wanted"),
+    [
+        # Every other layer has more experts, and there are heads behind the layers.
+        (lambda: lists(layers=[Experts(8 + i % 2) for i in range(4)], heads=[nn.Linear(8, 99)] * 9), ["layers"] * 4),
+        (
+            lambda: lists(encoder=[Mlp(4) for _ in range(2)], decoder=[Mlp(40) for _ in range(3)]),
+            ["encoder", "decoder"],
+        ),
+        (lambda: lists(small=[nn.Linear(4, 4) for _ in range(4)], large=[nn.Linear(40, 40)] * 2), ["small", "large"]),
+        (lambda: lists(levels=[Level(4, 2), Level(8, 1), Level(16, 3)]), ["levels.0.blocks", "levels.2.blocks"]),
+        (lambda: lists(levels=[Level(4, 2), Level(4, 3), Level(4, 3)]), ["levels"]),
+    ],
+)
+def test_auto_takes_all_outermost_blocks(model: Callable, wanted: list[str]) -> None:
+    made = model()
+    names = [f"{name}.{i}" for name in dict.fromkeys(wanted) for i in range(len(made.get_submodule(name)))]
+    found = find_blocks(made, "auto")
+    assert found == names, (found, names)
+
+
 class Stack(nn.Module):
     """Blocks without side effects, which a compiler would not repeat."""
 

@@ -429,7 +429,9 @@ def both_body(rank: int, world: int, precision: str, backward: str) -> list[str]
                 loss = loss_of(engine(x))
                 engine.backward(loss) if backward == "engine" else loss.backward()
                 # The caller's own loss is scaled at the outputs in fp16 alone.
-                factor = (1.0 if precision == "bf16" and backward == "user" else 1.0 / GAS) * (SCALE if precision == "fp16" else 1.0)
+                factor = (1.0 if precision == "bf16" and backward == "user" else 1.0 / GAS) * (
+                    SCALE if precision == "fp16" else 1.0
+                )
                 assert off_by(x.grad / factor, want.grad) < TOLERANCE[precision], off_by(x.grad / factor, want.grad)
                 engine.step()
     finally:

@@ -55,7 +55,9 @@ def test_later_gradients_alone_count(stage: int, world: int, gas: int, at: int, 
 
 @pytest.mark.parametrize("stage", [0, 2])
 def test_fp16(stage: int):
-    assert run_ranks(1, dropping_steps, stage, 2, "", 0, {"fp16": {"enabled": True, "initial_scale_power": 6}})[0] < 2e-2
+    assert (
+        run_ranks(1, dropping_steps, stage, 2, "", 0, {"fp16": {"enabled": True, "initial_scale_power": 6}})[0] < 2e-2
+    )
 
 
 def nan_is_dropped(rank: int, world: int, stage: int) -> bool:

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import deepspeed_c
-from deepspeed_c.errors import FeatureError
-from tests.deepspeed_c.pipe.models import Plain, loss_fn, micro_batches, module_of
+from deepspeed_c.errors import ConfigError, FeatureError
+from deepspeed_c.pipe import LayerSpec, PipelineModule
+from tests.deepspeed_c.pipe.models import N_BLOCKS, Block, Plain, loss_fn, micro_batches, module_of
 from tests.ranks import run_ranks
 
 STEPS = 3
@@ -91,6 +93,35 @@ def test_four_stages(schedule):
 
 def test_one_rank():
     check(run_ranks(1, train, 1, 3, config_of(3), {}), plain_run(1, 3), 2e-6)
+
+
+def count_forwards_body(rank: int, world: int, schedule: str) -> Any:
+    """(train's, how often each block's forward ran in a step by layer)"""
+    net = module_of(2, schedule=schedule, **SCHEDULES[schedule])
+    calls: dict[str, int] = {}
+    for name, module in net.named_modules():
+        if isinstance(module, Block):
+            module.norm.register_forward_hook(lambda *_, name=name: calls.update({name: calls.get(name, 0) + 1}))
+    config = config_of(3, activation_checkpointing={"layers": "auto"})
+    engine, *_ = deepspeed_c.initialize(model=net, model_parameters=list(net.parameters()), config=config)
+    with engine:
+        engine.train_batch(iter(micro_batches(0, 0, 3)))
+    alone = PipelineModule([nn.Linear(2, 2), nn.Tanh(), LayerSpec(nn.Linear, 2, 3)], num_stages=2)
+    twice = sorted(alone.repeated_layers())
+    with pytest.raises(ConfigError, match="no class is there twice among the 2 layers"):
+        PipelineModule([nn.Linear(2, 2), nn.LayerNorm(2)], num_stages=2).repeated_layers()
+    return calls, twice
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+def test_auto_recomputes_the_repeated_layers_of_all_stages(schedule: str) -> None:
+    outcome = run_ranks(2, count_forwards_body, schedule)
+    calls = {name: n for found, _ in outcome for name, n in found.items()}
+    assert calls == {str(i): 6 for i in range(1, 1 + N_BLOCKS)}, calls
+    assert sorted(name for _, twice in outcome for name in twice) == ["0", "2"], outcome
+    config = config_of(4, activation_checkpointing={"layers": "auto"})
+    options = {"schedule": schedule, **SCHEDULES[schedule]}
+    check(run_ranks(2, train, 2, 4, config, options), plain_run(1, 4), 2e-6)
 
 
 def sequence_ranks_body(rank: int, world: int, stages: int) -> None:
