@@ -178,7 +178,12 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
                     detach(slot)
                 raise
             self._stop_following = follow_zero_grad(self.module, self._drop_gradients)
-            optimizer.lend(self, wants_stop=self._preemption.is_requested, begin_window=self._state.begin_window)
+            optimizer.lend(
+                self,
+                wants_stop=self._preemption.is_requested,
+                begin_window=self._state.begin_window,
+                hash_of_inputs=self._inputs.hash_of_window,
+            )
         if self._fetcher is not None:
             ModuleHooks([self.module], self._fetcher, self._name_of_pass)
         _open_engines.add(self)

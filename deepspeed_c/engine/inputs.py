@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -68,6 +69,10 @@ class InputCheck:
             if isinstance(value, torch.Tensor):
                 self._hashes.append((torch.utils._pytree.keystr(path), _hash_of(value.detach())))
 
+    def hash_of_window(self) -> int:
+        """Of all tensors that the window's training forwards were given."""
+        return zlib.crc32(repr([(path, value.tolist()) for path, value in self._hashes]).encode())
+
     def _random_states(self) -> list[bytes]:
         return [random_state(device).numpy().tobytes() for device in self._devices]
 
@@ -78,6 +83,8 @@ class InputCheck:
         hashes = [(path, tuple(value.tolist())) for path, value in self._hashes]
         everyone = comm.gather_objects((group, hashes, self._states, self._random_states()), label="causes of drift")
         found, why = f"{drift.found or 'parameters differ'}, which hold it whole", ""
+        if drift.what == "data":
+            found = "what this window's gradients were computed from differs on ranks that hold one model together"
         fix = "load a checkpoint to go on; "
         for rank, (mine, batch, begun, ended) in enumerate(everyone):
             other = next(i for i, theirs in enumerate(everyone) if theirs[0] == mine)

@@ -4,7 +4,7 @@ step makes anyway."""
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -27,7 +27,7 @@ class DriftFound(RankMismatchError):
     """Twins hold different values; the engine, which has seen data and random numbers, says why."""
 
     def __init__(self, found: str, what: str) -> None:
-        """found: the parameter and its ranks. what: "gradients" or "weights"."""
+        """found: the parameter and its ranks. what: "gradients", "weights", or "data" where nothing else differs."""
         super().__init__(
             f"{found or 'parameters differ'}: they hold it whole and have to agree in every bit",
             where="engine.step",
@@ -41,14 +41,14 @@ class DriftCheck:
     """Compares what ``units`` hold with their twins.
 
     Gradients are compared by the sum of their squares, which the norm needs anyway; weights by the sum of their bits, a
-    part of them in each step. ``numbers`` go through a sum over all ranks of ``mesh``, and ``check`` sees the outcome.
+    part of them in each step; batches by a hash, since ranks that look up other words may agree in all sums. ``numbers`` go through a sum over all ranks of ``mesh``, and ``check`` sees the outcome.
     """
 
     def __init__(self, units: Iterable[Unit], mesh: Mesh) -> None:
         self._mesh, self._tp = mesh, mesh.along("tp")
         n_data = mesh.size(*TOKENS)
         self._units = [unit for unit in units if unit.twins.world_size > 1] if self._tp.world_size > 1 else []
-        self._shape = n_data, self._tp.world_size, 2
+        self._shape = n_data, self._tp.world_size, 3
         self._at = mesh.index(*TOKENS) * self._tp.world_size + self._tp.rank
         self._turn = 0
 
@@ -58,14 +58,15 @@ class DriftCheck:
         n_data, n_tp, n_hashes = self._shape
         return n_data * n_tp * n_hashes if self._units else 0
 
-    def numbers(self, gradients: float) -> list[float]:
-        """This rank's hashes at its own place, and zeros at those of others. ``gradients``: the sum of squares of what
-        the units' gradients sum up to."""
+    def numbers(self, gradients: float, hash_of_inputs: Callable[[], int]) -> list[float]:
+        """This rank's hashes at its own place, and zeros at those of others.
+
+        gradients: the sum of squares of what the units' gradients sum up to. hash_of_inputs: of the window's batches."""
         found = [0.0] * self.n_numbers
         if found:
             bits = int.from_bytes(struct.pack("<d", gradients), "little")
-            found[2 * self._at] = float((bits ^ bits >> 53) % HASH_LIMIT)
-            found[2 * self._at + 1] = float(self._hash_of_some_weights())
+            mine = (bits ^ bits >> 53) % HASH_LIMIT, self._hash_of_some_weights(), hash_of_inputs() % HASH_LIMIT
+            found[3 * self._at : 3 * self._at + 3] = map(float, mine)
         return found
 
     def _hash_of_some_weights(self) -> int:
@@ -88,6 +89,8 @@ class DriftCheck:
         table = torch.tensor(numbers, dtype=torch.float64).view(self._shape)
         if bool((table == table[:, :1]).all()):
             return
+        if bool((table[..., :2] == table[:, :1, :2]).all()):
+            raise DriftFound("", "data")
         mine = {
             fragment.slot.name: (
                 hash_of(unit.piece(results[unit], fragment)),

@@ -463,9 +463,15 @@ class GradientReducer:
                 self._path.reset()
                 self.end_backward()
 
-    def finish(self, *, has_bad_loss: bool = False, wants_stop: bool = False) -> WindowFacts:
+    def finish(
+        self,
+        *,
+        has_bad_loss: bool = False,
+        wants_stop: bool = False,
+        hash_of_inputs: Callable[[], int] = lambda: 0,
+    ) -> WindowFacts:
         """Completes every sum and exchanges the window's facts in one small collective. ``results`` holds the sums
-        afterwards.
+        afterwards. hash_of_inputs: of the window's batches, asked where tensor-parallel ranks compare it.
 
         May be called again; it does something only after a further backward or an edit of a result.
         """
@@ -485,9 +491,9 @@ class GradientReducer:
             self._has_unreduced = False
         self._has_passed = True
         self._wait()
-        facts = self._exchange(has_bad_loss, wants_stop)
+        facts = self._exchange(has_bad_loss, wants_stop, hash_of_inputs)
         if self._reduce_late(facts[4 : 4 + len(self._in_order)]):
-            facts = self._exchange(has_bad_loss, wants_stop)
+            facts = self._exchange(has_bad_loss, wants_stop, hash_of_inputs)
         flags = self._flags(facts)
         facts[:4] = self._pipeline.sum_numbers(facts[:4], label="facts of all stages")
         self._drift.check(facts[4 + len(self.slots) :], self.results)
@@ -534,7 +540,7 @@ class GradientReducer:
         """What ranks have said of each parameter, added up."""
         return list(zip(self._in_order, facts[4 : 4 + len(self._in_order)]))
 
-    def _exchange(self, has_bad_loss: bool, wants_stop: bool) -> list[float]:
+    def _exchange(self, has_bad_loss: bool, wants_stop: bool, hash_of_inputs: Callable[[], int]) -> list[float]:
         """[sum of squares, non-finite elements, bad losses, stops, ``_contributed``..., hashes...], summed over the
         ranks that hold the same layers.
         Parameters stand in order of registration; ``_late`` is added for one whose bucket needs another reduction."""
@@ -546,7 +552,7 @@ class GradientReducer:
         for both in (sums, of_twins) if self._is_first_twin else (sums,):
             facts[0], facts[1] = facts[0] + both[0], facts[1] + both[1]
         facts += self._own_flags()
-        facts += self._drift.numbers(float(of_twins[1]) if of_twins[1] else of_twins[0])
+        facts += self._drift.numbers(float(of_twins[1]) if of_twins[1] else of_twins[0], hash_of_inputs)
         return self._stage.sum_numbers(facts)
 
     def _own_flags(self) -> list[float]:

@@ -74,8 +74,8 @@ class PlainOptimizer(ZeroOptimizer):
     def _step_base(self) -> None:
         type(self._base).step(self._base)
 
-    def lend(self, mover: StateMover, *, wants_stop: Callable[[], bool], begin_window: Callable[[], None]) -> None:
-        super().lend(mover, wants_stop=wants_stop, begin_window=begin_window)
+    def lend(self, mover: StateMover, **calls: Callable[[], Any]) -> None:
+        super().lend(mover, **calls)
         own = {
             "step": self._step_for_caller,
             "zero_grad": self.zero_grad,

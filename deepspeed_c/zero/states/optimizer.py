@@ -88,6 +88,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         # window.
         self._wants_stop: Callable[[], bool] = lambda: False
         self._begin_window: Callable[[], None] = self.zero_grad
+        self._hash_of_inputs: Callable[[], int] = lambda: 0
         self.is_stopping = False
         """Whether ranks agreed in the last step that one of them has been asked to end."""
         self._mover: StateMover | None = None
@@ -133,12 +134,21 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         """What ``initialize`` returns as the optimizer."""
         return self
 
-    def lend(self, mover: StateMover, *, wants_stop: Callable[[], bool], begin_window: Callable[[], None]) -> None:
+    def lend(
+        self,
+        mover: StateMover,
+        *,
+        wants_stop: Callable[[], bool],
+        begin_window: Callable[[], None],
+        hash_of_inputs: Callable[[], int],
+    ) -> None:
         """An engine calls it when it is ready: callers get hold of ``face`` then.
 
         mover: the engine, which moves states out and back; it knows of the weights too. wants_stop: whether somebody
-        has asked this rank to end. begin_window: drops what has gathered, in the engine's counts too."""
+        has asked this rank to end. begin_window: drops what has gathered, in the engine's counts too. hash_of_inputs:
+        a hash of the window's batches."""
         self._mover, self._wants_stop, self._begin_window = mover, wants_stop, begin_window
+        self._hash_of_inputs = hash_of_inputs
 
     def note_loss(self, loss: torch.Tensor) -> None:
         """Remembers whether a loss of this window was inf or NaN; waits for no device."""
@@ -161,7 +171,9 @@ class ZeroOptimizer(DeepSpeedOptimizer):
 
     def complete_gradients(self) -> WindowFacts:
         """Finishes the window's reductions, once; gradients may then be read and edited until ``step``."""
-        return self.reducer.finish(has_bad_loss=self._losses.has_bad, wants_stop=self._wants_stop())
+        return self.reducer.finish(
+            has_bad_loss=self._losses.has_bad, wants_stop=self._wants_stop(), hash_of_inputs=self._hash_of_inputs
+        )
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Updates the weights from the window's gradients, or skips and leaves every bit of state as it was.

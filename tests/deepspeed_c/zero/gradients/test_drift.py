@@ -12,6 +12,8 @@ from tests.ranks import run_ranks
 
 SAYS = {
     "data": ("different data in this window", "position_ids", "same batch"),
+    # Labels of another rank's words change no sum that this rank has.
+    "labels": ("differs on ranks that hold one model together", "different data in this window", "labels", "same batch"),
     "random": ("drew different random numbers", "seed all ranks"),
     "part": ("gradients of transformer.ln_f.weight", "part of its gradient", "tp_sum_gradients"),
     # Seeds apart are no cause where nothing is drawn.
@@ -44,6 +46,9 @@ def body(rank: int, world: int, cause: str) -> tuple[str, str]:
         if cause == "data":
             batch["position_ids"] = batch["position_ids"].clone()
             batch["position_ids"][1, 5] += rank
+        elif cause == "labels":
+            batch["labels"] = batch["labels"].clone()
+            batch["labels"][1, 5] = 90 if rank == 0 else 91  # words of rank 1
         elif cause == "random" or "seeds" in cause:
             torch.manual_seed(3 + rank)
         if "part" in cause:
