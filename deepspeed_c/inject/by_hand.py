@@ -77,8 +77,9 @@ class fused_LinearLayer(LinearLayer):
         super().__init__(module, mp_group, skip_partition=True, name=name)
         place = RankPlace(self.ranks.rank, self.ranks.n_ranks)
         step, attention = _find_rule(fused_module, module, place, self.label)
-        self.n_heads = attention.queries[1] - attention.queries[0]
-        self.n_key_heads = attention.keys[1] - attention.keys[0]
+        stripes = attention.heads.stripes
+        self.n_heads = (attention.queries[1] - attention.queries[0]) * stripes
+        self.n_key_heads = (attention.keys[1] - attention.keys[0]) * stripes
         if skip_partition or place.n_ranks == 1:
             return
         heads = (attention.n_heads, attention.n_key_heads)

@@ -14,6 +14,7 @@ from deepspeed_c.config.parallel import TensorParallel
 from deepspeed_c.errors import ModelError, StateError
 from deepspeed_c.inject.adapters import check_adapters, cut_dropout, with_adapters
 from deepspeed_c.inject.cut import Cut, keep_part
+from deepspeed_c.inject.experts import EmptyExperts, ExpertsBorder, expert_cuts
 from deepspeed_c.inject.flow import Flow, plan_flow
 from deepspeed_c.inject.generation import generate_alike
 from deepspeed_c.inject.layers import LinearAllreduce, LinearLayer, RowPicker, WordsEmbedding, is_transposed, product_of
@@ -180,8 +181,10 @@ class _Surgeon:
         for name, reason in whole.items():
             for param in self.model.get_submodule(name).parameters(recurse=False):
                 self.reasons[param] = reason
-        uncut = []
+        uncut: list[Planned] = []
         for step in with_adapters(planned):
+            if any(step.name.startswith(f"{other.name}.") for other in uncut):
+                continue  # a norm inside experts that stay whole is used alike on all ranks
             if self._plan_one(step):
                 self.planned.append(step)
             else:
@@ -279,7 +282,8 @@ class _Surgeon:
 
     def _is_meant(self, name: str) -> bool:
         param = self.model.get_parameter(name)
-        return param in self.pickers or param in self.shared or self.reasons.get(param, "").endswith("leaves it whole")
+        is_used_on_parts = param in self.pickers or param in self.shared or param in self.summed
+        return is_used_on_parts or self.reasons.get(param, "").endswith("leaves it whole")
 
     def _plan_one(self, step: Planned) -> bool:
         """Whether ``step`` can be done; where not, ``reasons`` says why."""
@@ -289,25 +293,19 @@ class _Surgeon:
                 self.reasons[param] = f"{step.source}: whole, used on each rank's heads"
             return True
         if style == "experts":
-            # [experts, out, in], or [experts, in, out] in some families.
-            out, inner = (2, 1) if _are_transposed(module) else (1, 2)
-            parts = {
-                "gate_up_proj": (out, 2),
-                "up_proj": (out, 1),
-                "gate_up_proj_bias": (1, 2),
-                "down_proj": (inner, 1),
-            }
-            known = [name for name, _ in module.named_parameters(recurse=False)]
-            is_mixed = not getattr(module, "is_concatenated", True)  # gate and up lie column by column
-            if is_mixed or any(name not in parts for name in known) or "down_proj" not in known:
-                self.reasons.update(dict.fromkeys(module.parameters(), "its experts have other weights than are known"))
+            cuts = expert_cuts(module)
+            if isinstance(cuts, str):
+                self.reasons.update(dict.fromkeys(module.parameters(), cuts))
                 return False
-            for name in known:
-                dim, n_parts = parts[name]
-                rule = Rule(step.rule.pattern, "experts", ("columns",) * n_parts)
-                self._cut(
-                    getattr(module, name), dim, Planned(step.name, module, rule, step.source), f"{step.name}.{name}"
-                )
+            for name, found in cuts.items():
+                param = module.get_parameter(name)
+                if found is None:
+                    self.summed.add(param)
+                    self.reasons[param] = f"{step.source}: whole, used on the first rank"
+                    continue
+                rule = Rule(step.rule.pattern, "experts", ("columns",) * found.n_parts)
+                whole = Planned(step.name, module, rule, step.source)
+                self._cut(param, found.dim, whole, f"{step.name}.{name}", n_mixed=found.n_mixed)
             return True
         if style == "slice":
             self._cut(module.weight, 1, step, f"{step.name}.weight")
@@ -331,8 +329,9 @@ class _Surgeon:
                 self.reasons[module.bias] = f"{step.source}: added once, to the sum"
         return True
 
-    def _cut(self, param: torch.nn.Parameter, dim: int, step: Planned, where: str) -> None:
-        parts, n_blocks = parts_of(step, param.shape[dim], self._grain(step), where)
+    def _cut(self, param: torch.nn.Parameter, dim: int, step: Planned, where: str, *, n_mixed: int = 1) -> None:
+        """n_mixed: elements along ``dim`` that are one column."""
+        parts, n_blocks = parts_of(step, param.shape[dim], self._grain(step) * n_mixed, where)
         attention = step.attention
         heads = (attention.n_heads, attention.n_key_heads) if attention is not None else (0, 0)
         cut = cut_along(param.shape, dim, parts, n_blocks, heads, self.place)
@@ -515,12 +514,10 @@ class _Surgeon:
                 module.register_forward_hook(SharedKey(ranks, rope, name))
             return
         if style == "experts":
-            border = _ExpertsBorder(ranks, name)
             if module.down_proj.numel() == 0:  # torch's grouped products take no empty matrices
-                module = _EmptyExperts(module)
+                module = EmptyExperts(module)
                 _put(self.model, name, module)
-            module.register_forward_pre_hook(border.enter, with_kwargs=True)
-            module.register_forward_hook(border.leave)
+            ExpertsBorder(ranks, name).surround(module)
             return
         if style in ("slice", "heads"):
             return
@@ -567,44 +564,6 @@ def _ask_for_no_attentions(module: torch.nn.Module, args: Any, kwargs: dict[str,
         )
 
 
-class _ExpertsBorder:
-    """Tokens and their weights enter the region, and what the experts make of them leaves it."""
-
-    def __init__(self, ranks: TensorRanks, label: str) -> None:
-        self.ranks, self.label = ranks, label
-
-    def enter(self, module: torch.nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple, dict]:
-        return tuple(map(self._enter, args)), {name: self._enter(value) for name, value in kwargs.items()}
-
-    def _enter(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            return self.ranks.enter(value, self.label)
-        return value
-
-    def leave(self, module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        return self.ranks.leave(output, self.label)
-
-
-class _EmptyExperts(torch.nn.Module):
-    """Experts of which this rank has no columns: zeros, by way of everything that wants a gradient."""
-
-    def __init__(self, experts: torch.nn.Module) -> None:
-        super().__init__()
-        for name, param in experts.named_parameters(recurse=False):
-            self.register_parameter(name, param)
-        self.train(experts.training)
-
-    def forward(self, hidden: torch.Tensor, *others: Any, **more: Any) -> torch.Tensor:
-        """hidden: [tokens, width] to zeros of the same shape."""
-        # Other ranks wait for the gradients of all that enters the region, so the graph must hold it.
-        never = torch.zeros((), dtype=torch.bool, device=hidden.device)
-        output = torch.where(never, hidden, 0)
-        for value in (*others, *more.values(), *self.parameters()):
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
-                output = output + torch.where(never, value.sum(), 0).to(hidden.dtype)
-        return output
-
-
 def _has_words(module: torch.nn.Module) -> bool:
     return type(module) is torch.nn.Embedding and module.max_norm is None and not module.sparse
 
@@ -612,15 +571,6 @@ def _has_words(module: torch.nn.Module) -> bool:
 def _is_linear(module: torch.nn.Module) -> bool:
     # Other kinds (quantised, adapted) hold weights of other shapes, and a parametrized one computes its weight.
     return product_of(module) is not None and "weight" in dict(module.named_parameters(recurse=False))
-
-
-def _are_transposed(experts: torch.nn.Module) -> bool:
-    """Whether the experts' weights are [experts, in, out]: as their shapes say, and their class where both fit."""
-    first = getattr(experts, "gate_up_proj", getattr(experts, "up_proj", None))
-    last = getattr(experts, "down_proj", None)
-    if first is None or last is None or first.dim() != 3 or last.dim() != 3 or first.shape[2] == last.shape[1]:
-        return bool(getattr(experts, "is_transposed", False))
-    return first.shape[1] == last.shape[2]
 
 
 def _only_run(cut: Cut, dim: int = 0) -> tuple[int, int]:

@@ -54,8 +54,8 @@ class _OwnRows:
 def count_own_heads(module: torch.nn.Module, attention: Attention) -> None:
     """Set an attention's counts to those of the rank's heads. module: the model's module of its name."""
     heads, owner = attention.heads, attention.owner
-    n_queries = attention.queries[1] - attention.queries[0]
-    n_keys = attention.keys[1] - attention.keys[0]
+    n_queries = (attention.queries[1] - attention.queries[0]) * heads.stripes
+    n_keys = (attention.keys[1] - attention.keys[0]) * heads.stripes
     holders: list[Any] = [owner]
     if heads.has_own_config:
         owner.config = copy.copy(owner.config)
@@ -67,7 +67,7 @@ def count_own_heads(module: torch.nn.Module, attention: Attention) -> None:
                     setattr(holder, name, value)
     for name in heads.widths:
         if name in vars(owner):
-            setattr(owner, name, getattr(owner, name) // attention.n_heads * n_queries)
+            setattr(owner, name, getattr(owner, name) // (attention.n_heads * heads.stripes) * n_queries)
     if heads.per_head:
         module.register_forward_pre_hook(
             _OwnRows(heads.per_head, attention.n_heads, attention.queries), with_kwargs=True

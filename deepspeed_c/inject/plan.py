@@ -55,6 +55,7 @@ class Attention:
     owner: torch.nn.Module
     heads: Heads
     n_heads: int
+    """Of one stripe, where heads lie in several; so are the ranges below."""
     n_key_heads: int
     queries: tuple[int, int] = (0, 0)
     keys: tuple[int, int] = (0, 0)
@@ -105,13 +106,16 @@ def find_attentions(model: torch.nn.Module, sets: Sequence[RuleSet], place: Rank
             n_heads = _count(owner, heads.queries)
             if n_heads is None:
                 continue
-            n_key_heads = _count(owner, heads.keys) or n_heads
+            n_key_heads = (_count(owner, heads.keys) or n_heads) // heads.stripes
+            n_heads //= heads.stripes
             attention = Attention(name, owner, heads, n_heads, n_key_heads)
             try:
                 q0, q1, k0, k1 = _C.tp_heads(n_heads, n_key_heads, place.n_ranks, place.rank)
                 attention.queries, attention.keys = (q0, q1), (k0, k1)
             except ValueError as error:
                 attention.refusal = str(error).partition(": ")[2] or str(error)
+                if heads.stripes > 1:
+                    attention.refusal += f" (of each of {heads.stripes} stripes)"
             found[name] = attention
     return found
 

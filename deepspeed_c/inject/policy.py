@@ -19,10 +19,10 @@ class Rule:
     pattern: str
     """A regular expression that the end of the module's dotted name matches, from a dot on."""
     style: Style
-    """column, row: a linear layer (``Conv1D`` too). experts: the 3-d weights of ``gate_up_proj`` and ``down_proj``,
-    along the experts' inner dimension. heads: parameters of an attention itself, one element a head. latent: whole, and
-    its last columns are a key that all heads share. shared: whole, used on each rank's own heads. slice: a table [rows,
-    heads] whose module needs no other change. skip: left whole."""
+    """column, row: a linear layer (``Conv1D`` too). experts: the 3-d weights of ``gate_up_proj`` (or of two matrices)
+    and ``down_proj``, along the experts' inner dimension. heads: parameters of an attention itself, one element a head.
+    latent: whole, and its last columns are a key that all heads share. shared: whole, used on each rank's own heads.
+    slice: a table [rows, heads] whose module needs no other change. skip: left whole."""
     parts: tuple[PartName, ...] = ("columns",)
     """What lies along the dimension that is cut, in order; columns share it equally."""
     is_interleaved: bool | str = False
@@ -54,6 +54,8 @@ class Heads:
     """Whether the counts are read from ``config``, of which each attention then gets a copy."""
     per_head: tuple[str, ...] = ()
     """Keyword arguments [batch * heads, ...] of which the rank gets its heads' rows: ALiBi's biases."""
+    stripes: int = 1
+    """Equal runs of heads, of which each rank gets the same share; ``parts`` of rules are written stripe by stripe."""
 
 
 @dataclass(frozen=True)

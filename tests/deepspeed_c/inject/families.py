@@ -39,6 +39,9 @@ def make(family: str) -> torch.nn.Module:
         "gpt2": lambda: t.GPT2Config(n_embd=48, n_head=6, n_layer=2, vocab_size=VOCAB, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0),
         "gpt_bigcode": lambda: t.GPTBigCodeConfig(n_embd=48, n_head=6, n_layer=2, vocab_size=VOCAB, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0),
         "gpt_bigcode_heads": lambda: t.GPTBigCodeConfig(n_embd=48, n_head=6, n_layer=2, vocab_size=VOCAB, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, multi_query=False),
+        "codegen": lambda: t.CodeGenConfig(n_embd=64, n_head=16, n_layer=2, vocab_size=VOCAB, n_positions=64, n_ctx=64, rotary_dim=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0),
+        "mpt": lambda: t.MptConfig(d_model=48, n_heads=6, n_layers=2, vocab_size=VOCAB, max_seq_len=64, attn_config={"clip_qkv": 0.05}),
+        "gpt_oss": lambda: t.GptOssConfig(**{**llama, "intermediate_size": 44, "num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 5}),
         "gpt_neox": lambda: t.GPTNeoXConfig(**{**llama, "rotary_pct": 0.5}),
         "gptj": lambda: t.GPTJConfig(n_embd=48, n_head=6, n_layer=2, vocab_size=VOCAB, n_positions=64, rotary_dim=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0),
         "opt": lambda: t.OPTConfig(**{**llama, "ffn_dim": 70, "word_embed_proj_dim": 48, "dropout": 0.0}),
@@ -131,6 +134,7 @@ FAMILIES = (
         "bloom",
     ),
     *("falcon", "falcon_7b", "starcoder2", "bert", "distilbert", "t5", "clip", "gpt_bigcode", "gpt_bigcode_heads"),
+    *("codegen", "mpt", "gpt_oss"),
 )
 """Those that a policy cuts."""
 PLANNED = ("cohere", "granite", "aria", "llama4", "apertus", "granite_swa")

@@ -1,0 +1,15 @@
+"""MPT: query, key and value as thirds; ALiBi's biases are made for all heads, and each rank takes its own."""
+
+from deepspeed_c.inject.policy import Heads, Rule, policy
+
+
+@policy("mpt")
+class MPT:
+    heads = (Heads(r"attn", queries=("n_heads",), keys=(), widths=("hidden_size",), per_head=("position_bias",)),)
+    rules = (
+        Rule(r"attn\.Wqkv", "column", ("queries", "keys", "keys")),
+        Rule(r"attn\.out_proj", "row", ("queries",)),
+        Rule(r"ffn\.up_proj", "column"),
+        Rule(r"ffn\.down_proj", "row"),
+    )
+    loss = "causal"
