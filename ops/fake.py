@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__: list[str] = []
+__all__ = ["drawn_dropout", "drawn_dropout_backward"]
 
 IN_PLACE = (
     "optim_step_",
@@ -124,6 +124,14 @@ def _nn_dropout(x: Tensor, bias: Tensor | None, residual: Tensor | None, p: floa
 @torch.library.impl(_LIBRARY, "nn_dropout_backward", "Meta")
 def _nn_dropout_backward(dy: Tensor, p: float, seed: int, needs_bias: bool) -> tuple[Tensor, Tensor]:
     return _dense_like(dy), dy.new_empty(dy.shape[-1] if needs_bias else 0)
+
+
+def drawn_dropout(x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, seed: Tensor) -> Tensor:
+    return _dense_like(x)
+
+
+def drawn_dropout_backward(dy: Tensor, p: float, seed: Tensor, needs_bias: bool) -> tuple[Tensor, Tensor]:
+    return _nn_dropout_backward(dy, p, 0, needs_bias)
 
 
 @torch.library.impl(_LIBRARY, "nn_rotary", "Meta")

@@ -4,7 +4,10 @@ attention.
 Each reads its operands once and keeps no intermediate result. Elements are float32, bfloat16 or float16, computed in
 float32 and rounded once; results have the same bits for any number of threads and any instruction set. The formulas
 stand in ``dsc/nn.h``, and in PyTorch in ``deepspeed_c.ops.reference``, which computes them where a device has no
-kernels (``deepspeed_c.ops.placement``).
+kernels (``deepspeed_c.ops.placement``) and where rows have no elements. Weights and biases may have any strides.
+
+Kernels have first derivatives; a second derivative is a BackwardError, but for dropout and rotary positions, which are
+linear.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ import torch
 from torch import Tensor
 
 from deepspeed_c import _C  # noqa: F401  (registers the operators)
-from deepspeed_c.ops import fake, reference  # noqa: F401
+from deepspeed_c.ops import fake, reference
+from deepspeed_c.ops.first_derivative import first_derivative_only
 from deepspeed_c.ops.placement import has_kernels
 
 __all__ = [
@@ -35,6 +39,18 @@ Act = Literal["gelu", "gelu_tanh", "silu", "relu"]
 
 _ops = torch.ops.deepspeed_c
 _MAX_SEED = 2**63 - 1
+
+
+def _has_kernels(x: Tensor) -> bool:
+    """Whether a kernel computes rows like those of ``x``: for rows without an element it has no number of columns."""
+    return has_kernels(x) and not (x.dim() and x.shape[-1] == 0)
+
+
+def _columns(values: Tensor | None, name: str, x: Tensor) -> Tensor | None:
+    """A weight or bias as kernels read it, which is dense."""
+    if values is not None and x.dim() and x.shape[-1] == 0 and values.numel():
+        raise ValueError(f"argument {name} has {values.numel()} elements; 0 belong to x")
+    return values if values is None else values.contiguous()
 
 
 def layer_norm(
@@ -64,7 +80,8 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, resi
 def _norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, residual: Tensor | None, *, is_rms: bool
 ) -> Any:
-    if not has_kernels(x):
+    weight, bias = _columns(weight, "weight", x), _columns(bias, "bias", x)
+    if not _has_kernels(x):
         y, total = reference.nn_norm(x, residual, weight, bias, eps, is_rms)
     else:
         y, total = _ops.nn_norm(x, residual, weight, bias, eps, is_rms)[:2]
@@ -73,7 +90,8 @@ def _norm(
 
 def bias_act(x: Tensor, bias: Tensor | None, act: Act) -> Tensor:
     """act(x + bias). x: [..., n]; bias: [n] of x's dtype. ValueError for an activation that does not exist."""
-    if not has_kernels(x):
+    bias = _columns(bias, "bias", x)
+    if not _has_kernels(x):
         return reference.nn_bias_act(x, bias, act)
     return _ops.nn_bias_act(x, bias, act)
 
@@ -94,7 +112,7 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: Literal["none"
 
 
 def _gated(gate: Tensor, up: Tensor | None, act: Act) -> Tensor:
-    if not has_kernels(gate):
+    if not _has_kernels(gate):
         return reference.nn_gated(gate, up, act)
     return _ops.nn_gated(gate, up, act)
 
@@ -114,14 +132,10 @@ def bias_dropout_residual(
     is drawn from ``generator`` (by default torch's own), so that a recomputation that restores it draws them again;
     they are other numbers than those of ``torch.nn.functional.dropout``. ValueError for p outside [0, 1].
     """
-    seed = 0
-    if not training:
-        p = 0.0
-    elif p > 0.0:
-        seed = int(torch.randint(_MAX_SEED, (), generator=generator))
-    if not has_kernels(x):
-        return reference.nn_dropout(x, bias, residual, p, seed)
-    return _ops.nn_dropout(x, bias, residual, p, seed)
+    bias = _columns(bias, "bias", x)
+    if training and p > 0.0:
+        return _ops.nn_drawn_dropout(x, bias, residual, p, torch.randint(_MAX_SEED, (), generator=generator))
+    return _dropout(x, bias, residual, p if training else 0.0, 0)
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool = False) -> Tensor:
@@ -131,7 +145,8 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool = False)
     where it is). cos, sin: float32 [1 or batch, tokens, pairs], which take no gradient. The first 2 * pairs elements of
     each head are turned: pairs (i, i + pairs), or (2 i, 2 i + 1) with ``is_interleaved``.
     """
-    if not has_kernels(x):
+    # Tensors without elements may have strides that no kernel reads, and contiguous() leaves them.
+    if not has_kernels(x) or x.numel() == 0:
         return reference.nn_rotary(x, cos, sin, is_interleaved, False)
     if x.stride(-1) != 1 and x.shape[-1] > 1:
         x = x.contiguous()
@@ -150,7 +165,7 @@ def masked_softmax(x: Tensor, mask: Tensor | None = None, scale: float = 1.0, *,
             mask = mask.to(x.dtype)
         if mask.stride(-1) != 1 and x.shape[-1] > 1:
             mask = mask.contiguous()
-    if not has_kernels(x):
+    if not _has_kernels(x):
         return reference.nn_softmax(x, mask, scale, is_causal)
     return _ops.nn_softmax(x, mask, scale, is_causal)
 
@@ -186,7 +201,7 @@ def attention(
     of [queries, keys] for what is none of its own.
     """
     if scale is None:
-        scale = q.shape[-1] ** -0.5
+        scale = max(q.shape[-1], 1) ** -0.5
     if window is not None and window < 1:
         raise ValueError(f"window is {window}, must be at least 1: a query sees itself")
     if soft_cap is not None and not soft_cap > 0:
@@ -196,12 +211,12 @@ def attention(
         documents = documents.to(torch.int32).contiguous()
     q, k, v = (x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous() for x in (q, k, v))
     rules = (sinks, alibi_slopes, documents, scale, causal, window or 0, soft_cap or 0.0)
-    is_host = q.device.type in ("cpu", "meta")
-    out, lse = (_ops if is_host else reference).nn_attention(q, k, v, *rules)
+    has_kernel = q.device.type in ("cpu", "meta") and q.numel() > 0 and v.shape[-1] > 0
+    out, lse = (_ops if has_kernel else reference).nn_attention(q, k, v, *rules)
     return (out, lse) if return_lse else out
 
 
-# The gradients, each an operator of its own. Those of gradients are not there: a second derivative is refused by torch.
+# The gradients, each an operator of its own, without derivatives.
 
 
 def _norm_context(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -213,6 +228,7 @@ def _norm_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     ctx.save_for_backward(total if ctx.has_residual else x, weight, bias, mean, rstd)
 
 
+@first_derivative_only("deepspeed_c.ops.nn.layer_norm or rms_norm")
 def _norm_backward(ctx: Any, dy: Tensor | None, dsum: Tensor | None, *_: Any) -> tuple:
     total, weight, bias, mean, rstd = ctx.saved_tensors
     if dy is None:
@@ -245,6 +261,7 @@ def _bias_act_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
     ctx.save_for_backward(x, bias)
 
 
+@first_derivative_only("deepspeed_c.ops.nn.bias_act")
 def _bias_act_backward(ctx: Any, dy: Tensor) -> tuple:
     x, bias = ctx.saved_tensors
     needs_bias = ctx.needs_input_grad[1]
@@ -257,21 +274,68 @@ def _gated_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
     ctx.save_for_backward(x, up)
 
 
+@first_derivative_only("deepspeed_c.ops.nn.swiglu or geglu")
 def _gated_backward(ctx: Any, dy: Tensor) -> tuple:
     x, up = ctx.saved_tensors
     dx, dup = _ops.nn_gated_backward(dy, x, up, ctx.act)
     return dx, None if up is None else dup, None
 
 
+def _dropout(x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, seed: int) -> Tensor:
+    return (_ops if _has_kernels(x) else reference).nn_dropout(x, bias, residual, p, seed)
+
+
+def _drawn_dropout(x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, seed: Tensor) -> Tensor:
+    return _dropout(x, bias, residual, p, int(seed))
+
+
+def _drawn_dropout_backward(dy: Tensor, p: float, seed: Tensor, needs_bias: bool) -> tuple[Tensor, Tensor]:
+    if _has_kernels(dy):
+        return _ops.nn_dropout_backward(dy, p, int(seed), needs_bias)
+    dx = reference.nn_dropout(dy, None, None, p, int(seed))
+    return dx, dx.flatten(0, -2).sum(0) if needs_bias else dx.new_empty(0)
+
+
+# Dropout by a seed that is a tensor: a compiler has no number to draw, and would break its graph for one.
+_LIBRARY = torch.library.Library("deepspeed_c", "FRAGMENT")
+_LIBRARY.define("nn_drawn_dropout(Tensor x, Tensor? bias, Tensor? residual, float p, Tensor seed) -> Tensor")
+_LIBRARY.define(
+    "nn_drawn_dropout_backward(Tensor dy, float p, Tensor seed, bool needs_bias) -> (Tensor dx, Tensor dbias)"
+)
+for _name, _implementation, _fake in (
+    ("nn_drawn_dropout", _drawn_dropout, fake.drawn_dropout),
+    ("nn_drawn_dropout_backward", _drawn_dropout_backward, fake.drawn_dropout_backward),
+):
+    _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
+    _LIBRARY.impl(_name, _fake, "Meta")
+
+
 def _dropout_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
     _, _, _, ctx.p, ctx.seed = inputs
 
 
+def _drawn_dropout_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    _, _, _, ctx.p, seed = inputs
+    ctx.save_for_backward(seed)
+
+
 def _dropout_backward(ctx: Any, dy: Tensor) -> tuple:
+    return _dropout_gradients(ctx, dy, _ops.nn_dropout, _ops.nn_dropout_backward, ctx.seed)
+
+
+def _drawn_dropout_gradients(ctx: Any, dy: Tensor) -> tuple:
+    return _dropout_gradients(ctx, dy, _ops.nn_drawn_dropout, _ops.nn_drawn_dropout_backward, *ctx.saved_tensors)
+
+
+def _dropout_gradients(ctx: Any, dy: Tensor, forward: Any, backward: Any, seed: Tensor | int) -> tuple:
     needs_x, needs_bias, needs_residual = ctx.needs_input_grad[:3]
     dx = dbias = None
-    if needs_x or needs_bias:
-        dx, dbias = _ops.nn_dropout_backward(dy, ctx.p, ctx.seed, needs_bias)
+    if torch.is_grad_enabled() and (needs_x or needs_bias):
+        # The gradient drops the same elements: by the operator of forward, which has a derivative.
+        dx = forward(dy, None, None, ctx.p, seed)
+        dbias = dx.flatten(0, -2).sum(0)
+    elif needs_x or needs_bias:
+        dx, dbias = backward(dy, ctx.p, seed, needs_bias)
     return dx, dbias if needs_bias else None, dy if needs_residual else None, None, None
 
 
@@ -292,6 +356,7 @@ def _softmax_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
     ctx.save_for_backward(output)
 
 
+@first_derivative_only("deepspeed_c.ops.nn.masked_softmax")
 def _softmax_backward(ctx: Any, dy: Tensor) -> tuple:
     (y,) = ctx.saved_tensors
     dx = _ops.nn_softmax_backward(dy, y, ctx.scale)
@@ -306,6 +371,7 @@ def _attention_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     ctx.save_for_backward(q, k, v, *output, sinks, slopes, documents)
 
 
+@first_derivative_only("deepspeed_c.ops.nn.attention")
 def _attention_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
     q, k, v, out, lse, sinks, slopes, documents = ctx.saved_tensors
     if dout is None:
@@ -323,6 +389,7 @@ for _name, _backward, _context in (
     ("nn_bias_act", _bias_act_backward, _bias_act_context),
     ("nn_gated", _gated_backward, _gated_context),
     ("nn_dropout", _dropout_backward, _dropout_context),
+    ("nn_drawn_dropout", _drawn_dropout_gradients, _drawn_dropout_context),
     ("nn_rotary", _rotary_backward, _rotary_context),
     ("nn_softmax", _softmax_backward, _softmax_context),
     ("nn_attention", _attention_backward, _attention_context),

@@ -331,7 +331,7 @@ def nn_attention(
     soft_cap: float,
 ) -> tuple[Tensor, Tensor]:
     """Out and log-sum-exp, by all scores at once. Window and soft_cap are 0 where there is none."""
-    n_queries, n_keys, n_sharing = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+    n_queries, n_keys, n_sharing = q.shape[2], k.shape[2], q.shape[1] // max(k.shape[1], 1)
     wide_k, wide_v = (_wide(x).repeat_interleave(n_sharing, 1) for x in (k, v))
     scores = scale * _wide(q) @ wide_k.transpose(-1, -2)
     position = torch.arange(n_queries, device=q.device)[:, None] + n_keys - n_queries

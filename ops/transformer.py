@@ -13,6 +13,7 @@ from torch import Tensor
 
 from deepspeed_c.errors import ConfigError, ModelError
 from deepspeed_c.ops import nn
+from deepspeed_c.ops.first_derivative import first_derivative_only
 
 __all__ = ["DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer"]
 
@@ -135,6 +136,7 @@ class _InvertibleNorm(torch.autograd.Function):
         return y
 
     @staticmethod
+    @first_derivative_only("an invertible norm of DeepSpeedTransformerLayer")
     def backward(ctx: Any, dy: Tensor) -> tuple:
         y, weight, bias, rstd = ctx.saved_tensors
         # What was normed has mean 0 and variance 1: the gradient of a norm of it, times rstd.
@@ -156,6 +158,7 @@ class _ActThenLinear(torch.autograd.Function):
         return F.linear(nn.bias_act(x, bias, ctx.act), weight)
 
     @staticmethod
+    @first_derivative_only("the feed-forward network of DeepSpeedTransformerLayer")
     def backward(ctx: Any, dy: Tensor) -> tuple:
         x, bias, weight = ctx.saved_tensors
         act = nn.bias_act(x, bias, ctx.act)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from deepspeed_c import _C
+from deepspeed_c.errors import BackwardError
 from deepspeed_c.ops import nn, reference
 from tests.ops.data import DTYPES, bits, normal
 
@@ -279,3 +281,154 @@ def test_compiled_in_one_graph():
     want = block(x, weight, up)
     got = torch.compile(block, backend="aot_eager", fullgraph=True)(x, weight, up)
     assert torch.equal(got, want)
+
+
+def attend(x):
+    return nn.attention(x, x, x, causal=True, window=2, return_lse=True)
+
+
+@pytest.mark.parametrize(
+    "call, shape",
+    [
+        (lambda x: nn.layer_norm(x, torch.ones(8), torch.ones(8)), (3, 8)),
+        (lambda x: nn.rms_norm(x, torch.ones(8), residual=x.detach()), (3, 8)),
+        (lambda x: nn.rms_norm(torch.ones(3, 8), x), (8,)),
+        (lambda x: nn.bias_gelu(torch.ones(3, 8), x), (8,)),
+        (nn.bias_gelu, (3, 8)),
+        (nn.swiglu, (3, 8)),
+        (lambda x: nn.geglu(torch.ones(3, 8), x), (3, 8)),
+        (nn.masked_softmax, (1, 2, 3, 8)),
+        (lambda x: nn.masked_softmax(torch.ones(1, 2, 3, 8), x), (1, 1, 3, 8)),
+        (attend, (1, 2, 3, 8)),
+    ],
+)
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_a_second_derivative_is_an_error_and_no_lost_term(call, shape, is_weighted):
+    x = leaf(*shape, seed=1, dtype=torch.float32)
+
+    def loss():
+        results = call(x)
+        results = results if isinstance(results, tuple) else (results,)
+        return sum(y.pow(3).sum() if is_weighted else y.sum() for y in results)
+
+    (gradient,) = torch.autograd.grad(loss(), x, create_graph=True)
+    assert torch.equal(gradient, torch.autograd.grad(loss(), x)[0])  # it may be read
+    penalty = gradient.pow(2).sum() + x.sum()  # a second path leads to x
+    with pytest.raises(BackwardError, match=r"deepspeed_c\.ops\.nn\..*has none") as caught:
+        torch.autograd.grad(penalty, x, retain_graph=True)
+    assert "Fix: " in str(caught.value)
+    with pytest.raises(BackwardError):
+        penalty.backward()
+    assert x.grad is None or torch.equal(x.grad, torch.ones_like(x)), x.grad  # its other way at most
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_second_derivatives_of_linear_operators(dtype):
+    x, bias = leaf(2, 3, 4, 6, seed=1, dtype=dtype), leaf(6, seed=2, dtype=dtype)
+    angles = normal(3 * 3, 3).view(1, 3, 3)
+
+    def ours(x, bias):
+        torch.manual_seed(5)
+        return nn.rotary(nn.bias_dropout_residual(x, bias, x, 0.4), angles.cos(), angles.sin())
+
+    torch.manual_seed(5)
+    seed = int(torch.randint(2**63 - 1, ()))
+
+    def formula(x, bias):
+        dropped = reference.nn_dropout(x, bias, x, 0.4, seed)
+        return reference.nn_rotary(dropped, angles.cos().double(), angles.sin().double(), False, False)
+
+    found = []
+    for call, operands in (
+        (ours, (x, bias)),
+        (formula, (x.detach().double().requires_grad_(), bias.detach().double().requires_grad_())),
+    ):
+        first = torch.autograd.grad(call(*operands).pow(2).sum(), operands, create_graph=True)
+        found.append([*first, *torch.autograd.grad(sum(each.pow(2).sum() for each in first), operands)])
+    for got, want in zip(*found, strict=True):
+        scale = want.abs().max()
+        assert got.dtype == dtype and (got.double() - want).abs().max() < 32 * TOLERANCE[dtype] * scale, (got, want)
+
+
+@pytest.mark.parametrize("shape", [(3, 0), (0, 0), (0, 8), (2, 0, 8)])
+def test_empty_rows_answer_as_torchs(shape):
+    n = shape[-1]
+    empty = [
+        torch.ones(shape, requires_grad=True),
+        torch.ones(n, requires_grad=True),
+        torch.ones(n, requires_grad=True),
+    ]
+    calls = (
+        (nn.layer_norm, lambda x, w, b: F.layer_norm(x, (n,), w, b)),
+        (lambda x, w, b: nn.rms_norm(x, w, residual=x)[0], lambda x, w, b: F.rms_norm(x + x, (n,), w)),
+        (lambda x, w, b: nn.bias_gelu(x, w), lambda x, w, b: F.gelu(x + w)),
+        (lambda x, w, b: nn.swiglu(x), lambda x, w, b: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]),
+        (lambda x, w, b: nn.bias_dropout_residual(x, w, x, 0.5), lambda x, w, b: F.dropout(x + w) + x),
+    )
+    for ours, torchs in calls:
+        found = []
+        for call in (ours, torchs):
+            y = call(*empty)
+            grads = torch.autograd.grad(y.sum(), empty, allow_unused=True)
+            found.append((y.shape, [None if grad is None else grad.tolist() for grad in grads]))
+        assert found[0] == found[1], found
+    with pytest.raises(ValueError, match="weight has 4 elements; 0 belong to x"):
+        nn.rms_norm(torch.ones(3, 0), torch.ones(4))
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 3, 4), (1, 0, 3, 4), (1, 2, 0, 4), (1, 2, 3, 0)])
+def test_empty_tensors_of_heads_answer_as_torchs(shape):
+    x = torch.ones(shape, requires_grad=True)
+    angles = torch.ones(1, shape[1], shape[3] // 2)
+    for y in (
+        nn.rotary(x, angles, angles),
+        nn.masked_softmax(x),
+        nn.attention(x, x, x, causal=True),
+    ):
+        (grad,) = torch.autograd.grad(y.sum(), x)
+        assert y.shape == grad.shape == torch.Size(shape)
+    # No queries, and keys that nobody sees.
+    q, k = torch.ones(1, 2, 0, 4, requires_grad=True), torch.ones(1, 2, 3, 4, requires_grad=True)
+    nn.attention(q, k, k).sum().backward()
+    assert q.grad.shape == q.shape and torch.equal(k.grad, torch.zeros_like(k)), (q.grad, k.grad)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("stride", [0, 2, 5])
+def test_weights_of_any_stride(dtype, stride):
+    x, whole = leaf(4, 8, seed=1, dtype=dtype), leaf(40, seed=2, dtype=dtype)
+    factor = normal(32, 3, dtype).view(4, 8)
+
+    def column(whole):
+        return whole.as_strided((8,), (stride,), 3)
+
+    for ours, formula in (
+        (lambda x, w: nn.layer_norm(x, w, w), lambda x, w: F.layer_norm(x, (8,), w, w)),
+        (lambda x, w: nn.rms_norm(x, w), lambda x, w: F.rms_norm(x, (8,), w, 1e-6)),
+        (lambda x, w: nn.bias_gelu(x, w), lambda x, w: F.gelu(x + w)),
+        (lambda x, w: nn.bias_dropout_residual(x, w, x, 0.0), lambda x, w: x + w + x),
+    ):
+        found = []
+        for call, operands in (
+            (ours, (x, whole)),
+            (formula, (x.detach().double().requires_grad_(), whole.detach().double().requires_grad_())),
+        ):
+            y = call(operands[0], column(operands[1]))
+            found.append([y, *torch.autograd.grad((y * factor).sum(), operands)])
+        for got, want in zip(*found, strict=True):
+            assert (got.double() - want).abs().max() < 16 * TOLERANCE[dtype] * want.abs().max(), (got, want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dropout_is_compiled_in_one_graph(dtype):
+    def block(x, bias):
+        return nn.bias_dropout_residual(nn.bias_dropout_residual(x, bias, x, 0.5), None, x, 0.25)
+
+    x, bias = leaf(40, 8, seed=1, dtype=dtype), leaf(8, seed=2, dtype=dtype)
+    found = []
+    for call in (block, torch.compile(block, backend="aot_eager", fullgraph=True)):
+        torch.manual_seed(4)
+        y = call(x, bias)
+        found.append([y, *torch.autograd.grad(y.float().pow(2).sum(), (x, bias))])
+    for want, got in zip(*found, strict=True):
+        assert torch.equal(got, want), (got, want)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from deepspeed_c.errors import ConfigError, ModelError
+from deepspeed_c.errors import BackwardError, ConfigError, ModelError
 from deepspeed_c.ops.transformer import DeepSpeedTransformerConfig, DeepSpeedTransformerLayer
 
 
@@ -154,3 +154,11 @@ def test_layers_are_smaller_at_the_end_of_a_residual_connection():
     layer = DeepSpeedTransformerLayer(config(hidden_size=240, num_hidden_layers=8))
     assert float(layer.inter_w.detach().std()) == pytest.approx(0.3, rel=0.02)
     assert float(layer.output_w.detach().std()) == pytest.approx(0.3 / 4, rel=0.02)
+
+
+@pytest.mark.parametrize("changes", [{}, {"normalize_invertible": True}, {"gelu_checkpoint": True}])
+def test_a_second_derivative_is_an_error(changes):
+    layer, x = made(**changes), torch.randn(1, 3, 24, requires_grad=True)
+    (gradient,) = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+    with pytest.raises(BackwardError, match="a second derivative is taken through"):
+        (gradient.pow(2).sum() + x.sum()).backward()
