@@ -2,8 +2,9 @@
 positions.
 
 ``inject_kernels`` gives modules another forward, and nothing else: modules, parameters, names and hooks stay, and
-``revert_kernels`` takes it away again. What a module computes is not believed from its name: its own forward runs on
-small stand-ins for its weights, and must give what the operator gives.
+``revert_kernels`` takes it away again. What a module computes is not believed from its name, nor from its class: its
+own forward runs on stand-ins for its weights, large values and small, in each dtype, and must give what the operator
+gives.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ _GATED = (("gate_proj", "up_proj"), ("gate_up_proj",))
 _ACT_NAMES = ("act_fn", "activation_fn", "act")
 _EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
 _ROTARY = "apply_rotary_pos_emb"
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# What may lie between a module's own forward and a kernel, of the largest result: sums in another order in float32; in
+# 16 bits one rounding after another against one.
+_TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9}
+# Of what stand-ins are given: in the smaller one an epsilon shows.
+_SCALES = (1.0, 0.01)
 Forward = Callable[..., Any]
 Answer = tuple[str, Forward] | str | None
 """(the operator, a forward that runs it), why a module keeps its own, or None where it is of another kind."""
@@ -59,7 +64,9 @@ def inject_kernels(model: torch.nn.Module, *, strict: bool = False) -> KernelRep
     """
     if any(_is_swapped(module) for module in model.modules()):
         raise StateError("kernels are in it already", where=type(model).__name__, fix="call revert_kernels first")
-    other = next((name for name, p in model.named_parameters() if p.is_floating_point() and p.dtype not in _DTYPES), "")
+    other = next(
+        (name for name, p in model.named_parameters() if p.is_floating_point() and p.dtype not in _TOLERANCES), ""
+    )
     if other:
         raise ModelError(
             f"kernels compute in float32, bfloat16 and float16, not in {model.get_parameter(other).dtype}",
@@ -131,31 +138,59 @@ def _is_swapped(module: torch.nn.Module) -> bool:
     return __name__ in (forward.__module__, getattr(forward.__globals__.get(_ROTARY), "__module__", ""))
 
 
-def _unless_autocast(kernel: Forward) -> Forward:
+def _where_it_decides_no_dtypes(kernel: Forward) -> Forward:
     def forward(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-        if torch.is_autocast_enabled(x.device.type):
+        weight = module._parameters.get("weight")
+        is_mixed = weight is not None and weight.dtype != x.dtype  # whose promotion is the module's own affair
+        if is_mixed or torch.is_autocast_enabled(x.device.type):
             return type(module).forward(module, x)
         return kernel(module, x)
 
     return forward
 
 
-def _stand_in(module: torch.nn.Module, params: dict[str, Any], children: dict[str, torch.nn.Module]) -> torch.nn.Module:
+def _stand_in(
+    module: torch.nn.Module,
+    dtype: torch.dtype,
+    params: dict[str, torch.Tensor | None],
+    children: dict[str, torch.nn.Module],
+) -> torch.nn.Module:
     """``module`` with other parameters and children, which shares everything else with it."""
     made = copy.copy(module)
-    vars(made).update(_parameters=params, _modules={**module._modules, **children}, training=False)
+    own = {name: None if each is None else torch.nn.Parameter(each.to(dtype)) for name, each in params.items()}
+    cast = {name: copy.deepcopy(child).to(dtype) for name, child in children.items()}
+    vars(made).update(_parameters=own, _modules={**module._modules, **cast}, training=False)
     vars(made).pop("forward", None)
     return made
 
 
 @torch.no_grad()
-def _computes(module: torch.nn.Module, x: torch.Tensor, kernel: torch.Tensor) -> bool:
-    try:
-        own = type(module).forward(module, x)
-    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, NotImplementedError):
-        return False  # it takes something else
-    is_alike = isinstance(own, torch.Tensor) and own.shape == kernel.shape
-    return is_alike and torch.allclose(own, kernel, rtol=1e-5, atol=2e-6)
+def _computes(
+    module: torch.nn.Module,
+    kernel: Forward,
+    x: torch.Tensor,
+    params: dict[str, torch.Tensor | None] | None = None,
+    children: dict[str, torch.nn.Module] | None = None,
+) -> bool:
+    """Whether ``kernel`` gives what ``module``'s own forward gives, with these in the place of its weights."""
+    for dtype, tolerance in _TOLERANCES.items():
+        tried = _stand_in(module, dtype, params or {}, children or {})
+        for scale in _SCALES:
+            given = (scale * x).to(dtype)
+            try:
+                own = type(module).forward(tried, given.clone())
+            except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, NotImplementedError):
+                return False  # it takes something else
+            if not isinstance(own, torch.Tensor) or not _is_alike(own, kernel(tried, given), tolerance):
+                return False
+    return True
+
+
+def _is_alike(own: torch.Tensor, kernel: torch.Tensor, tolerance: float) -> bool:
+    if own.shape != kernel.shape or own.dtype != kernel.dtype:
+        return False
+    own, kernel = own.float(), kernel.float()
+    return bool((own - kernel).abs().max() <= tolerance * own.abs().max())
 
 
 def _numbers(*shape: int) -> torch.Tensor:
@@ -167,11 +202,17 @@ def _find_norm(module: torch.nn.Module) -> Answer:
     if own in (torch.nn.LayerNorm.forward, torch.nn.RMSNorm.forward):
         if len(module.normalized_shape) != 1:
             return f"norms {len(module.normalized_shape)} dimensions together"
-        if own is torch.nn.LayerNorm.forward:
-            return "layer_norm", _unless_autocast(lambda m, x: nn.layer_norm(x, m.weight, m.bias, m.eps))
-        return "rms_norm", _unless_autocast(
-            lambda m, x: nn.rms_norm(x, m.weight, torch.finfo(x.dtype).eps if m.eps is None else m.eps)
-        )
+        n = module.normalized_shape[0]
+        if n == 0:
+            return "norms rows without an element"
+        name, kernel = ("rms_norm", _rms_norm) if own is torch.nn.RMSNorm.forward else ("layer_norm", _layer_norm)
+        params = {
+            key: None if param is None else _numbers(i + 1, n)[i]
+            for i, (key, param) in enumerate(module._parameters.items())
+        }
+        if _computes(module, kernel, 1 + 2 * _numbers(3, n).flip(0), params):
+            return name, _where_it_decides_no_dtypes(kernel)
+        return "computes another norm"
     if not type(module).__name__.endswith(("RMSNorm", "LayerNorm")):
         return None
     eps = next((name for name in _EPS_NAMES if isinstance(getattr(module, name, None), float)), "")
@@ -179,18 +220,24 @@ def _find_norm(module: torch.nn.Module) -> Answer:
     if not eps or list(params) != ["weight"] or params["weight"].dim() != 1:
         return "is no norm of one dimension with a weight and an epsilon"
     weight, x = _numbers(8), 1 + 2 * _numbers(3, 8).flip(0)
-    tried = _stand_in(module, {"weight": torch.nn.Parameter(weight)}, {})
     kernels: tuple[tuple[str, Forward], ...] = (
         ("rms_norm", lambda m, x: nn.rms_norm(x, m.weight, getattr(m, eps))),
         ("rms_norm of 1 + weight", lambda m, x: nn.rms_norm(x, 1.0 + m.weight.float(), getattr(m, eps))),
         ("layer_norm", lambda m, x: nn.layer_norm(x, m.weight, None, getattr(m, eps))),
     )
     for name, kernel in kernels:
-        with torch.no_grad():
-            result = kernel(tried, x)
-        if _computes(tried, x, result):
-            return name, _unless_autocast(kernel)
+        if _computes(module, kernel, x, {"weight": weight}):
+            return name, _where_it_decides_no_dtypes(kernel)
     return "computes another norm"
+
+
+def _layer_norm(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return nn.layer_norm(x, module.weight, module.bias, module.eps)
+
+
+def _rms_norm(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    # torch's default is the epsilon of the dtype that it sums in, which is float32 for 16 bits as well.
+    return nn.rms_norm(x, module.weight, torch.finfo(torch.float32).eps if module.eps is None else module.eps)
 
 
 def _find_act(module: torch.nn.Module) -> Answer:
@@ -200,8 +247,12 @@ def _find_act(module: torch.nn.Module) -> Answer:
         return None
     x = torch.linspace(-6.0, 6.0, 97)
     for act in _ACTS:
-        if _computes(_stand_in(module, {}, {}), x.clone(), nn.bias_act(x, None, act)):
-            return act, _unless_autocast(lambda m, x, act=act: nn.bias_act(x, None, act))
+
+        def forward(m: torch.nn.Module, x: torch.Tensor, act: nn.Act = act) -> torch.Tensor:
+            return nn.bias_act(x, None, act)
+
+        if _computes(module, forward, x):
+            return act, _where_it_decides_no_dtypes(forward)
     looks_alike = any(word in kind.__name__.lower() for word in ("gelu", "silu", "relu"))
     return "computes another activation" if looks_alike else None
 
@@ -219,17 +270,15 @@ def _find_gated(module: torch.nn.Module) -> Answer:
     with torch.no_grad():
         for number, layer in enumerate(layers.values()):
             layer.weight.copy_(_numbers(number + 1, *layer.weight.shape)[number])
-    tried, x = _stand_in(module, {}, layers), _numbers(3, 6)
+    x = _numbers(3, 6)
     kernels = (("swiglu", nn.swiglu), ("geglu", nn.geglu), ("geglu with tanh", _geglu_tanh))
     for label, gated in kernels:
 
         def forward(m: torch.nn.Module, x: torch.Tensor, gated: Forward = gated) -> torch.Tensor:
             return m.down_proj(gated(*(m._modules[name](x) for name in names)))
 
-        with torch.no_grad():
-            result = forward(tried, x)
-        if _computes(tried, x, result):
-            return label, _unless_autocast(forward)
+        if _computes(module, forward, x, children=layers):
+            return label, _where_it_decides_no_dtypes(forward)
     return "computes another gated network"
 
 
@@ -265,13 +314,14 @@ def _find_rotary(module: torch.nn.Module, angles: set[str]) -> Answer:
     half = _numbers(1, 3, 4)
     angle = torch.cat([half, half], -1) if layout == "halves" else half.repeat_interleave(2, dim=-1)
     query, key = _numbers(1, 2, 3, 8), _numbers(2, 1, 3, 8)[1:]
-    try:
-        wanted = apply(query, key, angle.cos(), angle.sin())
-    except (RuntimeError, TypeError, ValueError, IndexError):
-        return "turns positions by arguments of its own"
-    got = rotate(query, key, angle.cos(), angle.sin())
-    if not all(torch.allclose(a, b, rtol=1e-5, atol=2e-6) for a, b in zip(wanted, got, strict=True)):
-        return "turns other pairs"
+    for dtype, tolerance in _TOLERANCES.items():
+        given = [each.to(dtype) for each in (query, key, angle.cos(), angle.sin())]
+        try:
+            wanted = apply(*given)
+        except (RuntimeError, TypeError, ValueError, IndexError):
+            return "turns positions by arguments of its own"
+        if not all(_is_alike(a, b, tolerance) for a, b in zip(wanted, rotate(*given), strict=True)):
+            return "turns other pairs"
     # The same forward, in which one name means something else; other models that share the class keep theirs.
     forward = types.FunctionType(code, {**names, _ROTARY: rotate}, own.__name__, own.__defaults__, own.__closure__)
     forward.__kwdefaults__ = own.__kwdefaults__

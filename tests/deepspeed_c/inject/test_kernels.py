@@ -154,6 +154,80 @@ def test_a_module_is_what_it_computes(module: nn.Module, found: str) -> None:
     assert f"{len(report.swapped)} modules run kernels, {len(report.remainder)} keep their own" in str(report)
 
 
+class OfItsOwnEpsilon(nn.Module):
+    """A norm whose epsilon depends on the dtype: in float32 it computes what a kernel does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.rand(6) + 0.5), torch.finfo(torch.float32).eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x.float(), (6,), self.weight.float(), torch.finfo(x.dtype).eps).to(x.dtype)
+
+
+class WideRMSNorm(OfItsOwnEpsilon):
+    """The name of a norm."""
+
+
+class FloatRMSNorm(Strange):
+    """It gives float32, whatever it is given."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x.float(), (6,), self.weight.float(), self.eps)
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+REPLACED = (
+    lambda: nn.RMSNorm(6),
+    lambda: nn.RMSNorm(6, eps=1e-3),
+    lambda: nn.RMSNorm(6, elementwise_affine=False),
+    lambda: nn.LayerNorm(6),
+    lambda: nn.LayerNorm(6, bias=False),
+    lambda: nn.LayerNorm(6, elementwise_affine=False),
+    lambda: OneMoreRMSNorm(1),
+    lambda: GemmaLikeRMSNorm(),
+    lambda: nn.GELU(),
+    lambda: nn.GELU("tanh"),
+    lambda: nn.SiLU(),
+    lambda: nn.ReLU(),
+    lambda: Gate(nn.SiLU(), True),
+    lambda: Gate(nn.GELU(), True),
+    lambda: Gate(nn.GELU("tanh"), True),
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("make_module", REPLACED)
+def test_small_values_and_large_in_every_dtype(make_module: Any, dtype: torch.dtype) -> None:
+    torch.manual_seed(2)
+    module = make_module().to(dtype)
+    own = copy.deepcopy(module)
+    assert inject_kernels(nn.Sequential(module)).swapped
+    for scale in (0.02, 1.0, 30.0):
+        x = (scale * torch.randn(4, 6)).to(dtype)
+        want, got = own(x), module(x)
+        error = (got.float() - want.float()).abs().max() / want.float().abs().max()
+        bound = {torch.float32: 2e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9}[dtype]
+        assert got.dtype == want.dtype == dtype and error <= bound, (scale, error, got, want)
+
+
+@pytest.mark.parametrize("make_module", [WideRMSNorm, lambda: FloatRMSNorm(0)])
+def test_a_norm_that_differs_in_16_bits_keeps_its_own(make_module: Any) -> None:
+    module = make_module()
+    report = inject_kernels(nn.Sequential(nn.LayerNorm(6), module))
+    assert report.remainder == {"1": "computes another norm"}, report
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mixed_dtypes_are_promoted_by_the_module_itself(dtype: torch.dtype) -> None:
+    module = OneMoreRMSNorm(1)
+    own = copy.deepcopy(module)
+    assert inject_kernels(nn.Sequential(module)).swapped
+    x = torch.randn(3, 6).to(dtype)
+    want, got = own(x), module(x)
+    assert got.dtype == want.dtype == torch.float32 and torch.allclose(got, want, rtol=1e-5, atol=1e-6), (got, want)
+
+
 def test_meta_weights_half_precision_and_autocast() -> None:
     with torch.device("meta"):
         empty = make("qwen3")
