@@ -5,6 +5,7 @@ says what to use.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 import types
 from collections.abc import Sequence
@@ -116,6 +117,16 @@ class _Loader:
         module = importlib.import_module(ours) if ours else AliasedModule(spec.name)
         self._spec = module.__spec__ if ours else spec
         return module
+
+    def get_code(self, name: str) -> types.CodeType:
+        """What ``python -m name`` runs: our module's file; the ``main`` of a module that is made of names."""
+        if ours := _our_module(name):
+            spec = importlib.util.find_spec(ours)
+            return spec.loader.get_code(spec.name)
+        main = NAMES.get(name, {}).get("main", "")
+        module, _, attribute = main.partition(":")
+        source = f"import sys\nfrom {module} import {attribute} as main\nsys.exit(main())\n" if main else ""
+        return compile(source, f"<{name}>", "exec")
 
     def exec_module(self, module: types.ModuleType) -> None:
         module.__spec__ = self._spec  # the import system has given it that of the other name

@@ -515,7 +515,11 @@ class GradientReducer:
         if late:
             self._on_change()
             for index in sorted(late):
-                self.buckets[index].reduce().wait()
+                bucket = self.buckets[index]
+                bucket.reduce().wait()
+                # Twins whose gradients were late on some have added the same numbers in other orders.
+                if bucket.unit.twins.world_size > 1:
+                    bucket.unit.twins.broadcast(bucket.result, 0, label="late gradients")
             self._path.take_late()
         return bool(late)
 

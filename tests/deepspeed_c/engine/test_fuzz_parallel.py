@@ -17,6 +17,24 @@ def test_a_random_parallel_run_is_one_process(seed: int) -> None:
     assert not problem, f"{problem}\npython -m tests.deepspeed_c.engine.fuzz_parallel --case '{told(case)}'"
 
 
+# What the generator has found.
+FOUND = {
+    "a kept product that a sum over ranks had overwritten was summed again": {"tp": 2, "recompute": "budget"},
+    "gradients that were late on some tensor-parallel ranks were added in another order there": {
+        "tp": 2,
+        "data": 2,
+        "stage": 3,
+        "gas": 2,
+        "bucket": 3000,
+    },
+}
+
+
+@pytest.mark.parametrize("what", list(FOUND))
+def test_what_was_found_stays_mended(what: str) -> None:
+    assert check_case(settled({**DEFAULT, **FOUND[what]})) == ""
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("case", [{"data": 2}, {"tp": 2}, {"sp": 2}, {"pp": 2}], ids=str)
 def test_a_rate_that_is_off_by_a_half_is_noticed(case: dict, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
