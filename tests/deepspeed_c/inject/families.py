@@ -54,6 +54,23 @@ def make(family: str) -> torch.nn.Module:
         "granite": lambda: t.GraniteConfig(**llama),
         "apertus": lambda: t.ApertusConfig(**llama),
         "aria": lambda: t.AriaTextConfig(**{**llama, "intermediate_size": 40, "moe_num_experts": 3, "moe_topk": 2, "moe_num_shared_experts": 1}),
+        "inkling": lambda: t.InklingTextConfig(
+            **{
+                **llama,
+                "moe_intermediate_size": 88,
+                "n_routed_experts": 4,
+                "num_experts_per_tok": 2,
+                "n_shared_experts": 2,
+                "swa_num_attention_heads": 6,
+                "swa_num_key_value_heads": 3,
+                "head_dim": 8,
+                "swa_head_dim": 8,
+                "d_rel": 4,
+                "rel_extent": 16,
+                "sliding_window_size": 5,
+                "mlp_layer_types": ["dense", "sparse"],
+            }
+        ),
         "llama4": lambda: t.Llama4TextConfig(
             **{**llama, "intermediate_size": 40, "intermediate_size_mlp": 70, "num_local_experts": 3, "num_experts_per_tok": 1, "head_dim": 8, "interleave_moe_layer_step": 2}
         ),
@@ -137,5 +154,5 @@ FAMILIES = (
     *("codegen", "mpt", "gpt_oss"),
 )
 """Those that a policy cuts."""
-PLANNED = ("cohere", "granite", "aria", "llama4", "apertus", "granite_swa")
+PLANNED = ("cohere", "granite", "aria", "llama4", "apertus", "granite_swa", "inkling")
 """Those that only transformers' own plan knows."""

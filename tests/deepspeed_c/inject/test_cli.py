@@ -49,13 +49,21 @@ def test_it_prints_what_each_rank_will_hold(tmp_path: Path, capsys: pytest.Captu
 
 def test_a_configuration_brings_its_rules(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = folder_of("llama", tmp_path)
-    spec = {"patterns": [r".*\.up_proj\.weight"], "partition_type": "skip"}
-    ds_config = {"train_batch_size": 1, "tensor_parallel": {"partition_config": {"layer_specs": [spec]}}}
-    (tmp_path / "ds.json").write_text(json.dumps(ds_config))
-    assert main(["inject", folder, "--tp", "2", "--config", str(tmp_path / "ds.json"), "--json"]) == 0
+    words = ["inject", folder, "--tp", "2", "--config", str(tmp_path / "ds.json"), "--json"]
+
+    def write(pattern: str) -> None:
+        spec = {"patterns": [pattern], "partition_type": "skip"}
+        ds_config = {"train_batch_size": 1, "tensor_parallel": {"partition_config": {"layer_specs": [spec]}}}
+        (tmp_path / "ds.json").write_text(json.dumps(ds_config))
+
+    write(r".*\.mlp\..*\.weight")
+    assert main(words) == 0
     rules = {row["name"]: row["rule"] for row in json.loads(capsys.readouterr().out)[0]["parameters"]}
     assert "partition_config" in next(rule for name, rule in rules.items() if name.endswith("up_proj.weight"))
-    assert "policy llama" in next(rule for name, rule in rules.items() if name.endswith("gate_proj.weight"))
+    assert "policy llama" in next(rule for name, rule in rules.items() if name.endswith("q_proj.weight"))
+    write(r".*\.up_proj\.weight")  # 70 columns of one are multiplied with 35 of the other
+    assert main(words) == 2
+    assert "layers.0.mlp" in (said := capsys.readouterr().err) and "35" in said and "70" in said, said
 
 
 def test_typed_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

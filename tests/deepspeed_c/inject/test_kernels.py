@@ -24,10 +24,15 @@ TRANSFORMERS = "transformers"
 # What each family has to swap besides norms; what looks like it and is something else.
 ROTARY = (
     *("llama", "llama_tied_shared", "qwen2", "qwen3", "mixtral", "deepseek_v3", "phi", "phi3", "gpt_neox", "falcon"),
-    *("falcon_7b", "starcoder2", "cohere", "granite", "aria"),
+    *("falcon_7b", "starcoder2", "cohere", "granite", "aria", "apertus", "granite_swa"),
 )
-GATED = ("llama", "llama_tied_shared", "qwen2", "qwen3", "deepseek_v3", "phi3", "cohere", "granite", "aria", "llama4")
-REST = {"gptj": "its rotary angles lie in no known order", "clip": "computes another activation"}
+GATED = (
+    *("llama", "llama_tied_shared", "qwen2", "qwen3", "deepseek_v3", "phi3", "cohere", "granite", "aria", "llama4"),
+    *("granite_swa",),
+)
+_ANGLES = "its rotary angles lie in no known order"
+REST = {"gptj": _ANGLES, "codegen": _ANGLES, "gpt_oss": _ANGLES, "clip": "computes another activation"}
+REST["inkling"] = "has more than gate, up, activation and down"  # a scale of the sum
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *PLANNED])
