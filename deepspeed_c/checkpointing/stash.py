@@ -110,8 +110,16 @@ class StashFile:
         size = whole_pages(n_bytes)
         offset = self._space.take(size)
         if offset is None:
-            missing = self._space.missing(size)
-            generous = max(missing, min(self._space.end, _MOST_GROWTH))
+            self._grow_for(size, n_bytes, label)
+            offset = self._space.take(size)
+        self.used_bytes += size
+        return offset
+
+    def _grow_for(self, size: int, n_bytes: int, label: str) -> None:
+        missing = self._space.missing(size)
+        generous = max(missing, min(self._space.end, _MOST_GROWTH))
+        problem: AioError | None = None
+        try:
             for wanted in dict.fromkeys((generous, missing)):
                 try:
                     reserve_space(self._descriptor, self._space.end, wanted, self.folder)
@@ -119,17 +127,17 @@ class StashFile:
                     problem = error
                 else:
                     self._space.grow(wanted)
-                    break
-            else:
-                raise OffloadError(
-                    f"no room for the inputs of {label} ({n_bytes} bytes) beside the {self.used_bytes} that wait there:"
-                    f" {problem.what}",
-                    where=f"{NVME_PATH}: {self.folder}",
-                    fix='free space there, name another folder, or keep more in memory by "max_in_cpu"',
-                ) from problem
-            offset = self._space.take(size)
-        self.used_bytes += size
-        return offset
+                    return
+            raise OffloadError(
+                f"no room for the inputs of {label} ({n_bytes} bytes) beside the {self.used_bytes} that wait there:"
+                f" {problem.what}",
+                where=f"{NVME_PATH}: {self.folder}",
+                fix='free space there, name another folder, or keep more in memory by "max_in_cpu"',
+            ) from problem
+        finally:
+            # An error and the frame that names it refer to each other: what the forward holds, and its place in the
+            # file, would wait for the garbage collector.
+            del problem
 
     def give(self, offset: int, n_bytes: int) -> None:
         self.used_bytes -= whole_pages(n_bytes)

@@ -22,7 +22,7 @@ from deepspeed_c.checkpointing.recomputer import Recomputer, _Keeping, bytes_of,
 from deepspeed_c.checkpointing.stash import Stash, StashFile, _Space
 from deepspeed_c.config.checkpoint import ActivationCheckpointing, ActivationOffload
 from deepspeed_c.config.offload import Aio
-from deepspeed_c.errors import ConfigError, DeepSpeedCError, OffloadError, RecomputeError
+from deepspeed_c.errors import AioError, ConfigError, DeepSpeedCError, OffloadError, RecomputeError
 from deepspeed_c.offload.swap import SwapSettings
 from tests.aio_faults import faults
 
@@ -422,3 +422,31 @@ def test_calls_are_of_their_thread_and_errors_of_our_own() -> None:
     assert (calls.number, calls.label) == (2, "b")
     assert issubclass(OffloadError, DeepSpeedCError)
     assert Counters().as_dict() == {}
+
+
+def test_a_full_device_frees_its_forward_without_a_collection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, offset: int, n_bytes: int, folder: str) -> None:
+        raise AioError("full", errno=errno.ENOSPC)
+
+    monkeypatch.setattr(module, "reserve_space", full)
+    recomputer = Recomputer(ActivationCheckpointing(offload=ActivationOffload(device="nvme", nvme_path=str(tmp_path))))
+    layers = nn.ModuleList(nn.Linear(1024, 1024) for _ in range(6))
+
+    def step(n_rows: int) -> None:
+        y = torch.ones(n_rows, 1024, requires_grad=True)  # 24 MiB of 6144 rows: two fit, three do not
+        for layer in layers:
+            y = recomputer.run(layer, (y,), {})
+        y.sum().backward()
+
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(OffloadError, match="no room") as caught:
+            step(6144)
+        assert isinstance(caught.value.__cause__, AioError)
+        del caught
+        assert recomputer.stash.file_bytes == 0, recomputer.stash.file_bytes
+        step(64)
+    finally:
+        gc.enable()
+    recomputer.close()
