@@ -63,16 +63,6 @@ class Gather:
         return torch.cat([part[:size] for part, size in zip(slices, sizes, strict=True)])
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill their memory, in whatever order of dimensions."""
-    expected = 1
-    for stride, size in sorted((st, sz) for st, sz in zip(tensor.stride(), tensor.shape) if sz != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
 class Arena:
     """One piece of memory for all that is kept between a forward and its backward, as large as the first of them was
     found to need.
@@ -130,8 +120,8 @@ class _Kept:
     """What is kept of one tensor, and how to have it again."""
 
     __slots__ = (
-        "__weakref__", "_arena", "_watch", "device", "dtype", "flat", "numel", "shape", "source", "stashed", "stride",
-        "version",
+        "__weakref__", "_arena", "_of_memory", "_own_shape", "_span_elems", "_watch", "device", "dtype", "flat", "numel",
+        "shape", "source", "stashed", "stride", "version",
     )  # fmt: skip
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -139,17 +129,24 @@ class _Kept:
         # Its count of changes in place goes on when the tensor itself, and its memory, are gone.
         self._watch = tensor.detach()
         self._watch.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        self.shape, self.numel, self.device, self.dtype = tensor.shape, tensor.numel(), tensor.device, tensor.dtype
-        self.stride = tensor.stride() if _is_dense(tensor) else None
+        self.shape, self.stride, self.device, self.dtype = tensor.shape, tensor.stride(), tensor.device, tensor.dtype
+        # Along an expanded dimension one element is kept.
+        self._own_shape = [1 if stride == 0 else size for size, stride in zip(self.shape, self.stride, strict=True)]
+        n_elems = math.prod(self._own_shape)
+        # Elements of memory from the first to the last. Where there are no gaps, memory is kept, in any order of
+        # dimensions; a slice of something larger is kept without what lies between its elements.
+        self._span_elems = 1 + sum((n - 1) * stride for n, stride in zip(self._own_shape, self.stride, strict=True))
+        self._of_memory = self._span_elems <= n_elems
+        self.numel = self._span_elems if self._of_memory else n_elems
         self.flat: torch.Tensor | None = None
         self.stashed: Stashed | None = None
         self._arena: Arena | None = None
 
     def elements_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """All elements in the order of their memory."""
-        if self.stride is None:
-            return tensor.detach().reshape(-1)
-        return tensor.detach().as_strided((self.numel,), (1,))
+        """What is kept of ``tensor``, flat."""
+        if self._of_memory:
+            return tensor.detach().as_strided((self.numel,), (1,))
+        return tensor.detach().as_strided(self._own_shape, self.stride).reshape(-1)
 
     def keep(self, values: torch.Tensor, arena: Arena | None) -> None:
         """Copies ``values``."""
@@ -166,7 +163,13 @@ class _Kept:
             raise overwritten(f"{self.dtype} {list(self.shape)}", self._watch._version, self.version)
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat.view(self.shape) if self.stride is None else flat.as_strided(self.shape, self.stride)
+        """The tensor with the strides that it had: some operators compute other bits, or save other tensors, for
+        others.
+        """
+        if not self._of_memory:
+            values, flat = flat.view(self._own_shape), flat.new_empty(self._span_elems)
+            flat.as_strided(self._own_shape, self.stride).copy_(values)
+        return flat.as_strided(self.shape, self.stride)
 
     def __del__(self) -> None:
         if self._arena is not None:
@@ -275,7 +278,8 @@ class ShardPacker:
         if not self._has_gathered:
             self._check(tensor, flat)
         part = flat.narrow(0, *own_range(kept.numel, self._rank, self._n_ranks))
-        if self._stash is not None and self._stash.takes(tensor.device):
+        # A tensor that is expanded may have fewer elements than there are ranks.
+        if self._stash is not None and part.numel() and self._stash.takes(tensor.device):
             kept.stashed = self._stash.put(part.clone())
         else:
             kept.keep(part, self._arena)
