@@ -13,6 +13,7 @@ import torch
 from deepspeed_c.accelerator import get_accelerator
 from deepspeed_c.checkpointing.active import current, entered
 from deepspeed_c.checkpointing.rng import device_state, get_cuda_rng_tracker, restore_device_state
+from deepspeed_c.checkpointing.statistics import statistics_stay
 
 __all__ = ["Conditions"]
 
@@ -68,7 +69,8 @@ class Conditions:
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Runs what is within under them; afterwards all generators go on from where they were.
+        """Runs what is within under them; afterwards all generators go on from where they were, and running statistics
+        of norms are what forward has made them.
 
         Generators belong to the process: one thread at a time.
         """
@@ -81,6 +83,7 @@ class Conditions:
             stack.callback(now.restore)
             self._random.restore()
             stack.enter_context(entered(self._active))
+            stack.enter_context(statistics_stay())
             for autocast in self._autocasts:
                 if autocast != _autocast_of(autocast[0]):
                     stack.enter_context(self._autocast(*autocast))

@@ -13,7 +13,12 @@ from tests.ranks import run_ranks
 SAYS = {
     "data": ("different data in this window", "position_ids", "same batch"),
     # Labels of another rank's words change no sum that this rank has.
-    "labels": ("differs on ranks that hold one model together", "different data in this window", "labels", "same batch"),
+    "labels": (
+        "differs on ranks that hold one model together",
+        "different data in this window",
+        "labels",
+        "same batch",
+    ),
     "random": ("drew different random numbers", "seed all ranks"),
     "part": ("gradients of transformer.ln_f.weight", "part of its gradient", "tp_sum_gradients"),
     # Seeds apart are no cause where nothing is drawn.
