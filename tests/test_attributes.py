@@ -76,7 +76,7 @@ PERMITTED: dict[str, str] = {
             "inject/ranks.py: ctx.begin",
             "inject/ranks.py: ctx.label",
         )
-        + ("inject/trial.py: ctx.begin", "inject/trial.py: ctx.label", "inject/trial.py: ctx.size")
+        + ("inject/stand_ins.py: ctx.begin", "inject/stand_ins.py: ctx.label", "inject/stand_ins.py: ctx.size")
         + ("inject/ranks.py: ctx.ranks", "inject/ranks.py: ctx.size", "inject/overlap.py: ctx.held"),
         "torch's own: the context of an autograd function",
     ),

@@ -229,6 +229,10 @@ class _Surgeon:
                 self.summed.add(param)
                 self.reasons[param] = "whole, used on each rank's part: its gradient is summed"
         self._refuse_unknown(findings)
+        if findings.is_unfinished and self.place.rank == 0:
+            logger.warning(
+                f"{findings.obstacle}: the cut is by its rules alone. Fix: compare a loss with one process' before a long run"
+            )
         self._refuse_hardly_cut(self if self.place.rank == 0 else plan(self.model, RankPlace(0, self.place.n_ranks)))
 
     def _refuse_hardly_cut(self, first: _Surgeon) -> None:

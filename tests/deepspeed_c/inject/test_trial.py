@@ -12,6 +12,7 @@ from deepspeed_c.config.parallel import TensorParallel
 from deepspeed_c.errors import ModelError
 from deepspeed_c.inject import cut_model
 from deepspeed_c.inject.cutting import preview_cut
+from deepspeed_c.logging import logger
 from tests.deepspeed_c.inject.families import VOCAB, feed, make
 from tests.ranks import run_ranks
 
@@ -47,6 +48,10 @@ class Between(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.inner(x)
+        if self.kind == "scan":
+            for _ in range(10**7):  # minutes
+                y = y + 0
+            return y
         if self.kind == "mean":
             return y - y.mean(-1, keepdim=True)
         return y * self.factor
@@ -135,4 +140,20 @@ def test_a_policy_that_forgets_a_count_of_heads_is_refused() -> None:
     attention = {"transformer.h.*.attn.c_attn": "colwise", "transformer.h.*.attn.c_proj": "rowwise"}
     model.tp_plan = attention  # thirds of a fused matrix are not cut one by one
     with pytest.raises(ModelError, match=r"transformer\.h\.0\.attn.*(cannot compute|another value)"):
+        preview_cut(model, TensorParallel(), 0, 2)
+
+
+def test_a_trial_that_takes_too_long_ends_in_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(logger, "warning", said.append)
+    report = preview_cut(changed("scan", "act_fn"), TensorParallel(), 0, 2)
+    expected = preview_cut(make("llama"), TensorParallel(), 0, 2)
+    assert [(row.name, row.local_shape) for row in report.rows] == [
+        (row.name, row.local_shape) for row in expected.rows
+    ]
+    assert len(said) == 1 and "was not finished" in said[0] and "LlamaForCausalLM over 2 ranks" in said[0], said
+    # Nothing is known of a parameter that lies between cut layers then.
+    model = changed("scan", "act_fn")
+    model.model.layers[1].mlp.act_fn.factor = torch.nn.Parameter(torch.ones(1))
+    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.act_fn\.factor.*was not finished"):
         preview_cut(model, TensorParallel(), 0, 2)

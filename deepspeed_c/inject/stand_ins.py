@@ -1,0 +1,525 @@
+"""A small copy of a model that computes in one process, whole or as one of several ranks, for the trial of a cut.
+
+See [Note: trial] in ``trial.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from deepspeed_c.inject.cut import Cut
+from deepspeed_c.inject.layers import RowPicker, is_transposed, product_of
+from deepspeed_c.inject.own_heads import SharedKey, count_own_heads
+from deepspeed_c.inject.plan import Attention, Planned
+
+__all__ = ["RAISED", "CutPlan", "Skeleton", "SmallModel", "TrialRank", "TrialRanks", "TrialTooLong", "tensors_of"]
+
+_THIN = 7  # columns of the two factors of a weight
+_TABLE_ROWS = 61
+_BIG = 2**20  # elements above which a parameter that is no linear layer's has one row, repeated
+_TOKENS = (2, 7)
+# Whatever a model's own code raises where shapes do not fit it or inputs are not those that it expects.
+RAISED = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+_FAILED = "nothing: it has failed"
+_CALL_ELEMS = 10_000  # elements that torch computes in about the time that one of its calls takes in itself
+
+
+class TrialTooLong(Exception):
+    """One forward of the small copy takes more than a trial may."""
+
+
+class _Effort(TorchFunctionMode):
+    """Counts what a forward calls of torch, and ends it beyond ``most``.
+
+    A clock would tell ranks of a job different things, and they must come to one answer.
+    """
+
+    def __init__(self, most: float) -> None:
+        super().__init__()
+        self.most, self.calls = most, 0.0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        self.calls += 1.0
+        if isinstance(output, torch.Tensor):
+            self.calls += output.numel() / _CALL_ELEMS
+        if self.calls > self.most:
+            raise TrialTooLong
+        return output
+
+
+class CutPlan(Protocol):
+    """What a rank is to do, by the model's own modules and parameters."""
+
+    planned: list[Planned]
+    cuts: dict[torch.nn.Parameter, tuple[Cut, int]]
+    pickers: dict[torch.nn.Parameter, RowPicker]
+    shared: set[torch.nn.Parameter]
+    attentions: dict[str, Attention]
+
+
+class Skeleton:
+    """A copy of a model on the meta device, with one layer of each kind in lists of layers."""
+
+    def __init__(self, model: torch.nn.Module, names: Sequence[str], *, shortens: bool) -> None:
+        self.names = names
+        self._moved: list[tuple[str, str]] = []  # (a layer's prefix, the prefix of its kind's in the copy)
+        memo: dict[int, Any] = {}
+        for param in model.parameters():
+            memo[id(param)] = torch.nn.Parameter(
+                torch.empty(param.shape, dtype=torch.float32, device="meta"), requires_grad=param.is_floating_point()
+            )
+        for buffer in model.buffers():
+            memo[id(buffer)] = buffer.detach()
+        memo |= _handles(model)
+        if shortens:
+            for name, layers in _layer_lists(model, names):
+                kept: dict[Any, int] = {}
+                chosen: list[torch.nn.Module] = []
+                for number, layer in layers.named_children():
+                    kind = _kind(layer)
+                    if kind not in kept:
+                        kept[kind] = len(chosen)
+                        chosen.append(layer)
+                    self._moved.append((f"{name}.{number}.", f"{name}.{kept[kind]}."))
+                memo[id(layers)] = torch.nn.ModuleList(copy.deepcopy(layer, memo) for layer in chosen)
+        self.model = copy.deepcopy(model, memo).eval()
+
+    def small_name(self, name: str) -> str:
+        """The name in the copy of a module or parameter of the same kind."""
+        for prefix, other in self._moved:
+            if name.startswith(prefix):
+                return other + name[len(prefix) :]
+        return name
+
+    def real_name(self, name: str) -> str:
+        """The model's first name for ``name`` of the copy."""
+        for prefix, other in self._moved:
+            if name.startswith(other):
+                return prefix + name[len(other) :]
+        return name
+
+
+def _handles(model: torch.nn.Module) -> dict[int, Any]:
+    """A memo for ``copy.deepcopy`` by which copies share handles of hooks: the copy of a handle's copy is none."""
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        for value in vars(module).values():
+            for item in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(item, RemovableHandle):
+                    found[id(item)] = item
+    return found
+
+
+def _shared_parts(model: torch.nn.Module) -> dict[int, Any]:
+    """The same memo, by which copies share buffers as well."""
+    return {id(buffer): buffer for buffer in model.buffers()} | _handles(model)
+
+
+def _layer_lists(model: torch.nn.Module, names: Sequence[str]) -> Iterator[tuple[str, torch.nn.ModuleList]]:
+    """The outermost lists that hold modules with a rule."""
+    outer: list[str] = []
+    for name, module in model.named_modules():
+        if not isinstance(module, torch.nn.ModuleList) or any(name.startswith(f"{other}.") for other in outer):
+            continue
+        if len(module) > 1 and any(step.startswith(f"{name}.") for step in names):
+            outer.append(name)
+            yield name, module
+
+
+def _kind(layer: torch.nn.Module) -> tuple:
+    """Equal for layers that compute alike: classes, shapes, and settings but for their number."""
+    found = []
+    for name, module in layer.named_modules():
+        settings = tuple(
+            (key, value)
+            for key, value in sorted(vars(module).items())
+            if isinstance(value, (bool, int, float, str))
+            and not key.startswith("_")
+            and "idx" not in key
+            and "layer_id" not in key
+        )
+        shapes = tuple((key, tuple(param.shape)) for key, param in module.named_parameters(recurse=False))
+        found.append((name, type(module), settings, shapes))
+    return tuple(found)
+
+
+class SmallModel:
+    """A small copy of the model that runs in one process."""
+
+    def __init__(self, skeleton: torch.nn.Module, plan: CutPlan) -> None:
+        self.weights = torch.Generator().manual_seed(5)
+        self.model = copy.deepcopy(skeleton, _shared_parts(skeleton))
+        by_name = {step.name: step for step in plan.planned}
+        stands: dict[int, torch.nn.Module] = {}
+        for name, module in list(self.model.named_modules()):
+            stand = self._stand_in(module, by_name.get(name))
+            if stand is not None:
+                stands[id(module)] = stand
+        for module in list(self.model.modules()):
+            for key, child in list(module._modules.items()):
+                if id(child) in stands:
+                    module._modules[key] = stands[id(child)]
+        self._fill()
+        if getattr(self.model.config, "_attn_implementation", "eager") not in ("eager", "sdpa"):
+            self.model.set_attn_implementation("eager")  # others may need a device
+
+    def _stand_in(self, module: torch.nn.Module, step: Planned | None) -> torch.nn.Module | None:
+        if step is not None and step.rule.style == "experts":
+            return _TrialExperts(module)
+        own = dict(module.named_parameters(recurse=False))
+        if product_of(module) is not None and "weight" in own:
+            return _ThinLinear(module, self.weights)
+        if type(module) is torch.nn.Embedding and module.num_embeddings > _TABLE_ROWS and (step is None):
+            return _ShortTable(module)
+        return None
+
+    def _fill(self) -> None:
+        """Give every parameter and buffer values."""
+        for module in self.model.modules():
+            for name, param in module.named_parameters(recurse=False):
+                if not param.is_meta:
+                    continue
+                if param.numel() > _BIG:
+                    values = self._random(torch.Size((1, *param.shape[1:]))).expand(param.shape)
+                else:
+                    values = self._random(param.shape)
+                fresh = torch.nn.Parameter(values, requires_grad=param.requires_grad and param.numel() <= _BIG)
+                module.register_parameter(name, fresh)
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = self._buffer(buffer)
+
+    def _random(self, shape: torch.Size) -> torch.Tensor:
+        values = torch.randn(shape, generator=self.weights)
+        # Scales and biases of norms are near 1; rows of matrices have about the length 1.
+        return 0.8 + 0.3 * values if len(shape) < 2 else values / max(shape[-1], 1) ** 0.5
+
+    def _buffer(self, buffer: torch.Tensor) -> torch.Tensor:
+        if not buffer.is_meta:
+            values = buffer.detach().cpu()
+            return values.float() if values.is_floating_point() else values
+        if buffer.is_floating_point():
+            return torch.rand(buffer.shape, generator=self.weights)
+        return (
+            torch.ones(buffer.shape, dtype=buffer.dtype)
+            if buffer.dtype == torch.bool
+            else torch.zeros(buffer.shape, dtype=buffer.dtype)
+        )
+
+    def find_inputs(self, most_calls: float) -> dict[str, Any]:
+        """The first of several inputs that the model runs with. Raises what it raises for the last.
+
+        TrialTooLong: one forward takes more than ``most_calls`` of torch."""
+        takes = inspect.signature(self.model.forward).parameters
+        config = self.model.config
+        inputs: list[dict[str, Any]] = []
+        ids = torch.randint(3, _vocabulary(config), _TOKENS, generator=self.weights)
+        text: dict[str, Any] = {"input_ids": ids} if "input_ids" in takes else {}
+        if "decoder_input_ids" in takes and getattr(config, "is_encoder_decoder", False):
+            text["decoder_input_ids"] = ids.flip(1)
+        vision = getattr(config, "vision_config", config)
+        size, channels = getattr(vision, "image_size", None), getattr(vision, "num_channels", 3)
+        image: dict[str, Any] = {}
+        if "pixel_values" in takes and isinstance(size, int):
+            image["pixel_values"] = torch.randn(_TOKENS[0], channels, size, size, generator=self.weights)
+        inputs += [found for found in (text, {**text, **image}, image) if found]
+        if not inputs:
+            raise ValueError("its forward takes neither input_ids nor pixel_values")
+        failure: Exception | None = None
+        for found in inputs:
+            found = {**found, **({"use_cache": False} if "use_cache" in takes else {})}
+            try:
+                with torch.no_grad(), _Effort(most_calls):
+                    values = list(tensors_of(self.model(**found)))
+                if not values or not all(value.isfinite().all() for value in values):
+                    raise ValueError("its outputs are no finite numbers")
+                return found
+            except RAISED as error:
+                failure = error
+        raise failure or ValueError("it has no inputs")
+
+    def on_rank(self, plan: CutPlan, rank: TrialRank) -> torch.nn.Module:
+        """A copy that computes with the rank's part."""
+        made = copy.deepcopy(self.model, _shared_parts(self.model))
+        for step in plan.planned:
+            style, module = step.rule.style, made.get_submodule(step.name)
+            if style in ("column", "row"):
+                weight = step.module.weight
+                dim = 0 if (style == "column") != is_transposed(step.module) else 1
+                module.cut(rank, step, _indices(plan, weight, dim), _sizes(plan, weight, dim))
+            elif style == "slice":
+                _cut_in_place(module, "weight", _indices(plan, step.module.weight, 1), 1)
+            elif style == "heads":
+                for name in step.rule.params:
+                    if name in dict(step.module.named_parameters(recurse=False)):
+                        _cut_in_place(module, name, _indices(plan, step.module.get_parameter(name), 0), 0)
+            elif style == "latent":
+                rope = step.attention.owner.qk_rope_head_dim if step.attention is not None else 0
+                module.register_forward_hook(SharedKey(rank, rope, step.name))
+        for name in {step.attention.name for step in plan.planned if step.attention is not None}:
+            attention = plan.attentions[name]
+            module = made.get_submodule(name)
+            owner = module.get_submodule(attention.heads.owner) if attention.heads.owner else module
+            count_own_heads(module, replace(attention, owner=owner))
+        return made
+
+
+def _vocabulary(config: Any) -> int:
+    """Words that are safe to ask for."""
+    text = config.get_text_config() if callable(getattr(config, "get_text_config", None)) else config
+    n_words = getattr(text, "vocab_size", None)
+    return min(n_words, 40) if isinstance(n_words, int) and n_words > 4 else 40
+
+
+def _indices(plan: CutPlan, param: torch.nn.Parameter, dim: int) -> torch.Tensor | None:
+    """Of the whole parameter's elements along ``dim``, the ones that the rank computes with; None: all."""
+    if param in plan.pickers:
+        return torch.cat([torch.arange(begin, begin + size) for begin, size in plan.pickers[param].runs])
+    if param not in plan.cuts:
+        return None
+    boxes = plan.cuts[param][0].boxes
+    return torch.cat([torch.arange(box.logical_offset[dim], box.logical_offset[dim] + box.size[dim]) for box in boxes])
+
+
+def _sizes(plan: CutPlan, param: torch.nn.Parameter, dim: int) -> tuple[int, int] | None:
+    if param not in plan.cuts:
+        return None
+    box = plan.cuts[param][0].boxes[0]
+    return box.logical_offset[dim], box.size[dim]
+
+
+def _cut_in_place(module: torch.nn.Module, name: str, index: torch.Tensor | None, dim: int) -> None:
+    """``module`` reads elements ``index`` of its parameter, whose gradient is the whole one's, zero elsewhere."""
+    if index is None:
+        return
+    param = module._parameters.pop(name)
+    module.register_parameter(f"{name}_whole", param)
+
+    def pick(module: torch.nn.Module, args: Any) -> None:
+        module.__dict__[name] = param.index_select(dim, index)
+
+    module.register_forward_pre_hook(pick)
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """The floating-point tensors of an output, in order."""
+    if isinstance(value, torch.Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_of(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_of(item)
+
+
+class _TrialStopped(Exception):
+    """Another rank has failed."""
+
+
+class TrialRanks:
+    """Ranks as threads: each gives a value, and gets all ranks'."""
+
+    def __init__(self, n_ranks: int) -> None:
+        self.n_ranks = n_ranks
+        self.errors: list[BaseException | None] = [None] * n_ranks
+        self._values: list[tuple[str, Any]] = [("", None)] * n_ranks
+        self._barrier = threading.Barrier(n_ranks)
+
+    def exchange(self, rank: int, label: str, value: Any) -> list[Any]:
+        self._values[rank] = (label, value)
+        self._barrier.wait()
+        labels, values = zip(*self._values, strict=True)
+        self._barrier.wait()
+        if _FAILED in labels:
+            raise _TrialStopped
+        if len(set(labels)) > 1:
+            raise RuntimeError(f"ranks send different things: {', '.join(sorted(set(labels)))}")
+        return list(values)
+
+    def run(self, bodies: Sequence[Callable[[], None]]) -> None:
+        """All of them at once; ``errors`` says what became of each."""
+
+        def one(rank: int) -> None:
+            try:
+                bodies[rank]()
+                self.exchange(rank, "the end", None)
+            except _TrialStopped:
+                pass
+            except RAISED as error:
+                self.errors[rank] = error
+                # All others come here too, by their next exchange: which ranks fail does not hang on who is first.
+                with contextlib.suppress(_TrialStopped):
+                    self.exchange(rank, _FAILED, None)
+            except BaseException:
+                self._barrier.abort()  # nobody waits for a thread that is gone
+                raise
+
+        threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(self.n_ranks)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+class TrialRank:
+    """One rank of a trial: what ``TensorRanks`` is to a model that is cut."""
+
+    def __init__(self, together: TrialRanks, rank: int) -> None:
+        self._together, self.rank = together, rank
+
+    def __deepcopy__(self, memo: dict) -> TrialRank:
+        return self
+
+    def exchange(self, label: str, value: torch.Tensor) -> list[torch.Tensor]:
+        return self._together.exchange(self.rank, label, value)
+
+    def enter(self, x: torch.Tensor, label: str) -> torch.Tensor:
+        return _TrialEnter.apply(x, self, label) if x.requires_grad else x
+
+    def leave(self, x: torch.Tensor, label: str) -> torch.Tensor:
+        return _TrialLeave.apply(x, self, label)
+
+    def gather(self, x: torch.Tensor, label: str) -> torch.Tensor:
+        return _TrialGather.apply(x, self, label)
+
+
+class _TrialEnter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rank: TrialRank, label: str) -> torch.Tensor:
+        ctx.rank, ctx.label = rank, label
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return sum(ctx.rank.exchange(f"input gradient of {ctx.label}", grad)), None, None
+
+
+class _TrialLeave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rank: TrialRank, label: str) -> torch.Tensor:
+        return sum(rank.exchange(f"output of {label}", x.detach()))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad, None, None
+
+
+class _TrialGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rank: TrialRank, label: str) -> torch.Tensor:
+        parts = rank.exchange(f"columns of {label}", x.detach())
+        ctx.begin, ctx.size = sum(part.shape[-1] for part in parts[: rank.rank]), x.shape[-1]
+        return torch.cat(parts, -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad.narrow(-1, ctx.begin, ctx.size), None, None
+
+
+class _ThinLinear(torch.nn.Module):
+    """A linear layer whose weight is a product of two thin matrices, whole or one rank's part of it."""
+
+    def __init__(self, module: torch.nn.Module, weights: torch.Generator) -> None:
+        super().__init__()
+        shape = tuple(module.weight.shape)
+        self.out_features, self.in_features = reversed(shape) if is_transposed(module) else shape
+        self._is_transposed = is_transposed(module)
+        self.first = torch.nn.Parameter(
+            torch.randn(self.in_features, _THIN, generator=weights) / max(self.in_features, 1) ** 0.5
+        )
+        self.second = torch.nn.Parameter(torch.randn(_THIN, self.out_features, generator=weights) / _THIN**0.5)
+        bias = getattr(module, "bias", None)
+        self.bias = None if bias is None else torch.nn.Parameter(0.3 * torch.randn(bias.shape, generator=weights))
+        self.is_row = False
+        self._rank: TrialRank | None = None
+        self._style, self._label, self._gathers = "", "", False
+        self._index: torch.Tensor | None = None
+        self._run: tuple[int, int] | None = None
+
+    @property
+    def weight(self) -> torch.Tensor:
+        first, second = self._factors()
+        whole = first @ second
+        return whole if self._is_transposed else whole.t()
+
+    def mark_row(self) -> None:
+        self.is_row = True
+
+    def cut(self, rank: TrialRank, step: Planned, index: torch.Tensor | None, run: tuple[int, int] | None) -> None:
+        self._rank, self._style, self._label, self._gathers = rank, step.rule.style, step.name, step.rule.gathers
+        self._index, self._run = index, run
+        self.is_row = step.rule.style == "row"
+
+    def _factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._index is None:
+            return self.first, self.second
+        if self._style == "column":
+            return self.first, self.second.index_select(1, self._index)
+        return self.first.index_select(0, self._index), self.second
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rank, bias = self._rank, self.bias
+        first, second = self._factors()
+        if rank is None:
+            y = x @ first @ second
+            return y if bias is None else y + bias
+        if self._style == "column":
+            y = rank.enter(x, self._label) @ first @ second
+            if bias is not None:
+                y = y + (bias if self._index is None else bias.index_select(0, self._index))
+            return rank.gather(y, self._label) if self._gathers else y
+        if self._gathers and self._run is not None:
+            x = rank.enter(x, self._label).narrow(-1, *self._run)
+        y = rank.leave(x @ first @ second, self._label)
+        return y if bias is None else y + bias
+
+
+class _TrialExperts(torch.nn.Module):
+    """In the place of experts, whose cut is by their own layout and not by the model's code: the same on all ranks."""
+
+    def __init__(self, experts: torch.nn.Module) -> None:
+        super().__init__()
+        for name, value in vars(experts).items():
+            if isinstance(value, (bool, int, float, str)) and name not in vars(self):
+                self.__dict__[name] = value
+
+    def forward(self, hidden: torch.Tensor, *others: Any, **more: Any) -> torch.Tensor:
+        output = 0.7 * hidden
+        for value in (*others, *more.values()):
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                output = output * (1 + value.mean())
+        return output
+
+
+class _ShortTable(torch.nn.Module):
+    """A table of words with few rows, which words share."""
+
+    def __init__(self, module: torch.nn.Embedding) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim, self.padding_idx = module.num_embeddings, module.embedding_dim, None
+        self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, 2.0, False, False
+        self.weight = torch.nn.Parameter(torch.empty(_TABLE_ROWS, module.embedding_dim, device="meta"))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.embedding(ids % _TABLE_ROWS, self.weight)
