@@ -177,7 +177,7 @@ def _rules_of_plan(plan: dict[str, str]) -> Iterable[Rule]:
             is_attention = last == "o_proj" and not splits
             yield Rule(pattern, "row", ("queries",) if is_attention else ("columns",), gathers=splits)
         elif style in ("moe_tp_experts", "all_reduce"):
-            # all_reduce: shared experts whose matrices are the module's own parameters, which the plan lists one by one.
+            # all_reduce: shared experts that hold their matrices as parameters, which the plan lists one by one.
             yield Rule(pattern, "experts")
         elif style == "replicated_with_grad_allreduce":
             yield Rule(pattern, "shared", ("queries",))
