@@ -68,14 +68,18 @@ _open_engines: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()
 
 
 def take_from_others(model: torch.nn.Module) -> None:
-    """Ends other engines' hold on the sharded parameters of a model that is about to get a new engine.
+    """Ends other engines' hold on a model that is about to get a new engine: on its sharded parameters, and on any
+    model all of whose trained parameters are among its own.
 
-    One that only evaluates goes on to work: its forward runs the module, which the new engine's hooks serve. One that
-    trains them is closed.
+    An engine that only evaluates goes on to work: its forward runs the module, which the new engine's hooks serve. One
+    that trains is closed, with a warning.
     """
-    fetchers = {id(state.fetcher) for p in model.parameters() if isinstance(state := state_of(p), PlacedShard)}
-    for engine in [engine for engine in _open_engines if id(engine._fetcher) in fetchers]:
-        engine._hand_over()
+    params = set(model.parameters())
+    fetchers = {id(state.fetcher) for p in params if isinstance(state := state_of(p), PlacedShard)}
+    for engine in list(_open_engines):
+        trained = [] if engine._optimizer is None else [slot.param for slot in engine._optimizer.reducer.slots]
+        if id(engine._fetcher) in fetchers or (trained and params.issuperset(trained)):
+            engine._hand_over()
 
 
 def _of(part: str, name: str) -> property:

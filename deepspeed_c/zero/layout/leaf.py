@@ -58,6 +58,11 @@ def _class_name(module: torch.nn.Module) -> tuple[str, str]:
     return kind.__name__, f"{kind.__module__}.{kind.__qualname__}"
 
 
+def _listed(given: Any) -> list[Any]:
+    """One class or name stands for a list of it."""
+    return [given] if isinstance(given, (str, type)) else list(given)
+
+
 def _mark(
     model: torch.nn.Module, wanted: Sequence[Any], matches: Any, flag: bool, what: str, raise_if_not_found: bool
 ) -> list[torch.nn.Module]:
@@ -74,22 +79,23 @@ def _mark(
 
 
 def set_z3_leaf_modules(
-    model: torch.nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
+    model: torch.nn.Module, leaf_module_classes: Sequence[type | str] | type | str, raise_if_not_found: bool = True
 ) -> list[torch.nn.Module]:
     """Marks every module of the given classes (classes, their names or their full names). Returns the marked ones."""
     return _mark_classes(model, leaf_module_classes, True, raise_if_not_found)
 
 
 def unset_z3_leaf_modules(
-    model: torch.nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
+    model: torch.nn.Module, leaf_module_classes: Sequence[type | str] | type | str, raise_if_not_found: bool = True
 ) -> list[torch.nn.Module]:
     """Takes the marks of ``set_z3_leaf_modules`` away."""
     return _mark_classes(model, leaf_module_classes, False, raise_if_not_found)
 
 
 def _mark_classes(
-    model: torch.nn.Module, classes: Sequence[type | str], flag: bool, raise_if_not_found: bool
+    model: torch.nn.Module, classes: Sequence[type | str] | type | str, flag: bool, raise_if_not_found: bool
 ) -> list[torch.nn.Module]:
+    classes = _listed(classes)
     for kind in classes:
         if not isinstance(kind, str) and not (isinstance(kind, type) and issubclass(kind, torch.nn.Module)):
             raise ModelError(
@@ -113,7 +119,7 @@ def set_z3_leaf_modules_by_name(
     model: torch.nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[torch.nn.Module], list[str]]:
     """Marks modules by their full names in ``model``. Returns (marked modules, names that were not found)."""
-    names = set(module_names)
+    names = set(_listed(module_names))
     found = _mark(model, module_names, lambda name, _: name in names, flag, "the name", raise_if_not_found)
     return found, sorted(names - {name for name, _ in model.named_modules()})
 
@@ -123,7 +129,7 @@ def set_z3_leaf_modules_by_suffix(
 ) -> tuple[list[torch.nn.Module], list[str]]:
     """Marks modules whose full names end with one of the suffixes. Returns (marked modules, suffixes that fit
     nothing)."""
-    suffixes = list(module_name_suffixes)
+    suffixes = _listed(module_name_suffixes)
 
     def fits(name: str, suffix: str) -> bool:
         return name == suffix or name.endswith("." + suffix)

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
-from types import MethodType
 from typing import Any
 
 import torch
@@ -14,7 +12,7 @@ from deepspeed_c.config import Config
 from deepspeed_c.ops.scope import declaration
 from deepspeed_c.zero.layout.unit import Unit
 from deepspeed_c.zero.states.entries import Entry, keep_parameters, must_see_pieces
-from deepspeed_c.zero.states.optimizer import StateMover, ZeroOptimizer
+from deepspeed_c.zero.states.optimizer import ZeroOptimizer
 
 __all__ = [
     "BF16_Optimizer",
@@ -57,10 +55,8 @@ class PlainOptimizer(ZeroOptimizer):
     """Stage 0 in fp32: callers hold the base itself, whose groups keep the model's own parameters, as in plain torch.
 
     Some of its own methods would not do: gradients are in none of its parameters' ``.grad``, and states may be away.
-    ``lend`` has those of this class called instead.
+    Those of this class are called instead (``lent.py``).
     """
-
-    _lent: tuple[str, ...] = ()
 
     @property
     def face(self) -> torch.optim.Optimizer:
@@ -71,21 +67,14 @@ class PlainOptimizer(ZeroOptimizer):
         must_see_pieces(base, is_sharded=any(unit.has_parts for unit in units), allow_untested=allow_untested)
         return keep_parameters(base, units)
 
-    def _step_base(self) -> None:
-        type(self._base).step(self._base)
-
-    def lend(self, mover: StateMover, **calls: Callable[[], Any]) -> None:
-        super().lend(mover, **calls)
-        own = {
+    def _methods_for_caller(self) -> dict[str, Callable[..., Any]]:
+        return {
             "step": self._step_for_caller,
             "zero_grad": self.zero_grad,
             "add_param_group": self.add_param_group,
             "state_dict": self._state_dict_for_caller,
             "load_state_dict": self._load_for_caller,
         }
-        for name, method in own.items():
-            _stand_in(self._base, name, method)
-        self._lent = tuple(own)
 
     def _step_for_caller(self, closure: Callable[[], Any] | None = None) -> None:
         # torch's schedules warn where they come before the first step of their optimizer, which they know by this.
@@ -100,25 +89,6 @@ class PlainOptimizer(ZeroOptimizer):
         self._require_in_memory("load_state_dict")
         type(self._base).load_state_dict(self._base, state_dict)
         self._begin_window()
-
-    def close(self) -> None:
-        for name in self._lent:
-            self._base.__dict__.pop(name, None)
-        super().close()
-
-
-def _stand_in(base: torch.optim.Optimizer, name: str, call: Callable[..., Any]) -> None:
-    """Has ``base.name(...)`` call something else; a bound method of the optimizer, as schedules of torch want of
-    ``step``."""
-
-    @wraps(getattr(type(base), name))
-    def method(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        return call(*args, **kwargs)
-
-    if hasattr(getattr(base, name), "_wrapped_by_lr_sched"):
-        # A schedule has been made before, and looks for its mark.
-        method._wrapped_by_lr_sched = True
-    setattr(base, name, MethodType(method, base))
 
 
 def kind_of(config: Config, base: torch.optim.Optimizer, units: Sequence[Unit]) -> type[ZeroOptimizer]:

@@ -16,11 +16,13 @@ import torch
 from deepspeed_c import _C
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import AioError, OffloadError, OptimizerError, StateError
+from deepspeed_c.logging import logger
 from deepspeed_c.zero.gradients.bucket import Bucket
 from deepspeed_c.zero.gradients.reducer import GradientReducer, WindowFacts
 from deepspeed_c.zero.layout.unit import Slot, Unit
 from deepspeed_c.zero.states.ahead import StepAhead
 from deepspeed_c.zero.states.entries import Entry, point_at_shards
+from deepspeed_c.zero.states.lent import LentMethods
 from deepspeed_c.zero.states.pieces import Pieces
 from deepspeed_c.zero.states.skips import (
     WindowLosses,
@@ -78,6 +80,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         steps_ahead: bool = False,
     ) -> None:
         self._base, self.comm = base, comm
+        self._given = [list(group["params"]) for group in base.param_groups]
         self.clip, self.checks_overflow, self.scaler = float(clip), checks_overflow, scaler
         self._uses_all_gather, self._allow_untested = uses_all_gather, allow_untested
         self._ignores_unused, self._steps_ahead = ignores_unused, steps_ahead
@@ -89,6 +92,8 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         self._wants_stop: Callable[[], bool] = lambda: False
         self._begin_window: Callable[[], None] = self.zero_grad
         self._hash_of_inputs: Callable[[], int] = lambda: 0
+        self._lent: LentMethods | None = None
+        self._has_told_who_steps = False
         self.is_stopping = False
         """Whether ranks agreed in the last step that one of them has been asked to end."""
         self._mover: StateMover | None = None
@@ -149,6 +154,20 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         a hash of the window's batches."""
         self._mover, self._wants_stop, self._begin_window = mover, wants_stop, begin_window
         self._hash_of_inputs = hash_of_inputs
+        self._lent = LentMethods(self._base, self._methods_for_caller())
+
+    def _methods_for_caller(self) -> dict[str, Callable[..., Any]]:
+        """What a base does in place of its own methods, for callers that hold it themselves."""
+        return {"step": self._say_who_steps, "zero_grad": self.zero_grad}
+
+    def _say_who_steps(self, closure: Callable[[], Any] | None = None) -> None:
+        if not self._has_told_who_steps:
+            self._has_told_who_steps = True
+            logger.warning(
+                "step() of the %s that was given to initialize does nothing: its parameters are shards now, and"
+                " engine.step() updates them",
+                type(self._base).__name__,
+            )
 
     def note_loss(self, loss: torch.Tensor) -> None:
         """Remembers whether a loss of this window was inf or NaN; waits for no device."""
@@ -241,7 +260,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         return self._ahead.keep(grad_scale)
 
     def _step_base(self) -> None:
-        self._base.step()
+        type(self._base).step(self._base)
 
     def local_gradient(self, slot: Slot) -> torch.Tensor | None:
         """This rank's piece of the summed gradient as stored (see ``gradient_factor``); None where it owns nothing."""
@@ -407,6 +426,8 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         put_shard(state, self.units, self.optimizer, self.scaler)
 
     def close(self) -> None:
+        if self._lent is not None:
+            self._lent.close()
         if self._ahead is not None:
             self._ahead.close()
         for unit in self.units:
@@ -414,6 +435,8 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         self.pieces.clear()
         self._order.clear()
         self.optimizer.state.clear()
-        for group in self.optimizer.param_groups:
-            group["params"] = []
+        # Whoever made the base may go on with it.
+        groups = self.optimizer.param_groups
+        for group, params in zip(groups, self._given if len(self._given) == len(groups) else [[]] * len(groups)):
+            group["params"] = params
         self.units = []

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection
 from typing import Any, get_args
 
 import torch
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils import _device
 from typing_extensions import Self
 
@@ -352,6 +353,23 @@ def _dtype_of(source: Any) -> torch.dtype | None:
     return None
 
 
+def _standalone_in(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [param for param in module.parameters() if isinstance(state_of(param), StandaloneShard)]
+
+
+def _acquire_standalone(module: torch.nn.Module, args: Any) -> None:
+    """Before ``layer.weight`` of a parametrized layer is computed: transformers reads it to find out whether there is
+    one. Collective, as long as no engine holds the parameters; its hooks gather them."""
+    for param in _standalone_in(module):
+        state_of(param).acquire([param])
+
+
+def _give_back_standalone(module: torch.nn.Module, args: Any, output: Any) -> None:
+    for param in _standalone_in(module):
+        if state_of(param).is_available:
+            state_of(param).give_back([param])
+
+
 _patched: dict[type, tuple[Callable, Callable]] = {}  # class -> its own __init__, and what stands in its place
 _replaced: dict[str, Callable] = {}  # what stood in torch under the names of _CONSTRUCTORS
 _orig_init_subclass = torch.nn.Module.__dict__.get("__init_subclass__")
@@ -378,6 +396,9 @@ def _wrap_init(cls: type) -> None:
         if depth == 0 and _open:
             _open[-1]._shard_unused()
             _open[-1]._shard_module(module)
+            if isinstance(module, ParametrizationList):
+                module.register_forward_pre_hook(_acquire_standalone)
+                module.register_forward_hook(_give_back_standalone, always_call=True)
 
     _patched[cls] = original, construct
     cls.__init__ = construct

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -512,6 +513,14 @@ def _touching(name: str) -> Callable:
     return call
 
 
+def _viewing(name: str) -> property:
+    def view(self: torch.nn.Parameter) -> torch.Tensor:
+        _open_or_refuse(self)
+        return getattr(self, name)
+
+    return property(view)
+
+
 def _converting(name: str) -> Callable:
     @functools.wraps(getattr(torch.Tensor, name))
     def call(self: torch.nn.Parameter, *args: Any, **kwargs: Any) -> Any:
@@ -586,6 +595,8 @@ _HARMLESS_FUNCTIONS = frozenset(
         "is_storage",
     }
 )
+# Attributes that are views of the elements.
+_VIEWS = ("H", "T", "imag", "mH", "mT", "real")
 _OPERATORS = [
     "abs",
     "add",
@@ -638,10 +649,31 @@ def _refuse_access() -> None:
             setattr(_Released, name, _touching(name))
         if name not in ("dim", "size", "numel", "nelement", "ndimension", "detach"):
             setattr(_ReleasedTensor, name, _ReleasedTensor._refuse)
+    for name in _VIEWS:
+        setattr(_Released, name, _viewing(name))
+        setattr(_ReleasedTensor, name, property(_ReleasedTensor._refuse))
 
 
 class _Available(_Face):
     """The face while the whole parameter is here: copies of it are plain parameters."""
+
+    def detach(self) -> torch.Tensor:
+        plain = super().detach()
+        if sys._getframe(1).f_code is not _MAKE_PARAMETER:
+            return plain
+        # ``Parameter(weight)``, as in parametrizations of torch: it wants an object of the same class, and marks it as
+        # a parameter. The whole weight goes when it is released, so the new parameter has data of its own.
+        made = plain.clone(memory_format=torch.preserve_format)
+        made.__class__ = type(self)
+        return made
+
+    @property
+    def _is_param(self) -> bool:
+        return True
+
+    @_is_param.setter
+    def _is_param(self, value: bool) -> None:
+        unmake_sharded(self)
 
     def __deepcopy__(self, memo: dict) -> Any:
         if id(self) not in memo:
@@ -653,6 +685,8 @@ class _Available(_Face):
     def __reduce_ex__(self, protocol: int) -> Any:
         return torch.nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
 
+
+_MAKE_PARAMETER = torch.nn.Parameter.__new__.__code__
 
 _faces: dict[type, tuple[type, type]] = {}
 

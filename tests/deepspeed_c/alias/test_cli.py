@@ -155,3 +155,25 @@ def test_shell_takes_over_the_variables(monkeypatch, capsys, tmp_path):
         env={},
     )
     assert done.stdout == f"{SHIM}:{odd}|1"
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("checkpoint.ds_to_universal", "--output_folder"),
+        ("utils.zero_to_fp32", "checkpoint_dir"),
+        ("env_report", "--json"),
+        ("launcher.runner", "usage: deepspeed_c"),
+        ("utils.groups", ""),  # nothing but definitions
+    ],
+)
+def test_modules_run_by_their_name(name, says):
+    process = start("run", sys.executable, "-m", f"deepspeed.{name}", "--help")
+    out, err = process.communicate("", timeout=TIMEOUT_SECONDS)
+    assert process.returncode == 0 and says in out, (process.returncode, out, err)
+
+
+def test_a_module_that_nobody_has_does_not_run():
+    process = start("run", sys.executable, "-m", "deepspeed.nothing")
+    _, err = process.communicate("", timeout=TIMEOUT_SECONDS)
+    assert process.returncode == 1 and "is not part of this version" in err, err

@@ -115,7 +115,7 @@ def config_of(case: Case) -> dict[str, Any]:
     if case["recompute"] != "none" and case["pp"] == 1:
         config["activation_checkpointing"] = {"layers": "auto"}
         if case["recompute"] == "budget":
-            config["activation_checkpointing"]["budget"] = "100KiB"
+            config["activation_checkpointing"]["budget"] = "150KiB"
     return config
 
 

@@ -95,6 +95,11 @@ def test_marks_by_class_name_suffix_and_single_module() -> None:
     assert utils.set_z3_leaf_modules(model, [Mixture]) == [model.first, model.second]
     assert utils.z3_leaf_module(model.first) and not utils.z3_leaf_module(model)
     assert utils.unset_z3_leaf_modules(model, ["Mixture"]) == [model.first, model.second]
+    # One class, or one name, stands for a list of it.
+    assert utils.set_z3_leaf_modules(model, Mixture) == utils.unset_z3_leaf_modules(model, "Mixture")
+    assert utils.set_z3_leaf_modules_by_name(model, "first") == ([model.first], [])
+    assert utils.set_z3_leaf_modules_by_suffix(model, "second") == ([model.second], [])
+    utils.unset_z3_leaf_modules(model, Mixture)
     assert utils.get_z3_leaf_modules(model) == []
     full = f"{Expert.__module__}.{Expert.__qualname__}"
     assert len(utils.set_z3_leaf_modules(model, [full])) == 2 * EXPERTS

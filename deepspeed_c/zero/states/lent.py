@@ -1,0 +1,39 @@
+"""Methods of a base optimizer that callers reach, though an engine has taken it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from types import MethodType
+from typing import Any
+
+import torch
+
+__all__ = ["LentMethods"]
+
+
+class LentMethods:
+    """Until ``close``, ``base.name(...)`` calls ``methods[name]`` in place of the method of its class."""
+
+    def __init__(self, base: torch.optim.Optimizer, methods: Mapping[str, Callable[..., Any]]) -> None:
+        self._base, self._names = base, list(methods)
+        for name, method in methods.items():
+            _stand_in(base, name, method)
+
+    def close(self) -> None:
+        for name in self._names:
+            self._base.__dict__.pop(name, None)
+        self._names.clear()
+
+
+def _stand_in(base: torch.optim.Optimizer, name: str, call: Callable[..., Any]) -> None:
+    """The substitute is a bound method of the optimizer, as schedules of torch want of ``step``."""
+
+    @wraps(getattr(type(base), name))
+    def method(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    if hasattr(getattr(base, name), "_wrapped_by_lr_sched"):
+        # A schedule has been made before, and looks for its mark.
+        method._wrapped_by_lr_sched = True
+    setattr(base, name, MethodType(method, base))

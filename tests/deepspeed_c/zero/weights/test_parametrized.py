@@ -1,0 +1,114 @@
+"""Parametrizations of torch (weight norm, spectral norm, orthogonal matrices) on sharded parameters: they are registered, and trained as one plain process trains them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+import deepspeed_c
+from deepspeed_c.zero import GatheredParameters, Init
+from tests.deepspeed_c.zero.traits import whole_params
+from tests.ranks import run_ranks
+
+RATE, STEPS = 0.1, 3
+NORMS = {
+    "weight_norm": lambda layer: parametrizations.weight_norm(layer, dim=1),
+    "spectral_norm": parametrizations.spectral_norm,
+    "orthogonal": parametrizations.orthogonal,
+}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.mid, self.out = nn.Linear(6, 7), nn.Linear(7, 7), nn.Linear(7, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.tanh(self.mid(torch.tanh(self.inp(x)))))
+
+
+def config_of(stage: int) -> dict:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": RATE}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def plain_net(norm: str) -> nn.Module:
+    torch.manual_seed(1)
+    net = Net()
+    NORMS[norm](net.mid)
+    return net
+
+
+def made(way: str, norm: str, start: nn.Module) -> nn.Module:
+    if way == "plain":
+        return copy.deepcopy(start)
+    with Init(config_dict_or_path=config_of(3)):
+        net = Net()
+        if way == "in init":
+            NORMS[norm](net.mid)
+    if way == "gathered":
+        with GatheredParameters(net.mid.weight, modifier_rank=0):
+            NORMS[norm](net.mid)
+    with GatheredParameters(list(net.parameters()), modifier_rank=0), torch.no_grad():
+        for p, q in zip(net.parameters(), start.parameters(), strict=True):
+            p.copy_(q)
+    for p, q in zip(net.buffers(), start.buffers(), strict=True):
+        p.copy_(q)
+    return net
+
+
+def trained(rank: int, world: int, way: str, norm: str) -> dict[str, float]:
+    want = plain_net(norm)
+    net = made(way, norm, want)
+    engine = deepspeed_c.initialize(model=net, model_parameters=net.parameters(), config=config_of(3))[0]
+    for step in range(STEPS):
+        # Power iterations move once a forward, on each rank in its own process.
+        before = {name: buffer.clone() for name, buffer in want.named_buffers()}
+        for r in range(world):
+            for name, buffer in want.named_buffers():
+                buffer.copy_(before[name])
+            (want(batch(step, r)).square().sum() / world).backward()
+        with torch.no_grad():
+            for p in want.parameters():
+                p -= RATE * p.grad
+                p.grad = None
+        engine.backward(engine(batch(step, rank)).square().sum())
+        engine.step()
+    got = whole_params(net)
+    engine.close()
+    off = {name: (got[name] - p.detach()).abs().max().item() for name, p in want.named_parameters()}
+    assert set(got) == set(off)
+    return {name: error for name, error in off.items() if not error < 2e-5}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("way", ["plain", "in init", "gathered"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_trains_as_one_process(world: int, way: str, norm: str) -> None:
+    assert run_ranks(world, trained, way, norm) == [{}] * world
+
+
+def new_parameter(rank: int, world: int) -> None:
+    with Init(config_dict_or_path=config_of(3)):
+        layer = nn.Linear(5, 3)
+    with GatheredParameters(layer.weight):
+        value = layer.weight.detach().clone()
+        made = nn.Parameter(layer.weight, requires_grad=False)
+    assert type(made) is nn.Parameter and torch.equal(made, value) and not made.requires_grad
+    assert layer.weight.ds_status.name == "NOT_AVAILABLE" and not hasattr(made, "ds_status")
+
+
+def test_a_parameter_that_is_made_of_one_is_whole_and_its_own() -> None:
+    run_ranks(2, new_parameter)
