@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
@@ -150,8 +150,8 @@ class Blocks:
     tensor_parallel: the ranks that hold the model together: they share activations.
     has_sharded: weights are released after use, also frozen ones, which torch's own checkpoint would keep as they are.
     aio: how files are read and written.
-    ranks: all that have such a section. Where one cannot make its file, all of them raise; a budget's plan is the same
-    on all.
+    ranks: all that have such a section. Where one cannot make its file, all of them raise.
+    peers, stages, is_first: of the budget (``Budget``).
     """
 
     def __init__(
@@ -163,12 +163,15 @@ class Blocks:
         has_sharded: bool = False,
         aio: Aio | None = None,
         ranks: Collectives | None = None,
+        peers: Collectives | None = None,
+        stages: Sequence[str] = ("",),
+        is_first: bool = True,
     ) -> None:
         # A section without layers does nothing by itself, as in DeepSpeed: it may say what it likes.
         if section.layers is not None:
             check_section(section, None, "activation_checkpointing")
         comm = tensor_parallel if section.partition_activations else None
-        budget = None if section.budget is None else Budget(section, ranks)
+        budget = None if section.budget is None else Budget(section, ranks, peers, stages=stages, is_first=is_first)
         names = {id(module): name for name, module in model.named_modules()}
         problem: ConfigError | None = None
         try:
@@ -189,9 +192,15 @@ class Blocks:
     def _asks(self) -> bool:
         return self.recomputer.section != ActivationCheckpointing()
 
-    def active(self) -> AbstractContextManager[None]:
-        """Calls of ``checkpoint`` within follow the section, if it asks for something."""
-        return self.recomputer.active() if self._asks else nullcontext()
+    def active(self, inputs: Any = (), name: str = "") -> AbstractContextManager[None]:
+        """Calls of ``checkpoint`` within follow the section, if it asks for something. inputs: what the model, or the
+        stage with that name, is given."""
+        return self.recomputer.active(inputs, name) if self._asks else nullcontext()
+
+    def expect(self, n_in_flight: int) -> None:
+        """So many forwards will wait for their backward, at the most."""
+        if self.recomputer.budget is not None:
+            self.recomputer.budget.expect(n_in_flight)
 
     def _wrap(self, model: torch.nn.Module, names: list[str]) -> None:
         modules = {name: model.get_submodule(name) for name in names}

@@ -1,7 +1,7 @@
 """A number of bytes that activations may take: which layers are recomputed, and which of their operators, to fit it.
 
-The first forward recomputes everything, and is measured. A C core (``dsc/recompute.h``) then finds the plan that adds
-the least time, from numbers that all ranks agree on. Layers are known by their number among the calls of a forward.
+The first forward of each shape recomputes everything, and is measured. A C core (``dsc/recompute.h``) then finds the
+plan that adds the least time. Layers are known by their label and the number of their call in a forward.
 
 What counts are the bytes that layers keep between their forward and their backward, and what one of them holds besides
 while it is run again; not gradients, nor what the rest of the model keeps.
@@ -47,8 +47,10 @@ __all__ = [
 KEEP, RECOMPUTE, MEASURE = "keep", "recompute", "measure"
 # Of what is free, that part stays: allocators need room to move in.
 _AUTO_SHARE = 0.9
-# A plan is remade when the elements of a forward's first inputs change by more than this part.
+# Inputs of which a dimension differs by more than this part are others.
 _CHANGE = 0.1
+# Bytes that are moved beforehand, to see how fast that is.
+_PROBED_BYTES = 4 << 20
 _KEY = "activation_checkpointing.budget"
 
 
@@ -187,6 +189,7 @@ def _moved_ns(layer: MeasuredLayer, tier: Tier) -> int:
 
 def _choices(layer: MeasuredLayer, tiers: Mapping[str, Tier], *, may_mix: bool) -> tuple[Any, list[int], list[str]]:
     """(what the core takes of a layer, its operators by group, where its inputs are by choice of the first group)."""
+    may_mix &= not layer.sends
     kept = [i for i, op in enumerate(layer.operators) if may_mix and op.may_keep and op.n_bytes]
     saved_there = sum(layer.operators[i].n_bytes for i in kept if layer.operators[i].is_saved)
     transient = max(layer.saved_bytes - saved_there, 0)
@@ -198,7 +201,8 @@ def _choices(layer: MeasuredLayer, tiers: Mapping[str, Tier], *, may_mix: bool) 
     for i in kept:
         op = layer.operators[i]
         groups.append([(0, op.n_bytes if op.is_saved else 0, op.ns), (op.n_bytes, 0, 0)])
-    return (0, [(layer.saved_bytes, 0, 0)], groups), kept, [RECOMPUTE, *tiers]
+    whole = [] if layer.sends else [(layer.saved_bytes, 0, 0)]
+    return (0, whole, groups), kept, [RECOMPUTE, *tiers]
 
 
 def _reserve(layers: Sequence[MeasuredLayer], tiers: Mapping[str, Tier]) -> int:
@@ -274,20 +278,53 @@ def _solve(
     )
 
 
-def _agree(of_ranks: Sequence[Sequence[MeasuredLayer]]) -> list[MeasuredLayer]:
-    """The largest numbers of all ranks. Raises RankMismatchError where they ran other layers."""
-    forms = [[(layer.label, [op.name for op in layer.operators]) for layer in layers] for layers in of_ranks]
-    for rank, form in enumerate(forms):
-        if form != forms[0]:
-            raise RankMismatchError(
-                f"ranks 0 and {rank} ran {len(forms[0])} and {len(form)} layers, or other operators in them",
-                where=_KEY,
-                fix="let all ranks run the same layers, or name those to recompute without a budget",
-            )
-    return [_largest(same) for same in zip(*of_ranks)]
+Key = tuple[str, int]
+"""A layer's call in a forward: its label, and which of the calls of that label it is."""
+Shapes = tuple[tuple[int, ...], ...]
+
+
+def keys_of(labels: Sequence[str]) -> list[Key]:
+    """The key of each call, in order."""
+    counts: dict[str, int] = {}
+    keys = []
+    for label in labels:
+        keys.append((label, counts.get(label, 0)))
+        counts[label] = keys[-1][1] + 1
+    return keys
+
+
+def unite(forwards: Sequence[Sequence[MeasuredLayer]]) -> list[MeasuredLayer]:
+    """The layers that any of several forwards ran, with the largest numbers of each.
+
+    The order is that of all forwards: then the bytes up to a layer are at least those of each. Layers whose order
+    differs are all run again.
+    """
+    order: list[Key] = []
+    found: dict[Key, list[MeasuredLayer]] = {}
+    has_order = True
+    for layers in forwards:
+        keys = keys_of([layer.label for layer in layers])
+        place = {key: i for i, key in enumerate(order)}
+        known = [place[key] for key in keys if key in place]
+        has_order &= known == sorted(known)
+        merged: list[Key] = []
+        begin = 0
+        for key in keys:
+            end = place.get(key, -1) + 1
+            merged += order[begin:end] if end else [key]
+            begin = max(begin, end)
+        order = list(dict.fromkeys(merged + order[begin:]))
+        for key, layer in zip(keys, layers):
+            found.setdefault(key, []).append(layer)
+    largest = [_largest(found[key]) for key in order]
+    return largest if has_order else [layer._replace(sends=True) for layer in largest]
 
 
 def _largest(layers: Sequence[MeasuredLayer]) -> MeasuredLayer:
+    names = [op.name for op in layers[0].operators]
+    # Tokens went to other experts: what is an operator's number here is another one's there.
+    are_same = all([op.name for op in layer.operators] == names for layer in layers)
+    of_layers = [layer.operators for layer in layers] if are_same else []
     operators = tuple(
         MeasuredOperator(
             ops[0].name,
@@ -296,12 +333,13 @@ def _largest(layers: Sequence[MeasuredLayer]) -> MeasuredLayer:
             any(op.is_saved for op in ops),
             all(op.may_keep for op in ops),
         )
-        for ops in zip(*(layer.operators for layer in layers))
+        for ops in zip(*of_layers)
     )
     numbers = (
         max(getattr(layer, name) for layer in layers) for name in ("n_elems", "input_bytes", "saved_bytes", "ns")
     )
-    return MeasuredLayer(layers[0].label, *numbers, operators, min(layer.movable_bytes for layer in layers))
+    movable_bytes, sends = min(layer.movable_bytes for layer in layers), any(layer.sends for layer in layers)
+    return MeasuredLayer(layers[0].label, *numbers, operators, movable_bytes, sends)
 
 
 def _steadied(layers: Sequence[MeasuredLayer]) -> list[MeasuredLayer]:
@@ -333,36 +371,117 @@ def _free_bytes() -> int:
     return free // read_env().local_world_size if accelerator.device_name() == "cpu" else free
 
 
-class Budget:
-    """The budget of one engine: what it has measured, and the plan that its forwards follow.
+def _is_covered(shapes: Shapes, by: Shapes) -> bool:
+    """No dimension is larger by more than a tenth."""
+    return len(shapes) == len(by) and all(
+        len(a) == len(b) and all(x <= (1 + _CHANGE) * y for x, y in zip(a, b)) for a, b in zip(shapes, by)
+    )
 
-    comm: ranks that must do the same. Reentrant layers are kept or recomputed as a whole.
+
+def shapes_of(tensors: Sequence[torch.Tensor]) -> Shapes:
+    return tuple(tuple(t.shape) for t in tensors)
+
+
+class _Measured:
+    """Forwards of the same stage whose inputs are alike: what they were found to keep, and their plan."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.inputs: list[Shapes] = []  # of the model
+        self.given: dict[Key, list[Shapes]] = {}  # to each layer
+        self.layers: list[MeasuredLayer] = []
+        self.is_stale = False  # a forward ran other layers, or with larger inputs
+        self.plan: BudgetPlan | None = None
+        self.treatments: dict[Key, Treatment] = {}
+
+    def follow(self, plan: BudgetPlan | None) -> None:
+        self.plan = plan
+        self.treatments = {} if plan is None else dict(zip(keys_of(plan.labels), plan.treatments))
+
+    def has_seen(self, key: Key, shapes: Shapes) -> bool:
+        return any(_is_covered(shapes, seen) for seen in self.given.get(key, ()))
+
+
+class Budget:
+    """The budget of one engine: what it has measured, and the plans that its forwards follow.
+
+    Each rank plans for itself, and waits for no other one in a forward, unless layers that run again send something
+    (weights that are gathered, what tensor-parallel ranks sum): then ``peers`` decide together as a forward begins,
+    which all of them do. A layer that sends by the caller's own means is always run again, the same on all ranks.
+
+    comm: all ranks. peers: those that must do the same; None: nobody.
+    stages: names of this rank's, each of which has a file of its own. is_first: of the ranks with the same layers.
     """
 
-    def __init__(self, section: ActivationCheckpointing, comm: Collectives | None) -> None:
-        self._comm = comm
+    def __init__(
+        self,
+        section: ActivationCheckpointing,
+        comm: Collectives | None = None,
+        peers: Collectives | None = None,
+        *,
+        stages: Sequence[str] = ("",),
+        is_first: bool = True,
+    ) -> None:
+        self._comm, self._is_first = comm, is_first
+        self._peers = None if peers is None or peers.world_size == 1 else peers
         self._wanted = read_budget(section)
         self._path = section.budget_plan
         # Values are compared module by module, all of which have to run.
         self._may_mix = not (section.use_reentrant or section.check)
         device = section.offload.device
         self._tier = device if device != "none" else _HOST if section.cpu_checkpointing else None
-        self._probe: Callable[[int], Tier | None] = lambda n_bytes: None
         self._tiers: dict[str, Tier] = {}
-        self.plan: BudgetPlan | None = None if self._path is None else read_plan(self._path)
-        self._is_pinned = self.plan is not None
-        if self._is_pinned:
-            self._refuse_unknown_tiers()
-        self._has_compared = False
+        self._free_bytes: int | None = None  # for "auto", when the first step was over
+        self._n_in_flight, self._is_told = 1, False
+        self._known: list[_Measured] = []
+        self._pinned = {} if self._path is None else self._read_pinned(stages)
+        self._followed: _Measured | None = next(iter(self._pinned.values()), None)
+        self.plan: BudgetPlan | None = None if self._followed is None else self._followed.plan
         self._layers: list[MeasuredLayer] = []
-        self._layers_to_plan: list[MeasuredLayer] | None = None
+        self._given: dict[Key, Shapes] = {}
         self._counted: set[int] = set()
         self._is_measuring = self._is_forward = self._is_within = False
-        self._n = 0
-        self._measured_elems = 0
+        self._n_calls: dict[str, int] = {}
 
-    def _refuse_unknown_tiers(self) -> None:
-        unknown = {t.choice for t in self.plan.treatments} - {KEEP, RECOMPUTE, self._tier}
+    def _path_of(self, name: str) -> str:
+        return f"{self._path}.stage{name}" if name else str(self._path)
+
+    def _read_pinned(self, stages: Sequence[str]) -> dict[str, _Measured]:
+        """The plans that files have, by stage. Collective: raises on all ranks where one has no plan in its file, or
+        another one."""
+        plans: dict[str, BudgetPlan | None] = {}
+        problem = None
+        try:
+            for name in stages:
+                plans[name] = plan = read_plan(self._path_of(name))
+                if plan is not None:
+                    self._refuse_unknown_tiers(plan)
+        except ConfigError as error:
+            problem = error
+        where = f"activation_checkpointing.budget_plan: {self._path}"
+        if self._comm is not None:
+            raise_together(problem, ConfigError, where, self._comm)
+            texts = {name: "" if plan is None else json.dumps(plan.as_json()) for name, plan in plans.items()}
+            of_ranks = self._comm.gather_objects({name: zlib.crc32(text.encode()) for name, text in texts.items()})
+            for name in sorted({name for found in of_ranks for name in found}):
+                sums = [found[name] for found in of_ranks if name in found]
+                if len(set(sums)) > 1:
+                    raise RankMismatchError(
+                        f"ranks have read other plans: checksums {sums} (0: there is no such file)",
+                        where=where,
+                        fix="let it be the same file on all ranks",
+                    )
+        elif problem is not None:
+            raise problem
+        pinned = {}
+        for name, plan in plans.items():
+            if plan is not None:
+                pinned[name] = _Measured(name)
+                pinned[name].follow(plan)
+        return pinned
+
+    def _refuse_unknown_tiers(self, plan: BudgetPlan) -> None:
+        unknown = {t.choice for t in plan.treatments} - {KEEP, RECOMPUTE, self._tier}
         if unknown:
             raise ConfigError(
                 f"inputs wait on {', '.join(map(repr, sorted(unknown)))} there, which the section does not offer",
@@ -371,20 +490,46 @@ class Budget:
             )
 
     def lend(self, probe: Callable[[int], Tier | None]) -> None:
-        """probe: moves so many bytes to where inputs may wait, and back, and says how fast; None: there is no place."""
-        self._probe = probe
+        """probe: moves so many bytes to where inputs may wait, and back, and says how fast; None: there is no place.
+
+        Collective: the slowest rank's figure counts. Raises OffloadError on all ranks where it fails on one.
+        """
+        if self._tier is None:
+            return
+        found, problem = None, None
+        try:
+            found = probe(_PROBED_BYTES)
+        except OffloadError as error:
+            problem = error
+        if self._comm is not None:
+            raise_together(problem, OffloadError, _KEY, self._comm)
+        if problem is not None:
+            raise problem
+        of_ranks = [found] if self._comm is None else self._comm.gather_objects(found)
+        if all(tier is not None for tier in of_ranks):
+            self._tiers = {self._tier: Tier(*(min(speeds) for speeds in zip(*of_ranks)))}
+
+    def expect(self, n_in_flight: int) -> None:
+        """So many forwards will be followed by their backwards later, at the most: each gets its part. Called when none
+        is."""
+        if n_in_flight != self._n_in_flight:
+            for known in self._known:
+                known.follow(None)
+        self._n_in_flight, self._is_told = n_in_flight, True
+        self._look_at_memory()
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
-        """A forward of the model, whose layers are counted."""
-        self._is_forward, self._is_measuring, self._n = True, False, 0
-        self._layers, self._counted = [], set()
+    def forward(self, inputs: Sequence[torch.Tensor] = (), name: str = "") -> Iterator[None]:
+        """A forward of the model, whose layers are counted. All peers begin it together. name: of a stage."""
+        self._is_forward, self._n_calls = True, {}
+        self._layers, self._given, self._counted = [], {}, set()
         try:
+            self._begin(shapes_of(inputs), name)
             yield
             if self._is_measuring:
-                self._remake()
+                self._learn()
         finally:
-            self._is_forward = self._is_within = False
+            self._is_forward = self._is_within = self._is_measuring = False
             self._counted = set()
 
     def treatment(self, label: str, tensors: Sequence[torch.Tensor]) -> Treatment | None:
@@ -392,17 +537,25 @@ class Budget:
         # A forward may have a pass of its own (a gradient penalty), which runs layers again with those within them.
         if not self._is_forward or self._is_within or torch._C._current_graph_task_id() != NO_BACKWARD:
             return None
-        i, self._n = self._n, self._n + 1
-        if i == 0:
-            self._begin(sum(t.numel() for t in tensors))
+        n = self._n_calls.get(label, 0)
+        self._n_calls[label] = n + 1
+        key, known = (label, n), self._followed
         if self._is_measuring:
+            self._given[key] = shapes_of(tensors)
             return Treatment(MEASURE)
-        # More layers than were measured, or others, are recomputed.
-        if i >= len(self.plan.treatments) or self.plan.labels[i] != label:
-            if self._is_pinned:
-                self._refuse(i, label)
+        if known.plan is None:
             return Treatment(RECOMPUTE)
-        return self.plan.treatments[i]
+        treatment = known.treatments.get(key)
+        if known is self._pinned.get(known.name):
+            if treatment is None:
+                self._refuse(sum(self._n_calls.values()) - 1, label)
+            return treatment
+        if treatment is None or not known.has_seen(key, shapes_of(tensors)):
+            known.is_stale = True
+            # Peers have to do the same, and know it as the next forward begins.
+            if treatment is None or self._peers is None:
+                return Treatment(RECOMPUTE)
+        return treatment
 
     def _refuse(self, i: int, label: str) -> None:
         known = self.plan.labels[i] if i < len(self.plan.labels) else "no more"
@@ -434,70 +587,90 @@ class Budget:
     def note(self, layer: MeasuredLayer) -> None:
         self._layers.append(layer)
 
-    def _begin(self, n_elems: int) -> None:
-        if self._path is not None and not self._has_compared:
-            self._compare_plans()
-        if self._is_pinned:
+    def _begin(self, inputs: Shapes, name: str) -> None:
+        if name in self._pinned:
+            self._followed = self._pinned[name]
+            self.plan = self._followed.plan
             return
-        if self._wanted == "auto" and self._layers_to_plan is not None:
-            self._make(self._layers_to_plan)
-        n_elems = max(self._of_all(n_elems))
-        before = self._measured_elems
-        self._is_measuring = self.plan is None or abs(n_elems - before) > _CHANGE * before
-        if self._is_measuring:
-            self._measured_elems = n_elems
+        if not self._is_told:
+            self._look_at_memory()
+        known = self._find(inputs, name)
+        is_new = known is None or known.is_stale or not any(_is_covered(inputs, seen) for seen in known.inputs)
+        if self._peers is not None:
+            is_new = bool(max(self._peers.gather_numbers(int(is_new), label="activation budget")))
+        self._is_measuring = is_new
+        if known is None:
+            known = _Measured(name)
+            self._known.append(known)
+        if is_new and inputs not in known.inputs:
+            known.inputs.append(inputs)
+        self._followed = known
+        if not is_new and known.plan is None:
+            self._make(known)
+        self.plan = known.plan
 
-    def _of_all(self, number: int) -> list[int]:
-        return [number] if self._comm is None else self._comm.gather_numbers(number, label="activation budget")
+    def _find(self, inputs: Shapes, name: str) -> _Measured | None:
+        """Peers have one plan for all inputs, since those of some ranks may change while others' do not."""
+        of_stage = [known for known in self._known if known.name == name]
+        if self._peers is not None:
+            return of_stage[0] if of_stage else None
+        alike = (k for k in of_stage if any(_is_covered(inputs, i) and _is_covered(i, inputs) for i in k.inputs))
+        return next(alike, None)
 
-    def _compare_plans(self) -> None:
-        self._has_compared = True
-        sums = self._of_all(0 if self.plan is None else zlib.crc32(json.dumps(self.plan.as_json()).encode()))
-        if len(set(sums)) > 1:
-            raise RankMismatchError(
-                f"ranks have read other plans: checksums {sums} (0: there is no such file)",
-                where=f"activation_checkpointing.budget_plan: {self._path}",
-                fix="let it be the same file on all ranks",
-            )
+    def _look_at_memory(self) -> None:
+        """What is free is known when the first step is over, and states and gradients have their memory."""
+        if self._wanted != "auto" or self._free_bytes is not None or not any(known.layers for known in self._known):
+            return
+        free = _free_bytes()
+        self._free_bytes = free if self._peers is None else min(self._peers.gather_numbers(free, label=_KEY))
 
-    def _remake(self) -> None:
-        layers = self._layers if self._comm is None else _agree(self._comm.gather_objects(self._layers))
-        layers = _steadied(layers)
-        self._tiers = self._find_tiers(max((layer.movable_bytes for layer in layers), default=0))
-        if self._wanted == "auto" and self.plan is None:
-            # What is free is known when the first step is over, and states and gradients have their memory.
-            self._layers_to_plan = layers
+    def _learn(self) -> None:
+        """From the forward that was measured."""
+        known, peers = self._followed, self._peers
+        of_ranks = [self._layers] if peers is None else peers.gather_objects(self._layers)
+        if self._comm is None or self._comm.world_size in (1, len(of_ranks)):
+            # Nobody else has another plan.
+            of_ranks = [[layer._replace(sends=False) for layer in layers] for layers in of_ranks]
+        layers = unite([known.layers, *(_steadied(each) for each in of_ranks)])
+        known.layers, known.is_stale = layers, False
+        for key, shapes in self._given.items():
+            if not known.has_seen(key, shapes):
+                known.given.setdefault(key, []).append(shapes)
+        known.follow(None)
+        if self._wanted == "auto" and self._free_bytes is None:
             self.plan = BudgetPlan(0, 0, 0, 0, 0, 0, (), (), 0)
             return
-        self._make(layers)
+        self._make(known)
 
-    def _find_tiers(self, n_bytes: int) -> dict[str, Tier]:
-        """Where inputs may wait, as fast as the slowest rank finds it."""
-        if self._tier is None or n_bytes == 0:
-            return {}
-        found, problem = None, None
-        try:
-            found = self._probe(n_bytes)
-        except OffloadError as error:
-            problem = error
-        if self._comm is not None:
-            raise_together(problem, OffloadError, _KEY, self._comm)
-        if problem is not None:
-            raise problem
-        of_ranks = [found] if self._comm is None else self._comm.gather_objects(found)
-        if any(tier is None for tier in of_ranks):
-            return {}
-        return {self._tier: Tier(*(min(speeds) for speeds in zip(*of_ranks)))}
-
-    def _make(self, layers: list[MeasuredLayer]) -> None:
-        self._layers_to_plan = None
+    def _make(self, known: _Measured) -> None:
+        if not known.layers:
+            known.follow(BudgetPlan(0, 0, 0, 0, 0, 0, (), (), 0))
+            return
         budget = self._wanted
         if budget == "auto":
-            free = min(self._of_all(_free_bytes()))
-            budget = max(int(_AUTO_SHARE * free), smallest_budget(layers, self._tiers))
-        self.plan = find_plan(layers, budget, tiers=self._tiers, may_mix=self._may_mix)
-        is_first = self._comm is None or self._comm.rank == 0
-        if is_first:
-            logger.info(self.plan.table(layers))
-        if self._path is not None and is_first:
-            _write_plan(self._path, self.plan)
+            if self._free_bytes is None:
+                return
+            budget = int(_AUTO_SHARE * self._free_bytes)
+        budget //= self._n_in_flight
+        tiers = self._tiers if any(layer.movable_bytes for layer in known.layers) else {}
+        smallest = smallest_budget(known.layers, tiers)
+        if smallest > budget:
+            logger.warning(
+                "rank %d: activation_checkpointing.budget: %d bytes (%s) for a forward are less than the %d (%s) that its"
+                " layers need with everything recomputed, for inputs of %s: the smallest plan is followed. Give more, a"
+                " smaller micro-batch, or partition_activations or cpu_checkpointing",
+                0 if self._comm is None else self._comm.rank,
+                budget,
+                as_binary(budget),
+                smallest,
+                as_binary(smallest),
+                known.inputs[-1],
+            )
+        plan = find_plan(known.layers, max(budget, smallest), tiers=tiers, may_mix=self._may_mix)
+        plan = plan._replace(budget_bytes=budget)
+        known.follow(plan)
+        self.plan = plan
+        if self._is_first:
+            logger.info(plan.table(known.layers))
+            if self._path is not None:
+                _write_plan(self._path_of(known.name), plan)

@@ -24,6 +24,7 @@ __all__ = ["KeptOutputs", "MeasuredLayer", "MeasuredOperator", "Measurement", "M
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "_scaled_mm", "_grouped_mm", "convolution", "_trilinear")
 _ATTENTION = "aten::_scaled_dot_product_"
 _COLLECTIVES = "_c10d_functional::"
+_SENT = ("c10d::", _COLLECTIVES)
 _WAIT = "_c10d_functional::wait_tensor"
 _EXPENSIVE = frozenset(f"aten::{name}" for name in _PRODUCTS)
 # A collective that is run again costs the wire, and all ranks' time, twice: kept by preference.
@@ -56,6 +57,7 @@ class MeasuredLayer(NamedTuple):
     ns: int  # of all its operators
     operators: tuple[MeasuredOperator, ...]
     movable_bytes: int = 0  # of the inputs: those that may wait elsewhere
+    sends: bool = False  # by collectives of the caller's own: whoever runs it again, all ranks do
 
 
 def _random_state() -> tuple[bytes, Any]:
@@ -177,7 +179,7 @@ class Measurement(_Onlooker):
         self._saved: list[torch.Tensor] = []
         self._seen: list[_Seen] = []
         self._followed = _Followed()
-        self._ns = 0
+        self._ns, self._sends = 0, False
 
     def note_saved(self, tensor: torch.Tensor) -> None:
         """Autograd saves ``tensor``."""
@@ -197,6 +199,7 @@ class Measurement(_Onlooker):
         name = func._schema.name
         outputs, ns, is_random = self._meter.call(func, args, kwargs or {})
         self._ns += ns
+        self._sends |= name.startswith(_SENT)
         if name == _WAIT and self._seen:
             self._seen[-1].ns += ns
         elif _is_expensive(name):
@@ -221,6 +224,7 @@ class Measurement(_Onlooker):
             self._ns,
             operators,
             sum(n_bytes for place, n_bytes in new.items() if place in movable),
+            self._sends,
         )
         self._counted.update(new)
         self._saved, self._seen, self._tensors, self._followed = [], [], [], _Followed()

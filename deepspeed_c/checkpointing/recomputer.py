@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import torch
 import torch.utils.checkpoint
+from torch.utils._pytree import tree_leaves
 
 from deepspeed_c.accelerator import get_accelerator
 from deepspeed_c.checkpointing.active import entered
@@ -256,13 +257,15 @@ class Recomputer:
         if self.section.synchronize_checkpoint_boundary:
             get_accelerator().synchronize()
 
-    def active(self) -> AbstractContextManager[None]:
-        """Calls of ``checkpoint`` within, which are of one forward, follow this object."""
+    def active(self, inputs: Any = (), name: str = "") -> AbstractContextManager[None]:
+        """Calls of ``checkpoint`` within, which are of one forward, follow this object. inputs: what the model is
+        given. name: of a stage, if it is one."""
         if self.budget is None or not torch.is_grad_enabled():
             return entered(self)
         stack = ExitStack()
         stack.enter_context(entered(self))
-        stack.enter_context(self.budget.forward())
+        tensors = [leaf for leaf in tree_leaves(inputs) if torch.is_tensor(leaf)]
+        stack.enter_context(self.budget.forward(tensors, name))
         return stack
 
     def clear(self) -> None:

@@ -21,7 +21,8 @@ from deepspeed_c.checkpoint.native.background import Save
 from deepspeed_c.checkpointing.blocks import Blocks
 from deepspeed_c.checkpointing.recomputer import parked
 from deepspeed_c.checkpointing.rng import SEQUENCE_RNG, stream_of_rank
-from deepspeed_c.comm.mesh import DATA, Mesh
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.comm.mesh import DATA, WITHIN_STAGE, Mesh
 from deepspeed_c.config import Config
 from deepspeed_c.data.loader import DeepSpeedDataLoader
 from deepspeed_c.engine.checkpoint.checkpoints import Checkpoints
@@ -157,6 +158,9 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
                 has_sharded=bool(layout and layout.fetcher),
                 aio=config.aio,
                 ranks=comm,
+                peers=self._recomputing_peers(layout),
+                stages=self._stage_names(),
+                is_first=not any(mesh.index(axis) for axis in WITHIN_STAGE),
             )
             self._adopt(Layout([], [], None) if layout is None else layout)
         except BaseException:
@@ -165,6 +169,21 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
             raise
         if config.dump_state:
             log_dist("state of the engine:\n" + self.describe(), ranks=[0])
+
+    def _stage_names(self) -> list[str]:
+        """Of what a forward of this rank may be: of the whole model."""
+        return [""]
+
+    def _recomputing_peers(self, layout: Layout | None) -> Collectives | None:
+        """The ranks that have to run the same layers again, since these send something; None: each as it likes.
+
+        Parts of sequences are exchanged by collectives that look like the caller's own, along any axis.
+        """
+        if self._config.activation_checkpointing.budget is None:
+            return None
+        if (layout and layout.fetcher) or self._mesh.size("sp") > 1:
+            return self._comm
+        return self._mesh.along("tp") if self._mesh.size("tp") > 1 else None
 
     def _adopt(self, layout: Layout) -> None:
         """Ties parameters, hooks and passes of a layout to this engine."""
@@ -278,7 +297,7 @@ class DeepSpeedEngine(ConfigGetters, Reductions, torch.nn.Module):
         with (
             self.timers.measure("forward"),
             self._precision.autocast(self.device),
-            self._blocks.active(),
+            self._blocks.active((inputs, kwargs)),
             self._sequence_stream(),
         ):
             outputs = self.module(*self._precision.cast_inputs(inputs), **self._precision.cast_inputs(kwargs))

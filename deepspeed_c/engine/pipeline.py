@@ -97,6 +97,15 @@ def connect_pipeline(module: PipelineModule, mesh: Mesh) -> None:
         mesh.connect_some(tied, "pp", *axes)
 
 
+def _most_in_flight(actions: list[tuple[int, int, int]]) -> int:
+    """Forwards of stages on one rank whose backward is still to come."""
+    n, most = 0, 1
+    for kind, _, _ in actions:
+        n += (kind == _C.PIPE_FORWARD) - (kind in (_C.PIPE_BACKWARD, _C.PIPE_INPUT))
+        most = max(most, n)
+    return most
+
+
 class PipelineEngine(DeepSpeedEngine):
     """Trains a ``PipelineModule``: ``train_batch`` takes as many micro-batches as ``gradient_accumulation_steps`` says
     through all stages, then updates the weights. All ranks call it together.
@@ -119,6 +128,9 @@ class PipelineEngine(DeepSpeedEngine):
         self.loss: torch.Tensor | None = None
         """The last batch's."""
         self._runner = Runner(self._make_stages())
+
+    def _stage_names(self) -> list[str]:
+        return [str(stage) for stage in self.module.stages]
 
     def _make_stages(self) -> dict[int, Stage]:
         module, rank_of, ranks = self.module, self.module.rank_of, self._mesh.along("pp")
@@ -153,7 +165,7 @@ class PipelineEngine(DeepSpeedEngine):
         def run(value: Any) -> Any:
             if stage == 0:
                 value = precision.cast_inputs(value)
-            with precision.autocast(self.device), self._blocks.active():
+            with precision.autocast(self.device), self._blocks.active(value, str(stage)):
                 return module.run_stage(stage, value)
 
         return run
@@ -185,6 +197,7 @@ class PipelineEngine(DeepSpeedEngine):
         batches = self._fetch(data_iter, n, "train_batch", needs_labels=True)
         self.module.train()
         self._passes.recover()
+        self._blocks.expect(_most_in_flight(table.actions(self.stage_id)))
         self._state.begin_window()
         self._window.place(self._window.begin + n - 1)  # what follows is one window, and ends it
         total = torch.zeros((), dtype=torch.float64)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import deepspeed_c
+from deepspeed_c.checkpointing.budget import Budget
 from deepspeed_c.errors import ConfigError, FeatureError
 from deepspeed_c.pipe import LayerSpec, PipelineModule
 from tests.deepspeed_c.pipe.models import N_BLOCKS, Block, Plain, loss_fn, micro_batches, module_of
@@ -122,6 +125,36 @@ def test_auto_recomputes_the_repeated_layers_of_all_stages(schedule: str) -> Non
     config = config_of(4, activation_checkpointing={"layers": "auto"})
     options = {"schedule": schedule, **SCHEDULES[schedule]}
     check(run_ranks(2, train, 2, 4, config, options), plain_run(1, 4), 2e-6)
+
+
+def budget_body(rank: int, world: int, schedule: str, n: int, budget: int, folder: str) -> Any:
+    """(train's, plans by stage, of train's last step)"""
+    plans = []
+    section = {"layers": "auto", "budget": budget, "budget_plan": f"{folder}/plan.json"}
+    options = {"schedule": schedule, **SCHEDULES[schedule]}
+    config = config_of(n, activation_checkpointing=section)
+    with mock.patch.object(Budget, "_make", autospec=True, side_effect=Budget._make) as made:
+        found = train(rank, world, 2, n, config, options)
+    for call in made.call_args_list:
+        plans.append((call.args[1].name, call.args[1].plan, call.args[0]._n_in_flight))
+    return found, plans, train(rank, world, 2, n, config, options)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb_v"])
+def test_stages_have_budgets_of_their_own(schedule: str, tmp_path: Path) -> None:
+    n, budget = 4, 60_000
+    outcome = run_ranks(2, budget_body, schedule, n, budget, str(tmp_path))
+    check([found for found, _, _ in outcome], plain_run(1, n), 2e-6)
+    check([found for _, _, found in outcome], plain_run(1, n), 2e-6)
+    in_flight = {"1f1b": [2, 1], "gpipe": [4, 4]}.get(schedule)
+    for rank, (_, plans, _) in enumerate(outcome):
+        assert sorted(name for name, _, _ in plans) == [
+            str(s) for s in ([rank, 3 - rank] if schedule == "zb_v" else [rank])
+        ]
+        for _, plan, n_in_flight in plans:
+            assert in_flight is None or n_in_flight == in_flight[rank], (rank, n_in_flight)
+            assert plan.peak_bytes * n_in_flight <= budget, plan
+    assert (tmp_path / "plan.json.stage0").exists() and (tmp_path / "plan.json.stage1").exists()
 
 
 def sequence_ranks_body(rank: int, world: int, stages: int) -> None:
