@@ -26,7 +26,11 @@ _ATTENTION = "aten::_scaled_dot_product_"
 _COLLECTIVES = "_c10d_functional::"
 _SENT = ("c10d::", _COLLECTIVES)
 _WAIT = "_c10d_functional::wait_tensor"
-_EXPENSIVE = frozenset(f"aten::{name}" for name in _PRODUCTS)
+# Tensor-parallel layers sum in place: what is kept is a copy of the sum.
+_SUMS_IN_PLACE = "deepspeed_c::tp_sum_"
+_OWN_SENDS = (_SUMS_IN_PLACE, *(f"deepspeed_c::tp_{name}_start" for name in ("sum", "gather", "scatter")))
+_WAITS = (_WAIT, "deepspeed_c::tp_wait_")
+_EXPENSIVE = frozenset((*(f"aten::{name}" for name in _PRODUCTS), "deepspeed_c::nn_attention", *_OWN_SENDS))
 # A collective that is run again costs the wire, and all ranks' time, twice: kept by preference.
 _COLLECTIVE_WEIGHT = 2
 
@@ -35,6 +39,10 @@ def _is_expensive(name: str) -> bool:
     if name.startswith(_ATTENTION):
         return "backward" not in name
     return name in _EXPENSIVE or (name.startswith(_COLLECTIVES) and name != _WAIT)
+
+
+def _results(name: str, args: Any, outputs: Any) -> Any:
+    return args[0].clone() if name == _SUMS_IN_PLACE else outputs
 
 
 class MeasuredOperator(NamedTuple):
@@ -200,10 +208,10 @@ class Measurement(_Onlooker):
         outputs, ns, is_random = self._meter.call(func, args, kwargs or {})
         self._ns += ns
         self._sends |= name.startswith(_SENT)
-        if name == _WAIT and self._seen:
+        if name in _WAITS and self._seen:
             self._seen[-1].ns += ns
         elif _is_expensive(name):
-            self._seen.append(_Seen(name, ns, outputs, is_random=is_random))
+            self._seen.append(_Seen(name, ns, _results(name, args, outputs), is_random=is_random))
             self._followed.add(self._seen[-1].aliases)
         else:
             self._followed.follow(outputs)
@@ -232,7 +240,7 @@ class Measurement(_Onlooker):
 
     def _operator(self, seen: _Seen, saved: dict[int, int]) -> MeasuredOperator:
         places = {_place_of(tensor): tensor.untyped_storage().nbytes() for tensor in seen.outputs}
-        weight = _COLLECTIVE_WEIGHT if seen.name.startswith(_COLLECTIVES) else 1
+        weight = _COLLECTIVE_WEIGHT if seen.name.startswith((_COLLECTIVES, *_OWN_SENDS)) else 1
         return MeasuredOperator(
             seen.name.partition("::")[2],
             sum(places.values()),
@@ -280,7 +288,7 @@ class KeptOutputs:
         outputs = func(*args, **kwargs)
         # What draws random numbers has to draw them again, for those who draw after it.
         if before is None or _same_state(before, _random_state()):
-            kept = tree_map_only(torch.Tensor, _alias, outputs)
+            kept = tree_map_only(torch.Tensor, _alias, _results(func._schema.name, args, outputs))
             self._calls[i] = _CountedCall(func._schema.name, kept, _Aliases(kept))
             self._followed.add(self._calls[i].aliases)
         return outputs
@@ -302,6 +310,9 @@ class KeptOutputs:
                 where=where,
                 fix="do not change its outputs in place (x + 1, not x.add_(1))",
             )
+        if call.name == _SUMS_IN_PLACE:
+            args[0].copy_(call.outputs)
+            return None
         return tree_map_only(torch.Tensor, _alias, call.outputs)
 
 

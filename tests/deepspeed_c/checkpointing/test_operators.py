@@ -10,8 +10,11 @@ from torch import nn
 
 import deepspeed_c
 from deepspeed_c.checkpointing.operators import KeptOutputs, Measurement
+from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import RecomputeError
+from deepspeed_c.inject import exchange
 from deepspeed_c.inject.exchange import sum_
+from deepspeed_c.ops import nn as own_nn
 from tests.ranks import run_ranks
 
 WRITES: dict[str, Callable[[torch.Tensor], object]] = {
@@ -83,4 +86,53 @@ def summed_body(rank: int, world: int) -> list[bool]:
 
 
 def test_a_sum_over_ranks_in_place_overwrites() -> None:
-    assert run_ranks(2, summed_body) == [[False]] * 2
+    assert run_ranks(2, summed_body) == [[False, True]] * 2
+
+
+def own_operators_body(rank: int, world: int) -> list[tuple[list[str], int, bool]]:
+    """For our attention and what tensor-parallel ranks send: (operators that are known, collectives of the second run,
+    whether its values are those of the first)."""
+    comm = Collectives(torch.distributed.group.WORLD)
+    generator = torch.Generator().manual_seed(rank)
+    x, w = torch.randn(1, 2, 5, 8, generator=generator), torch.randn(8, 8, generator=generator)
+
+    def summed(x: torch.Tensor) -> torch.Tensor:
+        y = x @ w
+        exchange.sum_(y, comm, "test")
+        return torch.tanh(y)
+
+    found = []
+    for layer in (
+        summed,
+        lambda x: torch.tanh(exchange.wait(exchange.sum_start(x @ w, comm, "test"))),
+        lambda x: exchange.gathered(
+            exchange.wait(exchange.gather_start(x, [8] * world, 3, comm, "test")), [8] * world, 3
+        ),
+        lambda x: torch.tanh(own_nn.attention(x, x, x, causal=True)),
+    ):
+        measurement = Measurement("layer", None, [x], set())
+        with measurement:
+            want = layer(x)
+        operators = measurement.done().operators
+        last = len(operators) - 1
+        assert operators[last].may_keep and operators[last].n_bytes, operators
+        kept = KeptOutputs("layer", [last])
+        with kept.recording():
+            layer(x)
+        for _ in range(2):
+            before = sum(total.count for total in comm.ledger.totals.values())
+            with kept.replaying():
+                again = layer(x)
+            n_calls = sum(total.count for total in comm.ledger.totals.values()) - before
+        found.append(([op.name for op in operators], n_calls, torch.equal(again, want)))
+    return found
+
+
+def test_own_attention_and_sums_are_kept() -> None:
+    for found in run_ranks(2, own_operators_body):
+        assert found == [
+            (["mm", "tp_sum_"], 0, True),
+            (["mm", "tp_sum_start"], 0, True),
+            (["tp_gather_start"], 0, True),
+            (["nn_attention"], 0, True),
+        ], found
