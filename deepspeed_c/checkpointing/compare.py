@@ -1,20 +1,25 @@
-"""Which module of a layer gives other values when the layer is run again (``"check": true``)."""
+"""Whether a layer that is run again gives what it gave in forward: its outputs, once a run, and by ``"check": true``
+which of its modules gives other values, in each run.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_flatten
 
 from deepspeed_c import _C
 from deepspeed_c.errors import RecomputeError
 
-__all__ = ["Trace", "digest"]
+__all__ = ["Outputs", "OutputsOnce", "Trace", "digest"]
 
 
 def digest(tensor: torch.Tensor) -> int:
@@ -27,6 +32,101 @@ def digest(tensor: torch.Tensor) -> int:
 
 def _digests(nest: Any) -> tuple[int, ...]:
     return tuple(digest(leaf) for leaf in tree_flatten(nest)[0] if torch.is_tensor(leaf))
+
+
+def _difference(name: str, label: str) -> RecomputeError:
+    return RecomputeError(
+        f"{name} computes other values than in forward",
+        where=f"recomputation of {label}",
+        fix="let it draw random numbers from torch's generators or those of get_cuda_rng_tracker() only (of Python's"
+        ' with "python_random": true), and keep nothing between two calls that changes what it computes',
+    )
+
+
+# Elements that a sketch looks at at a time, so that it takes little memory.
+_SKETCHED = 1 << 18
+# Of a tensor's norm. Kernels that add in no fixed order differ by far less, other random numbers by far more.
+_TOLERANCE = 2e-3
+
+
+def _sketch(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Projections of a tensor on two waves, and the sum of its squares: float64, on its device. None without data."""
+    has_data = not (tensor.is_meta or isinstance(tensor, FakeTensor) or is_functorch_wrapped_tensor(tensor))
+    if not has_data or tensor.layout != torch.strided:
+        return None
+    tensor = tensor.detach()
+    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
+    waves = torch.arange(min(flat.numel(), _SKETCHED), dtype=torch.float32, device=flat.device)
+    waves = torch.stack([torch.cos(0.7 * waves), torch.sin(0.3 * waves + 1)])
+    found = torch.zeros(3, dtype=torch.float64, device="cpu" if flat.device.type == "mps" else flat.device)
+    for part in flat.split(_SKETCHED):
+        part = part.float()
+        found[:2] += (waves[:, : part.numel()] * part).sum(1)
+        found[2] += part.square().sum()
+    return found
+
+
+def _is_alike(was: torch.Tensor | None, now: torch.Tensor | None) -> bool:
+    if was is None or now is None:
+        return True
+    was, now = was.tolist(), now.tolist()
+    if not all(map(math.isfinite, (*was, *now))):
+        return True  # inf and NaN are for others to report
+    bound = _TOLERANCE * math.sqrt(max(was[2], now[2]))
+    return all(abs(a - b) <= bound for a, b in zip(was[:2], now[:2], strict=True))
+
+
+class Outputs:
+    """What one call of a layer gave, as some numbers of each tensor.
+
+    is_exact: every bit counts. compared: is called when they are compared.
+    """
+
+    def __init__(self, label: str, *, is_exact: bool, compared: Callable[[], None] = lambda: None) -> None:
+        self._label, self._is_exact, self._compared = label, is_exact, compared
+        self._numbers: list[Any] | None = None
+
+    @torch.no_grad()
+    def _numbers_of(self, outputs: Any) -> list[Any]:
+        tensors = [leaf for leaf in tree_flatten(outputs)[0] if torch.is_tensor(leaf)]
+        return [digest(tensor) if self._is_exact else _sketch(tensor) for tensor in tensors]
+
+    def note(self, outputs: Any) -> None:
+        """Of forward."""
+        self._numbers = self._numbers_of(outputs)
+
+    def compare(self, outputs: Any) -> None:
+        """Of the run again. Raises RecomputeError where they differ."""
+        if self._numbers is None:
+            return
+        self._compared()
+        found = self._numbers_of(outputs)
+        is_same = self._is_exact and found == self._numbers
+        if not self._is_exact and len(found) == len(self._numbers):
+            is_same = all(map(_is_alike, self._numbers, found))
+        if not is_same:
+            raise _difference("the layer", self._label)
+
+
+class OutputsOnce:
+    """Which layers have been compared: each once, at its first recomputation."""
+
+    # Forwards of a layer that are looked at as long as no backward comes.
+    _MOST = 4
+
+    def __init__(self) -> None:
+        self._n_looked: dict[Any, int] = {}
+
+    def of(self, key: Any, label: str) -> Outputs | None:
+        """For a call of the layer ``key``; None where it need not be compared."""
+        n_looked = self._n_looked.get(key, 0)
+        if n_looked >= self._MOST:
+            return None
+        self._n_looked[key] = n_looked + 1
+        return Outputs(label, is_exact=False, compared=lambda: self._settle(key))
+
+    def _settle(self, key: Any) -> None:
+        self._n_looked[key] = self._MOST
 
 
 class Trace:
@@ -79,12 +179,7 @@ class Trace:
 
     def difference(self) -> RecomputeError:
         """The error for a value that differs now, in the module that runs."""
-        return RecomputeError(
-            f"{self._name()} computes other values than in forward",
-            where=f"recomputation of {self._label}",
-            fix="let it draw random numbers from torch's generators or those of get_cuda_rng_tracker() only (of Python's"
-            ' with "python_random": true), and keep nothing between two calls that changes what it computes',
-        )
+        return _difference(self._name(), self._label)
 
     def _name(self) -> str:
         if not self._open:

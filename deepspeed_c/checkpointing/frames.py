@@ -20,7 +20,7 @@ import torch
 from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 
-from deepspeed_c.checkpointing.compare import Trace, digest
+from deepspeed_c.checkpointing.compare import Outputs, Trace, digest
 from deepspeed_c.checkpointing.conditions import Conditions
 from deepspeed_c.checkpointing.nests import Arguments
 from deepspeed_c.checkpointing.operators import KeptOutputs
@@ -97,7 +97,7 @@ class _Blank:
 class Frame:
     """One call of a layer. Blanks hold it, so that it lives as long as something of its graph does.
 
-    outputs: of operators that are not run again. on_save: is told of each tensor that autograd would save.
+    outputs: of operators that are not run again. looked_at: what forward gave, if it is to be compared. on_save: is told of each tensor that autograd would save.
     """
 
     counts_all = True
@@ -112,8 +112,10 @@ class Frame:
         trace: Trace | None = None,
         *,
         outputs: KeptOutputs | None = None,
+        looked_at: Outputs | None = None,
         on_save: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
+        self._looked_at = looked_at
         self._function, self._arguments, self._inputs, self._conditions = function, arguments, inputs, conditions
         self._label, self._trace, self._outputs, self._on_save = label, trace, outputs, on_save
         self._blanks: list[weakref.ref[_Blank]] = []
@@ -148,19 +150,20 @@ class Frame:
             # A pass through a part of the graph leaves the rest unasked.
             frame = weakref.ref(self)
             Variable._execution_engine.queue_callback(lambda: _drop_of(frame, task))
-        again = _Again(self._blanks, self._seen, task, self._label, self._trace)
+        looked_at, self._looked_at = self._looked_at, None
+        again = _Again(self._blanks, self._seen, task, self._label, self._trace, ends_early=looked_at is None)
         args, kwargs = self._arguments.with_tensors(self._inputs.again())
         # The layer's own graph is not used: autograd ties what it is given to the one of the forward.
         replaying = nullcontext() if self._outputs is None else self._outputs.replaying()
         with self._conditions.replayed(), torch.enable_grad(), saved_tensors_hooks(again.pack, _same), replaying:
             try:
-                if self._trace is None:
-                    self._function(*args, **kwargs)
-                else:
-                    with self._trace.repeating():
-                        self._function(*args, **kwargs)
+                with nullcontext() if self._trace is None else self._trace.repeating():
+                    found = self._function(*args, **kwargs)
             except _Enough:
                 return
+        if looked_at is not None and again.n >= len(self._blanks):
+            looked_at.compare(found)
+            return
         raise RecomputeError(
             f"saved {len(self._blanks)} tensors in forward and {again.n} when it was run again",
             where=f"recomputation of {self._label}",
@@ -193,8 +196,16 @@ class _Again:
     counts_all = True
 
     def __init__(
-        self, places: Sequence[weakref.ref[_Blank]], seen: Sequence[Any], task: int, label: str, trace: Trace | None
+        self,
+        places: Sequence[weakref.ref[_Blank]],
+        seen: Sequence[Any],
+        task: int,
+        label: str,
+        trace: Trace | None,
+        *,
+        ends_early: bool,
     ) -> None:
+        self._ends_early = ends_early
         self._blanks, self._seen, self._task, self._label, self._trace = places, seen, task, label, trace
         self.n = 0
 
@@ -207,7 +218,7 @@ class _Again:
             blank = self._blanks[i]()
             if blank is not None:
                 blank.values[self._task] = tensor
-        if self.n >= len(self._blanks):
+        if self._ends_early and self.n >= len(self._blanks):
             raise _Enough
         return tensor
 

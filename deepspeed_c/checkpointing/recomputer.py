@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import msgspec
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from deepspeed_c.accelerator import get_accelerator
 from deepspeed_c.checkpointing.active import entered
 from deepspeed_c.checkpointing.budget import KEEP, MEASURE, N_ON_THE_WAY, RECOMPUTE, Budget, Tier, Treatment
-from deepspeed_c.checkpointing.compare import Trace
+from deepspeed_c.checkpointing.compare import Outputs, OutputsOnce, Trace
 from deepspeed_c.checkpointing.conditions import Conditions
 from deepspeed_c.checkpointing.counters import Counters, LayerCalls
 from deepspeed_c.checkpointing.frames import Frame, Inputs
@@ -89,7 +89,7 @@ class Recomputer:
         budget: Budget | None = None,
     ) -> None:
         self.section, self._comm, self._names, self.budget = section, comm, names, budget
-        self._calls = LayerCalls()
+        self._calls, self._once = LayerCalls(), OutputsOnce()
         self.counters = Counters() if section.profile else None
         self.arena = Arena() if section.contiguous_memory_optimization else None
         self.stash = self._make_stash(Aio() if aio is None else aio)
@@ -213,13 +213,17 @@ class Recomputer:
         trace: Trace | None = None,
         *,
         outputs: KeptOutputs | None = None,
+        looked_at: Outputs | None = None,
         on_save: Callable[[torch.Tensor], None] | None = None,
     ) -> AbstractContextManager[Any]:
         """The context of a forward that is run again. trace: compares its values."""
         inputs = Inputs(arguments.tensors, keeping.packers, label)
         arguments.forget()
         conditions = Conditions(with_python=self.section.python_random)
-        return Frame(function, arguments, inputs, conditions, label, trace, outputs=outputs, on_save=on_save).hooks()
+        frame = Frame(
+            function, arguments, inputs, conditions, label, trace, outputs=outputs, looked_at=looked_at, on_save=on_save
+        )
+        return frame.hooks()
 
     def _run_hooked(
         self,
@@ -230,18 +234,22 @@ class Recomputer:
         label: str,
         keeping: _Keeping,
     ) -> Any:
-        trace = self._trace(function, label)
-        with self._hooks(function, arguments, label, keeping, trace):
-            if trace is None:
-                return function(*args, **kwargs)
-            with trace.recording():
-                return function(*args, **kwargs)
+        trace, looked_at = self._trace(function, label), self._look(function, label)
+        with (
+            self._hooks(function, arguments, label, keeping, trace, looked_at=looked_at),
+            nullcontext() if trace is None else trace.recording(),
+        ):
+            outputs = function(*args, **kwargs)
+        if looked_at is not None:
+            looked_at.note(outputs)
+        return outputs
 
     def _run_reentrant(self, function: Callable, arguments: Arguments, label: str, keeping: _Keeping) -> Any:
         tensors = arguments.tensors
         arguments.forget()
+        conditions = Conditions(with_python=self.section.python_random)
         call = ReentrantCall(
-            function, arguments, Conditions(with_python=self.section.python_random), label, self._trace(function, label)
+            function, arguments, conditions, label, self._trace(function, label), self._look(function, label)
         )
         module = _module_of(function)
         is_trained = module is None or any(param.requires_grad for param in module.parameters())
@@ -252,6 +260,12 @@ class Recomputer:
 
     def _trace(self, function: Callable, label: str) -> Trace | None:
         return Trace(label, _module_of(function)) if self.section.check else None
+
+    def _look(self, function: Callable, label: str) -> Outputs | None:
+        """Compares the layer's outputs: in each call by ``"check": true``, otherwise once."""
+        if self.section.check:
+            return Outputs(label, is_exact=True)
+        return self._once.of((label, id(_module_of(function))), label)
 
     def _synchronize(self) -> None:
         if self.section.synchronize_checkpoint_boundary:

@@ -10,7 +10,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from deepspeed_c.checkpointing.compare import Trace
+from deepspeed_c.checkpointing.compare import Outputs, Trace
 from deepspeed_c.checkpointing.conditions import Conditions
 from deepspeed_c.checkpointing.nests import Arguments
 from deepspeed_c.errors import BackwardError, RecomputeError
@@ -22,8 +22,15 @@ class ReentrantCall:
     """One call of a layer, and what it gave besides tensors."""
 
     def __init__(
-        self, function: Callable, arguments: Arguments, conditions: Conditions, label: str, trace: Trace | None = None
+        self,
+        function: Callable,
+        arguments: Arguments,
+        conditions: Conditions,
+        label: str,
+        trace: Trace | None = None,
+        looked_at: Outputs | None = None,
     ) -> None:
+        self._looked_at = looked_at
         self._function, self._arguments, self._conditions, self._label = function, arguments, conditions, label
         self._trace = trace
         self._leaves: list[Any] = []
@@ -47,6 +54,8 @@ class ReentrantCall:
         with nullcontext() if self._trace is None else self._trace.recording():
             self._leaves, self._tree = tree_flatten(self._function(*args, **kwargs))
         outputs, self._places = _tensors_of(self._leaves)
+        if self._looked_at is not None:
+            self._looked_at.note(outputs)
         self._shapes = [(output.shape, output.dtype) for output in outputs]
         self._leaves = [None if torch.is_tensor(leaf) else leaf for leaf in self._leaves]
         return tuple(outputs)
@@ -79,6 +88,9 @@ class ReentrantCall:
                 where=f"recomputation of {self._label}",
                 fix="let it do the same for the same inputs, whatever has run in between (a counter, a cache, a mode?)",
             )
+        looked_at, self._looked_at = self._looked_at, None
+        if looked_at is not None:
+            looked_at.compare(outputs)
         wanted = [(o, g) for o, g in zip(outputs, grads) if g is not None and o.requires_grad]
         if wanted:
             torch.autograd.backward([o for o, _ in wanted], [g for _, g in wanted])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch import nn
 
+from deepspeed_c.checkpointing import compare
 from deepspeed_c.checkpointing.compare import digest
 from deepspeed_c.checkpointing.recomputer import Recomputer
 from deepspeed_c.config.checkpoint import ActivationCheckpointing
@@ -32,7 +35,9 @@ def test_check_names_the_first_module_that_differs(how: str) -> None:
     ):
         out.sum().backward()
     mine = Recomputer(ActivationCheckpointing(use_reentrant=how == "reentrant"))
-    mine.run(layer, (torch.randn(2, 5, requires_grad=True),), {}).sum().backward()  # nobody looked
+    with pytest.raises(RecomputeError, match="Sequential: the layer computes other values"):
+        mine.run(layer, (torch.randn(2, 5, requires_grad=True),), {}).sum().backward()
+    mine.run(layer, (torch.randn(2, 5, requires_grad=True),), {}).sum().backward()  # nobody looks again
 
 
 def test_check_sees_what_no_module_gives() -> None:
@@ -72,3 +77,72 @@ def test_a_layer_that_fails_leaves_no_hooks() -> None:
         mine.run(nn.Sequential(nn.Tanh(), Fails()), (torch.randn(2, requires_grad=True),), {})
     mine.run(nn.Sequential(nn.Tanh(), nn.Tanh()), (torch.randn(2, requires_grad=True),), {}).sum().backward()
     assert before == [dict(hooks) for hooks in (module._global_forward_hooks, module._global_forward_pre_hooks)]
+
+
+class Draws(torch.nn.Module):
+    """It scales by numbers of a source that nobody restores."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.linear, self.source, self.seen = torch.nn.Linear(8, 8), source, []
+        self.generator, self.numbers = torch.Generator().manual_seed(0), random.Random(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.source == "generator":
+            noise = torch.rand(x.shape, generator=self.generator)
+        else:
+            noise = self.numbers.random() if self.source == "python" else 1.0
+        self.seen.append(noise)
+        return self.linear(x) * noise
+
+
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize("is_reentrant", [False, True])
+@pytest.mark.parametrize("source", ["generator", "python"])
+def test_numbers_of_other_generators_are_found_at_the_first_recomputation(
+    source: str, is_reentrant: bool, check: bool
+) -> None:
+    layer = Draws(source)
+    recomputer = Recomputer(ActivationCheckpointing(check=check), names={id(layer): "blocks.3"})
+    y = recomputer.run(layer, (torch.ones(2, 8, requires_grad=True),), {}, is_reentrant=is_reentrant)
+    with pytest.raises(RecomputeError, match=r"blocks\.3.* computes other values than in forward"):
+        y.sum().backward()
+    assert len(layer.seen) == 2
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_outputs_are_compared_once_and_training_goes_on(is_reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    n_compared, compare_once = [], compare.Outputs.compare
+    monkeypatch.setattr(
+        compare.Outputs, "compare", lambda self, found: n_compared.append(1) or compare_once(self, found)
+    )
+    layers = [Draws("none"), Draws("none")]
+    recomputer = Recomputer(ActivationCheckpointing())
+    for _ in range(3):
+        x = torch.ones(2, 8, requires_grad=True)
+        y = x
+        for layer in layers:
+            y = recomputer.run(layer, (y,), {}, is_reentrant=is_reentrant)
+        y.square().sum().backward()
+        want = torch.ones(2, 8, requires_grad=True)
+        layers[1](layers[0](want)).square().sum().backward()
+        assert torch.equal(x.grad, want.grad), (x.grad, want.grad)
+    assert len(n_compared) == len(layers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int64])
+def test_sketches_forgive_another_order_of_sums_and_nothing_else(dtype: torch.dtype) -> None:
+    numel = compare._SKETCHED + 3  # one piece and a part
+    values = 4 * torch.randn(numel, generator=torch.Generator().manual_seed(1))
+    was = compare._sketch(values.to(dtype))
+    other = torch.where(torch.rand(numel, generator=torch.Generator().manual_seed(2)) < 0.3, 0.0, values)
+    assert compare._is_alike(was, compare._sketch((values * (1 + 1e-6)).to(dtype)))
+    assert not compare._is_alike(was, compare._sketch(other.to(dtype)))
+    assert not compare._is_alike(was, compare._sketch(values.flip(0).to(dtype)))
+    assert compare._sketch(torch.empty(3, device="meta")) is None
+
+
+def test_a_layer_that_no_backward_reaches_is_looked_at_some_times_only() -> None:
+    once = compare.OutputsOnce()
+    found = [once.of("layer", "layer") for _ in range(10)]
+    assert sum(each is not None for each in found) == compare.OutputsOnce._MOST
