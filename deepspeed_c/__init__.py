@@ -55,6 +55,10 @@ PUBLIC_MODULES: tuple[str, ...] = (
     *("accelerator", "checkpointing", "comm", "config", "errors", "lr_schedules", "ops", "utils", "zero"),
 )
 
+# DeepSpeed's packages that have no folder here: their modules are found by DeepSpeed's paths.
+_UPSTREAM_PACKAGES = ("module_inject", "runtime")
+_UPSTREAM_PATHS = tuple(f"{__name__}.{name}" for name in _UPSTREAM_PACKAGES)
+
 __all__ = ["__version__", *PUBLIC_NAMES, *PUBLIC_MODULES]  # noqa: PLE0604  (they are strings)
 
 
@@ -100,6 +104,20 @@ class _Package(types.ModuleType):
             adopt(value)
 
 
+class _UpstreamPaths:
+    """First on ``sys.meta_path``: DeepSpeed's module paths under our own name (``deepspeed_c.runtime.zero``), for
+    programs in which somebody has replaced the one name by the other. Another finder would load our files a second
+    time under these paths."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> Any:
+        if not name.startswith(_UPSTREAM_PATHS):
+            return None
+        from deepspeed_c.alias.finder import spec_of_ours
+
+        return spec_of_ours(name)
+
+
 def __getattr__(name: str) -> Any:
     if name == "_C":
         value: Any = _load_compiled()
@@ -111,6 +129,8 @@ def __getattr__(name: str) -> Any:
         from deepspeed_c.alias.finder import upstream_attribute
 
         value = upstream_attribute("deepspeed", name)
+    elif name in _UPSTREAM_PACKAGES:
+        value = importlib.import_module(f"{__name__}.{name}")
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value
@@ -122,3 +142,4 @@ def __dir__() -> list[str]:
 
 
 sys.modules[__name__].__class__ = _Package
+sys.meta_path.insert(0, _UpstreamPaths())

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from deepspeed_c.alias.modules import ABSENT, MODULES, NAMES
 from deepspeed_c.errors import MissingModuleError, MissingNameError
 
-__all__ = ["AliasedModule", "adopt", "install_finders", "is_active", "upstream_attribute"]
+__all__ = ["AliasedModule", "adopt", "install_finders", "is_active", "spec_of_ours", "upstream_attribute"]
 
 # What an error says that has nothing better to say.
 ELSEWHERE = "docs/compatibility.md of deepspeed_c's source lists what is here, what differs and what is not yet"
@@ -97,7 +97,8 @@ def upstream_attribute(upstream: str, name: str) -> Any:
         found = importlib.import_module(module)
         return getattr(found, attribute) if attribute else found
     if f"{upstream}.{name}" in _KNOWN:
-        return importlib.import_module(f"{upstream}.{name}")
+        path = f"{upstream}.{name}"
+        return importlib.import_module(path if is_active() else path.replace(UPSTREAM, OURS, 1))
     _refuse(MissingNameError, name, upstream)
 
 
@@ -113,7 +114,7 @@ class _Loader:
     """Hands out a module that is there already, or one that is made of names."""
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType:
-        ours = _our_module(spec.name)
+        ours = MODULES.get(_upstream_path(spec.name)) if spec.name.startswith(f"{OURS}.") else _our_module(spec.name)
         module = importlib.import_module(ours) if ours else AliasedModule(spec.name)
         self._spec = module.__spec__ if ours else spec
         return module
@@ -149,6 +150,28 @@ def _our_module(upstream: str) -> str | None:
     if above.__name__ == same.rpartition(".")[0] and PathFinder.find_spec(same, list(above.__path__)):
         return same
     _refuse(MissingModuleError, name, parent)
+
+
+def _upstream_path(name: str) -> str:
+    """What DeepSpeed calls the path ``name`` under our own package."""
+    return name.replace(OURS, UPSTREAM, 1)
+
+
+def spec_of_ours(name: str) -> ModuleSpec:
+    """For a path of DeepSpeed's under our own name.
+
+    Raises:
+        MissingModuleError: it is not in the tables.
+    """
+    upstream = _upstream_path(name)
+    if upstream not in _KNOWN:
+        parent, _, last = upstream.rpartition(".")
+        try:
+            _refuse(MissingModuleError, last, parent)
+        except MissingModuleError as error:
+            error.name = name
+            raise
+    return ModuleSpec(name, _Loader())
 
 
 class AliasFinder:

@@ -237,3 +237,36 @@ def test_table_names_files_that_are_there_and_no_path_twice():
         assert folder.with_suffix(".py").is_file() or (folder / "__init__.py").is_file(), module
     for path in [*MODULES, *NAMES, *ABSENT]:
         assert path.split(".")[0] == "deepspeed", path
+
+
+WITHOUT_ALIAS = """
+import importlib, sys
+import deepspeed_c
+assert "deepspeed" not in sys.modules
+assert deepspeed_c.runtime.zero.partition_parameters.ZeroParamStatus is deepspeed_c.zero.weights.param.ZeroParamStatus
+from deepspeed_c.runtime.pipe.module import PipelineModule
+from deepspeed_c.pipe.module import PipelineModule as same
+assert PipelineModule is same
+from deepspeed_c.alias.modules import MODULES, NAMES
+n = 0
+for path in sorted({*MODULES, *NAMES}):
+    if path.startswith(("deepspeed.runtime", "deepspeed.module_inject")):
+        module = importlib.import_module(path.replace("deepspeed", "deepspeed_c", 1))
+        for name in NAMES.get(path, ()):
+            getattr(module, name)
+            n += 1
+assert "deepspeed" not in sys.modules
+try:
+    import deepspeed_c.runtime.nothing
+except ImportError as error:
+    assert "not part of this version" in str(error) and error.name == "deepspeed_c.runtime.nothing", error
+print(n)
+"""
+
+
+def test_paths_of_runtime_answer_under_our_own_name():
+    import subprocess
+    import sys
+
+    done = subprocess.run([sys.executable, "-c", WITHOUT_ALIAS], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0 and int(done.stdout) > 50, done.stderr
