@@ -152,7 +152,6 @@ def _is_named(ranks: Collection[int] | None) -> bool:
     wanted = (0,) if ranks is None else ranks
     return _settings.rank in wanted or -1 in wanted
 
-
 def get_dist_msg(message: str, ranks: Collection[int] | None = None) -> str | None:
     """``message`` with this rank in front, or None on a rank that ``ranks`` (as in ``log_dist``) does not name."""
     return f"[Rank {_settings.rank}] {message}" if _is_named(ranks) else None
@@ -228,7 +227,8 @@ def get_current_level() -> int:
 
 
 def should_log_le(max_log_level_str: str) -> bool:
-    """Whether the present level is at most that of the given name, so that such messages are shown. Raises ConfigError."""
+    """Whether the present level is at most that of the given name, so that such messages are shown. Raises ConfigError.
+    """
     return get_current_level() <= get_log_level_from_string(max_log_level_str)
 
 

@@ -24,7 +24,8 @@ class Packer(Protocol):
         """
 
     def unpack(self, packed: Any) -> torch.Tensor:
-        """Returns the tensor again, when a backward asks for it: same shape and dtype, and on the device where it was."""
+        """Returns the tensor again, when a backward asks for it: same shape and dtype, and on the device where it was.
+        """
 
 
 def keep(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:

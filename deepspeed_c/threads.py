@@ -71,9 +71,7 @@ def number(env: Env, most: int) -> int:
     if env.num_threads is not None:
         if env.num_threads > most:
             raise ConfigError(
-                f"is {env.num_threads}",
-                where="DSC_NUM_THREADS",
-                fix=f"set it to a whole number from 1 to {most}, or unset it",
+                f"is {env.num_threads}", where="DSC_NUM_THREADS", fix=f"set it to a whole number from 1 to {most}, or unset it"
             )
         return env.num_threads
     own = _processors_of(os.getpid())

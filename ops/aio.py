@@ -124,7 +124,8 @@ class PinnedPool:
         return tensor
 
     def forget(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` starts a buffer of this pool; if so the pool takes it for an ordinary tensor from now on."""
+        """Whether ``tensor`` starts a buffer of this pool; if so the pool takes it for an ordinary tensor from now on.
+        """
         return self._buffers.pop(tensor.data_ptr(), None) is not None
 
     def has(self, tensor: torch.Tensor) -> bool:

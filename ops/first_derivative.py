@@ -1,4 +1,4 @@
-"""Backwards that cannot be differentiated: a second derivative through one of them is an error and never a lost term."""
+"""Backwards that cannot be differentiated: a second derivative through one is an error and never a lost term."""
 
 from __future__ import annotations
 

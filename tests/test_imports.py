@@ -159,19 +159,7 @@ def test_the_check_finds_what_it_should(tmp_path, monkeypatch):
 
 
 # Parts that work without torch. launcher/run.py starts the ranks, and is loaded when all arguments have been checked.
-TORCH_FREE = {
-    "errors",
-    "_version",
-    "env",
-    "arguments",
-    "quantity",
-    "alias",
-    "cgroups",
-    "config",
-    "launcher",
-    "logging",
-    "threads",
-}
+TORCH_FREE = {"errors", "_version", "env", "arguments", "quantity", "alias", "cgroups", "config", "launcher", "logging", "threads"}
 LOADED_LATE = {ROOT / "deepspeed_c" / "launcher" / "run.py"}
 
 

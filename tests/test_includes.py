@@ -49,14 +49,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     r"(pybind11/|Python\.h)": ("ops/binding/*",),
     r"(cuda|nccl|cub/|thrust/)": ("csrc/cuda/*",),
     r"dlfcn\.h": ("csrc/accel/*", "ops/binding/*"),
-    r"pthread\.h": (
-        "csrc/base/pool.c",
-        "csrc/base/process.c",
-        "csrc/cpu/dispatch.c",
-        "csrc/ckpt/crc32c.c",
-        "csrc/aio/threads.c",
-        "csrc/comm/*",
-    ),
+    r"pthread\.h": ("csrc/base/pool.c", "csrc/base/process.c", "csrc/cpu/dispatch.c", "csrc/ckpt/crc32c.c", "csrc/aio/threads.c", "csrc/comm/*"),
     r"immintrin\.h": ("csrc/cpu/*", "csrc/nn/loops/dropout.c", "csrc/nn/loops/mul_add.c"),
     r"(libaio|liburing)\.h": (),
 }
@@ -84,9 +77,7 @@ def test_cores_include_only_what_lies_below_them() -> None:
         name = path.relative_to(CSRC).as_posix()
         allowed = MAY_INCLUDE[name.split("/")[0]] + MAY_INCLUDE_TOO.get(name, ())
         for is_quoted, included in includes(path):
-            if is_quoted and not any(
-                included == rule or (rule.endswith("/") and included.startswith(rule)) for rule in allowed
-            ):
+            if is_quoted and not any(included == rule or (rule.endswith("/") and included.startswith(rule)) for rule in allowed):
                 wrong.append(f"csrc/{name} includes {included}; it may include {', '.join(allowed)}")
     assert not wrong, "\n".join(wrong)
 
@@ -101,9 +92,7 @@ def test_the_binding_reaches_the_cores_through_their_headers() -> None:
     local = {path.name for path in sources("ops/binding")}
     for path in sources("ops/binding"):
         for is_quoted, included in includes(path):
-            assert not is_quoted or included in local or re.fullmatch(r"dsc/\w+\.(h|inc)", included), (
-                f"{path.name} includes {included}"
-            )
+            assert not is_quoted or included in local or re.fullmatch(r"dsc/\w+\.(h|inc)", included), f"{path.name} includes {included}"
 
 
 @pytest.mark.parametrize("pattern", ONLY_IN)
@@ -124,19 +113,7 @@ def test_public_headers_stand_alone(header: str, language: str) -> None:
         pytest.skip(f"no {tool} on PATH")
     kind = "c++" if language == "c++17" else "c"
     done = subprocess.run(
-        [
-            *tool.split(),
-            f"-std={language}",
-            "-Wall",
-            "-Wextra",
-            "-Wpedantic",
-            "-Werror",
-            "-fsyntax-only",
-            f"-I{CSRC / 'include'}",
-            "-x",
-            kind,
-            "-",
-        ],
+        [*tool.split(), f"-std={language}", "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-fsyntax-only", f"-I{CSRC / 'include'}", "-x", kind, "-"],
         input=f'#include "dsc/{header}"\n#include "dsc/{header}"\n',
         capture_output=True,
         text=True,
@@ -155,14 +132,10 @@ def test_the_cores_read_no_environment() -> None:
 
 def test_an_accelerator_is_named_in_the_registry_alone() -> None:
     """Adding one is a line of dsc/accelerators.inc: neither the binding nor the loader tells one from another."""
-    names = re.findall(
-        r"^DSC_ACCEL_LIBRARY\((\w+)", (CSRC / "include" / "dsc" / "accelerators.inc").read_text(), re.MULTILINE
-    )
+    names = re.findall(r"^DSC_ACCEL_LIBRARY\((\w+)", (CSRC / "include" / "dsc" / "accelerators.inc").read_text(), re.MULTILINE)
     assert names == ["cuda"]
     for path in sources("ops/binding", "csrc/accel"):
-        if (
-            path.name == "handles_build.cpp"
-        ):  # what was built is a fact of the build, which makes each library by itself
+        if path.name == "handles_build.cpp":  # what was built is a fact of the build, which makes each library by itself
             continue
         code = re.sub(r"/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
         assert not re.search("|".join(names), code, re.IGNORECASE), f"{path.name} names an accelerator"
@@ -171,15 +144,6 @@ def test_an_accelerator_is_named_in_the_registry_alone() -> None:
 def test_no_file_needs_a_table_of_contents() -> None:
     """A banner within a file says that it is two files."""
     banner = re.compile(r"^\s*(#|//|/\*)\s*(-{2,}|={2,}|\*{3,})", re.MULTILINE)
-    paths = [
-        *sources("csrc", "ops/binding"),
-        *(ROOT / "ops").glob("*.py"),
-        CSRC / "Makefile",
-        CSRC / "cuda" / "cuda.mk",
-    ]
+    paths = [*sources("csrc", "ops/binding"), *(ROOT / "ops").glob("*.py"), CSRC / "Makefile", CSRC / "cuda" / "cuda.mk"]
     assert [path.name for path in paths if banner.search(path.read_text())] == []
-    assert (
-        banner.search("    # -- saving ---")
-        and banner.search("/* ---- blocks ---- */")
-        and not banner.search("x = 1 /* -- */")
-    )
+    assert banner.search("    # -- saving ---") and banner.search("/* ---- blocks ---- */") and not banner.search("x = 1 /* -- */")

@@ -182,9 +182,7 @@ def test_the_archive_has_the_sources_as_they_are(unpacked):
 def test_the_wheel_has_every_file_of_the_packages_and_no_other(wheel):
     with zipfile.ZipFile(wheel) as file:
         names = {name for name in file.namelist() if not name.endswith("/")}
-        metadata = next(
-            file.read(name).decode() for name in names if name.startswith("deepspeed_c-") and name.endswith("/METADATA")
-        )
+        metadata = next(file.read(name).decode() for name in names if name.startswith("deepspeed_c-") and name.endswith("/METADATA"))
     info = {name for name in names if name.startswith("deepspeed_c-")}
     assert wanted_in_wheel() - (names - info) == set(), "not in the wheel"
     assert names - info - wanted_in_wheel() == set(), "in the wheel only"
@@ -205,11 +203,7 @@ def test_the_wheel_keeps_the_cores_inside(wheel):
 
 def modules(wheel: Path) -> list[str]:
     with zipfile.ZipFile(wheel) as file:
-        paths = [
-            Path(name)
-            for name in file.namelist()
-            if name.endswith(".py") and not {"shim", "bin"} & set(name.split("/"))
-        ]
+        paths = [Path(name) for name in file.namelist() if name.endswith(".py") and not {"shim", "bin"} & set(name.split("/"))]
     names = [".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in paths]
     # Programs: one is started as `python -m`, one is a text that is copied into checkpoints.
     return [name for name in names if not name.endswith((".__main__", ".launcher.bind", ".zero_to_fp32_script"))]

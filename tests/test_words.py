@@ -16,35 +16,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 GLOSSARY = ROOT / "docs" / "architecture.md"
 TERMS = {
-    *(
-        "rank",
-        "mesh",
-        "axis",
-        "group",
-        "optimizer group",
-        "unit",
-        "bucket",
-        "slice",
-        "shard",
-        "twin",
-        "piece",
-        "fragment",
-        "slot",
-    ),
-    *(
-        "gather unit",
-        "master",
-        "state",
-        "window",
-        "micro-batch",
-        "pass",
-        "boundary",
-        "plan",
-        "ledger",
-        "verdict",
-        "home",
-        "cut",
-    ),
+    *("rank", "mesh", "axis", "group", "optimizer group", "unit", "bucket", "slice", "shard", "twin", "piece", "fragment", "slot"),
+    *("gather unit", "master", "state", "window", "micro-batch", "pass", "boundary", "plan", "ledger", "verdict", "home", "cut"),
 }
 
 # Classes that have to bear the name of another one, and why. A name that DeepSpeed publishes twice, say.

@@ -92,14 +92,7 @@ def plan_of_many(rounds: int) -> dict[str, float]:
     generator = torch.Generator().manual_seed(0)
     sizes, times = (torch.randint(1, 1 << 20, (1000, 20), generator=generator).tolist() for _ in range(2))
     layers = [
-        (
-            0,
-            [],
-            [
-                [(size, 0, 0), (0, size, ns), (size // 4, size, ns // 3), (size // 2, size, ns // 7)]
-                for size, ns in zip(*each)
-            ],
-        )
+        (0, [], [[(size, 0, 0), (0, size, ns), (size // 4, size, ns // 3), (size // 2, size, ns // 7)] for size, ns in zip(*each)])
         for each in zip(sizes, times)
     ]
     most = sum(sum(each) for each in sizes)

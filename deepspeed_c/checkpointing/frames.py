@@ -97,7 +97,8 @@ class _Blank:
 class Frame:
     """One call of a layer. Blanks hold it, so that it lives as long as something of its graph does.
 
-    outputs: of operators that are not run again. looked_at: what forward gave, if it is to be compared. on_save: is told of each tensor that autograd would save.
+    outputs: of operators that are not run again. looked_at: what forward gave, if it is to be compared.
+    on_save: is told of each tensor that autograd would save.
     """
 
     counts_all = True

@@ -344,7 +344,8 @@ def _wire_bytes(op: str, n_bytes: int, n_ranks: int) -> int:
 
 
 def record_event(device: torch.device) -> torch.Event | None:
-    """An event on the current stream of ``device``; None while a graph is captured, which no event may be asked about."""
+    """An event on the current stream of ``device``; None while a graph is captured, which no event may be asked about.
+    """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return None
     event = torch.Event(device)

@@ -120,7 +120,8 @@ class Connection:
         self._group.close()
 
     def start(self, name: str, *args: Any) -> Handle:
-        """Starts the collective ``name`` of ``_C.ShmGroup``. One that cannot be started fails where it is waited for."""
+        """Starts the collective ``name`` of ``_C.ShmGroup``. One that cannot be started fails where it is waited for.
+        """
         try:
             work = getattr(self._group, name)(*args)
         except RuntimeError as error:  # an earlier failure, which has ended the connection

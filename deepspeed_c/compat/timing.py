@@ -1,4 +1,5 @@
-"""Names of the engine's timers in DeepSpeed's log lines, and a pair of events, as ``deepspeed.utils.timer`` has them."""
+"""Names of the engine's timers in DeepSpeed's log lines, and a pair of events, as ``deepspeed.utils.timer`` has them.
+"""
 
 from __future__ import annotations
 

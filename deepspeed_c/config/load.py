@@ -488,9 +488,7 @@ class _Reader:
         n_ranks = root.tensor_parallel.autotp_size
         if None in (train, micro, steps) or n_ranks < 2 or train != micro * steps * world_size * n_ranks:
             return root
-        self.note(
-            "train_batch_size", f"{train} counts each sample on {n_ranks} tensor-parallel ranks: {train // n_ranks}"
-        )
+        self.note("train_batch_size", f"{train} counts each sample on {n_ranks} tensor-parallel ranks: {train // n_ranks}")
         return msgspec.structs.replace(root, train_batch_size=train // n_ranks)
 
     def batch(self, root: Root, world_size: int | None):

@@ -31,7 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report_errors(command: Callable[[], int]) -> int:
-    """Runs a command of ours, and makes an exit code of whatever ends it; a typed error becomes its message on stderr."""
+    """Runs a command of ours, and makes an exit code of whatever ends it; a typed error becomes its message on stderr.
+    """
     try:
         code = _run_command(command)
         for stream in (sys.stdout, sys.stderr):

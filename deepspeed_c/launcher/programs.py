@@ -16,7 +16,8 @@ __all__ = ["PROGRAMS", "main"]
 
 
 def _ds_io(argv: list[str]) -> int:
-    """``ds_io``, as far as its options mean something to ``deepspeed_c io bench``, which writes and reads in one run."""
+    """``ds_io``, as far as its options mean something to ``deepspeed_c io bench``, which writes and reads in one run.
+    """
     parser = argparse.ArgumentParser(prog="ds_io", description="deepspeed_c io bench, with DeepSpeed's names.")
     parser.add_argument("--folder", required=True)
     parser.add_argument("--io_size", required=True, help="bytes, with K, M or G")

@@ -232,9 +232,7 @@ def _communication(torch: ModuleType, extension: ModuleType | None) -> dict[str,
     if extension is not None:
         problem = _shared_memory(extension)
         values["shared memory"] = f"not between ranks: {problem}" if problem else "usable between ranks of this host"
-        values["CPU tensors of such ranks"] = (
-            "over gloo" if problem else 'through shared memory ("comm": {"local": "auto"})'
-        )
+        values["CPU tensors of such ranks"] = "over gloo" if problem else 'through shared memory ("comm": {"local": "auto"})'
         values["CPU tensors of ranks on several hosts"] = (
             "over gloo" if problem else "through shared memory inside a host, over gloo between hosts"
         )

@@ -185,7 +185,9 @@ def groups_in_file(config: Config, fetcher: Fetcher) -> list[GatherUnit]:
     return fetcher.groups[n_kept:]
 
 
-def store_weights(config: Config, fetcher: Fetcher, comm: Collectives, make: MakeSwapper | None = None) -> None:
+def store_weights(
+    config: Config, fetcher: Fetcher, comm: Collectives, make: MakeSwapper | None = None
+) -> None:
     """Moves the weights' shards to a file where they live in one (``groups_in_file``). ``make``: instead of
     ``make_swapper``. Collective.
 

@@ -167,7 +167,8 @@ get_model_parallel_group = get_tensor_model_parallel_group
 
 
 def _get_sequence_parallel_group() -> Any:
-    """The ranks that hold parts of the same sequences. Raises StateError where it is one rank: there is no group of it."""
+    """The ranks that hold parts of the same sequences. Raises StateError where it is one rank: there is no group of it.
+    """
     if _size("sp") == 1:
         raise StateError(
             "sequences are not cut over ranks, and there is no group of one rank",

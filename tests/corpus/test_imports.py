@@ -33,9 +33,7 @@ def errors_of(*python: str) -> list[str]:
     given = json.dumps([row.line for row in IMPORTS])
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [*python, "-c", EXECUTE]
-    done = subprocess.run(
-        command, input=given, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+    done = subprocess.run(command, input=given, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.rpartition("ERRORS ")[2])
 

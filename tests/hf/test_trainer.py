@@ -176,10 +176,7 @@ def test_layers_of_transformers_are_recomputed_as_the_section_says(how):
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(got, want, strict=True))
     blocks.close()
     assert all(vars(m).keys() == b.keys() for m, b in zip(model.modules(), before))
-    assert all(
-        vars(m).get("_gradient_checkpointing_func") is b.get("_gradient_checkpointing_func")
-        for m, b in zip(model.modules(), before)
-    )
+    assert all(vars(m).get("_gradient_checkpointing_func") is b.get("_gradient_checkpointing_func") for m, b in zip(model.modules(), before))
 
 
 @pytest.mark.parametrize("stage, what", [(2, ["optimizer"]), (3, ["optimizer", "param"])])

@@ -363,6 +363,7 @@ def test_the_trainer_trains_a_model_that_is_cut(tmp_path):
     assert batch == 4  # 2 samples in 2 micro-batches, on one data-parallel rank
 
 
+
 class FloatModel(torch.nn.Module):
     """Takes rows of floats, as models of images and sounds do, and notes their dtype."""
 

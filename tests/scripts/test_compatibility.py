@@ -37,10 +37,7 @@ WRONG = [
     (Row("deepspeed", "init_distributed", "function", "", "not yet", ""), "is there"),
     (Row("deepspeed", "get_accelerator", "function", "()", "different", ""), "for no reason"),
     (Row("deepspeed", "init_inference", "function", "(model)", "same", ""), "raises deepspeed.init_inference"),
-    (
-        Row("deepspeed", "default_inference_config", "function", "()", "different", "a reason"),
-        "raises deepspeed.default",
-    ),
+    (Row("deepspeed", "default_inference_config", "function", "()", "different", "a reason"), "raises deepspeed.default"),
     (Row("deepspeed.ops", "no_such_name", "function", "()", "absent", ""), "raises deepspeed.ops.no_such_name"),
     (Row("deepspeed", "add_config_arguments", "function", "", "absent", "a reason"), "is there"),
     (Row("deepspeed.moe.layer", "MoE", "class", "(hidden_size)", "same", ""), "raises deepspeed.moe"),

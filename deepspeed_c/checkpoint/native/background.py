@@ -21,7 +21,8 @@ GAP_BYTES = 4096
 
 
 class Snapshot:
-    """Host buffers that take copies of pieces, used again by the next save: as large as the largest one, and no larger."""
+    """Host buffers that take copies of pieces, used again by the next save: as large as the largest one, and no larger.
+    """
 
     def __init__(self) -> None:
         self._buffers: list[torch.Tensor] = []

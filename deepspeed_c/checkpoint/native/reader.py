@@ -1,4 +1,5 @@
-"""Reads our own checkpoints: each wanted range from the bytes that hold it, whatever arrangement of ranks wrote them."""
+"""Reads our own checkpoints: each wanted range from the bytes that hold it, whatever arrangement of ranks wrote them.
+"""
 
 from __future__ import annotations
 

@@ -41,7 +41,8 @@ class DriftCheck:
     """Compares what ``units`` hold with their twins.
 
     Gradients are compared by the sum of their squares, which the norm needs anyway; weights by the sum of their bits, a
-    part of them in each step; batches by a hash, since ranks that look up other words may agree in all sums. ``numbers`` go through a sum over all ranks of ``mesh``, and ``check`` sees the outcome.
+    part of them in each step; batches by a hash, since ranks that look up other words may agree in all sums.
+    ``numbers`` go through a sum over all ranks of ``mesh``, and ``check`` sees the outcome.
     """
 
     def __init__(self, units: Iterable[Unit], mesh: Mesh) -> None:
@@ -61,7 +62,8 @@ class DriftCheck:
     def numbers(self, gradients: float, hash_of_inputs: Callable[[], int]) -> list[float]:
         """This rank's hashes at its own place, and zeros at those of others.
 
-        gradients: the sum of squares of what the units' gradients sum up to. hash_of_inputs: of the window's batches."""
+        gradients: the sum of squares of what the units' gradients sum up to. hash_of_inputs: of the window's
+        batches."""
         found = [0.0] * self.n_numbers
         if found:
             bits = int.from_bytes(struct.pack("<d", gradients), "little")

@@ -24,16 +24,12 @@ def waits(*args, seconds=LONG + 1, **kwargs):
 def at(rank, *calls, where="train.py:7 in step", dist_call="", neighbours=None, name="0", ranks=(), axes=""):
     """A rank with one group; its blocking calls are those that wait."""
     blocking = [c for c in calls if c.state == WAITING]
-    return Position(
-        rank, [GroupPosition(name, list(ranks), axes, blocking, list(calls))], where, dist_call, neighbours or {}
-    )
+    return Position(rank, [GroupPosition(name, list(ranks), axes, blocking, list(calls))], where, dist_call, neighbours or {})
 
 
 def both(rank, *groups, where="train.py:7 in step"):
     """A rank in several groups: (name, ranks, calls)."""
-    parts = [
-        GroupPosition(n, list(r), "", [c for c in calls if c.state == WAITING], list(calls)) for n, r, calls in groups
-    ]
+    parts = [GroupPosition(n, list(r), "", [c for c in calls if c.state == WAITING], list(calls)) for n, r, calls in groups]
     return Position(rank, parts, where, "", {})
 
 

@@ -124,9 +124,7 @@ def test_dropout_in_the_cut_region_is_drawn_again_alike(tmp_path, stage: int) ->
     kept = run_ranks(2, drop_body, stage, {}, str(tmp_path / "kept"), preload="transformers")
     again = {"activation_checkpointing": {"layers": "auto"}}
     recomputed = run_ranks(2, drop_body, stage, again, str(tmp_path / "again"), preload="transformers")
-    for ((norms, more, weights), loaded), ((same_norms, same_more, same_weights), _) in zip(
-        kept, recomputed, strict=True
-    ):
+    for ((norms, more, weights), loaded), ((same_norms, same_more, same_weights), _) in zip(kept, recomputed, strict=True):
         assert (norms, more) == (same_norms, same_more)
         assert max(abs(a / b - 1) for a, b in zip(norms, plain("llama", 1)[1])) > 0.01, norms  # something was dropped
         assert more == loaded[1]

@@ -19,27 +19,7 @@ from tests.deepspeed_c.checkpoint.formats.deepspeed.test_read import FIXTURES, u
 N_MUTATIONS = 30
 # Enough for every tensor of the fixtures; a shape out of a file may say anything.
 MOST_ELEMS = 1 << 20
-JUNK = [
-    None,
-    True,
-    -1,
-    0,
-    1,
-    7,
-    2**70,
-    -(2**63),
-    1.5,
-    math.nan,
-    "",
-    "text",
-    b"bytes",
-    (),
-    [],
-    {},
-    [None],
-    {"a": 1},
-    {0: {}},
-]
+JUNK = [None, True, -1, 0, 1, 7, 2**70, -(2**63), 1.5, math.nan, "", "text", b"bytes", (), [], {}, [None], {"a": 1}, {0: {}}]
 JUNK += [torch.Size([10**9, 10**9]), (2, -3), range(3)]
 
 
@@ -74,7 +54,6 @@ def mutated(dice: random.Random, content):
         path = dice.choice(found)
         kind = dice.randrange(4)
         if kind == 0 and path:  # left out, or one more
-
             def make(value, key=path[-1]):
                 if isinstance(value, Mapping):
                     return {k: v for k, v in value.items() if k != key}
