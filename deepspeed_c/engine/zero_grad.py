@@ -17,7 +17,7 @@ Drop = Callable[[list[torch.nn.Parameter]], None]
 
 
 class _ZeroGrad:
-    """Stands in a module's ``__dict__`` in place of the method. Engines add what drops their gradients.
+    """Stand in a module's ``__dict__`` in place of the method, with one function for each engine to drop gradients.
 
     Copies and pickles of the module have the method of their class again.
     """
@@ -27,8 +27,7 @@ class _ZeroGrad:
         self.drops: list[Drop] = []
 
     def __call__(self, set_to_none: bool = True) -> None:
-        """What ``torch.nn.Module.zero_grad`` does; engines drop what they have gathered in the present window of the
-        module's parameters."""
+        """Do as ``torch.nn.Module.zero_grad``, and drop the engines' gradients of the module in the present window."""
         module = self._module()
         type(module).zero_grad(module, set_to_none)
         params = list(module.parameters())

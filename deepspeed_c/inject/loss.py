@@ -11,6 +11,7 @@ from deepspeed_c.inject.layers import LinearLayer
 from deepspeed_c.inject.overlap import LOOKS
 from deepspeed_c.inject.ranks import TensorRanks
 from deepspeed_c.ops import cross_entropy
+from deepspeed_c.ops.first_derivative import first_derivative_only
 
 __all__ = ["CutLogits", "cut_loss", "vocab_parallel_cross_entropy"]
 
@@ -66,6 +67,7 @@ class _CrossEntropy(torch.autograd.Function):
         return torch.where(is_counted, loss, 0.0)
 
     @staticmethod
+    @first_derivative_only("the cross-entropy over words that tensor-parallel ranks share")
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, here, log_sum, is_counted = ctx.saved_tensors
         scale = torch.where(is_counted, grad.float(), 0.0).contiguous()

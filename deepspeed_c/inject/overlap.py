@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import StateError
 from deepspeed_c.inject import exchange
+from deepspeed_c.ops.first_derivative import first_derivative_only
 
 __all__ = ["LOOKS", "Border", "ColumnEntry", "TokenStream", "UnderWay"]
 
@@ -72,6 +73,7 @@ class _Wait(torch.autograd.Function):
         return tuple(part.view_as(part) for part in x.split(sizes, dim))
 
     @staticmethod
+    @first_derivative_only("what tensor-parallel ranks send (tp_overlap_comm)")
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         dim, boxes = ctx.held
         # Those of the last part were started first.
@@ -92,6 +94,7 @@ class _Start(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @first_derivative_only("what tensor-parallel ranks send (tp_overlap_comm)")
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         ctx.held.start_sum(grad)
         return _placeholder(grad, grad.shape), None
@@ -109,6 +112,7 @@ class _GatherStream(torch.autograd.Function):
         return exchange.gathered(exchange.wait(of_ranks), sizes, dim)
 
     @staticmethod
+    @first_derivative_only("what tensor-parallel ranks send (tp_overlap_comm)")
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         sizes, dim, box, shape = ctx.held
         box.start_scatter(grad, sizes, dim)
@@ -125,6 +129,7 @@ class _LeaveLater(torch.autograd.Function):
         return x
 
     @staticmethod
+    @first_derivative_only("what tensor-parallel ranks send (tp_overlap_comm)")
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return grad, None, None
 
@@ -138,6 +143,7 @@ class _ScatterTokens(torch.autograd.Function):
         return exchange.scatter_start(x, sizes, dim, comm, f"output of {label}")
 
     @staticmethod
+    @first_derivative_only("what tensor-parallel ranks send (tp_overlap_comm)")
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         sizes, dim, comm, label = ctx.held
         mine = grad.narrow(dim, 0, sizes[comm.rank])
@@ -167,6 +173,7 @@ class _Weights(torch.autograd.Function):
         return weight.new_empty(0)
 
     @staticmethod
+    @first_derivative_only("what tensor-parallel ranks send (tp_overlap_comm)")
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         of_weight: torch.Tensor | None = None
         of_bias: torch.Tensor | None = None
@@ -200,6 +207,7 @@ class _Product(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
+    @first_derivative_only("what tensor-parallel ranks send (tp_overlap_comm)")
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         if ctx.held is not None:
@@ -342,6 +350,7 @@ class _TakeTokens(torch.autograd.Function):
         return x.split(sizes, 1)[comm.rank].contiguous()
 
     @staticmethod
+    @first_derivative_only("what tensor-parallel ranks send (tp_overlap_comm)")
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         sizes, comm = ctx.held
         of_ranks = exchange.gather_start(grad, sizes, 1, comm, "gradient of the first layer's tokens")
@@ -358,6 +367,7 @@ class _AllTokens(torch.autograd.Function):
         return exchange.gathered(exchange.wait(of_ranks), sizes, 1)
 
     @staticmethod
+    @first_derivative_only("what tensor-parallel ranks send (tp_overlap_comm)")
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         sizes, rank = ctx.held
         return grad.split(sizes, 1)[rank].contiguous(), None, None

@@ -18,6 +18,7 @@ from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import StateError
 from deepspeed_c.inject import exchange
 from deepspeed_c.inject.overlap import ColumnEntry, Columns
+from deepspeed_c.ops.first_derivative import first_derivative_only
 
 __all__ = ["DropoutRegion", "TensorRanks"]
 
@@ -178,6 +179,7 @@ class _Enter(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @first_derivative_only("a sum over tensor-parallel ranks")
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return summed(grad, ctx.ranks.comm, f"input gradient of {ctx.label}"), None, None
 
@@ -190,6 +192,7 @@ class _Leave(torch.autograd.Function):
         return x
 
     @staticmethod
+    @first_derivative_only("a sum over tensor-parallel ranks")
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return grad, None, None
 
@@ -203,6 +206,7 @@ class _GatherColumns(torch.autograd.Function):
         return exchange.gathered(exchange.wait(of_ranks), sizes, last)
 
     @staticmethod
+    @first_derivative_only("a gather over tensor-parallel ranks")
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         # Every rank goes on with the same whole tensor, so each has the whole gradient.
         return grad.narrow(-1, ctx.begin, ctx.size).contiguous(), None, None, None

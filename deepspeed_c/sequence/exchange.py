@@ -15,6 +15,7 @@ import torch
 
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import ConfigError
+from deepspeed_c.ops.first_derivative import first_derivative_only
 from deepspeed_c.sequence.plans import HeadPlan, plan_heads
 
 __all__ = ["Shapes", "gather_heads", "gather_tokens", "return_heads", "return_tokens", "send_heads", "send_tokens"]
@@ -210,6 +211,7 @@ class _GatherTokens(torch.autograd.Function):
         return send_tokens(comm, shapes, of_tokens)
 
     @staticmethod
+    @first_derivative_only("an exchange of sequence ranks")
     def backward(ctx: Any, *grads: torch.Tensor):
         return None, None, *return_tokens(ctx.comm, ctx.shapes, grads)
 
@@ -254,5 +256,6 @@ class _GatherHeads(torch.autograd.Function):
         return send_heads(comm, shapes, out)
 
     @staticmethod
+    @first_derivative_only("an exchange of sequence ranks")
     def backward(ctx: Any, grad: torch.Tensor):
         return None, None, return_heads(ctx.comm, ctx.shapes, grad)

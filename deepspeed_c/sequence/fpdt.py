@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import ConfigError, ModelError
 from deepspeed_c.ops.attention_parts import merge_
+from deepspeed_c.ops.first_derivative import first_derivative_only
 from deepspeed_c.sequence.blocks import block_attention, block_attention_backward
 from deepspeed_c.sequence.exchange import Shapes, return_heads, return_tokens, send_heads, send_tokens
 from deepspeed_c.sequence.fpdt_shelf import Shelf, ShelvedChunk
@@ -275,7 +275,7 @@ class _ChunkedAttention(torch.autograd.Function):
         return call.forward(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("FPDT attention")
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call, has_bias = ctx.call
         return (None, *call.backward(grad, *ctx.saved_tensors, has_bias))

@@ -14,6 +14,7 @@ import torch
 
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import ConfigError
+from deepspeed_c.ops.first_derivative import first_derivative_only
 from deepspeed_c.sequence.collectives import ranks_of
 from deepspeed_c.sequence.exchange import gather_heads, gather_tokens
 
@@ -168,6 +169,7 @@ class _SeqAllToAll(torch.autograd.Function):
         return _exchange(comm, input, scatter_idx, gather_idx, scattered, gathered)
 
     @staticmethod
+    @first_derivative_only("an exchange of sequence ranks")
     def backward(ctx: Any, *grads: torch.Tensor):
         (scatter_dim, gather_dim), (scattered, gathered) = ctx.dims, ctx.sizes
         grad = _exchange(ctx.comm, grads[0], gather_dim, scatter_dim, gathered, scattered)

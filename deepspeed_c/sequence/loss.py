@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import ModelError, RankMismatchError
 from deepspeed_c.ops import cross_entropy
+from deepspeed_c.ops.first_derivative import first_derivative_only
 from deepspeed_c.sequence.tiles import IGNORED, loss_in_tiles, tile_lengths
 
 __all__ = ["gathered_losses", "row_losses", "tiled_cross_entropy", "vocab_sequence_parallel_cross_entropy"]
@@ -62,7 +62,7 @@ class _RowLosses(torch.autograd.Function):
         return torch.where(is_counted, loss, 0.0)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("a vocabulary-parallel loss")
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, here, log_sum, is_counted = ctx.saved_tensors
         smoothing, n_words, is_spent = ctx.call
@@ -157,7 +157,7 @@ class _GatherLosses(torch.autograd.Function):
         return _gather_rows(part, sizes, comm, "losses of all tokens")
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("losses gathered over sequence ranks")
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return grad.narrow(0, *ctx.call), None, None
 

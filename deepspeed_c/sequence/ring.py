@@ -19,6 +19,7 @@ from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.work import Work
 from deepspeed_c.errors import ConfigError
 from deepspeed_c.ops.attention_parts import merge_
+from deepspeed_c.ops.first_derivative import first_derivative_only
 from deepspeed_c.sequence.blocks import block_attention, block_attention_backward
 from deepspeed_c.sequence.plans import SequenceCut
 from deepspeed_c.sequence.ring_plan import BAND, CAUSAL, Block, RingPlan, plan_ring
@@ -180,7 +181,7 @@ class _Ring(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivative_only("ring attention")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         call: _RingCall = ctx.call
         q, own, sinks, out, log_sum = ctx.saved_tensors

@@ -17,12 +17,12 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from deepspeed_c.checkpointing.conditions import Conditions
 from deepspeed_c.errors import ConfigError, ModelError, RecomputeError
+from deepspeed_c.ops.first_derivative import first_derivative_only
 from deepspeed_c.saved_tensors import give_back, hooks_around, overwritten
 from deepspeed_c.zero.weights.held import held_whole
 from deepspeed_c.zero.weights.param import state_of
@@ -170,7 +170,7 @@ class _AddingLinear(torch.autograd.Function):
         return torch.nn.functional.linear(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("a tiled layer")
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         rows = grad.flatten(0, -2)
@@ -395,7 +395,7 @@ class _Recomputed(torch.autograd.Function):
         return call.forward(own)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("a tiled layer")
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call, requires, dtypes = ctx.call
         own = [tensor.detach().requires_grad_(need) for tensor, need in zip(ctx.saved_tensors, requires)]
@@ -738,7 +738,7 @@ class _Finished(torch.autograd.Function):
         return loss / n_counted
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("a tiled loss")
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         n_counted, dtypes = ctx.call
         scale = grad / n_counted

@@ -1,4 +1,4 @@
-"""Hooks that run before autograd accumulates a gradient: they begin passes in time, and scale what other hooks see."""
+"""Hooks on parameters before any hook of a user: they begin passes in time, and scale gradients for the others."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ __all__ = ["EarlyHooks"]
 class EarlyHooks:
     """The first tensor hook of some parameters.
 
-    ``begin`` is called with the parameter whose gradient arrives while no pass runs. Within a pass the gradient is
-    multiplied by ``factor``, so that hooks of users see what a hand-written loop shows them: gradients of
-    loss / accumulation steps.
+    A gradient outside of any pass calls ``begin`` with its parameter. Gradients of a pass are multiplied by ``factor``:
+    hooks of users see the gradient of loss / accumulation steps, as in a hand-written loop.
     """
 
     def __init__(self, begin: Callable[[torch.nn.Parameter], None]) -> None:
@@ -41,7 +40,7 @@ class EarlyHooks:
                 others = dict(hooks)
                 hooks.clear()
                 self._handles[slot] = slot.param.register_hook(self._hook(slot.param))
-                # Autograd calls them in the order of insertion, whatever ``move_to_end`` says.
+                # Autograd calls hooks in the order of insertion, and ignores ``move_to_end``.
                 slot.param._backward_hooks.update(others)
 
     def _hook(self, param: torch.nn.Parameter) -> Callable[[torch.Tensor], torch.Tensor | None]:

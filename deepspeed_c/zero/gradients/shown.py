@@ -17,13 +17,13 @@ __all__ = ["ShownGradients"]
 
 
 class ShownGradients:
-    """Between backward passes ``param.grad`` is a view of the buffer in which gradients gather.
+    """Show ``param.grad`` between backward passes, as a view of the gradient buffer.
 
-    Whatever a caller writes to it, assigns to it, or sets to None counts: ``take`` finds out. While a pass runs,
-    ``param.grad`` is None (``hide``): autograd would add a rank's own gradient to the sum over all ranks.
+    All edits count: writes in place, assignments, and None. ``take`` reads them back. During a pass ``param.grad`` is
+    None (``hide``): autograd would add a rank's own gradient to the sum over all ranks.
 
-    views: of each parameter, in its shape and dtype; each has a version counter of its own. place: called with a
-    parameter whose gradient is about to be written although no pass has given one.
+    views: a view for each parameter, in its shape and dtype, with a version counter of its own. place: called before
+    a caller's gradient is written to the buffer of a parameter without one.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class ShownGradients:
                 self._versions[k] = view._version
 
     def take(self) -> None:
-        """Takes over what callers have done to ``param.grad`` since the last pass."""
+        """Read back the callers' edits of ``param.grad``. Raises BackwardError for an edit of an incomplete sum."""
         seen = self._path.seen()
         for k, (slot, i, view) in enumerate(self._views):
             grad, version = slot.param.grad, self._versions[k]
@@ -70,7 +70,7 @@ class ShownGradients:
                 view.copy_(grad.detach().to_dense() if grad.layout != torch.strided else grad.detach())
                 self._path.see(i)
                 slot.param.grad = view
-            # Zeros that stay zeros are what clipping leaves where no rank has a gradient.
+            # Clipping writes to the zeros of unused parameters as well; these stay unused.
             elif not seen[i] and view.any():
                 self._path.see(i)
             self._versions[k] = view._version
