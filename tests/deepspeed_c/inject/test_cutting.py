@@ -184,11 +184,11 @@ def test_take_and_put_are_inverse() -> None:
 def test_a_style_of_a_plan_that_is_not_known() -> None:
     llama = make("llama")
     llama.config.model_type = "no family of ours"
-    llama.tp_plan = {**llama.tp_plan, "model.layers.*.self_attn": "all_reduce"}
-    with pytest.raises(ModelError, match=r"style 'all_reduce' for model\.layers\.\*\.self_attn") as caught:
+    llama.tp_plan = {**llama.tp_plan, "model.layers.*.self_attn": "packed_rowwise"}
+    with pytest.raises(ModelError, match=r"style 'packed_rowwise' for model\.layers\.\*\.self_attn") as caught:
         preview_cut(llama, TensorParallel(), 0, 2)
     assert "Fix: " in str(caught.value)
-    llama.tp_plan = {name: style for name, style in llama.tp_plan.items() if style != "all_reduce"}
+    llama.tp_plan = {name: style for name, style in llama.tp_plan.items() if style != "packed_rowwise"}
     assert preview_cut(llama, TensorParallel(), 0, 2).local_elems < preview_cut(make("llama"), TensorParallel(), 0, 1).logical_elems
 
 
