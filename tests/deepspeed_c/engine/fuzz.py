@@ -439,21 +439,34 @@ def told(case: Case) -> str:
     return json.dumps(odd)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.deepspeed_c.engine.fuzz", description=__doc__.splitlines()[0]
-    )
+def parser_of(module: str, what: str) -> argparse.ArgumentParser:
+    """The options by which ``cases_of`` finds cases."""
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=what)
     parser.add_argument("--cases", type=int, default=100, help="how many, of this seed and those that follow")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--case", help="one case, as JSON of the settings that are not the default")
+    return parser
+
+
+def cases_of(
+    options: argparse.Namespace,
+    choices: dict[str, list[Any]],
+    draw: Callable[[int], Case],
+    settled: Callable[[Case], Case],
+) -> list[tuple[str, Case]]:
+    """Labelled cases: the one that was given, or those that are drawn."""
+    if options.case:
+        default = {name: values[0] for name, values in choices.items()}
+        return [("case", settled({**default, **json.loads(options.case)}))]
+    return [(f"seed {seed}", draw(seed)) for seed in range(options.seed, options.seed + options.cases)]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = parser_of("tests.deepspeed_c.engine.fuzz", __doc__.splitlines()[0])
     parser.add_argument("--keep", action="store_true", help="tell failing cases as they were drawn")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    default = {name: values[0] for name, values in CHOICES.items()}
-    if options.case:
-        cases = [("case", settled({**default, **json.loads(options.case)}))]
-    else:
-        cases = [(f"seed {seed}", draw(seed)) for seed in range(options.seed, options.seed + options.cases)]
+    cases = cases_of(options, CHOICES, draw, settled)
     n_failed, began = 0, time.monotonic()
     for label, case in cases:
         problem = check_case(case)

@@ -8,7 +8,6 @@ SGD every trained weight has to have moved as far, and to the same place, as in 
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sys
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 
 import deepspeed_c
-from tests.deepspeed_c.engine.fuzz import Case
+from tests.deepspeed_c.engine.fuzz import Case, cases_of, parser_of
 from tests.deepspeed_c.inject.families import VOCAB, make
 from tests.deepspeed_c.pipe.models import Plain, loss_fn, micro_batches, module_of
 from tests.deepspeed_c.zero.test_tensor_parallel import logical
@@ -256,19 +255,9 @@ def told(case: Case) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.deepspeed_c.engine.fuzz_parallel", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("--cases", type=int, default=100, help="how many, of this seed and those that follow")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--case", help="one case, as JSON of the settings that are not the default")
-    options = parser.parse_args(arguments)
+    options = parser_of("tests.deepspeed_c.engine.fuzz_parallel", __doc__.splitlines()[0]).parse_args(arguments)
     torch.set_num_threads(1)
-    default = {name: values[0] for name, values in CHOICES.items()}
-    if options.case:
-        cases = [("case", settled({**default, **json.loads(options.case)}))]
-    else:
-        cases = [(f"seed {seed}", draw(seed)) for seed in range(options.seed, options.seed + options.cases)]
+    cases = cases_of(options, CHOICES, draw, settled)
     n_failed, began = 0, time.monotonic()
     for label, case in cases:
         if problem := check_case(case):
