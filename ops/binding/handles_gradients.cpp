@@ -41,7 +41,6 @@ class Ref {
 
 /* Names that are looked up for each gradient. They live as long as the process. */
 struct Names {
-    PyObject *grad = PyUnicode_InternFromString("grad");
     PyObject *dtype = PyUnicode_InternFromString("dtype");
     PyObject *layout = PyUnicode_InternFromString("layout");
     PyObject *is_cpu = PyUnicode_InternFromString("is_cpu");
@@ -117,6 +116,7 @@ class GradientPath {
         acquire_ = lock.attr("acquire");
         release_ = lock.attr("release");
         tensor_ = torch.attr("Tensor");
+        grad_ = tensor_.attr("grad");
         strided_ = torch.attr("strided");
         dtypes_ = {torch.attr("float32"), torch.attr("bfloat16"), torch.attr("float16")};
     }
@@ -209,7 +209,7 @@ class GradientPath {
     {
         if (!add_)
             dsc::fail(DSC_ESTATE, "GradientPath: a gradient came before connect");
-        const Ref grad(PyObject_GetAttr(tensor, names().grad));
+        const Ref grad(grad_of(tensor));
 
         if (!grad)
             throw py::error_already_set();
@@ -218,8 +218,7 @@ class GradientPath {
         const Locked locked(*this);
 
         if (takes_ && take(param, grad.get())) {
-            if (PyObject_SetAttr(tensor, names().grad, Py_None) < 0)
-                throw py::error_already_set();
+            clear_grad(tensor);
             mark(param);
         } else {
             add_(param, py::reinterpret_borrow<py::object>(tensor));
@@ -228,7 +227,7 @@ class GradientPath {
 
     int traverse(visitproc visit, void *arg) const
     {
-        for (const py::object *held : {&add_, &open_, &start_, &acquire_, &release_, &tensor_, &strided_})
+        for (const py::object *held : {&add_, &open_, &start_, &acquire_, &release_, &tensor_, &grad_, &strided_})
             Py_VISIT(held->ptr());
         return 0;
     }
@@ -259,6 +258,18 @@ class GradientPath {
       private:
         py::object release_;
     };
+
+    /* By torch's own descriptor: the class of a parameter may have a property of this name, for its users. */
+    PyObject *grad_of(PyObject *tensor) const
+    {
+        return Py_TYPE(grad_.ptr())->tp_descr_get(grad_.ptr(), tensor, reinterpret_cast<PyObject *>(Py_TYPE(tensor)));
+    }
+
+    void clear_grad(PyObject *tensor) const
+    {
+        if (Py_TYPE(grad_.ptr())->tp_descr_set(grad_.ptr(), tensor, Py_None) < 0)
+            throw py::error_already_set();
+    }
 
     /* DSC_DTYPE_COUNT: none that the cores know. */
     int dtype_of(PyObject *dtype) const
@@ -344,6 +355,7 @@ class GradientPath {
     py::object acquire_;
     py::object release_;
     py::object tensor_;
+    py::object grad_;
     py::object strided_;
     std::array<py::object, DSC_DTYPE_COUNT> dtypes_;
 };

@@ -45,6 +45,7 @@ from deepspeed_c.zero.gradients.early import EarlyHooks
 from deepspeed_c.zero.gradients.shown import ShownGradients
 from deepspeed_c.zero.layout.stages import Sharding
 from deepspeed_c.zero.layout.unit import Slot, Unit
+from deepspeed_c.zero.weights.grad_face import GRAD
 
 if TYPE_CHECKING:
     from deepspeed_c.zero.weights.fetch import Fetcher
@@ -145,6 +146,7 @@ class GradientReducer:
 
         self._make_buckets()
         self.slots: list[Slot] = [slot for bucket in self.buckets for slot in bucket.slots]
+        self._slot_of = {id(slot.param): slot for slot in self.slots}
         # In order of registration: the same on all ranks, also where tensor-parallel ranks have parts of other sizes,
         # and so other buckets.
         self._in_order = sorted(self.slots, key=lambda slot: slot.order)
@@ -160,7 +162,7 @@ class GradientReducer:
         self._flag_of = [float(sum(n for bit, n in weighed if seen & bit)) for seen in range(8)]
         self._path.connect(lock=self._lock, add=self._add, open=self._open, start=self._start)
         for slot in self.slots:
-            slot.param.grad = None  # a gradient from before the engine is none of its first window
+            GRAD.__set__(slot.param, None)  # a gradient from before the engine is none of its first window
         self._hooks = [slot.param.register_post_accumulate_grad_hook(self._hook(slot)) for slot in self.slots]
         self._early = EarlyHooks(self._begin_before)
         self._early.watch(slot for slot in self.slots if slot in self._views)
@@ -322,11 +324,11 @@ class GradientReducer:
         """Takes over what callers have done to ``param.grad``. Raises StateError where it cannot act."""
         self._shown.take()
         for slot in self.slots:
-            if slot.param.grad is not None and slot not in self._views:
+            if GRAD.__get__(slot.param) is not None and slot not in self._views:
                 raise StateError(
                     f"param.grad of {slot.name} was assigned; this engine holds its gradients as shards, or in another dtype, and would not see it",
                     where=where,
-                    fix="call deepspeed_c.utils.safe_set_full_grad(param, value) between backward and step, or set param.grad to None",
+                    fix="call deepspeed_c.utils.safe_set_full_grad(param, value) between backward and step in its place",
                 )
 
     def take_edits(self) -> None:
@@ -363,7 +365,8 @@ class GradientReducer:
     def _add(self, i: int, param: torch.Tensor) -> None:
         """Takes a gradient that its hook does not: the first of a pass that nobody has announced, one that is to be
         scaled, that is sparse or has gaps, and those of a device."""
-        grad, param.grad = param.grad, None
+        grad = GRAD.__get__(param)
+        GRAD.__set__(param, None)
         if not self.is_in_backward:
             self._passes.begin_inside()
         slot, bucket = self.slots[i], self.buckets[self._bucket_of[i]]
@@ -611,23 +614,25 @@ class GradientReducer:
         self._on_change()
         self._shown.hide()
         for slot in self.slots:
-            slot.param.grad = None
+            GRAD.__set__(slot.param, None)
         self._reset_window()
+
+    def shows(self, slot: Slot) -> bool:
+        """Whether callers find the gradient of ``slot`` in ``param.grad``."""
+        return slot in self._views
 
     def drop(self, params: Iterable[torch.nn.Parameter]) -> None:
         """Drops what has gathered of ``params`` in this window, between two passes and on all ranks alike. Those of
         ``param.grad`` are dropped there."""
         if self.is_in_backward or not self.has_window:
             return
-        wanted = {id(param) for param in params}
-        slots = [slot for slot in self.slots if id(slot.param) in wanted and slot not in self._views]
-        if len(slots) == len(self.slots):
-            self.discard()
-            return
+        slots = [slot for slot in map(self._slot_of.get, map(id, params)) if slot is not None and not self.shows(slot)]
         for slot in slots:
             self.buckets[self._bucket_of[slot.tracker_index]].drop(slot)
             self._path.forget(slot.tracker_index)
-        if slots:
+        if slots and not self._views and not any(self._path.seen()):
+            self.discard()
+        elif slots:
             self._on_change()
             self.facts = None
 
@@ -649,3 +654,4 @@ class GradientReducer:
         self.buckets.clear()
         self.results.clear()
         self.slots.clear()
+        self._slot_of.clear()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from deepspeed_c.errors import StateError
+from deepspeed_c.zero.weights.grad_face import on_cleared, stop_on_cleared
 
 if TYPE_CHECKING:
     from deepspeed_c.zero.layout.unit import Slot
@@ -61,9 +62,12 @@ def attach(optimizer: ZeroOptimizer, slot: Slot) -> None:
             fix="close that engine first, or leave shared parameters to one of the engines",
         )
     setattr(slot.param, _ATTRIBUTE, ParamHandle(optimizer, slot))
+    if not optimizer.reducer.shows(slot):
+        on_cleared(slot.param, lambda param: optimizer.drop_gradients([param]))
 
 
 def detach(slot: Slot) -> None:
+    stop_on_cleared(slot.param)
     if hasattr(slot.param, _ATTRIBUTE):
         delattr(slot.param, _ATTRIBUTE)
 

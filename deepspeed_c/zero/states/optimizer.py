@@ -8,7 +8,7 @@ master weights as their parameters. ``update.py`` does the update, ``stored.py``
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -365,7 +365,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         self.forget_losses()
         self.reducer.discard()
 
-    def drop_gradients(self, params: Sequence[torch.nn.Parameter]) -> None:
+    def drop_gradients(self, params: Iterable[torch.nn.Parameter]) -> None:
         """Drops the window's gradients of ``params``."""
         self.reducer.drop(params)
         if not self.reducer.has_window:

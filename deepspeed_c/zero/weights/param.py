@@ -24,6 +24,7 @@ from torch.autograd.graph import GradientEdge
 from deepspeed_c import _C
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import StateError
+from deepspeed_c.zero.weights.grad_face import GradFace
 
 __all__ = [
     "ShardState",
@@ -262,7 +263,7 @@ def join_pieces(
     return whole
 
 
-class _Face:
+class _Face(GradFace):
     """What a sharded parameter answers to in both states: DeepSpeed's ``ds_`` names."""
 
     ds_param_type = ZeroParamType.PARTITIONED

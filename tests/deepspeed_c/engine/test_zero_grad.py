@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from deepspeed_c.utils import safe_get_full_grad
 from tests.deepspeed_c.zero.gradients.test_shown import RATE, batch, make_engine
 from tests.deepspeed_c.zero.traits import whole_params
 from tests.ranks import run_ranks
@@ -21,7 +22,20 @@ def make_net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3))
 
 
-def dropping_steps(rank: int, world: int, stage: int, gas: int, part: str, at: int, precision: dict) -> float:
+def drop(net: nn.Module, part: str, how: str) -> None:
+    module = net[int(part)] if part else net
+    if how == "zero_grad":
+        module.zero_grad()
+    for p in module.parameters():
+        if how == "none":
+            p.grad = None
+        elif how == "del":
+            del p.grad
+
+
+def dropping_steps(
+    rank: int, world: int, stage: int, gas: int, part: str, at: int, precision: dict, how: str = "zero_grad"
+) -> float:
     """Largest difference of weights after two steps; in each, ``part`` of the model drops its gradients after
     micro-batch ``at``, and one more pass follows at the boundary."""
     net, want = make_net(), make_net()
@@ -35,8 +49,8 @@ def dropping_steps(rank: int, world: int, stage: int, gas: int, part: str, at: i
                     (want(batch(r, x)).square().sum() / (gas * world)).backward()
                 engine.backward(engine(batch(rank, x).to(net[0].weight.dtype)).float().square().sum())
                 if micro == at and not again:
-                    (want if not part else want[int(part)]).zero_grad()
-                    (net if not part else net[int(part)]).zero_grad()
+                    drop(want, part, how)
+                    drop(net, part, how)
             engine.step()
         optimizer.step()
         optimizer.zero_grad()
@@ -51,6 +65,78 @@ def dropping_steps(rank: int, world: int, stage: int, gas: int, part: str, at: i
 def test_later_gradients_alone_count(stage: int, world: int, gas: int, at: int, part: str):
     worst = run_ranks(world, dropping_steps, stage, gas, part, at, {})
     assert max(worst) < 2e-6, worst
+
+
+@pytest.mark.parametrize("how", ["none", "del"])
+@pytest.mark.parametrize("part", ["", "0"], ids=["model", "module"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_none_in_param_grad_drops_too(stage: int, part: str, how: str):
+    worst = run_ranks(2, dropping_steps, stage, 2, part, 0, {}, how)
+    assert max(worst) < 2e-6, worst
+
+
+def one_of_many(rank: int, world: int, stage: int) -> tuple[list[float], bool]:
+    """``grad = None`` of one parameter, of a model whose other gradients stay; then of all of them, one by one."""
+    net = make_net()
+    engine = make_engine(net, 1, stage)
+    engine.backward(engine(batch(0, 0)).square().sum())
+    net[2].bias.grad = None
+    sizes = [
+        safe_get_full_grad(p).abs().sum().item() if safe_get_full_grad(p) is not None else 0.0 for p in net.parameters()
+    ]
+    engine.backward(engine(batch(0, 0)).sum() * float("nan"))
+    for p in net.parameters():
+        p.grad = None
+    has_window = engine.optimizer.reducer.has_window
+    engine.backward(engine(batch(0, 0)).square().sum())
+    engine.step()
+    assert engine.was_step_applied()
+    engine.close()
+    return sizes, has_window
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_one_parameter_alone(stage: int):
+    sizes, has_window = run_ranks(1, one_of_many, stage)[0]
+    assert sizes[-1] == 0.0 and min(sizes[:-1]) > 0.0, sizes
+    assert not has_window
+
+
+class Own(nn.Parameter):
+    """A class of parameters that is not ours."""
+
+
+def classes_of_parameters(rank: int, world: int, stage: int) -> None:
+    net = make_net()
+    net[0].weight = Own(net[0].weight.detach())
+    plain = copy.deepcopy(net)
+    engine = make_engine(net, 1, stage)
+    weight = net[2].weight
+    assert isinstance(weight, nn.Parameter) and type(weight).__name__ == "Parameter" and weight.grad is None
+    assert repr(weight) == repr(plain[2].weight)
+    for copied in (
+        copy.deepcopy,
+        lambda module: pickle.loads(pickle.dumps(module)),
+        lambda m: copy.deepcopy(copy.deepcopy(m)),
+    ):
+        other, same = copied(net), copied(plain)
+        assert [type(p) for p in other.parameters()] == [type(p) for p in same.parameters()]
+        other(batch(0, 0)).square().sum().backward()
+        other[2].weight.grad = None
+    out = torch.compile(net, backend="aot_eager", fullgraph=True)(batch(0, 0))
+    assert torch.equal(out, plain(batch(0, 0)))
+    assert torch.equal(torch.func.functional_call(net, dict(net.named_parameters()), (batch(0, 0),)), out)
+    engine.backward(engine(batch(0, 0)).square().sum())
+    engine.close()
+    assert type(net[0].weight) is Own and type(weight) is nn.Parameter
+    weight.grad = None
+    weight.grad = torch.ones_like(weight)
+    assert "_dsc_on_cleared" not in weight.__dict__
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_parameters_stay_what_they_were(stage: int):
+    run_ranks(1, classes_of_parameters, stage)
 
 
 @pytest.mark.parametrize("stage", [0, 2])

@@ -1,0 +1,95 @@
+"""``param.grad = None`` of a parameter whose gradients lie elsewhere than in ``param.grad``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["GRAD", "GradFace", "on_cleared", "stop_on_cleared"]
+
+# The descriptor of torch: it reads and writes ``param.grad`` past the face below.
+GRAD = torch.Tensor.grad
+
+_ATTRIBUTE = "_dsc_on_cleared"
+
+
+class _Handle:
+    """Holds the function that drops a parameter's gradient. Copies and pickles of the parameter do not carry it along."""
+
+    def __init__(self, drop: Callable[[torch.nn.Parameter], None]) -> None:
+        self.drop = drop
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+
+class GradFace:
+    """A parameter that calls a function whenever somebody sets ``param.grad`` to None."""
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        return GRAD.__get__(self)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        GRAD.__set__(self, value)
+        if value is None:
+            _tell(self)
+
+    @grad.deleter
+    def grad(self) -> None:
+        GRAD.__delete__(self)
+        _tell(self)
+
+
+class _Whole(GradFace):
+    """The face of a parameter that is not sharded: copies of it are plain, and it prints as a plain one."""
+
+    _dsc_plain: type  # the parameter's own class
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = super().__deepcopy__(memo)
+        if isinstance(copied, _Whole):
+            copied.__class__ = copied._dsc_plain
+        return copied
+
+    def __repr__(self, **kwargs: Any) -> str:
+        if self._dsc_plain is not torch.nn.Parameter:
+            return super().__repr__(**kwargs)
+        return repr(torch.nn.Parameter(self.data, self.requires_grad))
+
+
+_faces: dict[type, type] = {}
+
+
+def _face_of(plain: type) -> type:
+    if plain not in _faces:
+        _faces[plain] = type(plain.__name__, (_Whole, plain), {"__module__": plain.__module__, "_dsc_plain": plain})
+    return _faces[plain]
+
+
+def _tell(param: torch.nn.Parameter) -> None:
+    handle = param.__dict__.get(_ATTRIBUTE)
+    if handle is not None:
+        handle.drop(param)
+
+
+def on_cleared(param: torch.nn.Parameter, drop: Callable[[torch.nn.Parameter], None]) -> None:
+    """Calls ``drop(param)`` from now on whenever ``param.grad`` is set to None or deleted, also where it was None.
+
+    The object stays the same; its class becomes a subclass of the same name."""
+    param.__dict__[_ATTRIBUTE] = _Handle(drop)
+    if not isinstance(param, GradFace):
+        param.__class__ = _face_of(type(param))
+
+
+def stop_on_cleared(param: torch.nn.Parameter) -> None:
+    """Ends ``on_cleared``, and gives the parameter its own class back."""
+    param.__dict__.pop(_ATTRIBUTE, None)
+    if isinstance(param, _Whole):
+        param.__class__ = param._dsc_plain
