@@ -2,6 +2,10 @@
 #include "base/half.h"
 #include "cpu/lanes.h"
 
+/* Twice those of other sums: with fewer, each addition waits for the one before it. */
+#define SQUARE_LANES (2 * LANES)
+#define SQUARE_REGISTERS (SQUARE_LANES / REGISTER_LANES)
+
 static bool is_nonfinite(float x)
 {
     return (dsc_f32_bits(x) & 0x7f800000u) == 0x7f800000u;
@@ -9,34 +13,31 @@ static bool is_nonfinite(float x)
 
 static double sum_all(int64_t n, const dsc_f32 *restrict src)
 {
-    doubles sums[REGISTERS] = {0};
-    double lanes[LANES];
+    doubles sums[SQUARE_REGISTERS] = {0};
+    double lanes[SQUARE_LANES];
     int64_t i = 0;
 
-    for (; i + LANES <= n; i += LANES) {
-        for (int r = 0; r < REGISTERS; r++) {
-            doubles wide = dsc_load_wide(src + i + r * REGISTER_LANES);
-
-            sums[r] += wide * wide;
-        }
+    for (; i + SQUARE_LANES <= n; i += SQUARE_LANES) {
+        for (int r = 0; r < SQUARE_REGISTERS; r++)
+            sums[r] = dsc_add_squares(sums[r], dsc_load_wide(src + i + r * REGISTER_LANES));
     }
     memcpy(lanes, sums, sizeof lanes);
     for (int lane = 0; i < n; i++, lane++)
         lanes[lane] += (double)src[i] * (double)src[i];
-    return dsc_fold(lanes);
+    return dsc_fold_all(SQUARE_LANES, lanes);
 }
 
 static double sum_finite(int64_t n, const dsc_f32 *src, int64_t *n_nonfinite)
 {
-    double lanes[LANES] = {0};
+    double lanes[SQUARE_LANES] = {0};
 
     for (int64_t i = 0; i < n; i++) {
         if (is_nonfinite(src[i]))
             ++*n_nonfinite;
         else
-            lanes[i % LANES] += (double)src[i] * (double)src[i];
+            lanes[i % SQUARE_LANES] += (double)src[i] * (double)src[i];
     }
-    return dsc_fold(lanes);
+    return dsc_fold_all(SQUARE_LANES, lanes);
 }
 
 void DSC_K(sumsq_f32)(int64_t n, const dsc_f32 *restrict src, double *sumsq, int64_t *n_nonfinite)

@@ -38,8 +38,8 @@ static void check_array(const struct array *array)
         struct result got = run(array);
 
         CHECK_EQ(got.n_nonfinite, n_nonfinite);
-        /* Each lane rounds n / 16 times, by half of 2^-52 at most; 4 for the fold. */
-        test_report(fabsl(got.sumsq - wanted) <= ((double)array->n / 16 + 4) * 0x1p-53L * wanted, __FILE__, __LINE__, "%s: sum %.17g and %.17Lg",
+        /* Each lane rounds n / 32 times, by half of 2^-52 at most; 5 for the fold. */
+        test_report(fabsl(got.sumsq - wanted) <= ((double)array->n / 32 + 5) * 0x1p-53L * wanted, __FILE__, __LINE__, "%s: sum %.17g and %.17Lg",
                     isa, got.sumsq, wanted);
         if (n_runs == 0)
             first = got;
