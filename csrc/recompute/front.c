@@ -93,33 +93,6 @@ static int64_t packed_front(const struct dsc_recompute_view *view, struct dsc_re
     return n;
 }
 
-/* Whether a saves more for a byte than b. */
-static int compare_slopes(const struct dsc_recompute_move *a, const struct dsc_recompute_move *b)
-{
-    __int128 x = (__int128)a->saved_ns * b->bytes;
-    __int128 y = (__int128)b->saved_ns * a->bytes;
-
-    return x > y ? -1 : x < y;
-}
-
-static int compare_moves(const void *a, const void *b)
-{
-    const struct dsc_recompute_move *x = a;
-    const struct dsc_recompute_move *y = b;
-    int order = compare_slopes(x, y);
-
-    if (order != 0)
-        return order;
-    if (x->group != y->group)
-        return x->group < y->group ? -1 : 1;
-    return x->choice < y->choice ? -1 : x->choice > y->choice;
-}
-
-void dsc_recompute_sort_moves(struct dsc_recompute_move *moves, int64_t n_moves)
-{
-    qsort(moves, (size_t)n_moves, sizeof *moves, compare_moves);
-}
-
 struct point {
     int64_t bytes;
     int64_t ns;
@@ -133,11 +106,13 @@ static bool is_before(const struct point *a, const struct point *b)
     return a->ns != b->ns ? a->ns < b->ns : a->index < b->index;
 }
 
-/* Appends the moves of one group along the lower convex hull of its points (sorted); returns the number of moves. */
+/*
+ * Appends to moves those of one group along the lower convex hull of its points (sorted, into hull); returns the number
+ * of moves.
+ */
 static int32_t append_hull(const struct dsc_recompute_choice *choices, int32_t size, bool is_peak, int32_t group,
-                           struct dsc_recompute_scratch *scratch, int32_t n_moves, int32_t *out_first)
+                           int32_t *hull, struct dsc_recompute_move *moves, int32_t n_moves)
 {
-    int32_t *hull = scratch->order;
     int32_t n = 0;
 
     for (int32_t i = 0; i < size; i++)
@@ -171,42 +146,71 @@ static int32_t append_hull(const struct dsc_recompute_choice *choices, int32_t s
 
             if (move.saved_ns <= 0) /* no more bytes for no less time; of equal bytes the least time came first */
                 break;
-            if (n > 1 && compare_slopes(&move, &scratch->moves[n_moves + n - 2]) <= 0) {
+            if (n > 1 && dsc_recompute_compare_slopes(&move, &moves[n_moves + n - 2]) <= 0) {
                 n--; /* the last one does not lie below the line */
                 continue;
             }
-            scratch->moves[n_moves + n - 1] = move;
+            moves[n_moves + n - 1] = move;
             hull[n++] = hull[i];
             break;
         }
         if (n == 0)
             hull[n++] = hull[i];
     }
-    *out_first = hull[0];
     return n_moves + n - 1;
 }
 
-/* The moves of all groups, steepest first, and the choices that they start from. */
-static int32_t group_moves(const struct dsc_recompute_view *view, struct dsc_recompute_scratch *scratch, bool is_peak,
-                           struct dsc_recompute_option *out_start, int32_t *out_groups)
+/* The choices that the moves of all groups start from: of each the smallest, and of those the one that adds least. */
+static struct dsc_recompute_option start_of(const struct dsc_recompute_view *view, bool is_peak, int32_t *out_groups)
 {
     const struct dsc_recompute_choice *choices = dsc_recompute_choices(view);
-    int32_t n_moves = 0;
+    struct dsc_recompute_option start = {.kind = MOVES};
 
-    *out_start = (struct dsc_recompute_option){.kind = MOVES};
     for (int32_t g = 0; g < view->layer->n_groups; g++) {
-        int32_t first;
+        struct point first = {choices[0].kept_bytes + (is_peak ? choices[0].transient_bytes : 0), choices[0].added_ns,
+                              0};
 
-        n_moves = append_hull(choices, view->sizes[g], is_peak, g, scratch, n_moves, &first);
-        out_start->kept_bytes += choices[first].kept_bytes;
-        out_start->transient_bytes += choices[first].transient_bytes;
-        out_start->added_ns += choices[first].added_ns;
+        for (int32_t c = 1; c < view->sizes[g]; c++) {
+            struct point other = {choices[c].kept_bytes + (is_peak ? choices[c].transient_bytes : 0),
+                                  choices[c].added_ns, c};
+
+            if (is_before(&other, &first))
+                first = other;
+        }
+        start.kept_bytes += choices[first.index].kept_bytes;
+        start.transient_bytes += choices[first.index].transient_bytes;
+        start.added_ns += choices[first.index].added_ns;
         if (out_groups != NULL)
-            out_groups[g] = first;
+            out_groups[g] = first.index;
         choices += view->sizes[g];
     }
-    dsc_recompute_sort_moves(scratch->moves, n_moves);
-    return n_moves;
+    return start;
+}
+
+/* The moves of all groups, steepest first. Those without is_peak are asked for several times, and made once. */
+static const struct dsc_recompute_move *group_moves(const struct dsc_recompute_view *view,
+                                                    struct dsc_recompute_scratch *scratch, bool is_peak,
+                                                    int32_t *out_n_moves)
+{
+    const struct dsc_recompute_choice *choices = dsc_recompute_choices(view);
+    int32_t *n_known = &scratch->n_known[view->layer - scratch->problem->layers];
+    struct dsc_recompute_move *moves =
+        is_peak ? scratch->moves : &scratch->known[view->whole - scratch->problem->choices];
+    int32_t n_moves = 0;
+
+    if (!is_peak && *n_known >= 0) {
+        *out_n_moves = *n_known;
+        return moves;
+    }
+    for (int32_t g = 0; g < view->layer->n_groups; g++) {
+        n_moves = append_hull(choices, view->sizes[g], is_peak, g, scratch->order, moves, n_moves);
+        choices += view->sizes[g];
+    }
+    dsc_recompute_sort_moves(moves, n_moves, scratch->places, scratch->sorted);
+    if (!is_peak)
+        *n_known = n_moves;
+    *out_n_moves = n_moves;
+    return moves;
 }
 
 /* One choice of each group: that with the fewest bytes kept, or in all; of those the one with the fewest of the other.
@@ -243,9 +247,10 @@ static struct dsc_recompute_option least(const struct dsc_recompute_view *view, 
 /* Points along the hull, evenly spaced, and the two that need least, into scratch->front. */
 static int64_t hull_front(const struct dsc_recompute_view *view, struct dsc_recompute_scratch *scratch)
 {
-    struct dsc_recompute_option at;
+    struct dsc_recompute_option at = start_of(view, false, NULL);
     int64_t n = 0;
-    int32_t n_moves = group_moves(view, scratch, false, &at, NULL);
+    int32_t n_moves;
+    const struct dsc_recompute_move *moves = group_moves(view, scratch, false, &n_moves);
     int32_t n_between = (n_moves + MAX_MOVES_SHOWN) / MAX_MOVES_SHOWN;
 
     scratch->front[n++] = least(view, LEAST_KEPT, NULL);
@@ -253,9 +258,9 @@ static int64_t hull_front(const struct dsc_recompute_view *view, struct dsc_reco
     scratch->front[n++] = at;
 
     for (int32_t m = 0; m < n_moves; m++) {
-        at.kept_bytes += scratch->moves[m].bytes;
-        at.transient_bytes += scratch->moves[m].transient_bytes;
-        at.added_ns -= scratch->moves[m].saved_ns;
+        at.kept_bytes += moves[m].bytes;
+        at.transient_bytes += moves[m].transient_bytes;
+        at.added_ns -= moves[m].saved_ns;
         at.code = (uint64_t)m + 1;
         if ((m + 1) % n_between == 0 || m + 1 == n_moves)
             scratch->front[n++] = at;
@@ -299,7 +304,8 @@ int32_t dsc_recompute_front(const struct dsc_recompute_view *view, struct dsc_re
 void dsc_recompute_decode(const struct dsc_recompute_view *view, struct dsc_recompute_scratch *scratch,
                           const struct dsc_recompute_option *option, int32_t *out_whole, int32_t *out_groups)
 {
-    struct dsc_recompute_option start;
+    const struct dsc_recompute_move *moves;
+    int32_t n_moves;
 
     *out_whole = option->kind == WHOLE ? (int32_t)option->code : -1;
     switch (option->kind) {
@@ -309,9 +315,10 @@ void dsc_recompute_decode(const struct dsc_recompute_view *view, struct dsc_reco
             out_groups[g] = option->kind == WHOLE ? -1 : (int32_t)(option->code >> 4 * g & 15);
         break;
     case MOVES:
-        group_moves(view, scratch, false, &start, out_groups);
+        start_of(view, false, out_groups);
+        moves = group_moves(view, scratch, false, &n_moves);
         for (uint64_t m = 0; m < option->code; m++)
-            out_groups[scratch->moves[m].group] = scratch->moves[m].choice;
+            out_groups[moves[m].group] = moves[m].choice;
         break;
     default:
         least(view, option->kind, out_groups);
@@ -335,36 +342,41 @@ int32_t dsc_recompute_moves(const struct dsc_recompute_view *view, struct dsc_re
     int32_t n_points = 0;
 
     if (layer->n_groups > 0 || layer->n_whole == 0) {
-        struct dsc_recompute_option start;
-        int32_t n_moves = group_moves(view, scratch, is_peak, &start, NULL);
+        struct dsc_recompute_option start = start_of(view, is_peak, NULL);
+        int32_t n_moves;
+        const struct dsc_recompute_move *moves = group_moves(view, scratch, is_peak, &n_moves);
         struct dsc_recompute_choice at = {start.kept_bytes, start.transient_bytes, start.added_ns};
 
         for (int32_t m = 0; m <= n_moves; m++) {
             scratch->hull[n_points++] = point_of(at, layer, is_peak);
             if (m < n_moves) {
-                at.kept_bytes += scratch->moves[m].bytes;
-                at.transient_bytes += scratch->moves[m].transient_bytes;
-                at.added_ns -= scratch->moves[m].saved_ns;
+                at.kept_bytes += moves[m].bytes;
+                at.transient_bytes += moves[m].transient_bytes;
+                at.added_ns -= moves[m].saved_ns;
             }
         }
     }
     for (int32_t i = 0; i < layer->n_whole; i++)
         scratch->hull[n_points++] = point_of(view->whole[i], layer, is_peak);
-    return append_hull(scratch->hull, n_points, false, 0, scratch, 0, out_first);
+    n_points = append_hull(scratch->hull, n_points, false, 0, scratch->order, scratch->moves, 0);
+    *out_first = scratch->order[0];
+    return n_points;
 }
 
 void dsc_recompute_decode_point(const struct dsc_recompute_view *view, struct dsc_recompute_scratch *scratch,
                                 int32_t point, int32_t *out_whole, int32_t *out_groups)
 {
     const struct dsc_recompute_layer *layer = view->layer;
-    struct dsc_recompute_option start;
+    const struct dsc_recompute_move *moves = NULL;
     int32_t n_moves = -1;
 
-    if (layer->n_groups > 0 || layer->n_whole == 0)
-        n_moves = group_moves(view, scratch, false, &start, out_groups);
+    if (layer->n_groups > 0 || layer->n_whole == 0) {
+        start_of(view, false, out_groups);
+        moves = group_moves(view, scratch, false, &n_moves);
+    }
     *out_whole = point > n_moves ? point - n_moves - 1 : -1;
     for (int32_t m = 0; m < point && m < n_moves; m++)
-        out_groups[scratch->moves[m].group] = scratch->moves[m].choice;
+        out_groups[moves[m].group] = moves[m].choice;
     for (int32_t g = 0; g < layer->n_groups && *out_whole >= 0; g++)
         out_groups[g] = -1;
 }

@@ -34,15 +34,26 @@ struct dsc_recompute_move {
     int32_t choice;
 };
 
+/* A move's place in an order: its slope, and its index. */
+struct dsc_recompute_place {
+    double slope; /* < 0 where numbers are so large that doubles would blur them: moves are then compared themselves */
+    uint32_t index;
+};
+
 #define DSC_RECOMPUTE_MAX_FRONT 512
 
-/* Memory for one layer at a time, which the caller lends. */
+/* Memory for one layer at a time, and the moves of each layer, which are made once. The caller lends it. */
 struct dsc_recompute_scratch {
     struct dsc_recompute_option *candidates; /* n_candidates, at least a front and the largest layer's whole ones */
     struct dsc_recompute_option *front;      /* DSC_RECOMPUTE_MAX_FRONT */
     struct dsc_recompute_move *moves;        /* choices of the largest layer, and one more */
     struct dsc_recompute_choice *hull;       /* as many */
     int32_t *order;                          /* as many */
+    struct dsc_recompute_move *sorted;       /* as many */
+    struct dsc_recompute_place *places;      /* twice as many */
+    const struct dsc_recompute_problem *problem;
+    struct dsc_recompute_move *known; /* n_choices: the moves of a layer's groups begin where its choices do */
+    int32_t *n_known;                 /* n_layers; -1: not asked for yet */
     int64_t n_candidates;
     int64_t n_steps_left; /* comparisons that exact fronts may still take: a count, so that it is the same everywhere */
 };
@@ -85,7 +96,18 @@ int32_t dsc_recompute_moves(const struct dsc_recompute_view *view, struct dsc_re
 void dsc_recompute_decode_point(const struct dsc_recompute_view *view, struct dsc_recompute_scratch *scratch,
                                 int32_t point, int32_t *out_whole, int32_t *out_groups);
 
-/* Sorts steepest first; equal ones by group and choice. */
-void dsc_recompute_sort_moves(struct dsc_recompute_move *moves, int64_t n_moves);
+/* < 0 where a saves more for a byte than b, > 0 where it saves less. */
+int dsc_recompute_compare_slopes(const struct dsc_recompute_move *a, const struct dsc_recompute_move *b);
+
+/*
+ * The order of moves, steepest first; equal ones by group and choice, and then as they were. It is exact, and begins at
+ * the pointer that is returned: within places, which has room for twice n_moves.
+ */
+const struct dsc_recompute_place *dsc_recompute_order(const struct dsc_recompute_move *moves, int64_t n_moves,
+                                                      struct dsc_recompute_place *places);
+
+/* Brings moves into that order. places: room for twice n_moves. spare: for as many as moves. */
+void dsc_recompute_sort_moves(struct dsc_recompute_move *moves, int64_t n_moves, struct dsc_recompute_place *places,
+                              struct dsc_recompute_move *spare);
 
 #endif

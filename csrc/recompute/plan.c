@@ -48,9 +48,14 @@ struct search {
     struct link *links;
     int64_t n_links;
     int64_t max_links;
-    struct dsc_recompute_move *moves; /* of all layers */
+    struct dsc_recompute_move *moves; /* of all layers, one layer after the other; group is the layer */
+    struct dsc_recompute_place *places;
+    const struct dsc_recompute_place *order; /* of moves, steepest first */
+    struct dsc_recompute_choice *starts;     /* of each layer: where its moves begin */
+    int64_t n_moves;
     struct state *states;
     struct state *candidates; /* MAX_SORTED */
+    struct state *merged;     /* as many */
     struct state *buckets;    /* N_BUCKETS */
     struct stretch *tree;     /* node i is made of 2 i and 2 i + 1; layers are the leaves */
     int32_t *points;          /* of each layer, on its hull */
@@ -74,6 +79,10 @@ static void free_search(struct search *s)
     free(s->scratch.moves);
     free(s->scratch.hull);
     free(s->scratch.order);
+    free(s->scratch.sorted);
+    free(s->scratch.places);
+    free(s->scratch.known);
+    free(s->scratch.n_known);
     free(s->views);
     free(s->options);
     free(s->first_option);
@@ -81,12 +90,15 @@ static void free_search(struct search *s)
     free(s->before_bytes);
     free(s->links);
     free(s->moves);
+    free(s->places);
+    free(s->starts);
     free(s->tree);
     free(s->points);
     free(s->is_stuck);
     free(s->other);
     free(s->states);
     free(s->candidates);
+    free(s->merged);
     free(s->buckets);
 }
 
@@ -155,10 +167,17 @@ static dsc_status begin_search(struct search *s, const struct dsc_recompute_prob
     s->scratch.moves = array(n_choices + 1, sizeof *s->scratch.moves);
     s->scratch.hull = array(n_choices + 1, sizeof *s->scratch.hull);
     s->scratch.order = array(n_choices + 1, sizeof *s->scratch.order);
+    s->scratch.sorted = array(n_choices + 1, sizeof *s->scratch.sorted);
+    s->scratch.places = array(2 * (n_choices + 1), sizeof *s->scratch.places);
+    s->scratch.problem = problem;
+    s->scratch.known = array(problem->n_choices, sizeof *s->scratch.known);
+    s->scratch.n_known = array(n_layers, sizeof *s->scratch.n_known);
     s->first_option = array((int64_t)n_layers + 1, sizeof *s->first_option);
     s->first_link = array((int64_t)n_layers + 1, sizeof *s->first_link);
     s->before_bytes = array((int64_t)n_layers + 1, sizeof *s->before_bytes);
     s->moves = array((int64_t)problem->n_choices + n_layers, sizeof *s->moves);
+    s->places = array(2 * ((int64_t)problem->n_choices + n_layers), sizeof *s->places);
+    s->starts = array(n_layers, sizeof *s->starts);
     for (s->n_leaves = 1; s->n_leaves < n_layers;)
         s->n_leaves *= 2;
     s->tree = array(2 * (int64_t)s->n_leaves, sizeof *s->tree);
@@ -167,12 +186,17 @@ static dsc_status begin_search(struct search *s, const struct dsc_recompute_prob
     s->other = array((int64_t)n_layers + problem->n_group_sizes, sizeof *s->other);
     s->states = array(MAX_STATES, sizeof *s->states);
     s->candidates = array(MAX_SORTED, sizeof *s->candidates);
+    s->merged = array(MAX_SORTED, sizeof *s->merged);
     s->buckets = array(N_BUCKETS, sizeof *s->buckets);
     if (s->scratch.candidates == NULL || s->scratch.front == NULL || s->scratch.moves == NULL ||
-        s->scratch.hull == NULL || s->scratch.order == NULL || s->first_option == NULL || s->first_link == NULL ||
-        s->before_bytes == NULL || s->moves == NULL || s->tree == NULL || s->points == NULL || s->is_stuck == NULL ||
-        s->other == NULL || s->states == NULL || s->candidates == NULL || s->buckets == NULL)
+        s->scratch.hull == NULL || s->scratch.order == NULL || s->scratch.sorted == NULL || s->scratch.places == NULL ||
+        s->scratch.known == NULL || s->scratch.n_known == NULL || s->places == NULL || s->starts == NULL ||
+        s->first_option == NULL || s->first_link == NULL || s->before_bytes == NULL || s->moves == NULL ||
+        s->tree == NULL || s->points == NULL || s->is_stuck == NULL || s->other == NULL || s->states == NULL ||
+        s->candidates == NULL || s->merged == NULL || s->buckets == NULL)
         return fail_for_memory();
+    for (int32_t i = 0; i < n_layers; i++)
+        s->scratch.n_known[i] = -1;
     return find_options(s);
 }
 
@@ -229,12 +253,33 @@ static int32_t first_behind(const struct search *s, int64_t transient_bytes)
     return low;
 }
 
-/* All pairs of an option and a state, sorted. */
-static void combine_all(struct search *s, const struct dsc_recompute_option *options, int32_t n_options, int64_t limit)
+/* Merges two runs that are sorted, and leaves out of the result what adds no less than something before it. */
+static int64_t merge(const struct state *a, const struct state *end_a, const struct state *b, const struct state *end_b,
+                     struct state *out)
 {
+    int64_t least_ns = INT64_MAX;
     int64_t n = 0;
 
-    for (int32_t o = 0; o < n_options; o++)
+    while (a < end_a || b < end_b) {
+        const struct state *next = b == end_b || (a < end_a && compare_states(a, b) < 0) ? a++ : b++;
+
+        if (next->ns < least_ns) {
+            out[n++] = *next;
+            least_ns = next->ns;
+        }
+    }
+    return n;
+}
+
+/* All pairs of an option and a state, sorted. Those of one option are sorted as states are: such runs are merged. */
+static void combine_all(struct search *s, const struct dsc_recompute_option *options, int32_t n_options, int64_t limit)
+{
+    int32_t begins[DSC_RECOMPUTE_MAX_FRONT + 1];
+    int32_t n_runs = n_options;
+    int32_t n = 0;
+
+    for (int32_t o = 0; o < n_options; o++) {
+        begins[o] = n;
         for (int32_t i = first_behind(s, options[o].transient_bytes); i < s->n_states; i++) {
             int64_t bytes = options[o].kept_bytes + larger(options[o].transient_bytes, s->states[i].bytes);
 
@@ -242,12 +287,28 @@ static void combine_all(struct search *s, const struct dsc_recompute_option *opt
                 break;
             s->candidates[n++] = (struct state){bytes, options[o].added_ns + s->states[i].ns, (uint16_t)o, (uint16_t)i};
         }
+    }
+    begins[n_options] = n;
     s->n_sorted_left -= n;
-    qsort(s->candidates, (size_t)n, sizeof *s->candidates, compare_states);
-    s->n_states = 0;
-    for (int64_t i = 0; i < n; i++)
-        if (s->n_states == 0 || s->candidates[i].ns < s->candidates[s->n_states - 1].ns)
-            s->candidates[s->n_states++] = s->candidates[i];
+    while (n_runs > 1) {
+        struct state *from = s->candidates;
+        int32_t n_merged = 0;
+
+        n = 0;
+        for (int32_t r = 0; r < n_runs; r += 2) {
+            int32_t middle = begins[r + 1];
+            int32_t end = begins[r + 2 <= n_runs ? r + 2 : n_runs];
+            int64_t length = merge(from + begins[r], from + middle, from + middle, from + end, s->merged + n);
+
+            begins[n_merged++] = n; /* what it overwrites has been read */
+            n += (int32_t)length;
+        }
+        begins[n_merged] = n;
+        n_runs = n_merged;
+        s->candidates = s->merged;
+        s->merged = from;
+    }
+    s->n_states = n;
 }
 
 /* Of n sorted states in s->candidates those that buckets leave: of each the one that adds least; and the very first. */
@@ -411,39 +472,58 @@ static void use_room(struct search *s, int64_t budget_bytes, struct dsc_recomput
     }
 }
 
+/* The moves of all layers, and their order. */
+static void find_moves(struct search *s)
+{
+    s->n_moves = 0;
+    for (int32_t i = 0; i < s->problem->n_layers; i++) {
+        int32_t n = dsc_recompute_moves(&s->views[i], &s->scratch, false, &s->points[i]);
+
+        s->starts[i] = s->scratch.hull[s->points[i]];
+        for (int32_t m = 0; m < n; m++) {
+            s->moves[s->n_moves] = s->scratch.moves[m];
+            s->moves[s->n_moves++].group = i;
+        }
+    }
+    s->order = dsc_recompute_order(s->moves, s->n_moves, s->places);
+}
+
 /*
  * A lower bound: of all moments that of plan->peak_layer alone counts, and of each layer any mixture may be taken. Such
- * a linear problem is solved by taking the steepest moves first.
+ * a linear problem is solved by taking the steepest moves first. Those of the peak's own layer are others.
  */
 static void find_bound(struct search *s, int64_t budget_bytes, struct dsc_recompute_plan *plan)
 {
-    int64_t n_moves = 0;
-    int64_t room = budget_bytes;
-    __int128 ns = 0;
-    struct dsc_recompute_move *moves = s->moves;
+    int32_t first;
+    int32_t n_own = dsc_recompute_moves(&s->views[plan->peak_layer], &s->scratch, true, &first);
+    int32_t own = 0;
+    int64_t room = budget_bytes - s->scratch.hull[first].kept_bytes;
+    __int128 ns = s->scratch.hull[first].added_ns;
 
-    for (int32_t i = 0; i < s->problem->n_layers; i++) {
-        int32_t first;
-        int32_t n = dsc_recompute_moves(&s->views[i], &s->scratch, i == plan->peak_layer, &first);
+    for (int32_t i = 0; i < s->problem->n_layers; i++)
+        if (i != plan->peak_layer) {
+            ns += s->starts[i].added_ns;
+            room -= i < plan->peak_layer ? s->starts[i].kept_bytes : 0;
+        }
+    for (int64_t m = 0; m < s->n_moves; m++) /* later layers take nothing of that moment */
+        ns -= s->moves[m].group > plan->peak_layer ? s->moves[m].saved_ns : 0;
+    for (int64_t m = 0; (m < s->n_moves || own < n_own) && room > 0;) {
+        const struct dsc_recompute_move *move = m < s->n_moves ? &s->moves[s->order[m].index] : NULL;
 
-        ns += s->scratch.hull[first].added_ns;
-        if (i > plan->peak_layer) { /* takes nothing of that moment */
-            for (int32_t m = 0; m < n; m++)
-                ns -= s->scratch.moves[m].saved_ns;
+        if (move != NULL && move->group >= plan->peak_layer) {
+            m++;
             continue;
         }
-        room -= s->scratch.hull[first].kept_bytes;
-        memcpy(&moves[n_moves], s->scratch.moves, (size_t)n * sizeof *moves);
-        n_moves += n;
-    }
-    dsc_recompute_sort_moves(moves, n_moves);
-    for (int64_t m = 0; m < n_moves && room > 0; m++) {
-        if (moves[m].bytes > room) {
-            ns -= ((__int128)moves[m].saved_ns * room + moves[m].bytes - 1) / moves[m].bytes;
+        if (move == NULL || (own < n_own && dsc_recompute_compare_slopes(&s->scratch.moves[own], move) < 0))
+            move = &s->scratch.moves[own++];
+        else
+            m++;
+        if (move->bytes > room) {
+            ns -= ((__int128)move->saved_ns * room + move->bytes - 1) / move->bytes;
             break;
         }
-        ns -= moves[m].saved_ns;
-        room -= moves[m].bytes;
+        ns -= move->saved_ns;
+        room -= move->bytes;
     }
     plan->bound_ns = ns < 0 ? 0 : (int64_t)ns;
 }
@@ -471,25 +551,16 @@ static bool take_steepest(struct search *s, int64_t budget_bytes, struct dsc_rec
 {
     int32_t n_layers = s->problem->n_layers;
     int32_t *groups = plan->groups;
-    int64_t n_moves = 0;
 
     memset(s->tree, 0, 2 * (size_t)s->n_leaves * sizeof *s->tree);
     for (int32_t i = 0; i < n_layers; i++) {
-        int32_t n = dsc_recompute_moves(&s->views[i], &s->scratch, false, &s->points[i]);
-        const struct dsc_recompute_choice *first = &s->scratch.hull[s->points[i]];
-
-        set_leaf(s, i, first->kept_bytes, first->transient_bytes);
-        for (int32_t m = 0; m < n; m++) {
-            s->moves[n_moves] = s->scratch.moves[m];
-            s->moves[n_moves++].group = i;
-        }
+        set_leaf(s, i, s->starts[i].kept_bytes, s->starts[i].transient_bytes);
         s->is_stuck[i] = false;
     }
     if (s->tree[1].most_bytes > budget_bytes)
         return false;
-    dsc_recompute_sort_moves(s->moves, n_moves);
-    for (int64_t m = 0; m < n_moves; m++) {
-        const struct dsc_recompute_move *move = &s->moves[m];
+    for (int64_t m = 0; m < s->n_moves; m++) {
+        const struct dsc_recompute_move *move = &s->moves[s->order[m].index];
         int32_t layer = move->group;
         struct stretch leaf = s->tree[layer + s->n_leaves];
         int64_t transient_bytes = leaf.most_bytes - leaf.kept_bytes;
@@ -566,6 +637,7 @@ static dsc_status solve(struct search *s, int64_t budget_bytes, struct dsc_recom
     dsc_recompute_add_up(s->problem, &found);
     found.bound_ns = found.added_ns;
     if (!found.is_exact) {
+        find_moves(s);
         take_better(s, budget_bytes, &found);
         find_bound(s, budget_bytes, &found);
     }
