@@ -7,6 +7,7 @@
 
 #include <math.h>
 #include <string.h>
+#include <sys/mman.h>
 
 struct partial {
     double sumsq;
@@ -323,6 +324,27 @@ dsc_status dsc_flat_cast(const struct dsc_span *src, const struct dsc_span *dst,
     return DSC_OK;
 }
 
+#define HUGE_PAGE_BYTES ((uintptr_t)2 << 20)
+
+/*
+ * Asks for huge pages within a region that is about to be touched: a step streams through five arrays at once, and
+ * spends a sixth of its time on the borders of small pages. It is advice: a kernel without huge pages refuses it, and
+ * nothing is lost. No page is taken beyond the region, all of which will be written.
+ */
+static void advise_huge_pages(const struct dsc_region *region)
+{
+#if defined(MADV_HUGEPAGE)
+    uintptr_t begin = ((uintptr_t)region->data + HUGE_PAGE_BYTES - 1) & ~(HUGE_PAGE_BYTES - 1);
+    uintptr_t end =
+        ((uintptr_t)region->data + (uintptr_t)(region->n_elems * region->elem_bytes)) & ~(HUGE_PAGE_BYTES - 1);
+
+    if (begin < end)
+        (void)madvise((void *)begin, end - begin, MADV_HUGEPAGE);
+#else
+    (void)region;
+#endif
+}
+
 struct zero_job {
     const struct dsc_region *regions;
     struct dsc_list list;
@@ -360,6 +382,8 @@ dsc_status dsc_flat_zero(const struct dsc_region *regions, int64_t n_regions, co
                             (long long)region->n_elems, (long long)region->elem_bytes, region->data);
     }
     DSC_TRY(dsc_list_init(&job.list, n_regions > 0 ? &regions->n_elems : NULL, sizeof *regions, n_regions));
+    for (int64_t i = 0; i < n_regions; i++)
+        advise_huge_pages(&regions[i]);
     dsc_par_run(par, job.list.n_chunks, zero_chunks, &job);
     return DSC_OK;
 }

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import mmap
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -130,6 +133,37 @@ def test_zero_of_every_dtype_and_dense_layout():
         assert torch.count_nonzero(tensor) == 0, tensor
         assert tensor._version > version
     flat.zero_([])
+
+
+def flags_of(address: int) -> list[str]:
+    """Flags of the mapping that ``address`` lies in."""
+    is_inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        found = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if found:
+            begin, end = (int(number, 16) for number in found.groups())
+            is_inside = begin <= address < end
+        elif is_inside and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError(f"{address:#x} is not mapped")
+
+
+def test_zero_asks_for_huge_pages_within_a_tensor_and_nowhere_else():
+    huge = 2 << 20
+    has_huge_pages = Path("/sys/kernel/mm/transparent_hugepage").exists()
+    # A mapping of its own, whose ends are small pages: a tensor that begins and ends within a huge page.
+    with mmap.mmap(-1, 8 * huge, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        whole = torch.frombuffer(memory, dtype=torch.uint8)
+        skip = -whole.data_ptr() % huge
+        tensor = whole[skip + 64 : skip + 4 * huge + 64]
+        flat.zero_([tensor])
+        flags = [flags_of(tensor.data_ptr() - 64 + i * huge) for i in range(6)]
+        print([("hg" in found) for found in flags])
+        assert [("hg" in found) for found in flags] == [has_huge_pages and 1 <= i <= 3 for i in range(6)]
+        small = whole[skip + 5 * huge : skip + 6 * huge - 1]
+        flat.zero_([small])
+        assert "hg" not in flags_of(small.data_ptr())
+        del whole, tensor, small
 
 
 @pytest.mark.parametrize("view", [lambda x: x[:, :2], lambda x: x[0].expand(5, 4), lambda x: x.to_sparse()])

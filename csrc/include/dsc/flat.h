@@ -54,7 +54,8 @@ struct dsc_region {
 /*
  * Sets all bytes to 0. The elements are cut into chunks as every pass over a list of as many elements cuts them, so
  * that memory that was not used before (pages that the system has not yet given out) comes to lie in the NUMA node of
- * the thread that will update it, where par is dsc_pool_par's.
+ * the thread that will update it, where par is dsc_pool_par's. It comes as huge pages where the system gives them to
+ * those that ask (transparent_hugepage: madvise): the 2 MiB pages that lie wholly within a region are asked for.
  */
 DSC_API dsc_status dsc_flat_zero(const struct dsc_region *regions, int64_t n_regions, const struct dsc_par *par);
 
