@@ -30,8 +30,8 @@ static void combine_floats(const struct dsc_comm *comm, const struct dsc_comm_ca
     const struct dsc_kernels *kernels = dsc_kernels_get();
     size_t bytes = dsc_comm_type_bytes(call->type);
     dsc_dtype dtype = (dsc_dtype)call->type;
-    dsc_f32 acc[DSC_BLOCK_ELEMS];
-    dsc_f32 scratch[DSC_BLOCK_ELEMS];
+    DSC_ALIGNED dsc_f32 acc[DSC_BLOCK_ELEMS];
+    DSC_ALIGNED dsc_f32 scratch[DSC_BLOCK_ELEMS];
 
     for (int64_t begin = 0; begin < n_elems; begin += DSC_BLOCK_ELEMS) {
         int64_t n = n_elems - begin < DSC_BLOCK_ELEMS ? n_elems - begin : DSC_BLOCK_ELEMS;

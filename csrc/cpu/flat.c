@@ -71,7 +71,7 @@ struct sumsq_job {
 static void sumsq_chunks(void *arg, int64_t first, int64_t last)
 {
     struct sumsq_job *job = arg;
-    dsc_f32 scratch[DSC_BLOCK_ELEMS];
+    DSC_ALIGNED dsc_f32 scratch[DSC_BLOCK_ELEMS];
 
     for (int64_t chunk = first; chunk < last; chunk++) {
         struct dsc_cursor cursor = dsc_list_chunk(&job->list, chunk);
@@ -131,8 +131,8 @@ static void reduce_block(const struct reduce_job *job, int64_t begin, int64_t n,
     const struct dsc_kernels *kernels = job->kernels;
     size_t src_bytes = dsc_dtype_bytes(job->srcs[0].dtype);
     char *acc = (char *)job->acc->data + (size_t)begin * dsc_dtype_bytes(job->acc->dtype);
-    dsc_f32 sum[DSC_BLOCK_ELEMS];
-    dsc_f32 scratch[DSC_BLOCK_ELEMS];
+    DSC_ALIGNED dsc_f32 sum[DSC_BLOCK_ELEMS];
+    DSC_ALIGNED dsc_f32 scratch[DSC_BLOCK_ELEMS];
 
     for (int64_t i = 0; i < job->n_srcs; i++) {
         const char *src = (const char *)job->srcs[i].data + (size_t)begin * src_bytes;
@@ -225,7 +225,7 @@ static void scale_chunks(void *arg, int64_t first, int64_t last)
 {
     struct scale_job *job = arg;
     const struct dsc_kernels *kernels = job->kernels;
-    dsc_f32 scratch[DSC_BLOCK_ELEMS];
+    DSC_ALIGNED dsc_f32 scratch[DSC_BLOCK_ELEMS];
 
     for (int64_t chunk = first; chunk < last; chunk++) {
         struct dsc_cursor cursor = dsc_list_chunk(&job->list, chunk);
@@ -278,7 +278,7 @@ static void cast_chunks(void *arg, int64_t first, int64_t last)
     struct cast_job *job = arg;
     size_t src_bytes = dsc_dtype_bytes(job->src->dtype);
     size_t dst_bytes = dsc_dtype_bytes(job->dst->dtype);
-    dsc_f32 scratch[DSC_BLOCK_ELEMS];
+    DSC_ALIGNED dsc_f32 scratch[DSC_BLOCK_ELEMS];
 
     for (int64_t chunk = first; chunk < last; chunk++) {
         struct dsc_cursor cursor = dsc_list_chunk(&job->list, chunk);

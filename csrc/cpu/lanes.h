@@ -30,35 +30,40 @@ typedef double doubles __attribute__((vector_size(8 * REGISTER_LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * REGISTER_LANES)));
 
 /*
- * The processor's own conversion from memory: one operation, for which the compiler, left with __builtin_convertvector,
- * takes apart and puts together halves (half the time of a norm).
+ * The processor's own conversion: one operation, where the compiler, left with __builtin_convertvector, takes apart and
+ * puts together halves (half the time of a norm).
  */
-static inline doubles dsc_load_wide(const dsc_f32 *src)
+static inline doubles dsc_widen(floats x)
 {
 #if defined(__AVX512F__)
-    return (doubles)_mm512_cvtps_pd(_mm256_loadu_ps((const float *)src));
+    return (doubles)_mm512_cvtps_pd((__m256)x);
 #elif defined(__AVX__)
-    return (doubles)_mm256_cvtps_pd(_mm_loadu_ps((const float *)src));
+    return (doubles)_mm256_cvtps_pd((__m128)x);
 #else
-    floats x;
-
-    memcpy(&x, src, sizeof x);
     return __builtin_convertvector(x, doubles);
 #endif
 }
 
+static inline doubles dsc_load_wide(const dsc_f32 *src)
+{
+    floats x;
+
+    memcpy(&x, src, sizeof x);
+    return dsc_widen(x);
+}
+
 /*
- * sums + wide^2 for what was an f32: its square is exact in f64, so that a fused addition gives the bits of the two
+ * sums + a * b for what were f32: their product is exact in f64, so that a fused addition gives the bits of the two
  * operations that other instruction sets need.
  */
-static inline doubles dsc_add_squares(doubles sums, doubles wide)
+static inline doubles dsc_add_product(doubles sums, doubles a, doubles b)
 {
 #if defined(__AVX512F__)
-    return (doubles)_mm512_fmadd_pd((__m512d)wide, (__m512d)wide, (__m512d)sums);
+    return (doubles)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)sums);
 #elif defined(__AVX__) && defined(__FMA__)
-    return (doubles)_mm256_fmadd_pd((__m256d)wide, (__m256d)wide, (__m256d)sums);
+    return (doubles)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)sums);
 #else
-    return sums + wide * wide;
+    return sums + a * b;
 #endif
 }
 

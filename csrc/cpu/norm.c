@@ -18,8 +18,11 @@ static double sum_all(int64_t n, const dsc_f32 *restrict src)
     int64_t i = 0;
 
     for (; i + SQUARE_LANES <= n; i += SQUARE_LANES) {
-        for (int r = 0; r < SQUARE_REGISTERS; r++)
-            sums[r] = dsc_add_squares(sums[r], dsc_load_wide(src + i + r * REGISTER_LANES));
+        for (int r = 0; r < SQUARE_REGISTERS; r++) {
+            doubles wide = dsc_load_wide(src + i + r * REGISTER_LANES);
+
+            sums[r] = dsc_add_product(sums[r], wide, wide);
+        }
     }
     memcpy(lanes, sums, sizeof lanes);
     for (int lane = 0; i < n; i++, lane++)

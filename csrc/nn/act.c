@@ -57,7 +57,7 @@ static void act_row(const void *arg, int64_t row, float *const *sums)
 {
     const struct act_job *job = arg;
     const struct dsc_nn_bias_act *call = job->call;
-    dsc_f32 scratch[2][DSC_BLOCK_ELEMS];
+    DSC_ALIGNED dsc_f32 scratch[2][DSC_BLOCK_ELEMS];
 
     (void)sums;
     for (int64_t begin = 0; begin < call->n_cols; begin += DSC_BLOCK_ELEMS) {
@@ -105,8 +105,8 @@ static void act_grad_row(const void *arg, int64_t row, float *const *sums)
     const struct act_grad_job *job = arg;
     const struct dsc_nn_bias_act_grad *call = job->call;
     const struct dsc_rows *rows = &job->rows;
-    dsc_f32 scratch[2][DSC_BLOCK_ELEMS];
-    dsc_f32 dy_scratch[DSC_BLOCK_ELEMS];
+    DSC_ALIGNED dsc_f32 scratch[2][DSC_BLOCK_ELEMS];
+    DSC_ALIGNED dsc_f32 dy_scratch[DSC_BLOCK_ELEMS];
 
     for (int64_t begin = 0; begin < call->n_cols; begin += DSC_BLOCK_ELEMS) {
         int64_t n = dsc_block_of(call->n_cols - begin);

@@ -10,8 +10,8 @@
 #define DSC_TILE_DIM DSC_NN_MAX_HEAD_DIM
 
 /* A tile's memory: at most DSC_TILE rows of DSC_TILE_DIM elements, or the other way round. */
-typedef dsc_f32 dsc_tile[DSC_TILE * DSC_TILE_DIM];
-typedef dsc_f32 dsc_square[DSC_TILE * DSC_TILE];
+typedef dsc_f32 dsc_tile[DSC_TILE * DSC_TILE_DIM] __attribute__((aligned(64)));
+typedef dsc_f32 dsc_square[DSC_TILE * DSC_TILE] __attribute__((aligned(64)));
 
 struct dsc_attention {
     struct dsc_rows rows;

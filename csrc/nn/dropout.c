@@ -54,7 +54,7 @@ static void dropout_row(const void *arg, int64_t row, float *const *sums)
     const struct dropout_job *job = arg;
     const struct dsc_nn_dropout *call = job->call;
     const struct dsc_rows *rows = &job->rows;
-    dsc_f32 scratch[2][DSC_BLOCK_ELEMS];
+    DSC_ALIGNED dsc_f32 scratch[2][DSC_BLOCK_ELEMS];
 
     (void)sums;
     for (int64_t begin = 0; begin < call->n_cols; begin += DSC_BLOCK_ELEMS) {
@@ -103,7 +103,7 @@ static void dropout_grad_row(const void *arg, int64_t row, float *const *sums)
     const struct dropout_grad_job *job = arg;
     const struct dsc_nn_dropout_grad *call = job->call;
     const struct dsc_rows *rows = &job->rows;
-    dsc_f32 scratch[2][DSC_BLOCK_ELEMS];
+    DSC_ALIGNED dsc_f32 scratch[2][DSC_BLOCK_ELEMS];
 
     for (int64_t begin = 0; begin < call->n_cols; begin += DSC_BLOCK_ELEMS) {
         int64_t n = dsc_block_of(call->n_cols - begin);

@@ -22,7 +22,7 @@ static void gated_row(const void *arg, int64_t row, float *const *sums)
     const struct gated_job *job = arg;
     const struct dsc_nn_gated *call = job->call;
     const struct dsc_rows *rows = &job->rows;
-    dsc_f32 scratch[2][DSC_BLOCK_ELEMS];
+    DSC_ALIGNED dsc_f32 scratch[2][DSC_BLOCK_ELEMS];
 
     (void)sums;
     for (int64_t begin = 0; begin < call->n_cols; begin += DSC_BLOCK_ELEMS) {
@@ -70,7 +70,7 @@ static void gated_grad_row(const void *arg, int64_t row, float *const *sums)
     const struct gated_grad_job *job = arg;
     const struct dsc_nn_gated_grad *call = job->call;
     const struct dsc_rows *rows = &job->rows;
-    dsc_f32 scratch[3][DSC_BLOCK_ELEMS];
+    DSC_ALIGNED dsc_f32 scratch[3][DSC_BLOCK_ELEMS];
 
     (void)sums;
     for (int64_t begin = 0; begin < call->n_cols; begin += DSC_BLOCK_ELEMS) {

@@ -22,7 +22,7 @@ static void enter_row(const struct norm_job *job, int64_t row, dsc_f32 *kept, do
     const struct dsc_nn_norm *call = job->call;
     const struct dsc_rows *rows = &job->rows;
     bool is_short = rows->n_cols <= ROW_ELEMS;
-    dsc_f32 scratch[DSC_BLOCK_ELEMS];
+    DSC_ALIGNED dsc_f32 scratch[DSC_BLOCK_ELEMS];
 
     for (int64_t begin = 0; begin < rows->n_cols; begin += DSC_BLOCK_ELEMS) {
         int64_t n = dsc_block_of(rows->n_cols - begin);
@@ -50,8 +50,8 @@ static void norm_row(const void *arg, int64_t row, float *const *sums)
     const struct dsc_rows *rows = &job->rows;
     const void *from = call->residual != NULL ? call->sum : call->x;
     bool is_kept = call->dtype != DSC_DTYPE_F32 && rows->n_cols <= ROW_ELEMS;
-    dsc_f32 kept[ROW_ELEMS];
-    dsc_f32 scratch[3][DSC_BLOCK_ELEMS];
+    DSC_ALIGNED dsc_f32 kept[ROW_ELEMS];
+    DSC_ALIGNED dsc_f32 scratch[3][DSC_BLOCK_ELEMS];
     double sum = 0.0;
     double sumsq = 0.0;
 
@@ -127,15 +127,15 @@ struct norm_block {
 };
 
 static struct norm_block load_block(const struct norm_grad_job *job, int64_t row, int64_t begin, int64_t n,
-                                    dsc_f32 (*scratch)[DSC_BLOCK_ELEMS])
+                                    dsc_f32 (*kept)[ROW_ELEMS], int64_t at, dsc_f32 *weight_scratch)
 {
     const struct dsc_nn_norm_grad *call = job->call;
     int64_t i = row * call->n_cols + begin;
 
     return (struct norm_block){
-        dsc_load(&job->rows, call->dtype, dsc_at(call->dy, call->dtype, i), n, scratch[0]),
-        dsc_load(&job->rows, call->dtype, dsc_at(call->sum, call->dtype, i), n, scratch[1]),
-        dsc_load(&job->rows, call->weight_dtype, dsc_at(call->weight, call->weight_dtype, begin), n, scratch[2]),
+        dsc_load(&job->rows, call->dtype, dsc_at(call->dy, call->dtype, i), n, kept[0] + at),
+        dsc_load(&job->rows, call->dtype, dsc_at(call->sum, call->dtype, i), n, kept[1] + at),
+        dsc_load(&job->rows, call->weight_dtype, dsc_at(call->weight, call->weight_dtype, begin), n, weight_scratch),
     };
 }
 
@@ -151,13 +151,15 @@ static void norm_grad_row(const void *arg, int64_t row, float *const *sums)
     const struct dsc_rows *rows = &job->rows;
     float mean = call->is_rms ? 0.0f : call->mean[row];
     float rstd = call->rstd[row];
-    dsc_f32 scratch[4][DSC_BLOCK_ELEMS];
+    bool is_kept = call->dtype != DSC_DTYPE_F32 && rows->n_cols <= ROW_ELEMS;
+    DSC_ALIGNED dsc_f32 kept[2][ROW_ELEMS];
+    DSC_ALIGNED dsc_f32 scratch[3][DSC_BLOCK_ELEMS];
     double sum_g = 0.0;
     double sum_gh = 0.0;
 
     for (int64_t begin = 0; begin < rows->n_cols; begin += DSC_BLOCK_ELEMS) {
         int64_t n = dsc_block_of(rows->n_cols - begin);
-        struct norm_block block = load_block(job, row, begin, n, scratch);
+        struct norm_block block = load_block(job, row, begin, n, kept, is_kept ? begin : 0, scratch[0]);
 
         rows->nn->norm_sums(n, block.dy, block.x, mean, rstd, block.weight, from_column(sums[0], begin),
                             from_column(sums[1], begin), &sum_g, &sum_gh);
@@ -169,13 +171,17 @@ static void norm_grad_row(const void *arg, int64_t row, float *const *sums)
     for (int64_t begin = 0; begin < rows->n_cols; begin += DSC_BLOCK_ELEMS) {
         int64_t n = dsc_block_of(rows->n_cols - begin);
         int64_t i = row * rows->n_cols + begin;
-        struct norm_block block = load_block(job, row, begin, n, scratch);
+        struct norm_block block =
+            is_kept ? (struct norm_block){kept[0] + begin, kept[1] + begin,
+                                          dsc_load(rows, call->weight_dtype,
+                                                   dsc_at(call->weight, call->weight_dtype, begin), n, scratch[0])}
+                    : load_block(job, row, begin, n, kept, 0, scratch[0]);
         void *out = dsc_at_out(call->dx, call->dtype, i);
-        dsc_f32 *dx = call->dsum == NULL ? dsc_target(call->dtype, out, scratch[0]) : scratch[0]; /* it may be dsum */
+        dsc_f32 *dx = call->dsum == NULL ? dsc_target(call->dtype, out, scratch[1]) : scratch[1]; /* it may be dsum */
 
         rows->nn->norm_grad(n, block.dy, block.x, mean, rstd, block.weight, mean_g, mean_gh, dx);
         if (call->dsum != NULL)
-            rows->nn->add(n, dx, dsc_load(rows, call->dtype, dsc_at(call->dsum, call->dtype, i), n, scratch[3]), dx);
+            rows->nn->add(n, dx, dsc_load(rows, call->dtype, dsc_at(call->dsum, call->dtype, i), n, scratch[2]), dx);
         dsc_store(rows, call->dtype, dx, n, out);
     }
 }

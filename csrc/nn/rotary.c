@@ -17,7 +17,7 @@ static void rotate_run(const struct rotary_job *job, const char *x, char *y, int
     const struct dsc_nn_rotary *call = job->call;
     const struct dsc_rows *rows = &job->rows;
     float sign = call->is_inverse ? -1.0f : 1.0f;
-    dsc_f32 scratch[DSC_BLOCK_ELEMS];
+    DSC_ALIGNED dsc_f32 scratch[DSC_BLOCK_ELEMS];
 
     if (call->is_interleaved) {
         const dsc_f32 *from = dsc_load(rows, call->dtype, dsc_at(x, call->dtype, 2 * begin), 2 * n, scratch);

@@ -87,7 +87,7 @@ static void fold_blocks(void *arg, int64_t first, int64_t last)
         int64_t begin = block * DSC_BLOCK_ELEMS;
         int64_t n = dsc_block_of(n_cols - begin);
         double sums[DSC_BLOCK_ELEMS] = {0};
-        dsc_f32 rounded[DSC_BLOCK_ELEMS];
+        DSC_ALIGNED dsc_f32 rounded[DSC_BLOCK_ELEMS];
 
         for (int64_t chunk = 0; chunk < job->run->n_chunks; chunk++) {
             const float *partial = job->partials + chunk * n_cols + begin;

@@ -45,7 +45,7 @@ static void load_scores(const struct softmax_job *job, const struct scores_row *
 {
     const struct dsc_nn_softmax *call = job->call;
     const struct dsc_rows *rows = &job->rows;
-    dsc_f32 scratch[DSC_BLOCK_ELEMS];
+    DSC_ALIGNED dsc_f32 scratch[DSC_BLOCK_ELEMS];
     const dsc_f32 *x = dsc_load(rows, call->dtype, dsc_at(row->x, call->dtype, begin), n, scores);
 
     if (call->mask_kind == DSC_NN_MASK_KEEP) {
@@ -65,7 +65,7 @@ static void softmax_row(const void *arg, int64_t row_index, float *const *sums)
     const struct dsc_rows *rows = &job->rows;
     const struct scores_row row = row_of(call, row_index);
     bool is_short = row.n_seen <= ROW_ELEMS;
-    dsc_f32 scores[ROW_ELEMS];
+    DSC_ALIGNED dsc_f32 scores[ROW_ELEMS];
     float max = -INFINITY;
     float ignored_max = -INFINITY;
     double sum = 0.0;
@@ -132,31 +132,51 @@ struct softmax_grad_job {
     const struct dsc_nn_softmax_grad *call;
 };
 
+/* One block of each operand. */
+struct softmax_block {
+    const dsc_f32 *y;
+    const dsc_f32 *dy;
+};
+
+/* Loads a block; 16-bit elements are widened into kept from element at. */
+static struct softmax_block load_pair(const struct softmax_grad_job *job, int64_t row, int64_t begin, int64_t n,
+                                      dsc_f32 (*kept)[ROW_ELEMS], int64_t at)
+{
+    const struct dsc_nn_softmax_grad *call = job->call;
+    int64_t i = row * call->n_cols + begin;
+
+    return (struct softmax_block){
+        dsc_load(&job->rows, call->dtype, dsc_at(call->y, call->dtype, i), n, kept[0] + at),
+        dsc_load(&job->rows, call->dtype, dsc_at(call->dy, call->dtype, i), n, kept[1] + at),
+    };
+}
+
 static void softmax_grad_row(const void *arg, int64_t row, float *const *sums)
 {
     const struct softmax_grad_job *job = arg;
     const struct dsc_nn_softmax_grad *call = job->call;
     const struct dsc_rows *rows = &job->rows;
-    dsc_f32 scratch[2][DSC_BLOCK_ELEMS];
+    bool is_kept = call->n_cols <= ROW_ELEMS;
+    DSC_ALIGNED dsc_f32 kept[2][ROW_ELEMS];
     double sum = 0.0;
 
     (void)sums;
     for (int64_t begin = 0; begin < call->n_cols; begin += DSC_BLOCK_ELEMS) {
         int64_t n = dsc_block_of(call->n_cols - begin);
-        int64_t i = row * call->n_cols + begin;
+        struct softmax_block block = load_pair(job, row, begin, n, kept, is_kept ? begin : 0);
 
-        rows->nn->dot(n, dsc_load(rows, call->dtype, dsc_at(call->y, call->dtype, i), n, scratch[0]),
-                      dsc_load(rows, call->dtype, dsc_at(call->dy, call->dtype, i), n, scratch[1]), &sum);
+        rows->nn->dot(n, block.y, block.dy, &sum);
     }
     for (int64_t begin = 0; begin < call->n_cols; begin += DSC_BLOCK_ELEMS) {
         int64_t n = dsc_block_of(call->n_cols - begin);
         int64_t i = row * call->n_cols + begin;
-        const dsc_f32 *y = dsc_load(rows, call->dtype, dsc_at(call->y, call->dtype, i), n, scratch[0]);
-        const dsc_f32 *dy = dsc_load(rows, call->dtype, dsc_at(call->dy, call->dtype, i), n, scratch[1]);
+        bool is_wide = is_kept && call->dtype != DSC_DTYPE_F32;
+        struct softmax_block block =
+            is_wide ? (struct softmax_block){kept[0] + begin, kept[1] + begin} : load_pair(job, row, begin, n, kept, 0);
         void *out = dsc_at_out(call->dx, call->dtype, i);
-        dsc_f32 *dx = dsc_target(call->dtype, out, scratch[1]);
+        dsc_f32 *dx = dsc_target(call->dtype, out, kept[1] + (is_kept ? begin : 0));
 
-        rows->nn->softmax_grad(n, y, dy, (float)sum, call->scale, dx);
+        rows->nn->softmax_grad(n, block.y, block.dy, (float)sum, call->scale, dx);
         dsc_store(rows, call->dtype, dx, n, out);
     }
 }

@@ -34,7 +34,7 @@ void DSC_K(lamb_norms)(const struct dsc_optim_scalars *scalars, int64_t n, const
     const dsc_f32 *restrict param = block->param;
     const dsc_f32 *restrict exp_avg = block->state[0];
     const dsc_f32 *restrict exp_avg_sq = block->state[1];
-    dsc_f32 update[DSC_BLOCK_ELEMS];
+    DSC_ALIGNED dsc_f32 update[DSC_BLOCK_ELEMS];
     int64_t n_nonfinite = 0;
 
     for (int64_t i = 0; i < n; i++)

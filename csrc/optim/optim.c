@@ -292,9 +292,9 @@ struct job {
 
 /* Scratch that a block's 16-bit operands are converted through. */
 struct scratch {
-    dsc_f32 param[DSC_BLOCK_ELEMS];
-    dsc_f32 grad[DSC_BLOCK_ELEMS];
-    dsc_f32 state[DSC_OPTIM_MAX_STATES][DSC_BLOCK_ELEMS];
+    DSC_ALIGNED dsc_f32 param[DSC_BLOCK_ELEMS];
+    DSC_ALIGNED dsc_f32 grad[DSC_BLOCK_ELEMS];
+    DSC_ALIGNED dsc_f32 state[DSC_OPTIM_MAX_STATES][DSC_BLOCK_ELEMS];
 };
 
 static char *at(const void *data, dsc_dtype dtype, int64_t element)

@@ -24,7 +24,7 @@ struct job {
 
 static void merge_row(const struct job *job, float *out, float *log_sum, const char *part, float part_log_sum)
 {
-    dsc_f32 scratch[DSC_BLOCK_ELEMS];
+    DSC_ALIGNED dsc_f32 scratch[DSC_BLOCK_ELEMS];
     size_t elem_bytes = dsc_dtype_bytes(job->dtype);
     float old = *log_sum;
 

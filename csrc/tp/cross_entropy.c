@@ -83,7 +83,7 @@ static int64_t block_of(int64_t n_left)
 static struct dsc_tp_row read_row(const struct job *job, int64_t row)
 {
     struct dsc_tp_row found = {.max = -INFINITY};
-    dsc_f32 scratch[DSC_BLOCK_ELEMS];
+    DSC_ALIGNED dsc_f32 scratch[DSC_BLOCK_ELEMS];
     int64_t target = job->targets[row];
     double sum_exp = 0.0;
     double sum = 0.0;
@@ -143,7 +143,7 @@ dsc_status dsc_tp_cross_entropy_rows(const void *logits, dsc_dtype dtype, const 
 
 static void write_row(const struct job *job, int64_t row)
 {
-    dsc_f32 scratch[DSC_BLOCK_ELEMS];
+    DSC_ALIGNED dsc_f32 scratch[DSC_BLOCK_ELEMS];
     int64_t target = job->targets[row];
     float scale = job->scale[row];
 

@@ -39,6 +39,27 @@ static inline words multiply(words a, uint32_t factor)
 #endif
 }
 
+/* a[0], b[0], a[1], b[1], ...: by hand, because the compiler stores every lane by itself otherwise. */
+static inline void interleave(words a, words b, words out[2])
+{
+#if defined(__AVX512F__)
+    const __m512i low = _mm512_setr_epi64(0, 8, 1, 9, 2, 10, 3, 11);
+    const __m512i high = _mm512_setr_epi64(4, 12, 5, 13, 6, 14, 7, 15);
+
+    out[0] = (words)_mm512_permutex2var_epi64((__m512i)a, low, (__m512i)b);
+    out[1] = (words)_mm512_permutex2var_epi64((__m512i)a, high, (__m512i)b);
+#elif defined(__AVX2__)
+    __m256i even = _mm256_unpacklo_epi64((__m256i)a, (__m256i)b); /* pairs 0 and 2 */
+    __m256i odd = _mm256_unpackhi_epi64((__m256i)a, (__m256i)b);  /* pairs 1 and 3 */
+
+    out[0] = (words)_mm256_permute2x128_si256(even, odd, 0x20);
+    out[1] = (words)_mm256_permute2x128_si256(even, odd, 0x31);
+#else
+    for (int i = 0; i < 2 * REGISTER_LANES; i++)
+        out[i / REGISTER_LANES][i % REGISTER_LANES] = i % 2 == 0 ? a[i / 2] : b[i / 2];
+#endif
+}
+
 struct counters {
     words c0;
     words c1;
@@ -84,18 +105,10 @@ static inline void philox(uint64_t seed, uint64_t first, uint32_t out[GROUP_WORD
     for (int r = 0; r < 2; r++) {
         words first_pairs = (c[r].c0 & LOW_WORD) | c[r].c1 << 32;
         words second_pairs = (c[r].c2 & LOW_WORD) | c[r].c3 << 32;
-        uint64_t pairs[2][REGISTER_LANES];
+        words in_order[2];
 
-        memcpy(pairs[0], &first_pairs, sizeof pairs[0]);
-        memcpy(pairs[1], &second_pairs, sizeof pairs[1]);
-        for (int i = 0; i < REGISTER_LANES; i++) {
-            uint32_t *numbers = out + (r * REGISTER_LANES + i) * WORDS;
-
-            numbers[0] = (uint32_t)pairs[0][i];
-            numbers[1] = (uint32_t)(pairs[0][i] >> 32);
-            numbers[2] = (uint32_t)pairs[1][i];
-            numbers[3] = (uint32_t)(pairs[1][i] >> 32);
-        }
+        interleave(first_pairs, second_pairs, in_order);
+        memcpy(out + r * REGISTER_LANES * WORDS, in_order, sizeof in_order);
     }
 }
 
@@ -107,7 +120,7 @@ void DSC_K(nn_drop)(int64_t n, uint64_t seed, uint64_t first, uint32_t threshold
                     dsc_f32 *y)
 {
     for (int64_t done = 0; done < n;) {
-        uint32_t drawn[DRAWN];
+        DSC_ALIGNED uint32_t drawn[DRAWN];
         const dsc_half *numbers = (const dsc_half *)drawn; /* the low half of a word comes first */
         uint64_t at = first + (uint64_t)done;
         int64_t n_skipped = (int64_t)(at % HALVES);

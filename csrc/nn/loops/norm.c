@@ -16,7 +16,7 @@ void DSC_K(nn_moments)(int64_t n, const dsc_f32 *x, double *sum, double *sumsq)
             doubles wide = dsc_load_wide(x + i + r * REGISTER_LANES);
 
             sums[r] += wide;
-            squares[r] += wide * wide;
+            squares[r] = dsc_add_product(squares[r], wide, wide);
         }
     }
     memcpy(sum_lanes, sums, sizeof sum_lanes);
@@ -37,7 +37,8 @@ void DSC_K(nn_dot)(int64_t n, const dsc_f32 *a, const dsc_f32 *b, double *sum)
 
     for (; i + LANES <= n; i += LANES)
         for (int r = 0; r < REGISTERS; r++)
-            sums[r] += dsc_load_wide(a + i + r * REGISTER_LANES) * dsc_load_wide(b + i + r * REGISTER_LANES);
+            sums[r] = dsc_add_product(sums[r], dsc_load_wide(a + i + r * REGISTER_LANES),
+                                      dsc_load_wide(b + i + r * REGISTER_LANES));
     memcpy(lanes, sums, sizeof lanes);
     for (int lane = 0; i < n; i++, lane++)
         lanes[lane] += (double)a[i] * (double)b[i];
@@ -95,8 +96,8 @@ static inline __attribute__((always_inline)) void sum_row(int64_t n, const dsc_f
             floats h = (load(x + at) - mean) * rstd;
             floats g = weight == NULL ? gradient : gradient * load(weight + at);
 
-            g_sums[r] += __builtin_convertvector(g, doubles);
-            gh_sums[r] += __builtin_convertvector(g * h, doubles);
+            g_sums[r] += dsc_widen(g);
+            gh_sums[r] += dsc_widen(g * h);
             if (dweight != NULL)
                 add_to(gradient * h, dweight + at);
             if (dbias != NULL)
