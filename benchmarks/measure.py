@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
 import os
 import platform
 import statistics
@@ -14,7 +16,9 @@ from typing import Any
 __all__ = [
     "NOISE",
     "bound",
+    "calls_of_a_round",
     "in_turn",
+    "keep_freed_memory",
     "machine",
     "median_spread",
     "peer_extensions",
@@ -69,6 +73,26 @@ def bound(key: str, mine: Sequence[float], theirs: Sequence[float]) -> dict[str,
     if row[key] < 1 - NOISE:
         row["note"] = "below its bound: the bound is wrong"
     return row
+
+
+def keep_freed_memory() -> None:
+    """Have the C library reuse the memory of freed results. It returns large ones to the system otherwise, by a rule that adapts itself: some rounds then time page
+    faults, a third of a fast operator, and others do not.
+    """
+    m_trim_threshold, m_mmap_threshold = -1, -3  # of malloc.h
+    libc = ctypes.CDLL(None)
+    require(
+        bool(libc.mallopt(m_mmap_threshold, 1 << 30) and libc.mallopt(m_trim_threshold, (1 << 31) - 1)),
+        "the C library can be told to reuse freed memory",
+    )
+
+
+def calls_of_a_round(step: Callable[[], Any], seconds: float) -> int:
+    """Number of calls of ``step`` that take ``seconds`` together, at least one. The first call, which may have things to set up, does not count."""
+    step()
+    start = time.perf_counter()
+    step()
+    return max(1, math.ceil(seconds / max(time.perf_counter() - start, 1e-9)))
 
 
 def require(holds: bool, what: str) -> None:

@@ -198,7 +198,7 @@ BENCHMARKS = [
         "--rounds 1 --steps 2 --tokens 128",
     ),
     _script("adam_step", "benchmarks/ops/adam_step.py", (*CORES, "ops"), 30, "--params 1e6 --tensors 100 --rounds 2"),
-    _script("nn_ops", "benchmarks/ops/nn_ops.py", (*CORES, "csrc/nn", "ops"), 60, "--rows 256 --cols 64 --rounds 1"),
+    _script("nn_ops", "benchmarks/ops/nn_ops.py", (*CORES, "csrc/nn", "ops"), 120, "--rows 256 --cols 64 --rounds 1 --seconds 0.001"),
     _script("attention", "benchmarks/ops/attention.py", (*CORES, "csrc/nn", "ops"), 60, "--tokens 128 --rounds 1"),
     _script(
         "vocab_cross_entropy",
