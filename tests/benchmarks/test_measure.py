@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 
 import pytest
 
-from benchmarks.measure import bound, in_turn, ratios, require, require_equal
+from benchmarks.measure import bound, calls_of_a_round, in_turn, ratios, require, require_equal
 
 
 def test_a_ratio_is_the_median_of_rounds_and_not_of_medians():
@@ -19,6 +20,19 @@ def test_a_bound_that_is_undercut_says_so_and_noise_does_not():
     assert "note" not in bound("r", [1.0, 0.5, 1.5], [1.0, 1.0, 1.0])
     assert "note" not in bound("r", [0.98], [1.0])
     assert "bound is wrong" in bound("r", [0.9, 0.9, 1.5], [1.0, 1.0, 1.0])["note"]
+
+
+def test_a_round_has_as_many_calls_as_fill_it_and_the_first_call_does_not_count():
+    durations = [0.2, *[0.01] * 100]
+    called = []
+
+    def step() -> None:
+        called.append(durations[len(called)])
+        time.sleep(called[-1])
+
+    n_calls = calls_of_a_round(step, 0.1)
+    assert 1 <= n_calls <= 10 and called == [0.2, 0.01]
+    assert calls_of_a_round(lambda: time.sleep(0.02), 0.001) == 1
 
 
 def test_each_contender_is_first_equally_often():

@@ -74,6 +74,26 @@ def test_a_time_below_its_bound_is_flagged_in_its_row_and_at_its_goal(store):
     assert "| 1.02 |" in text and "| 1.2 (above its bound) |" in text
 
 
+def test_a_missed_goal_says_why_where_a_reason_is_known(store):
+    figure = next(figure for figure in report.FIGURES if figure.why_not)
+    line = {**figure.chosen, f"{figure.key}_min": 1.4, figure.key: 1.5, f"{figure.key}_max": 1.6}
+    store(figure.benchmark, line)
+    assert report.measured(figure).is_met == f"no: {figure.why_not}"
+    assert report.measured(figure._replace(why_not="")).is_met == "no"
+    store(figure.benchmark, {**line, figure.key: 0.4, f"{figure.key}_min": 0.3, f"{figure.key}_max": 0.5})
+    assert report.measured(figure).is_met == "yes"
+
+
+def test_rounds_that_disagree_neither_meet_nor_miss_a_goal(store):
+    line = {"stage": 2, "ratio_to_bound": 1.1, "ratio_to_bound_min": 0.7, "ratio_to_bound_max": 1.41}
+    store("engine_step", line)
+    goals = section(report.performance(run.BENCHMARKS), "Goals")
+    assert "| <= 1.25 | 1.1 (rounds are too far apart) | 0.7 to 1.41 |  | 0123456 |" in goals
+    store("engine_step", {**line, "ratio_to_bound_max": 1.39})
+    goals = section(report.performance(run.BENCHMARKS), "Goals")
+    assert "| <= 1.25 | 1.1 | 0.7 to 1.39 | yes | 0123456 |" in goals
+
+
 def test_kernels_stand_side_by_side_for_each_instruction_set(store):
     base = {"kernel": "adam", "dtypes": "f32", "case": "flat", "gbps": 5.0, "bound_ratio": 0.5}
     store(
