@@ -190,7 +190,7 @@ def _moved_ns(layer: MeasuredLayer, tier: Tier) -> int:
 def _choices(layer: MeasuredLayer, tiers: Mapping[str, Tier], *, may_mix: bool) -> tuple[Any, list[int], list[str]]:
     """(what the core takes of a layer, its operators by group, where its inputs are by choice of the first group)."""
     may_mix &= not layer.sends
-    kept = [i for i, op in enumerate(layer.operators) if may_mix and op.may_keep and op.n_bytes]
+    kept = [i for i, op in enumerate(layer.operators) if may_mix and op.may_keep and op.n_bytes and op.ns]
     saved_there = sum(layer.operators[i].n_bytes for i in kept if layer.operators[i].is_saved)
     transient = max(layer.saved_bytes - saved_there, 0)
     ns = max(layer.ns - sum(layer.operators[i].ns for i in kept), 0)

@@ -50,7 +50,7 @@ class MeasuredOperator(NamedTuple):
 
     name: str
     n_bytes: int  # of its outputs
-    ns: int
+    ns: int  # 0: the layer has nothing to save behind it, and is not run again as far as that
     is_saved: bool  # a backward needs its outputs, so that they are there when the layer has been run again
     may_keep: bool  # it drew no random numbers, and nothing overwrote its outputs
 
@@ -62,7 +62,7 @@ class MeasuredLayer(NamedTuple):
     n_elems: int  # of the tensors that it was given
     input_bytes: int  # of these
     saved_bytes: int  # that autograd keeps for its backward if nobody interferes
-    ns: int  # of all its operators
+    ns: int  # of all its operators that are run again
     operators: tuple[MeasuredOperator, ...]
     movable_bytes: int = 0  # of the inputs: those that may wait elsewhere
     sends: bool = False  # by collectives of the caller's own: whoever runs it again, all ranks do
@@ -166,11 +166,20 @@ class _Onlooker(TorchDispatchMode):
         return True
 
 
+class _Reached(NamedTuple):
+    """How far a layer had come when autograd saved a tensor."""
+
+    ns: int
+    n_operators: int
+    last_ns: int  # of the last of them, whose wait may follow
+
+
 class Measurement(_Onlooker):
     """Bytes and time of one call of a layer, which runs within. What the layer would save is held until ``done``.
 
     counted: addresses of storages that the layers before have counted; those of this one's inputs are added.
     meter: by default the clock.
+    ends_early: the layer is run again up to the last tensor that autograd saves, and not to its end.
     """
 
     def __init__(
@@ -180,6 +189,8 @@ class Measurement(_Onlooker):
         tensors: list[torch.Tensor],
         counted: set[int],
         meter: Meter | None = None,
+        *,
+        ends_early: bool = True,
     ) -> None:
         super().__init__()
         self._label, self._module, self._tensors, self._counted = label, module, tensors, counted
@@ -187,10 +198,13 @@ class Measurement(_Onlooker):
         self._saved: list[torch.Tensor] = []
         self._seen: list[_Seen] = []
         self._followed = _Followed()
-        self._ns, self._sends = 0, False
+        self._ns, self._sends, self._ends_early = 0, False, ends_early
+        self._reached: _Reached | None = None
 
     def note_saved(self, tensor: torch.Tensor) -> None:
         """Autograd saves ``tensor``."""
+        if self._ends_early:
+            self._reached = _Reached(self._ns, len(self._seen), self._seen[-1].ns if self._seen else 0)
         if not self._is_parameter(tensor):
             self._saved.append(tensor.detach())
 
@@ -223,6 +237,8 @@ class Measurement(_Onlooker):
         saved = {_place_of(t): t.untyped_storage().nbytes() for t in self._saved}
         new = {place: n_bytes for place, n_bytes in given.items() if place not in self._counted}
         movable = {_place_of(t) for t in self._tensors if is_activation(t)}
+        if self._reached is not None:
+            self._forget_the_rest(self._reached)
         operators = tuple(self._operator(seen, saved) for seen in self._seen)
         found = MeasuredLayer(
             self._label,
@@ -237,7 +253,16 @@ class Measurement(_Onlooker):
         )
         self._counted.update(new)
         self._saved, self._seen, self._tensors, self._followed = [], [], [], _Followed()
+        self._reached = None
         return found
+
+    def _forget_the_rest(self, reached: _Reached) -> None:
+        """The last operators of a layer keep their numbers, and take no time: the run has ended before them."""
+        self._ns = reached.ns
+        for seen in self._seen[reached.n_operators :]:
+            seen.ns = 0
+        if reached.n_operators:
+            self._seen[reached.n_operators - 1].ns = reached.last_ns
 
     def _operator(self, seen: _Seen, saved: dict[int, int]) -> MeasuredOperator:
         places = {_place_of(tensor): tensor.untyped_storage().nbytes() for tensor in seen.outputs}

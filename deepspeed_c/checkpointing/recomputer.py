@@ -189,14 +189,22 @@ class Recomputer:
         if treatment.choice == KEEP:
             return function(*args, **kwargs)
         keeping = self._near if is_near else self._keeping
+        is_reentrant = self.section.use_reentrant if is_reentrant is None else is_reentrant
         if treatment.choice == MEASURE:
-            measurement = Measurement(label, _module_of(function), arguments.tensors, self.budget.counted)
+            measurement = Measurement(
+                label,
+                _module_of(function),
+                arguments.tensors,
+                self.budget.counted,
+                # A reentrant call, and a comparison of values, run a layer to its end.
+                ends_early=not (is_reentrant or self.section.check),
+            )
             hooked = self._hooks(function, arguments, label, keeping, on_save=measurement.note_saved)
             with hooked, measurement:
                 outputs = function(*args, **kwargs)
             self.budget.note(measurement.done())
             return outputs
-        if self.section.use_reentrant if is_reentrant is None else is_reentrant:
+        if is_reentrant:
             return self._run_reentrant(function, arguments, label, keeping)
         if not treatment.operators:
             return self._run_hooked(function, args, kwargs, arguments, label, keeping)

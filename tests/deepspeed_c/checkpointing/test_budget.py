@@ -379,6 +379,8 @@ def test_operators_are_kept_by_what_they_save() -> None:
     assert plan.treatments == (Treatment(RECOMPUTE, (2,)), Treatment(KEEP))
     assert (plan.added_ns, plan.all_ns, plan.peak_bytes, plan.labels) == (400, 2000, 130, ("a", "b"))
     assert find_plan(layers, 150).treatments[0] == Treatment(RECOMPUTE, (1, 2))
+    idle = MeasuredOperator("addmm", 20, 0, False, True)  # is not run again
+    assert find_plan([layer("a", (random, cheap, slow, idle)), layer("b")], 170).treatments[0].operators == (1, 2)
     assert find_plan(layers, 150, may_mix=False).treatments[0] == Treatment(RECOMPUTE)
     assert find_plan(layers, 200).treatments == (Treatment(KEEP), Treatment(KEEP))
     lines = plan.table(layers).splitlines()

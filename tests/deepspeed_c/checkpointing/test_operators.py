@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import deepspeed_c
 from deepspeed_c.checkpointing.operators import KeptOutputs, Measurement
+from deepspeed_c.checkpointing.recomputer import Recomputer
 from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.config.checkpoint import ActivationCheckpointing
 from deepspeed_c.errors import RecomputeError
 from deepspeed_c.inject import exchange
 from deepspeed_c.inject.exchange import sum_
@@ -73,6 +78,43 @@ def test_what_is_kept_is_given_again() -> None:
         layer.up.weight.zero_()
     with kept.replaying():
         assert torch.equal(layer(x), first)
+
+
+class RunAgain(TorchDispatchMode):
+    """Counts the matrix products of a layer that runs in a graph, and not those of its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_products = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_product = func._schema.name in ("aten::mm", "aten::addmm")
+        self.n_products += is_product and torch.is_grad_enabled()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("tail", "n_run"), [(nn.Identity(), 1), (nn.Tanh(), 2), (nn.Linear(4, 4), 2)])
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_an_operator_that_is_not_run_again_takes_no_time(
+    tail: nn.Module, n_run: int, bias: bool, is_reentrant: bool
+) -> None:
+    layer, x = nn.Sequential(Layer(bias, ""), tail), torch.randn(2, 3, 4, requires_grad=True)
+    n_products = 3 if isinstance(tail, nn.Linear) else 2
+    measurement = Measurement("layer", layer, [x], set(), ends_early=not is_reentrant)
+    with saved_tensors_hooks(lambda t: (measurement.note_saved(t), t)[1], lambda t: t), measurement:
+        layer(x)
+    measured = measurement.done()
+    recomputer = Recomputer(ActivationCheckpointing())
+    recomputer.run(layer, (x,), {}, is_reentrant=is_reentrant).sum().backward()  # whole: its outputs are compared
+    loss = recomputer.run(layer, (x,), {}, is_reentrant=is_reentrant).sum()
+    with (counter := RunAgain()):
+        loss.backward()
+    times = [operator.ns for operator in measured.operators]
+    n_run = n_products if is_reentrant else n_run
+    assert (len(times), counter.n_products) == (n_products, n_run)
+    assert [ns > 0 for ns in times] == [i < n_run for i in range(n_products)], times
+    assert measured.ns >= sum(times), (measured.ns, times)
 
 
 def summed_body(rank: int, world: int) -> list[bool]:
