@@ -166,7 +166,7 @@ class _Onlooker(TorchDispatchMode):
         return True
 
 
-class _Reached(NamedTuple):
+class _LastSaved(NamedTuple):
     """How far a layer had come when autograd saved a tensor."""
 
     ns: int
@@ -199,12 +199,12 @@ class Measurement(_Onlooker):
         self._seen: list[_Seen] = []
         self._followed = _Followed()
         self._ns, self._sends, self._ends_early = 0, False, ends_early
-        self._reached: _Reached | None = None
+        self._reached: _LastSaved | None = None
 
     def note_saved(self, tensor: torch.Tensor) -> None:
         """Autograd saves ``tensor``."""
         if self._ends_early:
-            self._reached = _Reached(self._ns, len(self._seen), self._seen[-1].ns if self._seen else 0)
+            self._reached = _LastSaved(self._ns, len(self._seen), self._seen[-1].ns if self._seen else 0)
         if not self._is_parameter(tensor):
             self._saved.append(tensor.detach())
 
@@ -256,7 +256,7 @@ class Measurement(_Onlooker):
         self._reached = None
         return found
 
-    def _forget_the_rest(self, reached: _Reached) -> None:
+    def _forget_the_rest(self, reached: _LastSaved) -> None:
         """The last operators of a layer keep their numbers, and take no time: the run has ended before them."""
         self._ns = reached.ns
         for seen in self._seen[reached.n_operators :]:
