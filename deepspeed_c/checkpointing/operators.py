@@ -26,10 +26,12 @@ _ATTENTION = "aten::_scaled_dot_product_"
 _COLLECTIVES = "_c10d_functional::"
 _SENT = ("c10d::", _COLLECTIVES)
 _WAIT = "_c10d_functional::wait_tensor"
-# Tensor-parallel layers sum in place: what is kept is a copy of the sum.
-_SUMS_IN_PLACE = "deepspeed_c::tp_sum_"
-_OWN_SENDS = (_SUMS_IN_PLACE, *(f"deepspeed_c::tp_{name}_start" for name in ("sum", "gather", "scatter")))
-_WAITS = (_WAIT, "deepspeed_c::tp_wait_")
+_OWN_WAIT = "deepspeed_c::tp_wait_"
+# Tensor-parallel layers sum in place: a copy of the sum is kept. The second operator has it when it has been waited for.
+_SUM_STARTS_IN_PLACE = "deepspeed_c::tp_sum_start_"
+_SUMS_IN_PLACE = ("deepspeed_c::tp_sum_", _SUM_STARTS_IN_PLACE)
+_OWN_SENDS = (*_SUMS_IN_PLACE, *(f"deepspeed_c::tp_{name}_start" for name in ("sum", "gather", "scatter")))
+_WAITS = (_WAIT, _OWN_WAIT)
 _EXPENSIVE = frozenset((*(f"aten::{name}" for name in _PRODUCTS), "deepspeed_c::nn_attention", *_OWN_SENDS))
 # A collective that is run again costs the wire, and all ranks' time, twice: kept by preference.
 _COLLECTIVE_WEIGHT = 2
@@ -42,7 +44,10 @@ def _is_expensive(name: str) -> bool:
 
 
 def _results(name: str, args: Any, outputs: Any) -> Any:
-    return args[0].clone() if name == _SUMS_IN_PLACE else outputs
+    """What an operator has given, or is giving: nothing yet where a sum in place is under way."""
+    if name == _SUM_STARTS_IN_PLACE:
+        return ()
+    return args[0].clone() if name in _SUMS_IN_PLACE else outputs
 
 
 class MeasuredOperator(NamedTuple):
@@ -138,6 +143,9 @@ class _Seen:
 
     def __init__(self, name: str, ns: int, outputs: Any, *, is_random: bool) -> None:
         self.name, self.ns, self.is_random = name, ns, is_random
+        self.give(outputs)
+
+    def give(self, outputs: Any) -> None:
         self.aliases = _Aliases(outputs)
         self.outputs = list(self.aliases.tensors)
 
@@ -198,6 +206,7 @@ class Measurement(_Onlooker):
         self._saved: list[torch.Tensor] = []
         self._seen: list[_Seen] = []
         self._followed = _Followed()
+        self._under_way: dict[int, _Seen] = {}  # by the place of the result
         self._ns, self._sends, self._ends_early = 0, False, ends_early
         self._reached: _LastSaved | None = None
 
@@ -222,14 +231,29 @@ class Measurement(_Onlooker):
         outputs, ns, is_random = self._meter.call(func, args, kwargs or {})
         self._ns += ns
         self._sends |= name.startswith(_SENT)
-        if name in _WAITS and self._seen:
-            self._seen[-1].ns += ns
+        if name in _WAITS:
+            self._note_wait(args[0], ns)
         elif _is_expensive(name):
             self._seen.append(_Seen(name, ns, _results(name, args, outputs), is_random=is_random))
             self._followed.add(self._seen[-1].aliases)
+            self._note_start(name, args, outputs)
         else:
             self._followed.follow(outputs)
         return outputs
+
+    def _note_start(self, name: str, args: Any, outputs: Any) -> None:
+        """A collective may be under way from now on. Several are, where halves of a batch overlap."""
+        if name.startswith((_COLLECTIVES, *_OWN_SENDS)):
+            results = args[0] if name in _SUMS_IN_PLACE else outputs
+            self._under_way.update({_place_of(t): self._seen[-1] for t in tree_leaves(results) if torch.is_tensor(t)})
+
+    def _note_wait(self, result: torch.Tensor, ns: int) -> None:
+        seen = self._under_way.pop(_place_of(result), None)
+        if seen is None:
+            return
+        seen.ns += ns
+        if seen.name == _SUM_STARTS_IN_PLACE:
+            seen.give(result.clone())
 
     def done(self) -> MeasuredLayer:
         """What was found. Called once, after the layer."""
@@ -252,7 +276,7 @@ class Measurement(_Onlooker):
             self._sends,
         )
         self._counted.update(new)
-        self._saved, self._seen, self._tensors, self._followed = [], [], [], _Followed()
+        self._saved, self._seen, self._tensors, self._followed, self._under_way = [], [], [], _Followed(), {}
         self._reached = None
         return found
 
@@ -298,10 +322,11 @@ class KeptOutputs:
         self._label, self._chosen = label, frozenset(chosen)
         self._calls: dict[int, _CountedCall] = {}
         self._followed = _Followed()
+        self._sums_under_way: dict[int, int] = {}  # numbers, by the place of the sum
 
     def recording(self) -> TorchDispatchMode:
         """The layer's forward runs within."""
-        return _Numbered(self._record, self._followed)
+        return _Numbered(self._record, self._followed, on_wait=self._take_sum)
 
     def replaying(self) -> TorchDispatchMode:
         """It runs again within. Raises RecomputeError where an output was overwritten, or another operator called."""
@@ -313,11 +338,20 @@ class KeptOutputs:
         before = _random_state() if _may_draw(func) else None
         outputs = func(*args, **kwargs)
         # What draws random numbers has to draw them again, for those who draw after it.
-        if before is None or _same_state(before, _random_state()):
+        if func._schema.name == _SUM_STARTS_IN_PLACE:
+            self._sums_under_way[_place_of(args[0])] = i
+        elif before is None or _same_state(before, _random_state()):
             kept = tree_map_only(torch.Tensor, _alias, _results(func._schema.name, args, outputs))
             self._calls[i] = _CountedCall(func._schema.name, kept, _Aliases(kept))
             self._followed.add(self._calls[i].aliases)
         return outputs
+
+    def _take_sum(self, total: torch.Tensor) -> None:
+        """``total`` has been waited for. A sum that the layer leaves under way is not kept, but made again."""
+        i = self._sums_under_way.pop(_place_of(total), None)
+        if i is not None:
+            kept = total.clone()
+            self._calls[i] = _CountedCall(_SUM_STARTS_IN_PLACE, kept, _Aliases(kept))
 
     def _replay(self, i: int, func: Any, args: Any, kwargs: Any) -> Any:
         call = self._calls.get(i)
@@ -336,18 +370,26 @@ class KeptOutputs:
                 where=where,
                 fix="do not change its outputs in place (x + 1, not x.add_(1))",
             )
-        if call.name == _SUMS_IN_PLACE:
+        if call.name in _SUMS_IN_PLACE:
+            # Nothing is under way then: the wait that may follow returns at once.
             args[0].copy_(call.outputs)
             return None
         return tree_map_only(torch.Tensor, _alias, call.outputs)
 
 
 class _Numbered(_Onlooker):
-    """Has ``call`` make the calls of expensive operators, each with its number. ``followed`` sees what others give."""
+    """Has ``call`` make the calls of expensive operators, each with its number. ``followed`` sees what others give,
+    and ``on_wait`` the result of a tensor-parallel collective that has been waited for."""
 
-    def __init__(self, call: Callable[[int, Any, Any, Any], Any], followed: _Followed | None = None) -> None:
+    def __init__(
+        self,
+        call: Callable[[int, Any, Any, Any], Any],
+        followed: _Followed | None = None,
+        *,
+        on_wait: Callable[[torch.Tensor], None] | None = None,
+    ) -> None:
         super().__init__()
-        self._call, self._followed, self._n = call, followed, 0
+        self._call, self._followed, self._on_wait, self._n = call, followed, on_wait, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -355,6 +397,8 @@ class _Numbered(_Onlooker):
             outputs = func(*args, **kwargs)
             if self._followed is not None:
                 self._followed.follow(outputs)
+            if self._on_wait is not None and func._schema.name == _OWN_WAIT:
+                self._on_wait(args[0])
             return outputs
         i, self._n = self._n, self._n + 1
         return self._call(i, func, args, kwargs)

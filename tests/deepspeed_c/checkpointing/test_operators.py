@@ -143,9 +143,15 @@ def own_operators_body(rank: int, world: int) -> list[tuple[list[str], int, bool
         exchange.sum_(y, comm, "test")
         return torch.tanh(y)
 
+    def summed_later(x: torch.Tensor) -> torch.Tensor:
+        y = x @ w
+        exchange.sum_(y, comm, "test", waits=False)
+        return torch.tanh(exchange.wait(y))
+
     found = []
     for layer in (
         summed,
+        summed_later,
         lambda x: torch.tanh(exchange.wait(exchange.sum_start(x @ w, comm, "test"))),
         lambda x: exchange.gathered(
             exchange.wait(exchange.gather_start(x, [8] * world, 3, comm, "test")), [8] * world, 3
@@ -176,7 +182,60 @@ def test_own_attention_and_sums_are_kept() -> None:
     for found in run_ranks(2, own_operators_body):
         assert found == [
             (["mm", "tp_sum_"], 0, True),
+            (["mm", "tp_sum_start_"], 0, True),
             (["mm", "tp_sum_start"], 0, True),
             (["tp_gather_start"], 0, True),
             (["nn_attention"], 0, True),
         ], found
+
+
+def halves_body(rank: int, world: int) -> list[tuple[list[tuple[str, bool, int]], list[int], float]]:
+    """Two halves of a batch, each with a sum in place that travels while the other half is computed; the second one is
+    waited for within the layer, or after it. For each: (its operators, collectives of the second run for each choice of
+    sums to keep, the largest difference from one process)."""
+    comm = Collectives(torch.distributed.group.WORLD)
+    xs = [torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(r)) for r in range(world)]
+    w = torch.randn(8, 8, generator=torch.Generator().manual_seed(99))
+    want = sum(x @ w for x in xs)
+
+    def layer(leaves: bool) -> list[torch.Tensor]:
+        halves = [x @ w for x in xs[rank]]
+        for half in halves:
+            exchange.sum_(half, comm, "test", waits=False)
+        for half in halves[: 1 if leaves else 2]:
+            exchange.wait(half)
+        return halves
+
+    def finished(halves: list[torch.Tensor]) -> torch.Tensor:
+        exchange.settle()
+        return torch.stack(halves)
+
+    found = []
+    for leaves in (False, True):
+        with (measurement := Measurement("layer", None, [xs[rank]], set())):
+            halves = layer(leaves)
+        finished(halves)
+        operators = [(op.name, op.may_keep, op.n_bytes) for op in measurement.done().operators]
+        n_calls, errors = [], []
+        for chosen in ((2,), (3,), (2, 3)):
+            kept = KeptOutputs("layer", chosen)
+            with kept.recording():
+                halves = layer(leaves)
+            errors.append((finished(halves) - want).abs().max().item())
+            before = sum(total.count for total in comm.ledger.totals.values())
+            with kept.replaying():
+                halves = layer(leaves)
+            errors.append((finished(halves) - want).abs().max().item())
+            n_calls.append(sum(total.count for total in comm.ledger.totals.values()) - before)
+        found.append((operators, n_calls, max(errors)))
+    return found
+
+
+def test_a_sum_that_travels_is_kept_when_it_has_been_waited_for() -> None:
+    products, half_bytes = [("mm", False, 96)] * 2, 96
+    for within, after in run_ranks(2, halves_body):
+        assert within[:2] == ([*products, *[("tp_sum_start_", True, half_bytes)] * 2], [1, 1, 0]), within
+        # The layer leaves the second sum under way: there is nothing to keep, and the sum is made again.
+        operators = [*products, ("tp_sum_start_", True, half_bytes), ("tp_sum_start_", True, 0)]
+        assert after[:2] == (operators, [1, 2, 1]), after
+        assert within[2] < 1e-5 and after[2] < 1e-5, (within[2], after[2])
