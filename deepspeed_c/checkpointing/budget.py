@@ -335,11 +335,21 @@ def _largest(layers: Sequence[MeasuredLayer]) -> MeasuredLayer:
         )
         for ops in zip(*of_layers)
     )
-    numbers = (
-        max(getattr(layer, name) for layer in layers) for name in ("n_elems", "input_bytes", "saved_bytes", "ns")
-    )
+    numbers = (max(getattr(layer, name) for layer in layers) for name in ("n_elems", "input_bytes", "saved_bytes"))
+    ns = max(_rest_ns(layer) for layer in layers) if are_same else max(layer.ns for layer in layers)
     movable_bytes, sends = min(layer.movable_bytes for layer in layers), any(layer.sends for layer in layers)
-    return MeasuredLayer(layers[0].label, *numbers, operators, movable_bytes, sends)
+    return MeasuredLayer(
+        layers[0].label, *numbers, ns + sum(op.ns for op in operators), operators, movable_bytes, sends
+    )
+
+
+def _rest_ns(layer: MeasuredLayer) -> int:
+    """Of the operators that are not expensive.
+
+    Each operator's largest time, or median, is taken by itself: together they may be more than the layer's own. What is
+    left for the rest would be nothing, and running the layer again with all of them kept would look as cheap as keeping it.
+    """
+    return layer.ns - sum(op.ns for op in layer.operators)
 
 
 def _steadied(layers: Sequence[MeasuredLayer]) -> list[MeasuredLayer]:
@@ -361,7 +371,8 @@ def _with_median(layer: MeasuredLayer, alike: Sequence[MeasuredLayer]) -> Measur
     operators = tuple(
         op._replace(ns=median([other.operators[i].ns for other in alike])) for i, op in enumerate(layer.operators)
     )
-    return layer._replace(ns=median([other.ns for other in alike]), operators=operators)
+    ns = median([_rest_ns(other) for other in alike]) + sum(op.ns for op in operators)
+    return layer._replace(ns=ns, operators=operators)
 
 
 def _free_bytes() -> int:

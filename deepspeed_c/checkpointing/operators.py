@@ -178,8 +178,7 @@ class _LastSaved(NamedTuple):
     """How far a layer had come when autograd saved a tensor."""
 
     ns: int
-    n_operators: int
-    last_ns: int  # of the last of them, whose wait may follow
+    of_operators: tuple[int, ...]  # nanoseconds: waits for some of them may follow
 
 
 class Measurement(_Onlooker):
@@ -213,7 +212,7 @@ class Measurement(_Onlooker):
     def note_saved(self, tensor: torch.Tensor) -> None:
         """Autograd saves ``tensor``."""
         if self._ends_early:
-            self._reached = _LastSaved(self._ns, len(self._seen), self._seen[-1].ns if self._seen else 0)
+            self._reached = _LastSaved(self._ns, tuple(seen.ns for seen in self._seen))
         if not self._is_parameter(tensor):
             self._saved.append(tensor.detach())
 
@@ -283,10 +282,9 @@ class Measurement(_Onlooker):
     def _forget_the_rest(self, reached: _LastSaved) -> None:
         """The last operators of a layer keep their numbers, and take no time: the run has ended before them."""
         self._ns = reached.ns
-        for seen in self._seen[reached.n_operators :]:
-            seen.ns = 0
-        if reached.n_operators:
-            self._seen[reached.n_operators - 1].ns = reached.last_ns
+        n_later = len(self._seen) - len(reached.of_operators)
+        for seen, ns in zip(self._seen, (*reached.of_operators, *[0] * n_later), strict=True):
+            seen.ns = ns
 
     def _operator(self, seen: _Seen, saved: dict[int, int]) -> MeasuredOperator:
         places = {_place_of(tensor): tensor.untyped_storage().nbytes() for tensor in seen.outputs}

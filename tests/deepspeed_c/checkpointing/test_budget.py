@@ -27,6 +27,7 @@ from deepspeed_c.checkpointing.budget import (
     RECOMPUTE,
     Tier,
     Treatment,
+    _steadied,
     find_plan,
     read_budget,
     read_plan,
@@ -366,6 +367,19 @@ def test_layers_of_several_forwards_are_united() -> None:
 
 def layer(label: str = "a", operators: tuple = ()) -> MeasuredLayer:
     return MeasuredLayer(label, 10, 10, 100, 1000, operators)
+
+
+@pytest.mark.parametrize("combine", [unite, lambda runs: _steadied([each for run in runs for each in run])])
+def test_operators_whose_times_vary_leave_time_for_the_rest(combine: Callable) -> None:
+    """Largest times, and medians, of operators by themselves are more together than the layer took in any run."""
+
+    def run(*ns: int) -> list[MeasuredLayer]:
+        return [layer("a", tuple(MeasuredOperator("mm", 20, each, False, True) for each in ns))]
+
+    found = combine([run(900, 50), run(50, 900), run(900, 50)])[0]
+    assert found.ns - sum(op.ns for op in found.operators) == 50, found
+    plan = find_plan([found], 1 << 40)
+    assert (plan.treatments, plan.added_ns) == ((Treatment(KEEP),), 0), plan
 
 
 def test_operators_are_kept_by_what_they_save() -> None:
