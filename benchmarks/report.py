@@ -148,6 +148,7 @@ FIGURES = [
             ),
             ("activation budget half way: peak over the budget", "<= 1.05", "peak_over_budget"),
             ("plan of 1,000 layers with 20 operators of 4 choices: milliseconds", "<= 50", "plan_ms"),
+            ("a call of a kept layer, with a graph: us over the layer's own", "<= 5", "kept_layer_us"),
         )
     ),
     *(
@@ -322,6 +323,12 @@ FIGURES = [
                 ">= 0.45",
                 "activation_checkpointing_2_ranks",
                 "partitioned_inputs_less",
+            ),
+            (
+                "cut over 2 ranks: part of the inputs' bytes that the peak of resident memory is less",
+                ">= 0.5",
+                "activation_checkpointing_2_ranks",
+                "partitioned_resident_less",
             ),
             (
                 "cut over 2 ranks, a step: over recomputed",

@@ -1,7 +1,7 @@
 """What do recomputed layers cost, beside torch's own checkpoint, and with their inputs in a file or cut over ranks?
 
 Twelve layers that keep 96 MiB each, or an input of 16 MiB if they are recomputed. One step of forward and backward of each way in turn, in one process; peaks are live
-bytes (`benchmarks/live_bytes.py`) of another step. With two ranks: cut over them, against recomputed. The wrapper's own cost is that of a call without a graph, which recomputes nothing.
+bytes (`benchmarks/live_bytes.py`) of another step. With two ranks: cut over them, against recomputed, and the peak of resident memory of one more step. The wrapper's own cost is that of a call without a graph, which recomputes nothing.
 Run: python -m benchmarks.deepspeed_c.activation_checkpointing [--folder DIR]
 or:  python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.deepspeed_c.activation_checkpointing
 """
@@ -24,6 +24,7 @@ from torch import nn
 
 from benchmarks.live_bytes import LiveBytes
 from benchmarks.measure import in_turn, machine, median_spread, ratios, require
+from deepspeed_c.accelerator import get_accelerator
 from deepspeed_c.checkpointing.recomputer import Recomputer, tensor_parallel_ranks
 from deepspeed_c.config.checkpoint import ActivationCheckpointing, ActivationOffload
 
@@ -79,6 +80,21 @@ def bytes_of(step: Callable[..., None]) -> tuple[int, int]:
     with live, live.phase("step"):
         step(lambda: between.append(live.nbytes()))
     return live.peaks["step"], between[0]
+
+
+def status_bytes(name: str) -> int:
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith(name + ":")) * 1024
+
+
+def resident_of(step: Callable[..., None]) -> int:
+    """Bytes of resident memory that a step adds at its peak, from a heap without pages that are free."""
+    get_accelerator().empty_cache()
+    before = status_bytes("VmRSS")
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the peak begins anew
+    step()
+    return status_bytes("VmHWM") - before
 
 
 def wrapper_us() -> float:
@@ -150,6 +166,9 @@ def main() -> None:
         else:
             for key, found in (("inputs", between), ("peak", peaks)):
                 row[f"partitioned_{key}_less"] = round((found["recomputed"] - found["partitioned"]) / inputs, 4)
+            resident = {name: resident_of(step) for name, step in steps.items()}
+            row |= {f"resident_mib_{name}": round(found / MIB, 1) for name, found in resident.items()}
+            row["partitioned_resident_less"] = round((resident["recomputed"] - resident["partitioned"]) / inputs, 4)
             row |= ratios("partitioned_time_of_recomputed", seconds["partitioned"], seconds["recomputed"])
         if is_alone or dist.get_rank() == 0:
             print(json.dumps({"benchmark": "activation_checkpointing", **row, "machine": machine()}))

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 
 from deepspeed_c import _C
+from deepspeed_c.accelerator import get_accelerator
 from deepspeed_c.checkpointing.compare import digest
 from deepspeed_c.checkpointing.counters import LayerCalls
 from deepspeed_c.checkpointing.nests import is_activation
@@ -23,6 +24,8 @@ from deepspeed_c.saved_tensors import overwritten
 __all__ = ["Arena", "Gather", "ShardPacker", "StashPacker", "own_range"]
 
 _ALIGNMENT_BYTES = 64
+# Inputs from this size on have what the C library has freed returned: some 50 us, and a page fault for each page.
+_TRIMMED_BYTES = 1 << 20
 
 
 def own_range(numel: int, rank: int, n_ranks: int) -> tuple[int, int]:
@@ -261,12 +264,14 @@ class ShardPacker:
         self._memory, self._order = _KeptBefore(), _Order()
         self._has_gathered = False
         self._on_the_way: list[_Claim] = []
+        self._trimmed_at = 0
 
     def pack(self, tensor: torch.Tensor) -> tuple[_Kept, _Claim] | None:
         if not is_activation(tensor, self._n_ranks) or isinstance(tensor, torch.nn.Parameter):
             return None
         self._order.leave()
         self._drop_gathers()
+        self._trim(tensor.device, tensor.nbytes, self._calls.number)
         kept = self._memory.find(tensor, self._cut)
         if kept.stashed is not None:
             self._stash.touch(kept.stashed, None)
@@ -303,6 +308,7 @@ class ShardPacker:
         kept, claim = packed
         self._has_gathered = True
         kept.check()
+        self._trim(kept.device, kept.numel * kept.dtype.itemsize, -claim.call)
         if self._n_ranks > 1:
             asked, comes = self._order.enter(claim.call)
             for each in (*asked, *comes):
@@ -312,6 +318,19 @@ class ShardPacker:
         gather, claim.gather = claim.gather or self._gather(claim), None
         self._on_the_way = [each for each in self._on_the_way if each is not claim]
         return kept.shaped(gather.wait())
+
+    def _trim(self, device: torch.device, n_bytes: int, at: int) -> None:
+        """Before a layer runs whose input has ``n_bytes``. at: changes from one layer's run to the next.
+
+        Parts of inputs lie in the C library's heap between whole ones that were freed, whose pages it would keep: a rank
+        would hold as many bytes as if nothing had been cut. An accelerator's allocator uses them again.
+        """
+        accelerator = get_accelerator()
+        is_host = device.type == "cpu" and accelerator.device_name() == "cpu"
+        if n_bytes < _TRIMMED_BYTES or at == self._trimmed_at or not is_host:
+            return
+        self._trimmed_at = at
+        accelerator.empty_cache()
 
     def _gather(self, claim: _Claim) -> Gather:
         kept, part = claim.kept, None

@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks.live_bytes import LiveBytes
 from deepspeed_c import checkpointing
+from deepspeed_c.accelerator import get_accelerator
 from deepspeed_c.checkpointing import packers
 from deepspeed_c.checkpointing.counters import LayerCalls
 from deepspeed_c.checkpointing.packers import Arena, ShardPacker, StashPacker, _Kept, own_range
@@ -263,6 +265,43 @@ def test_each_rank_keeps_its_part_and_nothing_else(run_ranks: Callable, world: i
     parts, whole, living = zip(*results)
     assert sum(parts) == whole[0] == 4 * 67 * WIDTH * 4 and not any(living), results
     assert max(parts) <= whole[0] / world + 4 * 4 * world, parts
+
+
+def resident_body(rank: int, world: int) -> tuple[int, int]:
+    """Bytes that a step of 12 layers with inputs of 4 MiB adds at its peak: (of live tensors, of resident memory)."""
+    torch.set_num_threads(1)
+    checkpointing.configure(Mpu(), partition_activations=True)
+    layers = [lambda x: (x * 0.5 + 1).tanh() * x for _ in range(12)]
+    shift = torch.zeros(1 << 20, requires_grad=True)
+
+    def step() -> None:
+        y = torch.ones(1 << 20) + shift
+        for layer in layers:
+            y = checkpointing.checkpoint(layer, y)
+        y.sum().backward()
+        shift.grad = None
+
+    def status(name: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(name + ":")) << 10
+
+    step()
+    live = LiveBytes()
+    with live, live.phase("step"):
+        step()
+    gc.collect()
+    get_accelerator().empty_cache()
+    before = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    step()
+    return live.peaks["step"], status("VmHWM") - before
+
+
+def test_what_is_cut_is_no_longer_resident(run_ranks: Callable) -> None:
+    for live, resident in run_ranks(2, resident_body):
+        print(f"{live >> 20} MiB live, {resident >> 20} MiB resident at the peak")
+        assert 40 << 20 < live < 60 << 20, live
+        assert resident < 2 * live, (live >> 20, resident >> 20)
 
 
 def wrong_body(rank: int, world: int) -> str:
