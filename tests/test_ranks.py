@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_c.errors import CommError
+from deepspeed_c.logging import get_dist_msg, logger
 from tests import ranks
 from tests.ranks import RanksFailed, run_ranks
 
@@ -36,6 +37,11 @@ def gather(rank, world, offset):
 
 def pid(rank, world):
     return os.getpid()
+
+
+def spoken(rank, world):
+    """What the package's logger says of itself."""
+    return get_dist_msg("here", [-1]), logger.level
 
 
 def environment(rank, world):
@@ -280,6 +286,11 @@ def test_group_with_changed_process_groups_is_not_reused(body):
     old = run_ranks(2, pid)
     run_ranks(2, body)
     assert not set(run_ranks(2, pid)) & set(old)
+
+
+def test_the_package_that_the_zygote_imported_speaks_of_each_rank():
+    said = run_ranks(3, spoken)
+    assert said == [("[Rank 0] here", 20), ("[Rank 1] here", 30), ("[Rank 2] here", 30)], said
 
 
 def test_a_preloaded_module_is_there_in_its_ranks_only():
