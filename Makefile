@@ -55,6 +55,8 @@ test: $(BUILT) programs ## everything that CI runs
 	scripts/system_packages.sh --tests
 	$(BIN)/ruff check .
 	@$(MAKE) -s -C csrc has-cuda || echo "no nvcc: the CUDA kernels are not compiled"
+	# Programs that tests start would each compile it anew where the environment keeps no bytecode (PYTHONDONTWRITEBYTECODE).
+	$(BIN)/python -m compileall -q deepspeed_c ops
 	$(BIN)/python -m pytest -n 2
 
 .PHONY: format
