@@ -10,4 +10,6 @@ import transformers
 from transformers import LlamaForCausalLM, Trainer  # noqa: F401  (transformers imports by need)
 from trl import DPOTrainer, SFTTrainer  # noqa: F401
 
+import tests.deepspeed_c.inject.preload  # noqa: F401  (the families that are cut)
+
 transformers.utils.logging.set_verbosity_error()

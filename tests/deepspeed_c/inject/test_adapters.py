@@ -16,7 +16,7 @@ from deepspeed_c.inject import cut_model
 from tests.deepspeed_c.inject.families import VOCAB, feed, make
 from tests.ranks import run_ranks
 
-PEFT = "peft"
+PRELOAD = "tests.deepspeed_c.inject.preload"
 STEPS, LR = 3, 0.3
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 # family, ranks, stages, what LoRA is given. Random factors: with B = 0 the gradient of A would be 0 whatever is cut.
@@ -110,7 +110,7 @@ def test_a_cut_model_trains_its_adapters_as_one_process(tmp_path, case: str) -> 
         name for name in trained if moved[name] < 1e-6 and not name.endswith(("k_proj.base_layer.bias", "k_proj.bias"))
     ]
     assert trained and not still, still
-    for of_rank in run_ranks(world, body, case, str(tmp_path), preload=PEFT):
+    for of_rank in run_ranks(world, body, case, str(tmp_path), preload=PRELOAD):
         for stage, (got, got_losses, n_cut) in zip(stages, of_rank, strict=True):
             assert n_cut >= 2, n_cut
             torch.testing.assert_close(got_losses, losses, rtol=1e-5, atol=0, msg=f"{stage=} {got_losses} {losses}")
@@ -152,7 +152,7 @@ def merge(rank: int, world: int, folder: str) -> list[float]:
 
 
 def test_merged_switched_off_and_saved_whole(tmp_path) -> None:
-    for errors in run_ranks(3, merge, str(tmp_path), preload=PEFT):
+    for errors in run_ranks(3, merge, str(tmp_path), preload=PRELOAD):
         assert max(errors) < 1e-4, errors
 
 
@@ -189,7 +189,7 @@ def test_an_adapter_that_cannot_be_cut_is_refused_before_anything_changes() -> N
         "prefixes": ("PREFIX",),
         "own tokens": ("whole tokens",),
     }
-    for found in run_ranks(2, refuse, preload=PEFT):
+    for found in run_ranks(2, refuse, preload=PRELOAD):
         assert found.keys() == parts.keys()
         for name, (text, same) in found.items():
             assert same and all(part.lower() in text.lower() for part in (*parts[name], "Fix: ")), (name, text, same)
@@ -235,7 +235,7 @@ def drop(rank: int, world: int, recompute: bool) -> tuple:
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_dropout_before_a_factor_is_alike_on_whole_inputs_and_apart_on_parts(recompute: bool) -> None:
-    first, second = run_ranks(2, drop, recompute, preload=PEFT)
+    first, second = run_ranks(2, drop, recompute, preload=PRELOAD)
     assert len(first[0]) == 14 and first[0].keys() == second[0].keys(), sorted(first[0])
     for name, mask in first[0].items():
         assert (mask == second[0][name]) == name.startswith("whole"), name

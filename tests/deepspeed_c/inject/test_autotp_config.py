@@ -19,7 +19,7 @@ from deepspeed_c.inject.autotp_config import (
 from tests.deepspeed_c.inject.families import feed, make
 from tests.ranks import run_ranks
 
-TRANSFORMERS = "transformers"
+PRELOAD = "tests.deepspeed_c.inject.preload"
 PRESETS = {
     "llama": "llama",
     "llama_tied_shared": "llama",
@@ -55,7 +55,7 @@ def follow(rank: int, world: int, family: str, preset: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("world", "family"), [(2 + i % 2, family) for i, family in enumerate(PRESETS)])
 def test_models_cut_by_a_preset_are_the_whole_ones(world: int, family: str) -> None:
-    for result in run_ranks(world, follow, family, PRESETS[family], preload=TRANSFORMERS):
+    for result in run_ranks(world, follow, family, PRESETS[family], preload=PRELOAD):
         assert result["error"] < 1e-5 and result["n_cut"] > 5 and result["n_named"] > 3, result
 
 

@@ -52,7 +52,7 @@ def start(rank: int, world: int, names: list[str]) -> list[tuple[str, str, bool]
 
 
 def test_sections_that_do_not_fit() -> None:
-    for found in run_ranks(2, start, list(WRONG), preload="transformers"):
+    for found in run_ranks(2, start, list(WRONG), preload="tests.deepspeed_c.inject.preload"):
         assert [name for name, _, _ in found] == list(WRONG)
         for name, text, same in found:
             assert all(part in text for part in WRONG[name][2]) and "Fix: " in text and same, (name, text, same)
@@ -83,5 +83,5 @@ def start_with(rank: int, world: int, kind: str) -> str:
     ],
 )
 def test_a_world_or_an_mpu_that_does_not_fit(kind: str, world: int, parts: tuple[str, ...]) -> None:
-    for text in run_ranks(world, start_with, kind, preload="transformers"):
+    for text in run_ranks(world, start_with, kind, preload="tests.deepspeed_c.inject.preload"):
         assert all(part in text for part in parts) and "Fix: " in text, text

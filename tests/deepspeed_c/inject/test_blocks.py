@@ -18,7 +18,7 @@ from tests.deepspeed_c.inject.families import feed, make
 from tests.deepspeed_c.inject.test_families import logits_of
 from tests.ranks import run_ranks
 
-TRANSFORMERS = "transformers"
+PRELOAD = "tests.deepspeed_c.inject.preload"
 HEADS, KEYS, WIDTH = 6, 3, 4
 
 
@@ -115,7 +115,7 @@ def cut_bert(rank: int, world: int) -> dict[str, Any]:
 
 
 def test_bert_by_its_row_layers_alone() -> None:
-    for result in run_ranks(2, cut_bert, preload=TRANSFORMERS):
+    for result in run_ranks(2, cut_bert, preload=PRELOAD):
         assert result["error"] < 1e-5 and sum("encoder" in name for name in result["cut"]) == 12, result
 
 

@@ -19,7 +19,7 @@ from deepspeed_c.inject.by_hand import (
 from tests.deepspeed_c.inject.families import make
 from tests.ranks import run_ranks
 
-TRANSFORMERS = "transformers"
+PRELOAD = "tests.deepspeed_c.inject.preload"
 # Where the projection of query, key and value stands in a layer, and its columns by (key head, part, head within it).
 FUSED = {
     "gpt2": ("transformer.h.0", "attn.c_attn"),
@@ -86,7 +86,7 @@ def fuse(rank: int, world: int, family: str, takes_attention: bool) -> float:
 @pytest.mark.parametrize("family", FUSED)
 def test_a_fused_projection_is_cut_by_whole_heads(family: str) -> None:
     for world in (2, 3):
-        for error in run_ranks(world, fuse, family, world == 3, preload=TRANSFORMERS):
+        for error in run_ranks(world, fuse, family, world == 3, preload=PRELOAD):
             assert error < 2e-4, (family, world, error)
 
 
@@ -107,7 +107,7 @@ def refuse(rank: int, world: int) -> list[str]:
 
 
 def test_what_no_policy_knows_is_refused() -> None:
-    for said in run_ranks(2, refuse, preload=TRANSFORMERS):
+    for said in run_ranks(2, refuse, preload=PRELOAD):
         assert len(said) == 3 and all(text.startswith("qkv: ") and "Fix: " in text for text in said), said
         assert "no policy says how Linear lies" in said[0] and "cuts no such layer" in said[1]
 

@@ -15,7 +15,7 @@ from tests.deepspeed_c.inject.families import feed, make
 from tests.deepspeed_c.zero.test_tensor_parallel import logical
 from tests.ranks import run_ranks
 
-TRANSFORMERS = "transformers"
+PRELOAD = "tests.deepspeed_c.inject.preload"
 STEPS, LR = 3, 0.3
 
 
@@ -73,7 +73,7 @@ def test_trained_as_in_one_process(family: str, world: int, stages: list[int]) -
     start = {name: param.detach().clone() for name, param in with_values(family).named_parameters()}
     model, losses = trained(with_values(family))
     weights = {name: param.detach() for name, param in model.named_parameters()}
-    for of_rank in run_ranks(world, steps, family, stages, preload=TRANSFORMERS):
+    for of_rank in run_ranks(world, steps, family, stages, preload=PRELOAD):
         for stage, (got, got_losses) in zip(stages, of_rank, strict=True):
             torch.testing.assert_close(got_losses, losses, rtol=1e-5, atol=0, msg=f"{stage=} {got_losses} {losses}")
             for name, value in weights.items():
@@ -113,7 +113,7 @@ def all_experts(rank: int, world: int) -> dict[str, float]:
 
 
 def test_a_rank_without_columns_adds_no_bias() -> None:
-    for errors in run_ranks(2, all_experts, preload=TRANSFORMERS):
+    for errors in run_ranks(2, all_experts, preload=PRELOAD):
         assert not errors, errors
 
 

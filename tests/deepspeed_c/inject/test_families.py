@@ -14,7 +14,7 @@ from deepspeed_c.inject import cut_model
 from tests.deepspeed_c.inject.families import FAMILIES, PLANNED, feed, make
 from tests.ranks import run_ranks
 
-TRANSFORMERS = "transformers"  # imported before ranks are forked
+PRELOAD = "tests.deepspeed_c.inject.preload"
 
 
 def logits_of(output: Any) -> torch.Tensor:
@@ -67,7 +67,7 @@ CASES |= {(world, family) for world in (2, 3, 4) for family in EIGHT} | {(4, "ll
 
 @pytest.mark.parametrize(("world", "family"), sorted(CASES))
 def test_a_cut_model_is_the_whole_one(world: int, family: str) -> None:
-    for result in run_ranks(world, compare, family, preload=TRANSFORMERS):
+    for result in run_ranks(world, compare, family, preload=PRELOAD):
         assert result["error"] < 1e-5, result
         assert result["n_cut"] >= 7 and result["share"] < 0.5 + 0.5 / world, result
 
@@ -80,7 +80,7 @@ def copies_agree(rank: int, world: int) -> list[tuple]:
 
 
 def test_whole_parameters_and_shared_key_heads_have_the_same_bits_on_all_ranks() -> None:
-    first, *others = run_ranks(3, copies_agree, preload=TRANSFORMERS)
+    first, *others = run_ranks(3, copies_agree, preload=PRELOAD)
     assert len(first) > 8 and any("k_proj" in name for name, *_ in first)
     assert all(other == first for other in others)
 
@@ -106,7 +106,7 @@ def shared_in_part(rank: int, world: int) -> tuple:
 
 
 def test_ranks_that_share_a_key_head_have_its_whole_gradient() -> None:
-    a, b, c = run_ranks(3, shared_in_part, preload=TRANSFORMERS)
+    a, b, c = run_ranks(3, shared_in_part, preload=PRELOAD)
     assert a[:2] == b[:2] == ((0, 1), 2) and c[:2] == ((2,), 1)
     assert max(a[2], b[2], c[2]) < 1e-6 and a[3] == b[3]
 
@@ -130,7 +130,7 @@ def read_and_generate(rank: int, world: int) -> tuple:
 
 
 def test_logits_are_whole_when_read_and_tokens_are_the_whole_models() -> None:
-    for shape, same, refused, generated in run_ranks(2, read_and_generate, preload=TRANSFORMERS):
+    for shape, same, refused, generated in run_ranks(2, read_and_generate, preload=PRELOAD):
         assert shape == (2, 9, 101) and same and generated
         assert "gradient has taken the place" in refused
 
@@ -155,7 +155,7 @@ def draw(rank: int, world: int) -> tuple:
 
 
 def test_dropout_is_alike_outside_the_cut_region_and_apart_inside() -> None:
-    first, second = run_ranks(2, draw, preload=TRANSFORMERS)
+    first, second = run_ranks(2, draw, preload=PRELOAD)
     differ = [a != b for a, b in zip(first[0], second[0], strict=True)]
     assert differ.count(True) == 1  # what was drawn behind the query projection
     assert first[1:] == second[1:]

@@ -14,7 +14,7 @@ from deepspeed_c.inject import cut_model
 from tests.deepspeed_c.inject.families import feed, make
 from tests.ranks import run_ranks
 
-TRANSFORMERS = "transformers"
+PRELOAD = "tests.deepspeed_c.inject.preload"
 HOW = {"do_sample": {"do_sample": True}, "beams": {"do_sample": True, "num_beams": 3}, "greedy": {"do_sample": False}}
 
 
@@ -37,7 +37,7 @@ def sample(rank: int, world: int, apart: int) -> tuple[dict[str, Any], Any, Any]
 def test_all_ranks_draw_the_tokens_of_rank_0(world: int, apart: int) -> None:
     whole = make("llama").eval()
     expected = {how: tokens(whole, 5, how) for how in HOW}
-    results = run_ranks(world, sample, apart, preload=TRANSFORMERS)
+    results = run_ranks(world, sample, apart, preload=PRELOAD)
     for rank, (found, is_same_state, numbers) in enumerate(results):
         assert found == expected, (rank, found, expected)
         # Rank 0 goes on as one process does, others with what they had; ranks that drew alike go on alike.
@@ -78,7 +78,7 @@ def test_what_one_process_refuses_or_ranks_cannot_do_together_is_refused_on_all(
     with pytest.raises(IndexError):
         whole(input_ids=torch.tensor([[101, 3]]))
     for world in (2, 3):
-        first, *others = run_ranks(world, ask, preload=TRANSFORMERS)
+        first, *others = run_ranks(world, ask, preload=PRELOAD)
         assert all(other == first for other in others), (first, others)
         for name in ("prompts", "lengths"):
             assert first[name].startswith(RankMismatchError.__name__) and "ranks 0 and 1" in first[name], first[name]
@@ -110,5 +110,5 @@ def few_words(rank: int, world: int) -> tuple[str, float]:
 
 
 def test_a_rank_without_words_refuses_as_the_others_do() -> None:
-    for text, error in run_ranks(4, few_words, preload=TRANSFORMERS):
+    for text, error in run_ranks(4, few_words, preload=PRELOAD):
         assert "id 3 is no word of 3" in text and error < 1e-5, (text, error)

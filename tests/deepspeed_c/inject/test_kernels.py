@@ -20,7 +20,7 @@ from tests.deepspeed_c.inject.families import FAMILIES, PLANNED, feed, make
 from tests.deepspeed_c.inject.test_families import logits_of
 from tests.ranks import run_ranks
 
-TRANSFORMERS = "transformers"
+PRELOAD = "tests.deepspeed_c.inject.preload"
 # What each family has to swap besides norms; what looks like it and is something else.
 ROTARY = (
     *("llama", "llama_tied_shared", "qwen2", "qwen3", "mixtral", "deepseek_v3", "phi", "phi3", "gpt_neox", "falcon"),
@@ -301,7 +301,7 @@ def cut_with_kernels(rank: int, world: int, family: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "gpt_neox", "bert", "mixtral"])
 def test_cut_models_have_them_too(family: str) -> None:
-    for result in run_ranks(2, cut_with_kernels, family, preload=TRANSFORMERS):
+    for result in run_ranks(2, cut_with_kernels, family, preload=PRELOAD):
         assert result["error"] < 1e-5 and result["n_kernels"] > 5, result
 
 
@@ -340,5 +340,5 @@ def plain_losses() -> list[float]:
 @pytest.mark.parametrize(("stage", "tp"), [(0, 1), (3, 1), (2, 2), (3, 2)])
 def test_an_engine_trains_with_them(stage: int, tp: int) -> None:
     expected = plain_losses()
-    for losses in run_ranks(2, train, stage, tp, preload=TRANSFORMERS):
+    for losses in run_ranks(2, train, stage, tp, preload=PRELOAD):
         assert losses == pytest.approx(expected, abs=2e-5) and losses[-1] < losses[0]

@@ -96,7 +96,7 @@ EVERYTHING = [
 )
 def test_the_training_of_one_process(family: str, n_tp: int, cells: list[dict]) -> None:
     weights, norms = plain(family)
-    for of_rank in run_ranks(n_tp, body, family, cells, preload="transformers"):
+    for of_rank in run_ranks(n_tp, body, family, cells, preload="tests.deepspeed_c.inject.preload"):
         for cell, (got, got_norms) in zip(cells, of_rank, strict=True):
             torch.testing.assert_close(got_norms, norms, rtol=2e-4, atol=0, msg=f"{cell} {got_norms} {norms}")
             for name, value in weights.items():
@@ -143,7 +143,7 @@ def order_body(rank: int, world: int, section: dict, more: dict):
 def test_halves_run_in_turn_and_sums_travel_under_the_weights_gradients() -> None:
     """At stage 3 gathers of weights do not end that."""
     for more in ({}, stage(3)):
-        forward, backward = run_ranks(2, order_body, OVERLAP, more, preload="transformers")[0]
+        forward, backward = run_ranks(2, order_body, OVERLAP, more, preload="tests.deepspeed_c.inject.preload")[0]
         region = ["start output of model.layers.0.{0}", "start output of model.layers.0.{0}", "wait", "wait"]
         expected = [line.format(part) for part in ("self_attn.o_proj", "mlp.down_proj") for line in region]
         assert forward[1 : 1 + len(expected)] == expected, forward
@@ -172,7 +172,7 @@ def bytes_body(rank: int, world: int, section: dict, shapes: list[tuple[int, int
 @pytest.mark.parametrize("section", [{}, OVERLAP, NORMS, BOTH], ids=["plain", "overlap", "norms", "both"])
 def test_bytes_are_those_of_the_formula(section: dict) -> None:
     n_layers, width, world = 2, 48, 3
-    for of_rank in run_ranks(world, bytes_body, section, list(SHAPES), preload="transformers"):
+    for of_rank in run_ranks(world, bytes_body, section, list(SHAPES), preload="tests.deepspeed_c.inject.preload"):
         for (n_samples, n_tokens), sent in zip(SHAPES, of_rank, strict=True):
             tensor = 4 * n_samples * n_tokens * width
             loss = world * 4 * 4 * n_samples * n_tokens  # four numbers a token from each rank
@@ -206,7 +206,7 @@ def drop_body(rank: int, world: int, recompute: dict):
 
 
 def test_dropout_outside_the_region_is_the_ranks_own_and_ends_with_the_stream() -> None:
-    kept, again = (run_ranks(2, drop_body, more, preload="transformers") for more in ({}, AGAIN))
+    kept, again = (run_ranks(2, drop_body, more, preload="tests.deepspeed_c.inject.preload") for more in ({}, AGAIN))
     assert kept[0] == kept[1] and kept == again
     assert max(abs(a / b - 1) for a, b in zip(kept[0][0], plain("gpt2")[1])) > 0.01
 
@@ -237,7 +237,7 @@ def refusal_body(rank: int, world: int) -> None:
 
 
 def test_what_norms_on_own_tokens_cannot_do_is_said_before_anything_is_cut() -> None:
-    run_ranks(2, refusal_body, preload="transformers")
+    run_ranks(2, refusal_body, preload="tests.deepspeed_c.inject.preload")
 
 
 def cache_body(rank: int, world: int):
@@ -252,7 +252,7 @@ def cache_body(rank: int, world: int):
 
 
 def test_a_cache_is_filled_by_both_halves() -> None:
-    for usual, halves in run_ranks(2, cache_body, preload="transformers"):
+    for usual, halves in run_ranks(2, cache_body, preload="tests.deepspeed_c.inject.preload"):
         for tensors, others in zip(usual, halves, strict=True):
             for tensor, other in zip(tensors, others, strict=True):
                 assert tensor.shape[0] == 3
@@ -319,9 +319,9 @@ def variant_body(rank: int, world: int, section: dict, kind: str):
 
 @pytest.mark.parametrize("kind", ["bf16", "autocast", "frozen", "accumulated"])
 def test_other_ways_to_train_compute_the_same_each_time(kind: str) -> None:
-    usual, twice = run_ranks(2, variant_body, {}, kind, preload="transformers")[0], []
+    usual, twice = run_ranks(2, variant_body, {}, kind, preload="tests.deepspeed_c.inject.preload")[0], []
     for section in (OVERLAP, BOTH, BOTH):
-        twice.append(run_ranks(2, variant_body, section, kind, preload="transformers"))
+        twice.append(run_ranks(2, variant_body, section, kind, preload="tests.deepspeed_c.inject.preload"))
         losses, weights = twice[-1][0]
         tolerance = 2e-2 if kind in ("bf16", "autocast") else 1e-5
         assert losses == pytest.approx(usual[0], rel=tolerance), section
@@ -357,4 +357,4 @@ def twice_body(rank: int, world: int):
 
 
 def test_a_graph_that_is_kept_is_gone_through_twice_or_says_why_not() -> None:
-    run_ranks(2, twice_body, preload="transformers")
+    run_ranks(2, twice_body, preload="tests.deepspeed_c.inject.preload")

@@ -86,5 +86,5 @@ def errors_of_adapters(whole: torch.nn.Module, cut: torch.nn.Module, batch: dict
 
 @pytest.mark.parametrize("family", CAUSAL)
 def test_adapters_generation_and_kernels(family: str) -> None:
-    for errors in run_ranks(2, row, family, preload="peft"):
+    for errors in run_ranks(2, row, family, preload="tests.deepspeed_c.inject.preload"):
         assert not errors, errors

@@ -16,7 +16,7 @@ from deepspeed_c.logging import logger
 from tests.deepspeed_c.inject.families import VOCAB, feed, make
 from tests.ranks import run_ranks
 
-TRANSFORMERS = "transformers"
+PRELOAD = "tests.deepspeed_c.inject.preload"
 
 
 def stablelm() -> torch.nn.Module:
@@ -108,7 +108,7 @@ def refused_norms(rank: int, world: int) -> tuple[str, bool]:
 
 
 def test_a_list_of_one_norm_a_head_is_refused_on_all_ranks_and_nothing_changes() -> None:
-    (first, kept), (second, kept_too) = run_ranks(2, refused_norms, preload=TRANSFORMERS)
+    (first, kept), (second, kept_too) = run_ranks(2, refused_norms, preload=PRELOAD)
     assert first == second and kept and kept_too, (first, second)
     assert "self_attn.o_proj" in first and "layernorm.norms.0.weight" in first and "Fix: " in first, first
 
@@ -129,7 +129,7 @@ def scaled(rank: int, world: int) -> dict[str, Any]:
 
 
 def test_a_scale_between_cut_layers_gets_the_whole_gradient() -> None:
-    for found in run_ranks(3, scaled, preload=TRANSFORMERS):
+    for found in run_ranks(3, scaled, preload=PRELOAD):
         assert found["cut"] == pytest.approx(found["whole"], rel=1e-4, abs=1e-9), found
         assert abs(found["whole"]) > 1e-7 and "its gradient is summed" in found["rule"], found
 

@@ -255,5 +255,5 @@ def test_two_ranks_that_hold_a_model_together(family, stage, layers):
         STATE: kinds[STATE],
         "sent": option.wire_bytes,
     }
-    measured = run_ranks(2, run_cut, family, stage, section, preload="transformers")[0]
+    measured = run_ranks(2, run_cut, family, stage, section, preload="tests.deepspeed_c.inject.preload")[0]
     assert planned == measured

@@ -37,7 +37,7 @@ def whole_body(rank: int, world: int, n_tp: int, how: str):
 @pytest.mark.parametrize("how", ["init", "meta"])
 def test_a_model_that_is_sharded_already_is_cut(n_tp: int, n_data: int, how: str) -> None:
     weights, norms = plain("llama", n_data)
-    for got, got_norms in run_ranks(n_tp * n_data, whole_body, n_tp, how, preload="transformers"):
+    for got, got_norms in run_ranks(n_tp * n_data, whole_body, n_tp, how, preload="tests.deepspeed_c.inject.preload"):
         torch.testing.assert_close(got_norms, norms, rtol=1e-4, atol=0)
         for name, value in weights.items():
             torch.testing.assert_close(got[name], value, rtol=1e-3, atol=2e-5, msg=lambda m: f"{name} {m}")  # noqa: B023

@@ -72,6 +72,6 @@ def body(rank: int, world: int, cause: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize("cause", SAYS)
 def test_the_error_says_why(cause: str) -> None:
-    first, *others = run_ranks(2, body, cause, preload="transformers")
+    first, *others = run_ranks(2, body, cause, preload="tests.deepspeed_c.inject.preload")
     assert all(other == first for other in others), (first, others)
     assert first[0] == "RankMismatchError" and all(part in first[1] for part in SAYS[cause]), first
