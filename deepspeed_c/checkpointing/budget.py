@@ -14,7 +14,7 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -390,7 +390,7 @@ def _is_covered(shapes: Shapes, by: Shapes) -> bool:
 
 
 def shapes_of(tensors: Sequence[torch.Tensor]) -> Shapes:
-    return tuple(tuple(t.shape) for t in tensors)
+    return tuple([t.shape for t in tensors])
 
 
 class _Measured:
@@ -410,7 +410,24 @@ class _Measured:
         self.treatments = {} if plan is None else dict(zip(keys_of(plan.labels), plan.treatments))
 
     def has_seen(self, key: Key, shapes: Shapes) -> bool:
-        return any(_is_covered(shapes, seen) for seen in self.given.get(key, ()))
+        given = self.given.get(key, ())
+        # Asked in each call of a layer, mostly for the very shapes that were measured.
+        return shapes in given or any(_is_covered(shapes, seen) for seen in given)
+
+
+class _Within:
+    """The context of a planned layer's call, without the generator that ``contextmanager`` would make for each."""
+
+    __slots__ = ("_before", "_budget")
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+
+    def __enter__(self) -> None:
+        self._before, self._budget._is_within = self._budget._is_within, True
+
+    def __exit__(self, *error: object) -> None:
+        self._budget._is_within = self._before
 
 
 class Budget:
@@ -576,14 +593,9 @@ class Budget:
             fix="remove the file: it is then written anew",
         )
 
-    @contextmanager
-    def within(self) -> Iterator[None]:
+    def within(self) -> AbstractContextManager[None]:
         """The layer runs: those within it are not counted."""
-        before, self._is_within = self._is_within, True
-        try:
-            yield
-        finally:
-            self._is_within = before
+        return _Within(self)
 
     @property
     def is_within(self) -> bool:
@@ -675,7 +687,7 @@ class Budget:
                 as_binary(budget),
                 smallest,
                 as_binary(smallest),
-                known.inputs[-1],
+                tuple(map(tuple, known.inputs[-1])),
             )
         plan = find_plan(known.layers, max(budget, smallest), tiers=tiers, may_mix=self._may_mix)
         plan = plan._replace(budget_bytes=budget)

@@ -41,6 +41,8 @@ __all__ = ["Recomputer", "check_section", "label_of", "parked", "tensor_parallel
 
 def _module_of(function: Callable) -> torch.nn.Module | None:
     """The module that ``function`` is, is a method of, or is given first, as transformers' layers give themselves."""
+    if isinstance(function, torch.nn.Module):
+        return function  # whose attributes are slow to look for in vain
     while isinstance(function, functools.partial):
         if function.args and isinstance(function.args[0], torch.nn.Module):
             return function.args[0]
