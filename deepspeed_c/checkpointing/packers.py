@@ -24,8 +24,9 @@ from deepspeed_c.saved_tensors import overwritten
 __all__ = ["Arena", "Gather", "ShardPacker", "StashPacker", "own_range"]
 
 _ALIGNMENT_BYTES = 64
-# Inputs from this size on have what the C library has freed returned: some 50 us, and a page fault for each page.
-_TRIMMED_BYTES = 1 << 20
+# Inputs from this size on have what the C library has freed returned, once in so many runs of layers: what layers use
+# anew is a page fault for each page then, which is a sixth of a narrow layer's time where it is done in each run.
+_TRIMMED_BYTES, _TRIMMED_RUNS = 1 << 20, 3
 
 
 def own_range(numel: int, rank: int, n_ranks: int) -> tuple[int, int]:
@@ -264,7 +265,7 @@ class ShardPacker:
         self._memory, self._order = _KeptBefore(), _Order()
         self._has_gathered = False
         self._on_the_way: list[_Claim] = []
-        self._trimmed_at = 0
+        self._trimmed_at = self._n_untrimmed = 0
 
     def pack(self, tensor: torch.Tensor) -> tuple[_Kept, _Claim] | None:
         if not is_activation(tensor, self._n_ranks) or isinstance(tensor, torch.nn.Parameter):
@@ -330,7 +331,10 @@ class ShardPacker:
         if n_bytes < _TRIMMED_BYTES or at == self._trimmed_at or not is_host:
             return
         self._trimmed_at = at
-        accelerator.empty_cache()
+        self._n_untrimmed += 1
+        if self._n_untrimmed >= _TRIMMED_RUNS:
+            self._n_untrimmed = 0
+            accelerator.empty_cache()
 
     def _gather(self, claim: _Claim) -> Gather:
         kept, part = claim.kept, None
