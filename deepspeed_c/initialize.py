@@ -18,10 +18,12 @@ from deepspeed_c.config import Config, load_config, sequence_parallel_size, tens
 from deepspeed_c.data.loader import DeepSpeedDataLoader
 from deepspeed_c.engine.build import OptimizerFactory, build_optimizer
 from deepspeed_c.engine.consistency import broadcast_model, check_same_model, check_same_text
-from deepspeed_c.engine.engine import DeepSpeedEngine, take_from_others
+from deepspeed_c.engine.engine import DeepSpeedEngine
+from deepspeed_c.engine.host import take_from_others
 from deepspeed_c.engine.pipeline import PipelineEngine, check_pipeline, connect_pipeline
 from deepspeed_c.engine.precision import Precision
 from deepspeed_c.engine.shard import lay_out_untrained, shard_model
+from deepspeed_c.engine.training import Training
 from deepspeed_c.errors import CommError, ConfigError, ModelError
 from deepspeed_c.inject import cut_model
 from deepspeed_c.inject.kernels import kernels_as_asked
@@ -150,7 +152,13 @@ def initialize(
 
     scheduler = _build_scheduler(settings, lr_scheduler, base)
     engine = (DeepSpeedEngine if pipeline is None else PipelineEngine)(
-        model, settings, mesh, precision, device, zero_optimizer, scheduler, layout, mpu, training_data, collate_fn
+        model,
+        settings,
+        mesh,
+        precision,
+        device,
+        layout,
+        Training(zero_optimizer, scheduler, training_data, collate_fn, mpu),
     )
     face = None if zero_optimizer is None else zero_optimizer.face
     return engine, face, engine.training_dataloader, scheduler

@@ -14,6 +14,7 @@ from deepspeed_c.comm.mesh import DATA, WITHIN_STAGE, Mesh
 from deepspeed_c.config import Config
 from deepspeed_c.data.loader import RepeatingLoader
 from deepspeed_c.engine.engine import DeepSpeedEngine
+from deepspeed_c.engine.training import TrainingHost
 from deepspeed_c.errors import BackwardError, ConfigError, FeatureError, ModelError, RankMismatchError, StateError
 from deepspeed_c.pipe import PipelineModule
 from deepspeed_c.pipe.link import Link, LocalLink, RemoteLink
@@ -106,7 +107,7 @@ def _most_in_flight(actions: list[tuple[int, int, int]]) -> int:
     return most
 
 
-class PipelineEngine(DeepSpeedEngine):
+class PipelineEngine(TrainingHost):
     """Trains a ``PipelineModule``: ``train_batch`` takes as many micro-batches as ``gradient_accumulation_steps`` says
     through all stages, then updates the weights. All ranks call it together.
 
@@ -221,7 +222,7 @@ class PipelineEngine(DeepSpeedEngine):
             raise
         for loss in results.values():
             total += loss.double().cpu()
-        DeepSpeedEngine.step(self)
+        self._update(self._optimizer)
         self.loss = self._mean(float(total) / n)
         return self.loss
 
@@ -405,6 +406,10 @@ class PipelineEngine(DeepSpeedEngine):
 
     def step(self, *args: Any, **kwargs: Any) -> NoReturn:
         _refuse("step")
+
+
+# By DeepSpeed's classes a pipeline's engine is one of these, and callers ask.
+DeepSpeedEngine.register(PipelineEngine)
 
 
 def _refuse_whole(what: str) -> NoReturn:

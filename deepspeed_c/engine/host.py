@@ -1,0 +1,341 @@
+"""What holds a user's model: its module and mesh, what has been changed in it, its sharded weights, and how they come in
+and go out. It trains nothing; engines that do extend it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABCMeta
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from typing_extensions import Self
+
+from deepspeed_c.accelerator import get_accelerator
+from deepspeed_c.checkpointing.blocks import Blocks
+from deepspeed_c.checkpointing.recomputer import parked
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.comm.mesh import DATA, WITHIN_STAGE, Mesh
+from deepspeed_c.config import Config
+from deepspeed_c.engine.getters import ABSENT_METHODS, ConfigGetters
+from deepspeed_c.engine.parts import take_parts
+from deepspeed_c.engine.precision import Precision
+from deepspeed_c.engine.weights import check_weights, consolidate, load_custom, load_weights
+from deepspeed_c.env import read_env
+from deepspeed_c.errors import FeatureError, MissingNameError, StateError
+from deepspeed_c.sequence.adopt import SharedAttention, take_over_attention
+from deepspeed_c.sequence.tiles_auto import TiledModel, tile_model
+from deepspeed_c.zero.layout.layout import Layout
+from deepspeed_c.zero.weights.fetch import Fetcher
+from deepspeed_c.zero.weights.gather_unit import PlacedShard
+from deepspeed_c.zero.weights.hooks import ModuleHooks
+from deepspeed_c.zero.weights.param import state_of
+
+__all__ = ["ModelHost", "take_from_others"]
+
+# For one that is made over a model of theirs.
+_open_hosts: weakref.WeakSet[ModelHost] = weakref.WeakSet()
+
+
+def take_from_others(model: torch.nn.Module) -> None:
+    """Ends other hosts' hold on a model that is about to get a new one: on its sharded parameters, and on any model all
+    of whose trained parameters are among its own.
+
+    A host that trains nothing goes on to work: its forward runs the module, which the new one's hooks serve.
+    """
+    params = set(model.parameters())
+    fetchers = {id(state.fetcher) for p in params if isinstance(state := state_of(p), PlacedShard)}
+    for host in list(_open_hosts):
+        trained = host._trained_params()
+        if id(host._fetcher) in fetchers or (trained and params.issuperset(trained)):
+            host._hand_over()
+
+
+class ModelHost(ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
+    """A model on its ranks, ready to run. ``module`` is the model; its parameters stay the same objects.
+
+    Attributes of the module are its host's too. A constructor of an engine ends with ``_open``.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, config: Config, mesh: Mesh, precision: Precision, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.module = model
+        comm = mesh.comm
+        self._config, self._mesh, self._comm, self._precision, self.device = config, mesh, comm, precision, device
+        self.config = config.as_dict()
+        self.global_rank, self.world_size = comm.global_rank, comm.world_size
+        self.dp_world_size, self.mp_world_size = mesh.size(*DATA), mesh.size("tp")
+        self.local_rank = read_env().local_rank
+        self._layout = Layout([], [], None)
+        self._is_compiled = False
+        self._is_closed = False
+        self._is_generating = False
+        self._blocks: Blocks | None = None
+        self._attention: SharedAttention | None = None
+        self._tiles: TiledModel | None = None
+
+    def _open(self, layout: Layout) -> None:
+        """Changes the module as the configuration says, and takes over the units that hold its parameters."""
+        config, mesh = self._config, self._mesh
+        try:
+            self._attention = take_over_attention(
+                self.module,
+                mesh,
+                config.sequence_parallel,
+                ranks_of_host=read_env().local_world_size or mesh.comm.world_size,
+            )
+            if config.sequence_parallel.tiles == "auto":
+                self._tiles = tile_model(self.module, mesh.size("tp"))
+            self._blocks = Blocks(
+                self.module,
+                parked(config.activation_checkpointing, wanted=config.sequence_parallel.offload_activations),
+                mesh.along("tp"),
+                has_sharded=bool(layout.fetcher),
+                aio=config.aio,
+                ranks=self._comm,
+                peers=self._recomputing_peers(layout),
+                stages=self._stage_names(),
+                is_first=not any(mesh.index(axis) for axis in WITHIN_STAGE),
+            )
+            self._adopt(layout)
+        except BaseException:
+            self._unwrap()
+            raise
+
+    def _adopt(self, layout: Layout) -> None:
+        """Ties the units of a layout, and the hooks that gather their weights, to this host."""
+        self._layout = layout
+        if self._fetcher is not None:
+            ModuleHooks([self.module], self._fetcher, self._name_of_pass)
+        _open_hosts.add(self)
+
+    def _trained_params(self) -> list[torch.nn.Parameter]:
+        return []
+
+    def _stage_names(self) -> list[str]:
+        """Of what a forward of this rank may be: of the whole model."""
+        return [""]
+
+    def _recomputing_peers(self, layout: Layout) -> Collectives | None:
+        """The ranks that have to run the same layers again, since these send something; None: each as it likes.
+
+        Parts of sequences are exchanged by collectives that look like the caller's own, along any axis.
+        """
+        if self._config.activation_checkpointing.budget is None:
+            return None
+        if layout.fetcher or self._mesh.size("sp") > 1:
+            return self._comm
+        return self._mesh.along("tp") if self._mesh.size("tp") > 1 else None
+
+    def _hand_over(self) -> None:
+        """The model gets another host. This one still runs the module."""
+        self._unwrap()
+        self._release()
+
+    def _release(self) -> None:
+        """Takes hooks and buffers away; the parameters stay, sharded ones on their own."""
+        if self._fetcher is not None:
+            if self._fetcher.hooks is not None:
+                self._fetcher.hooks.remove()
+            self._fetcher.close()
+        for unit in (*self._layout.trained, *self._layout.frozen):
+            unit.release()
+        self._layout = Layout([], [], None)
+
+    def describe(self) -> str:
+        """The resolved configuration, and how this rank's states are laid out (``dump_state`` logs it)."""
+        lines = [self._config.table(), f"mesh: {self._mesh}"]
+        for i, unit in enumerate((*self._layout.trained, *self._layout.frozen)):
+            what = "frozen" if unit in self._layout.frozen else f"group {unit.group}"
+            lines.append(f"unit {i}: {what}, {unit.describe()}")
+        return "\n".join(lines)
+
+    @property
+    def _fetcher(self) -> Fetcher | None:
+        return self._layout.fetcher
+
+    @property
+    def _shards_parameters(self) -> bool:
+        return self._fetcher is not None and bool(self._fetcher.groups)
+
+    def _name_of_pass(self) -> str:
+        if torch.is_grad_enabled():
+            return "train"
+        return "generate" if self._is_generating else "eval"
+
+    def module_state_dict(
+        self, destination=None, prefix: str = "", keep_vars: bool = False, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Any]:
+        """The module's state dict: whole tensors in the dtype that is trained in.
+
+        Where parameters are sharded, or cut over tensor-parallel ranks, it is collective and puts the whole model
+        into the host memory of every rank; ``save_16bit_model`` and ``_zero3_consolidated_16bit_state_dict`` do with
+        less.
+        """
+        if self._shards_parameters or self.mp_world_size > 1:
+            state = consolidate(
+                self.module, self._fetcher, self._mesh, exclude_frozen=exclude_frozen_parameters, on_all_ranks=True
+            )
+            named = {prefix + name: value for name, value in state.items()}
+            if destination is not None:
+                destination.update(named)
+            return named if destination is None else destination
+        state = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if exclude_frozen_parameters:
+            for name, p in self.module.named_parameters():
+                if not p.requires_grad:
+                    state.pop(prefix + name, None)
+        return state
+
+    def load_module_state_dict(
+        self,
+        checkpoint: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False,
+        z3_params_to_fetch: Any = None,
+        allowed_missing_keys: Any = None,
+    ) -> None:
+        """Loads weights into the module, on every rank alike.
+
+        Where it is trained, the fp32 masters are taken anew from them, and an accumulation window begins.
+
+        checkpoint: a state dict, or a dict that holds one under "module". fetch_z3_params, z3_params_to_fetch:
+        accepted; sharded parameters are loaded in any case. Raises FeatureError for allowed_missing_keys, which belong
+        to expert parallelism.
+        """
+        self._require_open()
+        if allowed_missing_keys is not None:
+            raise FeatureError(
+                "missing keys cannot be allowed one by one",
+                where="load_module_state_dict(allowed_missing_keys=...)",
+                fix="pass strict=False",
+            )
+        weights = checkpoint["module"] if isinstance(checkpoint.get("module"), Mapping) else checkpoint
+        weights = take_parts(self.module, weights)
+        if custom_load_fn is None and self._shards_parameters:
+            check_weights(self.module, weights, strict)
+        self._begin_load()
+        if custom_load_fn is not None:
+            load_custom(self.module, custom_load_fn, weights)
+        elif self._shards_parameters:
+            self._fetcher.begin_writes()
+            load_weights(self.module, weights)
+        else:
+            self.module.load_state_dict(weights, strict=strict)
+        self._take_weights()
+
+    def _begin_load(self) -> None:
+        """Other weights are about to be written to the module."""
+
+    def _take_weights(self) -> None:
+        """The module's weights are others now."""
+        if self._fetcher is not None:
+            self._fetcher.weights_changed()
+
+    def empty_partition_cache(self) -> None:
+        """Releases gathered weights that are kept for their next use, and returns the memory to the system. Not within
+        a forward or backward pass."""
+        self._require_open()
+        if self._fetcher is not None:
+            if self._fetcher.is_active:
+                raise StateError(
+                    "called within a forward or backward pass",
+                    where="empty_partition_cache",
+                    fix="call it between two of them",
+                )
+            self._fetcher.abort()
+            self._fetcher.pool.clear()
+        get_accelerator().empty_cache()
+
+    def compile(
+        self,
+        backend: str = "inductor",
+        compile_kwargs: dict[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compiles the module in place with ``torch.compile``. Raises FeatureError for DeepCompile's schedule and for
+        compiled autograd."""
+        unsupported = {"schedule": schedule, "compiled_autograd_enabled": compiled_autograd_enabled}
+        wanted = [name for name, value in unsupported.items() if value]
+        if wanted:
+            raise FeatureError(
+                f"engine.compile does not take {', '.join(wanted)} yet",
+                where="compile",
+                fix="pass backend and compile_kwargs",
+            )
+        self.module.compile(backend=backend, **(compile_kwargs or {}))
+        self._is_compiled = True
+
+    @property
+    def is_compiled(self) -> bool:
+        return self._is_compiled
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None:
+                raise
+            try:
+                return getattr(module, name)
+            except AttributeError:
+                pass
+        if name in ABSENT_METHODS:
+            raise MissingNameError(
+                "is not part of this version",
+                where=f"DeepSpeedEngine.{name}",
+                fix=f"use instead: {ABSENT_METHODS[name]}",
+            )
+        raise AttributeError(f"neither the engine nor its module ({type(module).__name__}) has {name!r}")
+
+    def _require_states(self, what: str) -> None:
+        """Raises StateError, for the verb ``what``, while weights or states are away or half loaded."""
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise StateError(
+                "the engine is closed",
+                where="DeepSpeedEngine",
+                fix="make a new one with deepspeed_c.initialize (transformers and accelerate: a new Trainer, a new prepare)",
+            )
+
+    def close(self) -> None:
+        """Removes hooks and frees buffers and optimizer state. May be called twice.
+
+        The module keeps its weights and works on its own. What stage 3 has sharded stays sharded, as under
+        ``zero.Init``: no rank could be sure to hold all of it; ``zero.GatheredParameters`` and another ``initialize``
+        take it from there.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._end()
+
+    def destroy(self) -> None:
+        """As ``close``."""
+        self.close()
+
+    def _unwrap(self) -> None:
+        if self._attention is not None:
+            self._attention.close()
+        if self._tiles is not None:
+            self._tiles.close()
+        if self._blocks is not None:
+            self._blocks.close()
+
+    def _end(self) -> None:
+        self._unwrap()
+        self._release()
+        self._mesh.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,550 @@
+"""A model that is trained: its host with an optimizer, the state that a run goes on from, checkpoints, data and schedule.
+How micro-batches go through it is an engine's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+
+from deepspeed_c.checkpoint.native.background import Save
+from deepspeed_c.comm.mesh import Mesh
+from deepspeed_c.config import Config
+from deepspeed_c.data.loader import DeepSpeedDataLoader
+from deepspeed_c.engine.checkpoint.checkpoints import Checkpoints
+from deepspeed_c.engine.host import ModelHost
+from deepspeed_c.engine.inputs import InputCheck
+from deepspeed_c.engine.offload import OffloadDeviceEnum, OffloadedStates, OffloadStateTypeEnum
+from deepspeed_c.engine.precision import Precision
+from deepspeed_c.engine.preemption import Preemption
+from deepspeed_c.engine.reductions import Reductions
+from deepspeed_c.engine.shard import shard_model, take_cores_back
+from deepspeed_c.engine.state import TrainState
+from deepspeed_c.engine.trainable import assign_groups, match_names, put_states, take_states
+from deepspeed_c.engine.zero_grad import follow_zero_grad
+from deepspeed_c.errors import BatchSizeError, StateError
+from deepspeed_c.logging import log_dist, logger
+from deepspeed_c.profile.timers import EngineTimers, ThroughputTimer, see_memory_usage
+from deepspeed_c.zero.gradients.drift import DriftFound
+from deepspeed_c.zero.layout.layout import Layout
+from deepspeed_c.zero.states.access import attach, detach
+from deepspeed_c.zero.states.optimizer import DeepSpeedOptimizer, ZeroOptimizer
+from deepspeed_c.zero.weights.hooks import ModuleHooks
+
+__all__ = ["Training", "TrainingHost"]
+
+
+def _of(part: str, name: str) -> property:
+    """An attribute of the engine that a part of it holds; callers may set it."""
+    return property(
+        lambda self: getattr(getattr(self, part), name),
+        lambda self, value: setattr(getattr(self, part), name, value),
+    )
+
+
+class Training(NamedTuple):
+    """What a model is trained with. Without an optimizer it is only evaluated."""
+
+    optimizer: ZeroOptimizer | None = None
+    lr_scheduler: Any = None
+    data: Any = None
+    collate_fn: Any = None
+    mpu: Any = None
+
+
+class TrainingHost(Reductions, ModelHost):
+    """The part of an engine that does not depend on how micro-batches go through the model."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        config: Config,
+        mesh: Mesh,
+        precision: Precision,
+        device: torch.device,
+        layout: Layout,
+        training: Training,
+    ) -> None:
+        super().__init__(model, config, mesh, precision, device)
+        self.mpu = training.mpu
+        self._state = TrainState(config, mesh, precision, device, training.optimizer, training.lr_scheduler)
+        self._window, self._passes = self._state.window, self._state.passes
+        if training.data is not None:
+            self.training_dataloader = self.deepspeed_io(training.data, collate_fn=training.collate_fn)
+        self._inputs = InputCheck(mesh, device)
+        self._step_applied = False
+        self._stop_following: Callable[[], None] = lambda: None
+        self.timers = EngineTimers(
+            enabled=config.wall_clock_breakdown,
+            throughput=config.timers.throughput.enabled,
+            batch_size=config.batch.train_batch_size,
+            device=device,
+        )
+        self._tput_timer: ThroughputTimer | None = None
+        self._checkpoints = Checkpoints(self._state)
+        self._preemption = Preemption(config.checkpoint.preemption, can_step=training.optimizer is not None)
+        self._open(layout)
+        if config.dump_state:
+            log_dist("state of the engine:\n" + self.describe(), ranks=[0])
+
+    global_steps = _of("_state", "global_steps")
+    global_samples = _of("_state", "global_samples")
+    micro_steps = _of("_window", "micro_steps")
+    skipped_steps = _of("_state", "skipped_steps")
+    lr_scheduler = _of("_state", "lr_scheduler")
+    training_dataloader = _of("_state", "training_dataloader")
+
+    def _open(self, layout: Layout) -> None:
+        try:
+            super()._open(layout)
+        except BaseException:
+            self._preemption.close()
+            raise
+
+    def _adopt(self, layout: Layout) -> None:
+        self._state.lay_out(layout)
+        optimizer = self._optimizer
+        self._offloaded = OffloadedStates(layout, optimizer, self._config, self._comm)
+        if optimizer is not None:
+            attached = []
+            try:
+                for slot in optimizer.reducer.slots:
+                    attach(optimizer, slot)
+                    attached.append(slot)
+            except StateError:
+                for slot in attached:
+                    detach(slot)
+                raise
+            self._stop_following = follow_zero_grad(self.module, self._drop_gradients)
+            optimizer.lend(
+                self,
+                wants_stop=self._preemption.is_requested,
+                begin_window=self._state.begin_window,
+                hash_of_inputs=self._inputs.hash_of_window,
+            )
+        super()._adopt(layout)
+
+    def _trained_params(self) -> list[torch.nn.Parameter]:
+        return [] if self._optimizer is None else [slot.param for slot in self._optimizer.reducer.slots]
+
+    def _hand_over(self) -> None:
+        if self._optimizer is None:
+            super()._hand_over()
+            return
+        logger.warning(
+            "rank %d: the model of an engine that trains it is given to another one; the first is closed, its optimizer states are dropped",
+            self.global_rank,
+        )
+        self.close()
+
+    def _release(self) -> None:
+        if self._optimizer is not None:
+            self._stop_following()
+            for slot in self._optimizer.reducer.slots:
+                detach(slot)
+            self._optimizer.reducer.close()
+        super()._release()
+        self._state.lay_out(self._layout)
+
+    def _drop_gradients(self, params: list[torch.nn.Parameter]) -> None:
+        """``zero_grad()`` of the model, or of a module in it."""
+        self._optimizer.drop_gradients(params)
+
+    @property
+    def _optimizer(self) -> ZeroOptimizer | None:
+        return self._state.optimizer
+
+    @property
+    def optimizer(self) -> DeepSpeedOptimizer | torch.optim.Optimizer | ModuleHooks | None:
+        """What ``initialize`` has returned as the optimizer: at stage 0 in fp32 the caller's (or the configured one)
+        itself. In an engine without one, what hooks the module at stage 3, and None below: DeepSpeed has it so, and
+        trl reaches a teacher's hooks through it.
+        """
+        if self._optimizer is not None:
+            return self._optimizer.face
+        return None if self._fetcher is None else self._fetcher.hooks
+
+    @property
+    def basic_optimizer(self) -> torch.optim.Optimizer | None:
+        """The caller's optimizer, or the one that the configuration names."""
+        return None if self._optimizer is None else self._optimizer.optimizer
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Changes the global batch by changing the accumulation steps; the micro-batch stays."""
+        per_step = self.train_micro_batch_size_per_gpu() * self.dp_world_size
+        if train_batch_size <= 0 or train_batch_size % per_step:
+            raise BatchSizeError(
+                f"{train_batch_size} is not a multiple of micro-batch x ranks = "
+                f"{self.train_micro_batch_size_per_gpu()} x {self.dp_world_size}",
+                where="set_train_batch_size",
+                fix=f"choose a multiple of {per_step}",
+            )
+        self._require_window_start("set_train_batch_size")
+        self._window.resize(train_batch_size=train_batch_size, accumulation_steps=train_batch_size // per_step)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Changes the micro-batch; the accumulation steps stay, the global batch follows."""
+        if micro_batch_size <= 0:
+            raise BatchSizeError(
+                f"{micro_batch_size} is not positive", where="set_train_micro_batch_size", fix="choose at least 1"
+            )
+        self._require_window_start("set_train_micro_batch_size")
+        gas = self.gradient_accumulation_steps()
+        per_step = micro_batch_size * self.dp_world_size
+        self._window.resize(train_batch_size=per_step * gas, micro_batch_size=micro_batch_size)
+
+    def _require_window_start(self, what: str) -> None:
+        if self._state.is_within_window:
+            raise StateError(
+                "called within an accumulation window", where=what, fix="call it right after a step that updates"
+            )
+
+    def train_batch_size(self) -> int:
+        return self._window.batch.train_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self._window.batch.micro_batch_size
+
+    def gradient_accumulation_steps(self) -> int:
+        return self._window.batch.accumulation_steps
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next ``step()`` will update the weights."""
+        return self._window.is_boundary()
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Takes the decision from the engine: until the next call, every ``step()`` is, or is not, a boundary."""
+        self._window.steer(is_boundary)
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """(global batch, micro-batch per rank, accumulation steps)"""
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+
+    def _report(self) -> None:
+        # Phases that somebody asked to have timed are told even where no interval was given.
+        every = self._config.steps_per_print or (1 if self._config.wall_clock_breakdown else float("inf"))
+        if every != float("inf") and self.global_steps % int(every) == 0:
+            log_dist(
+                f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}"
+                + self.timers.report(),
+                ranks=[0],
+            )
+            if self._blocks is not None and (profile := self._blocks.profile(self.global_steps, self.global_rank)):
+                log_dist(profile, ranks=[0])
+        if self._config.memory_breakdown:
+            see_memory_usage("after step", force=True)
+
+    def was_step_applied(self) -> bool:
+        """Whether the last ``step()`` updated the weights."""
+        return self._step_applied
+
+    def get_global_grad_norm(self) -> float | None:
+        """L2 norm of the last step's averaged, unscaled gradients before clipping; None before the first step."""
+        return None if self._optimizer is None else self._optimizer.get_global_grad_norm()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops what has gathered in the present window, which starts over."""
+        self._state.begin_window()
+        super().zero_grad(set_to_none)
+
+    def get_lr(self) -> list[float]:
+        return [group["lr"] for group in self._require_optimizer("get_lr").hyper_parameters]
+
+    def get_mom(self) -> list[Any]:
+        """Each group's betas, or its momentum."""
+        groups = self._require_optimizer("get_mom").hyper_parameters
+        return [group.get("betas", group.get("momentum")) for group in groups]
+
+    def get_type(self) -> list[Any]:
+        """Each group's "type" (pipeline code tells the parts of a model apart by it); None where it has none."""
+        return [group.get("type") for group in self._require_optimizer("get_type").hyper_parameters]
+
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        """{phase: ms a step} since the last report; empty without ``wall_clock_breakdown``."""
+        return self.timers.phases_ms()
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Any = None,
+        num_local_io_workers: int | None = None,
+    ) -> DeepSpeedDataLoader:
+        """A loader that gives this rank its share of ``dataset`` in micro-batches (``route`` "train" shuffles, "eval"
+        and "predict" keep the order)."""
+        return DeepSpeedDataLoader.for_engine(
+            dataset,
+            batch_size=batch_size or self.train_micro_batch_size_per_gpu(),
+            comm=self._mesh.data,
+            route=route,
+            pin_memory=pin_memory and self.device.type != "cpu",
+            data_sampler=data_sampler,
+            collate_fn=collate_fn,
+            num_local_io_workers=num_local_io_workers,
+            drop_last=self._config.dataloader_drop_last,
+            seed=self._config.seed,
+        )
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] = MappingProxyType({}),
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        *,
+        is_async: bool | None = None,
+    ) -> Save | bool:
+        """Saves everything that training goes on from, so that any number of ranks at any stage can load it.
+        Collective.
+
+        Args:
+            save_dir: folder of all checkpoints; this one is ``save_dir/tag``. On a file system that all ranks share.
+            tag: default ``global_step<n>``; a tag that exists is replaced at one instant.
+            client_state: the caller's own, given back by ``load_checkpoint``: numbers, text, tensors, numpy arrays,
+            containers of them; rank 0's counts. save_latest: make it the one that is loaded when no tag is named.
+            exclude_frozen_parameters: leave the weights of frozen parameters out (with LoRA: of the base model).
+            is_async: return when the state has been copied to host memory, and write it meanwhile; default: the key
+            ``checkpoint.async``.
+
+        Returns True when it is durable; if it was asked for asynchronously, an object that is true and has ``wait()``,
+        which raises what went wrong (the next call on this engine that saves, loads or closes does, too): also where
+        it is durable already, because states on NVMe, and those of 8 bits, are written before the call returns. Raises
+        CheckpointError on all ranks alike when it cannot be written: the checkpoints before it are untouched then.
+        """
+        self._require_open()
+        self._require_states("save_checkpoint")
+        return self._checkpoints.save(
+            self.module, save_dir, tag, client_state, save_latest, exclude_frozen_parameters, is_async
+        )
+
+    def wait_checkpoint(self) -> None:
+        """Returns when no save is under way. Raises CheckpointError if the last one failed."""
+        self._require_open()
+        self._checkpoints.wait()
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Goes on from a checkpoint of ours or of another's, saved by any number of ranks at any stage. Collective.
+
+        An accumulation window begins, whatever is loaded: gradients that have gathered since the last step were those
+        of other weights, and are dropped. The counts of steps, samples and skipped steps are those of the run that
+        saved, but with ``load_module_only`` this run's; ``micro_steps`` stands at the beginning of a window. Who
+        steers windows by ``set_gradient_accumulation_boundary`` goes on to do so.
+
+        Args:
+            load_dir: what ``save_checkpoint`` was given, here or in DeepSpeed (its engine's files or its universal
+            format); or the folder of one tag of those; or a
+                folder of ``torch.distributed.checkpoint``; or, with ``load_module_only=True``, a Hugging Face folder
+                of safetensors or one ``.safetensors`` file.
+            tag: default: what the file ``latest`` names; where that one is broken, the newest complete one before it
+            is loaded, and the log says why. load_module_strict: names that the checkpoint lacks or has in excess are
+            an error. load_optimizer_states: moments, step counts, hyper-parameters of the groups, loss scale,
+            random-number generators, and the place in the data. load_lr_scheduler_states: the schedule.
+            load_module_only: weights (and master weights) and nothing else.
+            custom_load_fn: called as ``custom_load_fn(src=state_dict, dst=module)`` with whole weights instead of
+            loading them here.
+
+        Returns (path, client_state), or (None, None) where there is no checkpoint. Raises on all ranks alike:
+        StateError for one that does not fit this model or optimizer, nothing being changed then, nor what has gathered
+        dropped; CheckpointError for one that is broken, or whose schedule is none of the engine's (the message names
+        what, and why).
+        """
+        self._require_open()
+        if self._offloaded.kinds:
+            self._reload(non_blocking=False)
+        return self._checkpoints.load(
+            self.module,
+            load_dir,
+            tag,
+            strict=load_module_strict,
+            load_optimizer=load_optimizer_states,
+            load_scheduler=load_lr_scheduler_states,
+            module_only=load_module_only,
+            custom_load_fn=custom_load_fn,
+        )
+
+    def set_trainable(self, names: Iterable[str], keep_state: bool = True) -> list[str]:
+        """From now on exactly the parameters that ``names`` give are trained; all others are frozen. Returns the names
+        of the trained ones.
+
+        names: full parameter names or shell patterns ("layers.*.bias"), each of which must fit a parameter.
+        Collective, between two accumulation windows; the optimizer object stays the same. keep_state: a frozen
+        parameter's master weight and optimizer state wait (in this rank's memory) for the day it is trained again;
+        otherwise they are dropped. A parameter that was never trained joins the first group (with Muon, the group for
+        its shape).
+        """
+        optimizer = self._require_optimizer("set_trainable")
+        self._require_window_start("set_trainable")
+        self._require_states("set_trainable")
+        chosen = match_names(self.module, names)
+        kept, groups = take_states(optimizer, self._state.dormant)
+        self._release()
+        for name, param in self.module.named_parameters():
+            param.requires_grad_(name in chosen)
+        assign_groups(self.module, optimizer.optimizer, groups)
+        base = optimizer.optimizer
+        _, layout = shard_model(self.module, base, self._config, self._precision, self._mesh, optimizer)
+        take_cores_back(self._config)  # what the layout that goes has left
+        self._adopt(layout)
+        put_states(optimizer, kept)
+        self._state.keep_dormant({p: state for p, state in kept.items() if keep_state and not p.requires_grad})
+        if self._fetcher is not None:
+            self._fetcher.weights_changed()
+        return sorted(chosen)
+
+    def offload_states(
+        self,
+        include: Container[OffloadStateTypeEnum] | None = None,
+        device: OffloadDeviceEnum = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Moves states (all kinds, or those in ``include``) out of memory until ``reload_states``; the engine cannot
+        run or save meanwhile.
+
+        device: "cpu": from the accelerator's memory to the host's. "nvme": to a file without a name under
+        ``offload_optimizer.nvme_path`` (or ``offload_param``'s), whose space is free again after ``reload_states`` or
+        ``destroy``; collective then, and with ``comm.zero_copy_gather``. What lives on NVMe anyway, or in host memory
+        with "cpu", stays where it is.
+        pin_memory: of host memory beside an accelerator. At every stage; weights that are whole on each rank stay.
+
+        Raises StateError within an accumulation window; with "nvme", on all ranks alike and with everything still in
+        memory, ConfigError where one has no folder or too little room there, and OffloadError where one cannot write.
+        """
+        self._require_open()
+        self._require_window_start("offload_states")
+        if self._fetcher is not None:
+            self._fetcher.abort()
+            self._fetcher.begin_writes()
+        self._offloaded.offload(include, device, pin_memory, non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Brings back what ``offload_states`` moved out; collective where that is on NVMe, and with
+        ``comm.zero_copy_gather``.
+
+        Raises OffloadError on all ranks where one cannot read back what was written; it may be called again.
+        """
+        self._require_open()
+        self._reload(non_blocking)
+
+    def _reload(self, non_blocking: bool) -> None:
+        self._offloaded.reload(non_blocking)
+        if self._fetcher is not None:
+            self._fetcher.weights_changed()
+
+    def _begin_load(self) -> None:
+        self._state.begin_window()
+
+    def _take_weights(self) -> None:
+        self._state.take_weights(has_masters=False)
+
+    def _require_states(self, what: str) -> None:
+        if self._checkpoints.is_half_loaded:
+            raise StateError(
+                "a checkpoint could not be read to its end and has overwritten a part of the weights or states",
+                where=f"engine.{what}",
+                fix="load another checkpoint with engine.load_checkpoint(), and its optimizer states if those were being loaded",
+            )
+        if self._offloaded.kinds:
+            raise StateError(
+                f"{', '.join(sorted(kind.value for kind in self._offloaded.kinds))} have been offloaded",
+                where=f"engine.{what}",
+                fix="call engine.reload_states() first",
+            )
+
+    def _require_optimizer(self, what: str) -> ZeroOptimizer:
+        self._require_open()
+        if self._optimizer is None:
+            raise StateError(
+                "this engine only evaluates: it was made without an optimizer",
+                where=f"engine.{what}",
+                fix="pass an optimizer, or an optimizer section in the configuration, to deepspeed_c.initialize",
+            )
+        return self._optimizer
+
+    @property
+    def tput_timer(self) -> ThroughputTimer:
+        """Samples per second from each training forward to the end of its step. It runs from when it is first asked
+        for, since the configuration may have it wait for the device at each reading
+        (``timers.throughput.synchronized``)."""
+        if self._tput_timer is None:
+            steps = self._config.steps_per_print
+            self._tput_timer = ThroughputTimer(
+                self._config.timers.throughput,
+                batch_size=self.train_batch_size(),
+                steps_per_output=None if steps in (None, float("inf")) else int(steps),
+                global_step_count=self.global_steps,
+            )
+        return self._tput_timer
+
+    def _stop_tput_timer(self, *, is_step: bool) -> None:
+        if self._tput_timer is not None:
+            self._tput_timer.stop(global_step=is_step, report_speed=self.global_rank == 0)
+
+    def _complete_window(self, optimizer: ZeroOptimizer) -> None:
+        """What is left to do before the step. Raises where the window's losses do not fit together."""
+
+    def _update(self, optimizer: ZeroOptimizer, lr_kwargs: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """Ends an accumulation window: reduces what is left, clips, updates the weights, advances the schedule."""
+        self._step_applied = False
+        if self._config.memory_breakdown:
+            see_memory_usage("before step", force=True)
+        self._mesh.enter_phase("step")
+        self._complete_window(optimizer)
+        try:
+            with self.timers.measure("step"):
+                optimizer.step()
+        except DriftFound as drift:
+            raise self._inputs.cause_of(drift) from drift
+        finally:
+            self._step_applied = not optimizer.overflow
+            self._state.end_window(is_skipped=optimizer.overflow)
+            self._mesh.enter_phase("")
+        if self._step_applied and self.lr_scheduler is not None:
+            # torch's schedules warn of a wrong order unless they have seen the step of their optimizer, which a fused
+            # one does in another method.
+            optimizer.optimizer._opt_called = True
+            self.lr_scheduler.step(**lr_kwargs)
+        self.timers.end_step(self.global_steps)
+        self._stop_tput_timer(is_step=True)
+        self._report()
+        if optimizer.is_stopping:
+            self._preemption.end_run(self, self._checkpoints.last_dir, self._comm)
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._preemption.close()
+        super().close()
+
+    def _end(self) -> None:
+        try:
+            self._checkpoints.close()
+        finally:
+            self._end_training()
+
+    def _end_training(self) -> None:
+        self._unwrap()
+        try:
+            self._offloaded.close()
+        finally:
+            self._release()
+            if self._optimizer is not None:
+                self._optimizer.close()
+                take_cores_back(self._config)
+            self._state.close()
+            self._mesh.close()
