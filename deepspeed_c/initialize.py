@@ -18,6 +18,7 @@ from deepspeed_c.config import Config, load_config, sequence_parallel_size, tens
 from deepspeed_c.data.loader import DeepSpeedDataLoader
 from deepspeed_c.engine.build import OptimizerFactory, build_optimizer
 from deepspeed_c.engine.consistency import broadcast_model, check_same_model, check_same_text
+from deepspeed_c.engine.edits import EditContext, Edits
 from deepspeed_c.engine.engine import DeepSpeedEngine
 from deepspeed_c.engine.host import take_from_others
 from deepspeed_c.engine.pipeline import PipelineEngine, check_pipeline, connect_pipeline
@@ -25,12 +26,9 @@ from deepspeed_c.engine.precision import Precision
 from deepspeed_c.engine.shard import lay_out_untrained, shard_model
 from deepspeed_c.engine.training import Training
 from deepspeed_c.errors import CommError, ConfigError, ModelError
-from deepspeed_c.inject import cut_model
-from deepspeed_c.inject.kernels import kernels_as_asked
 from deepspeed_c.logging import log_dist, set_level
 from deepspeed_c.pipe import PipelineModule
 from deepspeed_c.utils import groups
-from deepspeed_c.zero.layout.cuts import check_cuts, cut_of, read_marks, take_sums_over
 from deepspeed_c.zero.layout.layout import Layout, gather_for_good, mesh_of_config
 from deepspeed_c.zero.layout.stages import STAGES
 from deepspeed_c.zero.states.optimizer import DeepSpeedOptimizer
@@ -131,35 +129,35 @@ def initialize(
     if not sharding.parameters:
         gather_for_good(model)
     _bring_model(model, device, settings)
-    with kernels_as_asked(model, settings.tensor_parallel) as kernels:
-        if kernels is not None:
-            log_dist(f"kernels:\n{kernels}", ranks=[0])
-        _cut_model(model, settings, mesh)
-    broadcast_model(model, mesh, device)
+    edits = Edits(model)
+    with edits.undone_on_error():
+        edits.make(EditContext(settings, mesh))
+        broadcast_model(model, mesh, device)
 
-    precision = Precision(settings, model, mesh.size("sp"))
-    base = build_optimizer(settings, model, optimizer, model_parameters)
-    zero_optimizer, layout = None, Layout([], [], None)
-    if base is not None:
-        zero_optimizer, layout = shard_model(model, base, settings, precision, mesh)
-    elif sharding.parameters:
-        layout = lay_out_untrained(model, settings, precision, mesh)
-    placed = {id(slot.param) for unit in (*layout.trained, *layout.frozen) for slot in unit.slots}
-    model.to(device)  # what no unit holds
-    precision.cast_frozen(model, placed)
-    # The weights as they were given are gone now; the allocator may keep their memory unless it is told to return it.
-    get_accelerator().empty_cache()
+        precision = Precision(settings, model, mesh.size("sp"))
+        base = build_optimizer(settings, model, optimizer, model_parameters)
+        zero_optimizer, layout = None, Layout([], [], None)
+        if base is not None:
+            zero_optimizer, layout = shard_model(model, base, settings, precision, mesh)
+        elif sharding.parameters:
+            layout = lay_out_untrained(model, settings, precision, mesh)
+        placed = {id(slot.param) for unit in (*layout.trained, *layout.frozen) for slot in unit.slots}
+        model.to(device)  # what no unit holds
+        precision.cast_frozen(model, placed)
+        # The weights as they were given are gone now; the allocator may keep their memory unless it is asked for it.
+        get_accelerator().empty_cache()
 
-    scheduler = _build_scheduler(settings, lr_scheduler, base)
-    engine = (DeepSpeedEngine if pipeline is None else PipelineEngine)(
-        model,
-        settings,
-        mesh,
-        precision,
-        device,
-        layout,
-        Training(zero_optimizer, scheduler, training_data, collate_fn, mpu),
-    )
+        scheduler = _build_scheduler(settings, lr_scheduler, base)
+        engine = (DeepSpeedEngine if pipeline is None else PipelineEngine)(
+            model,
+            settings,
+            mesh,
+            precision,
+            device,
+            edits,
+            layout,
+            Training(zero_optimizer, scheduler, training_data, collate_fn, mpu),
+        )
     face = None if zero_optimizer is None else zero_optimizer.face
     return engine, face, engine.training_dataloader, scheduler
 
@@ -232,19 +230,6 @@ def _check_data_parallel_size(settings: Config, mesh: Mesh) -> None:
             where="data_parallel_size",
             fix=f"set it to {mesh.size(*DATA)}, or leave it out: it follows from the other",
         )
-
-
-def _cut_model(model: torch.nn.Module, config: Config, mesh: Mesh) -> None:
-    """Cuts a whole model over the tensor-parallel ranks where the configuration asks for it, and finds out how one is
-    cut that comes so."""
-    tp = mesh.along("tp")
-    check_cuts(model, tp)
-    is_cut = any(cut_of(param) is not None for param in model.parameters())
-    if max(config.tensor_parallel.autotp_size, config.tensor_parallel.tp.tp_size) > 1 and not is_cut:
-        gather_for_good(model)  # rules look at whole weights; the stage shards what is left of them
-        log_dist(f"tensor parallelism:\n{cut_model(model, config.tensor_parallel, tp)}", ranks=[0])
-    take_sums_over(model)
-    read_marks(model, tp)
 
 
 def _bring_model(model: torch.nn.Module, device: torch.device, config: Config) -> None:

@@ -14,6 +14,7 @@ import torch
 from deepspeed_c.checkpointing.rng import SEQUENCE_RNG, stream_of_rank
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.config import Config
+from deepspeed_c.engine.edits import Edits
 from deepspeed_c.engine.precision import Precision
 from deepspeed_c.engine.share import LossShare
 from deepspeed_c.engine.training import Training, TrainingHost
@@ -40,10 +41,11 @@ class DeepSpeedEngine(WholeModel, TrainingHost):
         mesh: Mesh,
         precision: Precision,
         device: torch.device,
+        edits: Edits,
         layout: Layout,
         training: Training,
     ) -> None:
-        super().__init__(model, config, mesh, precision, device, layout, training)
+        super().__init__(model, config, mesh, precision, device, edits, layout, training)
         self._share = LossShare(mesh, config.sequence_parallel.loss)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

@@ -1,5 +1,5 @@
-"""What holds a user's model: its module and mesh, what has been changed in it, its sharded weights, and how they come in
-and go out. It trains nothing; engines that do extend it.
+"""The host of a user's model: module, mesh, edits, sharded weights, and the ways of weights in and out.
+It trains nothing; engines extend it.
 """
 
 from __future__ import annotations
@@ -14,22 +14,18 @@ from typing_extensions import Self
 
 from deepspeed_c.accelerator import get_accelerator
 from deepspeed_c.checkpointing.blocks import Blocks
-from deepspeed_c.checkpointing.recomputer import parked
-from deepspeed_c.comm.collectives import Collectives
-from deepspeed_c.comm.mesh import DATA, WITHIN_STAGE, Mesh
+from deepspeed_c.comm.mesh import DATA, Mesh
 from deepspeed_c.config import Config
+from deepspeed_c.engine.edits import EditContext, Edits
 from deepspeed_c.engine.getters import ABSENT_METHODS, ConfigGetters
 from deepspeed_c.engine.parts import take_parts
 from deepspeed_c.engine.precision import Precision
 from deepspeed_c.engine.weights import check_weights, consolidate, load_custom, load_weights
 from deepspeed_c.env import read_env
 from deepspeed_c.errors import FeatureError, MissingNameError, StateError
-from deepspeed_c.sequence.adopt import SharedAttention, take_over_attention
-from deepspeed_c.sequence.tiles_auto import TiledModel, tile_model
 from deepspeed_c.zero.layout.layout import Layout
 from deepspeed_c.zero.weights.fetch import Fetcher
 from deepspeed_c.zero.weights.gather_unit import PlacedShard
-from deepspeed_c.zero.weights.hooks import ModuleHooks
 from deepspeed_c.zero.weights.param import state_of
 
 __all__ = ["ModelHost", "take_from_others"]
@@ -59,7 +55,13 @@ class ModelHost(ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
     """
 
     def __init__(
-        self, model: torch.nn.Module, config: Config, mesh: Mesh, precision: Precision, device: torch.device
+        self,
+        model: torch.nn.Module,
+        config: Config,
+        mesh: Mesh,
+        precision: Precision,
+        device: torch.device,
+        edits: Edits,
     ) -> None:
         super().__init__()
         self.module = model
@@ -73,43 +75,26 @@ class ModelHost(ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
         self._is_compiled = False
         self._is_closed = False
         self._is_generating = False
-        self._blocks: Blocks | None = None
-        self._attention: SharedAttention | None = None
-        self._tiles: TiledModel | None = None
+        self._edits = edits
 
     def _open(self, layout: Layout) -> None:
-        """Changes the module as the configuration says, and takes over the units that hold its parameters."""
-        config, mesh = self._config, self._mesh
+        """Takes over the units that hold the module's parameters, and makes the edits that need them. After an
+        exception the module is on its own again."""
+        self._layout = layout
         try:
-            self._attention = take_over_attention(
-                self.module,
-                mesh,
-                config.sequence_parallel,
-                ranks_of_host=read_env().local_world_size or mesh.comm.world_size,
-            )
-            if config.sequence_parallel.tiles == "auto":
-                self._tiles = tile_model(self.module, mesh.size("tp"))
-            self._blocks = Blocks(
-                self.module,
-                parked(config.activation_checkpointing, wanted=config.sequence_parallel.offload_activations),
-                mesh.along("tp"),
-                has_sharded=bool(layout.fetcher),
-                aio=config.aio,
-                ranks=self._comm,
-                peers=self._recomputing_peers(layout),
-                stages=self._stage_names(),
-                is_first=not any(mesh.index(axis) for axis in WITHIN_STAGE),
-            )
             self._adopt(layout)
         except BaseException:
-            self._unwrap()
+            self._edits.close()
+            self._release()
             raise
 
     def _adopt(self, layout: Layout) -> None:
         """Ties the units of a layout, and the hooks that gather their weights, to this host."""
         self._layout = layout
-        if self._fetcher is not None:
-            ModuleHooks([self.module], self._fetcher, self._name_of_pass)
+        self._edits.make(
+            EditContext(self._config, self._mesh, layout, stages=self._stage_names(), name_of_pass=self._name_of_pass)
+        )
+        self._blocks: Blocks = self._edits["recomputation"]
         _open_hosts.add(self)
 
     def _trained_params(self) -> list[torch.nn.Parameter]:
@@ -119,27 +104,15 @@ class ModelHost(ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
         """Of what a forward of this rank may be: of the whole model."""
         return [""]
 
-    def _recomputing_peers(self, layout: Layout) -> Collectives | None:
-        """The ranks that have to run the same layers again, since these send something; None: each as it likes.
-
-        Parts of sequences are exchanged by collectives that look like the caller's own, along any axis.
-        """
-        if self._config.activation_checkpointing.budget is None:
-            return None
-        if layout.fetcher or self._mesh.size("sp") > 1:
-            return self._comm
-        return self._mesh.along("tp") if self._mesh.size("tp") > 1 else None
-
     def _hand_over(self) -> None:
         """The model gets another host. This one still runs the module."""
-        self._unwrap()
+        self._edits.close()
         self._release()
 
     def _release(self) -> None:
         """Takes hooks and buffers away; the parameters stay, sharded ones on their own."""
+        self._edits.undo("gathering")
         if self._fetcher is not None:
-            if self._fetcher.hooks is not None:
-                self._fetcher.hooks.remove()
             self._fetcher.close()
         for unit in (*self._layout.trained, *self._layout.frozen):
             unit.release()
@@ -321,16 +294,8 @@ class ModelHost(ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
         """As ``close``."""
         self.close()
 
-    def _unwrap(self) -> None:
-        if self._attention is not None:
-            self._attention.close()
-        if self._tiles is not None:
-            self._tiles.close()
-        if self._blocks is not None:
-            self._blocks.close()
-
     def _end(self) -> None:
-        self._unwrap()
+        self._edits.close()
         self._release()
         self._mesh.close()
 

@@ -1,5 +1,5 @@
-"""A model that is trained: its host with an optimizer, the state that a run goes on from, checkpoints, data and schedule.
-How micro-batches go through it is an engine's own.
+"""The host of a model that is trained: with optimizer, the state that a run goes on from, checkpoints, data, schedule.
+How micro-batches go through the model is an engine's own.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.config import Config
 from deepspeed_c.data.loader import DeepSpeedDataLoader
 from deepspeed_c.engine.checkpoint.checkpoints import Checkpoints
+from deepspeed_c.engine.edits import Edits
 from deepspeed_c.engine.host import ModelHost
 from deepspeed_c.engine.inputs import InputCheck
 from deepspeed_c.engine.offload import OffloadDeviceEnum, OffloadedStates, OffloadStateTypeEnum
@@ -65,10 +66,11 @@ class TrainingHost(Reductions, ModelHost):
         mesh: Mesh,
         precision: Precision,
         device: torch.device,
+        edits: Edits,
         layout: Layout,
         training: Training,
     ) -> None:
-        super().__init__(model, config, mesh, precision, device)
+        super().__init__(model, config, mesh, precision, device, edits)
         self.mpu = training.mpu
         self._state = TrainState(config, mesh, precision, device, training.optimizer, training.lr_scheduler)
         self._window, self._passes = self._state.window, self._state.passes
@@ -105,19 +107,13 @@ class TrainingHost(Reductions, ModelHost):
             raise
 
     def _adopt(self, layout: Layout) -> None:
+        super()._adopt(layout)
         self._state.lay_out(layout)
         optimizer = self._optimizer
         self._offloaded = OffloadedStates(layout, optimizer, self._config, self._comm)
         if optimizer is not None:
-            attached = []
-            try:
-                for slot in optimizer.reducer.slots:
-                    attach(optimizer, slot)
-                    attached.append(slot)
-            except StateError:
-                for slot in attached:
-                    detach(slot)
-                raise
+            for slot in optimizer.reducer.slots:
+                attach(optimizer, slot)
             self._stop_following = follow_zero_grad(self.module, self._drop_gradients)
             optimizer.lend(
                 self,
@@ -125,7 +121,6 @@ class TrainingHost(Reductions, ModelHost):
                 begin_window=self._state.begin_window,
                 hash_of_inputs=self._inputs.hash_of_window,
             )
-        super()._adopt(layout)
 
     def _trained_params(self) -> list[torch.nn.Parameter]:
         return [] if self._optimizer is None else [slot.param for slot in self._optimizer.reducer.slots]
@@ -538,7 +533,7 @@ class TrainingHost(Reductions, ModelHost):
             self._end_training()
 
     def _end_training(self) -> None:
-        self._unwrap()
+        self._edits.close()
         try:
             self._offloaded.close()
         finally:

@@ -67,8 +67,10 @@ def attach(optimizer: ZeroOptimizer, slot: Slot) -> None:
 
 
 def detach(slot: Slot) -> None:
-    stop_on_cleared(slot.param)
-    if hasattr(slot.param, _ATTRIBUTE):
+    """Undoes ``attach``; nothing where the parameter is attached to another engine's slot, or to none."""
+    handle = _find(slot.param)
+    if handle is not None and handle.slot is slot:
+        stop_on_cleared(slot.param)
         delattr(slot.param, _ATTRIBUTE)
 
 

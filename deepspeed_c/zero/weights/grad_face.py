@@ -15,8 +15,8 @@ GRAD = torch.Tensor.grad
 _ATTRIBUTE = "_dsc_on_cleared"
 
 
-class _Handle:
-    """Holds the function that drops a parameter's gradient. Copies and pickles of the parameter do not carry it along."""
+class _OnCleared:
+    """Holds the function that drops a parameter's gradient. Copies and pickles do not carry it along."""
 
     def __init__(self, drop: Callable[[torch.nn.Parameter], None]) -> None:
         self.drop = drop
@@ -47,14 +47,14 @@ class GradFace:
         _tell(self)
 
 
-class _Whole(GradFace):
+class _UnshardedFace(GradFace):
     """The face of a parameter that is not sharded: copies of it are plain, and it prints as a plain one."""
 
     _dsc_plain: type  # the parameter's own class
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = super().__deepcopy__(memo)
-        if isinstance(copied, _Whole):
+        if isinstance(copied, _UnshardedFace):
             copied.__class__ = copied._dsc_plain
         return copied
 
@@ -69,7 +69,7 @@ _faces: dict[type, type] = {}
 
 def _face_of(plain: type) -> type:
     if plain not in _faces:
-        _faces[plain] = type(plain.__name__, (_Whole, plain), {"__module__": plain.__module__, "_dsc_plain": plain})
+        _faces[plain] = type(plain.__name__, (_UnshardedFace, plain), {"__module__": plain.__module__, "_dsc_plain": plain})
     return _faces[plain]
 
 
@@ -83,7 +83,7 @@ def on_cleared(param: torch.nn.Parameter, drop: Callable[[torch.nn.Parameter], N
     """Calls ``drop(param)`` from now on whenever ``param.grad`` is set to None or deleted, also where it was None.
 
     The object stays the same; its class becomes a subclass of the same name."""
-    param.__dict__[_ATTRIBUTE] = _Handle(drop)
+    param.__dict__[_ATTRIBUTE] = _OnCleared(drop)
     if not isinstance(param, GradFace):
         param.__class__ = _face_of(type(param))
 
@@ -91,5 +91,5 @@ def on_cleared(param: torch.nn.Parameter, drop: Callable[[torch.nn.Parameter], N
 def stop_on_cleared(param: torch.nn.Parameter) -> None:
     """Ends ``on_cleared``, and gives the parameter its own class back."""
     param.__dict__.pop(_ATTRIBUTE, None)
-    if isinstance(param, _Whole):
+    if isinstance(param, _UnshardedFace):
         param.__class__ = param._dsc_plain

@@ -1,0 +1,207 @@
+"""What an engine changes in a user's model: one row an edit, made in the order of the table and undone in reverse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from deepspeed_c.checkpointing.blocks import Blocks
+from deepspeed_c.checkpointing.recomputer import parked
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.comm.mesh import WITHIN_STAGE, Mesh
+from deepspeed_c.config import Config
+from deepspeed_c.env import read_env
+from deepspeed_c.inject import cut_model
+from deepspeed_c.inject.kernels import inject_kernels, revert_kernels
+from deepspeed_c.logging import log_dist
+from deepspeed_c.sequence.adopt import SharedAttention, take_over_attention
+from deepspeed_c.sequence.tiles_auto import TiledModel, tile_model
+from deepspeed_c.zero.layout.cuts import check_cuts, cut_of, read_marks, take_sums_over
+from deepspeed_c.zero.layout.layout import Layout, gather_for_good
+from deepspeed_c.zero.weights.hooks import ModuleHooks
+
+__all__ = ["EDITS", "EditContext", "Edits", "ModelEdit"]
+
+
+@dataclass(frozen=True)
+class EditContext:
+    """What an edit may look at."""
+
+    config: Config
+    mesh: Mesh
+    layout: Layout | None = None
+    """None before the model's weights are laid out in units."""
+    stages: Sequence[str] = ("",)
+    """Names of the parts of the model that a rank runs by themselves; one, without a name, for all of it."""
+    name_of_pass: Callable[[], str] = lambda: "train"
+    """"train", "eval" or "generate": weights are gathered by a plan for each."""
+
+
+class Made(Protocol):
+    """An edit that has been made."""
+
+    def close(self) -> None:
+        """Undoes it."""
+
+
+@dataclass(frozen=True)
+class ModelEdit:
+    """A row of the table."""
+
+    name: str
+    wanted: Callable[[EditContext], bool]
+    apply: Callable[[torch.nn.Module, EditContext], Made | None]
+    """Makes the edit. None: it stays for good."""
+    after: tuple[str, ...] = ()
+    """Names of edits that have to be made before this one where both are wanted."""
+    needs_layout: bool = True
+    """Made when the units that hold the weights are there; otherwise before, on whole weights."""
+
+
+class _Undo:
+    def __init__(self, undo: Callable[[], Any]) -> None:
+        self._undo = undo
+
+    def close(self) -> None:
+        self._undo()
+
+
+def _inject_kernels(model: torch.nn.Module, context: EditContext) -> Made:
+    partition = context.config.tensor_parallel.partition_config
+    report = inject_kernels(model, strict=partition is not None and partition.strict_mode)
+    log_dist(f"kernels:\n{report}", ranks=[0])
+    return _Undo(partial(revert_kernels, model))
+
+
+def _cut_tensors(model: torch.nn.Module, context: EditContext) -> None:
+    """Cuts a whole model over the tensor-parallel ranks where the configuration asks for it, and finds out how a model
+    is cut that comes so."""
+    section, tp = context.config.tensor_parallel, context.mesh.along("tp")
+    check_cuts(model, tp)
+    is_cut = any(cut_of(param) is not None for param in model.parameters())
+    if max(section.autotp_size, section.tp.tp_size) > 1 and not is_cut:
+        gather_for_good(model)  # rules look at whole weights; the stage shards what is left of them
+        log_dist(f"tensor parallelism:\n{cut_model(model, section, tp)}", ranks=[0])
+    take_sums_over(model)
+    read_marks(model, tp)
+
+
+def _share_attention(model: torch.nn.Module, context: EditContext) -> SharedAttention | None:
+    ranks_of_host = read_env().local_world_size or context.mesh.comm.world_size
+    return take_over_attention(model, context.mesh, context.config.sequence_parallel, ranks_of_host=ranks_of_host)
+
+
+def _tile(model: torch.nn.Module, context: EditContext) -> TiledModel:
+    return tile_model(model, context.mesh.size("tp"))
+
+
+def _recompute(model: torch.nn.Module, context: EditContext) -> Blocks:
+    config, mesh = context.config, context.mesh
+    return Blocks(
+        model,
+        parked(config.activation_checkpointing, wanted=config.sequence_parallel.offload_activations),
+        mesh.along("tp"),
+        has_sharded=_has_fetcher(context),
+        aio=config.aio,
+        ranks=mesh.comm,
+        peers=_recomputing_peers(context),
+        stages=context.stages,
+        is_first=not any(mesh.index(axis) for axis in WITHIN_STAGE),
+    )
+
+
+def _recomputing_peers(context: EditContext) -> Collectives | None:
+    """The ranks that have to run the same layers again, since these send something; None: each as it likes.
+
+    Parts of sequences are exchanged by collectives that look like the caller's own, along any axis.
+    """
+    if context.config.activation_checkpointing.budget is None:
+        return None
+    if _has_fetcher(context) or context.mesh.size("sp") > 1:
+        return context.mesh.comm
+    return context.mesh.along("tp") if context.mesh.size("tp") > 1 else None
+
+
+def _has_fetcher(context: EditContext) -> bool:
+    return context.layout is not None and context.layout.fetcher is not None
+
+
+def _gather(model: torch.nn.Module, context: EditContext) -> Made:
+    hooks = ModuleHooks([model], context.layout.fetcher, context.name_of_pass)
+    return _Undo(hooks.remove)
+
+
+EDITS: tuple[ModelEdit, ...] = (
+    ModelEdit(
+        "kernels",
+        wanted=lambda context: context.config.tensor_parallel.replace_with_kernel_inject,
+        apply=_inject_kernels,
+        needs_layout=False,
+    ),
+    ModelEdit("tensor cut", wanted=lambda context: True, apply=_cut_tensors, after=("kernels",), needs_layout=False),
+    ModelEdit(
+        "attention",
+        wanted=lambda context: context.mesh.size("sp") > 1,
+        apply=_share_attention,
+        after=("tensor cut",),
+    ),
+    ModelEdit(
+        "tiles",
+        wanted=lambda context: context.config.sequence_parallel.tiles == "auto",
+        apply=_tile,
+        after=("kernels", "tensor cut"),
+    ),
+    ModelEdit("recomputation", wanted=lambda context: True, apply=_recompute, after=("attention", "tiles")),
+    ModelEdit("gathering", wanted=_has_fetcher, apply=_gather, after=("recomputation",)),
+)
+"""Kernels compare a module's own forward with theirs, so they come before its weights are cut. Recomputed layers run
+all within them again, tiles and shared attention too; gathers are outside, once for each run."""
+
+
+class Edits:
+    """The edits of one model, until ``close``."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._made: dict[str, Made] = {}
+
+    def make(self, context: EditContext) -> None:
+        """Makes the edits that are wanted and not made, of those for which the weights are, or are not yet, laid out.
+
+        Where one raises, the caller closes: those before it are undone then."""
+        for edit in EDITS:
+            is_due = edit.needs_layout == (context.layout is not None)
+            if is_due and edit.name not in self._made and edit.wanted(context):
+                made = edit.apply(self._model, context)
+                if made is not None:
+                    self._made[edit.name] = made
+
+    def __getitem__(self, name: str) -> Any:
+        return self._made[name]
+
+    def undo(self, name: str) -> None:
+        """Undoes one edit, if it is made."""
+        made = self._made.pop(name, None)
+        if made is not None:
+            made.close()
+
+    def close(self) -> None:
+        """Undoes all, the last one first; one that raises does not keep the others."""
+        with ExitStack() as stack:
+            for made in self._made.values():
+                stack.callback(made.close)
+            self._made.clear()
+
+    @contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Within it an exception undoes all."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
