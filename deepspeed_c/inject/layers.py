@@ -212,6 +212,10 @@ class LinearLayer(TensorParallelLayer):
             self.region.enter(y.device)
         return y
 
+    def columns(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's columns of the output, computed apart from other layers: nothing overlaps, nothing is gathered."""
+        return self._product(self.ranks.enter(x, self.label))
+
     def _columns(self, x: torch.Tensor) -> torch.Tensor:
         if self.border is not None and self.border.is_open:
             y = self.border.product(self, x)
@@ -224,6 +228,9 @@ class LinearLayer(TensorParallelLayer):
             # Nothing is sent in backward: x needs no gradient.
         else:
             x = self.ranks.enter(x, self.label)
+        return self._product(x)
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias = self.weight, self.bias
         if self.picker is not None:
             weight = self.picker.pick(weight, 1 if self.is_transposed else 0)

@@ -13,7 +13,7 @@ from deepspeed_c.inject.ranks import TensorRanks
 from deepspeed_c.ops import cross_entropy
 from deepspeed_c.ops.first_derivative import first_derivative_only
 
-__all__ = ["CutLogits", "cut_loss", "vocab_parallel_cross_entropy"]
+__all__ = ["CutCausalLoss", "CutLogits", "cut_loss", "vocab_parallel_cross_entropy"]
 
 
 def vocab_parallel_cross_entropy(
@@ -115,15 +115,31 @@ class CutLogits(torch.Tensor):
             return func(*args, **(kwargs or {}))
 
 
-class _CausalLoss:
-    """Stands in for transformers' ``ForCausalLMLoss`` on one model."""
+class CutCausalLoss:
+    """Stands in for transformers' ``ForCausalLMLoss`` on one model: each rank has the logits of some words."""
 
     def __init__(self, head: LinearLayer, sizes: list[int], ranks: TensorRanks, usual: Any) -> None:
         self.head, self.sizes, self.ranks, self.usual = head, sizes, ranks, usual
-        self.is_cut = False
+        self.is_cut = self.is_tiled = False
+
+    def compute_in_tiles(self, value: bool) -> None:
+        """Whether another loss stands before this one, and asks it for ``columns`` and ``losses`` of some tokens at a
+        time. The model's logits are never cut then."""
+        self.is_tiled = value
+        self.head.gather_columns(self.sizes)
+
+    def columns(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits of this rank's words [..., words of this rank] for hidden states [..., width]."""
+        return self.head.columns(hidden)
+
+    def losses(self, logits: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> torch.Tensor:
+        """The loss of each token, float32 [n], of ``columns`` [n, words of this rank] and targets int64 [n]."""
+        return vocab_parallel_cross_entropy(logits, targets, self.sizes, self.ranks, ignore_index=ignore_index)
 
     def before(self, model: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """A model that trains with labels leaves its logits cut."""
+        if self.is_tiled:
+            return
         self.is_cut = model.training and kwargs.get("labels") is not None and torch.is_grad_enabled()
         self.head.gather_columns(None if self.is_cut else self.sizes)
 
@@ -161,10 +177,7 @@ class _CausalLoss:
             shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         targets = shift_labels.reshape(-1).to(logits.device)
         flat = logits.reshape(-1, logits.shape[-1])
-        smoothing = float(kwargs.get("label_smoothing", 0.0))
-        losses = vocab_parallel_cross_entropy(
-            flat, targets, self.sizes, self.ranks, ignore_index=ignore_index, label_smoothing=smoothing
-        )
+        losses = self.losses(flat, targets, ignore_index)
         if num_items_in_batch is None:
             return losses.sum() / (targets != ignore_index).sum()
         if torch.is_tensor(num_items_in_batch):
@@ -180,7 +193,7 @@ def cut_loss(model: torch.nn.Module, head: LinearLayer, ranks: TensorRanks, size
     """
     has_own = (module for module in model.modules() if hasattr(type(module), "loss_function"))
     owner = next((module for module in has_own if any(part is head for part in module.modules())), model)
-    loss = _CausalLoss(head, sizes, ranks, owner.loss_function)
+    loss = CutCausalLoss(head, sizes, ranks, owner.loss_function)
     owner.loss_function = loss
     # Wrappers too: some of them call the forward of what they wrap, past its hooks.
     for module in [module for module in model.modules() if any(part is owner for part in module.modules())]:

@@ -14,7 +14,10 @@ from deepspeed_c.ops import cross_entropy
 from deepspeed_c.ops.first_derivative import first_derivative_only
 from deepspeed_c.sequence.tiles import IGNORED, loss_in_tiles, tile_lengths
 
-__all__ = ["gathered_losses", "row_losses", "tiled_cross_entropy", "vocab_sequence_parallel_cross_entropy"]
+RowLosses = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+"""(logits [n, ...], targets [n], ignore_index) -> [n], 0 where the target is ignored"""
+
+__all__ = ["RowLosses", "gathered_losses", "row_losses", "tiled_cross_entropy", "vocab_sequence_parallel_cross_entropy"]
 
 
 def _check_targets(logits: torch.Tensor, targets: torch.Tensor, n_words: int, ignore_index: int, where: str) -> None:
@@ -101,13 +104,15 @@ def tiled_cross_entropy(
     label_smoothing: float = 0.0,
     n_counted: torch.Tensor | float | None = None,
     is_spent: bool | None = None,
+    losses: RowLosses | None = None,
 ) -> torch.Tensor:
     """The cross-entropy of ``head(hidden)``, whose logits exist one tile at a time: float32, one number.
 
     head: gives the logits of some rows. is_spent: its own backward does not read them, so that their gradient may be
     put in their place; None: if it is a ``Linear``. hidden: [..., width].
     targets: int64 [...]. weights: those of ``head``, which ZeRO stage 3 gathers once for all tiles. n_counted: what the
-    sum is divided by; None: the number of targets that are not ``ignore_index``, at least 1.
+    sum is divided by; None: the number of targets that are not ``ignore_index``, at least 1. losses: gives the loss of each
+    row, where ``head`` gives logits of a part of the words; no label is smoothed then.
 
     Raises ModelError for shapes that do not fit, IndexError for a target that is no word.
     """
@@ -120,8 +125,10 @@ def tiled_cross_entropy(
             fix="give a target for each token",
         )
 
-    def losses(tiles: list[torch.Tensor]) -> torch.Tensor:
+    def sum_of(tiles: list[torch.Tensor]) -> torch.Tensor:
         logits = head(tiles[0])
+        if losses is not None:
+            return losses(logits, tiles[1], ignore_index).sum()
         _check_targets(logits, tiles[1], logits.shape[-1], ignore_index, "a loss in tiles")
         found = row_losses(
             logits, tiles[1], ignore_index=ignore_index, label_smoothing=label_smoothing, is_spent=is_spent
@@ -129,7 +136,7 @@ def tiled_cross_entropy(
         return found.sum()
 
     lengths = tile_lengths(rows.shape[0], n_tiles)
-    total = loss_in_tiles(losses, [rows, wanted], lengths, None, weights, "a loss in tiles")
+    total = loss_in_tiles(sum_of, [rows, wanted], lengths, None, weights, "a loss in tiles")
     if n_counted is None:
         n_counted = (wanted != ignore_index).sum().clamp(min=1)
     elif torch.is_tensor(n_counted):

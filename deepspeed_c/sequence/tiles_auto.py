@@ -3,7 +3,8 @@
 Perceptrons are found by the name of their class and by what they consist of: nothing but layers that treat each token
 by itself. Transformers' causal models have their loss computed in tiles where they train with labels: the layer that
 would give the logits gives something that stands for them, and the loss takes the layer's input instead. Whoever else
-looks at the logits has them computed.
+looks at the logits has them computed. Where tensor-parallel ranks hold the model together, each computes its words of a
+tile; perceptrons stay whole there, since their layers send.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from deepspeed_c.errors import ModelError
+from deepspeed_c.inject.loss import CutCausalLoss
 from deepspeed_c.logging import logger
 from deepspeed_c.sequence.loss import tiled_cross_entropy
 from deepspeed_c.sequence.tiles import IGNORED, TiledMLP
@@ -46,18 +48,19 @@ def tiles_of_loss(n_tokens: int, n_words: int) -> int:
 
 def tile_model(model: torch.nn.Module, n_tensor_ranks: int = 1) -> TiledModel:
     """Has ``model`` run its perceptrons, and its loss, in tiles until ``close`` is called on what this returns.
-    n_tensor_ranks: tensor-parallel ranks that hold it together.
+    n_tensor_ranks: tensor-parallel ranks that hold it together; its loss alone runs in tiles then.
 
-    Raises ModelError where it has neither, and where ranks share it.
+    Raises ModelError where it has neither, and where ranks share it and its loss is no cut one.
     """
-    if n_tensor_ranks > 1:
+    tiled = TiledModel(model, has_mlps=n_tensor_ranks == 1)
+    if n_tensor_ranks > 1 and not tiled.has_loss:
+        tiled.close()
         raise ModelError(
-            f"{type(model).__name__} is cut over {n_tensor_ranks} tensor-parallel ranks, and layers that are cut so send"
-            " within each tile",
+            f"{type(model).__name__} is cut over {n_tensor_ranks} tensor-parallel ranks, which can share a causal loss of"
+            " transformers' alone, and it has none, or one whose logits no rank has a part of",
             where='"sequence_parallel": {"tiles": "auto"}',
             fix="leave tiles out, or tensor parallelism (tensor_parallel.autotp_size)",
         )
-    tiled = TiledModel(model)
     if tiled.n_mlps == 0 and not tiled.has_loss:
         tiled.close()
         raise ModelError(
@@ -75,14 +78,14 @@ def tile_model(model: torch.nn.Module, n_tensor_ranks: int = 1) -> TiledModel:
 class TiledModel:
     """What has been done to one model, and how it is undone."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, *, has_mlps: bool = True) -> None:
         self._undo: list[Callable[[], None]] = []
         self.n_mlps = 0
-        for module in model.modules():
+        for module in model.modules() if has_mlps else ():
             if _is_mlp(module):
                 self._replace_forward(module, functools.partial(_forward_in_tiles, module, module.forward))
                 self.n_mlps += 1
-        causal = _causal_model(model)
+        causal = _causal_model(model, is_cut=not has_mlps)
         self.has_loss = causal is not None
         if causal is not None:
             self._tile_loss(causal, causal.get_output_embeddings())
@@ -100,7 +103,11 @@ class TiledModel:
         self._undo.append(undo)
 
     def _tile_loss(self, model: torch.nn.Module, head: torch.nn.Module) -> None:
-        loss = _TiledCausalLoss(head, model.loss_function)
+        usual = model.loss_function
+        loss = _TiledCausalLoss(head, usual)
+        if isinstance(usual, CutCausalLoss):
+            usual.compute_in_tiles(True)
+            self._undo.append(functools.partial(usual.compute_in_tiles, False))
         had_own = model.__dict__.get("_loss_function")
         model.loss_function = loss
         self._replace_forward(head, loss.head_forward)
@@ -158,13 +165,16 @@ def _forward_in_tiles(module: torch.nn.Module, forward: Callable, *args: Any, **
     return TiledMLP.apply(lambda _, tile: forward(tile), module, x, n_tiles, None)
 
 
-def _causal_model(model: torch.nn.Module) -> torch.nn.Module | None:
-    """The module whose loss is transformers' causal one, on the logits of a layer of its own."""
+def _causal_model(model: torch.nn.Module, *, is_cut: bool) -> torch.nn.Module | None:
+    """The module whose loss is transformers' causal one, on the logits of a layer of its own. is_cut: that one's words
+    are cut over ranks."""
     for module in model.modules():
         # By class: peft's wrappers hand on what their models have.
         if not all(hasattr(type(module), name) for name in ("get_output_embeddings", "loss_function")):
             continue
-        is_causal = getattr(module.loss_function, "__name__", "") == "ForCausalLMLoss"
+        is_causal = getattr(module.loss_function, "__name__", "") == "ForCausalLMLoss" and not is_cut
+        if isinstance(module.loss_function, CutCausalLoss):
+            is_causal = module.get_output_embeddings() is module.loss_function.head
         if is_causal and module.get_output_embeddings() is not None:
             return module
     return None
@@ -176,6 +186,10 @@ class _TiledCausalLoss:
     def __init__(self, head: torch.nn.Module, usual: Callable) -> None:
         self._head, self._usual = head, usual
         self._project = head.forward
+        self._cut = usual if isinstance(usual, CutCausalLoss) else None
+        self._n_words = getattr(head, "out_features", None) or head.weight.shape[0]
+        if self._cut is not None:
+            self._n_words = sum(self._cut.sizes)
         self._is_armed = False
 
     def before(self, model: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -188,7 +202,7 @@ class _TiledCausalLoss:
         self._is_armed = False
 
     def head_forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return PromisedLogits.of(hidden, self._project, self._head) if self._is_armed else self._project(hidden)
+        return PromisedLogits.of(hidden, self._project, self._n_words) if self._is_armed else self._project(hidden)
 
     def __call__(
         self,
@@ -215,15 +229,15 @@ class _TiledCausalLoss:
             shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         hidden = logits.hidden
         return tiled_cross_entropy(
-            self._project,
+            self._project if self._cut is None else self._cut.columns,
             hidden,
             shift_labels.to(hidden.device),
             tiles_of_loss(hidden.numel() // max(1, hidden.shape[-1]), vocab_size),
             weights=list(self._head.parameters()),
             ignore_index=ignore_index,
-            label_smoothing=float(kwargs.get("label_smoothing", 0.0)),
             n_counted=num_items_in_batch,
             is_spent=type(self._head) is torch.nn.Linear,
+            losses=None if self._cut is None else self._cut.losses,
         )
 
 
@@ -236,11 +250,8 @@ class PromisedLogits(torch.Tensor):
     computed: torch.Tensor | None
 
     @classmethod
-    def of(
-        cls, hidden: torch.Tensor, project: Callable[[torch.Tensor], torch.Tensor], head: torch.nn.Module
-    ) -> PromisedLogits:
-        """What ``project(hidden)`` will be. head: the layer, which has ``out_features`` or a weight of as many rows."""
-        n_words = getattr(head, "out_features", None) or head.weight.shape[0]
+    def of(cls, hidden: torch.Tensor, project: Callable[[torch.Tensor], torch.Tensor], n_words: int) -> PromisedLogits:
+        """What ``project(hidden)`` will be: logits of ``n_words`` words."""
         made = torch.Tensor._make_wrapper_subclass(
             cls, (*hidden.shape[:-1], n_words), dtype=hidden.dtype, device=hidden.device
         )

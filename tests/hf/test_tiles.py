@@ -154,7 +154,77 @@ def test_tiles_of_cut_sequences_train_as_one_plain_process():
                 torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-5, msg=lambda m: f"{each} {name} {m}")  # noqa: B023
 
 
+TENSOR_CELLS = [
+    # stage, accumulation, tied words, more of tensor_parallel, more sections, options of the loss (transformers ignores
+    # those that it does not know)
+    (0, 1, False, {}, {}, {}),
+    (1, 2, True, {}, {}, {}),
+    (3, 1, False, {"tp_overlap_comm": True}, {}, {"num_items_in_batch": 13}),
+    (2, 1, False, {}, {"activation_checkpointing": {"layers": "auto"}}, {"label_smoothing": 0.1}),
+    (0, 1, False, {"sequence_parallel_norms": True}, {}, {}),
+]
+
+
 def shared_by_tensor_ranks(rank, world):
+    """Weights after steps of SGD under tensor parallelism with a tiled loss, and of a plain process; and logits."""
+    import deepspeed_c
+    from tests.deepspeed_c.zero.test_tensor_parallel import logical
+
+    tiles_auto = prepare(n_elems=60)
+    worst, promised, of = [], [], tiles_auto.PromisedLogits.of
+    tiles_auto.PromisedLogits.of = classmethod(lambda cls, *args: promised.append(1) or of(*args))
+    for stage, gas, is_tied, section, more, options in TENSOR_CELLS:
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": gas,
+            "gradient_clipping": 0.0,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.2}},
+            "sequence_parallel": {"tiles": "auto"},
+            "tensor_parallel": {"autotp_size": 2, **section},
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+            **more,
+        }
+        model, want = llama(tie_word_embeddings=is_tied), llama(tie_word_embeddings=is_tied).train()
+        engine = deepspeed_c.initialize(model=model, config=config)[0]
+        optimizer = torch.optim.SGD(want.parameters(), lr=0.2)
+        del promised[:]
+        for step in range(3):
+            for micro in range(gas):
+                batch = Text().batch(2 * (gas * step + micro), 2 * (gas * step + micro) + 2)
+                expected = want(**batch, **options).loss
+                (expected / gas).backward()
+                output = engine(**batch, **options)
+                assert type(output.logits) is tiles_auto.PromisedLogits and not output.logits.is_computed
+                assert abs(output.loss.item() - expected.item()) < 1e-5, (stage, section, options, output.loss.item(), expected.item())
+                engine.backward(output.loss)
+                engine.step()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert len(promised) == 3 * gas
+        found = logical(engine)
+        worst.append(max((found[name] - p.detach()).abs().max().item() for name, p in want.named_parameters()))
+        # Whoever looks at the logits has the whole ones, in training and in evaluation.
+        output, whole = engine(**batch), want(**batch).logits.detach()
+        assert output.logits.shape == whole.shape
+        torch.testing.assert_close(output.logits.detach() + 0, whole, rtol=1e-4, atol=1e-4)
+        engine.eval()
+        with torch.no_grad():
+            evaluated = engine(**batch)
+        assert type(evaluated.logits) is torch.Tensor
+        torch.testing.assert_close(evaluated.logits, whole, rtol=1e-4, atol=1e-4)
+        engine.close()
+        assert "forward" not in vars(model.lm_head)
+    tiles_auto.PromisedLogits.of = of
+    return worst
+
+
+def test_tensor_parallel_ranks_share_a_tiled_loss():
+    for worst in on_ranks(2, shared_by_tensor_ranks):
+        assert max(worst) < 3e-6, worst
+
+
+def not_shared(rank, world):
+    """A model whose loss no rank has a part of."""
     import deepspeed_c
     from deepspeed_c.errors import ModelError
 
@@ -164,12 +234,12 @@ def shared_by_tensor_ranks(rank, world):
         "sequence_parallel": {"tiles": "auto"},
         "tensor_parallel": {"autotp_size": 2},
     }
-    with pytest.raises(ModelError, match="LlamaForCausalLM is cut over 2 tensor-parallel ranks"):
-        deepspeed_c.initialize(model=llama(), config=config)
+    with pytest.raises(ModelError, match="LlamaModel is cut over 2 tensor-parallel ranks"):
+        deepspeed_c.initialize(model=llama().model, config=config)
 
 
-def test_models_that_tensor_parallel_ranks_share_are_refused_by_name():
-    on_ranks(2, shared_by_tensor_ranks)
+def test_models_whose_loss_cannot_be_shared_are_refused_by_name():
+    on_ranks(2, not_shared)
 
 
 def nothing_to_tile(rank, world):
