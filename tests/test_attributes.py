@@ -45,8 +45,6 @@ PERMITTED: dict[str, str] = {
         ("sequence/fpdt.py: ctx.call", "sequence/loss.py: ctx.call", "sequence/tiles.py: ctx.call"),
         "torch's own: the context of an autograd function",
     ),
-    "sequence/tiles_auto.py: model.loss_function": "transformers' own: the loss of a model, until it is given back",
-    "sequence/tiles_auto.py: module.forward": "torch's own: a module that runs in tiles, until it is given back",
     "sequence/layer.py: ctx.sizes": "torch's own: the context of an autograd function",
     "sequence/huggingface.py: module.num_key_value_groups": "transformers' own: its functions read it off the layer, during one call",
     "engine/training.py: optimizer.optimizer._opt_called": "torch's own: its schedules ask whether an optimizer has stepped, and through which method",
@@ -67,7 +65,6 @@ PERMITTED: dict[str, str] = {
     "inject/ranks.py: param.tp_sum_gradients": "torch's own: what a tensor is marked with",
     "inject/ranks.py: param.tp_sum_hook": "torch's own: what a tensor is marked with",
     "zero/weights/param.py: torch.Tensor.ds_status": "torch's own: what a tensor is marked with",
-    "inject/overlap.py: module.forward": "torch's own: what runs a module, between its hooks",
     "engine/checkpoint/model_files.py: config.architectures": "transformers' own: what from_pretrained reads",
     **dict.fromkeys(
         (
@@ -93,12 +90,13 @@ PERMITTED: dict[str, str] = {
         )
         + (
             "inject/cutting.py: setattr(model.get_submodule(parent), last)",
-            "inject/loss.py: owner.loss_function",
             "inject/loss.py: output.logits",
         ),
         "transformers' own: a model's modules and the counts that they compute with",
     ),
-    "inject/kernels.py: module.forward": "torch's own: a module runs a kernel, until revert_kernels",
+    "inject/swap.py: module.forward": "torch's own: the one place that gives a module another forward",
+    "inject/swap.py: model.loss_function": "transformers' own: the one place that gives a model another loss",
+    "inject/kernels.py: module.forward": "torch's own: a module has its own forward again",
     "inject/replace.py: setattr(model.get_submodule(parent), last)": "transformers' own: a model's modules",
     "compat/ds_config.py: param.use_muon": "DeepSpeed's names on a parameter",
     "compat/fragments.py: param._dp_group": "DeepSpeed's names on a parameter",

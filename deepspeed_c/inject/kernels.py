@@ -20,6 +20,7 @@ import torch
 
 from deepspeed_c.config.parallel import TensorParallel
 from deepspeed_c.errors import ModelError, StateError
+from deepspeed_c.inject.swap import swap_forward
 from deepspeed_c.ops import nn
 
 __all__ = ["KernelReport", "inject_kernels", "kernels_as_asked", "revert_kernels"]
@@ -103,7 +104,7 @@ def inject_kernels(model: torch.nn.Module, *, strict: bool = False) -> KernelRep
             fix="set strict_mode to false" if found else "set replace_with_kernel_inject to false",
         )
     for module, forward in found:
-        module.forward = types.MethodType(forward, module)
+        swap_forward(module, types.MethodType(forward, module))
     return report
 
 

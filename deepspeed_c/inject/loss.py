@@ -10,6 +10,7 @@ from deepspeed_c.errors import StateError
 from deepspeed_c.inject.layers import LinearLayer
 from deepspeed_c.inject.overlap import LOOKS
 from deepspeed_c.inject.ranks import TensorRanks
+from deepspeed_c.inject.swap import swap_loss
 from deepspeed_c.ops import cross_entropy
 from deepspeed_c.ops.first_derivative import first_derivative_only
 
@@ -194,7 +195,7 @@ def cut_loss(model: torch.nn.Module, head: LinearLayer, ranks: TensorRanks, size
     has_own = (module for module in model.modules() if hasattr(type(module), "loss_function"))
     owner = next((module for module in has_own if any(part is head for part in module.modules())), model)
     loss = CutCausalLoss(head, sizes, ranks, owner.loss_function)
-    owner.loss_function = loss
+    swap_loss(owner, loss)
     # Wrappers too: some of them call the forward of what they wrap, past its hooks.
     for module in [module for module in model.modules() if any(part is owner for part in module.modules())]:
         module.register_forward_pre_hook(loss.before, with_kwargs=True)

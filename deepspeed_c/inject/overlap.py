@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import StateError
 from deepspeed_c.inject import exchange
+from deepspeed_c.inject.swap import swap_forward
 from deepspeed_c.ops.first_derivative import first_derivative_only
 
 __all__ = ["LOOKS", "Border", "ColumnEntry", "TokenStream", "UnderWay"]
@@ -421,7 +422,7 @@ class Border:
         self._entry: ColumnEntry | None = None
         self._sizes: list[int] | None = None
         self._is_open, self._is_half = False, False
-        module.forward = self
+        swap_forward(module, self)
 
     @property
     def is_open(self) -> bool:

@@ -19,6 +19,7 @@ import torch
 
 from deepspeed_c.errors import ModelError
 from deepspeed_c.inject.loss import CutCausalLoss
+from deepspeed_c.inject.swap import swap_forward, swap_loss
 from deepspeed_c.logging import logger
 from deepspeed_c.sequence.loss import tiled_cross_entropy
 from deepspeed_c.sequence.tiles import IGNORED, TiledMLP
@@ -91,16 +92,8 @@ class TiledModel:
             self._tile_loss(causal, causal.get_output_embeddings())
 
     def _replace_forward(self, module: torch.nn.Module, forward: Callable) -> None:
-        before = module.__dict__.get("forward")
-        module.forward = functools.wraps(module.forward)(functools.partial(forward))
-
-        def undo() -> None:
-            if before is None:
-                module.__dict__.pop("forward", None)
-            else:
-                module.forward = before
-
-        self._undo.append(undo)
+        wrapped = functools.wraps(module.forward)(functools.partial(forward))
+        self._undo.append(swap_forward(module, wrapped))
 
     def _tile_loss(self, model: torch.nn.Module, head: torch.nn.Module) -> None:
         usual = model.loss_function
@@ -108,23 +101,10 @@ class TiledModel:
         if isinstance(usual, CutCausalLoss):
             usual.compute_in_tiles(True)
             self._undo.append(functools.partial(usual.compute_in_tiles, False))
-        had_own = model.__dict__.get("_loss_function")
-        model.loss_function = loss
+        self._undo.append(swap_loss(model, loss))
         self._replace_forward(head, loss.head_forward)
-        hooks = [
-            model.register_forward_pre_hook(loss.before, with_kwargs=True),
-            model.register_forward_hook(loss.after, always_call=True),
-        ]
-
-        def undo() -> None:
-            for hook in hooks:
-                hook.remove()
-            if had_own is None:
-                model.__dict__.pop("_loss_function", None)
-            else:
-                model.loss_function = had_own
-
-        self._undo.append(undo)
+        self._undo.append(model.register_forward_pre_hook(loss.before, with_kwargs=True).remove)
+        self._undo.append(model.register_forward_hook(loss.after, always_call=True).remove)
 
     def close(self) -> None:
         """The model is as it was."""
