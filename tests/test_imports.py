@@ -48,7 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "inject": {"config", "logging", "comm", "checkpoint", "ops", "_C", "quantity"},
     "sequence": {
         *("saved_tensors", "config", "logging", "comm", "ops", "_C"),
-        *("zero", "checkpointing", "offload", "quantity"),
+        *("zero", "checkpointing", "offload", "quantity", "inject"),
     },
     "pipe": {"config", "comm", "utils", "checkpointing", "_C"},
     "engine": {

@@ -347,7 +347,8 @@ def _rest_ns(layer: MeasuredLayer) -> int:
     """Of the operators that are not expensive.
 
     Each operator's largest time, or median, is taken by itself: together they may be more than the layer's own. What is
-    left for the rest would be nothing, and running the layer again with all of them kept would look as cheap as keeping it.
+    left for the rest would be nothing, and running the layer again with all of them kept would look as cheap as
+    keeping it.
     """
     return layer.ns - sum(op.ns for op in layer.operators)
 

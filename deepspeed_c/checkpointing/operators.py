@@ -27,7 +27,7 @@ _COLLECTIVES = "_c10d_functional::"
 _SENT = ("c10d::", _COLLECTIVES)
 _WAIT = "_c10d_functional::wait_tensor"
 _OWN_WAIT = "deepspeed_c::tp_wait_"
-# Tensor-parallel layers sum in place: a copy of the sum is kept. The second operator has it when it has been waited for.
+# Tensor-parallel layers sum in place: a copy of the sum is kept. The second operator has it after the wait.
 _SUM_STARTS_IN_PLACE = "deepspeed_c::tp_sum_start_"
 _SUMS_IN_PLACE = ("deepspeed_c::tp_sum_", _SUM_STARTS_IN_PLACE)
 _OWN_SENDS = (*_SUMS_IN_PLACE, *(f"deepspeed_c::tp_{name}_start" for name in ("sum", "gather", "scatter")))

@@ -213,7 +213,7 @@ class LinearLayer(TensorParallelLayer):
         return y
 
     def columns(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's columns of the output, computed apart from other layers: nothing overlaps, nothing is gathered."""
+        """This rank's columns of the output, computed apart from other layers, without overlap and not gathered."""
         return self._product(self.ranks.enter(x, self.label))
 
     def _columns(self, x: torch.Tensor) -> torch.Tensor:

@@ -111,8 +111,8 @@ def tiled_cross_entropy(
     head: gives the logits of some rows. is_spent: its own backward does not read them, so that their gradient may be
     put in their place; None: if it is a ``Linear``. hidden: [..., width].
     targets: int64 [...]. weights: those of ``head``, which ZeRO stage 3 gathers once for all tiles. n_counted: what the
-    sum is divided by; None: the number of targets that are not ``ignore_index``, at least 1. losses: gives the loss of each
-    row, where ``head`` gives logits of a part of the words; no label is smoothed then.
+    sum is divided by; None: the number of targets that are not ``ignore_index``, at least 1. losses: gives the loss of
+    each row, where ``head`` gives logits of a part of the words; no label is smoothed then.
 
     Raises ModelError for shapes that do not fit, IndexError for a target that is no word.
     """
