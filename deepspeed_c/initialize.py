@@ -10,9 +10,10 @@ import torch
 from deepspeed_c import lr_schedules
 from deepspeed_c.accelerator import get_accelerator
 from deepspeed_c.comm import init_distributed, is_initialized
+from deepspeed_c.comm.axes import DATA, SP, TOKENS, TP
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.comm import configure
-from deepspeed_c.comm.mesh import DATA, TOKENS, Mesh, mesh_of_device_mesh, mesh_of_mpu, refuse_later_axes
+from deepspeed_c.comm.mesh import Mesh, mesh_of_device_mesh, mesh_of_mpu, mesh_of_pair
 from deepspeed_c.comm.watchdog import watch
 from deepspeed_c.config import Config, load_config, sequence_parallel_size, tensor_parallel_size
 from deepspeed_c.data.loader import DeepSpeedDataLoader
@@ -77,7 +78,7 @@ def initialize(
         mesh_param: (data-parallel ranks, sequence-parallel ranks), DeepSpeed's way to say a mesh.
         mesh_device: a ``torch.distributed.device_mesh.DeviceMesh`` whose dimensions are named for axes: "dp_shard" for
             the ranks that model states are cut over, "dp_replicate" for those that hold copies of the same shards
-            (``comm/mesh.py`` has the other names).
+            (``comm/axes.py`` has the other names).
 
     Returns:
         (engine, optimizer, training_dataloader, lr_scheduler), with None for what was not asked for. The optimizer is
@@ -134,7 +135,7 @@ def initialize(
         edits.make(EditContext(settings, mesh))
         broadcast_model(model, mesh, device)
 
-        precision = Precision(settings, model, mesh.size("sp"))
+        precision = Precision(settings, model, mesh.size(SP))
         base = build_optimizer(settings, model, optimizer, model_parameters)
         zero_optimizer, layout = None, Layout([], [], None)
         if base is not None:
@@ -187,13 +188,8 @@ def _make_mesh(mpu: Any, mesh_param: Any, mesh_device: Any) -> Mesh:
     if mpu is not None:
         return mesh_of_mpu(mpu)
     if mesh_device is not None:
-        mesh = mesh_of_device_mesh(mesh_device)
-        refuse_later_axes(mesh.axes, "initialize(mesh_device=...)")
-        return mesh
-    comm = Collectives()
-    if mesh_param is None:
-        return Mesh(comm)
-    return Mesh(comm, dict(zip(("dp_shard", "sp"), mesh_param, strict=True)))
+        return mesh_of_device_mesh(mesh_device)
+    return Mesh(Collectives()) if mesh_param is None else mesh_of_pair(mesh_param)
 
 
 def _cut_for_tensors(mesh: Mesh, source: Any) -> Mesh:
@@ -201,7 +197,7 @@ def _cut_for_tensors(mesh: Mesh, source: Any) -> Mesh:
 
     Raises ConfigError where the ranks cannot be divided so, or have been divided otherwise."""
     wanted, key = tensor_parallel_size(source)
-    if wanted in (1, mesh.size("tp")):
+    if wanted in (1, mesh.size(TP)):
         return mesh
     try:
         return mesh.split_tensors(wanted)
@@ -214,7 +210,7 @@ def _cut_for_sequences(mesh: Mesh, source: Any) -> Mesh:
 
     Raises ConfigError where the ranks cannot be divided so, or have been divided otherwise."""
     wanted = sequence_parallel_size(source)
-    if wanted in (1, mesh.size("sp")):
+    if wanted in (1, mesh.size(SP)):
         return mesh
     try:
         return mesh.split_sequences(wanted)
@@ -225,7 +221,7 @@ def _cut_for_sequences(mesh: Mesh, source: Any) -> Mesh:
 def _check_data_parallel_size(settings: Config, mesh: Mesh) -> None:
     if settings.data_parallel_size not in (None, mesh.size(*DATA)):
         raise ConfigError(
-            f"{settings.data_parallel_size} data-parallel times {mesh.size('sp')} sequence-parallel ranks are not the"
+            f"{settings.data_parallel_size} data-parallel times {mesh.size(SP)} sequence-parallel ranks are not the"
             f" {mesh.size(*TOKENS)} that see different tokens",
             where="data_parallel_size",
             fix=f"set it to {mesh.size(*DATA)}, or leave it out: it follows from the other",

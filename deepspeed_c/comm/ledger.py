@@ -23,6 +23,7 @@ import torch.distributed as dist
 from typing_extensions import Self
 
 from deepspeed_c.accelerator import has_streams
+from deepspeed_c.comm.axes import PP
 from deepspeed_c.comm.groups import get_all_ranks_from_group
 
 __all__ = [
@@ -385,7 +386,7 @@ def ledger_of_pair(whole: Ledger, group: dist.ProcessGroup | None, src: int, dst
     ledger = pairs.get((src, dst, tag))
     if ledger is None:
         made = Ledger(f"{whole.name} {src}-{dst} {tag}", sorted((src, dst)))
-        made.make_part_of(whole, whole.axes or "pp")
+        made.make_part_of(whole, whole.axes or PP)
         with _lock:  # the watchdog reads them meanwhile
             ledger = _pair_ledgers.setdefault(group, {}).setdefault((src, dst, tag), made)
     return ledger

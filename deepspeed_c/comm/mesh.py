@@ -10,57 +10,39 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from deepspeed_c.comm.axes import (
+    AXES,
+    AXIS_ROWS,
+    DATA,
+    DP_REPLICATE,
+    DP_SHARD,
+    LATER,
+    PP,
+    SP,
+    TOKENS,
+    TP,
+    WITHIN_STAGE,
+    refuse_later_axes,
+)
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.groups import timeout_of
-from deepspeed_c.errors import CommError, FeatureError
+from deepspeed_c.errors import CommError
 
-__all__ = ["AXES", "DATA", "TOKENS", "WITHIN_STAGE", "Mesh", "mesh_of_device_mesh", "mesh_of_mpu", "refuse_later_axes"]
-
-# From the outermost to the innermost: ranks of the last axis are neighbours. dp_shard and dp_replicate together are
-# data parallelism: shards of one copy lie along the first, copies along the second (MiCS, arXiv 2205.00119; HSDP of
-# PyTorch, arXiv 2304.11277).
-AXES = ("pp", "dp_replicate", "dp_shard", "ep", "sp", "tp")
-DATA = ("dp_replicate", "dp_shard")
-# Ranks that hold the same layers, or parts of them, differ along these only.
-WITHIN_STAGE = AXES[1:]
-# Ranks along sp hold parts of the same samples and train the same parameters as well: a gradient is summed over all of
-# these, and averaged over the first two.
-TOKENS = (*DATA, "sp")
-
-_LATER = {
-    "pp": "pipeline parallelism",
-    "ep": "expert parallelism",
-}
+__all__ = ["Mesh", "mesh_of_device_mesh", "mesh_of_mpu", "mesh_of_pair"]
 
 # What the dimensions of a DeviceMesh are called elsewhere.
-_ALIASES = {
-    **{axis: axis for axis in AXES},
-    **dict.fromkeys(("dp", "data", "data_parallel", "fsdp", "shard"), "dp_shard"),
-    **dict.fromkeys(("replicate", "ddp"), "dp_replicate"),
-    **dict.fromkeys(("cp", "sequence_parallel", "context_parallel"), "sp"),
-    **dict.fromkeys(("mp", "tensor_parallel", "model_parallel"), "tp"),
-    **dict.fromkeys(("pipe", "pipeline_parallel"), "pp"),
-    "expert_parallel": "ep",
-}
-
-# How an mpu is asked for the size of an axis that it may not have.
-_MPU_GETTERS = {
-    "get_pipeline_model_parallel_world_size": "pp",
-    "get_pipe_parallel_world_size": "pp",
-}
-# What versions of Megatron and DeepSpeed call an axis, the name that says most first: "model parallel" is tensor
-# parallel where there are no pipelines. Each has get_<name>_group, get_<name>_rank and get_<name>_world_size.
-_MPU_NAMES = {
-    "tp": ("tensor_model_parallel", "slice_parallel", "model_parallel"),
-    "sp": ("sequence_parallel", "context_parallel"),
-    "dp": ("data_parallel",),
-    "both": ("sequence_data_parallel",),
-}
+_ALIASES = {name: axis.name for axis in AXIS_ROWS for name in (axis.name, *axis.dim_names)}
+# What versions of Megatron and DeepSpeed call an axis. Each has get_<name>_group, get_<name>_rank and
+# get_<name>_world_size.
+_MPU_NAMES = {axis.name: axis.mpu_names for axis in AXIS_ROWS}
+# And the ranks along dp_shard and sp together.
+_MPU_BOTH = ("sequence_data_parallel",)
 
 Connect = Callable[[Sequence[int], Sequence[str]], Any]
 
@@ -84,7 +66,7 @@ class Mesh:
         grid: torch.Tensor | None = None,
         connect: Connect | None = None,
     ) -> None:
-        sizes = {"dp_shard": comm.world_size} if sizes is None else sizes
+        sizes = {DP_SHARD: comm.world_size} if sizes is None else sizes
         unknown = [axis for axis in sizes if axis not in AXES]
         if unknown or math.prod(sizes.values()) != comm.world_size or min(sizes.values(), default=1) < 1:
             raise CommError(
@@ -157,6 +139,21 @@ class Mesh:
         return self.along(*WITHIN_STAGE)
 
     @property
+    def pipeline(self) -> Collectives:
+        """The ranks that hold the stages of one model."""
+        return self.along(PP)
+
+    @property
+    def sequence(self) -> Collectives:
+        """The ranks that hold parts of the same sequences, and train the same parameters."""
+        return self.along(SP)
+
+    @property
+    def tensors(self) -> Collectives:
+        """The ranks that hold parts of the same layers' parameters and see the same tokens."""
+        return self.along(TP)
+
+    @property
     def data(self) -> Collectives:
         """The ranks that see different samples: those of ``DATA``."""
         return self.along(*DATA)
@@ -226,14 +223,14 @@ class Mesh:
 
         Raises CommError where the data-parallel ranks cannot be cut so, or have been cut already.
         """
-        n_data, is_cut = self.size(*DATA), self.size("dp_replicate") > 1
+        n_data, is_cut = self.size(DP_REPLICATE, DP_SHARD), self.size(DP_REPLICATE) > 1
         if n_shards < 1 or n_data % n_shards or is_cut:
             raise CommError(
                 f"{n_data} data-parallel ranks cannot be cut into groups of {n_shards}: the mesh has {self}",
                 where="mesh",
                 fix=f"use a divisor of {n_data}" + (", or leave it out: the mesh says it" if is_cut else ""),
             )
-        sizes = {**self.axes, "dp_replicate": n_data // n_shards, "dp_shard": n_shards}
+        sizes = {**self.axes, DP_REPLICATE: n_data // n_shards, DP_SHARD: n_shards}
         return Mesh(self.comm, sizes, grid=self._grid.reshape(tuple(sizes.values())), connect=self._connect)
 
     def split_tensors(self, n_ranks: int) -> Mesh:
@@ -242,7 +239,7 @@ class Mesh:
 
         Raises CommError where the ranks cannot be cut so, or have been cut already.
         """
-        return self._split("tp", n_ranks)
+        return self._split(TP, n_ranks)
 
     def split_sequences(self, n_ranks: int) -> Mesh:
         """The same ranks with ``n_ranks`` neighbours along sp, that hold parts of the same sequences, in the place of
@@ -250,20 +247,20 @@ class Mesh:
 
         Raises CommError where the ranks cannot be cut so, or have been cut already.
         """
-        return self._split("sp", n_ranks)
+        return self._split(SP, n_ranks)
 
     def _split(self, axis: str, n_ranks: int) -> Mesh:
-        n_data, is_cut = self.size("dp_shard"), self.size(axis, "dp_replicate") > 1
+        n_data, is_cut = self.size(DP_SHARD), self.size(axis, DP_REPLICATE) > 1
         if n_ranks < 1 or n_data % n_ranks or is_cut:
             raise CommError(
                 f"{self.comm.world_size} ranks cannot be cut into groups of {n_ranks}: the mesh has {self}",
                 where="mesh",
                 fix=f"use a divisor of {n_data}" + (", or leave it out: the mesh says it" if is_cut else ""),
             )
-        sizes = {**self.axes, "dp_shard": n_data // n_ranks, axis: n_ranks}
+        sizes = {**self.axes, DP_SHARD: n_data // n_ranks, axis: n_ranks}
         # The ranks of a new axis are neighbours along dp_shard, and stay so: other axes keep their places.
-        grid = self._grid.unflatten(AXES.index("dp_shard"), (n_data // n_ranks, n_ranks))
-        grid = grid.movedim(AXES.index("dp_shard") + 1, AXES.index(axis)).reshape(tuple(sizes.values()))
+        grid = self._grid.unflatten(AXES.index(DP_SHARD), (n_data // n_ranks, n_ranks))
+        grid = grid.movedim(AXES.index(DP_SHARD) + 1, AXES.index(axis)).reshape(tuple(sizes.values()))
         return Mesh(self.comm, sizes, grid=grid, connect=self._connect)
 
     def to_device_mesh(self, device_type: str = "cpu") -> Any:
@@ -273,7 +270,7 @@ class Mesh:
         """
         from torch.distributed.device_mesh import DeviceMesh
 
-        names = list(self.wide_axes) or ["dp_shard"]
+        names = list(self.wide_axes) or [DP_SHARD]
         ranks = torch.tensor(self.comm.global_ranks)[self._grid].view([self.axes[name] for name in names])
         return DeviceMesh(device_type, ranks, mesh_dim_names=tuple(names))
 
@@ -309,27 +306,47 @@ def _shared_group(ranks: tuple[int, ...], like: dist.ProcessGroup | None) -> dis
     return group
 
 
+_DEVICE_MESH = "initialize(mesh_device=...)"
+
+
 def mesh_of_device_mesh(device_mesh: Any) -> Mesh:
     """The ranks of a ``torch.distributed.device_mesh.DeviceMesh`` on the axes that its dimensions are named for.
 
     Collective.
 
-    Raises CommError where a dimension has no name, or one that is no axis.
+    Raises CommError where a dimension has no name, or one that is no axis, and FeatureError for an axis that cannot be
+    used yet.
     """
     names = [_ALIASES.get(name) for name in device_mesh.mesh_dim_names or ()]
     if not names or None in names or len(set(names)) < len(names):
         raise CommError(
             f"the dimensions of the device mesh are named {device_mesh.mesh_dim_names}",
-            where="initialize(mesh_device=...)",
+            where=_DEVICE_MESH,
             fix=f"name each dimension for another axis: {', '.join(AXES)}",
         )
     grid = device_mesh.mesh.cpu()
+    refuse_later_axes(dict(zip(names, grid.shape)), _DEVICE_MESH)
     ranks = sorted(grid.reshape(-1).tolist())
     is_world = len(ranks) == dist.get_world_size()
     group = None if is_world else _shared_group(tuple(ranks), None)
     order = sorted(range(len(names)), key=lambda i: AXES.index(names[i]))
     places = torch.searchsorted(torch.tensor(ranks), grid.permute(order).contiguous())
     return Mesh(Collectives(group), {names[i]: grid.shape[i] for i in order}, grid=places)
+
+
+def mesh_of_pair(sizes: Any) -> Mesh:
+    """All ranks of the job on the axes dp_shard and sp, whose sizes are ``sizes``.
+
+    Raises CommError for something else than two sizes, or sizes that do not fit the ranks.
+    """
+    if not isinstance(sizes, Sequence) or len(sizes) != 2 or not all(isinstance(size, Integral) for size in sizes):
+        lacking = ", ".join(f"{axis.name} ({axis.what})" for axis in AXIS_ROWS if not axis.is_built)
+        raise CommError(
+            f"{sizes!r} is not two numbers, the sizes of the axes {DP_SHARD} and {SP}",
+            where="initialize(mesh_param=...)",
+            fix=f"pass two numbers, or name axes in mesh_device=...; {lacking} is not part of this version",
+        )
+    return Mesh(Collectives(), dict(zip((DP_SHARD, SP), sizes)))
 
 
 def mesh_of_mpu(mpu: Any) -> Mesh:
@@ -339,22 +356,19 @@ def mesh_of_mpu(mpu: Any) -> Mesh:
     Collective where it has ranks of the latter two kinds. Raises FeatureError where it has ranks of another kind, and
     CommError where it does not say enough, or where its ranks do not make up the job.
     """
-    sizes: dict[str, int] = {}
-    for getter, axis in _MPU_GETTERS.items():
-        sizes[axis] = max(sizes.get(axis, 1), getattr(mpu, getter, lambda: 1)())
-    refuse_later_axes(sizes, _MPU)
-    n_seq, seq_rank = _ask(mpu, "sp", default=1)
+    refuse_later_axes({axis: _size_by_mpu(mpu, axis) for axis in LATER}, _MPU)
+    n_seq, seq_rank = _ask(mpu, SP, default=1)
     # Of an mpu for sequence parallelism alone, "model parallel" is another name of that.
-    n_tp, tp_rank = _ask(mpu, "tp", default=1, names=_MPU_NAMES["tp"][: 2 if n_seq > 1 else 3])
+    n_tp, tp_rank = _ask(mpu, TP, default=1, names=_MPU_NAMES[TP][: 2 if n_seq > 1 else 3])
     if n_tp * n_seq == 1:
         return Mesh(Collectives(mpu.get_data_parallel_group()))
     comm = Collectives()
-    n_data, data_rank = _ask(mpu, "dp", default=0)
+    n_data, data_rank = _ask(mpu, DP_SHARD, default=0)
     if n_data == 0 and n_seq > 1:
-        n_both, rank_of_both = _ask(mpu, "both", default=comm.world_size // n_tp)
+        n_both, rank_of_both = _ask(mpu, DP_SHARD, default=comm.world_size // n_tp, names=_MPU_BOTH)
         n_data, data_rank = n_both // n_seq, rank_of_both // n_seq
     elif n_data == 0:
-        n_data, data_rank = _ask(mpu, "both", names=(*_MPU_NAMES["both"], *_MPU_NAMES["dp"]))
+        n_data, data_rank = _ask(mpu, DP_SHARD, names=(*_MPU_BOTH, *_MPU_NAMES[DP_SHARD]))
     if n_tp * n_seq * n_data != comm.world_size:
         sequences = f" times {n_seq} sequence-parallel" if n_seq > 1 else ""
         raise CommError(
@@ -375,10 +389,16 @@ def mesh_of_mpu(mpu: Any) -> Mesh:
             fix="number the ranks of each group from 0",
         )
     grid = torch.tensor([places.index(place) for place in range(comm.world_size)])
-    return Mesh(comm, {"dp_shard": n_data, "sp": n_seq, "tp": n_tp}, grid=grid)
+    return Mesh(comm, {DP_SHARD: n_data, SP: n_seq, TP: n_tp}, grid=grid)
 
 
 _MPU = "initialize(mpu=...)"
+
+
+def _size_by_mpu(mpu: Any, axis: str) -> int:
+    """The most ranks along an axis that any method of an mpu says."""
+    getters = (getattr(mpu, f"get_{name}_world_size", None) for name in _MPU_NAMES[axis])
+    return max([1, *(getter() for getter in getters if getter is not None)])
 
 
 def _ask(mpu: Any, axis: str, default: int | None = None, names: Sequence[str] = ()) -> tuple[int, int]:
@@ -408,14 +428,3 @@ def _ask(mpu: Any, axis: str, default: int | None = None, names: Sequence[str] =
             fix=f"give it one of them{'' if size is None else f': it says that there are {size} such ranks'}",
         )
     return int(size), int(rank or 0)
-
-
-def refuse_later_axes(sizes: Mapping[str, int], where: str) -> None:
-    """The one place that says which axes may have more than one rank. Raises FeatureError, which names the axis."""
-    for axis, what in _LATER.items():
-        if sizes.get(axis, 1) != 1:
-            raise FeatureError(
-                f"axis {axis!r} has {sizes[axis]} ranks: {what} is not part of this version",
-                where=where,
-                fix="use data parallelism only (dp_shard, dp_replicate)",
-            )

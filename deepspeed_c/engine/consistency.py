@@ -6,8 +6,9 @@ import hashlib
 
 import torch
 
+from deepspeed_c.comm.axes import PP, WITHIN_STAGE
 from deepspeed_c.comm.collectives import Collectives
-from deepspeed_c.comm.mesh import WITHIN_STAGE, Mesh
+from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.errors import RankMismatchError
 from deepspeed_c.zero.layout.cuts import cut_of, tied_over
 from deepspeed_c.zero.weights.param import shape_of, state_of
@@ -77,7 +78,7 @@ def broadcast_model(model: torch.nn.Module, mesh: Mesh, device: torch.device) ->
                 continue  # sharded under zero.Init, from rank 0's values
             comm = mesh.stage if cut_of(tensor) is None else mesh.tokens
             if tied := tied_over(tensor):
-                comm = mesh.among(tied, "pp", *WITHIN_STAGE)
+                comm = mesh.among(tied, PP, *WITHIN_STAGE)
             data = tensor.data
             if data.numel() == 0:
                 continue

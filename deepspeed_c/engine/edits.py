@@ -12,8 +12,9 @@ import torch
 
 from deepspeed_c.checkpointing.blocks import Blocks
 from deepspeed_c.checkpointing.recomputer import parked
+from deepspeed_c.comm.axes import SP, TP, WITHIN_STAGE
 from deepspeed_c.comm.collectives import Collectives
-from deepspeed_c.comm.mesh import WITHIN_STAGE, Mesh
+from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.config import Config
 from deepspeed_c.env import read_env
 from deepspeed_c.inject import cut_model
@@ -81,7 +82,7 @@ def _inject_kernels(model: torch.nn.Module, context: EditContext) -> Made:
 def _cut_tensors(model: torch.nn.Module, context: EditContext) -> None:
     """Cuts a whole model over the tensor-parallel ranks where the configuration asks for it, and finds out how a model
     is cut that comes so."""
-    section, tp = context.config.tensor_parallel, context.mesh.along("tp")
+    section, tp = context.config.tensor_parallel, context.mesh.tensors
     check_cuts(model, tp)
     is_cut = any(cut_of(param) is not None for param in model.parameters())
     if max(section.autotp_size, section.tp.tp_size) > 1 and not is_cut:
@@ -97,7 +98,7 @@ def _share_attention(model: torch.nn.Module, context: EditContext) -> SharedAtte
 
 
 def _tile(model: torch.nn.Module, context: EditContext) -> TiledModel:
-    return tile_model(model, context.mesh.size("tp"))
+    return tile_model(model, context.mesh.size(TP))
 
 
 def _recompute(model: torch.nn.Module, context: EditContext) -> Blocks:
@@ -105,7 +106,7 @@ def _recompute(model: torch.nn.Module, context: EditContext) -> Blocks:
     return Blocks(
         model,
         parked(config.activation_checkpointing, wanted=config.sequence_parallel.offload_activations),
-        mesh.along("tp"),
+        mesh.tensors,
         has_sharded=_has_fetcher(context),
         aio=config.aio,
         ranks=mesh.comm,
@@ -122,9 +123,9 @@ def _recomputing_peers(context: EditContext) -> Collectives | None:
     """
     if context.config.activation_checkpointing.budget is None:
         return None
-    if _has_fetcher(context) or context.mesh.size("sp") > 1:
+    if _has_fetcher(context) or context.mesh.size(SP) > 1:
         return context.mesh.comm
-    return context.mesh.along("tp") if context.mesh.size("tp") > 1 else None
+    return context.mesh.tensors if context.mesh.size(TP) > 1 else None
 
 
 def _has_fetcher(context: EditContext) -> bool:
@@ -146,7 +147,7 @@ EDITS: tuple[ModelEdit, ...] = (
     ModelEdit("tensor cut", wanted=lambda context: True, apply=_cut_tensors, after=("kernels",), needs_layout=False),
     ModelEdit(
         "attention",
-        wanted=lambda context: context.mesh.size("sp") > 1,
+        wanted=lambda context: context.mesh.size(SP) > 1,
         apply=_share_attention,
         after=("tensor cut",),
     ),

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from deepspeed_c.checkpointing.rng import SEQUENCE_RNG, stream_of_rank
+from deepspeed_c.comm.axes import SP
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.config import Config
 from deepspeed_c.engine.edits import Edits
@@ -73,7 +74,7 @@ class DeepSpeedEngine(WholeModel, TrainingHost):
         elements of it."""
         if not (self._share.is_needed and self.training):
             return nullcontext()
-        return stream_of_rank(SEQUENCE_RNG, self._mesh.index("sp"))
+        return stream_of_rank(SEQUENCE_RNG, self._mesh.index(SP))
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times 1 / accumulation steps and, in fp16, the loss scale, for a ``backward()`` of the caller's

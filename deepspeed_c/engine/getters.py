@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_c.comm.mesh import DATA
+from deepspeed_c.comm.axes import DATA
 from deepspeed_c.engine.precision import DTYPES
 
 __all__ = ["ABSENT_METHODS", "GETTERS", "ConfigGetters"]

@@ -14,7 +14,8 @@ from typing_extensions import Self
 
 from deepspeed_c.accelerator import get_accelerator
 from deepspeed_c.checkpointing.blocks import Blocks
-from deepspeed_c.comm.mesh import DATA, Mesh
+from deepspeed_c.comm.axes import DATA, TP
+from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.config import Config
 from deepspeed_c.engine.edits import EditContext, Edits
 from deepspeed_c.engine.getters import ABSENT_METHODS, ConfigGetters
@@ -69,7 +70,7 @@ class ModelHost(ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
         self._config, self._mesh, self._comm, self._precision, self.device = config, mesh, comm, precision, device
         self.config = config.as_dict()
         self.global_rank, self.world_size = comm.global_rank, comm.world_size
-        self.dp_world_size, self.mp_world_size = mesh.size(*DATA), mesh.size("tp")
+        self.dp_world_size, self.mp_world_size = mesh.size(*DATA), mesh.size(TP)
         self.local_rank = read_env().local_rank
         self._layout = Layout([], [], None)
         self._is_compiled = False

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from deepspeed_c.comm.mesh import TOKENS, Mesh
+from deepspeed_c.comm.axes import TOKENS, TP
+from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.errors import RankMismatchError
 from deepspeed_c.inject.alike import describe_call, digest_of, first_difference
 from deepspeed_c.inject.generation import random_state
@@ -36,7 +37,7 @@ class InputCheck:
         Collective over all ranks then.
 
         Raises RankMismatchError, on all of them alike, where arguments differ; it names ranks and argument."""
-        if self._mesh.size("tp") == 1:
+        if self._mesh.size(TP) == 1:
             return
         self._note(step, inputs, kwargs)
         if self._last is not None and (step == self._last or step % EVERY):

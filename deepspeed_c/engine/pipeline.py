@@ -9,8 +9,9 @@ import torch
 from torch.utils._pytree import tree_map
 
 from deepspeed_c import _C
+from deepspeed_c.comm.axes import COPIES, DATA, PP, SP, WITHIN_STAGE
 from deepspeed_c.comm.ledger import ranks_in_words
-from deepspeed_c.comm.mesh import DATA, WITHIN_STAGE, Mesh
+from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.config import Config
 from deepspeed_c.data.loader import RepeatingLoader
 from deepspeed_c.engine.engine import DeepSpeedEngine
@@ -28,10 +29,10 @@ __all__ = ["PipelineEngine", "check_pipeline", "connect_pipeline"]
 def check_pipeline(module: PipelineModule, config: Config, mesh: Mesh) -> None:
     """Raises where a configuration, or the ranks that it asks for, does not fit a module, before anything is sent."""
     section, n_ranks = config.pipeline, module.num_stages
-    if mesh.size("sp") > 1:
+    if mesh.size(SP) > 1:
         # train_batch has no term of a loss of whole sequences: it would count a rank's mean once for each such rank.
         raise FeatureError(
-            f"the stages of a PipelineModule would hold parts of sequences ({mesh.size('sp')} ranks a sequence), and its"
+            f"the stages of a PipelineModule would hold parts of sequences ({mesh.size(SP)} ranks a sequence), and its"
             " train_batch takes each rank's loss for that of whole sequences",
             where="sequence_parallel_size",
             fix="leave it out and use more stages (num_stages) for what does not fit; or train the layers as a plain"
@@ -91,11 +92,11 @@ def connect_pipeline(module: PipelineModule, mesh: Mesh) -> None:
             where="PipelineModule",
             fix="use fewer stages, or deal layers out so that each rank has some to train (partition_method)",
         )
-    mesh.along("pp")
+    mesh.along(PP)
     mesh.along(*WITHIN_STAGE)
     tied = sorted({ranks for ranks in module.tied_ranks().values() if len(ranks) > 1})
-    for axes in (WITHIN_STAGE, ("dp_replicate",)):
-        mesh.connect_some(tied, "pp", *axes)
+    for axes in (WITHIN_STAGE, COPIES):
+        mesh.connect_some(tied, PP, *axes)
 
 
 def _most_in_flight(actions: list[tuple[int, int, int]]) -> int:
@@ -134,7 +135,7 @@ class PipelineEngine(TrainingHost):
         return [str(stage) for stage in self.module.stages]
 
     def _make_stages(self) -> dict[int, Stage]:
-        module, rank_of, ranks = self.module, self.module.rank_of, self._mesh.along("pp")
+        module, rank_of, ranks = self.module, self.module.rank_of, self._mesh.pipeline
 
         def link(source: int, target: int) -> Link | None:
             """From a stage to its neighbour."""

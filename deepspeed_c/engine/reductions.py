@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from deepspeed_c import comm
-from deepspeed_c.comm.mesh import DATA, TOKENS
+from deepspeed_c.comm.axes import DATA, SP, TOKENS
 
 __all__ = ["Reductions"]
 
@@ -36,12 +36,12 @@ class Reductions:
 
     @property
     def sequence_parallel_size(self) -> int:
-        return self._mesh.size("sp")
+        return self._mesh.size(SP)
 
     @property
     def seq_parallel_group(self) -> Any:
         """The ranks that hold parts of the same sequences; None where each has whole ones."""
-        return None if self.sequence_parallel_size == 1 else self._mesh.process_group("sp")
+        return None if self.sequence_parallel_size == 1 else self._mesh.process_group(SP)
 
     def get_sequence_parallel_group(self) -> Any:
         return self.seq_parallel_group

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_flatten
 
+from deepspeed_c.comm.axes import SP
 from deepspeed_c.comm.ledger import ranks_in_words
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.engine.passes import nodes_between, nodes_of
@@ -79,7 +80,7 @@ class LossShare:
 
     def __init__(self, mesh: Mesh, way: Way) -> None:
         self._mesh, self._way = mesh, way
-        self.is_needed = mesh.size("sp") > 1
+        self.is_needed = mesh.size(SP) > 1
         """Whether sequences are cut at all."""
         self._labels: torch.Tensor | None = None
         self._n_items: Any = None
@@ -113,7 +114,7 @@ class LossShare:
         if way == "part":
             return 1.0
         if way == "whole":
-            return 1.0 / self._mesh.size("sp")
+            return 1.0 / self._mesh.size(SP)
         if self._labels is None:
             raise StateError(
                 "a mean over a rank's valid tokens is weighted by their number, and the forward was given no labels",
@@ -122,7 +123,7 @@ class LossShare:
                 ' "sequence_parallel": {"loss": "part"}',
             )
         mine = int((self._labels != IGNORED).sum())
-        total = sum(self._mesh.along("sp").gather_numbers(mine, label="valid tokens"))
+        total = sum(self._mesh.sequence.gather_numbers(mine, label="valid tokens"))
         return mine / total if total else 0.0
 
     def _find_way(self, loss: torch.Tensor) -> Way:
@@ -150,14 +151,14 @@ class LossShare:
         if group is None:
             return False
         ranks = dist.get_process_group_ranks(group)
-        return set(self._mesh.along("sp").global_ranks) <= set(ranks)
+        return set(self._mesh.sequence.global_ranks) <= set(ranks)
 
     def _tell(self, way: Way) -> None:
         """Says once how losses of this kind were understood: a wrong scale of gradients hides behind Adam."""
         if way in self._told:
             return
         self._told.add(way)
-        n = self._mesh.size("sp")
+        n = self._mesh.size(SP)
         if way != "part":
             meaning = {
                 "mean": "the model's mean over this rank's tokens; it is weighted by their number",
@@ -204,7 +205,7 @@ class LossShare:
         """
         mine = [_guess_of(noted) for noted in self._noted]
         self._noted = []
-        ranks = tuple(self._mesh.along("sp").global_ranks)
+        ranks = tuple(self._mesh.sequence.global_ranks)
         everyone = self._mesh.comm.gather_objects((ranks, mine), label="losses of the ranks of a sequence")
         sequences: dict[tuple[int, ...], list[list[_Guess]]] = {}
         for of, guesses in everyone:

@@ -12,7 +12,8 @@ import torch
 from deepspeed_c import checkpoint as files
 from deepspeed_c.checkpoint.source import Source
 from deepspeed_c.checkpointing.rng import get_cuda_rng_tracker
-from deepspeed_c.comm.mesh import DATA, TOKENS, Mesh
+from deepspeed_c.comm.axes import DATA, SAME_SAMPLES, SP, TOKENS, TP
+from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.config import Config
 from deepspeed_c.data.loader import DeepSpeedDataLoader
 from deepspeed_c.engine.backward import BackwardPass
@@ -46,7 +47,7 @@ class TrainState:
         self.dormant: dict[torch.nn.Parameter, KeptState] = {}
         """States of parameters that were frozen in mid-run."""
         self.window = Window(config.batch, is_managed=config.managed_gradient_accumulation)
-        needs_weights = mesh.size("sp") > 1 and config.sequence_parallel.loss != "part"
+        needs_weights = mesh.size(SP) > 1 and config.sequence_parallel.loss != "part"
         self.passes = BackwardPass(self.window, precision.scaler, mesh, self.begin_window, needs_weights)
         self.global_steps = self.global_samples = self.skipped_steps = 0
         self._loader_state: dict[str, int] | None = None  # where the loader stood when the present window began
@@ -141,7 +142,7 @@ class TrainState:
     def check(self, source: Source) -> None:
         """Raises CheckpointError for small state that is damaged or no such state: it is restored when everything else
         has been, and that it cannot be has to be known before."""
-        mine = {self._saved_rank(source, sequence_rank) for sequence_rank in (0, self.mesh.index("sp"))}
+        mine = {self._saved_rank(source, sequence_rank) for sequence_rank in (0, self.mesh.index(SP))}
         for rank in sorted({0, *mine}):
             state, where = source.rank_state(rank) or {}, f"{source.where}, state of rank {rank}"
             if "random" in state:
@@ -204,19 +205,19 @@ class TrainState:
         same."""
         if self._is_cut_as(source):
             return self.mesh.comm.rank
-        return (self.mesh.index(*DATA) * _n_ranks(source, "sp") + sequence_rank) * _n_ranks(source, "tp")
+        return (self.mesh.index(*DATA) * _n_ranks(source, SP) + sequence_rank) * _n_ranks(source, TP)
 
     def _is_cut_as(self, source: Source) -> bool:
-        return all(_n_ranks(source, axis) == self.mesh.size(axis) for axis in ("pp", "sp", "tp"))
+        return all(_n_ranks(source, axis) == self.mesh.size(axis) for axis in SAME_SAMPLES)
 
     def restore_of_rank(self, source: Source) -> None:
         """Random numbers, and the place in the data; ``global_steps`` are the checkpoint's already."""
         saved_ranks = source.topology.world_size
-        for axis in ("pp", "sp", "tp"):
+        for axis in SAME_SAMPLES:
             saved_ranks //= _n_ranks(source, axis)
-        n_ranks, sequence_rank = self.mesh.size(*DATA), self.mesh.index("sp")
+        n_ranks, sequence_rank = self.mesh.size(*DATA), self.mesh.index(SP)
         first, mine = source.rank_state(self._saved_rank(source, 0)), None
-        if sequence_rank < _n_ranks(source, "sp"):
+        if sequence_rank < _n_ranks(source, SP):
             mine = source.rank_state(self._saved_rank(source, sequence_rank))
         if mine is not None and "random" in mine:
             files.state.restore_random_state(mine["random"], self.device)

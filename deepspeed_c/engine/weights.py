@@ -92,7 +92,7 @@ def consolidate(
     tensors = named_tensors(module, exclude_frozen)
     keeps = on_all_ranks or mesh.comm.rank == 0
     whole: dict[str, torch.Tensor] = {}
-    for name, tensor in stream(tensors, fetcher, Parts(tensors, mesh.along("tp"))):
+    for name, tensor in stream(tensors, fetcher, Parts(tensors, mesh.tensors)):
         if keeps:
             whole[name] = tensor.to("cpu", copy=True)
     if not keeps:
@@ -111,7 +111,7 @@ def save_weights(
     tensors = named_tensors(module, exclude_frozen)
     error: Exception | None = None
     writer: TensorFileWriter | None = None
-    parts, comm = Parts(tensors, mesh.along("tp")), mesh.comm
+    parts, comm = Parts(tensors, mesh.tensors), mesh.comm
     if comm.rank == 0:
         aliases = aliases_of(tensors)
         entries = {name: (parts.shape(name, t), t.dtype) for name, t in tensors.items() if name not in aliases}

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from deepspeed_c.comm.axes import TP
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import StateError
 from deepspeed_c.inject import exchange
@@ -95,7 +96,7 @@ class TensorRanks:
             group = dist.new_group(
                 members, backend=dist.get_backend_config(self.comm.group), use_local_synchronization=True
             )
-            self._copies[ranks] = self.comm.part(group, "tp")
+            self._copies[ranks] = self.comm.part(group, TP)
         return self._copies[ranks]
 
     def sum_gradient(self, param: torch.nn.Parameter, ranks: tuple[int, ...], label: str) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from deepspeed_c.checkpointing import checkpoint
 from deepspeed_c.comm import init_distributed, is_initialized
+from deepspeed_c.comm.axes import PP, TP
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.errors import CommError, ConfigError, FeatureError, StateError
@@ -133,14 +134,14 @@ class PipelineModule(torch.nn.Module):
         if not is_initialized():
             init_distributed()
         self.mesh, self._topology = _lay_out_ranks(num_stages, topology)
-        if self.mesh.size("tp") > 1:
+        if self.mesh.size(TP) > 1:
             raise FeatureError(
                 "tensor-parallel ranks within stages are not supported yet",
                 where="PipelineModule(topology=...)",
                 fix="use the axes pipe and data",
             )
-        n_ranks = self.num_stages = self.mesh.size("pp")
-        self.stage_id = self.mesh.index("pp")
+        n_ranks = self.num_stages = self.mesh.size(PP)
+        self.stage_id = self.mesh.index(PP)
         n_least = max(traits.min_micro_batches_per_rank * n_ranks, 1)
         self.rank_of = make_table(schedule, n_ranks, self.virtual_stages, n_least, "PipelineModule").rank_of
         """The pipeline rank of each stage."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from deepspeed_c.comm.axes import DATA, DP_SHARD, PP, TP
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.errors import CommError
@@ -24,7 +25,7 @@ __all__ = [
 
 _WHERE = "ProcessTopology"
 # What DeepSpeed calls the axes of a mesh.
-_AXES = {"pipe": "pp", "data": "dp_shard", "model": "tp"}
+_AXES = {"pipe": PP, "data": DP_SHARD, "model": TP}
 
 
 class ProcessTopology:
@@ -146,9 +147,9 @@ class PipelineParallelGrid:
         self._topo = PipeDataParallelTopology(1, comm.world_size) if topology is None else topology
         self._mesh = mesh_of_topology(self._topo, comm) if mesh is None else mesh
         self.global_rank, self.world_size = comm.global_rank, comm.world_size
-        self.pipe_parallel_size = self._mesh.size("pp")
-        self.data_parallel_size = self._mesh.size("dp_replicate", "dp_shard")
-        self.model_parallel_size = self.slice_parallel_size = self._mesh.size("tp")
+        self.pipe_parallel_size = self._mesh.size(PP)
+        self.data_parallel_size = self._mesh.size(*DATA)
+        self.model_parallel_size = self.slice_parallel_size = self._mesh.size(TP)
         self.stage_id = self.get_stage_id()
         self.data_parallel_id = self.get_data_parallel_id()
         self.is_first_stage = self.stage_id == 0
@@ -159,13 +160,13 @@ class PipelineParallelGrid:
 
     def get_stage_id(self) -> int:
         """This rank's number along the pipeline."""
-        return self._mesh.index("pp")
+        return self._mesh.index(PP)
 
     get_pipe_parallel_rank = get_stage_id
 
     def get_data_parallel_id(self) -> int:
         """Which of the copies of the model this rank is a part of."""
-        return self._mesh.index("dp_replicate", "dp_shard")
+        return self._mesh.index(*DATA)
 
     get_data_parallel_rank = get_data_parallel_id
 
@@ -183,7 +184,7 @@ class PipelineParallelGrid:
 
     def get_pipe_parallel_group(self) -> dist.ProcessGroup | None:
         """The ranks that hold the stages of one model. Collective where it is asked for the first time."""
-        return self._mesh.along("pp").group
+        return self._mesh.pipeline.group
 
     def get_data_parallel_world_size(self) -> int:
         return self.data_parallel_size
@@ -194,7 +195,7 @@ class PipelineParallelGrid:
 
     def get_model_parallel_rank(self) -> int:
         """This rank's number among those that cut layers."""
-        return self._mesh.index("tp")
+        return self._mesh.index(TP)
 
     get_slice_parallel_rank = get_tensor_model_parallel_rank = get_model_parallel_rank
 
@@ -205,6 +206,6 @@ class PipelineParallelGrid:
 
     def get_model_parallel_group(self) -> dist.ProcessGroup | None:
         """The ranks that cut this stage's layers. Collective where it is asked for the first time."""
-        return self._mesh.along("tp").group
+        return self._mesh.tensors.group
 
     get_slice_parallel_group = get_tensor_model_parallel_group = get_model_parallel_group

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from deepspeed_c.comm.axes import SP, TP
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.errors import ConfigError, FeatureError
@@ -49,10 +50,10 @@ def take_over_attention(
 
     Raises ConfigError where ranks, heads and what the section asks for do not fit.
     """
-    if mesh.size("sp") == 1:
+    if mesh.size(SP) == 1:
         return None
-    comm = mesh.along("sp")
-    found = registration_of(model, mesh.process_group("sp"))
+    comm = mesh.sequence
+    found = registration_of(model, mesh.process_group(SP))
     if found is None:
         if section.attention in ("ring", "hybrid"):
             raise FeatureError(
@@ -61,10 +62,10 @@ def take_over_attention(
                 fix="call deepspeed_c.sequence.ring_attention in the model's own code, or leave the key out",
             )
         lend(comm)
-        return SharedAttention(ModelOrder(model, mesh.process_group("sp"), TokenOrder("contiguous", 1)), None)
+        return SharedAttention(ModelOrder(model, mesh.process_group(SP), TokenOrder("contiguous", 1)), None)
     try:
         # Heads that tensor-parallel ranks share are as many fewer on each.
-        heads = (max(1, n // mesh.size("tp")) for n in found.heads)
+        heads = (max(1, n // mesh.size(TP)) for n in found.heads)
         way = _choose(section, *heads, comm, ranks_of_host)
     except ConfigError:
         found.close()
@@ -74,7 +75,7 @@ def take_over_attention(
         members = {"order": way.order, "n_inner": way.n_inner}
         found.attend_by(type(RingSPAttentionHF.__name__, (RingSPAttentionHF,), members))
     found.take(model)
-    return SharedAttention(ModelOrder(model, mesh.process_group("sp"), TokenOrder(way.order, way.n_inner)), found)
+    return SharedAttention(ModelOrder(model, mesh.process_group(SP), TokenOrder(way.order, way.n_inner)), found)
 
 
 def _choose(section: Any, n_heads: int, n_key_heads: int, comm: Collectives, ranks_of_host: int) -> _AttentionWay:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from deepspeed_c.comm.axes import SP
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import ConfigError
 from deepspeed_c.sequence.exchange import gather_heads, gather_tokens
@@ -50,7 +51,7 @@ def split_ranks(comm: Collectives, n_inner: int) -> HybridRanks:
     groups = [
         dist.new_group([comm.global_ranks[rank] for rank in ranks], use_local_synchronization=True) for ranks in members
     ]
-    return HybridRanks(comm.part(groups[0], "sp"), comm.part(groups[1], "sp"))
+    return HybridRanks(comm.part(groups[0], SP), comm.part(groups[1], SP))
 
 
 def hybrid_attention(

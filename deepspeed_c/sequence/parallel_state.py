@@ -10,9 +10,10 @@ import weakref
 
 import torch.distributed as dist
 
+from deepspeed_c.comm.axes import DP_SHARD, SP, TOKENS
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.groups import require_initialized
-from deepspeed_c.comm.mesh import TOKENS, Mesh
+from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.errors import ConfigError, StateError
 
 __all__ = [
@@ -46,14 +47,14 @@ def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
             fix=f"use one of {', '.join(map(str, divisors))}" if divisors else "start more ranks",
         )
     known = _arranged.get(dist.group.WORLD)
-    if known is not None and known.size("sp") != n_ranks:
+    if known is not None and known.size(SP) != n_ranks:
         raise StateError(
-            f"{known.size('sp')} ranks share a sequence already, and cannot be {n_ranks}",
+            f"{known.size(SP)} ranks share a sequence already, and cannot be {n_ranks}",
             where="initialize_sequence_parallel",
             fix="use the same size for all models of the process",
         )
     if known is None:
-        mesh = Mesh(Collectives(), {"dp_shard": world // n_ranks, "sp": n_ranks})
+        mesh = Mesh(Collectives(), {DP_SHARD: world // n_ranks, SP: n_ranks})
         _arranged[dist.group.WORLD] = mesh
 
 
@@ -70,7 +71,7 @@ def _mesh() -> Mesh:
 
 def get_sequence_parallel_group() -> dist.ProcessGroup:
     """The ranks that share this one's sequences, in the order of their parts."""
-    return _mesh().process_group("sp")
+    return _mesh().process_group(SP)
 
 
 def get_sequence_data_parallel_group() -> dist.ProcessGroup:
@@ -79,7 +80,7 @@ def get_sequence_data_parallel_group() -> dist.ProcessGroup:
 
 
 def get_sequence_parallel_world_size() -> int:
-    return _mesh().size("sp")
+    return _mesh().size(SP)
 
 
 def get_sequence_data_parallel_world_size() -> int:
@@ -87,7 +88,7 @@ def get_sequence_data_parallel_world_size() -> int:
 
 
 def get_sequence_parallel_rank() -> int:
-    return _mesh().index("sp")
+    return _mesh().index(SP)
 
 
 def get_sequence_data_parallel_rank() -> int:

@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from deepspeed_c import comm
-from deepspeed_c.comm.mesh import DATA, TOKENS, Mesh, mesh_of_mpu
-from deepspeed_c.errors import FeatureError, StateError
+from deepspeed_c.comm.axes import DATA, EP, SP, TOKENS, TP, refuse_later_axes
+from deepspeed_c.comm.mesh import Mesh, mesh_of_mpu
+from deepspeed_c.errors import StateError
 
 __all__ = [
     "get_data_parallel_group",
@@ -33,20 +34,13 @@ __all__ = [
 _told: list[Mesh] = []
 
 
-def _later(what: str, where: str) -> FeatureError:
-    return FeatureError(
-        f"{what} parallelism is not part of this version", where=f"groups.{where}", fix="use data parallelism"
-    )
-
-
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:
     """Tells what to answer from: ``mpu`` is an object with ``get_data_parallel_group()`` and its kin, None for all
     ranks.
 
     Raises FeatureError unless ``ep_size`` is 1.
     """
-    if ep_size != 1:
-        raise _later("expert", "initialize(ep_size=...)")
+    refuse_later_axes({EP: ep_size}, "groups.initialize(ep_size=...)")
     tell(None if mpu is None else mesh_of_mpu(mpu))
 
 
@@ -121,27 +115,27 @@ def _get_zero_param_intra_parallel_group_ranks() -> list[int]:
 
 
 def get_tensor_model_parallel_world_size() -> int:
-    return _size("tp")
+    return _size(TP)
 
 
 def get_tensor_model_parallel_rank() -> int:
-    return _rank("tp")
+    return _rank(TP)
 
 
 def get_tensor_model_parallel_src_rank() -> int:
     """The global rank of the first of them."""
-    return _told[0].along("tp").global_ranks[0] if _told else comm.get_rank()
+    return _told[0].tensors.global_ranks[0] if _told else comm.get_rank()
 
 
 def get_tensor_model_parallel_group() -> Any:
     """The ranks that hold a model together. Raises StateError where it is one rank: there is no group of it."""
-    if _size("tp") == 1:
+    if _size(TP) == 1:
         raise StateError(
             "models are not cut over ranks, and there is no group of one rank",
             where="groups.get_tensor_model_parallel_group",
             fix='make an engine with "tensor_parallel": {"autotp_size": ...}, or with an mpu, before',
         )
-    return _told[0].process_group("tp")
+    return _told[0].process_group(TP)
 
 
 def _require_same(what: str, given: int, actual: int) -> None:
@@ -155,12 +149,12 @@ def _require_same(what: str, given: int, actual: int) -> None:
 
 def set_tensor_model_parallel_world_size(world_size: int) -> None:
     """Raises StateError unless it is what it is: the mesh says it."""
-    _require_same("world size", world_size, _size("tp"))
+    _require_same("world size", world_size, _size(TP))
 
 
 def set_tensor_model_parallel_rank(rank: int) -> None:
     """Raises StateError unless it is what it is."""
-    _require_same("rank", rank, _rank("tp"))
+    _require_same("rank", rank, _rank(TP))
 
 
 get_model_parallel_group = get_tensor_model_parallel_group
@@ -169,13 +163,13 @@ get_model_parallel_group = get_tensor_model_parallel_group
 def _get_sequence_parallel_group() -> Any:
     """The ranks that hold parts of the same sequences. Raises StateError where it is one rank: there is no group of it.
     """
-    if _size("sp") == 1:
+    if _size(SP) == 1:
         raise StateError(
             "sequences are not cut over ranks, and there is no group of one rank",
             where="groups._get_sequence_parallel_group",
             fix='make an engine with "sequence_parallel_size", or with an mpu that has sequence-parallel ranks, before',
         )
-    return _told[0].process_group("sp")
+    return _told[0].process_group(SP)
 
 
 get_model_parallel_world_size = _get_model_parallel_world_size = get_tensor_model_parallel_world_size
@@ -183,8 +177,8 @@ get_model_parallel_rank = get_tensor_model_parallel_rank
 
 
 def _get_sequence_parallel_world_size() -> int:
-    return _size("sp")
+    return _size(SP)
 
 
 def _get_sequence_parallel_rank() -> int:
-    return _rank("sp")
+    return _rank(SP)

@@ -12,7 +12,8 @@ import torch
 
 from deepspeed_c import checkpoint as files
 from deepspeed_c.checkpoint.source import BUFFER, MASTER, PARAM, ParamInfo
-from deepspeed_c.comm.mesh import TOKENS, Mesh
+from deepspeed_c.comm.axes import PP, TOKENS
+from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.engine.checkpoint.boxes import BoxPart, box_parts
 from deepspeed_c.engine.trainable import KeptState
 from deepspeed_c.errors import CheckpointError
@@ -50,13 +51,13 @@ def names_of_all(named: Named, mesh: Mesh) -> Named:
 
     Collective where there is a pipeline.
     """
-    if mesh.size("pp") == 1:
+    if mesh.size(PP) == 1:
         return named
     names: dict[str, None] = {}
     aliases: dict[str, str] = {}
     others: dict[str, Any] = {}
     mine = (named.names, named.aliases, named.others)
-    for of_stage in mesh.along("pp").gather_objects(mine, label="names of all stages"):
+    for of_stage in mesh.pipeline.gather_objects(mine, label="names of all stages"):
         names.update(dict.fromkeys(of_stage[0]))
         aliases.update(of_stage[1])
         others.update(of_stage[2])
@@ -169,7 +170,7 @@ def owned_pieces(
 def _is_first_of_tied(tensor: torch.Tensor, mesh: Mesh) -> bool:
     """Whether this rank speaks for a tensor of which several stages of a pipeline may have a copy."""
     tied = tied_over(tensor)
-    return not tied or mesh.index("pp") == tied[0]
+    return not tied or mesh.index(PP) == tied[0]
 
 
 def _cut_pieces(

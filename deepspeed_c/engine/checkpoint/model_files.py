@@ -44,7 +44,7 @@ def save_model(
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise StateError(f"{dtype!r} is no floating-point dtype", where="dtype", fix="pass torch.bfloat16, for example")
     tensors = named_tensors(module, exclude_frozen)
-    parts, comm = Parts(tensors, mesh.along("tp")), mesh.comm
+    parts, comm = Parts(tensors, mesh.tensors), mesh.comm
     params = {id(p) for p in module.parameters()}
     dtypes = {
         name: t.dtype if dtype is None or id(t) not in params or not t.is_floating_point() else dtype

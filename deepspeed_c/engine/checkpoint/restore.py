@@ -444,5 +444,5 @@ def _plan_dormant(
             pieces,
             dict(info.counts),
             comm,
-            speaks=mesh.along("tp").rank == 0 if cut is None else cut.copies[0] == cut.rank,
+            speaks=mesh.tensors.rank == 0 if cut is None else cut.copies[0] == cut.rank,
         )

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from deepspeed_c.comm.mesh import TOKENS, Mesh
+from deepspeed_c.comm.axes import TOKENS
+from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.errors import RankMismatchError
 from deepspeed_c.zero.layout.unit import Unit
 
@@ -46,7 +47,7 @@ class DriftCheck:
     """
 
     def __init__(self, units: Iterable[Unit], mesh: Mesh) -> None:
-        self._mesh, self._tp = mesh, mesh.along("tp")
+        self._mesh, self._tp = mesh, mesh.tensors
         n_data = mesh.size(*TOKENS)
         self._units = [unit for unit in units if unit.twins.world_size > 1] if self._tp.world_size > 1 else []
         self._shape = n_data, self._tp.world_size, 3

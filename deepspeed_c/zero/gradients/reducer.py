@@ -35,7 +35,8 @@ import torch
 
 from deepspeed_c import _C
 from deepspeed_c.buffers import Allocate, BufferPool, ordinary_memory
-from deepspeed_c.comm.mesh import DATA, Mesh
+from deepspeed_c.comm.axes import DATA
+from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.comm.work import Work
 from deepspeed_c.errors import BackwardError, CommError, StateError
 from deepspeed_c.logging import logger
@@ -120,7 +121,7 @@ class GradientReducer:
     ) -> None:
         comm = mesh.comm
         self.units, self.sharding, self.comm, self.settings = list(units), sharding, comm, settings
-        self._stage, self._pipeline = mesh.stage, mesh.along("pp")
+        self._stage, self._pipeline = mesh.stage, mesh.pipeline
         self._drift = DriftCheck(self.units, mesh)
         # Autograd runs one thread per device, so hooks may come from several threads.
         self._lock = threading.RLock()
@@ -150,7 +151,7 @@ class GradientReducer:
         # In order of registration: the same on all ranks, also where tensor-parallel ranks have parts of other sizes,
         # and so other buckets.
         self._in_order = sorted(self.slots, key=lambda slot: slot.order)
-        self._is_first_twin = mesh.along("tp").rank == 0
+        self._is_first_twin = mesh.tensors.rank == 0
         self._after_turn = self._stage.world_size + 1  # more than the ranks that can have given a gradient
         self._late = (self._after_turn + 1) ** 2  # and more than as many of those
         weighed = (

@@ -9,8 +9,9 @@ from typing import NamedTuple, Protocol
 import torch
 
 from deepspeed_c.buffers import BufferPool
+from deepspeed_c.comm.axes import DP_SHARD, PP, SHARDS, TOKENS, TP
 from deepspeed_c.comm.collectives import Collectives
-from deepspeed_c.comm.mesh import TOKENS, Mesh
+from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.config import Config
 from deepspeed_c.errors import CommError, ConfigError
 from deepspeed_c.logging import log_dist
@@ -111,7 +112,7 @@ def mesh_of_config(config: Config, mesh: Mesh) -> Mesh:
 
     Raises ConfigError where data parallelism has been cut already, or cannot be cut so."""
     n_shards = config.zero.mics_shard_size
-    if n_shards < 1 or n_shards == mesh.size("dp_shard"):
+    if n_shards < 1 or n_shards == mesh.size(DP_SHARD):
         return mesh
     try:
         return mesh.split_data(n_shards)
@@ -165,7 +166,7 @@ def lay_out(
     placement: Placement = ON_DEVICE,
     device: torch.device | None = None,
     *,
-    shard_axes: Callable[[torch.nn.Parameter], Sequence[str]] = lambda param: ("dp_shard", "sp"),
+    shard_axes: Callable[[torch.nn.Parameter], Sequence[str]] = lambda param: SHARDS,
     gather_pool: BufferPool | None = None,
 ) -> Layout:
     """Makes the units of a model whose optimizer groups are ``groups`` (empty for an engine that only evaluates), and
@@ -180,15 +181,15 @@ def lay_out(
 
     def unit_groups(param: torch.nn.Parameter, axes: Sequence[str]) -> UnitGroups:
         others = [axis for axis in TOKENS if axis not in axes]
-        summed = summed_over(param, mesh.size("tp"))
+        summed = summed_over(param, mesh.size(TP))
         tied = tied_over(param)
         if tied:
-            replicas = mesh.among(tied, "pp", *others)
+            replicas = mesh.among(tied, PP, *others)
         else:
-            replicas = mesh.among(summed, "tp", *others) if len(summed) > 1 else mesh.along(*others)
+            replicas = mesh.among(summed, TP, *others) if len(summed) > 1 else mesh.along(*others)
         is_part, alone = cut_of(param) is not None, mesh.along()
-        twins = alone if is_part or len(summed) > 1 else mesh.along("tp")
-        return UnitGroups(mesh.along(*axes), replicas, twins, mesh.along("tp") if is_part else alone)
+        twins = alone if is_part or len(summed) > 1 else mesh.tensors
+        return UnitGroups(mesh.along(*axes), replicas, twins, mesh.tensors if is_part else alone)
 
     def groups_of(param: torch.nn.Parameter) -> UnitGroups:
         return unit_groups(param, shard_axes(param))
@@ -203,7 +204,7 @@ def lay_out(
     frozen = [p for p in model.parameters() if id(p) not in trained_ids and not (groups and p.requires_grad)]
     n_trained = sum(numel_alike(p) for group in groups for p in group)
     # On one rank too where the shard lies elsewhere than the weights that are used.
-    shards_params = sharding.parameters and (mesh.size("dp_shard", "sp") > 1 or placement.weights != ON_DEVICE.weights)
+    shards_params = sharding.parameters and (mesh.size(*SHARDS) > 1 or placement.weights != ON_DEVICE.weights)
     whole: set[int] = set()
     if shards_params:
         whole = persistent_params([*frozen, *(p for group in groups for p in group)], config)
@@ -217,7 +218,7 @@ def lay_out(
     joins = config.comm.zero_copy_gather
     if joins:
         why = _why_copied(
-            config, mesh.along("dp_shard", "sp"), placement, device or torch.device("cpu"), shards_params=shards_params
+            config, mesh.along(*SHARDS), placement, device or torch.device("cpu"), shards_params=shards_params
         )
         joins = not why
         if why and (device is None or device.type != "meta"):

@@ -11,8 +11,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import deepspeed_c
+from deepspeed_c.comm.axes import AXES
 from deepspeed_c.comm.collectives import Collectives
-from deepspeed_c.comm.mesh import AXES, Mesh, mesh_of_device_mesh
+from deepspeed_c.comm.mesh import Mesh, mesh_of_device_mesh
 from deepspeed_c.errors import CommError, ConfigError, FeatureError
 from tests.ranks import run_ranks
 
