@@ -323,8 +323,9 @@ class ShardPacker:
     def _trim(self, device: torch.device, n_bytes: int, at: int) -> None:
         """Before a layer runs whose input has ``n_bytes``. at: changes from one layer's run to the next.
 
-        Parts of inputs lie in the C library's heap between whole ones that were freed, whose pages it would keep: a rank
-        would hold as many bytes as if nothing had been cut. An accelerator's allocator uses them again.
+        Parts of inputs lie in the C library's heap between whole ones that were freed, whose pages it would
+        keep: a rank would hold as many bytes as if nothing had been cut. An accelerator's allocator uses them
+        again.
         """
         accelerator = get_accelerator()
         is_host = device.type == "cpu" and accelerator.device_name() == "cpu"
