@@ -284,6 +284,13 @@ FIGURES = [
         is_main=True,
     ),
     Figure(
+        "48 MB of weights on NVMe beside states, stage 3, 1 rank: peak resident memory above that with states on NVMe alone, over the buffers asked for",
+        "<= 1",
+        "nvme_weights",
+        {},
+        "ratio_to_buffers",
+    ),
+    Figure(
         "host memory of `zero.Init`, 1B parameters, 4 ranks: over shard plus largest tensor",
         "<= 1.1",
         "init_memory",
