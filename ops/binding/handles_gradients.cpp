@@ -41,6 +41,7 @@ class Ref {
 
 /* Names that are looked up for each gradient. They live as long as the process. */
 struct Names {
+    PyObject *grad = PyUnicode_InternFromString("grad");
     PyObject *dtype = PyUnicode_InternFromString("dtype");
     PyObject *layout = PyUnicode_InternFromString("layout");
     PyObject *is_cpu = PyUnicode_InternFromString("is_cpu");
@@ -262,13 +263,23 @@ class GradientPath {
     /* By torch's own descriptor: the class of a parameter may have a property of this name, for its users. */
     PyObject *grad_of(PyObject *tensor) const
     {
+        if (!is_tensor(tensor))
+            return PyObject_GetAttr(tensor, names().grad);
         return Py_TYPE(grad_.ptr())->tp_descr_get(grad_.ptr(), tensor, reinterpret_cast<PyObject *>(Py_TYPE(tensor)));
     }
 
     void clear_grad(PyObject *tensor) const
     {
-        if (Py_TYPE(grad_.ptr())->tp_descr_set(grad_.ptr(), tensor, Py_None) < 0)
+        const bool is_clear = is_tensor(tensor) ? Py_TYPE(grad_.ptr())->tp_descr_set(grad_.ptr(), tensor, Py_None) == 0
+                                                : PyObject_SetAttr(tensor, names().grad, Py_None) == 0;
+
+        if (!is_clear)
             throw py::error_already_set();
+    }
+
+    bool is_tensor(PyObject *object) const
+    {
+        return PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject *>(tensor_.ptr())) != 0;
     }
 
     /* DSC_DTYPE_COUNT: none that the cores know. */

@@ -22,7 +22,7 @@ import deepspeed_c
 from deepspeed_c import checkpointing
 from deepspeed_c.checkpointing.blocks import Blocks, find_blocks
 from deepspeed_c.config.checkpoint import ActivationCheckpointing
-from deepspeed_c.engine import engine as engine_module
+from deepspeed_c.engine import training as engine_module
 from deepspeed_c.errors import ConfigError
 from deepspeed_c.zero import GatheredParameters
 from tests.deepspeed_c.zero.megatron import Mpu
