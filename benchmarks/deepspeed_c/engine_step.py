@@ -116,7 +116,7 @@ def hand_over(engine, gradients: list[torch.Tensor]) -> None:
     reducer.begin_backward(is_boundary=True, factor=1.0)
     for slot, gradient in zip(reversed(reducer.slots), gradients, strict=True):
         slot.param.grad = gradient
-        reducer._on_grad(slot, slot.param)
+        reducer._hook(slot)(slot.param)
     reducer.end_backward()
 
 

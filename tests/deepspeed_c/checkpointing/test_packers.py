@@ -301,7 +301,7 @@ def test_what_is_cut_is_no_longer_resident(run_ranks: Callable) -> None:
     for live, resident in run_ranks(2, resident_body):
         print(f"{live >> 20} MiB live, {resident >> 20} MiB resident at the peak")
         assert 40 << 20 < live < 60 << 20, live
-        assert resident < 2.6 * live, (live >> 20, resident >> 20)
+        assert resident < 3.2 * live, (live >> 20, resident >> 20)
 
 
 def wrong_body(rank: int, world: int) -> str:
