@@ -58,7 +58,7 @@ PERMITTED: dict[str, str] = {
     "zero/weights/init.py: setattr(torch, *_replaced.popitem())": "torch's own: constructors make sharded parameters within zero.Init",
     "zero/weights/init.py: setattr(torch, name)": "torch's own: constructors make sharded parameters within zero.Init",
     "zero/weights/init.py: torch.nn.Module.__init_subclass__": "torch's own: constructors make sharded parameters within zero.Init",
-    "zero/states/access.py: setattr(slot.param, _ATTRIBUTE)": "torch's own: what a tensor is marked with",
+    "zero/states/access.py: setattr(slot.param, HANDLE)": "torch's own: what a tensor is marked with",
     "zero/weights/param.py: tensor._dsc_shard_of": "torch's own: what a tensor is marked with",
     "zero/layout/cuts.py: param.tp_cut": "torch's own: what a tensor is marked with",
     "pipe/module.py: tensor.pipe_tied_ranks": "torch's own: what a tensor is marked with",

@@ -18,7 +18,7 @@ from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.config import Config
 from deepspeed_c.env import read_env
 from deepspeed_c.inject import cut_model
-from deepspeed_c.inject.kernels import inject_kernels, revert_kernels
+from deepspeed_c.inject.kernels import inject_as_asked, revert_kernels
 from deepspeed_c.logging import log_dist
 from deepspeed_c.sequence.adopt import SharedAttention, take_over_attention
 from deepspeed_c.sequence.tiles_auto import TiledModel, tile_model
@@ -73,8 +73,7 @@ class _Undo:
 
 
 def _inject_kernels(model: torch.nn.Module, context: EditContext) -> Made:
-    partition = context.config.tensor_parallel.partition_config
-    report = inject_kernels(model, strict=partition is not None and partition.strict_mode)
+    report = inject_as_asked(model, context.config.tensor_parallel)
     log_dist(f"kernels:\n{report}", ranks=[0])
     return _Undo(partial(revert_kernels, model))
 

@@ -13,15 +13,10 @@ import torch
 
 from deepspeed_c.checkpointing.rng import SEQUENCE_RNG, stream_of_rank
 from deepspeed_c.comm.axes import SP
-from deepspeed_c.comm.mesh import Mesh
-from deepspeed_c.config import Config
-from deepspeed_c.engine.edits import Edits
-from deepspeed_c.engine.precision import Precision
 from deepspeed_c.engine.share import LossShare
-from deepspeed_c.engine.training import Training, TrainingHost
+from deepspeed_c.engine.training import TrainingHost
 from deepspeed_c.engine.whole import WholeModel
 from deepspeed_c.errors import BackwardError, DeepSpeedCError
-from deepspeed_c.zero.layout.layout import Layout
 from deepspeed_c.zero.states.optimizer import ZeroOptimizer
 
 __all__ = ["DeepSpeedEngine"]
@@ -35,19 +30,9 @@ class DeepSpeedEngine(WholeModel, TrainingHost):
     to 3 it is None after a backward pass: ``deepspeed_c.utils.safe_get_full_grad`` reads the reduced gradient.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        config: Config,
-        mesh: Mesh,
-        precision: Precision,
-        device: torch.device,
-        edits: Edits,
-        layout: Layout,
-        training: Training,
-    ) -> None:
-        super().__init__(model, config, mesh, precision, device, edits, layout, training)
-        self._share = LossShare(mesh, config.sequence_parallel.loss)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._share = LossShare(self._mesh, self._config.sequence_parallel.loss)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module, under autocast and with cast inputs where the configuration says so."""

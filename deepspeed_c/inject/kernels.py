@@ -23,7 +23,7 @@ from deepspeed_c.errors import ModelError, StateError
 from deepspeed_c.inject.swap import swap_forward
 from deepspeed_c.ops import nn
 
-__all__ = ["KernelReport", "inject_kernels", "kernels_as_asked", "revert_kernels"]
+__all__ = ["KernelReport", "inject_as_asked", "inject_kernels", "kernels_as_asked", "revert_kernels"]
 
 _ACTS: tuple[nn.Act, ...] = ("gelu", "gelu_tanh", "silu", "relu")
 _GATED = (("gate_proj", "up_proj"), ("gate_up_proj",))
@@ -116,14 +116,19 @@ def revert_kernels(model: torch.nn.Module) -> int:
     return len(swapped)
 
 
+def inject_as_asked(model: torch.nn.Module, section: TensorParallel) -> KernelReport:
+    """``inject_kernels`` with the strictness of the section ``tensor_parallel``."""
+    partition = section.partition_config
+    return inject_kernels(model, strict=partition is not None and partition.strict_mode)
+
+
 @contextlib.contextmanager
 def kernels_as_asked(model: torch.nn.Module, section: TensorParallel) -> Iterator[KernelReport | None]:
     """Kernels in ``model`` where the section ``tensor_parallel`` asks for them; out again where the body raises."""
     if not section.replace_with_kernel_inject:
         yield None
         return
-    partition = section.partition_config
-    report = inject_kernels(model, strict=partition is not None and partition.strict_mode)
+    report = inject_as_asked(model, section)
     try:
         yield report
     except BaseException:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from deepspeed_c.errors import StateError
-from deepspeed_c.zero.weights.grad_face import on_cleared, stop_on_cleared
+from deepspeed_c.zero.weights.grad_face import HANDLE, notice_cleared, stop_noticing
 
 if TYPE_CHECKING:
     from deepspeed_c.zero.layout.unit import Slot
@@ -38,14 +38,16 @@ __all__ = [
     "safe_update_full_grad_vectorized",
 ]
 
-_ATTRIBUTE = "_dsc_handle"
-
 
 class ParamHandle:
     """Ties a parameter to its place in an engine. Copies and pickles of the parameter do not carry it along."""
 
     def __init__(self, optimizer: ZeroOptimizer, slot: Slot) -> None:
         self.optimizer, self.slot = optimizer, slot
+
+    def drop_gradient(self) -> None:
+        """``param.grad`` has been set to None."""
+        self.optimizer.drop_gradients([self.slot.param])
 
     def __reduce__(self):
         return type(None), ()
@@ -55,27 +57,27 @@ class ParamHandle:
 
 
 def attach(optimizer: ZeroOptimizer, slot: Slot) -> None:
-    if getattr(slot.param, _ATTRIBUTE, None) is not None:
+    if getattr(slot.param, HANDLE, None) is not None:
         raise StateError(
             "the parameter is trained by another engine already",
             where=slot.name,
             fix="close that engine first, or leave shared parameters to one of the engines",
         )
-    setattr(slot.param, _ATTRIBUTE, ParamHandle(optimizer, slot))
+    setattr(slot.param, HANDLE, ParamHandle(optimizer, slot))
     if not optimizer.reducer.shows(slot):
-        on_cleared(slot.param, lambda param: optimizer.drop_gradients([param]))
+        notice_cleared(slot.param)
 
 
 def detach(slot: Slot) -> None:
     """Undoes ``attach``; nothing where the parameter is attached to another engine's slot, or to none."""
     handle = _find(slot.param)
     if handle is not None and handle.slot is slot:
-        stop_on_cleared(slot.param)
-        delattr(slot.param, _ATTRIBUTE)
+        stop_noticing(slot.param)
+        delattr(slot.param, HANDLE)
 
 
 def _find(param: torch.nn.Parameter) -> ParamHandle | None:
-    return getattr(param, _ATTRIBUTE, None)
+    return getattr(param, HANDLE, None)
 
 
 def _resident(handle: ParamHandle, *, writes: bool = True) -> AbstractContextManager:

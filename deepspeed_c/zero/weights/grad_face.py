@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-__all__ = ["GRAD", "GradFace", "on_cleared", "stop_on_cleared"]
+__all__ = ["GRAD", "HANDLE", "GradFace", "notice_cleared", "stop_noticing"]
 
 # The descriptor of torch: it reads and writes ``param.grad`` past the face below.
 GRAD = torch.Tensor.grad
 
-_ATTRIBUTE = "_dsc_on_cleared"
+# Where a parameter holds its tie to an engine.
+HANDLE = "_dsc_handle"
 
 
-class _OnCleared:
-    """Holds the function that drops a parameter's gradient. Copies and pickles do not carry it along."""
-
-    def __init__(self, drop: Callable[[torch.nn.Parameter], None]) -> None:
-        self.drop = drop
-
-    def __reduce__(self) -> Any:
-        return type(None), ()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None
+class _GradientHandle(Protocol):
+    def drop_gradient(self) -> None: ...
 
 
 class GradFace:
-    """A parameter that calls a function whenever somebody sets ``param.grad`` to None."""
+    """A parameter that tells its handle whenever somebody sets ``param.grad`` to None."""
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -69,27 +60,28 @@ _faces: dict[type, type] = {}
 
 def _face_of(plain: type) -> type:
     if plain not in _faces:
-        _faces[plain] = type(plain.__name__, (_UnshardedFace, plain), {"__module__": plain.__module__, "_dsc_plain": plain})
+        _faces[plain] = type(
+            plain.__name__, (_UnshardedFace, plain), {"__module__": plain.__module__, "_dsc_plain": plain}
+        )
     return _faces[plain]
 
 
 def _tell(param: torch.nn.Parameter) -> None:
-    handle = param.__dict__.get(_ATTRIBUTE)
+    handle: _GradientHandle | None = param.__dict__.get(HANDLE)
     if handle is not None:
-        handle.drop(param)
+        handle.drop_gradient()
 
 
-def on_cleared(param: torch.nn.Parameter, drop: Callable[[torch.nn.Parameter], None]) -> None:
-    """Calls ``drop(param)`` from now on whenever ``param.grad`` is set to None or deleted, also where it was None.
+def notice_cleared(param: torch.nn.Parameter) -> None:
+    """From now on the parameter's handle is told whenever ``param.grad`` is set to None or deleted, also where it was
+    None.
 
     The object stays the same; its class becomes a subclass of the same name."""
-    param.__dict__[_ATTRIBUTE] = _OnCleared(drop)
     if not isinstance(param, GradFace):
         param.__class__ = _face_of(type(param))
 
 
-def stop_on_cleared(param: torch.nn.Parameter) -> None:
-    """Ends ``on_cleared``, and gives the parameter its own class back."""
-    param.__dict__.pop(_ATTRIBUTE, None)
+def stop_noticing(param: torch.nn.Parameter) -> None:
+    """Gives the parameter its own class back."""
     if isinstance(param, _UnshardedFace):
         param.__class__ = param._dsc_plain

@@ -131,7 +131,7 @@ def classes_of_parameters(rank: int, world: int, stage: int) -> None:
     assert type(net[0].weight) is Own and type(weight) is nn.Parameter
     weight.grad = None
     weight.grad = torch.ones_like(weight)
-    assert "_dsc_on_cleared" not in weight.__dict__
+    assert "_dsc_handle" not in weight.__dict__
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
