@@ -177,7 +177,7 @@ BENCHMARKS = [
     _script(
         "activation_budget",
         f"{OURS}/activation_budget.py",
-        ("deepspeed_c/checkpointing", "csrc/recompute"),
+        ("deepspeed_c/recompute", "csrc/recompute"),
         60,
         "--rounds 2 --width 64 --tokens 64",
     ),
@@ -187,7 +187,7 @@ BENCHMARKS = [
     _script(
         "trainer_step",
         "benchmarks/hf/trainer_step.py",
-        (*ENGINE, "deepspeed_c/alias", "deepspeed_c/initialize.py"),
+        (*ENGINE, "deepspeed_c/compat/alias", "deepspeed_c/initialize.py"),
         420,
         "--rounds 1 --steps 3 --width 128",
     ),
@@ -199,7 +199,13 @@ BENCHMARKS = [
         "--rounds 1 --steps 2 --tokens 128",
     ),
     _script("adam_step", "benchmarks/ops/adam_step.py", (*CORES, "ops"), 30, "--params 1e6 --tensors 100 --rounds 2"),
-    _script("nn_ops", "benchmarks/ops/nn_ops.py", (*CORES, "csrc/nn", "ops"), 120, "--rows 256 --cols 64 --rounds 1 --seconds 0.001"),
+    _script(
+        "nn_ops",
+        "benchmarks/ops/nn_ops.py",
+        (*CORES, "csrc/nn", "ops"),
+        120,
+        "--rows 256 --cols 64 --rounds 1 --seconds 0.001",
+    ),
     _script("attention", "benchmarks/ops/attention.py", (*CORES, "csrc/nn", "ops"), 60, "--tokens 128 --rounds 1"),
     _script(
         "vocab_cross_entropy",
@@ -230,7 +236,7 @@ BENCHMARKS = [
         _script(
             name,
             f"{OURS}/activation_checkpointing.py",
-            ("deepspeed_c/checkpointing", "deepspeed_c/offload/swap.py", "deepspeed_c/comm", "csrc/aio", "ops"),
+            ("deepspeed_c/recompute", "deepspeed_c/offload/swap.py", "deepspeed_c/comm", "csrc/aio", "ops"),
             seconds,
             "--rounds 1 --rows 512",
             n_ranks=n_ranks,
@@ -249,7 +255,7 @@ BENCHMARKS = [
     ),
     _script("import_time", f"{OURS}/import_time.py", ("deepspeed_c", "ops"), 80, "--rounds 1"),
     _script("start_time", f"{OURS}/start_time.py", ("deepspeed_c", "ops"), 200, "--rounds 1"),
-    _script("alias_start", f"{OURS}/alias_start.py", ("deepspeed_c/alias", *STARTING), 15, "--rounds 2"),
+    _script("alias_start", f"{OURS}/alias_start.py", ("deepspeed_c/compat/alias", *STARTING), 15, "--rounds 2"),
     _script("launch", "benchmarks/launcher/noop.py", STARTING, 110, "--rounds 1"),
 ]
 

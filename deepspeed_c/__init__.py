@@ -25,7 +25,7 @@ PUBLIC_NAMES: dict[str, str] = {
     "DeepSpeedTransformerConfig": "deepspeed_c.ops.transformer",
     "DeepSpeedTransformerLayer": "deepspeed_c.ops.transformer",
     "tp_model_init": "deepspeed_c.inject.model_init",
-    "install_as_deepspeed": "deepspeed_c.alias.install",
+    "install_as_deepspeed": "deepspeed_c.compat.alias.install",
     "AioError": "deepspeed_c.errors",
     "AliasError": "deepspeed_c.errors",
     "DeepSpeedCError": "deepspeed_c.errors",
@@ -55,8 +55,8 @@ PUBLIC_MODULES: tuple[str, ...] = (
     *("accelerator", "checkpointing", "comm", "config", "errors", "lr_schedules", "ops", "utils", "zero"),
 )
 
-# DeepSpeed's packages that have no folder here: their modules are found by DeepSpeed's paths.
-_UPSTREAM_PACKAGES = ("module_inject", "runtime")
+# DeepSpeed's modules and packages that have no place of that name here: they are found by DeepSpeed's paths.
+_UPSTREAM_PACKAGES = ("checkpointing", "module_inject", "runtime")
 _UPSTREAM_PATHS = tuple(f"{__name__}.{name}" for name in _UPSTREAM_PACKAGES)
 
 __all__ = ["__version__", *PUBLIC_NAMES, *PUBLIC_MODULES]  # noqa: PLE0604  (they are strings)
@@ -99,7 +99,7 @@ class _Package(types.ModuleType):
             value.pool_decided_by(_decide_threads)
         super().__setattr__(name, value)
         if isinstance(value, types.ModuleType) and sys.modules.get("deepspeed") is self:
-            from deepspeed_c.alias.finder import adopt
+            from deepspeed_c.compat.alias.finder import adopt
 
             adopt(value)
 
@@ -113,7 +113,7 @@ class _UpstreamPaths:
     def find_spec(name: str, path: object = None, target: object = None) -> Any:
         if not name.startswith(_UPSTREAM_PATHS):
             return None
-        from deepspeed_c.alias.finder import spec_of_ours
+        from deepspeed_c.compat.alias.finder import spec_of_ours
 
         return spec_of_ours(name)
 
@@ -126,7 +126,7 @@ def __getattr__(name: str) -> Any:
     elif name in PUBLIC_MODULES:
         value = importlib.import_module(f"{__name__}.{name}")
     elif sys.modules.get("deepspeed") is sys.modules[__name__]:
-        from deepspeed_c.alias.finder import upstream_attribute
+        from deepspeed_c.compat.alias.finder import upstream_attribute
 
         value = upstream_attribute("deepspeed", name)
     elif name in _UPSTREAM_PACKAGES:

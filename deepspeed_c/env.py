@@ -100,8 +100,8 @@ class Env:
     """
 
     alias_python: str | None = _Variable("DSC_ALIAS_PYTHON", None, str)
-    """DSC_ALIAS_PYTHON: interpreter of DeepSpeed's programs (alias/bin), which read it by themselves; `deepspeed_c run`
-    sets it to its own.
+    """DSC_ALIAS_PYTHON: interpreter of DeepSpeed's programs (compat/alias/bin), which read it by themselves;
+    `deepspeed_c run` sets it to its own.
     """
 
     timeout_minutes: float | None = _Variable("DEEPSPEED_TIMEOUT", None, float, 0.0)

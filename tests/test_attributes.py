@@ -29,7 +29,7 @@ PERMITTED: dict[str, str] = {
     "engine/getters.py: setattr(ConfigGetters, _name)": "a table makes the methods of the class below it",
     "zero/weights/param.py: setattr(_Released, name)": "a table makes the methods of the class below it",
     "zero/weights/param.py: setattr(_ReleasedTensor, name)": "a table makes the methods of the class below it",
-    "alias/finder.py: error.name": "Python's own: an import error says which module",
+    "compat/alias/finder.py: error.name": "Python's own: an import error says which module",
     "launcher/run.py: logger.propagate": "Python's own: a logger",
     "logging.py: logger.propagate": "Python's own: a logger",
     "comm/watchdog.py: weakref.finalize(comm, watched.close).atexit": "Python's own: a finalizer",

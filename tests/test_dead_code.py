@@ -93,7 +93,7 @@ def public_names() -> set[str]:
     """DeepSpeed's names, and those that are ours: what a user calls need not be called here."""
     rows = (ROOT / "docs" / "compatibility.tsv").read_text().splitlines()
     words = {word for row in rows for word in re.findall(r"\w+", " ".join(row.split("\t")[:2]))}
-    for path in (ROOT / "deepspeed_c" / "alias" / "modules.py", ROOT / "deepspeed_c" / "__init__.py"):
+    for path in (ROOT / "deepspeed_c" / "compat" / "alias" / "modules.py", ROOT / "deepspeed_c" / "__init__.py"):
         constants = [n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)]
         strings = [text for text in constants if isinstance(text, str)]
         words |= {word for text in strings for word in re.findall(r"\w+", text)}

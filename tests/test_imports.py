@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # A part of the package -> the parts it may import. A part is a folder or a file directly below deepspeed_c/; ops/ is the part "ops".
 # Every part may import itself and the leaves; a part that is not listed here may import nothing of ours else.
-LEAVES = {"errors", "_version", "env", "listening", "buffers", "saved_tensors"}
+LEAVES = {"errors", "_version", "env", "command_line", "listening", "buffers", "saved_tensors"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "_version": set(),
@@ -23,6 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "buffers": set(),
     "saved_tensors": set(),
     "arguments": set(),
+    "command_line": set(),
     "quantity": set(),
     "cgroups": set(),
     "threads": {"_C", "cgroups"},
@@ -33,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "logging": {"config"},
     "accelerator": {"config", "ops", "_C", "cgroups"},
     "comm": {"config", "logging", "accelerator", "ops", "_C"},
-    "checkpointing": {
+    "recompute": {
         *("saved_tensors", "config", "logging", "comm", "accelerator", "ops", "_C"),
         *("offload", "quantity"),
     },
@@ -43,14 +44,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "profile": {"config", "logging", "comm", "accelerator"},
     "zero": {"saved_tensors", "inject", "config", "logging", "comm", "accelerator", "ops", "_C"},
     "utils": {"config", "logging", "comm", "accelerator", "zero", "data", "profile", "checkpoint"},
-    "compat": {"config", "logging", "comm", "accelerator", "zero", "checkpoint", "utils"},
+    "compat": {"config", "logging", "comm", "accelerator", "zero", "checkpoint", "utils", "recompute"},
     "offload": {"config", "logging", "comm", "ops", "_C", "zero"},
     "inject": {"config", "logging", "comm", "checkpoint", "ops", "_C", "quantity"},
     "sequence": {
         *("saved_tensors", "config", "logging", "comm", "ops", "_C"),
-        *("zero", "checkpointing", "offload", "quantity", "inject"),
+        *("zero", "recompute", "offload", "quantity", "inject"),
     },
-    "pipe": {"config", "comm", "utils", "checkpointing", "_C"},
+    "pipe": {"config", "comm", "utils", "recompute", "_C"},
     "engine": {
         "pipe",
         "offload",
@@ -65,13 +66,13 @@ MAY_IMPORT: dict[str, set[str]] = {
         "zero",
         "lr_schedules",
         "checkpoint",
-        "checkpointing",
+        "recompute",
         "data",
         "profile",
         "utils",
         "threads",
     },
-    "plan": {"config", "comm", "ops", "_C", "zero", "offload", "engine", "quantity", "inject", "checkpointing"},
+    "plan": {"config", "comm", "ops", "_C", "zero", "offload", "engine", "quantity", "inject", "recompute"},
     "io": {"config", "ops", "_C", "quantity"},
     "bench": {"config", "comm", "quantity"},
     "launcher": {
@@ -88,6 +89,8 @@ def python_files() -> list[Path]:
 
 def part_of(path: Path) -> str:
     relative = path.relative_to(ROOT).parts
+    if relative[1:3] == ("compat", "alias"):
+        return "alias"  # a part of its own: it starts without torch, its neighbours do not
     return "ops" if relative[0] == "ops" else relative[1].removesuffix(".py")
 
 
@@ -114,7 +117,9 @@ def parts_imported(path: Path) -> list[tuple[str, int]]:
     parts = []
     for name, line in names_imported(path):
         top, *rest = name.split(".")
-        if top == "deepspeed_c":
+        if name.startswith("deepspeed_c.compat.alias"):
+            parts.append(("alias", line))
+        elif top == "deepspeed_c":
             # `from deepspeed_c import x` of something that is no part is a public name, which lives at the top.
             parts.append((rest[0] if rest and rest[0] in known else "__init__", line))
     return parts
@@ -159,7 +164,20 @@ def test_the_check_finds_what_it_should(tmp_path, monkeypatch):
 
 
 # Parts that work without torch. launcher/run.py starts the ranks, and is loaded when all arguments have been checked.
-TORCH_FREE = {"errors", "_version", "env", "arguments", "quantity", "alias", "cgroups", "config", "launcher", "logging", "threads"}
+TORCH_FREE = {
+    "errors",
+    "_version",
+    "env",
+    "arguments",
+    "command_line",
+    "quantity",
+    "alias",
+    "cgroups",
+    "config",
+    "launcher",
+    "logging",
+    "threads",
+}
 LOADED_LATE = {ROOT / "deepspeed_c" / "launcher" / "run.py"}
 
 

@@ -20,9 +20,9 @@ import deepspeed_c
 from benchmarks.live_bytes import LiveBytes
 from benchmarks.measure import machine, median_spread, require
 from deepspeed_c import _C
-from deepspeed_c.checkpointing.budget import KEEP, Budget
-from deepspeed_c.checkpointing.recomputer import Recomputer
 from deepspeed_c.config.checkpoint import ActivationCheckpointing
+from deepspeed_c.recompute.budget import KEEP, Budget
+from deepspeed_c.recompute.recomputer import Recomputer
 
 LAYERS, HEADS, ROWS = 12, 4, 4
 KEPT_CALLS = 1000
@@ -126,7 +126,14 @@ def plan_of_many(rounds: int) -> dict[str, float]:
     generator = torch.Generator().manual_seed(0)
     sizes, times = (torch.randint(1, 1 << 20, (1000, 20), generator=generator).tolist() for _ in range(2))
     layers = [
-        (0, [], [[(size, 0, 0), (0, size, ns), (size // 4, size, ns // 3), (size // 2, size, ns // 7)] for size, ns in zip(*each)])
+        (
+            0,
+            [],
+            [
+                [(size, 0, 0), (0, size, ns), (size // 4, size, ns // 3), (size // 2, size, ns // 7)]
+                for size, ns in zip(*each)
+            ],
+        )
         for each in zip(sizes, times)
     ]
     most = sum(sum(each) for each in sizes)

@@ -25,8 +25,8 @@ from torch import nn
 from benchmarks.live_bytes import LiveBytes
 from benchmarks.measure import in_turn, machine, median_spread, ratios, require
 from deepspeed_c.accelerator import get_accelerator
-from deepspeed_c.checkpointing.recomputer import Recomputer, tensor_parallel_ranks
 from deepspeed_c.config.checkpoint import ActivationCheckpointing, ActivationOffload
+from deepspeed_c.recompute.recomputer import Recomputer, tensor_parallel_ranks
 
 LAYERS, WIDTH, ROWS = 12, 256, 16384  # an input of 16 MiB
 MIB = 1 << 20

@@ -16,7 +16,7 @@ import sys
 import time
 
 from benchmarks.measure import in_turn, machine, median_spread, require
-from deepspeed_c.alias.install import environment
+from deepspeed_c.compat.alias.install import environment
 
 TIMEOUT_SECONDS = 120
 QUESTION = """

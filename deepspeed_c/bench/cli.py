@@ -11,6 +11,7 @@ import msgspec
 
 from deepspeed_c.bench.comm import CONTENDERS, OPS, BenchedCall, CommBench, run
 from deepspeed_c.bench.plot import Chart, as_svg, as_text
+from deepspeed_c.command_line import Actions, command_parser, run_action
 from deepspeed_c.errors import ConfigError
 from deepspeed_c.quantity import as_binary, parse_bytes
 
@@ -29,8 +30,7 @@ def main(argv: Sequence[str]) -> int:
 
     Raises ConfigError for numbers out of range, CommError where a rank fails.
     """
-    options = _parser().parse_args(argv)
-    return options.run(options)
+    return run_action(_parser(), argv)
 
 
 def _comm(options: argparse.Namespace) -> int:
@@ -107,16 +107,9 @@ def _names(known: Sequence[str]) -> type:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="deepspeed_c bench",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    commands = parser.add_subparsers(required=True, metavar="comm")
+    parser = command_parser("bench", _DESCRIPTION)
     text = "collectives among ranks of this host: time, algorithm and bus bandwidth over sizes for each backend"
-    comm = commands.add_parser("comm", help=text, description=text, allow_abbrev=False)
-    comm.set_defaults(run=_comm)
+    comm = Actions(parser, "comm").add("comm", _comm, text)
     comm.add_argument("--ranks", type=int, default=2, metavar="N", help="processes; default %(default)s")
     comm.add_argument(
         "--ops", type=_names(OPS), default=list(OPS), metavar="NAMES", help=f"of {', '.join(OPS)}; default all"

@@ -4,30 +4,24 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from deepspeed_c.command_line import Actions, command_parser, run_action
+
 from .load import load_config, problems_of
 
 __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; 0 when the configuration is good, 1 when it is not, 2 when the command line is wrong."""
-    parser = _parser()
-    try:
-        options = parser.parse_args(argv)
-    except SystemExit as stop:
-        # argparse has printed its message (2) or the help text (0).
-        return int(stop.code or 0)
-    return options.run(options)
+    """Runs ``deepspeed_c config`` with the words after it; 0 when the configuration is good, 1 when it is not."""
+    return run_action(_parser(), argv)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="deepspeed_c config", description="Look at a configuration without training.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    show = commands.add_parser("show", help="print every value that holds, where it came from, and what has no effect")
+    parser = command_parser("config", "Look at a configuration without training.")
+    actions = Actions(parser, "show | check")
+    show = actions.add("show", _show, "print every value that holds, where it came from, and what has no effect")
     show.add_argument("--all", action="store_true", help="also keys of features that are not in use")
-    show.set_defaults(run=_show)
-    check = commands.add_parser("check", help="print everything that is wrong")
-    check.set_defaults(run=_check)
+    check = actions.add("check", _check, "print everything that is wrong")
     for command in (show, check):
         command.add_argument("file", metavar="FILE", help="JSON file, or base64-encoded JSON")
         command.add_argument(

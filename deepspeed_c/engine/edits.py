@@ -10,8 +10,6 @@ from typing import Any, Protocol
 
 import torch
 
-from deepspeed_c.checkpointing.blocks import Blocks
-from deepspeed_c.checkpointing.recomputer import parked
 from deepspeed_c.comm.axes import SP, TP, WITHIN_STAGE
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import Mesh
@@ -20,6 +18,8 @@ from deepspeed_c.env import read_env
 from deepspeed_c.inject import cut_model
 from deepspeed_c.inject.kernels import inject_as_asked, revert_kernels
 from deepspeed_c.logging import log_dist
+from deepspeed_c.recompute.blocks import Blocks
+from deepspeed_c.recompute.recomputer import parked
 from deepspeed_c.sequence.adopt import SharedAttention, take_over_attention
 from deepspeed_c.sequence.tiles_auto import TiledModel, tile_model
 from deepspeed_c.zero.layout.cuts import check_cuts, cut_of, read_marks, take_sums_over

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from deepspeed_c.checkpointing.rng import SEQUENCE_RNG, stream_of_rank
 from deepspeed_c.comm.axes import SP
 from deepspeed_c.engine.share import LossShare
 from deepspeed_c.engine.training import TrainingHost
 from deepspeed_c.engine.whole import WholeModel
 from deepspeed_c.errors import BackwardError, DeepSpeedCError
+from deepspeed_c.recompute.rng import SEQUENCE_RNG, stream_of_rank
 from deepspeed_c.zero.states.optimizer import ZeroOptimizer
 
 __all__ = ["DeepSpeedEngine"]

@@ -13,7 +13,6 @@ import torch
 from typing_extensions import Self
 
 from deepspeed_c.accelerator import get_accelerator
-from deepspeed_c.checkpointing.blocks import Blocks
 from deepspeed_c.comm.axes import DATA, TP
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.config import Config
@@ -24,6 +23,7 @@ from deepspeed_c.engine.precision import Precision
 from deepspeed_c.engine.weights import check_weights, consolidate, load_custom, load_weights
 from deepspeed_c.env import read_env
 from deepspeed_c.errors import FeatureError, MissingNameError, StateError
+from deepspeed_c.recompute.blocks import Blocks
 from deepspeed_c.zero.layout.layout import Layout
 from deepspeed_c.zero.weights.fetch import Fetcher
 from deepspeed_c.zero.weights.gather_unit import PlacedShard

@@ -11,7 +11,6 @@ import torch
 
 from deepspeed_c import checkpoint as files
 from deepspeed_c.checkpoint.source import Source
-from deepspeed_c.checkpointing.rng import get_cuda_rng_tracker
 from deepspeed_c.comm.axes import DATA, SAME_SAMPLES, SP, TOKENS, TP
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.config import Config
@@ -22,6 +21,7 @@ from deepspeed_c.engine.trainable import KeptState
 from deepspeed_c.engine.window import Window
 from deepspeed_c.errors import CheckpointError
 from deepspeed_c.logging import logger
+from deepspeed_c.recompute.rng import get_cuda_rng_tracker
 from deepspeed_c.zero.layout.layout import Layout
 from deepspeed_c.zero.states.optimizer import ZeroOptimizer
 

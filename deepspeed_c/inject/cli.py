@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from deepspeed_c.command_line import command_parser
 from deepspeed_c.config import load_config
 from deepspeed_c.config.parallel import TensorParallel
 from deepspeed_c.errors import ConfigError, FeatureError, ModelError
@@ -112,12 +113,7 @@ def _as_json(report: CutReport) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="deepspeed_c inject",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser("inject", _DESCRIPTION)
     parser.add_argument("folder", metavar="MODEL_DIR", help="folder with a config.json")
     parser.add_argument("--tp", type=int, required=True, metavar="N", help="tensor-parallel ranks")
     parser.add_argument("--rank", type=int, metavar="R", help="one rank alone")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from deepspeed_c import _C
+from deepspeed_c.command_line import Actions, command_parser, run_action
 from deepspeed_c.config.offload import Aio
 from deepspeed_c.errors import ConfigError, FeatureError
 from deepspeed_c.io.bench import FIO_ENGINES, Settings, compare, find_fio, fio, ours, summary
@@ -37,8 +38,7 @@ def main(argv: Sequence[str]) -> int:
     Raises AioError for a folder that cannot be used, ConfigError for numbers out of range, FeatureError for a backend
     that this kernel does not allow.
     """
-    options = _parser().parse_args(argv)
-    return options.run(options)
+    return run_action(_parser(), argv)
 
 
 def _bench(options: argparse.Namespace) -> int:
@@ -156,17 +156,11 @@ def _tune(options: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="deepspeed_c io",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    commands = parser.add_subparsers(required=True, metavar="bench | tune")
+    parser = command_parser("io", _DESCRIPTION)
+    actions = Actions(parser, "bench | tune")
 
     def add(name: str, run: Any, text: str) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        command.set_defaults(run=run)
+        command = actions.add(name, run, text)
         command.add_argument("folder", metavar="DIR", help="a folder on the device")
         command.add_argument("--json", action="store_true", help="print JSON")
         return command

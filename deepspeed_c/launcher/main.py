@@ -1,4 +1,4 @@
-"""The command line: finds the sub-command by its first word, and turns typed errors into a message and an exit code."""
+"""The command line: runs the command that its first word names, and makes exit codes of errors."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from deepspeed_c.errors import DeepSpeedCError
+from deepspeed_c.launcher.commands import find_command
 
 __all__ = ["main", "report_errors"]
 
@@ -61,9 +62,9 @@ def _lost_reader() -> bool:
     return lost
 
 
-def _main(arguments: list[str]) -> int:
-    command = _COMMANDS.get(arguments[0]) if arguments else None
-    return command(arguments[1:]) if command else _launch(arguments)
+def _main(words: list[str]) -> int:
+    command, arguments = find_command(words)
+    return command(arguments)
 
 
 def _run_command(command: Callable[[], int]) -> int:
@@ -77,99 +78,3 @@ def _run_command(command: Callable[[], int]) -> int:
     except SystemExit as stop:
         # argparse has printed its help (0) or its message (2)
         return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else EXIT_USAGE
-
-
-# Each imports what it needs when it runs: help, errors and the configuration commands must not wait for torch.
-
-
-def _launch(arguments: list[str]) -> int:
-    from deepspeed_c.launcher.options import parse_options
-
-    options = parse_options(arguments)
-    from deepspeed_c.launcher.plan import make_plan
-
-    plan = make_plan(options)
-    from deepspeed_c.launcher.run import launch
-
-    return launch(plan)
-
-
-def _run(arguments: list[str]) -> int:
-    from deepspeed_c.alias.cli import run
-
-    return run(arguments)
-
-
-def _env(arguments: list[str]) -> int:
-    from deepspeed_c.alias.cli import env
-
-    return env(arguments)
-
-
-def _report(arguments: list[str]) -> int:
-    from deepspeed_c.launcher.report import main as report
-
-    return report(arguments)
-
-
-def _config(arguments: list[str]) -> int:
-    from deepspeed_c.config.cli import main as config
-
-    return config(arguments)
-
-
-def _plan(arguments: list[str]) -> int:
-    from deepspeed_c.plan.cli import main as plan
-
-    return plan(arguments)
-
-
-def _checkpoint(arguments: list[str]) -> int:
-    from deepspeed_c.checkpoint.tools.cli import main as checkpoint
-
-    return checkpoint(arguments)
-
-
-def _io(arguments: list[str]) -> int:
-    from deepspeed_c.io.cli import main as io
-
-    return io(arguments)
-
-
-def _bench(arguments: list[str]) -> int:
-    from deepspeed_c.bench.cli import main as bench
-
-    return bench(arguments)
-
-
-def _inject(arguments: list[str]) -> int:
-    from deepspeed_c.inject.cli import main as inject
-
-    return inject(arguments)
-
-
-def _pipe(arguments: list[str]) -> int:
-    from deepspeed_c.pipe.show import main as pipe
-
-    return pipe(arguments)
-
-
-def _sequence(arguments: list[str]) -> int:
-    from deepspeed_c.sequence.cli import main as sequence
-
-    return sequence(arguments)
-
-
-_COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "run": _run,
-    "env": _env,
-    "report": _report,
-    "config": _config,
-    "plan": _plan,
-    "checkpoint": _checkpoint,
-    "io": _io,
-    "bench": _bench,
-    "inject": _inject,
-    "pipe": _pipe,
-    "sequence": _sequence,
-}

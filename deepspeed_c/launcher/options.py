@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deepspeed_c.errors import LaunchError
+from deepspeed_c.launcher.commands import COMMANDS
 
 __all__ = ["DEFAULT_HOSTFILE", "Options", "parse_options"]
 
@@ -268,7 +269,7 @@ n ended it, and when signal n ended the launcher), 2 when nothing could be start
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="deepspeed_c",
-        usage="deepspeed_c [OPTIONS] SCRIPT [ARGS ...]\n       deepspeed_c run | env | report | config | plan | checkpoint | io | bench | inject | sequence | pipe",
+        usage="deepspeed_c [OPTIONS] SCRIPT [ARGS ...]\n       deepspeed_c " + " | ".join(COMMANDS),
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=_HelpFormatter,

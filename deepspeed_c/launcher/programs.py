@@ -1,5 +1,5 @@
-"""The programs that DeepSpeed installs, as commands of ours: what the files in ``alias/bin`` run, which ``deepspeed_c
-run`` and ``deepspeed_c env`` put on PATH.
+"""The programs that DeepSpeed installs, as commands of ours. The files in ``compat/alias/bin`` run them, and
+``deepspeed_c run`` and ``deepspeed_c env`` put that folder on PATH.
 """
 
 from __future__ import annotations

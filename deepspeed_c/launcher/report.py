@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import importlib
 import importlib.util
@@ -19,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from deepspeed_c._version import __version__
+from deepspeed_c.command_line import command_parser
 from deepspeed_c.launcher.cores import allowed_cpus, as_ranges, threads_per_rank
 
 __all__ = ["gather", "main"]
@@ -35,9 +35,7 @@ IO_BACKENDS = ("uring", "libaio", "threads", "sync")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the report; 0, or 1 if a part of the package is missing or the compiled one does not load."""
-    parser = argparse.ArgumentParser(
-        prog="deepspeed_c report", description="Says what was built, what was found on this machine, and versions."
-    )
+    parser = command_parser("report", "Says what was built, what was found on this machine, and versions.")
     parser.add_argument("--json", action="store_true", help="as one JSON object")
     options = parser.parse_args(argv)
     report, is_whole = gather()
@@ -232,7 +230,9 @@ def _communication(torch: ModuleType, extension: ModuleType | None) -> dict[str,
     if extension is not None:
         problem = _shared_memory(extension)
         values["shared memory"] = f"not between ranks: {problem}" if problem else "usable between ranks of this host"
-        values["CPU tensors of such ranks"] = "over gloo" if problem else 'through shared memory ("comm": {"local": "auto"})'
+        values["CPU tensors of such ranks"] = (
+            "over gloo" if problem else 'through shared memory ("comm": {"local": "auto"})'
+        )
         values["CPU tensors of ranks on several hosts"] = (
             "over gloo" if problem else "through shared memory inside a host, over gloo between hosts"
         )

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from deepspeed_c.checkpointing import checkpoint
 from deepspeed_c.comm import init_distributed, is_initialized
 from deepspeed_c.comm.axes import PP, TP
 from deepspeed_c.comm.collectives import Collectives
@@ -21,6 +20,7 @@ from deepspeed_c.pipe.topology import (
     ProcessTopology,
     mesh_of_topology,
 )
+from deepspeed_c.recompute.configured import checkpoint
 from deepspeed_c.utils.runtime import call_to_str, set_random_seed
 
 __all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]

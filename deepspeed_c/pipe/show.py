@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from deepspeed_c import _C
+from deepspeed_c.command_line import command_parser
 from deepspeed_c.errors import ConfigError
 from deepspeed_c.pipe.schedule import SCHEDULES, Cost, Outcome, make_table, simulate, traits_of
 
@@ -166,9 +167,7 @@ def _as_json(name: str, table: _C.PipeTable, outcome: Outcome) -> dict:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="deepspeed_c pipe", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("pipe", _DESCRIPTION)
     parser.add_argument("what", choices=["show"], help="show: draw a schedule")
     parser.add_argument("--schedule", default="1f1b", help=f"one of {', '.join(SCHEDULES)}")
     parser.add_argument("--stages", type=int, required=True, help="ranks that hold the model together")

@@ -20,13 +20,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from deepspeed_c.checkpointing.blocks import find_blocks
-from deepspeed_c.checkpointing.nests import Arguments
-from deepspeed_c.checkpointing.operators import MeasuredLayer, Measurement, Meter
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.engine.precision import Precision
 from deepspeed_c.errors import ConfigError, DeepSpeedCError, ModelError
 from deepspeed_c.inject.loss import CutLogits
+from deepspeed_c.recompute.blocks import find_blocks
+from deepspeed_c.recompute.nests import Arguments
+from deepspeed_c.recompute.operators import MeasuredLayer, Measurement, Meter
 
 __all__ = ["ForwardShape", "Segment", "Traced", "trace_activations"]
 

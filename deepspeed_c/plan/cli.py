@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from deepspeed_c.command_line import command_parser
 from deepspeed_c.errors import ConfigError
 from deepspeed_c.plan.activations import ForwardShape
 from deepspeed_c.plan.memory import Activations
@@ -167,12 +168,10 @@ def _require_config(source: object, where: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="deepspeed_c plan",
+    parser = command_parser(
+        "plan",
+        _DESCRIPTION,
         usage="deepspeed_c plan [OPTIONS] SCRIPT [ARGS ...]\n       deepspeed_c plan --config FILE --params COUNT [OPTIONS]",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="ranks of the run; default 1")
     parser.add_argument(

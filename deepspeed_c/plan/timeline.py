@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from deepspeed_c.checkpointing.budget import KEEP, RECOMPUTE, Tier, Treatment, find_plan, smallest_budget
-from deepspeed_c.checkpointing.recomputer import bytes_of
 from deepspeed_c.config.checkpoint import ActivationCheckpointing
 from deepspeed_c.errors import ConfigError
 from deepspeed_c.plan.activations import Segment, Traced
 from deepspeed_c.quantity import parse_bytes
+from deepspeed_c.recompute.budget import KEEP, RECOMPUTE, Tier, Treatment, find_plan, smallest_budget
+from deepspeed_c.recompute.recomputer import bytes_of
 
 __all__ = ["Moment", "Option", "options_of"]
 

@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from deepspeed_c.command_line import command_parser
 from deepspeed_c.errors import ConfigError
 from deepspeed_c.quantity import parse_count
 from deepspeed_c.sequence.picture import SequencePlan, as_json, as_svg, as_text
@@ -112,12 +113,7 @@ def _ends(documents: str | None, n_tokens: int) -> tuple[int, ...]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="deepspeed_c sequence",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser("sequence", _DESCRIPTION)
     parser.add_argument("action", choices=["show"], help="print the plan")
     parser.add_argument("--tokens", required=True, metavar="N", help="of the sequence: 131072, 128K, 1M")
     parser.add_argument("--ranks", type=int, required=True, metavar="R", help="ranks that share the sequence")

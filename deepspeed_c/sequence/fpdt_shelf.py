@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from deepspeed_c.checkpointing.stash import StashFile, copies_between
 from deepspeed_c.config.offload import Aio
 from deepspeed_c.offload.swap import SwapSettings
+from deepspeed_c.recompute.stash import StashFile, copies_between
 
 __all__ = ["Shelf", "ShelvedChunk"]
 

@@ -20,9 +20,9 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from deepspeed_c.checkpointing.conditions import Conditions
 from deepspeed_c.errors import ConfigError, ModelError, RecomputeError
 from deepspeed_c.ops.first_derivative import first_derivative_only
+from deepspeed_c.recompute.conditions import Conditions
 from deepspeed_c.saved_tensors import give_back, hooks_around, overwritten
 from deepspeed_c.zero.weights.held import held_whole
 from deepspeed_c.zero.weights.param import state_of

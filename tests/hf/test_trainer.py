@@ -151,8 +151,8 @@ def test_frozen_norms_are_there_when_layers_run_again(tmp_path, use_reentrant):
 
 @pytest.mark.parametrize("how", ["auto", "enabled", "enabled reentrant", "off"])
 def test_layers_of_transformers_are_recomputed_as_the_section_says(how):
-    from deepspeed_c.checkpointing.blocks import Blocks
     from deepspeed_c.config.checkpoint import ActivationCheckpointing
+    from deepspeed_c.recompute.blocks import Blocks
 
     def gradients(model):
         model.train()
@@ -176,7 +176,10 @@ def test_layers_of_transformers_are_recomputed_as_the_section_says(how):
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(got, want, strict=True))
     blocks.close()
     assert all(vars(m).keys() == b.keys() for m, b in zip(model.modules(), before))
-    assert all(vars(m).get("_gradient_checkpointing_func") is b.get("_gradient_checkpointing_func") for m, b in zip(model.modules(), before))
+    assert all(
+        vars(m).get("_gradient_checkpointing_func") is b.get("_gradient_checkpointing_func")
+        for m, b in zip(model.modules(), before)
+    )
 
 
 @pytest.mark.parametrize("stage, what", [(2, ["optimizer"]), (3, ["optimizer", "param"])])

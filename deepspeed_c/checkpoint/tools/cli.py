@@ -22,6 +22,7 @@ from deepspeed_c.checkpoint.open import FORMATS, find_checkpoint, open_checkpoin
 from deepspeed_c.checkpoint.source import BUFFER, MASTER, PARAM, LogicalTensor, Source
 from deepspeed_c.checkpoint.tools.convert import TARGETS, Target, convert
 from deepspeed_c.checkpoint.tools.export import Weight, export, stream_weights
+from deepspeed_c.command_line import Actions, command_parser, run_action
 from deepspeed_c.errors import CheckpointError
 
 __all__ = ["main", "verify"]
@@ -48,8 +49,7 @@ def main(argv: Sequence[str]) -> int:
 
     Returns 0, or 1 for a checkpoint that is broken; raises CheckpointError for what is not there or cannot be written.
     """
-    options = _parser().parse_args(argv)
-    return options.run(options)
+    return run_action(_parser(), argv)
 
 
 def _info(options: argparse.Namespace) -> int:
@@ -264,17 +264,11 @@ def _table(head: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="deepspeed_c checkpoint",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    commands = parser.add_subparsers(required=True, metavar="info | verify | export | convert")
+    parser = command_parser("checkpoint", _DESCRIPTION)
+    actions = Actions(parser, "info | verify | export | convert")
 
     def add(name: str, run: Any, text: str) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        command.set_defaults(run=run)
+        command = actions.add(name, run, text)
         command.add_argument("path", metavar="PATH", help="folder of checkpoints, or one checkpoint")
         return command
 

@@ -7,9 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_c.config.cli import main
+from deepspeed_c.launcher import main as command
 
 ROOT = Path(__file__).resolve().parents[3]
+
+
+def main(words):
+    return command.main(["config", *words])
+
+
 GOOD = {"train_batch_size": 8, "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
 BAD = {"train_batch_size": 8, "zero_optimization": {"stag": 2}, "amp": {"enabled": True}}
 

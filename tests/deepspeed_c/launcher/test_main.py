@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_c.launcher.main import _COMMANDS, main
+from deepspeed_c.launcher import main as command_line
+from deepspeed_c.launcher.commands import COMMANDS, find_command
+from deepspeed_c.launcher.main import main
 from tests.network import answers, own_address
 from tests.ranks import free_port
 
@@ -190,9 +192,20 @@ def test_a_pipe_of_another_kind_that_breaks_is_not_hidden(monkeypatch):
     def command(arguments):
         raise BrokenPipeError("the ranks' own")
 
-    monkeypatch.setitem(_COMMANDS, "config", command)
+    monkeypatch.setattr(command_line, "find_command", lambda words: (command, words[1:]))
     with pytest.raises(BrokenPipeError, match="the ranks' own"):
         main(["config"])
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, "script.py"])
+def test_each_word_finds_its_command(name, capsys):
+    command, words = find_command([name, "--help"])
+    assert words == (["--help"] if name in COMMANDS else [name, "--help"])
+    with pytest.raises(SystemExit) as stop:
+        command(["--help"])
+    assert stop.value.code == 0
+    told = f"usage: deepspeed_c {name}" if name in COMMANDS else "usage: deepspeed_c [OPTIONS] SCRIPT"
+    assert told in capsys.readouterr().out.replace('eval "$(', "").replace("\n", " "), name
 
 
 # ---- what a rank sees ----

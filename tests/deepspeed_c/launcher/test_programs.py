@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_c.alias.install import BIN, FORCE
+from deepspeed_c.compat.alias.install import BIN, FORCE
 from deepspeed_c.launcher.programs import PROGRAMS, main
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import deepspeed_c
-from deepspeed_c.checkpointing.budget import Budget
 from deepspeed_c.errors import ConfigError, FeatureError
 from deepspeed_c.pipe import LayerSpec, PipelineModule
+from deepspeed_c.recompute.budget import Budget
 from tests.deepspeed_c.pipe.models import N_BLOCKS, Block, Plain, loss_fn, micro_batches, module_of
 from tests.ranks import run_ranks
 

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import deepspeed_c
-from deepspeed_c.checkpointing.recomputer import parked
 from deepspeed_c.config import load_config
 from deepspeed_c.config.checkpoint import ActivationCheckpointing, ActivationOffload
 from deepspeed_c.errors import ConfigError, ModelError
+from deepspeed_c.recompute.recomputer import parked
 from deepspeed_c.sequence import tiles_auto
 from deepspeed_c.sequence.tiles_auto import tile_model, tiles_of_loss, tiles_of_mlp
 from tests.ranks import run_ranks

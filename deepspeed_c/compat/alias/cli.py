@@ -1,0 +1,116 @@
+"""``deepspeed_c run CMD...`` and ``deepspeed_c env``: the alias for a tree of processes, and for a shell."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from deepspeed_c.compat.alias.install import environment, find_real, real_present
+from deepspeed_c.errors import AliasError
+
+TYPE_CHECKING = False  # typing's own, whose import would be the longest part of a start
+if TYPE_CHECKING:
+    from typing import NoReturn
+
+__all__ = ["env", "run"]
+
+EXIT_USAGE = 2
+EXIT_REAL_PRESENT = 3
+EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND = 126, 127  # as a shell
+
+_RUN_HELP = """usage: deepspeed_c run [--force] COMMAND [ARGUMENT ...]
+
+Runs COMMAND so that it, and every process that it starts, sees deepspeed_c as `deepspeed`:
+    deepspeed_c run python train_hf.py --deepspeed ds_config.json
+    deepspeed_c run accelerate launch --use_deepspeed train.py
+    deepspeed_c run deepspeed --num_gpus 2 train.py --deepspeed ds_config.json
+
+DeepSpeed's programs (deepspeed, ds_report, ds_io, zero_to_fp32.py ...) are found on PATH as well. The command takes this process's place: its exit code and signals are its own.
+
+--force   hide a real DeepSpeed that is installed, from these processes only; without, the exit code is 3
+"""
+
+_ENV_HELP = """usage: eval "$(deepspeed_c env [--force])"
+
+Prints, for a POSIX shell, the variables that make Python programs see deepspeed_c as `deepspeed`.
+
+--force   hide a real DeepSpeed that is installed; without, the exit code is 3 and nothing is printed
+"""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs a command in place of this process; returns only when that cannot be."""
+    force, command = _parse(arguments, _RUN_HELP)
+    if not command:
+        _stop(_RUN_HELP, "which command?")
+    try:
+        variables = _variables("run", force)
+    except AliasError as error:
+        return _refused(error)
+    # Python ignores these two, and what is ignored stays ignored in the command.
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        os.execvpe(command[0], command, {**os.environ, **variables})
+    except OSError as error:
+        import shlex
+
+        print(f"deepspeed_c run: {command[0]}: {error.strerror}", file=sys.stderr)
+        if command[0].endswith(".py"):
+            print(f"Fix: deepspeed_c run python {shlex.join(command)}", file=sys.stderr)
+        return EXIT_NOT_FOUND if isinstance(error, FileNotFoundError) else EXIT_NOT_EXECUTABLE
+
+
+def env(arguments: Sequence[str]) -> int:
+    """Prints the variables as ``export`` lines."""
+    force, rest = _parse(arguments, _ENV_HELP)
+    if rest:
+        _stop(_ENV_HELP, f"what is {rest[0]!r}?")
+    try:
+        variables = _variables("env", force)
+    except AliasError as error:
+        return _refused(error)
+    import shlex  # here: a command must not wait for it
+
+    for name, value in variables.items():
+        print(f"export {name}={shlex.quote(value)}")
+    return 0
+
+
+def _parse(arguments: Sequence[str], help_text: str) -> tuple[bool, list[str]]:
+    """(whether to force, what stands behind the options).
+
+    By hand: argparse would take options of the command for ours.
+    """
+    force = False
+    for i, word in enumerate(arguments):
+        if word == "--":
+            return force, list(arguments[i + 1 :])
+        if not word.startswith("-"):
+            return force, list(arguments[i:])
+        if word in ("-h", "--help"):
+            print(help_text, end="")
+            raise SystemExit(0)
+        if word != "--force":
+            _stop(help_text, f"what is {word!r}?")
+        force = True
+    return force, []
+
+
+def _stop(help_text: str, why: str) -> NoReturn:
+    print(f"{help_text.splitlines()[0]}\ndeepspeed_c: {why}", file=sys.stderr)
+    raise SystemExit(EXIT_USAGE)
+
+
+def _variables(command: str, force: bool) -> dict[str, str]:
+    real = None if force else find_real()
+    if real is not None:
+        raise real_present(real, f"deepspeed_c {command}", f"say `deepspeed_c {command} --force`")
+    return environment(os.environ, force)
+
+
+def _refused(error: AliasError) -> int:
+    print(f"deepspeed_c: {error}", file=sys.stderr)
+    return EXIT_REAL_PRESENT

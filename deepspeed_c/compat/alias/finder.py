@@ -1,0 +1,217 @@
+"""Imports of ``deepspeed.x``: our module of the table in modules.py, the same object under both names, or an error that
+says what to use.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import types
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from typing import Any, NoReturn
+
+from deepspeed_c.compat.alias.modules import ABSENT, MODULES, NAMES
+from deepspeed_c.errors import MissingModuleError, MissingNameError
+
+__all__ = ["AliasedModule", "adopt", "install_finders", "is_active", "spec_of_ours", "upstream_attribute"]
+
+# What an error says that has nothing better to say.
+ELSEWHERE = "docs/compatibility.md of deepspeed_c's source lists what is here, what differs and what is not yet"
+
+OURS, UPSTREAM = "deepspeed_c", "deepspeed"
+_PACKAGE = sys.modules[OURS]
+
+# Every path of the tables, and the packages above them.
+_KNOWN = {".".join(path.split(".")[:n]) for path in [*MODULES, *NAMES] for n in range(2, path.count(".") + 2)}
+
+
+def is_active() -> bool:
+    """Whether the name ``deepspeed`` means this package in this process, now."""
+    return sys.modules.get(UPSTREAM) is _PACKAGE
+
+
+def _upstream_names(module: str) -> list[str]:
+    """What DeepSpeed calls our module, shortest first; ``module`` itself where the module is made of names only."""
+    names = sorted((upstream for upstream, ours in MODULES.items() if ours == module), key=len)
+    return names or [UPSTREAM + module.removeprefix(OURS) if module.split(".")[0] == OURS else module]
+
+
+class AliasedModule(types.ModuleType):
+    """A module that is asked for names of DeepSpeed's: what it does not have itself is looked up in the tables."""
+
+    # A module that is no package gets one, without files: for `from module import name` Python then asks the finders
+    # about a name that is not there, and ours can say what to use instead. Without, the sentence would be Python's own.
+    __path__: Sequence[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        names = _upstream_names(self.__name__)
+        for upstream in names:
+            if _is_listed(upstream, name):
+                value = upstream_attribute(upstream, name)
+                setattr(self, name, value)
+                return value
+        if name.startswith("__"):  # asked for by Python and by tools, by way of trial
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        _refuse(MissingNameError, name, *names)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, types.ModuleType) and is_active():
+            adopt(value)  # the import system has bound a submodule
+            if callable(self.__dict__.get(name)):
+                return  # a function of its submodule's name (z3_leaf_module) stays what the name means, as in DeepSpeed
+        super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        listed = [name for upstream in _upstream_names(self.__name__) for name in _listed(upstream)]
+        return sorted({*super().__dir__(), *listed})
+
+
+def adopt(module: types.ModuleType) -> None:
+    """Makes one of our modules, and what is loaded below it, answer to DeepSpeed's names too."""
+    if type(module) is types.ModuleType and module.__name__.startswith(f"{OURS}."):
+        module.__class__ = AliasedModule
+        for value in [*vars(module).values()]:
+            if isinstance(value, types.ModuleType) and value.__name__.startswith(f"{module.__name__}."):
+                adopt(value)
+
+
+def _listed(upstream: str) -> set[str]:
+    below = {path.rpartition(".")[2] for path in _KNOWN if path.rpartition(".")[0] == upstream}
+    return below | set(NAMES.get(upstream, ()))
+
+
+def _is_listed(upstream: str, name: str) -> bool:
+    return name in NAMES.get(upstream, ()) or f"{upstream}.{name}" in _KNOWN
+
+
+def upstream_attribute(upstream: str, name: str) -> Any:
+    """What DeepSpeed calls ``name`` in its module ``upstream``.
+
+    Raises:
+        MissingNameError: it is not in the tables.
+    """
+    if ours := NAMES.get(upstream, {}).get(name):
+        module, _, attribute = ours.partition(":")
+        found = importlib.import_module(module)
+        return getattr(found, attribute) if attribute else found
+    if f"{upstream}.{name}" in _KNOWN:
+        path = f"{upstream}.{name}"
+        return importlib.import_module(path if is_active() else path.replace(UPSTREAM, OURS, 1))
+    _refuse(MissingNameError, name, upstream)
+
+
+def _refuse(kind: type[MissingNameError | MissingModuleError], name: str, *modules: str) -> NoReturn:
+    """Raises the error for a name in a module that DeepSpeed has under these paths."""
+    paths = [f"{module}.{name}" for module in modules]
+    prefixes = [".".join(path.split(".")[:n]) for path in paths for n in range(path.count(".") + 1, 1, -1)]
+    fix = next((ABSENT[prefix] for prefix in sorted(prefixes, key=len, reverse=True) if prefix in ABSENT), ELSEWHERE)
+    raise kind("is not part of this version of deepspeed_c", where=paths[0], fix=fix)
+
+
+class _Loader:
+    """Hands out a module that is there already, or one that is made of names."""
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
+        ours = MODULES.get(_upstream_path(spec.name)) if spec.name.startswith(f"{OURS}.") else _our_module(spec.name)
+        module = importlib.import_module(ours) if ours else AliasedModule(spec.name)
+        self._spec = module.__spec__ if ours else spec
+        return module
+
+    def get_code(self, name: str) -> types.CodeType:
+        """What ``python -m name`` runs: our module's file; the ``main`` of a module that is made of names."""
+        if ours := _our_module(name):
+            spec = importlib.util.find_spec(ours)
+            return spec.loader.get_code(spec.name)
+        main = NAMES.get(name, {}).get("main", "")
+        module, _, attribute = main.partition(":")
+        source = f"import sys\nfrom {module} import {attribute} as main\nsys.exit(main())\n" if main else ""
+        return compile(source, f"<{name}>", "exec")
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__spec__ = self._spec  # the import system has given it that of the other name
+        adopt(module)
+
+
+def _our_module(upstream: str) -> str | None:
+    """Our module of that name; None where it is made of names only.
+
+    Raises:
+        ModuleNotFoundError: there is none.
+    """
+    if upstream in MODULES:
+        return MODULES[upstream]
+    if upstream in _KNOWN:
+        return None
+    parent, _, name = upstream.rpartition(".")
+    same = upstream.replace(UPSTREAM, OURS, 1)
+    above = sys.modules[parent]  # imported before what is below it
+    if above.__name__ == same.rpartition(".")[0] and PathFinder.find_spec(same, list(above.__path__)):
+        return same
+    _refuse(MissingModuleError, name, parent)
+
+
+def _upstream_path(name: str) -> str:
+    """What DeepSpeed calls the path ``name`` under our own package."""
+    return name.replace(OURS, UPSTREAM, 1)
+
+
+def spec_of_ours(name: str) -> ModuleSpec:
+    """For a path of DeepSpeed's under our own name.
+
+    Raises:
+        MissingModuleError: it is not in the tables.
+    """
+    upstream = _upstream_path(name)
+    if upstream not in _KNOWN:
+        parent, _, last = upstream.rpartition(".")
+        try:
+            _refuse(MissingModuleError, last, parent)
+        except MissingModuleError as error:
+            error.name = name
+            raise
+    return ModuleSpec(name, _Loader())
+
+
+class AliasFinder:
+    """First on ``sys.meta_path``: another finder would load our files a second time, under the other name."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if not name.startswith(f"{UPSTREAM}.") or not is_active():
+            return None
+        try:
+            _our_module(name)
+        except MissingModuleError as error:
+            # Python goes on with a sentence of its own when the name is the very one that `from a import b` has made it
+            # look for.
+            error.name = name.replace(UPSTREAM, OURS, 1)
+            raise
+        return ModuleSpec(name, _Loader())
+
+
+class MissingFinder:
+    """Last on ``sys.meta_path``: ``from deepspeed.x import name`` of what nobody has, asked for under our module's own
+    name.
+    """
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        parent, _, last = name.rpartition(".")
+        if name.startswith(f"{OURS}.") and is_active() and isinstance(sys.modules.get(parent), _ADOPTED):
+            try:
+                _refuse(MissingModuleError, last, *_upstream_names(parent))
+            except MissingModuleError as error:
+                error.name = error.where  # under DeepSpeed's name: see AliasFinder
+                raise
+
+
+_ADOPTED = (AliasedModule, type(_PACKAGE))
+
+
+def install_finders() -> None:
+    """Makes ``deepspeed.x`` importable for as long as ``deepspeed`` is this package; once more does nothing."""
+    if not any(isinstance(finder, AliasFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, AliasFinder())
+        sys.meta_path.append(MissingFinder())
+    for module in [module for name, module in sys.modules.items() if name.startswith(f"{OURS}.")]:
+        adopt(module)

@@ -1,0 +1,147 @@
+"""deepspeed_c as ``deepspeed`` for this process and those that it starts: by a folder on the path, so that detection
+costs nothing.
+
+The folder (``shim/``) holds a package ``deepspeed`` that puts deepspeed_c in its place when it is imported, and the
+metadata by which others find its version. Beside it, ``bin/`` holds DeepSpeed's programs for the processes that are
+started. Nothing is installed into the environment.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Mapping
+from importlib.machinery import PathFinder
+
+from deepspeed_c.errors import AliasError
+
+__all__ = ["BIN", "SHIM", "activate", "environment", "find_real", "install_as_deepspeed"]
+
+SHIM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "shim")
+BIN = os.path.join(os.path.dirname(SHIM), "bin")  # DeepSpeed's programs, for PATH
+FORCE = "DSC_ALIAS_FORCE"
+PYTHON = "DSC_ALIAS_PYTHON"
+
+_PACKAGE = sys.modules["deepspeed_c"]
+
+# Modules that decide while they are imported whether there is a DeepSpeed, and the names by which people know them.
+_DECIDE_AT_IMPORT = {
+    "transformers.integrations.deepspeed": "transformers",
+    "transformers.trainer": "transformers",
+    "accelerate": "accelerate",
+    "trl": "trl",
+    "lightning.fabric.strategies.deepspeed": "lightning",
+    "lightning_fabric.strategies.deepspeed": "lightning",
+}
+
+
+def install_as_deepspeed(force: bool = False) -> None:
+    """Makes ``import deepspeed`` mean this package, in this process and in those that it starts (by ``PYTHONPATH``).
+
+    Call it before transformers, accelerate, trl or lightning are imported. A second call does nothing.
+
+    Args:
+        force: hide a real DeepSpeed that is installed, for this process and its children only.
+
+    Raises:
+        AliasError: a real DeepSpeed is there, or has been imported; or one of the packages above has been imported
+            without any.
+    """
+    if is_visible():
+        return
+    if "deepspeed" in sys.modules and sys.modules["deepspeed"] is not _PACKAGE:
+        raise AliasError(
+            f"DeepSpeed has been imported already, from {getattr(sys.modules['deepspeed'], '__file__', None)}",
+            where="install_as_deepspeed",
+            fix="call it before anything imports deepspeed",
+        )
+    real = find_real()
+    if real is not None and not force:
+        raise real_present(real, "install_as_deepspeed", "pass force=True to hide it for this process and its children")
+    late = next((name for module, name in _DECIDE_AT_IMPORT.items() if module in sys.modules), None)
+    if late is not None and real is None:
+        raise AliasError(
+            f"{late} has been imported already and found no DeepSpeed, which it remembers",
+            where="install_as_deepspeed",
+            fix=f"call it before the first import of {late}, or start the program with `deepspeed_c run`",
+        )
+    os.environ.update(environment(os.environ, force))
+    sys.path.insert(0, SHIM)
+    importlib.invalidate_caches()
+
+
+def is_visible() -> bool:
+    """Whether ``import deepspeed`` gives this package in this process already."""
+    if "deepspeed" in sys.modules:
+        return sys.modules["deepspeed"] is _PACKAGE
+    spec = PathFinder.find_spec("deepspeed", sys.path)
+    return spec is not None and spec.origin == os.path.join(SHIM, "deepspeed", "__init__.py")
+
+
+def find_real() -> str | None:
+    """Path of an installed DeepSpeed that is not the folder of ours; None where there is none. Imports nothing."""
+    elsewhere = [path for path in sys.path if not _is_shim(path)]
+    for finder in sys.meta_path:
+        path = elsewhere if finder is PathFinder else None
+        spec = finder.find_spec("deepspeed", path)
+        # No origin: a folder of that name without an __init__.py, such as one of configuration files
+        if spec is not None and spec.origin is not None:
+            return spec.origin
+    return None
+
+
+def _is_shim(path: str) -> bool:
+    # Of another installation too: what is looked for is the real one.
+    return os.path.normpath(path).endswith(os.path.join("", "deepspeed_c", "compat", "alias", "shim"))
+
+
+def real_present(path: str, where: str, how_to_force: str) -> AliasError:
+    return AliasError(
+        f"a real DeepSpeed is installed, which would be hidden: {path}",
+        where=where,
+        fix=f"uninstall it (pip uninstall deepspeed), or {how_to_force}",
+    )
+
+
+def environment(environ: Mapping[str, str], force: bool = False) -> dict[str, str]:
+    """The variables, with their values, that make the alias visible to a process that is started with ``environ``."""
+    if os.pathsep in SHIM:
+        raise AliasError(
+            f"{SHIM} cannot be put on PYTHONPATH, which is separated by {os.pathsep!r}",
+            where="PYTHONPATH",
+            fix="install deepspeed_c in a folder whose path does not have that character",
+        )
+    return {
+        "PYTHONPATH": _in_front(SHIM, environ.get("PYTHONPATH", "")),
+        "PATH": _in_front(BIN, environ.get("PATH", os.defpath)),
+        PYTHON: sys.executable,
+        **({FORCE: "1"} if force else {}),
+    }
+
+
+def _in_front(folder: str, present: str) -> str:
+    # An empty part means the working folder, and stays; an empty variable means nothing.
+    others = [path for path in present.split(os.pathsep) if path != folder] if present else []
+    return os.pathsep.join([folder, *others])
+
+
+def activate() -> None:
+    """Puts this package in the place of the module ``deepspeed``; called by the shim while it is being imported.
+
+    Raises:
+        AliasError: a real DeepSpeed is on this interpreter's path as well, and hiding it was not asked for.
+    """
+    from deepspeed_c.compat.alias.finder import install_finders
+    from deepspeed_c.compat.alias.version import API_VERSION
+
+    real = find_real()
+    if real is not None:
+        from deepspeed_c.env import read_env
+
+        if read_env().alias_force != "1":
+            raise real_present(real, "import deepspeed", f"set {FORCE}=1 to hide it (`deepspeed_c run --force` does)")
+    # What asks deepspeed.__version__ compares it with DeepSpeed's releases.
+    _PACKAGE.__version__ = API_VERSION
+    sys.modules["deepspeed"] = _PACKAGE
+    install_finders()

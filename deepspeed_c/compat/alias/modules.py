@@ -1,0 +1,479 @@
+"""DeepSpeed's module paths and names, and what answers to each here: the one table to edit when something is added.
+
+A module of DeepSpeed's either is one of our modules (``MODULES``), or is gathered from several of them, name by name
+(``NAMES``). ``NAMES`` also holds what a module of ours is asked for under DeepSpeed's name for it, and has elsewhere or
+under another name. ``ABSENT`` says what to do without the rest.
+"""
+
+from __future__ import annotations
+
+__all__ = ["ABSENT", "MODULES", "NAMES"]
+
+# DeepSpeed's module -> our module, which is the same object under both names. Modules with the same path need no line
+# to be imported; with one they are also there as attributes, without an import of their own, as they are in DeepSpeed.
+MODULES: dict[str, str] = {
+    "deepspeed.accelerator": "deepspeed_c.accelerator",
+    "deepspeed.accelerator.abstract_accelerator": "deepspeed_c.accelerator",
+    "deepspeed.accelerator.real_accelerator": "deepspeed_c.accelerator",
+    "deepspeed.checkpoint": "deepspeed_c.checkpoint",
+    "deepspeed.checkpointing": "deepspeed_c.compat.checkpointing",
+    "deepspeed.runtime.activation_checkpointing.checkpointing": "deepspeed_c.compat.checkpointing",
+    "deepspeed.checkpoint.ds_to_universal": "deepspeed_c.checkpoint.tools.ds_to_universal",
+    "deepspeed.checkpoint.utils": "deepspeed_c.compat.checkpoint_utils",
+    "deepspeed.checkpoint.constants": "deepspeed_c.compat.checkpoint_constants",
+    "deepspeed.comm": "deepspeed_c.comm",
+    "deepspeed.comm.constants": "deepspeed_c.compat.comm_constants",
+    "deepspeed.comm.comm": "deepspeed_c.comm.comm",
+    "deepspeed.ops": "deepspeed_c.ops",
+    "deepspeed.ops.adagrad": "deepspeed_c.ops.adagrad",
+    "deepspeed.ops.adagrad.cpu_adagrad": "deepspeed_c.ops.adagrad",
+    "deepspeed.ops.adam": "deepspeed_c.ops.adam",
+    "deepspeed.ops.adam.cpu_adam": "deepspeed_c.ops.adam",
+    "deepspeed.ops.adam.fused_adam": "deepspeed_c.ops.adam",
+    "deepspeed.ops.aio": "deepspeed_c.ops.aio",
+    "deepspeed.ops.lamb": "deepspeed_c.ops.lamb",
+    "deepspeed.ops.lamb.fused_lamb": "deepspeed_c.ops.lamb",
+    "deepspeed.ops.lion": "deepspeed_c.ops.lion",
+    "deepspeed.ops.lion.cpu_lion": "deepspeed_c.ops.lion",
+    "deepspeed.ops.op_builder": "deepspeed_c.ops.op_builder",
+    "deepspeed.ops.lion.fused_lion": "deepspeed_c.ops.lion",
+    "deepspeed.module_inject.autotp_config": "deepspeed_c.inject.autotp_config",
+    "deepspeed.module_inject.replace_module": "deepspeed_c.inject.replace",
+    "deepspeed.compression.helper": "deepspeed_c.compat.dotted",
+    "deepspeed.moe.utils": "deepspeed_c.compat.moe",
+    "deepspeed.ops.transformer": "deepspeed_c.ops.transformer",
+    "deepspeed.ops.transformer.transformer": "deepspeed_c.ops.transformer",
+    "deepspeed.runtime.config": "deepspeed_c.compat.ds_config",
+    "deepspeed.runtime.config_utils": "deepspeed_c.compat.config_utils",
+    "deepspeed.runtime.constants": "deepspeed_c.compat.runtime_constants",
+    "deepspeed.runtime.dataloader": "deepspeed_c.data.loader",
+    "deepspeed.runtime.engine": "deepspeed_c.engine.engine",
+    "deepspeed.runtime.lr_schedules": "deepspeed_c.lr_schedules",
+    "deepspeed.runtime.sequence_parallel.parallel_state_sp": "deepspeed_c.sequence.parallel_state",
+    "deepspeed.runtime.sequence_parallel.ulysses_sp": "deepspeed_c.sequence.huggingface",
+    "deepspeed.runtime.state_dict_factory": "deepspeed_c.checkpoint.formats.megatron",
+    "deepspeed.pipe": "deepspeed_c.pipe",
+    "deepspeed.runtime.pipe": "deepspeed_c.pipe",
+    "deepspeed.runtime.pipe.engine": "deepspeed_c.engine.pipeline",
+    "deepspeed.runtime.pipe.module": "deepspeed_c.pipe.module",
+    "deepspeed.runtime.pipe.topology": "deepspeed_c.pipe.topology",
+    "deepspeed.runtime.swap_tensor.constants": "deepspeed_c.compat.swap_constants",
+    "deepspeed.runtime.utils": "deepspeed_c.utils.runtime",
+    "deepspeed.runtime.zero": "deepspeed_c.zero",
+    "deepspeed.runtime.zero.linear": "deepspeed_c.compat.zero_linear",
+    "deepspeed.runtime.zero.partition_parameters": "deepspeed_c.zero.weights.init",
+    "deepspeed.sequence.cross_entropy": "deepspeed_c.sequence.loss",
+    "deepspeed.sequence.layer": "deepspeed_c.sequence.layer",
+    "deepspeed.sequence.fpdt_layer": "deepspeed_c.sequence.fpdt",
+    "deepspeed.utils": "deepspeed_c.utils",
+    "deepspeed.utils.comms_logging": "deepspeed_c.comm.log",
+    "deepspeed.utils.groups": "deepspeed_c.utils.groups",
+    "deepspeed.utils.init_on_device": "deepspeed_c.utils.init_on_device",
+    "deepspeed.utils.logging": "deepspeed_c.logging",
+    "deepspeed.utils.nvtx": "deepspeed_c.utils.nvtx",
+    "deepspeed.utils.tensor_fragment": "deepspeed_c.zero.states.access",
+    "deepspeed.utils.timer": "deepspeed_c.profile.timers",
+    "deepspeed.utils.torch": "deepspeed_c.compat.torch_version",
+    "deepspeed.utils.z3_leaf_module": "deepspeed_c.zero.layout.leaf",
+    "deepspeed.utils.zero_to_fp32": "deepspeed_c.utils.zero_to_fp32",
+    "deepspeed.zero": "deepspeed_c.zero",
+}
+
+_CONSTANTS = "deepspeed_c.compat.alias.constants"
+_VERSIONS = {
+    "__version_major__": f"{_CONSTANTS}:VERSION_MAJOR",
+    "__version_minor__": f"{_CONSTANTS}:VERSION_MINOR",
+    "__version_patch__": f"{_CONSTANTS}:VERSION_PATCH",
+    "__git_hash__": f"{_CONSTANTS}:GIT_HASH",
+    "__git_branch__": f"{_CONSTANTS}:GIT_BRANCH",
+}
+_CONFIG, _SECTIONS, _TIMING = (
+    "deepspeed_c.compat.ds_config",
+    "deepspeed_c.compat.config_sections",
+    "deepspeed_c.compat.timing",
+)
+_BUILDERS = "deepspeed_c.ops.op_builder"
+_OPTIMIZER_NAMES = {
+    name: f"{_CONFIG}:{name}"
+    for name in (
+        *("ADAGRAD_OPTIMIZER", "ADAMW_OPTIMIZER", "ADAM_OPTIMIZER", "DEEPSPEED_OPTIMIZERS", "LAMB_OPTIMIZER"),
+        *("LION_OPTIMIZER", "MUADAMW_OPTIMIZER", "MUADAM_OPTIMIZER", "MUON_OPTIMIZER", "MUSGD_OPTIMIZER"),
+        *("ONEBIT_ADAM_OPTIMIZER", "ONEBIT_LAMB_OPTIMIZER", "ZERO_ONE_ADAM_OPTIMIZER"),
+    )
+}
+_ZERO_CONFIG = {
+    "OffloadDeviceEnum": "deepspeed_c.engine.offload:OffloadDeviceEnum",
+    "OffloadStateTypeEnum": "deepspeed_c.engine.offload:OffloadStateTypeEnum",
+    "DeepSpeedZeroOffloadParamConfig": f"{_SECTIONS}:DeepSpeedZeroOffloadParamConfig",
+    "DeepSpeedZeroOffloadOptimizerConfig": f"{_SECTIONS}:DeepSpeedZeroOffloadOptimizerConfig",
+}
+_LR_NAMES = {
+    name: f"deepspeed_c.compat.lr_constants:{name}"
+    for name in (
+        *("LR_RANGE_TEST_MIN_LR", "LR_RANGE_TEST_STEP_RATE", "LR_RANGE_TEST_STEP_SIZE", "LR_RANGE_TEST_STAIRCASE"),
+        *("EDGE_VALUE", "MID_VALUE", "CYCLE_FIRST_STEP_SIZE", "CYCLE_FIRST_STAIR_COUNT", "CYCLE_SECOND_STEP_SIZE"),
+        *("CYCLE_SECOND_STAIR_COUNT", "CYCLE_MIN_LR", "CYCLE_MAX_LR", "CYCLE_MIN_MOM", "CYCLE_MAX_MOM"),
+        *("DECAY_STEP_SIZE", "DECAY_LR_RATE", "DECAY_MOM_RATE", "WARMUP_MIN_LR", "WARMUP_MAX_LR", "WARMUP_NUM_STEPS"),
+        *("WARMUP_TYPE", "WARMUP_MIN_RATIO", "COS_MIN_RATIO", "TOTAL_NUM_STEPS"),
+    )
+}
+_TIMER_NAMES = {
+    name: f"{_TIMING}:{name}"
+    for name in (
+        *("BACKWARD_GLOBAL_TIMER", "BACKWARD_INNER_GLOBAL_TIMER", "BACKWARD_INNER_MICRO_TIMER"),
+        *("BACKWARD_MICRO_TIMER", "BACKWARD_REDUCE_GLOBAL_TIMER", "BACKWARD_REDUCE_MICRO_TIMER", "CudaEventTimer"),
+        *("FORWARD_GLOBAL_TIMER", "FORWARD_MICRO_TIMER", "STEP_GLOBAL_TIMER", "STEP_MICRO_TIMER", "TIME_EPSILON"),
+    )
+}
+_LOGGING = {name: f"deepspeed_c.logging:{name}" for name in ("log_dist", "logger")}
+_ESTIMATES = "deepspeed_c.compat.zero_estimate"
+_CHECKPOINT_NAMES = {
+    name: f"deepspeed_c.compat.checkpoint_utils:{name}"
+    for name in ("get_layer_ckpt_name_for_rank", "get_model_ckpt_name_for_rank", "get_zero_ckpt_name_for_rank")
+}
+_FOLDER, _DS_CHECKPOINT = "deepspeed_c.compat.checkpoint_folder", "deepspeed_c.compat.deepspeed_checkpoint"
+_FOLDER_NAMES = (
+    *("SubparamShape", "ZeROCheckpoint", "get_model_3d_descriptor", "merge_state", "model_3d_desc"),
+    "reshape_meg_2d_parallel",
+)
+_HP_ACCESS = {
+    name: f"deepspeed_c.compat.hp_access:{name}"
+    for name in ("fragment_address", "get_full_hp_grad", "get_full_hp_param", "set_full_hp_grad", "set_full_hp_param")
+}
+_FRAGMENT_NAMES = {
+    name: f"deepspeed_c.compat.fragments:{name}"
+    for name in (
+        *("get_hp_fragment_mapping", "lazy_init_hp_params_optimizer_state", "link_hp_params"),
+        "map_to_flat_opt_states",
+    )
+}
+_ENGINES = "deepspeed_c.compat.checkpoint_engine"
+_OFFLOAD_HOOKS = "deepspeed_c.zero.weights.hooks:ModuleHooks"
+_GROUP_NAMES = {
+    name: f"deepspeed_c.comm.groups:{name}"
+    for name in (
+        *("destroy_process_group", "get_all_ranks_from_group", "get_global_rank", "get_local_rank", "get_rank"),
+        *("get_world_group", "get_world_size", "init_distributed", "initialize_mesh_device", "is_available"),
+        *("is_initialized", "mpi_discovery", "new_group"),
+    )
+}
+
+_LAYER_NAMES = {
+    **{
+        name: f"deepspeed_c.inject.layers:{name}"
+        for name in ("LinearAllreduce", "LinearLayer", "SubParamLinearAllreduce", "SubParamLinearLayer")
+    },
+    "EmbeddingLayer": "deepspeed_c.inject.by_hand:EmbeddingLayer",
+    "set_autotp_mode": "deepspeed_c.inject.by_hand:set_autotp_mode",
+}
+_INJECTED_NAMES = {
+    name: f"deepspeed_c.inject.{file}:{name}"
+    for file, names in {
+        "autotp_config": ("AutoTPConfig", "AutoTPPresets", "PartitionType", "TPLayerSpec", "merge_autotp_configs"),
+        "layer_policies": ("HFBertLayerPolicy",),
+        "replace": ("generic_injection", "replace_transformer_layer", "revert_transformer_layer"),
+    }.items()
+    for name in names
+}
+_LAYER_POLICIES = {
+    name: f"deepspeed_c.inject.layer_policies:{name}" for name in ("HFBertLayerPolicy", "HFDistilBertLayerPolicy")
+}
+
+# DeepSpeed's module -> name -> "module:name" of ours; "module:" is a module itself.
+NAMES: dict[str, dict[str, str]] = {
+    "deepspeed": {
+        "DeepSpeedConfig": f"{_CONFIG}:DeepSpeedConfig",
+        "DeepSpeedConfigError": "deepspeed_c.errors:ConfigError",
+        "DeepSpeedDataLoader": "deepspeed_c.data.loader:DeepSpeedDataLoader",
+        "PipelineEngine": "deepspeed_c.engine.pipeline:PipelineEngine",
+        "PipelineModule": "deepspeed_c.pipe.module:PipelineModule",
+        "OnDevice": "deepspeed_c.utils.init_on_device:OnDevice",
+        "add_tuning_arguments": "deepspeed_c.lr_schedules:add_tuning_arguments",
+        "dist": "deepspeed_c.comm:",
+        "replace_transformer_layer": _INJECTED_NAMES["replace_transformer_layer"],
+        "revert_transformer_layer": _INJECTED_NAMES["revert_transformer_layer"],
+        "set_autotp_mode": _LAYER_NAMES["set_autotp_mode"],
+        "is_compile_supported": "deepspeed_c.compat.torch_version:is_compile_supported",
+        "load_ds_config": f"{_CONFIG}:load_ds_config",
+        "set_optimizer_flags": f"{_CONFIG}:set_optimizer_flags",
+        **_LOGGING,
+        **{name: _OPTIMIZER_NAMES[name] for name in ("ADAM_OPTIMIZER", "LAMB_OPTIMIZER", "MUON_OPTIMIZER")},
+        **_VERSIONS,
+        "git_branch": _VERSIONS["__git_branch__"],
+        "git_hash": _VERSIONS["__git_hash__"],
+        "version": "deepspeed_c.compat.alias.version:API_VERSION",
+    },
+    "deepspeed.checkpoint": {
+        **_CHECKPOINT_NAMES,
+        **{name: f"{_FOLDER}:{name}" for name in _FOLDER_NAMES},
+        "DeepSpeedCheckpoint": f"{_DS_CHECKPOINT}:DeepSpeedCheckpoint",
+    },
+    "deepspeed.checkpoint.deepspeed_checkpoint": {"DeepSpeedCheckpoint": f"{_DS_CHECKPOINT}:DeepSpeedCheckpoint"},
+    "deepspeed.checkpoint.ds_to_universal": {
+        name: f"{_DS_CHECKPOINT}:{name}" for name in ("dp_index_to_str", "dump_param_fragment", "extract_zero_shards")
+    },
+    "deepspeed.checkpoint.reshape_3d_utils": {
+        name: f"{_FOLDER}:{name}" for name in ("get_model_3d_descriptor", "model_3d_desc")
+    },
+    "deepspeed.checkpoint.reshape_meg_2d": {
+        name: f"{_FOLDER}:{name}" for name in ("meg_2d_parallel_map", "reshape_meg_2d_parallel")
+    },
+    "deepspeed.checkpoint.reshape_utils": {
+        name: f"{_FOLDER}:{name}"
+        for name in (
+            *("basic_folder_validation", "get_files", "get_files_with_prefix", "get_zero_files", "merge_state"),
+            "partition_data",
+        )
+    },
+    "deepspeed.checkpoint.universal_checkpoint": {"SubparamShape": f"{_FOLDER}:SubparamShape"},
+    "deepspeed.checkpoint.zero_checkpoint": {"ZeROCheckpoint": f"{_FOLDER}:ZeROCheckpoint"},
+    "deepspeed.comm.comm": _GROUP_NAMES,
+    "deepspeed.constants": {
+        "TORCH_DISTRIBUTED_DEFAULT_PORT": "deepspeed_c.comm.discover:DEFAULT_PORT",
+        "default_pg_timeout": "deepspeed_c.comm.groups:DEFAULT_TIMEOUT",
+    },
+    "deepspeed.env_report": {
+        "cli_main": "deepspeed_c.launcher.report:main",
+        "main": "deepspeed_c.launcher.report:main",
+    },
+    "deepspeed.git_version_info": {
+        "compatible_ops": "deepspeed_c.ops:__compatible_ops__",
+        "git_branch": _VERSIONS["__git_branch__"],
+        "git_hash": _VERSIONS["__git_hash__"],
+        "installed_ops": "deepspeed_c.ops:__compatible_ops__",
+        "torch_info": "deepspeed_c.compat.torch_version:torch_info",
+        "version": "deepspeed_c.compat.alias.version:API_VERSION",
+    },
+    "deepspeed.launcher.runner": {
+        "DEEPSPEED_ENVIRONMENT_NAME": f"{_CONSTANTS}:DEEPSPEED_ENVIRONMENT_NAME",
+        "main": "deepspeed_c.launcher.main:main",
+    },
+    "deepspeed.module_inject": {**_LAYER_NAMES, **_INJECTED_NAMES},
+    "deepspeed.module_inject.containers": _LAYER_POLICIES,
+    "deepspeed.module_inject.layers": {
+        **_LAYER_NAMES,
+        "LmHeadLinearAllreduce": "deepspeed_c.inject.layers:LmHeadLinearAllreduce",
+        "fused_LinearLayer": "deepspeed_c.inject.by_hand:fused_LinearLayer",
+        "is_autotp_training_mode": "deepspeed_c.inject.by_hand:is_autotp_training_mode",
+    },
+    "deepspeed.module_inject.replace_policy": _LAYER_POLICIES,
+    # A file a builder, in DeepSpeed.
+    **{
+        f"deepspeed.ops.op_builder.{file}": {name: f"{_BUILDERS}:{name}" for name in names}
+        for file, names in {
+            "all_ops": ("ALL_OPS",),
+            "async_io": ("AsyncIOBuilder",),
+            "builder": ("CUDAOpBuilder", "OpBuilder", "TorchCPUOpBuilder", "probe_is_compatible"),
+            "cpu": ("AsyncIOBuilder", "CPUAdamBuilder", "FusedAdamBuilder", "NotImplementedBuilder"),
+            "cpu_adagrad": ("CPUAdagradBuilder",),
+            "cpu_adam": ("CPUAdamBuilder",),
+            "cpu_lion": ("CPULionBuilder",),
+            "fused_adam": ("FusedAdamBuilder",),
+            "fused_lamb": ("FusedLambBuilder",),
+            "fused_lion": ("FusedLionBuilder",),
+            "utils": ("UtilsBuilder",),
+        }.items()
+    },
+    "deepspeed.runtime.base_optimizer": {
+        "DeepSpeedOptimizer": "deepspeed_c.zero.states.optimizer:DeepSpeedOptimizer",
+        "ZeROOptimizer": "deepspeed_c.zero.states.kinds:ZeROOptimizer",
+    },
+    "deepspeed.runtime.bf16_optimizer": {"BF16_Optimizer": "deepspeed_c.zero.states.kinds:BF16_Optimizer"},
+    "deepspeed.runtime.fp16.fused_optimizer": {"FP16_Optimizer": "deepspeed_c.zero.states.kinds:FP16_Optimizer"},
+    "deepspeed.runtime.fp16.unfused_optimizer": {
+        "FP16_UnfusedOptimizer": "deepspeed_c.zero.states.kinds:FP16_UnfusedOptimizer"
+    },
+    "deepspeed.runtime.compiler": {"is_compile_supported": "deepspeed_c.compat.torch_version:is_compile_supported"},
+    "deepspeed.runtime.config": {
+        "DeepSpeedConfigError": "deepspeed_c.errors:ConfigError",
+        "DeepSpeedConfigModel": "deepspeed_c.compat.config_model:DeepSpeedConfigModel",
+        "HybridEngineConfig": f"{_SECTIONS}:HybridEngineConfig",
+    },
+    "deepspeed.runtime.precision_config": {
+        name: f"{_SECTIONS}:{name}"
+        for name in ("DeepSpeedBF16Config", "DeepSpeedFP16Config", "get_bfloat16_config", "get_float16_config")
+    },
+    "deepspeed.runtime.activation_checkpointing.config": {
+        "DeepSpeedActivationCheckpointingConfig": f"{_SECTIONS}:DeepSpeedActivationCheckpointingConfig"
+    },
+    "deepspeed.comm.config": {name: f"{_SECTIONS}:{name}" for name in ("CommsLoggerConfig", "DeepSpeedCommsConfig")},
+    "deepspeed.compile.config": {"CompileConfig": f"{_SECTIONS}:CompileConfig"},
+    "deepspeed.monitor.config": {
+        name: f"{_SECTIONS}:{name}"
+        for name in (
+            *("CSVConfig", "CometConfig", "DeepSpeedMonitorConfig", "TensorBoardConfig", "WandbConfig"),
+            "get_monitor_config",
+        )
+    },
+    "deepspeed.profiling.config": {"DeepSpeedFlopsProfilerConfig": f"{_SECTIONS}:DeepSpeedFlopsProfilerConfig"},
+    "deepspeed.runtime.zenflow.zenflow_config": {"ZenFlowConfig": f"{_SECTIONS}:ZenFlowConfig"},
+    "deepspeed.runtime.zero.leaf_module_config": {
+        "DeepSpeedZeroLeafModuleConfig": f"{_SECTIONS}:DeepSpeedZeroLeafModuleConfig"
+    },
+    "deepspeed.runtime.lr_schedules": _LR_NAMES,
+    "deepspeed.utils.config": {
+        name: f"{_SECTIONS}:{name}" for name in ("DeepSpeedThroughputTimerConfig", "get_timers_config")
+    },
+    "deepspeed.runtime.engine": {
+        "PipelineModule": "deepspeed_c.pipe.module:PipelineModule",
+        "DeepSpeedDataLoader": "deepspeed_c.data.loader:DeepSpeedDataLoader",
+        "dist": "deepspeed_c.comm:",
+        **_OPTIMIZER_NAMES,
+    },
+    # What pickles of checkpoints in DeepSpeed's layout hold, for those who read such files by themselves.
+    "deepspeed.runtime.fp16.loss_scaler": {
+        name: f"deepspeed_c.checkpoint.formats.deepspeed.stand_ins:{name}"
+        for name in ("DynamicLossScaler", "LossScaleConfig", "LossScaleProfile", "LossScaler")
+    },
+    "deepspeed.runtime.checkpoint_engine": {
+        name: f"{_ENGINES}:{name}" for name in ("CheckpointCommitInfo", "TorchCheckpointEngine")
+    },
+    "deepspeed.runtime.checkpoint_engine.checkpoint_engine": {
+        name: f"{_ENGINES}:{name}" for name in ("CheckpointCommitInfo", "CheckpointEngine")
+    },
+    "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine": {
+        name: f"{_ENGINES}:{name}" for name in ("CheckpointCommitInfo", "CheckpointEngine", "TorchCheckpointEngine")
+    },
+    "deepspeed.runtime.sequence_parallel.ulysses_sp": {
+        "UlyssesSPDataLoaderAdapter": "deepspeed_c.sequence.loader:UlyssesSPDataLoaderAdapter",
+        **{
+            name: f"deepspeed_c.sequence.tiles:{name}"
+            for name in ("SequenceTiledCompute", "TiledFusedLogitsLoss", "TiledMLP", "sequence_tiled_compute")
+        },
+    },
+    "deepspeed.runtime.zero": {"DeepSpeedZeRoOffload": _OFFLOAD_HOOKS},
+    "deepspeed.runtime.zero.parameter_offload": {"DeepSpeedZeRoOffload": _OFFLOAD_HOOKS},
+    "deepspeed.utils": {**_HP_ACCESS, **_FRAGMENT_NAMES, "get_numactl_cmd": "deepspeed_c.utils.numa:get_numactl_cmd"},
+    "deepspeed.utils.mixed_precision_linkage": {
+        name: _FRAGMENT_NAMES[name] for name in ("lazy_init_hp_params_optimizer_state", "link_hp_params")
+    },
+    "deepspeed.utils.tensor_fragment": {
+        **_HP_ACCESS,
+        **_FRAGMENT_NAMES,
+        "tensor_fragment": "deepspeed_c.compat.fragments:tensor_fragment",
+    },
+    "deepspeed.runtime.zero.config": {
+        **_ZERO_CONFIG,
+        "DeepSpeedZeroConfig": f"{_SECTIONS}:DeepSpeedZeroConfig",
+        "DeepSpeedZeroLeafModuleConfig": f"{_SECTIONS}:DeepSpeedZeroLeafModuleConfig",
+        "ZERO_OPTIMIZATION": f"{_CONSTANTS}:ZERO_OPTIMIZATION",
+        "ZenFlowConfig": f"{_SECTIONS}:ZenFlowConfig",
+        "ZeroStageEnum": "deepspeed_c.zero.layout.stages:ZeroStageEnum",
+        "get_zero_config": f"{_SECTIONS}:get_zero_config",
+    },
+    "deepspeed.runtime.zero.offload_config": _ZERO_CONFIG,
+    "deepspeed.runtime.zero.stage3": {
+        "DeepSpeedZeroOptimizer_Stage3": "deepspeed_c.zero.states.kinds:DeepSpeedZeroOptimizer_Stage3",
+        "estimate_zero3_model_states_mem_needs": f"{_ESTIMATES}:estimate_zero3_model_states_mem_needs",
+        "estimate_zero3_model_states_mem_needs_all_cold": f"{_ESTIMATES}:estimate_zero3_model_states_mem_needs_all_cold",
+        "estimate_zero3_model_states_mem_needs_all_live": f"{_ESTIMATES}:estimate_zero3_model_states_mem_needs_all_live",
+        "model_to_params": f"{_ESTIMATES}:model_to_params",
+        "unwrap_model_for_generation": "deepspeed_c.zero.weights.gathered:unwrap_model_for_generation",
+    },
+    "deepspeed.runtime.zero.stage_1_and_2": {
+        "DeepSpeedZeroOptimizer": "deepspeed_c.zero.states.kinds:DeepSpeedZeroOptimizer",
+        "estimate_zero2_model_states_mem_needs": f"{_ESTIMATES}:estimate_zero2_model_states_mem_needs",
+        "estimate_zero2_model_states_mem_needs_all_cold": f"{_ESTIMATES}:estimate_zero2_model_states_mem_needs_all_cold",
+        "estimate_zero2_model_states_mem_needs_all_live": f"{_ESTIMATES}:estimate_zero2_model_states_mem_needs_all_live",
+        "get_alignment_padding": "deepspeed_c.utils.gradients:get_alignment_padding",
+        "model_to_params": f"{_ESTIMATES}:model_to_params",
+    },
+    "deepspeed.utils.zero_to_fp32": {
+        name: f"deepspeed_c.compat.zero_files:{name}"
+        for name in ("parse_model_states", "parse_optim_states", "zero3_partitioned_param_info", "zero_model_state")
+    },
+    "deepspeed.utils.timer": {"trim_mean": "deepspeed_c.comm.log:trim_mean", **_TIMER_NAMES},
+}
+
+_EXPERTS = "expert parallelism comes with a later version; mixtures of experts train with ZeRO stages 0 to 3, their blocks are found and made leaf modules"
+_SEQUENCE = "docs/concepts/sequence.md says what there is for sequences that are cut over ranks"
+_TENSOR = "tensor parallelism is set in the configuration, tensor_parallel.autotp_size, or by tp_model_init; docs/concepts/tensor-parallel.md"
+_INFERENCE = "the inference engine comes with a later version; `deepspeed_c.initialize` at stage 3 without an optimizer runs forward on sharded weights"
+_CHECKPOINTING = "what is kept for a backward is packed and given back by deepspeed_c.checkpointing.checkpoint itself"
+_COMPRESSION = "compression comes with a later version"
+_ONE_BIT = "1-bit optimizers come with a later version; use Adam, AdamW or Lamb of deepspeed_c.ops"
+_DATA = "data efficiency (curriculum, random layer token drop) comes with a later version; use deepspeed_c.data.DeepSpeedDataLoader"
+_ONE_OPTIMIZER = "one class does the work at all stages: deepspeed_c.zero.states.optimizer.ZeroOptimizer; the stage is engine.zero_optimization_stage()"
+_KEYS = "write the key itself as text, as it stands in the JSON file; docs/config.md has all of them"
+_CONVERTER = "`deepspeed_c checkpoint convert` turns a checkpoint into any layout; checkpoints load on any number of ranks as they are"
+_OPEN = "deepspeed_c.checkpoint.open.open_checkpoint reads checkpoints of both layouts; `deepspeed_c checkpoint info` shows one"
+_LOAD_CONFIG = "deepspeed_c.config.load_config(FILE_OR_DICT, world_size=...) reads and checks a configuration"
+_TILED = "tiled layers come with a later version; stage 3 cuts large weights into buckets by itself"
+_MICS = "zero.Init(zero_param_parallel_group=...) shards over a group of ranks"
+_MUON = "use deepspeed_c.ops.muon.Muon, or the optimizer Muon in the configuration"
+_LAYERS = "layers for inference come with a later version; training has DeepSpeedTransformerLayer"
+_KEYS_OF_FILES = "the names of entries in DeepSpeed's files; deepspeed_c.checkpoint.open.open_checkpoint reads what stands under them"
+_HELPERS = "a helper of DeepSpeed's engine; the engine has get_global_grad_norm(), offload_states() and reload_states(), torch has clip_grad_norm_"
+_FRAGMENTS = "use safe_get_full_* and safe_set_full_* of deepspeed_c.utils"
+
+# What is not here, by the longest prefix of the path that was asked for -> what to use instead. Names stand behind
+# their modules' dots.
+ABSENT: dict[str, str] = {
+    "deepspeed.DeepSpeedHybridEngine": _INFERENCE,
+    "deepspeed.DeepSpeedInferenceConfig": _INFERENCE,
+    "deepspeed.InferenceEngine": _INFERENCE,
+    "deepspeed.merge_tp_model_init_into_config": _TENSOR,
+    "deepspeed.record_tp_model_init_args": _TENSOR,
+    "deepspeed.autotuning": "`deepspeed_c plan` says which stage and offload fit, without running anything",
+    "deepspeed.checkpoint": _CONVERTER,
+    "deepspeed.checkpoint.deepspeed_checkpoint": _OPEN,
+    "deepspeed.checkpoint.ds_to_universal": _CONVERTER,
+    "deepspeed.checkpoint.reshape_3d_utils": _CONVERTER,
+    "deepspeed.checkpoint.reshape_meg_2d": _CONVERTER,
+    "deepspeed.checkpoint.reshape_utils": _CONVERTER,
+    "deepspeed.checkpoint.universal_checkpoint": _CONVERTER,
+    "deepspeed.checkpointing": _CHECKPOINTING,
+    "deepspeed.compile": "torch.compile by way of engine.compile()",
+    "deepspeed.compression": _COMPRESSION,
+    "deepspeed.default_inference_config": _INFERENCE,
+    "deepspeed.elasticity": "checkpoints load on any number of ranks; choose the batch by hand",
+    "deepspeed.inference": _INFERENCE,
+    "deepspeed.init_inference": _INFERENCE,
+    "deepspeed.io": "deepspeed_c.ops.aio.aio_handle writes and reads files; checkpoints use it by themselves",
+    "deepspeed.launcher": "start processes with the command deepspeed_c, or python -m deepspeed_c",
+    "deepspeed.linear": "use peft for LoRA; its frozen base may have another dtype",
+    "deepspeed.model_implementations": _INFERENCE,
+    "deepspeed.module_inject": _TENSOR,
+    "deepspeed.moe": _EXPERTS,
+    "deepspeed.monitor": "monitors come with a later version; log from the training loop, engine.get_lr() and get_global_grad_norm() have the numbers",
+    "deepspeed.nvme": "`deepspeed_c io bench|tune` measures a device and finds the settings that suit it",
+    "deepspeed.ops.adam.ZenFlowCPUAdam": "use DeepSpeedCPUAdam",
+    "deepspeed.ops.adam.ZenFlowSelectiveAdamW": "use FusedAdam",
+    "deepspeed.ops.adam.ZenFlowSelectiveAdamW_stage3": "use FusedAdam",
+    "deepspeed.ops.op_builder": "deepspeed_c.ops.op_builder has the builders; NAME, is_compatible and load are what they offer",
+    "deepspeed.ops.sparse_attention": "use torch.nn.attention.flex_attention",
+    "deepspeed.ops.transformer": _LAYERS,
+    "deepspeed.profiling": "the flops profiler comes with a later version; use torch.utils.flop_counter.FlopCounterMode",
+    "deepspeed.runtime.activation_checkpointing": _CHECKPOINTING,
+    "deepspeed.runtime.bf16_optimizer": _ONE_OPTIMIZER,
+    "deepspeed.runtime.compression": _ONE_BIT,
+    "deepspeed.runtime.config": "the values are attributes of deepspeed.runtime.config.DeepSpeedConfig",
+    "deepspeed.runtime.data_pipeline": _DATA,
+    "deepspeed.runtime.engine.DeepSpeedOptimizerCallable": "any callable that takes the parameters and returns an optimizer will do",
+    "deepspeed.runtime.engine.DeepSpeedSchedulerCallable": "any callable that takes the optimizer and returns a scheduler will do",
+    "deepspeed.runtime.engine.MoE": _EXPERTS,
+    "deepspeed.runtime.fp16": f"{_ONE_OPTIMIZER}; {_ONE_BIT}",
+    "deepspeed.runtime.fp16.fused_optimizer": _ONE_OPTIMIZER,
+    "deepspeed.runtime.fp16.onebit": _ONE_BIT,
+    "deepspeed.runtime.fp16.unfused_optimizer": _ONE_OPTIMIZER,
+    "deepspeed.runtime.hybrid_engine": _INFERENCE,
+    "deepspeed.runtime.sequence_parallel": _SEQUENCE,
+    "deepspeed.runtime.swap_tensor": "offload is set in the configuration, zero_optimization.offload_optimizer; docs/concepts/offload.md",
+    "deepspeed.runtime.tensor_parallel": _TENSOR,
+    "deepspeed.runtime.utils": _HELPERS,
+    "deepspeed.runtime.utils.get_norm_with_moe_layers": _EXPERTS,
+    "deepspeed.runtime.utils.get_norm_with_moe_layers_fast": _EXPERTS,
+    "deepspeed.runtime.zero.MiCS_Init": _MICS,
+    "deepspeed.runtime.zero.TiledLinear": _TILED,
+    "deepspeed.runtime.zero.TiledLinearReturnBias": _TILED,
+    "deepspeed.runtime.zero.config": "zero_optimization is a section of the configuration; deepspeed_c.config.load_config reads and checks it",
+    "deepspeed.runtime.zero.mics": _MICS,
+    "deepspeed.runtime.zero.muon": _MUON,
+    "deepspeed.runtime.zero.stage3": _ONE_OPTIMIZER,
+    "deepspeed.runtime.zero.stage_1_and_2": _ONE_OPTIMIZER,
+    "deepspeed.runtime.zero.tiling": _TILED,
+    "deepspeed.sequence": _SEQUENCE,
+    **{f"deepspeed.utils.{name}": _FRAGMENTS for name in (*("tensor_fragment",),)},
+    "deepspeed.utils.groups": _EXPERTS,
+    "deepspeed.utils.zero_to_fp32": "use get_fp32_state_dict_from_zero_checkpoint, or `deepspeed_c checkpoint export`",
+}

@@ -1,0 +1,277 @@
+"""Has layers of a model recomputed without a call in the model: its repeated blocks, or those with certain names."""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.config.checkpoint import ActivationCheckpointing
+from deepspeed_c.config.offload import Aio
+from deepspeed_c.errors import ConfigError
+from deepspeed_c.offload.place import raise_together
+from deepspeed_c.recompute import report
+from deepspeed_c.recompute.budget import Budget
+from deepspeed_c.recompute.recomputer import Recomputer, check_section
+from deepspeed_c.recompute.stash import NVME_PATH
+
+__all__ = ["Blocks", "find_blocks"]
+
+_KEY = "activation_checkpointing.layers"
+# What transformers' models look at, on the model and on each layer.
+_SWITCH, _FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
+_MIN_BLOCKS = 2
+# Of a class made here: the one below it.
+_PLAIN = "_dsc_recomputes"
+# Accelerate fills in every "auto" of a configuration, and refuses one that it does not know.
+_REPEATED = ("auto", "repeated")
+
+
+def _layers_of_transformers(model: torch.nn.Module) -> list[str]:
+    """Names of layers that recompute themselves when they are told to."""
+    library = sys.modules.get("transformers.modeling_layers")
+    base = getattr(library, "GradientCheckpointingLayer", None)
+    return [] if base is None else [name for name, module in model.named_modules() if isinstance(module, base)]
+
+
+def find_blocks(model: torch.nn.Module, layers: str) -> list[str]:
+    """Names of the modules that ``layers`` means. Raises ConfigError where it means none."""
+    if layers in _REPEATED:
+        return _find_repeated(model)
+    try:
+        pattern = re.compile(layers)
+    except re.error as error:
+        raise ConfigError(
+            f"{layers!r} is no regular expression: {error}", where=_KEY, fix='write one, or "auto"'
+        ) from error
+    names = [name for name, _ in model.named_modules() if name and pattern.fullmatch(name)]
+    if not names:
+        known = [name for name, _ in model.named_modules() if name]
+        raise ConfigError(
+            f"{layers!r} fits the whole name of none of the model's {len(known)} modules"
+            f" ({', '.join(known[:4])}{', ...' if len(known) > 4 else ''})",
+            where=_KEY,
+            fix=r'write a regular expression such as "layers\.\d+", or "auto"',
+        )
+    return names
+
+
+@runtime_checkable
+class OfLayers(Protocol):
+    """A model that is a list of layers, of which a rank may hold a part."""
+
+    def repeated_layers(self) -> list[str]:
+        """Names of this rank's layers of classes that the whole list has several times. Raises ConfigError where it
+        has no such class, on all ranks."""
+
+
+def _find_repeated(model: torch.nn.Module) -> list[str]:
+    names = model.repeated_layers() if isinstance(model, OfLayers) else _layers_of_transformers(model)
+    if names or isinstance(model, OfLayers):
+        return names
+    lists = list(_repeated_lists("", model))
+    # A layer without modules of its own (a head, an expert) keeps little but its input: recomputing it gains nothing.
+    deep = [found for found in lists if any(_is_deep(block) for block in found.values())]
+    names = [name for found in deep or lists for name in found]
+    if not names:
+        raise ConfigError(
+            '"auto" finds no repeated blocks: neither a layer of transformers that can be recomputed, nor a ModuleList'
+            " with several modules of one class",
+            where=_KEY,
+            fix=r'name the layers by a regular expression, such as "encoder\.block_\d+"',
+        )
+    return names
+
+
+def _repeated_lists(name: str, module: torch.nn.Module) -> Iterator[dict[str, torch.nn.Module]]:
+    """The outermost lists of repeated blocks at or below ``module``, by name: all that a layer does is in its block."""
+    below = [(f"{name}.{part}" if name else part, child) for part, child in module.named_children()]
+    if isinstance(module, torch.nn.ModuleList) and _are_repeated(list(module)):
+        inner = [found for each in below for found in _repeated_lists(*each) if any(map(_is_deep, found.values()))]
+        # Blocks that all differ are stages, if they consist of blocks: one stage at a time would be held whole.
+        if inner and len({_form(block) for block in module}) == len(module):
+            yield from inner
+        else:
+            # A block that is there twice has each of its names.
+            yield {f"{name}.{i}" if name else str(i): block for i, block in enumerate(module)}
+        return
+    for each in below:
+        yield from _repeated_lists(*each)
+
+
+def _are_repeated(blocks: list[torch.nn.Module]) -> bool:
+    return len(blocks) >= _MIN_BLOCKS and len({type(block) for block in blocks}) == 1
+
+
+def _is_deep(block: torch.nn.Module) -> bool:
+    return next(block.children(), None) is not None
+
+
+def _form(block: torch.nn.Module) -> tuple:
+    # Weights that stage 3 has sharded are empty, and know their shape.
+    return tuple((name, tuple(getattr(p, "ds_shape", p.shape))) for name, p in block.named_parameters())
+
+
+def _make(cls: type) -> Any:
+    return cls.__new__(cls)
+
+
+def _recomputed(cls: type, recomputer: Recomputer, names: dict[int, str]) -> type:
+    """``cls`` with calls that are recomputed, hooks and all: some gather weights. ``names``: of modules, by id."""
+
+    def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return recomputer.run(super(made, self).__call__, args, kwargs, label=names.get(id(self), ""))
+
+    def reduce(self: torch.nn.Module, protocol: int) -> Any:
+        # What is copied or pickled is of the class that everybody knows, and no part of the engine.
+        return _make, (cls,), *super(made, self).__reduce_ex__(protocol)[2:]
+
+    body = {
+        "__call__": call,
+        "__reduce_ex__": reduce,
+        _PLAIN: cls,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+    }
+    made: Any = type(cls.__name__, (cls,), body)
+    return made
+
+
+class Blocks:
+    """What an engine's section asks of its model: which layers are recomputed, until ``close``.
+
+    tensor_parallel: the ranks that hold the model together: they share activations.
+    has_sharded: weights are released after use, also frozen ones, which torch's own checkpoint would keep as they are.
+    aio: how files are read and written.
+    ranks: all that have such a section. Where one cannot make its file, all of them raise.
+    peers, stages, is_first: of the budget (``Budget``).
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        section: ActivationCheckpointing,
+        tensor_parallel: Collectives | None = None,
+        *,
+        has_sharded: bool = False,
+        aio: Aio | None = None,
+        ranks: Collectives | None = None,
+        peers: Collectives | None = None,
+        stages: Sequence[str] = ("",),
+        is_first: bool = True,
+    ) -> None:
+        # A section without layers does nothing by itself, as in DeepSpeed: it may say what it likes.
+        if section.layers is not None:
+            check_section(section, None, "activation_checkpointing")
+        comm = tensor_parallel if section.partition_activations else None
+        budget = None if section.budget is None else Budget(section, ranks, peers, stages=stages, is_first=is_first)
+        names = {id(module): name for name, module in model.named_modules()}
+        problem: ConfigError | None = None
+        try:
+            self.recomputer = Recomputer(section, comm, aio, names, budget)
+        except ConfigError as error:
+            problem = error
+        if ranks is not None and section.offload.device == "nvme":
+            raise_together(problem, ConfigError, NVME_PATH, ranks)
+        if problem is not None:
+            raise problem
+        self._undo: list[Callable[[], None]] = []
+        if section.layers is not None:
+            self._wrap(model, find_blocks(model, section.layers))
+        elif self._asks or has_sharded:
+            self._take_over(model)
+
+    @property
+    def _asks(self) -> bool:
+        return self.recomputer.section != ActivationCheckpointing()
+
+    def active(self, inputs: Any = (), name: str = "") -> AbstractContextManager[None]:
+        """Calls of ``checkpoint`` within follow the section, if it asks for something. inputs: what the model, or the
+        stage with that name, is given."""
+        return self.recomputer.active(inputs, name) if self._asks else nullcontext()
+
+    def expect(self, n_in_flight: int) -> None:
+        """So many forwards will wait for their backward, at the most."""
+        if self.recomputer.budget is not None:
+            self.recomputer.budget.expect(n_in_flight)
+
+    def _wrap(self, model: torch.nn.Module, names: list[str]) -> None:
+        modules = {name: model.get_submodule(name) for name in names}
+        if set(names) == set(_layers_of_transformers(model)):
+            # They know what must not be done twice: caches, say.
+            for module in model.modules():
+                if hasattr(module, _SWITCH):
+                    self._set(module, {_SWITCH: True, _FUNCTION: self._function(None)})
+            return
+        labels = {id(module): name for name, module in modules.items()}
+        classes: dict[type, type] = {}
+        # What another engine has wrapped is this one's now.
+        for cls in {_plain(module) for module in modules.values()}:
+            classes[cls] = _recomputed(cls, self.recomputer, labels)
+        # Each once, under however many names.
+        for module in {id(module): module for module in modules.values()}.values():
+            made = classes[_plain(module)]
+            self._undo.append(functools.partial(_unwrap, module, made))
+            module.__class__ = made
+
+    def _take_over(self, model: torch.nn.Module) -> None:
+        """Layers of transformers that recompute themselves already do so as the section says."""
+        for module in model.modules():
+            if getattr(module, _SWITCH, False) and hasattr(module, _FUNCTION):
+                self._set(module, {_FUNCTION: self._function(getattr(module, _FUNCTION))})
+
+    def _function(self, theirs: Any) -> Callable:
+        """What a layer of transformers calls, in place of ``theirs``: in that one's flavour."""
+        keywords = theirs.keywords if isinstance(theirs, functools.partial) else {}
+        is_reentrant = True if keywords.get("use_reentrant") else None
+
+        def function(forward: Callable, *args: Any, **kwargs: Any) -> Any:
+            return self.recomputer.run(forward, args, kwargs, is_reentrant=is_reentrant)
+
+        return function
+
+    def _set(self, module: torch.nn.Module, values: dict[str, Any]) -> None:
+        before = {name: vars(module)[name] for name in values if name in vars(module)}
+        vars(module).update(values)
+        self._undo.append(functools.partial(_put_back, module, tuple(values), before))
+
+    def profile(self, step: int, rank: int) -> str:
+        """What layers have cost since the last call, as a table; empty where nothing is counted. Rank 0 writes it to
+        ``profile_path`` as well.
+        """
+        counters, folder = self.recomputer.counters, self.recomputer.section.profile_path
+        if counters is None:
+            return ""
+        figures = counters.as_dict()
+        counters.clear()
+        if folder is not None and rank == 0:
+            report.write(folder, figures, step)
+        return report.describe(figures)
+
+    def close(self) -> None:
+        """Leaves the model as it was."""
+        while self._undo:
+            self._undo.pop()()
+        self.recomputer.close()
+
+
+def _plain(module: torch.nn.Module) -> type:
+    return getattr(type(module), _PLAIN, type(module))
+
+
+def _unwrap(module: torch.nn.Module, made: type) -> None:
+    if type(module) is made:
+        module.__class__ = _plain(module)
+
+
+def _put_back(module: torch.nn.Module, names: tuple[str, ...], before: dict[str, Any]) -> None:
+    for name in names:
+        vars(module).pop(name, None)
+    vars(module).update(before)

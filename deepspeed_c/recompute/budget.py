@@ -1,0 +1,700 @@
+"""A number of bytes that activations may take: which layers are recomputed, and which of their operators, to fit it.
+
+The first forward of each shape recomputes everything, and is measured. A C core (``dsc/recompute.h``) then finds the
+plan that adds the least time. Layers are known by their label and the number of their call in a forward.
+
+What counts are the bytes that layers keep between their forward and their backward, and what one of them holds besides
+while it is run again; not gradients, nor what the rest of the model keeps.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from deepspeed_c import _C
+from deepspeed_c.accelerator import get_accelerator
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.config.checkpoint import ActivationCheckpointing
+from deepspeed_c.env import read_env
+from deepspeed_c.errors import ConfigError, OffloadError, RankMismatchError
+from deepspeed_c.logging import logger
+from deepspeed_c.offload.place import raise_together
+from deepspeed_c.quantity import as_binary, parse_bytes
+from deepspeed_c.recompute.frames import NO_BACKWARD
+from deepspeed_c.recompute.operators import MeasuredLayer, MeasuredOperator
+
+__all__ = [
+    "KEEP",
+    "MEASURE",
+    "N_ON_THE_WAY",
+    "RECOMPUTE",
+    "Budget",
+    "BudgetPlan",
+    "Tier",
+    "Treatment",
+    "find_plan",
+    "read_budget",
+]
+
+KEEP, RECOMPUTE, MEASURE = "keep", "recompute", "measure"
+# Of what is free, that part stays: allocators need room to move in.
+_AUTO_SHARE = 0.9
+# Inputs of which a dimension differs by more than this part are others.
+_CHANGE = 0.1
+# Bytes that are moved beforehand, to see how fast that is.
+_PROBED_BYTES = 4 << 20
+_KEY = "activation_checkpointing.budget"
+
+
+# Inputs that are on their way to a tier, and back, while a layer runs: one each, besides its own.
+N_ON_THE_WAY = 2
+_HOST, _FILE = "cpu", "nvme"
+
+
+class Tier(NamedTuple):
+    """A place other than the memory that computes, where inputs of layers may wait."""
+
+    bytes_per_s: float  # there, and as much back, beside the computation
+    thread_bytes_per_s: float = math.inf  # that the computing thread itself spends on it
+
+
+class Treatment(NamedTuple):
+    """What happens to one layer.
+
+    choice: KEEP or RECOMPUTE, or the name of a tier where its inputs wait.
+    operators: numbers of its expensive operators whose outputs are kept, if it is run again.
+    """
+
+    choice: str
+    operators: tuple[int, ...] = ()
+
+
+class BudgetPlan(NamedTuple):
+    """How each layer of a forward is treated. Numbers are of ``find_plan``'s layers."""
+
+    budget_bytes: int
+    smallest_bytes: int
+    peak_bytes: int
+    added_ns: int
+    bound_ns: int  # no plan adds less
+    all_ns: int  # that recomputing everything adds
+    labels: tuple[str, ...]
+    treatments: tuple[Treatment, ...]
+    n_elems: int  # of the first layer's inputs
+
+    def table(self, layers: Sequence[MeasuredLayer] = ()) -> str:
+        """One line for each run of layers that are treated alike."""
+        head = (
+            f"activation budget: {as_binary(self.peak_bytes)} of {as_binary(self.budget_bytes)} at the peak (at least"
+            f" {as_binary(self.smallest_bytes)}), {self.added_ns / 1e6:.3g} of {self.all_ns / 1e6:.3g} ms of operators are run again"
+        )
+        lines = [head]
+        begin = 0
+        for i, treatment in enumerate(self.treatments):
+            if i + 1 < len(self.treatments) and self.treatments[i + 1] == treatment:
+                continue
+            name = self.labels[begin] if begin == i else f"{self.labels[begin]} .. {self.labels[i]}"
+            lines.append(f"  {name} ({i + 1 - begin}): {_words(treatment, layers[i] if layers else None)}")
+            begin = i + 1
+        return "\n".join(lines)
+
+    def as_json(self) -> dict[str, Any]:
+        found = self._asdict()
+        found["treatments"] = [[t.choice, list(t.operators)] for t in self.treatments]
+        return {"version": 1, **found, "labels": list(self.labels)}
+
+
+def _words(treatment: Treatment, layer: MeasuredLayer | None) -> str:
+    if treatment.choice == KEEP:
+        return "kept"
+    where = "recomputed" if treatment.choice == RECOMPUTE else f"recomputed, inputs on {treatment.choice}"
+    if not treatment.operators:
+        return where
+    if layer is None:
+        return f"{where} but for {len(treatment.operators)} operators"
+    names = [layer.operators[i].name for i in treatment.operators]
+    counts = {name: names.count(name) for name in names}
+    return f"{where} but for " + ", ".join(f"{n} {name}" if n > 1 else name for name, n in counts.items())
+
+
+def read_budget(section: ActivationCheckpointing) -> int | str | None:
+    """Bytes, "auto", or None. Raises ConfigError for anything else."""
+    budget = section.budget
+    if budget is None or budget == "auto":
+        return budget
+    n_bytes = parse_bytes(budget, _KEY) if isinstance(budget, str) else budget
+    if not 0 < n_bytes < 1 << 62:
+        raise ConfigError(
+            f"{budget!r} is not a number of bytes > 0", where=_KEY, fix='write "6GiB", 6000000000 or "auto"'
+        )
+    return n_bytes
+
+
+def read_plan(path: str) -> BudgetPlan | None:
+    """The plan that a file has; None where there is no such file. Raises ConfigError for what is no plan."""
+    where = f"activation_checkpointing.budget_plan: {path}"
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = json.load(file)
+        version = found.pop("version")
+        treatments = tuple(
+            Treatment(choice, tuple(map(int, operators))) for choice, operators in found.pop("treatments")
+        )
+        plan = BudgetPlan(**{**found, "labels": tuple(found["labels"])}, treatments=treatments)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(
+            f"is no plan: {error}", where=where, fix="remove the file: it is then written anew"
+        ) from error
+    if (
+        version != 1
+        or len(plan.labels) != len(treatments)
+        or any(t.choice not in (KEEP, RECOMPUTE, _HOST, _FILE) for t in treatments)
+    ):
+        raise ConfigError("is not a plan of this version", where=where, fix="remove the file: it is then written anew")
+    return plan
+
+
+def _write_plan(path: str, plan: BudgetPlan) -> None:
+    folder = os.path.dirname(os.path.abspath(path))
+    part = f"{path}.{os.getpid()}"
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with open(part, "w", encoding="utf-8") as file:
+            json.dump(plan.as_json(), file, indent=1)
+        os.replace(part, path)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot be written: {error}",
+            where=f"activation_checkpointing.budget_plan: {path}",
+            fix="name a file in a folder that can be written to",
+        ) from error
+
+
+def _moved_ns(layer: MeasuredLayer, tier: Tier) -> int:
+    """What it takes to have a layer's inputs wait there. A way is hidden as far as another such layer computes
+    meanwhile; a hundredth is counted in any case, so that nothing moves for nothing."""
+    way = 1e9 * layer.movable_bytes / tier.bytes_per_s
+    return int(1e9 * layer.movable_bytes / tier.thread_bytes_per_s + 2 * max(way - layer.ns, 0) + way / 50)
+
+
+def _choices(layer: MeasuredLayer, tiers: Mapping[str, Tier], *, may_mix: bool) -> tuple[Any, list[int], list[str]]:
+    """(what the core takes of a layer, its operators by group, where its inputs are by choice of the first group)."""
+    may_mix &= not layer.sends
+    kept = [i for i, op in enumerate(layer.operators) if may_mix and op.may_keep and op.n_bytes and op.ns]
+    saved_there = sum(layer.operators[i].n_bytes for i in kept if layer.operators[i].is_saved)
+    transient = max(layer.saved_bytes - saved_there, 0)
+    ns = max(layer.ns - sum(layer.operators[i].ns for i in kept), 0)
+    groups = [[(layer.input_bytes, transient, ns)]]
+    moved = layer.movable_bytes
+    for tier in tiers.values():
+        groups[0].append((layer.input_bytes - moved, moved + transient, ns + _moved_ns(layer, tier)))
+    for i in kept:
+        op = layer.operators[i]
+        groups.append([(0, op.n_bytes if op.is_saved else 0, op.ns), (op.n_bytes, 0, 0)])
+    whole = [] if layer.sends else [(layer.saved_bytes, 0, 0)]
+    return (0, whole, groups), kept, [RECOMPUTE, *tiers]
+
+
+def _reserve(layers: Sequence[MeasuredLayer], tiers: Mapping[str, Tier]) -> int:
+    """Bytes of what is on its way to a tier or back, beside the inputs of the layer that runs."""
+    return N_ON_THE_WAY * max((layer.movable_bytes for layer in layers), default=0) if tiers else 0
+
+
+def smallest_budget(layers: Sequence[MeasuredLayer], tiers: Mapping[str, Tier] | None = None) -> int:
+    """Bytes that a budget has to have at least."""
+    found = [
+        _C.recompute_smallest([_choices(layer, each, may_mix=True)[0] for layer in layers]) + _reserve(layers, each)
+        for each in _attempts(tiers)
+    ]
+    return min(found)
+
+
+def _attempts(tiers: Mapping[str, Tier] | None) -> list[Mapping[str, Tier]]:
+    """Without tiers there is nothing on its way."""
+    return [{}, tiers] if tiers else [{}]
+
+
+def find_plan(
+    layers: Sequence[MeasuredLayer],
+    budget_bytes: int,
+    *,
+    tiers: Mapping[str, Tier] | None = None,
+    may_mix: bool = True,
+) -> BudgetPlan:
+    """The plan that adds the least time. Raises ConfigError, with the smallest possible budget, where none fits.
+
+    tiers: places other than the memory that computes, where inputs may wait.
+    may_mix: operators of a recomputed layer may be kept.
+    """
+    plans, smallest = [], 1 << 62
+    for each in _attempts(tiers):
+        found = [_choices(layer, each, may_mix=may_mix) for layer in layers]
+        reserve = _reserve(layers, each)
+        needed = _C.recompute_smallest([one[0] for one in found]) + reserve
+        smallest = min(smallest, needed)
+        if needed <= budget_bytes:
+            plans.append(_solve(layers, found, budget_bytes, reserve))
+    if not plans:
+        raise ConfigError(
+            f"{budget_bytes} bytes ({as_binary(budget_bytes)}) are less than the {smallest} ({as_binary(smallest)})"
+            " that the layers need with everything recomputed",
+            where=_KEY,
+            fix=f"give {smallest} or more, a smaller micro-batch, or partition_activations or cpu_checkpointing",
+        )
+    return min(plans, key=lambda plan: (plan.added_ns, plan.peak_bytes))._replace(smallest_bytes=smallest)
+
+
+def _solve(
+    layers: Sequence[MeasuredLayer], found: Sequence[tuple[Any, list[int], list[str]]], budget_bytes: int, reserve: int
+) -> BudgetPlan:
+    table = [one[0] for one in found]
+    treated, peak_bytes, added_ns, bound_ns, _ = _C.recompute_plan(table, budget_bytes - reserve)
+    treatments = []
+    for (whole, groups), (_, kept, places) in zip(treated, found):
+        if whole >= 0:
+            treatments.append(Treatment(KEEP))
+        else:
+            treatments.append(Treatment(places[groups[0]], tuple(i for i, pick in zip(kept, groups[1:]) if pick)))
+    return BudgetPlan(
+        budget_bytes,
+        0,
+        peak_bytes + reserve,
+        added_ns,
+        bound_ns,
+        _C.recompute_peak(table, [(-1, [0] * len(groups)) for _, _, groups in table])[1],
+        tuple(layer.label for layer in layers),
+        tuple(treatments),
+        layers[0].n_elems if layers else 0,
+    )
+
+
+Key = tuple[str, int]
+"""A layer's call in a forward: its label, and which of the calls of that label it is."""
+Shapes = tuple[tuple[int, ...], ...]
+
+
+def keys_of(labels: Sequence[str]) -> list[Key]:
+    """The key of each call, in order."""
+    counts: dict[str, int] = {}
+    keys = []
+    for label in labels:
+        keys.append((label, counts.get(label, 0)))
+        counts[label] = keys[-1][1] + 1
+    return keys
+
+
+def unite(forwards: Sequence[Sequence[MeasuredLayer]]) -> list[MeasuredLayer]:
+    """The layers that any of several forwards ran, with the largest numbers of each.
+
+    The order is that of all forwards: then the bytes up to a layer are at least those of each. Layers whose order
+    differs are all run again.
+    """
+    order: list[Key] = []
+    found: dict[Key, list[MeasuredLayer]] = {}
+    has_order = True
+    for layers in forwards:
+        keys = keys_of([layer.label for layer in layers])
+        place = {key: i for i, key in enumerate(order)}
+        known = [place[key] for key in keys if key in place]
+        has_order &= known == sorted(known)
+        merged: list[Key] = []
+        begin = 0
+        for key in keys:
+            end = place.get(key, -1) + 1
+            merged += order[begin:end] if end else [key]
+            begin = max(begin, end)
+        order = list(dict.fromkeys(merged + order[begin:]))
+        for key, layer in zip(keys, layers):
+            found.setdefault(key, []).append(layer)
+    largest = [_largest(found[key]) for key in order]
+    return largest if has_order else [layer._replace(sends=True) for layer in largest]
+
+
+def _largest(layers: Sequence[MeasuredLayer]) -> MeasuredLayer:
+    names = [op.name for op in layers[0].operators]
+    # Tokens went to other experts: what is an operator's number here is another one's there.
+    are_same = all([op.name for op in layer.operators] == names for layer in layers)
+    of_layers = [layer.operators for layer in layers] if are_same else []
+    operators = tuple(
+        MeasuredOperator(
+            ops[0].name,
+            max(op.n_bytes for op in ops),
+            max(op.ns for op in ops),
+            any(op.is_saved for op in ops),
+            all(op.may_keep for op in ops),
+        )
+        for ops in zip(*of_layers)
+    )
+    numbers = (max(getattr(layer, name) for layer in layers) for name in ("n_elems", "input_bytes", "saved_bytes"))
+    ns = max(_rest_ns(layer) for layer in layers) if are_same else max(layer.ns for layer in layers)
+    movable_bytes, sends = min(layer.movable_bytes for layer in layers), any(layer.sends for layer in layers)
+    return MeasuredLayer(
+        layers[0].label, *numbers, ns + sum(op.ns for op in operators), operators, movable_bytes, sends
+    )
+
+
+def _rest_ns(layer: MeasuredLayer) -> int:
+    """Of the operators that are not expensive.
+
+    Each operator's largest time, or median, is taken by itself: together they may be more than the layer's own. What is
+    left for the rest would be nothing, and running the layer again with all of them kept would look as cheap as
+    keeping it.
+    """
+    return layer.ns - sum(op.ns for op in layer.operators)
+
+
+def _steadied(layers: Sequence[MeasuredLayer]) -> list[MeasuredLayer]:
+    """Layers that do the same take the same time: the median of them. A first call takes longer than others."""
+
+    def form(layer: MeasuredLayer) -> tuple:
+        return layer.saved_bytes, tuple(op._replace(ns=0) for op in layer.operators)
+
+    alike: dict[tuple, list[MeasuredLayer]] = {}
+    for layer in layers:
+        alike.setdefault(form(layer), []).append(layer)
+    return [_with_median(layer, alike[form(layer)]) for layer in layers]
+
+
+def _with_median(layer: MeasuredLayer, alike: Sequence[MeasuredLayer]) -> MeasuredLayer:
+    def median(values: Sequence[int]) -> int:
+        return sorted(values)[len(values) // 2]
+
+    operators = tuple(
+        op._replace(ns=median([other.operators[i].ns for other in alike])) for i, op in enumerate(layer.operators)
+    )
+    ns = median([_rest_ns(other) for other in alike]) + sum(op.ns for op in operators)
+    return layer._replace(ns=ns, operators=operators)
+
+
+def _free_bytes() -> int:
+    """Of this rank's device. The CPU's memory is that of all ranks of this host, each of which takes a part."""
+    accelerator = get_accelerator()
+    free = accelerator.available_memory()
+    return free // read_env().local_world_size if accelerator.device_name() == "cpu" else free
+
+
+def _is_covered(shapes: Shapes, by: Shapes) -> bool:
+    """No dimension is larger by more than a tenth."""
+    return len(shapes) == len(by) and all(
+        len(a) == len(b) and all(x <= (1 + _CHANGE) * y for x, y in zip(a, b)) for a, b in zip(shapes, by)
+    )
+
+
+def shapes_of(tensors: Sequence[torch.Tensor]) -> Shapes:
+    return tuple([t.shape for t in tensors])
+
+
+class _Measured:
+    """Forwards of the same stage whose inputs are alike: what they were found to keep, and their plan."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.inputs: list[Shapes] = []  # of the model
+        self.given: dict[Key, list[Shapes]] = {}  # to each layer
+        self.layers: list[MeasuredLayer] = []
+        self.is_stale = False  # a forward ran other layers, or with larger inputs
+        self.plan: BudgetPlan | None = None
+        self.treatments: dict[Key, Treatment] = {}
+
+    def follow(self, plan: BudgetPlan | None) -> None:
+        self.plan = plan
+        self.treatments = {} if plan is None else dict(zip(keys_of(plan.labels), plan.treatments))
+
+    def has_seen(self, key: Key, shapes: Shapes) -> bool:
+        given = self.given.get(key, ())
+        # Asked in each call of a layer, mostly for the very shapes that were measured.
+        return shapes in given or any(_is_covered(shapes, seen) for seen in given)
+
+
+class _Within:
+    """The context of a planned layer's call, without the generator that ``contextmanager`` would make for each."""
+
+    __slots__ = ("_before", "_budget")
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+
+    def __enter__(self) -> None:
+        self._before, self._budget._is_within = self._budget._is_within, True
+
+    def __exit__(self, *error: object) -> None:
+        self._budget._is_within = self._before
+
+
+class Budget:
+    """The budget of one engine: what it has measured, and the plans that its forwards follow.
+
+    Each rank plans for itself, and waits for no other one in a forward, unless layers that run again send something
+    (weights that are gathered, what tensor-parallel ranks sum): then ``peers`` decide together as a forward begins,
+    which all of them do. A layer that sends by the caller's own means is always run again, the same on all ranks.
+
+    comm: all ranks. peers: those that must do the same; None: nobody.
+    stages: names of this rank's, each of which has a file of its own. is_first: of the ranks with the same layers.
+    """
+
+    def __init__(
+        self,
+        section: ActivationCheckpointing,
+        comm: Collectives | None = None,
+        peers: Collectives | None = None,
+        *,
+        stages: Sequence[str] = ("",),
+        is_first: bool = True,
+    ) -> None:
+        self._comm, self._is_first = comm, is_first
+        self._peers = None if peers is None or peers.world_size == 1 else peers
+        self._wanted = read_budget(section)
+        self._path = section.budget_plan
+        # Values are compared module by module, all of which have to run.
+        self._may_mix = not (section.use_reentrant or section.check)
+        device = section.offload.device
+        self._tier = device if device != "none" else _HOST if section.cpu_checkpointing else None
+        self._tiers: dict[str, Tier] = {}
+        self._free_bytes: int | None = None  # for "auto", when the first step was over
+        self._n_in_flight, self._is_told = 1, False
+        self._known: list[_Measured] = []
+        self._pinned = {} if self._path is None else self._read_pinned(stages)
+        self._followed: _Measured | None = next(iter(self._pinned.values()), None)
+        self.plan: BudgetPlan | None = None if self._followed is None else self._followed.plan
+        self._layers: list[MeasuredLayer] = []
+        self._given: dict[Key, Shapes] = {}
+        self._counted: set[int] = set()
+        self._is_measuring = self._is_forward = self._is_within = False
+        self._n_calls: dict[str, int] = {}
+
+    def _path_of(self, name: str) -> str:
+        return f"{self._path}.stage{name}" if name else str(self._path)
+
+    def _read_pinned(self, stages: Sequence[str]) -> dict[str, _Measured]:
+        """The plans that files have, by stage. Collective: raises on all ranks where one has no plan in its file, or
+        another one."""
+        plans: dict[str, BudgetPlan | None] = {}
+        problem = None
+        try:
+            for name in stages:
+                plans[name] = plan = read_plan(self._path_of(name))
+                if plan is not None:
+                    self._refuse_unknown_tiers(plan)
+        except ConfigError as error:
+            problem = error
+        where = f"activation_checkpointing.budget_plan: {self._path}"
+        if self._comm is not None:
+            raise_together(problem, ConfigError, where, self._comm)
+            texts = {name: "" if plan is None else json.dumps(plan.as_json()) for name, plan in plans.items()}
+            of_ranks = self._comm.gather_objects({name: zlib.crc32(text.encode()) for name, text in texts.items()})
+            for name in sorted({name for found in of_ranks for name in found}):
+                sums = [found[name] for found in of_ranks if name in found]
+                if len(set(sums)) > 1:
+                    raise RankMismatchError(
+                        f"ranks have read other plans: checksums {sums} (0: there is no such file)",
+                        where=where,
+                        fix="let it be the same file on all ranks",
+                    )
+        elif problem is not None:
+            raise problem
+        pinned = {}
+        for name, plan in plans.items():
+            if plan is not None:
+                pinned[name] = _Measured(name)
+                pinned[name].follow(plan)
+        return pinned
+
+    def _refuse_unknown_tiers(self, plan: BudgetPlan) -> None:
+        unknown = {t.choice for t in plan.treatments} - {KEEP, RECOMPUTE, self._tier}
+        if unknown:
+            raise ConfigError(
+                f"inputs wait on {', '.join(map(repr, sorted(unknown)))} there, which the section does not offer",
+                where=f"activation_checkpointing.budget_plan: {self._path}",
+                fix='set "offload" (or "cpu_checkpointing") as it was, or remove the file: it is then written anew',
+            )
+
+    def lend(self, probe: Callable[[int], Tier | None]) -> None:
+        """probe: moves so many bytes to where inputs may wait, and back, and says how fast; None: there is no place.
+
+        Collective: the slowest rank's figure counts. Raises OffloadError on all ranks where it fails on one.
+        """
+        if self._tier is None:
+            return
+        found, problem = None, None
+        try:
+            found = probe(_PROBED_BYTES)
+        except OffloadError as error:
+            problem = error
+        if self._comm is not None:
+            raise_together(problem, OffloadError, _KEY, self._comm)
+        if problem is not None:
+            raise problem
+        of_ranks = [found] if self._comm is None else self._comm.gather_objects(found)
+        if all(tier is not None for tier in of_ranks):
+            self._tiers = {self._tier: Tier(*(min(speeds) for speeds in zip(*of_ranks)))}
+
+    def expect(self, n_in_flight: int) -> None:
+        """So many forwards will be followed by their backwards later, at the most: each gets its part. Called when none
+        is."""
+        if n_in_flight != self._n_in_flight:
+            for known in self._known:
+                known.follow(None)
+        self._n_in_flight, self._is_told = n_in_flight, True
+        self._look_at_memory()
+
+    @contextmanager
+    def forward(self, inputs: Sequence[torch.Tensor] = (), name: str = "") -> Iterator[None]:
+        """A forward of the model, whose layers are counted. All peers begin it together. name: of a stage."""
+        self._is_forward, self._n_calls = True, {}
+        self._layers, self._given, self._counted = [], {}, set()
+        try:
+            self._begin(shapes_of(inputs), name)
+            yield
+            if self._is_measuring:
+                self._learn()
+        finally:
+            self._is_forward = self._is_within = self._is_measuring = False
+            self._counted = set()
+
+    def treatment(self, label: str, tensors: Sequence[torch.Tensor]) -> Treatment | None:
+        """How the next layer is treated; None for one within another, or outside of a forward."""
+        # A forward may have a pass of its own (a gradient penalty), which runs layers again with those within them.
+        if not self._is_forward or self._is_within or torch._C._current_graph_task_id() != NO_BACKWARD:
+            return None
+        n = self._n_calls.get(label, 0)
+        self._n_calls[label] = n + 1
+        key, known = (label, n), self._followed
+        if self._is_measuring:
+            self._given[key] = shapes_of(tensors)
+            return Treatment(MEASURE)
+        if known.plan is None:
+            return Treatment(RECOMPUTE)
+        treatment = known.treatments.get(key)
+        if known is self._pinned.get(known.name):
+            if treatment is None:
+                self._refuse(sum(self._n_calls.values()) - 1, label)
+            return treatment
+        if treatment is None or not known.has_seen(key, shapes_of(tensors)):
+            known.is_stale = True
+            # Peers have to do the same, and know it as the next forward begins.
+            if treatment is None or self._peers is None:
+                return Treatment(RECOMPUTE)
+        return treatment
+
+    def _refuse(self, i: int, label: str) -> None:
+        known = self.plan.labels[i] if i < len(self.plan.labels) else "no more"
+        raise ConfigError(
+            f"layer {i} of the forward is {label}, and {known} in the plan",
+            where=f"activation_checkpointing.budget_plan: {self._path}",
+            fix="remove the file: it is then written anew",
+        )
+
+    def within(self) -> AbstractContextManager[None]:
+        """The layer runs: those within it are not counted."""
+        return _Within(self)
+
+    @property
+    def is_within(self) -> bool:
+        """A layer of the plan runs."""
+        return self._is_within
+
+    @property
+    def counted(self) -> set[int]:
+        """Storages that this forward's measurement has counted."""
+        return self._counted
+
+    def note(self, layer: MeasuredLayer) -> None:
+        self._layers.append(layer)
+
+    def _begin(self, inputs: Shapes, name: str) -> None:
+        if name in self._pinned:
+            self._followed = self._pinned[name]
+            self.plan = self._followed.plan
+            return
+        if not self._is_told:
+            self._look_at_memory()
+        known = self._find(inputs, name)
+        is_new = known is None or known.is_stale or not any(_is_covered(inputs, seen) for seen in known.inputs)
+        if self._peers is not None:
+            is_new = bool(max(self._peers.gather_numbers(int(is_new), label="activation budget")))
+        self._is_measuring = is_new
+        if known is None:
+            known = _Measured(name)
+            self._known.append(known)
+        if is_new and inputs not in known.inputs:
+            known.inputs.append(inputs)
+        self._followed = known
+        if not is_new and known.plan is None:
+            self._make(known)
+        self.plan = known.plan
+
+    def _find(self, inputs: Shapes, name: str) -> _Measured | None:
+        """Peers have one plan for all inputs, since those of some ranks may change while others' do not."""
+        of_stage = [known for known in self._known if known.name == name]
+        if self._peers is not None:
+            return of_stage[0] if of_stage else None
+        alike = (k for k in of_stage if any(_is_covered(inputs, i) and _is_covered(i, inputs) for i in k.inputs))
+        return next(alike, None)
+
+    def _look_at_memory(self) -> None:
+        """What is free is known when the first step is over, and states and gradients have their memory."""
+        if self._wanted != "auto" or self._free_bytes is not None or not any(known.layers for known in self._known):
+            return
+        free = _free_bytes()
+        self._free_bytes = free if self._peers is None else min(self._peers.gather_numbers(free, label=_KEY))
+
+    def _learn(self) -> None:
+        """From the forward that was measured."""
+        known, peers = self._followed, self._peers
+        of_ranks = [self._layers] if peers is None else peers.gather_objects(self._layers)
+        if self._comm is None or self._comm.world_size in (1, len(of_ranks)):
+            # Nobody else has another plan.
+            of_ranks = [[layer._replace(sends=False) for layer in layers] for layers in of_ranks]
+        layers = unite([known.layers, *(_steadied(each) for each in of_ranks)])
+        known.layers, known.is_stale = layers, False
+        for key, shapes in self._given.items():
+            if not known.has_seen(key, shapes):
+                known.given.setdefault(key, []).append(shapes)
+        known.follow(None)
+        if self._wanted == "auto" and self._free_bytes is None:
+            self.plan = BudgetPlan(0, 0, 0, 0, 0, 0, (), (), 0)
+            return
+        self._make(known)
+
+    def _make(self, known: _Measured) -> None:
+        if not known.layers:
+            known.follow(BudgetPlan(0, 0, 0, 0, 0, 0, (), (), 0))
+            return
+        budget = self._wanted
+        if budget == "auto":
+            if self._free_bytes is None:
+                return
+            budget = int(_AUTO_SHARE * self._free_bytes)
+        budget //= self._n_in_flight
+        tiers = self._tiers if any(layer.movable_bytes for layer in known.layers) else {}
+        smallest = smallest_budget(known.layers, tiers)
+        if smallest > budget:
+            logger.warning(
+                "rank %d: activation_checkpointing.budget: %d bytes (%s) for a forward are less than the %d (%s) that its"
+                " layers need with everything recomputed, for inputs of %s: the smallest plan is followed. Give more, a"
+                " smaller micro-batch, or partition_activations or cpu_checkpointing",
+                0 if self._comm is None else self._comm.rank,
+                budget,
+                as_binary(budget),
+                smallest,
+                as_binary(smallest),
+                tuple(map(tuple, known.inputs[-1])),
+            )
+        plan = find_plan(known.layers, max(budget, smallest), tiers=tiers, may_mix=self._may_mix)
+        plan = plan._replace(budget_bytes=budget)
+        known.follow(plan)
+        self.plan = plan
+        if self._is_first:
+            logger.info(plan.table(known.layers))
+            if self._path is not None:
+                _write_plan(self._path_of(known.name), plan)

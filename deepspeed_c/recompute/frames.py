@@ -1,0 +1,243 @@
+"""A layer that is run again in the backward: by way of what autograd asks for, as far as it is needed.
+
+In forward autograd keeps a *blank* for each tensor that it would have saved. The first blank that a backward asks for
+has the layer run again; what autograd would save of that fills the blanks, and the run ends with the last of them.
+Tensors are known by their number: a layer must do the same both times. That each has the same shape, dtype and device
+is checked.
+
+Layers may lie within one another. The inner one's inputs are then among the tensors that the outer one has blanks for.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+from torch.autograd.graph import saved_tensors_hooks
+
+from deepspeed_c.errors import DeepSpeedCError, RecomputeError
+from deepspeed_c.recompute.compare import Outputs, Trace, digest
+from deepspeed_c.recompute.conditions import Conditions
+from deepspeed_c.recompute.nests import Arguments
+from deepspeed_c.recompute.operators import KeptOutputs
+from deepspeed_c.saved_tensors import Packer, counts_all, hooks_around
+
+__all__ = ["NO_BACKWARD", "Frame", "Inputs"]
+
+# The number of autograd's pass where there is none.
+NO_BACKWARD = -1
+
+
+class _Enough(Exception):
+    """Every blank that autograd may ask for is filled. No error, but hooks that are always called must see one."""
+
+
+class Inputs:
+    """The tensors that a layer was given, kept until it is run again: by the first packer that takes one, by the hooks
+    around the layer, or as autograd would.
+    """
+
+    __slots__ = ("_kept", "_label")
+
+    def __init__(self, tensors: Sequence[torch.Tensor], packers: Sequence[Packer], label: str) -> None:
+        self._label = label
+        pack_rest, unpack_rest = hooks_around()
+        # Within another layer that is recomputed they are not kept at all.
+        packers = () if counts_all(pack_rest) else packers
+        self._kept = []
+        for tensor in tensors:
+            for packer in packers:
+                packed = packer.pack(tensor)
+                if packed is not None:
+                    self._kept.append((packer.unpack, packed, tensor.requires_grad))
+                    break
+            else:
+                self._kept.append((unpack_rest, pack_rest(tensor), tensor.requires_grad))
+
+    def again(self) -> list[torch.Tensor]:
+        """The tensors, in no graph. Raises RecomputeError where one was overwritten meanwhile."""
+        return [self._get(i) for i in range(len(self._kept))]
+
+    def _get(self, i: int) -> torch.Tensor:
+        unpack, packed, requires_grad = self._kept[i]
+        try:
+            tensor = unpack(packed)
+        except DeepSpeedCError:
+            raise
+        except RuntimeError as error:
+            raise RecomputeError(
+                f"its input {i} is not what it was: {error}",
+                where=f"recomputation of {self._label}",
+                fix="leave a checkpointed layer's inputs as they are (x + 1, not x.add_(1)), or pass it a clone",
+            ) from error
+        if tensor.is_leaf and tensor.requires_grad == requires_grad:
+            return tensor
+        return tensor.detach().requires_grad_(requires_grad)
+
+
+def describe(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+class _Blank:
+    """What autograd keeps instead of a tensor. ``values``: the tensor again, for each pass that has it recomputed."""
+
+    __slots__ = ("__weakref__", "frame", "values")
+
+    def __init__(self, frame: Frame) -> None:
+        self.frame = frame
+        self.values: dict[int, torch.Tensor] = {}
+
+
+class Frame:
+    """One call of a layer. Blanks hold it, so that it lives as long as something of its graph does.
+
+    outputs: of operators that are not run again. looked_at: what forward gave, if it is to be compared.
+    on_save: is told of each tensor that autograd would save.
+    """
+
+    counts_all = True
+
+    def __init__(
+        self,
+        function: Callable,
+        arguments: Arguments,
+        inputs: Inputs,
+        conditions: Conditions,
+        label: str,
+        trace: Trace | None = None,
+        *,
+        outputs: KeptOutputs | None = None,
+        looked_at: Outputs | None = None,
+        on_save: Callable[[torch.Tensor], None] | None = None,
+    ) -> None:
+        self._looked_at = looked_at
+        self._function, self._arguments, self._inputs, self._conditions = function, arguments, inputs, conditions
+        self._label, self._trace, self._outputs, self._on_save = label, trace, outputs, on_save
+        self._blanks: list[weakref.ref[_Blank]] = []
+        self._seen: list[Any] = []
+        self._lock = threading.RLock()  # autograd runs one thread per device
+
+    def hooks(self) -> saved_tensors_hooks:
+        """The context of the forward."""
+        return saved_tensors_hooks(self.pack, give)
+
+    def pack(self, tensor: torch.Tensor) -> _Blank:
+        if self._on_save is not None:
+            self._on_save(tensor)
+        blank = _Blank(self)
+        self._blanks.append(weakref.ref(blank))
+        self._seen.append(describe(tensor) if self._trace is None else (describe(tensor), digest(tensor)))
+        return blank
+
+    def find(self, blank: _Blank) -> torch.Tensor:
+        """The tensor that belongs at ``blank``, recomputed unless this pass has done it."""
+        task = torch._C._current_graph_task_id()
+        with self._lock:
+            if task not in blank.values:
+                self._recompute(task)
+            value = blank.values.pop(task)
+            if task == NO_BACKWARD:
+                self._drop(task)
+        return value
+
+    def _recompute(self, task: int) -> None:
+        if task != NO_BACKWARD:
+            # A pass through a part of the graph leaves the rest unasked.
+            frame = weakref.ref(self)
+            Variable._execution_engine.queue_callback(lambda: _drop_of(frame, task))
+        looked_at, self._looked_at = self._looked_at, None
+        again = _Again(self._blanks, self._seen, task, self._label, self._trace, ends_early=looked_at is None)
+        args, kwargs = self._arguments.with_tensors(self._inputs.again())
+        # The layer's own graph is not used: autograd ties what it is given to the one of the forward.
+        replaying = nullcontext() if self._outputs is None else self._outputs.replaying()
+        with self._conditions.replayed(), torch.enable_grad(), saved_tensors_hooks(again.pack, _same), replaying:
+            try:
+                with nullcontext() if self._trace is None else self._trace.repeating():
+                    found = self._function(*args, **kwargs)
+            except _Enough:
+                return
+        if looked_at is not None and again.n >= len(self._blanks):
+            looked_at.compare(found)
+            return
+        raise RecomputeError(
+            f"saved {len(self._blanks)} tensors in forward and {again.n} when it was run again",
+            where=f"recomputation of {self._label}",
+            fix="let it do the same for the same inputs, whatever has run in between (a counter, a cache, a mode?)",
+        )
+
+    def _drop(self, task: int) -> None:
+        for ref in self._blanks:
+            blank = ref()
+            if blank is not None:
+                blank.values.pop(task, None)
+
+
+def give(blank: _Blank) -> torch.Tensor:
+    return blank.frame.find(blank)
+
+
+def _drop_of(frame: weakref.ref[Frame], task: int) -> None:
+    if (living := frame()) is not None:
+        living._drop(task)
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+class _Again:
+    """What autograd saves while a layer is run again, sorted into the blanks of the forward."""
+
+    counts_all = True
+
+    def __init__(
+        self,
+        places: Sequence[weakref.ref[_Blank]],
+        seen: Sequence[Any],
+        task: int,
+        label: str,
+        trace: Trace | None,
+        *,
+        ends_early: bool,
+    ) -> None:
+        self._ends_early = ends_early
+        self._blanks, self._seen, self._task, self._label, self._trace = places, seen, task, label, trace
+        self.n = 0
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        # An operator's own output would keep the operator that keeps it; a weight may be released before its use.
+        tensor = tensor.detach()
+        i, self.n = self.n, self.n + 1
+        if i < len(self._blanks):
+            self._check(i, tensor)
+            blank = self._blanks[i]()
+            if blank is not None:
+                blank.values[self._task] = tensor
+        if self._ends_early and self.n >= len(self._blanks):
+            raise _Enough
+        return tensor
+
+    def _check(self, i: int, tensor: torch.Tensor) -> None:
+        seen = self._seen[i]
+        if self._trace is not None:
+            seen, was = seen
+        if describe(tensor) != seen:
+            raise RecomputeError(
+                f"saved a tensor of {_words(seen)} as number {i} in forward, and one of {_words(describe(tensor))}"
+                " when it was run again",
+                where=f"recomputation of {self._label}",
+                fix="let it do the same for the same inputs, whatever has run in between (a counter, a cache, a mode?)",
+            )
+        if self._trace is not None and digest(tensor) != was:
+            raise self._trace.difference()
+
+
+def _words(seen: tuple[torch.Size, torch.dtype, torch.device]) -> str:
+    shape, dtype, device = seen
+    return f"shape {tuple(shape)} and {dtype} on {device}"

@@ -1,0 +1,359 @@
+"""Runs layers so that their activations are recomputed, as one section of a configuration says."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import msgspec
+import torch
+import torch.utils.checkpoint
+from torch.utils._pytree import tree_leaves
+
+from deepspeed_c.accelerator import get_accelerator
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.config.checkpoint import ActivationCheckpointing
+from deepspeed_c.config.offload import Aio
+from deepspeed_c.errors import ConfigError
+from deepspeed_c.offload.swap import SwapSettings
+from deepspeed_c.quantity import parse_bytes
+from deepspeed_c.recompute.active import entered
+from deepspeed_c.recompute.budget import KEEP, MEASURE, N_ON_THE_WAY, RECOMPUTE, Budget, Tier, Treatment
+from deepspeed_c.recompute.compare import Outputs, OutputsOnce, Trace
+from deepspeed_c.recompute.conditions import Conditions
+from deepspeed_c.recompute.counters import Counters, LayerCalls
+from deepspeed_c.recompute.frames import Frame, Inputs
+from deepspeed_c.recompute.nests import Arguments
+from deepspeed_c.recompute.operators import KeptOutputs, Measurement
+from deepspeed_c.recompute.packers import Arena, ShardPacker, StashPacker
+from deepspeed_c.recompute.reentrant import ReentrantCall
+from deepspeed_c.recompute.stash import MAX_AHEAD, Stash, StashFile
+from deepspeed_c.saved_tensors import Packer, SavedTensors, counts_all, hooks_around
+
+_NO_NAMES: Mapping[int, str] = {}
+# Bytes that a budget's first step moves to see how fast that is.
+_MOST_PROBED = 64 << 20
+
+__all__ = ["Recomputer", "check_section", "label_of", "parked", "tensor_parallel_ranks"]
+
+
+def _module_of(function: Callable) -> torch.nn.Module | None:
+    """The module that ``function`` is, is a method of, or is given first, as transformers' layers give themselves."""
+    if isinstance(function, torch.nn.Module):
+        return function  # whose attributes are slow to look for in vain
+    while isinstance(function, functools.partial):
+        if function.args and isinstance(function.args[0], torch.nn.Module):
+            return function.args[0]
+        function = function.func
+    owner = getattr(function, "__self__", function)
+    return owner if isinstance(owner, torch.nn.Module) else None
+
+
+def label_of(function: Callable, names: Mapping[int, str] = _NO_NAMES) -> str:
+    """What errors call a layer. names: of modules, by id."""
+    module = _module_of(function)
+    if module is not None:
+        return names.get(id(module)) or type(module).__name__
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__qualname__", type(function).__name__)
+
+
+class _Keeping:
+    """Who keeps inputs in another form, for both flavours."""
+
+    def __init__(self, packers: Sequence[Packer]) -> None:
+        self.packers = tuple(packers)
+        self.saved = SavedTensors()
+        for packer in self.packers:
+            self.saved.add(packer)
+
+
+class Recomputer:
+    """What one engine, or one ``configure``, has settled: its options, the tensor-parallel ranks, its memory.
+
+    comm: the ranks that activations are cut over; None: this rank alone.
+    aio: how files are read and written.
+    names: of modules, by id, for errors and figures.
+    budget: decides which layers are kept instead; None: none is.
+
+    Raises ConfigError where inputs are to wait in a file that cannot be made.
+    """
+
+    def __init__(
+        self,
+        section: ActivationCheckpointing,
+        comm: Collectives | None = None,
+        aio: Aio | None = None,
+        names: Mapping[int, str] = _NO_NAMES,
+        budget: Budget | None = None,
+    ) -> None:
+        self.section, self._comm, self._names, self.budget = section, comm, names, budget
+        self._calls, self._once = LayerCalls(), OutputsOnce()
+        self.counters = Counters() if section.profile else None
+        self.arena = Arena() if section.contiguous_memory_optimization else None
+        self.stash = self._make_stash(Aio() if aio is None else aio)
+        self._keeping = self._make_keeping(self.stash)
+        # Where a budget decides, inputs stay in the memory that computes unless it sends them away.
+        self._near = self._keeping if budget is None or self.stash is None else self._make_keeping(None)
+        if budget is not None and self.stash is not None:
+            budget.lend(self._probe)
+
+    def _make_keeping(self, stash: Stash | None) -> _Keeping:
+        section, comm = self.section, self._comm
+        packers: list[Packer] = []
+        is_cut = section.partition_activations and comm is not None and comm.world_size > 1
+        if is_cut or self.arena is not None:
+            packers.append(ShardPacker(comm if is_cut else None, self._calls, arena=self.arena, stash=stash))
+        elif stash is not None:
+            packers.append(StashPacker(stash))
+        return _Keeping(packers)
+
+    def _probe(self, n_bytes: int) -> Tier | None:
+        """How fast inputs of so many bytes go where they may wait; None where that is where they are."""
+        device = torch.device(get_accelerator().current_device_name())
+        if not self.stash.takes(device):
+            return None
+        way_ns, thread_ns = self.stash.probe(min(n_bytes, _MOST_PROBED), device)
+        n_bytes = min(n_bytes, _MOST_PROBED)
+        return Tier(1e9 * n_bytes / max(way_ns, 1), 1e9 * n_bytes / max(thread_ns, 1))
+
+    def _make_stash(self, aio: Aio) -> Stash | None:
+        offload = self.section.offload
+        most_ahead = MAX_AHEAD if self.budget is None else N_ON_THE_WAY - 1
+        if offload.device == "nvme":
+            file = StashFile(offload.nvme_path or "", SwapSettings.of(aio), most_ahead)
+            # A budget says what stays in the memory that computes, also where that is the host's.
+            stays = self.budget is None or get_accelerator().device_name() != "cpu"
+            max_in_cpu = bytes_of(offload.max_in_cpu) if stays else 0
+            return Stash(self._calls, file, max_in_cpu, self.counters, most_ahead=most_ahead)
+        if offload.device == "cpu" or self.section.cpu_checkpointing:
+            return Stash(self._calls, None, counters=self.counters, most_ahead=most_ahead)
+        return None
+
+    def run(
+        self,
+        function: Callable,
+        args: tuple,
+        kwargs: dict[str, Any],
+        *,
+        label: str = "",
+        is_reentrant: bool | None = None,
+    ) -> Any:
+        """``function(*args, **kwargs)``, of which nothing but the inputs is kept for the backward."""
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            # A compiler knows torch's own, and makes the recomputation a part of its graph.
+            return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
+        if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+            # Within torch.func: its transforms save nothing through hooks, so that nothing can be left out either.
+            return function(*args, **kwargs)
+        section = self.section
+        label = label or label_of(function, self._names)
+        arguments = Arguments(args, kwargs)
+        self._calls.begin(label)
+        if self.counters is not None:
+            self.counters.of(label).keep(sum(each.nbytes for each in arguments.tensors if not is_parameter(each)))
+            function = self.counters.timed(label, function)
+        treatment = None if self.budget is None else self.budget.treatment(label, arguments.tensors)
+        self._synchronize()
+        if treatment is not None:
+            with self.budget.within():
+                outputs = self._run_planned(treatment, function, args, kwargs, arguments, label, is_reentrant)
+        elif section.use_reentrant if is_reentrant is None else is_reentrant:
+            outputs = self._run_reentrant(function, arguments, label, self._around)
+        else:
+            outputs = self._run_hooked(function, args, kwargs, arguments, label, self._around)
+        self._synchronize()
+        return outputs
+
+    @property
+    def _around(self) -> _Keeping:
+        """Of a layer that no plan is about: within another one it stays where that one's plan has counted it."""
+        return self._near if self.budget is not None and self.budget.is_within else self._keeping
+
+    def _run_planned(
+        self,
+        treatment: Treatment,
+        function: Callable,
+        args: tuple,
+        kwargs: dict[str, Any],
+        arguments: Arguments,
+        label: str,
+        is_reentrant: bool | None,
+    ) -> Any:
+        is_near = treatment.choice in (KEEP, RECOMPUTE)
+        if is_near and self.stash is not None:
+            self.stash.pass_by()
+        if treatment.choice == KEEP:
+            return function(*args, **kwargs)
+        keeping = self._near if is_near else self._keeping
+        is_reentrant = self.section.use_reentrant if is_reentrant is None else is_reentrant
+        if treatment.choice == MEASURE:
+            measurement = Measurement(
+                label,
+                _module_of(function),
+                arguments.tensors,
+                self.budget.counted,
+                # A reentrant call, and a comparison of values, run a layer to its end.
+                ends_early=not (is_reentrant or self.section.check),
+            )
+            hooked = self._hooks(function, arguments, label, keeping, on_save=measurement.note_saved)
+            with hooked, measurement:
+                outputs = function(*args, **kwargs)
+            self.budget.note(measurement.done())
+            return outputs
+        if is_reentrant:
+            return self._run_reentrant(function, arguments, label, keeping)
+        if not treatment.operators:
+            return self._run_hooked(function, args, kwargs, arguments, label, keeping)
+        kept = KeptOutputs(label, treatment.operators)
+        with self._hooks(function, arguments, label, keeping, outputs=kept), kept.recording():
+            return function(*args, **kwargs)
+
+    def _hooks(
+        self,
+        function: Callable,
+        arguments: Arguments,
+        label: str,
+        keeping: _Keeping,
+        trace: Trace | None = None,
+        *,
+        outputs: KeptOutputs | None = None,
+        looked_at: Outputs | None = None,
+        on_save: Callable[[torch.Tensor], None] | None = None,
+    ) -> AbstractContextManager[Any]:
+        """The context of a forward that is run again. trace: compares its values."""
+        inputs = Inputs(arguments.tensors, keeping.packers, label)
+        arguments.forget()
+        conditions = Conditions(with_python=self.section.python_random)
+        frame = Frame(
+            function, arguments, inputs, conditions, label, trace, outputs=outputs, looked_at=looked_at, on_save=on_save
+        )
+        return frame.hooks()
+
+    def _run_hooked(
+        self,
+        function: Callable,
+        args: tuple,
+        kwargs: dict[str, Any],
+        arguments: Arguments,
+        label: str,
+        keeping: _Keeping,
+    ) -> Any:
+        trace, looked_at = self._trace(function, label), self._look(function, label)
+        with (
+            self._hooks(function, arguments, label, keeping, trace, looked_at=looked_at),
+            nullcontext() if trace is None else trace.recording(),
+        ):
+            outputs = function(*args, **kwargs)
+        if looked_at is not None:
+            looked_at.note(outputs)
+        return outputs
+
+    def _run_reentrant(self, function: Callable, arguments: Arguments, label: str, keeping: _Keeping) -> Any:
+        tensors = arguments.tensors
+        arguments.forget()
+        conditions = Conditions(with_python=self.section.python_random)
+        call = ReentrantCall(
+            function, arguments, conditions, label, self._trace(function, label), self._look(function, label)
+        )
+        module = _module_of(function)
+        is_trained = module is None or any(param.requires_grad for param in module.parameters())
+        if not keeping.packers or counts_all(hooks_around()[0]):
+            return call.run(tensors, is_trained=is_trained)
+        with keeping.saved.hooks_of(None, lambda _: None):
+            return call.run(tensors, is_trained=is_trained)
+
+    def _trace(self, function: Callable, label: str) -> Trace | None:
+        return Trace(label, _module_of(function)) if self.section.check else None
+
+    def _look(self, function: Callable, label: str) -> Outputs | None:
+        """Compares the layer's outputs: in each call by ``"check": true``, otherwise once."""
+        if self.section.check:
+            return Outputs(label, is_exact=True)
+        return self._once.of((label, id(_module_of(function))), label)
+
+    def _synchronize(self) -> None:
+        if self.section.synchronize_checkpoint_boundary:
+            get_accelerator().synchronize()
+
+    def active(self, inputs: Any = (), name: str = "") -> AbstractContextManager[None]:
+        """Calls of ``checkpoint`` within, which are of one forward, follow this object. inputs: what the model is
+        given. name: of a stage, if it is one."""
+        if self.budget is None or not torch.is_grad_enabled():
+            return entered(self)
+        stack = ExitStack()
+        stack.enter_context(entered(self))
+        tensors = [leaf for leaf in tree_leaves(inputs) if torch.is_tensor(leaf)]
+        stack.enter_context(self.budget.forward(tensors, name))
+        return stack
+
+    def clear(self) -> None:
+        """Frees what is kept for the next step."""
+        if self.arena is not None:
+            self.arena.clear()
+        if self.stash is not None:
+            self.stash.clear()
+
+    def close(self) -> None:
+        """Ends what ``initialize`` or ``configure`` has begun. Graphs that are still there can be gone through."""
+        self.clear()
+        if self.stash is not None:
+            self.stash.close()
+
+
+def tensor_parallel_ranks(mpu: Any) -> Collectives | None:
+    """The ranks that activations are cut over; None without an ``mpu`` that has such a group."""
+    for name in ("get_tensor_model_parallel_group", "get_model_parallel_group"):
+        group = getattr(mpu, name, lambda: None)()
+        if group is not None:
+            return Collectives(group)
+    return None
+
+
+def is_parameter(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, torch.nn.Parameter)
+
+
+def parked(section: ActivationCheckpointing, *, wanted: bool) -> ActivationCheckpointing:
+    """``section`` with inputs that wait in host memory, if that is ``wanted`` and it does not say where they wait."""
+    if not wanted or section.offload.device != "none":
+        return section
+    return msgspec.structs.replace(section, offload=msgspec.structs.replace(section.offload, device="cpu"))
+
+
+def bytes_of(max_in_cpu: int | str | None) -> int:
+    """Of the key. Raises ConfigError for what is no number of bytes."""
+    where = "activation_checkpointing.offload.max_in_cpu"
+    found = parse_bytes(max_in_cpu, where) if isinstance(max_in_cpu, str) else max_in_cpu or 0
+    if found < 0:
+        raise ConfigError(f"{found} is negative", where=where, fix='write a number of bytes such as 8000000 or "8GiB"')
+    return found
+
+
+def check_section(section: ActivationCheckpointing, n_layers: int | None, where: str) -> None:
+    """Raises ConfigError for options that need others. n_layers: what is known of them otherwise."""
+    bytes_of(section.offload.max_in_cpu)
+    if not section.contiguous_memory_optimization:
+        return
+    if section.offload.device == "nvme":
+        raise ConfigError(
+            '"contiguous_memory_optimization" keeps in one piece of memory what "offload" keeps in a file',
+            where=where,
+            fix='set one of them to false, or "device" to "none"',
+        )
+    missing = []
+    if not section.partition_activations:
+        missing.append('"partition_activations": true')
+    if section.number_checkpoints is None and n_layers is None and section.layers is None:
+        missing.append('"number_checkpoints" (or "layers", or set_num_layers)')
+    if missing:
+        raise ConfigError(
+            f'"contiguous_memory_optimization" needs {" and ".join(missing)}',
+            where=where,
+            fix="add them, or set it to false",
+        )
