@@ -52,33 +52,4 @@ static inline float dsc_sigmoid(float x)
     return (x < 0.0f ? e : 1.0f) / (1.0f + e);
 }
 
-#define SQRT_HALF 0.707106781f
-#define INV_SQRT_2PI 0.398942280f
-
-/*
- * Phi, the distribution function of the normal distribution, and phi, its density. Phi(-t sqrt 2) = erfc(t) / 2 and
- * erfc(t) = exp(-t^2) u P(u) with u = 1 / (1 + t / 2): within 2e-7 of Phi(-|x|) itself for |x| < 4, of 1 elsewhere.
- */
-static inline float dsc_normal_cdf(float x, float *density)
-{
-    float t = fabsf(x) * SQRT_HALF;
-    float u = 1.0f / (1.0f + 0.5f * t);
-    float e = dsc_exp_nonpositive(-(t * t));
-    float p = -0.0600128062f;
-
-    p = fmaf(p, u, 0.289165497f);
-    p = fmaf(p, u, -0.496626943f);
-    p = fmaf(p, u, 0.288694143f);
-    p = fmaf(p, u, -0.0337807126f);
-    p = fmaf(p, u, 0.205616340f);
-    p = fmaf(p, u, 0.242395729f);
-    p = fmaf(p, u, 0.282467157f);
-    p = fmaf(p, u, 0.282081544f);
-
-    float tail = 0.5f * (e * (u * p));
-
-    *density = INV_SQRT_2PI * e;
-    return x < 0.0f ? tail : 1.0f - tail;
-}
-
 #endif

@@ -16,7 +16,7 @@ CUDA_FLAGS := -std=c++17 -O3 -fmad=false --threads 0 -I$(ROOT) -I$(ROOT)/include
 	-Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off,-Wall,-Wextra
 
 CUDA_SRCS := $(sort $(wildcard $(ROOT)/cuda/*.cu))
-CUDA_HEADERS := $(wildcard $(ROOT)/cuda/*.h $(ROOT)/cuda/*.cuh $(ROOT)/include/dsc/*.h)
+CUDA_HEADERS := $(ROOT)/cpu/gelu.inc $(wildcard $(ROOT)/cuda/*.h $(ROOT)/cuda/*.cuh $(ROOT)/include/dsc/*.h)
 CUDA_LIB := $(BUILD)/libdsc_cuda.so
 
 cuda: $(CUDA_LIB)

@@ -1,6 +1,6 @@
 /*
- * csrc/cpu/math.h and csrc/nn/loops/act.c on a device: the same operations in the same order, fused where those are
- * (Note: Same bits as the host).
+ * csrc/cpu/math.h, csrc/cpu/gelu.h and csrc/nn/loops/act.c on a device: the same operations in the same order, fused
+ * where those are (Note: Same bits as the host).
  */
 #ifndef DSC_CUDA_NN_MATH_CUH
 #define DSC_CUDA_NN_MATH_CUH
@@ -35,26 +35,18 @@ __device__ inline float sigmoid(float x)
     return (x < 0.0f ? e : 1.0f) / (1.0f + e);
 }
 
-__device__ inline float normal_cdf(float x, float *density)
+#define DSC_GELU_TABLE(name, ...) static __device__ const float name[8][16] = {__VA_ARGS__};
+#include "cpu/gelu.inc"
+#undef DSC_GELU_TABLE
+
+/* Threads of a warp read one row of the table at a time, which is half a cache line. */
+__device__ inline float gelu_polynomial(const float (*table)[16], float r, int index)
 {
-    const float t = fabsf(x) * 0.707106781f;
-    const float u = 1.0f / (1.0f + 0.5f * t);
-    const float e = exp_nonpositive(-(t * t));
-    float p = -0.0600128062f;
+    float p = table[7][index];
 
-    p = fmaf(p, u, 0.289165497f);
-    p = fmaf(p, u, -0.496626943f);
-    p = fmaf(p, u, 0.288694143f);
-    p = fmaf(p, u, -0.0337807126f);
-    p = fmaf(p, u, 0.205616340f);
-    p = fmaf(p, u, 0.242395729f);
-    p = fmaf(p, u, 0.282467157f);
-    p = fmaf(p, u, 0.282081544f);
-
-    const float tail = 0.5f * (e * (u * p));
-
-    *density = 0.398942280f * e;
-    return x < 0.0f ? tail : 1.0f - tail;
+    for (int k = 6; k >= 0; k--)
+        p = fmaf(p, r, table[k][index]);
+    return p;
 }
 
 struct act_value {
@@ -64,10 +56,15 @@ struct act_value {
 
 __device__ inline act_value act_gelu(float x)
 {
-    float density;
-    const float cdf = normal_cdf(x, &density);
+    const float limit = 6.5625f;
+    const float t = limit < fabsf(x) ? limit : fabsf(x);
+    const float shifted = fmaf(t, 2.28571429f, 12582912.0f);
+    const float r = fmaf(12582912.0f - shifted, 0.4375f, t);
+    const int index = __float_as_uint(shifted) & 15;
+    const float tail = gelu_polynomial(dsc_gelu_tail, r, index);
+    const float slope = gelu_polynomial(dsc_gelu_slope, r, index);
 
-    return {x * cdf, cdf + x * density};
+    return {x * (x < 0.0f ? tail : 1.0f - tail), x < 0.0f ? slope : 1.0f - slope};
 }
 
 __device__ inline act_value act_gelu_tanh(float x)

@@ -720,6 +720,60 @@ static void check_refusals(void)
         CHECK(y[i] == 0.0f);
 }
 
+/* GELU and its derivative at every bf16 number but NaN, in f32 and in bf16, where an input has one right result alone. */
+static void check_gelu_of_all(void)
+{
+    enum { N = 0x10000 };
+    struct array wide_x = array_create(DSC_DTYPE_F32, N, 0);
+    struct array half_x = array_create(DSC_DTYPE_BF16, N, 0);
+
+    for (uint32_t i = 0; i < N; i++) {
+        float x;
+        uint32_t bits = (i & 0x7fffu) > 0x7f80u ? 0 : i << 16;
+
+        memcpy(&x, &bits, sizeof x);
+        memcpy(wide_x.data + i * sizeof x, &x, sizeof x);
+        array_set_bits(&half_x, i, bits >> 16);
+    }
+    for (int is_half = 0; is_half < 2; is_half++) {
+        dsc_dtype dtype = is_half ? DSC_DTYPE_BF16 : DSC_DTYPE_F32;
+        const struct array *x = is_half ? &half_x : &wide_x;
+        struct array y = array_create(dtype, N, 0);
+        struct array dx = array_create(dtype, N, 0);
+        struct array ones = array_create(dtype, N, 0);
+
+        for (int64_t i = 0; i < N; i++)
+            array_set_bits(&ones, i, is_half ? 0x3f80u : 0x3f800000u);
+
+        struct dsc_nn_bias_act call = {1, N, dtype, DSC_NN_ACT_gelu, x->data, NULL, y.data};
+        struct dsc_nn_bias_act_grad grad = {
+            .n_rows = 1, .n_cols = N, .dtype = dtype, .act = DSC_NN_ACT_gelu, .x = x->data, .dy = ones.data, .dx = dx.data};
+
+        TEST_CASE("gelu of all bf16 numbers in %s", is_half ? "bf16" : "f32");
+        CHECK_STATUS(dsc_nn_bias_act(&call, NULL), DSC_OK);
+        CHECK_STATUS(dsc_nn_bias_act_grad(&grad, NULL), DSC_OK);
+        for (int64_t i = 0; i < N; i++) {
+            double at = array_get(x, i);
+            double slope;
+            double value = act_of(DSC_NN_ACT_gelu, at, &slope);
+
+            TEST_AT(i);
+            if (isinf(at)) {
+                CHECK_EQ(array_get(&y, i) == (double)INFINITY, at > 0);
+                CHECK_EQ(isnan(array_get(&y, i)), at < 0);
+                continue;
+            }
+            CHECK_NEAR(array_get(&y, i), value, allowed(dtype, 5), fabs(at) < 4 ? 1e-36 : 1.0);
+            CHECK_NEAR(array_get(&dx, i), slope, allowed(dtype, 2), 1);
+        }
+        array_destroy(&y);
+        array_destroy(&dx);
+        array_destroy(&ones);
+    }
+    array_destroy(&wide_x);
+    array_destroy(&half_x);
+}
+
 int main(void)
 {
     struct pool pool;
@@ -727,6 +781,7 @@ int main(void)
     pool_init(&pool, 3, 1);
     check_everywhere(&pool);
     check_special_values();
+    check_gelu_of_all();
     check_refusals();
     pool_clear(&pool);
     return test_finish(__FILE__);

@@ -1,0 +1,172 @@
+/*
+ * Vectors as wide as a register, for loops that the compiler does not vectorise well by itself: maxima, fused chains,
+ * and functions in pieces. Every operation is one of f32 with one rounding, so that all widths give the same bits.
+ */
+#ifndef DSC_CPU_WIDE_H
+#define DSC_CPU_WIDE_H
+
+#include "cpu/math.h"
+#include "cpu/table.h"
+
+#include <string.h>
+
+#if defined(__AVX__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+#define WIDE_LANES 16
+#elif defined(__AVX2__)
+#define WIDE_LANES 8
+#else
+#define WIDE_LANES 4
+#endif
+
+typedef float wide __attribute__((vector_size(4 * WIDE_LANES)));
+typedef int32_t wide_ints __attribute__((vector_size(4 * WIDE_LANES)));
+typedef uint32_t wide_bits __attribute__((vector_size(4 * WIDE_LANES)));
+
+/* The first n of a register's lanes, 0 in the others; a constant WIDE_LANES is one load. */
+static inline wide dsc_wide_load(const dsc_f32 *src, int64_t n)
+{
+    wide x = {0};
+
+    memcpy(&x, src, n == WIDE_LANES ? sizeof x : (size_t)n * sizeof *src);
+    return x;
+}
+
+static inline void dsc_wide_store(wide x, dsc_f32 *dst, int64_t n)
+{
+    memcpy(dst, &x, n == WIDE_LANES ? sizeof x : (size_t)n * sizeof *dst);
+}
+
+/* Runs step(..., i, n_lanes) over n elements, a register at a time; the last may be part of one. */
+#define EACH_WIDE(n, step, ...)                          \
+    do {                                                 \
+        int64_t at = 0;                                  \
+                                                         \
+        for (; at + WIDE_LANES <= (n); at += WIDE_LANES) \
+            step(__VA_ARGS__, at, WIDE_LANES);           \
+        if (at < (n))                                    \
+            step(__VA_ARGS__, at, (n)-at);               \
+    } while (0)
+
+static inline wide dsc_wide_all(float x)
+{
+    return x - (wide){0};
+}
+
+/* a * b + c with one rounding. */
+static inline wide dsc_wide_fma(wide a, wide b, wide c)
+{
+#if defined(__AVX512F__)
+    return (wide)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (wide)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    for (int lane = 0; lane < WIDE_LANES; lane++)
+        c[lane] = fmaf(a[lane], b[lane], c[lane]);
+    return c;
+#endif
+}
+
+/* a > b ? a : b, so that a NaN in a is passed over. */
+static inline wide dsc_wide_max(wide a, wide b)
+{
+#if defined(__AVX512F__)
+    return (wide)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (wide)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    wide_ints is_more = a > b;
+
+    return (wide)((is_more & (wide_ints)a) | (~is_more & (wide_ints)b));
+#endif
+}
+
+/* a < b ? a : b: b for a NaN in a. */
+static inline wide dsc_wide_min(wide a, wide b)
+{
+#if defined(__AVX512F__)
+    return (wide)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (wide)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+    wide_ints is_less = a < b;
+
+    return (wide)((is_less & (wide_ints)a) | (~is_less & (wide_ints)b));
+#endif
+}
+
+/* a < b ? x : y. */
+static inline wide dsc_wide_where_less(wide a, wide b, wide x, wide y)
+{
+#if defined(__AVX512F__)
+    return (wide)_mm512_mask_blend_ps(_mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_LT_OQ), (__m512)y, (__m512)x);
+#elif defined(__AVX2__)
+    return (wide)_mm256_blendv_ps((__m256)y, (__m256)x, _mm256_cmp_ps((__m256)a, (__m256)b, _CMP_LT_OQ));
+#else
+    wide_ints is_less = a < b;
+
+    return (wide)((is_less & (wide_ints)x) | (~is_less & (wide_ints)y));
+#endif
+}
+
+static inline wide dsc_wide_abs(wide x)
+{
+    return (wide)((wide_ints)x & 0x7fffffff);
+}
+
+/* Entries of a table that a register, or two halves of one, can look up. */
+#define DSC_ENTRIES 16
+
+/* Entry index % 16 of a table, lane by lane: no memory is read by index, which costs a load a lane. */
+static inline wide dsc_wide_lookup(const float table[DSC_ENTRIES], wide_ints index)
+{
+#if defined(__AVX512F__)
+    return (wide)_mm512_permutexvar_ps((__m512i)index, _mm512_loadu_ps(table));
+#elif defined(__AVX2__)
+    __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), (__m256i)index);
+    __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), (__m256i)index);
+
+    return (wide)_mm256_blendv_ps(low, high, (__m256)_mm256_slli_epi32((__m256i)index, 28));
+#else
+    wide found;
+
+    for (int lane = 0; lane < WIDE_LANES; lane++)
+        found[lane] = table[index[lane] & (DSC_ENTRIES - 1)];
+    return found;
+#endif
+}
+
+/* As dsc_exp_nonpositive, operation for operation. */
+static inline wide dsc_wide_exp_nonpositive(wide x)
+{
+    wide least = dsc_wide_all(MIN_EXPONENT);
+    wide clamped = dsc_wide_max(least, x);
+    wide shifted = dsc_wide_fma(clamped, dsc_wide_all(LOG2_E), dsc_wide_all(ROUNDER));
+    wide n = dsc_wide_all(ROUNDER) - shifted;
+    wide r = dsc_wide_fma(n, dsc_wide_all(LN2_LOW), dsc_wide_fma(n, dsc_wide_all(LN2_HIGH), clamped));
+    wide p = dsc_wide_all(1.98909809e-4f);
+
+    p = dsc_wide_fma(p, r, dsc_wide_all(1.39336416e-3f));
+    p = dsc_wide_fma(p, r, dsc_wide_all(8.33331048e-3f));
+    p = dsc_wide_fma(p, r, dsc_wide_all(4.16664667e-2f));
+    p = dsc_wide_fma(p, r, dsc_wide_all(1.66666672e-1f));
+    p = dsc_wide_fma(p, r, dsc_wide_all(0.5f));
+    p = 1.0f + dsc_wide_fma(r * r, p, r);
+
+    wide power = (wide)(((wide_bits)shifted + 127u) << 23);
+
+    return dsc_wide_where_less(x, least, (wide){0}, p * power);
+}
+
+/* 1 / (1 + exp(-x)). */
+static inline wide dsc_wide_sigmoid(wide x)
+{
+    wide e = dsc_wide_exp_nonpositive(-dsc_wide_abs(x));
+
+    return dsc_wide_where_less(x, (wide){0}, e, dsc_wide_all(1.0f)) / (1.0f + e);
+}
+
+#endif
