@@ -37,6 +37,7 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
 
 # An accelerator's table speaks of spans and tensors, and gradients are spans; the umbrella header is all of them.
 MAY_INCLUDE_TOO: dict[str, tuple[str, ...]] = {
+    "cuda/nn_math.cuh": ("cpu/gelu.inc",),  # numbers alone, which a device looks up as the host does
     "include/dsc/accel.h": ("dsc/flat.h", "dsc/nn.h", "dsc/nn_calls.inc", "dsc/optim.h", "dsc/tp.h"),
     "include/dsc/nn.h": ("dsc/activations.inc", "dsc/nn_calls.inc"),
     "include/dsc/intake.h": ("dsc/flat.h",),

@@ -112,6 +112,20 @@ static inline wide dsc_wide_where_less(wide a, wide b, wide x, wide y)
 #endif
 }
 
+/* x where the byte of a lane is not 0, else y. */
+static inline wide dsc_wide_where_kept(const uint8_t keep[WIDE_LANES], wide x, wide y)
+{
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+    __m128i bytes = _mm_loadu_si128((const __m128i *)(const void *)keep);
+
+    return (wide)_mm512_mask_blend_ps(_mm_test_epi8_mask(bytes, bytes), (__m512)y, (__m512)x);
+#else
+    for (int lane = 0; lane < WIDE_LANES; lane++)
+        y[lane] = keep[lane] != 0 ? x[lane] : y[lane];
+    return y;
+#endif
+}
+
 static inline wide dsc_wide_abs(wide x)
 {
     return (wide)((wide_ints)x & 0x7fffffff);
