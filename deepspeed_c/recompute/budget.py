@@ -14,7 +14,7 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -397,8 +397,8 @@ def shapes_of(tensors: Sequence[torch.Tensor]) -> Shapes:
 class _Measured:
     """Forwards of the same stage whose inputs are alike: what they were found to keep, and their plan."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, *, is_pinned: bool = False) -> None:
+        self.name, self.is_pinned = name, is_pinned  # by a file, whatever runs
         self.inputs: list[Shapes] = []  # of the model
         self.given: dict[Key, list[Shapes]] = {}  # to each layer
         self.layers: list[MeasuredLayer] = []
@@ -417,18 +417,18 @@ class _Measured:
 
 
 class _Within:
-    """The context of a planned layer's call, without the generator that ``contextmanager`` would make for each."""
+    """The context of a planned layer's call. None is entered within another, so that one object does for all calls."""
 
-    __slots__ = ("_before", "_budget")
+    __slots__ = ("is_entered",)
 
-    def __init__(self, budget: Budget) -> None:
-        self._budget = budget
+    def __init__(self) -> None:
+        self.is_entered = False
 
     def __enter__(self) -> None:
-        self._before, self._budget._is_within = self._budget._is_within, True
+        self.is_entered = True
 
     def __exit__(self, *error: object) -> None:
-        self._budget._is_within = self._before
+        self.is_entered = False
 
 
 class Budget:
@@ -469,7 +469,9 @@ class Budget:
         self._layers: list[MeasuredLayer] = []
         self._given: dict[Key, Shapes] = {}
         self._counted: set[int] = set()
-        self._is_measuring = self._is_forward = self._is_within = False
+        self._is_measuring = self._is_forward = False
+        self.within = _Within()
+        """The context in which a layer of the plan runs: those within it are not counted."""
         self._n_calls: dict[str, int] = {}
 
     def _path_of(self, name: str) -> str:
@@ -505,7 +507,7 @@ class Budget:
         pinned = {}
         for name, plan in plans.items():
             if plan is not None:
-                pinned[name] = _Measured(name)
+                pinned[name] = _Measured(name, is_pinned=True)
                 pinned[name].follow(plan)
         return pinned
 
@@ -558,13 +560,13 @@ class Budget:
             if self._is_measuring:
                 self._learn()
         finally:
-            self._is_forward = self._is_within = self._is_measuring = False
+            self._is_forward = self.within.is_entered = self._is_measuring = False
             self._counted = set()
 
     def treatment(self, label: str, tensors: Sequence[torch.Tensor]) -> Treatment | None:
         """How the next layer is treated; None for one within another, or outside of a forward."""
         # A forward may have a pass of its own (a gradient penalty), which runs layers again with those within them.
-        if not self._is_forward or self._is_within or torch._C._current_graph_task_id() != NO_BACKWARD:
+        if not self._is_forward or self.within.is_entered or torch._C._current_graph_task_id() != NO_BACKWARD:
             return None
         n = self._n_calls.get(label, 0)
         self._n_calls[label] = n + 1
@@ -575,7 +577,7 @@ class Budget:
         if known.plan is None:
             return Treatment(RECOMPUTE)
         treatment = known.treatments.get(key)
-        if known is self._pinned.get(known.name):
+        if known.is_pinned:
             if treatment is None:
                 self._refuse(sum(self._n_calls.values()) - 1, label)
             return treatment
@@ -594,14 +596,10 @@ class Budget:
             fix="remove the file: it is then written anew",
         )
 
-    def within(self) -> AbstractContextManager[None]:
-        """The layer runs: those within it are not counted."""
-        return _Within(self)
-
     @property
     def is_within(self) -> bool:
         """A layer of the plan runs."""
-        return self._is_within
+        return self.within.is_entered
 
     @property
     def counted(self) -> set[int]:

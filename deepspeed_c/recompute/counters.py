@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -13,37 +14,31 @@ __all__ = ["Counters", "LayerCalls", "LayerFigures"]
 
 
 class _Here(threading.local):
-    """The call that a thread is in."""
+    """The call that a thread is in: its number and its layer's label."""
 
-    number = 0
-    label = ""
-
-    def enter(self, number: int, label: str) -> None:
-        self.number, self.label = number, label
+    call: tuple[int, str] = (0, "")
 
 
 class LayerCalls:
     """Numbers the calls of layers, and knows which one the current thread is in."""
 
     def __init__(self) -> None:
-        self._n = 0
-        self._lock = threading.Lock()
+        # Each layer's call takes one, kept layers too, and the next number of a count needs no lock.
+        self._numbers = itertools.count(1)
         self._here = _Here()
 
     def begin(self, label: str) -> None:
         """What this thread keeps from now on is of one more call, of the layer ``label``."""
-        with self._lock:
-            self._n += 1
-            self._here.enter(self._n, label)
+        self._here.call = (next(self._numbers), label)
 
     @property
     def number(self) -> int:
         """Of the call that began last in this thread; 0: none."""
-        return self._here.number
+        return self._here.call[0]
 
     @property
     def label(self) -> str:
-        return self._here.label
+        return self._here.call[1]
 
 
 @dataclass

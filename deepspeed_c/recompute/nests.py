@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-__all__ = ["Arguments", "detach_variable", "extract_tensors", "is_activation", "merge_tensors"]
+__all__ = ["Arguments", "detach_variable", "extract_tensors", "is_activation", "merge_tensors", "tensors_of"]
 
-_PLAIN = (torch.Tensor, type(None), bool, int, float, str)
+_PLAIN = frozenset((torch.Tensor, type(None), bool, int, float, str))
 
 
 def is_activation(item: Any, n_ranks: int = 1) -> bool:
@@ -23,6 +23,17 @@ def is_activation(item: Any, n_ranks: int = 1) -> bool:
         and item.numel() >= max(n_ranks, 1)
         and not getattr(item, "no_checkpointing", False)
     )
+
+
+def tensors_of(args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors among the arguments of a call, each once: ``Arguments.tensors``, for a call that is not repeated."""
+    leaves = (*args, *kwargs.values()) if kwargs else args
+    for leaf in leaves:
+        if type(leaf) not in _PLAIN:
+            leaves = tree_leaves((args, kwargs))
+            break
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return tensors if len(tensors) < 2 else list({id(tensor): tensor for tensor in tensors}.values())
 
 
 class Arguments:

@@ -25,7 +25,7 @@ from deepspeed_c.recompute.compare import Outputs, OutputsOnce, Trace
 from deepspeed_c.recompute.conditions import Conditions
 from deepspeed_c.recompute.counters import Counters, LayerCalls
 from deepspeed_c.recompute.frames import Frame, Inputs
-from deepspeed_c.recompute.nests import Arguments
+from deepspeed_c.recompute.nests import Arguments, tensors_of
 from deepspeed_c.recompute.operators import KeptOutputs, Measurement
 from deepspeed_c.recompute.packers import Arena, ShardPacker, StashPacker
 from deepspeed_c.recompute.reentrant import ReentrantCall
@@ -153,22 +153,37 @@ class Recomputer:
             return function(*args, **kwargs)
         section = self.section
         label = label or label_of(function, self._names)
-        arguments = Arguments(args, kwargs)
         self._calls.begin(label)
         if self.counters is not None:
-            self.counters.of(label).keep(sum(each.nbytes for each in arguments.tensors if not is_parameter(each)))
+            kept = sum(each.nbytes for each in tensors_of(args, kwargs) if not is_parameter(each))
+            self.counters.of(label).keep(kept)
             function = self.counters.timed(label, function)
-        treatment = None if self.budget is None else self.budget.treatment(label, arguments.tensors)
-        self._synchronize()
-        if treatment is not None:
-            with self.budget.within():
-                outputs = self._run_planned(treatment, function, args, kwargs, arguments, label, is_reentrant)
-        elif section.use_reentrant if is_reentrant is None else is_reentrant:
-            outputs = self._run_reentrant(function, arguments, label, self._around)
+        budget = self.budget
+        treatment = None if budget is None else budget.treatment(label, tensors_of(args, kwargs))
+        if section.synchronize_checkpoint_boundary:
+            get_accelerator().synchronize()
+        if treatment is None:
+            outputs = self._run_again(function, args, kwargs, label, is_reentrant)
+        elif treatment.choice == KEEP:
+            if self.stash is not None:
+                self.stash.pass_by()
+            with budget.within:
+                outputs = function(*args, **kwargs)
         else:
-            outputs = self._run_hooked(function, args, kwargs, arguments, label, self._around)
-        self._synchronize()
+            with budget.within:
+                outputs = self._run_planned(treatment, function, args, kwargs, label, is_reentrant)
+        if section.synchronize_checkpoint_boundary:
+            get_accelerator().synchronize()
         return outputs
+
+    def _run_again(
+        self, function: Callable, args: tuple, kwargs: dict[str, Any], label: str, is_reentrant: bool | None
+    ) -> Any:
+        """Of a layer that no plan is about."""
+        arguments = Arguments(args, kwargs)
+        if self.section.use_reentrant if is_reentrant is None else is_reentrant:
+            return self._run_reentrant(function, arguments, label, self._around)
+        return self._run_hooked(function, args, kwargs, arguments, label, self._around)
 
     @property
     def _around(self) -> _Keeping:
@@ -181,15 +196,14 @@ class Recomputer:
         function: Callable,
         args: tuple,
         kwargs: dict[str, Any],
-        arguments: Arguments,
         label: str,
         is_reentrant: bool | None,
     ) -> Any:
-        is_near = treatment.choice in (KEEP, RECOMPUTE)
+        """A layer that the plan does not keep."""
+        is_near = treatment.choice == RECOMPUTE
         if is_near and self.stash is not None:
             self.stash.pass_by()
-        if treatment.choice == KEEP:
-            return function(*args, **kwargs)
+        arguments = Arguments(args, kwargs)
         keeping = self._near if is_near else self._keeping
         is_reentrant = self.section.use_reentrant if is_reentrant is None else is_reentrant
         if treatment.choice == MEASURE:
@@ -276,10 +290,6 @@ class Recomputer:
         if self.section.check:
             return Outputs(label, is_exact=True)
         return self._once.of((label, id(_module_of(function))), label)
-
-    def _synchronize(self) -> None:
-        if self.section.synchronize_checkpoint_boundary:
-            get_accelerator().synchronize()
 
     def active(self, inputs: Any = (), name: str = "") -> AbstractContextManager[None]:
         """Calls of ``checkpoint`` within, which are of one forward, follow this object. inputs: what the model is

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deepspeed_c.checkpointing import detach_variable, extract_tensors, merge_tensors
-from deepspeed_c.recompute.nests import Arguments
+from deepspeed_c.recompute.nests import Arguments, tensors_of
 
 Pair = namedtuple("Pair", "a b")
 
@@ -33,6 +33,21 @@ def test_short_ways(args: tuple) -> None:
     arguments = Arguments(args, {})
     got, kwargs = arguments.with_tensors(arguments.tensors)
     assert len(got) == len(args) and all(a is b for a, b in zip(got, args)) and kwargs == {}
+
+
+def test_tensors_of_a_call_are_those_of_its_arguments() -> None:
+    x, y, z = torch.randn(3), torch.nn.Parameter(torch.ones(1)), torch.arange(0)
+    for args, kwargs in (
+        ((), {}),
+        ((None, 2), {}),
+        ((x,), {}),
+        ((y, x, y), {}),
+        ((x, None), {"mask": z, "n": 3, "again": x}),
+        ((x,), {"rotary": (y, z), "more": {"k": [x, z]}}),
+        ((Pair(z, 1), [x]), {"last": y}),
+    ):
+        found, expected = tensors_of(args, kwargs), Arguments(args, kwargs).tensors
+        assert list(map(id, found)) == list(map(id, expected)), f"{found} of {expected}"
 
 
 @pytest.mark.parametrize("make", [tuple, list])
