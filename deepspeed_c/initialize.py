@@ -100,7 +100,7 @@ def initialize(
     if dist_init_required is not False and not is_initialized():
         init_distributed(distributed_port=distributed_port)
     pipeline = model if isinstance(model, PipelineModule) else None
-    mesh = _make_mesh(mpu, mesh_param, mesh_device) if pipeline is None else pipeline.mesh
+    mesh = _make_mesh(pipeline, mpu, mesh_param, mesh_device)
     comm = mesh.comm
     mesh = _cut_for_sequences(_cut_for_tensors(mesh, source), source)
     settings = load_config(source, world_size=mesh.size(*DATA))
@@ -174,8 +174,10 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Any:
     return given[0]
 
 
-def _make_mesh(mpu: Any, mesh_param: Any, mesh_device: Any) -> Mesh:
-    """The data-parallel ranks, from whatever says which they are; by default all there are."""
+def _make_mesh(pipeline: PipelineModule | None, mpu: Any, mesh_param: Any, mesh_device: Any) -> Mesh:
+    """The data-parallel ranks, from whatever says which they are; by default all there are.
+
+    Raises ConfigError where several things say it."""
     given = [
         name
         for name, value in (("mpu", mpu), ("mesh_param", mesh_param), ("mesh_device", mesh_device))
@@ -185,6 +187,14 @@ def _make_mesh(mpu: Any, mesh_param: Any, mesh_device: Any) -> Mesh:
         raise ConfigError(
             f"{' and '.join(given)} both say which ranks work together", where="initialize", fix="pass one of them"
         )
+    if pipeline is not None:
+        if given:
+            raise ConfigError(
+                "a PipelineModule has its ranks from its own topology",
+                where=f"initialize({given[0]}=...)",
+                fix=f"leave {given[0]} out; give PipelineModule num_stages=... or topology=...",
+            )
+        return pipeline.mesh
     if mpu is not None:
         return mesh_of_mpu(mpu)
     if mesh_device is not None:

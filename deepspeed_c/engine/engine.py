@@ -38,7 +38,7 @@ class DeepSpeedEngine(WholeModel, TrainingHost):
         """Runs the module, under autocast and with cast inputs where the configuration says so."""
         self._require_open()
         self._require_states("forward")
-        if self._optimizer is not None:
+        if self._trains:
             self._passes.recover()
             if self.training and torch.is_grad_enabled():
                 self._inputs.look(self.global_steps, inputs, kwargs)
@@ -47,7 +47,7 @@ class DeepSpeedEngine(WholeModel, TrainingHost):
         self._mesh.enter_phase("forward")
         with self.timers.measure("forward"), self._sequence_stream():
             outputs = self._run(inputs, kwargs)
-        if self._optimizer is None or not torch.is_grad_enabled():
+        if not self._trains or not torch.is_grad_enabled():
             return outputs
         outputs = self._passes.watch((inputs, kwargs), outputs)
         if self._share.is_needed:

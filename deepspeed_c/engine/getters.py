@@ -220,7 +220,7 @@ class ConfigGetters:
 
     def loss_scale(self) -> float:
         """The present loss scale; 1.0 where none is used."""
-        return 1.0 if self._optimizer is None else self._optimizer.loss_scale
+        return self._optimizer.loss_scale
 
     def dynamic_loss_scale_args(self) -> dict[str, Any]:
         """The dynamic loss scale's parameters, under the names that DeepSpeed's scaler takes."""

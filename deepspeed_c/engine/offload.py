@@ -12,6 +12,7 @@ import torch
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.shm import discard
 from deepspeed_c.config import Config
+from deepspeed_c.engine.no_optimizer import NoOptimizer
 from deepspeed_c.errors import AioError, ConfigError, OffloadError
 from deepspeed_c.offload.place import make_swapper, raise_together
 from deepspeed_c.offload.swap import Swapper, SwapSettings, whole_pages
@@ -120,7 +121,7 @@ class OffloadedStates:
     while. The tensors stay the same objects, so that every view of them is whole again after
     ``reload``; their storage has no memory meanwhile."""
 
-    def __init__(self, layout: Layout, optimizer: ZeroOptimizer | None, config: Config, comm: Collectives) -> None:
+    def __init__(self, layout: Layout, optimizer: ZeroOptimizer | NoOptimizer, config: Config, comm: Collectives) -> None:
         self._layout, self._optimizer, self._config, self._comm = layout, optimizer, config, comm
         self._away: dict[OffloadStateTypeEnum, list[_Moved]] = {}
         self._files: list[Swapper] = []
@@ -148,8 +149,7 @@ class OffloadedStates:
         ]
         if device == "none" or not wanted:
             return
-        if self._optimizer is not None:
-            self._optimizer.settle(frees_copies=True)
+        self._optimizer.settle(frees_copies=True)
         found = self._find(wanted, device)
         if device == "nvme":
             copies: dict[OffloadStateTypeEnum, list[_Copy]] = self._write(found)
@@ -166,8 +166,8 @@ class OffloadedStates:
             ]
             for storage, _ in storages:
                 _give_up(storage)
-        if OffloadStateTypeEnum.contiguous_grad_buffer in wanted and self._optimizer is not None:
-            self._optimizer.reducer.drop_spare_buffers()
+        if OffloadStateTypeEnum.contiguous_grad_buffer in wanted:
+            self._optimizer.drop_spare_buffers()
 
     def reload(self, non_blocking: bool) -> None:
         """Brings everything back.
@@ -274,8 +274,7 @@ class OffloadedStates:
                 continue
             if kind is OffloadStateTypeEnum.lp_grads:
                 # The sums of gradients lie where states are used.
-                sums = [] if self._optimizer is None else self._optimizer.reducer.results.get(unit, [])
-                yield from (Tagged(part, f"gradients of {_names(unit)}") for part in sums)
+                yield from (Tagged(part, f"gradients of {_names(unit)}") for part in self._optimizer.sums_of(unit))
             elif kind is not OffloadStateTypeEnum.contiguous_grad_buffer:
                 is_master = kind is OffloadStateTypeEnum.hp_params
                 for bucket in range(unit.n_buckets):

@@ -16,6 +16,7 @@ from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.config import Config
 from deepspeed_c.data.loader import DeepSpeedDataLoader
 from deepspeed_c.engine.backward import BackwardPass
+from deepspeed_c.engine.no_optimizer import NoOptimizer
 from deepspeed_c.engine.precision import Precision
 from deepspeed_c.engine.trainable import KeptState
 from deepspeed_c.engine.window import Window
@@ -37,7 +38,7 @@ class TrainState:
         mesh: Mesh,
         precision: Precision,
         device: torch.device,
-        optimizer: ZeroOptimizer | None,
+        optimizer: ZeroOptimizer | NoOptimizer,
         lr_scheduler: Any,
     ) -> None:
         self.config, self.mesh, self.precision, self.device = config, mesh, precision, device
@@ -55,7 +56,7 @@ class TrainState:
     def lay_out(self, layout: Layout) -> None:
         """The model is held by the units of ``layout`` now; by none, if it is empty."""
         self.layout = layout
-        if self.optimizer is not None and layout.trained:
+        if layout.trained:
             self.passes.drive(self.optimizer.reducer, layout.fetcher)
         else:
             self.passes.leave()
@@ -65,7 +66,7 @@ class TrainState:
 
     def close(self) -> None:
         """Lets go of optimizer, schedule and loader."""
-        self.optimizer = self.lr_scheduler = self._loader = None
+        self.optimizer, self.lr_scheduler, self._loader = NoOptimizer(), None, None
         self.dormant.clear()
 
     @property
@@ -82,12 +83,11 @@ class TrainState:
 
     @property
     def is_within_window(self) -> bool:
-        return self.window.n_micro_steps > 0 or (self.optimizer is not None and self.optimizer.reducer.has_window)
+        return self.window.n_micro_steps > 0 or self.optimizer.has_window
 
     def begin_window(self) -> None:
         """Drops what has gathered in the present window, gradients, losses and counts, and starts it over."""
-        if self.optimizer is not None:
-            self.optimizer.zero_grad()
+        self.optimizer.zero_grad()
         self.passes.begin_window()
         self.window.place(self.window.begin)
         self._note_loader()
@@ -122,12 +122,7 @@ class TrainState:
         state: dict[str, Any] = {}
         if hasattr(self.lr_scheduler, "state_dict"):
             state["lr_scheduler"] = self.lr_scheduler.state_dict()
-        if self.optimizer is not None:
-            state["optimizer"] = type(self.optimizer.optimizer).__name__
-            state["groups"] = self.optimizer.hyper_parameters
-            if self.optimizer.scaler is not None:
-                state["loss_scaler"] = self.optimizer.scaler.state_dict()
-        return state
+        return {**state, **self.optimizer.saved_options()}
 
     def of_rank(self) -> dict[str, Any]:
         """What is this rank's own: random numbers, and its place in the data."""
@@ -151,7 +146,7 @@ class TrainState:
                 _check_tracked(state["tracked"], self.device, where)
             if state.get("loader") and not _is_place(state["loader"]):
                 raise CheckpointError("its place in the data is none", where=where, fix="load another tag")
-        scaler = None if self.optimizer is None else self.optimizer.scaler
+        scaler = self.optimizer.scaler
         if scaler is not None and source.state.get("loss_scaler"):
             try:
                 pickle.loads(pickle.dumps(scaler)).load_state_dict(source.state["loss_scaler"])
@@ -162,8 +157,6 @@ class TrainState:
 
     def restore_optimizer(self, source: Source) -> None:
         """Options of the groups, and the loss scale."""
-        if self.optimizer is None:
-            return
         for group, saved in zip(self.optimizer.param_groups, source.groups):
             group.update({key: value for key, value in saved.items() if key != "params"})
         if self.optimizer.scaler is not None and source.state.get("loss_scaler"):
@@ -242,8 +235,7 @@ class TrainState:
     def take_weights(self, *, has_masters: bool) -> None:
         """The module's weights are others now; ``has_masters``: and the masters with them, which are taken anew from
         the weights otherwise."""
-        if self.optimizer is not None:
-            self.optimizer.note_weights() if has_masters else self.optimizer.refresh_fp32_params()
+        self.optimizer.note_weights() if has_masters else self.optimizer.refresh_fp32_params()
         if self.layout.fetcher is not None:
             self.layout.fetcher.weights_changed()
 

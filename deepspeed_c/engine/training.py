@@ -18,6 +18,7 @@ from deepspeed_c.engine.checkpoint.checkpoints import Checkpoints
 from deepspeed_c.engine.edits import Edits
 from deepspeed_c.engine.host import ModelHost
 from deepspeed_c.engine.inputs import InputCheck
+from deepspeed_c.engine.no_optimizer import NoOptimizer
 from deepspeed_c.engine.offload import OffloadDeviceEnum, OffloadedStates, OffloadStateTypeEnum
 from deepspeed_c.engine.precision import Precision
 from deepspeed_c.engine.preemption import Preemption
@@ -72,7 +73,8 @@ class TrainingHost(Reductions, ModelHost):
     ) -> None:
         super().__init__(model, config, mesh, precision, device, edits)
         self.mpu = training.mpu
-        self._state = TrainState(config, mesh, precision, device, training.optimizer, training.lr_scheduler)
+        optimizer = training.optimizer or NoOptimizer()
+        self._state = TrainState(config, mesh, precision, device, optimizer, training.lr_scheduler)
         self._window, self._passes = self._state.window, self._state.passes
         if training.data is not None:
             self.training_dataloader = self.deepspeed_io(training.data, collate_fn=training.collate_fn)
@@ -87,7 +89,7 @@ class TrainingHost(Reductions, ModelHost):
         )
         self._tput_timer: ThroughputTimer | None = None
         self._checkpoints = Checkpoints(self._state)
-        self._preemption = Preemption(config.checkpoint.preemption, can_step=training.optimizer is not None)
+        self._preemption = Preemption(config.checkpoint.preemption, can_step=self._trains)
         self._open(layout)
         if config.dump_state:
             log_dist("state of the engine:\n" + self.describe(), ranks=[0])
@@ -111,9 +113,9 @@ class TrainingHost(Reductions, ModelHost):
         self._state.lay_out(layout)
         optimizer = self._optimizer
         self._offloaded = OffloadedStates(layout, optimizer, self._config, self._comm)
-        if optimizer is not None:
-            for slot in optimizer.reducer.slots:
-                attach(optimizer, slot)
+        for slot in optimizer.slots:
+            attach(optimizer, slot)
+        if self._trains:
             self._stop_following = follow_zero_grad(self.module, self._drop_gradients)
             optimizer.lend(
                 self,
@@ -123,10 +125,10 @@ class TrainingHost(Reductions, ModelHost):
             )
 
     def _trained_params(self) -> list[torch.nn.Parameter]:
-        return [] if self._optimizer is None else [slot.param for slot in self._optimizer.reducer.slots]
+        return [slot.param for slot in self._optimizer.slots]
 
     def _hand_over(self) -> None:
-        if self._optimizer is None:
+        if not self._trains:
             super()._hand_over()
             return
         logger.warning(
@@ -136,11 +138,10 @@ class TrainingHost(Reductions, ModelHost):
         self.close()
 
     def _release(self) -> None:
-        if self._optimizer is not None:
-            self._stop_following()
-            for slot in self._optimizer.reducer.slots:
-                detach(slot)
-            self._optimizer.reducer.close()
+        self._stop_following()
+        for slot in self._optimizer.slots:
+            detach(slot)
+        self._optimizer.release()
         super()._release()
         self._state.lay_out(self._layout)
 
@@ -149,8 +150,13 @@ class TrainingHost(Reductions, ModelHost):
         self._optimizer.drop_gradients(params)
 
     @property
-    def _optimizer(self) -> ZeroOptimizer | None:
+    def _optimizer(self) -> ZeroOptimizer | NoOptimizer:
         return self._state.optimizer
+
+    @property
+    def _trains(self) -> bool:
+        """Whether there is an optimizer; without, the engine only evaluates."""
+        return bool(self._optimizer.units)
 
     @property
     def optimizer(self) -> DeepSpeedOptimizer | torch.optim.Optimizer | ModuleHooks | None:
@@ -158,14 +164,14 @@ class TrainingHost(Reductions, ModelHost):
         itself. In an engine without one, what hooks the module at stage 3, and None below: DeepSpeed has it so, and
         trl reaches a teacher's hooks through it.
         """
-        if self._optimizer is not None:
+        if self._fetcher is None or self._trains:
             return self._optimizer.face
-        return None if self._fetcher is None else self._fetcher.hooks
+        return self._fetcher.hooks
 
     @property
     def basic_optimizer(self) -> torch.optim.Optimizer | None:
         """The caller's optimizer, or the one that the configuration names."""
-        return None if self._optimizer is None else self._optimizer.optimizer
+        return self._optimizer.optimizer
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Changes the global batch by changing the accumulation steps; the micro-batch stays."""
@@ -238,7 +244,7 @@ class TrainingHost(Reductions, ModelHost):
 
     def get_global_grad_norm(self) -> float | None:
         """L2 norm of the last step's averaged, unscaled gradients before clipping; None before the first step."""
-        return None if self._optimizer is None else self._optimizer.get_global_grad_norm()
+        return self._optimizer.get_global_grad_norm()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops what has gathered in the present window, which starts over."""
@@ -464,7 +470,7 @@ class TrainingHost(Reductions, ModelHost):
 
     def _require_optimizer(self, what: str) -> ZeroOptimizer:
         self._require_open()
-        if self._optimizer is None:
+        if not self._trains:
             raise StateError(
                 "this engine only evaluates: it was made without an optimizer",
                 where=f"engine.{what}",
@@ -538,7 +544,7 @@ class TrainingHost(Reductions, ModelHost):
             self._offloaded.close()
         finally:
             self._release()
-            if self._optimizer is not None:
+            if self._trains:
                 self._optimizer.close()
                 take_cores_back(self._config)
             self._state.close()

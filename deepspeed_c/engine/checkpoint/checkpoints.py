@@ -65,8 +65,7 @@ class Checkpoints:
         tag = f"global_step{state.global_steps}" if tag is None else str(tag)
         contents, error = None, None
         try:
-            if state.optimizer is not None:
-                state.optimizer.keep_edits()
+            state.optimizer.keep_edits()
             contents = self._contents(module, dict(client_state), exclude_frozen)
         except DeepSpeedCError as raised:
             error = raised
@@ -108,7 +107,7 @@ class Checkpoints:
         stage, dtype = state.config.zero.stage, state.precision.dtype or torch.float32
         # DeepSpeed lays a group out in the order of the optimizer; our manifest has that of the module.
         order = [name for of_group in state.layout.groups for name in of_group]
-        is_fused = state.optimizer is not None and declaration(state.optimizer.optimizer).is_fused_in_deepspeed
+        is_fused = declaration(state.optimizer.optimizer).is_fused_in_deepspeed
 
         def convert(native: str, folder: str, rank: int) -> None:
             with files.reader.NativeSource(native) as source:
@@ -192,9 +191,11 @@ class Checkpoints:
     ) -> tuple[str | None, dict[str, Any] | None]:
         self.wait()
         self._ranks.connect()
+        wants_optimizer = load_optimizer and not module_only
         options = LoadOptions(
             strict=strict,
-            optimizer=load_optimizer and not module_only,
+            optimizer=wants_optimizer,
+            states=wants_optimizer and bool(self._state.optimizer.units),
             masters=self._state.config.zero.load_from_fp32_weights,
         )
         candidates = self._candidates(load_dir, tag)
@@ -306,7 +307,7 @@ class Checkpoints:
             problem = next((p for p in self._ranks.all_gather(problem) if p), "")
             if problem:
                 return problem
-        reads_states = plan is not None and options.optimizer and state.optimizer is not None
+        reads_states = plan is not None and options.states
         state.begin_window()
         self.is_half_loaded = True
         self._has_mixed_states |= reads_states

@@ -15,6 +15,7 @@ from deepspeed_c.checkpoint.source import BUFFER, MASTER, PARAM, ParamInfo
 from deepspeed_c.comm.axes import PP, TOKENS
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.engine.checkpoint.boxes import BoxPart, box_parts
+from deepspeed_c.engine.no_optimizer import NoOptimizer
 from deepspeed_c.engine.trainable import KeptState
 from deepspeed_c.errors import CheckpointError
 from deepspeed_c.inject.cut import Cut
@@ -122,7 +123,7 @@ class Reading:
 def owned_pieces(
     named: Named,
     layout: Layout,
-    optimizer: ZeroOptimizer | None,
+    optimizer: ZeroOptimizer | NoOptimizer,
     dormant: Mapping[torch.nn.Parameter, KeptState],
     mesh: Mesh,
     *,
@@ -306,13 +307,11 @@ def _share_out(copies: Iterable[_Whole], rank: int, n_ranks: int) -> Iterator[Ow
 
 
 def param_infos(
-    layout: Layout, optimizer: ZeroOptimizer | None, dormant: Mapping[torch.nn.Parameter, KeptState], rank: int
+    layout: Layout, optimizer: ZeroOptimizer | NoOptimizer, dormant: Mapping[torch.nn.Parameter, KeptState], rank: int
 ) -> dict[str, ParamInfo]:
     """Groups and counts of the trained parameters of which this rank owns something, and on rank 0 of those that hold
     the same layers of all others too."""
     infos: dict[str, ParamInfo] = {}
-    if optimizer is None:
-        return infos
     for unit in layout.trained:
         for slot in unit.slots:
             if slot in unit.fragment_of:

@@ -18,6 +18,7 @@ from deepspeed_c.checkpoint.source import BUFFER, MASTER, PARAM, LogicalTensor, 
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.engine.checkpoint.boxes import plan_reads
 from deepspeed_c.engine.checkpoint.contents import Named
+from deepspeed_c.engine.no_optimizer import NoOptimizer
 from deepspeed_c.engine.trainable import KeptState
 from deepspeed_c.errors import CheckpointError, StateError
 from deepspeed_c.inject.cut import Cut
@@ -42,7 +43,9 @@ class LoadOptions:
 
     strict: bool = True
     optimizer: bool = True
-    """Moments, step counts, groups, loss scale."""
+    """Groups, loss scale, random numbers, the place in the data."""
+    states: bool = True
+    """Moments and step counts, which an engine without an optimizer has no place for."""
     masters: bool = True
     """Master weights from the checkpoint's; otherwise from its 16-bit weights."""
 
@@ -155,13 +158,13 @@ def plan_restore(
     source: Source,
     named: Named,
     layout: Layout,
-    optimizer: ZeroOptimizer | None,
+    optimizer: ZeroOptimizer | NoOptimizer,
     mesh: Mesh,
     options: LoadOptions,
 ) -> RestorePlan:
     """What has to be read. Nothing is changed. Raises StateError for what does not fit the model or the optimizer, all
     of it at once."""
-    problems = _name_groups(source, named, layout) if options.optimizer and optimizer is not None else []
+    problems = _name_groups(source, named, layout) if options.states else []
     plan, finder = RestorePlan(), _Finder(source, named)
     placed: set[int] = set()
     by_bucket: dict[tuple[Unit, int], dict[Slot, str]] = {}
@@ -188,15 +191,14 @@ def plan_restore(
         found = source.tensors.get((BUFFER, known)) or finder.weight(known, tensor.dtype)
         if found is not None and _fits(found, _logical_shape(tensor), name, problems):
             _plan_whole(plan, tensor, found)
-    _plan_dormant(plan, finder, named, layout, mesh, options, has_optimizer=optimizer is not None)
+    _plan_dormant(plan, finder, named, layout, mesh, options)
     # Other stages of a pipeline find theirs.
     for name in named.names:
         finder.name_of(name)
     plan.unexpected = [name for name in finder.kinds if name not in finder.used]
-    if options.optimizer and optimizer is not None:
+    if options.states:
         problems += _plan_states(plan, finder, optimizer, by_bucket)
-    if optimizer is not None:
-        _plan_streams(plan, finder, optimizer, by_bucket, options)
+    _plan_streams(plan, finder, optimizer, by_bucket, options)
     frozen = {name for name, tensor in named.tensors.items() if not tensor.requires_grad}
     missing = [name for name in plan.missing if not (source.state.get("excludes_frozen") and name in frozen)]
     if options.strict:
@@ -255,7 +257,7 @@ def _plan_weights(plan: RestorePlan, finder: _Finder, unit: Unit, slot: Slot, na
 def _plan_streams(
     plan: RestorePlan,
     finder: _Finder,
-    optimizer: ZeroOptimizer,
+    optimizer: ZeroOptimizer | NoOptimizer,
     by_bucket: Mapping[tuple[Unit, int], Mapping[Slot, str]],
     options: LoadOptions,
 ) -> None:
@@ -408,11 +410,9 @@ def _plan_dormant(
     layout: Layout,
     mesh: Mesh,
     options: LoadOptions,
-    *,
-    has_optimizer: bool,
 ) -> None:
     """States of parameters that are frozen now and were trained once: they wait for the day they are trained again."""
-    if not (options.optimizer and has_optimizer):
+    if not options.states:
         return
     trained = {slot.name for unit in layout.trained for slot in unit.slots}
     for name, param in named.tensors.items():

@@ -177,6 +177,35 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         self._losses.forget()
 
     @property
+    def slots(self) -> list[Slot]:
+        """The places of all parameters that are trained."""
+        return self.reducer.slots
+
+    @property
+    def has_window(self) -> bool:
+        """Whether gradients have gathered since the last step."""
+        return self.reducer.has_window
+
+    def sums_of(self, unit: Unit) -> list[torch.Tensor]:
+        """This rank's sums of the gradients of ``unit``, as far as there are any."""
+        return self.reducer.results.get(unit, [])
+
+    def drop_spare_buffers(self) -> None:
+        """Frees buffers of gradients that the next backward makes anew."""
+        self.reducer.drop_spare_buffers()
+
+    def release(self) -> None:
+        """Takes its hooks off the parameters. It may be laid out over others."""
+        self.reducer.close()
+
+    def saved_options(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it beside states: its class, the options of its groups, the loss scale."""
+        saved: dict[str, Any] = {"optimizer": type(self.optimizer).__name__, "groups": self.hyper_parameters}
+        if self.scaler is not None:
+            saved["loss_scaler"] = self.scaler.state_dict()
+        return saved
+
+    @property
     def loss_scale(self) -> float:
         return self.scaler.scale if self.scaler is not None else 1.0
 

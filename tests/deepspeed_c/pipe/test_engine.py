@@ -171,3 +171,19 @@ def sequence_ranks_body(rank: int, world: int, stages: int) -> None:
 @pytest.mark.parametrize("world, stages", [(2, 1), (4, 2)])
 def test_ranks_that_hold_parts_of_a_sequence_are_refused(world: int, stages: int) -> None:
     run_ranks(world, sequence_ranks_body, stages)
+
+
+def told_ranks_twice(rank, world):
+    net = module_of(1)
+    said = {}
+    for name, value in {"mpu": net.mpu(), "mesh_param": (1, 1), "mesh_device": object()}.items():
+        with pytest.raises(ConfigError) as caught:
+            deepspeed_c.initialize(model=net, config=config_of(1), **{name: value})
+        said[name] = str(caught.value)
+    return said
+
+
+def test_its_ranks_come_from_its_topology_alone():
+    (said,) = run_ranks(1, told_ranks_twice)
+    for name, text in said.items():
+        assert f"initialize({name}=...)" in text and "topology" in text and f"leave {name} out" in text, text

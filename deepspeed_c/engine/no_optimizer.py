@@ -1,0 +1,59 @@
+"""The optimizer of an engine that only evaluates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deepspeed_c.zero.layout.unit import Slot, Unit
+
+__all__ = ["NoOptimizer"]
+
+
+class NoOptimizer:
+    """Stands where an engine that trains has its ``ZeroOptimizer``: it has no units, nothing gathers in it, and
+    nothing of it is saved.
+    """
+
+    units: tuple[Unit, ...] = ()
+    slots: tuple[Slot, ...] = ()
+    has_window = False
+    face = optimizer = scaler = None
+    loss_scale = 1.0
+
+    def __init__(self) -> None:
+        self.param_groups: list[dict[str, Any]] = []
+
+    def saved_options(self) -> dict[str, Any]:
+        """Empty: a checkpoint says of an optimizer that there was none."""
+        return {}
+
+    def get_global_grad_norm(self) -> None:
+        """None, as before the first step."""
+
+    def zero_grad(self) -> None:
+        """Nothing has gathered."""
+
+    def keep_edits(self) -> None:
+        """No masters follow the weights."""
+
+    def note_weights(self) -> None:
+        """No masters were loaded."""
+
+    def refresh_fp32_params(self) -> None:
+        """No masters follow the weights."""
+
+    def settle(self, *, frees_copies: bool = False) -> None:
+        """No update is ahead of a step."""
+
+    def drop_spare_buffers(self) -> None:
+        """There are no buffers of gradients."""
+
+    def sums_of(self, unit: Unit) -> list[Any]:
+        """No gradients gather."""
+        return []
+
+    def release(self) -> None:
+        """No hooks are on parameters."""
+
+    def close(self) -> None:
+        """Nothing is held."""
