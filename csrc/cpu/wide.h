@@ -40,6 +40,116 @@ static inline void dsc_wide_store(wide x, dsc_f32 *dst, int64_t n)
     memcpy(dst, &x, n == WIDE_LANES ? sizeof x : (size_t)n * sizeof *dst);
 }
 
+/* bf16 and f16 as base/half.h has them, NaN included. */
+static inline wide dsc_wide_of_bf16(const dsc_half half[WIDE_LANES])
+{
+#if defined(__AVX512F__)
+    __m256i halves = _mm256_loadu_si256((const __m256i *)(const void *)half);
+
+    return (wide)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16);
+#elif defined(__AVX2__)
+    __m128i halves = _mm_loadu_si128((const __m128i *)(const void *)half);
+
+    return (wide)_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16);
+#else
+    wide x;
+
+    for (int lane = 0; lane < WIDE_LANES; lane++)
+        x[lane] = dsc_bf16_to_f32(half[lane]);
+    return x;
+#endif
+}
+
+static inline wide dsc_wide_of_f16(const dsc_half half[WIDE_LANES])
+{
+#if defined(__AVX512F__)
+    return (wide)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)half));
+#elif defined(__AVX2__) && defined(__F16C__)
+    return (wide)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)half));
+#else
+    wide x;
+
+    for (int lane = 0; lane < WIDE_LANES; lane++)
+        x[lane] = dsc_f16_to_f32(half[lane]);
+    return x;
+#endif
+}
+
+static inline void dsc_wide_to_bf16(wide x, dsc_half half[WIDE_LANES])
+{
+#if defined(__AVX2__)
+    wide_bits bits = (wide_bits)x;
+    wide_bits rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+    wide_bits quiet = bits | 0x400000u;
+#endif
+#if defined(__AVX512F__)
+    __mmask16 is_nan = _mm512_cmp_ps_mask((__m512)x, (__m512)x, _CMP_UNORD_Q);
+    __m512i chosen = _mm512_mask_blend_epi32(is_nan, (__m512i)rounded, (__m512i)quiet);
+
+    _mm256_storeu_si256((__m256i *)(void *)half, _mm512_cvtepi32_epi16(_mm512_srli_epi32(chosen, 16)));
+#elif defined(__AVX2__)
+    __m256 is_nan = _mm256_cmp_ps((__m256)x, (__m256)x, _CMP_UNORD_Q);
+    __m256i chosen = _mm256_srli_epi32((__m256i)_mm256_blendv_ps((__m256)rounded, (__m256)quiet, is_nan), 16);
+    __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(chosen, chosen), 0x08);
+
+    _mm_storeu_si128((__m128i *)(void *)half, _mm256_castsi256_si128(packed));
+#else
+    for (int lane = 0; lane < WIDE_LANES; lane++)
+        half[lane] = dsc_f32_to_bf16(x[lane]);
+#endif
+}
+
+static inline void dsc_wide_to_f16(wide x, dsc_half half[WIDE_LANES])
+{
+#if defined(__AVX512F__)
+    _mm256_storeu_si256((__m256i *)(void *)half, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__AVX2__) && defined(__F16C__)
+    _mm_storeu_si128((__m128i *)(void *)half, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
+#else
+    for (int lane = 0; lane < WIDE_LANES; lane++)
+        half[lane] = dsc_f32_to_f16(x[lane]);
+#endif
+}
+
+/* Elements i to i + n of data; n is a constant WIDE_LANES or the rest of a row, dtype a constant. */
+static inline __attribute__((always_inline)) wide dsc_wide_load_as(dsc_dtype dtype, const void *data, int64_t i,
+                                                                   int64_t n)
+{
+    const dsc_half *halves = (const dsc_half *)data + i;
+    dsc_half padded[WIDE_LANES] = {0};
+
+    if (dtype == DSC_DTYPE_F32)
+        return dsc_wide_load((const dsc_f32 *)data + i, n);
+    if (n < WIDE_LANES) {
+        memcpy(padded, halves, (size_t)n * sizeof *halves);
+        halves = padded;
+    }
+    return dtype == DSC_DTYPE_BF16 ? dsc_wide_of_bf16(halves) : dsc_wide_of_f16(halves);
+}
+
+static inline __attribute__((always_inline)) void dsc_wide_store_as(dsc_dtype dtype, wide x, void *data, int64_t i,
+                                                                    int64_t n)
+{
+    dsc_half *halves = (dsc_half *)data + i;
+    dsc_half padded[WIDE_LANES];
+
+    if (dtype == DSC_DTYPE_F32) {
+        dsc_wide_store(x, (dsc_f32 *)data + i, n);
+        return;
+    }
+    if (n == WIDE_LANES && dtype == DSC_DTYPE_BF16) {
+        dsc_wide_to_bf16(x, halves);
+    } else if (n == WIDE_LANES) {
+        dsc_wide_to_f16(x, halves);
+    } else {
+        if (dtype == DSC_DTYPE_BF16)
+            dsc_wide_to_bf16(x, padded);
+        else
+            dsc_wide_to_f16(x, padded);
+        memcpy(halves, padded, (size_t)n * sizeof *halves);
+    }
+}
+
 /* Runs step(..., i, n_lanes) over n elements, a register at a time; the last may be part of one. */
 #define EACH_WIDE(n, step, ...)                          \
     do {                                                 \

@@ -57,20 +57,11 @@ static void act_row(const void *arg, int64_t row, float *const *sums)
 {
     const struct act_job *job = arg;
     const struct dsc_nn_bias_act *call = job->call;
-    DSC_ALIGNED dsc_f32 scratch[2][DSC_BLOCK_ELEMS];
+    int64_t i = row * call->n_cols;
 
     (void)sums;
-    for (int64_t begin = 0; begin < call->n_cols; begin += DSC_BLOCK_ELEMS) {
-        int64_t n = dsc_block_of(call->n_cols - begin);
-        int64_t i = row * call->n_cols + begin;
-        const dsc_f32 *x = dsc_load_biased(&job->rows, call->dtype, dsc_at(call->x, call->dtype, i),
-                                           dsc_at(call->bias, call->dtype, begin), n, scratch);
-        void *out = dsc_at_out(call->y, call->dtype, i);
-        dsc_f32 *y = dsc_target(call->dtype, out, scratch[0]);
-
-        job->loops.act(n, x, y);
-        dsc_store(&job->rows, call->dtype, y, n, out);
-    }
+    job->loops.act(call->n_cols, call->dtype, dsc_at(call->x, call->dtype, i), call->bias,
+                   dsc_at_out(call->y, call->dtype, i));
 }
 
 dsc_status dsc_nn_bias_act_check(const struct dsc_nn_bias_act *call)
@@ -104,24 +95,10 @@ static void act_grad_row(const void *arg, int64_t row, float *const *sums)
 {
     const struct act_grad_job *job = arg;
     const struct dsc_nn_bias_act_grad *call = job->call;
-    const struct dsc_rows *rows = &job->rows;
-    DSC_ALIGNED dsc_f32 scratch[2][DSC_BLOCK_ELEMS];
-    DSC_ALIGNED dsc_f32 dy_scratch[DSC_BLOCK_ELEMS];
+    int64_t i = row * call->n_cols;
 
-    for (int64_t begin = 0; begin < call->n_cols; begin += DSC_BLOCK_ELEMS) {
-        int64_t n = dsc_block_of(call->n_cols - begin);
-        int64_t i = row * call->n_cols + begin;
-        const dsc_f32 *x = dsc_load_biased(rows, call->dtype, dsc_at(call->x, call->dtype, i),
-                                           dsc_at(call->bias, call->dtype, begin), n, scratch);
-        const dsc_f32 *dy = dsc_load(rows, call->dtype, dsc_at(call->dy, call->dtype, i), n, dy_scratch);
-        void *out = dsc_at_out(call->dx, call->dtype, i);
-        dsc_f32 *dx = dsc_target(call->dtype, out, scratch[0]);
-
-        job->loops.grad(n, x, dy, dx);
-        if (sums[0] != NULL)
-            rows->kernels->add_f32(n, dx, (dsc_f32 *)sums[0] + begin);
-        dsc_store(rows, call->dtype, dx, n, out);
-    }
+    job->loops.grad(call->n_cols, call->dtype, dsc_at(call->x, call->dtype, i), call->bias,
+                    dsc_at(call->dy, call->dtype, i), dsc_at_out(call->dx, call->dtype, i), sums[0]);
 }
 
 dsc_status dsc_nn_bias_act_grad_check(const struct dsc_nn_bias_act_grad *call)

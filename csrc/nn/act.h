@@ -6,11 +6,11 @@
 #include "nn/table.h"
 
 struct dsc_act_loops {
-    void (*act)(int64_t n, const dsc_f32 *x, dsc_f32 *y);
-    void (*grad)(int64_t n, const dsc_f32 *x, const dsc_f32 *dy, dsc_f32 *dx);
-    void (*gated)(int64_t n, const dsc_f32 *gate, const dsc_f32 *up, dsc_f32 *y);
-    void (*gated_grad)(int64_t n, const dsc_f32 *gate, const dsc_f32 *up, const dsc_f32 *dy, dsc_f32 *dgate,
-                       dsc_f32 *dup);
+    void (*act)(int64_t n, dsc_dtype dtype, const void *x, const void *bias, void *y);
+    void (*grad)(int64_t n, dsc_dtype dtype, const void *x, const void *bias, const void *dy, void *dx, float *sum);
+    void (*gated)(int64_t n, dsc_dtype dtype, const void *gate, const void *up, void *y);
+    void (*gated_grad)(int64_t n, dsc_dtype dtype, const void *gate, const void *up, const void *dy, void *dgate,
+                       void *dup);
 };
 
 /* DSC_EINVAL for a number that is no activation's. */

@@ -21,21 +21,11 @@ static void gated_row(const void *arg, int64_t row, float *const *sums)
 {
     const struct gated_job *job = arg;
     const struct dsc_nn_gated *call = job->call;
-    const struct dsc_rows *rows = &job->rows;
-    DSC_ALIGNED dsc_f32 scratch[2][DSC_BLOCK_ELEMS];
+    int64_t i = row * call->in_stride;
 
     (void)sums;
-    for (int64_t begin = 0; begin < call->n_cols; begin += DSC_BLOCK_ELEMS) {
-        int64_t n = dsc_block_of(call->n_cols - begin);
-        int64_t i = row * call->in_stride + begin;
-        const dsc_f32 *gate = dsc_load(rows, call->dtype, dsc_at(call->gate, call->dtype, i), n, scratch[0]);
-        const dsc_f32 *up = dsc_load(rows, call->dtype, dsc_at(call->up, call->dtype, i), n, scratch[1]);
-        void *out = dsc_at_out(call->y, call->dtype, row * call->n_cols + begin);
-        dsc_f32 *y = dsc_target(call->dtype, out, scratch[0]);
-
-        job->loops.gated(n, gate, up, y);
-        dsc_store(rows, call->dtype, y, n, out);
-    }
+    job->loops.gated(call->n_cols, call->dtype, dsc_at(call->gate, call->dtype, i), dsc_at(call->up, call->dtype, i),
+                     dsc_at_out(call->y, call->dtype, row * call->n_cols));
 }
 
 dsc_status dsc_nn_gated_check(const struct dsc_nn_gated *call)
@@ -69,26 +59,12 @@ static void gated_grad_row(const void *arg, int64_t row, float *const *sums)
 {
     const struct gated_grad_job *job = arg;
     const struct dsc_nn_gated_grad *call = job->call;
-    const struct dsc_rows *rows = &job->rows;
-    DSC_ALIGNED dsc_f32 scratch[3][DSC_BLOCK_ELEMS];
+    int64_t i = row * call->in_stride;
 
     (void)sums;
-    for (int64_t begin = 0; begin < call->n_cols; begin += DSC_BLOCK_ELEMS) {
-        int64_t n = dsc_block_of(call->n_cols - begin);
-        int64_t i = row * call->in_stride + begin;
-        const dsc_f32 *gate = dsc_load(rows, call->dtype, dsc_at(call->gate, call->dtype, i), n, scratch[0]);
-        const dsc_f32 *up = dsc_load(rows, call->dtype, dsc_at(call->up, call->dtype, i), n, scratch[1]);
-        const dsc_f32 *dy =
-            dsc_load(rows, call->dtype, dsc_at(call->dy, call->dtype, row * call->n_cols + begin), n, scratch[2]);
-        void *gate_out = dsc_at_out(call->dgate, call->dtype, i);
-        void *up_out = dsc_at_out(call->dup, call->dtype, i);
-        dsc_f32 *dgate = dsc_target(call->dtype, gate_out, scratch[0]);
-        dsc_f32 *dup = dsc_target(call->dtype, up_out, scratch[1]);
-
-        job->loops.gated_grad(n, gate, up, dy, dgate, dup);
-        dsc_store(rows, call->dtype, dgate, n, gate_out);
-        dsc_store(rows, call->dtype, dup, n, up_out);
-    }
+    job->loops.gated_grad(call->n_cols, call->dtype, dsc_at(call->gate, call->dtype, i),
+                          dsc_at(call->up, call->dtype, i), dsc_at(call->dy, call->dtype, row * call->n_cols),
+                          dsc_at_out(call->dgate, call->dtype, i), dsc_at_out(call->dup, call->dtype, i));
 }
 
 dsc_status dsc_nn_gated_grad_check(const struct dsc_nn_gated_grad *call)

@@ -45,52 +45,85 @@ static inline struct act relu(wide x)
 
 typedef struct act act_of(wide x);
 
-/* Steps of EACH_WIDE; act is a constant where they are inlined. */
+/* Steps of EACH_WIDE; act, dtype and a NULL are constants where they are inlined. */
 #define STEP static inline __attribute__((always_inline)) void
 
-STEP value_step(act_of *act, const dsc_f32 *x, dsc_f32 *y, int64_t i, int64_t n)
+static inline __attribute__((always_inline)) wide biased(dsc_dtype dtype, const void *x, const void *bias, int64_t i,
+                                                         int64_t n)
 {
-    dsc_wide_store(act(dsc_wide_load(x + i, n)).value, y + i, n);
+    wide loaded = dsc_wide_load_as(dtype, x, i, n);
+
+    return bias == NULL ? loaded : loaded + dsc_wide_load_as(dtype, bias, i, n);
 }
 
-STEP grad_step(act_of *act, const dsc_f32 *x, const dsc_f32 *dy, dsc_f32 *dx, int64_t i, int64_t n)
+STEP value_step(act_of *act, dsc_dtype dtype, const void *x, const void *bias, void *y, int64_t i, int64_t n)
 {
-    dsc_wide_store(dsc_wide_load(dy + i, n) * act(dsc_wide_load(x + i, n)).slope, dx + i, n);
+    dsc_wide_store_as(dtype, act(biased(dtype, x, bias, i, n)).value, y, i, n);
 }
 
-STEP gated_step(act_of *act, const dsc_f32 *gate, const dsc_f32 *up, dsc_f32 *y, int64_t i, int64_t n)
+STEP grad_step(act_of *act, dsc_dtype dtype, const void *x, const void *bias, const void *dy, void *dx, float *sum,
+               int64_t i, int64_t n)
 {
-    dsc_wide_store(act(dsc_wide_load(gate + i, n)).value * dsc_wide_load(up + i, n), y + i, n);
+    wide found = dsc_wide_load_as(dtype, dy, i, n) * act(biased(dtype, x, bias, i, n)).slope;
+
+    if (sum != NULL)
+        dsc_wide_store(dsc_wide_load((dsc_f32 *)sum + i, n) + found, (dsc_f32 *)sum + i, n);
+    dsc_wide_store_as(dtype, found, dx, i, n);
 }
 
-STEP gated_grad_step(act_of *act, const dsc_f32 *gate, const dsc_f32 *up, const dsc_f32 *dy, dsc_f32 *dgate,
-                     dsc_f32 *dup, int64_t i, int64_t n)
+STEP gated_step(act_of *act, dsc_dtype dtype, const void *gate, const void *up, void *y, int64_t i, int64_t n)
 {
-    struct act found = act(dsc_wide_load(gate + i, n));
-    wide gradient = dsc_wide_load(dy + i, n);
-    wide from_up = gradient * dsc_wide_load(up + i, n) * found.slope;
+    wide found = act(dsc_wide_load_as(dtype, gate, i, n)).value;
 
-    dsc_wide_store(from_up, dgate + i, n);
-    dsc_wide_store(gradient * found.value, dup + i, n);
+    dsc_wide_store_as(dtype, found * dsc_wide_load_as(dtype, up, i, n), y, i, n);
 }
 
-#define DSC_NN_ACT(name)                                                                                     \
-    void DSC_K(nn_##name)(int64_t n, const dsc_f32 *x, dsc_f32 *y)                                           \
-    {                                                                                                        \
-        EACH_WIDE(n, value_step, name, x, y);                                                                \
-    }                                                                                                        \
-    void DSC_K(nn_##name##_grad)(int64_t n, const dsc_f32 *x, const dsc_f32 *dy, dsc_f32 *dx)                \
-    {                                                                                                        \
-        EACH_WIDE(n, grad_step, name, x, dy, dx);                                                            \
-    }                                                                                                        \
-    void DSC_K(nn_gated_##name)(int64_t n, const dsc_f32 *gate, const dsc_f32 *up, dsc_f32 *y)               \
-    {                                                                                                        \
-        EACH_WIDE(n, gated_step, name, gate, up, y);                                                         \
-    }                                                                                                        \
-    void DSC_K(nn_gated_##name##_grad)(int64_t n, const dsc_f32 *gate, const dsc_f32 *up, const dsc_f32 *dy, \
-                                       dsc_f32 *dgate, dsc_f32 *dup)                                         \
-    {                                                                                                        \
-        EACH_WIDE(n, gated_grad_step, name, gate, up, dy, dgate, dup);                                       \
+STEP gated_grad_step(act_of *act, dsc_dtype dtype, const void *gate, const void *up, const void *dy, void *dgate,
+                     void *dup, int64_t i, int64_t n)
+{
+    struct act found = act(dsc_wide_load_as(dtype, gate, i, n));
+    wide gradient = dsc_wide_load_as(dtype, dy, i, n);
+    wide from_up = gradient * dsc_wide_load_as(dtype, up, i, n) * found.slope;
+
+    dsc_wide_store_as(dtype, from_up, dgate, i, n);
+    dsc_wide_store_as(dtype, gradient * found.value, dup, i, n);
+}
+
+/* A loop for each dtype. */
+#define EACH_OF(dtype, n, step, act, ...)                         \
+    do {                                                          \
+        if (dtype == DSC_DTYPE_F32)                               \
+            EACH_WIDE(n, step, act, DSC_DTYPE_F32, __VA_ARGS__);  \
+        else if (dtype == DSC_DTYPE_BF16)                         \
+            EACH_WIDE(n, step, act, DSC_DTYPE_BF16, __VA_ARGS__); \
+        else                                                      \
+            EACH_WIDE(n, step, act, DSC_DTYPE_F16, __VA_ARGS__);  \
+    } while (0)
+
+#define DSC_NN_ACT(name)                                                                                             \
+    void DSC_K(nn_##name)(int64_t n, dsc_dtype dtype, const void *x, const void *bias, void *y)                      \
+    {                                                                                                                \
+        if (bias == NULL)                                                                                            \
+            EACH_OF(dtype, n, value_step, name, x, NULL, y);                                                         \
+        else                                                                                                         \
+            EACH_OF(dtype, n, value_step, name, x, bias, y);                                                         \
+    }                                                                                                                \
+    void DSC_K(nn_##name##_grad)(int64_t n, dsc_dtype dtype, const void *x, const void *bias, const void *dy,        \
+                                 void *dx, float *sum)                                                               \
+    {                                                                                                                \
+        if (bias == NULL && sum == NULL)                                                                             \
+            EACH_OF(dtype, n, grad_step, name, x, NULL, dy, dx, NULL);                                               \
+        else                                                                                                         \
+            EACH_OF(dtype, n, grad_step, name, x, bias, dy, dx, sum);                                                \
+    }                                                                                                                \
+    void DSC_K(nn_gated_##name)(int64_t n, dsc_dtype dtype, const void *gate, const void *up, void *y)               \
+    {                                                                                                                \
+        EACH_OF(dtype, n, gated_step, name, gate, up, y);                                                            \
+    }                                                                                                                \
+    void DSC_K(nn_gated_##name##_grad)(int64_t n, dsc_dtype dtype, const void *gate, const void *up, const void *dy, \
+                                       void *dgate, void *dup)                                                       \
+    {                                                                                                                \
+        EACH_OF(dtype, n, gated_grad_step, name, gate, up, dy, dgate, dup);                                          \
     }
 
 #include "dsc/activations.inc"
