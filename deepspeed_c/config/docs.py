@@ -101,12 +101,12 @@ def _section(cls: type[Section], path: str, title: str) -> Iterator[str]:
             yield from _section(field.section, below + ".", f"`{below}`")
 
 
-def _table(cls: type[Section]) -> Iterator[str]:
+def _table(cls: type[Section], *, is_later: bool = False) -> Iterator[str]:
     yield "| key | value | default | status | meaning |"
     yield "| --- | --- | --- | --- | --- |"
     for field in fields_of(cls).values():
         words = describe(field.hint, field.info).replace("|", "\\|")
-        yield f"| `{field.name}` | {words} | {_default(field)} | {_status(field)} | {_meaning(field, cls)} |"
+        yield f"| `{field.name}` | {words} | {_default(field)} | {'later' if is_later else _status(field)} | {_meaning(field, cls)} |"
     yield ""
 
 
@@ -147,9 +147,9 @@ def _kinds(path: str, kinds: dict[str, Kind], closing: str) -> Iterator[str]:
         shown.setdefault(kind.params, []).append(kind)
     for params, group in shown.items():
         if params is not None:
-            later = " (later)" if group[0].feature is not None and not FEATURES[group[0].feature].is_built else ""
-            yield f"### {', '.join(kind.name for kind in group)}{later}\n"
-            yield from _table(params)
+            is_later = group[0].feature is not None and not FEATURES[group[0].feature].is_built
+            yield f"### {', '.join(kind.name for kind in group)}{' (later)' if is_later else ''}\n"
+            yield from _table(params, is_later=is_later)
     for feature in dict.fromkeys(kind.feature for kind in shown.get(None, ())):
         names = ", ".join(kind.name for kind in shown[None] if kind.feature == feature)
         if feature is None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-__all__ = ["FEATURES", "Feature"]
+__all__ = ["AREAS", "FEATURES", "Feature"]
 
 
 class Feature(NamedTuple):
@@ -24,129 +24,144 @@ def _later(title: str, instead: str) -> Feature:
 
 _REMOVE = "remove the key, or set it to its default"
 
-FEATURES: dict[str, Feature] = {
-    # ZeRO and where its shards live
-    "stage3": Feature(
-        "ZeRO stage 3",
-        True,
-        'use "stage": 2 (or 0, 1): optimizer state and gradients are sharded there',
-        is_on=lambda root: root.zero.stage == 3,
-    ),
-    "offload_optimizer": Feature(
-        "optimizer offload",
-        True,
-        'set "device": "none"; stages 1 and 2 shard the state over ranks',
-        is_on=lambda root: root.zero.offload_optimizer.device != "none",
-    ),
-    "offload_param": Feature(
-        "parameter offload",
-        True,
-        'set "device": "none"',
-        is_on=lambda root: root.zero.offload_param.device != "none",
-    ),
-    "nvme": Feature(
-        "NVMe offload",
-        True,
-        _REMOVE,
-        is_on=lambda root: (
-            "nvme"
-            in (
-                root.zero.offload_optimizer.device,
-                root.zero.offload_param.device,
-                root.activation_checkpointing.offload.device,
-            )
+# Area of the package -> its features by key.
+AREAS: dict[str, dict[str, Feature]] = {
+    "ZeRO and offload": {
+        "stage3": Feature(
+            "ZeRO stage 3",
+            True,
+            'use "stage": 2 (or 0, 1): optimizer state and gradients are sharded there',
+            is_on=lambda root: root.zero.stage == 3,
         ),
-    ),
-    "partial_offload": Feature(
-        "partial offload (Twin-Flow)",
-        True,
-        "set the ratio to 1.0",
-        is_on=lambda root: root.zero.offload_optimizer.device != "none" and root.zero.offload_optimizer.ratio < 1,
-    ),
-    "super_offload": Feature(
-        "updates ahead of the step (SuperOffload)",
-        True,
-        _REMOVE,
-        is_on=lambda root: root.zero.offload_optimizer.super_offload,
-    ),
-    "gds": _later("GPUDirect Storage", "set it to false: transfers go through page-locked host memory"),
-    "muon_in_memory": _later(
-        "Muon's momentum in memory beside states on NVMe",
-        'set it to false, or keep a part of the states in memory with "ratio"',
-    ),
-    "zenflow": _later("ZenFlow", "remove the section"),
-    "hpz": _later("ZeRO++ secondary shards (hpZ)", "set the size to 1"),
-    "quantized_collectives": _later("ZeRO++ quantized collectives", "set it to false"),
-    "mics": Feature(
-        "MiCS (shards within groups of ranks, copies between them)",
-        True,
-        "set mics_shard_size to -1",
-        is_on=lambda root: root.zero.mics_shard_size > 0,
-    ),
-    "hierarchical_gather": _later("gathers within a node, then between nodes", "set it to false"),
-    "legacy_stage1": _later("the old stage 1", "set it to false: stage 1 has one implementation"),
-    # Precision
-    "fp16_master": _later("fp16 master weights (they need CPU offload)", "set it to false: master weights stay fp32"),
-    "amp": _later("Apex AMP", 'use "bf16", "fp16" or "torch_autocast"'),
-    "msamp": _later("MS-AMP", 'use "bf16", "fp16" or "torch_autocast"'),
-    # Optimizers and schedules
-    "onebit": _later("1-bit optimizers", 'use "Adam" or "Lamb"'),
-    "mup": _later(
-        "muP optimizers", "build the optimizer with the mup package and pass it to initialize(optimizer=...)"
-    ),
-    "closure_optimizer": _later(
-        "optimizers that call the model themselves", "use one that takes gradients, such as AdamW"
-    ),
-    "optimizer_states_by_params": _later(
-        "16-bit moments asked for in the optimizer's params", 'set it to true, and use "state_dtype": "bf16"'
-    ),
-    "adagrad_variants": _later(
-        "this option of Adagrad", "set it to its default, or pass initialize(optimizer=torch.optim.Adagrad(...))"
-    ),
-    "muon_variants": _later("another rule for Muon's non-matrices", "set it to its default: they take AdamW"),
-    "lamb_variants": _later("this variant of LAMB", "set it to false"),
-    "torch_schedules": _later(
-        "schedules of torch.optim.lr_scheduler named in the configuration",
-        "pass initialize(lr_scheduler=lambda optimizer: ...) and remove the section",
-    ),
-    # Parallelism
-    "tensor_parallel": Feature(
-        "tensor parallelism",
-        True,
-        "set the size to 0 (autotp_size) or 1 (tp_size)",
-        is_on=lambda root: max(root.tensor_parallel.autotp_size, root.tensor_parallel.tp.tp_size) > 1,
-    ),
-    "tensor_parallel_variants": _later("this way to cut a model", _REMOVE),
-    "expert_parallel": _later("expert parallelism", 'set "enabled": false'),
-    "hybrid_engine": _later("the hybrid (train and generate) engine", 'set "enabled": false'),
-    "inference": _later("the inference engine", "remove the section"),
-    "inference_quantization": _later("weight quantization for inference", "remove the section"),
-    # Memory and compilation
-    "activation_offload": Feature(
-        "inputs of recomputed layers in host memory or a file",
-        True,
-        'set "device" to "none"',
-        is_on=lambda root: root.activation_checkpointing.offload.device != "none",
-    ),
-    "compile": _later("the graph-pass compiler", "set deepcompile to false; torch.compile works on the model itself"),
-    "graph_harvesting": _later("CUDA graph capture", "set it to false"),
-    # Checkpoints and elasticity
-    "checkpoint_writer": _later("the configurable checkpoint writer", _REMOVE),
-    "nebula": _later("Nebula checkpoints", 'set "enabled": false'),
-    "datastates": _later("DataStates checkpoints", "remove the section"),
-    "elasticity": _later("elasticity", 'set "enabled": false and give the batch sizes'),
-    "autotuning": _later("autotuning", 'set "enabled": false'),
-    # Where numbers go
-    "monitors": _later("monitors", 'set "enabled": false; log from the training loop'),
-    "comms_logger": Feature(
-        "the communication logger", True, 'set "enabled": false', is_on=lambda root: root.comms_logger.enabled
-    ),
-    "flops_profiler": _later("the flops profiler", 'set "enabled": false; wall_clock_breakdown times the phases'),
-    # Model and data
-    "sparse_attention": _later("sparse attention", "remove the section"),
-    "progressive_layer_drop": _later("progressive layer drop", 'set "enabled": false'),
-    "eigenvalue": _later("eigenvalue estimation", 'set "enabled": false'),
-    "curriculum": _later("curriculum learning", 'set "enabled": false'),
-    "data_efficiency": _later("the data-efficiency section", 'set "enabled": false'),
-    "compression": _later("compression-aware training", 'set "enabled": false'),
+        "offload_optimizer": Feature(
+            "optimizer offload",
+            True,
+            'set "device": "none"; stages 1 and 2 shard the state over ranks',
+            is_on=lambda root: root.zero.offload_optimizer.device != "none",
+        ),
+        "offload_param": Feature(
+            "parameter offload",
+            True,
+            'set "device": "none"',
+            is_on=lambda root: root.zero.offload_param.device != "none",
+        ),
+        "nvme": Feature(
+            "NVMe offload",
+            True,
+            _REMOVE,
+            is_on=lambda root: (
+                "nvme"
+                in (
+                    root.zero.offload_optimizer.device,
+                    root.zero.offload_param.device,
+                    root.activation_checkpointing.offload.device,
+                )
+            ),
+        ),
+        "partial_offload": Feature(
+            "partial offload (Twin-Flow)",
+            True,
+            "set the ratio to 1.0",
+            is_on=lambda root: root.zero.offload_optimizer.device != "none" and root.zero.offload_optimizer.ratio < 1,
+        ),
+        "super_offload": Feature(
+            "updates ahead of the step (SuperOffload)",
+            True,
+            _REMOVE,
+            is_on=lambda root: root.zero.offload_optimizer.super_offload,
+        ),
+        "gds": _later("GPUDirect Storage", "set it to false: transfers go through page-locked host memory"),
+        "muon_in_memory": _later(
+            "Muon's momentum in memory beside states on NVMe",
+            'set it to false, or keep a part of the states in memory with "ratio"',
+        ),
+        "zenflow": _later("ZenFlow", "remove the section"),
+        "hpz": _later("ZeRO++ secondary shards (hpZ)", "set the size to 1"),
+        "quantized_collectives": _later("ZeRO++ quantized collectives", "set it to false"),
+        "mics": Feature(
+            "MiCS (shards within groups of ranks, copies between them)",
+            True,
+            "set mics_shard_size to -1",
+            is_on=lambda root: root.zero.mics_shard_size > 0,
+        ),
+        "hierarchical_gather": _later("gathers within a node, then between nodes", "set it to false"),
+        "legacy_stage1": _later("the old stage 1", "set it to false: stage 1 has one implementation"),
+    },
+    "precision": {
+        "fp16_master": _later(
+            "fp16 master weights (they need CPU offload)", "set it to false: master weights stay fp32"
+        ),
+        "amp": _later("Apex AMP", 'use "bf16", "fp16" or "torch_autocast"'),
+        "msamp": _later("MS-AMP", 'use "bf16", "fp16" or "torch_autocast"'),
+    },
+    "optimizers and schedules": {
+        "onebit": _later("1-bit optimizers", 'use "Adam" or "Lamb"'),
+        "mup": _later(
+            "muP optimizers", "build the optimizer with the mup package and pass it to initialize(optimizer=...)"
+        ),
+        "closure_optimizer": _later(
+            "optimizers that call the model themselves", "use one that takes gradients, such as AdamW"
+        ),
+        "optimizer_states_by_params": _later(
+            "16-bit moments by fp32_optimizer_states", 'set it to true, and use "state_dtype": "bf16"'
+        ),
+        "adagrad_variants": _later(
+            "Adagrad's lr_decay, initial_accumulator_value and maximize", "set it to its default, or pass initialize(optimizer=torch.optim.Adagrad(...))"
+        ),
+        "muon_variants": _later("another rule for Muon's non-matrices", "set it to its default: they take AdamW"),
+        "lamb_variants": _later("LAMB's eps_inside_sqrt and amsgrad", "set it to false"),
+        "torch_schedules": _later(
+            "schedules of torch.optim.lr_scheduler named in the configuration",
+            "pass initialize(lr_scheduler=lambda optimizer: ...) and remove the section",
+        ),
+    },
+    "parallelism and inference": {
+        "tensor_parallel": Feature(
+            "tensor parallelism",
+            True,
+            "set the size to 0 (autotp_size) or 1 (tp_size)",
+            is_on=lambda root: max(root.tensor_parallel.autotp_size, root.tensor_parallel.tp.tp_size) > 1,
+        ),
+        "tensor_parallel_variants": _later("cuts of embeddings by dimension, models loaded to host memory", _REMOVE),
+        "expert_parallel": _later("expert parallelism", 'set "enabled": false'),
+        "hybrid_engine": _later("the hybrid (train and generate) engine", 'set "enabled": false'),
+        "inference": _later("the inference engine", "remove the section"),
+        "inference_quantization": _later("weight quantization for inference", "remove the section"),
+    },
+    "memory and compilation": {
+        "activation_offload": Feature(
+            "inputs of recomputed layers in host memory or a file",
+            True,
+            'set "device" to "none"',
+            is_on=lambda root: root.activation_checkpointing.offload.device != "none",
+        ),
+        "compile": _later(
+            "the graph-pass compiler", "set deepcompile to false; torch.compile works on the model itself"
+        ),
+        "graph_harvesting": _later("CUDA graph capture", "set it to false"),
+    },
+    "checkpoints and elasticity": {
+        "checkpoint_writer": _later("the configurable checkpoint writer", _REMOVE),
+        "nebula": _later("Nebula checkpoints", 'set "enabled": false'),
+        "datastates": _later("DataStates checkpoints", "remove the section"),
+        "elasticity": _later("elasticity", 'set "enabled": false and give the batch sizes'),
+        "autotuning": _later("autotuning", 'set "enabled": false'),
+    },
+    "monitoring": {
+        "monitors": _later("monitors", 'set "enabled": false; log from the training loop'),
+        "comms_logger": Feature(
+            "the communication logger", True, 'set "enabled": false', is_on=lambda root: root.comms_logger.enabled
+        ),
+        "flops_profiler": _later("the flops profiler", 'set "enabled": false; wall_clock_breakdown times the phases'),
+    },
+    "model and data": {
+        "sparse_attention": _later("sparse attention", "remove the section"),
+        "progressive_layer_drop": _later("progressive layer drop", 'set "enabled": false'),
+        "eigenvalue": _later("eigenvalue estimation", 'set "enabled": false'),
+        "curriculum": _later("curriculum learning", 'set "enabled": false'),
+        "data_efficiency": _later("the data-efficiency section", 'set "enabled": false'),
+        "compression": _later("compression-aware training", 'set "enabled": false'),
+    },
 }
+
+FEATURES: dict[str, Feature] = {key: feature for area in AREAS.values() for key, feature in area.items()}

@@ -1,0 +1,70 @@
+"""Documents say what is so: lists that scripts write are of today, and transcripts are what the interpreter answers."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deepspeed_c.config.features import AREAS, FEATURES
+from scripts import missing
+from scripts.compatibility import read_rows
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# A block of code that begins with a prompt of Python's.
+TRANSCRIPT = re.compile(r"^```\w*\n(>>> .*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def test_lists_of_what_is_missing_are_of_today() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "scripts.missing"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("document", missing.DOCUMENTS, ids=lambda path: path.name)
+def test_every_missing_feature_and_only_such_are_listed(document: Path) -> None:
+    _, _, listed = document.read_text(encoding="utf-8").partition(missing.BEGIN)
+    listed, _, _ = listed.partition(missing.END)
+    titles = {
+        title for row in listed.splitlines() if row.startswith("| ") for title in row.split(" | ")[1][:-2].split("; ")
+    }
+    absent = {feature.title for feature in FEATURES.values() if not feature.is_built}
+    assert titles - {"not built", "---"} == absent, titles ^ absent
+    assert f"{len(absent)} of {len(FEATURES)} features" in listed
+    assert f"{sum(row.state == 'not yet' for row in read_rows())} of DeepSpeed's" in listed
+
+
+def test_an_old_list_is_found(monkeypatch, tmp_path, capsys) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{missing.BEGIN}\nOnly one thing is missing.\n{missing.END}\nafter\n")
+    monkeypatch.setattr(missing, "DOCUMENTS", {page: "docs/"})
+    assert missing.main([]) == 1 and "page.md does not list" in capsys.readouterr().out
+    assert missing.main(["--write"]) == 0 and missing.main([]) == 0
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and next(iter(AREAS)) in text
+    with pytest.raises(ValueError, match="no <!-- missing"):
+        missing.put_between_marks("a page without marks", "text")
+
+
+def test_transcripts_are_what_the_interpreter_answers() -> None:
+    found = [(page, block) for page in DOCUMENTS for block in TRANSCRIPT.findall(page.read_text(encoding="utf-8"))]
+    assert found, "no transcript is left in the documents"
+    for page, block in found:
+        lines = block.splitlines()
+        code = "\n".join(line[4:] for line in lines if line.startswith(">>> "))
+        answer = [line for line in lines if not line.startswith(">>> ")]
+        done = subprocess.run(
+            [sys.executable, "-m", "deepspeed_c", "run", "--force", sys.executable, "-c", code],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        said = (done.stdout + done.stderr).splitlines()[-len(answer) :]
+        assert said == answer, f"{page.name}: {said}"
