@@ -9,6 +9,7 @@ import torch
 
 from deepspeed_c import _C
 from deepspeed_c.config import Config
+from deepspeed_c.config.precision import TorchAutocast
 from deepspeed_c.zero.layout.unit import Dtypes
 
 __all__ = ["DTYPES", "Precision"]
@@ -56,14 +57,14 @@ class Precision:
         self.accum_dtype = DTYPES[accum] if accum else None
         buffers = config.data_types.buffer_dtype
         self._buffer_dtype = DTYPES[buffers] if buffers else None
-        self._low_precision = self._low_precision_params(config, model)
+        self._low_precision = self._low_precision_params(model, config.torch_autocast)
         self._sparse = self._sparse_params(model) if config.sparse_gradients else set()
 
-    def _low_precision_params(self, config: Config, model: torch.nn.Module) -> set[int]:
+    def _low_precision_params(self, model: torch.nn.Module, autocast: TorchAutocast) -> set[int]:
         """Parameters whose gradients may be reduced in the autocast dtype: those of the modules named safe."""
         if self.autocast_dtype is None:
             return set()
-        safe = set(config.torch_autocast.lower_precision_safe_modules)
+        safe = set(autocast.lower_precision_safe_modules)
         return {
             id(p)
             for module in model.modules()

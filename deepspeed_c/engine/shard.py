@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 
 import torch
 
@@ -35,12 +36,12 @@ def _lay_out(
     mesh: Mesh,
 ) -> Layout:
     if STAGES[config.zero.stage].parameters:
-        mark_leaves(model, config)
+        mark_leaves(model, config.zero)
     groups = [] if base is None else [group["params"] for group in base.param_groups]
     device = torch.device(get_accelerator().current_device_name())
     layout = lay_out(model, groups, config, precision, mesh, place(config, base, device), device)
     if layout.fetcher is not None:
-        store_weights(config, layout.fetcher, mesh.comm)
+        store_weights(config.zero.offload_param, config.aio, layout.fetcher, mesh.comm)
     return layout
 
 
@@ -62,13 +63,44 @@ def shard_model(
     shards.
 
     ``optimizer``: the one that has stood over ``base`` so far, which then goes on over the new units."""
-    if config.zero.offload_optimizer.super_offload:
-        threads.leave(config.zero.offload_optimizer.cpuadam_cores_perc)
-    try:
-        return _shard_model(model, base, config, precision, mesh, optimizer)
-    except BaseException:
-        take_cores_back(config)
-        raise
+    offload = config.zero.offload_optimizer
+    with ExitStack() as on_error:
+        if offload.super_offload:
+            threads.leave(offload.cpuadam_cores_perc)
+            on_error.callback(take_cores_back, config)
+        layout = _lay_out(model, base, config, precision, mesh)
+        if offload.super_offload and not any(unit.steps_ahead for unit in layout.trained):
+            log_dist(
+                "super_offload has nothing to do here: masters lie on the device or are the weights that backward reads",
+                ranks=[0],
+                level=logging.WARNING,
+            )
+        # Before there are buffers for gradients: both need not have room at once.
+        if store_states(offload, config.aio, layout.trained, base, mesh.comm):
+            get_accelerator().empty_cache()
+        reducer = make_reducer(layout, config, precision, mesh)
+        if optimizer is None:
+            gathers_fp32 = config.bf16.enabled and config.data_types.grad_accum_dtype == "fp32"
+            is_16bit = config.fp16.enabled or config.bf16.enabled
+            kind = kind_of(config.zero, base, layout.trained, is_16bit=is_16bit, gathers_fp32=gathers_fp32)
+            optimizer = kind(
+                base,
+                layout.trained,
+                reducer,
+                mesh.comm,
+                clip=config.gradient_clipping,
+                checks_overflow=precision.checks_overflow,
+                scaler=precision.scaler,
+                uses_all_gather=config.zero.allgather_partitions and not config.disable_allgather,
+                allow_untested=config.zero_allow_untested_optimizer,
+                ignores_unused=config.zero.ignore_unused_parameters,
+                fetcher=layout.fetcher,
+                steps_ahead=offload.super_offload,
+            )
+        else:
+            optimizer.lay_out(layout.trained, reducer, layout.fetcher)
+        on_error.pop_all()
+    return optimizer, layout
 
 
 def make_reducer(
@@ -98,42 +130,3 @@ def make_reducer(
     if layout.fetcher is not None and layout.fetcher.groups:
         reducer.connect(layout.fetcher)
     return reducer
-
-
-def _shard_model(
-    model: torch.nn.Module,
-    base: torch.optim.Optimizer,
-    config: Config,
-    precision: Precision,
-    mesh: Mesh,
-    optimizer: ZeroOptimizer | None,
-) -> tuple[ZeroOptimizer, Layout]:
-    layout = _lay_out(model, base, config, precision, mesh)
-    if config.zero.offload_optimizer.super_offload and not any(unit.steps_ahead for unit in layout.trained):
-        log_dist(
-            "super_offload has nothing to do here: masters lie on the device or are the weights that backward reads",
-            ranks=[0],
-            level=logging.WARNING,
-        )
-    # Before there are buffers for gradients: both need not have room at once.
-    if store_states(config, layout.trained, base, mesh.comm):
-        get_accelerator().empty_cache()
-    reducer = make_reducer(layout, config, precision, mesh)
-    if optimizer is not None:
-        optimizer.lay_out(layout.trained, reducer, layout.fetcher)
-        return optimizer, layout
-    optimizer = kind_of(config, base, layout.trained)(
-        base,
-        layout.trained,
-        reducer,
-        mesh.comm,
-        clip=config.gradient_clipping,
-        checks_overflow=precision.checks_overflow,
-        scaler=precision.scaler,
-        uses_all_gather=config.zero.allgather_partitions and not config.disable_allgather,
-        allow_untested=config.zero_allow_untested_optimizer,
-        ignores_unused=config.zero.ignore_unused_parameters,
-        fetcher=layout.fetcher,
-        steps_ahead=config.zero.offload_optimizer.super_offload,
-    )
-    return optimizer, layout

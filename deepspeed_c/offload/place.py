@@ -12,6 +12,7 @@ import torch
 
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.config import Config
+from deepspeed_c.config.offload import Aio, OffloadOptimizer, OffloadParam
 from deepspeed_c.errors import AioError, ConfigError, DeepSpeedCError, FeatureError
 from deepspeed_c.logging import log_dist
 from deepspeed_c.offload.file import SWAP_ELEMS, FileHome
@@ -63,7 +64,8 @@ def place(config: Config, base: torch.optim.Optimizer | None, device: torch.devi
     states, params = config.zero.offload_optimizer, config.zero.offload_param
     apart = is_apart(device)
     if base is not None:
-        _check_states(config, base, apart)
+        forced = config.zero_force_ds_cpu_optimizer and config.source_of("zero_force_ds_cpu_optimizer") != "default"
+        _check_states(states, base, apart=apart, forced=forced)
     has_states = base is not None and states.device != "none"
     return placement_of(
         states.device if has_states else "none",
@@ -86,8 +88,9 @@ def placement_of(states: str, weights: str, *, is_apart: bool, is_pinned: bool, 
     return Placement(place_on(states, SWAP_ELEMS), place_on(weights, max(buffer_elems, 1)))
 
 
-def _check_states(config: Config, base: torch.optim.Optimizer, apart: bool) -> None:
-    states, declared = config.zero.offload_optimizer, declaration(base)
+def _check_states(states: OffloadOptimizer, base: torch.optim.Optimizer, *, apart: bool, forced: bool) -> None:
+    """``apart``: the device has memory of its own. ``forced``: an optimizer of this package is demanded."""
+    declared = declaration(base)
     if states.device == "nvme" and not declared.updates_buckets:
         raise FeatureError(
             f"{type(base).__name__} updates all parameters at once, so that its states cannot lie on NVMe",
@@ -100,7 +103,6 @@ def _check_states(config: Config, base: torch.optim.Optimizer, apart: bool) -> N
             where=f"{STATES}.super_offload",
             fix="use Adam, AdamW, Lion, Adagrad or SGD of the optimizer section, or set it to false",
         )
-    forced = config.zero_force_ds_cpu_optimizer and config.source_of("zero_force_ds_cpu_optimizer") != "default"
     if forced and states.device != "none" and not declared.updates_buckets:
         raise FeatureError(
             f"the optimizer is a {type(base).__name__}, and the configuration demands one of this package with offload",
@@ -138,22 +140,22 @@ def swapped_bytes(units: Sequence[Unit], base: StateLayout) -> int:
 
 
 def store_states(
-    config: Config,
+    offload: OffloadOptimizer,
+    aio: Aio,
     units: Sequence[Unit],
     base: StateLayout,
     comm: Collectives,
     make: MakeSwapper | None = None,
 ) -> bool:
-    """Moves the masters of new units to the file that they live in, and says whether the configuration wants that; no
+    """Moves the masters of new units to the file that they live in, and says whether ``offload`` wants that; no
     optimizer has looked at them yet. ``make``: instead of ``make_swapper``. Collective.
 
     Raises ConfigError on all ranks where one cannot make its file: no folder, no room.
     """
-    offload = config.zero.offload_optimizer
     if offload.device != "nvme":
         return False
     # While a bucket is updated, the next one's and the last one's must all be on their way.
-    settings = _settings(config, 2 * _largest_group(units, base))._replace(
+    settings = _settings(aio, 2 * _largest_group(units, base))._replace(
         pipeline_read=offload.pipeline_read, pipeline_write=offload.pipeline_write
     )
     n_bytes, folder = swapped_bytes(units, base), offload.nvme_path or ""
@@ -174,10 +176,9 @@ def store_states(
     return True
 
 
-def groups_in_file(config: Config, fetcher: Fetcher) -> list[GatherUnit]:
-    """The gather units whose shards live in a file: where the configuration says so, all but the first ``max_in_cpu``
+def groups_in_file(offload: OffloadParam, fetcher: Fetcher) -> list[GatherUnit]:
+    """The gather units whose shards live in a file: where ``offload`` says so, all but the first ``max_in_cpu``
     elements in the order of the model."""
-    offload = config.zero.offload_param
     if offload.device != "nvme":
         return []
     elems = (group.unit.slice_elems[group.bucket] for group in fetcher.groups)
@@ -186,21 +187,21 @@ def groups_in_file(config: Config, fetcher: Fetcher) -> list[GatherUnit]:
 
 
 def store_weights(
-    config: Config, fetcher: Fetcher, comm: Collectives, make: MakeSwapper | None = None
+    offload: OffloadParam, aio: Aio, fetcher: Fetcher, comm: Collectives, make: MakeSwapper | None = None
 ) -> None:
     """Moves the weights' shards to a file where they live in one (``groups_in_file``). ``make``: instead of
     ``make_swapper``. Collective.
 
     Raises ConfigError on all ranks where one cannot make its file.
     """
-    offload, groups = config.zero.offload_param, groups_in_file(config, fetcher)
+    groups = groups_in_file(offload, fetcher)
     if not groups:
         return
     sizes = [group.unit.slice_elems[group.bucket] * group.unit.dtype.itemsize for group in groups]
     # One that is put together, one that is being written, the others on their way in.
     n_ahead = max(offload.buffer_count - 2, 0)
     n_bytes, folder = sum(map(whole_pages, sizes)), offload.nvme_path or ""
-    settings = _settings(config, (1 + n_ahead) * max(sizes))
+    settings = _settings(aio, (1 + n_ahead) * max(sizes))
     store = (make or make_swapper)(
         folder, n_bytes, settings, f"{PARAMS}.nvme_path", comm, n_buffers=offload.buffer_count, what="weights"
     )
@@ -209,10 +210,9 @@ def store_weights(
     fetcher.store_weights(groups, n_ahead)
 
 
-def _settings(config: Config, n_bytes: int) -> SwapSettings:
+def _settings(aio: Aio, n_bytes: int) -> SwapSettings:
     """``n_bytes`` are on their way at a time: the I/O engine starts transfers only when it is called, so its queue
     must hold all of them."""
-    aio = config.aio
     depth = min(max(aio.queue_depth, n_bytes // aio.block_size + 2), MAX_QUEUE_DEPTH)
     return SwapSettings.of(aio)._replace(queue_depth=depth)
 

@@ -21,6 +21,8 @@ from deepspeed_c.buffers import BufferPool
 from deepspeed_c.comm.backends import GENERIC, GLOO, Backend
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.config import Config
+from deepspeed_c.config.parallel import Comm
+from deepspeed_c.config.zero import Zero
 from deepspeed_c.engine.precision import Precision
 from deepspeed_c.engine.shard import make_reducer
 from deepspeed_c.offload.place import groups_in_file, placement_of, store_states, store_weights
@@ -109,9 +111,9 @@ class Offload(NamedTuple):
     kept_elems: int = 0  # of the weights' shard, in host memory although ``params`` is "nvme" (max_in_cpu)
 
     @classmethod
-    def of(cls, config: Config) -> Offload:
+    def of(cls, zero: Zero) -> Offload:
         """What a configuration asks for."""
-        states, params = config.zero.offload_optimizer, config.zero.offload_param
+        states, params = zero.offload_optimizer, zero.offload_param
         return cls(states.device, params.device, params.max_in_cpu if params.device == "nvme" else 0)
 
     def kinds(self, stage: int, *, is_host: bool = False) -> dict[str, str]:
@@ -172,12 +174,12 @@ class _Policy:
         return dtypes if comm_dtype is None else dtypes._replace(comm=comm_dtype)
 
 
-def _backend(config: Config, *, is_host: bool) -> Backend:
+def _backend(section: Comm, *, is_host: bool) -> Backend:
     """How ranks exchange tensors. Nobody knows yet which ranks will share a host: where they may or may not, what takes
     more is planned."""
     if not is_host:
         return GENERIC
-    return IN_PLACE if config.comm.local == "shm" else GLOO
+    return IN_PLACE if section.local == "shm" else GLOO
 
 
 def plan_memory(
@@ -196,7 +198,7 @@ def plan_memory(
     are added to forward and backward. Nothing is allocated. Raises what ``initialize`` would raise for the same
     layout (ModelError).
     """
-    offload = Offload.of(config)
+    offload = Offload.of(config.zero)
     with ExitStack() as at_end:
         walk = _Walk(sizes, config, n_ranks, optimizer, device_type, offload, at_end)
         walk.initialize()
@@ -255,7 +257,7 @@ class _Walk:
             buffer_elems=config.zero.offload_param.buffer_size,
         )
         scratch = BufferPool(count=book.counter(SCRATCH))
-        self._comm = comm = PretendedRanks(n_ranks * sizes.n_tensor, scratch, _backend(config, is_host=is_host))
+        self._comm = comm = PretendedRanks(n_ranks * sizes.n_tensor, scratch, _backend(config.comm, is_host=is_host))
         mesh = Mesh(comm, connect=comm.along)
         mesh = mesh_of_config(config, mesh if sizes.n_tensor == 1 else mesh.split_tensors(sizes.n_tensor))
         self._at_end = at_end
@@ -372,11 +374,12 @@ class _Walk:
 
     def _store_weights(self) -> None:
         if self.fetcher is not None:
-            for group in groups_in_file(self._config, self.fetcher):
+            offload = self._config.zero.offload_param
+            for group in groups_in_file(offload, self.fetcher):
                 n_bytes = group.unit.slice_elems[group.bucket] * group.unit.dtype.itemsize
                 self.book.take(WEIGHTS, n_bytes)
                 self.book.free(WEIGHTS, n_bytes, group.unit.weights.memory)
-            store_weights(self._config, self.fetcher, self._comm, self._make_swapper)
+            store_weights(offload, self._config.aio, self.fetcher, self._comm, self._make_swapper)
 
     def _store_states(self) -> None:
         """Masters, and then the states that an optimizer makes where they live."""
@@ -387,7 +390,8 @@ class _Walk:
 
         for unit in self._swapped:
             unit.states.keep(unit.masters, partial(note_moved, unit))
-        store_states(self._config, self._trained, self._optimizer, self._comm, self._make_swapper)
+        offload, aio = self._config.zero.offload_optimizer, self._config.aio
+        store_states(offload, aio, self._trained, self._optimizer, self._comm, self._make_swapper)
         for unit in self._swapped:
             unit.states.keep(partial(self._stored, unit))
         for bucket in self._order:
@@ -438,7 +442,7 @@ class _Walk:
 
     def window(self, activations: Activations) -> None:
         """Micro-batches until a step, as many as differ in what they take."""
-        n = 2 if self._optimizer is not None and _accumulates(self._config) else 1
+        n = 2 if self._optimizer is not None and (self._config.gradient_accumulation_steps or 1) > 1 else 1
         for i in range(n):
             self.book.begin("forward", activations.held("forward"))
             with torch.set_grad_enabled(self._optimizer is not None):
@@ -508,8 +512,3 @@ class _Walk:
                     nbytes = 2 * unit.slice_elems[b] * unit.master_dtype.itemsize
                 largest = max(largest, nbytes)
         return largest
-
-
-def _accumulates(config: Config) -> bool:
-    steps = config.gradient_accumulation_steps
-    return isinstance(steps, int) and steps > 1

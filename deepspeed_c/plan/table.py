@@ -105,7 +105,7 @@ def plan_table(
         overrides["optimizer"] = ASSUMED_OPTIMIZER
         notes.append(f"the configuration names no optimizer: {ASSUMED_OPTIMIZER['type']} is assumed")
         config = load_config(source, world_size=n_ranks, overrides=overrides, batch="skip")
-    asked = Offload.of(config)
+    asked = Offload.of(config.zero)
     chosen = (config.zero.stage, asked)
     nvme_path = config.zero.offload_optimizer.nvme_path or config.zero.offload_param.nvme_path
     for section in ("offload_optimizer", "offload_param"):
@@ -119,7 +119,7 @@ def plan_table(
         notes.append(cut_model(model, config.tensor_parallel, ranks).summary)
     base = build_optimizer(config, model, optimizer, model_parameters)
     if not is_given_sizes:
-        mark_leaves(model, config)
+        mark_leaves(model, config.zero)
         precision = Precision(config, model)
         sizes = _sizes_of(model, base, precision, is_sharded)._replace(n_tensor=n_tensor)
     options: list[Option] = []

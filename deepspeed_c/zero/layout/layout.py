@@ -13,6 +13,7 @@ from deepspeed_c.comm.axes import DP_SHARD, PP, SHARDS, TOKENS, TP
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.config import Config
+from deepspeed_c.config.zero import Zero
 from deepspeed_c.errors import CommError, ConfigError
 from deepspeed_c.logging import log_dist
 from deepspeed_c.zero.layout.cuts import cut_of, numel_alike, summed_over, tied_over
@@ -53,11 +54,11 @@ class Layout(NamedTuple):
     """Names of the parameters of each optimizer group, in the optimizer's order."""
 
 
-def mark_leaves(model: torch.nn.Module, config: Config) -> None:
+def mark_leaves(model: torch.nn.Module, zero: Zero) -> None:
     """Marks the modules that the configuration, their size, or their experts make leaves."""
-    apply_zero_leaf_module_config(model, config.zero.leaf_module)
-    if config.zero.stage3_module_granularity_threshold > 0:
-        mark_fine_modules(model, config.zero.stage3_module_granularity_threshold)
+    apply_zero_leaf_module_config(model, zero.leaf_module)
+    if zero.stage3_module_granularity_threshold > 0:
+        mark_fine_modules(model, zero.stage3_module_granularity_threshold)
     for module in find_expert_blocks(model):
         set_z3_leaf_module(module)
 
@@ -70,10 +71,9 @@ def gather_for_good(model: torch.nn.Module) -> None:
             take_over(param, whole_of(param))
 
 
-def persistent_params(params: Iterable[torch.nn.Parameter], config: Config) -> set[int]:
+def persistent_params(params: Iterable[torch.nn.Parameter], zero: Zero) -> set[int]:
     """Ids of the parameters that stay whole under stage 3: smallest first, each below one threshold, together below
     the other."""
-    zero = config.zero
     chosen: set[int] = set()
     total = 0
     for param in sorted(params, key=numel_alike):
@@ -87,8 +87,8 @@ def persistent_params(params: Iterable[torch.nn.Parameter], config: Config) -> s
     return chosen
 
 
-def params_that_stay(params: Iterable[torch.nn.Parameter], config: Config) -> set[int]:
-    """Ids of the parameters whose states are not offloaded where ``offload_optimizer.ratio`` is less than 1
+def params_that_stay(params: Iterable[torch.nn.Parameter], ratio: float) -> set[int]:
+    """Ids of the parameters whose states are not offloaded where ``ratio`` (of ``offload_optimizer``) is less than 1
     (Twin-Flow).
 
     They are spread over the model, so that the device's part of the step runs beside the host's from its beginning to
@@ -99,7 +99,7 @@ def params_that_stay(params: Iterable[torch.nn.Parameter], config: Config) -> se
     for param in params:
         numel = numel_alike(param)
         total += numel
-        if offloaded + numel <= config.zero.offload_optimizer.ratio * total:
+        if offloaded + numel <= ratio * total:
             offloaded += numel
         else:
             chosen.add(id(param))
@@ -120,14 +120,13 @@ def mesh_of_config(config: Config, mesh: Mesh) -> Mesh:
         raise ConfigError(error.what, where="zero_optimization.mics_shard_size", fix=error.fix) from error
 
 
-def bucket_elems(config: Config, n_elems: int) -> int:
+def bucket_elems(zero: Zero, n_elems: int, *, is_sized: bool) -> int:
     """Most elements of a bucket of a model of ``n_elems``. One list of buckets serves all collectives, so the smallest
-    limit of their keys holds."""
-    zero = config.zero
+    limit of their keys holds. ``is_sized``: the user sizes the buckets."""
     limit = min(zero.reduce_bucket_size, zero.allgather_bucket_size or zero.reduce_bucket_size)
     if STAGES[zero.stage].parameters:
         limit = min(limit, zero.sub_group_size)
-    if config.source_of("zero_optimization.reduce_bucket_size") in ("default", "auto"):
+    if not is_sized:
         limit = min(limit, max(n_elems // DEFAULT_BUCKETS, DEFAULT_BUCKET_FLOOR_ELEMS))
         if STAGES[zero.stage].parameters:
             # Two or three of them are live at a time, which must not outgrow a shard of a large model on many ranks.
@@ -135,25 +134,25 @@ def bucket_elems(config: Config, n_elems: int) -> int:
     return max(limit, 1)
 
 
-def _limits(config: Config, elems: int) -> FetchLimits:
-    """In elements. Prefetching takes what hides a gather, one bucket, unless the user sizes it."""
-    zero = config.zero
+def _limits(zero: Zero, elems: int, *, is_sized: bool) -> FetchLimits:
+    """In elements. Prefetching takes what hides a gather, one bucket of ``elems``, unless the user sizes it
+    (``is_sized``)."""
     ahead = zero.stage3_prefetch_bucket_size
-    if config.source_of("zero_optimization.stage3_prefetch_bucket_size") in ("default", "auto"):
+    if not is_sized:
         ahead = min(ahead, elems)
     return FetchLimits(zero.stage3_max_live_parameters, ahead, zero.stage3_max_reuse_distance)
 
 
 def _why_copied(
-    config: Config, comm: Collectives, placement: Placement, device: torch.device, *, shards_params: bool
+    zero: Zero, comm: Collectives, placement: Placement, device: torch.device, *, shards_params: bool
 ) -> str:
     """Why gathers copy the weights although ``comm.zero_copy_gather`` asks for the opposite; "" where they need not."""
-    if not STAGES[config.zero.stage].parameters:
-        return f"no weights are gathered at ZeRO stage {config.zero.stage}"
+    if not STAGES[zero.stage].parameters:
+        return f"no weights are gathered at ZeRO stage {zero.stage}"
     if not shards_params:
         return "there is nobody to gather weights from"
     if placement.weights != ON_DEVICE.weights:
-        return f'weights are offloaded ("offload_param": {{"device": "{config.zero.offload_param.device}"}})'
+        return f'weights are offloaded ("offload_param": {{"device": "{zero.offload_param.device}"}})'
     return comm.why_not_joint(device)
 
 
@@ -177,7 +176,10 @@ def lay_out(
     of its own. Collective where the groups of such axes are
     not there yet.
     """
-    sharding = STAGES[config.zero.stage]
+    zero, sharding = config.zero, STAGES[config.zero.stage]
+
+    def is_sized(key: str) -> bool:
+        return config.source_of(f"zero_optimization.{key}") not in ("default", "auto")
 
     def unit_groups(param: torch.nn.Parameter, axes: Sequence[str]) -> UnitGroups:
         others = [axis for axis in TOKENS if axis not in axes]
@@ -207,24 +209,25 @@ def lay_out(
     shards_params = sharding.parameters and (mesh.size(*SHARDS) > 1 or placement.weights != ON_DEVICE.weights)
     whole: set[int] = set()
     if shards_params:
-        whole = persistent_params([*frozen, *(p for group in groups for p in group)], config)
+        whole = persistent_params([*frozen, *(p for group in groups for p in group)], zero)
 
     def elems_of(n_elems: int, placement: Placement) -> Callable[[int], int]:
         def elems_of_bucket(n_shards: int) -> int:
-            return min([bucket_elems(config, n_elems), *(p.most_elems * n_shards for p in placement if p.most_elems)])
+            most = bucket_elems(zero, n_elems, is_sized=is_sized("reduce_bucket_size"))
+            return min([most, *(p.most_elems * n_shards for p in placement if p.most_elems)])
 
         return elems_of_bucket
 
     joins = config.comm.zero_copy_gather
     if joins:
         why = _why_copied(
-            config, mesh.along(*SHARDS), placement, device or torch.device("cpu"), shards_params=shards_params
+            zero, mesh.along(*SHARDS), placement, device or torch.device("cpu"), shards_params=shards_params
         )
         joins = not why
         if why and (device is None or device.type != "meta"):
             log_dist(f'"comm": {{"zero_copy_gather": true}} has no effect: {why}', ranks=[0], level=logging.WARNING)
 
-    staying = params_that_stay((p for p in model.parameters() if id(p) in trained_ids), config)
+    staying = params_that_stay((p for p in model.parameters() if id(p) in trained_ids), zero.offload_optimizer.ratio)
     on_device = placement._replace(states=ON_DEVICE.states)
 
     def is_sharded(param: torch.nn.Parameter) -> bool:
@@ -267,8 +270,8 @@ def lay_out(
         sharded,
         [unit for unit in units if unit not in sharded],
         mesh.tokens,
-        _limits(config, largest),
-        use_broadcast=not config.zero.allgather_partitions or config.disable_allgather,
+        _limits(zero, largest, is_sized=is_sized("stage3_prefetch_bucket_size")),
+        use_broadcast=not zero.allgather_partitions or config.disable_allgather,
         pool=gather_pool,
     )
     return Layout(trained_units, frozen_units, fetcher, names_by_group)

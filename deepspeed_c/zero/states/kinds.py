@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_c.config import Config
+from deepspeed_c.config.zero import Zero
 from deepspeed_c.ops.scope import declaration
 from deepspeed_c.zero.layout.unit import Unit
 from deepspeed_c.zero.states.entries import Entry, keep_parameters, must_see_pieces
@@ -91,16 +91,16 @@ class PlainOptimizer(ZeroOptimizer):
         self._begin_window()
 
 
-def kind_of(config: Config, base: torch.optim.Optimizer, units: Sequence[Unit]) -> type[ZeroOptimizer]:
+def kind_of(
+    zero: Zero, base: torch.optim.Optimizer, units: Sequence[Unit], *, is_16bit: bool, gathers_fp32: bool
+) -> type[ZeroOptimizer]:
     """The class that answers as DeepSpeed's would with this configuration and base. ``units`` are those that are
-    trained."""
-    is_16bit = config.fp16.enabled or config.bf16.enabled
-    if config.zero.stage == 3:
+    trained. ``is_16bit``: in fp16 or bf16. ``gathers_fp32``: in bf16, and ``grad_accum_dtype`` is fp32."""
+    if zero.stage == 3:
         return DeepSpeedZeroOptimizer_Stage3
-    if config.zero.stage > 0:
-        gathers_fp32 = config.bf16.enabled and config.data_types.grad_accum_dtype == "fp32"
-        on_host = config.zero.offload_optimizer.device == "cpu"
-        return BF16_Optimizer if config.zero.stage == 1 and gathers_fp32 and not on_host else DeepSpeedZeroOptimizer
+    if zero.stage > 0:
+        on_host = zero.offload_optimizer.device == "cpu"
+        return BF16_Optimizer if zero.stage == 1 and gathers_fp32 and not on_host else DeepSpeedZeroOptimizer
     if is_16bit:
         return FP16_Optimizer if declaration(base).is_fused_in_deepspeed else FP16_UnfusedOptimizer
     # What DeepSpeed does not have: states in another place, or in 8 bits, whose scales are those of whole buckets.
