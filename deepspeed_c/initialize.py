@@ -15,7 +15,9 @@ from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.comm import configure
 from deepspeed_c.comm.mesh import Mesh, mesh_of_device_mesh, mesh_of_mpu, mesh_of_pair
 from deepspeed_c.comm.watchdog import watch
-from deepspeed_c.config import Config, load_config, sequence_parallel_size, tensor_parallel_size
+from deepspeed_c.config import load_config, sequence_parallel_size, tensor_parallel_size
+from deepspeed_c.config.offload import OffloadParam
+from deepspeed_c.config.schedule import Scheduler
 from deepspeed_c.data.loader import DeepSpeedDataLoader
 from deepspeed_c.engine.build import OptimizerFactory, build_optimizer
 from deepspeed_c.engine.consistency import broadcast_model, check_same_model, check_same_text
@@ -24,7 +26,7 @@ from deepspeed_c.engine.engine import DeepSpeedEngine
 from deepspeed_c.engine.host import take_from_others
 from deepspeed_c.engine.pipeline import PipelineEngine, check_pipeline, connect_pipeline
 from deepspeed_c.engine.precision import Precision
-from deepspeed_c.engine.shard import lay_out_untrained, shard_model
+from deepspeed_c.engine.shard import lay_out_model, shard_model
 from deepspeed_c.engine.training import Training
 from deepspeed_c.errors import CommError, ConfigError, ModelError
 from deepspeed_c.logging import log_dist, set_level
@@ -105,9 +107,9 @@ def initialize(
     mesh = _cut_for_sequences(_cut_for_tensors(mesh, source), source)
     settings = load_config(source, world_size=mesh.size(*DATA))
     if pipeline is not None:
-        check_pipeline(pipeline, settings, mesh)
-    _check_data_parallel_size(settings, mesh)
-    mesh = mesh_of_config(settings, mesh)
+        check_pipeline(pipeline, settings.pipeline, settings.zero, mesh)
+    _check_data_parallel_size(settings.data_parallel_size, mesh)
+    mesh = mesh_of_config(settings.zero, mesh)
     groups.tell(mesh)
     set_level(settings.log_level)
     watch(comm, settings.collective_timeout_s)
@@ -126,29 +128,32 @@ def initialize(
     device = torch.device(get_accelerator().current_device_name())
     sharding = STAGES[settings.zero.stage]
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
-        _materialize(model, device, settings, mesh.tokens)
+        if sharding.parameters:  # shard by shard
+            Init(module=model, config_dict_or_path=settings.as_dict(), data_parallel_group=mesh.tokens.group)
+        else:
+            materialize(model, device)
     if not sharding.parameters:
         gather_for_good(model)
-    _bring_model(model, device, settings)
+    _bring_model(model, device, settings.zero.offload_param)
     edits = Edits(model)
     with edits.undone_on_error():
         edits.make(EditContext(settings, mesh))
         broadcast_model(model, mesh, device)
 
         precision = Precision(settings, model, mesh.size(SP))
-        base = build_optimizer(settings, model, optimizer, model_parameters)
+        base = build_optimizer(settings.optimizer, settings.bf16, model, optimizer, model_parameters)
         zero_optimizer, layout = None, Layout([], [], None)
         if base is not None:
             zero_optimizer, layout = shard_model(model, base, settings, precision, mesh)
         elif sharding.parameters:
-            layout = lay_out_untrained(model, settings, precision, mesh)
+            layout = lay_out_model(model, None, settings, precision, mesh)
         placed = {id(slot.param) for unit in (*layout.trained, *layout.frozen) for slot in unit.slots}
         model.to(device)  # what no unit holds
         precision.cast_frozen(model, placed)
         # The weights as they were given are gone now; the allocator may keep their memory unless it is asked for it.
         get_accelerator().empty_cache()
 
-        scheduler = _build_scheduler(settings, lr_scheduler, base)
+        scheduler = _build_scheduler(settings.scheduler, lr_scheduler, base)
         engine = (DeepSpeedEngine if pipeline is None else PipelineEngine)(
             model,
             settings,
@@ -228,21 +233,21 @@ def _cut_for_sequences(mesh: Mesh, source: Any) -> Mesh:
         raise ConfigError(error.what, where="sequence_parallel_size", fix=error.fix) from error
 
 
-def _check_data_parallel_size(settings: Config, mesh: Mesh) -> None:
-    if settings.data_parallel_size not in (None, mesh.size(*DATA)):
+def _check_data_parallel_size(size: int | None, mesh: Mesh) -> None:
+    if size not in (None, mesh.size(*DATA)):
         raise ConfigError(
-            f"{settings.data_parallel_size} data-parallel times {mesh.size(SP)} sequence-parallel ranks are not the"
+            f"{size} data-parallel times {mesh.size(SP)} sequence-parallel ranks are not the"
             f" {mesh.size(*TOKENS)} that see different tokens",
             where="data_parallel_size",
             fix=f"set it to {mesh.size(*DATA)}, or leave it out: it follows from the other",
         )
 
 
-def _bring_model(model: torch.nn.Module, device: torch.device, config: Config) -> None:
+def _bring_model(model: torch.nn.Module, device: torch.device, offload: OffloadParam) -> None:
     """Moves a model to the device that computes; only its buffers where weights are offloaded: all of it may not have
     room there.
     """
-    if config.zero.offload_param.device == "none":
+    if offload.device == "none":
         model.to(device)
         return
     for module in model.modules():
@@ -251,17 +256,9 @@ def _bring_model(model: torch.nn.Module, device: torch.device, config: Config) -
                 module._buffers[name] = buffer.to(device)
 
 
-def _materialize(model: torch.nn.Module, device: torch.device, config: Config, comm: Collectives) -> None:
-    """Makes a model's meta parameters: shard by shard where the stage shards them, whole otherwise."""
-    if not STAGES[config.zero.stage].parameters:
-        materialize(model, device)
-    else:
-        Init(module=model, config_dict_or_path=config.as_dict(), data_parallel_group=comm.group)
-
-
-def _build_scheduler(config: Config, client: Any, base: torch.optim.Optimizer | None) -> Any:
+def _build_scheduler(section: Scheduler | None, client: Any, base: torch.optim.Optimizer | None) -> Any:
     if client is not None:
         return client(base) if callable(client) else client
-    if config.scheduler is None or base is None:
+    if section is None or base is None:
         return None
-    return lr_schedules.build_scheduler(config.scheduler.type, config.scheduler.params, base)
+    return lr_schedules.build_scheduler(section.type, section.params, base)

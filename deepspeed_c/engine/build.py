@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from deepspeed_c.config import Config
+from deepspeed_c.config.optim import OptimizerSection
+from deepspeed_c.config.precision import Bf16
 from deepspeed_c.errors import ConfigError, ModelError, OptimizerError
 from deepspeed_c.ops.optim import BY_TYPE
 
@@ -47,8 +48,8 @@ def trainable_groups(model: torch.nn.Module, model_parameters: Any) -> Groups:
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
 
-def _take_state_dtype(config: Config, params: dict[str, Any]) -> torch.dtype | None:
-    """Takes the states' format out of ``params``: None where neither they nor the bf16 section say one."""
+def _take_state_dtype(bf16: Bf16, params: dict[str, Any]) -> torch.dtype | None:
+    """Takes the states' format out of ``params``: None where neither they nor ``bf16`` say one."""
     name = params.pop("state_dtype", None)
     if name is not None:
         if name not in STATE_DTYPES:
@@ -56,14 +57,15 @@ def _take_state_dtype(config: Config, params: dict[str, Any]) -> torch.dtype | N
                 f"is {name!r}", where="optimizer.params.state_dtype", fix=f"use one of {', '.join(STATE_DTYPES)}"
             )
         return STATE_DTYPES[name]
-    if config.bf16.bf16_master_weights_and_grads:  # masters are bf16, and states would be as they are
-        return torch.bfloat16 if config.bf16.bf16_optimizer_states else torch.float32
+    if bf16.bf16_master_weights_and_grads:  # masters are bf16, and states would be as they are
+        return torch.bfloat16 if bf16.bf16_optimizer_states else torch.float32
     return None
 
 
-def _from_config(config: Config, model: torch.nn.Module, groups: Groups) -> torch.optim.Optimizer:
-    kind = config.optimizer.type
-    params = dict(config.optimizer.params)
+def _from_config(
+    section: OptimizerSection, bf16: Bf16, model: torch.nn.Module, groups: Groups
+) -> torch.optim.Optimizer:
+    kind, params = section.type, dict(section.params)
     if "max_grad_norm" in params:
         raise ConfigError(
             "clipping is not the optimizer's business here",
@@ -73,7 +75,7 @@ def _from_config(config: Config, model: torch.nn.Module, groups: Groups) -> torc
     try:
         if kind.lower() not in BY_TYPE:
             return getattr(torch.optim, kind)(groups, **params)
-        state_dtype = _take_state_dtype(config, params)
+        state_dtype = _take_state_dtype(bf16, params)
         if state_dtype is not None:
             params["state_dtype"] = state_dtype
         names = {id(p): name for name, p in model.named_parameters()}
@@ -83,13 +85,14 @@ def _from_config(config: Config, model: torch.nn.Module, groups: Groups) -> torc
 
 
 def build_optimizer(
-    config: Config,
+    section: OptimizerSection | None,
+    bf16: Bf16,
     model: torch.nn.Module,
     client: torch.optim.Optimizer | OptimizerFactory | None,
     model_parameters: Iterable[Any] | None,
 ) -> torch.optim.Optimizer | None:
-    """The base optimizer: the caller's object, what the caller's factory makes, or what the configuration names; None
-    for none of these."""
+    """The base optimizer: the caller's object, the result of the caller's factory, or the optimizer that ``section``
+    names; None for none of these."""
     if isinstance(client, torch.optim.Optimizer):
         optimizer = client
     elif callable(client):
@@ -106,8 +109,8 @@ def build_optimizer(
             where="initialize(optimizer=...)",
             fix="pass a torch optimizer, a factory, or an optimizer section in the configuration",
         )
-    elif config.optimizer is not None:
-        optimizer = _from_config(config, model, trainable_groups(model, model_parameters))
+    elif section is not None:
+        optimizer = _from_config(section, bf16, model, trainable_groups(model, model_parameters))
     else:
         return None
     _drop_frozen_and_check(optimizer, model)

@@ -11,7 +11,8 @@ import torch
 
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.shm import discard
-from deepspeed_c.config import Config
+from deepspeed_c.config.offload import Aio
+from deepspeed_c.config.zero import Zero
 from deepspeed_c.engine.no_optimizer import NoOptimizer
 from deepspeed_c.errors import AioError, ConfigError, OffloadError
 from deepspeed_c.offload.place import make_swapper, raise_together
@@ -121,8 +122,11 @@ class OffloadedStates:
     while. The tensors stay the same objects, so that every view of them is whole again after
     ``reload``; their storage has no memory meanwhile."""
 
-    def __init__(self, layout: Layout, optimizer: ZeroOptimizer | NoOptimizer, config: Config, comm: Collectives) -> None:
-        self._layout, self._optimizer, self._config, self._comm = layout, optimizer, config, comm
+    def __init__(
+        self, layout: Layout, optimizer: ZeroOptimizer | NoOptimizer, zero: Zero, aio: Aio, comm: Collectives
+    ) -> None:
+        self._layout, self._optimizer, self._comm = layout, optimizer, comm
+        self._aio, self._folder = aio, zero.offload_optimizer.nvme_path or zero.offload_param.nvme_path
         self._away: dict[OffloadStateTypeEnum, list[_Moved]] = {}
         self._files: list[Swapper] = []
 
@@ -219,9 +223,7 @@ class OffloadedStates:
     def _write(self, found: dict[OffloadStateTypeEnum, list[_Found]]) -> dict[OffloadStateTypeEnum, list[_Copy]]:
         """Copies all of ``found`` to one new file without a name. Its space is free when it is closed, however the
         process ends. Collective."""
-        zero = self._config.zero
-        folder = zero.offload_optimizer.nvme_path or zero.offload_param.nvme_path
-        if not folder:
+        if not self._folder:
             raise ConfigError(
                 "the configuration names no folder on NVMe",
                 where=WHERE,
@@ -233,7 +235,7 @@ class OffloadedStates:
             for storage in storages
             for begin in range(0, storage.nbytes(), PIECE_BYTES)
         )
-        file = make_swapper(folder, n_bytes, SwapSettings.of(self._config.aio), WHERE, self._comm)
+        file = make_swapper(self._folder, n_bytes, SwapSettings.of(self._aio), WHERE, self._comm)
         with ExitStack() as undo:
             undo.callback(file.close)
             problem = None

@@ -12,7 +12,8 @@ from deepspeed_c import _C
 from deepspeed_c.comm.axes import COPIES, DATA, PP, SP, WITHIN_STAGE
 from deepspeed_c.comm.ledger import ranks_in_words
 from deepspeed_c.comm.mesh import Mesh
-from deepspeed_c.config import Config
+from deepspeed_c.config.parallel import Pipeline
+from deepspeed_c.config.zero import Zero
 from deepspeed_c.data.loader import RepeatingLoader
 from deepspeed_c.engine.engine import DeepSpeedEngine
 from deepspeed_c.engine.training import TrainingHost
@@ -26,9 +27,9 @@ from deepspeed_c.zero.layout.stages import STAGES
 __all__ = ["PipelineEngine", "check_pipeline", "connect_pipeline"]
 
 
-def check_pipeline(module: PipelineModule, config: Config, mesh: Mesh) -> None:
+def check_pipeline(module: PipelineModule, section: Pipeline, zero: Zero, mesh: Mesh) -> None:
     """Raises where a configuration, or the ranks that it asks for, does not fit a module, before anything is sent."""
-    section, n_ranks = config.pipeline, module.num_stages
+    n_ranks = module.num_stages
     if mesh.size(SP) > 1:
         # train_batch has no term of a loss of whole sequences: it would count a rank's mean once for each such rank.
         raise FeatureError(
@@ -38,9 +39,9 @@ def check_pipeline(module: PipelineModule, config: Config, mesh: Mesh) -> None:
             fix="leave it out and use more stages (num_stages) for what does not fit; or train the layers as a plain"
             " module, without a PipelineModule",
         )
-    if STAGES[config.zero.stage].parameters:
+    if STAGES[zero.stage].parameters:
         raise FeatureError(
-            f"ZeRO stage {config.zero.stage} under a pipeline: a stage's weights would be gathered for each micro-batch anew",
+            f"ZeRO stage {zero.stage} under a pipeline: a stage's weights would be gathered for each micro-batch anew",
             where="zero_optimization.stage",
             fix="use stage 1 or 2: the pipeline itself cuts the weights",
         )
@@ -68,8 +69,8 @@ def check_pipeline(module: PipelineModule, config: Config, mesh: Mesh) -> None:
                 else "name one that trains",
             )
     for name, feature in (
-        ("offload_optimizer", config.zero.offload_optimizer),
-        ("offload_param", config.zero.offload_param),
+        ("offload_optimizer", zero.offload_optimizer),
+        ("offload_param", zero.offload_param),
     ):
         if feature.device != "none":
             raise FeatureError(

@@ -11,6 +11,7 @@ from deepspeed_c import threads
 from deepspeed_c.accelerator import get_accelerator
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.config import Config
+from deepspeed_c.config.offload import OffloadOptimizer
 from deepspeed_c.engine.precision import Precision
 from deepspeed_c.logging import log_dist
 from deepspeed_c.offload.place import place, store_states, store_weights
@@ -20,21 +21,18 @@ from deepspeed_c.zero.layout.stages import STAGES
 from deepspeed_c.zero.states.kinds import kind_of
 from deepspeed_c.zero.states.optimizer import ZeroOptimizer
 
-__all__ = ["lay_out_untrained", "make_reducer", "shard_model", "take_cores_back"]
+__all__ = ["lay_out_model", "make_reducer", "shard_model", "take_cores_back"]
 
 
-def lay_out_untrained(model: torch.nn.Module, config: Config, precision: Precision, mesh: Mesh) -> Layout:
-    """As ``shard_model``, of a model that is only evaluated (stage 3)."""
-    return _lay_out(model, None, config, precision, mesh)
-
-
-def _lay_out(
+def lay_out_model(
     model: torch.nn.Module,
     base: torch.optim.Optimizer | None,
     config: Config,
     precision: Precision,
     mesh: Mesh,
 ) -> Layout:
+    """Lays the model out in units, with their states and weights where the configuration has them. ``base``: trains
+    it; None: it is only evaluated (stage 3)."""
     if STAGES[config.zero.stage].parameters:
         mark_leaves(model, config.zero)
     groups = [] if base is None else [group["params"] for group in base.param_groups]
@@ -45,10 +43,10 @@ def _lay_out(
     return layout
 
 
-def take_cores_back(config: Config) -> None:
+def take_cores_back(offload: OffloadOptimizer) -> None:
     """When an engine ends: passes over host memory run on all of this rank's processors again."""
-    if config.zero.offload_optimizer.super_offload:
-        threads.take_back(config.zero.offload_optimizer.cpuadam_cores_perc)
+    if offload.super_offload:
+        threads.take_back(offload.cpuadam_cores_perc)
 
 
 def shard_model(
@@ -67,8 +65,8 @@ def shard_model(
     with ExitStack() as on_error:
         if offload.super_offload:
             threads.leave(offload.cpuadam_cores_perc)
-            on_error.callback(take_cores_back, config)
-        layout = _lay_out(model, base, config, precision, mesh)
+            on_error.callback(take_cores_back, offload)
+        layout = lay_out_model(model, base, config, precision, mesh)
         if offload.super_offload and not any(unit.steps_ahead for unit in layout.trained):
             log_dist(
                 "super_offload has nothing to do here: masters lie on the device or are the weights that backward reads",

@@ -112,7 +112,7 @@ class TrainingHost(Reductions, ModelHost):
         super()._adopt(layout)
         self._state.lay_out(layout)
         optimizer = self._optimizer
-        self._offloaded = OffloadedStates(layout, optimizer, self._config, self._comm)
+        self._offloaded = OffloadedStates(layout, optimizer, self._config.zero, self._config.aio, self._comm)
         for slot in optimizer.slots:
             attach(optimizer, slot)
         if self._trains:
@@ -400,7 +400,7 @@ class TrainingHost(Reductions, ModelHost):
         assign_groups(self.module, optimizer.optimizer, groups)
         base = optimizer.optimizer
         _, layout = shard_model(self.module, base, self._config, self._precision, self._mesh, optimizer)
-        take_cores_back(self._config)  # what the layout that goes has left
+        take_cores_back(self._config.zero.offload_optimizer)  # what the layout that goes has left
         self._adopt(layout)
         put_states(optimizer, kept)
         self._state.keep_dormant({p: state for p, state in kept.items() if keep_state and not p.requires_grad})
@@ -546,6 +546,6 @@ class TrainingHost(Reductions, ModelHost):
             self._release()
             if self._trains:
                 self._optimizer.close()
-                take_cores_back(self._config)
+                take_cores_back(self._config.zero.offload_optimizer)
             self._state.close()
             self._mesh.close()

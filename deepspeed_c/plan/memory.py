@@ -259,7 +259,7 @@ class _Walk:
         scratch = BufferPool(count=book.counter(SCRATCH))
         self._comm = comm = PretendedRanks(n_ranks * sizes.n_tensor, scratch, _backend(config.comm, is_host=is_host))
         mesh = Mesh(comm, connect=comm.along)
-        mesh = mesh_of_config(config, mesh if sizes.n_tensor == 1 else mesh.split_tensors(sizes.n_tensor))
+        mesh = mesh_of_config(config.zero, mesh if sizes.n_tensor == 1 else mesh.split_tensors(sizes.n_tensor))
         self._at_end = at_end
         at_end.callback(mesh.close)
         layout = lay_out(

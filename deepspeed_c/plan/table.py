@@ -117,7 +117,7 @@ def plan_table(
     ranks = PretendedRanks(n_tensor, BufferPool(), IN_PLACE)
     if n_tensor > 1:
         notes.append(cut_model(model, config.tensor_parallel, ranks).summary)
-    base = build_optimizer(config, model, optimizer, model_parameters)
+    base = build_optimizer(config.optimizer, config.bf16, model, optimizer, model_parameters)
     if not is_given_sizes:
         mark_leaves(model, config.zero)
         precision = Precision(config, model)

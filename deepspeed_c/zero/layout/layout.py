@@ -106,12 +106,12 @@ def params_that_stay(params: Iterable[torch.nn.Parameter], ratio: float) -> set[
     return chosen
 
 
-def mesh_of_config(config: Config, mesh: Mesh) -> Mesh:
+def mesh_of_config(zero: Zero, mesh: Mesh) -> Mesh:
     """The mesh that the configuration's ZeRO section cuts data parallelism into: groups of ``mics_shard_size``
     neighbours each hold one copy of the shards.
 
     Raises ConfigError where data parallelism has been cut already, or cannot be cut so."""
-    n_shards = config.zero.mics_shard_size
+    n_shards = zero.mics_shard_size
     if n_shards < 1 or n_shards == mesh.size(DP_SHARD):
         return mesh
     try:

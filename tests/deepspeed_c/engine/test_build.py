@@ -18,7 +18,8 @@ MASTERS = {
 def built(kind, params, **sections):
     tree = {"train_batch_size": 1, "optimizer": {"type": kind, "params": {"lr": 0.1, **params}}, **sections}
     model = torch.nn.Linear(20, 20)
-    return build_optimizer(load_config(tree, world_size=1), model, None, None), model
+    config = load_config(tree, world_size=1)
+    return build_optimizer(config.optimizer, config.bf16, model, None, None), model
 
 
 def moments(optimizer, model):

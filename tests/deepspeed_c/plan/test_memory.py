@@ -164,7 +164,7 @@ def plan_of(case: Case) -> MemoryPlan:
     settings = load_config(case.config, world_size=case.world)
     with torch.device("meta"):
         model = make_model(case)
-    base = build_optimizer(settings, model, None, None)
+    base = build_optimizer(settings.optimizer, settings.bf16, model, None, None)
     sizes = sizes_of(model, [group["params"] for group in base.param_groups])
     optimizer = group_sizes(base, is_sharded=settings.zero.stage > 0 and case.world > 1)
     return plan_memory(sizes, settings, case.world, optimizer)
