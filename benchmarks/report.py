@@ -33,8 +33,6 @@ class Figure(NamedTuple):
 _ACTIVATION = "most of its time in cache is a division and an exponential an element, which keep the same bits on any processor"
 WHY_NOT = {
     ("layer_norm", "backward"): "half of its time in cache is sums in float64, which keep the same bits for any number of lanes",
-    ("gelu", "forward"): _ACTIVATION,
-    ("gelu", "backward"): _ACTIVATION,
     ("swiglu", "forward"): _ACTIVATION,
     ("swiglu", "backward"): _ACTIVATION,
     ("bias_dropout_residual", "backward"): "half of its time in cache is drawing the numbers again, so that no mask is kept",
