@@ -185,6 +185,13 @@ BENCHMARKS = [
     _script("nvme_weights", f"{OURS}/nvme_weights.py", OFFLOAD, 40, "--rounds 1"),
     _script("offload_step", f"{OURS}/offload_step.py", OFFLOAD, 130, "--params 20e6 --host-params 4e6 --rounds 2"),
     _script(
+        "step_to_deepspeed",
+        f"{OURS}/step_to_deepspeed.py",
+        (*OFFLOAD, "deepspeed_c/compat/alias"),
+        120,
+        "--rounds 1 --params 4e6",
+    ),
+    _script(
         "trainer_step",
         "benchmarks/hf/trainer_step.py",
         (*ENGINE, "deepspeed_c/compat/alias", "deepspeed_c/initialize.py"),
