@@ -4,7 +4,7 @@ A GPT of 12 layers in one process, fp32, forward and backward in turns: all laye
 adds over that which recomputing everything adds: of medians of differences within a round, over the rounds of one of five blocks, and the median of the blocks. Attention is
 the larger part of a layer, and freed memory is reused: what recomputation adds is not lost in page faults. Times are processor time of one thread: other programs add little to it. Peaks are bytes of live tensors, less those of a step that recomputes everything, plus the smallest budget.
 ``kept_layer_us``: a call, with a graph, of a layer that the plan keeps, beside the layer's own.
-Run: python -m benchmarks.deepspeed_c.activation_budget [--rounds 9] [--width 128] [--tokens 1024]
+Run: python -m benchmarks.deepspeed_c.activation_budget [--rounds 7] [--width 128] [--tokens 1024]
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def plan_of_many(rounds: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=9, help="of each block")
+    parser.add_argument("--rounds", type=int, default=7, help="of each block")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=1024)
     args = parser.parse_args()

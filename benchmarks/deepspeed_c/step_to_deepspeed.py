@@ -1,9 +1,9 @@
 """How long are gradients and step of an engine, against real DeepSpeed, with the model's own passes and without them?
 
 One process a contender with one thread, as each rank has where there are as many as cores, the 67M parameters of ``engine_step``, bf16, AdamW with clipping, stages 1 and 2, and stage 2 with states offloaded to the host. Both processes live through
-the whole run and take turns; their losses have to be the same. "whole" is forward, backward and step. Passes of the bare module are torch's own on both sides, and timed in the same process and round: "added" is the
-time of an engine above theirs, for gradients handed over, norm, clipping and update. Times are processor time: other programs add little to it. DSC_PEER_PYTHON names the interpreter of an environment with DeepSpeed and the same torch.
-Run: python -m benchmarks.deepspeed_c.step_to_deepspeed [--rounds 9] [--params 67e6]
+the whole run and take turns; their losses have to be the same. "whole" is forward, backward and step. Passes of the bare module are torch's own on both sides, and timed in each round: "added" is the
+time of an engine above the faster side's passes, for gradients handed over, norm, clipping and update. Times are processor time: other programs add little to it. DSC_PEER_PYTHON names the interpreter of an environment with DeepSpeed and the same torch.
+Run: python -m benchmarks.deepspeed_c.step_to_deepspeed [--rounds 5] [--params 67e6]
 """
 
 from __future__ import annotations
@@ -144,7 +144,6 @@ class Contender:
         self._process.stdin.flush()
         found = self._answer("round ")
         found["whole"] = found["forward"] + found["backward"] + found["step"]
-        found["added"] = found["whole"] - found["passes"]
         return found
 
     def close(self) -> None:
@@ -168,6 +167,10 @@ def compare(case: str, peer: str, n_params: int, rounds: int) -> dict[str, Any]:
         for round_ in range(rounds):
             for name in in_turn(list(sides), round_):
                 found[name].append(running[name].round())
+            # The bare passes are the same work: the C library has returned more memory between those of the slower side.
+            passes = min(each[-1]["passes"] for each in found.values())
+            for each in found.values():
+                each[-1]["added"] = each[-1]["whole"] - passes
             require_equal("losses", {name: each[-1]["loss"] for name, each in found.items()}, LOSS_TOLERANCE)
     finally:
         for each in running.values():
@@ -186,7 +189,7 @@ def compare(case: str, peer: str, n_params: int, rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time steps of our engine and of DeepSpeed's in turns.")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--params", type=float, default=67e6)
     parser.add_argument("--case", choices=CASES, help="default: all")
     parser.add_argument("--serve", choices=("ours", "theirs"), help=argparse.SUPPRESS)
