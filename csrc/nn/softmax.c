@@ -44,18 +44,15 @@ static void load_scores(const struct softmax_job *job, const struct scores_row *
                         dsc_f32 *scores, float *max)
 {
     const struct dsc_nn_softmax *call = job->call;
-    const struct dsc_rows *rows = &job->rows;
-    DSC_ALIGNED dsc_f32 scratch[DSC_BLOCK_ELEMS];
-    const dsc_f32 *x = dsc_load(rows, call->dtype, dsc_at(row->x, call->dtype, begin), n, scores);
+    const struct dsc_nn_kernels *nn = job->rows.nn;
+    const void *x = dsc_at(row->x, call->dtype, begin);
 
-    if (call->mask_kind == DSC_NN_MASK_KEEP) {
-        rows->nn->scores_kept(n, x, call->scale, (const uint8_t *)call->mask + row->mask + begin, scores, max);
-    } else {
-        const void *added =
-            call->mask_kind == DSC_NN_MASK_ADD ? dsc_at(call->mask, call->dtype, row->mask + begin) : NULL;
-
-        rows->nn->scores(n, x, call->scale, dsc_load(rows, call->dtype, added, n, scratch), scores, max);
-    }
+    if (call->mask_kind == DSC_NN_MASK_KEEP)
+        nn->scores_kept(n, call->dtype, x, call->scale, (const uint8_t *)call->mask + row->mask + begin, scores, max);
+    else
+        nn->scores(n, call->dtype, x, call->scale,
+                   call->mask_kind == DSC_NN_MASK_ADD ? dsc_at(call->mask, call->dtype, row->mask + begin) : NULL,
+                   scores, max);
 }
 
 static void softmax_row(const void *arg, int64_t row_index, float *const *sums)
@@ -95,8 +92,7 @@ static void softmax_row(const void *arg, int64_t row_index, float *const *sums)
             load_scores(job, &row, begin, n, block, &ignored_max);
             rows->nn->exps(n, block, max, block, &ignored_sum);
         }
-        rows->kernels->scale_f32(n, factor, block);
-        dsc_store(rows, call->dtype, block, n, dsc_at_out(row.y, call->dtype, begin));
+        rows->nn->scaled(n, block, factor, call->dtype, dsc_at_out(row.y, call->dtype, begin));
     }
     memset(dsc_at_out(row.y, call->dtype, row.n_seen), 0,
            (size_t)(call->n_keys - row.n_seen) * dsc_dtype_bytes(call->dtype));
@@ -132,53 +128,21 @@ struct softmax_grad_job {
     const struct dsc_nn_softmax_grad *call;
 };
 
-/* One block of each operand. */
-struct softmax_block {
-    const dsc_f32 *y;
-    const dsc_f32 *dy;
-};
-
-/* Loads a block; 16-bit elements are widened into kept from element at. */
-static struct softmax_block load_pair(const struct softmax_grad_job *job, int64_t row, int64_t begin, int64_t n,
-                                      dsc_f32 (*kept)[ROW_ELEMS], int64_t at)
-{
-    const struct dsc_nn_softmax_grad *call = job->call;
-    int64_t i = row * call->n_cols + begin;
-
-    return (struct softmax_block){
-        dsc_load(&job->rows, call->dtype, dsc_at(call->y, call->dtype, i), n, kept[0] + at),
-        dsc_load(&job->rows, call->dtype, dsc_at(call->dy, call->dtype, i), n, kept[1] + at),
-    };
-}
-
 static void softmax_grad_row(const void *arg, int64_t row, float *const *sums)
 {
     const struct softmax_grad_job *job = arg;
     const struct dsc_nn_softmax_grad *call = job->call;
-    const struct dsc_rows *rows = &job->rows;
-    bool is_kept = call->n_cols <= ROW_ELEMS;
-    DSC_ALIGNED dsc_f32 kept[2][ROW_ELEMS];
+    const struct dsc_nn_kernels *nn = job->rows.nn;
+    const void *y = dsc_at(call->y, call->dtype, row * call->n_cols);
+    const void *dy = dsc_at(call->dy, call->dtype, row * call->n_cols);
+    void *dx = dsc_at_out(call->dx, call->dtype, row * call->n_cols);
     double sum = 0.0;
 
     (void)sums;
-    for (int64_t begin = 0; begin < call->n_cols; begin += DSC_BLOCK_ELEMS) {
-        int64_t n = dsc_block_of(call->n_cols - begin);
-        struct softmax_block block = load_pair(job, row, begin, n, kept, is_kept ? begin : 0);
-
-        rows->nn->dot(n, block.y, block.dy, &sum);
-    }
-    for (int64_t begin = 0; begin < call->n_cols; begin += DSC_BLOCK_ELEMS) {
-        int64_t n = dsc_block_of(call->n_cols - begin);
-        int64_t i = row * call->n_cols + begin;
-        bool is_wide = is_kept && call->dtype != DSC_DTYPE_F32;
-        struct softmax_block block =
-            is_wide ? (struct softmax_block){kept[0] + begin, kept[1] + begin} : load_pair(job, row, begin, n, kept, 0);
-        void *out = dsc_at_out(call->dx, call->dtype, i);
-        dsc_f32 *dx = dsc_target(call->dtype, out, kept[1] + (is_kept ? begin : 0));
-
-        rows->nn->softmax_grad(n, block.y, block.dy, (float)sum, call->scale, dx);
-        dsc_store(rows, call->dtype, dx, n, out);
-    }
+    for (int64_t begin = 0; begin < call->n_cols; begin += DSC_BLOCK_ELEMS)
+        nn->softmax_dot(dsc_block_of(call->n_cols - begin), call->dtype, dsc_at(y, call->dtype, begin),
+                        dsc_at(dy, call->dtype, begin), &sum);
+    nn->softmax_grad(call->n_cols, call->dtype, y, dy, (float)sum, call->scale, dx);
 }
 
 dsc_status dsc_nn_softmax_grad_check(const struct dsc_nn_softmax_grad *call)

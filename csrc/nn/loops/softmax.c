@@ -7,26 +7,34 @@
 #include "cpu/wide.h"
 #include "nn/table.h"
 
-/* One register of scores, which are also stored. mask and keep may be NULL, a constant where this is inlined. */
-static inline __attribute__((always_inline)) wide score(const dsc_f32 *x, float scale, const dsc_f32 *mask,
-                                                        const uint8_t *keep, dsc_f32 *y, int64_t i)
-{
-    wide scores = scale * dsc_wide_load(x + i, WIDE_LANES);
+#define INLINE static inline __attribute__((always_inline))
 
-    if (mask != NULL)
-        scores += dsc_wide_load(mask + i, WIDE_LANES);
-    if (keep != NULL)
-        scores = dsc_wide_where_kept(keep + i, scores, dsc_wide_all(-INFINITY));
-    dsc_wide_store(scores, y + i, WIDE_LANES);
+/* What a row's scores are made of. All but data are constants where this is inlined. */
+struct scored {
+    dsc_dtype dtype;
+    const void *x;
+    float scale;
+    const void *mask; /* NULL: none */
+    const uint8_t *keep;
+};
+
+/* n scores from element i, which are also stored. */
+INLINE wide score(const struct scored *from, dsc_f32 *y, int64_t i, int64_t n)
+{
+    wide scores = from->scale * dsc_wide_load_as(from->dtype, from->x, i, n);
+
+    if (from->mask != NULL)
+        scores += dsc_wide_load_as(from->dtype, from->mask, i, n);
+    if (from->keep != NULL && n == WIDE_LANES)
+        scores = dsc_wide_where_kept(from->keep + i, scores, dsc_wide_all(-INFINITY));
+    dsc_wide_store(scores, y + i, n);
     return scores;
 }
 
 /* Maxima that do not wait for one another: an operation takes four cycles, and two start in each. */
 #define CHAINS 4
 
-static inline __attribute__((always_inline)) void score_row(int64_t n, const dsc_f32 *x, float scale,
-                                                            const dsc_f32 *mask, const uint8_t *keep, dsc_f32 *y,
-                                                            float *max)
+INLINE void score_row(int64_t n, struct scored from, dsc_f32 *y, float *max)
 {
     wide most[CHAINS];
     int64_t i = 0;
@@ -36,16 +44,15 @@ static inline __attribute__((always_inline)) void score_row(int64_t n, const dsc
     for (; i + CHAINS * WIDE_LANES <= n; i += CHAINS * WIDE_LANES) {
 #pragma GCC unroll 4
         for (int chain = 0; chain < CHAINS; chain++)
-            most[chain] = dsc_wide_max(score(x, scale, mask, keep, y, i + chain * WIDE_LANES), most[chain]);
+            most[chain] = dsc_wide_max(score(&from, y, i + chain * WIDE_LANES, WIDE_LANES), most[chain]);
     }
     for (; i + WIDE_LANES <= n; i += WIDE_LANES)
-        most[0] = dsc_wide_max(score(x, scale, mask, keep, y, i), most[0]);
+        most[0] = dsc_wide_max(score(&from, y, i, WIDE_LANES), most[0]);
+    if (i < n)
+        score(&from, y, i, n - i);
     for (; i < n; i++) {
-        float scaled = scale * x[i];
-
-        if (mask != NULL)
-            scaled += mask[i];
-        y[i] = keep != NULL && keep[i] == 0 ? -INFINITY : scaled;
+        if (from.keep != NULL && from.keep[i] == 0)
+            y[i] = -INFINITY;
         *max = y[i] > *max ? y[i] : *max;
     }
     most[0] = dsc_wide_max(dsc_wide_max(most[0], most[1]), dsc_wide_max(most[2], most[3]));
@@ -53,17 +60,32 @@ static inline __attribute__((always_inline)) void score_row(int64_t n, const dsc
         *max = most[0][lane] > *max ? most[0][lane] : *max;
 }
 
-void DSC_K(nn_scores)(int64_t n, const dsc_f32 *x, float scale, const dsc_f32 *mask, dsc_f32 *y, float *max)
+/* Calls with a constant for dtype, one loop each. */
+#define WITH_DTYPE(dtype, call)             \
+    do {                                    \
+        if ((dtype) == DSC_DTYPE_F32)       \
+            call(DSC_DTYPE_F32);            \
+        else if ((dtype) == DSC_DTYPE_BF16) \
+            call(DSC_DTYPE_BF16);           \
+        else                                \
+            call(DSC_DTYPE_F16);            \
+    } while (0)
+
+void DSC_K(nn_scores)(int64_t n, dsc_dtype dtype, const void *x, float scale, const void *mask, dsc_f32 *y, float *max)
 {
+#define PLAIN(known) score_row(n, (struct scored){known, x, scale, NULL, NULL}, y, max)
+#define MASKED(known) score_row(n, (struct scored){known, x, scale, mask, NULL}, y, max)
     if (mask == NULL)
-        score_row(n, x, scale, NULL, NULL, y, max);
+        WITH_DTYPE(dtype, PLAIN);
     else
-        score_row(n, x, scale, mask, NULL, y, max);
+        WITH_DTYPE(dtype, MASKED);
 }
 
-void DSC_K(nn_scores_kept)(int64_t n, const dsc_f32 *x, float scale, const uint8_t *keep, dsc_f32 *y, float *max)
+void DSC_K(nn_scores_kept)(int64_t n, dsc_dtype dtype, const void *x, float scale, const uint8_t *keep, dsc_f32 *y,
+                           float *max)
 {
-    score_row(n, x, scale, NULL, keep, y, max);
+#define KEPT(known) score_row(n, (struct scored){known, x, scale, NULL, keep}, y, max)
+    WITH_DTYPE(dtype, KEPT);
 }
 
 /* Elements whose sum is one of f32 before it is widened, lane by lane: a widening costs as much as four additions. */
@@ -108,7 +130,66 @@ void DSC_K(nn_exps)(int64_t n, const dsc_f32 *x, float max, dsc_f32 *y, double *
     *sum += dsc_fold(lanes);
 }
 
-void DSC_K(nn_softmax_grad)(int64_t n, const dsc_f32 *y, const dsc_f32 *dy, float sum, float scale, dsc_f32 *dx)
+INLINE void scaled_step(dsc_dtype dtype, const dsc_f32 *x, float factor, void *y, int64_t i, int64_t n)
 {
-    EACH for (int64_t i = 0; i < n; i++) dx[i] = scale * (y[i] * (dy[i] - sum));
+    dsc_wide_store_as(dtype, factor * dsc_wide_load(x + i, n), y, i, n);
+}
+
+void DSC_K(nn_scaled)(int64_t n, const dsc_f32 *x, float factor, dsc_dtype dtype, void *y)
+{
+#define SCALED(known) EACH_WIDE(n, scaled_step, known, x, factor, y)
+    WITH_DTYPE(dtype, SCALED);
+}
+
+/* In the order of nn_dot, whose lanes are those of doubles. */
+INLINE void dot_row(int64_t n, dsc_dtype dtype, const void *y, const void *dy, double *sum)
+{
+    doubles sums[REGISTERS] = {0};
+    double lanes[LANES];
+    int64_t i = 0;
+
+    for (; i + LANES <= n; i += LANES) {
+        wide pairs[2][SUM_REGISTERS];
+        floats halves[2][REGISTERS];
+
+#pragma GCC unroll 4
+        for (int r = 0; r < SUM_REGISTERS; r++) {
+            pairs[0][r] = dsc_wide_load_as(dtype, y, i + r * WIDE_LANES, WIDE_LANES);
+            pairs[1][r] = dsc_wide_load_as(dtype, dy, i + r * WIDE_LANES, WIDE_LANES);
+        }
+        memcpy(halves, pairs, sizeof halves);
+#pragma GCC unroll 8
+        for (int r = 0; r < REGISTERS; r++)
+            sums[r] = dsc_add_product(sums[r], dsc_widen(halves[0][r]), dsc_widen(halves[1][r]));
+    }
+    memcpy(lanes, sums, sizeof lanes);
+    for (int lane = 0; i < n; i += WIDE_LANES) {
+        int64_t n_here = n - i < WIDE_LANES ? n - i : WIDE_LANES;
+        wide a = dsc_wide_load_as(dtype, y, i, n_here);
+        wide b = dsc_wide_load_as(dtype, dy, i, n_here);
+
+        for (int k = 0; k < n_here; k++, lane++)
+            lanes[lane] += (double)a[k] * (double)b[k];
+    }
+    *sum += dsc_fold(lanes);
+}
+
+void DSC_K(nn_softmax_dot)(int64_t n, dsc_dtype dtype, const void *y, const void *dy, double *sum)
+{
+#define DOT(known) dot_row(n, known, y, dy, sum)
+    WITH_DTYPE(dtype, DOT);
+}
+
+INLINE void grad_step(dsc_dtype dtype, const void *y, const void *dy, float sum, float scale, void *dx, int64_t i,
+                      int64_t n)
+{
+    wide gradient = dsc_wide_load_as(dtype, dy, i, n) - sum;
+
+    dsc_wide_store_as(dtype, scale * (dsc_wide_load_as(dtype, y, i, n) * gradient), dx, i, n);
+}
+
+void DSC_K(nn_softmax_grad)(int64_t n, dsc_dtype dtype, const void *y, const void *dy, float sum, float scale, void *dx)
+{
+#define GRAD(known) EACH_WIDE(n, grad_step, known, y, dy, sum, scale, dx)
+    WITH_DTYPE(dtype, GRAD);
 }
