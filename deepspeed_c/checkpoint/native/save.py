@@ -51,6 +51,7 @@ from deepspeed_c.checkpoint.native.manifest import (
 )
 from deepspeed_c.checkpoint.native.ranks import Ranks
 from deepspeed_c.checkpoint.source import BUFFER, MASTER, PARAM, Box, LogicalTensor, ParamInfo, Read, Source
+from deepspeed_c.checkpoint.tools.zero_to_fp32_script import write_script
 from deepspeed_c.errors import CheckpointError, DeepSpeedCError, OffloadError
 from deepspeed_c.logging import logger
 
@@ -276,8 +277,6 @@ def _tidy(destination: Destination) -> None:
 
     The checkpoint is good already: nothing of this may fail it.
     """
-    from deepspeed_c.checkpoint.tools.zero_to_fp32_script import write_script
-
     try:
         write_script(destination.save_dir)
         removed = apply_retention(

@@ -10,8 +10,13 @@ from typing import Any
 
 import torch
 
+from deepspeed_c.checkpoint.formats.dcp import write_dcp
+from deepspeed_c.checkpoint.formats.deepspeed import write_deepspeed, write_universal
+from deepspeed_c.checkpoint.native.commit import write_latest
+from deepspeed_c.checkpoint.native.save import write_native
 from deepspeed_c.checkpoint.source import PARAM, Source
 from deepspeed_c.checkpoint.tools.export import export
+from deepspeed_c.checkpoint.tools.zero_to_fp32_script import write_script
 from deepspeed_c.errors import CheckpointError
 
 __all__ = ["TARGETS", "Target", "convert", "tag_for", "trained_dtype"]
@@ -58,10 +63,6 @@ def tag_for(source: Source) -> str:
 
 
 def _to_native(source: Source, folder: str, target: Target) -> str:
-    from deepspeed_c.checkpoint.native.commit import write_latest
-    from deepspeed_c.checkpoint.native.save import write_native
-    from deepspeed_c.checkpoint.tools.zero_to_fp32_script import write_script
-
     tag = target.tag or tag_for(source)
     write_native(source, folder, tag)
     write_latest(folder, tag)
@@ -70,9 +71,6 @@ def _to_native(source: Source, folder: str, target: Target) -> str:
 
 
 def _to_deepspeed(source: Source, folder: str, target: Target) -> str:
-    from deepspeed_c.checkpoint.formats.deepspeed import write_deepspeed
-    from deepspeed_c.checkpoint.tools.zero_to_fp32_script import write_script
-
     path = write_deepspeed(
         source,
         folder,
@@ -88,14 +86,10 @@ def _to_deepspeed(source: Source, folder: str, target: Target) -> str:
 
 
 def _to_universal(source: Source, folder: str, target: Target) -> str:
-    from deepspeed_c.checkpoint.formats.deepspeed import write_universal
-
     return write_universal(source, folder, target.tag or tag_for(source), dtype=target.dtype or trained_dtype(source))
 
 
 def _to_dcp(source: Source, folder: str, target: Target) -> str:
-    from deepspeed_c.checkpoint.formats.dcp import write_dcp
-
     write_dcp(source, folder)
     return folder
 
