@@ -1,6 +1,6 @@
-"""What goes to disk and comes back.
+"""Checkpoints: saving, loading and converting them.
 
-What saves and loads is imported when it is first used: a rank that starts has nothing to save yet.
+The modules that save and load are imported on first use: a rank that starts has nothing to save yet.
 """
 
 from __future__ import annotations

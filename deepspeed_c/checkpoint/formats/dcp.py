@@ -26,22 +26,22 @@ from deepspeed_c.logging import logger
 __all__ = ["DcpSource", "read_metadata", "write_dcp"]
 
 METADATA = ".metadata"
-# What a folder that we write has besides the model and its optimizer: our own state, as bytes.
+# Key of our own state in a folder that we write, beside the model and its optimizer; its value is bytes.
 OWN_STATE = "deepspeed_c.state"
-# Names under which programs put a model's state dict and an optimizer's; the order is that of preference.
+# Usual keys for a model's state dict and for an optimizer's, the preferred key first.
 MODEL_KEYS = ("model", "module", "state_dict", "net", "network")
 OPTIMIZER_KEYS = ("optim", "optimizer", "optimizers")
 
 
 class _Inert:
-    """An object of the pickle of DCP's dataclasses in .metadata: keeps what it was made with, and does nothing."""
+    """An object from the pickle in .metadata, in place of DCP's dataclass: keeps its arguments and does nothing."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
         self.fields: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
-        # Only what the class does not have; a default is left out of the pickle.
+        # Called for missing attributes only; a default is left out of the pickle.
         return self.__dict__.get("fields", {}).get(name)
 
 
@@ -99,7 +99,7 @@ class Stored(NamedTuple):
 def read_metadata(folder: str) -> dict[str, Stored]:
     """Flat name -> entry of a DCP folder.
 
-    Nothing that the pickle names is run, whatever it is. Raises CheckpointError for what is damaged or hostile.
+    No function or class that the pickle names is run. Raises CheckpointError if the file is damaged or hostile.
     """
     path = os.path.join(folder, METADATA)
     try:
@@ -188,7 +188,7 @@ class _Place(NamedTuple):
 class DcpSource(Source):
     """A folder that ``torch.distributed.checkpoint.save`` wrote.
 
-    Names are those of the state dicts that were saved. From a nested {"model": {...}, "optim": {"state": ...,
+    Names come from the saved state dicts. From a nested {"model": {...}, "optim": {"state": ...,
     "param_groups": ...}} the weights lose the key "model". Optimizer states ("optim.state.NAME.exp_avg", flattened by
     ``flatten_optimizer_state_dict`` or not) stand under the name of their weight. DCP does not tell weights from
     buffers: all are PARAM. Tensors that belong to neither keep their full names, and values that are no tensors are not
@@ -247,8 +247,8 @@ class DcpSource(Source):
     ) -> tuple[dict[tuple[str | int, ...], Stored], dict[str, dict[str, Stored]]]:
         """Lists the tensors.
 
-        Returns the optimizer's options by (group or weight, option), and what counts for a weight as a whole, by weight
-        and state.
+        Returns the optimizer's options by (group or weight, option), and the entries that belong to a weight as a
+        whole, by weight and state.
         """
         options: dict[tuple[str | int, ...], Stored] = {}
         states: list[tuple[str, str, Stored]] = []
@@ -278,7 +278,7 @@ class DcpSource(Source):
         for stored in weights.values():
             container = stored.path[:-1]
             containers[container] = containers.get(container, 0) + math.prod(stored.shape)
-        # The model's own state dict is the one that is called so; else the one with the most elements.
+        # The model's own state dict has a usual key; if no container has, it is the container with most elements.
         model = max(containers, key=lambda c: (-_preference(c), containers[c]), default=())
         seen: dict[tuple[Chunk, ...], str] = {}
         for flat, stored in weights.items():
@@ -304,7 +304,7 @@ class DcpSource(Source):
             except CheckpointError as error:
                 logger.warning("%s: the optimizer's option %s is left out: %s", self.where, option, error.what)
         group_of: dict[str, int] = {}
-        # Groups by their index; where options stand by weight, in the order in which they come.
+        # Groups in the order of their index; options that are stored by weight stay in the file's order.
         for owner in sorted(values, key=lambda o: o if isinstance(o, int) else 0):
             found = values[owner]
             names = found.pop("params", None) if isinstance(owner, int) else [owner]
@@ -326,7 +326,7 @@ class DcpSource(Source):
             self.params[name] = ParamInfo(group=group, counts=own)
 
     def _value(self, what: str | int, stored: Stored) -> Any:
-        """A small value: a tensor of one element without dimensions, any other as it is, or what is no tensor."""
+        """A small value. A tensor of shape (1,) loses its dimension; a value that is no tensor is unpickled."""
         if stored.dtype is None:
             return self._load(stored.chunks[0])
         value = self._whole(str(what), stored)
@@ -335,7 +335,7 @@ class DcpSource(Source):
     def _whole(self, name: str, stored: Stored) -> torch.Tensor:
         """All elements, flat.
 
-        The files must have as many bytes, so that no number in the metadata alone says what is allocated.
+        The files must have at least as many bytes: numbers in the metadata alone cannot cause a huge allocation.
         """
         files = {chunk.file for chunk in stored.chunks}
         n_bytes = math.prod(stored.shape) * stored.dtype.itemsize
@@ -384,7 +384,7 @@ class DcpSource(Source):
         place = self._places.get(chunk)
         if place is None:
             place = self._find(stored, chunk)
-            # Of those that are in memory, only the last.
+            # Keep only the last of the chunks that were read into memory as a whole.
             self._places = {c: p for c, p in self._places.items() if p.whole is None or place.whole is None}
             self._places[chunk] = place
         if place.whole is not None:
@@ -460,14 +460,14 @@ def _world_size(entries: dict[str, Stored]) -> int:
 
 
 def _preference(container: tuple[str | int, ...]) -> int:
-    """The lower, the more a container is called like one of a model."""
+    """Rank of a container's name among the usual keys of a model; lower is more likely."""
     last = container[-1] if container else None
     return MODEL_KEYS.index(last) if last in MODEL_KEYS else len(MODEL_KEYS)
 
 
 def _optimizer_place(path: tuple[str | int, ...]) -> tuple[Any, ...] | None:
-    """("state", weight, state) or ("param_groups", group or weight, option) of what belongs to an optimizer; None for
-    all else.
+    """("state", weight, state) or ("param_groups", group or weight, option) if the path belongs to an optimizer, else
+    None.
     """
     at = next((i for i, key in enumerate(path) if key in OPTIMIZER_KEYS), None)
     if at is None:
@@ -508,7 +508,7 @@ def write_dcp(source: Source, folder: str | os.PathLike[str]) -> None:
     ``folder`` is new or empty, and appears when it is complete. In it are, as ``get_state_dict`` of torch names them:
     "model" with the weights (fp32 masters where there are, as FSDP keeps them), their aliases and the buffers; "optim"
     with "state" and "param_groups", where the source has them; and the rest of the source's state as bytes of ours.
-    Raises CheckpointError for what cannot be read or written.
+    Raises CheckpointError if reading or writing fails.
     """
     target = os.path.abspath(os.fspath(folder))
     if os.path.isdir(target) and os.listdir(target):
@@ -610,7 +610,7 @@ def _plan(source: Source) -> Iterator[_Planned]:
 
 
 def _options(source: Source) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    """What torch's optimizer state dict holds besides the tensors of its states."""
+    """Contents of torch's optimizer state dict other than the tensors of its states."""
     for name, info in source.params.items():
         for key, value in info.counts.items():
             # As torch's optimizers have it: it cannot load a plain number into the tensor that is there.
@@ -621,7 +621,7 @@ def _options(source: Source) -> Iterator[tuple[tuple[str | int, ...], Any]]:
             if not torch.is_tensor(value):
                 state_files.pack(
                     {key: value}, f"{source.where}, groups[{i}]"
-                )  # what would not be given back is refused
+                )  # refuses a value that could not be loaded again
             yield ("optim", "param_groups", i, key), value
         names = [name for name, info in source.params.items() if info.group == i]
         yield ("optim", "param_groups", i, "params"), names

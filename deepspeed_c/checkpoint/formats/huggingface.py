@@ -25,7 +25,7 @@ __all__ = ["INDEX_FILE", "SINGLE_FILE", "Header", "HuggingFaceSource", "TensorPl
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-# An index names each tensor once; that of the largest models has some megabytes.
+# An index names each tensor once; the largest models' have some megabytes.
 INDEX_LIMIT_BYTES = 256 << 20
 _DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 # Larger numbers of elements do not fit the 64-bit offsets of the format.
@@ -42,15 +42,15 @@ class TensorPlace(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a safetensors file says of itself."""
+    """Contents of the header of a safetensors file."""
 
     tensors: dict[str, TensorPlace]
     metadata: dict[str, str]
 
 
 def parse_json(content: bytes, where: str) -> Any:
-    """JSON of a file that need not be well-meant: names that come twice, what is no UTF-8 and what is nested too deeply
-    raise CheckpointError.
+    """JSON of a file that need not be well-meant: repeated names, invalid UTF-8 and nesting that is too deep raise
+    CheckpointError.
     """
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def parse_json(content: bytes, where: str) -> Any:
 def read_header(path: str) -> Header:
     """The header of a safetensors file, every number of it checked against the others and against the size of the file.
 
-    Raises CheckpointError for what the format forbids: a length beyond the file or 100 MB, names that come twice,
+    Raises CheckpointError for violations of the format: a length beyond the file or 100 MB, names that come twice,
     unknown dtypes, offsets that do not fit the shape, overlap, leave gaps or lie beyond the end.
     """
     try:

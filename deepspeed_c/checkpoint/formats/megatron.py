@@ -1,4 +1,4 @@
-"""DeepSpeed's loaders of Megatron's files: any number of ranks' state dicts as those of any other number."""
+"""DeepSpeed's loaders of Megatron's files: convert state dicts between numbers of tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["AUTO_MODULE_KEY", "MegatronSDLoader", "SDLoaderFactory"]
 
 AUTO_MODULE_KEY = "auto"
 _WHERE = "MegatronSDLoader"
-# What a file of Megatron's transformer has, each as a part of some name.
+# Parts of names in a file of Megatron's transformer; each occurs in some name.
 _MARKS = ("attention.dense.weight", "mlp.dense_4h_to_h.weight", "attention.query_key_value", "mlp.dense_h_to_4h.weight")
 
 
@@ -26,8 +26,8 @@ class MegatronSDLoader:
     """State dicts of Megatron's tensor-parallel ranks, for any number of ranks that divides theirs or is a multiple.
 
     ckpt_list: the files, in the order of ranks. version: how query, key and value lie: 0 one behind the other, 1.0 and
-    2.0 head by head; None: what the file says. checkpoint_engine: an object with ``load(path, map_location)`` that
-    reads the files; by default they are read as plain data, and nothing in them is executed.
+    2.0 head by head; None: as the file says. checkpoint_engine: an object with ``load(path, map_location)`` that reads
+    the files; by default they are read as plain data, and nothing in them is executed.
     """
 
     def __init__(self, ckpt_list: Sequence[str], version: float | None, checkpoint_engine: Any) -> None:
@@ -46,7 +46,7 @@ class MegatronSDLoader:
         quantize_groups: int = 64,
         mlp_extra_grouping: bool = True,
     ) -> tuple[str, Any, tuple[None, int]]:
-        """(path of the first file, what rank ``mp_rank`` of ``mp_world_size`` loads, (None, files that were merged)).
+        """(path of the first file, content for rank ``mp_rank`` of ``mp_world_size``, (None, files that were merged)).
 
         module_key: where in the file the weights are; "auto": "module" or "model"; None: they are all of it. Files of a
         pipeline (``is_pipe_parallel``, with a key) hold the same for all: the first is taken. Raises CheckpointError
@@ -72,7 +72,7 @@ class MegatronSDLoader:
         return path, content, (None, n_merged)
 
     def merge_state_dict(self, mp_world_size: int, mp_rank: int) -> Any:
-        """What the rank loads, of several files each."""
+        """The rank's content, merged from several files."""
         files = self.get_merge_state_dicts(mp_world_size, mp_rank)
         self.sanity_check(self.ckpt_list[0])
         modules = [self.get_module(file) for file in files]
@@ -93,7 +93,7 @@ class MegatronSDLoader:
         return self.set_module(files[0], merged)
 
     def split_state_dict(self, mp_world_size: int, mp_rank: int) -> Any:
-        """What the rank loads, of a part of one file."""
+        """The rank's content, cut out of one file."""
         file, n_parts, number = self.get_split_state_dict(mp_world_size, mp_rank)
         version = self.get_checkpoint_version(file)
         parts = {
@@ -173,7 +173,8 @@ class MegatronSDLoader:
     def _cut_of(name: str, value: torch.Tensor, version: float) -> TensorCut:
         cut = megatron_cut(name, version)
         if cut is None or cut.dim is None or cut.dim >= value.dim():
-            # As in DeepSpeed, what no rule names is the first file's: ranks may have rounded it each in its own way.
+            # As in DeepSpeed, a tensor without a rule is taken from the first file: ranks may have rounded it
+            # differently.
             return TensorCut(None, takes_first=True)
         return cut
 
@@ -192,8 +193,8 @@ class SDLoaderFactory:
 
     @staticmethod
     def get_sd_loader_json(json_file: str | Mapping[str, Any], checkpoint_engine: Any = None) -> Any:
-        """From {"type", "checkpoints", "version"}, or a file with it; of the types "bloom" and "ds_model" the mapping
-        itself, as in DeepSpeed. Raises CheckpointError for what is missing in it.
+        """A loader from {"type", "checkpoints", "version"}, or a file with it; of the types "bloom" and "ds_model" the
+        mapping itself, as in DeepSpeed. Raises CheckpointError for missing keys.
         """
         where = "get_sd_loader_json"
         data: Any = json_file

@@ -29,7 +29,7 @@ __all__ = ["FORMATS", "FolderFormat", "ModelFolderWriter", "parse_size", "plan_s
 
 # Names of tensors that a message lists before it only counts.
 NAMES_SHOWN = 5
-# What is looked through for NaN and inf at once.
+# Size of the pieces that are searched for NaN and inf.
 CHECKED_BYTES = 8 << 20
 
 _SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([kmgt]?i?b)?", re.IGNORECASE)
@@ -88,14 +88,14 @@ class ModelFolderWriter:
     manager, from one thread and on one rank.
 
     When the block ends without an exception, all files are complete, read back by their headers, and on disk. A new
-    folder appears as a whole, by one rename. In a folder that has been there, the new model replaces an older one of
-    the same format. At any instant the folder loads as the old model, nothing or the new one, never as a mixture. Other
-    files stay. After an exception everything is as it was. A crash may leave a hidden ``.*.tmp`` folder.
+    folder appears as a whole, by one rename. In an existing folder the new model replaces an older one of the same
+    format. At any instant the folder loads as the old model, nothing or the new one, never as a mixture. Other files
+    stay. After an exception everything is as it was. A crash may leave a hidden ``.*.tmp`` folder.
 
-    NaN and inf among what is written are warned of, with the names of the tensors: they may be what was trained.
+    NaN and inf in the tensors cause a warning with their names, no error: training may have produced them.
 
-    ``staging`` is the folder that the files are being made in: what else belongs to the model (config.json) may be put
-    there within the block.
+    ``staging`` is the folder that the files are being made in: other files of the model (config.json) may be put there
+    within the block.
 
     Raises CheckpointError as TensorFileWriter does, and for tensors that come out of order.
     """
@@ -265,7 +265,7 @@ class ModelFolderWriter:
             self._commit()
 
     def _verify(self, path: str, shard: int) -> None:
-        """Reads the file's own account of what it holds, by another way than it was written."""
+        """Reads the file's header back, by other code than wrote it, and compares names, shapes and dtypes."""
         entries = self._entries[shard]
         if self._form.suffix == ".safetensors":
             found = {name: (stored.shape, stored.dtype) for name, stored in read_header(path).tensors.items()}
@@ -304,8 +304,8 @@ class ModelFolderWriter:
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
-        # Somebody else's files are there. What a reader looks for first goes first and comes last, so that it never
-        # leads to files of two models.
+        # The folder has other files. The files that a reader looks for first are removed first and moved in last, so
+        # that they never lead to files of two models.
         single = f"{self._form.stem}{self._form.suffix}"
         entrances = [self._index_name, single]
         new = sorted(os.listdir(self.staging), key=lambda name: name in entrances)

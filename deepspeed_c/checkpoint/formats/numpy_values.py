@@ -1,9 +1,9 @@
 """Numbers, texts and arrays of numpy out of pickles of strangers, made anew from a dtype of a list and from bytes that
 fit it.
 
-numpy itself would set the state of what it pickles: flags of a dtype that say whether elements are pointers, and the
-dtype of an array apart from its bytes. Here nothing is set. What the pickle says is read as numbers and text, and
-numpy's constructors are called with those.
+numpy itself would set the state of the object that it unpickles: flags of a dtype that say whether elements are
+pointers, and the dtype of an array apart from its bytes. Here nothing is set. The pickle's values are read as numbers
+and text, and numpy's constructors are called with those.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LAST_CHARACTER = 0x10FFFF
 
 
 def is_listed(dtype: Any) -> bool:
-    """Whether a numpy dtype is one of the list, in any byte order."""
+    """Whether a numpy dtype is on the list, in any byte order."""
     return dtype.kind in "biufcSUmM" and dtype.fields is None and dtype.subdtype is None and not dtype.hasobject
 
 

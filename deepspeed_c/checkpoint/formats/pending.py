@@ -8,9 +8,9 @@ __all__ = ["Pending"]
 
 
 class Pending:
-    """Stands for a value until its state is there, which says what it is.
+    """Placeholder for a value until its state, and with that its content, has been read.
 
-    ``places``: under which numbers the pickle can refer to it.
+    ``places``: numbers that the pickle can refer to it by.
     """
 
     __slots__ = ("places",)

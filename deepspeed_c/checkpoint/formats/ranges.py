@@ -16,7 +16,7 @@ from deepspeed_c.errors import CheckpointError
 
 __all__ = ["fill", "read_bytes", "runs"]
 
-# What is read at once where it has to be converted or copied to another device.
+# Size of the pieces in which elements are read if they must be converted or copied to another device.
 STAGING_BYTES = 8 << 20
 
 
@@ -50,8 +50,8 @@ def fill(read: Read, fetch: Callable[[int, torch.Tensor], None], where: str) -> 
     """Fills ``read.into``; ``fetch(first, into)`` puts the tensor's elements from ``first`` on into a flat CPU tensor
     of its dtype.
 
-    Besides what ``fetch`` takes, 8 MiB where dtype or device differ, else nothing. Raises CheckpointError for a range
-    that the tensor does not have.
+    Memory: ``fetch``'s own, and 8 MiB where dtype or device differ. Raises CheckpointError for a range that the tensor
+    does not have.
     """
     tensor, into = read.tensor, read.into
     size = tensor.shape if read.box is None else read.box.size

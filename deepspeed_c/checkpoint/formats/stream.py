@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["TensorFileWriter"]
 
-# What is copied, checksummed and written at once: large enough for one system call to cost nothing, small enough to
-# stay in the cache.
+# Size of the pieces that are copied, checksummed and written: large enough for one system call to cost nothing, small
+# enough to stay in the cache.
 STAGING_BYTES = 8 << 20
 # Names of tensors that a message lists before it only counts.
 NAMES_SHOWN = 5
@@ -47,13 +47,13 @@ _FIX_OF_ERRNO = {
 class TensorFileWriter:
     """Writes ``path`` from tensors that come one at a time, in any order.
 
-    ``entries`` says beforehand what comes: name -> (shape, dtype), as a mapping or as pairs; names keep this order in
-    the file of ``torch.load``. ``aliases`` are further names of a tensor among them, name -> first name, as tied
-    weights have; they are not written again.
+    ``entries`` announces the tensors: name -> (shape, dtype), as a mapping or as pairs; names keep this order in the
+    file of ``torch.load``. ``aliases`` are further names of a tensor among them, name -> first name, as tied weights
+    have; they are not written again.
 
-    The suffix chooses the format. ``.safetensors``: the safetensors format, in which aliases are only noted (see
+    The suffix chooses the format. ``.safetensors``: the safetensors format, where aliases are only noted (see
     :class:`deepspeed_c.checkpoint.formats.weight_file.SafetensorsPlan`). Anything else (``pytorch_model.bin``, ``.pt``,
-    ``.pth``): what ``torch.load(path, weights_only=True)`` reads as a dictionary, aliases sharing storage.
+    ``.pth``): a file that ``torch.load(path, weights_only=True)`` reads as a dictionary, aliases sharing storage.
 
     Use it as a context manager, from one thread and on one rank::
 
@@ -68,8 +68,8 @@ class TensorFileWriter:
     Attributes: ``path`` as given, ``total_bytes``, the size of the complete file.
 
     Raises CheckpointError for names that are given twice or cannot be stored, shapes below zero, and dtypes that the
-    format does not have; on entering and leaving, for what the file system refuses; on leaving, for tensors that were
-    not written.
+    format does not have; on entering and leaving, for errors of the file system; on leaving, for tensors that were not
+    written.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class TensorFileWriter:
         self.total_bytes = self._plan.total_bytes
         # Name -> CRC-32 of its payload, or 0 if the format has no use for it; a name is here when it has been written.
         self._written: dict[str, int] = {}
-        # Name -> (elements written, CRC-32 of them) of what came in parts and is not whole yet.
+        # Name -> (elements written, CRC-32 of them) of a tensor that came in parts and is not whole yet.
         self._begun: dict[str, tuple[int, int]] = {}
         self._staging = bytearray()
         self._file = self._folder = -1
@@ -97,15 +97,15 @@ class TensorFileWriter:
         self._is_used = False
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Writes one tensor, which has the shape and dtype that were announced; any device, any strides.
+        """Writes one tensor of the announced shape and dtype; any device, any strides.
 
         It is only read.
 
-        Besides the tensor, this takes a fixed buffer of 8 MiB, whatever its device and strides.
+        Besides the tensor, this takes a fixed buffer of 8 MiB, for every device and all strides.
 
         Raises CheckpointError for a name that is unknown, an alias or written already, for another shape or dtype, for
-        a tensor without memory of its own (meta, sparse), and for what the file system refuses: the same tensor may be
-        written again then. Raises StateError outside the ``with`` block.
+        a tensor without memory of its own (meta, sparse), and for errors of the file system, after which the same
+        tensor may be written again. Raises StateError outside the ``with`` block.
         """
         entry = self._expected(name)
         where = f"{self.path}, {name}"
@@ -221,7 +221,7 @@ class TensorFileWriter:
             ) from error
 
     def _expected(self, name: str) -> FileEntry:
-        """What was announced under ``name``, if it may be written now."""
+        """The entry that was announced under ``name``, if it may be written now."""
         if self._file < 0:
             raise StateError("is not open", where=self.path, fix="write inside `with TensorFileWriter(...) as file:`")
         where = f"{self.path}, {name}"
@@ -260,7 +260,7 @@ class TensorFileWriter:
         for offset, content in self._plan.frame(self._written):
             self._write_at(offset, memoryview(content))
         with self._file_system_errors():
-            # In this order: what a name points to is on disk before the name is, and the name before we say so.
+            # In this order: the content is on disk before its name is, and the name before we say so.
             os.fsync(self._file)
             file, self._file = self._file, -1
             os.close(file)
@@ -285,11 +285,11 @@ class TensorFileWriter:
                 content, offset = content[n_bytes:], offset + n_bytes
 
     def _release(self) -> None:
-        """Closes what is open and removes the temporary file, if it has not become the file."""
+        """Closes the open files and removes the temporary file, if it has not become the file."""
         self._staging = bytearray()
         file, folder, temporary = self._file, self._folder, self._temporary
         self._file, self._folder, self._temporary = -1, -1, ""
-        # What fails here adds nothing to the error that is under way, and would hide it.
+        # An error here adds nothing to the error that is under way, and would hide it.
         if file >= 0:
             with contextlib.suppress(OSError):
                 os.close(file)
@@ -321,8 +321,8 @@ class TensorFileWriter:
 
 
 def _pieces(tensor: torch.Tensor, limit_elems: int) -> Iterator[torch.Tensor]:
-    """Views that make up ``tensor`` in row-major order, each of at most ``limit_elems`` elements: no copy, whatever the
-    strides.
+    """Views that make up ``tensor`` in row-major order, each of at most ``limit_elems`` elements. Nothing is copied,
+    not even for strided tensors.
     """
     if tensor.numel() <= limit_elems:
         yield tensor

@@ -1,8 +1,8 @@
-"""Checkpoints of tensor-parallel ranks, each of which holds a part of every tensor: rules by name, whole tensors out of
+"""Checkpoints of tensor-parallel ranks, which hold a part of every tensor each: rules by name, whole tensors out of
 parts and parts out of whole tensors.
 
-The rules are those of DeepSpeed's ``universal_checkpoint_info``, which its engine saves with AutoTP and
-Megatron-DeepSpeed always, and, for files without it, the names of Megatron's layers.
+The rules come from DeepSpeed's ``universal_checkpoint_info``, which its engine saves with AutoTP and
+Megatron-DeepSpeed always, and, for files without it, from the names of Megatron's layers.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ class TensorCut(NamedTuple):
     n_parts: int = 1
     """Equal parts that lie one behind the other along it, each of them cut by itself."""
     widths: tuple[tuple[int, ...], ...] | None = None
-    """Of each part the elements of each rank, where parts are not equal."""
+    """Elements of each rank in each part, where ranks' shares are not equal."""
     is_average: bool = False
     """Whether the ranks' whole tensors differ, and their mean is meant."""
     takes_first: bool = False
-    """Whether the first rank's whole tensor is meant, whatever the others have."""
+    """Whether the first rank's whole tensor is meant, even if the others differ."""
     n_rows: int | None = None
-    """Rows that count; what follows fills the ranks' tables of words up."""
+    """Rows that count; the rows after them pad the ranks' vocabulary tables."""
 
     def widths_of(self, n_elems: int, n_ranks: int, where: str) -> list[list[int]]:
-        """Of each part the elements of each rank, of a whole dimension of ``n_elems``."""
+        """Elements of each rank in each part, for a whole dimension of ``n_elems``."""
         if self.widths is not None and all(len(part) == n_ranks for part in self.widths):
             return [list(part) for part in self.widths]
         sizes = [n_elems // self.n_parts] * self.n_parts
-        if self.widths is not None:  # of another number of ranks: the parts' sizes are what counts
+        if self.widths is not None:  # of another number of ranks: only the parts' sizes count
             sizes = [sum(part) for part in self.widths]
         for size in sizes:
             if sum(sizes) != n_elems or size % n_ranks:
@@ -87,7 +87,7 @@ class TensorCut(NamedTuple):
         return whole[: self.n_rows]
 
     def runs(self, n_elems: int, n_ranks: int, rank: int, where: str) -> list[tuple[int, int]]:
-        """(begin, elements) along the cut dimension of what ``rank`` has of a whole of ``n_elems``, in order."""
+        """(begin, elements) along the cut dimension of the ranges that ``rank`` has of ``n_elems``, in order."""
         found, begin = [], 0
         for widths in self.widths_of(n_elems, n_ranks, where):
             found.append((begin + sum(widths[:rank]), widths[rank]))
@@ -95,7 +95,7 @@ class TensorCut(NamedTuple):
         return found
 
     def split(self, whole: torch.Tensor, n_ranks: int, rank: int, where: str) -> torch.Tensor:
-        """What ``rank`` has of ``whole``. Raises CheckpointError where it cannot be cut so."""
+        """The part of ``whole`` that ``rank`` has. Raises CheckpointError where it cannot be cut so."""
         dim = self.dim
         if dim is None:
             return whole
@@ -109,7 +109,7 @@ TensorRules = Callable[[str], TensorCut | None]
 """How the tensor of a name is cut; None where no rule knows the name."""
 
 WHOLE = TensorCut(None)
-# The ends of Megatron's names, in the order in which they are looked for.
+# The ends of Megatron's names; the first match counts.
 _MEGATRON: tuple[tuple[str, TensorCut], ...] = (
     (r"(attention|self_attention)\.dense\.weight", TensorCut(1)),
     (r"mlp\.dense_4h_to_h\.weight", TensorCut(1)),
@@ -138,10 +138,10 @@ def megatron_cut(name: str, version: float) -> TensorCut | None:
 
 
 def rules_of_info(info: Mapping[str, Any], where: str) -> TensorRules:
-    """The rules in DeepSpeed's ``universal_checkpoint_info``; what it does not name is cut along dimension 0.
+    """The rules in DeepSpeed's ``universal_checkpoint_info``; a tensor that it does not name is cut along dimension 0.
 
-    Raises CheckpointError for patterns that are no regular expressions, and, when asked, for a tensor of which it says
-    that it cannot be put together.
+    Raises CheckpointError for patterns that are no regular expressions, and, when asked, for a tensor that cannot be
+    put together according to it.
     """
     widths = {
         pattern: tuple(tuple(int(n) for n in part) for part in parts)
@@ -227,7 +227,7 @@ def _known(rules: TensorRules, tensor: LogicalTensor, where: str) -> TensorCut:
 
 
 class _MadeSource(Source):
-    """A source whose tensors are made whole in memory, one after the other, out of those of others."""
+    """A source whose tensors are made whole in memory, one after the other, out of other sources' tensors."""
 
     def __init__(self, like: Source, sources: Sequence[Source]) -> None:
         self.where, self.format, self.identity = like.where, like.format, like.identity
@@ -273,8 +273,8 @@ def _read_whole(source: Source, tensor: LogicalTensor) -> torch.Tensor:
 class MergedSource(_MadeSource):
     """Whole tensors out of the sources of all tensor-parallel ranks, in their order.
 
-    Memory: the tensor that was read last, and its parts. Raises CheckpointError where ranks hold other tensors, or no
-    rule knows one of them.
+    Memory: the tensor that was read last, and its parts. Raises CheckpointError if ranks hold different tensors, or if
+    a tensor has no rule.
     """
 
     def __init__(self, sources: Sequence[Source], rules: TensorRules) -> None:
@@ -322,7 +322,7 @@ class MergedSource(_MadeSource):
 
 
 class PartSource(_MadeSource):
-    """What one of ``n_ranks`` tensor-parallel ranks has of a whole checkpoint, which it does not close.
+    """The part of a whole checkpoint for tensor-parallel rank ``rank`` of ``n_ranks``. Does not close the whole.
 
     Raises CheckpointError where no rule knows a tensor, or it cannot be cut into so many parts.
     """

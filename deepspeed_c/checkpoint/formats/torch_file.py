@@ -1,6 +1,6 @@
 """Files of torch.save: the value as plain data, and tensors as places in the file, or made of copies of its bytes.
 
-``unpickle.py`` decides what the pickle in the file may do. This module checks tensors against the file. Each lies in
+``unpickle.py`` limits the effects of the pickle in the file. This module checks tensors against the file. Each lies in
 its storage, and each storage in the file. All of them together exceed the file by a limited factor at most, however
 often their strides repeat one element.
 """
@@ -32,14 +32,14 @@ from deepspeed_c.errors import CheckpointError
 
 __all__ = ["Part", "StoredTensor", "TorchFile", "fill", "load_part", "load_plain", "materialize"]
 
-# What is read at once where elements must be converted or moved on: enough for the system call to cost nothing.
+# Size of a read where elements must be converted or moved on: enough for the system call to cost nothing.
 STAGING_BYTES = 8 << 20
 # torch.save's format before zip: the number its first pickle holds (torch.serialization.MAGIC_NUMBER), and the only
 # version there is.
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 LEGACY_VERSION = 1001
-# What all tensors of a file take, each without gaps: for each byte of the file, and in any case. Masks and positions
-# are saved expanded, in small files too.
+# Limit on the bytes of all tensors of a file, each without gaps: this many per byte of the file, plus a constant. Masks
+# and positions are saved expanded, in small files too.
 TENSORS_PER_BYTE, TENSORS_AT_LEAST_BYTES = 4, 64 << 20
 # Dimensions that torch's operators take.
 DIMS_LIMIT = 64
@@ -59,11 +59,11 @@ STORAGE_DTYPES: dict[str, torch.dtype] = {
     "BoolStorage": torch.bool,
     "ComplexFloatStorage": torch.complex64,
     "ComplexDoubleStorage": torch.complex128,
-    # What it holds is said where the tensor is rebuilt; its length counts bytes.
+    # The dtype follows where the tensor is rebuilt; the length counts bytes.
     "UntypedStorage": torch.uint8,
 }
-# Those that torch has no storage of; their tensors name the dtype. Others (quantized ones, packed bits) need more than
-# bytes.
+# Dtypes without a storage class in torch; their tensors name the dtype. Others (quantized ones, packed bits) need more
+# than bytes.
 UNTYPED_DTYPES = frozenset(
     getattr(torch, name)
     for name in (
@@ -132,9 +132,9 @@ class TorchFile:
     """A file of torch.save, its pickle read. Holds no descriptor: reads open it anew.
 
     Attributes: ``path``; ``content``, the saved object with ``StoredTensor`` in the place of tensors. ``part`` says
-    where in the file at ``path`` the file of torch.save lies, if it is not the whole; ``table`` and ``objects`` what a
-    pickle may name besides plain data. Raises CheckpointError for a file that cannot be read, is cut off, names what is
-    not allowed, or is larger in memory than on disk by too much.
+    where in the file at ``path`` the file of torch.save lies, if it is not the whole; ``table`` and ``objects`` list
+    the names that a pickle may use besides plain data. Raises CheckpointError for a file that cannot be read, is cut
+    off, names something that is not allowed, or is larger in memory than on disk by too much.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ def load_part(part: Part, where: str) -> Any:
 
 @contextlib.contextmanager
 def _named(where: str) -> Iterator[None]:
-    """Turns what reading a damaged or hostile file raises into a CheckpointError that names it."""
+    """Turns the errors from reading a damaged or hostile file into a CheckpointError that names it."""
     try:
         yield
     except OSError as error:
@@ -354,7 +354,7 @@ class _Archive:
 
 
 class _TensorUnpickler(Unpickler):
-    """Knows how torch pickles tensors; a subclass says what becomes of them."""
+    """Knows how torch pickles tensors; a subclass decides how to represent them."""
 
     def __init__(
         self,
@@ -369,7 +369,7 @@ class _TensorUnpickler(Unpickler):
     ) -> None:
         self._path = path
         self.storages: dict[str, _Storage] = {}
-        # What tensors may take yet.
+        # Bytes that tensors may still take.
         self._room_bytes = TENSORS_AT_LEAST_BYTES + TENSORS_PER_BYTE * (n_bytes if file_bytes is None else file_bytes)
         self._known: set[tuple] = set()
         calls = {
@@ -414,13 +414,13 @@ class _TensorUnpickler(Unpickler):
         if type(key) is not str or len(key) > 100:
             raise pickle.UnpicklingError("a storage without a key")
         storage = _Storage(key, kind.dtype, n_elems, kind.is_typed)
-        # Two types over the same bytes are allowed; the longer one is what must be there.
+        # Two types over the same bytes are allowed; the bytes of the longer one must be there.
         known = self.storages.get(key)
         if known is None or known.n_bytes < storage.n_bytes:
             self.storages[key] = storage
         return storage
 
-    # What becomes of a tensor.
+    # Representation of tensors, defined by a subclass.
 
     def place(
         self, storage: _Storage, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], offset: int
@@ -443,7 +443,7 @@ class _TensorUnpickler(Unpickler):
     def _sparse(self, *_: Any) -> Any:
         raise pickle.UnpicklingError("a sparse tensor, which is not read by range")
 
-    # What the table calls.
+    # Functions that the table calls.
 
     def _tensor(self, storage: _Storage, dtype: torch.dtype, offset: int, shape: Any, stride: Any) -> Any:
         if type(storage) is not _Storage or not all(
@@ -506,7 +506,7 @@ class _TensorUnpickler(Unpickler):
 
     def _finished(self, tensor: Any, requires_grad: Any, metadata: Any) -> Any:
         metadata = {} if metadata is None else metadata
-        # Whether the numbers in the file are the conjugate or the negative of what the tensor shows.
+        # Metadata: whether the file has the tensor's numbers conjugated or negated.
         if type(metadata) is not dict or not all(key in ("conj", "neg") for key in metadata):
             raise pickle.UnpicklingError("a tensor with unknown metadata")
         if type(requires_grad) is not bool:
@@ -638,7 +638,7 @@ def fill(jobs: Sequence[tuple[StoredTensor, int, torch.Tensor]]) -> None:
     into the flat tensor ``into``.
 
     Each file is read once from front to back: straight into memory of the CPU that has the same dtype, else through
-    STAGING_BYTES. Raises CheckpointError for what cannot be read.
+    STAGING_BYTES. Raises CheckpointError if a file cannot be read.
     """
     by_file: dict[str, list[tuple[StoredTensor, int, torch.Tensor]]] = {}
     for job in jobs:
@@ -691,8 +691,8 @@ def _read_strided(file: BinaryIO, stored: StoredTensor, begin: int, into: torch.
 
 
 def materialize(content: Any) -> Any:
-    """``content`` with real tensors (on the CPU) in the place of those that were read; those that are the same in the
-    file are one.
+    """``content`` with real tensors (on the CPU) in the place of stored ones; tensors that are the same in the file are
+    made once.
     """
     jobs: list[tuple[StoredTensor, int, torch.Tensor]] = []
     made: dict[tuple, torch.Tensor] = {}

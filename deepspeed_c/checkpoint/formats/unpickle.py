@@ -1,13 +1,13 @@
 """Reads pickles of strangers as plain data: a machine of our own, which runs nothing that a pickle brings, and makes
 nothing larger than the pickle warrants.
 
-A pickle is a program: it names functions and classes, calls them, and sets the state of what they return. Python's own
-machine looks names up and hands arguments on, so any class with a careless ``__setstate__`` is a way out. (numpy's
-dtype is one: a pickle can set its flags such that numpy uses bytes of the file as pointers.) It also allocates what a
-length in the file asks for. Here a name stands for a function of this package that checks its arguments, or for
-nothing. Only objects that consist of attributes get a state. Three amounts have a limit that grows with the bytes that
-were read: what calls copy, what is hashed, and the size of the result when shared values are written out as often as
-they are held.
+A pickle is a program: it names functions and classes, calls them, and sets the state of the objects that they return.
+Python's own machine looks names up and hands arguments on, so any class with a careless ``__setstate__`` is a way out.
+(An example is numpy's dtype: a pickle can set its flags such that numpy uses bytes of the file as pointers.) It also
+allocates as much as a length in the file asks for. Here a name stands for a function of this package that checks its
+arguments, or for nothing. Only objects that consist of attributes get a state. Three amounts have a limit that grows
+with the bytes that were read: the bytes that calls copy, the items that are hashed, and the size of the result when
+shared values are written out as often as they are held.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ __all__ = ["PLAIN", "UNREADABLE", "Global", "Unpickler", "check_attributes", "in
 DEPTH_LIMIT = 200
 # An integer that Python prints: its limit is 4300 digits.
 INT_LIMIT_BYTES = 1784
-# What calls copy and what is hashed (bytes of text, entries of containers), for each byte of the pickle, and in any
-# case.
+# Limit on bytes copied and items hashed (bytes of text, entries of containers): this many per byte of pickle, plus a
+# constant.
 WORK_PER_BYTE, WORK_AT_LEAST = 8, 1 << 16
-# Entries and characters of the result when it is written out, for each byte of the pickle, and in any case: a value
-# that is shared counts wherever it is.
+# Limit on entries and characters of the result when it is written out, per byte of pickle, plus a constant: a shared
+# value counts at every place.
 SIZE_PER_BYTE, SIZE_AT_LEAST = 256, 1 << 20
 # Integers below it have hashes of their own; others, and tuples of them, can be chosen so that they all have the same.
 DISTINCT_HASH_LIMIT = 1 << 60
-# What a message shows of a name in the file.
+# Characters that a message shows of a name in the file.
 NAME_SHOWN = 120
 
-# What reading a damaged or hostile file raises besides CheckpointError; whoever reads one turns these into it.
+# Errors from reading a damaged or hostile file besides CheckpointError; readers turn these into it.
 UNREADABLE = (
     pickle.UnpicklingError,
     zipfile.BadZipFile,
@@ -67,10 +67,10 @@ UNREADABLE = (
 
 
 class Global(NamedTuple):
-    """What a name in a pickle stands for. A result holds none of these."""
+    """The meaning of a name in a pickle. A result holds none of these."""
 
     call: Callable[..., Any] | None = None
-    """Makes the value of a call; its arguments are whatever the file says."""
+    """Makes the value of a call; its arguments come from the file unchecked."""
     new: Callable[[], Any] | None = None
     """Makes an object whose state follows."""
     factory: type | None = None
@@ -161,7 +161,7 @@ def _path(kind: type[pathlib.PurePath]) -> Callable[..., pathlib.PurePath]:
 
 
 def _fields(content: Any, n_bytes: int) -> bytes:
-    """The bytes in which a date or a time keeps its numbers. The classes themselves would take any."""
+    """The bytes that hold the numbers of a date or a time, checked: the classes themselves would take any."""
     return content if type(content) is bytes and len(content) == n_bytes else _refuse("a date or time of other bytes")
 
 
@@ -199,7 +199,7 @@ def _timezone(offset: datetime.timedelta, *name: str) -> datetime.timezone:
     return datetime.timezone(offset, *name)
 
 
-# Calls that fill a set are the machine's own: what is hashed counts.
+# Calls that fill a set are the machine's own, because hashing counts.
 _SET, _FROZENSET = Global(factory=set), Global()
 
 PLAIN: dict[str, Global] = {
@@ -244,7 +244,7 @@ for _module, _other_names in (("builtins", {}), ("__builtin__", {"range": "xrang
         PLAIN[f"{_module}.{_other_names.get(_name, _name)}"] = _global
 
 _TEXTS = (str, bytes, bytearray)
-# What has no parts, prints shortly, and may be a key as well.
+# Types without parts that print shortly, and may be a key as well.
 _LEAVES = frozenset(
     (
         *(type(None), bool, int, float, complex, slice, range, torch.dtype, torch.device),
@@ -274,10 +274,10 @@ def check_attributes(state: Any) -> dict[str, Any]:
 class Unpickler:
     """Reads one pickle of the protocols 2 to 5 from ``file``, of at most ``n_bytes``.
 
-    ``table`` has what it may name, by path. ``objects`` are classes whose instances consist of attributes, and compare
-    by identity; ``leaves`` further types that a result may hold. ``load`` returns the value, of these types and those
-    of plain data alone. It is a tree in which values may be shared: nothing holds itself. Raises ``UNREADABLE``, or
-    what ``refuse_name`` does.
+    ``table`` has the names that it may use, by path. ``objects`` are classes whose instances consist of attributes, and
+    compare by identity; ``leaves`` further types that a result may hold. ``load`` returns the value, made of these
+    types and plain data alone. It is a tree with shared values: nothing holds itself. Raises ``UNREADABLE``, or the
+    error of ``refuse_name``.
     """
 
     def __init__(
@@ -319,14 +319,14 @@ class Unpickler:
         """Bytes of the pickle that were read."""
         return self._n_read
 
-    # What a subclass adds.
+    # For subclasses.
 
     def refuse_name(self, path: str) -> Any:
         """Raises the error for a name that is not in the table."""
         raise pickle.UnpicklingError(f"it names {in_full(path)}")
 
     def persistent_load(self, pid: Any) -> Any:
-        """What stands for something outside of the pickle."""
+        """The value for a reference to something outside of the pickle."""
         raise pickle.UnpicklingError("it refers to something outside")
 
     def set_state(self, value: Any, state: Any) -> None:
@@ -497,7 +497,7 @@ class Unpickler:
         elif type(value) in self._objects:
             self.set_state(value, state)
         elif type(value) is not collections.OrderedDict:
-            # Of an OrderedDict the attributes are dropped: torch hangs some on those of state_dict().
+            # Attributes of an OrderedDict are dropped: torch hangs some on the result of state_dict().
             raise pickle.UnpicklingError(f"a state for a {type(value).__name__}")
 
     def _stack_global(self) -> None:
@@ -518,14 +518,14 @@ class Unpickler:
     # The result.
 
     def _check_result(self, root: Any) -> None:
-        """It consists of what a result may hold, nothing in it holds itself, and it can be printed, compared and walked
-        in a time that the file warrants.
+        """Checks that the result holds allowed types only, that nothing in it holds itself, and that it can be printed,
+        compared and walked in a time that the file warrants.
         """
         limit = SIZE_AT_LEAST + SIZE_PER_BYTE * self._n_read
-        # Of each container that was seen to its end: (size when written out, levels).
+        # For each container that was seen to its end: (size when written out, levels).
         seen: dict[int, tuple[int, int]] = {}
         open_ids: set[int] = set()
-        # Of each container that is being seen: [itself, what is left of its parts, size so far, levels below so far].
+        # For each container that is being seen: [itself, its remaining parts, size so far, levels below so far].
         path: list[list[Any]] = [[None, iter((root,)), 0, 0]]
         while True:
             frame = path[-1]
@@ -563,9 +563,9 @@ class Unpickler:
                     raise pickle.UnpicklingError("values that it holds so often that they cannot be written out")
 
     def _parts(self, value: Any) -> Any:
-        """An iterator over what a container holds; None for what is none.
+        """An iterator over the parts of a container; None for a value without parts.
 
-        Raises UnpicklingError for what a result does not hold.
+        Raises UnpicklingError for a type that a result may not hold.
         """
         kind = type(value)
         if kind in _TEXTS or kind in self._leaves:
@@ -609,7 +609,7 @@ def _constant(value: Any) -> Callable[[Unpickler], None]:
 
 
 def _pop(self: Unpickler) -> None:
-    # As Python's own: a mark may be what is on top.
+    # As Python's own: a mark may be on top.
     if self._marks and self._marks[-1] == len(self._stack):
         self._marks.pop()
     else:
@@ -621,7 +621,7 @@ def _protocol(self: Unpickler) -> None:
         raise pickle.UnpicklingError(f"protocol {version}")
 
 
-# Everything that Python writes in the protocols 2 to 5. Those before are text, and torch.save writes none of it.
+# Every opcode that Python writes in the protocols 2 to 5. Earlier protocols are text, and torch.save does not use them.
 _STEPS: dict[bytes, Callable[[Unpickler], Any]] = {
     pickle.PROTO: _protocol,
     pickle.FRAME: lambda self: self._read(8),

@@ -1,8 +1,8 @@
-"""Where each tensor of a weight file lies, planned from names, shapes and dtypes alone: safetensors, and the zip that
+"""Plans where each tensor of a weight file lies, from names, shapes and dtypes alone: safetensors, and the zip that
 ``torch.load`` reads.
 
-A plan says at which offset the payload of a tensor belongs, so payloads may be written in any order, and at the end it
-gives the bytes around them. A file without those bytes is not readable: what is half written cannot be taken for whole.
+A plan gives each tensor's payload its offset, so payloads may be written in any order, and at the end it gives the
+bytes around them. A file without those bytes is not readable: a half-written file cannot be taken for a whole one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class FileEntry:
 
 
 class FilePlan(Protocol):
-    """What a writer needs to know of a format."""
+    """The layout of a file in some format, as a writer needs it."""
 
     payload_offset: Mapping[str, int]
     total_bytes: int
@@ -57,7 +57,7 @@ class FilePlan(Protocol):
 
 
 def plan_file(path: str, entries: Sequence[FileEntry], aliases: Mapping[str, str]) -> FilePlan:
-    """The plan of the format that the suffix of ``path`` asks for: ``.safetensors``, else what ``torch.load`` reads."""
+    """The plan of the format that the suffix of ``path`` asks for: ``.safetensors``, else ``torch.load``'s."""
     plan = SafetensorsPlan if path.endswith(".safetensors") else TorchZipPlan
     return plan(path, entries, aliases)
 
@@ -140,9 +140,9 @@ class SafetensorsPlan:
         yield 0, self._header
 
 
-# A file of torch: an uncompressed zip with one record a storage, and a pickle that says what the tensors are.
-# The class by which a pickle names storages of a dtype. Dtypes that came after torch 2.0 have none and name the untyped
-# one.
+# A file of torch: an uncompressed zip with one record a storage, and a pickle that describes the tensors.
+# The storage class that a pickle names for a dtype. Dtypes that came after torch 2.0 have none and name the untyped
+# class.
 TORCH_STORAGES: dict[torch.dtype, type] = {
     torch.float64: torch.DoubleStorage,
     torch.float32: torch.FloatStorage,
@@ -164,14 +164,14 @@ ZIP_ALIGNMENT_BYTES = 64
 ZIP_UINT16_MAX = 0xFFFF
 ZIP_UINT32_MAX = 0xFFFFFFFF
 ZIP_EXTRA_ZIP64 = 0x0001
-# An extra field that no one reads; its length is what aligns the payload. "FB" is the number that torch.save uses.
+# An extra field that no one reads; its length aligns the payload. "FB" is the number that torch.save uses.
 ZIP_EXTRA_PADDING = 0x4246
 # 1 January 1980: a zip has no earlier day, and equal tensors shall give equal files.
 ZIP_DATE = (1 << 5) | 1
 
 
 class _StorageStandIn(NamedTuple):
-    """What the pickle says in place of a storage."""
+    """A storage in the pickle, as torch's persistent id describes it."""
 
     key: str
     kind: type
@@ -206,7 +206,7 @@ def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 def _stand_in(where: str, entry: FileEntry, key: str) -> _Tensor:
     # Torch itself says how it pickles a tensor of this dtype; only storage, sizes and strides are ours.
     # device: the caller may be under `with torch.device(...)`.
-    # Asked for each tensor anew: what is shared here, as the dictionary of hooks, the loaded tensors would share.
+    # Asked for each tensor anew: loaded tensors would share whatever is shared here, such as the dictionary of hooks.
     rebuild, (storage, offset, _, _, *rest) = torch.empty(0, dtype=entry.dtype, device="cpu").__reduce_ex__(2)
     if isinstance(storage, torch.UntypedStorage):
         ours = _StorageStandIn(key, torch.UntypedStorage, entry.n_bytes)
@@ -310,7 +310,7 @@ class TorchZipPlan:
         self.payload_offset = {
             tensor: self._records[name].payload_offset for name, tensor in self._tensor_records.items()
         }
-        # The directory has the same length whatever the checksums are.
+        # The directory's length does not depend on the checksums.
         self.total_bytes = end + len(self._directory(dict.fromkeys(self._records, 0)))
 
     def frame(self, crc32: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:

@@ -26,9 +26,10 @@ __all__ = [
 def open_deepspeed(path: str, tag: str | None = None, *, rules: TensorRules | None = None) -> Source:
     """Opens a checkpoint of DeepSpeed, in its engine's files or its universal format, whichever is there.
 
-    path: the folder that ``save_checkpoint`` was given, or that of a tag. tag: by default what the file ``latest``
-    names, then ``latest_universal``. rules: how tensors of tensor-parallel ranks are cut; by default as the files say.
-    Raises CheckpointError, with what was looked for, if neither format is there, and for what cannot be read.
+    path: the folder that ``save_checkpoint`` was given, or a tag's folder. tag: by default the tag that the file
+    ``latest`` names, then the one in ``latest_universal``. rules: how tensors of tensor-parallel ranks are cut; by
+    default as the files say. Raises CheckpointError if neither format is there (naming the files it looked for), or if
+    a file cannot be read.
     """
     path = os.fspath(path)
     looked_for = []

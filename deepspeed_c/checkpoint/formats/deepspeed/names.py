@@ -1,5 +1,5 @@
-"""Which parameter is which number of an optimizer that was saved without names: found from shapes, order and values,
-and only if there is one answer.
+"""Names for the parameters of an optimizer that was saved with numbers only: found from shapes, order and values, and
+only if there is a single answer.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def match_names(
 ) -> list[list[str]] | str:
     """The name of each number of each group, if one assignment alone fits; else why not.
 
-    candidates: weights in the module's order, of which any number may be frozen. shapes, masters: by group, in the
-    group's order; None where unknown. A group is taken to list its parameters in the module's order, as all that is
-    built from ``named_parameters()`` does. A master weight, rounded, is the weight.
+    candidates: weights in the module's order; any number of them may be frozen. shapes, masters: by group, in the
+    group's order; None where unknown. Assumes that a group lists its parameters in the module's order, as groups built
+    from ``named_parameters()`` do, and that a master weight, rounded, is the weight.
     """
     if sum(map(len, shapes)) > len(candidates):
         return f"its optimizer has {sum(map(len, shapes))} parameters, and the module {len(candidates)}"
@@ -116,7 +116,7 @@ def _answer(
 
 
 class Comparison:
-    """Whether the beginning of a weight is that of a master weight, rounded. Each is read once."""
+    """Compares the beginning of a weight with a master weight, rounded. Each is read once."""
 
     def __init__(self, candidates: Sequence[Candidate]) -> None:
         self._candidates = candidates

@@ -1,6 +1,4 @@
-"""Logical tensors that are made of pieces of stored tensors: what the readers of both formats of DeepSpeed have in
-common.
-"""
+"""Logical tensors that are made of pieces of stored tensors: code shared by the readers of DeepSpeed's two formats."""
 
 from __future__ import annotations
 
@@ -110,8 +108,8 @@ def is_count(value: Any) -> bool:
 
 
 def scaler_state(saved: Any, n_steps: int) -> dict[str, Any] | None:
-    """The state of our loss scaler (csrc/include/dsc/scaler.h) from that of DeepSpeed: its object's attributes, or what
-    fp16 without ZeRO saves.
+    """The state of our loss scaler (csrc/include/dsc/scaler.h), converted from DeepSpeed's: from the attributes of its
+    object, or from the mapping that fp16 without ZeRO saves.
     """
     attributes: Mapping[str, Any] = saved if isinstance(saved, Mapping) else vars(saved)
     if "cur_scale" not in attributes:
@@ -128,7 +126,7 @@ def scaler_state(saved: Any, n_steps: int) -> dict[str, Any] | None:
 
 
 def counters_of(model: Mapping[str, Any]) -> dict[str, int]:
-    """Counters of the engine from what DeepSpeed saves with the model."""
+    """Counters of the engine, from the entries that DeepSpeed saves with the model."""
     counters = {
         name: int(model[name])
         for name in ("global_steps", "global_samples", "skipped_steps")

@@ -8,7 +8,7 @@ its files.
   the rest. The parameters of an optimizer group are laid end to end in the order of ``param_shapes``, padded, and cut
   into n equal shards; the last shard is saved without the padding.
 * Stage 3: ``zero_pp_rank_R_mp_rank_00_model_states.pt`` has empty weights. Groups are cut into sub-groups, listed in
-  ``param_shapes``. Of each parameter rank R has elements [R * k, R * k + k), k = ceil(numel / n), padded; those pieces
+  ``param_shapes``. Rank R has elements [R * k, R * k + k) of each parameter, k = ceil(numel / n), padded; those pieces
   laid end to end are its shard of the sub-group.
 """
 
@@ -56,7 +56,7 @@ EXPERT_FILE = re.compile(
 )
 PIPELINE_FILE = re.compile(r"layer_\d+-.*model_states\.pt")
 
-# What the engine puts into its model file; the rest is the user's client_state.
+# Keys that the engine puts into its model file; the rest is the user's client_state.
 ENGINE_KEYS = frozenset(
     [
         "module",
@@ -120,7 +120,7 @@ def count_tensor_ranks(folder: str) -> int:
 
 
 def find_files(folder: str, tensor_rank: int = 0) -> Files | None:
-    """The files of DeepSpeed in the folder of a tag, those of one tensor-parallel rank; None if there are none.
+    """DeepSpeed's files for one tensor-parallel rank in a tag's folder; None if there are none.
 
     Raises CheckpointError for arrangements that are not read.
     """
@@ -167,12 +167,12 @@ def find_files(folder: str, tensor_rank: int = 0) -> Files | None:
 
 
 def is_deepspeed(folder: str) -> bool:
-    """Whether ``folder`` is that of a tag of DeepSpeed."""
+    """Whether ``folder`` is a tag's folder of DeepSpeed."""
     return find_files(folder) is not None
 
 
 def _stage_of(file: TorchFile) -> int | None:
-    """None where the optimizer does not say (bf16 with fp32 accumulation, whose layout is that of stages 1 and 2)."""
+    """None where the optimizer does not say (bf16 with fp32 accumulation, laid out like stages 1 and 2)."""
     saved = _get(file.content, "optimizer_state_dict", Mapping, file.path).get("zero_stage")
     return None if saved is None else int(getattr(saved, "value", saved))
 
@@ -199,8 +199,8 @@ def _shapes(shapes: Mapping[str, Any], where: str) -> dict[str, tuple[int, ...]]
 
 @contextlib.contextmanager
 def laid_out(where: str) -> Iterator[None]:
-    """Makes a CheckpointError of whatever a file that is plain data, and is not laid out as DeepSpeed lays it out, ends
-    in: a stranger may have chosen every type and number.
+    """Turns errors from plain data that is not laid out as DeepSpeed's into a CheckpointError: a stranger may have
+    chosen every type and number in it.
     """
     try:
         yield
@@ -216,7 +216,7 @@ def laid_out(where: str) -> Iterator[None]:
 
 
 class ModelStates:
-    """What a model file says: names, shapes, ties, and the state that is no tensor."""
+    """Contents of a model file: names, shapes, ties, and the state that is no tensor."""
 
     def __init__(self, path: str, n_tensor_ranks: int = 1) -> None:
         self.file = read_file(path)
@@ -252,7 +252,7 @@ class ModelStates:
         return _get(self.module, name, StoredTensor, f"{self.path}, module")
 
     def ties(self) -> dict[str, str]:
-        """Further names of weights that several names share, from what shares memory in the file."""
+        """Further names of weights that several names share: name -> first name with the same memory in the file."""
         first: dict[tuple, str] = {}
         ties: dict[str, str] = {}
         buffers = set(self.buffers)
@@ -287,7 +287,7 @@ class _Flat(NamedTuple):
 
 
 class DeepSpeedSource(PieceSource):
-    """A checkpoint of DeepSpeed's engine. ``folder`` is that of a tag.
+    """A checkpoint of DeepSpeed's engine. ``folder`` is a tag's folder.
 
     At stage 0 the optimizer's states have numbers and no names. Names are found by shape and order (and by value, where
     there are fp32 master weights); where that leaves a choice, ``problem`` says so, no optimizer state is listed, and
@@ -299,7 +299,7 @@ class DeepSpeedSource(PieceSource):
     format = "deepspeed"
 
     def __init__(self, folder: str, tensor_rank: int = 0, n_tensor_ranks: int = 1) -> None:
-        """tensor_rank: of which of ``n_tensor_ranks`` the files are read; tensors are then that rank's parts."""
+        """tensor_rank: the rank, among ``n_tensor_ranks``, whose files are read; tensors are that rank's parts."""
         super().__init__(os.fspath(folder))
         self._tensor_rank, self._n_tensor_ranks = tensor_rank, n_tensor_ranks
         self._unnamed: _Unnamed | None = None
@@ -357,8 +357,7 @@ class DeepSpeedSource(PieceSource):
         flats = [self._flats(rank_state, "single_partition_of_fp32_groups", model) for rank_state in saved]
         for g, shapes in enumerate(model.param_shapes):
             of_group = [rank_flats[g] for rank_flats in flats]
-            # Only the last rank saves less than a full shard. Of a single rank it does not matter how long that would
-            # be.
+            # Only the last rank saves less than a full shard. With a single rank the full length does not matter.
             shard_elems = of_group[0].master.n_elems
             begin = 0
             for name, shape in shapes.items():
@@ -451,12 +450,11 @@ class DeepSpeedSource(PieceSource):
             self._add_named(self._unnamed, names)
 
     def name_groups(self, names: Sequence[Sequence[str]]) -> None:
-        """Lists the states of a stage 0 checkpoint under ``names``, in place of those that were found by shape and
-        value.
+        """Lists the states of a stage 0 checkpoint under ``names``, in place of the names found by shape and value.
 
-        Names that fit in number, shape and value are always right, and found ones need not be. Where the checkpoint
-        itself has names, or those found are the only ones that fit, those stay. Raises CheckpointError if there are no
-        others and these do not fit.
+        Names that fit in number, shape and value are always right; found names need not be. Does nothing if the
+        checkpoint itself has names, or if these do not fit and the found names are the only possible ones. Raises
+        CheckpointError if these do not fit and no names were found.
         """
         unnamed = self._unnamed
         if unnamed is None or unnamed.has_names:
@@ -490,7 +488,7 @@ class DeepSpeedSource(PieceSource):
             if kind == PARAM and name not in self.params:
                 self.params[name] = ParamInfo()
 
-    # What the stages share
+    # Shared by the stages
 
     def _add_module(self, model: ModelStates) -> None:
         buffers = set(model.buffers)
@@ -504,7 +502,7 @@ class DeepSpeedSource(PieceSource):
 
     def _n_ranks(self, model: ModelStates, paths: Mapping[int, str], what: str) -> int:
         n_ranks = model.world_size if isinstance(model.world_size, int) else len(paths)
-        # More files are what a larger world left under the same tag.
+        # Further files are left over from a larger world that saved under the same tag.
         if missing := [rank for rank in range(n_ranks) if rank not in paths]:
             raise CheckpointError(
                 f"was saved by {n_ranks} ranks, and the {what} files of {len(missing)} ranks are missing ({missing[:RANKS_SHOWN]})",
@@ -642,7 +640,7 @@ def _deal(n_elems: int, shard_elems: int, n_ranks: int, at: int) -> list[tuple[i
 
 
 class _Slot(NamedTuple):
-    """What the optimizer has under one number."""
+    """The optimizer's entry under one number."""
 
     shape: tuple[int, ...] | None
     """None where nothing tells it: an optimizer without states."""
@@ -754,7 +752,7 @@ class _Unnamed:
         return slots
 
     def check(self, names: Sequence[Sequence[str]]) -> None:
-        """Takes ``names`` for those of the groups.
+        """Assigns ``names`` to the groups' parameters.
 
         Raises CheckpointError if they do not fit in number, shape or value.
         """
@@ -780,8 +778,8 @@ class _Unnamed:
         self.slots = slots
 
     def _without_frozen(self, names: Sequence[Sequence[str]]) -> list[list[_Slot]]:
-        """The groups' slots; where there are too many, less those of parameters that were frozen, which have a number
-        and no state.
+        """The groups' slots. A group with too many loses the slots of frozen parameters, which have a number and no
+        state.
         """
         kept = [
             of_slots

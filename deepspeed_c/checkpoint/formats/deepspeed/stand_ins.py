@@ -23,7 +23,7 @@ __all__ = [
 
 
 class _Frozen(type):
-    """A pickle may set attributes of whatever it can name; of these classes it cannot."""
+    """Forbids setting attributes on these classes: a pickle could do so with any class that it may name."""
 
     def __setattr__(cls, name: str, value: Any) -> None:
         raise TypeError(f"{cls.__name__} cannot be changed")

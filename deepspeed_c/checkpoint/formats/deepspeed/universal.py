@@ -38,7 +38,7 @@ STEP_FILE = "step"
 
 
 def is_universal(folder: str) -> bool:
-    """Whether ``folder`` is that of a tag in the universal format."""
+    """Whether ``folder`` is a tag's folder in the universal format."""
     return os.path.isfile(os.path.join(folder, STATES_FOLDER, OPTIMIZER_FILE))
 
 
@@ -75,7 +75,7 @@ def _is_path_text(name: str) -> bool:
 class UniversalSource(PieceSource):
     """A checkpoint in DeepSpeed's universal format.
 
-    ``folder`` is that of a tag. Raises CheckpointError for files that are missing, damaged or not read.
+    ``folder`` is a tag's folder. Raises CheckpointError for files that are missing, damaged or not read.
     """
 
     format = "deepspeed-universal"
@@ -176,7 +176,7 @@ class UniversalSource(PieceSource):
     def _add_states(
         self, model: ModelStates, name: str, shape: tuple[int, ...], *, is_param_known: bool
     ) -> dict[str, Any]:
-        """Lists what the parameter's folder holds, and returns its counts."""
+        """Lists the states in the parameter's folder, and returns its counts."""
         check_folder(name, self.where)
         folder = os.path.join(self.where, STATES_FOLDER, name)
         try:

@@ -43,7 +43,7 @@ from deepspeed_c.errors import CheckpointError
 
 __all__ = ["write_deepspeed", "write_rank_files", "write_universal"]
 
-# The version whose layout this is. DeepSpeed reads it to know what it is given.
+# The version whose layout this is. DeepSpeed reads it to know the layout.
 LAYOUT_VERSION = "0.19.6"
 # Shards of stages 1 and 2 begin at even elements (stage_1_and_2.py, nccl_start_alignment_factor).
 SHARD_ALIGNMENT_ELEMS = 2
@@ -82,20 +82,21 @@ def write_deepspeed(
     n_tensor_ranks: int = 1,
     tensor_info: Mapping[str, Any] | None = None,
 ) -> str:
-    """Writes what DeepSpeed's engine would at ``stage`` on ``world_size`` data-parallel ranks, training in ``dtype``.
+    """Writes the files that DeepSpeed's engine would at ``stage`` on ``world_size`` data-parallel ranks, training in
+    ``dtype``.
 
     Returns the path of the tag's folder.
 
-    ranks: those whose files this call writes; the call for rank 0 also writes what is common. With None all are written
-    into a hidden folder that then gets the tag's name, and ``latest`` names it. With some, files go straight into
-    ``folder/tag`` and the caller, when all are there, commits. is_fused: whether DeepSpeed will train with an Adam of
-    its own; by default what ``source.state["config"]`` says of the optimizer. The groups' parameters are written in the
-    order of ``source.params``, which must be that of the optimizer's groups. n_tensor_ranks: tensor-parallel ranks,
-    each of which gets files of its own with its part of every tensor. tensor_info: how tensors are cut over them, as
-    DeepSpeed's ``universal_checkpoint_info`` says it; by default by Megatron's names.
+    ranks: data-parallel ranks whose files this call writes; the call for rank 0 also writes the shared files. With
+    None all are written into a hidden folder that then gets the tag's name, and ``latest`` names it. With some, files
+    go straight into ``folder/tag`` and the caller, when all are there, commits. is_fused: whether DeepSpeed will train
+    with an Adam of its own; by default taken from the optimizer in ``source.state["config"]``. The groups' parameters
+    are written in the order of ``source.params``, which must be the order in the optimizer's groups. n_tensor_ranks:
+    number of tensor-parallel ranks; each gets files of its own with its part of every tensor. tensor_info: how tensors
+    are cut over them, in the form of DeepSpeed's ``universal_checkpoint_info``; by default by Megatron's names.
 
-    Memory: one rank's files; at stages 0 to 2 that of rank 0 has the whole model in ``dtype``, as in DeepSpeed.
-    Raises CheckpointError for what DeepSpeed's layout cannot hold, and for files that cannot be written.
+    Memory: one rank's files; at stages 0 to 2 rank 0's file has the whole model in ``dtype``, as in DeepSpeed. Raises
+    CheckpointError if DeepSpeed's layout cannot hold the source, or if files cannot be written.
     """
     folder, tag = os.fspath(folder), check_tag(tag)
     if ranks is not None:
@@ -215,10 +216,10 @@ def write_universal(
     """Writes DeepSpeed's universal format, which ``"checkpoint": {"load_universal": true}`` loads at stages 1 to 3 and
     any world size. Returns the folder of the tag.
 
-    dtype: that of the weights in the model files. is_fused: as for write_deepspeed. ``latest_universal`` is made to
+    dtype: dtype of the weights in the model files. is_fused: as for write_deepspeed. The file ``latest_universal`` will
     name the tag. stage3_world_size: ranks among which frozen weights are cut in the files for stage 3 (DeepSpeed reads
     each rank's from rank 0's file, so that they suit one rank only). Memory: the model in ``dtype``, then one
-    parameter's state at a time. Raises CheckpointError for what the format cannot hold, and, before anything is
+    parameter's state at a time. Raises CheckpointError if the format cannot hold the source, and, before anything is
     written, for names of parameters and states that leave its folders or take each other's.
     """
     check_tag(tag)
@@ -279,7 +280,7 @@ def _save(path: str, content: Any) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
         sync_path(folder)
-    # torch.save turns what the file system says into a RuntimeError of its zip writer.
+    # torch.save turns an error of the file system into a RuntimeError of its zip writer.
     except (OSError, RuntimeError) as error:
         remove_tree(temporary)
         raise CheckpointError(
@@ -308,7 +309,7 @@ class _Param:
     name: str
     shape: tuple[int, ...]
     master: LogicalTensor
-    """What its fp32 weight is read from."""
+    """Source of its fp32 weight."""
     states: dict[str, LogicalTensor]
     counts: dict[str, Any]
 
@@ -321,7 +322,7 @@ class _Group(NamedTuple):
     """A group of the optimizer; at stage 3 a sub-group, which DeepSpeed gives to the optimizer as one tensor."""
 
     params: list[_Param]
-    index: int  # of the optimizer's group
+    index: int  # index of the optimizer's group
     states: list[str]
     counts: dict[str, Any]
 
@@ -336,7 +337,7 @@ class _Cut(NamedTuple):
 
 
 class TensorRank(NamedTuple):
-    """Of which tensor-parallel rank files are written, and what they say of the way tensors are cut."""
+    """The tensor-parallel rank whose files are written, and the files' account of how tensors are cut."""
 
     rank: int = 0
     n_ranks: int = 1
@@ -347,7 +348,7 @@ ONE_TENSOR_RANK = TensorRank()
 
 
 class _Layout:
-    """Which part of ``source`` goes where in DeepSpeed's files."""
+    """Maps the tensors of ``source`` to DeepSpeed's files."""
 
     def __init__(
         self,
@@ -442,8 +443,8 @@ class _Layout:
         return sub_groups
 
     def _group(self, params: list[_Param], index: int) -> _Group:
-        # A parameter that never had a gradient has no states yet; DeepSpeed has one tensor for all, and zeros are what
-        # it begins with.
+        # A parameter that never had a gradient has no states yet; DeepSpeed has one tensor for all parameters, and
+        # starts it with zeros.
         states = list(dict.fromkeys(state for param in params for state in param.states))
         counts: dict[str, Any] = {}
         for param in params:
@@ -458,7 +459,7 @@ class _Layout:
         return _Group(params, index, states, {key: self._count(key, value) for key, value in counts.items()})
 
     def _count(self, key: str, value: Any) -> Any:
-        # DeepSpeed's own optimizers take a whole number, those of torch a tensor.
+        # DeepSpeed's own optimizers take a whole number, torch's a tensor.
         if key != "step":
             return value
         return int(_number(value)) if self.is_fused else torch.tensor(float(_number(value)), dtype=torch.float32)
@@ -546,7 +547,7 @@ class _Layout:
     # The optimizer's file
 
     def cuts(self, group: _Group, rank: int) -> tuple[int, list[_Cut]]:
-        """(elements of the rank's shard of the group, padding included; what of each parameter lies in it)."""
+        """(elements of the rank's shard of the group, padding included; the part of each parameter in it)."""
         if self.stage == 3:
             cuts, at = [], 0
             for param in group.params:
@@ -567,7 +568,7 @@ class _Layout:
         return shard_elems, cuts
 
     def optimizer_states(self, rank: int) -> dict[str, Any]:
-        """What the ZeRO optimizer of stages 1 to 3 saves on a rank."""
+        """The state that the ZeRO optimizer of stages 1 to 3 saves on a rank."""
         masters, states, paddings, mappings = [], {}, [], []
         reads: list[Read] = []
         for i, group in enumerate(self.groups):
@@ -620,7 +621,7 @@ class _Layout:
         for g, options in enumerate(self.source.groups):
             group = {key: value for key, value in options.items() if key != "params"}
             if self.is_fused:
-                # What DeepSpeed's Adam has in its groups and torch's does not.
+                # An option of DeepSpeed's Adam that torch's does not have.
                 group.setdefault("bias_correction", True)
             group["params"] = [
                 i for group, numbers in zip(self.groups, ids, strict=True) if group.index == g for i in numbers
@@ -629,7 +630,7 @@ class _Layout:
         return groups
 
     def _optimizer_of_stage0(self) -> dict[str, Any]:
-        """What the engine's optimizer saves without ZeRO: torch's own state in fp32, a wrapper with master weights
+        """The state that the engine's optimizer saves without ZeRO: torch's own in fp32, a wrapper with master weights
         around it in fp16 and bf16.
         """
         reads: list[Read] = []
@@ -756,7 +757,7 @@ def _write_param(layout: _Layout, param: _Param, folder: str) -> None:
         reads: list[Read] = []
         whole = layout._whole(tensor, torch.float32, reads)
         layout.source.read(reads)
-        # cat_dim: along which tensor-parallel ranks would be joined.
+        # cat_dim: dimension for joining tensor-parallel ranks' parts.
         _save(os.path.join(folder, f"{state}.pt"), {"cat_dim": 0, "param": whole})
     if "step" in param.counts:
         _save(os.path.join(folder, f"{STEP_FILE}.pt"), layout._count("step", param.counts["step"]))
