@@ -1,4 +1,4 @@
-"""Opens any checkpoint for reading, and recognises its format by what lies there."""
+"""Opens any checkpoint for reading, and recognises its format from the files there."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DCP_METADATA = ".metadata"
 _OUR_PAYLOAD = re.compile(r"rank_\d{5}\.safetensors")
 
 
-# A reader is imported when its format is there: each brings in what it needs.
+# Readers are imported when their format is found, since each brings in further modules.
 
 
 def _open_deepspeed(folder: str) -> Source:
@@ -38,7 +38,7 @@ def _open_dcp(folder: str) -> Source:
     return DcpSource(folder)
 
 
-# Name of the format -> how one of it is opened.
+# Name of the format -> function that opens it.
 FORMATS: dict[str, Callable[[str], Source]] = {
     "deepspeed_c": NativeSource,
     "deepspeed": _open_deepspeed,
@@ -62,7 +62,7 @@ def format_of(path: str) -> str | None:
 
 def _format_in(folder: int) -> str | None:
     names = set(os.listdir(folder))
-    # Also what has lost its manifest: then that is what is said.
+    # Also a folder that has lost its manifest: the error then says so.
     if MANIFEST in names or any(_OUR_PAYLOAD.fullmatch(name) for name in names):
         return "deepspeed_c"
     if DCP_METADATA in names:
@@ -77,10 +77,10 @@ def _format_in(folder: int) -> str | None:
 
 
 def find_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> tuple[str, str]:
-    """(folder or file of one checkpoint, its format): ``path`` itself, ``tag`` below it, or without a tag the one that
-    ``latest`` names.
+    """(folder or file of one checkpoint, its format): ``path`` itself, ``tag`` below it, or without a tag the
+    checkpoint that ``latest`` names.
 
-    Raises CheckpointError where none of the formats is found.
+    Raises CheckpointError where no format is recognised.
     """
     where = os.fspath(path)
     if tag is None:
@@ -125,9 +125,9 @@ _LOOKED_FOR = (
 def open_checkpoint(path: str | os.PathLike[str], tag: str | None = None, *, form: str | None = None) -> Source:
     """The checkpoint at ``path`` (see ``find_checkpoint``), open for reading.
 
-    ``form``, a key of ``FORMATS``, is what it must be.
+    ``form``, a key of ``FORMATS``, requires that format.
 
-    Raises CheckpointError where there is none, where it is of another format, and for what is wrong with it.
+    Raises CheckpointError if there is no checkpoint, if it has another format, or if it is damaged.
     """
     folder, found = find_checkpoint(path, tag)
     for attempt in itertools.count(1):
@@ -139,7 +139,7 @@ def open_checkpoint(path: str | os.PathLike[str], tag: str | None = None, *, for
         try:
             return FORMATS[found](folder)
         except CheckpointError:
-            # A save, or retention, has made another folder the one that is meant (see ``find_tag``, ``latest``).
+            # A save, or retention, may have moved the name to another folder (see ``find_tag``, ``latest``).
             folder, found = find_checkpoint(path, tag)
             if attempt == OPEN_ATTEMPTS or (folder, found, _identity(folder)) == before:
                 raise

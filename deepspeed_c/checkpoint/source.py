@@ -1,4 +1,4 @@
-"""What a checkpoint is, whoever wrote it: logical tensors that can be read by range, and the state beside them.
+"""A checkpoint of any format: logical tensors that can be read by range, and the state beside them.
 
 Loading, export and conversion work on a ``Source`` and know no format. A *logical tensor* is one parameter, master
 weight, optimizer state or buffer under its name in the module; how it was cut when it was saved is the format's
@@ -62,7 +62,7 @@ class Read(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamInfo:
-    """What is known of a parameter besides its tensors."""
+    """Facts about a parameter besides its tensors."""
 
     group: int | None = None
     """Index of the optimizer group that trains it; None for a frozen parameter."""
@@ -90,8 +90,8 @@ class Source(ABC):
         format: "deepspeed_c", "deepspeed", "deepspeed-universal", "huggingface" or "torch-dcp".
         tensors: (kind, name) -> logical tensor, in the module's order of registration where that is known. A parameter
             has PARAM, MASTER or both.
-        aliases: further names of tied weights, name -> the name under which the tensor is listed.
-        params: name -> what else is known of a parameter. Formats of weights alone leave it empty.
+        aliases: further names of tied weights, name -> name that the tensor is listed by.
+        params: name -> further facts about a parameter. Formats of weights alone leave it empty.
         groups: options ("lr", "betas", ...) of the optimizer's groups, without "params"; empty where there is no
             optimizer state.
         state: the rest, each entry only where it is known: "counters" {global_steps, global_samples, micro_steps,
@@ -109,14 +109,14 @@ class Source(ABC):
     topology: Topology
     state: dict[str, Any]
     identity: str = ""
-    """What two processes that opened the same name compare, where a save may replace what has the name; "" where that
-    is not known.
+    """Changes when a save replaces the checkpoint of this name: two processes that opened the same name compare it. ""
+    where that is not known.
     """
     problem: str = ""
     """Why optimizer states that are there are not listed; "" where all are."""
 
     def put_first(self, names: Iterable[str]) -> None:
-        """``params`` has these first, as far as it has them, in this order."""
+        """Moves these to the front of ``params``, in this order; unknown names are ignored."""
         known = [name for name in names if name in self.params]
         self.params = {name: self.params[name] for name in (*known, *self.params)}
 
@@ -131,11 +131,10 @@ class Source(ABC):
     def read(self, reads: Sequence[Read]) -> None:
         """Fills every ``into``.
 
-        Host memory in use meanwhile is bounded (64 MiB and the largest buffer of one conversion), whatever is asked
-        for.
+        Host memory in use meanwhile is bounded (64 MiB and the largest buffer of one conversion), however much is read.
 
-        Raises CheckpointError, naming file and tensors, for what is missing, short or corrupt; what had been filled by
-        then stays filled.
+        Raises CheckpointError, naming file and tensors, if data is missing, short or corrupt; tensors that had been
+        filled by then stay filled.
         """
 
     def name_groups(self, names: Sequence[Sequence[str]]) -> None:
@@ -148,8 +147,8 @@ class Source(ABC):
         """
 
     def rank_state(self, rank: int) -> dict[str, Any] | None:
-        """What rank ``rank`` had by itself (random number generators, position in the data); None where the checkpoint
-        has none for it.
+        """Rank ``rank``'s own state (random number generators, position in the data); None where the checkpoint has
+        none for it.
         """
         return None
 

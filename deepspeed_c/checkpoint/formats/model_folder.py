@@ -88,9 +88,9 @@ class ModelFolderWriter:
     manager, from one thread and on one rank.
 
     When the block ends without an exception, all files are complete, read back by their headers, and on disk. A new
-    folder appears as a whole, by one rename. In an existing folder the new model replaces an older one of the same
-    format. At any instant the folder loads as the old model, nothing or the new one, never as a mixture. Other files
-    stay. After an exception everything is as it was. A crash may leave a hidden ``.*.tmp`` folder.
+    folder appears as a whole, by one rename. In an existing folder the new model replaces an older model of the
+    same format. At any instant the folder loads as the old model, nothing or the new one, never as a mixture. Other
+    files stay. After an exception everything is as it was. A crash may leave a hidden ``.*.tmp`` folder.
 
     NaN and inf in the tensors cause a warning with their names, no error: training may have produced them.
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BackgroundSave", "Save", "Snapshot"]
 
-# Pieces that lie closer than this in memory are copied together, with what is between them.
+# Pieces that lie closer than this in memory are copied together, with the bytes between them.
 GAP_BYTES = 4096
 
 
@@ -34,9 +34,9 @@ class Snapshot:
     def take(self, pieces: Sequence[OwnedPiece]) -> list[OwnedPiece]:
         """Copies of ``pieces``, valid until the next ``take``.
 
-        Neighbours in memory are copied at once, so the time is that of the bytes.
+        Neighbours in memory are copied at once, so the time depends on bytes and not on the number of pieces.
         """
-        # What has no elements has no address either, wherever it was cut from.
+        # Empty pieces have no address, even if cut from a tensor with one.
         copies = [None if piece.data.numel() else torch.empty(0, dtype=piece.data.dtype) for piece in pieces]
         order = sorted(
             (i for i, piece in enumerate(pieces) if piece.data.numel()),
@@ -108,9 +108,9 @@ class Save:
         return True
 
     def wait(self, timeout: float | None = None) -> None:
-        """Returns when the checkpoint is durable, however often it is called.
+        """Returns when the checkpoint is durable; may be called any number of times.
 
-        Raises CheckpointError each time when it is not: what failed, or that the writer died; TimeoutError after
+        Raises CheckpointError, each time, if the save failed (with the reason) or the writer died; TimeoutError after
         ``timeout`` seconds.
         """
 

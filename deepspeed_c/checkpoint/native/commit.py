@@ -1,13 +1,13 @@
-"""How a folder of files becomes a checkpoint at one instant, and how the last good one is found again.
+"""Turns a folder of files into a checkpoint at one instant, and finds the last good checkpoint again.
 
 [Note: commit] A checkpoint is written into a hidden folder beside its final place. When everything in it is on disk,
 one rename gives it its name. Where the tag exists already, one system call swaps the two names. Only then does
 ``latest`` name it. A crash at any instant leaves the old checkpoint, or the new one, under the name. The next save
-removes what a dead process has left in hidden folders.
+removes hidden folders that a dead process has left.
 
-[Note: retention] Several runs may save into one folder, and nothing tells whose a tag is. So a save deletes only what
-is behind all that it keeps in both ways: trained less far, and written earlier. It neither counts nor deletes what
-another run has written since, what ``latest`` names, what is not complete, and what is trained further (another run's,
+[Note: retention] Several runs may save into one folder, and nothing tells whose a tag is. So a save deletes a tag only
+if every tag that it keeps is both trained further and written later. It neither counts nor deletes tags that another
+run has written since, the tag that ``latest`` names, incomplete ones, and tags that are trained further (another run's,
 or one's own from before an older tag was loaded). From the instant that a tag has its name until ``latest`` names it,
 its writer holds a shared lock on the folder. Retention looks and renames under an exclusive lock. If it does not get
 the lock, it leaves the work to the next save. Where the file system has no locks, only the order of times protects a
@@ -58,7 +58,7 @@ _HIDDEN = re.compile(
     r"^\.(?P<tag>.+)\.(?P<nonce>[0-9a-f]{16})\.(?P<host>[^.]+)\.(?P<pid>\d+)-(?P<start>\d+)\.(?P<kind>tmp|old|gone)$"
 )
 FILE_NAME_LIMIT_BYTES = 255
-# What is written beside the tags, and so cannot be one.
+# Files beside the tags; a tag cannot have their names.
 _TAKEN = frozenset({"latest", "latest_universal", "zero_to_fp32.py"})
 # How often a commit tries again when other processes rename the same tag between its steps.
 COMMIT_ATTEMPTS = 100
@@ -69,8 +69,7 @@ LOCK_SECONDS = 10.0
 def check_tag(tag: str) -> str:
     """``tag`` as text, if it can name a folder. Raises CheckpointError."""
     tag = str(tag)
-    # Not printable: control characters, which a damaged `latest` may hold too, and what is no text at all (lone
-    # surrogates).
+    # Not printable: control characters, which a damaged `latest` may hold too, and lone surrogates, which are no text.
     if tag in ("", *_TAKEN) or "/" in tag or tag.startswith(".") or tag != tag.strip() or not tag.isprintable():
         raise CheckpointError(
             f"{tag!r} cannot name a checkpoint",
@@ -165,7 +164,7 @@ def replace_durably(path: str, content: bytes, mode: int = 0o666) -> None:
 
 
 def commit_folder(temporary: str, save_dir: str, tag: str) -> None:
-    """Gives a complete folder its name; what had the name before is deleted afterwards. See [Note: commit]."""
+    """Gives a complete folder its name; a folder that had the name before is deleted afterwards. See [Note: commit]."""
     final = os.path.join(save_dir, tag)
     sync_path(temporary)
     for attempt in range(COMMIT_ATTEMPTS):
@@ -173,7 +172,7 @@ def commit_folder(temporary: str, save_dir: str, tag: str) -> None:
             replaced = _take_name(temporary, final, tag)
             break
         except OSError as error:
-            # Another run has given the name to its own, or has deleted what had it, between two of these steps.
+            # Between two of these steps another run has given the name to its own folder, or has deleted the old one.
             is_race = error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT) and os.path.isdir(temporary)
             if not is_race or attempt == COMMIT_ATTEMPTS - 1:
                 raise
@@ -183,7 +182,7 @@ def commit_folder(temporary: str, save_dir: str, tag: str) -> None:
 
 
 def _take_name(temporary: str, final: str, tag: str) -> str | None:
-    """Renames. Returns where what had the name before is now, None if nothing had it."""
+    """Renames. Returns the new path of the folder that had the name, None if there was none."""
     if not os.path.lexists(final):
         os.rename(temporary, final)
         return None
@@ -205,15 +204,15 @@ def _take_name(temporary: str, final: str, tag: str) -> str | None:
 
 
 def _discard(path: str, save_dir: str, tag: str) -> None:
-    """Deletes what a checkpoint was."""
+    """Deletes a replaced checkpoint."""
     gone = _set_aside(path, save_dir, tag)
     if gone is not None:
         remove_tree(gone)
 
 
 def _set_aside(path: str, save_dir: str, tag: str) -> str | None:
-    """Gives what is to be deleted a name under which nobody looks for a checkpoint, however little is left of it; None
-    where that fails.
+    """Gives a folder that is to be deleted a hidden name and returns the new path: nobody takes it for a checkpoint,
+    even if its deletion is cut short. None where that fails.
     """
     gone = os.path.join(save_dir, _hidden_name(tag, "gone"))
     try:
@@ -225,7 +224,7 @@ def _set_aside(path: str, save_dir: str, tag: str) -> str | None:
 
 
 def remove_tree(path: str) -> None:
-    """Deletes a folder, or a file; what cannot be deleted is told and left."""
+    """Deletes a folder or a file; if it cannot be deleted, logs a warning and leaves the rest."""
     try:
         if os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path)
@@ -238,7 +237,7 @@ def remove_tree(path: str) -> None:
 
 
 def write_latest(save_dir: str, tag: str) -> None:
-    """Makes ``tag`` the one that is loaded when none is named."""
+    """Makes ``tag`` the default for loading."""
     replace_durably(os.path.join(save_dir, LATEST), tag.encode())
 
 
@@ -261,7 +260,7 @@ def read_latest(save_dir: str) -> str | None:
 
 
 def find_tag(save_dir: str, tag: str) -> str:
-    """The folder of ``tag``: its name, or the one that a crash in the middle of a replacement has left (see
+    """The folder of ``tag``: its name, or the "old" folder that is left when a replacement crashes midway (see
     ``commit_folder``).
     """
     final = os.path.join(save_dir, tag)
@@ -310,10 +309,11 @@ class _Tag(NamedTuple):
 def apply_retention(
     save_dir: str, newest: str, keep_last: int | None, keep_every: int | None, *, counts_deepspeed: bool = False
 ) -> list[str]:
-    """Deletes checkpoints beyond the last ``keep_last`` up to ``newest``, which has just been saved, except those whose
-    step is a multiple of ``keep_every``.
+    """Deletes checkpoints beyond the last ``keep_last`` up to ``newest``, which has just been saved, except at steps
+    that are a multiple of ``keep_every``.
 
-    Those of ours, and with ``counts_deepspeed`` those in DeepSpeed's layout. Returns their tags. See [Note: retention].
+    Considers ours, and with ``counts_deepspeed`` those in DeepSpeed's layout. Returns their tags. See [Note:
+    retention].
     """
     if keep_last is None:
         return []
@@ -329,7 +329,7 @@ def apply_retention(
 def _set_aside_old(
     save_dir: str, newest: str, keep_last: int, keep_every: int | None, counts_deepspeed: bool
 ) -> dict[str, str]:
-    """Takes the names from what is not kept. Returns tag -> where it is now."""
+    """Renames the checkpoints that are not kept. Returns tag -> new path."""
     tags = {tag.name: tag for tag in _complete_tags(save_dir, counts_deepspeed)}
     mine = tags.pop(newest, None)
     if mine is None:  # another run has replaced it by something else, or deleted it
@@ -399,7 +399,7 @@ def _locked(save_dir: str, kind: int, seconds: float) -> Iterator[bool]:
     """
     try:
         folder = os.open(save_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:  # whatever is wrong there is said by who writes there
+    except OSError:  # the writer will report the error
         yield True
         return
     try:
@@ -422,8 +422,8 @@ def _try_lock(folder: int, kind: int, deadline: float) -> bool:
 
 
 def remove_stale(save_dir: str) -> None:
-    """Deletes what processes of this host that have ended left in hidden folders; an "old" one only when its tag is
-    there again.
+    """Deletes hidden folders of this host's dead processes. An "old" folder gets its tag back instead if no folder has
+    it.
     """
     for name, hidden in _hidden(save_dir):
         if hidden["host"] != _host() or _is_alive(int(hidden["pid"]), int(hidden["start"])):
@@ -447,7 +447,7 @@ def _hidden(save_dir: str) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def _is_alive(pid: int, start: int) -> bool:
-    """Whether the process of this id is there, and the one that began at ``start``."""
+    """Whether the process of this id is there, and began at ``start``."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

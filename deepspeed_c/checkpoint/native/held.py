@@ -1,4 +1,4 @@
-"""A checkpoint's folder held open: what is read is of one save, whatever gets the folder's name meanwhile."""
+"""A checkpoint's folder held open: every read sees the same save, even if another folder gets the name meanwhile."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def was_replaced(path: str, held: int) -> bool:
 
 
 def read_held(path: str, read: Callable[[int], Found]) -> Found:
-    """What ``read`` finds through a descriptor of the folder ``path``.
+    """The result of ``read`` for a descriptor of the folder ``path``.
 
     A folder that has been replaced is emptied under its readers. So where ``read`` finds None, or raises OSError or
-    CheckpointError, and the name leads elsewhere by now, the folder that has the name is read. Raises what ``read``
-    raises, and OSError where no folder has the name.
+    CheckpointError, and the name leads elsewhere by now, the folder that has the name is read. Raises the errors of
+    ``read``, and OSError where no folder has the name.
     """
     for attempt in itertools.count(1):
         folder = hold(path)

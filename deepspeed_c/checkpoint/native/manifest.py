@@ -1,8 +1,7 @@
-"""The manifest of a checkpoint: which bytes of which file hold which part of which logical tensor
-(docs/concepts/checkpoint.md).
+"""The manifest of a checkpoint: it maps bytes of files to parts of logical tensors (docs/concepts/checkpoint.md).
 
-It is JSON with a CRC32C of its own beside it. What is read is checked as a whole before anything is believed: a
-manifest comes from a disk, and perhaps from a stranger.
+It is JSON with a CRC32C of its own beside it. It is checked as a whole before anything in it is believed: a manifest
+comes from a disk, and perhaps from a stranger.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ __all__ = [
 MANIFEST = "manifest.json"
 MANIFEST_CRC = "manifest.crc32c"
 FORMAT, VERSION = "deepspeed_c", 1
-# What one checksum of a payload file covers, and so the least that is read of it.
+# Bytes of a payload file that one checksum covers, and so the least that is read of it.
 BLOCK_BYTES = 1 << 18
 # The longest block that the core reads, and more ranks than anybody has: numbers beyond them are nobody's.
 BLOCK_LIMIT_BYTES = 1 << 30
@@ -58,7 +57,7 @@ DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in SAFETENSORS_DTY
 def dtype_name(dtype: torch.dtype, where: str) -> str:
     """The name of a dtype in manifests and payload files ("F32", "BF16", ...).
 
-    Raises CheckpointError for one that has none.
+    Raises CheckpointError for a dtype without a name.
     """
     name = SAFETENSORS_DTYPES.get(dtype)
     if name is None:
@@ -128,13 +127,13 @@ def encode_number(value: float) -> Number:
 
 
 def decode_number(value: Number) -> float:
-    """What ``encode_number`` was given."""
+    """The number that ``encode_number`` encoded."""
     return float(value) if isinstance(value, str) else value
 
 
 class ParamEntry(msgspec.Struct, omit_defaults=True):
-    """What is known of a parameter besides its tensors; each count is a number and the dtype of the tensor that held it
-    ("" for a plain number).
+    """Facts about a parameter besides its tensors; each count is a number and the dtype of the tensor that held it (""
+    for a plain number).
     """
 
     group: int | None = None
@@ -213,8 +212,8 @@ def read_manifest(folder: str, held: int) -> Manifest:
 
 
 def read_checksum(folder: str, held: int) -> str:
-    """The checksum that belongs to a manifest: it covers those of all files, so two checkpoints that have the same are
-    the same.
+    """The checksum that belongs to a manifest. It covers the checksums of all files, so checkpoints with equal
+    checksums are the same.
     """
     return _read(folder, MANIFEST_CRC, held).strip().decode("ascii", "replace")
 
@@ -238,7 +237,7 @@ def _read(folder: str, name: str, held: int) -> bytes:
 
 
 def _problems(manifest: Manifest) -> Iterator[str]:
-    """What contradicts itself, each as a sentence.
+    """The contradictions in a manifest, each as a sentence.
 
     Coverage of tensors is checked where they are read (``reshape_plan``).
     """

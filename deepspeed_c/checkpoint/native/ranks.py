@@ -31,7 +31,7 @@ TIMEOUT = datetime.timedelta(hours=12)
 
 
 class Ranks:
-    """``rank`` of ``world_size``; ``global_ranks`` are those of ``torch.distributed``.
+    """``rank`` of ``world_size``; ``global_ranks`` are the ranks' numbers in ``torch.distributed``.
 
     The group is made at first use: collective.
     """

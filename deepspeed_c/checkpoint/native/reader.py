@@ -1,4 +1,5 @@
-"""Reads our own checkpoints: each wanted range from the bytes that hold it, whatever arrangement of ranks wrote them.
+"""Reads our own checkpoints: each wanted range from the bytes that hold it, for any arrangement of ranks that wrote
+them.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ CONVERSION_BYTES = 32 << 20
 NAMES_SHOWN = 5
 # Descriptors that one checkpoint takes; the usual limit of a process is 1024.
 FILES_KEPT_OPEN = 64
-# What state.pt holds where it has these entries.
+# Types of entries in state.pt, where it has them.
 _STATE_TYPES = {"client_state": dict, "extra_state": dict, "groups": list, "loss_scaler": dict}
 
 
@@ -68,7 +69,7 @@ class NativeSource(Source):
                     raise
 
     def _open(self) -> None:
-        # The folder first: everything else is found through it, whatever gets its name meanwhile.
+        # The folder first: everything else is found through it, even if its name goes to another folder meanwhile.
         try:
             self._folder = hold(self.where)
         except OSError as error:
@@ -186,7 +187,7 @@ class NativeSource(Source):
                 into.copy_(held)
 
     def _place(self, wanted: Read, into: torch.Tensor, copies: dict[int, array]) -> None:
-        """Adds to ``copies`` what fills ``into``: (byte in the file, bytes, address) for each file."""
+        """Adds to ``copies`` the ranges that fill ``into``: (byte in the file, bytes, address) for each file."""
         entry = self._entries.get(wanted.tensor.key)
         if entry is None:
             raise CheckpointError(f"holds no {wanted.tensor.kind} of {wanted.tensor.name}", where=self.where)
@@ -199,11 +200,11 @@ class NativeSource(Source):
     def _runs(
         self, entry: TensorEntry, begin: int, n_elems: int, box: Box | None
     ) -> Iterator[tuple[Piece, int, int, int]]:
-        """(piece, first element within what it stores, first element within what is wanted, elements)."""
+        """(piece, first element within the stored piece, first element within the wanted range, elements)."""
         pieces = entry.pieces
         if box is None and all(piece.start is None for piece in pieces):
             in_order = sorted((piece for piece in pieces if piece.n_elems), key=lambda piece: piece.begin)
-            # Where pieces overlap, the order in which they are listed decides: the planner knows it.
+            # Where pieces overlap, their order in the list decides: the planner knows it.
             if all(a.begin + a.n_elems <= b.begin for a, b in itertools.pairwise(in_order)):
                 yield from self._flat_runs(entry, in_order, begin, n_elems)
                 return

@@ -59,7 +59,7 @@ __all__ = ["Contents", "Deferred", "Destination", "OwnedPiece", "save", "write_n
 
 _T = TypeVar("_T")
 
-# What is copied at once from an accelerator to be written.
+# Size of the pieces that are copied from an accelerator to be written.
 STAGING_BYTES = 32 << 20
 
 
@@ -76,8 +76,8 @@ class Deferred(NamedTuple):
 
 
 class OwnedPiece(NamedTuple):
-    """What this rank writes of a logical tensor: elements [begin, begin + data.numel()) of it, or of ``box``, in
-    row-major order.
+    """The part of a logical tensor that this rank writes: elements [begin, begin + data.numel()) of it, or of ``box``,
+    in row-major order.
 
     ``data`` is flat and contiguous, on any device.
     """
@@ -92,7 +92,7 @@ class OwnedPiece(NamedTuple):
 
 @dataclass(kw_only=True)
 class Contents:
-    """What a rank puts into a checkpoint.
+    """A rank's contribution to a checkpoint.
 
     Only rank 0's ``common``, ``names``, ``aliases``, ``counters`` and ``config`` count.
 
@@ -102,9 +102,9 @@ class Contents:
     pieces: list[OwnedPiece]
     stage: int
     axes: dict[str, int] = field(default_factory=dict)
-    """Of the mesh, those of more than one rank."""
+    """Axes of the mesh that have more than one rank."""
     params: dict[str, ParamInfo] = field(default_factory=dict)
-    """Of the parameters of which this rank owns a piece, or all."""
+    """Parameters that this rank owns a piece of, or all parameters."""
     names: list[str] = field(default_factory=list)
     """All names, in the module's order."""
     aliases: dict[str, str] = field(default_factory=dict)
@@ -117,7 +117,7 @@ class Contents:
 
 @dataclass(frozen=True, kw_only=True)
 class Destination:
-    """Where a checkpoint goes, and what becomes of the older ones."""
+    """The folder of a new checkpoint, and the rules for keeping older ones."""
 
     save_dir: str
     tag: str
@@ -139,7 +139,7 @@ class Destination:
 
 
 class _RankIndex(msgspec.Struct):
-    """What one rank has written."""
+    """Index of the files that one rank has written."""
 
     files: list[PayloadFile]
     states: list[StateFile]
@@ -172,7 +172,7 @@ def save(contents: Contents, destination: Destination, ranks: Ranks) -> None:
         _commit(folder, destination, ranks)
     finally:
         if leads:
-            for path in made:  # what was committed has another name by now
+            for path in made:  # a committed folder has another name by now
                 remove_tree(path)
 
 
@@ -220,8 +220,8 @@ def _agree_on_folder(destination: Destination, ranks: Ranks) -> str:
     if not problem and not all(any(path and h == its for h, path, _ in offers) for its, _, _ in offers):
         problem = "a node has no rank with local rank 0 to make the folder"
     elif not problem:
-        # The folder has to be the same one to all: a path that is local to each machine would lose what the others
-        # write.
+        # The folder has to be the same one to all: a path that is local to each machine would lose other machines'
+        # files.
         is_visible = os.path.isdir(mine)
         seen = ranks.all_gather(is_visible)
         if not all(seen):
@@ -273,7 +273,7 @@ def _announce(destination: Destination, held: contextlib.ExitStack) -> None:
 
 
 def _tidy(destination: Destination) -> None:
-    """What belongs beside the tags, and what becomes of the older ones.
+    """Writes the script beside the tags, and deletes older checkpoints that are not kept.
 
     The checkpoint is good already: nothing of this may fail it.
     """
@@ -340,7 +340,7 @@ def _param_entry(name: str, info: ParamInfo) -> ParamEntry:
 def _write_payload(
     path: str, entries: Sequence[FileEntry], parts_of: Callable[[int], Iterable[torch.Tensor]]
 ) -> tuple[PayloadFile, list[int]]:
-    """Writes a safetensors file. Returns what the manifest says of it, and where each entry begins.
+    """Writes a safetensors file. Returns its entry for the manifest, and where each tensor begins.
 
     ``parts_of(i)`` gives the elements of entry ``i`` in host memory, each part valid until the next is asked for.
     """
@@ -409,7 +409,7 @@ def _entries(pieces: Sequence[OwnedPiece], offsets: Sequence[int]) -> list[Tenso
 
 
 def _merge(gathered: Sequence[bytes], contents: Contents, tag: str, n_ranks: int) -> Manifest:
-    """The manifest of what all ranks have written. Raises CheckpointError where that is not the whole of it."""
+    """The manifest of the files that all ranks have written. Raises CheckpointError if tensors are incomplete."""
     manifest = Manifest(
         format=FORMAT,
         version=VERSION,
@@ -464,7 +464,7 @@ def _merge(gathered: Sequence[bytes], contents: Contents, tag: str, n_ranks: int
     return manifest
 
 
-# What is held in memory of a tensor that is carried over.
+# Memory for a tensor that is carried over.
 CARRY_BYTES = 16 << 20
 
 
@@ -512,7 +512,7 @@ def write_native(source: Source, save_dir: str, tag: str) -> None:
     except OSError as error:
         raise CheckpointError(_explain(error, 0), where=destination.path, fix="write elsewhere") from error
     finally:
-        remove_tree(folder)  # what was committed has another name by now
+        remove_tree(folder)  # a committed folder has another name by now
 
 
 def _carry_payload(folder: str, source: Source) -> tuple[list[PayloadFile], list[TensorEntry]]:

@@ -1,8 +1,8 @@
 """The small state beside the tensors (schedule, random numbers, the caller's own): written and read so that no code of
 a stranger ever runs.
 
-Files are those of ``torch.save``, and are read by ``torch_file.py`` alone: numbers, text, bytes, containers, tensors,
-and a few harmless classes. What would not come back is refused when it is saved, by name, and not when it is too late.
+Files have the format of ``torch.save``, and are read by ``torch_file.py`` alone: numbers, text, bytes, containers,
+tensors, and a few harmless classes. A value that could not be loaded is refused by name when it is saved.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from deepspeed_c.errors import CheckpointError
 
 __all__ = ["check_random_state", "pack", "random_state", "restore_random_state", "unpack"]
 
-# What pickling raises for values that it cannot write (some of it comes from their own classes).
+# Errors of pickling values that cannot be written (some come from the values' own classes).
 _UNWRITABLE = (pickle.PicklingError, TypeError, AttributeError, ValueError, RuntimeError)
 
 
 def pack(value: Mapping[str, Any], where: str) -> bytes:
-    """``value`` as bytes that ``unpack`` gives back.
+    """``value`` as bytes that ``unpack`` reads.
 
-    Raises CheckpointError, naming entry and class, for what it would not give back.
+    Raises CheckpointError, naming entry and class, for a value that ``unpack`` would refuse.
     """
     buffer = io.BytesIO()
     try:
@@ -54,7 +54,7 @@ def pack(value: Mapping[str, Any], where: str) -> bytes:
 
 
 def unpack(content: bytes, where: str) -> Any:
-    """What ``pack`` was given; tensors are in host memory.
+    """The value that ``pack`` was given; tensors are in host memory.
 
     Raises CheckpointError for anything that is not plain data.
     """
@@ -109,7 +109,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def check_random_state(state: Any, device: torch.device, where: str) -> None:
-    """Raises CheckpointError unless ``state`` is what ``restore_random_state`` takes.
+    """Raises CheckpointError unless ``restore_random_state`` takes ``state``.
 
     No generator in use is changed.
     """
@@ -136,9 +136,9 @@ def check_random_state(state: Any, device: torch.device, where: str) -> None:
 
 
 def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Puts back what ``random_state`` gave, as far as it is known here.
+    """Puts back a state from ``random_state``, as far as it is known here.
 
-    What ``check_random_state`` would refuse raises something or other.
+    The type of the error is undefined for a state that ``check_random_state`` would refuse.
     """
     import random
 
@@ -171,7 +171,7 @@ def _put_back(
         of_torch(state["torch"])
     if of_numpy is not None and "numpy" in state:
         kind, keys, position, has_gauss, cached = state["numpy"]
-        # numpy does not look, and would draw from what lies behind its words.
+        # numpy does not check the position, and would draw from memory behind its words.
         if not (type(position) is int and 0 <= position <= len(keys)):
             raise ValueError(f"numpy's generator stands at word {position!r} of {len(keys)}")
         of_numpy((kind, keys.numpy().astype("uint32"), position, has_gauss, cached))

@@ -1,1 +1,1 @@
-"""What people run on checkpoints: the command, conversions, and exports of whole weights."""
+"""Tools for people who work with checkpoints: the command, conversions, and exports of whole weights."""

@@ -1,5 +1,5 @@
-"""The command ``deepspeed_c checkpoint``: what is in a checkpoint, whether it is whole, and its weights or all of it in
-other formats.
+"""The command ``deepspeed_c checkpoint``: shows a checkpoint's contents, verifies it, and writes its weights or all of
+it in other formats.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PATH is a folder of checkpoints (the one that `latest` names is taken, or --tag)
 def main(argv: Sequence[str]) -> int:
     """Runs ``deepspeed_c checkpoint`` with the words after it.
 
-    Returns 0, or 1 for a checkpoint that is broken; raises CheckpointError for what is not there or cannot be written.
+    Returns 0, or 1 for a broken checkpoint; raises CheckpointError if files are missing or cannot be written.
     """
     return run_action(_parser(), argv)
 
@@ -86,7 +86,7 @@ def _verify(options: argparse.Namespace) -> int:
 def verify(source: Source) -> list[str]:
     """Reads all of a checkpoint.
 
-    Returns what is wrong with it, a sentence each: for one of ours every block is compared with its checksum.
+    Returns its defects, a sentence each: in our own format every block is compared with its checksum.
     """
     if isinstance(source, NativeSource):
         return source.verify()
@@ -171,7 +171,7 @@ def _human(n_bytes: int) -> str:
 
 
 def _totals(source: Source) -> dict[str, tuple[int, int]]:
-    """Kind -> (tensors, bytes), in the order in which kinds come."""
+    """Kind -> (tensors, bytes), in the source's order of kinds."""
     totals: dict[str, tuple[int, int]] = {}
     for tensor in source.tensors.values():
         n, n_bytes = totals.get(tensor.kind, (0, 0))

@@ -1,4 +1,4 @@
-"""Turns a checkpoint of any format into one of any other, optimizer state included where both have it."""
+"""Converts checkpoints between any two formats, optimizer state included where both have it."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ __all__ = ["TARGETS", "Target", "convert", "tag_for", "trained_dtype"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """How the new checkpoint is to be. What is None comes from the old one."""
+    """Options of the new checkpoint. None means: as in the old one."""
 
     tag: str | None = None
-    """Of formats that keep several checkpoints in a folder."""
+    """Name of the checkpoint, for formats that keep several in a folder."""
     world_size: int | None = None
     stage: int | None = None
     dtype: torch.dtype | None = None
@@ -39,8 +39,8 @@ class Target:
 
 
 def trained_dtype(source: Source) -> torch.dtype:
-    """The dtype that most of the model is trained in; without weights, what the configuration says, and float32 where
-    it says nothing.
+    """The dtype that most of the model is trained in. Without weights it is the configuration's, or float32 where that
+    has none.
     """
     n_elems: dict[torch.dtype, int] = {}
     for (kind, _), tensor in source.tensors.items():
@@ -57,7 +57,7 @@ def trained_dtype(source: Source) -> torch.dtype:
 
 
 def tag_for(source: Source) -> str:
-    """A tag for what comes from ``source``: its step, as save_checkpoint names it, or the name of its folder."""
+    """A tag for a conversion of ``source``: its step, as save_checkpoint names it, or the name of its folder."""
     steps = (source.state.get("counters") or {}).get("global_steps")
     return f"global_step{steps}" if isinstance(steps, int) else os.path.basename(os.path.abspath(source.where))
 
@@ -99,7 +99,7 @@ def _to_safetensors(source: Source, folder: str, target: Target) -> str:
     return folder
 
 
-# Name of the format -> what writes it and says where.
+# Name of the format -> function that writes it and returns the path.
 TARGETS: dict[str, Callable[[Source, str, Target], str]] = {
     "deepspeed_c": _to_native,
     "deepspeed": _to_deepspeed,
@@ -107,7 +107,7 @@ TARGETS: dict[str, Callable[[Source, str, Target], str]] = {
     "torch-dcp": _to_dcp,
     "safetensors": _to_safetensors,
 }
-# Which of the choices each takes.
+# Options that each format takes.
 TAKES = {
     "deepspeed_c": {"tag"},
     "deepspeed": {"tag", "world_size", "stage", "dtype", "tensor_ranks", "tensor_info"},
@@ -122,8 +122,8 @@ def convert(source: Source, folder: str | os.PathLike[str], to: str, target: Tar
     checkpoint.
 
     The formats of DeepSpeed and our own get a tag and ``latest`` (``latest_universal``). Memory as each of the writers
-    says. Raises CheckpointError for a format that is not known, a choice that it does not take, and what cannot be read
-    or written.
+    says. Raises CheckpointError for an unknown format, an option that it does not take, and errors of reading or
+    writing.
     """
     target = target or Target()
     write = TARGETS.get(to)

@@ -17,7 +17,7 @@ from deepspeed_c.errors import CheckpointError
 
 __all__ = ["Exported", "Weight", "export", "stream_weights", "weights_of"]
 
-# What is read at once: some system calls' worth, in which small tensors go together and a large one goes in pieces.
+# Size of one read: many small tensors, or a piece of a large one.
 BATCH_BYTES = 32 << 20
 
 
@@ -25,12 +25,12 @@ class Weight(NamedTuple):
     """One tensor of the model as it is to be written."""
 
     name: str
-    tensor: LogicalTensor  # what it is read from
+    tensor: LogicalTensor  # its source
     dtype: torch.dtype
 
 
 class Exported(NamedTuple):
-    """What an export has written."""
+    """Result of an export."""
 
     files: list[str]
     n_tensors: int
@@ -42,11 +42,11 @@ def weights_of(source: Source, dtype: torch.dtype | None = None, exclude_frozen:
     """The model's state dict in ``source``: each parameter once, from its fp32 master where that is closer to
     ``dtype``, and the buffers.
 
-    ``dtype`` is that of floating-point parameters, by default the one that is trained in; buffers keep theirs, but
-    become float32 from a narrower one where ``dtype`` is float32. Frozen parameters are those that no optimizer group
-    trains; a checkpoint of weights alone does not know.
+    ``dtype`` applies to floating-point parameters, by default the dtype that they are trained in; buffers keep theirs,
+    but become float32 from a narrower one where ``dtype`` is float32. Frozen parameters belong to no optimizer group; a
+    checkpoint of weights alone does not know them.
 
-    Raises CheckpointError where ``exclude_frozen`` is asked of one that does not know, or nothing is left.
+    Raises CheckpointError if ``exclude_frozen`` is set and the checkpoint does not know, or if nothing is left.
     """
     if exclude_frozen and not source.params:
         raise CheckpointError(
@@ -114,12 +114,12 @@ def export(
     max_shard_size: int | str = "5GB",
     exclude_frozen: bool = False,
 ) -> Exported:
-    """Writes the model of ``source`` to ``folder`` (see :class:`ModelFolderWriter`), holding 64 MiB of it and what the
-    source itself needs.
+    """Writes the model of ``source`` to ``folder`` (see :class:`ModelFolderWriter`), holding 64 MiB of it besides the
+    source's own memory.
 
     ``form`` is "safetensors" (``model.safetensors``) or "fp32-pt" (``pytorch_model.bin``). ``dtype`` defaults to the
-    one that is trained in for the first and to float32 for the second. Raises CheckpointError for what cannot be read
-    or written; the folder is then as it was.
+    dtype that is trained in for the first and to float32 for the second. Raises CheckpointError if reading or writing
+    fails; the folder is then as it was.
     """
     if form not in FORMATS:
         raise CheckpointError(f"{form!r} is no format", where="form", fix=f"write one of {', '.join(FORMATS)}")
@@ -127,7 +127,7 @@ def export(
         dtype = torch.float32
     weights = weights_of(source, dtype, exclude_frozen)
     names = {weight.name for weight in weights}
-    # Of what is frozen and left out, the other names go too.
+    # Aliases of frozen weights that are left out go too.
     aliases = {alias: first for alias, first in source.aliases.items() if first in names}
     entries = [(weight.name, weight.tensor.shape, weight.dtype) for weight in weights]
     with ModelFolderWriter(folder, entries, aliases, form=form, max_shard_size=max_shard_size) as writer:

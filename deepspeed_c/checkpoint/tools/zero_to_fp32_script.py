@@ -1,6 +1,4 @@
-"""The program ``zero_to_fp32.py`` that lies in every folder of checkpoints: whoever finds the folder can turn it into
-plain weights.
-"""
+"""The program ``zero_to_fp32.py`` that lies in every folder of checkpoints: it turns the folder into plain weights."""
 
 from __future__ import annotations
 
@@ -32,8 +30,8 @@ sys.exit(main())
 
 
 def write_script(folder: str) -> None:
-    """Puts the program into ``folder``, executable; what had its name is replaced at one instant, and left alone if it
-    is the same.
+    """Puts the program into ``folder``, executable. A file of this name is replaced at one instant, and left alone if
+    it is the same.
     """
     path = os.path.join(folder, NAME)
     content = SCRIPT.encode()
