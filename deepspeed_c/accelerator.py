@@ -33,12 +33,12 @@ __all__ = [
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether what is asked of ``device`` runs behind the program, in streams. The meta device runs nothing."""
+    """Whether calls on ``device`` run behind the program, in streams. The meta device runs nothing."""
     return device.type not in ("cpu", "meta")
 
 
 class HostEvent:
-    """What ``torch.cuda.Event`` is on a device: a point in time, here on the host's clock.
+    """A point in time on the host's clock, with the methods of ``torch.cuda.Event``.
 
     Everything before it is done when it is recorded, so that nothing has to be waited for.
     """
@@ -59,7 +59,7 @@ class HostEvent:
         return True
 
     def elapsed_time(self, end_event: HostEvent) -> float:
-        """Milliseconds from this event to ``end_event``. Raises StateError when one of them has not been recorded."""
+        """Milliseconds from this event to ``end_event``. Raises StateError unless both have been recorded."""
         if self._at_ns is None or end_event._at_ns is None:
             raise StateError(
                 "an event has not been recorded", where="HostEvent.elapsed_time", fix="call record() on both first"
@@ -106,7 +106,7 @@ class _Host:
 
     @staticmethod
     def empty_cache() -> None:
-        """Has the C library return to the system what was freed but kept, where it can (glibc)."""
+        """Returns freed memory that the C library keeps to the system, where the library can (glibc)."""
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)
@@ -129,7 +129,8 @@ class _Host:
 
     @staticmethod
     def mem_get_info(device: Any = None) -> tuple[int, int]:
-        """Bytes (free, of the machine): what it has available, or its control groups leave, if that is less."""
+        """Bytes (free, of the machine). Free: the machine's available memory, or the rest of its control groups' limit,
+        if that is less."""
         free, left = _proc("/proc/meminfo", "MemAvailable"), memory_left()
         return free if left is None else min(free, left), _proc("/proc/meminfo", "MemTotal")
 
@@ -151,8 +152,8 @@ class _Host:
             raise StateError(f"the peak cannot be reset: {error}", where=path, fix="mount /proc for writing") from error
 
 
-# DeepSpeed's name -> the backend's, for what is passed on: questions about the process, and about a device, None for
-# the current one. Memory is in bytes.
+# DeepSpeed's name -> the backend's name of methods that are passed on: about the process, and about a device (None: the
+# current one). Memory is in bytes.
 _ABOUT_PROCESS = {
     "current_device": "current_device",
     "device_count": "device_count",
@@ -237,7 +238,7 @@ class Accelerator:
         return self._type == "cpu"
 
     def device_name(self, device_index: int | str | None = None) -> str:
-        """ "cuda:1", or "cuda" without an index; "cpu" whatever the index."""
+        """"cuda:1", or "cuda" without an index; always "cpu" on the host."""
         return self._type if device_index is None or self._is_host else f"{self._type}:{device_index}"
 
     def device(self, device_index: int | None = None) -> Any:
@@ -291,7 +292,7 @@ class Accelerator:
         self._ask("set_rng_state")(new_state, *(() if device_index is None else (device_index,)))
 
     def stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """A context in which work goes to ``stream``."""
+        """A context whose work goes to ``stream``."""
         return self._ask("stream")(stream)
 
     def lazy_call(self, callback: Callable[[], Any]) -> Any:
@@ -317,7 +318,7 @@ class Accelerator:
         return self._ask("mem_get_info")(device_index)[0]
 
     def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
-        """A copy of the host tensor in page-locked memory; on the CPU, to which all memory is near, the tensor."""
+        """A copy of the host tensor in page-locked memory; on the CPU, the tensor itself."""
         return tensor if self._is_host else tensor.pin_memory()
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
@@ -405,14 +406,14 @@ for _name, _dtype in _TENSOR_TYPES.items():
 
 DeepSpeedAccelerator = Accelerator
 
-_chosen: list[Accelerator] = []  # at most one: what get_accelerator has found, or set_accelerator was given
+_chosen: list[Accelerator] = []  # at most one: found by get_accelerator, or given by set_accelerator
 
 
 def get_accelerator() -> Accelerator:
-    """The accelerator of this process, the same object each time: that of the machine, the CPU where there is none.
+    """The accelerator of this process, the same object each time: the machine's, or the CPU.
 
-    DS_ACCELERATOR names another kind of device, such as "cpu" on a machine with GPUs. Raises ConfigError when it names
-    one that is not there.
+    DS_ACCELERATOR names another kind of device, such as "cpu" on a machine with GPUs. Raises ConfigError when the
+    machine has no such device.
     """
     if not _chosen:
         asked = read_env().accelerator
@@ -429,8 +430,7 @@ def get_accelerator() -> Accelerator:
 
 
 def set_accelerator(accel_obj: Accelerator) -> None:
-    """Makes ``accel_obj`` what ``get_accelerator`` returns from now on. Raises ConfigError when it is no
-    ``Accelerator``.
+    """From now on ``get_accelerator`` returns ``accel_obj``. Raises ConfigError when it is no ``Accelerator``.
     """
     if not isinstance(accel_obj, Accelerator):
         raise ConfigError(

@@ -30,13 +30,13 @@ class BufferPool:
     It keeps as many buffers as were lent at once, each as large as the largest request that it served: where none fits,
     the largest free one makes room for its successor. Not for several threads.
 
-    keeps: False where a device's own allocator keeps memory at hand; what is given back is freed then. By default all
-        is kept.
-    waits: a borrower's views may outlive the loan (autograd's, a user's). A buffer that somebody else still holds is
-        then left to him.
-    poison: fills what is lent with NaN, so that a test notices memory that was read before it was written.
-    count: is told by how many bytes the pool's holdings have grown or shrunk.
-    allocate: where its memory comes from.
+    keeps: False for a device whose own allocator keeps memory at hand; buffers are freed when they come back then. By
+        default the pool keeps all.
+    waits: a borrower's views may outlive the loan (autograd's, a user's). The pool then leaves a buffer to its other
+        holders.
+    poison: fills lent memory with NaN, so that a test notices reads before the first write.
+    count: called with the number of bytes by which the pool's holdings have grown or shrunk.
+    allocate: the source of its memory.
     """
 
     def __init__(
@@ -119,12 +119,12 @@ class BufferPool:
             self._count(n_bytes)
 
     def give(self, tensor: torch.Tensor) -> None:
-        """Takes back what ``take`` has lent."""
+        """Takes back a tensor that ``take`` has lent."""
         n_bytes, device = tensor.untyped_storage().nbytes(), tensor.device
         if not self._keeps(device) or (self._waits and self._alone is None):
             self._grow(-n_bytes)
             return
-        whole = tensor._base  # what ``take`` has made it a view of
+        whole = tensor._base  # ``take`` has made the tensor a view of it
         if whole is None or whole.numel() != n_bytes:
             whole = self._whole_of(tensor)
         self._free.setdefault((device, n_bytes), deque()).append(whole)
@@ -133,12 +133,12 @@ class BufferPool:
     def _whole_of(tensor: torch.Tensor) -> torch.Tensor:
         """The bytes of a tensor's memory."""
         storage = tensor.untyped_storage()
-        # Who borrows it next may record a graph, wherever it is given back.
+        # The next borrower may record a graph, also when this one gives it back under inference_mode.
         with torch.inference_mode(False):
             return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),))
 
     def clear(self) -> None:
-        """Frees what is lent to nobody."""
+        """Frees the buffers that nobody has borrowed."""
         free, self._free = self._free, {}
         self._grow(-sum(size * len(buffers) for (_, size), buffers in free.items()))
 

@@ -1,4 +1,4 @@
-"""Control groups of this process, in both versions: what they allow, and how much memory they leave."""
+"""Control groups of this process, in both versions: their limits, and the memory that is left within them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def least(controller: str, of_version_2: _Reader, of_version_1: _Reader, root: s
     """The least number among the process's groups and all above them; None where there is none.
 
     Readers are given a group's folder. They return None, or raise OSError or ValueError, where it has no limit. In a
-    container the path of a group may be the host's: what is not there limits nothing. ``root`` is another folder in
-    tests.
+    container the path of a group may be the host's: a folder that is not there limits nothing. ``root`` is another
+    folder in tests.
     """
     found: list[int] = []
     try:
@@ -35,7 +35,7 @@ def least(controller: str, of_version_2: _Reader, of_version_1: _Reader, root: s
 
 
 def _upwards(mount: Path, group: str, read: _Reader) -> Iterator[int]:
-    """What ``read`` finds in a group and in those above it, up to the mount point."""
+    """The numbers that ``read`` finds in a group and its parents, up to the mount point."""
     parts = [part for part in group.split("/") if part]
     for n in range(len(parts), -1, -1):
         try:

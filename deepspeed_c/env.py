@@ -24,7 +24,7 @@ class _Facts(NamedTuple):
 
 
 class _Variable:
-    """An attribute that reads its variable when it is asked for: what nobody needs is not judged, and may hold
+    """An attribute that reads its variable at each access: a variable that nobody needs is not checked, and may hold
     anything.
     """
 
@@ -42,10 +42,10 @@ class _Variable:
 
 
 class Env:
-    """The variables of ``environ``, each as it is when it is asked for; one that is unset or empty has its default.
+    """The variables of ``environ``, read at each access; unset or empty variables have their default.
 
     Raises:
-        ConfigError: the one that is asked for is malformed or out of range.
+        ConfigError: the variable is malformed or out of range.
     """
 
     __slots__ = ("_environ",)
@@ -119,7 +119,7 @@ VARIABLES: dict[str, _Facts] = {
 
 
 def read_env(environ: Mapping[str, str] | None = None) -> Env:
-    """The variables of ``environ``, by default that of the process."""
+    """The variables of ``environ``; default: the process's environment."""
     return Env(os.environ if environ is None else environ)
 
 

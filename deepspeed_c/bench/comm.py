@@ -1,7 +1,7 @@
 """How fast ranks of this host exchange data: the engine's collectives over shared memory and over gloo, in turn.
 
-A rank is a process of its own. All contenders of a size are timed round by round, so that what else the machine does
-meets all of them. The time of a call is that of the slowest rank.
+A rank is a process of its own. All contenders of a size are timed round by round, so that other work of the machine
+slows all of them alike. The slowest rank gives the time of a call.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ROUND_S = 0.02
 _MAX_CALLS = 500
 _START_LIMIT = timedelta(seconds=120)
-# What ranks get to end when one has failed.
+# Time for the other ranks to end after a rank has failed.
 _GRACE_S = 10
 
 
 class CommBench(msgspec.Struct, frozen=True):
-    """What is to be measured."""
+    """The measurements that were asked for."""
 
     n_ranks: int
     ops: list[str]
     sizes: list[int]
-    """Bytes of the whole buffer: what every rank has after an all-gather or before a reduce-scatter."""
+    """Bytes of the whole buffer: the output of an all-gather, the input of a reduce-scatter."""
     dtype: str
     contenders: list[str]
     rounds: int
@@ -71,7 +71,7 @@ class BenchedCall(msgspec.Struct, frozen=True):
 
 
 def run(bench: CommBench) -> tuple[list[BenchedCall], dict[str, str]]:
-    """Starts the ranks and waits for them: (what was measured, contenders that could not take part and why).
+    """Starts the ranks and waits for them. Returns (results, {contender that could not take part: reason}).
 
     Raises CommError where a rank fails.
     """
@@ -90,7 +90,7 @@ def run(bench: CommBench) -> tuple[list[BenchedCall], dict[str, str]]:
 
 def _start(rank: int, n_ranks: int, folder: str, told: str) -> subprocess.Popen:
     env = {
-        # Ranks of one host meet over its loopback, whatever its other addresses are.
+        # Ranks of one host meet over its loopback, not over its other addresses.
         "GLOO_SOCKET_IFNAME": "lo",
         **os.environ,
         "RANK": str(rank),

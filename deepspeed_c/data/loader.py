@@ -92,8 +92,8 @@ class DeepSpeedDataLoader:
     no rank is left without a batch.
 
     Each ``iter()`` after a first batch begins a new epoch with an order of its own. A sampler of the user's is used as
-    it is: call its ``set_epoch`` through ``set_epoch`` here. An ``IterableDataset`` gives what it gives: over several
-    ranks it has to share out its samples by itself, and say so by a true attribute ``is_sharded``.
+    it is: call its ``set_epoch`` through ``set_epoch`` here. An ``IterableDataset`` shares out its samples over several
+    ranks by itself, and says so by a true attribute ``is_sharded``.
     """
 
     def __init__(
@@ -116,10 +116,10 @@ class DeepSpeedDataLoader:
     ) -> None:
         """batch_size: samples of one micro-batch of one rank.
 
-        local_rank: negative means one process that shares with nobody; otherwise ranks share as
-        ``data_parallel_rank`` and ``data_parallel_world_size`` say (by default those of ``torch.distributed``).
-        tput_timer: its ``start`` is called before each batch. num_local_io_workers: processes that load in
-        the background; none by default (DeepSpeed: 2 a device). seed: of the shuffle, the same on all ranks.
+        local_rank: negative for one process that shares with nobody; otherwise ``data_parallel_rank`` and
+        ``data_parallel_world_size`` give this rank's share (default: from ``torch.distributed``).
+        tput_timer: its ``start`` is called before each batch. num_local_io_workers: number of processes loading in the
+        background; none by default (DeepSpeed: 2 a device). seed: the shuffle's, the same on all ranks.
         """
         config = deepspeed_dataloader_config or {}
         if config.get("curriculum_learning"):
@@ -227,8 +227,8 @@ class DeepSpeedDataLoader:
             "collate_fn": self.collate_fn,
             "num_workers": self.num_local_io_workers,
             "persistent_workers": False,
-            # What workers are seeded with. By default torch draws it from the global generator. A run that resumes in
-            # mid-epoch begins its loader once more, and would draw other numbers from there on.
+            # The seed of workers. By default torch draws it from the global generator. A run that resumes in mid-epoch
+            # begins its loader once more, and would draw other numbers from there on.
             "generator": torch.Generator().manual_seed(hash((self._worker_seed, self._epoch)) & (2**63 - 1)),
         }
         if self._is_stream:
@@ -244,7 +244,7 @@ class DeepSpeedDataLoader:
         return {"epoch": self._epoch, "batch": self._n_given, "batch_size": self.batch_size}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """The next batch is the one after those that had been given when ``state_dict`` was taken.
+        """Goes on where ``state_dict`` was taken: the next batch is the first that had not been given then.
 
         With a sampler of the user's that holds if it gives the same order again.
         """
