@@ -1,4 +1,4 @@
-"""How each collective of the engine is done over a backend of ``torch.distributed``, by the fastest way it has."""
+"""The engine's collectives over each backend of ``torch.distributed``, in the fastest way that the backend has."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _exchange_then_reduce(
 def _reduce_scatter_by_backend(
     comm: Collectives, flat: torch.Tensor, out: torch.Tensor, scale: float, accumulate: bool
 ) -> Work:
-    """The backend sums (in flat's dtype); scaling and adding to what is there is ours."""
+    """The backend sums (in flat's dtype); scaling and accumulating into ``out`` is ours."""
     what = f"reduce_scatter of {flat.numel()} {flat.dtype}"
     if scale == 1.0 and not accumulate and out.dtype == flat.dtype:
         handle = reduce_scatter_single(out, flat, group=comm.group, async_op=True)
@@ -139,13 +139,13 @@ def all_to_all_by_backend(
 
 
 class Backend(NamedTuple):
-    """How each collective is done over one backend; nothing else of ``Collectives`` sends tensors.
+    """The collectives over one backend; nothing else of ``Collectives`` sends tensors.
 
     Lengths are > 0, ranks > 1. The first three take flat tensors, the others any contiguous ones.
     """
 
     name: str
-    """What ledgers say that a collective took."""
+    """Name of the path that a collective took, in ledgers."""
     reduce_scatter: Callable[[Collectives, torch.Tensor, torch.Tensor, float, bool], Work]
     all_gather: Callable[[Collectives, torch.Tensor], Work]
     all_reduce: Callable[[Collectives, torch.Tensor, float], Work]
@@ -172,7 +172,7 @@ GLOO = Backend(
     _add_up_by_backend,
     all_to_all_by_backend,
 )
-# What a backend made for large machines does best itself.
+# Collectives that a backend made for large machines does best itself.
 GENERIC = Backend(
     "torch",
     _reduce_scatter_by_backend,
@@ -185,5 +185,5 @@ GENERIC = Backend(
 
 
 def backend_named(name: str) -> Backend:
-    """How to use the backend of ``torch.distributed`` of that name."""
+    """Collectives for the backend of ``torch.distributed`` of that name."""
     return GLOO if name == "gloo" else GENERIC._replace(name=name)

@@ -47,8 +47,8 @@ class Collectives:
         reduce: ReduceKernel | None = None,
         is_alone: bool = False,
     ) -> None:
-        """group: by default all ranks. scratch: buffers to share with others. reduce: another kernel for the sums than
-        ours. is_alone: only this rank, whatever the group is.
+        """group: by default all ranks. scratch: buffers to share with others. reduce: a kernel for the sums in place of
+        ours. is_alone: only this rank, even if the group has more.
         """
         self.group = group
         self._local: shm.Wish = "off"
@@ -80,11 +80,10 @@ class Collectives:
         self._object_path = names.get(self._number_device.type, "")
 
     def use_shared_memory(self, wish: shm.Wish) -> None:
-        """From now on CPU tensors go through memory that all ranks share, or those of a host, where ``wish`` (the
-        configuration key ``comm.local``) allows it and they can. The ``part``s that are made later do as this group is
-        told.
+        """From now on CPU tensors go through memory that all ranks share, or the ranks of a host, where ``wish`` (the
+        configuration key ``comm.local``) allows it and they can. Every later ``part`` does the same.
 
-        Collective. Raises ``CommError`` where "shm" is asked for and cannot be.
+        Collective. Raises ``CommError`` if ``wish`` is "shm" and the ranks cannot share memory.
         """
         self._local = wish
         if wish == "off" or self.world_size == 1:
@@ -94,7 +93,7 @@ class Collectives:
             self._backends["cpu"] = self._connection.backend
 
     def allocate(self, n_bytes: int, device: torch.device) -> torch.Tensor:
-        """Uninitialised bytes for what is sent among these ranks, as they are sent fastest."""
+        """Uninitialised bytes for tensors to send among these ranks, in memory that is sent fastest."""
         if self._connection is None:
             return ordinary_memory(n_bytes, device)
         return self._connection.allocate(n_bytes, device)
@@ -119,10 +118,10 @@ class Collectives:
         return Collectives(self.group, scratch=self.scratch, reduce=self.reduce, is_alone=True)
 
     def part(self, group: dist.ProcessGroup, axes: str) -> Collectives:
-        """Those of some of these ranks, ``group``, with the same buffers and kernel. axes: of a mesh, along which they
-        lie.
+        """The collectives of some of these ranks, ``group``, with the same buffers and kernel. axes: names of
+        the mesh axes that they lie along.
 
-        Who watches these ranks explains failures there too.
+        A watchdog of these ranks explains failures there too.
         """
         made = Collectives(group, scratch=self.scratch, reduce=self.reduce)
         made.use_shared_memory(self._local)
@@ -134,7 +133,7 @@ class Collectives:
         self._on_close.append(function)
 
     def close(self) -> None:
-        """Frees the scratch buffers and ends what watches; the group is not ours to end."""
+        """Frees the scratch buffers and ends the watchdog; the group is not ours to end."""
         self.scratch.clear()
         while self._on_close:
             self._on_close.pop()()
@@ -196,7 +195,7 @@ class Collectives:
 
     def shift(self, sent: torch.Tensor, received: torch.Tensor, distance: int, *, label: str = "") -> Work:
         """Each rank sends ``sent`` to the rank ``distance`` above it, around the group, and gets ``received`` from the
-        one as far below. Any dtype; lengths may differ over ranks, what is sent has that of what is received, and a
+        rank as far below. Any dtype; lengths may differ over ranks, a message has the same length at both ends, and a
         length of 0 is not sent. distance: not a multiple of the number of ranks.
         """
         _check_flat(sent)
@@ -221,7 +220,8 @@ class Collectives:
         label: str = "",
     ) -> Work:
         """Block i of ``flat`` (``in_splits[i]`` elements) goes to rank i, and block i of ``out`` (``out_splits[i]``)
-        comes from it. Any dtype; blocks may be empty. The splits of two ranks fit: what one sends the other expects.
+        comes from it. Any dtype; blocks may be empty. The splits of two ranks fit: each expects as much as the other
+        sends.
         """
         _check_flat(flat)
         _check_flat(out)
@@ -253,8 +253,8 @@ class Collectives:
         """Rank ``src`` of the group sends its contiguous ``tensor`` (any shape and dtype) to ``dst``; one of them is
         this rank.
 
-        Messages of one ``tag`` from one rank to another arrive in the order in which they are sent. Both ranks enter
-        them in a ledger of their own, with the same labels.
+        Messages of one ``tag`` from one rank to another arrive in the order of sending. Both ranks enter them in a
+        ledger of their own, with the same labels.
         """
         if tensor.numel() == 0:
             return Work.done()
@@ -281,7 +281,7 @@ class Collectives:
         return [row.view(tensor.shape) for row in whole]
 
     def sum_disjoint_bits(self, tensor: torch.Tensor, *, label: str = "") -> None:
-        """Sums contiguous tensors of which at most one rank's is other than zero at each element.
+        """Sums contiguous tensors; at each element, at most one rank's tensor may be other than zero.
 
         In place and exactly, -0.0 and NaN too.
         """
@@ -330,13 +330,13 @@ class Collectives:
         self._gather_numbers("barrier", 0, label)
 
     def _start(self, op: str, flat: torch.Tensor, label: str, send: Callable[[Backend], Work]) -> Work:
-        """Enters ``op`` on ``flat`` in the ledger and starts it by what carries ``flat``."""
+        """Enters ``op`` on ``flat`` in the ledger and starts it on the backend for ``flat``."""
         backend = self.backend_of(flat)
         entry = self.ledger.enter(op, flat.nbytes, label, flat.device, backend.name)
         return _started(entry, lambda: send(backend))
 
     def backend_of(self, tensor: torch.Tensor) -> Backend:
-        """What carries ``tensor``. Raises ``CommError`` where the group has nothing for its device."""
+        """The backend for ``tensor``. Raises ``CommError`` where the group has none for its device."""
         backend = self._backends.get(tensor.device.type)
         if backend is None:
             raise CommError(
@@ -354,7 +354,7 @@ class Collectives:
 
 
 def _started(entry: LedgerEntry, send: Callable[[], Work]) -> Work:
-    """What ``send`` has started, noted in its entry, which ends where it fails."""
+    """The work that ``send`` starts, noted in ``entry``; if ``send`` fails, the entry ends."""
     try:
         work = send()
     except BaseException:

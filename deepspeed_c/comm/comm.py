@@ -1,6 +1,6 @@
 """DeepSpeed's communication calls, by their names and signatures, over ``torch.distributed``.
 
-Each function takes what its namesake of ``torch.distributed`` takes, and also ``prof``, ``log_name`` and ``debug`` for
+Each function takes its ``torch.distributed`` namesake's arguments, and also ``prof``, ``log_name`` and ``debug`` for
 the communication log. An operation that fails raises ``CommError`` (a RuntimeError), with the reason that torch gave.
 """
 
@@ -83,18 +83,18 @@ comms_logger.on_switch = log_collectives(comms_logger)
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-# The parameter that holds what is sent, in the order of preference.
+# Names of the parameter that holds the data to send, in the order of preference.
 _PAYLOADS = ("tensor", "tensors", "input_list", "input_tensor_list", "input_tensors", "object_list")
 
 
-# Where that is one rank's piece of what the collective moves.
+# Operations whose parameter is one rank's piece of the data that the collective moves.
 _OF_PIECES = frozenset({"all_gather", "all_gather_coalesced", "all_gather_into_tensor", "gather", "scatter"})
 _MESSAGES = frozenset({"send", "recv", "isend", "irecv"})
 
 
 def _operation(function: _F) -> _F:
-    """Checks that there is a group, enters the call in the group's ledger, records it if the log wants it, and types
-    what goes wrong.
+    """Wraps an operation: checks that there is a group, enters the call in the group's ledger, records it if the log
+    wants it, and turns errors into ``CommError``.
     """
     signature = inspect.signature(function)
     names = list(signature.parameters)
@@ -149,7 +149,7 @@ def _operation(function: _F) -> _F:
 
 def _enter(name: str, sent: Any, group: Any, line: str) -> LedgerEntry:
     """Enters a call that was made at ``line`` of a source."""
-    # What torch gives a rank for a group that it is not part of: no group, and nothing is sent.
+    # torch's placeholder for a group that this rank is not part of: no group, and nothing is sent.
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         return Ledger("", ()).enter_message(name, 0)
     ledger = ledger_of(group)
@@ -228,9 +228,9 @@ def _read(holder: Any, name: str) -> Any:
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
-    """Prints on rank 0, to standard output, what has been recorded; every rank calls it.
+    """Prints the recorded calls on rank 0, to standard output; every rank calls it.
 
-    ``show_straggler``: also how long the fastest rank took for each operation, and how much longer this one was in it,
+    ``show_straggler``: also how long the fastest rank took for each operation, and how much longer this rank was in it,
     which is mostly its waiting for others.
 
     Returns, if asked, {"summary": {name: {bytes: statistics}}, "straggler_analysis": the same or None, "metadata":
@@ -263,7 +263,7 @@ def _gather_objects(value: Any) -> list[Any]:
 
 
 def reset_log() -> None:
-    """Forgets what has been recorded."""
+    """Forgets all recorded calls."""
     comms_logger.reset_data()
 
 
@@ -278,7 +278,7 @@ def get_comm_operation_count() -> int:
 
 
 def get_logged_comm_ops() -> list[str]:
-    """The names under which calls have been recorded."""
+    """The names of the recorded calls."""
     return comms_logger.get_operation_names()
 
 
@@ -542,7 +542,7 @@ def all_to_all(
 
 
 class _Together:
-    """One handle for several."""
+    """A handle that waits for several."""
 
     def __init__(self, handles: Sequence[Any]) -> None:
         self._handles = tuple(handles)
@@ -670,8 +670,7 @@ def set_backend() -> None:
 
 
 def init_deepspeed_backend(ds_backend: str, timeout: timedelta | None = None, init_method: str | None = None) -> None:
-    """Checks that torch has the backend ``ds_backend``: there are none besides those of torch, and ``init_distributed``
-    starts them.
+    """Checks that torch has the backend ``ds_backend``: there are no others here, and ``init_distributed`` starts them.
     """
     if not dist.is_backend_available(ds_backend):
         raise CommError(

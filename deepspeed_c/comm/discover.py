@@ -1,4 +1,4 @@
-"""Where this process stands in the job, read from what the launcher left in the environment. Knows no torch."""
+"""Finds this process's place in the job, from variables that the launcher left in the environment. Knows no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from deepspeed_c.errors import CommError
 
 __all__ = ["DEFAULT_PORT", "LAUNCHERS", "LaunchPlace", "Launcher", "discover", "first_host", "local_rank_of"]
 
-DEFAULT_PORT = 29500  # that of torch.distributed and of DeepSpeed
+DEFAULT_PORT = 29500  # as in torch.distributed and DeepSpeed
 
 # Slurm jobs that share a node must not share a port: it is taken from the job's id, below Linux's ephemeral range
 # (32768...).
@@ -23,14 +23,14 @@ class LaunchPlace(NamedTuple):
 
     rank: int
     world_size: int
-    local_rank: int | None  # None: the launcher does not say, ranks have to count those on their host
+    local_rank: int | None  # None: the launcher does not say, ranks have to count themselves on their host
     master_addr: str | None  # host of rank 0; None only for one process
     master_port: int | None
-    source: str  # who said so, for messages
+    source: str  # the launcher's name, for messages
 
 
 class Launcher(NamedTuple):
-    """The variables in which one kind of launcher tells a process its place."""
+    """The variables that one kind of launcher sets to tell a process its place."""
 
     name: str
     rank: str
@@ -93,7 +93,7 @@ def discover(
 
 
 def local_rank_of(environ: Mapping[str, str]) -> int:
-    """This process's number among those on its host, from the first launcher that says; 0 when none does."""
+    """This process's number on its host, from the first launcher that says; 0 when none does."""
     for launcher in LAUNCHERS:
         if launcher.local_rank in environ:
             return _integer(environ, launcher.local_rank, 0)

@@ -1,4 +1,4 @@
-"""Process groups: how ranks find each other, and who is who afterwards.
+"""Process groups: how ranks find each other, and their numbers afterwards.
 
 A group forms in two steps. First all ranks sign in at a ``torch.distributed`` store (``_meet``). Then
 ``torch.distributed`` builds its group over that store. So an error can name a rank that never comes; nobody waits for
@@ -258,11 +258,11 @@ def _open_store(place: LaunchPlace, init_method: str | None, timeout: timedelta)
 
 
 def _listening_socket(place: LaunchPlace) -> socket.socket | None:
-    """Listens at the address at which the other ranks look for this one; None: torch listens at all addresses.
+    """Listens at the address that the other ranks use for this one; None: torch listens at all addresses.
 
-    That is where other hosts know this one by an address that it does not have itself: a translated one, or a name that
-    means the loopback here and something else there. None also leaves a port that is taken to torch, which finds a
-    store of this process at it, or says so.
+    None where other hosts know this one by an address that it does not have itself: a translated one, or a name that
+    means the loopback here and something else there. None also if the port is taken: torch then finds a store of this
+    process at it, or reports the error.
     """
     try:
         bound = listening_socket(str(place.master_addr), int(place.master_port or 0))
@@ -283,8 +283,8 @@ def _listening_socket(place: LaunchPlace) -> socket.socket | None:
 def _meet(store: dist.Store, place: LaunchPlace, timeout: timedelta) -> tuple[dist.Store, int]:
     """Waits until all ranks have signed in; returns the store for the group, and how many lower ranks share this host.
 
-    A store can outlive a group (that of torchrun's agent does), so each group of a process's life gets a round of its
-    own.
+    A store can outlive a group (as the store of torchrun's agent does), so each group of a process's life gets a round
+    of its own.
     """
     rank, world_size = place.rank, place.world_size
     me = f"{socket.gethostname()} pid {os.getpid()}"
@@ -340,7 +340,7 @@ def _meet(store: dist.Store, place: LaunchPlace, timeout: timedelta) -> tuple[di
 
 
 def _linger(store: dist.Store, prefix: str, rank: int) -> None:
-    """Keeps rank 0, with which the store may end, until those who came have read why they stop."""
+    """Keeps rank 0, which may own the store, until all ranks that came have read the reason for stopping."""
     if store.add(f"{prefix}/n_read", 1) == store.add(f"{prefix}/n_here", 0):
         store.set(f"{prefix}/all_read", "")
     if rank == 0:
@@ -360,8 +360,7 @@ def _publish(place: LaunchPlace, local_rank: int) -> None:
 
 
 def mpi_discovery(distributed_port: int = DEFAULT_PORT, verbose: bool = True) -> None:
-    """Sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from what MPI, PMI or Slurm left in the
-    environment.
+    """Sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from the variables of MPI, PMI or Slurm.
 
     One process of its own gets rank 0 of 1. Raises ``CommError`` as ``init_distributed`` does.
     """
@@ -435,7 +434,7 @@ def get_world_group() -> dist.ProcessGroup:
 
 
 def get_world_size(group: dist.ProcessGroup | None = None) -> int:
-    """How many ranks ``group`` has; -1 when this process is not one of them."""
+    """How many ranks ``group`` has; -1 when this process is not in it."""
     require_initialized("get_world_size")
     return dist.get_world_size(group)
 
@@ -447,9 +446,7 @@ def get_rank(group: dist.ProcessGroup | None = None) -> int:
 
 
 def get_local_rank() -> int:
-    """This process's number among those on its host: LOCAL_RANK, which ``init_distributed`` sets where the launcher did
-    not.
-    """
+    """This process's number on its host: LOCAL_RANK, which ``init_distributed`` sets where the launcher did not."""
     require_initialized("get_local_rank")
     return local_rank_of(os.environ)
 

@@ -1,24 +1,25 @@
 """Ranks on several hosts exchange CPU tensors in two levels: through shared memory inside a host, over gloo between.
 
-[Note: what leaves a host] Each element of a tensor leaves a host once for each other host that needs it, whatever the
-number of ranks. What goes to a host is one *block*: the slices of all ranks there. The ranks of the sending host cut it
-into equal pieces, one a rank: each sums its piece over its host, or gathers it for its host, and sends it to, or has it
-from, those over there whose slices it covers. Where hosts have equally many ranks, a piece is a slice.
+[Note: traffic between hosts] Each element of a tensor leaves a host once for each other host that needs it, however
+many ranks there are. The data for one host is one *block*: the slices of all ranks there. The ranks of the sending host
+cut it into equal pieces, one a rank. Each rank sums its piece over its host, or gathers it for its host, and sends it
+to, or receives it from, the ranks over there whose slices it covers. Where hosts have equally many ranks, a piece is a
+slice.
 
 [Note: order of sums] First inside each host in rank order, then over the hosts in the order of their lowest ranks. Both
-in f32, rounded once at the end: what 16-bit numbers sum to inside a host travels in f32. So a sum has the same bits on
-all ranks and in every run. Over gloo alone, or on one host, it may have others.
+in f32, rounded once at the end: sums of 16-bit numbers inside a host travel in f32. So a sum has the same bits on all
+ranks and in every run. Over gloo alone, or on one host, it may have others.
 
-[Note: three steps] A call has three steps, as the generators below show: what its caller starts, what waits for that
-and goes on, and what its caller does when it waits. The second runs on a thread of its own, one call after the other,
-so that no rank has to wait for its calls in a certain order. Ranks have to start all that they share in one order. So
-each host has two ends of shared memory: what callers start takes the first one, what the thread starts the second.
-What goes over gloo are messages, which carry the number of their call.
+[Note: three steps] A call has three steps, as the generators below show: the caller starts the first data on its way,
+a thread waits for that data and goes on, and the caller finishes the call when it waits. The thread takes one call
+after the other, so that no rank has to wait for its calls in a certain order. Ranks have to start all shared calls in
+one order. So each host has two ends of shared memory: the first for callers, the second for the thread. Data goes over
+gloo in messages, which carry the number of their call.
 
-[Note: what a call is] gloo ends the process that receives a message of another length than it expects. So a message
-matches only one of its own length (``_tag_of``), and with each call every rank tells one of each other host what it has
-started: where that is not the same, the call fails on both with a sentence that has both. Ranks of one host compare by
-themselves. What is told is on its way together with the data, which does not wait for it.
+[Note: agreement] gloo ends a process that receives a message of another length than it expects. So messages match
+only if lengths are equal (``_tag_of``), and with each call every rank sends a description of it to one rank of each
+other host: where descriptions differ, the call fails on both ranks with a sentence that has both. Ranks of one host
+compare by themselves. Descriptions travel together with the data, which does not wait for them.
 """
 
 from __future__ import annotations
@@ -47,19 +48,19 @@ __all__ = ["Hierarchy", "LocalEnd"]
 
 _HALVES = (torch.bfloat16, torch.float16)
 _FLOATS = (torch.float32, *_HALVES)
-# Tags of gloo's messages are positive and of 31 bits: the number of a call and what it is for, below the length.
+# Tags of gloo's messages are positive and of 31 bits: the number of a call and the message's purpose, below the length.
 _TAGS_A_CALL = 3
 _CALL_BITS = 19
 _LENGTH_BITS = 12
-# What a call is, as text.
+# Bytes of a call's description as text.
 _TOLD_BYTES = 96
-# What the thread gets at the end of the process to let go of a failed call. One that waits for another host does not
-# end, and does not keep the process.
+# Time for the thread to let go of a failed call at the end of the process. A thread that waits for another host does
+# not end, and does not keep the process.
 _LAST_SECONDS = 1.0
 
 
 class LocalEnd(Protocol):
-    """What connects the ranks of one host (``shm.Connection``)."""
+    """Connects the ranks of one host (``shm.Connection``)."""
 
     def start(self, name: str, *args: object) -> Handle:
         """Starts the collective ``name`` of ``_C.ShmGroup``."""
@@ -75,7 +76,7 @@ class LocalEnd(Protocol):
 
 
 class _Overlap(NamedTuple):
-    """Elements [begin, end) of a block, which lie in one of its pieces and in one of its slices."""
+    """Elements [begin, end) of a block, which lie in a single piece and in a single slice."""
 
     piece: int
     slice: int
@@ -84,12 +85,12 @@ class _Overlap(NamedTuple):
 
 
 def _piece_numel(n_pieces: int, numel: int) -> int:
-    """Of all pieces but the last ones, which may be shorter or empty."""
+    """Length of all pieces but the last ones, which may be shorter or empty."""
     return -(-numel // n_pieces)
 
 
 def _overlaps(n_pieces: int, n_slices: int, slice_numel: int) -> Iterator[_Overlap]:
-    """Of a block of so many slices that is cut into so many pieces."""
+    """Overlaps in a block of ``n_slices`` slices that is cut into ``n_pieces`` pieces."""
     length = _piece_numel(n_pieces, n_slices * slice_numel)
     for piece in range(n_pieces):
         for i in range(n_slices):
@@ -100,15 +101,15 @@ def _overlaps(n_pieces: int, n_slices: int, slice_numel: int) -> Iterator[_Overl
 
 
 class _Places(NamedTuple):
-    """Which ranks of the group are on which host."""
+    """The ranks of the group by host."""
 
     hosts: tuple[tuple[int, ...], ...]
     """Ranks by host, ascending; hosts by their lowest ranks."""
     rank: int
     host: int
-    """Of ``rank``."""
+    """The host of ``rank``."""
     local: int
-    """The number of ``rank`` among those of its host."""
+    """The number of ``rank`` on its host."""
 
     @property
     def mine(self) -> tuple[int, ...]:
@@ -123,7 +124,7 @@ class _Places(NamedTuple):
 
 
 class _Messages:
-    """Over gloo, between ranks of several hosts. Rank numbers are those of the group."""
+    """Messages over gloo, between ranks of several hosts. Ranks are numbered within the group."""
 
     def __init__(self, group: dist.ProcessGroup, names: Sequence[int]) -> None:
         """names: the ranks' numbers in the world."""
@@ -137,14 +138,14 @@ class _Messages:
         return self._start(self._living().recv, tensor, rank, _tag_of(tensor, tag))
 
     def name(self, rank: int) -> str:
-        """Of a rank of another host."""
+        """A rank of another host, for messages to the user."""
         return f"rank {self._names[rank]}, of another host"
 
     def _start(self, call: Callable[..., Handle], tensor: torch.Tensor, rank: int, tag: int) -> Handle:
         other = self.name(rank)
         try:
             return _Message(call([tensor], rank, tag), other)
-        except RuntimeError as error:  # of a rank that is known to have gone
+        except RuntimeError as error:  # the rank is known to have gone
             raise _failure_at(other, error) from None
 
     def _living(self) -> dist.ProcessGroup:
@@ -158,7 +159,7 @@ class _Messages:
 
 
 class _Message:
-    """One of ``_Messages``, whose failure names the other rank."""
+    """A message of ``_Messages``; its failure names the other rank."""
 
     def __init__(self, handle: Handle, other: str) -> None:
         self._handle, self._other = handle, other
@@ -175,23 +176,24 @@ def _failure_at(other: str, error: RuntimeError) -> RuntimeError:
 
 
 def _tag_of(tensor: torch.Tensor, tag: int) -> int:
-    """Of messages of its length: others do not match it, but for one in ``1 << _LENGTH_BITS``. See [Note: what a call
-    is]."""
+    """Adds a hash of the length to ``tag``: messages of other lengths do not match, but for one in
+    ``1 << _LENGTH_BITS``. See [Note: agreement].
+    """
     mixed = tensor.nbytes * 0x9E3779B97F4A7C15 & (1 << 64) - 1
     return (mixed >> 64 - _LENGTH_BITS) << _CALL_BITS | tag % (1 << _CALL_BITS)
 
 
 class _Agreement:
-    """Do ranks of other hosts mean the same by a call?"""
+    """Compares the descriptions of a call across hosts."""
 
     def __init__(self, owner: Hierarchy, what: str, tag: int) -> None:
-        """Tells them, and has them tell it. Every rank hears of one of each other host."""
+        """Sends this rank's description, and receives one from a rank of each other host."""
         self._owner, self._what = owner, what
         places, messages = owner.places, owner.messages
         mine = _as_bytes(what)
         self._told: list[tuple[int, torch.Tensor, Handle]] = []
         self._sent: list[Handle] = []
-        for host in places.others:  # received before it is sent: who has heard has told
+        for host in places.others:  # receive before send: a rank that has heard has told
             rank = places.hosts[host][places.local % len(places.hosts[host])]
             theirs = torch.empty_like(mine)
             self._told.append((rank, theirs, messages.receive(theirs, rank, tag)))
@@ -201,7 +203,7 @@ class _Agreement:
                     self._sent.append(messages.send(mine, rank, tag))
 
     def check(self) -> None:
-        """Raises RuntimeError with what both have started, where that differs. Data tells of a rank that has gone."""
+        """Raises RuntimeError with both descriptions where they differ. A lost rank is left for the data to report."""
         for rank, theirs, handle in self._told:
             try:
                 handle.wait()
@@ -299,13 +301,13 @@ class Hierarchy:
         """
         host = next(i for i, ranks in enumerate(hosts) if rank in ranks)
         self.places = _Places(tuple(tuple(ranks) for ranks in hosts), rank, host, list(hosts[host]).index(rank))
-        # Nobody asks for what happens inside a host where a rank is alone on it.
+        # Where a rank is alone on its host, nothing uses the two ends inside it.
         self._first: Any
         self._second: Any
         self._first, self._second = ends or (None, None)
         self.messages = _Messages(between, names)
         self.failure = ""
-        """What has ended it."""
+        """Why it has ended; "" while it lives."""
         self._n_calls = 0
         self._calls: weakref.WeakSet[_Call] = weakref.WeakSet()
         self._pid = os.getpid()
@@ -325,7 +327,7 @@ class Hierarchy:
         )
 
     def allocate(self, n_bytes: int, device: torch.device) -> torch.Tensor:
-        """As ``Connection.allocate``. Sums inside a host copy what lies there, gathers do not."""
+        """As ``Connection.allocate``. Sums inside a host copy data from there, gathers do not."""
         return ordinary_memory(n_bytes, device) if self._second is None else self._second.allocate(n_bytes, device)
 
     def close(self) -> None:
@@ -335,14 +337,14 @@ class Hierarchy:
             self.fail("the group has ended")
 
     def close_at_exit(self) -> None:
-        """Closes, and waits for the thread: one that is within C++ when Python ends would abort the process."""
+        """Closes, and waits for the thread: a thread that is within C++ when Python ends would abort the process."""
         self.close()
         if self._thread is not None and os.getpid() == self._pid:
             self._thread.join(_LAST_SECONDS)
 
     def fail(self, why: str) -> None:
         """Ends the connections, so that the other ranks learn of it: on this host at once, elsewhere when they wait for
-        this one.
+        this rank.
         """
         with self._lock:
             if self.failure:
@@ -356,11 +358,11 @@ class Hierarchy:
             call.fail(why)
 
     def sum_inside(self, flat: torch.Tensor, out: torch.Tensor) -> Handle:
-        """Started by callers: ``flat`` [k * m] of the k ranks of this host to ``out`` [m]."""
+        """Sums, started by callers: ``flat`` [k * m] of the k ranks of this host to ``out`` [m]."""
         return self._first.start("reduce_scatter", flat, out, 1.0, False)
 
     def gather_inside(self, flat: torch.Tensor) -> Handle:
-        """Started by the thread: each rank's m elements of ``flat`` [k * m] to all of this host."""
+        """Gathers, started by the thread: each rank's m elements of ``flat`` [k * m] to all of this host."""
         return self._second.start("all_gather", flat)
 
     def _reduce_scatter(
@@ -398,7 +400,7 @@ class Hierarchy:
         return self._start(what, lambda tag: self._add(comm, tensor.view(-1), 1.0, tag))
 
     def _add(self, comm: Collectives, flat: torch.Tensor, scale: float, tag: int) -> Generator[None, None, None]:
-        """A reduce-scatter, then an all-gather of what it made."""
+        """A reduce-scatter, then an all-gather of its sums."""
         n = comm.world_size
         whole = flat
         if flat.numel() % n:
@@ -510,14 +512,14 @@ class _Block:
         return self.flat.narrow(0, i * self.slice_numel, self.slice_numel)
 
     def copy_in(self) -> None:
-        """From the tensor, where the block does not lie in it."""
+        """Copies from the tensor, if the block does not lie in it."""
         if not self.is_in_place:
             for i, rank in enumerate(self.ranks):
                 self._slice(i).copy_(self._slices[rank])
             self.flat[len(self.ranks) * self.slice_numel :].zero_()
 
     def copy_out(self) -> None:
-        """To the tensor."""
+        """Copies back to the tensor, if the block does not lie in it."""
         if not self.is_in_place:
             for i, rank in enumerate(self.ranks):
                 self._slices[rank].copy_(self._slice(i))
@@ -531,7 +533,7 @@ class _Sums:
     """Sums of this rank's slice over all ranks."""
 
     def __init__(self, owner: Hierarchy, comm: Collectives, flat: torch.Tensor, tag: int) -> None:
-        """Starts the sums inside this host, and receives those of the others."""
+        """Starts the sums inside this host, and receives the other hosts' sums."""
         places = owner.places
         self._owner, self._comm, self._tag = owner, comm, tag
         self._blocks: dict[int, _Block] = {}
@@ -560,7 +562,7 @@ class _Sums:
                 self._inside[host] = owner.sum_inside(block.flat, piece)
 
     def finish(self, out: torch.Tensor, scale: float, accumulate: bool) -> None:
-        """Sends this host's sums, and adds up what is this rank's in the order of the hosts."""
+        """Sends this host's sums, and adds up this rank's slice in the order of the hosts."""
         places, comm = self._owner.places, self._comm
         for host in places.others:
             if host in self._inside:
@@ -633,7 +635,7 @@ class _HostGather:
                     self._sent.append(messages.send(part, ranks[number], self._tag))
 
     def spread(self) -> None:
-        """Gathers inside this host, what is here first."""
+        """Gathers inside this host: its own block first, then the other hosts'."""
         places = self._owner.places
         is_alone = len(places.mine) == 1
         if not is_alone:
@@ -660,5 +662,5 @@ class _HostGather:
 
 
 def _travels_as(dtype: torch.dtype, n_summed: int) -> torch.dtype:
-    """What the sum of so many numbers is held in until it is rounded."""
+    """The dtype of the sum of so many numbers until it is rounded."""
     return torch.float32 if dtype in _HALVES and n_summed > 1 else dtype

@@ -1,8 +1,8 @@
 """Memory that the ranks of a group hold together: each writes its own slices, and all read the whole where it lies.
 
-[Note: fences] Nothing of it is a collective, so the ranks have to settle who writes when. Whoever is about to write
-waits until all ranks have come (``Fetcher.begin_writes``): by then nobody reads what it had been. Whoever has written
-waits again (``Fetcher.end_writes``): from then on all ranks read what all have written. In between nobody reads.
+[Note: fences] Nothing of it is a collective, so the ranks have to agree on the time of writes. A rank that is about to
+write waits until all ranks have come (``Fetcher.begin_writes``): by then nobody reads the old content. After writing it
+waits again (``Fetcher.end_writes``): from then on all ranks read the new content. In between nobody reads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["JointMemory", "join"]
 
 
 class _Members(Protocol):
-    """What this asks of ``Collectives``."""
+    """The members of ``Collectives`` that joint memory needs."""
 
     rank: int
     world_size: int
@@ -38,19 +38,19 @@ class JointMemory:
         self._memory, self._begins, self._sizes, self._ranks = memory, begins, sizes, ranks
 
     def slice(self, part: int) -> torch.Tensor:
-        """This rank's slice of a part, uint8: what is written there is what all ranks see."""
+        """This rank's slice of a part, uint8; all ranks see the bytes written there."""
         begin, n_bytes = self._slice(part)
         return as_tensor(self._memory.part(begin, n_bytes)) if n_bytes else ordinary_memory(0, torch.device("cpu"))
 
     def whole(self, part: int) -> torch.Tensor:
-        """A whole part, uint8, to read. What is written there stays this rank's own, until ``forget``."""
+        """A whole part, uint8, to read. Bytes written there stay this rank's own, until ``forget``."""
         n_bytes = self._sizes[part]
         if not n_bytes:
             return ordinary_memory(0, torch.device("cpu"))
         return as_tensor(self._memory.view(self._begins[part], n_bytes))
 
     def forget(self) -> None:
-        """``whole`` shows what the slices of all ranks hold, and nothing else."""
+        """Drops this rank's own writes to ``whole``, which then shows the slices of all ranks."""
         self._memory.forget()
 
     def commit(self) -> None:
@@ -71,7 +71,7 @@ def join(ranks: _Members, sizes: Sequence[int]) -> JointMemory | None:
     n_bytes = 0
     for size in sizes:
         begins.append(n_bytes)
-        n_bytes += -(-size // mmap.PAGESIZE) * mmap.PAGESIZE  # so that what one part forgets is no other's
+        n_bytes += -(-size // mmap.PAGESIZE) * mmap.PAGESIZE  # so that one part can forget without another
     made, refusal, address = None, "", ""
     if ranks.rank == 0:
         try:
@@ -87,7 +87,7 @@ def join(ranks: _Members, sizes: Sequence[int]) -> JointMemory | None:
             joint.commit()
         except REFUSALS as error:
             mine = str(error)
-        # Who has made it keeps it until all have opened it.
+        # The maker keeps it until all have opened it.
         refusal = first_refusal(ranks.gather_objects(mine, label="joint memory"), ranks.global_ranks)
     if refusal:
         if ranks.rank == 0:

@@ -1,7 +1,7 @@
-"""The ledger of a process group: which collectives this rank has entered, in which order, and in which it waits.
+"""The ledger of a process group: the collectives that this rank has entered, in order, and where it waits.
 
 All ranks of a group enter the same collectives in the same order, so entry number n of one rank must be entry number n
-of every other. ``watchdog.py`` compares them when a rank waits for long; ``totals`` counts what goes over the wire.
+of every other. ``watchdog.py`` compares them when a rank waits for long; ``totals`` counts traffic.
 
 [Note: devices] Waiting for a collective of an accelerator makes a stream wait and returns at once; the rank hangs
 later, wherever it next needs a result. So an event is recorded behind such a collective, and its entry counts as waited
@@ -44,15 +44,15 @@ __all__ = [
     "ranks_in_words",
 ]
 
-# The states of an entry, in their order. What starts a collective may itself block: NCCL meets the other ranks at the
+# The states of an entry, in their order. Starting a collective may itself block: NCCL meets the other ranks at the
 # first one.
 STARTING, ENTERED, WAITING, DONE = "starting", "entered", "waiting", "done"
 
 SHM = "shm"
-"""The path of what goes through memory that ranks share."""
+"""The path of collectives through memory that ranks share."""
 
 SHM_AND_GLOO = "shm+gloo"
-"""The path of what goes through such memory inside a host, and over gloo between hosts."""
+"""The path of collectives through such memory inside a host, and over gloo between hosts."""
 
 # Ranges of ranks that a sentence names.
 _MAX_NAMED = 16
@@ -62,18 +62,18 @@ _N_KEPT = 1024
 
 
 class Total(NamedTuple):
-    """What one operation has moved since the ledger was made or reset."""
+    """Traffic of one operation since the ledger was made or reset."""
 
     count: int
     n_bytes: int
     """Payload: the whole buffer, as every rank has it after an all-gather or before a reduce-scatter.
 
-    What is pickled counts as 0.
+    Pickled objects count as 0.
     """
     wire_bytes: int
-    """What a rank sends, averaged over the ranks, by the best algorithm known (a ring): n_bytes * (N-1)/N over N ranks,
-    twice that for an all-reduce, which is a reduce-scatter and an all-gather. A broadcast of B bytes arrives at N-1
-    ranks, which is B * (N-1)/N a rank. A message between two ranks is counted whole, by its sender.
+    """Bytes that a rank sends, averaged over the ranks, by the best algorithm known (a ring): n_bytes * (N-1)/N over N
+    ranks, twice that for an all-reduce, which is a reduce-scatter and an all-gather. A broadcast of B bytes arrives at
+    N-1 ranks, which is B * (N-1)/N a rank. A message between two ranks is counted whole, by its sender.
     """
 
 
@@ -103,7 +103,7 @@ class LedgerEntry:
         self.n_bytes = n_bytes
         self.label = label
         self.path = path
-        """What carries it: "shm", "shm+gloo", or a backend of ``torch.distributed``; "" where the caller told torch."""
+        """Transport: "shm", "shm+gloo", or a backend of ``torch.distributed``; "" if the caller chose it in torch."""
         self.phase = ledger.phase
         self.module = ledger.module
         self.state = STARTING
@@ -139,9 +139,9 @@ class LedgerEntry:
         return self._ledger.explain()
 
     def under_way(self) -> list[LedgerEntry]:
-        """Those entered before this one on the same path that this rank has not waited for, oldest first.
+        """Entries before this one on the same path that this rank has not waited for, oldest first.
 
-        On a path of its own they run one after the other: where this one fails, one of those may have.
+        On a path of its own they run one after the other: if this entry fails, an earlier one may be the cause.
         """
         return [
             entry
@@ -166,7 +166,7 @@ class LedgerEntry:
 
 
 def describe(op: str, seq: int, label: str, phase: str, module: str, path: str = "") -> str:
-    """``all-gather #812 of layers.7.mlp.w1 (forward)``; what is empty is left out, and so is a number below 1.
+    """``all-gather #812 of layers.7.mlp.w1 (forward)``; empty parts are left out, and so is a number below 1.
 
     A path other than a backend of ``torch.distributed`` is said: ``(forward, shm)``.
     """
@@ -197,21 +197,21 @@ def group_in_words(axes: str, ranks: Sequence[int]) -> str:
 
 
 class Ledger:
-    """The collectives of one process group, as this rank entered them. ``ledger_of`` gives the one of a group.
+    """The collectives of one process group, as this rank entered them. ``ledger_of`` gives a group's ledger.
 
     ``phase`` ("forward", "backward", "step" or "") and ``module`` (the path of the module at work, or "") are copied
-    into every entry; who drives the step sets them. Entering costs about a microsecond and sends nothing. Any thread
-    may enter.
+    into every entry; the code that drives the step sets them. Entering costs about a microsecond and sends nothing. Any
+    thread may enter.
     """
 
     entry_type: ClassVar[type[LedgerEntry]] = LedgerEntry
-    """What a collective becomes in all ledgers.
+    """Class of the entries in all ledgers.
 
-    The communication log puts one of its own here while it is on (``log.py``): off, it costs nothing.
+    The communication log puts a class of its own here while it is on (``log.py``): off, it costs nothing.
     """
 
     def __init__(self, name: str, ranks: Sequence[int]) -> None:
-        """name: of the group, the same on its ranks. ranks: its members by their numbers in the world."""
+        """name: the group's, the same on all its ranks. ranks: its members by their numbers in the world."""
         self.name = name
         self.ranks = tuple(ranks)
         self.axes = ""
@@ -219,7 +219,7 @@ class Ledger:
         self.phase = ""
         self.module = ""
         self.waiting: dict[LedgerEntry, None] = {}
-        """What some thread of this rank waits for now, oldest first."""
+        """Entries that some thread of this rank waits for now, oldest first."""
         self._watchman: Callable[[], str] | None = None
         self._whole: Ledger | None = None
         self._ring: list[LedgerEntry | None] = [None] * _N_KEPT
@@ -238,7 +238,7 @@ class Ledger:
     def make_part_of(self, whole: Ledger, axes: str) -> None:
         """Says that the group lies along ``axes`` of a mesh over the ranks of ``whole``.
 
-        Who watches ``whole`` explains failures here too.
+        The watchdog of ``whole`` explains failures here too.
 
         Engines with different meshes share the group of the same ranks. The ledger then keeps the names of both:
         ``dp_shard or dp_replicate``.
@@ -252,7 +252,7 @@ class Ledger:
         self._watchman = watchman
 
     def explain(self) -> str:
-        """Which ranks have ended, for the message of a collective that fails; "" where nobody watches."""
+        """The ranks that have ended, for the message of a collective that fails; "" where nobody watches."""
         if self._watchman is not None:
             return self._watchman()
         return "" if self._whole is None else self._whole.explain()
@@ -278,7 +278,7 @@ class Ledger:
         return LedgerEntry(self, 0, op, n_bytes, label, device)
 
     def finish_on_device(self, entry: LedgerEntry, device: torch.device) -> None:
-        """``entry`` is over when the current stream of ``device`` has done what it was given so far."""
+        """Ends ``entry`` when the current stream of ``device`` has done all its work so far."""
         event = record_event(device)
         if event is None:
             entry.end()
@@ -287,7 +287,7 @@ class Ledger:
         self._settle()
 
     def _settle(self) -> None:
-        """Ends what has come to its end on the device."""
+        """Ends the entries that are over on the device."""
         with self._device_lock:
             while self._on_device and self._on_device[0][1].query():
                 self._on_device.popleft()[0].end()
@@ -299,7 +299,7 @@ class Ledger:
         return [entry for entry in kept if entry is not None]
 
     def blocking(self) -> list[LedgerEntry]:
-        """What this rank waits for: for its end, or for it to start. Oldest first."""
+        """Entries that this rank waits for: for their end, or for their start. Oldest first."""
         if self._on_device:
             self._settle()
         starting = [entry for entry in self.recent(1) if entry.state == STARTING]
@@ -307,7 +307,7 @@ class Ledger:
 
     @property
     def totals(self) -> dict[str, Total]:
-        """By operation. They count all who use the group: engines, and the calls of ``deepspeed_c.comm``."""
+        """Traffic by operation, for all users of the group: engines, and the calls of ``deepspeed_c.comm``."""
         n = len(self.ranks)
         return {
             op: Total(count, n_bytes, _wire_bytes(op, n_bytes, n))
@@ -316,7 +316,7 @@ class Ledger:
 
     @property
     def carried(self) -> dict[str, int]:
-        """Payload of the engines' collectives by what carried them (``LedgerEntry.path``), in bytes as in ``Total``."""
+        """Payload of the engines' collectives by path (``LedgerEntry.path``), in bytes as in ``Total``."""
         return dict(self._carried)
 
     def reset_totals(self) -> None:
@@ -371,7 +371,7 @@ def ledger_of(group: dist.ProcessGroup | None = None) -> Ledger:
     return ledger
 
 
-# Those of two ranks of a group, which number the messages of one tag from the one to the other.
+# Ledgers of two ranks of a group, which number the messages of one tag from one rank to the other.
 _pair_ledgers: weakref.WeakKeyDictionary[Any, dict[tuple[int, int, int], Ledger]] = weakref.WeakKeyDictionary()
 
 
@@ -379,7 +379,7 @@ def ledger_of_pair(whole: Ledger, group: dist.ProcessGroup | None, src: int, dst
     """The ledger of the messages of ``tag`` from rank ``src`` to ``dst``, by their numbers in the world, of ``group``,
     whose ledger is ``whole``.
 
-    Only these start in one order on both ranks: how a rank mixes them with others depends on what arrives when.
+    Only these start in one order on both ranks: how a rank mixes them with others depends on the order of arrival.
     """
     group = dist.group.WORLD if group is None else group
     pairs = _pair_ledgers.get(group, {})
@@ -393,6 +393,6 @@ def ledger_of_pair(whole: Ledger, group: dist.ProcessGroup | None, src: int, dst
 
 
 def all_ledgers() -> list[Ledger]:
-    """Those of all groups that there are and in which something was entered."""
+    """The ledgers of all existing groups that have entries."""
     with _lock:
         return [*_ledgers.values(), *(ledger for pairs in _pair_ledgers.values() for ledger in pairs.values())]

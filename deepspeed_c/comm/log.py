@@ -1,4 +1,4 @@
-"""What was communicated, how often and how fast (the ``comms_logger`` section).
+"""Log of communication: which calls, how often and how fast (the ``comms_logger`` section).
 
 Calls of ``deepspeed_c.comm`` are recorded by their wrapper, at the cost of one test a call where the log is off. The
 engine's own collectives are recorded by their entries in the ledger (``log_collectives``), which are of another class
@@ -20,8 +20,8 @@ from deepspeed_c.logging import logger
 
 __all__ = ["CommsLogger", "bandwidths_gbps", "log_collectives", "trim_mean"]
 
-# How many times its message an operation moves, as (n ranks) -> (factor of the algorithm's bandwidth, factor of the
-# bus's). The conventions are those of nccl-tests (PERFORMANCE.md) and DeepSpeed, whose tables count a gathered message
+# How many times an operation moves its message, as (n ranks) -> (factor of the algorithm's bandwidth, factor of the
+# bus's). The conventions come from nccl-tests (PERFORMANCE.md) and DeepSpeed, whose tables count a gathered message
 # whole.
 _GATHERING = frozenset({"all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor"})
 _REDUCING = frozenset({"all_reduce", "all_reduce_coalesced", "inference_all_reduce"})
@@ -61,7 +61,7 @@ class _CallRecord:
     op: str
     seconds: list[float] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
-    """What carried them, each once; empty where the caller said it to torch."""
+    """Transports of the calls, each once; empty where the caller chose it in torch."""
 
 
 class CommsLogger:
@@ -145,7 +145,7 @@ class CommsLogger:
         return table
 
     def stragglers(self, gather: Callable[[Any], list[Any]]) -> dict[str, dict[int, dict[str, Any]]]:
-        """Splits latencies into what the fastest rank took and what this rank waited more. ``gather`` collects every
+        """Splits latencies into the fastest rank's time and this rank's additional wait. ``gather`` collects every
         rank's object.
 
         Records that some rank does not have, or has fewer of, are compared as far as all ranks have them.
@@ -204,8 +204,8 @@ _COLUMNS = {
 }
 
 
-# The ledger's operations of an engine -> the name in the log, and whether a message is one rank's piece of what is
-# counted. Names and sizes are those of the functions of ``deepspeed_c.comm`` that do the same.
+# The ledger's operations of an engine -> the name in the log, and whether a message is one rank's piece of the counted
+# size. Names and sizes are as for the functions of ``deepspeed_c.comm`` that do the same.
 _ENGINE_OPS = {
     "all-gather": ("all_gather_into_tensor", True),
     "all-reduce": ("all_reduce", False),
@@ -218,7 +218,7 @@ _ENGINE_OPS = {
 def log_collectives(log: CommsLogger) -> Callable[[bool], None]:
     """Returns a function that has every collective of every engine recorded in ``log`` (True), or none (False).
 
-    A record's time runs from the start of a collective to the end of waiting for it. The log does not hurry what runs
+    A record's time runs from the start of a collective to the end of waiting for it. The log does not hurry collectives
     beside the backward pass, so its time is an upper bound, and its bandwidth a lower one.
     """
 

@@ -1,8 +1,8 @@
 """The ranks of an engine as a grid of named axes, and the group of ranks along any of them.
 
 A rank has one place on each axis. Ranks that differ on the data-parallel axes only see different samples and train the
-same parameters. ``zero/layout/layout.py`` decides for each parameter over which of these axes its states are cut, and
-over which its gradient is summed besides.
+same parameters. ``zero/layout/layout.py`` decides for each parameter which of these axes cut its states, and which
+further axes sum its gradient.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from deepspeed_c.errors import CommError
 
 __all__ = ["Mesh", "mesh_of_device_mesh", "mesh_of_mpu", "mesh_of_pair"]
 
-# What the dimensions of a DeviceMesh are called elsewhere.
+# Other names for the dimensions of a DeviceMesh.
 _ALIASES = {name: axis.name for axis in AXIS_ROWS for name in (axis.name, *axis.dim_names)}
-# What versions of Megatron and DeepSpeed call an axis. Each has get_<name>_group, get_<name>_rank and
+# Names of the axes in versions of Megatron and DeepSpeed. Each has get_<name>_group, get_<name>_rank and
 # get_<name>_world_size.
 _MPU_NAMES = {axis.name: axis.mpu_names for axis in AXIS_ROWS}
-# And the ranks along dp_shard and sp together.
+# Names for the ranks along dp_shard and sp together.
 _MPU_BOTH = ("sequence_data_parallel",)
 
 Connect = Callable[[Sequence[int], Sequence[str]], Any]
@@ -50,9 +50,9 @@ Connect = Callable[[Sequence[int], Sequence[str]], Any]
 class Mesh:
     """The ranks of ``comm``, laid out on ``AXES``.
 
-    ``sizes`` are those of the axes, 1 where an axis is left out; by default all ranks lie along ``dp_shard``. ``grid``
+    ``sizes`` are sizes of axes, 1 where an axis is left out; by default all ranks lie along ``dp_shard``. ``grid``
     says which rank of ``comm`` is where ([size of each of AXES], int64): by default they are counted along the last
-    axis first. ``connect`` makes the group of some ranks of ``comm`` along some axes, by default a new one of
+    axis first. ``connect`` makes the group of some ranks of ``comm`` along some axes, by default a new group of
     ``torch.distributed``; it is called for the same axes in the same order on all ranks.
 
     Raises CommError where sizes and ranks do not fit.
@@ -111,7 +111,7 @@ class Mesh:
         return sorted(self._grid[at].reshape(-1).tolist())
 
     def index(self, *axes: str) -> int:
-        """This rank's number among those."""
+        """This rank's number among the ranks along ``axes``."""
         return self.ranks(*axes).index(self.comm.rank)
 
     def along(self, *axes: str) -> Collectives:
@@ -155,17 +155,17 @@ class Mesh:
 
     @property
     def data(self) -> Collectives:
-        """The ranks that see different samples: those of ``DATA``."""
+        """The ranks that see different samples: along the axes ``DATA``."""
         return self.along(*DATA)
 
     @property
     def tokens(self) -> Collectives:
-        """The ranks that train the same parameters on different tokens: those of ``TOKENS``."""
+        """The ranks that train the same parameters on different tokens: along the axes ``TOKENS``."""
         return self.along(*TOKENS)
 
     def among(self, neighbours: Sequence[int], axis: str, *axes: str) -> Collectives:
-        """The collectives of the ranks along ``axes`` and of those whose number along ``axis`` is in ``neighbours``,
-        this rank's among them.
+        """The collectives of the ranks along ``axes``, for all numbers along ``axis`` in ``neighbours``, this rank's
+        among them.
 
         Collective as ``along`` is, among those ranks.
         """
@@ -181,10 +181,10 @@ class Mesh:
         return found
 
     def connect_some(self, lists: Sequence[Sequence[int]], axis: str, *axes: str) -> None:
-        """Makes the groups of ``among`` for several lists of neighbours, of which some ranks are in none.
+        """Makes the groups of ``among`` for several lists of neighbours; some ranks may be in none of them.
 
         Collective over the whole mesh, the first time. torch names a group after how many groups the rank has: ranks
-        whose numbers differ could never make one together again. So those that are in none make one of their own.
+        whose numbers differ could never make one together again. So ranks outside make a group of their own.
         """
         wide = tuple(name for name in axes if self.axes[name] > 1)
         known = _groups.setdefault(dist.group.WORLD, {})
@@ -211,14 +211,14 @@ class Mesh:
         return self.comm.part(group, " x ".join(wide))
 
     def enter_phase(self, phase: str) -> None:
-        """What the ledgers of all groups note beside the collectives that follow: "forward", "backward", "step" or
-        ""."""
+        """Sets the phase that the ledgers of all groups note beside the collectives that follow: "forward", "backward",
+        "step" or ""."""
         for part in self._groups.values():
             if part.world_size > 1:
                 part.ledger.phase = phase
 
     def split_data(self, n_shards: int) -> Mesh:
-        """The same ranks with ``n_shards`` neighbours along dp_shard, and the copies of what they hold along
+        """The same ranks with ``n_shards`` neighbours along dp_shard, and the copies of their shards along
         dp_replicate.
 
         Raises CommError where the data-parallel ranks cannot be cut so, or have been cut already.
@@ -264,7 +264,7 @@ class Mesh:
         return Mesh(self.comm, sizes, grid=grid, connect=self._connect)
 
     def to_device_mesh(self, device_type: str = "cpu") -> Any:
-        """The axes of more than one rank as a ``DeviceMesh`` (one of one dimension, dp_shard, where there is none).
+        """The axes of more than one rank as a ``DeviceMesh``; with the single dimension dp_shard where there is none.
 
         Collective: it makes groups of its own.
         """
@@ -300,7 +300,7 @@ def _shared_group(ranks: tuple[int, ...], like: dist.ProcessGroup | None) -> dis
     known = _groups.setdefault(dist.group.WORLD, {})
     group = known.get((ranks, backend, timeout))
     if group is None:
-        # Other ranks do not come here: each makes the one that it is in.
+        # Only these ranks come here: other ranks make their own group.
         group = dist.new_group(list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True)
         known[ranks, backend, timeout] = group
     return group
@@ -310,12 +310,12 @@ _DEVICE_MESH = "initialize(mesh_device=...)"
 
 
 def mesh_of_device_mesh(device_mesh: Any) -> Mesh:
-    """The ranks of a ``torch.distributed.device_mesh.DeviceMesh`` on the axes that its dimensions are named for.
+    """The ranks of a ``torch.distributed.device_mesh.DeviceMesh``, on the axes that its dimensions' names stand for.
 
     Collective.
 
-    Raises CommError where a dimension has no name, or one that is no axis, and FeatureError for an axis that cannot be
-    used yet.
+    Raises CommError where a dimension's name is missing or no axis, and FeatureError for an axis that cannot be used
+    yet.
     """
     names = [_ALIASES.get(name) for name in device_mesh.mesh_dim_names or ()]
     if not names or None in names or len(set(names)) < len(names):
@@ -358,7 +358,7 @@ def mesh_of_mpu(mpu: Any) -> Mesh:
     """
     refuse_later_axes({axis: _size_by_mpu(mpu, axis) for axis in LATER}, _MPU)
     n_seq, seq_rank = _ask(mpu, SP, default=1)
-    # Of an mpu for sequence parallelism alone, "model parallel" is another name of that.
+    # An mpu for sequence parallelism alone calls that "model parallel", too.
     n_tp, tp_rank = _ask(mpu, TP, default=1, names=_MPU_NAMES[TP][: 2 if n_seq > 1 else 3])
     if n_tp * n_seq == 1:
         return Mesh(Collectives(mpu.get_data_parallel_group()))

@@ -1,5 +1,5 @@
-"""Where a rank is: what it has entered and waits for, where its main thread runs, and which processes of its host are
-alive.
+"""Position of a rank: the collectives that it has entered and waits for, the line of its main thread, and the processes
+of its host that are alive.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 _N_TOLD = 64
 
 Life = Literal["gone", "stopped", "traced", "runs"]
-"""Of a process: has ended; stopped by a signal; held by a debugger; anything else."""
+"""State of a process: has ended; stopped by a signal; held by a debugger; anything else."""
 
 
 class ToldEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -50,16 +50,16 @@ class ToldEntry(msgspec.Struct, frozen=True, array_like=True):
     module: str
     state: str
     seconds: float
-    """How long its rank has been in this state."""
+    """Time that its rank has been in this state."""
     path: str = ""
-    """What carries it."""
+    """Transport, as in ``LedgerEntry``."""
 
     def __str__(self) -> str:
         return describe(self.op, self.seq, self.label, self.phase, self.module, self.path)
 
 
 class GroupPosition(msgspec.Struct, frozen=True):
-    """Where a rank is among the collectives of one group."""
+    """Position of a rank among the collectives of one group."""
 
     name: str
     ranks: list[int]
@@ -67,7 +67,7 @@ class GroupPosition(msgspec.Struct, frozen=True):
     axes: str
     """The axes of a mesh that the group lies along, or ""."""
     blocking: list[ToldEntry]
-    """What it waits for, oldest first."""
+    """Collectives that it waits for, oldest first."""
     recent: list[ToldEntry]
     """The newest entries, oldest first."""
 
@@ -78,7 +78,7 @@ class GroupPosition(msgspec.Struct, frozen=True):
 
 
 class Position(msgspec.Struct, frozen=True):
-    """Where a rank is."""
+    """Position of a rank at one moment."""
 
     rank: int
     groups: list[GroupPosition]
@@ -87,7 +87,7 @@ class Position(msgspec.Struct, frozen=True):
     dist_call: str
     """The function of ``torch.distributed`` that the main thread is in, or ""."""
     neighbours: dict[int, Life] = {}
-    """Other ranks of its host, by what the system says of their processes."""
+    """Other ranks of its host, with the state of their processes."""
 
     def group(self, name: str) -> GroupPosition | None:
         """Its position in the group of that name, if it has entered anything there."""
@@ -95,16 +95,16 @@ class Position(msgspec.Struct, frozen=True):
 
 
 class Presence(msgspec.Struct, frozen=True):
-    """Which process a rank is, and whether it still watches."""
+    """The process of a rank, and whether it still watches."""
 
     host: str
-    """The same for processes that can look each other up by ``pid``."""
+    """Equal for processes that can look each other up by ``pid``."""
     pid: int
     started: int
-    """In the system's ticks; tells the process from a later one with its number."""
+    """Start time in the system's ticks; tells the process from a later one with its number."""
     state: Literal["watching", "closed", "ended"] = "watching"
     how: str = ""
-    """How it ended, and after which collective."""
+    """How it ended, and its last collective."""
 
 
 def take_position(rank: int, world_size: int, ledgers: Iterable[Ledger], neighbours: dict[int, Life]) -> Position:
@@ -147,8 +147,8 @@ _PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-
 def locate() -> tuple[str, str]:
     """(line that the main thread is at, function of ``torch.distributed`` that it is in or "").
 
-    The line is the innermost one outside torch and the standard library, followed by the innermost one of all where
-    that is another and no such function.
+    The line is the innermost one outside torch and the standard library. The innermost line of all follows if it is
+    another one and the thread is in no such function.
     """
     inner = sys._current_frames().get(threading.main_thread().ident or 0)
     if inner is None:
@@ -164,8 +164,8 @@ def locate() -> tuple[str, str]:
 
 
 def _dist_call(stack: Sequence[FrameType]) -> str:
-    """Only where the innermost line is one of torch's collectives: those that write files or start processes do not
-    wait for ranks.
+    """The collective of torch that the stack ends in, or "". Functions that write files or start processes do not wait
+    for ranks, and give "".
     """
     name = ""
     for frame in stack:
@@ -203,7 +203,7 @@ def own_presence() -> Presence:
 
 
 def life_of(presence: Presence) -> Life:
-    """What the system says of a process of this host."""
+    """State of a process of this host, by the operating system."""
     try:
         fields = _stat(presence.pid)
     except (FileNotFoundError, ProcessLookupError):

@@ -1,10 +1,10 @@
 """Ranks that share a host exchange CPU tensors through shared memory, below the calls of ``Collectives``.
 
-[Note: one connection a group] A process group has one connection, which all engines on it use, one after the other or
-side by side: they take turns on it in an order that all ranks share. The ranks make it together where the first of
-them asks for it, and it is closed with the group. Either all ranks have it or none, with one reason that all know:
-whether they are on one host is asked of the machine, and proven when each rank opens the memory of all others. Ranks of
-several hosts, of which at least one has several, make a ``Hierarchy`` in the same way.
+[Note: one connection a group] A process group has one connection for all engines on it, used one after the other or
+side by side: they take turns on it in an order that all ranks share. The ranks make it together where the first of them
+asks for it, and it is closed with the group. Either all ranks have it or none, with one reason that all know: the
+machine says whether they are on one host, and the proof is that each rank opens the memory of all others. Ranks of
+several hosts make a ``Hierarchy`` in the same way, if at least one host has several.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ __all__ = ["REFUSALS", "Connection", "Wish", "as_tensor", "connect", "discard", 
 Wish = Literal["auto", "shm", "off"]
 """The configuration key ``comm.local``."""
 
-# What the binding raises where ranks cannot share memory: the system lacks something, there is no memory, another user.
+# Errors of the binding where ranks cannot share memory: the system lacks something, there is no memory, another user.
 REFUSALS = (MemoryError, OSError, ValueError, RuntimeError)
 
 
 class _Failed:
-    """A collective that could not be started: it fails where it is waited for, as one does that was."""
+    """A collective that could not be started: ``wait`` raises the error, as for a started collective that fails."""
 
     def __init__(self, error: RuntimeError) -> None:
         self._error = error
@@ -55,7 +55,7 @@ class _Failed:
 
 
 class _OfPart:
-    """A collective of ranks that have other numbers in the world: those are what its failure names."""
+    """A collective of ranks that have other numbers in the world: its failure names them by those numbers."""
 
     def __init__(self, work: Handle, ranks: Sequence[int]) -> None:
         self._work, self._ranks = work, ranks
@@ -81,7 +81,7 @@ class Connection:
         """
         self._group, self._ranks = group, ranks
         self._is_part = list(ranks) != list(range(len(ranks)))
-        # Whoever still holds this: the process group has ended for all ranks, and so has what they share.
+        # For remaining holders of this: the process group has ended for all ranks, and so has their shared memory.
         self._end = weakref.ref(process_group, lambda _: group.close())
         self._has_warned = False
         self.backend = Backend(
@@ -120,8 +120,7 @@ class Connection:
         self._group.close()
 
     def start(self, name: str, *args: Any) -> Handle:
-        """Starts the collective ``name`` of ``_C.ShmGroup``. One that cannot be started fails where it is waited for.
-        """
+        """Starts the collective ``name`` of ``_C.ShmGroup``. If it cannot be started, the error comes from ``wait``."""
         try:
             work = getattr(self._group, name)(*args)
         except RuntimeError as error:  # an earlier failure, which has ended the connection
@@ -178,23 +177,23 @@ def discard(storage: torch.UntypedStorage) -> None:
 
 
 class _Outcome(NamedTuple):
-    """Of the attempt to connect the ranks of a group: the same on all of them."""
+    """Result of the attempt to connect the ranks of a group: the same on all of them."""
 
     connection: Connection | Hierarchy | None
     reason: str
     """Why not all of them share memory."""
 
 
-# One for each group, whatever came of it; it goes with the group.
+# One for each group, success or failure; it goes with the group.
 _outcomes: weakref.WeakKeyDictionary[Any, _Outcome] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
 def connect(comm: Collectives, wish: Literal["auto", "shm"]) -> Connection | Hierarchy | None:
-    """The connection of the ranks of ``comm``, of which there are several; None where no two of them can share memory.
+    """The connection of the ranks of ``comm``, at least two; None where no two of them can share memory.
 
-    Collective where the group is asked for the first time. Raises ``CommError`` on all ranks where ``wish`` is "shm"
-    and not all of them share memory.
+    Collective when called for a group the first time. Raises ``CommError`` on all ranks where ``wish`` is "shm" and not
+    all of them share memory.
     """
     group = dist.group.WORLD if comm.group is None else comm.group
     with _lock:
@@ -233,7 +232,7 @@ def _try(comm: Collectives, group: dist.ProcessGroup) -> _Outcome:
     hosts = _by_host(marks)
     if not all(mark.boot for mark in marks) or max(map(len, hosts)) == 1:
         return _Outcome(None, apart)
-    # A hierarchy has two ends on each host, of which callers use one and its thread the other.
+    # A hierarchy has two ends on each host, the first for callers and the second for its thread.
     n_ends = 1 if len(hosts) == 1 else 2
     mine = next(ranks for ranks in hosts if comm.rank in ranks)
     seconds = timeout_of(group).total_seconds()
@@ -282,7 +281,7 @@ def _between(comm: Collectives, group: dist.ProcessGroup, name: str) -> dist.Pro
 class _HostMarks(NamedTuple):
     name: str
     boot: str
-    """Of the running kernel; "" where the system does not say."""
+    """Boot id of the running kernel; "" where the system does not say."""
     network: str
     """The network namespace."""
 
@@ -317,7 +316,7 @@ def _by_host(marks: Sequence[_HostMarks]) -> list[list[int]]:
 
 
 def first_refusal(refusals: Sequence[str], ranks: Sequence[int]) -> str:
-    """What the ranks that were refused something were told, by rank of a group; "" where there are none. ranks: their
-    numbers in the world."""
+    """The first refusal that a rank of a group met, with the numbers in the world (``ranks``) of all ranks that met
+    one; "" where there are none."""
     refused = [i for i, refusal in enumerate(refusals) if refusal]
     return f"{ranks_in_words([ranks[i] for i in refused])}: {refusals[refused[0]]}" if refused else ""

@@ -1,6 +1,6 @@
-"""Keys of the ranks' store that carry a signature: what somebody without the secret of the run has written is not read.
+"""Keys of the ranks' store that carry a signature: values written without the secret of the run are not read.
 
-[Note: signed keys] A store of ``torch.distributed`` asks nobody who connects who they are, and lets them read, write
+[Note: signed keys] A store of ``torch.distributed`` authenticates nobody: all processes that connect can read, write
 and delete every key. So a value is written together with a code (HMAC-SHA256) over key and value, made with the secret
 that the launcher put into the environment of all ranks (``DSC_RUN_TOKEN``). The secret itself never goes through the
 store. A value that is taken to another key does not fit there. Counters cannot be signed: nothing may be concluded from
@@ -29,7 +29,7 @@ class SignedStore:
         """Values that were read and had no signature of this run."""
 
     def write(self, key: str, value: str) -> None:
-        """Sets ``key``, whatever was there."""
+        """Sets ``key``, even if it has a value already."""
         self._store.set(key, self._signed(key, value))
 
     def claim(self, key: str, value: str) -> bool:
@@ -38,8 +38,7 @@ class SignedStore:
         return self._store.compare_set(key, "", mine) == mine.encode()
 
     def read(self, key: str) -> str | None:
-        """The value of ``key``; None where there is none, and where what is there was not written by a rank of this
-        run.
+        """The value of ``key``; None where there is none, and where the value was not written by a rank of this run.
         """
         if not self._store.check([key]):
             return None

@@ -1,8 +1,7 @@
-"""From the positions of all ranks to a verdict: have they diverged, does one let the others wait, or is a transfer
-slow?
+"""Judges the positions of all ranks: have they diverged, does one let the others wait, or is a transfer slow?
 
-Who waits for whom is a graph: a rank that waits in a collective waits for all members of its group that have not
-entered it. Ranks on a cycle wait for ever, and so does whoever waits for them.
+Waiting forms a graph: a rank that waits in a collective waits for all members of its group that have not entered it.
+Ranks on a cycle wait for ever, and so do all ranks that wait for them.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from deepspeed_c.comm.position import GroupPosition, Life, Position, Presence, T
 __all__ = ["EXIT_CODE", "Verdict", "ended_ranks", "judge"]
 
 EXIT_CODE = 76
-"""Of a run that the watchdog ends; EX_PROTOCOL of sysexits.h."""
+"""Exit code of a run that the watchdog ends; EX_PROTOCOL of sysexits.h."""
 
-# What ranks may pass in different sizes.
+# Collectives whose sizes may differ over ranks.
 _UNEVEN = frozenset(
     {
         "comm.all_gather",
@@ -41,14 +40,14 @@ _FIX = (
 
 
 class Verdict(NamedTuple):
-    """What the positions prove."""
+    """A conclusion that the positions prove."""
 
     kind: Literal["diverged", "slow", "transfer"]
-    """Ranks wait for what cannot come; for a rank that runs and can still come; for data that is under way."""
+    """Ranks wait for an event that cannot come; for a rank that runs and can still come; for data that is under way."""
     text: str
-    """What to say to the user."""
+    """Message for the user."""
     lasting: frozenset[str] = frozenset()
-    """Proofs of divergence that stay true whatever happens next."""
+    """Proofs of divergence that stay true from now on."""
     passing: frozenset[str] = frozenset()
     """Proofs of divergence that hold if they are found twice: ranks do not say where they are at one moment."""
 
@@ -63,10 +62,10 @@ class _Absent(NamedTuple):
 def judge(
     positions: Mapping[int, Position], presences: Mapping[int, Presence], world_size: int, long_s: float
 ) -> Verdict:
-    """The verdict on ``positions`` of the ranks that answered; ``presences`` of those that did not, where they ever
+    """The verdict on ``positions`` of the ranks that answered, and on ``presences`` of the others, where they ever
     came.
 
-    long_s: a rank that has waited this long (seconds) counts as one that needs an explanation.
+    long_s: a rank that has waited this long (seconds) needs an explanation.
     """
     return _Judge(positions, presences, world_size, long_s).verdict()
 
@@ -137,11 +136,11 @@ class _Judge:
         return Verdict("transfer", "\n".join(["all ranks are in what the others wait for", *self._standing()]))
 
     def _missing(self, rank: int) -> set[int]:
-        """Whom it waits for: the members that have not entered what it waits in, as far as is known."""
+        """Ranks that it waits for: members that have not entered its collective, as far as is known."""
         missing: set[int] = set()
         for group, call in _blocking(self._positions[rank]):
             if call.seq == 0:
-                continue  # a message: the ledger does not say what the other side has done
+                continue  # a message: the ledger does not know the other side's progress
             for member in self._members[group.name]:
                 theirs = self._groups[group.name].get(member)
                 if member in self._absent or (member != rank and (theirs is None or theirs.last < call.seq)):
@@ -180,7 +179,7 @@ class _Judge:
         return []
 
     def _crossed(self) -> list[tuple[int, int]]:
-        """Pairs that wait long, in one group, each for what the other has started and not yet waited for."""
+        """Pairs that wait long, in one group, each for an entry that the other has started and not yet waited for."""
         pairs = []
         for by_rank in self._groups.values():
             waits = defaultdict(list)
@@ -188,7 +187,7 @@ class _Judge:
                 first = group.blocking[0] if group.blocking else None
                 if first is not None and first.seq and first.seconds >= self._long_s:
                     waits[first.seq].append(rank)
-            # One of each number stands for all: they are in the same place.
+            # One rank for each number stands for all: they are in the same place.
             firsts = [(seq, min(ranks)) for seq, ranks in sorted(waits.items())]
             for (seq_a, a), (seq_b, b) in pairwise(firsts):
                 if _is_put_off(by_rank[a], seq_b) and _is_put_off(by_rank[b], seq_a):
@@ -209,7 +208,7 @@ class _Judge:
         return tuple((group.name, call.seq) for group, call in _blocking(self._positions[rank]))
 
     def _mismatch(self, name: str) -> tuple[str, int] | None:
-        """(group, number) of the first entry on which ranks differ."""
+        """(group, number) of the first entry that differs between ranks."""
         first: dict[int, ToldEntry] = {}
         differing = set()
         for group in self._groups[name].values():
@@ -219,7 +218,7 @@ class _Judge:
         return (name, min(differing)) if differing else None
 
     def _differing(self, name: str, seq: int) -> list[str]:
-        """Who has what as number ``seq``."""
+        """A line for each version of entry ``seq``, with its ranks."""
         kinds: dict[str, list[int]] = defaultdict(list)
         for rank, group in sorted(self._groups[name].items()):
             call = next((call for call in group.recent if call.seq == seq), None)
@@ -229,7 +228,7 @@ class _Judge:
         return _cut([f"  {ranks_in_words(ranks)} entered {what}" for what, ranks in ordered])
 
     def _standing(self) -> list[str]:
-        """Where everybody is, ranks in the same place on one line."""
+        """The position of each rank, ranks in the same place on one line."""
         places: dict[str, list[int]] = defaultdict(list)
         longest: dict[str, float] = defaultdict(float)
         for rank in self._world:
@@ -246,7 +245,7 @@ class _Judge:
         )
 
     def _place(self, rank: int) -> tuple[str, float]:
-        """(what it does, for how many seconds it has waited). The verb is a plural that ``_singular`` knows."""
+        """(activity, seconds of waiting). The verb is a plural that ``_singular`` knows."""
         if rank in self._absent:
             return self._absent[rank].text, 0.0
         position = self._positions[rank]
@@ -288,7 +287,7 @@ def _absent(presence: Presence | None, life: Life | None) -> _Absent:
 
 
 def _blocking(position: Position) -> list[tuple[GroupPosition, ToldEntry]]:
-    """What a rank waits for, the longest wait first."""
+    """The collectives that a rank waits for, the longest wait first."""
     calls = [(group, call) for group in position.groups for call in group.blocking]
     return sorted(calls, key=lambda pair: -pair[1].seconds)
 

@@ -7,8 +7,9 @@ every few seconds and answers with its rank's position. The judge collects the a
 second round (positions of two rounds that agree held at one moment between them), and writes one report that all ranks
 read. A judge that dies is replaced: the next rank that waits raises alarm k + 1.
 
-Whoever reaches the store can write to it. All that ranks conclude from is signed (comm/signed_store.py, [Note: signed
-keys]): a report that no rank has written is not read, and where an exchange was disturbed, nothing ends.
+Any process that reaches the store can write to it. Ranks draw conclusions from signed values only
+(comm/signed_store.py, [Note: signed keys]): a report that no rank has written is not read, and where an exchange was
+disturbed, nothing ends.
 """
 
 from __future__ import annotations
@@ -46,17 +47,17 @@ _POLL_S = 5.0
 _GRACE_S = 5.0
 # Before the second round.
 _CONFIRM_S = 1.0
-# Before the process ends: the others print too, and rank 0 may hold the store that they read the report from. It begins
-# when all have read it: a connection that is lost earlier would be another rank's error before that rank knows why. One
-# that does not come is waited for so long.
+# Wait before the process ends: the others print too, and rank 0 may hold the store that they read the report from. It
+# begins when all have read it: a connection that is lost earlier would be another rank's error before that rank knows
+# why. _READ_S limits the wait for a rank that does not come.
 _LINGER_S = 2.0
 _READ_S = 10.0
-# What the store may take for one request before it counts as lost.
+# Longest time for one request to the store; after that the store counts as lost.
 _STORE_TIMEOUT = timedelta(seconds=10)
-# Between looks at the store during an alarm: a thousand ranks make some thousand requests a second.
+# Pause between looks at the store during an alarm: a thousand ranks make some thousand requests a second.
 _STEP_S = 0.1
 _STEP_S_PER_RANK = 0.0005
-# At processes when a collective has failed: a process that is killed closes its connections before it counts as gone.
+# Looks at processes when a collective has failed: a killed process closes its connections before it counts as gone.
 _N_LOOKS = 3
 _STRANGER = (
     "keys of the watchdog in the store at MASTER_ADDR and MASTER_PORT were written by somebody who is not of this run (or by ranks that were"
@@ -70,9 +71,9 @@ class _Report(msgspec.Struct, frozen=True):
     kind: Literal["diverged", "slow", "transfer"]
     text: str
     speaker: int
-    """The rank that says it, unless all do."""
+    """The rank that logs the report, unless all do."""
     n_readers: int
-    """How many ranks have answered, and read this."""
+    """Number of ranks that have answered, and read this."""
 
 
 class Watch:
@@ -112,7 +113,7 @@ def watch(comm: Collectives, timeout_s: float) -> Watch:
         dog = _dogs.get("it")
         if dog is None or not dog.serves(dist.group.WORLD):
             if dog is not None:
-                dog.stop()  # of a default group that was destroyed
+                dog.stop()  # its default group was destroyed
             dog = _dogs["it"] = _Watchdog()
         watched = dog.add(timeout_s, comm.ledger)
     comm.call_on_close(watched.close)
@@ -163,7 +164,7 @@ class _Watchdog:
         atexit.register(self._at_exit)
 
     def serves(self, group: dist.ProcessGroup | None) -> bool:
-        """Whether it runs, and over the store of ``group``."""
+        """Whether it runs and uses the store of ``group``."""
         return self._group() is group and not self._stop.is_set()
 
     def add(self, timeout_s: float, ledger: ledgers.Ledger) -> Watch:
@@ -219,8 +220,8 @@ class _Watchdog:
         For any thread.
         """
         if self._is_ending:
-            # The other ranks have ended a moment earlier. Their connections are lost because of the report, which says
-            # what matters.
+            # The other ranks have ended a moment earlier. Their connections are lost because of the report, which has
+            # the reason.
             time.sleep(_READ_S + 2 * _LINGER_S)
         if self._stop.is_set() or not self._has_store:
             return ""
@@ -257,7 +258,7 @@ class _Watchdog:
                 self._leave(*self._leaves_as)
 
     def _first_alarm(self) -> int:
-        """The one that is under way, else the next."""
+        """Number of the alarm that is under way, else of the next."""
         newest = int(self._signed.read("newest_alarm") or 0)
         while self._store.check([f"alarm/{newest + 1}"]):
             newest += 1
@@ -356,7 +357,7 @@ class _Watchdog:
         return judge(positions, presences, self._world_size, 0.8 * self._timeout_s)
 
     def _collect(self, k: int, round_: int, ranks: Collection[int]) -> dict[int, Position]:
-        """The answers by rank, of those among ``ranks`` that come in time."""
+        """The answers of ``ranks`` that come in time, by rank."""
         found: dict[int, Position] = {}
         for _ in self._steps(self._poll_s + self._grace_s):
             # The count says when it is worth looking, no more: anybody may have raised it.
@@ -408,8 +409,7 @@ class _Watchdog:
             n_read = self._store.add(f"n_read/{k}", 0)
 
     def _watch_alone(self) -> None:
-        """Without the store: it was lost together with the process that held it, so what this rank waits for will not
-        come.
+        """Watches without the store: it was lost with the process that held it, so this rank waits in vain.
         """
         while not self._stop.wait(self._pause()):
             if self._is_due():
@@ -441,7 +441,7 @@ class _Watchdog:
         self._store.add("n_watching", -1)
 
     def _n_ended(self) -> int:
-        """How many ranks have said that they end, as far as all of it is written; the first few will do."""
+        """Number of ranks that have said that they end, and whose entries are written; the first few will do."""
         n = min(self._store.add("n_ended", 0), _MAX_ENDED)
         return next((i - 1 for i in range(1, n + 1) if not self._store.check([f"ended/{i}"])), n)
 
@@ -451,14 +451,14 @@ class _Watchdog:
 
     @contextlib.contextmanager
     def _store_errors(self) -> Iterator[None]:
-        """A store that is gone is no error of its own: it goes with the process that holds it, and those are to end at
-        some time.
+        """A store that is gone is no error of its own: it goes with the process that holds it, and every process ends
+        at some time.
         """
         try:
             yield
-        except RuntimeError as error:  # what torch raises for a connection that is lost, and its own kinds derive from
+        except RuntimeError as error:  # torch's error for a lost connection, and base of its other errors
             self._has_store = False
-            # The store closes the connection of who counts with a key that is no number any more.
+            # The store closes a connection that counts with a key whose value is no number any more.
             self._is_disturbed = isinstance(error, dist.DistNetworkError) and _is_reached(self._store)
             logger.debug("watchdog: the store is lost: %s", error)
 

@@ -1,4 +1,4 @@
-"""What a collective that was started gives back: something to wait for."""
+"""Handle of a collective that was started, for waiting on it."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Work:
         return self
 
     def wait(self) -> None:
-        """Waits and runs the steps; a second call does nothing (or raises what the first one raised).
+        """Waits and runs the steps; a second call does nothing (or raises the first call's error again).
 
         Raises ``CommError`` when a rank is gone or the group's timeout is over.
         """

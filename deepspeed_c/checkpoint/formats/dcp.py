@@ -78,7 +78,7 @@ class _Unpickler(Unpickler):
 
 
 class Chunk(NamedTuple):
-    """One part of a tensor, or the whole of a value that is none, and where it lies."""
+    """A part of a tensor, or a whole value of another type, and its place in a file."""
 
     start: tuple[int, ...]
     size: tuple[int, ...]
@@ -165,7 +165,7 @@ def _sizes(value: Any) -> tuple[int, ...]:
 
 def _chunk(start: tuple[int, ...], size: tuple[int, ...], info: Any) -> Chunk:
     file, offset, n_bytes = info.relative_path, info.offset, info.length
-    # A path could point anywhere on the machine of who reads it.
+    # A path could point anywhere on the reader's machine.
     if not isinstance(file, str) or os.path.isabs(file) or ".." in file.split("/") or "\0" in file or not file:
         raise ValueError(f"{file!r} is no file of the folder")
     if type(offset) is not int or type(n_bytes) is not int or offset < 0 or n_bytes < 0:
@@ -176,7 +176,7 @@ def _chunk(start: tuple[int, ...], size: tuple[int, ...], info: Any) -> Chunk:
 
 
 class _Place(NamedTuple):
-    """Where the elements of a chunk lie in its file: a chunk is a small file of torch.save within it.
+    """Place of a chunk's elements in its file: a chunk is a small file of torch.save within it.
 
     ``whole`` has the elements where they are not in rows there.
     """

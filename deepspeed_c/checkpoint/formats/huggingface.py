@@ -194,7 +194,7 @@ class HuggingFaceSource(Source):
             raise _malformed(index, "has no weight_map")
         shards: dict[str, list[str]] = {}
         for name, file in weight_map.items():
-            # A path could point anywhere on the machine of who reads it.
+            # A path could point anywhere on the reader's machine.
             if not isinstance(file, str) or os.path.basename(file) != file or file in ("", ".", "..") or "\0" in file:
                 raise _malformed(index, f"{name} lies in {file!r}, which is no file of this folder")
             shards.setdefault(os.path.join(os.path.dirname(index), file), []).append(name)

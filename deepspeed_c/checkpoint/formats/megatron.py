@@ -148,7 +148,7 @@ class MegatronSDLoader:
                 raise CheckpointError(f"has no {mark}", where=ckpt_file_name, fix="list files of Megatron's")
 
     def get_checkpoint_version(self, state_dict: Any) -> float:
-        """How query, key and value lie."""
+        """Version, which decides the order of query, key and value (see ``megatron_cut``)."""
         return self.version if self.version is not None else state_dict.get("checkpoint_version", 0)
 
     def _key_in(self, content: Any) -> str | None:

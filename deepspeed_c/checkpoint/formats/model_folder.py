@@ -41,7 +41,7 @@ _UNITS = (
 
 
 class FolderFormat(NamedTuple):
-    """How the files of a format are called."""
+    """Names of the files of a format."""
 
     stem: str
     suffix: str

@@ -28,7 +28,7 @@ _VERSIONS = (0, 1.0, 2.0, 3.0)
 
 
 class TensorCut(NamedTuple):
-    """How the ranks' parts make up a tensor."""
+    """Rule for making up a tensor from the ranks' parts."""
 
     dim: int | None
     """The dimension that is cut; None for a tensor that every rank has whole."""
@@ -106,7 +106,7 @@ class TensorCut(NamedTuple):
 
 
 TensorRules = Callable[[str], TensorCut | None]
-"""How the tensor of a name is cut; None where no rule knows the name."""
+"""Tensor's name -> its cut; None where no rule knows the name."""
 
 WHOLE = TensorCut(None)
 # The ends of Megatron's names; the first match counts.
@@ -123,7 +123,7 @@ _MEGATRON: tuple[tuple[str, TensorCut], ...] = (
 
 
 def megatron_cut(name: str, version: float) -> TensorCut | None:
-    """How Megatron cuts the tensor, by its name; None for another's.
+    """Megatron's cut for the tensor of this name; None if the name is not Megatron's.
 
     version: the file's ``checkpoint_version``. Query, key and value of all heads lie one behind the other in version 0,
     and head by head later. Raises CheckpointError for a version that is not known.

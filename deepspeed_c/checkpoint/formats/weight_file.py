@@ -27,7 +27,7 @@ __all__ = ["FileEntry", "FilePlan", "SafetensorsPlan", "TorchZipPlan", "plan_fil
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One tensor of the file. Payloads are contiguous in row-major order."""
+    """A tensor of the file. Payloads are contiguous in row-major order."""
 
     name: str
     shape: tuple[int, ...]

@@ -1,1 +1,1 @@
-"""Tools for people who work with checkpoints: the command, conversions, and exports of whole weights."""
+"""Tools for checkpoints: the command, conversions, and exports of whole weights."""
