@@ -25,7 +25,7 @@ from deepspeed_c.zero.layout.cuts import cut_of
 from deepspeed_c.zero.states.home import ON_DEVICE, Home, Placement, Tagged
 from deepspeed_c.zero.weights.param import shape_of, take_over, whole_of
 
-__all__ = ["ALIGN_ELEMS", "Dtypes", "Fragment", "Slot", "Unit", "UnitGroups", "build_units"]
+__all__ = ["ALIGN_ELEMS", "Dtypes", "Fragment", "Slot", "Unit", "UnitGroups", "UnitKind", "build_units"]
 
 # Every parameter and every slice starts on a 64-byte line, whatever the element is (16 f32 or 32 16-bit elements).
 ALIGN_ELEMS = 32
@@ -49,6 +49,19 @@ class UnitGroups(NamedTuple):
     replicas: Collectives
     twins: Collectives
     parts: Collectives
+
+
+class UnitKind(NamedTuple):
+    """What all parameters of a unit have in common. Parameters of one optimizer group that differ in it get units of
+    their own."""
+
+    device: torch.device  # computes with them
+    dtypes: Dtypes
+    is_sharded: bool  # the weights; masters are wherever there is more than one shard
+    placement: Placement
+    groups: UnitGroups
+    # Over tensor-parallel ranks. Norms count each element once; without copies the groups do not tell these apart.
+    is_cut: bool
 
 
 class Fragment(NamedTuple):
@@ -122,27 +135,20 @@ class Unit:
         self,
         group: int,
         params: Sequence[tuple[str, int, torch.nn.Parameter]],
+        kind: UnitKind,
         *,
-        comm: Collectives,
-        replicas: Collectives,
-        twins: Collectives,
-        parts: Collectives,
         bucket_elems: int,
-        dtypes: Dtypes,
-        is_sharded: bool = False,
         joins: bool = False,
-        placement: Placement = ON_DEVICE,
-        device: torch.device | None = None,
     ) -> None:
         """joins: sharded weights lie in joint memory of ``comm`` where there is room for that."""
-        self.group, self.is_sharded = group, is_sharded
-        self.device = device or params[0][2].device
-        weights = placement.weights if is_sharded else ON_DEVICE.weights
-        self.states: Home = placement.states.make(placement.states, self.device)
+        dtypes, comm = kind.dtypes, kind.groups.comm
+        self.group, self.is_sharded, self.device = group, kind.is_sharded, kind.device
+        states, weights = kind.placement.states, (kind.placement if self.is_sharded else ON_DEVICE).weights
+        self.states: Home = states.make(states, self.device)
         self.weights: Home = weights.make(weights, self.device)
         self.dtype, self.comm_dtype, self.is_sparse = dtypes.param, dtypes.comm, dtypes.is_sparse
         self.master_dtype = dtypes.master or dtypes.param
-        self.comm, self.replicas, self.twins, self.parts = comm, replicas, twins, parts
+        self.comm, self.replicas, self.twins, self.parts = kind.groups
         layout = _C.ZeroLayout([shape_of(p).numel() for _, _, p in params], comm.world_size, bucket_elems, ALIGN_ELEMS)
         # Read once: each look at an attribute of the layout makes a list anew.
         self.flat_elems: int = layout.flat_elems
@@ -173,12 +179,12 @@ class Unit:
         self.param_shard: torch.Tensor | None = None
         self.weight_slices: list[torch.Tensor] = []
         self.joint: JointMemory | None = None
-        if is_sharded and joins:
+        if self.is_sharded and joins:
             self.joint = comm.join([self.bucket_bytes(b) for b in range(self.n_buckets)])
         self._labels: dict[int, str] = {}
         self.states.keep(self.masters)
         self.weights.keep(self._weights_of)
-        if not is_sharded:
+        if not self.is_sharded:
             self.flat_param = self.new_zeros(self.flat_elems, self.dtype)
         elif self.joint is not None:
             self.weight_slices = [self.joint.slice(b).view(self.dtype) for b in range(self.n_buckets)]
@@ -526,7 +532,7 @@ def build_units(
     """
     units: list[Unit] = []
     for index, group in enumerate(groups):
-        by_kind: dict[tuple, list[tuple[str, int, torch.nn.Parameter]]] = {}
+        by_kind: dict[UnitKind, list[tuple[str, int, torch.nn.Parameter]]] = {}
         for p in group:
             name, order = names[id(p)]
             dtypes = dtypes_of(name, p)
@@ -536,26 +542,12 @@ def build_units(
                     where=name,
                     fix="cast the parameter, or freeze it with requires_grad_(False)",
                 )
-            # What is cut over tensor-parallel ranks and what is not are of different kinds: norms count each element
-            # once. Copies tell them apart, but where there are none.
-            kind = device or p.device, dtypes, is_sharded(p), placement_of(p), groups_of(p), cut_of(p) is not None
-            by_kind.setdefault(kind, []).append((name, order, p))
-        for (of_kind, dtypes, sharded, placement, (comm, replicas, twins, parts), _), members in by_kind.items():
-            members.sort(key=lambda member: -member[1])
-            units.append(
-                Unit(
-                    index,
-                    members,
-                    comm=comm,
-                    replicas=replicas,
-                    twins=twins,
-                    parts=parts,
-                    bucket_elems=bucket_elems(comm.world_size),
-                    dtypes=dtypes,
-                    is_sharded=sharded,
-                    joins=joins,
-                    placement=placement,
-                    device=of_kind,
-                )
+            kind = UnitKind(
+                device or p.device, dtypes, is_sharded(p), placement_of(p), groups_of(p), cut_of(p) is not None
             )
+            by_kind.setdefault(kind, []).append((name, order, p))
+        for kind, members in by_kind.items():
+            members.sort(key=lambda member: -member[1])
+            n_shards = kind.groups.comm.world_size
+            units.append(Unit(index, members, kind, bucket_elems=bucket_elems(n_shards), joins=joins))
     return units
