@@ -32,8 +32,8 @@ from deepspeed_c.plan.book import Book, Phase
 from deepspeed_c.plan.outline import outline_of
 from deepspeed_c.plan.pretended import IN_PLACE, PretendedFile, PretendedRanks
 from deepspeed_c.plan.sizes import ModelSizes, OptimizerSizes, ParamSize
-from deepspeed_c.zero.gradients.bucket import Bucket
-from deepspeed_c.zero.gradients.reducer import GradientPools, GradientReducer
+from deepspeed_c.zero.gradients.bucket import Bucket, GradientPools
+from deepspeed_c.zero.gradients.reducer import GradientReducer
 from deepspeed_c.zero.layout.layout import lay_out, mesh_of_config
 from deepspeed_c.zero.layout.stages import STAGES
 from deepspeed_c.zero.layout.unit import Dtypes, Slot, Unit

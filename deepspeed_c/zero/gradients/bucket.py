@@ -2,18 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
 from deepspeed_c import _C, ops  # noqa: F401  (ops loads torch.ops.deepspeed_c)
 from deepspeed_c.accelerator import has_streams
-from deepspeed_c.buffers import BufferPool
+from deepspeed_c.buffers import Allocate, BufferPool, ordinary_memory
 from deepspeed_c.comm.work import Work
 from deepspeed_c.zero.gradients.sparse import sparse_sum
 from deepspeed_c.zero.layout.unit import Slot, Unit
 
-__all__ = ["Bucket"]
+__all__ = ["Bucket", "GradientPools", "Summing"]
+
+
+class GradientPools(NamedTuple):
+    """What gradients are borrowed room from on their way."""
+
+    staging: BufferPool
+    copies: BufferPool
+    """Of what a reduction needs beside its staging buffer: gradients in the dtype that travels, sums on their way to
+    the result. Keeps nothing: they are freed after it."""
+
+    @classmethod
+    def make(
+        cls,
+        allocate: Allocate = ordinary_memory,
+        count: Callable[[str], Callable[[int], None] | None] = lambda name: None,
+    ) -> GradientPools:
+        """``allocate``: where staging buffers lie. ``count(name)`` is told of what the pool of that name holds."""
+        return cls(
+            staging=BufferPool(allocate=allocate, count=count("staging")),
+            copies=BufferPool(keeps=lambda device: False, count=count("copies")),
+        )
+
+
+class Summing(NamedTuple):
+    """How the gradients of all buckets are summed over ranks."""
+
+    reduce_scatter: bool
+    pre_factor: float  # of gradients, before they are summed
+    post_factor: float = 1.0  # of sums
 
 
 class Bucket:
@@ -30,10 +61,7 @@ class Bucket:
     Hooks write most gradients without a call of ours (``path``, in which the bucket has the number ``number`` and its
     parameters their ``tracker_index``); the rest comes to ``add``.
 
-    Gradients are multiplied by ``pre_factor`` before they are summed, and sums by ``post_factor``.
-
-    ``pool`` lends staging buffers, and ``copies`` what a reduction needs beside them: gradients in the dtype that
-    travels, and sums on their way to ``result``.
+    Sums are in the dtype of ``result``.
     """
 
     def __init__(
@@ -45,18 +73,13 @@ class Bucket:
         path: _C.GradientPath,
         whole: torch.Tensor | None,
         result: torch.Tensor,
-        accum_dtype: torch.dtype,
-        pool: BufferPool,
-        copies: BufferPool,
-        use_reduce_scatter: bool,
-        pre_factor: float,
-        post_factor: float = 1.0,
+        pools: GradientPools,
+        summing: Summing,
     ) -> None:
         self.unit, self.index = unit, index
         self.slots: list[Slot] = unit.bucket_slots[index]
         self.whole, self.result = whole, result
-        self._accum_dtype, self._pool, self._copies = accum_dtype, pool, copies
-        self._use_reduce_scatter, self._pre_factor, self._post_factor = use_reduce_scatter, pre_factor, post_factor
+        self._pools, self._summing = pools, summing
         self._path, self._number = path, number
         self._begin = unit.bucket_begin[index]
         self._is_on_host = unit.device.type == "cpu"
@@ -78,7 +101,7 @@ class Bucket:
     def reset(self) -> None:
         """Begins a window: nothing gathered, nothing reduced."""
         if self.staging is not None and self.staging is not self.whole:
-            self._pool.give(self.staging)
+            self._pools.staging.give(self.staging)
         self._close()
         self.is_launched = False
         self.has_result = False
@@ -130,8 +153,8 @@ class Bucket:
             else:
                 # What is reduced at once is gathered in the dtype that travels; what waits is gathered in the dtype
                 # that accumulates.
-                dtype = self.unit.comm_dtype if will_reduce else self._accum_dtype
-                self.staging = self._pool.take(self.unit.bucket_numel(self.index), dtype, self.unit.device)
+                dtype = self.unit.comm_dtype if will_reduce else self.result.dtype
+                self.staging = self._pools.staging.take(self.unit.bucket_numel(self.index), dtype, self.unit.device)
             host = self.staging.data_ptr() if self._is_on_host else 0
             self._path.open(self._number, host, self.staging.numel(), self.staging.dtype)
         return self.staging
@@ -171,45 +194,45 @@ class Bucket:
         self.has_result = True
         if is_whole:
             return work
-        return work.then(lambda: self._pool.give(staging))
+        return work.then(lambda: self._pools.staging.give(staging))
 
     def _start(self, staging: torch.Tensor) -> Work:
         unit = self.unit
-        if self._pre_factor != 1.0:
-            torch.ops.deepspeed_c.flat_scale_([staging], self._pre_factor)
+        if self._summing.pre_factor != 1.0:
+            torch.ops.deepspeed_c.flat_scale_([staging], self._summing.pre_factor)
         # What gathered in place is the whole window's; nothing of it was summed before.
         accumulate = self.has_result and staging is not self.whole
         if unit.is_sparse:
             for group in (unit.comm, unit.replicas):
                 sparse_sum([slot.view(staging, self._begin) for slot in self.slots], group)
-            if self._post_factor != 1.0:
-                torch.ops.deepspeed_c.flat_scale_([staging], self._post_factor)
+            if self._summing.post_factor != 1.0:
+                torch.ops.deepspeed_c.flat_scale_([staging], self._summing.post_factor)
             self._store(unit.own_slice(staging, self.index), accumulate)
             return Work.done()
         if staging.dtype == unit.comm_dtype:
             return self._send(staging, accumulate)
-        sent = self._copies.take(staging.numel(), unit.comm_dtype, staging.device).copy_(staging)
-        return self._send(sent, accumulate).then(lambda: self._copies.give(sent))
+        sent = self._pools.copies.take(staging.numel(), unit.comm_dtype, staging.device).copy_(staging)
+        return self._send(sent, accumulate).then(lambda: self._pools.copies.give(sent))
 
     def _send(self, sent: torch.Tensor, accumulate: bool) -> Work:
         unit, comm, replicas = self.unit, self.unit.comm, self.unit.replicas
         if not unit.is_cut:
-            summed = replicas.all_reduce(sent, scale=self._post_factor)
+            summed = replicas.all_reduce(sent, scale=self._summing.post_factor)
             return summed.then(lambda: self._store(sent, accumulate))
 
         def finish(own: torch.Tensor) -> None:
             replicas.all_reduce(own).wait()
             self._store(own, accumulate)
 
-        if not self._use_reduce_scatter:
+        if not self._summing.reduce_scatter:
             return comm.all_reduce(sent).then(lambda: finish(unit.own_slice(sent, self.index)))
         if replicas.world_size == 1 and not unit.states.is_apart:
             return comm.reduce_scatter(sent, self.result, scale=1.0, accumulate=accumulate)
         # A sum that is added to once more is not rounded to 16 bits before.
         dtype = sent.dtype if replicas.world_size == 1 else self.result.dtype
-        own = self._copies.take(self.result.numel(), dtype, sent.device)
+        own = self._pools.copies.take(self.result.numel(), dtype, sent.device)
         work = comm.reduce_scatter(sent, own, scale=1.0, accumulate=False).then(lambda: finish(own))
-        return work.then(lambda: self._copies.give(own))
+        return work.then(lambda: self._pools.copies.give(own))
 
     def _store(self, part: torch.Tensor, accumulate: bool) -> None:
         """Adds this rank's share of a sum to the result, or begins it, wherever it lies."""

@@ -34,13 +34,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from deepspeed_c import _C
-from deepspeed_c.buffers import Allocate, BufferPool, ordinary_memory
 from deepspeed_c.comm.axes import DATA
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.comm.work import Work
 from deepspeed_c.errors import BackwardError, CommError, StateError
 from deepspeed_c.logging import logger
-from deepspeed_c.zero.gradients.bucket import Bucket
+from deepspeed_c.zero.gradients.bucket import Bucket, GradientPools, Summing
 from deepspeed_c.zero.gradients.drift import DriftCheck
 from deepspeed_c.zero.gradients.early import EarlyHooks
 from deepspeed_c.zero.gradients.shown import ShownGradients
@@ -56,7 +55,7 @@ MAX_IN_FLIGHT = 2
 # Late parameters that are named when they are first seen.
 MAX_NAMES = 8
 
-__all__ = ["GradientPools", "GradientReducer", "Passes", "ReduceSettings", "WindowFacts"]
+__all__ = ["GradientReducer", "Passes", "ReduceSettings", "WindowFacts"]
 
 
 class Passes(Protocol):
@@ -76,26 +75,6 @@ class ReduceSettings(NamedTuple):
     gradient_predivide_factor: float = 1.0
     is_mean: bool = True  # gradient_allreduce_op
     accum_dtype: torch.dtype | None = None  # grad_accum_dtype; None: the parameters' dtype
-
-
-class GradientPools(NamedTuple):
-    """What gradients are borrowed room from on their way."""
-
-    staging: BufferPool
-    copies: BufferPool
-    """Keeps nothing: what a reduction needs beside its staging buffer is freed after it."""
-
-    @classmethod
-    def make(
-        cls,
-        allocate: Allocate = ordinary_memory,
-        count: Callable[[str], Callable[[int], None] | None] = lambda name: None,
-    ) -> GradientPools:
-        """``allocate``: where staging buffers lie. ``count(name)`` is told of what the pool of that name holds."""
-        return cls(
-            staging=BufferPool(allocate=allocate, count=count("staging")),
-            copies=BufferPool(keeps=lambda device: False, count=count("copies")),
-        )
 
 
 class WindowFacts(NamedTuple):
@@ -134,16 +113,17 @@ class GradientReducer:
         # its mean.
         world = mesh.size(*DATA)
         if settings.prescale_gradients:
-            self._pre_factor, self.post_factor = 1.0 / world, 1.0
+            pre_factor, self.post_factor = 1.0 / world, 1.0
         else:
-            self._pre_factor = 1.0 / settings.gradient_predivide_factor if world > 1 else 1.0
-            self.post_factor = 1.0 / (self._pre_factor * world)
+            pre_factor = 1.0 / settings.gradient_predivide_factor if world > 1 else 1.0
+            self.post_factor = 1.0 / (pre_factor * world)
         if not settings.is_mean:
             self.post_factor *= world
         # Whoever reads whole gradients wants averages; sums of shards are averaged by the optimizer's one pass.
-        self._sum_factor = 1.0
+        sum_factor = 1.0
         if not sharding.optimizer:
-            self._sum_factor, self.post_factor = self.post_factor, 1.0
+            sum_factor, self.post_factor = self.post_factor, 1.0
+        self._summing = Summing(settings.reduce_scatter, pre_factor, sum_factor)
 
         self._make_buckets()
         self.slots: list[Slot] = [slot for bucket in self.buckets for slot in bucket.slots]
@@ -233,12 +213,8 @@ class GradientReducer:
                     path=self._path,
                     whole=whole,
                     result=result,
-                    accum_dtype=self.sum_dtype(unit),
-                    pool=self.pools.staging,
-                    copies=self.pools.copies,
-                    use_reduce_scatter=self.settings.reduce_scatter,
-                    pre_factor=self._pre_factor,
-                    post_factor=self._sum_factor,
+                    pools=self.pools,
+                    summing=self._summing,
                 )
             )
 
