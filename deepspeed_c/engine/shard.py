@@ -20,7 +20,7 @@ from deepspeed_c.zero.gradients.reducer import GradientReducer, ReduceSettings
 from deepspeed_c.zero.layout.layout import Layout, lay_out, mark_leaves
 from deepspeed_c.zero.layout.stages import STAGES
 from deepspeed_c.zero.states.kinds import kind_of
-from deepspeed_c.zero.states.optimizer import ZeroOptimizer
+from deepspeed_c.zero.states.optimizer import StepOptions, ZeroOptimizer
 
 __all__ = ["lay_out_model", "make_reducer", "shard_model", "take_cores_back"]
 
@@ -87,14 +87,16 @@ def shard_model(
                 layout.trained,
                 reducer,
                 mesh.comm,
-                clip=config.gradient_clipping,
-                checks_overflow=precision.checks_overflow,
+                StepOptions(
+                    clip=config.gradient_clipping,
+                    checks_overflow=precision.checks_overflow,
+                    uses_all_gather=config.zero.allgather_partitions and not config.disable_allgather,
+                    allow_untested=config.zero_allow_untested_optimizer,
+                    ignores_unused=config.zero.ignore_unused_parameters,
+                    steps_ahead=offload.super_offload,
+                ),
                 scaler=precision.scaler,
-                uses_all_gather=config.zero.allgather_partitions and not config.disable_allgather,
-                allow_untested=config.zero_allow_untested_optimizer,
-                ignores_unused=config.zero.ignore_unused_parameters,
                 fetcher=layout.fetcher,
-                steps_ahead=offload.super_offload,
             )
         else:
             optimizer.lay_out(layout.trained, reducer, layout.fetcher)

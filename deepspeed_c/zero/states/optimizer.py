@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Iterable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -37,7 +37,7 @@ from deepspeed_c.zero.states.update import Updates
 from deepspeed_c.zero.states.whole import matrices_in_step
 from deepspeed_c.zero.weights.fetch import Fetcher
 
-__all__ = ["DeepSpeedOptimizer", "StateMover", "ZeroOptimizer"]
+__all__ = ["DeepSpeedOptimizer", "StateMover", "StepOptions", "ZeroOptimizer"]
 
 
 class DeepSpeedOptimizer:
@@ -51,13 +51,28 @@ class StateMover(Protocol):
     def reload_states(self, non_blocking: bool) -> None: ...
 
 
+class StepOptions(NamedTuple):
+    """What the configuration says of an optimizer's steps."""
+
+    clip: float = 0.0
+    """The limit of the global gradient norm; 0: none."""
+    checks_overflow: bool = True
+    """Gradients that are not finite skip the step."""
+    uses_all_gather: bool = True
+    """Updated weights are gathered; otherwise each rank broadcasts its own."""
+    allow_untested: bool = False
+    """The base may get slices, though nobody knows its class to be elementwise."""
+    ignores_unused: bool = True
+    """A parameter that no rank has used is no error."""
+    steps_ahead: bool = False
+    """Masters in host memory are updated while backward runs. The base must be elementwise and fused, and states in
+    memory."""
+
+
 class ZeroOptimizer(DeepSpeedOptimizer):
     """A base optimizer over the shards of ``units``, whose masters and states live in the units' homes.
 
-    clip: the limit of the global gradient norm (0: none). checks_overflow: gradients that are not finite skip the step.
-    scaler: the loss scale of fp16 training. allow_untested: the base may get slices, though nobody knows its class to
-    be elementwise. steps_ahead: masters in host memory are updated while backward runs; the base must be elementwise
-    and fused, and states in memory.
+    scaler: the loss scale of fp16 training.
 
     Until the step, nobody sees an update ahead of it. Only ``optimizer``, ``pieces`` and ``Unit.master`` give out base,
     states and masters, and those call ``settle`` first.
@@ -69,21 +84,14 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         units: list[Unit],
         reducer: GradientReducer,
         comm: Collectives,
+        options: StepOptions,
         *,
-        clip: float = 0.0,
-        checks_overflow: bool = True,
         scaler: _C.LossScaler | None = None,
-        uses_all_gather: bool = True,
-        allow_untested: bool = False,
-        ignores_unused: bool = True,
         fetcher: Fetcher | None = None,
-        steps_ahead: bool = False,
     ) -> None:
-        self._base, self.comm = base, comm
+        self._base, self.comm, self._options = base, comm, options
         self._given = [list(group["params"]) for group in base.param_groups]
-        self.clip, self.checks_overflow, self.scaler = float(clip), checks_overflow, scaler
-        self._uses_all_gather, self._allow_untested = uses_all_gather, allow_untested
-        self._ignores_unused, self._steps_ahead = ignores_unused, steps_ahead
+        self.clip, self.checks_overflow, self.scaler = float(options.clip), options.checks_overflow, scaler
         self.overflow = False
         self._norm: float | None = None
         self._losses = WindowLosses()
@@ -112,7 +120,9 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         self.units, self.reducer, self.fetcher = units, reducer, fetcher
         self.broken = ""
         """Why the states are not to be trusted: a step that failed in its middle. A checkpoint mends it."""
-        self.pieces = Pieces(base, self._point_base(base, units, allow_untested=self._allow_untested), self.settle)
+        self.pieces = Pieces(
+            base, self._point_base(base, units, allow_untested=self._options.allow_untested), self.settle
+        )
         # Forward order of use: what the next forward needs first is updated and gathered first.
         order = [(b.unit, b.index) for b in reversed(reducer.buckets)]
         self._order = matrices_in_step(order, base, units)
@@ -125,9 +135,9 @@ class ZeroOptimizer(DeepSpeedOptimizer):
             fetcher,
             order=self._order,
             step_base=self._step_base,
-            use_broadcast=not self._uses_all_gather,
+            use_broadcast=not self._options.uses_all_gather,
         )
-        if self._steps_ahead:
+        if self._options.steps_ahead:
             self._ahead = StepAhead(base, self._updates.changed, self._updates.update_masters, self.keep_edits)
             reducer.tell(self._step_ahead, self._ahead.take_back)
 
@@ -251,7 +261,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
             if self.overflow:
                 warn_of_overflow(self.reducer, self.comm.rank, facts.n_nonfinite, self.scaler)
             else:
-                if facts.unused and not self._ignores_unused:
+                if facts.unused and not self._options.ignores_unused:
                     self.overflow = True
                     raise unused_error(facts.unused)
                 coefficient = min(1.0, self.clip / (self._norm + 1e-6)) if self.clip > 0.0 else 1.0
