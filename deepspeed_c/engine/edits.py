@@ -19,6 +19,7 @@ from deepspeed_c.inject import cut_model
 from deepspeed_c.inject.kernels import inject_as_asked, revert_kernels
 from deepspeed_c.logging import log_dist
 from deepspeed_c.recompute.blocks import Blocks
+from deepspeed_c.recompute.budget import BudgetRole
 from deepspeed_c.recompute.recomputer import parked
 from deepspeed_c.sequence.adopt import SharedAttention, take_over_attention
 from deepspeed_c.sequence.tiles_auto import TiledModel, tile_model
@@ -109,9 +110,9 @@ def _recompute(model: torch.nn.Module, context: EditContext) -> Blocks:
         has_sharded=_has_fetcher(context),
         aio=config.aio,
         ranks=mesh.comm,
-        peers=_recomputing_peers(context),
-        stages=context.stages,
-        is_first=not any(mesh.index(axis) for axis in WITHIN_STAGE),
+        role=BudgetRole(
+            _recomputing_peers(context), context.stages, is_first=not any(mesh.index(axis) for axis in WITHIN_STAGE)
+        ),
     )
 
 

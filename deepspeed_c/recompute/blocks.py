@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,7 +17,7 @@ from deepspeed_c.config.offload import Aio
 from deepspeed_c.errors import ConfigError
 from deepspeed_c.offload.place import raise_together
 from deepspeed_c.recompute import report
-from deepspeed_c.recompute.budget import Budget
+from deepspeed_c.recompute.budget import Budget, BudgetRole
 from deepspeed_c.recompute.recomputer import Recomputer, check_section
 from deepspeed_c.recompute.stash import NVME_PATH
 
@@ -151,7 +151,7 @@ class Blocks:
     has_sharded: weights are released after use, also frozen ones, which torch's own checkpoint would keep as they are.
     aio: how files are read and written.
     ranks: all that have such a section. Where one cannot make its file, all of them raise.
-    peers, stages, is_first: of the budget (``Budget``).
+    role: in the budget.
     """
 
     def __init__(
@@ -163,15 +163,13 @@ class Blocks:
         has_sharded: bool = False,
         aio: Aio | None = None,
         ranks: Collectives | None = None,
-        peers: Collectives | None = None,
-        stages: Sequence[str] = ("",),
-        is_first: bool = True,
+        role: BudgetRole = BudgetRole(),  # noqa: B008  (immutable)
     ) -> None:
         # A section without layers does nothing by itself, as in DeepSpeed: it may say what it likes.
         if section.layers is not None:
             check_section(section, None, "activation_checkpointing")
         comm = tensor_parallel if section.partition_activations else None
-        budget = None if section.budget is None else Budget(section, ranks, peers, stages=stages, is_first=is_first)
+        budget = None if section.budget is None else Budget(section, ranks, role)
         names = {id(module): name for name, module in model.named_modules()}
         problem: ConfigError | None = None
         try:

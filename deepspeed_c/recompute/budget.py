@@ -38,6 +38,7 @@ __all__ = [
     "RECOMPUTE",
     "Budget",
     "BudgetPlan",
+    "BudgetRole",
     "Tier",
     "Treatment",
     "find_plan",
@@ -431,27 +432,35 @@ class _Within:
         self.is_entered = False
 
 
+class BudgetRole(NamedTuple):
+    """What this rank is among those that plan."""
+
+    peers: Collectives | None = None
+    """The ranks that must do the same; None: nobody."""
+    stages: Sequence[str] = ("",)
+    """Names of this rank's, each of which has a file of its own."""
+    is_first: bool = True
+    """Of the ranks with the same layers."""
+
+
 class Budget:
     """The budget of one engine: what it has measured, and the plans that its forwards follow.
 
     Each rank plans for itself, and waits for no other one in a forward, unless layers that run again send something
-    (weights that are gathered, what tensor-parallel ranks sum): then ``peers`` decide together as a forward begins,
+    (weights that are gathered, what tensor-parallel ranks sum): then its peers decide together as a forward begins,
     which all of them do. A layer that sends by the caller's own means is always run again, the same on all ranks.
 
-    comm: all ranks. peers: those that must do the same; None: nobody.
-    stages: names of this rank's, each of which has a file of its own. is_first: of the ranks with the same layers.
+    comm: all ranks.
     """
 
     def __init__(
         self,
         section: ActivationCheckpointing,
         comm: Collectives | None = None,
-        peers: Collectives | None = None,
-        *,
-        stages: Sequence[str] = ("",),
-        is_first: bool = True,
+        role: BudgetRole = BudgetRole(),  # noqa: B008  (immutable)
     ) -> None:
-        self._comm, self._is_first = comm, is_first
+        peers, stages, self._is_first = role
+        self._comm = comm
         self._peers = None if peers is None or peers.world_size == 1 else peers
         self._wanted = read_budget(section)
         self._path = section.budget_plan
