@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import Variable
@@ -27,7 +27,7 @@ from deepspeed_c.recompute.nests import Arguments
 from deepspeed_c.recompute.operators import KeptOutputs
 from deepspeed_c.saved_tensors import Packer, counts_all, hooks_around
 
-__all__ = ["NO_BACKWARD", "Frame", "Inputs"]
+__all__ = ["NO_BACKWARD", "Frame", "Inputs", "Watch"]
 
 # The number of autograd's pass where there is none.
 NO_BACKWARD = -1
@@ -94,12 +94,21 @@ class _Blank:
         self.values: dict[int, torch.Tensor] = {}
 
 
-class Frame:
-    """One call of a layer. Blanks hold it, so that it lives as long as something of its graph does.
+class Watch(NamedTuple):
+    """What is noted of a layer while it runs; None: nothing of that kind."""
 
-    outputs: of operators that are not run again. looked_at: what forward gave, if it is to be compared.
-    on_save: is told of each tensor that autograd would save.
-    """
+    trace: Trace | None = None
+    """Compares its values with those of the recomputation."""
+    outputs: KeptOutputs | None = None
+    """Of operators that are not run again."""
+    looked_at: Outputs | None = None
+    """The result of the forward, which that of the recomputation is compared with."""
+    on_save: Callable[[torch.Tensor], None] | None = None
+    """Is told of each tensor that autograd would save."""
+
+
+class Frame:
+    """One call of a layer. Blanks hold it, so that it lives as long as something of its graph does."""
 
     counts_all = True
 
@@ -110,15 +119,11 @@ class Frame:
         inputs: Inputs,
         conditions: Conditions,
         label: str,
-        trace: Trace | None = None,
-        *,
-        outputs: KeptOutputs | None = None,
-        looked_at: Outputs | None = None,
-        on_save: Callable[[torch.Tensor], None] | None = None,
+        watch: Watch,
     ) -> None:
-        self._looked_at = looked_at
         self._function, self._arguments, self._inputs, self._conditions = function, arguments, inputs, conditions
-        self._label, self._trace, self._outputs, self._on_save = label, trace, outputs, on_save
+        self._label = label
+        self._trace, self._outputs, self._looked_at, self._on_save = watch
         self._blanks: list[weakref.ref[_Blank]] = []
         self._seen: list[Any] = []
         self._lock = threading.RLock()  # autograd runs one thread per device
