@@ -80,7 +80,7 @@ class Collectives:
         self._object_path = names.get(self._number_device.type, "")
 
     def use_shared_memory(self, wish: shm.Wish) -> None:
-        """From now on CPU tensors go through memory that all ranks share, or the ranks of a host, where ``wish`` (the
+        """Sends CPU tensors through memory that all ranks share, or the ranks of each host, where ``wish`` (the
         configuration key ``comm.local``) allows it and they can. Every later ``part`` does the same.
 
         Collective. Raises ``CommError`` if ``wish`` is "shm" and the ranks cannot share memory.

@@ -460,7 +460,7 @@ def _world_size(entries: dict[str, Stored]) -> int:
 
 
 def _preference(container: tuple[str | int, ...]) -> int:
-    """Rank of a container's name among the usual keys of a model; lower is more likely."""
+    """Position of a container's name among the usual keys of a model; the lowest is preferred."""
     last = container[-1] if container else None
     return MODEL_KEYS.index(last) if last in MODEL_KEYS else len(MODEL_KEYS)
 

@@ -35,7 +35,7 @@ class TensorCut(NamedTuple):
     n_parts: int = 1
     """Equal parts that lie one behind the other along it, each of them cut by itself."""
     widths: tuple[tuple[int, ...], ...] | None = None
-    """Elements of each rank in each part, where ranks' shares are not equal."""
+    """Elements of each rank in each part, by part, where they are not all equal."""
     is_average: bool = False
     """Whether the ranks' whole tensors differ, and their mean is meant."""
     takes_first: bool = False
