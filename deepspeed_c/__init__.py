@@ -10,7 +10,7 @@ import types
 
 from deepspeed_c._version import __version__
 
-TYPE_CHECKING = False  # typing's own, whose import would be most of what this one costs
+TYPE_CHECKING = False  # typing's own; its import would be most of this module's time
 if TYPE_CHECKING:
     from typing import Any
 
@@ -63,7 +63,7 @@ __all__ = ["__version__", *PUBLIC_NAMES, *PUBLIC_MODULES]  # noqa: PLE0604  (the
 
 
 def _load_compiled() -> types.ModuleType:
-    """The extension module; torch comes first, because its libraries are what the extension is linked against."""
+    """The extension module; torch comes first, because the extension is linked against torch's libraries."""
     import torch
 
     try:
@@ -86,7 +86,7 @@ def _decide_threads() -> int:
 
 
 class _Package(types.ModuleType):
-    """A package one of whose functions has the name of the submodule that defines it (``initialize``, as in DeepSpeed).
+    """A package with a function that has the name of its own submodule (``initialize``, as in DeepSpeed).
 
     The import system binds a submodule to its parent's attribute; under a name of the table the object of that name is
     kept instead.
@@ -106,7 +106,7 @@ class _Package(types.ModuleType):
 
 class _UpstreamPaths:
     """First on ``sys.meta_path``: DeepSpeed's module paths under our own name (``deepspeed_c.runtime.zero``), for
-    programs in which somebody has replaced the one name by the other. Another finder would load our files a second
+    programs whose imports were rewritten from the one name to the other. Another finder would load our files a second
     time under these paths."""
 
     @staticmethod

@@ -10,9 +10,8 @@ __all__ = ["add_config_arguments"]
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds the group "DeepSpeed" to ``parser`` and returns the same parser.
 
-    ``--deepspeed`` (flag, False) is for the script's own use, ``--deepspeed_config FILE`` (None) is what ``initialize``
-    reads from ``args``; ``--deepscale`` and ``--deepscale_config`` are their deprecated former names. As DeepSpeed
-    0.19.6.
+    ``--deepspeed`` (flag, False) is for the script's own use, ``initialize`` reads ``--deepspeed_config FILE`` (None)
+    from ``args``; ``--deepscale`` and ``--deepscale_config`` are their deprecated former names. As DeepSpeed 0.19.6.
     """
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
     for name, note in (("deepspeed", ""), ("deepscale", " (deprecated: --deepspeed)")):

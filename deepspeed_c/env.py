@@ -70,13 +70,13 @@ class Env:
     """LOCAL_WORLD_SIZE: processes of the job on this host; they share its cores."""
 
     local_size: int | None = _Variable("LOCAL_SIZE", None, int, 0)
-    """LOCAL_SIZE: what the CPU counts as its devices, before LOCAL_WORLD_SIZE; 0 says nothing."""
+    """LOCAL_SIZE: number of devices that the CPU reports, before LOCAL_WORLD_SIZE; 0 says nothing."""
 
     master_addr: str | None = _Variable("MASTER_ADDR", None, str)
     """MASTER_ADDR: host of rank 0."""
 
     master_port: int | None = _Variable("MASTER_PORT", None, int, 1)
-    """MASTER_PORT: TCP port at which rank 0 waits for the others."""
+    """MASTER_PORT: TCP port of rank 0, which waits there for the others."""
 
     omp_num_threads: int | None = _Variable("OMP_NUM_THREADS", None, int, 1)
     """OMP_NUM_THREADS: threads of one process; launchers set it to 1 where the user did not."""
@@ -86,13 +86,13 @@ class Env:
 
     num_threads: int | None = _Variable("DSC_NUM_THREADS", None, int, 1)
     """DSC_NUM_THREADS: threads that share a pass over host memory, such as an optimizer step, instead of this rank's
-    part of the host's processors, whatever OMP_NUM_THREADS says."""
+    part of the host's processors; OMP_NUM_THREADS has no say."""
 
     log: str | None = _Variable("DSC_LOG", None, str)
     """DSC_LOG: level of the logger and, with "json", one JSON object a line; for example "debug" or "info,json"."""
 
     accelerator: str | None = _Variable("DS_ACCELERATOR", None, str)
-    """DS_ACCELERATOR: kind of device to train on ("cpu", "cuda"), where that of the machine is not meant."""
+    """DS_ACCELERATOR: kind of device to train on ("cpu", "cuda"), instead of the machine's."""
 
     alias_force: str | None = _Variable("DSC_ALIAS_FORCE", None, str, words=("0", "1"))
     """DSC_ALIAS_FORCE: 1 hides a real DeepSpeed where deepspeed_c answers to its name; `deepspeed_c run --force` sets

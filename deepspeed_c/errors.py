@@ -1,4 +1,4 @@
-"""Every error that a user or a machine can cause, typed: what happened, where, and what to do about it."""
+"""Typed errors for every mistake of a user and every failure of a machine: the event, the place, the fix."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ __all__ = [
 class DeepSpeedCError(Exception):
     """The base of all errors of this package.
 
-    ``what`` happened, ``where`` (a configuration key, a parameter, a rank, a file) and ``fix`` (what the
-    user can do) are kept as attributes and make up the message.
+    The attributes ``what`` (the event), ``where`` (a configuration key, a parameter, a rank, a file) and ``fix`` (the
+    user's way out) make up the message.
     """
 
     def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
@@ -103,8 +103,7 @@ class OffloadError(DeepSpeedCError, RuntimeError):
 
 
 class AioError(DeepSpeedCError, OSError):
-    """A transfer between memory and a file failed. An ``OSError`` too: ``errno`` and ``filename`` are those of the
-    system.
+    """A transfer between memory and a file failed. An ``OSError`` too: the system gives ``errno`` and ``filename``.
 
     ``offset`` and ``n_bytes`` are the request's, in bytes; None where there is none, as when a file cannot be opened. A
     read that meets the end of its file has ``errno.ENODATA``.
@@ -153,8 +152,7 @@ class FeatureError(DeepSpeedCError, NotImplementedError):
 
 
 class MissingNameError(FeatureError, AttributeError):
-    """A name of DeepSpeed's that was reached as an attribute of one of its modules, and that this version does not
-    have.
+    """A missing name of DeepSpeed's, asked for as an attribute of its module.
     """
 
 

@@ -79,13 +79,13 @@ def initialize(
         config, config_params: path of a JSON file, or a dict; see docs/config.md. Never modified.
         mesh_param: (data-parallel ranks, sequence-parallel ranks), DeepSpeed's way to say a mesh.
         mesh_device: a ``torch.distributed.device_mesh.DeviceMesh`` whose dimensions are named for axes: "dp_shard" for
-            the ranks that model states are cut over, "dp_replicate" for those that hold copies of the same shards
+            the ranks that share model states, "dp_replicate" for the ranks that hold copies of the same shards
             (``comm/axes.py`` has the other names).
 
     Returns:
-        (engine, optimizer, training_dataloader, lr_scheduler), with None for what was not asked for. The optimizer is
-        one over shards, which holds the given or configured one as its ``optimizer``; at stage 0 in fp32 it is that one
-        itself.
+        (engine, optimizer, training_dataloader, lr_scheduler); the last three are None unless asked for. The optimizer
+        works on shards and holds the given or configured optimizer as its ``optimizer``; at stage 0 in fp32 it is the
+        given one itself.
 
     Raises:
         ConfigError, BatchSizeError: the configuration. ModelError, OptimizerError: model and optimizer do not fit.
@@ -148,7 +148,7 @@ def initialize(
         elif sharding.parameters:
             layout = lay_out_model(model, None, settings, precision, mesh)
         placed = {id(slot.param) for unit in (*layout.trained, *layout.frozen) for slot in unit.slots}
-        model.to(device)  # what no unit holds
+        model.to(device)  # parameters and buffers outside units
         precision.cast_frozen(model, placed)
         # The weights as they were given are gone now; the allocator may keep their memory unless it is asked for it.
         get_accelerator().empty_cache()
@@ -180,7 +180,7 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Any:
 
 
 def _make_mesh(pipeline: PipelineModule | None, mpu: Any, mesh_param: Any, mesh_device: Any) -> Mesh:
-    """The data-parallel ranks, from whatever says which they are; by default all there are.
+    """The data-parallel ranks, from the argument that names them; by default all ranks.
 
     Raises ConfigError where several things say it."""
     given = [

@@ -31,7 +31,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
             return bound
         except OSError as error:
             bound.close()
-            # A name may have addresses of other families or hosts; a port that is taken at one that is ours says more.
+            # A name may have addresses of other families or hosts; a taken port at an address of this host says more.
             if problem is None or problem.errno == errno.EADDRNOTAVAIL:
                 problem = error
     raise problem or OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))

@@ -71,7 +71,7 @@ class _Json(logging.Formatter):
 
 
 class _Stderr(logging.StreamHandler):
-    """Writes to what sys.stderr is at that moment, so that a redirection made later holds."""
+    """Writes to the present sys.stderr, so that a later redirection holds."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -84,7 +84,7 @@ class _Stderr(logging.StreamHandler):
 
 
 class _Settings:
-    """What decides the level: the rank, and a level that was asked for."""
+    """The inputs of the level: the rank, and a level from the environment or the configuration."""
 
     def __init__(self) -> None:
         self.rank = 0
@@ -140,7 +140,7 @@ def log_dist(message: str, ranks: Collection[int] | None = None, level: int = lo
         return
     is_default = logger.level == logging.WARNING and _settings.asked is None and _settings.rank != 0
     if logger.isEnabledFor(level) or (is_default and level >= logging.INFO):
-        # The caller's line is what a reader wants to see, not this one.
+        # A reader wants to see the caller's line, not this one.
         frame = sys._getframe(1)
         record = logger.makeRecord(
             logger.name, level, frame.f_code.co_filename, frame.f_lineno, message, (), None, frame.f_code.co_name
@@ -158,7 +158,7 @@ def get_dist_msg(message: str, ranks: Collection[int] | None = None) -> str | No
 
 
 def print_dist(message: str, ranks: Collection[int] | None = None) -> None:
-    """Prints ``message`` on the given ranks (as in ``log_dist``), whatever the level."""
+    """Prints ``message`` on the given ranks (as in ``log_dist``) at every level."""
     text = get_dist_msg(message, ranks)
     if text is not None:
         print(text)
@@ -227,7 +227,7 @@ def get_current_level() -> int:
 
 
 def should_log_le(max_log_level_str: str) -> bool:
-    """Whether the present level is at most that of the given name, so that such messages are shown. Raises ConfigError.
+    """Whether the present level is at most the given one, so that its messages are shown. Raises ConfigError.
     """
     return get_current_level() <= get_log_level_from_string(max_log_level_str)
 

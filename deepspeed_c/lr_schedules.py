@@ -65,7 +65,7 @@ def get_torch_optimizer(optimizer: Any) -> Optimizer:
 
 
 def update_lr(param_groups: Sequence[dict[str, Any]], lrs: Sequence[Any]) -> list[Any]:
-    """Gives each group its learning rate, into the tensor where it has one; returns what the groups then hold."""
+    """Gives each group its learning rate, written into the group's tensor if it has one; returns the groups' rates."""
     for group, lr in zip(param_groups, lrs):
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(float(lr))
@@ -75,7 +75,7 @@ def update_lr(param_groups: Sequence[dict[str, Any]], lrs: Sequence[Any]) -> lis
 
 
 class _Schedule:
-    """What all schedules share: the optimizer, the count, and what is saved."""
+    """The common part of all schedules: the optimizer, the count of steps, and the saved state."""
 
     def __init__(self, optimizer: Any, last_batch_iteration: int) -> None:
         self.optimizer = get_torch_optimizer(optimizer)
@@ -106,7 +106,7 @@ class _Schedule:
         self._apply()
 
     def _apply(self) -> None:
-        """Sets what ``get_lr`` says."""
+        """Sets the learning rates that ``get_lr`` returns."""
         self._last_lr = self.get_lr()
         update_lr(self.optimizer.param_groups, self._last_lr)
 
@@ -303,7 +303,7 @@ class _Warmup(_Schedule):
         return bool(self.warmup_num_steps) and self.last_batch_iteration < self.warmup_num_steps
 
     def _rise(self) -> float:
-        """0 before the first step and at iteration 0, just under 1 in the last one of the warm-up."""
+        """0 before the first step and at iteration 0, just under 1 in the last step of the warm-up."""
         t = max(0, self.last_batch_iteration)
         if self.warmup_type == WARMUP_LOG_RATE:
             return math.log(t + 1) / math.log(self.warmup_num_steps)
@@ -350,7 +350,7 @@ class WarmupLR(_Warmup):
         self._apply()
 
     def _prepare(self) -> None:
-        """What a subclass needs before the first learning rate is set."""
+        """Called before the first learning rate is set."""
 
     def _after(self) -> float:
         """The factor after the warm-up."""
@@ -560,7 +560,7 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
-    """(the tuning arguments on this program's command line, what else is there)"""
+    """(the tuning arguments on this program's command line, the other words)"""
     return add_tuning_arguments(argparse.ArgumentParser()).parse_known_args()
 
 
@@ -576,17 +576,17 @@ def _names(options: Sequence[tuple[Any, ...]]) -> list[str]:
 
 
 def override_lr_range_test_params(args: Any, params: dict[str, Any]) -> None:
-    """Puts those of LRRangeTest's parameters that ``args`` has into ``params``."""
+    """Copies LRRangeTest's parameters from ``args`` to ``params``, as far as they are set."""
     _override(args, params, _names(_RANGE_TEST_OPTIONS))
 
 
 def override_1cycle_params(args: Any, params: dict[str, Any]) -> None:
-    """Puts those of OneCycle's parameters that ``args`` has into ``params``."""
+    """Copies OneCycle's parameters from ``args`` to ``params``, as far as they are set."""
     _override(args, params, [*_names(_CYCLE_OPTIONS), "cycle_momentum"])
 
 
 def override_warmupLR_params(args: Any, params: dict[str, Any]) -> None:
-    """Puts those of WarmupLR's parameters that ``args`` has into ``params``."""
+    """Copies WarmupLR's parameters from ``args`` to ``params``, as far as they are set."""
     _override(args, params, _names(_WARMUP_OPTIONS))
 
 

@@ -1,5 +1,5 @@
-"""What autograd saves of a forward for its backward: a chain of packers, each of which may keep a tensor in a form of
-its own.
+"""The tensors that autograd saves in a forward for the backward: a chain of packers, each free to keep a tensor in a
+form of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Packer(Protocol):
     """Keeps saved tensors of some kind in a form of its own: as a place, a copy elsewhere, fewer bits."""
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Returns what is kept in place of ``tensor``, or None: the next packer is asked.
+        """Returns the object to keep in place of ``tensor``, or None: the next packer is asked.
 
         A packer must not keep ``tensor`` itself where it is an operator's output: it would keep the graph that keeps
         it. ``tensor.detach()`` will do.
@@ -51,37 +51,36 @@ def overwritten(what: str, found: int, expected: int) -> RuntimeError:
 
 
 def hooks_around() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
-    """(pack, unpack) of the ``saved_tensors_hooks`` around the caller; where there are none, what keeps tensors as
-    autograd does.
+    """(pack, unpack) of the ``saved_tensors_hooks`` around the caller; without any, (keep, give_back), which keep
+    tensors as autograd does.
     """
     around = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return (keep, give_back) if around is None else around
 
 
 def counts_all(pack: Callable[[torch.Tensor], Any]) -> bool:
-    """Whether ``pack`` is that of a checkpoint: it knows tensors by their number, and meets all of them again when it
-    runs the forward once more. One of ours says so by an attribute of the object that it is a method of.
+    """Whether ``pack`` belongs to a checkpoint, which knows tensors by their number and meets all of them again when it
+    runs the forward once more. Our packers say so by an attribute of the method's object.
     """
     is_of_torch = getattr(pack, "__module__", None) == torch.utils.checkpoint.__name__
     return is_of_torch or getattr(getattr(pack, "__self__", None), "counts_all", False)
 
 
 class SavedTensors:
-    """Packers in the order in which they are asked. The one that took a tensor gives it back.
+    """Packers in the order of asking them. The packer that took a tensor gives it back.
 
-    What none takes goes to the ``saved_tensors_hooks`` around the forward, if there are any, and is kept as it is
-    otherwise.
+    A tensor that no packer takes goes to the ``saved_tensors_hooks`` around the forward, or is kept as it is.
     """
 
     def __init__(self) -> None:
         self._packers: tuple[Packer, ...] = ()
 
     def add(self, packer: Packer) -> None:
-        """Asks ``packer`` after those that were added before it. Not while a forward runs."""
+        """Adds ``packer`` at the end of the chain. Not while a forward runs."""
         self._packers = (*self._packers, packer)
 
     def hooks_of(self, owner: object, on_unpack: Callable[[Any], None]) -> torch.autograd.graph.saved_tensors_hooks:
-        """The context of one forward, in which autograd saves through the chain.
+        """The context of one forward; within it autograd saves through the chain.
 
         owner: lives at least as long as anything that the forward has saved.
         on_unpack: called with it whenever a backward asks for some of that.
@@ -91,7 +90,7 @@ class SavedTensors:
 
 
 class _Chain:
-    """The packers of one forward, and what lies around it."""
+    """The packers of one forward, and the hooks around it."""
 
     def __init__(self, packers: tuple[Packer, ...], owner: object, on_unpack: Callable[[Any], None]) -> None:
         self._packers, self._owner, self._on_unpack = packers, owner, on_unpack

@@ -1,5 +1,4 @@
-"""What passes over host memory may use of the processor: how many threads, and which instruction set. Decided here; the
-cores do as they are told.
+"""The threads and the instruction set of passes over host memory. They are decided here; the cores do as they are told.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ def decide() -> int:
     """Chooses the instruction set and returns the threads of the pool. The binding calls it at the first operator on
     host tensors, and after ``pool_resize(0)``.
 
-    Raises ConfigError where one of the environment variables asks for what cannot be.
+    Raises ConfigError where an environment variable asks for too many threads or an absent instruction set.
     """
     from deepspeed_c import _C
 
@@ -41,8 +40,7 @@ def decide() -> int:
 
 
 def leave(part: float) -> None:
-    """Updates take ``part`` of this rank's processors until ``take_back``: backward, beside which they run, has the
-    others.
+    """Updates take ``part`` of this rank's processors until ``take_back``; the backward beside them has the others.
 
     An engine says so before it makes states, which the threads that will update them touch first.
     """
@@ -63,7 +61,7 @@ def take_back(part: float) -> None:
 
 
 def number(env: Env, most: int) -> int:
-    """Threads of this rank: what ``DSC_NUM_THREADS`` says, or its fair part of the host's processors; at most ``most``.
+    """Threads of this rank: ``DSC_NUM_THREADS``, or its fair part of the host's processors; at most ``most``.
 
     The launcher is the parent process: a rank that it has bound to processors of its own has all of those, ranks that
     share theirs divide them.
@@ -79,8 +77,8 @@ def number(env: Env, most: int) -> int:
 
 
 def fair_part(n_own: int, n_launcher: int, n_quota: int | None, n_ranks: int) -> int:
-    """Processors of one of ``n_ranks`` ranks. ``n_own``: in its own mask; ``n_launcher``: in that of its launcher or
-    its own; ``n_quota``: of :func:`quota`.
+    """Processors of one of ``n_ranks`` ranks. ``n_own``: in its own mask; ``n_launcher``: in its launcher's mask or its
+    own; ``n_quota``: from :func:`quota`.
     """
     n_shared = n_launcher if n_quota is None else min(n_launcher, n_quota)
     return min(n_own, max(n_shared // n_ranks, 1))
@@ -90,8 +88,8 @@ def quota(root: str = "/") -> int | None:
     """Processors' worth of time that the control groups of this process allow, rounded up; None without a limit.
 
     The least limit of the process's groups and of all above them counts, in both versions of control groups. In a
-    container the path of a group may be the host's: what is not there limits nothing. ``root`` is another folder in
-    tests.
+    container the path of a group may be the host's: a folder that is not there limits nothing. ``root`` is another
+    folder in tests.
     """
     return least("cpu", _limit_of_version_2, _limit_of_version_1, root)
 

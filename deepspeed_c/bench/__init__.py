@@ -1,1 +1,1 @@
-"""``deepspeed_c bench``: how fast what runs below training is on this machine."""
+"""``deepspeed_c bench``: the speed of the layers below training on this machine."""

@@ -11,7 +11,7 @@ __all__ = ["Chart", "as_svg", "as_text"]
 
 _COLOURS = ("#1b6ca8", "#c8553d", "#4a7c59", "#8e5ea2", "#b8860b")
 _MARKS = "o+x*#"
-# Of one chart: pixels, and characters.
+# Size of one chart: pixels, and characters.
 _WIDTH, _HEIGHT, _MARGIN = 520, 300, 56
 _COLUMNS, _ROWS = 64, 14
 

@@ -1,8 +1,8 @@
 """How fast a device is with our engine, and with fio beside it: each round writes and reads the same file with every
 contender in turn.
 
-The file exists and has been written before anything is timed, as one that state is swapped to has. Nothing is synced: a
-transfer has ended when the device says so.
+The file exists and has been written before the first timed transfer, as a swap file has. Nothing is synced: a transfer
+has ended when the device says so.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Contender = Callable[[str], float]
 
 
 class Settings(NamedTuple):
-    """What a handle is made with; the configuration keys of these names."""
+    """The settings of a handle, under the names of their configuration keys."""
 
     backend: str = "auto"
     block_size: int = 1 << 20  # bytes
@@ -114,7 +114,7 @@ def fio(program: str, engine: str, file: ScratchFile, settings: Settings) -> Con
 
 
 def compare(contenders: dict[str, Contender], n_bytes: int, rounds: int) -> MeasuredRates:
-    """Times ``rounds`` rounds after one that does not count; fio's that fail in that one are left out."""
+    """Times ``rounds`` rounds after a round of warm-up. A contender of fio that fails in the warm-up is left out."""
     absent: dict[str, str] = {}
     rates: dict[str, dict[str, list[float]]] = {}
     for name, transfer in contenders.items():

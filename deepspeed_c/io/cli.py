@@ -85,7 +85,7 @@ def _handle(settings: Settings) -> aio_handle:
 
 def _contenders(file: ScratchFile, settings: Settings, handle: aio_handle, program: str | None) -> dict[str, Any]:
     locked = handle.new_cpu_locked_tensor(file.n_bytes, torch.empty(0, dtype=torch.uint8)).random_()
-    # At an odd address, as no allocator gives one: what costs most.
+    # At an odd address, which no allocator gives: the dearest case.
     ordinary = torch.empty(file.n_bytes + 1, dtype=torch.uint8)[1:].copy_(locked)
     contenders = {"ordinary tensor": ours(file, ordinary, handle), "locked tensor": ours(file, locked, handle)}
     for engine in FIO_ENGINES if program else ():
@@ -143,7 +143,7 @@ def _tune(options: argparse.Namespace) -> int:
         }
         print(json.dumps(result, indent=2))
         return 0
-    # What is to be pasted goes alone to standard output.
+    # Only the section to paste goes to standard output.
     print(
         f"{found.n_measured} of {found.n_candidates} settings timed with transfers of {as_binary(found.n_bytes)}; "
         f"the best: write {found.rates['write'] / 1e9:.2f} GB/s, read {found.rates['read'] / 1e9:.2f} GB/s",

@@ -1,5 +1,5 @@
-"""Finds the settings with which a device writes and reads fastest: all candidates are timed, then the better half of
-them again, and so on while time is left.
+"""Finds the fastest settings of a device: all candidates are timed, then the better half again, and so on while time is
+left.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ __all__ = ["Tuned", "candidates", "choose", "search", "tune"]
 
 PILOT_BYTES = 16 << 20
 MIN_BYTES, MAX_BYTES = 4 << 20, 256 << 20
-# Of the budget, for the round in which all candidates are timed.
+# Share of the budget for the first round, which times all candidates.
 FIRST_ROUND = 0.4
 N_FINALISTS = 3
 N_SAMPLES = 7
-# Differences below it are noise; of candidates that near to the best, the one that holds the least memory is taken.
+# Relative differences below it are noise: among candidates that near to the best, the least memory wins.
 TOLERANCE = 0.03
 
 Times = dict[Settings, list[float]]
 
 
 class Tuned(NamedTuple):
-    """The settings to use, and what they were chosen by."""
+    """The settings to use, and the figures behind the choice."""
 
     settings: Settings
     rates: dict[str, float]  # bytes a second, by direction
@@ -56,7 +56,7 @@ class Tuned(NamedTuple):
 
 
 def candidates(names: Sequence[str]) -> list[Settings]:
-    """What is tried with the backends ``names``, the likelier first."""
+    """The settings to try with the backends ``names``, the likelier first."""
     blocks = (1 << 20, 1 << 18, 1 << 22)
     kernel = [
         Settings(name, block, depth)
@@ -114,7 +114,7 @@ def search(all_of_them: Sequence[Settings], sample: Callable[[Settings], float],
 
 
 def choose(times: Times) -> Settings:
-    """What holds the least memory of all that are as fast as the fastest.
+    """The settings with the least memory among all that are as fast as the fastest.
 
     Disturbances only ever add time, so a candidate's shortest counts.
     """

@@ -62,7 +62,7 @@ class _Timer:
         self._begin, self.started_ = self._now(), True
 
     def stop(self, reset: bool = False, record: bool = False) -> None:
-        """Ends a span. ``reset``: it replaces what was measured before. ``record`` is taken for DeepSpeed's sake."""
+        """Ends a span. ``reset``: it replaces all spans before it. ``record`` is taken for DeepSpeed's sake."""
         if not self.started_:
             raise StateError("is not running", where=f"timer {self.name_}", fix="call start() before stop()")
         end = self._now()
@@ -72,7 +72,7 @@ class _Timer:
         self._begin, self.started_ = None, False
 
     def reset(self) -> None:
-        """Forgets all spans, and one that is running."""
+        """Forgets all spans, the running one too."""
         self._spans.clear()
         self._begin, self.started_ = None, False
 
@@ -211,7 +211,8 @@ class NoopTimer:
 class ThroughputTimer:
     """Samples (and tokens) per second over the steps after the first few, which warm up.
 
-    ``start`` before and ``stop`` after each micro-batch; ``stop(global_step=True)`` after the one that ends a step.
+    ``start`` before and ``stop`` after each micro-batch; ``stop(global_step=True)`` after the last micro-batch of a
+    step.
     """
 
     def __init__(
@@ -311,7 +312,7 @@ class ThroughputTimer:
 
 
 class EngineTimers:
-    """What an engine measures of itself: its phases (``wall_clock_breakdown``) and its samples per second."""
+    """An engine's measurements of itself: its phases (``wall_clock_breakdown``) and its samples per second."""
 
     # The first steps allocate and warm up.
     _SKIPPED_STEPS = 2

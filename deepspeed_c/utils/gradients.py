@@ -41,7 +41,7 @@ def get_alignment_padding(tensor_list: Iterable[torch.Tensor], alignment: int) -
 
 
 def is_model_parallel_parameter(p: torch.Tensor) -> bool:
-    """Whether Megatron has marked the parameter as one of which each rank holds another part."""
+    """Whether Megatron has marked the parameter as cut: each rank holds another part."""
     return bool(getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False))
 
 
@@ -90,8 +90,8 @@ def get_flattened_grad_norm(
 
 
 def get_grad_zeros(parameters: torch.Tensor | Iterable[torch.Tensor], mpu: Any = None) -> float:
-    """How many elements of the gradients are 0, over the model-parallel ranks of ``mpu``; what all of these hold alike
-    counts once.
+    """Number of elements of the gradients that are 0, over the model-parallel ranks of ``mpu``; a parameter that all of
+    these ranks hold alike counts once.
     """
     is_first = mpu is None or mpu.get_model_parallel_rank() == 0
     total = 0
@@ -102,14 +102,14 @@ def get_grad_zeros(parameters: torch.Tensor | Iterable[torch.Tensor], mpu: Any =
 
 
 def maybe_loss_for_backward(value: Any) -> bool:
-    """Whether ``value`` can be a loss: a tensor of one element that depends on what has a gradient."""
+    """Whether ``value`` can be a loss: a tensor of one element with a graph behind it."""
     return isinstance(value, torch.Tensor) and value.numel() == 1 and value.grad_fn is not None
 
 
 class OutputBackwardHookManager:
     """Calls a function before the backward of outputs, and another on the gradient of each.
 
-    It lives as long as one of the outputs does.
+    It lives as long as any of the outputs.
     """
 
     def __init__(
@@ -117,8 +117,8 @@ class OutputBackwardHookManager:
         preprocess_once_fn: Callable[[], None],
         preprocess_per_tensor_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        """preprocess_once_fn: called once, at the first output that backward enters; preprocess_per_tensor_fn: gradient
-        of an output to what takes its place.
+        """preprocess_once_fn: called once, at the first output that backward enters; preprocess_per_tensor_fn: takes
+        the gradient of an output, returns its replacement.
         """
         self.preprocess_once_fn, self.preprocess_per_tensor_fn = preprocess_once_fn, preprocess_per_tensor_fn
         self.preprocess_done = False
@@ -172,7 +172,7 @@ def check_internal_apis_for_count_used_parameters() -> bool:
 
 
 def count_used_parameters_in_backward(parameters: Iterable[torch.nn.Parameter]) -> int:
-    """How many of the parameters the backward under way reaches; to be called from one of its hooks.
+    """Number of the parameters that the running backward reaches; to be called from a hook of that backward.
 
     Raises:
         StateError: there is no backward under way.
@@ -248,7 +248,7 @@ def offload_adam_states(
 def reload_adam_states(
     optimizer: torch.optim.Optimizer, device: torch.device | str, non_blocking: bool = False
 ) -> None:
-    """Brings back to ``device`` what ``offload_adam_states`` has moved.
+    """Brings the states that ``offload_adam_states`` has moved back to ``device``.
 
     Raises StateError where it has moved nothing.
     """
@@ -271,8 +271,8 @@ def graph_process(replay_first_step: bool, func: Callable[..., Any], *args: Any,
     """Runs a function of device operations as a captured graph.
 
     The first call under its name runs it, captures it and, with ``replay_first_step``, replays it once. Later calls
-    replay it, whatever their arguments, so the data must stay at its addresses. Raises StateError on the CPU, which has
-    no graphs.
+    replay it and ignore their arguments, so the data must stay at its addresses. Raises StateError on the CPU, which
+    has no graphs.
     """
     accelerator = get_accelerator()
     if func.__name__ in _graphs:
@@ -292,5 +292,5 @@ def graph_process(replay_first_step: bool, func: Callable[..., Any], *args: Any,
 
 
 def is_transformers_cache(obj: Any) -> bool:
-    """Whether ``obj`` is one of transformers' caches of keys and values; False where transformers is not installed."""
+    """Whether ``obj`` is a cache of keys and values from transformers; False where transformers is not installed."""
     return any(cls.__name__ == "Cache" and cls.__module__ == "transformers.cache_utils" for cls in type(obj).__mro__)

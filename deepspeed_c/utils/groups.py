@@ -1,8 +1,8 @@
-"""Who this rank works with, under the names of ``deepspeed.utils.groups``.
+"""The ranks that this rank works with, under the names of ``deepspeed.utils.groups``.
 
-The answers are those of the mesh (``comm/mesh.py``) that the process was told of last: by ``deepspeed_c.initialize``,
-or by ``initialize`` here. An engine never asks: it has its own. Without one all ranks are data-parallel. A group of
-ranks that this version does not make is an error.
+The answers come from the newest mesh (``comm/mesh.py``) of the process: ``deepspeed_c.initialize`` sets it, or
+``initialize`` here. An engine never asks: it has its own. Without one all ranks are data-parallel. A group of ranks
+that this version does not make is an error.
 """
 
 from __future__ import annotations
@@ -148,12 +148,12 @@ def _require_same(what: str, given: int, actual: int) -> None:
 
 
 def set_tensor_model_parallel_world_size(world_size: int) -> None:
-    """Raises StateError unless it is what it is: the mesh says it."""
+    """Raises StateError unless it is the mesh's present value, which nobody may change."""
     _require_same("world size", world_size, _size(TP))
 
 
 def set_tensor_model_parallel_rank(rank: int) -> None:
-    """Raises StateError unless it is what it is."""
+    """Raises StateError unless it is the mesh's present value."""
     _require_same("rank", rank, _rank(TP))
 
 

@@ -14,10 +14,10 @@ __all__ = ["OnDevice"]
 
 
 class OnDevice:
-    """Context in which modules and tensors are made on ``device``, and in ``dtype`` where they are of floating point.
+    """Context that makes modules and tensors on ``device``, and in ``dtype`` if they are of floating point.
 
-    What is made with a device or dtype of its own keeps it. ``enabled=False`` makes the context do nothing. Raises
-    StateError when it is entered while it is open.
+    An explicit device or dtype wins. ``enabled=False`` makes the context do nothing. Raises StateError when it is
+    entered while it is open.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device | str = "meta", enabled: bool = True) -> None:
@@ -27,8 +27,8 @@ class OnDevice:
     def fp_tensor_constructor(
         self, fn: Callable[..., torch.Tensor], target_fp_dtype: torch.dtype
     ) -> Callable[..., torch.Tensor]:
-        """``fn`` with this context's device where it is called without one, and with what it makes of floating point
-        cast to ``target_fp_dtype``.
+        """``fn`` with this context's device as the default, and with floating-point results cast to
+        ``target_fp_dtype``.
         """
 
         def construct(*args: Any, **kwargs: Any) -> torch.Tensor:

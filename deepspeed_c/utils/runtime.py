@@ -62,8 +62,8 @@ def _map(item: Any, function: Callable[[Any], Any], is_leaf: Callable[[Any], boo
 
 
 def copy_to_device(item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool]) -> Any:
-    """``item`` (a tensor, or lists, tuples and dictionaries of them) with what fits the criterion copied to ``device``,
-    the rest as it is.
+    """``item`` (a tensor, or lists, tuples and dictionaries of them) with the tensors that fit the criterion copied to
+    ``device``, the rest as it is.
     """
     return _map(item, lambda tensor: tensor.to(device), criterion_func)
 
@@ -71,7 +71,7 @@ def copy_to_device(item: Any, device: torch.device | str, criterion_func: Callab
 def move_to_device(item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool] | None = None) -> Any:
     """``item`` with its tensors on ``device``.
 
-    With a criterion, what fits is moved in place (a parameter stays the same object) and the rest stays.
+    With a criterion, fitting tensors are moved in place (a parameter stays the same object) and the rest stays.
     """
     if criterion_func is None:
         return _map(item, lambda tensor: tensor.to(device), torch.is_tensor)
@@ -92,7 +92,8 @@ def get_tensor_bytes(item: Any) -> int:
 
 
 def compare_tensors_in_structures(inputs1: list[Any] | dict[Any, Any], inputs2: list[Any] | dict[Any, Any]) -> bool:
-    """Whether two lists, or two dictionaries, hold equal values, tensors by their elements on whatever device."""
+    """Whether two lists, or two dictionaries, hold equal values; tensors are compared by their elements, on any device.
+    """
     if type(inputs1) is not type(inputs2) or len(inputs1) != len(inputs2):
         return False
     if isinstance(inputs1, dict):
@@ -120,7 +121,7 @@ def mask_nan_or_inf_with_val_inplace(
 
 
 def get_global_norm(norm_list: Iterable[float]) -> float:
-    """The L2 norm of what has these L2 norms in parts."""
+    """The L2 norm of a vector whose parts have these L2 norms."""
     return math.hypot(*norm_list)
 
 
@@ -144,7 +145,8 @@ def _model_parallel(mpu: Any) -> Any:
 
 
 def _counted(parameters: Iterable[torch.Tensor], mpu: Any) -> list[torch.Tensor]:
-    """Those that this rank counts: what all model-parallel ranks hold alike, the first of them does."""
+    """The parameters that this rank counts. The first model-parallel rank counts the parameters that all of them hold
+    alike."""
     is_first = mpu is None or mpu.get_model_parallel_rank() == 0
     return [p for p in parameters if is_first or is_model_parallel_parameter(p)]
 
@@ -238,8 +240,8 @@ def prefix_sum_inc(weights: Iterable[float]) -> list[float]:
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Where ``num_parts`` runs of items begin, and the last one ends: each of as many items as the others, the first
-    ones of one more where it must be.
+    """The begins of ``num_parts`` equal runs of items, and the end of the last; the first runs have one item more where
+    the number does not divide.
     """
     if num_items <= num_parts:
         return [min(part, num_items) for part in range(num_parts + 1)]
@@ -259,7 +261,7 @@ def partition_balanced(weights: Sequence[int], num_parts: int) -> list[int]:
     sums = [0, *accumulate(weights)]
 
     def parts_of(limit: int) -> list[int] | None:
-        """Each run takes what it may, but leaves the runs after it an item each."""
+        """Each run takes as much as ``limit`` allows, but leaves an item for each run after it."""
         bounds = [0]
         for part in range(num_parts):
             last = min(bisect_right(sums, sums[bounds[-1]] + limit) - 1, n - (num_parts - part - 1))
@@ -281,7 +283,7 @@ def partition_balanced(weights: Sequence[int], num_parts: int) -> list[int]:
 
 
 def get_only_unique_item(items: Iterable[Any]) -> Any:
-    """What all ``items`` are. Raises StateError (a RuntimeError) when they differ, or there is none."""
+    """The common value of all ``items``. Raises StateError (a RuntimeError) when they differ, or there is none."""
     items = list(items)
     if len(set(items)) != 1:
         raise StateError(f"{items} are not all the same", where="get_only_unique_item", fix="pass equal values")
@@ -310,8 +312,8 @@ def ensure_directory_exists(filename: str) -> None:
 
 
 def get_checkpoint_folder_size(save_dir: str, tag: str, local_rank: int | None = None) -> int:
-    """Bytes of the files below ``save_dir/tag``: on rank 0 the sum of what the ranks see whose ``local_rank`` is 0, one
-    a host. Collective.
+    """Bytes of the files below ``save_dir/tag``: on rank 0 the sum over all hosts, each counted by its rank of
+    ``local_rank`` 0. Collective.
     """
     size = 0
     if local_rank == 0:
@@ -323,7 +325,7 @@ def get_checkpoint_folder_size(save_dir: str, tag: str, local_rank: int | None =
 
 
 def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
-    """Prints what the device's allocator holds, on rank ``print_rank`` or all ranks (-1).
+    """Prints the memory of the device's allocator, on rank ``print_rank`` or all ranks (-1).
 
     ``reset_max`` begins the peaks anew before.
     """

@@ -1,5 +1,4 @@
-"""fp32 weights from a checkpoint of ours or of DeepSpeed, under the names by which DeepSpeed offers them, and the
-program of that name.
+"""fp32 weights from a checkpoint of ours or of DeepSpeed: DeepSpeed's functions, and its program ``zero_to_fp32``.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ EXIT_FAILED = 1
 
 
 class _Open:
-    """A checkpoint that stays open as long as one of its lazy tensors lives."""
+    """A checkpoint that stays open as long as any of its lazy tensors lives."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -78,9 +77,9 @@ def get_fp32_state_dict_from_zero_checkpoint(
     fp32, others as they are.
 
     Args:
-        checkpoint_dir: what ``save_checkpoint`` was given, or the folder of a tag; ours or DeepSpeed's, any stage and
-            world size. tag: default: what the file ``latest`` names.
-        exclude_frozen_parameters: leave out what was not trained.
+        checkpoint_dir: the argument of ``save_checkpoint``, or the folder of a tag; ours or DeepSpeed's, any stage and
+            world size. tag: default: the tag in the file ``latest``.
+        exclude_frozen_parameters: leave frozen parameters out.
         lazy_mode: give :class:`LazyTensor` in the place of tensors, which are read one by one by ``contiguous()``.
 
     Tied weights are there under all their names, as one tensor. Without ``lazy_mode`` the model is in host memory,
@@ -151,7 +150,7 @@ def load_state_dict_from_zero_checkpoint(
 ) -> torch.nn.Module:
     """Moves ``model`` to the CPU, loads the fp32 weights of a checkpoint into it and returns it.
 
-    Names that only one of them has are left alone.
+    Names that are missing on either side are left alone.
     """
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     model = model.cpu()
