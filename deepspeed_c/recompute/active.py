@@ -1,4 +1,4 @@
-"""Whose settings a call of ``checkpoint`` follows: those of the engine in whose forward it is."""
+"""The settings that a call of ``checkpoint`` follows: its engine's, within an engine's forward."""
 
 from __future__ import annotations
 

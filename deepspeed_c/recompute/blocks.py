@@ -1,4 +1,4 @@
-"""Has layers of a model recomputed without a call in the model: its repeated blocks, or those with certain names."""
+"""Recomputes layers of a model without a call in the model: its repeated blocks, or blocks with certain names."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from deepspeed_c.recompute.stash import NVME_PATH
 __all__ = ["Blocks", "find_blocks"]
 
 _KEY = "activation_checkpointing.layers"
-# What transformers' models look at, on the model and on each layer.
+# Attributes that transformers reads, on the model and on each layer.
 _SWITCH, _FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
 _MIN_BLOCKS = 2
-# Of a class made here: the one below it.
+# Attribute of a class made here: the user's class.
 _PLAIN = "_dsc_recomputes"
-# Accelerate fills in every "auto" of a configuration, and refuses one that it does not know.
+# Accelerate fills in every "auto" of a configuration, and refuses an unknown "auto".
 _REPEATED = ("auto", "repeated")
 
 
@@ -64,7 +64,7 @@ def find_blocks(model: torch.nn.Module, layers: str) -> list[str]:
 
 @runtime_checkable
 class OfLayers(Protocol):
-    """A model that is a list of layers, of which a rank may hold a part."""
+    """A model that is a list of layers; a rank may hold a part of the list."""
 
     def repeated_layers(self) -> list[str]:
         """Names of this rank's layers of classes that the whole list has several times. Raises ConfigError where it
@@ -129,7 +129,7 @@ def _recomputed(cls: type, recomputer: Recomputer, names: dict[int, str]) -> typ
         return recomputer.run(super(made, self).__call__, args, kwargs, label=names.get(id(self), ""))
 
     def reduce(self: torch.nn.Module, protocol: int) -> Any:
-        # What is copied or pickled is of the class that everybody knows, and no part of the engine.
+        # Copies and pickles have the user's class, and no part of the engine.
         return _make, (cls,), *super(made, self).__reduce_ex__(protocol)[2:]
 
     body = {
@@ -145,12 +145,12 @@ def _recomputed(cls: type, recomputer: Recomputer, names: dict[int, str]) -> typ
 
 
 class Blocks:
-    """What an engine's section asks of its model: which layers are recomputed, until ``close``.
+    """The layers of a model that an engine's section has recomputed, until ``close``.
 
     tensor_parallel: the ranks that hold the model together: they share activations.
-    has_sharded: weights are released after use, also frozen ones, which torch's own checkpoint would keep as they are.
+    has_sharded: weights are released after use. Torch's own checkpoint would keep frozen weights as they are.
     aio: how files are read and written.
-    ranks: all that have such a section. Where one cannot make its file, all of them raise.
+    ranks: all ranks with such a section. Where a rank cannot make its file, all of them raise.
     role: in the budget.
     """
 
@@ -165,7 +165,7 @@ class Blocks:
         ranks: Collectives | None = None,
         role: BudgetRole = BudgetRole(),  # noqa: B008  (immutable)
     ) -> None:
-        # A section without layers does nothing by itself, as in DeepSpeed: it may say what it likes.
+        # A section without layers does nothing by itself, as in DeepSpeed: its other keys are not checked.
         if section.layers is not None:
             check_section(section, None, "activation_checkpointing")
         comm = tensor_parallel if section.partition_activations else None
@@ -191,8 +191,8 @@ class Blocks:
         return self.recomputer.section != ActivationCheckpointing()
 
     def active(self, inputs: Any = (), name: str = "") -> AbstractContextManager[None]:
-        """Calls of ``checkpoint`` within follow the section, if it asks for something. inputs: what the model, or the
-        stage with that name, is given."""
+        """Calls of ``checkpoint`` within follow the section, if it asks for something. inputs: the arguments of the
+        model, or of the stage with that name."""
         return self.recomputer.active(inputs, name) if self._asks else nullcontext()
 
     def expect(self, n_in_flight: int) -> None:
@@ -203,14 +203,14 @@ class Blocks:
     def _wrap(self, model: torch.nn.Module, names: list[str]) -> None:
         modules = {name: model.get_submodule(name) for name in names}
         if set(names) == set(_layers_of_transformers(model)):
-            # They know what must not be done twice: caches, say.
+            # They know the work that must not be done twice, such as filling caches.
             for module in model.modules():
                 if hasattr(module, _SWITCH):
                     self._set(module, {_SWITCH: True, _FUNCTION: self._function(None)})
             return
         labels = {id(module): name for name, module in modules.items()}
         classes: dict[type, type] = {}
-        # What another engine has wrapped is this one's now.
+        # Layers that another engine has wrapped belong to this engine now.
         for cls in {_plain(module) for module in modules.values()}:
             classes[cls] = _recomputed(cls, self.recomputer, labels)
         # Each once, under however many names.
@@ -226,7 +226,7 @@ class Blocks:
                 self._set(module, {_FUNCTION: self._function(getattr(module, _FUNCTION))})
 
     def _function(self, theirs: Any) -> Callable:
-        """What a layer of transformers calls, in place of ``theirs``: in that one's flavour."""
+        """The function that a layer of transformers calls in place of ``theirs``, in the same flavour."""
         keywords = theirs.keywords if isinstance(theirs, functools.partial) else {}
         is_reentrant = True if keywords.get("use_reentrant") else None
 
@@ -241,7 +241,7 @@ class Blocks:
         self._undo.append(functools.partial(_put_back, module, tuple(values), before))
 
     def profile(self, step: int, rank: int) -> str:
-        """What layers have cost since the last call, as a table; empty where nothing is counted. Rank 0 writes it to
+        """A table of the layers' costs since the last call; empty where nothing is counted. Rank 0 writes it to
         ``profile_path`` as well.
         """
         counters, folder = self.recomputer.counters, self.recomputer.section.profile_path

@@ -1,10 +1,10 @@
-"""A number of bytes that activations may take: which layers are recomputed, and which of their operators, to fit it.
+"""A number of bytes that activations may take, and the choice of layers and operators to recompute so that they fit.
 
 The first forward of each shape recomputes everything, and is measured. A C core (``dsc/recompute.h``) then finds the
 plan that adds the least time. Layers are known by their label and the number of their call in a forward.
 
-What counts are the bytes that layers keep between their forward and their backward, and what one of them holds besides
-while it is run again; not gradients, nor what the rest of the model keeps.
+Two amounts count: the bytes that layers keep between forward and backward, and the bytes that a layer holds besides
+while it is run again. Gradients do not count, nor the rest of the model.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ __all__ = [
 ]
 
 KEEP, RECOMPUTE, MEASURE = "keep", "recompute", "measure"
-# Of what is free, that part stays: allocators need room to move in.
+# Share of the free memory for the budget: allocators need room to move in.
 _AUTO_SHARE = 0.9
-# Inputs of which a dimension differs by more than this part are others.
+# Inputs count as others when a dimension differs by more than this share.
 _CHANGE = 0.1
 # Bytes that are moved beforehand, to see how fast that is.
 _PROBED_BYTES = 4 << 20
@@ -68,7 +68,7 @@ class Tier(NamedTuple):
 
 
 class Treatment(NamedTuple):
-    """What happens to one layer.
+    """The treatment of one layer by a plan.
 
     choice: KEEP or RECOMPUTE, or the name of a tier where its inputs wait.
     operators: numbers of its expensive operators whose outputs are kept, if it is run again.
@@ -89,7 +89,7 @@ class BudgetPlan(NamedTuple):
     all_ns: int  # that recomputing everything adds
     labels: tuple[str, ...]
     treatments: tuple[Treatment, ...]
-    n_elems: int  # of the first layer's inputs
+    n_elems: int  # in the first layer's inputs
 
     def table(self, layers: Sequence[MeasuredLayer] = ()) -> str:
         """One line for each run of layers that are treated alike."""
@@ -140,7 +140,7 @@ def read_budget(section: ActivationCheckpointing) -> int | str | None:
 
 
 def read_plan(path: str) -> BudgetPlan | None:
-    """The plan that a file has; None where there is no such file. Raises ConfigError for what is no plan."""
+    """The plan in a file; None where there is no such file. Raises ConfigError for any other content."""
     where = f"activation_checkpointing.budget_plan: {path}"
     try:
         with open(path, encoding="utf-8") as file:
@@ -182,14 +182,15 @@ def _write_plan(path: str, plan: BudgetPlan) -> None:
 
 
 def _moved_ns(layer: MeasuredLayer, tier: Tier) -> int:
-    """What it takes to have a layer's inputs wait there. A way is hidden as far as another such layer computes
-    meanwhile; a hundredth is counted in any case, so that nothing moves for nothing."""
+    """The time for a layer's inputs to go to ``tier`` and back. A transfer is hidden as far as another such layer
+    computes meanwhile; a hundredth is counted in any case, so that nothing moves for nothing."""
     way = 1e9 * layer.movable_bytes / tier.bytes_per_s
     return int(1e9 * layer.movable_bytes / tier.thread_bytes_per_s + 2 * max(way - layer.ns, 0) + way / 50)
 
 
 def _choices(layer: MeasuredLayer, tiers: Mapping[str, Tier], *, may_mix: bool) -> tuple[Any, list[int], list[str]]:
-    """(what the core takes of a layer, its operators by group, where its inputs are by choice of the first group)."""
+    """(the core's description of a layer, its operators by group, the tier of its inputs by choice of the first group).
+    """
     may_mix &= not layer.sends
     kept = [i for i, op in enumerate(layer.operators) if may_mix and op.may_keep and op.n_bytes and op.ns]
     saved_there = sum(layer.operators[i].n_bytes for i in kept if layer.operators[i].is_saved)
@@ -207,7 +208,7 @@ def _choices(layer: MeasuredLayer, tiers: Mapping[str, Tier], *, may_mix: bool) 
 
 
 def _reserve(layers: Sequence[MeasuredLayer], tiers: Mapping[str, Tier]) -> int:
-    """Bytes of what is on its way to a tier or back, beside the inputs of the layer that runs."""
+    """Bytes on their way to a tier or back, beside the inputs of the running layer."""
     return N_ON_THE_WAY * max((layer.movable_bytes for layer in layers), default=0) if tiers else 0
 
 
@@ -297,8 +298,8 @@ def keys_of(labels: Sequence[str]) -> list[Key]:
 def unite(forwards: Sequence[Sequence[MeasuredLayer]]) -> list[MeasuredLayer]:
     """The layers that any of several forwards ran, with the largest numbers of each.
 
-    The order is that of all forwards: then the bytes up to a layer are at least those of each. Layers whose order
-    differs are all run again.
+    The order agrees with all forwards, so the bytes up to a layer are at least the bytes in any of them. Layers that
+    come in different orders are all run again.
     """
     order: list[Key] = []
     found: dict[Key, list[MeasuredLayer]] = {}
@@ -323,7 +324,7 @@ def unite(forwards: Sequence[Sequence[MeasuredLayer]]) -> list[MeasuredLayer]:
 
 def _largest(layers: Sequence[MeasuredLayer]) -> MeasuredLayer:
     names = [op.name for op in layers[0].operators]
-    # Tokens went to other experts: what is an operator's number here is another one's there.
+    # Tokens went to other experts: the number of an operator here is another operator's there.
     are_same = all([op.name for op in layer.operators] == names for layer in layers)
     of_layers = [layer.operators for layer in layers] if are_same else []
     operators = tuple(
@@ -345,11 +346,11 @@ def _largest(layers: Sequence[MeasuredLayer]) -> MeasuredLayer:
 
 
 def _rest_ns(layer: MeasuredLayer) -> int:
-    """Of the operators that are not expensive.
+    """Nanoseconds of the operators that are not expensive.
 
-    Each operator's largest time, or median, is taken by itself: together they may be more than the layer's own. What is
-    left for the rest would be nothing, and running the layer again with all of them kept would look as cheap as
-    keeping it.
+    Each operator's largest time, or median, is taken by itself, so their sum may exceed the layer's own time. Nothing
+    would be left for the rest then, and running the layer again with all of them kept would look as cheap as keeping
+    it.
     """
     return layer.ns - sum(op.ns for op in layer.operators)
 
@@ -378,7 +379,7 @@ def _with_median(layer: MeasuredLayer, alike: Sequence[MeasuredLayer]) -> Measur
 
 
 def _free_bytes() -> int:
-    """Of this rank's device. The CPU's memory is that of all ranks of this host, each of which takes a part."""
+    """Free bytes of this rank's device. All ranks of a host share the CPU's memory: each takes its part."""
     accelerator = get_accelerator()
     free = accelerator.available_memory()
     return free // read_env().local_world_size if accelerator.device_name() == "cpu" else free
@@ -396,10 +397,10 @@ def shapes_of(tensors: Sequence[torch.Tensor]) -> Shapes:
 
 
 class _Measured:
-    """Forwards of the same stage whose inputs are alike: what they were found to keep, and their plan."""
+    """Forwards of the same stage with inputs alike: the measured layers, and their plan."""
 
     def __init__(self, name: str, *, is_pinned: bool = False) -> None:
-        self.name, self.is_pinned = name, is_pinned  # by a file, whatever runs
+        self.name, self.is_pinned = name, is_pinned  # a file pins the plan for every input
         self.inputs: list[Shapes] = []  # of the model
         self.given: dict[Key, list[Shapes]] = {}  # to each layer
         self.layers: list[MeasuredLayer] = []
@@ -433,22 +434,22 @@ class _Within:
 
 
 class BudgetRole(NamedTuple):
-    """What this rank is among those that plan."""
+    """This rank's role among the ranks that plan."""
 
     peers: Collectives | None = None
     """The ranks that must do the same; None: nobody."""
     stages: Sequence[str] = ("",)
-    """Names of this rank's, each of which has a file of its own."""
+    """Names of this rank's stages. Each has a file of its own."""
     is_first: bool = True
-    """Of the ranks with the same layers."""
+    """Whether this is the first of the ranks with the same layers."""
 
 
 class Budget:
-    """The budget of one engine: what it has measured, and the plans that its forwards follow.
+    """The budget of one engine: its measurements, and the plans that its forwards follow.
 
-    Each rank plans for itself, and waits for no other one in a forward, unless layers that run again send something
-    (weights that are gathered, what tensor-parallel ranks sum): then its peers decide together as a forward begins,
-    which all of them do. A layer that sends by the caller's own means is always run again, the same on all ranks.
+    Each rank plans for itself, and waits for no other rank in a forward, unless layers that run again send something
+    (gathers of weights, sums over tensor-parallel ranks). Then its peers decide together at the begin of a forward,
+    which they all reach. A layer that sends by the caller's own means is always run again, the same on all ranks.
 
     comm: all ranks.
     """
@@ -464,7 +465,7 @@ class Budget:
         self._peers = None if peers is None or peers.world_size == 1 else peers
         self._wanted = read_budget(section)
         self._path = section.budget_plan
-        # Values are compared module by module, all of which have to run.
+        # Values are compared module by module, so all modules have to run.
         self._may_mix = not (section.use_reentrant or section.check)
         device = section.offload.device
         self._tier = device if device != "none" else _HOST if section.cpu_checkpointing else None
@@ -480,7 +481,7 @@ class Budget:
         self._counted: set[int] = set()
         self._is_measuring = self._is_forward = False
         self.within = _Within()
-        """The context in which a layer of the plan runs: those within it are not counted."""
+        """The context around a layer of the plan: layers within it are not counted."""
         self._n_calls: dict[str, int] = {}
 
     def _path_of(self, name: str) -> str:
@@ -641,7 +642,7 @@ class Budget:
         self.plan = known.plan
 
     def _find(self, inputs: Shapes, name: str) -> _Measured | None:
-        """Peers have one plan for all inputs, since those of some ranks may change while others' do not."""
+        """Peers have one plan for all inputs, since inputs may change on some ranks only."""
         of_stage = [known for known in self._known if known.name == name]
         if self._peers is not None:
             return of_stage[0] if of_stage else None
@@ -649,7 +650,7 @@ class Budget:
         return next(alike, None)
 
     def _look_at_memory(self) -> None:
-        """What is free is known when the first step is over, and states and gradients have their memory."""
+        """The free memory is known after the first step, when states and gradients have theirs."""
         if self._wanted != "auto" or self._free_bytes is not None or not any(known.layers for known in self._known):
             return
         free = _free_bytes()

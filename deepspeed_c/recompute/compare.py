@@ -1,5 +1,5 @@
-"""Whether a layer that is run again gives what it gave in forward: its outputs, once a run, and by ``"check": true``
-which of its modules gives other values, in each run.
+"""Compares a layer that is run again with its forward: the outputs once a run and, with ``"check": true``, the values
+of each of its modules in each run.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def _difference(name: str, label: str) -> RecomputeError:
 
 # Elements that a sketch looks at at a time, so that it takes little memory.
 _SKETCHED = 1 << 18
-# Of a tensor's norm. Kernels that add in no fixed order differ by far less, other random numbers by far more.
+# Relative tolerance of a tensor's norm. Kernels that add in no fixed order differ by far less, other random numbers by
+# far more.
 _TOLERANCE = 2e-3
 
 
@@ -77,7 +78,7 @@ def _is_alike(was: torch.Tensor | None, now: torch.Tensor | None) -> bool:
 
 
 class Outputs:
-    """What one call of a layer gave, as some numbers of each tensor.
+    """The outputs of one call of a layer, as some numbers of each tensor.
 
     is_exact: every bit counts. compared: is called when they are compared.
     """
@@ -96,7 +97,7 @@ class Outputs:
         self._numbers = self._numbers_of(outputs)
 
     def compare(self, outputs: Any) -> None:
-        """Of the run again. Raises RecomputeError where they differ."""
+        """Compares the outputs of the recomputation. Raises RecomputeError where they differ."""
         if self._numbers is None:
             return
         self._compared()
@@ -109,7 +110,7 @@ class Outputs:
 
 
 class OutputsOnce:
-    """Which layers have been compared: each once, at its first recomputation."""
+    """The layers that have been compared: each once, at its first recomputation."""
 
     # Forwards of a layer that are looked at as long as no backward comes.
     _MOST = 4
@@ -130,7 +131,7 @@ class OutputsOnce:
 
 
 class Trace:
-    """What goes into and comes out of each module that a layer calls, in the order of the calls."""
+    """The inputs and outputs of each module that a layer calls, in the order of the calls."""
 
     def __init__(self, label: str, module: torch.nn.Module | None) -> None:
         self._label, self._module = label, module

@@ -1,4 +1,4 @@
-"""What a forward ran under, put back for running it again: random numbers, autocast, the settings of an engine."""
+"""The conditions of a forward, put back for running it again: random numbers, autocast, the settings of an engine."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _autocast_of(device_type: str) -> tuple[str, bool, torch.dtype]:
 
 
 class Conditions:
-    """Those of the moment in which it is made."""
+    """The conditions at the moment of the constructor's call."""
 
     __slots__ = ("_active", "_autocasts", "_caches", "_device", "_random", "_with_python")
 
@@ -69,8 +69,8 @@ class Conditions:
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Runs what is within under them; afterwards all generators go on from where they were, and running statistics
-        of norms are what forward has made them.
+        """Runs the body of the context under them. Afterwards all generators go on from where they were, and running
+        statistics of norms have the values of the forward.
 
         Generators belong to the process: one thread at a time.
         """

@@ -1,4 +1,5 @@
-"""What one process has set for layers outside any engine, and calls of layers whose activations are computed again."""
+"""The settings of one process for layers outside any engine, and calls of layers whose activations are computed again.
+"""
 
 from __future__ import annotations
 
@@ -59,8 +60,8 @@ def _recomputer() -> Recomputer:
 def checkpoint(function: Callable, *args: Any, **kwargs: Any) -> Any:
     """``function(*args, **kwargs)``, whose activations are computed again in the backward.
 
-    Arguments may be any nest of tensors and other things; what ``function`` gives is returned as it is. The caller's
-    tensors are never changed. In the backward ``function`` has to do what it did: random numbers of torch and of
+    Arguments may be any nest of tensors and other things; the result of ``function`` is returned as it is. The caller's
+    tensors are never changed. In the backward ``function`` has to do the same again: random numbers of torch and of
     ``get_cuda_rng_tracker()`` are the same.
 
     Raises RecomputeError, from the backward, where it did something else, or where an input was overwritten.
@@ -69,5 +70,5 @@ def checkpoint(function: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 def non_reentrant_checkpoint(function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """``checkpoint`` in the flavour that goes with ``autograd.grad``, whatever the section says."""
+    """``checkpoint`` in the flavour that goes with ``autograd.grad``, for every section."""
     return _recomputer().run(function, args, kwargs, is_reentrant=False)

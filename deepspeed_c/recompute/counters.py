@@ -1,4 +1,4 @@
-"""What recomputed layers cost: calls, times and bytes of each, for the profile and for whoever plans."""
+"""The costs of recomputed layers: calls, times and bytes of each, for the profile and for plans."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class LayerCalls:
         self._here = _Here()
 
     def begin(self, label: str) -> None:
-        """What this thread keeps from now on is of one more call, of the layer ``label``."""
+        """A call of the layer ``label`` begins: this thread keeps tensors for it from now on."""
         self._here.call = (next(self._numbers), label)
 
     @property
     def number(self) -> int:
-        """Of the call that began last in this thread; 0: none."""
+        """Number of the newest call in this thread; 0: none."""
         return self._here.call[0]
 
     @property
@@ -43,13 +43,13 @@ class LayerCalls:
 
 @dataclass
 class LayerFigures:
-    """What one layer has cost since the counters were cleared."""
+    """The costs of one layer since the counters were cleared."""
 
     n: int = 0
     """Forwards."""
     forward_ns: int = 0
     recompute_ns: int = 0
-    """Running it again. Times of a layer include those of layers within it."""
+    """Running it again. Times of a layer include the layers within it."""
     copy_ns: int = 0
     """Copying its inputs on the computing thread."""
     wait_ns: int = 0
@@ -83,7 +83,7 @@ class LayerFigures:
 class Counters:
     """Figures of layers, by their labels in the order of their first calls.
 
-    Times are those of the calling thread: exact on the CPU; on an accelerator with
+    Times are measured on the calling thread: exact on the CPU; on an accelerator with
     ``"synchronize_checkpoint_boundary"``.
     """
 

@@ -1,9 +1,9 @@
-"""A layer that is run again in the backward: by way of what autograd asks for, as far as it is needed.
+"""A layer that is run again in the backward when autograd asks for its tensors, and only as far as they need.
 
 In forward autograd keeps a *blank* for each tensor that it would have saved. The first blank that a backward asks for
-has the layer run again; what autograd would save of that fills the blanks, and the run ends with the last of them.
-Tensors are known by their number: a layer must do the same both times. That each has the same shape, dtype and device
-is checked.
+has the layer run again; the tensors that autograd would save of that run fill the blanks, and the run ends with the
+last blank. Tensors are known by their number: a layer must do the same both times. That each has the same shape, dtype
+and device is checked.
 
 Layers may lie within one another. The inner one's inputs are then among the tensors that the outer one has blanks for.
 """
@@ -85,7 +85,8 @@ def describe(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.devic
 
 
 class _Blank:
-    """What autograd keeps instead of a tensor. ``values``: the tensor again, for each pass that has it recomputed."""
+    """The object that autograd keeps instead of a tensor. ``values``: the tensor again, for each pass that has it
+    recomputed."""
 
     __slots__ = ("__weakref__", "frame", "values")
 
@@ -95,14 +96,14 @@ class _Blank:
 
 
 class Watch(NamedTuple):
-    """What is noted of a layer while it runs; None: nothing of that kind."""
+    """The observers of a running layer; None: no observer of that kind."""
 
     trace: Trace | None = None
-    """Compares its values with those of the recomputation."""
+    """Compares its values with the recomputation's."""
     outputs: KeptOutputs | None = None
-    """Of operators that are not run again."""
+    """Outputs of operators that are not run again."""
     looked_at: Outputs | None = None
-    """The result of the forward, which that of the recomputation is compared with."""
+    """The result of the forward, for the comparison with the recomputation."""
     on_save: Callable[[torch.Tensor], None] | None = None
     """Is told of each tensor that autograd would save."""
 
@@ -159,7 +160,7 @@ class Frame:
         looked_at, self._looked_at = self._looked_at, None
         again = _Again(self._blanks, self._seen, task, self._label, self._trace, ends_early=looked_at is None)
         args, kwargs = self._arguments.with_tensors(self._inputs.again())
-        # The layer's own graph is not used: autograd ties what it is given to the one of the forward.
+        # The layer's own graph is not used: autograd ties the given tensors to the graph of the forward.
         replaying = nullcontext() if self._outputs is None else self._outputs.replaying()
         with self._conditions.replayed(), torch.enable_grad(), saved_tensors_hooks(again.pack, _same), replaying:
             try:
@@ -197,7 +198,7 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Again:
-    """What autograd saves while a layer is run again, sorted into the blanks of the forward."""
+    """The tensors that autograd saves while a layer is run again, sorted into the blanks of the forward."""
 
     counts_all = True
 

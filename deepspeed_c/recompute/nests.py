@@ -50,7 +50,7 @@ class Arguments:
         if kwargs or any(type(arg) not in _PLAIN for arg in args):
             leaves, self._tree = tree_flatten((args, kwargs))
         self.tensors: list[torch.Tensor] = []
-        """Each once. Whoever stores this object takes them out by ``forget``."""
+        """Each once. A holder that stores this object takes them out by ``forget``."""
         self._leaves = list(leaves)
         self._places: list[tuple[int, int]] = []
         known: dict[int, int] = {}
@@ -87,7 +87,7 @@ def extract_tensors(all_objects: Sequence[Any]) -> tuple[Sequence[torch.Tensor],
 def merge_tensors(
     tensor_objects: Sequence[torch.Tensor], non_tensor_objects: Sequence[Any], tensor_flags: Sequence[bool]
 ) -> tuple:
-    """What ``extract_tensors`` took apart, as a tuple. Raises ValueError where the counts do not fit the flags."""
+    """The inverse of ``extract_tensors``, as a tuple. Raises ValueError where the counts do not fit the flags."""
     tensors, others = iter(tensor_objects), iter(non_tensor_objects)
     n_tensors = sum(map(bool, tensor_flags))
     if (len(tensor_objects), len(non_tensor_objects)) != (n_tensors, len(tensor_flags) - n_tensors):
@@ -101,7 +101,7 @@ def merge_tensors(
 def detach_variable(inputs: Sequence[Any], device: Any = None) -> tuple:
     """``inputs`` with tensors that share no graph with the caller's; on ``device``, if one is given.
 
-    Each requires a gradient if the caller's does. Raises TypeError for what is no tuple or list.
+    Each requires a gradient if the caller's does. Raises TypeError unless ``inputs`` is a tuple or list.
     """
     if not isinstance(inputs, (tuple, list)):
         raise TypeError(f"a tuple of tensors is needed, not {type(inputs).__name__}")

@@ -18,7 +18,7 @@ from deepspeed_c.saved_tensors import give_back, keep
 
 __all__ = ["offload_activations"]
 
-# What is put together goes out together, and is read ahead together.
+# Tensors of one group go out together, and are read ahead together.
 _GROUP_BYTES = 32 << 20
 
 
@@ -59,7 +59,7 @@ class offload_activations(saved_tensors_hooks):
         super().__init__(self.put, self.get)
 
     def put(self, tensor: torch.Tensor) -> Any:
-        """What is kept in place of ``tensor``; ``get`` takes it."""
+        """The object to keep in place of ``tensor``; ``get`` takes it."""
         base = tensor if tensor._base is None else tensor._base
         if tensor.nbytes >= self._min_bytes and is_activation(tensor) and not isinstance(base, torch.nn.Parameter):
             self._n_bytes += tensor.nbytes

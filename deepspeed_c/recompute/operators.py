@@ -1,4 +1,5 @@
-"""Expensive operators of a layer: what they take, and running a layer again with the outputs of some of them at hand.
+"""Expensive operators of a layer: their bytes and times, and running a layer again with the outputs of some of them at
+hand.
 
 Expensive are matrix products, convolutions, attention and collectives. A layer calls them in the same order each time,
 and they are known by their number in it.
@@ -44,7 +45,7 @@ def _is_expensive(name: str) -> bool:
 
 
 def _results(name: str, args: Any, outputs: Any) -> Any:
-    """What an operator has given, or is giving: nothing yet where a sum in place is under way."""
+    """The results of an operator; none yet while a sum in place is under way."""
     if name == _SUM_STARTS_IN_PLACE:
         return ()
     return args[0].clone() if name in _SUMS_IN_PLACE else outputs
@@ -61,20 +62,20 @@ class MeasuredOperator(NamedTuple):
 
 
 class MeasuredLayer(NamedTuple):
-    """One call of a layer: bytes of storages, each counted once in a forward, without those of parameters."""
+    """One call of a layer: bytes of storages without parameters, each counted once in a forward."""
 
     label: str
-    n_elems: int  # of the tensors that it was given
+    n_elems: int  # in its input tensors
     input_bytes: int  # of these
     saved_bytes: int  # that autograd keeps for its backward if nobody interferes
     ns: int  # of all its operators that are run again
     operators: tuple[MeasuredOperator, ...]
-    movable_bytes: int = 0  # of the inputs: those that may wait elsewhere
+    movable_bytes: int = 0  # the part of the inputs that may wait elsewhere
     sends: bool = False  # by collectives of the caller's own: whoever runs it again, all ranks do
 
 
 def _random_state() -> tuple[bytes, Any]:
-    """Of the generators that operators draw from."""
+    """The states of the generators that operators draw from."""
     device = torch.device(get_accelerator().current_device_name())
     other = None if device.type == "cpu" else device_state(device)
     return torch.get_rng_state().numpy().tobytes(), other
@@ -91,7 +92,7 @@ def _same_state(a: tuple[bytes, Any], b: tuple[bytes, Any]) -> bool:
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values in no graph, whose version counts what is done to ``tensor``."""
+    """The same values in no graph. Its version counts the writes to ``tensor``."""
     # Below autograd a detached tensor has a counter of its own, unless the key that makes views is let in.
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
@@ -151,10 +152,10 @@ class _Seen:
 
 
 class Meter:
-    """What one call of an operator costs, by the clock."""
+    """The cost of one call of an operator, by the clock."""
 
     def call(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, int, bool]:
-        """(what the operator gives, nanoseconds, whether it drew random numbers: of expensive ones)."""
+        """(results, nanoseconds, whether it drew random numbers); the latter two for expensive operators only."""
         accelerator = get_accelerator()
         before = _random_state() if _is_expensive(func._schema.name) and _may_draw(func) else None
         accelerator.synchronize()
@@ -166,7 +167,7 @@ class Meter:
 
 
 class _Onlooker(TorchDispatchMode):
-    """Sees what runs, and leaves parts that are compiled as they are: their operators are their own."""
+    """Sees every operator, except within compiled parts, which it leaves as they are."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -182,9 +183,10 @@ class _LastSaved(NamedTuple):
 
 
 class Measurement(_Onlooker):
-    """Bytes and time of one call of a layer, which runs within. What the layer would save is held until ``done``.
+    """Bytes and time of one call of a layer, which runs within the context. The tensors that the layer would save are
+    held until ``done``.
 
-    counted: addresses of storages that the layers before have counted; those of this one's inputs are added.
+    counted: addresses of storages that earlier layers have counted; this layer adds the addresses of its inputs.
     meter: by default the clock.
     ends_early: the layer is run again up to the last tensor that autograd saves, and not to its end.
     """
@@ -221,7 +223,7 @@ class Measurement(_Onlooker):
             return True
         if self._module is None:
             return False
-        # Those of stage 3 lie in one gathered buffer, and are released when the layer is done.
+        # Parameters of stage 3 lie in one gathered buffer, and are released after the layer.
         place = _place_of(tensor)
         return any(_place_of(p) == place for p in (*self._module.parameters(), *self._module.buffers()))
 
@@ -268,7 +270,7 @@ class Measurement(_Onlooker):
             sum(t.numel() for t in self._tensors),
             sum(new.values()),
             sum(n_bytes for place, n_bytes in saved.items() if place not in self._counted),
-            # What counts twice does so in the whole as well: else a layer would cost nothing besides.
+            # A storage that counts twice does so in the whole as well: otherwise a layer would cost nothing besides.
             self._ns + sum(op.ns - seen.ns for op, seen in zip(operators, self._seen)),
             operators,
             sum(n_bytes for place, n_bytes in new.items() if place in movable),
@@ -335,7 +337,7 @@ class KeptOutputs:
             return func(*args, **kwargs)
         before = _random_state() if _may_draw(func) else None
         outputs = func(*args, **kwargs)
-        # What draws random numbers has to draw them again, for those who draw after it.
+        # An operator that draws random numbers has to draw them again, for the operators that draw after it.
         if func._schema.name == _SUM_STARTS_IN_PLACE:
             self._sums_under_way[_place_of(args[0])] = i
         elif before is None or _same_state(before, _random_state()):
@@ -376,8 +378,8 @@ class KeptOutputs:
 
 
 class _Numbered(_Onlooker):
-    """Has ``call`` make the calls of expensive operators, each with its number. ``followed`` sees what others give,
-    and ``on_wait`` the result of a tensor-parallel collective that has been waited for."""
+    """Has ``call`` make the calls of expensive operators, each with its number. ``followed`` sees the results of other
+    operators, ``on_wait`` the result of a tensor-parallel collective after its wait."""
 
     def __init__(
         self,

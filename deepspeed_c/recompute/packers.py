@@ -24,8 +24,9 @@ from deepspeed_c.saved_tensors import overwritten
 __all__ = ["Arena", "Gather", "ShardPacker", "StashPacker", "own_range"]
 
 _ALIGNMENT_BYTES = 64
-# Inputs from this size on have what the C library has freed returned, once in so many runs of layers: what layers use
-# anew is a page fault for each page then, which is a sixth of a narrow layer's time where it is done in each run.
+# For inputs of at least this size, memory that the C library has freed is returned to the system once in so many runs
+# of layers. The next use of each page is a page fault then: in every run that would be a sixth of a narrow layer's
+# time.
 _TRIMMED_BYTES, _TRIMMED_RUNS = 1 << 20, 8
 
 
@@ -71,7 +72,7 @@ class Arena:
     """One piece of memory for all that is kept between a forward and its backward, as large as the first of them was
     found to need.
 
-    What it has no room for (another forward is in flight, or a longer one) lies on its own, and counts for the next
+    A tensor without room in it (another forward is in flight, or a longer one) lies on its own, and counts for the next
     plan. It is used anew when everything has been given back.
     """
 
@@ -121,7 +122,7 @@ class Arena:
 
 
 class _Kept:
-    """What is kept of one tensor, and how to have it again."""
+    """The kept form of one tensor, and the way back to the tensor."""
 
     __slots__ = (
         "__weakref__", "_arena", "_of_memory", "_own_shape", "_span_elems", "_watch", "device", "dtype", "flat", "numel",
@@ -138,7 +139,7 @@ class _Kept:
         self._own_shape = [1 if stride == 0 else size for size, stride in zip(self.shape, self.stride, strict=True)]
         n_elems = math.prod(self._own_shape)
         # Elements of memory from the first to the last. Where there are no gaps, memory is kept, in any order of
-        # dimensions; a slice of something larger is kept without what lies between its elements.
+        # dimensions; a slice of something larger is kept without the gaps between its elements.
         self._span_elems = 1 + sum((n - 1) * stride for n, stride in zip(self._own_shape, self.stride, strict=True))
         self._of_memory = self._span_elems <= n_elems
         self.numel = self._span_elems if self._of_memory else n_elems
@@ -147,7 +148,7 @@ class _Kept:
         self._arena: Arena | None = None
 
     def elements_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What is kept of ``tensor``, flat."""
+        """The kept elements of ``tensor``, flat."""
         if self._of_memory:
             return tensor.detach().as_strided((self.numel,), (1,))
         return tensor.detach().as_strided(self._own_shape, self.stride).reshape(-1)
@@ -181,7 +182,7 @@ class _Kept:
 
 
 class _KeptBefore:
-    """What a packer has kept and somebody still holds: a tensor that many layers get is kept once."""
+    """Kept tensors that somebody still holds: a tensor that many layers get is kept once."""
 
     def __init__(self) -> None:
         self._kept: weakref.WeakValueDictionary[int, _Kept] = weakref.WeakValueDictionary()
@@ -194,7 +195,7 @@ class _KeptBefore:
 
 
 class _Claim:
-    """One layer's use of what is kept of a tensor. What is gathered ahead for it lies here."""
+    """One layer's use of a kept tensor. It holds the gather ahead for that use."""
 
     __slots__ = ("__weakref__", "_kept", "call", "device", "dtype", "gather", "numel")
 
@@ -210,8 +211,8 @@ class _Claim:
 
 
 class _Order:
-    """Which layer's inputs backward will want next, found from the order in which layers kept them and were asked for
-    them: from nothing that ranks of one program could differ in, such as when an object is freed.
+    """Predicts the layer whose inputs backward will want next, from the order in which layers kept inputs and were
+    asked for them. Ranks of one program agree on that order, unlike on the moment when an object is freed.
     """
 
     _MAX_CALLS = 1024  # that are remembered
@@ -232,8 +233,8 @@ class _Order:
         return claim
 
     def enter(self, call: int) -> tuple[list[_Claim], list[_Claim]]:
-        """A backward asks for the first input of ``call``. Returns (all that it will ask for, what comes after that):
-        the latter only where the backward before went as far as that, call by call.
+        """A backward asks for the first input of ``call``. Returns (the claims of this call, the claims of the next
+        calls). The latter only as far as the backward before went, call by call.
         """
         if call == self._at:
             return [], []
@@ -323,9 +324,8 @@ class ShardPacker:
     def _trim(self, device: torch.device, n_bytes: int, at: int) -> None:
         """Before a layer runs whose input has ``n_bytes``. at: changes from one layer's run to the next.
 
-        Parts of inputs lie in the C library's heap between whole ones that were freed, whose pages it would
-        keep: a rank would hold as many bytes as if nothing had been cut. An accelerator's allocator uses them
-        again.
+        Parts of inputs lie in the C library's heap between freed whole inputs. The library would keep the pages of
+        those: a rank would hold as many bytes as if nothing had been cut. An accelerator's allocator uses them again.
         """
         accelerator = get_accelerator()
         is_host = device.type == "cpu" and accelerator.device_name() == "cpu"
@@ -344,7 +344,7 @@ class ShardPacker:
         return Gather(self._comm, claim.numel, part, claim.dtype, claim.device)
 
     def _drop_gathers(self) -> None:
-        """Of what no backward has asked for."""
+        """Drops gathers that no backward has asked for."""
         for claim in self._on_the_way:
             claim.gather.wait()
             claim.gather = None

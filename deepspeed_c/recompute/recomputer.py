@@ -42,7 +42,7 @@ __all__ = ["Recomputer", "check_section", "label_of", "parked", "tensor_parallel
 def _module_of(function: Callable) -> torch.nn.Module | None:
     """The module that ``function`` is, is a method of, or is given first, as transformers' layers give themselves."""
     if isinstance(function, torch.nn.Module):
-        return function  # whose attributes are slow to look for in vain
+        return function  # a search for missing attributes of a module is slow
     while isinstance(function, functools.partial):
         if function.args and isinstance(function.args[0], torch.nn.Module):
             return function.args[0]
@@ -52,7 +52,7 @@ def _module_of(function: Callable) -> torch.nn.Module | None:
 
 
 def label_of(function: Callable, names: Mapping[int, str] = _NO_NAMES) -> str:
-    """What errors call a layer. names: of modules, by id."""
+    """The name of a layer in errors. names: of modules, by id."""
     module = _module_of(function)
     if module is not None:
         return names.get(id(module)) or type(module).__name__
@@ -62,7 +62,7 @@ def label_of(function: Callable, names: Mapping[int, str] = _NO_NAMES) -> str:
 
 
 class _Keeping:
-    """Who keeps inputs in another form, for both flavours."""
+    """The packers that keep inputs in another form, for both flavours."""
 
     def __init__(self, packers: Sequence[Packer]) -> None:
         self.packers = tuple(packers)
@@ -72,7 +72,7 @@ class _Keeping:
 
 
 class Recomputer:
-    """What one engine, or one ``configure``, has settled: its options, the tensor-parallel ranks, its memory.
+    """The settings of one engine, or of one ``configure``: its options, the tensor-parallel ranks, its memory.
 
     comm: the ranks that activations are cut over; None: this rank alone.
     aio: how files are read and written.
@@ -125,7 +125,7 @@ class Recomputer:
         most_ahead = MAX_AHEAD if self.budget is None else N_ON_THE_WAY - 1
         if offload.device == "nvme":
             file = StashFile(offload.nvme_path or "", SwapSettings.of(aio), most_ahead)
-            # A budget says what stays in the memory that computes, also where that is the host's.
+            # A budget decides about the memory that computes, also where that is the host's.
             stays = self.budget is None or get_accelerator().device_name() != "cpu"
             max_in_cpu = bytes_of(offload.max_in_cpu) if stays else 0
             return Stash(self._calls, file, max_in_cpu, self.counters, most_ahead=most_ahead)
@@ -142,7 +142,7 @@ class Recomputer:
         label: str = "",
         is_reentrant: bool | None = None,
     ) -> Any:
-        """``function(*args, **kwargs)``, of which nothing but the inputs is kept for the backward."""
+        """``function(*args, **kwargs)``; only its inputs are kept for the backward."""
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         if torch.compiler.is_compiling():
@@ -179,7 +179,7 @@ class Recomputer:
     def _run_again(
         self, function: Callable, args: tuple, kwargs: dict[str, Any], label: str, is_reentrant: bool | None
     ) -> Any:
-        """Of a layer that no plan is about."""
+        """Runs a layer that has no plan."""
         arguments = Arguments(args, kwargs)
         if self.section.use_reentrant if is_reentrant is None else is_reentrant:
             return self._run_reentrant(function, arguments, label, self._around)
@@ -187,7 +187,8 @@ class Recomputer:
 
     @property
     def _around(self) -> _Keeping:
-        """Of a layer that no plan is about: within another one it stays where that one's plan has counted it."""
+        """The packers for a layer without a plan: within a planned layer its inputs stay where that plan has counted
+        them."""
         return self._near if self.budget is not None and self.budget.is_within else self._keeping
 
     def _run_planned(
@@ -285,8 +286,8 @@ class Recomputer:
         return self._once.of((label, id(_module_of(function))), label)
 
     def active(self, inputs: Any = (), name: str = "") -> AbstractContextManager[None]:
-        """Calls of ``checkpoint`` within, which are of one forward, follow this object. inputs: what the model is
-        given. name: of a stage, if it is one."""
+        """Calls of ``checkpoint`` within, all of one forward, follow this object. inputs: the model's arguments. name:
+        of the stage, for a stage of a pipeline."""
         if self.budget is None or not torch.is_grad_enabled():
             return entered(self)
         stack = ExitStack()
@@ -296,14 +297,14 @@ class Recomputer:
         return stack
 
     def clear(self) -> None:
-        """Frees what is kept for the next step."""
+        """Frees the memory that is kept for the next step."""
         if self.arena is not None:
             self.arena.clear()
         if self.stash is not None:
             self.stash.clear()
 
     def close(self) -> None:
-        """Ends what ``initialize`` or ``configure`` has begun. Graphs that are still there can be gone through."""
+        """The end of an engine, or of a ``configure``. Backwards of graphs that still live work."""
         self.clear()
         if self.stash is not None:
             self.stash.close()
@@ -330,7 +331,7 @@ def parked(section: ActivationCheckpointing, *, wanted: bool) -> ActivationCheck
 
 
 def bytes_of(max_in_cpu: int | str | None) -> int:
-    """Of the key. Raises ConfigError for what is no number of bytes."""
+    """The bytes of the key. Raises ConfigError unless it is a number of bytes."""
     where = "activation_checkpointing.offload.max_in_cpu"
     found = parse_bytes(max_in_cpu, where) if isinstance(max_in_cpu, str) else max_in_cpu or 0
     if found < 0:
@@ -339,7 +340,7 @@ def bytes_of(max_in_cpu: int | str | None) -> int:
 
 
 def check_section(section: ActivationCheckpointing, n_layers: int | None, where: str) -> None:
-    """Raises ConfigError for options that need others. n_layers: what is known of them otherwise."""
+    """Raises ConfigError for options that need others. n_layers: number of layers, if the caller knows it."""
     bytes_of(section.offload.max_in_cpu)
     if not section.contiguous_memory_optimization:
         return

@@ -19,7 +19,7 @@ __all__ = ["ReentrantCall"]
 
 
 class ReentrantCall:
-    """One call of a layer, and what it gave besides tensors."""
+    """One call of a layer, and its results besides tensors."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class ReentrantCall:
         )
 
     def backward(self, saved: tuple[torch.Tensor, ...], grads: tuple[torch.Tensor | None, ...]) -> list[Any]:
-        """Gradients of the inputs; those of parameters are added to them on the way."""
+        """Gradients of the inputs; gradients of parameters are added to the parameters on the way."""
         if not torch.autograd._is_checkpoint_valid():
             raise BackwardError(
                 "a reentrant checkpoint runs backward() within the backward, which autograd.grad, and"
@@ -134,7 +134,7 @@ def _words(shapes: list[tuple[torch.Size, torch.dtype]]) -> str:
 
 class _Reentrant(torch.autograd.Function):
     call: ReentrantCall
-    """Of the context of each."""
+    """The call of each context."""
 
     @staticmethod
     def forward(ctx: Any, call: ReentrantCall, _: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

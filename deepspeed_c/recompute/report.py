@@ -1,4 +1,4 @@
-"""What recomputed layers cost, for people: a table, and with a folder the same as JSON and as a picture."""
+"""The costs of recomputed layers, for people: a table, and with a folder the same as JSON and as a picture."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def describe(figures: Figures) -> str:
 
 
 def draw(figures: Figures) -> str:
-    """A bar a layer, as SVG: milliseconds of one call, by what they were spent on."""
+    """A bar a layer, as SVG: milliseconds of one call, by their use."""
     totals = {label: sum(_per_call(one, name) for name in _TIMES) for label, one in figures.items()}
     scale = _BARS_PX / max([*totals.values(), 1])
     height = (len(figures) + 2) * _ROW_PX
@@ -62,7 +62,7 @@ def draw(figures: Figures) -> str:
 
 
 def write(folder: str, figures: Figures, step: int) -> None:
-    """``activations.json`` and ``activations.svg`` in ``folder``, in place of those of an earlier step.
+    """``activations.json`` and ``activations.svg`` in ``folder``, in place of the files of an earlier step.
 
     Raises ConfigError where that cannot be written.
     """

@@ -26,7 +26,7 @@ __all__ = [
 
 MODEL_PARALLEL_RNG = "model-parallel-rng"
 SEQUENCE_RNG = "sequence-parallel-rng"
-# Megatron's: tensor-parallel ranks draw from seeds that are this far from those that all of them share.
+# Megatron's distance between the seeds of tensor-parallel ranks and the seed that all of them share.
 _TENSOR_PARALLEL_OFFSET = 2718
 # Ours, for ranks that hold parts of one sequence: a prime, larger than seeds that people count up.
 _SEQUENCE_OFFSET = 1_000_003
@@ -57,7 +57,8 @@ def _state_of_seed(seed: int) -> torch.Tensor:
 
 
 class CudaRNGStatesTracker:
-    """Named states of this rank's generator, on whatever device it computes. ``fork`` draws from one of them."""
+    """Named states of this rank's generator, on the device that computes. Within ``fork`` numbers are drawn from a
+    named state."""
 
     def __init__(self) -> None:
         self._states: dict[str, torch.Tensor] = {}
@@ -71,11 +72,11 @@ class CudaRNGStatesTracker:
         self._states, self._seeds = {}, set()
 
     def get_states(self) -> dict[str, torch.Tensor]:
-        """A copy: what is drawn later does not change it."""
+        """A copy: later draws do not change it."""
         return {name: state.clone() for name, state in self._states.items()}
 
     def set_states(self, states: Mapping[str, torch.Tensor]) -> None:
-        """Replaces all of them by what ``get_states`` gave."""
+        """Replaces all of them by a result of ``get_states``."""
         self._states = {name: state.clone() for name, state in states.items()}
 
     def add(self, name: str, seed: int) -> None:
@@ -116,8 +117,8 @@ def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
 
 
 def stream_of_rank(name: str, rank: int) -> AbstractContextManager[None]:
-    """Draws within from the state ``name`` of the process's tracker, which begins, where it is not there, with a seed
-    of rank ``rank``'s own: torch's initial seed, and what tells ranks apart."""
+    """Draws within from the state ``name`` of the process's tracker. A new state begins with a seed of rank ``rank``'s
+    own, made of torch's initial seed and the rank."""
     if name not in _tracker:
         _tracker.add(name, torch.initial_seed() % 2**62 + _SEQUENCE_OFFSET * (rank + 1))
     return _tracker.fork(name)

@@ -1,9 +1,9 @@
 """Where the inputs of recomputed layers wait for the backward: in host memory, and in a file.
 
-Forward puts them, call by call. Those of the newest call stay where they are: backward begins there. When the next call
-puts its own, the ones before go *out*: the first ``max_in_cpu`` bytes into host memory, where they are anyway if that
-is what computes, and the others into the file, behind the computation. Backward asks in the reverse order, so the calls
-before the one that is asked for are read meanwhile.
+Forward puts them, call by call. The inputs of the newest call stay where they are: backward begins there. When the next
+call puts its inputs, earlier inputs go *out*: the first ``max_in_cpu`` bytes into host memory (they are there already
+if the host computes), the others into the file, behind the computation. Backward asks in the reverse order, so earlier
+calls' inputs are read meanwhile.
 
 At most one call's inputs are on their way out, and one to three calls' are on their way in.
 """
@@ -40,7 +40,7 @@ _MOST_GROWTH = 1 << 30
 
 
 class _Space:
-    """Which bytes of the file are free. First fit; neighbours become one."""
+    """The free ranges of the file. First fit; neighbours become one."""
 
     def __init__(self) -> None:
         self._free: list[tuple[int, int]] = []  # (offset, bytes), in order
@@ -135,7 +135,7 @@ class StashFile:
                 fix='free space there, name another folder, or keep more in memory by "max_in_cpu"',
             ) from problem
         finally:
-            # An error and the frame that names it refer to each other: what the forward holds, and its place in the
+            # An error and the frame that names it refer to each other: the forward's tensors, and their places in the
             # file, would wait for the garbage collector.
             del problem
 
@@ -213,7 +213,7 @@ class Stashed:
         self.values: torch.Tensor | None = values
         self.host: torch.Tensor | None = None  # uint8, in host memory
         self.copy: Any = None  # to ``host``, under way
-        self.is_counted = False  # among the bytes that stay in host memory
+        self.is_counted = False  # its bytes count for host memory
         self.is_shared = False  # by several calls, of which ``call`` is the newest
         self.offset: int | None = None  # in the file
         self.crc: int | None = None
@@ -232,7 +232,7 @@ class Stashed:
 
 
 class _Left(NamedTuple):
-    """What a tensor that is gone has left behind."""
+    """The remains of a freed tensor."""
 
     number: int
     n_counted: int
@@ -244,12 +244,12 @@ class _Left(NamedTuple):
 class Stash:
     """Inputs of layers between forward and backward.
 
-    calls: whose inputs they are. file: None where all go to host memory. max_in_cpu: bytes that stay in host memory
-    before the file is used. counters: told what is copied and waited for. copies_of: makes what copies between a device
-    and the host. most_ahead: calls whose inputs are read before they are asked for.
+    calls: the source of call numbers. file: None where all go to host memory. max_in_cpu: bytes that stay in host
+    memory before the file is used. counters: told what is copied and waited for. copies_of: makes what copies between a
+    device and the host. most_ahead: calls whose inputs are read before they are asked for.
 
-    Any thread may call. Raises OffloadError, which names the layer, where a transfer fails, or where what is read is
-    not what was written; what is put then can still be dropped, and the next forward goes on.
+    Any thread may call. Raises OffloadError, which names the layer, where a transfer fails or a checksum of read bytes
+    is wrong. Stashed inputs can still be dropped then, and the next forward goes on.
     """
 
     def __init__(
@@ -267,7 +267,7 @@ class Stash:
         self._lock = threading.RLock()  # autograd's threads, and destructors within a method
         self._n = self._n_counted = 0
         self._alive: dict[int, weakref.ref[Stashed]] = {}
-        self._out: list[int] = []  # numbers of what has to be brought back, in order
+        self._out: list[int] = []  # numbers of the inputs to bring back, in order
         self._newest: dict[int, weakref.ref[Stashed]] = {}  # that no later call has driven out
         self._leaving: list[weakref.ref[Stashed]] = []  # being copied or written
         self._left: deque[_Left] = deque()
@@ -288,7 +288,7 @@ class Stash:
 
     @property
     def in_cpu_bytes(self) -> int:
-        """Bytes that count as those that stay in host memory."""
+        """Bytes that count for host memory."""
         with self._lock:
             self._settle()
             return self._n_counted
@@ -333,17 +333,17 @@ class Stash:
         self._send_older(stashed.call)
 
     def _send_older(self, call: int) -> None:
-        """What other calls than ``call`` have put goes out."""
+        """Sends out the inputs of all calls but ``call``."""
         older = [each for ref in self._newest.values() if (each := ref()) is not None and each.call != call]
         if older:
-            self._finish_leaving()  # what the call before has sent out had the time of a whole layer
+            self._finish_leaving()  # its transfers have had the time of a whole layer
         for each in older:
             del self._newest[each.number]
             self._send_out(each)
         self._newest = {number: ref for number, ref in self._newest.items() if ref() is not None}
 
     def pass_by(self) -> None:
-        """This thread is in a call whose inputs do not go here: those of the calls before it need not wait for more."""
+        """This thread is in a call whose inputs do not go here, so earlier inputs need not wait for more."""
         with self._lock:
             self._settle()
             if not self._newest:
@@ -495,9 +495,9 @@ class Stash:
             bisect.insort(self._out, stashed.number)
 
     def get(self, stashed: Stashed) -> torch.Tensor:
-        """Its values, flat, where they were; what was put in the calls before is read ahead.
+        """Its values, flat, on their device; the inputs of earlier calls are read ahead.
 
-        What it returns may be changed where ``values`` is None afterwards.
+        The caller may change the result where ``values`` is None afterwards.
         """
         with self._lock:
             self._settle()
@@ -531,7 +531,7 @@ class Stash:
         self.read_bytes += stashed.n_bytes
 
     def _read_ahead(self, call: int, number: int) -> None:
-        """Starts to bring back what the calls before ``call`` have put, as many of them as ``_n_ahead``."""
+        """Starts to bring back the inputs of ``_n_ahead`` calls before ``call``."""
         seen: set[int] = set()
         for i in range(bisect.bisect_left(self._out, number) - 1, -1, -1):
             ref = self._alive.get(self._out[i])
@@ -547,7 +547,7 @@ class Stash:
                 self._start_read(stashed)
 
     def _come_up(self, stashed: Stashed) -> None:
-        """Starts the copy to its device of what waits in host memory."""
+        """Starts the copy from host memory to its device."""
         copies = self._copies_for(stashed.device)
         if copies is not None and stashed.copy is None and stashed.coming is None and stashed.values is None:
             stashed.coming = copies.up(stashed.host.narrow(0, 0, stashed.n_bytes))
@@ -586,13 +586,13 @@ class Stash:
         )
 
     def forget(self, stashed: Stashed) -> None:
-        """Notes what ``stashed``, which is being freed, leaves behind."""
+        """Notes the remains of ``stashed``, which is being freed."""
         transfers = tuple(each for each in (stashed.write, stashed.read) if each is not None)
         n_counted = stashed.n_bytes if stashed.is_counted else 0
         self._left.append(_Left(stashed.number, n_counted, stashed.offset, stashed.n_bytes, transfers))
 
     def _settle(self) -> None:
-        """Frees the places of what is gone, as soon as nothing comes or goes there any more."""
+        """Frees the places of freed tensors, as soon as no transfer touches them any more."""
         while self._left:
             left = self._left.popleft()
             self._alive.pop(left.number, None)
@@ -647,12 +647,12 @@ class _SideCopies:
         return self._stream.record_event()
 
     def up(self, source: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Starts to copy bytes to the device; ``arrive`` takes what this returns."""
+        """Starts to copy bytes to the device; ``arrive`` takes the result."""
         with self._module.stream(self._stream):
             return source.to(self._device, non_blocking=True), self._stream.record_event()
 
     def arrive(self, coming: tuple[torch.Tensor, Any]) -> torch.Tensor:
-        """The bytes, for what is computed from now on."""
+        """The bytes, for all computation from now on."""
         found, event = coming
         current = self._module.current_stream(self._device)
         current.wait_event(event)
@@ -661,5 +661,5 @@ class _SideCopies:
 
 
 def copies_between(device: torch.device) -> _SideCopies | None:
-    """What copies between ``device`` and the host; None where the host is what computes."""
+    """The copier between ``device`` and the host; None where the host computes."""
     return None if device.type == "cpu" else _SideCopies(device)
