@@ -33,8 +33,8 @@ class TPLayerSpec:
     """One rule: which parameters, and how they are cut (``layer_specs`` in the configuration).
 
     shape: of the weight in parts, an entry a dimension: a number of equal parts, a tuple of their sizes, or -1. Without
-    one, heads go whole where the family's policy knows the layer. Raises ConfigError for a shape that has parts in
-    another dimension than the one that is cut, or sizes below 1.
+    one, heads go whole where the family's policy knows the layer. Raises ConfigError for a shape with parts in a
+    dimension that is not cut, or sizes below 1.
     """
 
     patterns: list[str]
@@ -162,7 +162,8 @@ def _known(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merge_autotp_configs(base: AutoTPConfig, override: AutoTPConfig) -> AutoTPConfig:
-    """The rules of both, those of ``override`` first; of the rest what ``override`` says, where it says something."""
+    """Merge two configurations: rules of ``override`` come first. Its ``tp_size`` and ``lm_head_patterns`` count where
+    they are set, and its other settings always."""
     return AutoTPConfig(
         tp_size=override.tp_size if override.tp_size > 1 else base.tp_size,
         layer_specs=[*override.layer_specs, *base.layer_specs],
@@ -184,7 +185,7 @@ def _rules(columns: Sequence[str], rows: Sequence[str], skips: Sequence[str] = (
 
 
 class AutoTPPresets:
-    """Rules of model families. Where heads or fused parts lie is left to the family's policy, whatever their number."""
+    """Rules of model families. The family's policy knows where heads and fused parts lie, for any number of them."""
 
     @staticmethod
     def llama() -> AutoTPConfig:

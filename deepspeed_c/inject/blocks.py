@@ -1,8 +1,8 @@
 """Rules from a model's own structure, where somebody names the row layers of its blocks: ``injection_policy``.
 
-``{Block: ("attn.out", "mlp.down")}``: in every block these linear layers are cut by rows, all others by columns. What
-belongs to heads is known from the family's policy, or from sizes: beside a row layer of ``n`` inputs, an attention's
-column layer of ``n`` outputs makes queries, one of fewer makes keys or values.
+``{Block: ("attn.out", "mlp.down")}``: in every block these linear layers are cut by rows, all others by columns. The
+family's policy says which layers belong to heads, otherwise sizes do: beside a row layer of ``n`` inputs, an
+attention's column layer of ``n`` outputs makes queries, and a layer of fewer outputs makes keys or values.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _WIDTHS = ("all_head_size", "embed_dim", "split_size", "inner_dim", "dim")
 def block_rules(model: torch.nn.Module, blocks: Mapping[type, Sequence[str]]) -> RuleSet:
     """The rules for every linear layer in the blocks of these classes, with nothing changed.
 
-    Raises ConfigError where the model has no such block, or a block no such layer; ModelError for a layer of which
-    sizes do not say what lies in it.
+    Raises ConfigError where the model has no such block, or a block no such layer; ModelError for a layer whose
+    contents cannot be told from its sizes.
     """
     family = find_policy(getattr(getattr(model, "config", None), "model_type", ""))
     rules: list[Rule] = []
@@ -104,8 +104,8 @@ def _part_of(linear: torch.nn.Module, style: str, width: int, where: str) -> str
 
 
 def _attention_of(block: torch.nn.Module, inner: str, rows: Sequence[str]) -> tuple[str, str] | None:
-    """(the nearest module around the layer that has counts of heads, or whose child has, that child's name or ""); one
-    that holds a row layer comes first.
+    """Return (the nearest module around the layer that has counts of heads, or whose child has, that child's name or
+    ""); a module with a row layer inside comes first.
     """
     found: list[tuple[str, str]] = []
     while "." in inner:

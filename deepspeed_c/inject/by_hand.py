@@ -1,4 +1,4 @@
-"""Layers and a switch that DeepSpeed's users name by hand, beside those of ``layers``."""
+"""Layers and a switch that DeepSpeed's users name by hand, in addition to ``layers``."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ class fused_LinearLayer(LinearLayer):
         fused_module: torch.nn.Module,
         name: str = "",
     ) -> None:
-        """fused_module: the layer of the model that ``module`` belongs to, one of its attentions' parents or the
-        attention's own. Raises ModelError where its family has no policy, or the policy does not cut ``module`` so.
+        """fused_module: the layer of the model that contains ``module``: an attention or a parent of one. Raises
+        ModelError where its family has no policy, or the policy does not cut ``module`` so.
         """
         super().__init__(module, mp_group, skip_partition=True, name=name)
         place = RankPlace(self.ranks.rank, self.ranks.n_ranks)
@@ -84,7 +84,7 @@ class fused_LinearLayer(LinearLayer):
             return
         heads = (attention.n_heads, attention.n_key_heads)
         dims = [(self.weight, 1 if self.is_transposed else 0)] + ([] if self.bias is None else [(self.bias, 0)])
-        # Where one of them is refused, none is cut.
+        # If weight or bias is refused, neither is cut.
         cuts = [
             cut_along(param.shape, dim, *parts_of(step, param.shape[dim], 1, self.label), heads, place)
             for param, dim in dims
@@ -154,7 +154,7 @@ def set_autotp_mode(training: bool = False) -> None:
     """Says whether tensor-parallel layers are to train.
 
     Nothing depends on it here, except ``is_autotp_training_mode``: layers sum gradients wherever one is asked for, and
-    send nothing for them elsewhere. TypeError for what is no bool.
+    send nothing for them elsewhere. Raises TypeError if ``training`` is no bool.
     """
     if not isinstance(training, bool):
         raise TypeError(f"training is True or False, not {training!r}")
@@ -162,5 +162,5 @@ def set_autotp_mode(training: bool = False) -> None:
 
 
 def is_autotp_training_mode() -> bool:
-    """What ``set_autotp_mode`` was last told; True before that."""
+    """Return the last value given to ``set_autotp_mode``; True before the first call."""
     return _mode["training"]

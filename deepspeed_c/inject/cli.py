@@ -80,7 +80,7 @@ def _build(folder: Path) -> torch.nn.Module:
         made = getattr(transformers, architecture or "", None)
         with torch.device("meta"):
             return transformers.AutoModel.from_config(config) if made is None else made._from_config(config)
-    except Exception as error:  # whatever a model's own code and its checks raise
+    except Exception as error:  # a model's own code and its checks may raise anything
         raise ModelError(
             f"transformers cannot build it: {error}",
             where=str(file),

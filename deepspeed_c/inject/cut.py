@@ -16,14 +16,15 @@ __all__ = ["Cut", "CutBox", "keep_part"]
 
 
 class CutBox(NamedTuple):
-    """A block of a parameter: at ``local_offset`` in what the rank holds, at ``logical_offset`` in the whole."""
+    """A block of a parameter: ``local_offset`` is its place in the rank's tensor, ``logical_offset`` its place in the
+    whole."""
 
     local_offset: tuple[int, ...]
     logical_offset: tuple[int, ...]
     size: tuple[int, ...]
 
     def of_local(self) -> tuple[slice, ...]:
-        """The block in what the rank holds, as an index."""
+        """The block in the rank's tensor, as an index."""
         return _index(self.local_offset, self.size)
 
     def of_logical(self) -> tuple[slice, ...]:
@@ -33,16 +34,18 @@ class CutBox(NamedTuple):
 
 @dataclass(frozen=True)
 class Cut:
-    """What one rank of a tensor-parallel group holds of one parameter."""
+    """The part of one parameter that one rank of a tensor-parallel group holds."""
 
     logical_shape: torch.Size
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
     boxes: tuple[CutBox, ...]
-    """What this rank holds, in the order it lies there. At least one: a rank that holds nothing has one of size 0."""
+    """This rank's blocks, in the order of the local tensor. At least one: a rank without elements has one block of size
+    0.
+    """
     n_copies: int
     """Ranks of the group that hold the very same elements, this one included: more than 1 for shared key heads."""
     rank: int
-    """This rank, among those of the group."""
+    """This rank's number in the group."""
     n_ranks: int
     """Ranks of the group."""
     copies: tuple[int, ...]
@@ -50,7 +53,7 @@ class Cut:
 
     @property
     def local_shape(self) -> torch.Size:
-        """Of what this rank holds."""
+        """Shape of this rank's tensor."""
         return torch.Size(
             max(box.local_offset[dim] + box.size[dim] for box in self.boxes) for dim in range(len(self.logical_shape))
         )
@@ -78,7 +81,7 @@ class Cut:
 def keep_part(param: torch.nn.Parameter, cut: Cut | None, dim: int = -1) -> None:
     """``param``, which is whole, becomes this rank's part of it, cut along ``dim``, and says so.
 
-    cut: None for one that stays whole, which then says that.
+    cut: None for a parameter that stays whole; it is marked as whole then.
     """
     if cut is not None:
         with torch.no_grad():

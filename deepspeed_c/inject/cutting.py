@@ -41,8 +41,8 @@ from deepspeed_c.logging import logger
 __all__ = ["CutReport", "ReportRow", "cut_model", "preview_cut"]
 
 _WORDS = Rule("", "column")
-_HARDLY = 0.75  # share of the model's elements on a rank above which a cut saves little
-# What a module keeps of hooks on its forward; one of peft's makes the table of words give outputs with a gradient.
+_HARDLY = 0.75  # if a rank holds a larger share of the model's elements, the cut saves little
+# A module's attributes for hooks on its forward; a hook of peft makes the embedding's outputs require a gradient.
 _HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -54,13 +54,13 @@ _HOOKS = (
 
 @dataclass(frozen=True)
 class ReportRow:
-    """What became of one parameter."""
+    """How one parameter is cut."""
 
     name: str
     logical_shape: torch.Size
     local_shape: torch.Size
     rule: str
-    """Where the rule stands and what it says; why the parameter is whole, where it is."""
+    """Where the rule stands and its text, or the reason why the parameter is whole."""
     n_copies: int = 1
 
     @property
@@ -70,13 +70,13 @@ class ReportRow:
 
 @dataclass
 class CutReport:
-    """What became of a model: one row a parameter."""
+    """How a model is cut: one row per parameter."""
 
     n_ranks: int
     rank: int
     rows: list[ReportRow] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """What the configuration asks for and this model gets a part of only."""
+    """Settings of the configuration that this model can follow only in part."""
 
     @property
     def logical_elems(self) -> int:
@@ -120,8 +120,8 @@ def cut_model(
 
     blocks: an ``injection_policy``, {class of blocks: ends of the names of their row layers}, in the policy's place.
 
-    Collective: weights and buffers become those of rank 0 first. Raises ConfigError or ModelError where a rule does not
-    fit; nothing has changed then.
+    Collective: weights and buffers are first broadcast from rank 0. Raises ConfigError or ModelError where a rule does
+    not fit; nothing has changed then.
     """
     if comm.world_size == 1:
         rows = [
@@ -138,9 +138,9 @@ def cut_model(
 
 
 def preview_cut(model: torch.nn.Module, section: TensorParallel, rank: int, n_ranks: int) -> CutReport:
-    """What ``cut_model`` would say on ``rank`` of ``n_ranks``; nothing is changed, and no other rank is needed.
+    """Return the report of ``cut_model`` for ``rank`` of ``n_ranks``; nothing is changed, and no other rank is needed.
 
-    The model's tensors may be on the meta device. Raises what ``cut_model`` raises for a rule that does not fit.
+    The model's tensors may be on the meta device. Raises the errors of ``cut_model`` for a rule that does not fit.
     """
     surgeon = _Surgeon(model, section, RankPlace(rank, n_ranks))
     surgeon.plan()
@@ -251,7 +251,7 @@ class _Surgeon:
             logger.warning(f"tensor parallelism saves little: {what}. Fix: {fix}")
 
     def _refuse_unknown(self, findings: TrialFindings) -> None:
-        """Where a block took part in no trial, only names say what is in it: each parameter needs a rule."""
+        """Require a rule for each parameter of a block that took part in no trial: only names tell its contents."""
         known = {param for step in self.planned for param in step.module.parameters()}
         styles: dict[str, dict[str, str]] = {}
         for step in self.planned:
@@ -271,7 +271,7 @@ class _Surgeon:
                     )
 
     def _refuse_halves(self, uncut: list[Planned]) -> None:
-        """Layers of one attention, or of one network, go together: what one gives the next one takes."""
+        """Refuse to cut only some layers of one attention or MLP: each layer's output is the next one's input."""
         siblings = {step.block: step for step in self.planned}
         for step in uncut:
             other = siblings.get(step.block)
@@ -391,7 +391,7 @@ class _Surgeon:
                     self.heads.append((name, m))
 
     def report(self) -> CutReport:
-        """Of what was planned, before it is done."""
+        """The report of the plan, before it is carried out."""
         rows = []
         for param, name in self.names.items():
             cut = self.cuts[param][0] if param in self.cuts else None
@@ -400,7 +400,7 @@ class _Surgeon:
             rows.append(ReportRow(name, param.shape, local, rule, 1 if cut is None else cut.n_copies))
         return CutReport(self.place.n_ranks, self.place.rank, rows, self.flow.notes)
 
-    # What follows changes the model.
+    # The methods from here on change the model.
 
     def apply(self, ranks: TensorRanks) -> CutReport:
         report = self.report()

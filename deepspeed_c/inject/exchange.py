@@ -1,11 +1,11 @@
-"""What tensor-parallel ranks send one another, as operators: with fakes, and each call in the ledger of its group.
+"""Messages between tensor-parallel ranks, as operators: with fakes, and each call in the ledger of its group.
 
 An operator that ends in ``start`` leaves its result in use until ``tp_wait_`` has been called on it; ranks wait in the
 same order. ``ranks`` is the number of a ``Collectives`` (``number_of``). Everything is float32, bfloat16 or float16;
 sums are in rank order, the same bits on all ranks.
 
-[Note: versions] torch counts what its own operators overwrite. These have to count themselves: whoever keeps a product
-for a recomputation, or for a backward, must see that a sum over ranks has replaced it.
+[Note: versions] torch counts the tensors that its own operators overwrite. These operators have to count by themselves:
+code that keeps a product for a recomputation or a backward must see that a sum over ranks has replaced it.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ SUMMED = (torch.float32, torch.bfloat16, torch.float16)
 _numbers: WeakKeyDictionary[Collectives, int] = WeakKeyDictionary()
 _comms: WeakValueDictionary[int, Collectives] = WeakValueDictionary()
 _next = itertools.count(1)
-# What is under way, by where its result lies: the tensor is kept, so that nothing else comes to lie there.
+# Collectives under way, by the address of their result: the tensor is kept, so that no other tensor gets that address.
 _under_way: dict[int, tuple[Work, torch.Tensor]] = {}
 
 
 def number_of(comm: Collectives) -> int:
-    """By which the operators know ``comm``."""
+    """Return the number that the operators use for ``comm``."""
     if comm not in _numbers:
         _numbers[comm] = next(_next)
         _comms[_numbers[comm]] = comm
@@ -117,7 +117,7 @@ def _wait(x: torch.Tensor) -> None:
 
 
 def _nothing(*arguments: object) -> None:
-    """Mutates what a fake tensor has no data of."""
+    """Stand-in for operators that mutate data: a fake tensor has none."""
 
 
 def _fake_gather(x: torch.Tensor, sizes: Sequence[int], dim: int, ranks: int, label: str) -> torch.Tensor:
@@ -167,7 +167,7 @@ def gather_start(x: torch.Tensor, sizes: Sequence[int], dim: int, comm: Collecti
 
 
 def gathered(of_ranks: torch.Tensor, sizes: Sequence[int], dim: int) -> torch.Tensor:
-    """What ``gather_start`` gave, as one tensor: the ranks' parts one after the other along ``dim``."""
+    """The result of ``gather_start`` as one tensor: the ranks' parts one after the other along ``dim``."""
     return torch.cat([part.narrow(dim, 0, size) for part, size in zip(of_ranks, sizes, strict=True)], dim=dim)
 
 
@@ -178,7 +178,7 @@ def scatter_start(x: torch.Tensor, sizes: Sequence[int], dim: int, comm: Collect
 
 
 def settle() -> None:
-    """Waits for all that is under way, in the order in which it was started: whoever was to wait has failed."""
+    """Wait for all collectives under way, in the order of their starts: the code that was to wait has failed."""
     for _, result in list(_under_way.values()):
         wait(result)
 

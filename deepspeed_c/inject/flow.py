@@ -26,13 +26,13 @@ class Region:
 
 @dataclass
 class Flow:
-    """What a policy's ``Stream`` finds in a model."""
+    """Layers and regions of a model that a policy's ``Stream`` names."""
 
     layers: list[str]
     """By dotted name, in order; the norm behind them is the last."""
     regions: list[Region]
     notes: list[str]
-    """Where only a part of what is asked for can be done."""
+    """Reports of requests that can be met only in part."""
 
 
 def plan_flow(
@@ -46,7 +46,7 @@ def plan_flow(
     """Finds layers and regions; nothing is changed.
 
     wants_tokens: norms are to see a rank's own tokens (``sequence_parallel_norms``). Raises ModelError where that
-    cannot be; where only halves of batches are wanted, the notes say what does without.
+    cannot be; if only halves of batches are wanted, the notes name the parts of the model that run without.
     """
     key = "tensor_parallel.sequence_parallel_norms"
     lists = [] if stream is None else list(_lists(model, stream))

@@ -19,7 +19,7 @@ __all__ = ["generate_alike", "random_state"]
 
 
 def generate_alike(model: torch.nn.Module, comm: Collectives) -> None:
-    """Make every ``generate`` in ``model`` (its own, and those of wrapped models) draw from rank 0's random state.
+    """Make every ``generate`` in ``model`` (also inside wrapped models) draw from rank 0's random state.
 
     comm: the tensor-parallel ranks of the model."""
     together = _AlikeGeneration(comm)

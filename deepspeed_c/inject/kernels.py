@@ -2,9 +2,8 @@
 positions.
 
 ``inject_kernels`` gives modules another forward, and nothing else: modules, parameters, names and hooks stay, and
-``revert_kernels`` takes it away again. What a module computes is not believed from its name, nor from its class: its
-own forward runs on stand-ins for its weights, large values and small, in each dtype, and must give what the operator
-gives.
+``revert_kernels`` takes it away again. A module's name and class prove nothing about its computation: its own forward
+runs on stand-ins for its weights, large values and small, in each dtype, and must give the operator's result.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ _GATED = (("gate_proj", "up_proj"), ("gate_up_proj",))
 _ACT_NAMES = ("act_fn", "activation_fn", "act")
 _EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
 _ROTARY = "apply_rotary_pos_emb"
-# What may lie between a module's own forward and a kernel, of the largest result: sums in another order in float32; in
-# 16 bits one rounding after another against one.
+# Largest difference between a module's own forward and a kernel, relative to the largest result: sums in another order
+# in float32; in 16 bits one rounding after another against one.
 _TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9}
-# Of what stand-ins are given: in the smaller one an epsilon shows.
+# Scales of the stand-ins' values: an epsilon shows in the smaller one.
 _SCALES = (1.0, 0.01)
 Forward = Callable[..., Any]
 Answer = tuple[str, Forward] | str | None
@@ -42,12 +41,12 @@ Answer = tuple[str, Forward] | str | None
 
 @dataclass
 class KernelReport:
-    """What became of the modules that have a kernel."""
+    """Outcome for the modules that have a kernel."""
 
     swapped: dict[str, str] = field(default_factory=dict)
     """Dotted name of a module -> the operator that it runs now."""
     remainder: dict[str, str] = field(default_factory=dict)
-    """Dotted name of one that looks like it -> why it keeps its own."""
+    """Dotted name of a module that looks like one with a kernel -> why it keeps its own forward."""
 
     def __str__(self) -> str:
         width = max((len(name) for name in (*self.swapped, *self.remainder)), default=0)
@@ -57,11 +56,11 @@ class KernelReport:
 
 
 def inject_kernels(model: torch.nn.Module, *, strict: bool = False) -> KernelReport:
-    """Swaps kernels into ``model``, in place; what it computes stays the same to rounding.
+    """Swap kernels into ``model``, in place; its results stay the same to rounding.
 
-    strict: what looks like a module with a kernel and computes something else is an error. Raises ModelError for that,
-    and where the model has nothing to swap; StateError where kernels are in it already. Nothing is changed then. Under
-    autocast, which decides dtypes operator by operator, modules run their own forward.
+    strict: a module that looks like one with a kernel and computes something else is an error. Raises ModelError for
+    that, and where the model has nothing to swap; StateError where kernels are in it already. Nothing is changed then.
+    Under autocast, which decides dtypes operator by operator, modules run their own forward.
     """
     if any(_is_swapped(module) for module in model.modules()):
         raise StateError("kernels are in it already", where=type(model).__name__, fix="call revert_kernels first")
@@ -140,14 +139,14 @@ def _is_swapped(module: torch.nn.Module) -> bool:
     forward = getattr(vars(module).get("forward"), "__func__", None)
     if forward is None:
         return False
-    # What rotates for an attention is ours, though its forward is its own.
+    # An attention with our rotation counts as swapped, though its forward is its own.
     return __name__ in (forward.__module__, getattr(forward.__globals__.get(_ROTARY), "__module__", ""))
 
 
 def _where_it_decides_no_dtypes(kernel: Forward) -> Forward:
     def forward(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
         weight = module._parameters.get("weight")
-        is_mixed = weight is not None and weight.dtype != x.dtype  # whose promotion is the module's own affair
+        is_mixed = weight is not None and weight.dtype != x.dtype  # the module decides the promotion
         if is_mixed or torch.is_autocast_enabled(x.device.type):
             return type(module).forward(module, x)
         return kernel(module, x)
@@ -178,7 +177,7 @@ def _computes(
     params: dict[str, torch.Tensor | None] | None = None,
     children: dict[str, torch.nn.Module] | None = None,
 ) -> bool:
-    """Whether ``kernel`` gives what ``module``'s own forward gives, with these in the place of its weights."""
+    """Whether ``kernel`` and ``module``'s own forward give the same result with these in the place of its weights."""
     for dtype, tolerance in _TOLERANCES.items():
         tried = _stand_in(module, dtype, params or {}, children or {})
         for scale in _SCALES:
@@ -293,7 +292,7 @@ def _geglu_tanh(gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Ten
 
 
 def _layout_of_angles(module: torch.nn.Module) -> str:
-    """How the angles of pairs lie in what a rotary embedding gives: "halves", "interleaved", or "" for neither."""
+    """Return how a rotary embedding lays out the angles of pairs: "halves", "interleaved", or "" for neither."""
     positions = torch.arange(5).unsqueeze(0)
     try:
         cos, sin = copy.deepcopy(module)(torch.zeros(1, 5, 8), positions)
@@ -328,7 +327,7 @@ def _find_rotary(module: torch.nn.Module, angles: set[str]) -> Answer:
             return "turns positions by arguments of its own"
         if not all(_is_alike(a, b, tolerance) for a, b in zip(wanted, rotate(*given), strict=True)):
             return "turns other pairs"
-    # The same forward, in which one name means something else; other models that share the class keep theirs.
+    # The same forward with another meaning for one name; other models that share the class keep theirs.
     forward = types.FunctionType(code, {**names, _ROTARY: rotate}, own.__name__, own.__defaults__, own.__closure__)
     forward.__kwdefaults__ = own.__kwdefaults__
     return "rotary", forward

@@ -28,7 +28,7 @@ _FIX = "replace_with_kernel_inject swaps kernels into any model, and leaves its 
 
 
 class LayerParts(NamedTuple):
-    """The modules of a layer, by what they do."""
+    """The modules of a layer, by their function."""
 
     query: torch.nn.Module
     key: torch.nn.Module
@@ -99,17 +99,19 @@ class HFBertLayerPolicy:
         return parts.query.weight.shape[1], self.n_heads(), parts.norm.eps, parts.inner.weight.shape[0]
 
     def activation(self) -> Callable[..., torch.Tensor]:
-        """What lies between the two projections of the network."""
+        """The function between the two projections of the MLP."""
         layer: Any = self.client_module
         return torch.nn.functional.gelu if self.pre_attn_norm else layer.intermediate.intermediate_act_fn
 
     def dropouts(self) -> tuple[float, float]:
-        """(of attention weights, of what is added to the residual). Raises ModelError where the layer has others."""
+        """Return (the ratio for attention weights, the ratio for values added to the residual). Raises ModelError where
+        the layer has others."""
         layer: Any = self.client_module
         return _ratio(layer.attention.self.dropout), _ratio(layer.output.dropout)
 
     def config(self) -> DeepSpeedTransformerConfig:
-        """Of a DeepSpeedTransformerLayer that computes what the layer does. Raises ModelError where there is none."""
+        """Return the configuration of a DeepSpeedTransformerLayer that computes the same as the layer. Raises
+        ModelError where there is none."""
         layer: Any = self.client_module
         for name, value in (("decoder", "is_decoder"), ("cross attention", "add_cross_attention")):
             if getattr(layer, value, False):
@@ -161,7 +163,7 @@ class HFDistilBertLayerPolicy(HFBertLayerPolicy):
 
 
 LAYER_POLICIES: tuple[type[HFBertLayerPolicy], ...] = (HFBertLayerPolicy, HFDistilBertLayerPolicy)
-"""Those that ``replace_transformer_layer`` knows by itself."""
+"""The policies that ``replace_transformer_layer`` knows by itself."""
 
 
 def policy_for(kind: type) -> type[HFBertLayerPolicy] | None:

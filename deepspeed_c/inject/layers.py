@@ -40,12 +40,12 @@ Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tens
 
 
 def product_of(module: torch.nn.Module) -> Product | None:
-    """What the linear layer computes of (x, weight [out, in], bias): its class says it as ``product`` where it is not
-    the usual one. None where nothing says it: the class has a forward of its own."""
+    """Return the linear layer's function of (x, weight [out, in], bias): its class's ``product`` if it has one. None if
+    it is unknown, because the class has a forward of its own."""
     own = getattr(type(module), "product", None)
     if callable(own):
         return own
-    # FalconLinear computes what a linear layer does.
+    # FalconLinear computes the same as a linear layer.
     if type(module).__name__ in ("Conv1D", "FalconLinear"):
         return F.linear
     is_plain = isinstance(module, torch.nn.Linear) and type(module).forward is torch.nn.Linear.forward
@@ -58,12 +58,13 @@ def is_transposed(module: torch.nn.Module) -> bool:
 
 
 class TensorParallelLayer(torch.nn.Module):
-    """What the linear layers have in common: weight and bias, of which a rank holds its part."""
+    """Base of the linear layers: weight and bias, or this rank's part of them."""
 
     def __init__(
         self, module: torch.nn.Module, mp_group: dist.ProcessGroup | TensorRanks | None, *, name: str = ""
     ) -> None:
-        """module: a linear layer. mp_group: over which ranks it is cut; None: this rank alone. name: for messages."""
+        """module: a linear layer. mp_group: the ranks that it is cut over; None: this rank alone. name: for messages.
+        """
         super().__init__()
         self.weight, self.bias = module.weight, module.bias
         self.product = product_of(module) or F.linear
@@ -102,7 +103,7 @@ class TensorParallelLayer(torch.nn.Module):
 
     @torch.no_grad()
     def gather_params(self, params_list: Iterable[torch.nn.Parameter | None]) -> None:
-        """Those of ``params_list`` that are cut become whole, on all ranks together, until ``_tp_partition``.
+        """Make the cut parameters in ``params_list`` whole, on all ranks together, until ``_tp_partition``.
 
         Raises StateError where one is whole already.
         """
@@ -118,7 +119,7 @@ class TensorParallelLayer(torch.nn.Module):
 
     @torch.no_grad()
     def _tp_partition(self, params_list: Iterable[torch.nn.Parameter | None]) -> None:
-        """Ends ``gather_params``: what was written to the whole parameters stays."""
+        """End ``gather_params``: values written to the whole parameters stay."""
         for param in self._cut_ones(params_list):
             if param not in self._parts:
                 raise StateError("its parameters are not whole", where=self.label, fix="call gather_params first")
@@ -136,7 +137,7 @@ class TensorParallelLayer(torch.nn.Module):
 
 
 class LinearLayer(TensorParallelLayer):
-    """y = x W + b, of which this rank has some columns: x [..., in] on all ranks, y [..., columns of this rank].
+    """y = x W + b with some columns of W on each rank: x [..., in] on all ranks, y [..., columns of this rank].
 
     ``gather_output``: y is put together on all ranks, [..., out]. ``picker``: the weight is whole on all ranks, and
     these columns are used of it.
@@ -201,7 +202,7 @@ class LinearLayer(TensorParallelLayer):
         self.neighbours = tuple(neighbours)
 
     def stay_in(self, border: Border) -> None:
-        """What the layer takes is inside already, while ``border`` is open."""
+        """While ``border`` is open, take inputs as already inside the region."""
         self.border = border
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -239,7 +240,7 @@ class LinearLayer(TensorParallelLayer):
 
 
 class LinearAllreduce(TensorParallelLayer):
-    """y = x W + b, of which this rank has some rows: x [..., rows of this rank], y [..., out] the sum over ranks.
+    """y = x W + b with some rows of W on each rank: x [..., rows of this rank], y [..., out] the sum over ranks.
 
     The bias is whole and added once, to the sum. ``split_input``: x is whole on all ranks, and this rank takes its
     part.
@@ -352,7 +353,7 @@ def _sizes_along(
 
 
 class WordsEmbedding(torch.nn.Module):
-    """Rows of a table of words, of which this rank has the words [begin, end): ids of any shape to [*ids, width]."""
+    """An embedding table with tokens [begin, end) on this rank: ids of any shape to [*ids, width]."""
 
     def __init__(self, module: torch.nn.Embedding, ranks: TensorRanks, label: str, begin: int, end: int) -> None:
         super().__init__()
@@ -391,7 +392,7 @@ class WordsEmbedding(torch.nn.Module):
 
 
 class RowPicker:
-    """Runs of one dimension: what a rank computes with, of a parameter that it holds whole."""
+    """Runs of one dimension: the part of a whole parameter that a rank computes with."""
 
     def __init__(self, runs: list[tuple[int, int]]) -> None:
         """runs: (begin, elements), in order."""

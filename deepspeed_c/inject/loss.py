@@ -57,7 +57,7 @@ class _CrossEntropy(torch.autograd.Function):
             torch._assert_async((~is_wrong).all(), f"a target is no word of {n_words}")
         logits = logits.contiguous()
         here = torch.where(is_counted, targets - sum(sizes[: ranks.rank]), -1)
-        # A word of a later rank lies past this rank's, one of an earlier rank below 0.
+        # A target on a later rank lies past this rank's words, a target on an earlier rank below 0.
         rows = cross_entropy.rows(logits, here)
         log_sum, target, total = cross_entropy.join(ranks.comm.all_gather_list(rows, label="cross-entropy"))
         loss = log_sum - (1 - smoothing) * target
@@ -77,7 +77,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class CutLogits(torch.Tensor):
-    """Logits [..., words of this rank] of which any use sees the whole [..., words].
+    """Logits [..., words of this rank] that appear whole, [..., words], to every use.
 
     Each use is a collective: all ranks do the same with it. Not to be read after the backward, which has put the
     gradient in their place (StateError).
@@ -187,7 +187,8 @@ class CutCausalLoss:
 
 
 def cut_loss(model: torch.nn.Module, head: LinearLayer, ranks: TensorRanks, sizes: list[int]) -> None:
-    """Has ``model`` compute its causal loss on cut logits where it trains with labels. head: what gives its logits.
+    """Has ``model`` compute its causal loss on cut logits where it trains with labels. head: the layer whose output the
+    logits are.
 
     Everything else (evaluation, generation) gets them whole. An adapter's model hands attributes through to the model
     that it wraps, which alone computes the loss.
@@ -196,7 +197,7 @@ def cut_loss(model: torch.nn.Module, head: LinearLayer, ranks: TensorRanks, size
     owner = next((module for module in has_own if any(part is head for part in module.modules())), model)
     loss = CutCausalLoss(head, sizes, ranks, owner.loss_function)
     swap_loss(owner, loss)
-    # Wrappers too: some of them call the forward of what they wrap, past its hooks.
+    # Wrappers too: some of them call the forward of the wrapped model, past its hooks.
     for module in [module for module in model.modules() if any(part is owner for part in module.modules())]:
         module.register_forward_pre_hook(loss.before, with_kwargs=True)
         module.register_forward_hook(loss.after, always_call=False)

@@ -31,8 +31,8 @@ def tp_model_init(
 ) -> torch.nn.Module:
     """Cuts ``model`` in place over ``tp_size`` ranks and returns it. Every rank of the job calls it.
 
-    Neighbouring ranks make a group: 0 to tp_size - 1, and so on. tp_group: this rank's group instead. dtype: what
-    floating-point weights become; None leaves them. config: the section ``tensor_parallel``, or what has it; its
+    Neighbouring ranks make a group: 0 to tp_size - 1, and so on. tp_group: this rank's group instead. dtype: new dtype
+    of floating-point weights; None leaves them. config: the section ``tensor_parallel``, or a mapping with it; its
     ``partition_config`` may be an ``AutoTPConfig``. injection_policy: {class of blocks: ends of the names of the linear
     layers in it that are cut by rows}, for models that nobody else knows; the block's other linear layers are cut by
     columns.

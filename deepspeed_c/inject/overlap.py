@@ -1,11 +1,11 @@
 """Collectives of the cut region that travel while something is computed, and tokens that lie apart around it.
 
 [Note: gradients under way] The backward of column layers on one tensor gives the tensor's gradient, which is summed
-over ranks, and their weights' gradients. Autograd runs, of what is ready, what was recorded last. So one records, in
-this order: ``_Wait`` on the tensor, one ``_Weights`` for each layer, ``_Start``, the layers' products. Backward then
-computes the tensor's gradient (all layers), starts its sum (``_Start``), computes the weights' gradients meanwhile
-(``_Weights``), and waits (``_Wait``). Between ``_Start`` and ``_Wait`` the gradient is in a ``_Box``:
-nobody may read it.
+over ranks, and their weights' gradients. Of the nodes that are ready, autograd runs the last recorded one first. So one
+records, in this order: ``_Wait`` on the tensor, one ``_Weights`` for each layer, ``_Start``, the layers' products.
+Backward then computes the tensor's gradient (all layers), starts its sum (``_Start``), computes the weights' gradients
+meanwhile (``_Weights``), and waits (``_Wait``). Between ``_Start`` and ``_Wait`` the gradient is in a ``_Box``: nobody
+may read it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Box:
         self.under_way.append(total)
 
     def take(self, grad: torch.Tensor) -> torch.Tensor:
-        """``grad``'s place is filled by what was started last, if anything was."""
+        """Replace ``grad`` by the result of the collective started last, if there is one."""
         if not self.under_way:
             return grad
         total = exchange.wait(self.under_way.pop())
@@ -77,7 +77,7 @@ class _Wait(torch.autograd.Function):
     @first_derivative_only("what tensor-parallel ranks send (tp_overlap_comm)")
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         dim, boxes = ctx.held
-        # Those of the last part were started first.
+        # Gradients of the last part were started first.
         parts = [box.take(grad) for box, grad in zip(reversed(boxes), reversed(grads), strict=True)]
         return (parts[0] if len(parts) == 1 else torch.cat(parts[::-1], dim=dim)), None, None, None
 
@@ -159,7 +159,7 @@ def _is_here(param: torch.nn.Parameter) -> bool:
 
 
 class _Factors:
-    """What the gradient of one layer's weight is made of, from the layer's backward on."""
+    """The factors of one layer's weight gradient, kept from the layer's backward on."""
 
     def __init__(self) -> None:
         self.products: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -192,7 +192,8 @@ class _Weights(torch.autograd.Function):
 
 
 class _Product(torch.autograd.Function):
-    """x W + b; what its backward leaves to ``_Weights`` is in ``note``, where there is one."""
+    """x W + b; its backward leaves the factors of the weight gradient in ``note`` for ``_Weights``, if there is a note.
+    """
 
     @staticmethod
     def forward(
@@ -226,7 +227,7 @@ class ColumnEntry:
     """Column layers on one tensor inside the region: see [Note: gradients under way]."""
 
     def __init__(self, layers: Iterable[Columns]) -> None:
-        """layers: those that are expected; another one's weight has its gradient computed at once."""
+        """layers: the expected layers; the weight of any other has its gradient computed at once."""
         self._inside: torch.Tensor | None = None
         self._deferred: dict[Columns, _Deferred] = {}
         for layer in layers:
@@ -243,7 +244,7 @@ class ColumnEntry:
         return self._deferred[layer]
 
     def product(self, layer: Columns, x: torch.Tensor | None = None) -> torch.Tensor:
-        """x [..., in] inside the region (by default what was entered) to [..., columns of this rank]."""
+        """Map x [..., in] inside the region (by default the tensor that entered) to [..., columns of this rank]."""
         x = self._inside if x is None else x
         weight = layer.weight.t() if layer.is_transposed else layer.weight
         deferred = self._deferred.get(layer) or self._defer(layer)
@@ -266,7 +267,7 @@ LOOKS = frozenset(
         torch.Tensor.register_hook,
     ]
 )
-"""What may be asked of a tensor that is not yet what it stands for."""
+"""Attributes and methods that are already right before the collective on a tensor is over."""
 
 
 class UnderWay(torch.Tensor):
@@ -300,7 +301,7 @@ class UnderWay(torch.Tensor):
 
 
 class TokenStream:
-    """Tokens of a model's layers, of which each rank has its run of [batch, tokens, width] outside the cut regions.
+    """Tokens of a model's layers: outside the cut regions, each rank has its run of [batch, tokens, width].
 
     It begins before the first layer and ends behind the last norm, in training alone.
     """
@@ -343,7 +344,7 @@ class TokenStream:
 
 
 class _TakeTokens(torch.autograd.Function):
-    """This rank's tokens of what all ranks have; the gradient is whole again."""
+    """This rank's run of tokens that all ranks have; the gradient is whole again."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, sizes: list[int], comm: Collectives) -> torch.Tensor:
@@ -359,7 +360,7 @@ class _TakeTokens(torch.autograd.Function):
 
 
 class _AllTokens(torch.autograd.Function):
-    """All ranks' tokens, the same on all of them, and so is their gradient, of which this rank takes its own."""
+    """All ranks' tokens, the same on all of them, as is their gradient; this rank takes its own part of it."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, sizes: list[int], comm: Collectives) -> torch.Tensor:
@@ -390,7 +391,7 @@ class _HalfCache:
 
 
 class _Part(NamedTuple):
-    """One of the halves of a call."""
+    """One half of a call."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -398,8 +399,8 @@ class _Part(NamedTuple):
 
 
 class Border:
-    """Around the cut region of one module, from its input ``hidden_states`` [batch, tokens, width] to its row layer's
-    output, which is its own output or what that begins with.
+    """The cut region of one module, from its input ``hidden_states`` [batch, tokens, width] to its row layer's output,
+    which is the module's output or its first item.
 
     With overlap it runs in two halves, so that the first one's output is summed while the second is computed: halves of
     the batch, or of the tokens where there is one sample and the module looks at single tokens.
@@ -426,7 +427,7 @@ class Border:
 
     @property
     def is_open(self) -> bool:
-        """Whether the region is being computed: what its layers get is inside."""
+        """Whether the region is being computed: inputs of its layers are then inside."""
         return self._is_open
 
     def product(self, layer: Any, x: torch.Tensor) -> torch.Tensor | None:
@@ -436,7 +437,7 @@ class Border:
         return self._entry.product(layer, x)
 
     def leave(self, y: torch.Tensor, bias: torch.Tensor | None, label: str) -> torch.Tensor:
-        """What the row layer gives for its product ``y`` [batch, tokens, width] of this rank's rows."""
+        """The row layer's output for its product ``y`` [batch, tokens, width] of this rank's rows."""
         comm, sizes = self._comm, self._sizes
         if sizes is None:
             started = _LeaveLater.apply(y.contiguous(), comm, label)
@@ -521,7 +522,7 @@ class Border:
         return 0, 0
 
     def _can_split(self, value: Any, n_samples: int) -> bool:
-        """Whether it is known what half of the batch gets of an argument."""
+        """Whether the part of an argument that belongs to half of the batch is known."""
         if isinstance(value, torch.Tensor):
             if value.dim() < 2 or value.shape[0] == 1:
                 return True
@@ -540,7 +541,8 @@ def _is_cache(value: Any) -> bool:
 
 
 def _part_of(value: Any, begin: int, end: int, n_samples: int, caches: list[_HalfCache]) -> Any:
-    """What the samples [begin, end) get of an argument; ``caches``: stand-ins for those that are filled afterwards."""
+    """The part of an argument that belongs to the samples [begin, end); ``caches``: gets a stand-in for each cache, to
+    be filled afterwards."""
     if isinstance(value, torch.Tensor):
         return value[begin:end] if value.dim() > 1 and value.shape[0] == n_samples else value
     if isinstance(value, (tuple, list)):

@@ -52,7 +52,7 @@ class _OwnRows:
 
 
 def count_own_heads(module: torch.nn.Module, attention: Attention) -> None:
-    """Set an attention's counts to those of the rank's heads. module: the model's module of its name."""
+    """Set an attention's counts to the numbers of the rank's own heads. module: the model's module of its name."""
     heads, owner = attention.heads, attention.owner
     n_queries = (attention.queries[1] - attention.queries[0]) * heads.stripes
     n_keys = (attention.keys[1] - attention.keys[0]) * heads.stripes

@@ -1,4 +1,4 @@
-"""What will be cut, found out and checked before a weight is changed: each rule with its modules, heads and runs."""
+"""The plan of a cut, found and checked before a weight is changed: each rule with its modules, heads and runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _KINDS = {"queries": _C.TP_QUERIES, "keys": _C.TP_KEYS, "columns": _C.TP_COLUMNS
 
 @dataclass(frozen=True)
 class RankPlace:
-    """One rank of a tensor-parallel group, by numbers alone: what a plan needs to know of it."""
+    """One rank of a tensor-parallel group, by numbers alone: all that a plan needs to know about it."""
 
     rank: int
     n_ranks: int
@@ -49,13 +49,13 @@ class RuleSet:
 
 @dataclass
 class Attention:
-    """One attention module of the model, and what of it a rank gets."""
+    """One attention module of the model, and a rank's part of it."""
 
     name: str
     owner: torch.nn.Module
     heads: Heads
     n_heads: int
-    """Of one stripe, where heads lie in several; so are the ranges below."""
+    """Heads of one stripe, where heads lie in several; the ranges below are of one stripe too."""
     n_key_heads: int
     queries: tuple[int, int] = (0, 0)
     keys: tuple[int, int] = (0, 0)
@@ -196,7 +196,7 @@ def cut_along(
     heads: tuple[int, int],
     place: RankPlace,
 ) -> Cut | list[tuple[int, int]]:
-    """What ``place`` holds of a parameter [shape] that is cut along ``dim``.
+    """Return the part of a parameter [shape], cut along ``dim``, that ``place`` holds.
 
     heads: query heads and key heads. Returns the runs (begin, elements) instead where on any rank parts of it have more
     copies than others: such a parameter stays whole on all ranks.

@@ -1,4 +1,4 @@
-"""What a policy is: how the layers of a model family are cut, as data."""
+"""Policies: how the layers of a model family are cut, as data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Rule:
     latent: whole, and its last columns are a key that all heads share. shared: whole, used on each rank's own heads.
     slice: a table [rows, heads] whose module needs no other change. skip: left whole."""
     parts: tuple[PartName, ...] = ("columns",)
-    """What lies along the dimension that is cut, in order; columns share it equally."""
+    """Contents of the cut dimension, in order; columns share it equally."""
     is_interleaved: bool | str = False
     """Whether the parts repeat for each key head, instead of lying one behind the other. A string: true unless this
     entry of the model's configuration is."""
@@ -33,7 +33,7 @@ class Rule:
     params: tuple[str, ...] = ()
     """heads: names of these parameters, in the module itself."""
     sizes: tuple[int, ...] | None = None
-    """Of the parts, where they are not to be worked out from the heads."""
+    """Sizes of the parts, if they do not follow from the heads."""
 
 
 @dataclass(frozen=True)
@@ -51,24 +51,24 @@ class Heads:
     widths: tuple[str, ...] = ()
     """Columns of all query heads together."""
     has_own_config: bool = False
-    """Whether the counts are read from ``config``, of which each attention then gets a copy."""
+    """Whether the counts are read from ``config``; each attention then gets a copy of it."""
     per_head: tuple[str, ...] = ()
-    """Keyword arguments [batch * heads, ...] of which the rank gets its heads' rows: ALiBi's biases."""
+    """Keyword arguments [batch * heads, ...]; the rank gets the rows of its heads. ALiBi's biases are an example."""
     stripes: int = 1
-    """Equal runs of heads, of which each rank gets the same share; ``parts`` of rules are written stripe by stripe."""
+    """Equal runs of heads; each rank gets the same share of every run; ``parts`` of rules are written stripe by stripe."""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """Layers through which tokens go one by one, but for regions that take ``hidden_states`` to column layers alone and
-    end with a row layer."""
+    """Layers that treat tokens one by one, except in regions that take ``hidden_states`` to column layers alone and end
+    with a row layer."""
 
     layers: str
     """The end of the dotted name of their ``ModuleList``."""
     regions: tuple[str, ...]
     """Names below each layer: attention and network."""
     norm: str
-    """What follows the last layer, beside the list."""
+    """Name of the norm after the last layer, beside the list."""
 
 
 @dataclass(frozen=True)

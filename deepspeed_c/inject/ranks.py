@@ -1,4 +1,4 @@
-"""The tensor-parallel ranks of a model, and what its layers send among them, with autograd on both sides.
+"""The tensor-parallel ranks of a model and the messages between its layers on them, with autograd on both sides.
 
 Between a column layer's input and a row layer's output each rank computes a part: the *cut region*. On its way in a
 tensor is the same on all ranks, and its gradient is their sum. On its way out the tensor is the sum, and its gradient
@@ -25,11 +25,11 @@ __all__ = ["DropoutRegion", "TensorRanks"]
 
 
 class TensorRanks:
-    """What the layers of one model share: the group, and the tensor that last entered the cut region."""
+    """State that the layers of one model share: the group, and the tensor that last entered the cut region."""
 
     def __init__(self, comm: Collectives | None, *, overlaps: bool = False) -> None:
-        """comm: those of the ranks; None for one rank alone. overlaps: sums of input gradients travel while weights'
-        gradients are computed (``overlap.py``)."""
+        """comm: the ranks' collectives; None for one rank alone. overlaps: sums of input gradients travel while
+        weights' gradients are computed (``overlap.py``)."""
         self._comm, self.overlaps = comm, overlaps and comm is not None
         self.rank, self.n_ranks = (0, 1) if comm is None else (comm.rank, comm.world_size)
         # More than one, because an adapter's factors enter between the layers that share an input.
@@ -39,7 +39,7 @@ class TensorRanks:
 
     @property
     def comm(self) -> Collectives:
-        """Those of the ranks. Raises StateError for one rank alone, which sends nothing."""
+        """The ranks' collectives. Raises StateError for one rank alone, which sends nothing."""
         if self._comm is None:
             raise StateError("one rank alone has no group", where="TensorRanks.comm", fix="give layers a process group")
         return self._comm
@@ -88,7 +88,7 @@ class TensorRanks:
         return self.enter(x, label)[..., begin:end]
 
     def copies(self, ranks: tuple[int, ...]) -> Collectives:
-        """Those of some of the ranks: the ones that hold the same key head."""
+        """The collectives of some of the ranks, such as the holders of one key head."""
         if ranks == tuple(range(self.n_ranks)):
             return self.comm
         if ranks not in self._copies:
@@ -102,7 +102,7 @@ class TensorRanks:
     def sum_gradient(self, param: torch.nn.Parameter, ranks: tuple[int, ...], label: str) -> None:
         """From now on ``param``'s gradient is summed over ``ranks`` before anybody sees it.
 
-        ranks: those that hold the same elements and use them on different heads. An engine takes the hook
+        ranks: the ranks with the same elements, each using them on different heads. An engine takes the hook
         (``tp_sum_hook``) away, and sums whole buckets: over ``tp_cut.copies``, or where ``tp_sum_gradients`` says that
         a whole parameter is used on parts.
         """
@@ -114,7 +114,7 @@ class TensorRanks:
             return summed(grad, comm, f"gradient of {label}")
 
         trains = param.requires_grad
-        param.requires_grad_(True)  # a hook can be given to no other; one that is frozen may be trained later
+        param.requires_grad_(True)  # a hook needs a parameter that trains; a frozen one may be trained later
         param.tp_sum_hook = param.register_hook(add_up)
         param.tp_sum_gradients = getattr(param, "tp_cut", None) is None
         param.requires_grad_(trains)
@@ -124,7 +124,7 @@ class DropoutRegion:
     """Random numbers inside the cut region: each rank draws its own, and all draw alike again behind it.
 
     The rank's generator is seeded from the shared one where the region begins. So a region that is computed again draws
-    the same numbers whoever restores the generator, and a checkpoint needs the shared state only.
+    the same numbers, no matter which code restores the generator, and a checkpoint needs the shared state only.
     """
 
     def __init__(self, ranks: TensorRanks) -> None:
@@ -132,8 +132,8 @@ class DropoutRegion:
         self._shared: torch.Tensor | None = None
 
     def enter(self, device: torch.device, *, ends: bool = True) -> None:
-        """ends: ``leave`` will follow. Where a layer in its middle is computed again, whoever does that restores the
-        generator."""
+        """ends: ``leave`` will follow. If a layer inside the region is computed again, the code that recomputes it
+        restores the generator."""
         if self._shared is not None:
             return
         seed = int(torch.randint(2**62, (1,), device=device))

@@ -1,4 +1,4 @@
-"""Whole layers exchanged for DeepSpeed's, and back; kernels swapped into whatever they are asked for."""
+"""Exchange whole layers for DeepSpeed's, and back; swap kernels into the layers named by the caller."""
 
 from __future__ import annotations
 
@@ -99,14 +99,14 @@ def replace_transformer_layer(
 ) -> torch.nn.Module:
     """Gives ``model`` DeepSpeed's layers, kernels, or 1/tp of its layers, as ``config`` says; the model, changed.
 
-    orig_layer_impl: a class of layers. Those that a policy of ``layer_policies`` knows become
-    ``DeepSpeedTransformerLayer``. checkpoint_dict: {"checkpoints": files, "base_dir": folder} to take weights from
-    first. config: a mapping or an object with any of ``replace_with_kernel_inject`` (kernels go into every other kind
-    of layer), ``tensor_parallel`` {tp_size, tp_group}, ``injection_policy`` {class of blocks: ends of the names of
-    their row layers} (or ``injection_policy_tuple``, of ``orig_layer_impl``) and ``dtype``. model_config: not needed
-    here. training_mode: a layer that computes something else in training is refused.
+    orig_layer_impl: a class of layers. Layers with a policy in ``layer_policies`` become ``DeepSpeedTransformerLayer``.
+    checkpoint_dict: {"checkpoints": files, "base_dir": folder} to take weights from first. config: a mapping or an
+    object with any of ``replace_with_kernel_inject`` (kernels go into every other kind of layer), ``tensor_parallel``
+    {tp_size, tp_group}, ``injection_policy`` {class of blocks: ends of the names of their row layers} (or
+    ``injection_policy_tuple``, of ``orig_layer_impl``) and ``dtype``. model_config: not needed here. training_mode: a
+    layer that computes something else in training is refused.
 
-    Raises ConfigError where nothing is asked for, or what only an inference engine has; ModelError where layers do not
+    Raises ConfigError where nothing is asked for, or a feature of inference engines is; ModelError where layers do not
     fit.
     """
     tensor = _of(config, "tensor_parallel") or {}
@@ -178,7 +178,7 @@ def generic_injection(
 ) -> dict[str, KernelReport]:
     """Swaps kernels into a model, or into every model that ``module`` holds as an attribute (a pipeline of diffusers).
 
-    dtype: what they are cast to first; None leaves them. enable_cuda_graph: without effect, there are no graphs.
+    dtype: the models are cast to it first; None leaves them. enable_cuda_graph: without effect, there are no graphs.
     Returns a report by attribute, "" for the model itself. Raises ModelError where nothing has a kernel.
     """
     models = {"": module} if isinstance(module, torch.nn.Module) else dict(_models_in(module))
@@ -210,8 +210,8 @@ def get_transformer_name(replaced_module: torch.nn.Module) -> str:
 
 
 def skip_level_0_prefix(model: torch.nn.Module, state_dict: Mapping[str, Any] | None) -> bool:
-    """Whether names in ``state_dict`` lack the name of the model's first child: so for BLOOM and OPT, unless one of
-    them begins with "model.".
+    """Whether names in ``state_dict`` lack the name of the model's first child. True for BLOOM and OPT, unless a name
+    begins with "model.".
     """
     if any(name.startswith("model.") for name in state_dict or ()):
         return False

@@ -1,4 +1,4 @@
-"""Which rules cut a model: those of the configuration, then its family's, then the plan that transformers has."""
+"""Choose the rules that cut a model: the configuration's, then its family's, then the plan that transformers has."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from deepspeed_c.inject.policy import POLICIES, Heads, Policy, Rule, Stream, fin
 __all__ = ["FoundRules", "rule_sets"]
 
 _WHERE = "tensor_parallel"
-# Styles of transformers' plans that ask for nothing more: what stays whole, and words, which are cut in any case.
+# Styles of transformers' plans that ask for nothing more: modules that stay whole, and embeddings, which are cut in any
+# case.
 _ELSEWHERE = (
     "replicate",
     "embedding_rowwise",
@@ -32,7 +33,7 @@ _ELSEWHERE = (
 
 @dataclass
 class FoundRules:
-    """Sets of rules, the first of which has the last word."""
+    """Sets of rules; the first set has the last word."""
 
     sets: list[RuleSet]
     loss: str = ""
@@ -99,7 +100,7 @@ def _add_default(model: torch.nn.Module, preset: str | None, model_type: str, fo
         return
     plan = getattr(model, "tp_plan", None)
     rules = tuple(_rules_of_plan(plan or {}))
-    if rules:  # a plan of words alone, as that of GPT-OSS, says nothing of layers
+    if rules:  # a plan of embeddings alone, as for GPT-OSS, says nothing of layers
         found.sets.append(RuleSet("tp_plan", rules, (Heads(r"self_attn|attention|attn"),)))
 
 
@@ -148,7 +149,7 @@ def _rule_of_spec(spec: CutLayers, module: str, param: torch.nn.Parameter, famil
     sizes = (param.shape[dim],)
     known = None if family is None else next((rule for rule in family.rules if ends_with(rule.pattern, module)), None)
     if spec.shape is None and known is not None and known.style == spec.partition_type and not spec.gather_output:
-        # What lies along the dimension is the family's business: heads go whole, whatever their number.
+        # The family knows the contents of the dimension: heads go whole, for any number of them.
         return Rule(pattern, spec.partition_type, known.parts, known.is_interleaved)
     if spec.shape is not None:
         sizes = part_sizes(spec.shape, param.shape, dim, f"{module}.weight", f"{where}.shape")

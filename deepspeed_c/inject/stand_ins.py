@@ -1,4 +1,4 @@
-"""A small copy of a model that computes in one process, whole or as one of several ranks, for the trial of a cut.
+"""A small copy of a model for the trial of a cut: it computes in one process, whole or as one of several ranks.
 
 See [Note: trial] in ``trial.py``.
 """
@@ -26,9 +26,9 @@ __all__ = ["RAISED", "CutPlan", "Skeleton", "SmallModel", "TrialRank", "TrialRan
 
 _THIN = 7  # columns of the two factors of a weight
 _TABLE_ROWS = 61
-_BIG = 2**20  # elements above which a parameter that is no linear layer's has one row, repeated
+_BIG = 2**20  # a larger parameter outside of linear layers has one row, repeated
 _TOKENS = (2, 7)
-# Whatever a model's own code raises where shapes do not fit it or inputs are not those that it expects.
+# Errors that a model's own code raises where shapes do not fit it, or inputs differ from its expectations.
 RAISED = (
     ArithmeticError,
     AssertionError,
@@ -40,7 +40,7 @@ RAISED = (
     ValueError,
 )
 _FAILED = "nothing: it has failed"
-_CALL_ELEMS = 10_000  # elements that torch computes in about the time that one of its calls takes in itself
+_CALL_ELEMS = 10_000  # number of elements whose computation takes about as long as the overhead of one call of torch
 
 
 class TrialTooLong(Exception):
@@ -48,7 +48,7 @@ class TrialTooLong(Exception):
 
 
 class _Effort(TorchFunctionMode):
-    """Counts what a forward calls of torch, and ends it beyond ``most``.
+    """Count a forward's calls of torch, and stop it beyond ``most``.
 
     A clock would tell ranks of a job different things, and they must come to one answer.
     """
@@ -68,7 +68,7 @@ class _Effort(TorchFunctionMode):
 
 
 class CutPlan(Protocol):
-    """What a rank is to do, by the model's own modules and parameters."""
+    """The work of one rank, by the model's own modules and parameters."""
 
     planned: list[Planned]
     cuts: dict[torch.nn.Parameter, tuple[Cut, int]]
@@ -120,7 +120,7 @@ class Skeleton:
 
 
 def _handles(model: torch.nn.Module) -> dict[int, Any]:
-    """A memo for ``copy.deepcopy`` by which copies share handles of hooks: the copy of a handle's copy is none."""
+    """A memo for ``copy.deepcopy`` that makes copies share handles of hooks: copying a copied handle can fail."""
     found: dict[int, Any] = {}
     for module in model.modules():
         for value in vars(module).values():
@@ -131,7 +131,7 @@ def _handles(model: torch.nn.Module) -> dict[int, Any]:
 
 
 def _shared_parts(model: torch.nn.Module) -> dict[int, Any]:
-    """The same memo, by which copies share buffers as well."""
+    """The same memo, which makes copies share buffers as well."""
     return {id(buffer): buffer for buffer in model.buffers()} | _handles(model)
 
 
@@ -226,7 +226,7 @@ class SmallModel:
         )
 
     def find_inputs(self, most_calls: float) -> dict[str, Any]:
-        """The first of several inputs that the model runs with. Raises what it raises for the last.
+        """The first of several inputs that the model runs with. Raises the last input's error if none works.
 
         TrialTooLong: one forward takes more than ``most_calls`` of torch."""
         takes = inspect.signature(self.model.forward).parameters
@@ -291,7 +291,7 @@ def _vocabulary(config: Any) -> int:
 
 
 def _indices(plan: CutPlan, param: torch.nn.Parameter, dim: int) -> torch.Tensor | None:
-    """Of the whole parameter's elements along ``dim``, the ones that the rank computes with; None: all."""
+    """Indices along ``dim`` of the whole parameter's elements that the rank computes with; None: all."""
     if param in plan.pickers:
         return torch.cat([torch.arange(begin, begin + size) for begin, size in plan.pickers[param].runs])
     if param not in plan.cuts:
@@ -358,7 +358,7 @@ class TrialRanks:
         return list(values)
 
     def run(self, bodies: Sequence[Callable[[], None]]) -> None:
-        """All of them at once; ``errors`` says what became of each."""
+        """All of them at once; ``errors`` gets the outcome of each."""
 
         def one(rank: int) -> None:
             try:
@@ -383,7 +383,7 @@ class TrialRanks:
 
 
 class TrialRank:
-    """One rank of a trial: what ``TensorRanks`` is to a model that is cut."""
+    """One rank of a trial: it stands in for the ``TensorRanks`` of a model that is cut."""
 
     def __init__(self, together: TrialRanks, rank: int) -> None:
         self._together, self.rank = together, rank

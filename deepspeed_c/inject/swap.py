@@ -10,7 +10,7 @@ import torch
 
 __all__ = ["swap_forward", "swap_loss"]
 
-_OWN_LOSS = "_loss_function"  # what transformers' property ``loss_function`` reads first
+_OWN_LOSS = "_loss_function"  # transformers' property ``loss_function`` reads this attribute first
 
 
 def swap_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
@@ -22,7 +22,7 @@ def swap_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Callab
 
 
 def swap_loss(model: torch.nn.Module, loss: Callable[..., Any]) -> Callable[[], None]:
-    """From now on ``model``, one of transformers', computes its loss by ``loss``. Returns as ``swap_forward``."""
+    """Let ``model``, a model of transformers, compute its loss by ``loss`` from now on. Returns as ``swap_forward``."""
     undo = partial(_put_back, model, _OWN_LOSS, vars(model).get(_OWN_LOSS))
     model.loss_function = loss
     return undo

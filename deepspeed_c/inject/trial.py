@@ -1,10 +1,10 @@
 """The trial of a cut before a weight is changed: a small copy of the model, whole and on all ranks in one process.
 
-[Note: trial] A rule names layers; what a model computes between them is its own code, which may hold parameters of
-single heads, counts that nobody changed, or a weight that every rank sees a part of the tokens' columns with. So the
-model's code runs: once whole, and once on each rank (a thread) with sums that are taken between the threads. Linear
-layers keep their sizes and their names and have products of two thin matrices as weights, one layer of each kind
-stays of a list, and tables of words are short, so that a trial takes little memory whatever the model's size. Values
+[Note: trial] A rule names layers; the computation between them is the model's own code, which may hold parameters of
+single heads, counts that nobody changed, or a weight that is used with a different part of the tokens' columns on each
+rank. So the model's code runs: once whole, and once on each rank (a thread) with sums that are taken between the
+threads. Linear layers keep their sizes and names and have products of two thin matrices as weights, lists keep one
+layer of each kind, and embedding tables are short, so that a trial takes little memory for a model of any size. Values
 and the gradients of all parameters are compared. Every rank of a job tries all ranks and comes to the same answer.
 """
 
@@ -45,7 +45,7 @@ _MOST_CALLS, _WITH_BACKWARD = 300_000, 3
 
 @dataclass
 class TrialFindings:
-    """Outcome of a trial in which nothing was wrong."""
+    """Outcome of a trial that found no error."""
 
     sums: set[str] = field(default_factory=set)
     """Parameters that no rule names, whose gradients are right once they are summed over ranks."""
@@ -63,7 +63,7 @@ def try_cut(
     plan: Callable[[torch.nn.Module, RankPlace], CutPlan],
     planned: Sequence[Planned],
 ) -> TrialFindings:
-    """Compare ``model``, cut over ``n_ranks``, with the whole one. plan: what is done to a copy of it on one rank.
+    """Compare ``model``, cut over ``n_ranks``, with the whole one. plan: makes the plan for one rank's copy.
 
     planned: the modules of ``model`` that have a rule. Raises ModelError for the first module or parameter that
     disagrees. Nothing of ``model`` is changed.

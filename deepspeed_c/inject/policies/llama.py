@@ -1,4 +1,4 @@
-"""Llama and what is built like it: separate projections, gated MLP, rotary positions."""
+"""Llama and families built like it: separate projections, gated MLP, rotary positions."""
 
 from deepspeed_c.inject.policy import Heads, Rule, Stream, policy
 
