@@ -55,7 +55,8 @@ class Heads:
     per_head: tuple[str, ...] = ()
     """Keyword arguments [batch * heads, ...]; the rank gets the rows of its heads. ALiBi's biases are an example."""
     stripes: int = 1
-    """Equal runs of heads; each rank gets the same share of every run; ``parts`` of rules are written stripe by stripe."""
+    """Equal runs of heads; each rank gets the same share of every run; ``parts`` of rules are written stripe by
+    stripe."""
 
 
 @dataclass(frozen=True)
