@@ -1,9 +1,10 @@
-"""Builds the one extension module: the C cores by make, the binding by the C++ compiler, the CUDA library when nvcc is there.
+"""Build the extension module: C cores by make, the binding by the C++ compiler, the CUDA library when nvcc is there.
 
 Settings, from the environment:
   CC, CXX, NVCC       compilers; nvcc is looked for in CUDA_HOME too
   MAX_JOBS            parallel compilations; all processors by default
-  DSC_BUILD_DIR       folder of object files that is kept, so that a later build compiles what has changed; by default one that goes with the build
+  DSC_BUILD_DIR       folder that keeps object files, so that a later build compiles changed files only;
+                      by default setuptools' temporary folder
   DSC_BUILD_CUDA      0: never build the CUDA library; 1: fail without nvcc; unset: build it when nvcc is found
 """
 
@@ -25,10 +26,10 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 BINDING = Path("ops/binding")
 CUDA_LIBRARY = "libdsc_cuda.so"
-# What every handle includes.
+# Header that every handle includes.
 PRECOMPILED = "handles.h"
 
-# The oldest torch whose stable ABI has what the binding uses: 2.10. One binary then serves all later ones.
+# The oldest torch whose stable ABI has all functions of the binding: 2.10. One binary then serves all later versions.
 TORCH_TARGET_VERSION = "0x020a000000000000"
 TORCH_MINIMUM = (2, 10)
 
@@ -37,7 +38,7 @@ BuildError = runpy.run_path(str(ROOT / "deepspeed_c" / "errors.py"))["BuildError
 
 
 def find_program(variable: str, default: str, purpose: str) -> list[str]:
-    """The command that ``variable`` names, or ``default``; with arguments ("ccache gcc")."""
+    """Return the command that ``variable`` names, or ``default``; with arguments ("ccache gcc")."""
     command = shlex.split(os.environ.get(variable, default))
     if not command or shutil.which(command[0]) is None:
         raise BuildError(
@@ -49,7 +50,7 @@ def find_program(variable: str, default: str, purpose: str) -> list[str]:
 
 
 def find_torch() -> Path:
-    """The installed torch's folder. Found without importing it, which would cost seconds."""
+    """Return the installed torch's folder, without importing torch, which would cost seconds."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         raise BuildError(
@@ -68,7 +69,7 @@ def find_torch() -> Path:
 
 
 def find_pybind11() -> str:
-    """The folder of pybind11's headers; a build requirement only."""
+    """Return the folder of pybind11's headers; a build requirement only."""
     try:
         import pybind11
     except ImportError as error:
@@ -108,9 +109,9 @@ def run(command: list[str], says: str) -> None:
 
 
 def compile_changed(command: list[str], source: str, made: Path) -> None:
-    """Compiles ``source``, unless the object is there, of this command, and younger than all that went into it."""
+    """Compile ``source``, unless its object was made by this command and is younger than all its dependencies."""
     said = made.with_suffix(".command")
-    # Where the sources lie has no part in the object: those of an unpacked archive give the same.
+    # The place of the sources does not affect the object: sources unpacked elsewhere give the same one.
     words = shlex.join(command).replace(str(ROOT), "ROOT")
     if said.is_file() and said.read_text() == words and is_younger(made, made.with_suffix(".d")):
         return
@@ -120,7 +121,7 @@ def compile_changed(command: list[str], source: str, made: Path) -> None:
 
 
 def precompile(compiler: list[str], folder: Path) -> Path:
-    """Parses once what every handle includes. Returns the header to be included before all others."""
+    """Precompile the headers that every handle includes, and return the header to include before all others."""
     header, text = folder / "precompiled.h", f'#include "{PRECOMPILED}"\n'
     if not header.is_file() or header.read_text() != text:
         header.write_text(text)
@@ -129,7 +130,7 @@ def precompile(compiler: list[str], folder: Path) -> Path:
 
 
 def is_younger(made: Path, dependencies: Path) -> bool:
-    """Whether ``made`` is younger than the files that the compiler listed in ``dependencies``, and all of them are there."""
+    """Return whether all files that the compiler listed in ``dependencies`` exist and are older than ``made``."""
     try:
         names = dependencies.read_text().replace("\\\n", " ").split(":", 1)[1].split()
         return all((ROOT / name).stat().st_mtime_ns <= made.stat().st_mtime_ns for name in names)
@@ -138,7 +139,7 @@ def is_younger(made: Path, dependencies: Path) -> bool:
 
 
 def names_torch(source: str) -> bool:
-    """Operators and what carries them; the handles and the exceptions know Python only."""
+    """Return whether ``source`` includes torch: operators and their helpers do; handles and exceptions do not."""
     return not Path(source).stem.startswith(("handles_", "module", "status"))
 
 
@@ -167,7 +168,7 @@ class Tools(NamedTuple):
 
 
 class BuildExtension(build_ext):
-    """make for the C cores and the CUDA library, then the binding."""
+    """Run make for the C cores and the CUDA library, then build the binding."""
 
     def run(self) -> None:
         self.is_in_place = bool(self.inplace or self.editable_mode)
@@ -188,7 +189,7 @@ class BuildExtension(build_ext):
         ]
         run(make_csrc, "make -C csrc")
         cuda_library = target.parent / CUDA_LIBRARY
-        cuda_library.unlink(missing_ok=True)  # of an earlier build
+        cuda_library.unlink(missing_ok=True)  # left by an earlier build
         if tools.nvcc is not None:
             run([*make_csrc, f"NVCC={tools.nvcc}", "cuda"], "make -C csrc cuda")
             shutil.copyfile(build / "csrc" / CUDA_LIBRARY, cuda_library)
@@ -205,14 +206,15 @@ class BuildExtension(build_ext):
             f'-DDSC_BUILD_COMPILER="{shlex.join(tools.cxx)}"',
             f"-DDSC_BUILD_CUDA={int(tools.nvcc is not None)}",
             *(f"-I{ROOT / part}" for part in ("csrc/include", BINDING)),
-            f"-fmacro-prefix-map={ROOT}/=",  # where the sources lay is no business of who loads the module
+            f"-fmacro-prefix-map={ROOT}/=",  # keeps the path of the sources out of the module
             *shlex.split(os.environ.get("CXXFLAGS", "")),
         ]
-        # Others' headers: their warnings are not ours. Only files that name torch see its headers, which bring a pybind11 of their own.
+        # Foreign headers: their warnings are not ours. Only files that name torch see its headers, because torch brings
+        # its own pybind11.
         torch_headers = ["-isystem", str(tools.torch / "include")]
         python_headers = [part for path in (tools.pybind11, *self.include_dirs) for part in ("-isystem", path)]
         folder.mkdir(parents=True, exist_ok=True)
-        # Torch's files first: they need not wait for the header that all others begin with, and that takes as long as one of them.
+        # Torch's files first: the others wait for the precompiled header, which takes as long as one file.
         sources = sorted(sources, key=names_torch, reverse=True)
         objects = [folder / f"{Path(source).stem}.o" for source in sources]
         with ThreadPoolExecutor(tools.jobs) as pool:
@@ -227,7 +229,8 @@ class BuildExtension(build_ext):
 
     @staticmethod
     def _link(tools: Tools, objects: list[Path], archive: Path, target: Path, exports_cores: bool) -> None:
-        # What is shipped keeps the cores' symbols inside. A build in place exports their C ABI, through which tests reach what the binding has no use for.
+        # A shipped module hides the cores' symbols. A build in place exports their C ABI, because tests call functions
+        # that the binding does not use.
         symbols = "-Wl,-Bsymbolic" if exports_cores else "-Wl,--exclude-libs,ALL"
         # torch's library is found by its name in the process, which has imported torch by then.
         libraries = [f"-L{tools.torch / 'lib'}", "-ltorch_cpu", "-lpthread", "-ldl", "-lm"]

@@ -1,4 +1,4 @@
-"""A byte-level GPT, kept to what a reader needs: pre-norm blocks, rotary positions, GELU, one tied embedding."""
+"""A minimal byte-level GPT for readers: pre-norm blocks, rotary positions, GELU, one tied embedding."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Linear(nn.Linear):
 
     @staticmethod
     def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """What the layer computes, by this name also where its weight is cut over tensor-parallel ranks."""
+        """Return the layer's output; tensor-parallel ranks call this function with their parts of the weight."""
         return F.linear(x, weight.to(x.dtype), bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -102,7 +102,7 @@ class GPT(nn.Module):
         self.norm = Norm(width)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                # GPT-2: what adds to the residual stream is scaled down by the number of additions.
+                # As in GPT-2, weights that add to the residual stream shrink with the root of the number of additions.
                 residual = name.endswith(("out.weight", "down.weight"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if residual else 0.02)
 
@@ -114,7 +114,7 @@ class GPT(nn.Module):
         return scores(self.embedding, self.norm(x))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The mean cross entropy, in nats per byte, of predicting every byte from those before it."""
+        """The mean cross entropy, in nats per byte, of predicting every byte from the bytes before it."""
         return cross_entropy(self.logits(tokens[:, :-1]), tokens[:, 1:])
 
     @torch.no_grad()

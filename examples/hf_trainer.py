@@ -38,7 +38,7 @@ EVAL_WINDOWS = 256
 
 @dataclass
 class Script:
-    """What this script takes besides the training arguments."""
+    """Arguments of this script besides the training arguments."""
 
     model_path: str | None = field(default=None, metadata={"help": "a saved model to start from; default: a new one"})
     layers: int = field(default=4, metadata={"help": "of a new model"})

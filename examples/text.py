@@ -61,7 +61,7 @@ def as_tensor(text: bytes) -> torch.Tensor:
 
 
 def unigram_entropy(text: bytes) -> float:
-    """Nats per byte of the best model that ignores context: what a model must beat to have learned anything."""
+    """Return nats per byte of the best model that ignores context; a model below this value has learned something."""
     counts = torch.bincount(as_tensor(text), minlength=256).double()
     p = counts[counts > 0] / counts.sum()
     return float(-(p * p.log()).sum())

@@ -1,9 +1,9 @@
-"""Trains a byte-level GPT of 10M parameters on the Python standard library's source. To start it:
+"""Train a byte-level GPT of 10M parameters on the Python standard library's source. To start it:
 
     deepspeed_c --num_procs 2 examples/train_gpt.py --deepspeed --deepspeed_config examples/ds_config.json
     python examples/train_gpt.py --deepspeed_config examples/ds_config.json    # the same in one process
 
-Read ``main`` and ``Run.train``: those are what a program needs to train with this package. The rest reports.
+Read ``main`` and ``Run.train``: a program needs no more to train with this package. The rest reports.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def pipeline(model: GPT, stages: int) -> PipelineModule:
-    """The model cut by layers over ``stages`` ranks; first and last layer share the embedding."""
+    """Cut the model by layers over ``stages`` ranks; first and last layer share the embedding."""
     first, last = (
         TiedLayerSpec("embedding", lambda: model.embedding, forward_fn=function) for function in (embed, scores)
     )
@@ -61,7 +61,7 @@ def pipeline(model: GPT, stages: int) -> PipelineModule:
 
 
 class Run:
-    """One training run: the loop itself, and what it measures on the way."""
+    """One training run: the loop, and its measurements."""
 
     def __init__(self, engine: deepspeed_c.DeepSpeedEngine, held_out: Windows, entropy: float) -> None:
         self.engine = engine
@@ -69,9 +69,9 @@ class Run:
         if self.is_pipeline:
             engine.set_batch_fn(pair)
         self.held_out = held_out
-        self.entropy = entropy  # of the held-out text's single bytes, nats
-        self.seconds = Counter()  # by phase, this rank
-        self.losses: list[float] = []  # by step, mean over ranks, nats per byte
+        self.entropy = entropy  # nats per byte of the held-out text, ignoring context
+        self.seconds = Counter()  # for each phase, on this rank
+        self.losses: list[float] = []  # for each step: mean over ranks, nats per byte
         self.held_out_losses: list[tuple[int, float]] = []  # (step, nats per byte)
 
     def train(self, loader, steps: int) -> None:
@@ -141,12 +141,12 @@ class Run:
         return largest.item()
 
     def report(self, args: argparse.Namespace) -> None:
-        """Prints what was learned and what it cost, and draws the curve."""
+        """Print losses, time, memory and a sample, and draw the curve."""
         loss, prompt = self.held_out_losses[-1][1], b"def "
         peak_mib = self.max_over_ranks(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024.0)
         n_bytes = len(self.losses) * self.engine.train_batch_size() * self.held_out.context
         phases = ", ".join(f"{k} {1e3 * s / len(self.losses):.0f} ms" for k, s in self.seconds.items())
-        if not self.is_pipeline:  # no rank of which has all layers
+        if not self.is_pipeline:  # in a pipeline no rank has all layers
             self.engine.eval()
             # Whole weights on every rank, also where the stage shards them.
             with deepspeed_c.zero.unwrap_model_for_generation(self.engine) as model:
@@ -183,7 +183,7 @@ class Run:
 
 
 def pair(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every byte but the last one, and the byte behind each."""
+    """Return every byte but the last one, and the byte behind each."""
     return tokens[:, :-1], tokens[:, 1:]
 
 
@@ -217,7 +217,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def load_config(args: argparse.Namespace) -> dict:
-    """The configuration file, with what the command line says about stage, ranks, budget and steps put in."""
+    """Return the configuration file with the stage, ranks, budget and steps of the command line put in."""
     config = json.loads(Path(args.deepspeed_config).read_text())
     schedule = config["scheduler"]["params"]
     if args.stage is not None:

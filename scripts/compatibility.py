@@ -1,12 +1,13 @@
-"""Holds docs/compatibility.tsv, the table of DeepSpeed's public names, against this package, and writes docs/compatibility.md from it.
+"""Compare docs/compatibility.tsv, DeepSpeed's public names, with this package, and write docs/compatibility.md from it.
 
 python -m scripts.compatibility FILE     writes the document
-python -m scripts.compatibility          says which rows are not true, or that the document is an old one (exit code 1), and nothing else
+python -m scripts.compatibility          lists rows that are not true, and reports an outdated document (exit code 1)
 
-A row of the table is a name of DeepSpeed 0.19.6: where it is (a module, ``module:Class``, or one of the headings of ``_ELSEWHERE``), its kind, its
-parameters without annotations, and its state here: "same" (the name is there and takes the same parameters), "different" (it is there, and differs in what
-the reason says), "absent" (asking for it raises; the reason says why it is not to come, or its error what to use instead) or "not yet" (asking for it raises
-an error that says what to do until it comes). Nothing here needs a DeepSpeed.
+A row of the table is a name of DeepSpeed 0.19.6: its place (a module, ``module:Class``, or a heading of
+``_ELSEWHERE``), its kind, its parameters without annotations, and its state here: "same" (the name is there and takes
+the same parameters), "different" (the name is there, and the reason gives the difference), "absent" (asking for it
+raises; the reason says why it is not to come, or its error names a replacement) or "not yet" (asking for it raises an
+error that says how to do without it until then). Nothing here needs a DeepSpeed.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ MISSING = ("absent", "not yet")  # asking for such a name raises
 
 ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 PARAMETER, COMMAND, PROGRAMS, VARIABLES = "stage-3 parameter", "command deepspeed", "other commands", "environment"
-# Places that are no module: what is there is tested where it can be asked (tests/scripts/test_compatibility.py).
+# Places that are no module: tests/scripts/test_compatibility.py tests their names as far as it can.
 _ELSEWHERE = {
     PARAMETER: "Attributes of parameters that are sharded",
     COMMAND: "The command `deepspeed`, here `deepspeed_c`",
@@ -50,7 +51,7 @@ class Row(NamedTuple):
     name: str
     kind: str
     parameters: str
-    """As in a definition, "(a, b=1)"; of a constant its value; empty for the rest."""
+    """As in a definition, "(a, b=1)"; for a constant its value; empty for the rest."""
     state: str
     why: str
 
@@ -129,17 +130,17 @@ def _other_default(theirs: inspect.Parameter, ours: inspect.Parameter) -> list[s
         want = ast.literal_eval(theirs.default)
     except ValueError:
         return []  # an object of DeepSpeed's
-    # What cannot be changed by accident stands for an empty container.
+    # An immutable default of ours may replace an empty container.
     if want == ours.default or (want in ([], {}) and not ours.default):
         return []
     return [f"has {ours.name}={ours.default!r} instead of {want!r}"]
 
 
-# -- what is here -------------------------------------------------------------------------------------------------------
+# -- names of this package ---------------------------------------------------------------------------------------------
 
 
 def look_up(row: Row) -> Any:
-    """What ``row`` names, reached as a user reaches it: an import, then attributes. ``deepspeed`` has to mean this package.
+    """Return the object that ``row`` names, by an import, then attributes. ``deepspeed`` has to mean this package.
 
     Raises MissingNameError, MissingModuleError or AttributeError when it is not there.
     """
@@ -151,7 +152,7 @@ def look_up(row: Row) -> Any:
 
 
 def _problem(row: Row) -> str | None:
-    """Why the row is not true; None when it is."""
+    """Return the reason why the row is not true; None when it is."""
     if row.state not in STATES or (row.state == "same" and row.why):
         return f"is of state {row.state!r} with the reason {row.why!r}"
     if row.where == COMMAND:
@@ -169,7 +170,7 @@ def _problem(row: Row) -> str | None:
         is_told = row.why or error.fix not in ("", ELSEWHERE)
         return None if row.state in MISSING and is_told else f"raises {error}"
     except AttributeError as error:
-        # Only modules, and engines, have a sentence for what they lack.
+        # Only modules, and engines, have a sentence for their missing names.
         is_told = row.name in ABSENT_METHODS if row.where == ENGINE else row.state == "absent" and row.why
         return None if is_told and row.state in MISSING else f"raises {error!r}"
     if row.state in MISSING:
@@ -202,7 +203,7 @@ def _problem_of_flag(row: Row) -> str | None:
 
 
 def check(rows: list[Row]) -> list[str]:
-    """What is wrong with the table: one text a row. ``deepspeed`` has to mean this package."""
+    """Return the errors of the table, one text a row. ``deepspeed`` has to mean this package."""
     found = [f"{row.where}.{row.name} {problem}" for row in rows if (problem := _problem(row)) is not None]
     keys = [(row.where, row.name) for row in rows]
     return found + [
@@ -217,22 +218,25 @@ _HEAD = """\
 
 <!-- Written by `python -m scripts.compatibility docs/compatibility.md` from docs/compatibility.tsv. Do not edit. -->
 
-The public names of DeepSpeed 0.19.6, and what they are here. A program reaches them under DeepSpeed's own paths when it is started by
-`deepspeed_c run`, or calls `deepspeed_c.install_as_deepspeed()` ([how](migrating-from-deepspeed.md)); the same modules are there as `deepspeed_c...`.
+The public names of DeepSpeed 0.19.6, and their state here. A program reaches them under DeepSpeed's own paths
+when it is started by `deepspeed_c run`, or calls `deepspeed_c.install_as_deepspeed()`
+([how](migrating-from-deepspeed.md)); the same modules are there as `deepspeed_c...`.
 [compatibility.tsv](compatibility.tsv) has every name with its parameters, for programs; a test compares each row with the code. Configuration keys:
 [config.md](config.md).
 
-- **same**: it is there, takes the same parameters by the same names at the same places with the same defaults, and does what it does there. Where
-  DeepSpeed returns a section of its configuration, a frozen section of ours is returned.
-- **different**: it is there, and differs in what stands beside it.
-- **absent**: it is not there and is not to come, as nothing is left for it to do here; what stands beside it says why, or what to use instead.
-- **not yet**: it comes with a later version. Asking for it, or for what is absent, raises a `FeatureError` (an `AttributeError` or `ImportError` too, as Python expects) that says what stands beside it. A class
-  that is not there yet stands for its methods.
+- **same**: the name is there, takes the same parameters by the same names at the same places with the same defaults,
+  and does the same. Where DeepSpeed returns a section of its configuration, a frozen section of ours is returned.
+- **different**: the name is there, and the text beside it gives the difference.
+- **absent**: the name is not there and is not to come, as nothing is left for it to do here; the text beside it says
+  why, or names a replacement.
+- **not yet**: the name comes with a later version. Asking for it, or for an absent name, raises a `FeatureError` (an
+  `AttributeError` or `ImportError` too, as Python expects) with the text beside it. A class that is not there
+  yet stands for its methods.
 """
 
 
 def _reason(row: Row) -> str:
-    """Why it is as it is; for what is not there, what its error says to do instead."""
+    """Return the row's reason; for a missing name, its error's advice."""
     if row.why or row.where in _ELSEWHERE:
         return row.why
     if row.where == ENGINE:
@@ -245,7 +249,7 @@ def _reason(row: Row) -> str:
 
 
 def render(rows: list[Row]) -> str:
-    """The text of docs/compatibility.md."""
+    """Return the text of docs/compatibility.md."""
     return "\n".join(
         [_HEAD, *_counts(rows), *(line for where, part in _by_place(rows) for line in _section(where, part))]
     )

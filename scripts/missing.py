@@ -1,7 +1,7 @@
-"""Writes the lists of what this version lacks, from the table of features and the table of DeepSpeed's names.
+"""Write the lists of missing features and names, from the table of features and the table of DeepSpeed's names.
 
 python -m scripts.missing --write     writes them into README.md and docs/migrating-from-deepspeed.md
-python -m scripts.missing             says which document is an old one (exit code 1)
+python -m scripts.missing             names an outdated document (exit code 1)
 
 A list stands between two marks in its document; the rest of the document is written by hand.
 """
@@ -36,7 +36,7 @@ def _intro(rows: list[Row]) -> str:
 
 
 def area_table(rows: list[Row], documents: str) -> str:
-    """The features by area; ``documents`` is the path to the folder of the document of names."""
+    """Return the features by area; ``documents`` is the path to the folder with the document of names."""
     return "\n".join(
         [
             _intro(rows),
@@ -58,7 +58,7 @@ DOCUMENTS = {ROOT / "README.md": "docs/", ROOT / "docs" / "migrating-from-deepsp
 
 
 def put_between_marks(document: str, text: str) -> str:
-    """``document`` with ``text`` between its two marks. Raises ValueError where a mark is missing."""
+    """Return ``document`` with ``text`` between its two marks. Raises ValueError where a mark is missing."""
     before, begin, rest = document.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
@@ -67,7 +67,7 @@ def put_between_marks(document: str, text: str) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Exit code 1 where a document is an old one, 2 for words that mean nothing."""
+    """Return exit code 1 if a document is outdated, 2 for unknown arguments."""
     if argv not in ([], ["--write"]):
         print("usage: python -m scripts.missing [--write]", file=sys.stderr)
         return 2

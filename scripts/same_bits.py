@@ -1,7 +1,8 @@
 """Do two installations of the package train to the same bits? For a change that moves code and should change nothing else.
 
-``python -m scripts.same_bits BEFORE AFTER``: two Pythons that have the package installed, of two commits. Each runs every case below on 1, 2 and 4 ranks, with an
-optimizer step after each window, and tells a hash of every loss, weight and master; what differs is printed, and the exit code is 1.
+``python -m scripts.same_bits BEFORE AFTER``: two Pythons with the package installed, from two commits. Each runs every
+case below on 1, 2 and 4 ranks, with an optimizer step after each window, and hashes every loss, weight and master;
+cases that differ are printed, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
 }
 OPTIMIZERS = ("AdamW", "Lamb", "Lion", "Muon", "torch")
-# What is added to stage, precision and optimizer -> the configuration of zero_optimization.
+# Name of a variant -> its keys of zero_optimization, besides the stage.
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "small buckets": {"reduce_bucket_size": 300, "stage3_prefetch_bucket_size": 300},
@@ -41,7 +42,7 @@ STEPS, MICRO_BATCHES, WIDTH = 4, 2, 13
 
 
 def cases(world: int) -> list[tuple[int, str, str, str]]:
-    """(stage, precision, optimizer, variant): those that the package accepts."""
+    """Return (stage, precision, optimizer, variant) of the cases that the package accepts."""
     found = []
     for stage, precision, optimizer, variant in itertools.product(STAGES, PRECISIONS, OPTIMIZERS, VARIANTS):
         keys = VARIANTS[variant]
@@ -58,7 +59,7 @@ def cases(world: int) -> list[tuple[int, str, str, str]]:
 
 
 def run_cases(path: str) -> None:
-    """A rank of the runs: the first one writes ``path``."""
+    """Run the cases as one rank; the first rank writes ``path``."""
     import torch
 
     import deepspeed_c
@@ -137,10 +138,10 @@ def run_cases(path: str) -> None:
 
 
 def results_of(python: str, world: int, folder: str) -> dict[str, Any]:
-    """What the package of one Python gives."""
+    """Run the cases on ``world`` ranks with the package of one Python, and return their results."""
     path = os.path.join(folder, "results.json")
     command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-    # In a folder of its own: the package is the installed one, whatever lies beside this script.
+    # In its own folder, so that the installed package is imported and no package beside this script.
     script = os.path.join(folder, "same_bits.py")
     Path(script).write_text(Path(__file__).read_text())
     env = {**os.environ, "OMP_NUM_THREADS": "1", "DSC_NUM_THREADS": "1", "TORCHELASTIC_ERROR_FILE": ""}

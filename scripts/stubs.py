@@ -1,4 +1,4 @@
-"""Writes deepspeed_c/_C.pyi, the types of the compiled module, from the signatures that it carries.
+"""Write deepspeed_c/_C.pyi, the types of the compiled module, from the signatures that it carries.
 
 python -m scripts.stubs deepspeed_c/_C.pyi
 """
@@ -26,7 +26,7 @@ from typing_extensions import Buffer
 
 '''
 
-# pybind11 writes what it takes; a type checker is told what is meant.
+# pybind11 writes every accepted type; a type checker gets the intended one.
 _TYPES = (
     (r"typing\.SupportsInt \| typing\.SupportsIndex", "int"),
     (r"typing\.SupportsFloat \| typing\.SupportsIndex", "float"),
@@ -37,7 +37,7 @@ _TYPES = (
 
 
 def stubs(module: Any = _C) -> str:
-    """The whole file."""
+    """Return the whole file."""
     names = [name for name in sorted(vars(module)) if not name.startswith("__")]
     values = {name: getattr(module, name) for name in names}
     parts = [_HEAD]
@@ -62,13 +62,13 @@ def _class(name: str, kind: type) -> str:
         elif isinstance(value, int):
             lines.append(f"    {member}: ClassVar[int]")
         elif (member == "__init__" or not member.startswith("_")) and "->" in (value.__doc__ or ""):
-            # A class that only others make has no __init__ of its own, and no signature of it.
+            # A class that Python code cannot construct has no signature of __init__.
             lines.append(f"    def {_signature(value.__doc__)}: ...")
     return "\n".join(lines) + "\n"
 
 
 def _signature(doc: str) -> str:
-    """``name(parameters) -> result`` of the first line of pybind11's docstring."""
+    """Return ``name(parameters) -> result`` from the first line of pybind11's docstring."""
     text = doc.splitlines()[0]
     for pattern, by in _TYPES:
         text = re.sub(pattern, by, text)

@@ -1,4 +1,4 @@
-"""Writes docs/config.md from the schema: ``python -m deepspeed_c.config.docs docs/config.md``."""
+"""Write docs/config.md from the schema: ``python -m deepspeed_c.config.docs docs/config.md``."""
 
 import inspect
 import sys
@@ -22,37 +22,39 @@ _HEAD = """\
 
 <!-- Written by `python -m deepspeed_c.config.docs docs/config.md` from deepspeed_c/config. Do not edit. -->
 
-The configuration is DeepSpeed's JSON (names, types and defaults are those of DeepSpeed 0.19.6), given as a dict, as
-the path of a JSON file, or as base64-encoded JSON. `deepspeed_c config check FILE` says what is wrong with a file
-and `deepspeed_c config show FILE` what holds and where it came from; neither needs a GPU or torch.
+The configuration is DeepSpeed's JSON (with the names, types and defaults of DeepSpeed 0.19.6), given as a dict, as
+the path of a JSON file, or as base64-encoded JSON. `deepspeed_c config check FILE` lists the errors of a file
+and `deepspeed_c config show FILE` every value with its origin; neither needs a GPU or torch.
 
 ## Rules
 
-- **Unknown keys are errors** at every depth, and the error names the nearest known key, at whatever depth that stands; shortened names
-  (`grad_accum_steps`) and those of other tools (`max_grad_norm`) are found too. A top-level key that is like none is somebody else's: a note says that it
-  has no effect. To park a key without deleting it, put `x-` in front of its name: such keys are ignored, with everything below them, and reported as
-  parked. So are comments: names that begin with `_`, `//` or `#`, and `comment`, `comment_1` and the like.
-- **Notes** name what was written and has no effect, or is read as something else: one line each on rank 0 at the start, and below the table of
-  `config show`. `"strict": true` makes every note an error.
-- **What changes nothing in DeepSpeed by itself** is noted, not refused: `offload_param` below stage 3.
+- **Unknown keys are errors** at every depth, and the error names the nearest known key, at any depth; shortened names
+  (`grad_accum_steps`) and names of other tools (`max_grad_norm`) are found too. A top-level key that is like no known
+  key belongs to another program: a note says that it has no effect. To park a key without deleting it, put `x-` in
+  front of its name: such keys are ignored, with everything below them, and reported as parked. So are comments: names
+  that begin with `_`, `//` or `#`, and `comment`, `comment_1` and the like.
+- **Notes** name keys and values that have no effect, or are read as something else: one line each on rank 0 at the
+  start, and below the table of `config show`. `"strict": true` makes every note an error.
+- **Keys that change nothing in DeepSpeed by themselves** are noted, not refused: `offload_param` below stage 3.
 - **Dotted keys** at the top level mean the place they spell: `"zero_optimization.stage": 2` is
   `"zero_optimization": {"stage": 2}`. They win over the nested form, and a note says so when the two differ.
 - **Known keys whose feature does not exist yet** are errors when their value asks for the feature, and accepted at
   the value that turns it off. Numbers that only tune such a feature are accepted and have no effect; `config show`
   marks them *unused*.
-- **`"auto"`** is a place for somebody else to fill, and what nobody fills is never guessed. The keys marked *the
-  Trainer or accelerate fills `auto`* get their values when the configuration goes through `TrainingArguments` or
-  `DeepSpeedPlugin`; `initialize` with one of them left is an error that names all that are left and what to write.
-  The keys marked *may be `auto`* are resolved here: a batch size follows from the others (if it does not, it counts as
-  left), and the sizes of buckets from the model. Where a key has `"auto"` among its values it is one of them. In the
-  sections in which DeepSpeed drops it (`zero_optimization`, `fp16`, `bf16`, the monitors and their like) the default holds, and a note says so; anywhere
-  else it is an error. `config check` and `config show` without `--world-size` read a configuration before it is
-  filled, and note what is left; with it, they read as `initialize` does.
+- **`"auto"`** is a place for another program to fill, and a value that nobody fills is never guessed. The keys marked
+  *the Trainer or accelerate fills `auto`* get their values when the configuration goes through `TrainingArguments` or
+  `DeepSpeedPlugin`; if some are left, `initialize` raises an error that names all of them with the values to write. The
+  keys marked *may be `auto`* are resolved here: a batch size follows from the others (if it does not, it counts as
+  left), and the sizes of buckets from the model. If `"auto"` is among a key's values it is read as that value. Some
+  sections drop `"auto"` in DeepSpeed (`zero_optimization`, `fp16`, `bf16`, the monitors and their like): there the
+  default holds, and a note says so; anywhere else it is an error. `config check` and `config show` without
+  `--world-size` read a configuration before it is filled, and note each remaining `"auto"`; with it, they read as
+  `initialize` does.
 - **Types.** An integer may be written as a whole float or a string (`5e8`, `"8"`); counts of elements that other
   tools compute as floats are rounded down. A number may be a string (`"1e-3"`); NaN is never accepted, infinity
   only for `steps_per_print`. A boolean may be 0, 1, `"true"` or `"false"`. Words are read in any case. Formats may
   be spelt {dtypes}.
-- **`null`** for a section is as if it were not there; for a single key it must be one of its values.
+- **`null`** for a section is as if it were not there; a single key must have `null` among its values.
 - **Conflicts** between keys that are each right (fp16 and bf16 both enabled, ...) are errors too. All errors of a
   configuration are reported together.
 - The dict that is passed in is never changed, and neither is the configuration after it was read.
@@ -74,7 +76,7 @@ not multiply, or no size at all, are an error with all the numbers in it.
 
 
 def render() -> str:
-    """The text of docs/config.md."""
+    """Return the text of docs/config.md."""
     spellings: dict[str, list[str]] = {}
     for spelling, short in DTYPE_NAMES.items():
         spellings.setdefault(short, []).append(f"`{spelling}`")
@@ -181,7 +183,7 @@ def _features() -> Iterator[str]:
 
 
 def main(argv: list[str]) -> int:
-    """Writes the file that is named on the command line."""
+    """Write the file that is named on the command line."""
     if len(argv) != 1:
         print("usage: python -m deepspeed_c.config.docs FILE", file=sys.stderr)
         return 2
