@@ -27,7 +27,7 @@ from deepspeed_c.recompute.nests import Arguments
 from deepspeed_c.recompute.operators import KeptOutputs
 from deepspeed_c.saved_tensors import Packer, counts_all, hooks_around
 
-__all__ = ["NO_BACKWARD", "Frame", "Inputs", "Watch"]
+__all__ = ["NO_BACKWARD", "Frame", "Inputs", "Observers"]
 
 # The number of autograd's pass where there is none.
 NO_BACKWARD = -1
@@ -95,7 +95,7 @@ class _Blank:
         self.values: dict[int, torch.Tensor] = {}
 
 
-class Watch(NamedTuple):
+class Observers(NamedTuple):
     """The observers of a running layer; None: no observer of that kind."""
 
     trace: Trace | None = None
@@ -120,7 +120,7 @@ class Frame:
         inputs: Inputs,
         conditions: Conditions,
         label: str,
-        watch: Watch,
+        watch: Observers,
     ) -> None:
         self._function, self._arguments, self._inputs, self._conditions = function, arguments, inputs, conditions
         self._label = label

@@ -24,7 +24,7 @@ from deepspeed_c.recompute.budget import KEEP, MEASURE, N_ON_THE_WAY, RECOMPUTE,
 from deepspeed_c.recompute.compare import Outputs, OutputsOnce, Trace
 from deepspeed_c.recompute.conditions import Conditions
 from deepspeed_c.recompute.counters import Counters, LayerCalls
-from deepspeed_c.recompute.frames import Frame, Inputs, Watch
+from deepspeed_c.recompute.frames import Frame, Inputs, Observers
 from deepspeed_c.recompute.nests import Arguments, tensors_of
 from deepspeed_c.recompute.operators import KeptOutputs, Measurement
 from deepspeed_c.recompute.packers import Arena, ShardPacker, StashPacker
@@ -216,7 +216,7 @@ class Recomputer:
                 # A reentrant call, and a comparison of values, run a layer to its end.
                 ends_early=not (is_reentrant or self.section.check),
             )
-            hooked = self._hooks(function, arguments, label, keeping, Watch(on_save=measurement.note_saved))
+            hooked = self._hooks(function, arguments, label, keeping, Observers(on_save=measurement.note_saved))
             with hooked, measurement:
                 outputs = function(*args, **kwargs)
             self.budget.note(measurement.done())
@@ -226,7 +226,7 @@ class Recomputer:
         if not treatment.operators:
             return self._run_hooked(function, args, kwargs, arguments, label, keeping)
         kept = KeptOutputs(label, treatment.operators)
-        with self._hooks(function, arguments, label, keeping, Watch(outputs=kept)), kept.recording():
+        with self._hooks(function, arguments, label, keeping, Observers(outputs=kept)), kept.recording():
             return function(*args, **kwargs)
 
     def _hooks(
@@ -235,7 +235,7 @@ class Recomputer:
         arguments: Arguments,
         label: str,
         keeping: _Keeping,
-        watch: Watch,
+        watch: Observers,
     ) -> AbstractContextManager[Any]:
         """The context of a forward that is run again."""
         inputs = Inputs(arguments.tensors, keeping.packers, label)
@@ -254,7 +254,7 @@ class Recomputer:
     ) -> Any:
         trace, looked_at = self._trace(function, label), self._look(function, label)
         with (
-            self._hooks(function, arguments, label, keeping, Watch(trace, looked_at=looked_at)),
+            self._hooks(function, arguments, label, keeping, Observers(trace, looked_at=looked_at)),
             nullcontext() if trace is None else trace.recording(),
         ):
             outputs = function(*args, **kwargs)

@@ -1,1 +1,2 @@
-"""Which parameter lies where: what a stage shards, units and their flat buffers, and what stays whole."""
+"""The places of parameters: the states that a stage shards, units and their flat buffers, and parameters that stay
+whole."""

@@ -1,4 +1,4 @@
-"""Parameters that tensor-parallel ranks hold parts of: which part, and over whom a gradient is summed besides the
+"""Parameters that are cut over tensor-parallel ranks: the part of a rank, and the ranks that sum a gradient besides the
 data-parallel ranks."""
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ __all__ = ["check_cuts", "cut_of", "numel_alike", "read_marks", "summed_over", "
 
 
 def cut_of(param: torch.Tensor) -> Cut | None:
-    """Which part of a logical tensor ``param`` is; None for one that is whole."""
+    """The part of its logical tensor that ``param`` is; None for a whole parameter."""
     return getattr(param, "tp_cut", None)
 
 
 def summed_over(param: torch.Tensor, n_ranks: int) -> Sequence[int]:
-    """The tensor-parallel ranks, of ``n_ranks``, each of which has but a part of the gradient of ``param``: those that
-    hold a copy of the same heads, or all, for a whole parameter that is used on parts (``tp_sum_gradients``). One rank
-    or none where there is nothing to sum."""
+    """The tensor-parallel ranks, of ``n_ranks``, that have to add up their parts of the gradient of ``param``: the
+    holders of a copy of the same heads, or all ranks, for a whole parameter that is used on parts
+    (``tp_sum_gradients``). One rank or none where there is nothing to sum."""
     cut = cut_of(param)
     if cut is not None:
         return cut.copies
@@ -31,20 +31,20 @@ def summed_over(param: torch.Tensor, n_ranks: int) -> Sequence[int]:
 
 
 def tied_over(param: torch.Tensor) -> Sequence[int]:
-    """The pipeline ranks that each have a copy of ``param`` in one of their layers, which its gradient is summed over
-    (``pipe_tied_ranks``); none where one rank has it."""
+    """The pipeline ranks with a copy of ``param`` in one of their layers, which sum its gradient (``pipe_tied_ranks``);
+    none where one rank has it."""
     return getattr(param, "pipe_tied_ranks", ())
 
 
 def numel_alike(param: torch.Tensor) -> int:
-    """About how many elements of ``param`` each tensor-parallel rank has: the same number on all of them, whatever the
-    sizes of their parts. For decisions that they have to make alike."""
+    """The average number of elements of ``param`` on a tensor-parallel rank: the same on all of them, also where parts
+    have different sizes. For decisions that they have to make alike."""
     cut = cut_of(param)
     return shape_of(param).numel() if cut is None else cut.logical_shape.numel() // cut.n_ranks
 
 
 def check_cuts(model: torch.nn.Module, tp: Collectives) -> None:
-    """Raises ModelError where ``model`` has been cut already, over other ranks than those of ``tp``."""
+    """Raises ModelError where ``model`` has been cut already, over other ranks than ``tp``."""
     for name, param in model.named_parameters():
         cut = cut_of(param)
         if cut is not None and (cut.n_ranks, cut.rank) != (tp.world_size, tp.rank):
@@ -57,7 +57,7 @@ def check_cuts(model: torch.nn.Module, tp: Collectives) -> None:
 
 
 def take_sums_over(model: torch.nn.Module) -> None:
-    """Takes away what sums gradients over copies where there is no engine: this one's buckets do."""
+    """Removes the hooks that sum gradients over copies without an engine: this engine's buckets sum them."""
     for param in model.parameters():
         hook = vars(param).pop("tp_sum_hook", None)
         if hook is not None:

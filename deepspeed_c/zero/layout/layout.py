@@ -1,4 +1,4 @@
-"""Which parameter lies where: units for what is trained, for what is frozen, and what of them is sharded."""
+"""The layout of a model: units of trained and of frozen parameters, and the states of them that are sharded."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from deepspeed_c.zero.weights.param import state_of, take_over, whole_of
 
 __all__ = ["Layout", "bucket_elems", "gather_for_good", "lay_out", "mark_leaves", "mesh_of_config", "persistent_params"]
 
-# Unless the user sizes the buckets, a model fills at least this many: what is reduced while backward runs is all but
-# the last one, and stages 2 and 3 hold one or two of them beside their shard. Smaller ones than the floor cost more in
-# latency than they hide.
+# Unless the user sizes the buckets, a model fills at least this many: all but the last are reduced while backward runs,
+# and stages 2 and 3 hold one or two of them beside their shard. Buckets below the floor cost more in latency than they
+# hide.
 DEFAULT_BUCKETS = 16
 DEFAULT_BUCKET_FLOOR_ELEMS = 1 << 20
 
 
 class DtypePolicy(Protocol):
-    """What the layout asks of the engine's precision policy."""
+    """The questions of the layout to the engine's precision policy."""
 
     def dtypes_of(self, name: str, param: torch.nn.Parameter) -> Dtypes: ...
 
@@ -135,7 +135,7 @@ def bucket_elems(zero: Zero, n_elems: int, *, is_sized: bool) -> int:
 
 
 def _limits(zero: Zero, elems: int, *, is_sized: bool) -> FetchLimits:
-    """In elements. Prefetching takes what hides a gather, one bucket of ``elems``, unless the user sizes it
+    """Limits in elements. Prefetching is one bucket of ``elems``, which hides a gather, unless the user sizes it
     (``is_sized``)."""
     ahead = zero.stage3_prefetch_bucket_size
     if not is_sized:
@@ -168,13 +168,12 @@ def lay_out(
     shard_axes: Callable[[torch.nn.Parameter], Sequence[str]] = lambda param: SHARDS,
     gather_pool: BufferPool | None = None,
 ) -> Layout:
-    """Makes the units of a model whose optimizer groups are ``groups`` (empty for an engine that only evaluates), and
-    shards what the stage shards.
+    """Makes the units of a model with the optimizer groups ``groups`` (empty for an engine that only evaluates), and
+    shards its states as the stage says.
 
-    ``device``: which computes (default: where each parameter is). ``shard_axes``: those of ``TOKENS`` over which the
-    stage cuts a parameter; along the others lie copies. ``gather_pool``: the fetcher's, instead of one
-    of its own. Collective where the groups of such axes are
-    not there yet.
+    ``device``: the device that computes (default: each parameter's own). ``shard_axes``: the axes among ``TOKENS`` over
+    which the stage cuts a parameter; along the other axes lie copies. ``gather_pool``: the fetcher's pool, instead of a
+    new one. Collective where the groups of such axes are not there yet.
     """
     zero, sharding = config.zero, STAGES[config.zero.stage]
 
@@ -202,7 +201,7 @@ def lay_out(
     names: Mapping[int, tuple[str, int]] = {id(p): (name, i) for i, (name, p) in enumerate(model.named_parameters())}
     names_by_group = [[names[id(p)][0] for p in group] for group in groups]
     trained_ids = {id(p) for group in groups for p in group}
-    # What requires a gradient and is in no group is the caller's: its gradients are, too.
+    # A parameter that requires a gradient and is in no group is the caller's, and so are its gradients.
     frozen = [p for p in model.parameters() if id(p) not in trained_ids and not (groups and p.requires_grad)]
     n_trained = sum(numel_alike(p) for group in groups for p in group)
     # On one rank too where the shard lies elsewhere than the weights that are used.

@@ -127,8 +127,8 @@ def set_z3_leaf_modules_by_name(
 def set_z3_leaf_modules_by_suffix(
     model: torch.nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[torch.nn.Module], list[str]]:
-    """Marks modules whose full names end with one of the suffixes. Returns (marked modules, suffixes that fit
-    nothing)."""
+    """Marks modules whose full names end with any of the suffixes. Returns (marked modules, suffixes that fit nothing).
+    """
     suffixes = _listed(module_name_suffixes)
 
     def fits(name: str, suffix: str) -> bool:
@@ -147,8 +147,8 @@ def set_z3_leaf_modules_by_suffix(
 
 
 def apply_zero_leaf_module_config(model: torch.nn.Module, leaf_cfg: Any) -> list[torch.nn.Module]:
-    """Marks what the ``zero_optimization.leaf_module`` section names: classes, names, name_suffixes. Missing ones are
-    no error."""
+    """Marks the modules of the section ``zero_optimization.leaf_module``: classes, names, name_suffixes. Missing
+    modules are no error."""
     marked: list[torch.nn.Module] = []
     if leaf_cfg.classes:
         marked += set_z3_leaf_modules(model, leaf_cfg.classes, raise_if_not_found=False)
@@ -180,8 +180,8 @@ _EXPERTS = re.compile(r"experts?$")
 
 def find_expert_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Modules that hold a list of experts, by the names that mixtures are written with: ``experts`` (a ModuleList or
-    ModuleDict of at least two modules of one class). Which of them run depends on the data, so ranks would disagree;
-    the module that holds the list becomes the leaf."""
+    ModuleDict of at least two modules of one class). The data decides about the experts that run, so ranks would
+    disagree; the module that holds the list becomes the leaf."""
     found = []
     for module in model.modules():
         for name, child in module.named_children():

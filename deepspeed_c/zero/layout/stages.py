@@ -1,4 +1,4 @@
-"""The one table that says what a ZeRO stage shards (arXiv 1910.02054, section 5)."""
+"""The one table of ZeRO stages and the states that they shard (arXiv 1910.02054, section 5)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ZeroStageEnum(IntEnum):
 
 
 class Sharding(NamedTuple):
-    """Which model states are cut over the data-parallel ranks. Everything else is a copy on each."""
+    """The model states that are cut over the data-parallel ranks. Everything else is a copy on each."""
 
     optimizer: bool  # master weights and moments
     gradients: bool  # reduced gradients: each micro-batch goes straight into the owned shard

@@ -27,14 +27,14 @@ from deepspeed_c.zero.weights.param import shape_of, take_over, whole_of
 
 __all__ = ["ALIGN_ELEMS", "Dtypes", "Fragment", "Slot", "Unit", "UnitGroups", "UnitKind", "build_units"]
 
-# Every parameter and every slice starts on a 64-byte line, whatever the element is (16 f32 or 32 16-bit elements).
+# Every parameter and every slice starts on a 64-byte line in every dtype (16 f32 or 32 16-bit elements).
 ALIGN_ELEMS = 32
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Dtypes(NamedTuple):
-    """What a parameter is stored, reduced and updated in."""
+    """The dtypes for storing, reducing and updating a parameter."""
 
     param: torch.dtype
     comm: torch.dtype
@@ -43,7 +43,7 @@ class Dtypes(NamedTuple):
 
 
 class UnitGroups(NamedTuple):
-    """Who holds the states of a parameter: see ``Unit``."""
+    """The ranks that hold the states of a parameter: see ``Unit``."""
 
     comm: Collectives
     replicas: Collectives
@@ -52,8 +52,8 @@ class UnitGroups(NamedTuple):
 
 
 class UnitKind(NamedTuple):
-    """What all parameters of a unit have in common. Parameters of one optimizer group that differ in it get units of
-    their own."""
+    """The common properties of all parameters of a unit. Parameters of one optimizer group that differ in them get
+    units of their own."""
 
     device: torch.device  # computes with them
     dtypes: Dtypes
@@ -81,7 +81,7 @@ class Slot:
     param: torch.nn.Parameter
     name: str
     unit: Unit
-    index: int  # position within the unit, which is the order in which gradients are expected
+    index: int  # position within the unit: the expected order of gradients
     order: int  # position within the model, in order of registration
     bucket: int  # bucket of the unit
     offset: int  # first element within the unit's flat buffer
@@ -96,12 +96,12 @@ class Slot:
 
     @property
     def cut(self) -> Cut | None:
-        """Which part of the logical tensor the parameter is, where it is cut over tensor-parallel ranks."""
+        """The parameter's part of its logical tensor, where it is cut over tensor-parallel ranks."""
         return cut_of(self.param)
 
     @property
     def logical_shape(self) -> torch.Size:
-        """Of the whole tensor, of which ``shape`` is this rank's part."""
+        """The shape of the whole tensor; ``shape`` is this rank's part."""
         return self.shape if self.cut is None else self.cut.logical_shape
 
     def view(self, flat: torch.Tensor, begin: int = 0) -> torch.Tensor:
@@ -114,21 +114,20 @@ class Unit:
     """The parameters of one layout, and this rank's shard of their master weights.
 
     Weights are whole on every rank, or sharded. Whole ones lie in ``flat_param`` ([flat_elems], in the parameters'
-    dtype), which backs ``param.data`` of every member. Of sharded ones a rank keeps ``weight_slices``, one of each
-    bucket; where these lie together in memory, they are ``param_shard`` ([shard_elems]). ``gather_unit.py`` puts a
+    dtype), which backs ``param.data`` of every member. Of sharded weights a rank keeps ``weight_slices``, a slice of
+    each bucket; where these lie together in memory, they are ``param_shard`` ([shard_elems]). ``gather_unit.py`` puts a
     bucket together while it is used; where the ranks hold the weights together (``joint``), it is there already.
-    ``master`` holds this rank's slice of each bucket, in fp32, or in the parameters'
-    own dtype where that is trained. Where the parameter is its own master, the slices are views of the weights, and no
-    second copy exists.
+    ``master`` holds this rank's slice of each bucket, in fp32, or in the parameters' own dtype where that is trained.
+    Where the parameter is its own master, the slices are views of the weights, and no second copy exists.
 
-    ``comm`` are the ranks over which masters and states are cut (and weights, where those are sharded): one slice of
-    each bucket a rank. ``replicas`` are the ranks that hold the same shard as this one; each of them makes the same
-    update. A parameter's gradient is the sum over all ranks that are in either. ``twins`` are ranks that hold the same
-    shard as well, and whose gradients are the same without a sum: tensor-parallel ranks, of parameters that are whole
-    on each of them. ``parts`` are the ranks that together hold the logical tensors of which this one has parts.
+    The ranks ``comm`` share masters and states (and weights, where those are sharded): each rank has a slice of each
+    bucket. ``replicas`` are the ranks that hold the same shard as this one; each of them makes the same update. A
+    parameter's gradient is the sum over all ranks that are in either. ``twins`` are ranks that hold the same shard as
+    well, and whose gradients are the same without a sum: tensor-parallel ranks, of parameters that are whole on each of
+    them. ``parts`` are the ranks that together hold the logical tensors behind this rank's parts.
 
-    ``states`` and ``weights`` are the homes of both, which may be away (offload). Whoever uses ``master`` does so
-    within ``states.open(bucket)``, and whoever uses ``weight_slices`` within ``weights.open(bucket)``.
+    ``states`` and ``weights`` are the homes of both, which may be away (offload). Every use of ``master`` lies within
+    ``states.open(bucket)``, every use of ``weight_slices`` within ``weights.open(bucket)``.
     """
 
     def __init__(
@@ -235,7 +234,7 @@ class Unit:
                 del whole  # before the next is put together
                 mine = None
             for bucket in range(self.n_buckets):
-                self._make_master(bucket)  # those of nothing but padding
+                self._make_master(bucket)  # also for buckets of nothing but padding
 
     def _make_master(self, bucket: int) -> None:
         """Makes a bucket's masters, where each bucket's have memory of their own. They come one by one as they are
@@ -244,7 +243,7 @@ class Unit:
             self.master[bucket] = self.states.new_zeros(self.slice_elems[bucket], self.master_dtype)
 
     def label(self, bucket: int) -> str:
-        """What of a bucket this rank owns, for messages."""
+        """This rank's part of a bucket, for messages."""
         if bucket not in self._labels:
             names = [slot.name for slot in self.bucket_slots[bucket] if slot in self.fragment_of]
             self._labels[bucket] = " to ".join(dict.fromkeys((names[0], names[-1]))) if names else "padding"
@@ -257,11 +256,11 @@ class Unit:
 
     @property
     def carrier(self) -> Collectives:
-        """The ranks among which its buckets travel: those over which it is cut, else those that hold copies."""
+        """The ranks that exchange its buckets: the ranks that share it, or else the ranks that hold copies."""
         return self.comm if self.is_cut else self.replicas
 
     def new_zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Zeros on its device for what collectives carry."""
+        """Zeros on its device for buffers of collectives."""
         memory = self.carrier.allocate(numel * dtype.itemsize, self.device).view(dtype)
         if self.device.type == "cpu":
             flat.zero_([memory])  # by the threads that will update it: see ``Home.new_zeros``
@@ -281,7 +280,7 @@ class Unit:
 
     @property
     def speaks(self) -> bool:
-        """Whether what this rank has of it counts where all ranks add up: each shard's copies count once."""
+        """Whether this rank's shard counts in sums over all ranks: of the copies of a shard, one counts."""
         return self.copy_index == 0
 
     @property
@@ -315,7 +314,7 @@ class Unit:
         return self.slice_elems[bucket] * self.comm.world_size
 
     def bucket_bytes(self, bucket: int) -> int:
-        """What the weights of a bucket take, put together."""
+        """Bytes of the gathered weights of a bucket."""
         return self.bucket_numel(bucket) * self.dtype.itemsize
 
     def bucket_view(self, flat: torch.Tensor, bucket: int) -> torch.Tensor:
@@ -408,7 +407,7 @@ class Unit:
         return None if self.master_is_param else torch.cat(self.master)
 
     def put_masters(self, values: torch.Tensor | None) -> None:
-        """Overwrites all masters by what ``copy_of_masters`` has given."""
+        """Overwrites all masters by a result of ``copy_of_masters``."""
         for bucket, mine in enumerate(self.master if values is not None else ()):
             mine.copy_(self.shard_slice(values, bucket))
 
@@ -436,8 +435,8 @@ class Unit:
         """Writes the weights that forward uses from the masters: casts them, or copies from one memory to the other.
         Both are open."""
         if self.copies_up:
-            # What is not in pinned memory is staged before the call returns; a pinned master is not written to before
-            # gradients of the new weights have come.
+            # Unpinned memory is staged before the call returns; a pinned master is not written to before gradients of
+            # the new weights have come.
             self.param_slice(bucket).copy_(self.master[bucket], non_blocking=self.states.is_apart)
         elif not self.master_is_param and self.slice_elems[bucket]:
             torch.ops.deepspeed_c.flat_cast_(self.master[bucket], self.param_slice(bucket))
@@ -451,7 +450,7 @@ class Unit:
             self.note_weights()
 
     def note_weights(self) -> None:
-        """Masters and weights agree now: whatever somebody has written to the weights before is no edit."""
+        """Masters and weights agree now: earlier writes to the weights are no edits any more."""
         if self._has_whole_copies:
             self._versions = [slot.param._version for slot in self.slots]
 
@@ -460,15 +459,15 @@ class Unit:
         return self.flat_param is not None and not self.master_is_param
 
     def _edited(self, slots: Sequence[Slot]) -> list[Slot]:
-        """Those of ``slots`` that somebody has written to in place, and whose masters do not know of it. Torch counts
-        such writes, but not those through ``.data``; sharded weights have ways of their own (``gathered.py``)."""
+        """The ``slots`` with writes in place that their masters do not know. Torch counts such writes, but not those
+        through ``.data``; sharded weights have ways of their own (``gathered.py``)."""
         if not self._has_whole_copies:
             return []
         return [slot for slot in slots if slot.param._version != self._versions[slot.index]]
 
     def keep_edits(self, slots: Sequence[Slot]) -> None:
-        """The masters of ``slots`` take over what somebody has written in place to whole weights of which they are
-        copies: the elements that differ from what their own rounding gives."""
+        """The masters of ``slots`` take over writes in place to their whole weights: the elements that differ from the
+        masters' own rounding."""
         for bucket, edited in itertools.groupby(self._edited(slots), key=lambda slot: slot.bucket):
             with self.states.open(bucket), torch.no_grad():
                 for slot in edited:
@@ -481,7 +480,7 @@ class Unit:
                     self._versions[slot.index] = slot.param._version
 
     def ranges_of(self, slot: Slot) -> tuple[list[int], list[int]]:
-        """Which elements of a parameter each rank's shard holds: (first ones, counts), by rank."""
+        """The elements of a parameter in each rank's shard: (first elements, counts), by rank."""
         begins, numels = [], []
         first, slice_elems = self.bucket_begin[slot.bucket], self.slice_elems[slot.bucket]
         for rank in range(self.comm.world_size):
@@ -524,9 +523,9 @@ def build_units(
     Members lie in reverse order of registration. Backward produces their gradients in about that order, so that the
     first buckets fill first.
 
-    names: ``id(param)`` -> (name, order of registration). bucket_elems: most elements of a bucket, of (ranks that a
-    unit is cut over). dtypes_of: the dtypes of weights, of what is reduced, and of masters. is_sharded: whether weights
-    are sharded; masters are wherever a unit has more than one shard. groups_of: the ranks that hold the shards of a
+    names: ``id(param)`` -> (name, order of registration). bucket_elems: number of ranks that share a unit -> most
+    elements of a bucket. dtypes_of: the dtypes of weights, reductions and masters. is_sharded: whether weights are
+    sharded; masters are wherever a unit has more than one shard. groups_of: the ranks that hold the shards of a
     parameter, and their copies. joins: sharded weights lie in memory that the ranks hold together. placement_of: where
     its states and weights live. device: computes with them (default: where each is).
     """

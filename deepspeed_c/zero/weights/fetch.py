@@ -4,14 +4,14 @@ order of use.
 The unit of all of it is a *gather unit*: one bucket of a sharded unit, so small neighbours share one collective and
 Python is touched once for all of them. A
 *pass* is one forward (each mode has its own record) or one backward. The C core ``csrc/zero`` plans and runs passes:
-every rank issues the gathers of a plan in the plan's order whatever part of it its own control flow uses, so a branch
-that one rank does not take stops nobody.
+every rank issues all gathers of a plan in the plan's order, also for branches that its own control flow does not take,
+so no rank stops another.
 
-What autograd saves of a gathered parameter is not the data but where it lies (``saved.py``); it is put together again
-when backward asks for it. So nothing ever points at memory that was given up, whatever a model does with its weights.
+Autograd saves the place of a gathered parameter and not its data (``saved.py``); the parameter is gathered again when
+backward asks for it. So nothing ever points at released memory, and a model may use its weights in any way.
 
-A backward is planned from the forwards that it goes through, of all that are in flight (``forwards.py``). So a
-backward finds the same plan whichever forwards came before it and wait for their own.
+A backward is planned from the forwards that it goes through, of all that are in flight (``forwards.py``). So a backward
+finds the same plan in every mix of earlier forwards that wait for theirs.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ if TYPE_CHECKING:
 
 __all__ = ["FetchLimits", "FetchStats", "Fetcher", "keeps_gathered"]
 
-# A bucket's gradients are sent when the backward has gone on by this many gather units: those of its own parameters
-# have come by then, on every rank.
+# A bucket's gradients are sent when the backward has gone on by this many gather units: the gradients of its own
+# parameters have come by then, on every rank.
 PACE_STEPS = 2
 # Backward plans that are remembered, one for each order of the forwards that a pass goes through.
 MAX_BACKWARD_PLANS = 64
@@ -84,7 +84,7 @@ class FetchStats:
         self.n_gathers = 0  # units put together, or found together in joint memory
         self.n_fences = 0
         self.n_passes = 0
-        self.n_unexpected = 0  # uses that the plan did not hold
+        self.n_unexpected = 0  # uses that were not in the plan
         self.n_replans = 0  # passes after which the plan was made anew
         self.max_live_elems = 0
 
@@ -93,7 +93,7 @@ class FetchStats:
 
 
 class _Mode:
-    """The plan of one mode, and what it was learnt from."""
+    """The plan of one mode, and the record behind it."""
 
     def __init__(self, steps: list[int], plan: Any) -> None:
         self.steps, self.plan = steps, plan
@@ -105,13 +105,14 @@ class _Pass:
 
     def __init__(self, mode: _Mode, *, expects_grads: bool, forward: Forward | None = None) -> None:
         self.mode = mode
-        self.expects_grads = expects_grads  # gradients may arrive at what is released
+        self.expects_grads = expects_grads  # gradients may arrive at released parameters
         self.forward = forward  # where it is one, with gradients
         self.position = 0  # step that was gathered last
 
 
 class _BackwardPass(_Pass):
-    """``task``: autograd's number of a pass that reads weights without adding to gradients; None for one that adds."""
+    """``task``: autograd's number of a pass that reads weights without adding to gradients; None for a pass that adds
+    to them."""
 
     def __init__(self, mode: _Mode, route: Route, task: int | None) -> None:
         super().__init__(mode, expects_grads=task is None)
@@ -127,8 +128,8 @@ def _forward_key(name: str, root: int) -> Any:
 class Fetcher:
     """Gathers and releases the sharded units of one engine.
 
-    ``use`` is what hooks call; passes are begun and ended by the hooks of the root module (``hooks.py``) and by the
-    gradient reducer. ``pool`` lends what units are gathered in.
+    Hooks call ``use``; the hooks of the root module (``hooks.py``) and the gradient reducer begin and end passes.
+    ``pool`` lends the buffers of gathered units.
     """
 
     def __init__(
@@ -163,7 +164,7 @@ class Fetcher:
         self._elems = [group.numel for group in self.groups]
         self._run = _C.Fetch(self._elems)
         self._modes: OrderedDict[Any, _Mode] = OrderedDict()
-        self._pass: _Pass | None = None  # the one that runs
+        self._pass: _Pass | None = None  # the running pass
         self._in_flight = ForwardsInFlight(comm)
         self._forward_used: set[int] = set()
         self.saved = SavedTensors()
@@ -195,7 +196,7 @@ class Fetcher:
             group.unit.weights.wait()
 
     def _read_ahead(self, index: int) -> None:
-        """Gather unit ``index`` is about to be gathered: starts to read those that follow it in the plan."""
+        """Gather unit ``index`` is about to be gathered: starts to read the next units of the plan."""
         running = self._pass
         if self._n_read_ahead == 0 or running is None:
             return
@@ -213,7 +214,7 @@ class Fetcher:
 
     @contextmanager
     def on_gather_stream(self, device: torch.device) -> Iterator[None]:
-        """Gathers run beside the computation: after what wrote the shards, before what reads the weights."""
+        """Gathers run beside the computation: after the writes to the shards, before the reads of the weights."""
         if not has_streams(device):
             yield
             return
@@ -263,7 +264,7 @@ class Fetcher:
                 group.leave(expects_grads=self._expects_grads, later=self._keeps_all)
 
     def _let_all_go(self, expects_grads: bool, keep: int = -1) -> None:
-        """Releases what is gathered and not held, except unit ``keep``."""
+        """Releases all gathered units that are not held, except unit ``keep``."""
         for group in self.groups:
             if group.buffer is not None and group.index != keep and not group.pins:
                 group.let_go(expects_grads=expects_grads)
@@ -277,7 +278,7 @@ class Fetcher:
 
     def _begin(self, beginning: _Pass) -> None:
         self._pass, mode = beginning, beginning.mode
-        # What is left over from before stays if it comes first now.
+        # Units that are left over from before stay if they come first now.
         keep = mode.steps[0] if mode.steps else -1
         self._let_all_go(self._expects_grads, keep)
         self._run.abort()
@@ -293,8 +294,8 @@ class Fetcher:
         mode.n_passes += 1
         self.stats.n_unexpected += self._run.n_unexpected
         is_new = self._run.n_unexpected > 0
-        # What all ranks did is the same in the record; what they used is not. They tell one another now and then, all
-        # at the same time.
+        # The record of gathers is the same on all ranks, the record of uses is not. They exchange the latter now and
+        # then, all at the same time.
         if mode.n_passes & (mode.n_passes - 1) == 0 and steps:
             used = [n > 0 for n in self.comm.sum_numbers([float(u) for u in used], label="order of use")]
             pruned = _C.trace_prune(steps, used, may_drop())
@@ -315,17 +316,17 @@ class Fetcher:
         return any(mode.n_passes for mode in self._modes.values())
 
     def learn_anew(self) -> None:
-        """Takes every plan for a mere guess: the next pass of its kind is recorded and compared among the ranks as the
-        first one is, and what no rank used of the plan is dropped after it. On all ranks alike; within a pass as
-        well."""
+        """Takes every plan for a mere guess: the next pass of its kind is recorded and compared among the ranks like a
+        first pass, and the plan loses the units that no rank used. On all ranks alike; within a pass as well."""
         for mode in self._modes.values():
             mode.n_passes = 0
 
     def begin_forward(self, name: str, root: int = 0, units: Callable[[], list[int]] | None = None) -> Forward | None:
-        """A forward of a root module begins. Returns what is to live as long as its graph; None without gradients.
+        """A forward of a root module begins. Returns an object that has to live as long as the forward's graph; None
+        without gradients.
 
-        name: train, eval or generate. root: which of several, each of which has plans of its own. units: those that
-        the root has parameters in, by default all.
+        name: train, eval or generate. root: number of the root module; each root has plans of its own. units: the units
+        with parameters of the root, by default all.
         """
         self._drop_pass()
         forward = Forward() if name == "train" else None
@@ -338,7 +339,7 @@ class Fetcher:
         return forward
 
     def _first_forward(self, root: int = 0, units: Callable[[], list[int]] | None = None) -> list[int]:
-        """What a mode is taken to use before its first pass: what another mode used, or all in order of
+        """The expected uses of a mode before its first pass: the uses of another mode, or all units in order of
         registration."""
         for name in ("generate", "eval", "train"):
             if (mode := self._modes.get(_forward_key(name, root))) is not None:
@@ -355,7 +356,7 @@ class Fetcher:
                 self._end_synced()
                 return
             is_train, mode = running.forward is not None, running.mode
-            # Backward begins with what forward ended with.
+            # Backward begins with the last units of forward.
             keep = mode.steps[-1] if is_train and mode.steps else -1
             if keep >= 0 and self._elems[keep] > min(self.limits.max_reuse, self.limits.max_live):
                 keep = -1
@@ -369,13 +370,14 @@ class Fetcher:
 
     @contextmanager
     def synced(self) -> Iterator[None]:
-        """Lets ranks run different numbers of forwards: one that is done serves the others' gathers until all are."""
+        """Lets ranks run different numbers of forwards: a rank that is done serves the others' gathers until all are
+        done."""
         if self._is_synced:
             yield
             return
         learnt = any(self._modes[name].n_passes for name in ("generate", "eval", "train") if name in self._modes)
-        # The plan must hold every use, or those who serve could not know of it. An order that was only guessed may not:
-        # what it has gathered then stays until the forward ends, so that a second use finds it.
+        # The plan must hold every use, or the serving ranks could not know of it. A guessed order may lack uses: its
+        # gathered units then stay until the forward ends, so that a second use finds them.
         self._is_synced, self._keeps_all = True, not learnt
         try:
             yield
@@ -393,10 +395,10 @@ class Fetcher:
         self._rest()
 
     def begin_backward(self, starts: Sequence[Any] | None = None) -> None:
-        """A backward pass begins: gradients may arrive at released parameters, which take on their shape for it.
+        """A backward pass begins: gradients may arrive at released parameters, so these take on their shape.
 
-        starts: the nodes of the graph at which it does. None: it has begun already, and is at one of its nodes now.
-        Collective where several forwards are in flight.
+        starts: the first nodes of the graph. None: the pass has begun already, and runs a node now. Collective where
+        several forwards are in flight.
         """
         if self._adds_gradients:
             return
@@ -451,7 +453,7 @@ class Fetcher:
         self._leave_backward()
 
     def drop_reading(self) -> None:
-        """No pass is running: one that only read weights and is still open has raised."""
+        """No pass is running: an open pass that only read weights has raised."""
         if self.is_in_backward and not self._adds_gradients:
             self.abort()
 
@@ -490,7 +492,7 @@ class Fetcher:
 
     @property
     def is_in_backward(self) -> bool:
-        """Within a backward pass, also one that only reads weights."""
+        """Within a backward pass, also within a pass that only reads weights."""
         return type(self._pass) is _BackwardPass
 
     @property
@@ -502,8 +504,8 @@ class Fetcher:
         return self._pass is not None and self._pass.expects_grads
 
     def is_in_use(self, group: GatherUnit) -> bool:
-        """Whether nothing is due when an available unit is used: it is held (whatever part of it this rank goes
-        through, the plan stands still) or was used just now."""
+        """Whether nothing is due when an available unit is used: it is held (the plan stands still meanwhile) or was
+        used just now."""
         return group.is_ready and (group is self._used_last or group.pins > 0)
 
     def use(self, index: int) -> None:
@@ -555,7 +557,7 @@ class Fetcher:
                 self._rest()
 
     def hold(self, group: GatherUnit) -> None:
-        """Keeps an available unit while a module runs, whatever the plan says."""
+        """Keeps an available unit while a module runs, against the plan if need be."""
         group.hold()
 
     def unhold(self, group: GatherUnit) -> None:
@@ -566,8 +568,7 @@ class Fetcher:
     def hold_in_backward(
         self, groups: Sequence[GatherUnit], inputs: list[torch.Tensor], outputs: list[torch.Tensor]
     ) -> None:
-        """Makes units available when a backward reaches ``outputs``, whatever of them it goes through, until it has
-        passed ``inputs``."""
+        """Makes units available when a backward reaches any of ``outputs``, until it has passed ``inputs``."""
         if not outputs:
             return
         token = object()
@@ -585,8 +586,8 @@ class Fetcher:
                 self.unhold(group)
 
         torch.autograd.graph.register_multi_grad_hook(outputs, enter, mode="any")
-        # Such a hook cannot be on a leaf whose gradient autograd.grad returns. What is fed with leaves is held until
-        # the pass ends.
+        # Such a hook cannot be on a leaf whose gradient autograd.grad returns. Units of a module that is fed with
+        # leaves are held until the pass ends.
         if inputs and all(t.grad_fn is not None for t in inputs):
             torch.autograd.graph.register_multi_grad_hook(inputs, leave, mode="all")
 
@@ -596,7 +597,7 @@ class Fetcher:
                 self.unhold(group)
 
     def weights_changed(self, group: GatherUnit | None = None) -> None:
-        """The shards were written to: what is gathered is out of date. Collective where units are pinned, or lie in
+        """The shards were written to: gathered weights are out of date. Collective where units are pinned, or lie in
         joint memory."""
         with self.lock:
             self.end_writes()
@@ -633,11 +634,11 @@ class Fetcher:
 
     @property
     def hooks(self) -> ModuleHooks | None:
-        """What tells this fetcher of passes; None before an engine has taken it over."""
+        """The hooks that begin and end this fetcher's passes; None before an engine has taken it over."""
         return self._hooks
 
     def connect_hooks(self, hooks: ModuleHooks) -> None:
-        """From now on ``hooks`` begin and end forwards. Those before it must have been removed."""
+        """From now on ``hooks`` begin and end forwards. Earlier hooks must have been removed."""
         self._hooks = hooks
 
     def connect(self, reducer: GradientReducer) -> None:

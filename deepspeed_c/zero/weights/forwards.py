@@ -2,8 +2,8 @@
 
 A forward is one micro-batch's way through the root module (or through a chunk of it). Several may run before the first
 backward, and their backwards come in any order: pipelines, contrastive losses and evaluations with gradients do it.
-Autograd numbers nodes in the order in which they are made, so the numbers of a forward's nodes are an interval, and a
-walk from the loss finds whose nodes are on its way, whatever a module has done with its outputs.
+Autograd numbers nodes in the order of their making, so the numbers of a forward's nodes are an interval. A walk from
+the loss thus finds the forwards on its way, for any use of a module's outputs.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def _n_nodes() -> int:
 
 
 class Forward:
-    """One forward with gradients. What autograd saves of it and the nodes of its outputs hold this object, so it lives
-    as long as its graph does."""
+    """One forward with gradients. The tensors that autograd saves of it, and the nodes of its outputs, hold this
+    object, so it lives as long as its graph."""
 
     __slots__ = ("__weakref__", "first_node", "is_entered")
 
@@ -50,7 +50,7 @@ class Forward:
 
 
 class _ForwardRecord:
-    """What is known of a forward without keeping its graph alive."""
+    """The facts of a forward that do not keep its graph alive."""
 
     def __init__(self, forward: Forward, steps: tuple[int, ...]) -> None:
         self.steps = steps
@@ -72,20 +72,20 @@ class Route(NamedTuple):
     """The forwards that a pass goes through, the same on all ranks."""
 
     records: list[_ForwardRecord]
-    """Those that it may go through, oldest first; its plan is made from these."""
+    """The forwards that the pass may go through, oldest first; its plan is made from them."""
     certain: list[_ForwardRecord]
-    """Those of them that some rank's pass is known to go through."""
+    """The forwards among them that some rank's pass is known to go through."""
 
     @property
     def key(self) -> tuple:
-        """What the pass has in common with others that do the same."""
+        """The same for all passes that do the same."""
         certain = set(map(id, self.certain))
         which = [i for i, record in enumerate(self.records) if id(record) in certain]
         return (*(record.steps for record in self.records), *([tuple(which)] if len(which) < len(self.records) else []))
 
 
 class ForwardsInFlight:
-    """Those since whose end no backward has come through them; the list is the same on all ranks."""
+    """The forwards that no backward has come through since their end; the list is the same on all ranks."""
 
     def __init__(self, comm: Collectives) -> None:
         self._comm = comm
@@ -106,11 +106,10 @@ class ForwardsInFlight:
             self._max = max(FORWARDS_BEFORE_ASKING, 2 * len(self._records))
 
     def route(self, starts: Sequence[Any] | None, within: Any = None) -> Route:
-        """The way of a pass. Collective where several forwards are in flight, and free of cost where one is.
+        """The way of a pass. Collective where several forwards are in flight, free of cost otherwise.
 
-        starts: the nodes at which it begins. None: nobody knows them all, because the pass runs already; ``within`` is
-        the node that runs, if it is one. A rank whose pass leaves out what another's goes through follows the one that
-        does.
+        starts: the first nodes of the pass. None: nobody knows them all, because the pass runs already; ``within`` is
+        the running node, if any. A rank whose pass leaves out a forward follows the ranks that go through it.
         """
         if len(self._records) < 2:
             return Route(list(self._records), list(self._records))
@@ -128,8 +127,8 @@ class ForwardsInFlight:
         return [float(record.lives()) for record in self._records]
 
     def _keep(self, n_ranks: Sequence[float]) -> None:
-        """Forgets forwards that no rank knows of. Ranks may differ, as where one keeps its losses: all follow those
-        that know more."""
+        """Forgets forwards that no rank knows of. Ranks may differ, for instance when a rank keeps its losses: all
+        follow the ranks that know more."""
         # A graph that saves nothing and whose outputs nobody can see: the last forward is as good as any.
         self._records = [r for r, n in zip(self._records, n_ranks) if n] or self._records[-1:]
 
@@ -147,14 +146,14 @@ class ForwardsInFlight:
             i = bisect_right(firsts, number) - 1
             if i >= 0 and number < self._records[i].last_node:
                 found[i] = True
-                # What a node is made from was made before it.
+                # The inputs of a node were made before it.
                 if all(found[:i]):
                     continue
             todo += [follower for follower, _ in node.next_functions]
         return found
 
     def end(self, route: Route) -> None:
-        """The backward along ``route`` has ended: forgets what it went through."""
+        """The backward along ``route`` has ended: forgets its forwards."""
         for record in self._records:
             record.leave(is_done=True)
         gone = set(map(id, route.certain))
@@ -173,7 +172,7 @@ class ForwardsInFlight:
 
 
 def reversed_steps(route: Route) -> Iterator[int]:
-    """The order in which a backward is taken to use units before its first pass: the reverse of its forwards'."""
+    """The expected order of units in a backward before its first pass: the reverse of its forwards' order."""
     last = None
     for record in reversed(route.records):
         for unit in reversed(record.steps):

@@ -1,5 +1,5 @@
-"""A gather unit: one bucket of a sharded unit, put together in a buffer of the pool, and what its parameters know
-about where they lie."""
+"""A gather unit: one bucket of a sharded unit, put together in a buffer of the pool, and the places of its parameters.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["GatherUnit", "PlacedShard", "Places", "WholeShard"]
 
 
 class Places:
-    """Which gather unit lies where in memory, among those that are live."""
+    """The live gather units by their place in memory."""
 
     def __init__(self) -> None:
         self._begins: list[int] = []
@@ -132,7 +132,7 @@ class GatherUnit:
             self.is_ready, self._expects_grads = True, False
 
     def hold(self) -> None:
-        """Keeps the unit, whatever a plan says, until ``unhold``."""
+        """Keeps the unit until ``unhold``, against the plan if need be."""
         self.pins += 1
 
     def unhold(self) -> bool:
@@ -152,7 +152,7 @@ class GatherUnit:
         self.is_leaving = False
 
     def close(self) -> None:
-        """Lets go of everything, whoever holds it."""
+        """Lets go of everything, also of held units."""
         self.pins = 0
         if self.buffer is not None:
             self.let_go(expects_grads=False)
@@ -242,8 +242,8 @@ class PlacedShard(ShardState):
                 self.put_piece(mine)
 
     def open_for_edit(self, param: torch.nn.Parameter) -> bool:
-        """What a pass reads of a parameter that nobody announced, or that was released since it was looked up, is
-        gathered on the spot."""
+        """A parameter that a pass reads without announcement, or that was released since it was looked up, is gathered
+        on the spot."""
         if not self.fetcher.is_active:
             return False
         self.fetcher.use(self.group.index)
@@ -255,7 +255,7 @@ class PlacedShard(ShardState):
 
     @property
     def view(self) -> torch.Tensor:
-        """The parameter's place in what is gathered."""
+        """The parameter's view of the gathered buffer."""
         return self.slot.view(self.group.buffer, self.slot.unit.bucket_begin[self.slot.bucket])
 
 

@@ -1,4 +1,4 @@
-"""Whole parameters for a while: reading and editing what stage 3 has sharded."""
+"""Whole parameters for a while: reading and editing sharded parameters of stage 3."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _fingerprint(param: torch.nn.Parameter) -> tuple[int, ...]:
         return (data.data_ptr(),)
     bits = data.detach().contiguous().view(-1)
     bits = bits.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[bits.element_size()])
-    width = min(bits.numel(), 4099)  # prime: rows start at ever other offsets of what repeats
+    width = min(bits.numel(), 4099)  # prime: rows of repeating data start at ever other offsets
     n_rows = bits.numel() // width
     rows = bits.narrow(0, 0, n_rows * width).view(n_rows, width)
     by_column, by_row = rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64)
@@ -44,10 +44,10 @@ def _fingerprint(param: torch.nn.Parameter) -> tuple[int, ...]:
 
 
 class GatheredParameters:
-    """Context in which sharded parameters are whole. Collective: enter it on all ranks, with the same parameters.
+    """Context within which sharded parameters are whole. Collective: enter it on all ranks, with the same parameters.
 
     Args:
-        params: a parameter, or any iterable of tensors; what is not sharded is left alone.
+        params: a parameter, or any iterable of tensors; unsharded tensors are left alone.
         modifier_rank: the rank (global) whose edits count: on exit its values go to every rank's shard and master
         weights. None: parameters are only read; a write
             raises StateError on all ranks, and is not kept.
@@ -101,7 +101,7 @@ class GatheredParameters:
         return False
 
     def _together(self) -> list[list[torch.nn.Parameter]]:
-        """Parameters that are gathered together: those of one engine; those of none."""
+        """Lists of parameters to gather together: one list for each engine, one for parameters of no engine."""
         sets: dict[Any, list[torch.nn.Parameter]] = {}
         for param in self._params:
             state = state_of(param)
@@ -128,7 +128,7 @@ class GatheredParameters:
             raise
         for param in self._params:
             state = state_of(param)
-            # What replaced the data may have another dtype, other strides, or be a view of what it replaced.
+            # The new data may have another dtype, other strides, or be a view of the old data.
             whole = param.data.to(device=state.device, dtype=state.dtype).contiguous()
             everyone = state.everyone
             everyone.broadcast(whole, everyone.global_ranks.index(self._modifier_rank), label=state.name)
@@ -138,12 +138,12 @@ class GatheredParameters:
                 whole = state.view
             point_at(param, whole)
             state.store(param)
-        # All ranks have come above, so that nobody reads what is written.
+        # All ranks have come this far, so nobody reads the memory that is written.
         for fetcher in {state.fetcher: None for p in self._params if isinstance(state := state_of(p), PlacedShard)}:
             fetcher.end_writes()
 
     def _restore(self) -> None:
-        """Makes the parameters what they were, for contexts around this one as well. Collective."""
+        """Puts the parameters back into their state before, for contexts around this one as well. Collective."""
         fetchers: dict[int, Any] = {}
         for param, copy in zip(self._params, self._copies):
             state = state_of(param)
@@ -186,7 +186,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
     """Says that ``module`` reads a parameter of another module in its forward.
 
-    An access as an attribute (``other.weight``) is noticed by itself; this is for one that is not, such as a parameter
+    An access as an attribute (``other.weight``) is noticed by itself; this is for other accesses, such as a parameter
     kept in a list.
     """
     if not isinstance(parameter, torch.nn.Parameter):

@@ -16,10 +16,10 @@ __all__ = ["held_whole"]
 
 @contextmanager
 def held_whole(params: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Keeps those of ``params`` that are sharded whole within: each is gathered once, however often it is read.
+    """Keeps the sharded ``params`` whole within: each is gathered once for any number of reads.
 
     Within a forward or backward of an engine this follows the plan of gathers. Collective for sharded parameters:
-    enter it on all ranks, with the same ones.
+    enter it on all ranks, with the same parameters.
     """
     states: dict[int, tuple[ShardState, torch.Tensor]] = {}
     for param in params:

@@ -48,8 +48,8 @@ def _outside_of_graphs(hook: Callable) -> Callable:
 
 
 class _Parameters(dict):
-    """A module's ``_parameters`` that gathers what is read while the engine runs, whoever reads it: tied weights, a
-    parent that uses its child's weight, a functional call. Iterating (``named_parameters``) gathers nothing."""
+    """A module's ``_parameters`` that gathers a parameter at each read while the engine runs: tied weights, a parent
+    that uses its child's weight, a functional call. Iterating (``named_parameters``) gathers nothing."""
 
     def __init__(self, params: Mapping[str, Any], fetcher: Fetcher) -> None:
         super().__init__(params)
@@ -68,8 +68,7 @@ class _Parameters(dict):
 
 
 class ParamCoordinator:
-    """What plans the gathers, under DeepSpeed's names for it: trl makes the order of use invalid after it has
-    generated."""
+    """The planner of gathers, under DeepSpeed's names: trl makes the order of use invalid after it has generated."""
 
     def __init__(self, fetcher: Fetcher) -> None:
         self._fetcher = fetcher
@@ -84,11 +83,11 @@ class ParamCoordinator:
 
 
 class ModuleHooks:
-    """Hooks of one engine on its module, and on what else is called by itself.
+    """Hooks of one engine on its module, and on submodules that are called by themselves.
 
-    roots: the module, then those of its submodules that are called outside of its forward, as chunks of an interleaved
-    pipeline are. A forward of a root that is not within another root's is a pass, and each root has plans of its own.
-    Any other submodule that is called by itself is gathered on the spot.
+    roots: the module, then its submodules that are called outside of its forward, as chunks of an interleaved pipeline
+    are. A forward of a root outside any other root's forward is a pass, and each root has plans of its own. Any other
+    submodule that is called by itself is gathered on the spot.
     """
 
     def __init__(self, roots: Sequence[torch.nn.Module], fetcher: Fetcher, name_of_pass: Callable[[], str]) -> None:
@@ -112,7 +111,7 @@ class ModuleHooks:
 
         Where nothing is sharded (one rank, small parameters) there is nothing to hook.
         """
-        for module in self.module.modules():  # DeepSpeed's name, by which trl looks for them
+        for module in self.module.modules():  # DeepSpeed's name: trl looks for it
             module.__dict__[_DS_EXTERNAL] = partial(_named_external_parameters, module)
         if not self._fetcher.groups:
             return

@@ -108,14 +108,14 @@ _suspended: list[list[Init]] = []
 
 
 class DeepSpeedTensorOverride(enum.Enum):
-    """What ``Init`` decides of the tensors that are made within it."""
+    """The properties of new tensors that ``Init`` decides."""
 
     dtype = 1
     device = 2
 
 
 class Init:
-    """Context in which every module's parameters are sharded as soon as the module is constructed.
+    """Context that shards every module's parameters as soon as the module is constructed.
 
     Each rank constructs the module, rank 0's values are sent to all, and each rank keeps an even share of the elements
     (no padding). Contexts may be nested. ``torch.distributed`` is started if it is not.
@@ -125,22 +125,21 @@ class Init:
         by module. data_parallel_group, zero_param_parallel_group: the ranks to shard over; default: all, or those of
         ``mpu.get_data_parallel_group()``. mem_efficient_linear: accepted; linear layers need no replacement here,
         since autograd keeps no gathered weight. remote_device: "none", "cpu" or "nvme"; None: as the configuration's
-        offload_param says. Shards lie in host memory for the last two; the engine moves
-            them to files for "nvme".
+        offload_param says. Shards lie in host memory for "cpu" and "nvme"; the engine moves them to files for "nvme".
         pin_memory: accepted for shards in host memory.
         config_dict_or_path, config: the configuration; its bf16/fp16 sections give the dtype, ``"auto"`` values are
         fine. enabled: False makes the context do nothing.
-        dtype: of the floating-point parameters and buffers that are made within; overrides the configuration's.
+        dtype: dtype of new floating-point parameters and buffers; overrides the configuration's.
         mpu: an object with ``get_data_parallel_group()``.
         zero_quantized_weights, zero_quantized_nontrainable_weights: not supported yet.
-        sequence_data_parallel_group: the ranks over which data and sequence are cut, in place of the data-parallel
-        group. param_swapper: refused; the configuration says where weights live.
-        tensor_overrides: what holds for every tensor that ``torch.empty`` and its kin make within: dtype and device
-        (the default), one of them, or neither. param_dict: the configuration as a dict (an older name of ``config``).
+        sequence_data_parallel_group: the ranks that share data and sequence, in place of the data-parallel group.
+        param_swapper: refused; the configuration says where weights live.
+        tensor_overrides: the properties that ``torch.empty`` and its kin take over within: dtype and device (the
+        default), one of them, or neither. param_dict: the configuration as a dict (an older name of ``config``).
 
     Raises:
-        CommError: no group could be started. FeatureError: for what is not supported yet. ModelError: a meta parameter
-        whose module cannot initialise it.
+        CommError: no group could be started. FeatureError: for an argument that is not supported yet. ModelError: a
+        meta parameter whose module cannot initialise it.
     """
 
     def __init__(
@@ -203,7 +202,7 @@ class Init:
         self._home = torch.device("cpu") if is_remote else None
         self.dtype = dtype or _dtype_of(source)
         self.tensor_overrides = tuple(tensor_overrides)
-        # What constructors have touched after it was sharded, whole until nobody holds its data.
+        # Parameters that constructors have touched after sharding: whole until nobody holds their data.
         self._edited: list[torch.nn.Parameter] = []
         if module is not None:
             materialize(module, self.device, self._shard_module)
@@ -261,8 +260,8 @@ class Init:
         self._edited.append(param)
 
     def _shard_unused(self) -> None:
-        """Shards the edited parameters again of whose data no rank holds a reference: an edit through one would be
-        lost."""
+        """Shards edited parameters again as soon as no rank holds a reference to their data: an edit through such a
+        reference would be lost."""
         if not self._edited:
             return
         held = self.comm.sum_numbers([float(is_data_held(param)) for param in self._edited], label="edited parameters")
@@ -325,7 +324,7 @@ def _place_of(source: Any) -> str | None:
 
 
 def _local_of(source: Any) -> Wish:
-    """What ranks of one host talk through, as a configuration has it. Only this is read, as by ``_dtype_of``."""
+    """The transport between ranks of one host, from a configuration. Only this key is read, as by ``_dtype_of``."""
     if source is None:
         return "auto"
     keys, _ = read_source(source)
@@ -370,7 +369,7 @@ def _give_back_standalone(module: torch.nn.Module, args: Any, output: Any) -> No
             state_of(param).give_back([param])
 
 
-_patched: dict[type, tuple[Callable, Callable]] = {}  # class -> its own __init__, and what stands in its place
+_patched: dict[type, tuple[Callable, Callable]] = {}  # class -> (its own __init__, the replacement)
 _replaced: dict[str, Callable] = {}  # what stood in torch under the names of _CONSTRUCTORS
 _orig_init_subclass = torch.nn.Module.__dict__.get("__init_subclass__")
 _BUILDING = "_dsc_building"
@@ -383,7 +382,7 @@ def _wrap_init(cls: type) -> None:
 
     @functools.wraps(original)
     def construct(module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        # __init__ of the bases run within that of the class; only when the outermost is done are the parameters there
+        # the bases' __init__ run within the class's; only after the outermost are all parameters there
         depth = module.__dict__.get(_BUILDING, 0)
         module.__dict__[_BUILDING] = depth + 1
         try:
@@ -460,7 +459,7 @@ def _unpatch_constructors() -> None:
 
 
 def shutdown_init_context() -> None:
-    """Suspends the open contexts: what is made next is not sharded. Undone by ``restore_init_context``."""
+    """Suspends the open contexts: the next modules are not sharded. Undone by ``restore_init_context``."""
     for context in _open:
         context._shard_edited(keep=True)
     _suspended.append(list(_open))
@@ -471,7 +470,7 @@ def shutdown_init_context() -> None:
 
 
 def restore_init_context() -> None:
-    """Opens again what ``shutdown_init_context`` suspended."""
+    """Opens the contexts again that ``shutdown_init_context`` suspended."""
     if _suspended and (contexts := _suspended.pop()):
         _patch_modules()
         _open.extend(contexts)
@@ -487,7 +486,7 @@ def materialize(
     ``reset_parameters`` and then Hugging Face's ``_init_weights`` of the model, and calls ``then(module, name)`` after
     each.
 
-    Raises ModelError where a module has no such method: its values would be whatever memory held.
+    Raises ModelError where a module has no such method: its values would be uninitialised memory.
     """
     init_weights = getattr(model, "_init_weights", None)
     tied: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
@@ -518,6 +517,6 @@ def materialize(
         with torch.no_grad():
             if reset is not None and (made or any(b is not None for b in module._buffers.values())):
                 reset()
-            if init_weights is not None:  # the model's own distribution; what it does not know keeps the module's
+            if init_weights is not None:  # the model's own distribution; modules that it does not know keep theirs
                 init_weights(module)
         then(module, name)

@@ -1,10 +1,9 @@
-"""A sharded parameter: a ``torch.nn.Parameter`` of which each rank keeps one piece, and the whole only while somebody
-uses it.
+"""A sharded parameter: each rank keeps a piece of a ``torch.nn.Parameter``, and the whole only while somebody uses it.
 
 The object stays the same one for good. While it is *released* its storage is empty and its class is a subclass that
 turns a read of ``.data`` into an error that says what to do; while it is *available* it is an ordinary parameter of
-its own class. What is known about it lies in a ``ShardState``, which either stands alone (a model under ``zero.Init``
-that no engine has yet) or belongs to an engine's gather unit (``gather_unit.py``).
+its own class. Its facts lie in a ``ShardState``, which either stands alone (a model under ``zero.Init`` that no engine
+has yet) or belongs to an engine's gather unit (``gather_unit.py``).
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ _ids = itertools.count()
 
 
 class ZeroParamType(Enum):
-    """What kind of parameter it is (DeepSpeed's names)."""
+    """The kinds of parameters (DeepSpeed's names)."""
 
     NORMAL = 1
     PARTITIONED = 2
@@ -70,11 +69,11 @@ class ZeroParamStatus(Enum):
 
 
 class ShardState:
-    """What a rank knows about one sharded parameter.
+    """A rank's knowledge of one sharded parameter.
 
     ``piece`` is this rank's part, flat, of exactly the elements that it owns: [n], the parameter's dtype. ``begins``
-    and ``numels`` say which elements each rank of ``comm`` owns. ``everyone`` are all ranks that hold some of it:
-    other ranks may hold copies of the same pieces.
+    and ``numels`` give the range of elements that each rank of ``comm`` owns. ``everyone`` are all ranks that hold some
+    of it: other ranks may hold copies of the same pieces.
     """
 
     def __init__(
@@ -164,8 +163,7 @@ class ShardState:
 
 
 class Builder(Protocol):
-    """The ``zero.Init`` under which a parameter was sharded: while it is open, constructors may edit what is sharded
-    already."""
+    """The ``zero.Init`` that sharded a parameter: while it is open, constructors may edit sharded parameters."""
 
     is_open: bool
 
@@ -264,7 +262,7 @@ def join_pieces(
 
 
 class _Face(GradFace):
-    """What a sharded parameter answers to in both states: DeepSpeed's ``ds_`` names."""
+    """The attributes of a sharded parameter in both states: DeepSpeed's ``ds_`` names."""
 
     ds_param_type = ZeroParamType.PARTITIONED
     _dsc_base: type  # the parameter's own class
@@ -304,7 +302,7 @@ class _Face(GradFace):
         return self._dsc_shard.active_modules
 
     def ds_summary(self, *_: Any, **__: Any) -> dict[str, Any]:
-        """What is known about the parameter, for a message."""
+        """The facts of the parameter, for a message."""
         state = self._dsc_shard
         return {
             "id": state.ds_id,
@@ -327,8 +325,8 @@ class _Face(GradFace):
     def partition(
         self, param_list: Sequence[torch.nn.Parameter] | None = None, has_been_updated: bool = False, **_: Any
     ) -> None:
-        """Ends one ``all_gather``; with ``has_been_updated`` what the parameter holds (the same on all ranks) is
-        kept."""
+        """Ends one ``all_gather``; with ``has_been_updated`` the parameter's values (the same on all ranks) are kept.
+        """
         for param in [self] if param_list is None else param_list:
             state = state_of(param)
             if state is not None and state.is_available:
@@ -343,8 +341,8 @@ class _Face(GradFace):
 
 
 class _ReleasedTensor(torch.Tensor):
-    """What ``detach``, ``to`` and the like give of a released parameter, as in a module's ``state_dict()``: it has a
-    dtype and a device, and no data to read."""
+    """The result of ``detach``, ``to`` and the like of a released parameter, as in a module's ``state_dict()``: it has
+    a dtype and a device, and no data to read."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -361,8 +359,8 @@ class _ReleasedTensor(torch.Tensor):
 
 
 class _Released(_Face):
-    """The face while the data is not here. What reads or writes it raises; in an open ``zero.Init`` it makes the
-    parameter available instead."""
+    """The face while the data is not here. A read or a write raises; in an open ``zero.Init`` it makes the parameter
+    available instead."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -401,12 +399,12 @@ class _Released(_Face):
             _open_or_refuse(self)
             _DATA.__set__(self, value)
         else:
-            # Module.to() and the like put back what they were given: nothing, in another dtype perhaps.
+            # Module.to() and the like put back the empty data that they were given, in another dtype perhaps.
             state.change_dtype(value.dtype)
             _DATA.__set__(self, state.empty)
 
-    # The whole parameter's, so that what asks for sizes (``torch.nn.init``, Muon's choice of matrices, counts of
-    # parameters) goes on as with a plain model.
+    # The whole parameter's, so that code that asks for sizes (``torch.nn.init``, Muon's choice of matrices, counts of
+    # parameters) works as with a plain model.
 
     @property
     def shape(self) -> torch.Size:
@@ -473,8 +471,8 @@ def gradient_edge(leaf: torch.Tensor) -> GradientEdge:
 
 
 def _as_edges(values: Iterable[Any]) -> list[Any]:
-    """Arguments of a backward pass with edges in place of released parameters, of which it asks where gradients go and
-    not what they hold."""
+    """Arguments of a backward pass with edges in place of released parameters: the pass needs the place of their
+    gradients and not their data."""
     edges = []
     for value in values:
         if isinstance(value, _Released):
@@ -508,7 +506,7 @@ def _touching(name: str) -> Callable:
     @functools.wraps(getattr(torch.Tensor, name))
     def call(self: torch.nn.Parameter, *args: Any, **kwargs: Any) -> Any:
         _open_or_refuse(self)
-        # The operands' order is that in which autograd saves them: what is run again must do it in the same.
+        # Autograd saves operands in their order: a recomputation must use the same order.
         return getattr(self, name)(*args, **kwargs) if of_left is None else of_left(*args, self)
 
     return call
@@ -531,7 +529,7 @@ def _converting(name: str) -> Callable:
     return call
 
 
-# What ``Module.to``, ``half`` and the like call on every parameter.
+# The methods that ``Module.to``, ``half`` and the like call on every parameter.
 _CONVERSIONS = ("bfloat16", "cpu", "cuda", "double", "float", "half", "ipu", "to", "type", "xpu")
 # Methods that ask about the object and not about its elements.
 _HARMLESS = frozenset(
@@ -572,7 +570,7 @@ _HARMLESS = frozenset(
         "untyped_storage",
     ]
 )
-# Functions, and the reading and writing of attributes such as ``grad`` and ``dtype``, of which the same is true.
+# The same holds for functions, and for reads and writes of attributes such as ``grad`` and ``dtype``.
 _HARMLESS_FUNCTIONS = frozenset(
     {
         *_HARMLESS,
@@ -635,7 +633,7 @@ _OPERATORS = [
 
 @functools.cache
 def _refuse_access() -> None:
-    """Fills in what a released parameter refuses, once, when there is to be one: some 700 methods."""
+    """Fills in the refused methods of released parameters (some 700), once, before the first such parameter."""
     methods = [
         name
         for name in dir(torch.Tensor)
@@ -711,7 +709,7 @@ def state_of(param: Any) -> ShardState | None:
 
 
 def make_sharded(param: torch.nn.Parameter, state: ShardState) -> None:
-    """Gives ``param`` the faces of a sharded parameter; what it holds and its other attributes stay."""
+    """Gives ``param`` the faces of a sharded parameter; its data and its other attributes stay."""
     param.__dict__[_ATTRIBUTE] = state
     if not isinstance(param, _Face):
         param.__class__ = _faces_of(type(param))[0]
@@ -732,13 +730,13 @@ def whole_of(param: torch.nn.Parameter) -> torch.Tensor:
 
 
 def take_over(param: torch.nn.Parameter, data: torch.Tensor) -> None:
-    """Makes ``param`` an ordinary parameter with this data, whatever it was before."""
+    """Makes ``param`` an ordinary parameter with this data, from any state."""
     _DATA.__set__(param, data)
     unmake_sharded(param)
 
 
 def unmake_sharded(param: torch.nn.Parameter) -> None:
-    """Takes the faces of a sharded parameter away; what it holds stays."""
+    """Takes the faces of a sharded parameter away; its data stays."""
     param.__dict__.pop(_ATTRIBUTE, None)
     if isinstance(param, _Face):
         param.__class__ = type(param)._dsc_base
@@ -768,7 +766,7 @@ def is_data_held(param: torch.nn.Parameter) -> bool:
 
 def point_at(param: torch.nn.Parameter, whole: torch.Tensor) -> None:
     """Makes ``whole`` the storage of a sharded parameter, which is then available."""
-    # In this order: what is done to a released parameter goes through Python.
+    # In this order: every access to a released parameter goes through Python.
     param.__class__ = param._dsc_available
     _DATA.__set__(param, whole)
 
@@ -784,7 +782,7 @@ def adopt_shape(param: torch.nn.Parameter) -> None:
 
 
 def _release(param: torch.nn.Parameter, data: torch.Tensor) -> None:
-    # While it has the face of an available one: what is done to a released parameter goes through Python.
+    # While it has the face of an available parameter: every access to a released one goes through Python.
     param.__class__ = param._dsc_available
     _DATA.__set__(param, data)
     param.__class__ = param._dsc_released

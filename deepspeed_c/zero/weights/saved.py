@@ -16,7 +16,7 @@ __all__ = ["WeightPacker"]
 
 
 class _Reference:
-    """What autograd keeps in place of a gathered weight, or of a view of one."""
+    """The object that autograd keeps in place of a gathered weight, or of a view of it."""
 
     __slots__ = ("group", "offset", "shape", "stride")
 
@@ -26,7 +26,7 @@ class _Reference:
 
 
 class WeightPacker:
-    """Takes what lies in a gathered unit of one fetcher."""
+    """Takes tensors that lie in a gathered unit of one fetcher."""
 
     def __init__(self, fetcher: Fetcher) -> None:
         self._fetcher = fetcher
