@@ -48,7 +48,7 @@ def take_over_attention(
     ``DistributedAttention``. section: ``sequence_parallel``. ranks_of_host: processes of this job on one host. None
     where no sequence is cut.
 
-    Raises ConfigError where ranks, heads and what the section asks for do not fit.
+    Raises ConfigError where ranks, heads and the section do not fit one another.
     """
     if mesh.size(SP) == 1:
         return None

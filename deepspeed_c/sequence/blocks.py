@@ -1,7 +1,7 @@
 """Attention of some queries to some keys, with the logarithm of the sum that its softmax was divided by.
 
 The logarithm lets parts over different keys become one (``deepspeed_c.ops.attention_parts``), and the gradient of a
-part be computed from the result of the whole: probabilities are e^(score - log_sum), whoever computed log_sum.
+part be computed from the result of the whole: probabilities are e^(score - log_sum), for a log_sum from any source.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def block_attention(
     """(out like q, log_sum [batch, heads, queries], float32 or float64): softmax(scale q k^T + mask) v.
 
     q: [batch, heads, queries, width]; k, v: [batch, key heads, keys, width], key heads divide heads. is_causal: query i
-    sees keys 0 to i; as many queries as keys. mask: [queries, keys] in q's dtype, added; 0 for what is seen and -inf
-    for what is not; every query sees a key. Differentiate with ``block_attention_backward``.
+    sees keys 0 to i; as many queries as keys. mask: [queries, keys] in q's dtype, added: 0 where the query sees the key
+    and -inf elsewhere; every query sees a key. Differentiate with ``block_attention_backward``.
 
     On the host by torch's kernel, which keeps no scores; elsewhere in torch's operations, which keep them.
     """
@@ -51,8 +51,7 @@ def block_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v by these keys, for ``grad`` of ``out``.
 
-    out and log_sum are those of attention to all keys, of which k and v may be a part; the rest as in
-    ``block_attention``.
+    out and log_sum belong to attention to all keys; k and v may be a part of these. The rest as in ``block_attention``.
     """
     if q.device.type in _HAS_KERNEL:
         return _flash_backward(grad, q, k, v, out, log_sum, 0.0, is_causal, attn_mask=mask, scale=scale)

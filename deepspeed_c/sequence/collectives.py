@@ -22,12 +22,12 @@ class TokenOrder(NamedTuple):
     n_inner: int
 
 
-# Those of an engine, which knows whether shared memory is wanted; else our own.
+# Collectives of engines, which know whether shared memory is wanted; else our own.
 _lent: weakref.WeakKeyDictionary[dist.ProcessGroup, Collectives] = weakref.WeakKeyDictionary()
 
 
 class ModelOrder:
-    """The order in which one engine's model wants its sequences cut over the ranks of ``group``, until ``close``."""
+    """The token order that one engine's model wants for sequences cut over the ranks of ``group``, until ``close``."""
 
     def __init__(self, model: torch.nn.Module, group: dist.ProcessGroup, order: TokenOrder) -> None:
         self.model_name, self.order = type(model).__name__, order
@@ -54,7 +54,7 @@ def lend(comm: Collectives) -> None:
 
 
 def order_of(group: Any, model: torch.nn.Module | None = None) -> TokenOrder:
-    """In which order ``model``, or its engine, wants the tokens of a sequence over the ranks of ``group`` (None: over
+    """Return the token order that ``model``, or its engine, wants for sequences over the ranks of ``group`` (None: over
     all). Without a model the order of all engines over the group; contiguous where there is none.
 
     Raises StateError where these want several, and for a model without an engine.

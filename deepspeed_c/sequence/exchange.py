@@ -1,9 +1,9 @@
 """Tokens for heads: the exchange around attention that gives each rank some heads of all tokens, and takes their
 outputs back (DeepSpeed-Ulysses, arXiv 2309.14509).
 
-Queries, keys and values travel together. A token's row holds the heads that go to one rank, one after another, so what
-arrives from all ranks is one tensor [tokens, batch, row], of which queries, keys and values are views: they are laid
-out where they are packed, and not again."""
+Queries, keys and values travel together. A token's row holds the heads that go to one rank, one after another, so the
+data from all ranks is one tensor [tokens, batch, row], and queries, keys and values are views of it: they are laid out
+where they are packed, and not again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Shapes", "gather_heads", "gather_tokens", "return_heads", "return_to
 
 
 class Shapes(NamedTuple):
-    """What is exchanged; the same on all ranks but for ``rank``."""
+    """Sizes of one exchange; the same on all ranks, except ``rank``."""
 
     n_heads: int
     n_key_heads: int
@@ -65,8 +65,8 @@ def gather_tokens(
     """This rank's tokens of all heads -> this rank's heads of all tokens, in one exchange. Differentiable, collective.
 
     query [tokens, batch, heads, width], key the same with heads that divide the queries', value as the key with a width
-    of its own; one dtype. tokens: how many each rank has; default: all as many as this one. Returns what was exchanged,
-    and [all tokens, batch, heads of this rank, width] of each: query head i attends to the key head at
+    of its own; one dtype. tokens: how many each rank has; default: all as many as this one. Returns the sizes of the
+    exchange, and [all tokens, batch, heads of this rank, width] of each: query head i attends to the key head at
     ``plan.keys[i // plan.group]``.
 
     Raises ConfigError, before anything is sent, for shapes that do not fit one another, and where ranks exceed heads.
@@ -163,7 +163,7 @@ def _blocks(shapes: Shapes, batch: int) -> tuple[list[int], list[int]]:
 def send_tokens(
     comm: Collectives, shapes: Shapes, of_tokens: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What ``gather_tokens`` gives of (query, key, value), outside of a graph."""
+    """The results of ``gather_tokens`` for (query, key, value), outside of a graph."""
     batch = of_tokens[0].shape[1]
     rows = _new(of_tokens[0], sum(shapes.tokens), batch, sum(shapes.row(shapes.rank)))
     sent, got = _blocks(shapes, batch)
@@ -172,7 +172,7 @@ def send_tokens(
 
 
 def return_tokens(comm: Collectives, shapes: Shapes, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The gradients of what ``send_tokens`` was given, of those of what it gave."""
+    """Gradients of the inputs of ``send_tokens``, computed from ``grads`` of its outputs."""
     batch = grads[0].shape[1]
     rows = _new(grads[0], sum(shapes.tokens), batch, sum(shapes.row(shapes.rank)))
     for place, grad in zip(_views(shapes, rows), grads):
@@ -224,7 +224,7 @@ def _output_blocks(shapes: Shapes, batch: int) -> tuple[list[int], list[int]]:
 
 
 def send_heads(comm: Collectives, shapes: Shapes, out: torch.Tensor) -> torch.Tensor:
-    """What ``gather_heads`` gives, outside of a graph."""
+    """The result of ``gather_heads``, outside of a graph."""
     batch = out.shape[1]
     sent, got = _output_blocks(shapes, batch)
     flat = _new(out, sum(got))
@@ -237,7 +237,7 @@ def send_heads(comm: Collectives, shapes: Shapes, out: torch.Tensor) -> torch.Te
 
 
 def return_heads(comm: Collectives, shapes: Shapes, grad: torch.Tensor) -> torch.Tensor:
-    """The gradient of what ``send_heads`` was given, of that of what it gave."""
+    """Gradient of the input of ``send_heads``, computed from ``grad`` of its output."""
     batch = grad.shape[1]
     sent, got = _output_blocks(shapes, batch)
     flat = _new(grad, sum(got))

@@ -1,9 +1,9 @@
-"""Attention, perceptron and loss of very long sequences, chunk by chunk (FPDT, arXiv 2408.16978).
+"""Attention, MLP and loss of very long sequences, chunk by chunk (FPDT, arXiv 2408.16978).
 
 The sequence is cut into chunks of tokens, and each chunk over the ranks. A rank computes query, key and value of its
 tokens of a chunk, exchanges tokens for heads, and attends to the chunks before; their keys and values wait in host
-memory, or in a file, and two of them are on the device. No rank ever has the activations of more than a chunk, but for
-what waits. Attention is causal.
+memory, or in a file, and two of them are on the device. Except for waiting chunks, no rank ever has the activations of
+more than one chunk. Attention is causal.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Chunks:
         return sum(cut.tokens[rank] for cut in self.cuts)
 
     def local_rows(self, rank: int) -> list[tuple[int, int]]:
-        """(begin, number) of each chunk's tokens among those of ``rank``."""
+        """(begin, number) of each chunk's tokens, counted in the tokens of ``rank``."""
         found, begin = [], 0
         for cut in self.cuts:
             found.append((begin, cut.tokens[rank]))
@@ -100,8 +100,8 @@ class FPDT_InputConstruct(torch.nn.Module):
         self._chunks = _Chunks(tokens.shape[1], chunk_size, sp_size)
 
     def generate(self) -> tuple[torch.Tensor | None, ...]:
-        """(tokens, labels, loss_mask, attention_mask, position_ids): of this rank, but for the two masks: loss_mask has
-        the tokens of all ranks, those of one after those of the other, as ``FPDT_LogitsLoss`` gives the losses.
+        """Return (tokens, labels, loss_mask, attention_mask, position_ids) of this rank. The masks are whole: loss_mask
+        has the tokens of all ranks, rank after rank, as ``FPDT_LogitsLoss`` returns the losses.
         """
         device = self.tokens.device
         own = self._chunks.positions(self.sp_rank, device)
@@ -121,7 +121,7 @@ class _Rotary(NamedTuple):
     sin: torch.Tensor
 
     def turn(self, x: torch.Tensor, begin: int, *, back: bool = False) -> torch.Tensor:
-        """x: [tokens, batch, heads, width], the first token of which is number ``begin``. back: the gradient's way."""
+        """x: [tokens, batch, heads, width]; its first token has number ``begin``. back: the gradient's way."""
         cos, sin = (table[begin : begin + x.shape[0]].to(x) for table in self)
         width = cos.shape[-1]
         turned, rest = x[..., :width], x[..., width:]
@@ -141,7 +141,7 @@ def _tokens_first(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Waiting(NamedTuple):
-    """What waits of one chunk between forward and backward: [batch, heads of this rank, tokens, width]."""
+    """Tensors of one chunk that wait between forward and backward: [batch, heads of this rank, tokens, width]."""
 
     q: ShelvedChunk
     k: ShelvedChunk
@@ -161,7 +161,8 @@ class _AttentionCall:
         *,
         keeps: bool,
     ) -> None:
-        """heads: (query heads, key heads, the width of each). keeps: what the backward needs."""
+        """heads: (query heads, key heads, the width of each). keeps: whether to keep the tensors that the backward
+        needs."""
         self._comm, self._chunks, self._angles, self._shelf, self._keeps = comm, chunks, angles, shelf, keeps
         self._n_heads, self._n_keys, width = heads
         self._width = width
@@ -174,7 +175,7 @@ class _AttentionCall:
         self._log_sum: list[torch.Tensor] = []
 
     def _shapes(self, i: int) -> Shapes:
-        """Of the exchange of chunk ``i``."""
+        """The sizes of chunk ``i``'s exchange."""
         width = self._width
         return Shapes(self._n_heads, self._n_keys, width, width, self._chunks.cuts[i].tokens, self._comm.rank)
 
@@ -228,7 +229,7 @@ class _AttentionCall:
     def backward(
         self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, has_bias: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Gradients of x, weight and bias. grad: of what ``forward`` gave."""
+        """Gradients of x, weight and bias, for ``grad`` of the output of ``forward``."""
         shelf, comm = self._shelf, self._comm
         wide = torch.promote_types(x.dtype, torch.float32)
         n = len(self._chunks)
@@ -337,7 +338,7 @@ class FPDT_Attention(torch.nn.Module):
         self.return_bias, self.chunk_size, self.dropout = return_bias, chunk_size, config.attention_dropout
         self.enable_offloading, self.nvme_path = enable_offloading, nvme_path
         self._comm = Collectives(sequence_process_group)
-        plan_heads(self.n_heads, self.n_keys, self._comm.world_size, self._comm.rank)  # refuses what does not fit
+        plan_heads(self.n_heads, self.n_keys, self._comm.world_size, self._comm.rank) # refuses heads that do not fit
 
     def forward(
         self,
@@ -446,7 +447,7 @@ class FPDT_LogitsLoss:
         spg: Any,
         num_chunk: int,
     ) -> torch.Tensor:
-        """[all tokens, batch], float32 (float64 of float64), the tokens of one rank after those of the other.
+        """Return losses [all tokens, batch], float32 (float64 of float64), rank after rank.
 
         lm_output: [tokens of this rank, batch, hidden]. labels: int64 [batch, tokens of this rank]; -100 gives 0.
         logit_weights: [words, hidden]. rank, spg_size: of the group ``spg``. num_chunk: how many chunks this rank's

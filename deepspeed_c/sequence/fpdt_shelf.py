@@ -23,8 +23,8 @@ class ShelvedChunk:
         self.shape, self.dtype = tensor.shape, tensor.dtype
         self.here: torch.Tensor | None = tensor  # while it has not gone, or is back
         self.away: Any = None  # the buffer in host memory, or the place in the file
-        self.leaving: Any = None  # what is to be waited for before it has gone
-        self.coming: Any = None  # and before it is back
+        self.leaving: Any = None  # work to wait for before it has gone
+        self.coming: Any = None  # work to wait for before it is back
         self._release: Callable[[], None] | None = None
 
     def goes_by(self, release: Callable[[], None]) -> None:
@@ -37,12 +37,12 @@ class ShelvedChunk:
 
 
 class Shelf:
-    """Where the chunks of one call wait. What it is asked for in order comes ahead of use, one chunk at a time: two are
-    where the computation is, the one that is used and the one that comes.
+    """Where the chunks of one call wait. Chunks asked for in order come before they are used, one at a time: the device
+    holds two, the chunk in use and the chunk that comes.
 
-    folder: of a file; None: host memory. Where the host is what computes, and there is no file, nothing moves.
-    copies_of: makes what copies between a device and the host.
-    Raises ConfigError where the folder cannot be used, OffloadError where the device is full, AioError where it fails.
+    folder: of a file; None: host memory. Nothing moves if the host computes and there is no file.
+    copies_of: makes the object that copies between a device and the host. Raises ConfigError where the folder cannot be
+    used, OffloadError where the device is full, AioError where it fails.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Shelf:
         return coming.buffer[:n_bytes].view(chunk.dtype).view(chunk.shape).to(self._device)
 
     def walk(self, rows: Iterable[tuple[ShelvedChunk, ...]]) -> Iterator[list[torch.Tensor]]:
-        """The chunks of each row, while those of the next one come."""
+        """Yield the chunks of each row, while the chunks of the next row come."""
         todo = iter(rows)
         row = next(todo, None)
         while row is not None:

@@ -1,11 +1,11 @@
 """Models of transformers whose sequences are cut over ranks, without a change in their code.
 
 transformers asks a table for the attention function of a name. While a model is registered, its entry is a function
-that exchanges tokens for heads around the one that was there; of other models it calls that directly.
+that exchanges tokens for heads around the previous function; for other models it calls that one directly.
 
-[Note: once a forward] What all layers of a forward need of whole sequences (positions, padding, documents) is gathered
-in its first layer and used by the others. A layer that comes again begins another forward, or one that is computed
-again. All ranks come through the same layers, so they gather at the same places."""
+[Note: once a forward] All layers of a forward need the same data of whole sequences (positions, padding, documents):
+the first layer gathers it and the others use it. A layer that comes again begins another forward, or a forward that is
+computed again. All ranks come through the same layers, so they gather at the same places."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from deepspeed_c.sequence.masks import WholeSequences, check_order, valid_tokens
 
 __all__ = ["Registration", "UlyssesSPAttentionHF", "registration_of"]
 
-# Layers that carry something along the sequence outside of attention, by what their classes or types are called.
+# Parts of class names and layer types of layers that carry a state along the sequence outside of attention.
 _RECURRENT = ("mamba", "recurrent", "rwkv", "deltanet", "linear_attention", "linearattention", "ssm", "conv")
 
-# What transformers gives attention functions that has a number for each query head, or for each pair of tokens.
+# Arguments of transformers' attention functions that hold a number for each query head, or for each pair of tokens.
 _BY_HEAD = ("s_aux", "sinks")
 _BY_PAIR = ("position_bias", "alibi", "head_mask")
 # Places of documents among this rank's tokens; of whole sequences they follow from positions.
@@ -39,10 +39,10 @@ _OF_LOCAL_TOKENS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_lengt
 class UlyssesSPAttentionHF(torch.nn.Module):
     """An attention function of transformers over tokens of all ranks of a group.
 
-    ``forward`` takes and returns what such a function does, of this rank's tokens; ``attn`` is called with all tokens
-    of this rank's heads. The arguments are DeepSpeed's: batch, lengths and heads are those of each call, whatever is
-    said here, but ``attn_head_count`` and ``kv_head_count`` have to fit the ranks. disable_in_eval: outside of training
-    each rank's tokens are whole sequences."""
+    ``forward`` has the arguments and the result of such a function, for this rank's tokens; ``attn`` is called with all
+    tokens of this rank's heads. The arguments are DeepSpeed's. Each call brings its own batch, lengths and heads, so
+    the values given here have no effect, except that ``attn_head_count`` and ``kv_head_count`` have to fit the ranks.
+    """
 
     def __init__(
         self,
@@ -86,8 +86,8 @@ class UlyssesSPAttentionHF(torch.nn.Module):
         that transformers has made of these. kwargs have ``position_ids`` [batch or 1, tokens of this rank], places in
         the whole sequence. Returns ([batch, tokens of this rank, heads, width], None). Collective.
 
-        Raises ModelError for what cannot be cut so, and ConfigError for heads that no plan fits, before anything is
-        sent."""
+        Raises ModelError for arguments that cannot be cut over heads, and ConfigError for heads that no plan fits,
+        before anything is sent."""
         if self.disable_in_eval and not module.training:
             return self.attn(module, query, key, value, attention_mask, *args, **kwargs)
         comm = ranks_of(self.process_group)
@@ -142,7 +142,7 @@ class UlyssesSPAttentionHF(torch.nn.Module):
     def _of_heads(
         self, module: torch.nn.Module, kwargs: Mapping[str, Any], begin: int, end: int, n_heads: int
     ) -> dict[str, Any]:
-        """What attention is told besides, for this rank's heads and all tokens."""
+        """Attention's other arguments, for this rank's heads and all tokens."""
         given = {name: value for name, value in kwargs.items() if name not in _OF_LOCAL_TOKENS}
         for name in _BY_PAIR:
             if torch.is_tensor(given.get(name)):
@@ -179,7 +179,7 @@ class UlyssesSPAttentionHF(torch.nn.Module):
     ) -> Any:
         """From now on a model of transformers attends over the tokens of ``sequence_parallel_size`` neighbouring ranks.
 
-        model_name_or_path: the model (of PEFT too), or the name or folder of one that is yet to be made.
+        model_name_or_path: the model (of PEFT too), or the name or folder of a model that is yet to be made.
         core_attn_implementation: "sdpa", a flash attention or a kernel of the hub, as the model has it.
         disable_in_eval: outside of training each rank's tokens are whole sequences. The other arguments are taken for
         DeepSpeed's sake: batch and length are free to change. Returns the mpu for ``initialize``, None for one
@@ -216,7 +216,7 @@ def _groups_of(module: torch.nn.Module, n_groups: int) -> Iterator[None]:
 
 
 class Registration:
-    """One model, or the name of one that is yet to be made, whose attention ``attention`` computes."""
+    """A model with attention computed by ``attention``, or the name of a model that is yet to be made."""
 
     def __init__(
         self,
@@ -252,7 +252,7 @@ class Registration:
         return self._model is not None
 
     def fits(self, model: torch.nn.Module) -> bool:
-        """Whether ``model`` is the one that was registered."""
+        """Whether ``model`` is the registered model."""
         if self._has_modules:
             return any(module in self._modules for module in model.modules())
         return _kind_of(getattr(model, "config", None)) == _kind_of(self._config)
@@ -351,7 +351,7 @@ class _Switch:
         return attend
 
     def undo(self) -> None:
-        """Puts back what was there."""
+        """Put the previous function back."""
         del self._table[self._core]
         if self._table.get(self._core) is not self.plain:
             self._table[self._core] = self.plain
@@ -361,7 +361,7 @@ _switches: dict[str, _Switch] = {}
 
 
 def _kind_of(config: Any) -> tuple[Any, ...]:
-    """What tells models of different names apart by their layers."""
+    """Settings that tell models of different names apart by their layers."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     names = ("model_type", "hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
     return tuple(getattr(text, name, None) for name in names)
@@ -465,8 +465,8 @@ def _check_layers(config: Any, model: torch.nn.Module | None) -> None:
 
 
 def registration_of(model: torch.nn.Module, group: Any) -> Registration | None:
-    """That of a model that an engine is about to have; of a model of transformers that nobody has registered, a new one
-    over ``group``, with the attention that it uses. None for other models."""
+    """Return the registration of a model that an engine is about to have; for a model of transformers without one, a
+    new one over ``group``, with the attention that it uses. None for other models."""
     waiting = [each for switch in _switches.values() for each in switch.registrations if not each.is_taken]
     found = next((each for each in reversed(waiting) if each.fits(model)), None)
     core = getattr(getattr(model, "config", None), "_attn_implementation", None)

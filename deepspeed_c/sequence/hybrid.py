@@ -27,9 +27,9 @@ class HybridRanks(NamedTuple):
     """The ranks that share a sequence, as rank sees them."""
 
     inner: Collectives
-    """Those of its row, neighbours, which exchange heads."""
+    """Collectives of its row: neighbours, which exchange heads."""
     ring: Collectives
-    """Those at its place in the other rows."""
+    """Collectives of the ranks at its place in all rows."""
 
 
 def split_ranks(comm: Collectives, n_inner: int) -> HybridRanks:
@@ -67,7 +67,7 @@ def hybrid_attention(
     documents: Sequence[Sequence[int]] | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of this rank's queries to the keys of all ranks; arguments and result are those of ``ring_attention``.
+    """Attention of this rank's queries to the keys of all ranks; arguments and result as for ``ring_attention``.
 
     cut: of all ranks, with the ranks of a row as ``n_inner``. Raises ConfigError, before anything is sent, also where a
     row has more ranks than there are heads.

@@ -26,7 +26,7 @@ class DistributedAttention(torch.nn.Module):
 
     local_attention: called with query, key and value of all tokens and of this rank's heads, and with the other
     arguments of ``forward``; returns its output in the same layout. sequence_process_group: the ranks that share a
-    sequence, in the order of its parts; None: all. scatter_idx: dimension of the heads, 2. gather_idx: that of the
+    sequence, in the order of its parts; None: all. scatter_idx: dimension of the heads, 2. gather_idx: dimension of the
     tokens, 0 or 1; the other one is the batch. sp_stream: a stream of the accelerator that carries the exchanges.
 
     Nothing is kept between two calls.
@@ -67,13 +67,13 @@ class DistributedAttention(torch.nn.Module):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Attention of this rank's tokens to those of all ranks. Collective; all ranks give the same shapes.
+        """Attention of this rank's tokens to the tokens of all ranks. Collective; all ranks give the same shapes.
 
         query, key, value: [tokens, batch, heads, width], or with the first two exchanged; or of 3 dimensions, whose
         last is heads times width, where ranks divide it. batch_dim_idx: 0 or 1; default: the dimension that
-        ``gather_idx`` leaves. rotary_pos_emb: (cosines, sines) [batch or 1, all tokens, 1, width], by which queries and
-        keys are turned after they have been gathered. Returns the outputs of this rank's tokens, of as many dimensions
-        as ``local_attention`` gives.
+        ``gather_idx`` leaves. rotary_pos_emb: (cosines, sines) [batch or 1, all tokens, 1, width], to turn queries and
+        keys after they have been gathered. Returns the outputs of this rank's tokens, of as many dimensions as
+        ``local_attention`` gives.
 
         Raises ConfigError for shapes and heads that no plan fits, before anything is sent.
         """
@@ -108,7 +108,7 @@ class DistributedAttention(torch.nn.Module):
 
     @contextmanager
     def _exchanging(self, tensor: torch.Tensor) -> Iterator[None]:
-        """On ``sp_stream``, after what has been launched so far and before what will be."""
+        """On ``sp_stream``, between the work launched before and the work launched after."""
         if self.sp_stream is None or tensor.device.type == "cpu":
             yield
             return
@@ -184,7 +184,7 @@ def _exchange(
     scattered: list[int],
     gathered: list[int],
 ) -> torch.Tensor:
-    """Part i along ``scatter_dim`` goes to rank i; what comes lies one after another along ``gather_dim``."""
+    """Part i along ``scatter_dim`` goes to rank i; received parts lie one after another along ``gather_dim``."""
     parts = [part.contiguous() for part in tensor.split(scattered, scatter_dim)]
     shapes = []
     for n in gathered:

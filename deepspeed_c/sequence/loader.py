@@ -19,7 +19,7 @@ from deepspeed_c.sequence.plans import SequenceCut
 __all__ = ["UlyssesSPDataLoaderAdapter"]
 
 IGNORED = -100
-# What tokens get that fill up a length which ranks do not divide.
+# Values for the tokens that fill up a length which the number of ranks does not divide.
 _FILL = {"labels": IGNORED, "shift_labels": IGNORED}
 
 
@@ -29,8 +29,8 @@ class UlyssesSPDataLoaderAdapter:
     A batch is a mapping. ``input_ids`` [batch, tokens] and ``labels`` (or ``shift_labels``) have to be in it;
     ``position_ids`` are made where they are not. Tensors [batch, tokens, ...] of any rank and dtype are cut along their
     tokens, the rest is given as it is. Labels are shifted before the cut, as ``shift_labels``, and ``labels`` taken
-    away. A length that ranks do not divide is filled up: with tokens 0 that are no labels, behind all others. What
-    comes lies in host memory, in the order of the attention that the engine has chosen.
+    away. A length that ranks do not divide is filled up: with tokens 0 that are no labels, behind all others. The parts
+    lie in host memory, in the order of the attention that the engine has chosen.
 
     sp_rank, sp_world_size: as ``sp_group`` says. device: for the exchange, where the group's backend has no CPU. model:
     the model that the batches are for, or its engine; it has to be said where models over ``sp_group`` want different
@@ -59,7 +59,7 @@ class UlyssesSPDataLoaderAdapter:
         self.iter: Iterator[Any] | None = None
         self._n_given = 0  # in this pass over dl
         self._n_to_skip = 0
-        # What accelerate's skip_first_batches looks at: it skips among what this gives, and not among what dl does.
+        # accelerate's skip_first_batches looks at these: it skips among this adapter's batches, not among dl's.
         self.dataset = _Given(self)
         self.batch_size, self.batch_sampler, self.sampler, self.drop_last = None, None, None, False
         self.num_workers, self.collate_fn, self.pin_memory = 0, _as_it_is, False
@@ -73,7 +73,7 @@ class UlyssesSPDataLoaderAdapter:
         return len(self.dl) * self.sp_world_size
 
     def __iter__(self) -> UlyssesSPDataLoaderAdapter:
-        """Begins a pass over the data, after what ``load_state_dict`` has said."""
+        """Begin a pass over the data, at the place given to ``load_state_dict``."""
         self._begin()
         return self
 
@@ -153,7 +153,7 @@ class UlyssesSPDataLoaderAdapter:
                 raise _unfit(f"labels are {tuple(labels.shape)}, input_ids {tuple(shape)}", "give one label a token")
             if "shift_labels" not in batch:
                 batch["shift_labels"] = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
-        # All ranks get as many; those of a ring also as many from either end.
+        # All ranks get as many tokens; in a ring they also get as many from either end.
         parts = self.sp_world_size * (2 if order.order == "zigzag" else 1)
         n_more = -n_tokens % parts
         for key, value in batch.items():
@@ -227,7 +227,7 @@ class UlyssesSPDataLoaderAdapter:
 
 
 class _Given(torch.utils.data.IterableDataset):
-    """What an adapter gives, as a dataset of batches."""
+    """An adapter's batches, as a dataset."""
 
     def __init__(self, adapter: UlyssesSPDataLoaderAdapter) -> None:
         self._adapter = adapter
@@ -248,7 +248,7 @@ class _SentTensor:
         self.shape, self.dtype = shape, dtype
 
     def part_shape(self, n_ranks: int) -> tuple[int, ...]:
-        """Of one rank's part."""
+        """The shape of one rank's part."""
         if len(self.shape) < 2:
             return self.shape
         return (self.shape[0], self.shape[1] // n_ranks, *self.shape[2:])

@@ -52,7 +52,7 @@ class _RowLosses(torch.autograd.Function):
     ) -> torch.Tensor:
         rank = 0 if vocab is None else vocab.rank
         is_counted = targets != ignore_index
-        # A word of a later rank lies past this rank's, one of an earlier rank below 0.
+        # A target on a later rank lies past this rank's words, a target on an earlier rank below 0.
         here = torch.where(is_counted, targets - sum(sizes[:rank]), -1)
         rows = cross_entropy.rows(logits.contiguous(), here)
         parts = [rows] if vocab is None else vocab.all_gather_list(rows, label="cross-entropy")
@@ -110,9 +110,9 @@ def tiled_cross_entropy(
 
     head: gives the logits of some rows. is_spent: its own backward does not read them, so that their gradient may be
     put in their place; None: if it is a ``Linear``. hidden: [..., width].
-    targets: int64 [...]. weights: those of ``head``, which ZeRO stage 3 gathers once for all tiles. n_counted: what the
-    sum is divided by; None: the number of targets that are not ``ignore_index``, at least 1. losses: gives the loss of
-    each row, where ``head`` gives logits of a part of the words; no label is smoothed then.
+    targets: int64 [...]. weights: the parameters of ``head``, which ZeRO stage 3 gathers once for all tiles. n_counted:
+    the divisor of the sum; None: the number of targets that are not ``ignore_index``, at least 1. losses: gives the
+    loss of each row, where ``head`` gives logits of a part of the words; no label is smoothed then.
 
     Raises ModelError for shapes that do not fit, IndexError for a target that is no word.
     """
@@ -172,9 +172,9 @@ class _GatherLosses(torch.autograd.Function):
 def gathered_losses(
     compute: Callable[[], torch.Tensor], shape: tuple[int, int], comm: Collectives, where: str
 ) -> torch.Tensor:
-    """What ``compute`` gives on each rank, [tokens, batch] = ``shape``, of all ranks: [all tokens, batch].
+    """Gather the losses that ``compute`` returns on each rank, [tokens, batch] = ``shape``: [all tokens, batch].
 
-    An error of one rank is one of all of them.
+    An error on one rank raises on all of them.
     """
     problem: Exception | None = None
     losses = None
@@ -213,11 +213,11 @@ def vocab_sequence_parallel_cross_entropy(
 
     vocab_seq_parallel_logits: [tokens of this rank, batch, words]; ranks may have different numbers of tokens. target:
     int64 [tokens of this rank, batch]. Losses are float32 (float64 of float64), 0 where the target is ``ignore_index``.
-    sp_group: the ranks that the tokens are cut over. vocab_group: those that the words are cut over, in their order;
-    None: each rank has all words of its tokens. No rank ever has more logits than it gives.
+    sp_group: the ranks that the tokens are cut over. vocab_group: the ranks that the vocabulary is cut over, in their
+    order; None: each rank has all words of its tokens. No rank ever has more logits than it gives.
 
-    Each rank's backward has the gradient of its own tokens: every rank makes the same loss of what it gets. The graph
-    may be gone through again (``retain_graph``).
+    Each rank's backward has the gradient of its own tokens: every rank must compute the same loss from the result. The
+    graph may be gone through again (``retain_graph``).
 
     Raises ModelError for shapes and IndexError for targets that do not fit, RankMismatchError on the other ranks, or
     where batches differ: on all ranks, before losses are exchanged. Collective.

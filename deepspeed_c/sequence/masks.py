@@ -1,4 +1,5 @@
-"""Which tokens attend to which, in whole sequences that ranks hold parts of: found out by one exchange a forward."""
+"""Masks over whole sequences that ranks hold parts of: tokens that may attend to each other, found by one exchange a
+forward."""
 
 from __future__ import annotations
 
@@ -46,11 +47,11 @@ class WholeSequences:
 
     @property
     def n_tokens(self) -> int:
-        """Of a whole sequence."""
+        """Tokens of a whole sequence."""
         return self.positions.shape[1]
 
     def needs_mask(self, *, is_causal: bool, window: int | None) -> bool:
-        """Whether something besides causality decides who attends to whom."""
+        """Whether causality alone does not decide which tokens attend to each other."""
         is_narrow = is_causal and window is not None and window < self.n_tokens
         return self.valid is not None or self.documents is not None or is_narrow
 
@@ -79,7 +80,7 @@ class WholeSequences:
 
 
 def _check_shapes(comm: Collectives, batch: int, n_local: int) -> None:
-    # In each forward: a rank whose own shape is what it was cannot know that another's is not.
+    # In each forward: a rank with an unchanged shape cannot know that another rank's has changed.
     shapes = [divmod(both, 1 << 32) for both in comm.gather_numbers((batch << 32) + n_local, label="shapes of batches")]
     other = next((i for i, shape in enumerate(shapes) if shape != shapes[0]), None)
     if other is not None:
@@ -118,8 +119,8 @@ def _follow(whole: WholeSequences, cut: SequenceCut) -> bool:
 
 
 def valid_tokens(mask: Any, batch: int, n_local: int) -> torch.Tensor | None:
-    """Which of a rank's tokens are no padding, from the mask that transformers has made of them alone: a token that is
-    one attends to itself. bool [batch, n_local]; None where there is no mask.
+    """Find the tokens of a rank that are no padding, by the mask that transformers has made for them alone: such a
+    token attends to itself. bool [batch, n_local]; None where there is no mask.
 
     Raises ModelError for a mask of a shape that is not understood.
     """

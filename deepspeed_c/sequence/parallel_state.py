@@ -1,5 +1,5 @@
-"""Which ranks share a sequence, under the names of ``deepspeed.runtime.sequence_parallel.parallel_state_sp``: an mpu as
-a module.
+"""Groups of ranks that share a sequence, under the names of ``deepspeed.runtime.sequence_parallel.parallel_state_sp``:
+an mpu as a module.
 
 Ranks that share one are neighbours. There is one arrangement a process group of all ranks, and it ends with that.
 """
@@ -95,7 +95,7 @@ def get_sequence_data_parallel_rank() -> int:
     return _mesh().index(*TOKENS)
 
 
-# "Model parallel" is what programs ask for who must not write, or log, the same twice.
+# Programs ask for "model parallel" ranks to avoid writing, or logging, the same twice.
 get_model_parallel_rank = get_sequence_parallel_rank
 get_model_parallel_world_size = get_sequence_parallel_world_size
 get_model_parallel_group = get_sequence_parallel_group

@@ -1,5 +1,5 @@
-"""Plans of a sequence as text and as pictures: who has which tokens, which hop computes which part of the attention,
-and what each rank computes and sends.
+"""Plans of a sequence as text and as pictures: the tokens of each rank, the hop that computes each part of the
+attention, and the work and traffic of each rank.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ __all__ = ["SequencePlan", "as_json", "as_svg", "as_text"]
 
 _COLOURS = ("#1b6ca8", "#c8553d", "#4a7c59", "#8e5ea2", "#b8860b", "#4f9d9d", "#a05195", "#7a7a3a")
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
-_WIRE_BYTES = 2  # of an element of bfloat16, which most models run in
+_WIRE_BYTES = 2  # bytes of an element in bfloat16, the dtype of most models
 _GRAD_BYTES = 4
 
-# Of a picture: characters, and pixels.
+# Sizes of pictures, in characters and in pixels.
 _CELLS = 32
 _BAR = 64
 _SIDE, _MARGIN, _BAR_HEIGHT = 320, 60, 22
@@ -29,7 +29,7 @@ _SIDE, _MARGIN, _BAR_HEIGHT = 320, 60, 22
 
 @dataclass(frozen=True)
 class SequencePlan:
-    """Attention of one sequence over ranks: what is shown."""
+    """Attention of one sequence over ranks, ready to be shown."""
 
     attention: str
     """``ring``, ``ulysses`` or ``hybrid``."""
@@ -43,7 +43,7 @@ class SequencePlan:
 
     @cached_property
     def ring(self) -> RingPlan:
-        """What travels around the ring: of the parts, each of which a row of ranks has together."""
+        """The plan of the ring: each row of ranks together holds one part."""
         return plan_ring(self.cut.parts(), is_causal=self.is_causal, window=self.window)
 
     def heads(self, rank: int) -> HeadPlan:
@@ -59,7 +59,7 @@ class SequencePlan:
         return self.pairs(rank) * self.heads(rank).n_queries
 
     def sent_bytes(self, rank: int) -> tuple[int, int]:
-        """(forward, backward) of one layer and one sequence in bfloat16: what ``rank`` sends to others."""
+        """Bytes that ``rank`` sends to others, (forward, backward), for one layer and one sequence in bfloat16."""
         around = self.ring.wire_elems(rank // self.cut.n_inner, self.heads(rank).n_keys, self.width)
         forward, backward = around.keys * _WIRE_BYTES, around.keys * _WIRE_BYTES + around.grads * _GRAD_BYTES
         inner = rank % self.cut.n_inner
@@ -191,7 +191,7 @@ def _local(cut: SequenceCut, rank: int, place: int) -> int | None:
 
 
 def _grid(plan: SequencePlan, n_cells: int = _CELLS) -> list[list[int | None]]:
-    """The hop at which each cell's middle is computed; None where nothing is."""
+    """The hop that computes each cell's middle; None where nothing is."""
     cut = plan.ring.cut
     places = [(place, _owner(cut, place)) for place in _samples(cut.n_tokens, n_cells)]
     spots = [(owner, _local(cut, owner, place)) for place, owner in places]
@@ -205,7 +205,7 @@ def _grid(plan: SequencePlan, n_cells: int = _CELLS) -> list[list[int | None]]:
 
 
 def _is_computed(ring: RingPlan, rank: int, i: int | None, source: int, j: int | None) -> bool:
-    """Whether one of the plan's blocks has token i of ``rank`` and key j of ``source``."""
+    """Whether a block of the plan has token i of ``rank`` and key j of ``source``."""
     if i is None or j is None:
         return False
     for block in ring.blocks(rank, source):
@@ -223,7 +223,7 @@ def _is_computed(ring: RingPlan, rank: int, i: int | None, source: int, j: int |
 
 
 def _stretches(row: Sequence[int | None]) -> list[tuple[int, int, int]]:
-    """(begin, end, hop) of neighbours that are alike; what is not computed is left out."""
+    """Return (begin, end, hop) for runs of equal neighbours; cells that are not computed are left out."""
     found: list[tuple[int, int, int]] = []
     for i, hop in enumerate(row):
         if hop is None:
@@ -243,7 +243,7 @@ def _rect(x: float, y: float, width: float, height: float, colour: int, *, line:
 
 
 def _hops(plan: SequencePlan, rank: int) -> list[str]:
-    """What a rank does with the keys of each hop: ``skip``, or its blocks (``2 whole, 1 masked``)."""
+    """A rank's work on the keys of each hop: ``skip``, or its blocks (``2 whole, 1 masked``)."""
     row, n = rank // plan.cut.n_inner, plan.cut.n_parts
     said = []
     for hop in range(n):

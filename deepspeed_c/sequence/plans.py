@@ -1,4 +1,4 @@
-"""Which tokens and heads of a sequence each rank has: the plans of csrc/seq, and tensors that are cut by them."""
+"""Plans of csrc/seq for the tokens and heads of each rank, and tensors that are cut by them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TokenRun(NamedTuple):
     """Tokens that lie together in the whole sequence and in the rank's own."""
 
     local_begin: int
-    """The first token, counted among those of the rank."""
+    """The first token, counted in the rank's tokens."""
     begin: int
     """The first token, counted in the whole sequence."""
     n_tokens: int
@@ -37,7 +37,7 @@ class SequenceCut:
     """
 
     n_tokens: int
-    """Of the whole sequence; may be 0, and fewer than ranks."""
+    """Tokens of the whole sequence; may be 0, and fewer than ranks."""
     n_ranks: int
     """Ranks that share the sequence."""
     order: str = "zigzag"
@@ -45,7 +45,7 @@ class SequenceCut:
     n_inner: int = 1
     """Ranks of a row that exchange heads and have one part of the sequence together; 1 where each rank is a part."""
     document_ends: tuple[int, ...] = ()
-    """Of a packed sequence: the token after each document, increasing, the last is n_tokens. () is one document."""
+    """For a packed sequence: the token after each document, increasing; the last is n_tokens. () is one document."""
 
     def __post_init__(self) -> None:
         if self.order not in ORDERS:
@@ -58,7 +58,7 @@ class SequenceCut:
         return self.n_ranks // self.n_inner
 
     def runs(self, rank: int) -> tuple[TokenRun, ...]:
-        """What ``rank`` has, in increasing order in the sequence and on the rank; () where it has nothing."""
+        """The runs of ``rank``, in increasing order in the sequence and on the rank; () where it has nothing."""
         try:
             found = _C.seq_runs(
                 self.n_tokens,
@@ -83,7 +83,7 @@ class SequenceCut:
         return tuple(self.local_tokens(rank) for rank in range(self.n_ranks))
 
     def parts(self) -> SequenceCut:
-        """The same cut with a row of ranks as one: rank i of it has what the ranks of row i have together."""
+        """The same cut with a row of ranks as one: rank i of it has the tokens of all ranks of row i."""
         return SequenceCut(self.n_tokens, self.n_parts, self.order, 1, self.document_ends)
 
     def positions(self, rank: int, *, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -114,7 +114,7 @@ class SequenceCut:
         return torch.cat([whole.narrow(dim, run.begin, run.n_tokens) for run in runs], dim)
 
     def join(self, parts: Sequence[torch.Tensor], dim: int = -1) -> torch.Tensor:
-        """The whole sequence of what each rank has of it, in the order of ranks: the way back from ``take``."""
+        """Join each rank's part, in the order of ranks, to the whole sequence: the way back from ``take``."""
         sizes = tuple(part.shape[dim] for part in parts)
         if sizes != self.tokens:
             raise ConfigError(
@@ -152,11 +152,11 @@ class HeadPlan(NamedTuple):
     """Query heads [query_begin, query_end) of all."""
     key_begin: int
     key_end: int
-    """Key and value heads [key_begin, key_end) of all: those that travel to the rank."""
+    """Key and value heads [key_begin, key_end) of all that travel to the rank."""
     group: int
     """As many queries, one after another, attend to one key head on this rank."""
     keys: tuple[int, ...]
-    """For each group the index of its key head among those that travelled. 0, 1, 2, ... where groups are alike."""
+    """For each group the index of its key head in the heads that travelled."""
 
     @property
     def n_queries(self) -> int:
@@ -206,7 +206,8 @@ class ExchangePlan(NamedTuple):
 def plan_exchange(
     n_heads: int, n_key_heads: int, tokens: Sequence[int], rank: int, *, query_width: int, value_width: int
 ) -> ExchangePlan:
-    """What ``rank`` exchanges. tokens: those of each rank. query_width: elements of a query or key head of one token.
+    """Plan the exchange of ``rank``. tokens: each rank's number of tokens. query_width: elements of a query or key head
+    of one token.
 
     Raises ConfigError as ``plan_heads`` does, and where a number does not fit 64 bits.
     """

@@ -1,9 +1,9 @@
 """Attention of one sequence that lies over ranks: keys and values travel around a ring behind the computation.
 
-Each rank keeps its queries. At every hop it computes what its queries see of the keys that it holds, while those keys
+Each rank keeps its queries. At every hop it computes its queries' attention to the keys that it holds, while those keys
 go on to the next rank and others come in; the parts become one by their log-sum-exp (arXiv 2310.01889). In the backward
 keys and values travel once more, and their gradients follow them one hop behind, then go home in one message.
-``plan_ring`` says beforehand what is computed where, which hops are skipped and what is sent.
+``plan_ring`` gives the work of each rank, the skipped hops and the traffic beforehand.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def ring_attention(
     """Attention of this rank's queries to the keys of all ranks: [batch, heads, tokens, value width], q's dtype.
 
     q: [batch, heads, tokens, width]; k: [batch, key heads, tokens, width]; v: [batch, key heads, tokens, value width]:
-    what ``cut`` gives this rank of the sequences, positions applied. Key heads divide heads. float64, float32,
-    bfloat16, float16; parts are merged in float32 at least. comm: the ranks of the ring, as many as those of the cut.
+    this rank's part of the sequences by ``cut``, positions applied. Key heads divide heads. float64, float32, bfloat16,
+    float16; parts are merged in float32 at least. comm: the ranks of the ring, as many as in the cut.
 
     window: a query sees keys fewer than so many tokens away; 0: at any distance. scale: of the scores, by default
-    width^-0.5. documents: for each sequence of the batch the ends of its documents, where they differ; by default those
-    of the cut. sinks: [heads], a logit a head that takes part in every softmax and adds nothing.
+    width^-0.5. documents: for each sequence of the batch the ends of its documents, where they differ; by default the
+    cut's documents. sinks: [heads], a logit a head that takes part in every softmax and adds nothing.
 
     Every rank of the ring calls this, and its backward, in the same order. Raises ConfigError, before anything is sent,
     for shapes that do not fit the cut and one another.
@@ -73,7 +73,7 @@ class _Rows(NamedTuple):
 
 
 class _RingCall:
-    """What one call of attention knows besides its tensors: the ranks, the plans, the scale."""
+    """State of one call of attention besides its tensors: the ranks, the plans, the scale."""
 
     def __init__(self, comm: Collectives, rows: list[_Rows], scale: float) -> None:
         self.comm, self.rows, self.scale = comm, rows, scale
@@ -81,16 +81,17 @@ class _RingCall:
         self.travel = [max(hops) for hops in zip(*(plan.travel for _, plan in rows), strict=True)]
 
     def blocks(self, source: int) -> Iterator[tuple[slice, Block, RingPlan]]:
-        """What this rank computes with the keys of ``source``: of which sequences, what, by which plan."""
+        """This rank's work on the keys of ``source``: the rows of the batch, the block and its plan."""
         for rows, plan in self.rows:
             for block in plan.blocks(self.comm.rank, source):
                 yield rows, block, plan
 
     def keys(self, own: Tensor) -> Iterator[tuple[int, int, Tensor | None]]:
-        """(hop, rank whose keys these are, keys and values) for every hop; those of the next are under way meanwhile.
+        """Yield (hop, rank whose keys these are, keys and values) for every hop, while the next hop's keys are under
+        way.
 
-        own: [2, batch, key heads, tokens, width] of this rank, contiguous. What is given is overwritten two hops later.
-        None where the keys have not travelled so far.
+        own: [2, batch, key heads, tokens, width] of this rank, contiguous. A yielded tensor is overwritten two hops
+        later. None where the keys have not travelled so far.
         """
         comm, n, last = self.comm, self.comm.world_size, max(self.travel)
         shapes = [(*own.shape[:3], tokens, own.shape[4]) for tokens in self.tokens]
@@ -113,7 +114,7 @@ class _Gradients:
     """Sums of gradients of keys and values, which follow these around the ring and then go home."""
 
     def __init__(self, call: _RingCall, home: Tensor) -> None:
-        """home: what the gradient of this rank's own keys and values is added to, contiguous."""
+        """home: gradient of this rank's own keys and values, contiguous; the sums are added to it."""
         self._call, self._home = call, home
         self._empty = home.new_empty(0)
         self._onward, self._so_far = Work.done(), self._empty
@@ -121,7 +122,7 @@ class _Gradients:
         self._returned = self._empty
 
     def pass_on(self, hop: int, part: int, sums: Tensor | None) -> None:
-        """Adds what the ranks before this one have of ``part`` to ``sums``, and sends it on, or home.
+        """Add the sums of the ranks before this one for ``part`` to ``sums``, and send them on, or home.
 
         hop: at least 1. sums: of this rank; None where the part has not travelled so far.
         """
@@ -144,7 +145,7 @@ class _Gradients:
             self._returned = received if is_back else self._returned
 
     def finish(self) -> None:
-        """Adds what has come home."""
+        """Add the gradients that have come home."""
         for work in self._homeward:
             work.wait()
         if self._returned.numel():
@@ -237,7 +238,7 @@ class _Heads(NamedTuple):
 
 
 def _in_two(n_heads: int, n_keys: int) -> tuple[_Heads, _Heads]:
-    """Heads whose own keys come first in a backward, and those whose come last.
+    """Split heads into a part whose own keys come first in a backward, and a part whose own keys come last.
 
     The first are computed while the keys of the first hop come in, the last while gradients of the last hop go home,
     which in 16 bits are twice as many bytes.
@@ -259,7 +260,7 @@ def _keys(tensor: Tensor, rows: slice, block: Block) -> Tensor:
 
 
 def _mask(block: Block, plan: RingPlan, q: Tensor) -> dict[str, Any]:
-    """How ``block_attention`` is told what a block's queries see."""
+    """Arguments of ``block_attention`` that say which keys a block's queries see."""
     if block.kind != BAND:
         return {"is_causal": block.kind == CAUSAL}
     queries = torch.arange(block.query_begin, block.query_end, device=q.device) - block.query_begin + block.shift

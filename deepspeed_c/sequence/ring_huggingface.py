@@ -1,4 +1,4 @@
-"""Models of transformers whose keys travel around a ring: as many ranks as one likes, whatever the number of heads."""
+"""Models of transformers whose keys travel around a ring: any number of ranks, for any number of heads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deepspeed_c.sequence.plans import SequenceCut
 
 __all__ = ["RingSPAttentionHF"]
 
-# What an attention function may be told that a block's kernel does not do.
+# Possible arguments of attention functions that a block's kernel does not support.
 _UNKNOWN = ("softcap", "head_mask", "dropout")
 
 
@@ -30,7 +30,7 @@ class RingSPAttentionHF(UlyssesSPAttentionHF):
     """
 
     order: ClassVar[str] = "zigzag"
-    """Of the batches: ``zigzag`` or ``contiguous``."""
+    """Order of the batches: ``zigzag`` or ``contiguous``."""
     n_inner: ClassVar[int] = 1
     """Ranks of a row; a subclass with another number is a hybrid."""
 
@@ -84,7 +84,8 @@ class RingSPAttentionHF(UlyssesSPAttentionHF):
         )
         out = out.permute(0, 2, 1, 3).contiguous()
         if whole.valid is not None:
-            # A query of padding in front attends to nobody, and its output is 0; that of padding behind nobody reads.
+            # A query of padding in front attends to nothing, and its output is 0; the output of padding behind is never
+            # read.
             mine = whole.valid.split(whole.tokens, 1)[self.sp_rank]
             out = out.masked_fill(~mine[:, :, None, None], 0.0)
         return out, None
@@ -93,7 +94,7 @@ class RingSPAttentionHF(UlyssesSPAttentionHF):
         check_order(whole, self.order, self.n_inner, type(module).__name__)
 
     def _heads_fit(self, n_heads: int, n_key_heads: int) -> None:
-        """A ring asks nothing of heads; what a row asks of them is said by the exchange."""
+        """A ring requires nothing of heads; the exchange in a row checks them."""
 
     def _lay_out(self, module: torch.nn.Module, whole: WholeSequences) -> tuple[SequenceCut, list[tuple[int, ...]]]:
         """How the sequences of a forward lie over ranks, and where their documents end; found once a forward."""

@@ -1,4 +1,4 @@
-"""What each rank of a ring computes at each hop, how far each part of the keys travels, and what that sends."""
+"""Work of each rank of a ring at each hop, the distance that each part of the keys travels, and the traffic."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TILE = 1024
 
 
 class Block(NamedTuple):
-    """Queries of a rank and keys of another, or its own, that are multiplied: ranges of what each of them has."""
+    """Queries of a rank and keys of another, or its own, that are multiplied: ranges of each rank's tokens."""
 
     kind: int
     """WHOLE: each query sees each key. CAUSAL: query i sees keys 0 to i. BAND: by distance, i + shift - j."""
@@ -29,9 +29,9 @@ class Block(NamedTuple):
     key_begin: int
     key_end: int
     shift: int
-    """The place of the first query less that of the first key, in the whole sequence."""
+    """The first query's place less the first key's, in the whole sequence."""
     n_pairs: int
-    """Of a query and a key that it sees."""
+    """Pairs of a query and a key that it sees."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class RingPlan:
         return tuple(self.cut.runs(rank) for rank in range(self.cut.n_ranks))
 
     def blocks(self, rank: int, source: int) -> tuple[Block, ...]:
-        """What is computed of the queries of ``rank`` and the keys of ``source``; () where the hop is skipped."""
+        """The blocks of the queries of ``rank`` and the keys of ``source``; () where the hop is skipped."""
         return self._blocks[rank][source]
 
     @cached_property
@@ -75,7 +75,7 @@ class RingPlan:
         return tuple(max(hop for hop in range(n) if hop == 0 or self._blocks[(s + hop) % n][s]) for s in range(n))
 
     def wire_elems(self, rank: int, n_key_heads: int, width: int) -> RingTraffic:
-        """What ``rank`` sends for one sequence, in elements of keys and values of ``width`` each."""
+        """The traffic of ``rank`` for one sequence, in elements of keys and values of ``width`` each."""
         return traffic(self.travel, self.cut.tokens, rank, 2 * n_key_heads * width)
 
 
@@ -89,7 +89,7 @@ class RingTraffic(NamedTuple):
 
 
 def traffic(travel: Sequence[int], tokens: Sequence[int], rank: int, elems_per_token: int) -> RingTraffic:
-    """What ``rank`` sends where part s, of ``tokens[s]``, travels ``travel[s]`` hops.
+    """Elements that ``rank`` sends if part s, of ``tokens[s]``, travels ``travel[s]`` hops.
 
     At hop h rank r has part r - h. It sends the keys on if the part goes further, and its gradients in any case but at
     home: on, or back to their rank in one message.

@@ -1,11 +1,11 @@
 """Parts of a model that treat every token by itself, run over some tokens at a time: only one tile's activations exist.
 
-A tiled part is one node of the graph. What it needs for its backward is its input: each tile is run again there, or,
-where a loss ends the forward, has had its backward at once. Gradients of weights are summed over the tiles and handed
-to autograd once, so hooks of weights fire once, and whatever scales the loss scales them as well. Under ZeRO stage 3
-the weights are gathered once a pass and stay for all tiles.
+A tiled part is one node of the graph. It keeps its input for the backward: each tile is run again there, or, if a loss
+ends the forward, has had its backward at once. Gradients of weights are summed over the tiles and handed to autograd
+once, so hooks of weights fire once, and a scale of the loss scales them as well. Under ZeRO stage 3 the weights are
+gathered once a pass and stay for all tiles.
 
-Which weights these are is read off the graph of the first tile, and compared with that of every other.
+The weights are read off the graph of the first tile, and compared with the graph of every other.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
     "tile_lengths",
 ]
 
-IGNORED = -100  # what torch's cross-entropy takes for no target
+IGNORED = -100  # torch's cross-entropy ignores this target
 _REDUCTIONS = (None, "mean", "sum")
 
 
@@ -57,8 +57,8 @@ def tile_lengths(n_rows: int, n_tiles: int) -> list[int]:
 
 @contextmanager
 def _uncached_casts() -> Iterator[None]:
-    """Autocast keeps the 16-bit copy of a weight for the next use. One that is made where nothing is differentiated
-    would be used where something is.
+    """Autocast keeps the 16-bit copy of a weight for the next use. A copy made without gradients would be used in code
+    that differentiates.
     """
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
@@ -69,13 +69,13 @@ def _uncached_casts() -> Iterator[None]:
 
 
 def _keep_values(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Keeps what a tile saves: within the tile, whatever is done with saved tensors around it."""
+    """Keep a tensor that a tile saves: within the tile, regardless of outer hooks for saved tensors."""
     return tensor.detach(), tensor._version
 
 
 @contextmanager
 def _differentiating(sums: _TileSums | None = None) -> Iterator[None]:
-    """A tile whose graph does not outlive it. sums: what its gradients are added to, where it has a backward."""
+    """Run a tile whose graph does not outlive it. sums: its gradients are added to this, if it has a backward."""
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(saved_tensors_hooks(_keep_values, give_back))
@@ -99,10 +99,10 @@ def _silenced(weights: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 def _leaves_of(output: torch.Tensor, inputs: Sequence[torch.Tensor], first_node: int, where: str) -> list[torch.Tensor]:
-    """What requires a gradient at the ends of one tile's graph, besides ``inputs``.
+    """Find the tensors that require a gradient at the ends of one tile's graph, besides ``inputs``.
 
-    first_node: the number of the first node that the tile can have made. Raises ModelError where the graph goes on
-    into that of the model: the gradient of a tensor from there would be lost.
+    first_node: the number of the first node that the tile can have made. Raises ModelError if the graph goes on into
+    the model's: the gradient of a tensor from there would be lost.
     """
     if output.grad_fn is None:
         return []
@@ -159,7 +159,7 @@ class _TileSum:
 
 
 class _AddingLinear(torch.autograd.Function):
-    """A linear layer whose backward adds to what there is of its weight's gradient, in the product itself."""
+    """A linear layer whose backward adds to the weight's gradient so far, in the product itself."""
 
     @staticmethod
     def forward(
@@ -181,7 +181,7 @@ class _AddingLinear(torch.autograd.Function):
 
 
 class _AddsProducts(TorchFunctionMode):
-    """Within, linear layers add to ``sums``: what one tile's product makes is neither allocated nor read again."""
+    """Within, linear layers add to ``sums``: the product of one tile is neither allocated nor read again."""
 
     def __init__(self, sums: _TileSums) -> None:
         super().__init__()
@@ -190,10 +190,10 @@ class _AddsProducts(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.nn.functional.linear and not kwargs and torch.is_grad_enabled():
             x, weight, bias = (*args, None)[:3]
-            # A checkpoint within the tile, which knows what is saved by its number, runs it again without this.
+            # A checkpoint within the tile, which numbers saved tensors, runs it again without this.
             is_direct = hooks_around()[0] is _keep_values
-            # What autocast casts, and 16 bits, which are summed in float32, go autograd's way; so do
-            # subclasses, and weights that are no parameters.
+            # Inputs that autocast casts, and 16 bits, which are summed in float32, go autograd's way; so do subclasses,
+            # and weights that are no parameters.
             is_wide = x.dtype is weight.dtype and weight.dtype in (torch.float32, torch.float64)
             is_plain = type(weight) is torch.nn.Parameter and type(x) is torch.Tensor and type(bias) in _BIASES
             is_whole = weight.requires_grad and x.dim() > 1
@@ -208,7 +208,8 @@ _BIASES = (torch.Tensor, torch.nn.Parameter, type(None))
 class _TileSums:
     """Gradients of one tiled part, tile by tile.
 
-    tensors: those of the part, the first ``n_cut`` of which are cut along ``dim``; who requires one gets one.
+    tensors: the inputs of the part; the first ``n_cut`` are cut along ``dim``. Each tensor that requires a gradient
+    gets one.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], n_cut: int, dim: int) -> None:
@@ -261,8 +262,8 @@ class _Tiled:
 
     function: (tiles of ``cut``, ``passed``) -> one tensor.
     cut: tensors that are cut along ``dim`` into ``lengths``. passed: tensors that each tile gets whole.
-    joined: the dimension along which outputs are put together; None: they are stacked.
-    weights: what the function is known to read; what is found in the graph of the first tile comes to it.
+    joined: the dimension for concatenating outputs; None: they are stacked.
+    weights: known tensors that the function reads; more are found in the graph of the first tile.
     """
 
     def __init__(
@@ -409,7 +410,7 @@ def _is_input(value: Any) -> bool:
 
 
 def _weights_of(compute_params: Iterable[torch.Tensor] | None, owner: Any) -> list[torch.Tensor]:
-    """What a tiled part is said to read; where nothing is said, the parameters of the module that it is of."""
+    """Tensors that a tiled part is said to read; by default the parameters of its module."""
     if compute_params is not None:
         return list(compute_params)
     return list(owner.parameters()) if isinstance(owner, torch.nn.Module) else []
@@ -422,8 +423,8 @@ def in_tiles(
     lengths: Sequence[int],
     where: str,
 ) -> torch.Tensor:
-    """``function(cut, weights)``, whose rows are those of ``cut``, in tiles of ``lengths`` rows, and again in the
-    backward.
+    """Run ``function(cut, weights)``, which returns a row for each row of ``cut``, in tiles of ``lengths`` rows, and
+    again in the backward.
 
     weights: parameters, which it reads where they are then, or other tensors. where: names the caller in errors.
     """
@@ -438,7 +439,7 @@ def in_tiles(
 
 
 class TiledMLP:
-    """A multilayer perceptron, or anything else that treats every token by itself, in tiles."""
+    """An MLP, or another module that treats every token by itself, in tiles."""
 
     @staticmethod
     def apply(
@@ -451,7 +452,7 @@ class TiledMLP:
         """``fn(self, x)``, run over ``shards`` tiles of the last dimension but one, and again in the backward.
 
         x: [..., tokens, width]. compute_params: weights that ``fn`` reads, which ZeRO stage 3 gathers once for all
-        tiles; None: those of ``self``. What else the first tile reads is found.
+        tiles; None: the parameters of ``self``. Other weights that the first tile reads are found.
 
         Raises ConfigError for a number of tiles below 1, ModelError for inputs of one dimension, for outputs with
         other numbers of tokens, and where ``fn`` reads a tensor of the model's graph besides ``x``; from the backward
@@ -489,10 +490,10 @@ def sequence_tiled_compute(
 
     kwargs_to_shard: tensors [batch, seqlen, ...], or None. kwargs_to_pass: anything; tensors among them get their
     gradients too. grad_requiring_tensor_key: one of the names; every tensor that requires a gradient gets one.
-    output_unshard_dimension: along which outputs are put together; 0: ``fn`` gives one number a tile.
+    output_unshard_dimension: for concatenating outputs; 0: ``fn`` gives one number a tile.
     output_reduction: None gives the outputs, "sum" their sum, "mean" their mean: one number a tile counts by the
-    tile's targets (of the cut tensor of whole numbers whose name has "label" or "target" in it, those that are not
-    -100; without one by its tokens).
+    tile's targets (elements other than -100 in the cut tensor of whole numbers whose name has "label" or "target" in
+    it; without one by its tokens).
 
     Raises as ``TiledMLP`` does, and ConfigError for unknown names and reductions, and lengths that are not ``seqlen``.
     """
@@ -588,7 +589,8 @@ def _counts_of(cut: Mapping[str, torch.Tensor], lengths: Sequence[int]) -> torch
 
 
 def _weighted_mean(outputs: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Of one number a tile. A tile in which nothing counts is left out, whatever its number (a mean of nothing)."""
+    """The mean of one number per tile. A tile without counted tokens is left out, even if its number is not finite (a
+    mean of nothing)."""
     shares = (counts / counts.sum().clamp(min=1)).to(outputs.dtype)
     shares = shares.view(-1, *[1] * (outputs.dim() - 1))
     return torch.where(shares > 0, outputs * shares, 0.0).sum()
@@ -610,11 +612,11 @@ class TiledFusedLogitsLoss:
     ) -> torch.Tensor:
         """The loss that ``fn(self, x, y)`` gives, or ``fn(self, x, y, mask)`` where there is a mask.
 
-        Each tile has its backward in the forward, so logits are computed once; the backward scales what is there.
+        Each tile has its backward in the forward, so logits are computed once; the backward only scales the gradients.
         x: [batch, tokens, ...], y: [batch, tokens, ...], mask: [batch, tokens] or None. ``fn`` gets them with the two
         first dimensions put together, and gives one number: the mean over a tile's tokens that count, if
-        ``output_reduction`` is "mean", or their sum, if it is "sum". Those count whose target is not -100 (of whole
-        numbers) and whose mask, if there is one, is not 0. Where none counts the mean is 0, and so are its gradients.
+        ``output_reduction`` is "mean", or their sum, if it is "sum". A token counts if its target is not -100 (of whole
+        numbers) and its mask, if there is one, is not 0. Where none counts the mean is 0, and so are its gradients.
         compute_params: weights that ``fn`` reads, which ZeRO stage 3 gathers once for all tiles.
 
         Raises ConfigError for another reduction, ModelError for shapes that do not fit.
@@ -662,9 +664,9 @@ def loss_in_tiles(
 ) -> torch.Tensor:
     """One number, of tiles that have their backward in the forward.
 
-    function: tiles of ``cut`` -> one number. cut: tensors whose rows are cut into ``lengths``. counts: of what counts
-    in each tile, where ``function`` gives means of that; None where it gives sums. weights: what it reads, as far as
-    that is known. where: names the caller in errors.
+    function: tiles of ``cut`` -> one number. cut: tensors whose rows are cut into ``lengths``. counts: number of
+    counted items in each tile, if ``function`` returns means over them; None where it gives sums. weights: the tensors
+    that it reads, as far as known. where: names the caller in errors.
     """
     return _LossInTiles(function, cut, lengths, counts, weights, where).run()
 
@@ -711,7 +713,7 @@ class _LossInTiles:
                     found = {id(leaf): leaf for leaf in leaves if id(leaf) not in weights}
                     weights.update(found)
                     holds.enter_context(held_whole(found.values()))
-                    # Of the sum, not of the mean: 16-bit gradients are scaled once, at the end.
+                    # Gradient of the sum, not of the mean: 16-bit gradients are scaled once, at the end.
                     sums.add(rows, output, inputs, list(weights.values()), torch.full_like(output, n))
                 del output
         if loss is None:

@@ -1,10 +1,10 @@
-"""A model's perceptrons and loss in tiles, without a change in its code: ``"sequence_parallel": {"tiles": "auto"}``.
+"""A model's MLPs and loss in tiles, without a change in its code: ``"sequence_parallel": {"tiles": "auto"}``.
 
-Perceptrons are found by the name of their class and by what they consist of: nothing but layers that treat each token
-by itself. Transformers' causal models have their loss computed in tiles where they train with labels: the layer that
-would give the logits gives something that stands for them, and the loss takes the layer's input instead. Whoever else
-looks at the logits has them computed. Where tensor-parallel ranks hold the model together, each computes its words of a
-tile; perceptrons stay whole there, since their layers send.
+MLPs are found by the name of their class and by their contents: nothing but layers that treat each token by itself.
+Transformers' causal models have their loss computed in tiles where they train with labels: the layer that would give
+the logits gives something that stands for them, and the loss takes the layer's input instead. For any other use the
+logits are computed. Where tensor-parallel ranks hold the model together, each computes its words of a tile; MLPs stay
+whole there, since their layers send.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from deepspeed_c.sequence.tiles import IGNORED, TiledMLP
 __all__ = ["PromisedLogits", "TiledModel", "tile_model", "tiles_of_loss", "tiles_of_mlp"]
 
 LOGITS_ELEMS = 1 << 24
-"""Of a tile's logits, at most: 64 MiB in float32."""
+"""Limit on the elements of a tile's logits: 64 MiB in float32."""
 
 _NAMES = ("MLP", "FeedForward", "FFN")
 _LAYERS = ("Linear", "Conv1D")  # transformers' Conv1D is a linear layer whose weight is transposed
@@ -36,8 +36,8 @@ _OF_ONE_TOKEN = ("Norm", "Dropout", "Identity")
 
 
 def tiles_of_mlp(n_tokens: int, width: int) -> int:
-    """As many that a tile has at least as many tokens as the model is wide: products stay square, and what is between
-    the layers takes what a weight takes.
+    """Number of tiles so that a tile has at least as many tokens as the model is wide: products stay square, and
+    activations between the layers take as much memory as a weight.
     """
     return max(1, math.ceil(n_tokens / max(1, width)))
 
@@ -48,10 +48,10 @@ def tiles_of_loss(n_tokens: int, n_words: int) -> int:
 
 
 def tile_model(model: torch.nn.Module, n_tensor_ranks: int = 1) -> TiledModel:
-    """Has ``model`` run its perceptrons, and its loss, in tiles until ``close`` is called on what this returns.
-    n_tensor_ranks: tensor-parallel ranks that hold it together; its loss alone runs in tiles then.
+    """Let ``model`` run its MLPs, and its loss, in tiles until ``close`` is called on the result.
+    n_tensor_ranks: tensor-parallel ranks that hold it together; with several of them, only its loss runs in tiles.
 
-    Raises ModelError where it has neither, and where ranks share it and its loss is no cut one.
+    Raises ModelError where it has neither of them, and where ranks share it and its loss is no cut one.
     """
     tiled = TiledModel(model, has_mlps=n_tensor_ranks == 1)
     if n_tensor_ranks > 1 and not tiled.has_loss:
@@ -77,7 +77,7 @@ def tile_model(model: torch.nn.Module, n_tensor_ranks: int = 1) -> TiledModel:
 
 
 class TiledModel:
-    """What has been done to one model, and how it is undone."""
+    """The changes to one model, and a way to undo them."""
 
     def __init__(self, model: torch.nn.Module, *, has_mlps: bool = True) -> None:
         self._undo: list[Callable[[], None]] = []
@@ -113,7 +113,7 @@ class TiledModel:
 
 
 def _is_mlp(module: torch.nn.Module) -> bool:
-    """Whether it is called a perceptron, takes one tensor, and each of its layers treats every token by itself."""
+    """Whether it has an MLP's name, takes one tensor, and each of its layers treats every token by itself."""
     if not type(module).__name__.endswith(_NAMES):
         return False
     leaves = [each for each in module.modules() if not isinstance(each, _CONTAINERS) and not any(each.children())]
@@ -124,7 +124,7 @@ def _is_mlp(module: torch.nn.Module) -> bool:
         has_state = any(True for _ in (*leaf.parameters(), *leaf.buffers()))
         if has_state and not name.endswith((*_LAYERS, "Norm")) or "BatchNorm" in name:
             return False
-        # What has neither weights nor state is taken for an activation where its package says so.
+        # A layer without weights and state is taken for an activation if its module's path says so.
         is_activation = ".activation" in type(leaf).__module__ or ".activations" in type(leaf).__module__
         if not has_state and not is_activation and not any(word in name for word in (*_LAYERS, *_OF_ONE_TOKEN)):
             return False
@@ -149,7 +149,7 @@ def _causal_model(model: torch.nn.Module, *, is_cut: bool) -> torch.nn.Module | 
     """The module whose loss is transformers' causal one, on the logits of a layer of its own. is_cut: that one's words
     are cut over ranks."""
     for module in model.modules():
-        # By class: peft's wrappers hand on what their models have.
+        # By class: peft's wrappers hand attributes of their models through.
         if not all(hasattr(type(module), name) for name in ("get_output_embeddings", "loss_function")):
             continue
         is_causal = getattr(module.loss_function, "__name__", "") == "ForCausalLMLoss" and not is_cut
@@ -231,7 +231,7 @@ class PromisedLogits(torch.Tensor):
 
     @classmethod
     def of(cls, hidden: torch.Tensor, project: Callable[[torch.Tensor], torch.Tensor], n_words: int) -> PromisedLogits:
-        """What ``project(hidden)`` will be: logits of ``n_words`` words."""
+        """A promise of ``project(hidden)``: logits of ``n_words`` words."""
         made = torch.Tensor._make_wrapper_subclass(
             cls, (*hidden.shape[:-1], n_words), dtype=hidden.dtype, device=hidden.device
         )
