@@ -24,7 +24,7 @@ _NAMES.update(
     }
 )
 
-# What DeepSpeed has as a module here.
+# Names that are modules in DeepSpeed.
 _MODULES = {"partition_parameters": "weights.init"}
 
 __all__ = [*_NAMES, *_MODULES]  # noqa: PLE0604  (they are strings)

@@ -1,1 +1,1 @@
-"""From autograd's hooks to reduced gradients: buckets, their order, and what travels."""
+"""From autograd's hooks to reduced gradients: buckets, their order, and their collectives."""

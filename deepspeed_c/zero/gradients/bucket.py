@@ -19,12 +19,12 @@ __all__ = ["Bucket", "GradientPools", "Summing"]
 
 
 class GradientPools(NamedTuple):
-    """What gradients are borrowed room from on their way."""
+    """The pools of memory for gradients on their way."""
 
     staging: BufferPool
     copies: BufferPool
-    """Of what a reduction needs beside its staging buffer: gradients in the dtype that travels, sums on their way to
-    the result. Keeps nothing: they are freed after it."""
+    """Memory of a reduction beside its staging buffer: gradients in the dtype that travels, sums on their way to the
+    result. Keeps nothing: the buffers are freed after it."""
 
     @classmethod
     def make(
@@ -32,7 +32,8 @@ class GradientPools(NamedTuple):
         allocate: Allocate = ordinary_memory,
         count: Callable[[str], Callable[[int], None] | None] = lambda name: None,
     ) -> GradientPools:
-        """``allocate``: where staging buffers lie. ``count(name)`` is told of what the pool of that name holds."""
+        """``allocate``: the source of staging buffers. ``count(name)`` is called with changes of the bytes in the pool
+        of that name."""
         return cls(
             staging=BufferPool(allocate=allocate, count=count("staging")),
             copies=BufferPool(keeps=lambda device: False, count=count("copies")),
@@ -58,8 +59,8 @@ class Bucket:
     A gradient that arrives after its bucket was launched (a parameter used in two graphs, a second backward) gathers
     in a staging buffer of its own and is reduced by itself: sums are linear, so nothing is ever lost or counted twice.
 
-    Hooks write most gradients without a call of ours (``path``, in which the bucket has the number ``number`` and its
-    parameters their ``tracker_index``); the rest comes to ``add``.
+    Hooks write most gradients without a call of ours (through ``path``, where the bucket has the number ``number`` and
+    its parameters their ``tracker_index``); the rest comes to ``add``.
 
     Sums are in the dtype of ``result``.
     """
@@ -89,7 +90,7 @@ class Bucket:
 
     @cached_property
     def _gaps(self) -> list[tuple[int, int]]:
-        """(begin, end) of what no parameter lies in, within the bucket."""
+        """(begin, end) of each range without a parameter, within the bucket."""
         gaps, end = [], 0
         for slot in sorted(self.slots, key=lambda slot: slot.offset):
             begin = slot.offset - self._begin
@@ -118,7 +119,7 @@ class Bucket:
         return self.staging is not None
 
     def add(self, slot: Slot, grad: torch.Tensor, ratio: float, *, will_reduce: bool) -> None:
-        """Adds ``ratio * grad`` to what has gathered. ``will_reduce`` is False while reductions are put off."""
+        """Adds ``ratio * grad`` to the gathered gradients. ``will_reduce`` is False while reductions are put off."""
         view = slot.view(self.open(will_reduce), self._begin)
         is_first = self._path.note(slot.tracker_index)
         if grad.is_sparse:
@@ -137,7 +138,7 @@ class Bucket:
             self._streams.add(torch.accelerator.current_stream(view.device))
 
     def drop(self, slot: Slot) -> None:
-        """Sets to zero what has gathered of one parameter, and this rank's share of what was reduced."""
+        """Sets the gathered gradient of one parameter to zero, and this rank's share of its reduced sum."""
         if self.staging is not None:
             slot.view(self.staging, self._begin).zero_()
         fragment = self.unit.fragment_of.get(slot)
@@ -151,8 +152,8 @@ class Bucket:
             if self.whole is not None and not self.is_launched:
                 self.staging = self.whole
             else:
-                # What is reduced at once is gathered in the dtype that travels; what waits is gathered in the dtype
-                # that accumulates.
+                # Gradients that are reduced at once gather in the dtype that travels; waiting gradients gather in the
+                # dtype that accumulates.
                 dtype = self.unit.comm_dtype if will_reduce else self.result.dtype
                 self.staging = self._pools.staging.take(self.unit.bucket_numel(self.index), dtype, self.unit.device)
             host = self.staging.data_ptr() if self._is_on_host else 0
@@ -160,7 +161,7 @@ class Bucket:
         return self.staging
 
     def _gathered(self) -> torch.Tensor:
-        """The gathered gradients, with zeros elsewhere: what lies between the parameters is summed along with them, and
+        """The gathered gradients, with zeros elsewhere: the gaps between parameters are summed along with them, and
         counted in the norm."""
         staging = self.open(True)
         if self._is_on_host:
@@ -179,11 +180,11 @@ class Bucket:
         return {slot.tracker_index: slot for slot in self.slots}
 
     def reduce(self) -> Work:
-        """Starts the sum over ranks of what has gathered. Every rank must call it for the same bucket at the same
+        """Starts the sum of the gathered gradients over ranks. Every rank must call it for the same bucket at the same
         time."""
         staging = self._gathered()
         if staging is self.whole and self.unit.sums_in_place:
-            # Nothing to sum: what has gathered is the result, and goes on gathering in place.
+            # Nothing to sum: the gathered gradients are the result, and go on gathering in place.
             self._path.fill(self._number)
             self.has_result = True
             return Work.done()
@@ -200,7 +201,7 @@ class Bucket:
         unit = self.unit
         if self._summing.pre_factor != 1.0:
             torch.ops.deepspeed_c.flat_scale_([staging], self._summing.pre_factor)
-        # What gathered in place is the whole window's; nothing of it was summed before.
+        # Gradients in place are the whole window's; no part of them was summed before.
         accumulate = self.has_result and staging is not self.whole
         if unit.is_sparse:
             for group in (unit.comm, unit.replicas):

@@ -39,7 +39,7 @@ class DriftFound(RankMismatchError):
 
 
 class DriftCheck:
-    """Compares what ``units`` hold with their twins.
+    """Compares ``units`` with their twins on other ranks.
 
     Gradients are compared by the sum of their squares, which the norm needs anyway; weights by the sum of their bits, a
     part of them in each step; batches by a hash, since ranks that look up other words may agree in all sums.
@@ -61,10 +61,9 @@ class DriftCheck:
         return n_data * n_tp * n_hashes if self._units else 0
 
     def numbers(self, gradients: float, hash_of_inputs: Callable[[], int]) -> list[float]:
-        """This rank's hashes at its own place, and zeros at those of others.
+        """This rank's hashes at its own place, and zeros at the places of others.
 
-        gradients: the sum of squares of what the units' gradients sum up to. hash_of_inputs: of the window's
-        batches."""
+        gradients: the sum of squares of the units' summed gradients. hash_of_inputs: of the window's batches."""
         found = [0.0] * self.n_numbers
         if found:
             bits = int.from_bytes(struct.pack("<d", gradients), "little")
@@ -86,7 +85,7 @@ class DriftCheck:
 
     def check(self, numbers: Sequence[float], results: Results) -> None:
         """Raises DriftFound, on all ranks alike, where twins have other hashes; it names the first parameter
-        that differs. ``numbers``: the sums of what all ranks have given."""
+        that differs. ``numbers``: the sums over all ranks."""
         if not numbers:
             return
         table = torch.tensor(numbers, dtype=torch.float64).view(self._shape)

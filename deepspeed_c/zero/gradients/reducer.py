@@ -15,11 +15,11 @@ A parameter whose hook fires again after its bucket was launched is *late*: its 
 the next window those buckets, and no others, *wait*: they are launched after all the rest, when backward ends (where
 gradients are not sharded, by ``finish``: a second backward may follow, and nothing is kept for it that would not be
 kept anyway). So lateness costs an extra collective once and not in every step, and one bucket's memory and not all
-gradients'. A window in which nothing came after the turn of a bucket ends its waiting.
+gradients'. A bucket's waiting ends after a window without gradients behind its turn.
 
 Where parameters are sharded as well, their gathers and these reductions must come in one order on all ranks: the
-fetcher then says whose turn it is (``launch_bucket``), by how far backward has come and not by which gradients this
-rank has seen.
+fetcher then gives each bucket its turn (``launch_bucket``), by the progress of backward and not by the gradients that
+this rank has seen.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class ReduceSettings(NamedTuple):
 
 
 class WindowFacts(NamedTuple):
-    """What all ranks agree on at the end of a window."""
+    """The facts that all ranks agree on at the end of a window."""
 
     norm: float  # global L2 norm of the summed gradients as stored, padding and unused parameters being zero
     n_nonfinite: int  # inf or NaN elements over all ranks
@@ -119,7 +119,7 @@ class GradientReducer:
             self.post_factor = 1.0 / (pre_factor * world)
         if not settings.is_mean:
             self.post_factor *= world
-        # Whoever reads whole gradients wants averages; sums of shards are averaged by the optimizer's one pass.
+        # Readers of whole gradients want averages; the optimizer's one pass averages sums of shards.
         sum_factor = 1.0
         if not sharding.optimizer:
             sum_factor, self.post_factor = self.post_factor, 1.0
@@ -139,7 +139,7 @@ class GradientReducer:
             (_C.GradientPath.SEEN_AFTER, self._after_turn),
             (_C.GradientPath.SEEN_LATE, self._late),
         )
-        # By what has come of a parameter: what it tells the others.
+        # State of a parameter's gradient -> its flag for the other ranks.
         self._flag_of = [float(sum(n for bit, n in weighed if seen & bit)) for seen in range(8)]
         self._path.connect(lock=self._lock, add=self._add, open=self._open, start=self._start)
         for slot in self.slots:
@@ -154,7 +154,7 @@ class GradientReducer:
         self.is_sync = True  # False within no_sync
         self._is_boundary = True
         self._is_coalescing = False  # within coalesce_grad_reduction
-        # Of the factor of the pass to that of the window; where early hooks have applied that of the pass, to it.
+        # Ratio of the pass's factor to the window's; where early hooks have applied the pass's factor, ratio to that.
         self._ratio = self._early_ratio = 1.0
         self._passes: Passes | None = None  # there is one before the first forward
         self._fetcher: Fetcher | None = None
@@ -167,11 +167,11 @@ class GradientReducer:
     def _make_buckets(self) -> None:
         self.results: dict[Unit, list[torch.Tensor]] = {}
         self.sum_bytes: dict[Unit, int] = {}
-        """What the sums of each unit's gradients take."""
+        """Makes the memory for the sums of each unit's gradients."""
         entries: list[tuple[int, Unit, int]] = []
         for unit in self.units:
             for b in range(unit.n_buckets):
-                # The bucket is full when its last gradient comes: that of the parameter registered first.
+                # The bucket is full when the gradient of its first registered parameter comes, the last of all.
                 last = min((slot.order for slot in unit.bucket_slots[b]), default=0)
                 entries.append((-last, unit, b))
         entries.sort(key=lambda entry: entry[0])
@@ -219,7 +219,7 @@ class GradientReducer:
             )
 
     def sum_dtype(self, unit: Unit) -> torch.dtype:
-        """What the sums of its gradients are held in."""
+        """The dtype of the sums of its gradients."""
         return self.settings.accum_dtype or unit.dtype
 
     def _reset_window(self) -> None:
@@ -237,9 +237,8 @@ class GradientReducer:
         self._passes = passes
 
     def tell(self, on_summed: Callable[[Bucket], None], on_change: Callable[[], None]) -> None:
-        """For an optimizer that updates ahead of the step. From now on ``on_summed`` is called with a bucket whose
-        sums are what the step will see, unless it is told otherwise: ``on_change`` is called where the step will see
-        other sums."""
+        """For an optimizer that updates ahead of the step. From now on ``on_summed`` is called with a bucket whose sums
+        are complete for the step, and ``on_change`` when the step will see other sums after all."""
         self._on_summed, self._on_change = on_summed, on_change
 
     def connect(self, fetcher: Fetcher) -> None:
@@ -258,8 +257,8 @@ class GradientReducer:
         return self.is_sync and not self._is_coalescing and (self.sharding.gradients or self._is_boundary)
 
     def begin_backward(self, *, is_boundary: bool, factor: float, starts: Sequence[Any] | None = None) -> None:
-        """Called when a backward pass starts. ``factor`` is what its gradients are to be multiplied with (1 /
-        accumulation steps), ``starts`` the nodes of the graph at which it does; None from within it."""
+        """Called when a backward pass starts. ``factor`` multiplies its gradients (1 / accumulation steps), ``starts``
+        are the first nodes of the graph; None from within the pass."""
         if self.is_in_backward:
             raise BackwardError(
                 "a backward pass began while another had not ended",
@@ -274,8 +273,7 @@ class GradientReducer:
         self._scale_early(factor)
         self.is_in_backward = self._early.is_in_backward = True
         self._set_mode()
-        # What earlier micro-batches have marked says nothing of this one, unless the turns of this window have come
-        # already.
+        # Marks of earlier micro-batches say nothing of this one, unless the turns of this window have come already.
         if self._reduces_each_pass or not self._has_passed:
             self._path.reset()
         if self._fetcher is not None:
@@ -283,7 +281,7 @@ class GradientReducer:
 
     @property
     def _reduces_each_pass(self) -> bool:
-        """Whether a pass that is reduced is reduced when it ends, whatever passes follow in its window."""
+        """Whether each reduced pass is reduced at its own end, before later passes of its window."""
         return self.sharding.gradients or bool(self._shown)
 
     def _scale_early(self, factor: float) -> None:
@@ -298,7 +296,7 @@ class GradientReducer:
         self._early_ratio = 1.0 / self.factor
 
     def _take_edits(self, where: str) -> None:
-        """Takes over what callers have done to ``param.grad``. Raises StateError where it cannot act."""
+        """Takes over callers' edits of ``param.grad``. Raises StateError for an edit that cannot count."""
         self._shown.take()
         for slot in self.slots:
             if GRAD.__get__(slot.param) is not None and slot not in self._views:
@@ -309,8 +307,8 @@ class GradientReducer:
                 )
 
     def take_edits(self) -> None:
-        """Before a step: takes over what callers have done to ``param.grad``, which is None from then on. On all ranks
-        alike."""
+        """Before a step: takes over callers' edits of ``param.grad``, which is None from then on. On all ranks alike.
+        """
         self._take_edits("engine.step")
         if self._shown:
             self._shown.hide()
@@ -327,7 +325,8 @@ class GradientReducer:
         self._passes.begin_before(param)
 
     def _hook(self, slot: Slot) -> Callable[[torch.Tensor], None]:
-        """What autograd calls when a gradient has come. It does all by itself but what ``_add`` says."""
+        """The hook that autograd calls with a gradient. It does everything by itself, except for the cases of ``_add``.
+        """
         return self._path.hook(slot.tracker_index)
 
     def _set_mode(self) -> None:
@@ -340,8 +339,8 @@ class GradientReducer:
         self.buckets[i].open(self._reduces_this_backward)
 
     def _add(self, i: int, param: torch.Tensor) -> None:
-        """Takes a gradient that its hook does not: the first of a pass that nobody has announced, one that is to be
-        scaled, that is sparse or has gaps, and those of a device."""
+        """Takes a gradient that its hook leaves: the first of an unannounced pass; a gradient that has to be scaled, is
+        sparse or has gaps; gradients of a device."""
         grad = GRAD.__get__(param)
         GRAD.__set__(param, None)
         if not self.is_in_backward:
@@ -352,7 +351,7 @@ class GradientReducer:
         self._path.mark(i)
 
     def end_backward(self) -> None:
-        """Called when a backward pass has ended: reduces what is due."""
+        """Called when a backward pass has ended: reduces the buckets that are due."""
         with self._lock:
             if self._fetcher is not None:
                 self._fetcher.end_backward()
@@ -385,8 +384,8 @@ class GradientReducer:
             self._start(i)
 
     def forget_lateness(self) -> None:
-        """The order of backward is planned anew (on all ranks): what was late by the old one need not be by the new
-        one."""
+        """The order of backward is planned anew (on all ranks): gradients that were late in the old order may be in
+        time in the new one."""
         self._have_waiting(set())
 
     def _have_waiting(self, buckets: set[int]) -> None:
@@ -521,13 +520,14 @@ class GradientReducer:
             )
 
     def _flags(self, facts: Sequence[float]) -> list[tuple[Slot, float]]:
-        """What ranks have said of each parameter, added up."""
+        """The ranks' flags of each parameter, added up."""
         return list(zip(self._in_order, facts[4 : 4 + len(self._in_order)]))
 
     def _exchange(self, has_bad_loss: bool, wants_stop: bool, hash_of_inputs: Callable[[], int]) -> list[float]:
         """[sum of squares, non-finite elements, bad losses, stops, ``_contributed``..., hashes...], summed over the
         ranks that hold the same layers.
-        Parameters stand in order of registration; ``_late`` is added for one whose bucket needs another reduction."""
+        Parameters stand in order of registration; ``_late`` is added for a parameter whose bucket needs another
+        reduction."""
         # Where ranks hold the same sums, one speaks for all. Twins have to find out that they do.
         with_twins = [unit for unit in self.units if unit.twins.world_size > 1]
         facts = [0.0, 0.0, float(has_bad_loss), float(wants_stop)]
@@ -540,7 +540,7 @@ class GradientReducer:
         return self._stage.sum_numbers(facts)
 
     def _own_flags(self) -> list[float]:
-        """What has come of each parameter here, in order of registration."""
+        """This rank's flag of each parameter, in order of registration."""
         seen = self._path.seen()
         return [self._flag_of[seen[slot.tracker_index]] for slot in self._in_order]
 
@@ -548,7 +548,7 @@ class GradientReducer:
         return self._stage.sum_numbers(self._own_flags(), label="late gradients")
 
     def _sum_squares(self, units: Iterable[Unit]) -> list[float]:
-        """[sum of squares, non-finite elements] of what this rank has of the sums of ``units``."""
+        """[sum of squares, non-finite elements] of this rank's part of the sums of ``units``."""
         results = [r for unit in units for r in self.results[unit] if r.numel()]
         return torch.ops.deepspeed_c.flat_sumsq(results).tolist() if results else [0.0, 0.0]
 
@@ -599,8 +599,8 @@ class GradientReducer:
         return slot in self._views
 
     def drop(self, params: Iterable[torch.nn.Parameter]) -> None:
-        """Drops what has gathered of ``params`` in this window, between two passes and on all ranks alike. Those of
-        ``param.grad`` are dropped there."""
+        """Drops the gathered gradients of ``params`` in this window, between two passes and on all ranks alike.
+        Gradients in ``param.grad`` are dropped there."""
         if self.is_in_backward or not self.has_window:
             return
         slots = [slot for slot in map(self._slot_of.get, map(id, params)) if slot is not None and not self.shows(slot)]

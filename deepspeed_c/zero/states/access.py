@@ -81,8 +81,8 @@ def _find(param: torch.nn.Parameter) -> ParamHandle | None:
 
 
 def _resident(handle: ParamHandle, *, writes: bool = True) -> AbstractContextManager:
-    """Meanwhile the parameter's masters and states are in memory, wherever they live, and masters know of what somebody
-    has written to the weights."""
+    """Meanwhile the parameter's masters and states are in memory, also with offload, and masters know of edits of the
+    weights."""
     handle.optimizer.keep_edits(handle.slot)
     return handle.slot.unit.states.open(handle.slot.bucket, writes=writes)
 
@@ -171,8 +171,8 @@ def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) ->
 def _state_piece(handle: ParamHandle, key: str) -> torch.Tensor | None:
     """This rank's piece of a named state. Collective.
 
-    Where any rank has none of that name, all ranks raise: those that own nothing of the parameter do not know, and
-    would wait for the others."""
+    Where any rank has no state of that name, all ranks raise: ranks that own nothing of the parameter could not know,
+    and would wait for the others."""
     optimizer = handle.optimizer
     error: StateError | None = None
     piece: torch.Tensor | None = None
@@ -261,7 +261,7 @@ def safe_set_full_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_get_local_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
-    """A copy of this rank's piece of the gradient, flat fp32; when and what as ``safe_get_full_grad``."""
+    """A copy of this rank's piece of the gradient, flat fp32; otherwise as ``safe_get_full_grad``."""
     handle = _find(param)
     if handle is None or not handle.optimizer.can_read_gradients:
         return None

@@ -69,7 +69,7 @@ class StepAhead:
         self._is_promising = is_kept
 
     def _terms_now(self, grad_scale: float) -> tuple[float, Any]:
-        """What an update depends on besides gradients and states."""
+        """The inputs of an update besides gradients and states."""
         groups = self._base.param_groups
         # Copies: betas that are a list may be written in place.
         return grad_scale, [
@@ -104,7 +104,7 @@ class StepAhead:
         self._update(unit, bucket, grad_scale)
 
     def _settle(self) -> set[Key]:
-        """Waits for the update that runs, and forgets those that have not begun. Returns the buckets that have been
+        """Waits for the running update, and forgets the updates that have not begun. Returns the buckets that have been
         updated."""
         begun = {key for key, job in reversed(list(self._jobs.items())) if not job.cancel()}
         for key in begun:

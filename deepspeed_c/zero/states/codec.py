@@ -15,7 +15,7 @@ __all__ = ["Codec", "codec_of"]
 
 
 def codec_of(base: torch.optim.Optimizer) -> Codec:
-    """The codec of what ``base`` keeps: it declares whether its states are codes."""
+    """The codec of the states of ``base``, which declares whether they are codes."""
     return Codec8Bit(base) if declaration(base).is_quantized else Codec(base)
 
 
@@ -41,7 +41,7 @@ class Codec:
         return list(states)
 
     def named(self, state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        """What ``base.state[param]`` holds under names of its own: all but the scales of other entries."""
+        """The entries of ``base.state[param]`` with names of their own: all but the scales of other entries."""
         yield from state.items()
 
     def dtype(self, held: torch.Tensor) -> torch.dtype:
@@ -57,7 +57,7 @@ class Codec:
         return self._base.state[param][key].reshape(-1)[begin:end]
 
     def keep(self, param: torch.Tensor, key: str, begin: int, values: torch.Tensor) -> None:
-        """Makes count what somebody has written to ``elements``, which are ``values`` now."""
+        """Makes writes to ``elements`` count, which are ``values`` now."""
 
     def whole(self, param: torch.Tensor, key: str) -> torch.Tensor:
         """All elements of a state, to be written to; ``put`` makes that count."""
@@ -70,12 +70,12 @@ class Codec:
         self, group: int, param: torch.Tensor, dtypes: Mapping[str, torch.dtype], before: Mapping[str, Any]
     ) -> None:
         """Makes states of the names and dtypes ``dtypes``. Tensors of ``before`` that fit are used again: new memory
-        costs more than what is read into it."""
+        costs more than reading into it."""
         self._base.state[param].update({key: _like(param, dtype, before.get(key)) for key, dtype in dtypes.items()})
 
     def split(self, group: int, param: torch.Tensor, pieces: Sequence[tuple[torch.Tensor, int]]) -> None:
-        """Gives what is kept of ``param`` to its ``pieces`` (tensor, first element): views of the tensors, copies of
-        the counts."""
+        """Gives the states of ``param`` to its ``pieces`` (tensor, first element): views of the tensors, copies of the
+        counts."""
         state = self._base.state.pop(param, {})
         for piece, first in pieces:
             for key, value in state.items():

@@ -1,5 +1,5 @@
-"""What a base optimizer sees of the shards: one tensor for this rank's slice of a bucket, or one for its piece of each
-parameter."""
+"""The parameters of a base optimizer over shards: one tensor for this rank's slice of a bucket, or one for its piece of
+each parameter."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def keep_parameters(base: torch.optim.Optimizer, units: Sequence[Unit]) -> list[
     its groups and its state."""
     for values in base.state.values():
         for key, value in values.items():
-            if torch.is_tensor(value):  # the parameters are contiguous now, whatever they were
+            if torch.is_tensor(value):  # the parameters are contiguous now, with any strides before
                 values[key] = value.contiguous()
     return [Entry(f.slot.param, unit, f.slot.bucket, f) for unit in units for f in unit.fragments]
 
@@ -114,8 +114,7 @@ def split_entry(base: torch.optim.Optimizer, entry: Entry, codec: Codec) -> list
 def _adopt_state(
     base: torch.optim.Optimizer, entries: Sequence[Entry], old: dict[torch.nn.Parameter, dict[str, Any]]
 ) -> None:
-    """Carries what the base optimizer already knew about whole parameters over to the slices (resumed or eagerly made
-    state)."""
+    """Carries states of whole parameters over to the slices (resumed or eagerly made state of the base optimizer)."""
     for entry in entries:
         fragments = (
             [entry.fragment]

@@ -1,7 +1,7 @@
-"""Where the states of a unit, or its weights, live between their uses: what everybody asks of such a place.
+"""The home of a unit's states, or of its weights, between their uses, and its interface.
 
-Here is memory, and in ``offload/file.py`` a file. ``offload/place.py`` decides which home each gets. Another one
-(another device, a peer's memory) is another subclass of ``Home``.
+Here is memory, and in ``offload/file.py`` a file. ``offload/place.py`` chooses the home of each. Another one (another
+device, a peer's memory) is another subclass of ``Home``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MakeZeros = Callable[[torch.Size, torch.dtype, str, int], torch.Tensor]
 
 
 class Home:
-    """Memory: the device's own, or (``is_apart``) the host's beside it. What lives there may be used at any time."""
+    """Memory: the device's own, or (``is_apart``) the host's beside it. Its tensors may be used at any time."""
 
     def __init__(self, place: Place, device: torch.device) -> None:
         self.is_apart, self._is_pinned, self._device = place.is_apart, place.is_pinned, device
@@ -41,7 +41,7 @@ class Home:
 
     @property
     def memory(self) -> str:
-        """The memory in which its tensors are used: "device" or "host"."""
+        """The memory of its tensors while they are used: "device" or "host"."""
         return "host" if self.is_apart else "device"
 
     @property
@@ -53,7 +53,7 @@ class Home:
     """Whether each bucket's tensors have memory of their own, so that they can come and go by themselves."""
 
     def new_zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Zeros in the memory in which its tensors are used."""
+        """Zeros in the memory of its tensors."""
         if self._device.type == "meta" or not (self.is_apart or self._device.type == "cpu"):
             return torch.zeros(numel, dtype=dtype, device=self._device)
         # Zeroed by the threads that will update it: a page lies in the NUMA node of the thread that touches it first.
@@ -67,15 +67,15 @@ class Home:
         on_move: Callable[[int], None] = lambda bucket: None,
         settle: Callable[[], None] = lambda: None,
     ) -> None:
-        """Learns of its tensors: ``tensors_of(bucket)`` are those of a bucket.
+        """Learns of its tensors: ``tensors_of(bucket)`` gives the tensors of a bucket.
 
-        It calls ``on_move(bucket)`` when they have come or gone. Whoever gives them out calls ``settle()`` first: an
+        It calls ``on_move(bucket)`` when they have come or gone. Code that gives them out calls ``settle()`` first: an
         update may have gone ahead of the step."""
         self.settle, self._tensors_of, self._on_move = settle, tensors_of, on_move
 
     def move_in(self, bucket: int, make: Callable[[MakeZeros], None] = lambda make_zeros: None) -> None:
-        """From now on the tensors of a bucket live here. Memory has them already; elsewhere ``make`` makes those that
-        do not exist yet."""
+        """From now on the tensors of a bucket live here. Memory has them already; elsewhere ``make`` makes missing
+        tensors."""
 
     def needs_open(self, bucket: int) -> bool:
         """Whether the tensors of a bucket are there within ``open`` only."""
@@ -92,7 +92,7 @@ class Home:
         return self._tensors_of(bucket)
 
     def read_ahead(self, bucket: int) -> None:
-        """Starts to read what ``open`` will give."""
+        """Starts to read the tensors that ``open`` will give."""
 
     def piece_elems(self, numel: int) -> int:
         """How many elements of a bucket of ``numel`` are moved at once (``stream``); 0: all."""
@@ -101,14 +101,14 @@ class Home:
     def stream(self, tensors: Sequence[Tagged]) -> Generator[list[torch.Tensor], None, None]:
         """Gives the pieces of tensors: all first ones, then all second ones, and so on.
 
-        They are flat and in memory. When the caller asks for the next ones, what it left in them is kept."""
+        They are flat and in memory. Changes to them are kept when the caller asks for the next pieces."""
         yield [tagged.tensor.view(-1) for tagged in tensors]
 
     def wait(self) -> None:
         """Returns when everything that moved is where it lives."""
 
     def end(self) -> None:
-        """Gives up the place: what is away is lost."""
+        """Gives up the place: tensors that are away are lost."""
 
 
 class Place(NamedTuple):
@@ -120,7 +120,7 @@ class Place(NamedTuple):
     memory)."""
     is_pinned: bool = False
     most_elems: int = 0
-    """Of a rank's slice of a bucket; 0: any number."""
+    """Elements of a rank's slice of a bucket; 0: any number."""
 
 
 class Placement(NamedTuple):

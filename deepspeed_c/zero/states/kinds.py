@@ -27,7 +27,7 @@ __all__ = [
 
 
 class ZeROOptimizer(ZeroOptimizer):
-    """One that shards: stages 1 to 3."""
+    """The optimizer of stages 1 to 3, which shard."""
 
 
 class DeepSpeedZeroOptimizer(ZeROOptimizer):
@@ -55,7 +55,7 @@ class PlainOptimizer(ZeroOptimizer):
     """Stage 0 in fp32: callers hold the base itself, whose groups keep the model's own parameters, as in plain torch.
 
     Some of its own methods would not do: gradients are in none of its parameters' ``.grad``, and states may be away.
-    Those of this class are called instead (``lent.py``).
+    Methods of this class are called instead (``lent.py``).
     """
 
     @property
@@ -94,8 +94,8 @@ class PlainOptimizer(ZeroOptimizer):
 def kind_of(
     zero: Zero, base: torch.optim.Optimizer, units: Sequence[Unit], *, is_16bit: bool, gathers_fp32: bool
 ) -> type[ZeroOptimizer]:
-    """The class that answers as DeepSpeed's would with this configuration and base. ``units`` are those that are
-    trained. ``is_16bit``: in fp16 or bf16. ``gathers_fp32``: in bf16, and ``grad_accum_dtype`` is fp32."""
+    """The class that answers as DeepSpeed's would with this configuration and base. ``units`` are the trained ones.
+    ``is_16bit``: in fp16 or bf16. ``gathers_fp32``: in bf16, and ``grad_accum_dtype`` is fp32."""
     if zero.stage == 3:
         return DeepSpeedZeroOptimizer_Stage3
     if zero.stage > 0:
@@ -103,6 +103,6 @@ def kind_of(
         return BF16_Optimizer if zero.stage == 1 and gathers_fp32 and not on_host else DeepSpeedZeroOptimizer
     if is_16bit:
         return FP16_Optimizer if declaration(base).is_fused_in_deepspeed else FP16_UnfusedOptimizer
-    # What DeepSpeed does not have: states in another place, or in 8 bits, whose scales are those of whole buckets.
+    # DeepSpeed has no states in another place, nor in 8 bits, whose scales belong to whole buckets.
     is_elsewhere = any(unit.states.label != "device" for unit in units)
     return ZeroOptimizer if is_elsewhere or declaration(base).is_quantized else PlainOptimizer

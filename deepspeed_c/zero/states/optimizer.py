@@ -1,8 +1,8 @@
-"""The optimizer over shards: it decides from the norm whether to clip, skip or update, and it is what callers hold.
+"""The optimizer over shards: it decides from the norm whether to clip, skip or update, and callers hold it.
 
 It stands in front of a plain ``torch.optim.Optimizer`` (the *base*). The base's groups have this rank's slices of the
-master weights as their parameters. ``update.py`` does the update, ``stored.py`` knows what lives in the units' homes,
-``ahead.py`` updates before the step, and ``skips.py`` says why there was no step.
+master weights as their parameters. ``update.py`` does the update, ``stored.py`` knows the tensors in the units' homes,
+``ahead.py`` updates before the step, and ``skips.py`` explains skipped steps.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = ["DeepSpeedOptimizer", "StateMover", "StepOptions", "ZeroOptimizer"]
 
 
 class DeepSpeedOptimizer:
-    """What every optimizer that an engine returns is an instance of."""
+    """The base class of every optimizer that an engine returns."""
 
 
 class StateMover(Protocol):
@@ -52,7 +52,7 @@ class StateMover(Protocol):
 
 
 class StepOptions(NamedTuple):
-    """What the configuration says of an optimizer's steps."""
+    """The configuration's options for steps of an optimizer."""
 
     clip: float = 0.0
     """The limit of the global gradient norm; 0: none."""
@@ -95,15 +95,15 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         self.overflow = False
         self._norm: float | None = None
         self._losses = WindowLosses()
-        # An engine gives these (`lend`): whether somebody has asked this rank to end, and what a load does to the
-        # window.
+        # Functions of the engine (`lend`): whether somebody has asked this rank to end, and the begin of a window after
+        # a load.
         self._wants_stop: Callable[[], bool] = lambda: False
         self._begin_window: Callable[[], None] = self.zero_grad
         self._hash_of_inputs: Callable[[], int] = lambda: 0
         self._lent: LentMethods | None = None
         self._has_told_who_steps = False
         self.is_stopping = False
-        """Whether ranks agreed in the last step that one of them has been asked to end."""
+        """Whether the last step told all ranks that a rank has been asked to end."""
         self._mover: StateMover | None = None
         self._ahead: StepAhead | None = None
         self.lay_out(units, reducer, fetcher)
@@ -112,7 +112,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         """Stands over the shards of ``units``, in place of those before. The base's groups have the units' parameters,
         and the base has no state.
 
-        Callers go on with the same object, whatever it trains: it keeps the norm and the outcome of the last step."""
+        Callers go on with the same object over other parameters: it keeps the norm and the outcome of the last step."""
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
@@ -123,7 +123,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         self.pieces = Pieces(
             base, self._point_base(base, units, allow_untested=self._options.allow_untested), self.settle
         )
-        # Forward order of use: what the next forward needs first is updated and gathered first.
+        # Forward order of use: the first weights of the next forward are updated and gathered first.
         order = [(b.unit, b.index) for b in reversed(reducer.buckets)]
         self._order = matrices_in_step(order, base, units)
         self._stored = StoredBuckets(base, self.pieces, units, order=self._order, settle=self.settle)
@@ -146,7 +146,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
 
     @property
     def face(self) -> DeepSpeedOptimizer | torch.optim.Optimizer:
-        """What ``initialize`` returns as the optimizer."""
+        """The optimizer that ``initialize`` returns."""
         return self
 
     def lend(
@@ -160,14 +160,14 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         """An engine calls it when it is ready: callers get hold of ``face`` then.
 
         mover: the engine, which moves states out and back; it knows of the weights too. wants_stop: whether somebody
-        has asked this rank to end. begin_window: drops what has gathered, in the engine's counts too. hash_of_inputs:
-        a hash of the window's batches."""
+        has asked this rank to end. begin_window: drops gathered gradients, and resets the engine's counts of the
+        window. hash_of_inputs: a hash of the window's batches."""
         self._mover, self._wants_stop, self._begin_window = mover, wants_stop, begin_window
         self._hash_of_inputs = hash_of_inputs
         self._lent = LentMethods(self._base, self._methods_for_caller())
 
     def _methods_for_caller(self) -> dict[str, Callable[..., Any]]:
-        """What a base does in place of its own methods, for callers that hold it themselves."""
+        """Replacements of a base's own methods, for callers that hold it themselves."""
         return {"step": self._say_who_steps, "zero_grad": self.zero_grad}
 
     def _say_who_steps(self, closure: Callable[[], Any] | None = None) -> None:
@@ -209,7 +209,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         self.reducer.close()
 
     def saved_options(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it beside states: its class, the options of its groups, the loss scale."""
+        """Its entries in a checkpoint beside states: its class, the options of its groups, the loss scale."""
         saved: dict[str, Any] = {"optimizer": type(self.optimizer).__name__, "groups": self.hyper_parameters}
         if self.scaler is not None:
             saved["loss_scaler"] = self.scaler.state_dict()
@@ -292,7 +292,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         were before backward."""
         if self._ahead is None:
             return set()
-        # What is not used is not updated, and counts no step.
+        # An unused parameter is not updated, and counts no step.
         self._ahead.expect(grad_scale == self.gradient_factor and not facts.unused)
         if facts.unused:
             self._ahead.take_back()
@@ -329,7 +329,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         return self._base
 
     def settle(self, *, frees_copies: bool = False) -> None:
-        """Takes updates ahead of the step back: masters and states are those of the last step.
+        """Takes updates ahead of the step back: masters and states are as the last step left them.
 
         Not for a thread that runs beside training. frees_copies: gives up the memory of the copies that this takes."""
         if self._ahead is not None:
@@ -338,8 +338,8 @@ class ZeroOptimizer(DeepSpeedOptimizer):
                 self._ahead.free_copies()
 
     def keep_edits(self, slot: Slot | None = None) -> None:
-        """Masters (``slot``: of this parameter only) take over what somebody has written in place to whole weights, as
-        AdaLoRA's masks do: the next step would bring the old values back."""
+        """Masters (``slot``: of this parameter only) take over writes in place to whole weights, such as AdaLoRA's
+        masks: the next step would bring the old values back."""
         if slot is not None:
             slot.unit.keep_edits([slot])
         else:
@@ -362,7 +362,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
 
     @property
     def parameter_offload(self) -> Any:
-        """DeepSpeed's name for what hooks the module under stage 3: an object with ``module``, ``forward_hooks``,
+        """DeepSpeed's name for the hooks of the module under stage 3: an object with ``module``, ``forward_hooks``,
         ``backward_hooks``."""
         if self.fetcher is None or self.fetcher.hooks is None:
             raise AttributeError("parameter_offload exists where parameters are sharded (stage 3)")
@@ -455,8 +455,8 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         require_in_memory(self.units, self.optimizer, what)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back what ``state_dict`` gave. A window begins: gradients were those of other masters, and had another
-        loss scale.
+        """Takes back a result of ``state_dict``. A window begins: the gradients belonged to other masters, and had
+        another loss scale.
 
         Raises StateError, nothing being changed, where it was saved on another arrangement."""
         self._require_in_memory("load_state_dict")
@@ -474,7 +474,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         self.pieces.clear()
         self._order.clear()
         self.optimizer.state.clear()
-        # Whoever made the base may go on with it.
+        # The maker of the base may go on with it.
         groups = self.optimizer.param_groups
         for group, params in zip(groups, self._given if len(self._given) == len(groups) else [[]] * len(groups)):
             group["params"] = params

@@ -1,5 +1,5 @@
-"""Where a parameter's master and states lie: in which tensors of the base optimizer, and which elements of those are
-this rank's piece of it."""
+"""The places of a parameter's master and states: the tensors of the base optimizer, and the elements of them that are
+this rank's piece."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def _alike(a: tuple[Mapping, Mapping], b: tuple[Mapping, Mapping]) -> bool:
 
 
 class Pieces:
-    """Looks up and replaces what a base optimizer keeps, by parameter.
+    """Looks up and replaces masters and states of a base optimizer, by parameter.
 
-    The caller opens the home (``Unit.states``) of what is away. Before ``Pieces`` looks at a state or replaces it, it
-    calls ``settle``: an update may have gone ahead of the step.
+    The caller opens the home (``Unit.states``) of tensors that are away. Before ``Pieces`` looks at a state or replaces
+    it, it calls ``settle``: an update may have gone ahead of the step.
     """
 
     def __init__(self, base: torch.optim.Optimizer, entries: list[Entry], settle: Callable[[], None]) -> None:
@@ -45,7 +45,7 @@ class Pieces:
         return self._base.state
 
     def entries_of(self, unit: Unit, bucket: int) -> list[Entry]:
-        """What the base sees of a bucket; nothing where all that this rank has of it is padding."""
+        """The base's parameters of a bucket; nothing where this rank's slice is all padding."""
         return self._by_bucket.get((unit, bucket), [])
 
     def clear(self) -> None:
@@ -75,7 +75,7 @@ class Pieces:
         return next(entry for entry in entries if entry.fragment.slot is slot)
 
     def _begin(self, entry: Entry, fragment: Fragment) -> int:
-        """First element of a fragment within what the base sees."""
+        """First element of a fragment within the base's parameter."""
         return self._at(fragment) if entry.fragment is None else 0
 
     def local(self, slot: Slot, key: str | None) -> torch.Tensor | None:
@@ -103,8 +103,8 @@ class Pieces:
         return self.codec.elements(entry.param, key, begin, begin + fragment.numel)
 
     def named(self, slot: Slot) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """This rank's piece of each state of a parameter (``local``), and what counts for it as a whole; empty where
-        it owns nothing."""
+        """This rank's piece of each state of a parameter (``local``), and the states that count for it as a whole;
+        empty where it owns nothing."""
         kinds, counts = self.kinds(slot)
         return {key: self.local(slot, key) for key in kinds}, counts
 
@@ -124,8 +124,8 @@ class Pieces:
         return kinds, counts
 
     def are_views(self, unit: Unit, bucket: int, key: str | None) -> bool:
-        """Whether what ``local`` gives of ``key`` is the memory itself, to be read and written at any time: nothing
-        that lives in a file, and no copy."""
+        """Whether ``local`` gives the memory of ``key`` itself, to be read and written at any time: no copy, and no
+        tensor that lives in a file."""
         return not unit.states.needs_open(bucket) and (key is None or self.codec.gives_views)
 
     def keep(self, slot: Slot, key: str, piece: torch.Tensor) -> None:
@@ -134,8 +134,8 @@ class Pieces:
         self.codec.keep(entry.param, key, self._begin(entry, slot.unit.fragment_of[slot]), piece)
 
     def open(self, unit: Unit, bucket: int) -> tuple[Callable[[Slot, str], torch.Tensor], Callable[[], None]]:
-        """(place, close): ``place(slot, key)`` is where a piece of a state is written (flat), and ``close()`` makes
-        what was written count."""
+        """(place, close): ``place(slot, key)`` is the tensor for writing a piece of a state (flat), and ``close()``
+        makes the writes count."""
         self._settle()
         whole: dict[tuple[torch.nn.Parameter, str], torch.Tensor] = {}
 
@@ -157,8 +157,8 @@ class Pieces:
     ) -> None:
         """Gives a bucket's parameters states of the names and dtypes in ``known``, and copies of its counts.
 
-        ``open`` then gives the places to fill. A place that nobody fills holds zeros, or what it held before.
-        Parameters that are not in ``known`` begin anew."""
+        ``open`` then gives the places to fill. A place that nobody fills holds zeros, or its old values. Parameters
+        that are not in ``known`` begin anew."""
         slots = [f.slot for f in unit.fragments if f.slot.bucket == bucket]
         if not slots:
             return
@@ -184,8 +184,8 @@ class Pieces:
     def put(
         self, unit: Unit, bucket: int, states: Mapping[Slot, tuple[Mapping[str, torch.Tensor], Mapping[str, Any]]]
     ) -> None:
-        """Gives the base optimizer the states of a bucket's parameters (as ``named`` names them); those that are not
-        in ``states`` begin anew."""
+        """Gives the base optimizer the states of a bucket's parameters (as ``named`` names them); parameters that are
+        not in ``states`` begin anew."""
         self.make(
             unit,
             bucket,

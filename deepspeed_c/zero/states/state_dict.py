@@ -72,7 +72,7 @@ def check_fits(state: dict[str, Any], units: Sequence[Unit], world_size: int) ->
 def put_shard(
     state: dict[str, Any], units: Sequence[Unit], base: torch.optim.Optimizer, scaler: _C.LossScaler | None
 ) -> None:
-    """Takes back what ``shard_dict`` gave, which fits."""
+    """Takes back a result of ``shard_dict`` that fits."""
     base.load_state_dict(state["base_optimizer_state"])
     with torch.no_grad():
         for unit, master in zip(units, state["masters"]):

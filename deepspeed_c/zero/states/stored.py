@@ -1,5 +1,5 @@
-"""What of each bucket lives in its unit's home: masters, where they are no parameters, and what the base optimizer
-keeps for them."""
+"""The tensors of each bucket in its unit's home: masters, where they are no parameters, and the base optimizer's states
+of them."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class StoredBuckets:
         return self._pieces.codec.piece_elems(key, entry.unit.piece_elems(entry.bucket))
 
     def _make_states(self, unit: Unit, bucket: int, make_zeros: MakeZeros) -> None:
-        """Makes the states of a bucket where they do not exist yet: the first step would make those of all buckets at
-        once."""
+        """Makes the states of a bucket where they do not exist yet: the first step would make the states of all buckets
+        at once."""
         for entry in self._pieces.entries_of(unit, bucket):
             state = self._base.state[entry.param]
             state.setdefault("step", torch.tensor(0.0))
@@ -88,16 +88,16 @@ class StoredBuckets:
         )
 
     def stream(self, entry: Entry, states: Sequence[str]) -> Generator[list[torch.Tensor], None, None]:
-        """The pieces of a streamed bucket: masters, where they are no parameters, then ``states``, then what else
-        these are written down in (``Codec.tensor_names``)."""
+        """The pieces of a streamed bucket: masters, where they are no parameters, then ``states``, then the other
+        tensors of their format (``Codec.tensor_names``)."""
         unit, state = entry.unit, self._base.state[entry.param]
         keys = self._pieces.codec.tensor_names(states)
         stored = unit.masters(entry.bucket) + [self._tagged(entry, key, state[key]) for key in keys]
         return unit.states.stream(stored)
 
     def read_first(self) -> None:
-        """Starts to read what an update begins with: the gradients' norm is taken meanwhile. Where the step is skipped
-        it waits for the next one."""
+        """Starts to read the first tensors of an update: the gradients' norm is taken meanwhile. After a skipped step
+        they wait for the next step."""
         read = (key for key in self._order if key[0].states.needs_open(key[1]))
         for unit, bucket in itertools.islice(read, 2):
             if self.is_streamed(unit, bucket):
@@ -105,8 +105,7 @@ class StoredBuckets:
             unit.states.read_ahead(bucket)
 
     def visit(self, keys: Sequence[Key]) -> Iterator[Key]:
-        """Each bucket in turn, open, with the next one that must be read on its way; but one that is streamed as it
-        is."""
+        """Each bucket in turn, open, while the next bucket is read; a streamed bucket as it is."""
         read = deque(key for key in keys if key[0].states.needs_open(key[1]) and not self.is_streamed(*key))
         for key in keys:
             unit, bucket = key

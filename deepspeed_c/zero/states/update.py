@@ -1,4 +1,4 @@
-"""The update of all weights from their summed gradients, whatever the base optimizer."""
+"""The update of all weights from their summed gradients, for every base optimizer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Updates:
 
     A base that updates bucket by bucket does unscale, clip, decay, moments, update and 16-bit copy in one pass. Any
     other gets gradients in ``param.grad``, and steps once: ``step_base`` is that step. ``order`` is the forward's order
-    of use: it needs first what is updated and gathered first. ``use_broadcast``: whole weights are sent by broadcasts.
+    of use: buckets are updated and gathered in it. ``use_broadcast``: whole weights are sent by broadcasts.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Updates:
             self._fetcher.begin_writes()
 
     def write_back(self, unit: Unit, bucket: int) -> None:
-        """Brings the weights of a bucket, some of whose masters somebody has edited. Collective when sharded."""
+        """Brings the weights of a bucket in line with masters that somebody has edited. Collective when sharded."""
         with unit.states.open(bucket, writes=False), unit.weights.open(bucket, reads=False):
             unit.bring_weights(bucket)
         self._gather(unit, bucket).wait()
@@ -88,8 +88,8 @@ class Updates:
         self._base.update_bucket(shards._replace(copies=[]))
 
     def changed(self, unit: Unit, bucket: int) -> list[torch.Tensor]:
-        """What ``update_masters`` changes: masters and states, flat, past the doors that would take an update ahead
-        back."""
+        """The tensors that ``update_masters`` changes: masters and states, flat. An update ahead is not taken back for
+        this."""
         found: list[torch.Tensor] = []
         for entry in self._pieces.entries_of(unit, bucket):
             state = self._base.state.get(entry.param, {})
@@ -111,7 +111,7 @@ class Updates:
         works: list[Work] = []
         for unit, bucket in self._stored.visit(list(used)):
             entries = used[unit, bucket]
-            # The update does not write what is skipped.
+            # The update does not write skipped parameters.
             with unit.weights.open(bucket, reads=bool(skipped)):
                 if (unit, bucket) in done:
                     unit.bring_weights(bucket)

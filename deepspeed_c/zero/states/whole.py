@@ -1,5 +1,4 @@
-"""What the update of a bucket gets to see beyond this rank's pieces of it, by what the base optimizer declares of
-itself (``scope``)."""
+"""The inputs of a bucket's update beyond this rank's pieces, by the base optimizer's declaration (``scope``)."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ class WholeMatrices:
                 yield matrix
 
     def _put_together(self, slot: Slot) -> torch.Tensor:
-        """The whole matrix of which each tensor-parallel rank has a part."""
+        """The whole matrix, from the parts of the tensor-parallel ranks."""
         cut = slot.cut
         whole = torch.zeros(cut.logical_shape, dtype=torch.float32, device=self._whole.device)
         if cut.rank == cut.copies[0]:
@@ -87,7 +86,7 @@ def sum_norms(
     places: dict[Key, list[int]] = {}
     for key, entries, shards in buckets:
         at = places[key] = [numbers[entry.fragment.slot] for entry in entries]
-        # This pass writes the moments, so every rank makes it, also where another one's copy is what counts.
+        # This pass writes the moments, so every rank makes it, also where another rank's copy counts.
         norms = base.norms(*shards[:5]).to(table.device)
         table[at] = norms if key[0].speaks or not is_cut else torch.zeros_like(norms)
     if is_cut:
