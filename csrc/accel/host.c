@@ -1,6 +1,6 @@
 /*
- * The host as an accelerator: the table over the CPU loops, so that whatever is written against it runs without a
- * device. Calls work in the calling thread and are done when they return; stream and scratch are not looked at.
+ * The host as an accelerator: the table over the CPU loops, so that all code written against it runs without a device.
+ * Calls work in the calling thread and are done when they return; stream and scratch are not looked at.
  */
 #include "dsc/accel.h"
 

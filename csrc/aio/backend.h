@@ -1,12 +1,15 @@
-/* What a backend of the I/O engine is: a table of hooks that start single transfers and hand back their results. */
+/*
+ * The interface of a backend of the I/O engine: a table of hooks that start single transfers and hand back their
+ * results.
+ */
 #ifndef DSC_AIO_BACKEND_H
 #define DSC_AIO_BACKEND_H
 
 #include "dsc/aio.h"
 
 /*
- * Headers of kernels before 5.6, which distributions and wheel builders still come with, have no io_uring, or one that
- * cannot do what is needed.
+ * Headers of kernels before 5.6, which distributions and wheel builders still come with, have no io_uring, or a version
+ * that lacks needed features.
  */
 #if __has_include(<linux/io_uring.h>)
 #include <linux/io_uring.h>
@@ -18,8 +21,8 @@
 #endif
 
 /*
- * One transfer: what preadv or pwrite would do once. The engine owns the storage, which stays where it is until the
- * engine is destroyed.
+ * One transfer: the work of one preadv or pwrite. The engine owns the storage, which stays where it is until the engine
+ * is destroyed.
  */
 struct dsc_aio_op {
     int fd;
@@ -44,10 +47,10 @@ struct dsc_aio_backend {
     void (*close)(void *state);
 
     /*
-     * Starts ops[0], ops[1], ... in that order and returns how many it took, 1 to n_ops; those it did not take come
-     * again. A negative value says that none was taken: -EAGAIN and -EBUSY mean later, -EINTR at once, and any other
-     * -errno is the result of ops[0]. The engine keeps no more than queue_depth ops in flight. May block only as long
-     * as the system call does. Required.
+     * Starts ops[0], ops[1], ... in that order and returns how many it took, 1 to n_ops; the others come again. A
+     * negative value says that none was taken: -EAGAIN and -EBUSY mean later, -EINTR at once, and any other -errno is
+     * the result of ops[0]. The engine keeps no more than queue_depth ops in flight. May block only as long as the
+     * system call does. Required.
      */
     int64_t (*submit)(void *state, struct dsc_aio_op *const *ops, int64_t n_ops);
 

@@ -1,4 +1,4 @@
-/* The backends of this build, and the one that an engine gets. */
+/* The backends of this build, and the choice among them for an engine. */
 #include "aio/engine.h"
 
 #include "base/fail.h"
@@ -17,7 +17,7 @@ static const struct dsc_aio_backend *const backends[] = {
 #undef DSC_AIO_BACKEND
 };
 
-/* What a test has plugged in. */
+/* The backend that a test has plugged in. */
 static _Atomic(const struct dsc_aio_backend *) plugged;
 static atomic_bool plugged_is_auto;
 

@@ -1,6 +1,6 @@
 /*
- * Cuts requests into blocks, each one transfer, and takes their results: what came back short goes on as another
- * transfer.
+ * Cuts requests into blocks, each one transfer, and takes their results: the rest of a short transfer goes on as
+ * another transfer.
  */
 #include "aio/engine.h"
 
@@ -12,8 +12,8 @@
 #include <time.h>
 
 /*
- * False when there is no memory for the ring: what needs it then goes through the page cache. Registering the ring with
- * io_uring, and sharing the copies of its blocks out among threads, have both been timed and did not help.
+ * False when there is no memory for the ring: blocks that need it then go through the page cache. Registering the ring
+ * with io_uring, and sharing the copies of its blocks out among threads, have both been timed and did not help.
  */
 static bool make_ring(dsc_aio *aio)
 {
@@ -50,7 +50,7 @@ static void point(struct dsc_aio_block *block, int fd, int64_t offset, void *buf
     block->op.n_bytes = n_bytes;
 }
 
-/* What is left of the block goes through the page cache, where any offset and address will do. */
+/* Sends the rest of the block through the page cache, where any offset and address will do. */
 static void point_buffered(dsc_aio *aio, struct dsc_aio_block *block)
 {
     drop_ring_block(aio, block);
@@ -62,11 +62,11 @@ static void point_buffered(dsc_aio *aio, struct dsc_aio_block *block)
  * [Note: How a request is cut]
  *
  * A block begins at the first byte that has not been cut and never goes past the next multiple of block_bytes, so that
- * all but the first begin aligned.
+ * all blocks but the first begin aligned.
  *
- * Direct write: bytes up to the first multiple of the alignment, and those after the last, are blocks of their own in
+ * Direct write: bytes up to the first multiple of the alignment, and bytes after the last, are blocks of their own in
  * the page cache. Direct read: the first and last aligned pages are read whole into the ring and the wanted bytes
- * copied out. What lies between goes straight to or from the caller's memory if its address suits, else through a block
+ * copied out. The bytes between go straight to or from the caller's memory if its address suits, else through a block
  * of the ring, shorter if need be.
  */
 static bool point_direct(dsc_aio *aio, struct dsc_aio_block *block, size_t memory_align)

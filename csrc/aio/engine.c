@@ -1,6 +1,6 @@
 /*
  * The engine: requests in, results out. It makes and ends engines, and keeps the result of each request until it is
- * asked for; what is between is cut by block.c and driven by pump.c.
+ * asked for; in between, block.c cuts requests into blocks and pump.c drives them.
  */
 #include "aio/engine.h"
 

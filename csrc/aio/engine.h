@@ -1,6 +1,6 @@
 /*
- * What the files of the I/O engine share: its requests, the blocks that they are cut into, and the order of calls
- * between them.
+ * The declarations shared by the files of the I/O engine: its requests, the blocks that they are cut into, and the
+ * order of calls between them.
  */
 #ifndef DSC_AIO_ENGINE_H
 #define DSC_AIO_ENGINE_H
@@ -26,7 +26,7 @@ struct dsc_aio_request {
     int64_t offset;
     int64_t n_bytes;
     int64_t n_cut;                /* bytes that blocks have been cut for */
-    int64_t end_of_file;          /* the lowest position at which a read found no more; INT64_MAX: none did */
+    int64_t end_of_file;          /* the lowest position where a read found no more; INT64_MAX: none did */
     int64_t sequence;             /* order of submission */
     int32_t err;                  /* errno of the first failure; 0: none */
     int64_t err_at;               /* where in the file */
@@ -53,7 +53,7 @@ struct dsc_aio {
     int64_t alignment; /* dsc_aio_alignment */
     const struct dsc_aio_backend *backend;
     void *state;
-    int32_t broken; /* errno after which the backend gives no results; 0: sound */
+    int32_t broken; /* errno; the backend gives no more results. 0: sound */
 
     struct dsc_aio_request **requests; /* slots by index */
     uint32_t n_slots;
@@ -111,7 +111,7 @@ static inline bool dsc_aio_is_passing(int64_t res)
 /* backends.c: opens the backend of that name for the engine; NULL or "auto": the first that this kernel allows. */
 dsc_status dsc_aio_open_backend(dsc_aio *aio, const char *name);
 
-/* request.c: slots of requests, the queue of those that have bytes to be cut, and their failures. */
+/* request.c: slots of requests, the queue of requests with bytes to be cut, and their failures. */
 dsc_status dsc_aio_request_new(dsc_aio *aio, struct dsc_aio_request **out_request);
 struct dsc_aio_request *dsc_aio_request_find(const dsc_aio *aio, dsc_aio_id id);
 void dsc_aio_request_forget(dsc_aio *aio, struct dsc_aio_request *request);
@@ -134,7 +134,7 @@ void dsc_aio_block_take(dsc_aio *aio, struct dsc_aio_block *block);
 void dsc_aio_block_finish(dsc_aio *aio, struct dsc_aio_block *block);
 
 /*
- * pump.c: starts what can be started and takes what has finished; with wait, at least one result when anything is in
+ * pump.c: starts as many blocks as fit and takes finished ones; with wait, at least one result when anything is in
  * flight.
  */
 void dsc_aio_progress(dsc_aio *aio, bool wait);

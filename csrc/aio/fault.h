@@ -16,21 +16,21 @@ struct dsc_aio_fault_plan {
     int32_t passing_chance; /* it moves nothing and says EINTR, EAGAIN or EBUSY */
     int32_t failure_chance; /* it moves some bytes or none, and fails with failure_err */
     int32_t failure_err;    /* 0: EIO */
-    int32_t late_chance;    /* a reap that need not wait finds nothing, and one that waits finds one result */
+    int32_t late_chance;    /* a reap without wait finds nothing, and a reap with wait finds one result */
     int32_t refusal_chance; /* submit takes nothing and says EAGAIN */
-    bool reorders;          /* results come, and transfers happen, in any order; else in that of submission */
-    bool takes_part;        /* submit takes a part of what it is offered */
+    bool reorders;          /* results come, and transfers happen, in any order; else in order of submission */
+    bool takes_part;        /* submit takes a part of its ops */
     bool refuses_direct; /* every transfer on an O_DIRECT descriptor is EINVAL, as on file systems that find out late */
     bool pretends;       /* nothing is moved; every transfer is whole */
-    int32_t flip_chance; /* a read succeeds with one bit wrong: a disk that lies. It may be one that nobody asked for,
+    int32_t flip_chance; /* a read succeeds with one bit wrong: a disk that lies. The bit may lie outside the request,
                             in a page that was read for its neighbours */
     int32_t delay_us;    /* every reap that waits takes so much longer */
     int64_t
         bad_begin; /* transfers that touch bytes bad_begin to bad_end - 1 of a file fail with bad_err: a bad sector */
     int64_t bad_end;
     int32_t bad_err;    /* 0: EIO */
-    int64_t full_at;    /* > 0: a write that goes past this offset is cut there, one that begins there is ENOSPC: a full
-                           disk */
+    int64_t full_at;    /* > 0: a write that goes past this offset is cut there, a write that begins there is ENOSPC: a
+                           full disk */
     int64_t dies_after; /* > 0: after so many results, reap fails with EBADF for good */
 };
 
@@ -47,7 +47,7 @@ struct dsc_aio_fault_counts {
 /* For engines that this thread makes from now on. Counts start from 0. */
 void dsc_aio_fault_set(const struct dsc_aio_fault_plan *plan);
 
-/* Of all engines that this thread has made since. */
+/* Counts of all engines that this thread has made since. */
 struct dsc_aio_fault_counts dsc_aio_fault_counts(void);
 
 #endif

@@ -1,4 +1,4 @@
-/* Opens files with and without O_DIRECT, asks the file system what that takes, and words failures. */
+/* Opens files with and without O_DIRECT, asks the file system for its alignment, and words failures. */
 #include "aio/file.h"
 
 #include "base/fail.h"
@@ -13,7 +13,7 @@
 #include <unistd.h>
 
 #define MAX_PATH_BYTES 4096
-#define LEAST_ALIGNMENT ((size_t)4096) /* what disks and file systems ask for, where pages are no larger */
+#define LEAST_ALIGNMENT ((size_t)4096) /* enough for disks and file systems, where pages are no larger */
 
 static _Thread_local char failed_path[MAX_PATH_BYTES];
 static _Thread_local struct dsc_aio_failure last_failure;
@@ -76,13 +76,13 @@ static int open_again(const char *path, int flags)
 /*
  * [Note: Direct transfers and fork]
  *
- * After fork() parent and child share pages until one of them writes; that one gets a copy. Before Linux 6.3 this went
- * for pages, too, that a disk was reading into: a parent that wrote to another byte of such a page went on with the
- * copy, and what the disk brought was lost with the page. (From 6.3 on the kernel holds such pages in a way that fork()
- * sees, and gives the child the copy.)
+ * After fork() parent and child share pages until either writes; the writer gets a copy. Before Linux 6.3 this held
+ * even while a disk was reading into the page: a parent that wrote to another byte of such a page went on with the
+ * copy, and the disk's data was lost with the page. (From 6.3 on the kernel holds such pages in a way that fork() sees,
+ * and gives the child the copy.)
  *
- * Nothing is lost where nobody else writes to the pages of a transfer. Who waits for a transfer does not write to its
- * memory, but may well write to what lies beside it, so before 6.3 a direct transfer takes whole pages of memory and
+ * Nothing is lost where nobody else writes to the pages of a transfer. A caller that waits for a transfer does not
+ * write to its memory, but may well write beside it, so before 6.3 a direct transfer takes whole pages of memory and
  * others go through the engine's ring. The ring itself is not given to children (MADV_DONTFORK): they have no use for
  * it, and the parent is spared the copies.
  */
@@ -98,7 +98,7 @@ static bool fork_minds_direct_transfers(void)
 }
 #endif
 
-/* What O_DIRECT asks of addresses and offsets here; false when the file system says that it has none. */
+/* Asks which alignment O_DIRECT needs here for addresses and offsets; false when the file system has no O_DIRECT. */
 static bool ask_direct(int fd, size_t *out_memory_align)
 {
     const size_t page = dsc_aio_alignment();
@@ -155,7 +155,7 @@ static dsc_status add_direct(dsc_aio_file *file, int access)
     file->direct_fd = fd;
     atomic_init(&file->memory_align, memory_align);
     atomic_init(&file->is_direct, true);
-    /* Only heads and tails are read there; reading ahead would fetch what is read directly anyway. */
+    /* Only heads and tails are read there; reading ahead would fetch bytes that are read directly anyway. */
     (void)posix_fadvise(file->fd, 0, 0, POSIX_FADV_RANDOM);
     return DSC_OK;
 }
@@ -241,7 +241,7 @@ dsc_status dsc_aio_file_bytes(const dsc_aio_file *file, int64_t *out_n_bytes)
         return dsc_fail(DSC_EINVAL, "%s is NULL", file == NULL ? "file" : "out_n_bytes");
     if (fstat(file->fd, &found) != 0)
         return fail_file("stat", file->path, errno);
-    if (S_ISBLK(found.st_mode)) {                 /* the size that stat tells is that of the node */
+    if (S_ISBLK(found.st_mode)) {                 /* stat tells the node's size instead */
         off_t end = lseek(file->fd, 0, SEEK_END); /* no transfer of ours uses the file position */
 
         if (end < 0)
@@ -277,7 +277,7 @@ const char *dsc_aio_file_note(const dsc_aio_file *file)
                : file->note;
 }
 
-/* fallocate without a mode never takes bytes away, whatever other writers do at the same time; ftruncate could. */
+/* fallocate without a mode never takes bytes away, even while others write; ftruncate could. */
 int dsc_aio_file_reserve(dsc_aio_file *file, int64_t offset, int64_t n_bytes)
 {
     int64_t known = atomic_load(&file->n_bytes_known);

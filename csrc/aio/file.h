@@ -15,7 +15,7 @@ struct dsc_aio_file {
     int direct_fd;  /* with O_DIRECT; -1: there is none */
     char note[192]; /* why there is none; complete before the file is handed out */
     atomic_bool is_direct;
-    atomic_size_t memory_align;         /* what O_DIRECT asks of addresses; a power of two */
+    atomic_size_t memory_align;         /* of addresses, for O_DIRECT; a power of two */
     atomic_int_least64_t n_bytes_known; /* the file is at least as long */
     atomic_int_least64_t n_requests;    /* that have not been waited for */
 };

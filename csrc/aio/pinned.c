@@ -3,7 +3,7 @@
  *
  * [Note: large pages] A transfer past the page cache looks up and holds every page of its memory, and names the device
  * each contiguous piece: 256 of them for 1 MiB in pages of 4 KiB, one in large pages. The kernel is asked before there
- * are pages; it takes large ones for what they fill, so no byte more is used.
+ * are pages; it takes large pages where the buffer fills them, so no byte more is used.
  */
 #include "dsc/aio.h"
 
@@ -66,7 +66,7 @@ static void make_room(dsc_aio_pool *pool, size_t n_bytes)
 {
     for (size_t i = pool->n_buffers; i-- > 0 && (int64_t)n_bytes > pool->budget_bytes - pool->held_bytes;)
         if (!pool->buffers[i].is_used)
-            drop(pool, i); /* what takes its place has been looked at */
+            drop(pool, i); /* the buffer that takes its place has been looked at */
 }
 
 static dsc_status add(dsc_aio_pool *pool, size_t n_bytes, struct buffer **out_buffer)

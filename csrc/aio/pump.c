@@ -1,4 +1,4 @@
-/* Keeps the backend's queue full, and takes what has finished. */
+/* Keeps the backend's queue full, and takes finished transfers. */
 #include "aio/engine.h"
 
 #include <errno.h>
@@ -51,8 +51,8 @@ static void send(dsc_aio *aio)
 }
 
 /*
- * Cuts and sends blocks until the backend's queue is full or nothing is left. What has been cut is on its way before
- * much more is: cutting may copy.
+ * Cuts and sends blocks until the backend's queue is full or nothing is left. Blocks are sent soon after they are cut,
+ * before many more are: cutting may copy.
  */
 static void fill(dsc_aio *aio)
 {
@@ -84,7 +84,7 @@ static void give_up(dsc_aio *aio, int32_t err)
     aio->n_in_flight = 0;
 }
 
-/* Starts what can be started and takes what has finished; with wait, at least one result when anything is in flight. */
+/* Starts as many blocks as fit and takes finished ones; with wait, at least one result when anything is in flight. */
 void dsc_aio_progress(dsc_aio *aio, bool wait)
 {
     struct dsc_aio_op *done[REAP_BATCH];
@@ -104,7 +104,7 @@ void dsc_aio_progress(dsc_aio *aio, bool wait)
         aio->n_in_flight--; /* one by one: where batches do not overlap, the next one waits for the last of these */
         dsc_aio_block_take(aio, (struct dsc_aio_block *)done[i]);
         if ((i + 1) % aio->n_at_once == 0)
-            fill(aio); /* what is taken next may be copied, and the disk has more to do meanwhile */
+            fill(aio); /* the next take may copy, and the disk has more to do meanwhile */
     }
     fill(aio);
 }

@@ -1,4 +1,4 @@
-/* The requests of an engine: their slots, the queue of those that have bytes to be cut, and their failures. */
+/* The requests of an engine: their slots, the queue of requests with bytes to be cut, and their failures. */
 #include "aio/engine.h"
 
 #include "aio/file.h"

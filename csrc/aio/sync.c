@@ -1,6 +1,6 @@
 /*
- * The reference backend: each transfer is one system call, made when it is submitted. What the others are compared
- * with.
+ * The reference backend: each transfer is one system call, made when it is submitted. Tests compare the other backends
+ * with it.
  */
 #include "aio/backend.h"
 

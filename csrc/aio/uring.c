@@ -3,12 +3,12 @@
  *
  * [Note: Transfers that are left lying]
  *
- * What the kernel cannot do at once, it queues for worker threads of its own, and the queue is woken when something is
- * added to it. On Linux 6.18 a write has been left in that queue for good: the process waited for more than an hour,
- * every worker slept, and nothing was wrong with the file. So a wait in which nothing ends for STALL_SECONDS asks the
- * kernel to cancel. That takes transfers out of the queue, and this thread makes them itself. It does nothing to those
- * that are with the disk, and those in the hands of a worker go on, or end with EINTR on file systems that can be
- * interrupted, and are then made here too: a transfer is interrupted once at most, however slow its file system is.
+ * The kernel queues transfers that it cannot do at once for worker threads of its own, and adding to the queue wakes
+ * it. On Linux 6.18 a write has been left in that queue for good: the process waited for more than an hour, every
+ * worker slept, and nothing was wrong with the file. So after a wait of STALL_SECONDS without a result, this backend
+ * asks the kernel to cancel. That takes transfers out of the queue, and this thread makes them itself. Transfers that
+ * are with the disk go on; so do a worker's, or they end with EINTR on file systems that can be interrupted, and are
+ * then made here too: a transfer is interrupted once at most, however slow its file system is.
  *
  * Kernels that cannot wait with a timeout (before 5.11) or cancel everything (before 5.19) wait for as long as it
  * takes.
@@ -208,8 +208,8 @@ static int hand_over(struct state *state, uint32_t n)
     __atomic_store_n(state->sq_tail, *state->sq_tail + n, __ATOMIC_RELEASE);
     taken = enter(state, n);
     /*
-     * What was not taken comes again, perhaps behind others: the ring is left empty. The kernel reads it inside enter
-     * only.
+     * Ops that were not taken come again, perhaps behind others: the ring is left empty. The kernel reads it inside
+     * enter only.
      */
     __atomic_store_n(state->sq_tail, __atomic_load_n(state->sq_head, __ATOMIC_ACQUIRE), __ATOMIC_RELEASE);
     return taken;

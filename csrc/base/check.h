@@ -6,10 +6,10 @@
 
 #include <stdint.h>
 
-/* rank is one of n_ranks ranks. */
+/* Checks that 0 <= rank < n_ranks. */
 dsc_status dsc_check_rank(int32_t n_ranks, int32_t rank);
 
-/* Key heads divide the query heads, and each of n_ranks ranks, of which rank is one, gets a query head. */
+/* Checks rank as above, that key heads divide the query heads, and that each rank gets a query head. */
 dsc_status dsc_check_shared_heads(int64_t n_heads, int64_t n_key_heads, int32_t n_ranks, int32_t rank);
 
 #endif

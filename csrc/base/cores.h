@@ -1,4 +1,4 @@
-/* Which processors a process has: its affinity mask, and the NUMA node of each. */
+/* The processors of a process: its affinity mask, and the NUMA node of each. */
 #ifndef DSC_BASE_CORES_H
 #define DSC_BASE_CORES_H
 

@@ -1,7 +1,7 @@
 /*
- * bf16 and f16 <-> f32 by bit arithmetic, one element at a time, without branches, so that a loop around one of these
- * vectorises on every instruction set. Narrowing rounds to nearest, ties to even; overflow gives inf, subnormals are
- * exact, a NaN stays a NaN.
+ * bf16 and f16 <-> f32 by bit arithmetic, one element at a time, without branches, so that a loop around such a
+ * function vectorises on every instruction set. Narrowing rounds to nearest, ties to even; overflow gives inf,
+ * subnormals are exact, a NaN stays a NaN.
  */
 #ifndef DSC_BASE_HALF_H
 #define DSC_BASE_HALF_H

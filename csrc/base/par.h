@@ -13,7 +13,7 @@
 #include "dsc/types.h"
 
 /*
- * What a kernel is given at once: small enough that four f32 blocks stay in a 32 KiB first-level cache while memory
+ * Elements that a kernel takes at once: few enough that four f32 blocks stay in a 32 KiB first-level cache while memory
  * streams through it. Chunks hold whole blocks, so that only the last block of an array is short.
  */
 #define DSC_BLOCK_ELEMS 1024

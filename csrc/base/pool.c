@@ -1,10 +1,10 @@
 /*
- * The pool: a mailbox a worker, spun on for a moment and then slept on.
+ * The pool: a mailbox a worker, where the worker spins for a moment and then sleeps.
  *
- * [Note: mailboxes] The caller opens the mailbox of each worker that has a share; whoever changes OPEN to IDLE first,
- * the worker or the caller, does the share. A worker reads the job only after it has won: the job cannot end, nor the
- * next one be written, before that share is done. So a worker that comes late, for a share that was taken from it, can
- * at worst win a share of a later job, and reads that job then.
+ * [Note: mailboxes] The caller opens the mailbox of each worker that has a share; then worker and caller race to change
+ * OPEN to IDLE, and the winner does the share. A worker reads the job only after it has won: the job cannot end, nor
+ * the next one be written, before that share is done. So a worker that comes late, for a share that was taken from it,
+ * can at worst win a share of a later job, and reads that job then.
  */
 #include "dsc/pool.h"
 
@@ -27,7 +27,7 @@
     4 /* fewer are done sooner (some 10 us each) than a sleeping thread has woken and fetched its part into its cache \
        */
 #define SPIN_NS                                                                                                     \
-    50000 /* about what it takes to wake a thread: a step calls the pool once a bucket, and little lies between the \
+    50000 /* about the time to wake up one thread: a step calls the pool once a bucket, and little lies between the \
              calls */
 #define PAUSES_A_LOOK 32 /* between two looks at the clock */
 #define CACHE_LINE_BYTES 64
@@ -49,7 +49,7 @@ struct job {
 
 #define N_LEFT_SLEEPS 0x80000000u /* in n_left: the caller sleeps until it is told */
 
-/* Held by the thread that has the pool; all below but the atomics and what a job lends belongs to it. */
+/* Held by the thread that has the pool; it guards everything below except the atomics and the job's own data. */
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static _Atomic int32_t n_threads; /* 0: nobody has said yet */
 static _Atomic int32_t n_workers;
@@ -66,7 +66,7 @@ static _Atomic int64_t spin_ns;
 static void futex_wait(_Atomic uint32_t *word, uint32_t value)
 {
     (void)syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, NULL, NULL,
-                  0); /* whatever ends it, the caller looks again */
+                  0); /* the caller looks again after every return */
 }
 
 static void futex_wake(_Atomic uint32_t *word)
@@ -107,7 +107,7 @@ static uint32_t spin(_Atomic uint32_t *word, bool is_wanted_zero)
     }
 }
 
-/* Chunks of share number `share`: the same for the same numbers, at most one more than those of another share. */
+/* Chunks of share number `share`: the same for the same numbers, at most one more than another share has. */
 static void run_share(int64_t share)
 {
     int64_t first = share * job.n_chunks / job.n_shares;
@@ -164,8 +164,8 @@ static void post(struct mailbox *mailbox, uint32_t state)
 }
 
 /*
- * After fork() there are no workers in the child; whoever has the pool is waited for, so that nothing is half done in
- * it.
+ * After fork() there are no workers in the child; fork() waits for the pool's present user, so that nothing is half
+ * done in the child.
  */
 static void before_fork(void)
 {
@@ -216,14 +216,14 @@ static void start_workers(void)
     pthread_sigmask(SIG_SETMASK, &all, &before);
     for (; n < n_wanted; n++) {
         struct dsc_cores near;
-        char name[32]; /* of which the kernel takes 15 characters */
+        char name[32]; /* the kernel takes 15 characters of it */
 
         atomic_store(&mailboxes[n].state, IDLE);
         if (pthread_create(&workers[n], NULL, work, &mailboxes[n]) != 0)
             break;
         snprintf(name, sizeof name, "dsc_pool/%d", n + 1);
         pthread_setname_np(workers[n], name);
-        /* Kept within its node, so that what it touched first stays near. Where that is not allowed it runs anywhere.
+        /* Kept within its node, so that pages it touched first stay near. Where that is not allowed it runs anywhere.
          */
         dsc_cores_near("", &cores, n + 1, n_wanted + 1, &near);
         pthread_setaffinity_np(workers[n], sizeof near.bits, &near.bits.set);

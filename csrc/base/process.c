@@ -1,4 +1,4 @@
-/* Tells a process from those that are forked from it. */
+/* Tells a process from its children of fork(). */
 #include "dsc/process.h"
 
 #include "base/fail.h"

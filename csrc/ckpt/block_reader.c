@@ -15,7 +15,7 @@ struct request {
     dsc_aio_id id;
     int64_t first; /* block */
     int64_t n_blocks;
-    int64_t slot; /* of the first; a slot is the room for one block in the ring */
+    int64_t slot; /* the first block's; a slot is the room for one block in the ring */
 };
 
 struct reader {
@@ -25,7 +25,7 @@ struct reader {
     dsc_aio *aio;
     dsc_aio_file *file;
     unsigned char *memory;
-    struct request *requests; /* a ring of n_slots entries, in the order in which they were submitted */
+    struct request *requests; /* a ring of n_slots entries, in order of submission */
     int64_t oldest;
     int64_t n_requests;
     int64_t max_blocks; /* of one request */
@@ -35,7 +35,7 @@ struct reader {
     int64_t n_bytes_read;
 };
 
-/* Who reads: which blocks, and what becomes of each. */
+/* The user of a read: chooses the blocks, and takes each. */
 struct visitor {
     void *ctx;
     /*
@@ -73,7 +73,7 @@ static dsc_status check_file(const struct dsc_block_file *file, const struct dsc
 
 static void close_reader(struct reader *reader)
 {
-    dsc_block_ring_destroy(reader->aio, reader->memory); /* first: it waits for what uses file and memory */
+    dsc_block_ring_destroy(reader->aio, reader->memory); /* first: it waits for transfers that use file and memory */
     (void)dsc_aio_close(reader->file);                   /* nothing has been written */
     free(reader->requests);
 }

@@ -12,7 +12,7 @@
 enum state {
     STATE_OPEN,
     STATE_FINISHED,
-    STATE_FAILED /* reported; what the file holds is of no use */
+    STATE_FAILED /* reported; the file's contents are of no use */
 };
 
 struct dsc_block_writer {
@@ -23,7 +23,7 @@ struct dsc_block_writer {
     unsigned char *memory;
     size_t buffer_bytes;
     int32_t n_buffers;
-    dsc_aio_id *ids; /* of each buffer's request in flight; 0 when there is none */
+    dsc_aio_id *ids; /* each buffer's request in flight; 0: none */
     int32_t current; /* the buffer that is being filled; nothing of it is in flight once it holds a byte */
     size_t fill;     /* bytes in it */
     int64_t n_bytes; /* given so far */
@@ -37,10 +37,10 @@ struct dsc_block_writer {
 
 static void close_writer(dsc_block_writer *writer)
 {
-    dsc_block_ring_destroy(writer->aio, writer->memory); /* first: it waits for what uses file and memory */
+    dsc_block_ring_destroy(writer->aio, writer->memory); /* first: it waits for transfers that use file and memory */
     writer->aio = NULL;
     writer->memory = NULL;
-    (void)dsc_aio_close(writer->file); /* what it could report has been asked for by sync, or no longer matters */
+    (void)dsc_aio_close(writer->file); /* sync has reported its errors, or they no longer matter */
     writer->file = NULL;
     free(writer->ids);
     writer->ids = NULL;
@@ -201,7 +201,7 @@ dsc_status dsc_block_writer_finish(dsc_block_writer *writer, const uint32_t **ou
 
     if (status == DSC_OK) {
         status = dsc_aio_close(writer->file);
-        writer->file = NULL; /* closed, whatever it reported: nothing is pending on it */
+        writer->file = NULL; /* closed even on an error: nothing is pending on it */
     }
     writer->state = status == DSC_OK ? STATE_FINISHED : STATE_FAILED;
     close_writer(writer);

@@ -30,7 +30,7 @@ dsc_status dsc_block_ring_create(const char *backend, size_t n_bytes, dsc_aio **
 {
     struct dsc_aio_config config = DSC_AIO_CONFIG_INIT;
     size_t n_transfers =
-        n_bytes / TRANSFER_BYTES + 2; /* a little more than fit, so that the queue is never what is full */
+        n_bytes / TRANSFER_BYTES + 2; /* a little more than fit, so that the queue is never full */
     void *memory = NULL;
 
     config.backend = backend;

@@ -1,4 +1,4 @@
-/* What the writer and the reader of block files share: checked settings, and the engine for them. */
+/* Shared by the writer and the reader of block files: checked settings, and the engine for them. */
 #ifndef DSC_CKPT_BLOCKS_H
 #define DSC_CKPT_BLOCKS_H
 
@@ -12,8 +12,8 @@ dsc_status dsc_block_config_check(const struct dsc_block_config *config);
 dsc_status dsc_block_ring_create(const char *backend, size_t n_bytes, dsc_aio **out_aio, unsigned char **out_memory);
 
 /*
- * Waits for what is in flight, and frees both. What the kernel may still write to, of an engine that has given up, is
- * left to it. NULL is fine.
+ * Waits for transfers in flight, and frees both. If the engine has given up, memory that the kernel may still write to
+ * is not freed. NULL is fine.
  */
 void dsc_block_ring_destroy(dsc_aio *aio, unsigned char *memory);
 

@@ -27,8 +27,8 @@
 #define POLYNOMIAL UINT32_C(0x82f63b78)
 
 /*
- * Bytes of one of the three streams. Three of them stay in the first-level cache, for dsc_crc32c_copy; the short ones
- * serve the rest.
+ * Bytes of each of the three streams. Three long streams stay in the first-level cache, for dsc_crc32c_copy; the short
+ * ones serve the rest.
  */
 #define LONG_BYTES 4096
 #define SHORT_BYTES 256
@@ -41,7 +41,7 @@ struct shift {
 /* Written once under once, then only read. */
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static uint32_t slices[8][256]; /* slices[k][b]: the register after byte b and k zero bytes */
-static struct shift shift_long; /* what LONG_BYTES zero bytes make of a register */
+static struct shift shift_long; /* maps a register to its value after LONG_BYTES zero bytes */
 static struct shift shift_short;
 static bool has_instruction;
 
@@ -93,7 +93,7 @@ static void init(void)
 #endif
 }
 
-/* Little-endian, whatever the machine is. */
+/* Little-endian on every machine. */
 static inline uint32_t load_4(const unsigned char *p)
 {
     return p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
@@ -142,8 +142,8 @@ static inline uint64_t load_8(const unsigned char *p)
 
 /*
  * 3 * n_bytes at p, n_bytes being shift's. The instruction has a latency of three cycles and a throughput of one, so
- * three registers run side by side: the one of the second third begins at 0, and shifting the first third's over it
- * gives the register of both (CRCs are linear).
+ * three registers run side by side: the second third's begins at 0, and shifting the first third's over it gives the
+ * register of both (CRCs are linear).
  */
 WITH_INSTRUCTION static inline uint32_t crc_of_thirds(uint32_t crc, const unsigned char *p, size_t n_bytes,
                                                       const struct shift *shift)

@@ -1,4 +1,4 @@
-/* The map from the pieces in which a tensor was saved to any part of it that is wanted now. */
+/* The map from a tensor's saved pieces to any wanted part of it. */
 #include "dsc/ckpt.h"
 
 #include "base/fail.h"
@@ -16,12 +16,12 @@ struct part {
 };
 
 /*
- * What a piece and the wanted part have in common, in row-major order: n_rows rows of row_elems elements, each
- * contiguous on both sides and as long as that allows. A row's position grows with its number on both sides, so those
- * that the two ranges leave are one run of rows.
+ * The elements common to a piece and the wanted part, in row-major order: n_rows rows of row_elems elements, each
+ * contiguous on both sides and as long as that allows. A row's position grows with its number on both sides, so the
+ * rows within both ranges are one run of rows.
  */
 struct overlap {
-    int64_t n_dims; /* leading ones, in which rows lie apart */
+    int64_t n_dims; /* leading ones, where rows lie apart */
     int64_t size[DSC_RESHAPE_MAX_DIMS];
     int64_t src_stride[DSC_RESHAPE_MAX_DIMS];
     int64_t dst_stride[DSC_RESHAPE_MAX_DIMS];
@@ -111,7 +111,7 @@ static dsc_status check_arguments(const int64_t *shape, int32_t n_dims, const in
 /* False when they have nothing in common. Both are not empty. */
 static bool find_overlap(struct part piece, struct part wanted, int32_t n_dims, struct overlap *out)
 {
-    int64_t src_stride = 1; /* of the dimension at hand, in the piece's box */
+    int64_t src_stride = 1; /* the current dimension's, in the piece's box */
     int64_t dst_stride = 1;
     bool is_row = true; /* all dimensions behind this one are whole on both sides */
 
@@ -178,7 +178,7 @@ static int64_t first_row_behind(const struct overlap *overlap, int64_t src, int6
     return low;
 }
 
-/* The first row that begins at src or at dst, or behind one of them. */
+/* The first row that begins at or behind src, or at or behind dst. */
 static int64_t first_row_from(const struct overlap *overlap, int64_t src, int64_t dst)
 {
     int64_t low = 0;
@@ -212,7 +212,7 @@ static bool clip_row(struct row row, int64_t n_elems, struct part piece, struct 
 {
     int64_t src = row.src - piece.begin;
     int64_t dst = row.dst - wanted.begin;
-    int64_t skip = 0; /* elements before one of the ranges */
+    int64_t skip = 0; /* elements before either range */
 
     if (-src > skip)
         skip = -src;
@@ -234,8 +234,8 @@ static bool clip_row(struct row row, int64_t n_elems, struct part piece, struct 
 }
 
 /*
- * Lists what each piece could give, by piece and then by position, pieces that overlap included, and returns how many
- * runs that are. With out_runs NULL it counts rows only: a few more, in no time.
+ * Lists the runs that each piece could give, by piece and then by position, pieces that overlap included, and returns
+ * their number. With out_runs NULL it counts rows only: a few more, in no time.
  */
 static int64_t list_candidates(int32_t n_dims, const int64_t *pieces, int64_t n_pieces, struct part wanted,
                                struct dsc_reshape_run *out_runs)

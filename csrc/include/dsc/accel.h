@@ -33,7 +33,7 @@ extern "C" {
  * that. Sums have the same bits in every run.
  *
  * A failing hook leaves its sentence in dsc_last_error() of the calling thread, as the rest of the ABI does.
- * DSC_EDEVICE may come late: the device reports what an earlier call did.
+ * DSC_EDEVICE may come late: the device reports the failure of an earlier call.
  */
 struct dsc_accel {
     uint32_t abi;  /* DSC_ACCEL_ABI of the library */
@@ -68,8 +68,8 @@ struct dsc_accel {
                              int64_t n_tensors, void *stream);
 
     /*
-     * As dsc_flat_sumsq; out is device memory: out[0] = sum of squares, out[1] = number of non-finite elements, both
-     * ADDED to what is there. Required.
+     * As dsc_flat_sumsq; out is device memory: out[0] = sum of squares, out[1] = number of non-finite elements; both
+     * are ADDED to the values in out. Required.
      */
     dsc_status (*flat_sumsq)(const struct dsc_span *spans, int64_t n_spans, double *out, double *scratch, void *stream);
 

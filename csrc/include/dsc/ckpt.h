@@ -1,6 +1,6 @@
 /*
- * What checkpoints need below their format: checksums, the map from one arrangement's pieces of a tensor to another's,
- * an atomic swap of names, and files that are written and read at the disk's speed with a checksum a block.
+ * The layer below the checkpoint format: checksums, the map from one arrangement's pieces of a tensor to another's, an
+ * atomic swap of names, and files that are written and read at the disk's speed with a checksum a block.
  */
 #ifndef DSC_CKPT_H
 #define DSC_CKPT_H
@@ -13,21 +13,21 @@ extern "C" {
 #endif
 
 /*
- * CRC32C (Castagnoli; RFC 3720, appendix B.4) of n_bytes at data, going on from crc: 0 to begin with, the value of what
- * lies before to go on. "123456789" gives 0xe3069283. The processor's instruction where it has one, tables elsewhere:
- * the same value.
+ * CRC32C (Castagnoli; RFC 3720, appendix B.4) of n_bytes at data, going on from crc: 0 at the beginning, later the
+ * value for the bytes before. "123456789" gives 0xe3069283. The processor's instruction where it has one, tables
+ * elsewhere: the same value.
  */
 DSC_API uint32_t dsc_crc32c(uint32_t crc, const void *data, size_t n_bytes);
 
-/* The same of from, which is copied to into on the way: memory is read once. The two do not overlap. */
+/* The checksum of from, copied to into on the way: memory is read once. The two do not overlap. */
 DSC_API uint32_t dsc_crc32c_copy(uint32_t crc, void *into, const void *from, size_t n_bytes);
 
-/* The most dimensions of a tensor, those that torch has. */
+/* The most dimensions of a tensor, torch's limit. */
 #define DSC_RESHAPE_MAX_DIMS 64
 
 /*
- * Elements [src_elem, src_elem + n_elems) of what a piece stores are elements [dst_elem, dst_elem + n_elems) of what is
- * wanted.
+ * Elements [src_elem, src_elem + n_elems) of a stored piece are elements [dst_elem, dst_elem + n_elems) of the wanted
+ * part.
  */
 struct dsc_reshape_run {
     int64_t piece;
@@ -40,9 +40,9 @@ struct dsc_reshape_run {
  * Plans how a part of a tensor of shape[n_dims] is put together from the pieces that it was saved in.
  *
  * A part is 2 * n_dims + 2 numbers: start[n_dims], size[n_dims], begin, n_elems. It means the box [start[d], start[d] +
- * size[d]) along each dimension d, and of its elements in row-major order those in [begin, begin + n_elems). pieces is
- * n_pieces such parts, whose elements are stored one after another; wanted is one. Where pieces overlap, the lower one
- * is taken.
+ * size[d]) along each dimension d, and in it the elements [begin, begin + n_elems) in row-major order. pieces is
+ * n_pieces such parts, whose elements are stored one after another; wanted is one part. Where pieces overlap, the lower
+ * one is taken.
  *
  * Call with out_runs NULL: *out_n_runs is then how many entries the array needs (work space included, up to three times
  * the runs of the plan). Then with an array of capacity entries: *out_n_runs runs of the plan, as few as there can be,
@@ -57,21 +57,21 @@ DSC_API dsc_status dsc_reshape_plan(const int64_t *shape, int32_t n_dims, const 
                                     int64_t *out_n_runs);
 
 /*
- * Swaps what two names stand for, atomically: whoever looks sees both before or both after. Returns 0, or -errno of the
- * system; -ENOSYS, -EINVAL and -ENOTSUP are a kernel or file system without it (-EINVAL also when one of them lies
+ * Swaps the files or folders of two names, atomically: any process sees both before or both after. Returns 0, or -errno
+ * of the system; -ENOSYS, -EINVAL and -ENOTSUP are a kernel or file system without it (-EINVAL also when one path lies
  * inside the other).
  */
 DSC_API int dsc_exchange_paths(const char *a, const char *b);
 
 /*
- * A *block file* is any file, of which the CRC32C of each block_bytes is kept elsewhere (the last block may be
+ * A *block file* is any file whose CRC32Cs, one for each block_bytes, are kept elsewhere (the last block may be
  * shorter). It is written and read through a ring of buffers and an I/O engine (dsc/aio.h), so that the disk, the
  * checksums and the copies go on at the same time.
  */
 struct dsc_block_config {
     uint32_t size;      /* sizeof(struct dsc_block_config) */
-    size_t block_bytes; /* 1 to 1 GiB; what one checksum covers. Multiples of dsc_aio_alignment() go to the disk as they
-                           are */
+    size_t block_bytes; /* 1 to 1 GiB: the bytes under one checksum. Multiples of dsc_aio_alignment() go to the disk as
+                           they are */
     const char *backend; /* of dsc_aio_config */
     size_t buffer_bytes; /* 1 to 1 GiB, rounded up to dsc_aio_alignment() (a reader: to whole blocks): the largest
                             request */
@@ -95,7 +95,7 @@ DSC_API dsc_status dsc_block_writer_create(const char *path, const struct dsc_bl
 
 /*
  * Appends n_bytes, which are borrowed for the call. DSC_EIO (dsc_aio_last_failure has the errno) and DSC_ENOMEM may be
- * about what earlier calls gave; from then on, as after finish and in a process forked from the one that created the
+ * about data of earlier calls; from then on, as after finish and in a process forked from the one that created the
  * writer, every call is DSC_ESTATE.
  */
 DSC_API dsc_status dsc_block_writer_write(dsc_block_writer *writer, const void *data, size_t n_bytes);
@@ -104,36 +104,36 @@ DSC_API dsc_status dsc_block_writer_write(dsc_block_writer *writer, const void *
 DSC_API int64_t dsc_block_writer_bytes(const dsc_block_writer *writer);
 
 /*
- * Writes what is left, syncs the file and closes it. *out_crcs is the checksum of each block in order, *out_n_blocks of
+ * Writes the rest, syncs the file and closes it. *out_crcs is the checksum of each block in order, *out_n_blocks of
  * them; borrowed, until destroy. Fails as write does. Syncs the file, not its folder.
  */
 DSC_API dsc_status dsc_block_writer_finish(dsc_block_writer *writer, const uint32_t **out_crcs, int64_t *out_n_blocks);
 
 /*
- * Waits for what the disk is doing, closes and frees; a file that has not been finished stays behind, incomplete. NULL
- * is fine. In a forked process it does nothing at all: engine and file are the parent's.
+ * Waits for transfers in flight, closes and frees; a file that has not been finished stays behind, incomplete. NULL is
+ * fine. In a forked process it does nothing at all: engine and file are the parent's.
  */
 DSC_API void dsc_block_writer_destroy(dsc_block_writer *writer);
 
-/* What is to be read: n_bytes from offset of the file to into. */
+/* A range to read: n_bytes from offset of the file to into. */
 struct dsc_block_copy {
     int64_t offset;
     int64_t n_bytes;
     void *into;
 };
 
-/* What is known of a file that is to be read. */
+/* The known length and checksums of a file to read. */
 struct dsc_block_file {
     const char *path;
     int64_t n_bytes;      /* its length */
-    const uint32_t *crcs; /* of each block in order; NULL: nothing is checked */
+    const uint32_t *crcs; /* one for each block, in order; NULL: nothing is checked */
     int64_t n_crcs;       /* the number of blocks; 0 with NULL */
 };
 
 /*
- * Makes the copies, which it sorts by offset; they may overlap in the file. Reads each block that one of them touches,
- * once and whole, and no other; checks it, then copies from it. *out_n_bytes_read (may be NULL) is what has been read
- * from the file. With nothing to copy, the file is not opened.
+ * Makes the copies, which it sorts by offset; they may overlap in the file. Reads each block that a copy touches, once
+ * and whole, and no other; checks it, then copies from it. *out_n_bytes_read (may be NULL): bytes read from the file.
+ * With nothing to copy, the file is not opened.
  *
  * DSC_EINVAL names a copy that does not lie in the file, a bad field, or n_crcs; DSC_EIO as above; DSC_ECORRUPT when
  * the file's length is not n_bytes (*out_bad_block is -1) or a block does not match its checksum (*out_bad_block is its

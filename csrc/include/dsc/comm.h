@@ -10,7 +10,7 @@
  *   dsc_comm_submit(end, call) -> request ... dsc_comm_wait(request), dsc_comm_release(request)
  *   dsc_comm_close, dsc_comm_destroy
  *
- * All ranks submit the same calls in the same order. Before anything is moved, the ranks compare what they called: a
+ * All ranks submit the same calls in the same order. Before anything is moved, the ranks compare their calls: a
  * difference in operation, element type or length is DSC_EPEER, which names the rank and both values.
  *
  * Where the data lies. A call works on any memory. Memory of the arena (dsc_comm_block_create) is read by the other
@@ -23,7 +23,7 @@
  *
  * Threads and processes. Any thread may call; requests run one after the other in the order of submission, in the
  * thread that waits or in a worker of the end, which is started when it is first needed. In a child of fork() calls
- * are DSC_ESTATE, and close and destroy do nothing. What a child writes to the arena, its parent sees.
+ * are DSC_ESTATE, and close and destroy do nothing. The parent sees a child's writes to the arena.
  */
 #ifndef DSC_COMM_H
 #define DSC_COMM_H
@@ -58,7 +58,7 @@ typedef enum dsc_comm_op {
         DSC_COMM_N_OPS
 } dsc_comm_op;
 
-/* Element types: name, text, bytes. BYTES_n are elements of which no more is known; they can be moved, not reduced. */
+/* Element types: name, text, bytes. BYTES_n are elements without a known meaning; they can be moved, not reduced. */
 #define DSC_COMM_TYPES(X)    \
     X(F32, "float32", 4)     \
     X(BF16, "bfloat16", 2)   \
@@ -103,7 +103,7 @@ struct dsc_comm_config {
     uint32_t size; /* sizeof(struct dsc_comm_config) */
     int32_t rank;
     int32_t n_ranks;     /* 1 to DSC_COMM_MAX_RANKS */
-    int64_t timeout_ns;  /* of one operation, from its start; > 0 */
+    int64_t timeout_ns;  /* one operation's, from its start; > 0 */
     int64_t arena_bytes; /* address space for blocks, > 0; 0: twice the memory of the machine */
     struct dsc_par par;  /* lent for reductions as long as the end lives; run NULL: none */
 };
@@ -117,19 +117,19 @@ struct dsc_comm_config {
     }
 
 /*
- * Makes this rank's end. DSC_EINVAL names the field; DSC_ENOTSUP: the kernel lacks what this needs, and which;
- * DSC_ENOSPC, DSC_ENOMEM: with what was asked for and what there is.
+ * Makes this rank's end. DSC_EINVAL names the field; DSC_ENOTSUP: the kernel lacks a feature, and the sentence names
+ * it; DSC_ENOSPC, DSC_ENOMEM: with the bytes asked for and the bytes there are.
  */
 DSC_API dsc_status dsc_comm_create(const struct dsc_comm_config *config, dsc_comm **out_comm);
 
-/* What the other ranks need to attach: printable text without spaces. Lives as long as the end. */
+/* The address by which other ranks attach: printable text without spaces. Lives as long as the end. */
 DSC_API const char *dsc_comm_address(const dsc_comm *comm);
 
 /*
  * Opens the segments of all ranks; addresses[i] is rank i's. Once. DSC_ENOTSUP: that rank cannot share memory with this
- * one (another host, PID namespace, user or build), and why; DSC_EPEER: it is gone, or its segment is not what its
- * address says; DSC_EINVAL: no address. The end is as before then, and may be tried again or closed. Keep ends open
- * until all ranks have attached.
+ * one (another host, PID namespace, user or build), and why; DSC_EPEER: it is gone, or its segment does not match its
+ * address; DSC_EINVAL: no address. The end is as before then, and may be tried again or closed. Keep ends open until
+ * all ranks have attached.
  */
 DSC_API dsc_status dsc_comm_attach(dsc_comm *comm, const char *const *addresses);
 
@@ -155,7 +155,7 @@ DSC_API void *dsc_comm_block_data(const dsc_comm_block *block);
 DSC_API bool dsc_comm_owns(const dsc_comm *comm, const void *data, int64_t n_bytes);
 
 /*
- * One collective. What an operation does not name is ignored.
+ * One collective. Fields that an operation does not name are ignored.
  *
  * ALL_REDUCE      data[n_elems] = scale * combined, in place. Integers: scale 1.
  * REDUCE_SCATTER  out[n_elems / n_ranks] = (accumulates ? out : 0) + scale * (sum of this rank's slices). type and
@@ -205,10 +205,10 @@ DSC_API bool dsc_comm_is_done(dsc_comm_request *request);
 DSC_API dsc_status dsc_comm_release(dsc_comm_request *request);
 
 /*
- * Joint memory: all ranks write it, each its own part. One of them makes it, the others open it; it needs no end, and
- * is gone with the last process that maps it. Each process has it mapped twice. What lies at data is the memory itself.
- * The view shows the same bytes, and what is written there stays this process's own: it hides its page, and whatever
- * others write to that, until it is forgotten. Who writes when, and who may read then, is for the ranks to settle.
+ * Joint memory: all ranks write it, each its own part. One rank makes it, the others open it; it needs no end, and is
+ * gone with the last process that maps it. Each process has it mapped twice. data is the memory itself. The view shows
+ * the same bytes, but writes to the view stay private to this process: a page so written hides later writes of other
+ * ranks, until dsc_comm_joint_forget. The ranks agree among themselves when each writes and reads.
  *
  * Ends may come and go meanwhile. Any thread may call; in a child of fork() calls are DSC_ESTATE, and destroy does
  * nothing.
@@ -218,7 +218,7 @@ typedef struct dsc_comm_joint dsc_comm_joint;
 /* n_bytes, page-aligned and zero, none of them committed. Errors as dsc_comm_create. */
 DSC_API dsc_status dsc_comm_joint_create(int64_t n_bytes, dsc_comm_joint **out_joint);
 
-/* What the other ranks need to open it, as dsc_comm_address; "" of one that was opened. */
+/* The address by which other ranks open it, as dsc_comm_address; "" if this process opened it itself. */
 DSC_API const char *dsc_comm_joint_address(const dsc_comm_joint *joint);
 
 /* Errors as dsc_comm_attach. Keep the memory that was made until all have opened it. */
@@ -230,7 +230,10 @@ DSC_API dsc_status dsc_comm_joint_commit(dsc_comm_joint *joint, int64_t offset, 
 /* Returns the whole pages of a part to the system. They hold zeros, and take memory again where they are touched. */
 DSC_API dsc_status dsc_comm_joint_discard(dsc_comm_joint *joint, int64_t offset, int64_t n_bytes);
 
-/* The view shows what all ranks have written. DSC_ENOTSUP where the process has locked its memory (mlockall). */
+/*
+ * Drops this process's writes to the view: it shows the memory of all ranks again. DSC_ENOTSUP where the process has
+ * locked its memory (mlockall).
+ */
 DSC_API dsc_status dsc_comm_joint_forget(dsc_comm_joint *joint);
 
 DSC_API void *dsc_comm_joint_data(const dsc_comm_joint *joint);
@@ -243,17 +246,17 @@ DSC_API void dsc_comm_joint_destroy(dsc_comm_joint *joint);
 struct dsc_comm_count {
     int64_t n_calls;
     int64_t n_bytes;    /* of data */
-    int64_t n_in_place; /* calls for which the other ranks read this rank's data in the arena */
-    int64_t n_staged;   /* calls for which it went through the staging area. Where it showed none, neither */
+    int64_t n_in_place; /* calls where the others read this rank's data in the arena */
+    int64_t n_staged;   /* calls where it went through the staging area; a call that shows no data counts in neither */
 };
 
-/* What this rank has done of one operation. */
+/* This rank's counts for one operation. */
 DSC_API dsc_status dsc_comm_count_of(const dsc_comm *comm, dsc_comm_op op, struct dsc_comm_count *out_count);
 
-/* Static storage; NULL for what is none. */
+/* Static storage; NULL for other values. */
 DSC_API const char *dsc_comm_op_text(dsc_comm_op op);
 
-/* Static storage; "no type" and 0 for what is none. */
+/* Static storage; "no type" and 0 for other values. */
 DSC_API const char *dsc_comm_type_text(dsc_comm_type type);
 DSC_API size_t dsc_comm_type_bytes(dsc_comm_type type);
 

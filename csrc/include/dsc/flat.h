@@ -28,10 +28,10 @@ DSC_API dsc_status dsc_flat_sumsq(const struct dsc_span *spans, int64_t n_spans,
                                   double *out_sumsq, int64_t *out_n_nonfinite);
 
 /*
- * Adds up what n_srcs ranks sent, in the order given: acc = (accumulate ? acc : 0) + scale * (src[0] + src[1] + ...),
+ * Adds up the pieces of n_srcs ranks, in the order given: acc = (accumulate ? acc : 0) + scale * (the sum of all src),
  * the sum held in f32 and rounded once. All spans have acc's length; sources share one dtype; acc may have another. acc
- * may be one of the sources (same address, same dtype) and must not overlap one otherwise. out_sumsq and
- * out_n_nonfinite (each may be NULL) describe acc as it was written, so that the global norm costs no pass of its own.
+ * may be one of the sources (same address, same dtype); any other overlap is forbidden. out_sumsq and out_n_nonfinite
+ * (each may be NULL) describe acc as it was written, so that the global norm costs no pass of its own.
  */
 DSC_API dsc_status dsc_flat_reduce(const struct dsc_span *srcs, int64_t n_srcs, float scale, bool accumulate,
                                    const struct dsc_span *acc, const struct dsc_par *par, double *out_sumsq,
@@ -54,8 +54,8 @@ struct dsc_region {
 /*
  * Sets all bytes to 0. The elements are cut into chunks as every pass over a list of as many elements cuts them, so
  * that memory that was not used before (pages that the system has not yet given out) comes to lie in the NUMA node of
- * the thread that will update it, where par is dsc_pool_par's. It comes as huge pages where the system gives them to
- * those that ask (transparent_hugepage: madvise): the 2 MiB pages that lie wholly within a region are asked for.
+ * the thread that will update it, where par is dsc_pool_par's. Where the system gives huge pages on request
+ * (transparent_hugepage: madvise), this requests the 2 MiB pages that lie wholly within a region.
  */
 DSC_API dsc_status dsc_flat_zero(const struct dsc_region *regions, int64_t n_regions, const struct dsc_par *par);
 

@@ -2,8 +2,8 @@
  * Where the gradients of a backward pass gather: each parameter has its place in the buffer of its bucket.
  *
  * A bucket is *open* while it has a buffer. The first gradient of a parameter that comes to an open bucket is copied to
- * its place, and any further one is added there, in f32 and rounded once. What no gradient has come to holds what lay
- * there before, until dsc_intake_clear_rest.
+ * its place, and any further one is added there, in f32 and rounded once. A place without a gradient keeps its earlier
+ * contents until dsc_intake_clear_rest.
  *
  * Nothing allocates. Calls for one intake must not overlap. Offsets and sizes are elements.
  */
@@ -29,7 +29,7 @@ struct dsc_intake_bucket {
     int64_t end_param;
     int64_t n_written; /* members that a gradient has come to since it was opened */
     int64_t n_elems;   /* of the buffer */
-    void *data;        /* NULL where the cores cannot write to the buffer, as to that of a device */
+    void *data;        /* NULL where the cores cannot write to the buffer, as on a device */
     dsc_dtype dtype;
     bool is_open;
 };
@@ -69,7 +69,7 @@ DSC_API dsc_status dsc_intake_next_missing(const struct dsc_intake *intake, int6
                                            int64_t *out_param);
 
 /*
- * Sets to zero what no gradient has come to, between the places too. DSC_ESTATE where the bucket is closed, or has
+ * Sets to zero all elements without a gradient, between the places too. DSC_ESTATE where the bucket is closed, or has
  * elements and no memory that can be written here.
  */
 DSC_API dsc_status dsc_intake_clear_rest(struct dsc_intake *intake, int64_t bucket);
@@ -78,7 +78,7 @@ DSC_API dsc_status dsc_intake_clear_rest(struct dsc_intake *intake, int64_t buck
 DSC_API dsc_status dsc_intake_note(struct dsc_intake *intake, int64_t param, bool *out_is_first);
 
 /*
- * Copies a gradient to its place, or adds it. It counts as come. DSC_EINVAL where its length is not that of the place,
+ * Copies a gradient to its place, or adds it. It counts as come. DSC_EINVAL where its length differs from its place's,
  * DSC_ESTATE where the bucket is closed or has no memory that can be written here; nothing has changed then.
  */
 DSC_API dsc_status dsc_intake_add(struct dsc_intake *intake, int64_t param, const struct dsc_span *grad,

@@ -51,8 +51,8 @@ struct dsc_nn_norm {
 DSC_API dsc_status dsc_nn_norm(const struct dsc_nn_norm *norm, const struct dsc_par *par);
 
 /*
- * The gradients of the above. dx = gradient of sum, which is that of x and of the residual alike, with dsum (the
- * gradient that came to `sum` itself) added where it is not NULL.
+ * The gradients of the above. dx = gradient of sum, the same for x and for the residual, with dsum (the gradient that
+ * came to `sum` itself) added where it is not NULL.
  */
 struct dsc_nn_norm_grad {
     int64_t n_rows;
@@ -269,7 +269,7 @@ struct dsc_nn_heads {
  *   bend(x) = soft_cap * tanh(x / soft_cap); x itself where soft_cap is 0
  *   out[i]  = sum_j exp(s[i, j] - lse[i]) v[j],   lse[i] = log(sum_j exp(s[i, j]) + exp(sink))
  * over the keys j that query i sees:
- *   is_causal: j <= p(i);  window > 0: |p(i) - j| < window;  documents: those of p(i) and of j are the same and >= 0.
+ *   is_causal: j <= p(i);  window > 0: |p(i) - j| < window;  documents: p(i)'s and j's are the same and >= 0.
  * Blocks that no query sees are not computed. Each head of k and v serves n_heads / n_kv_heads heads of q, in order. A
  * query that sees nothing has out 0 and, without a sink, lse -inf. Products are summed in f32 with fused operations, in
  * the order of the elements; distances are exact up to 2^24 tokens.
@@ -312,7 +312,7 @@ struct dsc_nn_attention_grad {
     float *scratch; /* dsc_nn_attention_scratch_elems(&forward) */
 };
 
-/* f32 elements of scratch that the gradients need: a few times those of q. 0 for sizes that are refused. */
+/* f32 elements of scratch that the gradients need: a few times q's elements. 0 for sizes that are refused. */
 DSC_API int64_t dsc_nn_attention_scratch_elems(const struct dsc_nn_attention *forward);
 
 DSC_API dsc_status dsc_nn_attention_grad(const struct dsc_nn_attention_grad *call, const struct dsc_par *par);

@@ -2,7 +2,7 @@
  * The optimizer step, one pass over memory: unscale, clip factor, decay, moments, update, 16-bit copy.
  *
  * A step works on a list of tensors (or slices of tensors) that share one set of hyper-parameters. Arithmetic is f32
- * whatever the storage is; conversion is round-to-nearest-even. Results have the same bits for any thread count and any
+ * for every storage type; conversion is round-to-nearest-even. Results have the same bits for any thread count and any
  * instruction set.
  */
 #ifndef DSC_OPTIM_H
@@ -43,16 +43,16 @@ DSC_API bool dsc_optim_needs_norms(const struct dsc_optim_kind *kind);
  *
  * and x becomes the code that is nearest to 127 (|x| / s)^(1/4), or 255 (x / s)^(1/8), halves up; an unsigned x > 0
  * never becomes 0. Zeros stay zeros, and a block of them has scale 0. A signed block below 2^-98 becomes zeros; an
- * unsigned one that is not zeros has a scale of at least 2^-62. A block that holds NaN or inf has scale NaN, and reads
+ * unsigned block other than zeros has a scale of at least 2^-62. A block that holds NaN or inf has scale NaN, and reads
  * as NaN.
  *
  * Why: a scale for each block, and codes that lie closer together towards 0, are the ideas of Dettmers et al., arXiv
- * 2110.02861, section 2. Their codes are a table of seven decades; a power needs no look-up and is what an update m /
- * sqrt(v) asks for: with these exponents the first moment and the root of the second have the same codes, down to 4e-9
- * and 2e-10 of the block's largest, and the second is never 0 where the first is not, which is where linear codes (0
- * below s / 510), and a table too, make the update explode. Squares and fourth powers were as good while gradients of a
- * block lay within two decades, and lost 1 to 2 % of the loss at four. 256 elements: scales are then 1.6 % of the
- * codes, and an outlier costs few elements their precision.
+ * 2110.02861, section 2. Their codes are a table of seven decades; a power needs no look-up and suits an update m /
+ * sqrt(v): with these exponents the first moment and the root of the second have the same codes, down to 4e-9 and 2e-10
+ * of the block's largest, and the second is never 0 unless the first is. With linear codes (0 below s / 510), and with
+ * a table too, it can be, and the update explodes. Squares and fourth powers were as good while gradients of a block
+ * lay within two decades, and lost 1 to 2 % of the loss at four. 256 elements: scales are then 1.6 % of the codes, and
+ * an outlier costs few elements their precision.
  */
 #define DSC_Q8_BLOCK_ELEMS 256
 
@@ -66,9 +66,9 @@ DSC_API dsc_q8_code dsc_optim_q8_code(const struct dsc_optim_kind *kind, int32_t
 
 /*
  * n_elems f32 values to codes and their scales, and the elements [begin, begin + n_elems) of a tensor back to f32.
- * codes and scales are the tensor's own, and quantize starts at its first element or at that of any block. What was
- * read back gives the same codes and scales again, to the bit. par is borrowed, may be NULL. DSC_EINVAL: no code, a
- * NULL buffer for elements, a negative count, a value below 0 for unsigned codes; nothing is written then.
+ * codes and scales are the tensor's own, and quantize starts at the first element of the tensor or of any block. Values
+ * that were read back give the same codes and scales again, to the bit. par is borrowed, may be NULL. DSC_EINVAL: no
+ * code, a NULL buffer for elements, a negative count, a value below 0 for unsigned codes; nothing is written then.
  */
 DSC_API dsc_status dsc_q8_quantize(dsc_q8_code code, int64_t n_elems, const void *values, void *codes, void *scales,
                                    const struct dsc_par *par);

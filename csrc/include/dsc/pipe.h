@@ -1,13 +1,13 @@
 /*
- * Pipeline schedules as tables of integers: which rank does what, in which order, and what that costs.
+ * Pipeline schedules as tables of integers: each rank's actions, their order, and their costs.
  *
  * A model is cut into n_ranks * n_virtual *stages*. A *schedule* gives each rank a list of *actions* on its stages and
  * on micro-batches. The life of a schedule:
  *
- *   dsc_pipe_build     what each rank computes, in which order
- *   dsc_pipe_add_comm  the same with a send and a receive wherever a result goes to another rank
- *   dsc_pipe_verify    proves such a table complete, ordered and free of deadlock
- *   dsc_pipe_simulate  when each action begins and ends, and what each rank holds meanwhile
+ *   dsc_pipe_build     each rank's computations, in order.
+ *   dsc_pipe_add_comm  the same with a send and a receive wherever a result goes to another rank.
+ *   dsc_pipe_verify    proves such a table complete, ordered and free of deadlock.
+ *   dsc_pipe_simulate  the begin and end of each action, and the bytes and forwards that each rank holds meanwhile.
  *
  * Schedules are named by pipe/schedules.inc. Where stages lie is theirs to say: in a *loop* stage s lies on rank
  * s % n_ranks; in a *V* (two stages a rank) the second half goes back from the last rank to the first.
@@ -28,10 +28,10 @@ extern "C" {
 #define DSC_PIPE_MAX_RANKS 1024
 #define DSC_PIPE_MAX_VIRTUAL 64
 #define DSC_PIPE_MAX_MICRO_BATCHES (1 << 16)
-/* Of all ranks together, without sends and receives. */
+/* Limit for all ranks together, without sends and receives. */
 #define DSC_PIPE_MAX_ACTIONS (1 << 24)
 
-/* kind, its letters. The first four compute; of those that move, _F carries an output and _B a gradient. */
+/* kind, its letters. The first four compute; the others move data: _F carries an output and _B a gradient. */
 #define DSC_PIPE_KIND_MAP(X)                                                         \
     X(FORWARD, "F")     /* the stage's forward */                                    \
     X(BACKWARD, "B")    /* the whole backward: gradients of inputs and of weights */ \
@@ -61,7 +61,7 @@ struct dsc_pipe_shape {
     int32_t n_micro_batches; /* 1 to DSC_PIPE_MAX_MICRO_BATCHES */
 };
 
-/* What a schedule needs and says of itself. */
+/* A schedule's requirements and properties. */
 struct dsc_pipe_traits {
     int32_t min_virtual;
     int32_t max_virtual;
@@ -73,7 +73,7 @@ struct dsc_pipe_traits {
 
 /* The lists of all ranks. Everything is the caller's, and borrowed. */
 struct dsc_pipe_table {
-    const struct dsc_pipe_action *actions; /* those of rank r: [begins[r], begins[r + 1]) */
+    const struct dsc_pipe_action *actions; /* rank r's: [begins[r], begins[r + 1]) */
     const int64_t *begins;                 /* n_ranks + 1 */
     const int32_t *rank_of;                /* n_stages: the rank of each stage */
     int32_t n_ranks;
@@ -82,7 +82,7 @@ struct dsc_pipe_table {
     bool has_backward;
 };
 
-/* What one stage takes for one micro-batch. All are at least 0. */
+/* The time and memory of one stage for one micro-batch. All are at least 0. */
 struct dsc_pipe_cost {
     int64_t forward_ns;
     int64_t input_ns; /* the gradients of inputs; BACKWARD takes input_ns + weight_ns */
@@ -116,8 +116,8 @@ DSC_API dsc_status dsc_pipe_rank_of(const char *schedule, const struct dsc_pipe_
                                     int32_t *out_rank);
 
 /*
- * What rank computes. Call with out_actions NULL for the count, then with an array of capacity entries; DSC_ENOSPC
- * where they do not suffice.
+ * Lists the computations of rank. Call with out_actions NULL for the count, then with an array of capacity entries;
+ * DSC_ENOSPC where they do not suffice.
  */
 DSC_API dsc_status dsc_pipe_build(const char *schedule, const struct dsc_pipe_shape *shape, int32_t rank,
                                   int64_t capacity, struct dsc_pipe_action *out_actions, int64_t *out_n);
@@ -125,8 +125,8 @@ DSC_API dsc_status dsc_pipe_build(const char *schedule, const struct dsc_pipe_sh
 /*
  * The table with sends and receives: a send right behind the action that makes a result for another rank, and a receive
  * at the place of the same moment in the other rank's list. Both come from one order of all actions, so that even
- * sends that wait for their receiver do not deadlock, and so that messages between two ranks arrive in the order in
- * which they are expected: they need no tags.
+ * sends that wait for their receiver do not deadlock, and so that messages between two ranks arrive in the expected
+ * order: they need no tags.
  *
  * out_begins has n_ranks + 1 entries. With out_actions NULL out_begins alone is set, and its last entry is the
  * capacity that is needed. DSC_EINVAL where the table has sends or receives already or cannot be run to its end: the
@@ -138,9 +138,9 @@ DSC_API dsc_status dsc_pipe_add_comm(const struct dsc_pipe_table *table, int64_t
 /*
  * DSC_OK where every stage forwards every micro-batch once and, if has_backward, goes backward once (whole, or input
  * before weight) on the rank that has it; each result that another rank needs is sent once, received once and received
- * before its use; messages between each two ranks are expected in the order in which they are sent; and the lists run
- * to their end even if a send returns only when the other rank stands at its receive. Otherwise DSC_EINVAL, and the
- * sentence names the first action that breaks one of these, or a circle of ranks that wait for one another.
+ * before its use; messages between each two ranks are expected in the order they are sent; and the lists run to their
+ * end even if a send returns only when the other rank stands at its receive. Otherwise DSC_EINVAL, and the sentence
+ * names the first action that breaks such a rule, or a circle of ranks that wait for one another.
  */
 DSC_API dsc_status dsc_pipe_verify(const struct dsc_pipe_table *table);
 
@@ -163,12 +163,12 @@ struct dsc_pipe_candidate {
 
 struct dsc_pipe_outcome {
     int64_t makespan_ns; /* -1: dsc_pipe_check refuses it */
-    int64_t peak_bytes;  /* of the rank that holds most */
+    int64_t peak_bytes;  /* the largest of any rank */
 };
 
 /*
- * The candidate of the least makespan among those that hold at most limit_bytes on each rank; the earlier one of
- * equals. out_outcomes has an entry a candidate. DSC_ENOSPC where all need more: the sentence names the one that needs
+ * Chooses the candidate with the least makespan whose ranks each hold at most limit_bytes; of equals the earlier.
+ * out_outcomes has an entry a candidate. DSC_ENOSPC where all need more: the sentence names the candidate that needs
  * least, and out_outcomes alone is set. DSC_EINVAL where dsc_pipe_check refuses all of them, with the last one's
  * sentence.
  */

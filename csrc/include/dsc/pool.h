@@ -1,20 +1,20 @@
 /*
- * The threads of this process for passes over memory: a parallel-for whose size the caller sets, and no environment
+ * The threads of this process for passes over memory: a parallel-for whose size the caller sets, not an environment
  * variable.
  *
  * Launchers set OMP_NUM_THREADS=1, which is right for many small operators and wrong for a pass over gigabytes of
- * optimizer states. The calling thread is one of the pool's, the others start at the first work. How many there should
+ * optimizer states. The calling thread belongs to the pool, the others start at the first work. How many there should
  * be is the caller's to decide (deepspeed_c/threads.py).
  *
  * Work is cut into as many shares as there are threads, always the same way: the thread that touched an element first
- * (dsc_flat_zero) is the one that updates it in each step, so that its page lies in that thread's NUMA node. Only a
- * share that its thread has not begun when the caller is done with its own is taken over by the caller: a processor
- * that is busy with something else does not delay the rest.
+ * (dsc_flat_zero) updates it in each step, so that its page lies in that thread's NUMA node. Only a share that its
+ * thread has not begun when the caller is done with its own is taken over by the caller: a processor that is busy with
+ * something else does not delay the rest.
  *
  * Any number of threads may call. While one has the pool, another does its own chunks by itself, one after the other,
- * and shares what is left as soon as the pool is free: it neither waits behind long work with a little of its own nor
- * does much work alone while processors idle. So does a body that shares out work itself. After fork() the child has no
- * workers and starts its own, as many; a body must not fork.
+ * and shares the rest as soon as the pool is free: a short job does not wait behind a long one, and a long job does not
+ * run alone while processors idle. So does a body that shares out work itself. After fork() the child has no workers
+ * and starts its own, as many; a body must not fork.
  */
 #ifndef DSC_POOL_H
 #define DSC_POOL_H

@@ -1,10 +1,10 @@
 /*
- * Which process made an object. A child of fork() gets a copy of the object, but neither its threads nor a right to its
- * place in the kernel: what the child waits for, cancels or closes there is its parent's.
+ * Records which process made an object. A child of fork() gets a copy of the object, but neither its threads nor a
+ * right to its place in the kernel: requests, queues and descriptors there stay the parent's.
  *
  * An object with threads or kernel queues notes its process when it is made. In another one its calls are refused, and
  * its destructor does nothing: a lock may be held by a thread that the child does not have, and memory may be half
- * written by one. What the child inherited is freed when it ends.
+ * written by one. The child's copies are freed when it ends.
  */
 #ifndef DSC_PROCESS_H
 #define DSC_PROCESS_H
@@ -31,8 +31,8 @@ DSC_API dsc_status dsc_process_note(struct dsc_process *out_process);
 DSC_API bool dsc_process_is_this(const struct dsc_process *process);
 
 /*
- * DSC_OK in that process. DSC_ESTATE in one that was forked from it, with a sentence: `what` ("this I/O engine")
- * belongs to process N, make another.
+ * DSC_OK in that process. DSC_ESTATE in a process forked from it, with a sentence: `what` ("this I/O engine") belongs
+ * to process N, make another.
  */
 DSC_API dsc_status dsc_process_check(const struct dsc_process *process, const char *what);
 

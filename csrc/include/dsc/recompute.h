@@ -1,6 +1,6 @@
 /*
- * The activation budget: what of each layer is kept from forward to backward and what is computed again, so that no
- * moment of a step holds more bytes than a budget and the least time is added.
+ * The activation budget: for each layer, decides which activations to keep from forward to backward and which to
+ * compute again, so that no moment of a step holds more bytes than a budget and the least time is added.
  *
  * Only numbers: nothing here touches a tensor or measures anything, and the same numbers give the same plan on every
  * rank.
@@ -15,20 +15,20 @@
 extern "C" {
 #endif
 
-/* One way to treat a layer, or one of its operators. All are at least 0. */
+/* A way to treat a layer, or an operator of it. All are at least 0. */
 struct dsc_recompute_choice {
     int64_t kept_bytes;      /* held from its forward until its backward is over */
-    int64_t transient_bytes; /* held besides while its backward runs: what was computed again, or read back */
+    int64_t transient_bytes; /* held besides while its backward runs: tensors computed again or read back */
     int64_t added_ns;        /* of time, compared with keeping everything */
 };
 
 /*
- * A layer is treated as a whole in one of n_whole ways, or by its groups: one choice of each of the n_groups groups,
- * whose numbers are added. Groups are its expensive operators, and what it was given. With n_whole > 0 and no groups
- * the layer is treated as a whole; with neither it takes nothing.
+ * A layer is treated as a whole in one of n_whole ways, or by its groups: each of the n_groups groups gets a choice,
+ * and their numbers are added. Groups are its expensive operators, and its inputs. With n_whole > 0 and no groups the
+ * layer is treated as a whole; with neither it takes nothing.
  */
 struct dsc_recompute_layer {
-    int64_t work_bytes; /* >= 0: held besides while its forward or its backward runs, whatever is chosen */
+    int64_t work_bytes; /* >= 0: held besides while its forward or its backward runs, under every choice */
     int32_t n_whole;
     int32_t n_groups;
 };
@@ -38,7 +38,7 @@ struct dsc_recompute_problem {
     const struct dsc_recompute_layer *layers;
     int32_t n_layers;
     const int32_t *group_sizes;                 /* choices of each group (>= 1), of all layers one after the other */
-    const struct dsc_recompute_choice *choices; /* for each layer: its whole ones, then those of each group */
+    const struct dsc_recompute_choice *choices; /* for each layer: its n_whole choices, then each group's */
     int32_t n_group_sizes;                      /* entries of group_sizes and choices, to be compared with */
     int32_t n_choices;
 };
@@ -55,13 +55,13 @@ struct dsc_recompute_plan {
 };
 
 /*
- * What a plan holds and adds. While layer i's forward or backward runs, these bytes are held:
+ * Computes the peak bytes and the added time of a plan. While layer i's forward or backward runs, these bytes are held:
  *
  *   kept_bytes of layers 0..i, and the larger of work_bytes and transient_bytes of i
  *
- * since what later layers kept has been given back when i's backward begins. What the last layer keeps so costs what
- * computing it again costs. Reads whole and groups; sets peak_bytes, added_ns and peak_layer. DSC_EINVAL names an entry
- * that is out of range.
+ * since later layers have freed their kept bytes when i's backward begins. For the last layer, keeping therefore costs
+ * as much memory as computing again. Reads whole and groups; sets peak_bytes, added_ns and peak_layer. DSC_EINVAL names
+ * an entry that is out of range.
  */
 DSC_API dsc_status dsc_recompute_peak(const struct dsc_recompute_problem *problem, struct dsc_recompute_plan *plan);
 
@@ -72,13 +72,13 @@ DSC_API dsc_status dsc_recompute_peak(const struct dsc_recompute_problem *proble
 DSC_API dsc_status dsc_recompute_smallest(const struct dsc_recompute_problem *problem, int64_t *out_bytes);
 
 /*
- * The plan within budget_bytes (>= 0) that adds the least time; of those the one that holds least.
+ * Finds the plan within budget_bytes (>= 0) that adds the least time; of equals the plan that holds least.
  *
- * From the last layer to the first, all pairs (bytes that the rest needs, time that it adds) that nothing else
- * dominates are kept. Where they are too many they are thinned out: what stays are real plans, so that the result
- * always fits, and the smallest budget is never lost. A second plan is then made by the choices that save most time for
- * a byte, as long as they fit, and the better one is the result. is_exact tells whether that has happened, and bound_ns
- * (a linear relaxation) how far from the best the plan may be.
+ * From the last layer to the first, the Pareto front of all pairs (bytes that the rest needs, time that it adds) is
+ * kept. A front that grows too long is thinned out: the remaining pairs are real plans, so that the result always fits,
+ * and the smallest budget is never lost. A second plan is then made by the choices that save most time for a byte, as
+ * long as they fit, and the better one is the result. is_exact tells whether that has happened, and bound_ns (a linear
+ * relaxation) how far from the best the plan may be.
  *
  * DSC_EINVAL names the first bad argument, DSC_EOVERFLOW says that the numbers do not add up in int64_t, DSC_ENOMEM
  * that there is no memory for the search: *plan is then untouched. DSC_ENOSPC when no plan fits: the sentence has both

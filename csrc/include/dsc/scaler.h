@@ -42,7 +42,7 @@ DSC_API dsc_status dsc_scaler_init(struct dsc_scaler *scaler, const struct dsc_s
 /*
  * Counts one attempted step. *out_at_floor is true when the step overflowed, the hysteresis was used up and a dynamic
  * scale could not be cut any further: the run cannot be saved by scaling. Always false for a static scale. As in
- * DeepSpeed, the window counts the good steps after the first one that follows an overflow (or the start), and the
+ * DeepSpeed, the window counts the good steps after the first good step since an overflow (or the start), and the
  * hysteresis, once used up, stays so until the scale grows (consecutive_hysteresis: until a good step).
  */
 DSC_API dsc_status dsc_scaler_update(struct dsc_scaler *scaler, bool has_overflow, bool *out_at_floor);

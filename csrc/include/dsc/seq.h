@@ -1,16 +1,16 @@
 /*
- * One sequence over several ranks: which tokens, heads and blocks of attention each of them has, as plain integers; and
- * how partial results of attention become one.
+ * Sequence parallelism: which tokens, heads and blocks of attention each rank has, as plain integers; and how to merge
+ * partial results of attention.
  *
- * Tokens are numbered by their place in the whole sequence. What a rank has of them comes as *runs*: n_tokens tokens
- * that lie together in the whole sequence and in the rank's own, in increasing order in both. Four orders over 4 ranks:
+ * Tokens are numbered by their place in the whole sequence. A rank's tokens come as *runs*: n_tokens tokens that lie
+ * together in the whole sequence and in the rank's own, in increasing order in both. Four orders over 4 ranks:
  *
  *   DSC_SEQ_CONTIGUOUS   | 0 . . | 1 . . | 2 . . | 3 . . |
  *   DSC_SEQ_ZIGZAG       | 0 | 1 | 2 | 3 | 3 | 2 | 1 | 0 |   the same causal work for all of them
  *   DSC_SEQ_DOCUMENTS    | 2 | 0 . . . | 1 . | 3 | 1 |       no document is cut, so no rank needs another's keys
  *
- * A sequence may be *packed*: documents one after another, none of which sees another. document_ends[i] is the first
- * token after document i; ends increase and the last is the length. n_documents 0 is one document.
+ * A sequence may be *packed*: documents one after another, and none sees another. document_ends[i] is the first token
+ * after document i; ends increase and the last is the length. n_documents 0 is one document.
  *
  * Nothing here allocates. Tokens, heads and work are int64_t, ranks int32_t. Any thread may call anything.
  */
@@ -102,15 +102,15 @@ struct dsc_seq_widths {
 
 /*
  * Elements that rank exchanges with each other, itself included, for one sequence: query, key and value of its tokens
- * go out in out_sent [n_ranks] and those of its heads come in in out_received; the outputs take the way back, with
- * out_returned elements to each rank, and out_got from each. tokens [n_ranks] are those of each rank. DSC_EOVERFLOW
- * where a number does not fit. An array may be NULL. On failure nothing is written.
+ * go out as out_sent [n_ranks], and query, key and value of its heads come in as out_received; the outputs take the way
+ * back, with out_returned elements to each rank, and out_got from each. tokens [n_ranks] is each rank's number of
+ * tokens. DSC_EOVERFLOW where a number does not fit. An array may be NULL. On failure nothing is written.
  */
 DSC_API dsc_status dsc_seq_exchange_of(int64_t n_heads, int64_t n_key_heads, const struct dsc_seq_widths *widths,
                                        const int64_t *tokens, int32_t n_ranks, int32_t rank, int64_t *out_sent,
                                        int64_t *out_received, int64_t *out_returned, int64_t *out_got);
 
-/* Which keys a query sees, besides that both are of one document. */
+/* The keys that a query sees, within its document. */
 struct dsc_seq_mask {
     bool is_causal; /* none that comes after it */
     int64_t window; /* none that is window tokens away or more; 0: any distance */
@@ -124,7 +124,7 @@ enum dsc_seq_kind {
 };
 
 /*
- * Queries and keys that are multiplied with one another: half-open ranges of what their two ranks have. Each query of a
+ * Queries and keys that are multiplied with one another: half-open ranges of their two ranks' tokens. Each query of a
  * block sees at least one of its keys.
  */
 struct dsc_seq_block {
@@ -133,14 +133,14 @@ struct dsc_seq_block {
     int64_t query_end;
     int64_t key_begin;
     int64_t key_end;
-    int64_t shift;   /* the place of the first query less that of the first key, in the whole sequence */
-    int64_t n_pairs; /* of a query and a key that it sees: the work */
+    int64_t shift;   /* the first query's place less the first key's, in the whole sequence */
+    int64_t n_pairs; /* pairs (query, key that it sees): the work */
 };
 
 /*
- * What is left of the product of one rank's queries and another's keys once everything is skipped that the mask or the
- * documents hide. No pair is in two blocks; neighbours that one call of attention can do are one block. The runs are
- * those of dsc_seq_runs_of, of one cut. Call with out_blocks NULL for the count; then with an array of capacity
+ * Lists the blocks of the product of one rank's queries and another's keys, without everything that the mask or the
+ * documents hide. No pair is in two blocks; neighbours that one call of attention can do are one block. The runs come
+ * from dsc_seq_runs_of, for the same cut. Call with out_blocks NULL for the count; then with an array of capacity
  * entries. On failure nothing is written.
  */
 DSC_API dsc_status dsc_seq_blocks_of(const struct dsc_seq_mask *mask, const int64_t *document_ends, int64_t n_documents,
@@ -149,14 +149,14 @@ DSC_API dsc_status dsc_seq_blocks_of(const struct dsc_seq_mask *mask, const int6
                                      struct dsc_seq_block *out_blocks, int64_t *out_n_blocks, int64_t *out_n_pairs);
 
 /*
- * Adds a part of attention to what there is of it: the softmax over some keys to that over others (arXiv 2310.01889).
- * out is f32 [n_groups, n_rows, width] and log_sum f32 [n_groups, n_rows], the logarithm of the sum of exponentials
- * that out was divided by; -inf and 0 before the first part. part [n_groups, n_part_rows, width] of dtype and
- * part_log_sum [n_groups, n_part_rows] belong to the rows from first_row on. Afterwards
+ * Merges a part of attention into the result so far: the softmax over some keys with the softmax over others (arXiv
+ * 2310.01889). out is f32 [n_groups, n_rows, width] and log_sum f32 [n_groups, n_rows], the logarithm of the sum of
+ * exponentials that out was divided by; before the first part log_sum is -inf and out 0. part [n_groups, n_part_rows,
+ * width] of dtype and part_log_sum [n_groups, n_part_rows] belong to the rows from first_row on. Afterwards
  *
  *   log_sum = log(e^log_sum + e^part_log_sum)     out = out e^(old log_sum - log_sum) + part e^(part_log_sum - log_sum)
  *
- * with exponents that are never above 0. A part of -inf changes nothing, whatever stands in it.
+ * with exponents that are never above 0. A row with part_log_sum -inf changes nothing, even if its part holds NaN.
  */
 DSC_API dsc_status dsc_seq_merge(float *out, float *log_sum, int64_t n_groups, int64_t n_rows, int64_t width,
                                  const void *part, dsc_dtype dtype, const float *part_log_sum, int64_t first_row,

@@ -1,4 +1,4 @@
-/* What a call returns: a status, and a sentence with the numbers in it. */
+/* The result of a call: a status, and a sentence with the numbers in it. */
 #ifndef DSC_STATUS_H
 #define DSC_STATUS_H
 

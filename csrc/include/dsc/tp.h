@@ -1,5 +1,5 @@
 /*
- * Which elements of a parameter a tensor-parallel rank holds, as plain integers.
+ * The elements of a parameter that a tensor-parallel rank holds, as plain integers.
  *
  * A parameter is cut along one dimension. That dimension is n_blocks equal *blocks* one after another, each of them the
  * same *parts*: [q | k | v] of a fused projection is one block of three parts, and one block a key head where they are
@@ -8,7 +8,7 @@
  *   n_blocks 1   | q: heads x head_dim | k: key heads x head_dim | v: key heads x head_dim |
  *   n_blocks K   | q of key head 0 | k 0 | v 0 | q of key head 1 | k 1 | v 1 | ...
  *
- * What a rank holds comes as *runs*: n_elems elements that lie together in the whole dimension and in the rank's own.
+ * A rank's elements come as *runs*: n_elems elements that lie together in the whole dimension and in the rank's own.
  * Query heads stay with the key head that they attend to. With at least as many key heads as ranks each rank gets some
  * of them (2/1/1 for 4 over 3); with fewer, ranks share one and divide its query heads (arXiv 1909.08053, 2305.13245).
  *
@@ -44,7 +44,7 @@ struct dsc_tp_dim {
     const struct dsc_tp_part *parts; /* borrowed */
     int64_t n_parts;
     int64_t n_blocks;    /* 0 to DSC_TP_MAX_BLOCKS */
-    int64_t n_heads;     /* query heads: what all blocks of a part of queries add up to; 0 where there are none */
+    int64_t n_heads;     /* query heads, summed over all blocks of a part of queries; 0 where there are none */
     int64_t n_key_heads; /* divides n_heads */
 };
 
@@ -84,7 +84,7 @@ DSC_API dsc_status dsc_tp_runs_of(const struct dsc_tp_dim *dim, int32_t n_ranks,
                                   struct dsc_tp_run *out_runs, int64_t *out_n_runs, int32_t *out_first_copy,
                                   int32_t *out_n_copies);
 
-/* What one rank says of a row of logits: with the other ranks' it gives the row's loss. */
+/* One rank's share of a row of logits: all ranks' shares together give the row's loss. */
 struct dsc_tp_row {
     float max;     /* of this rank's words; -inf where it has none */
     float sum_exp; /* of e^(logit - max), 0 where max is -inf */
@@ -107,7 +107,7 @@ DSC_API dsc_status dsc_tp_cross_entropy_rows(const void *logits, dsc_dtype dtype
  *   scale[row] * (e^(logit - log_sum[row]) - smoothing / n_all_words - (1 - smoothing) * (word is the target))
  *
  * computed in f32 and rounded once; log_sum is the logarithm of the sum of exponentials over all ranks, so no logit is
- * above it, n_all_words counts the words of all ranks. A row with scale 0 becomes zeros, whatever stands in it.
+ * above it, n_all_words counts the words of all ranks. A row with scale 0 becomes zeros, even if it holds NaN.
  */
 DSC_API dsc_status dsc_tp_cross_entropy_grad(void *logits, dsc_dtype dtype, const int64_t *targets, int64_t n_rows,
                                              int64_t n_words, const float *log_sum, const float *scale,

@@ -22,16 +22,16 @@ typedef enum dsc_dtype { DSC_DTYPE_F32 = 0, DSC_DTYPE_BF16 = 1, DSC_DTYPE_F16 = 
 /* Bytes of one element; 0 for a value that is no dsc_dtype. */
 DSC_API size_t dsc_dtype_bytes(dsc_dtype dtype);
 
-/* What a body of work does with the chunks first <= i < last. */
+/* A body of work: processes the chunks first <= i < last. */
 typedef void (*dsc_par_body)(void *arg, int64_t first, int64_t last);
 
 /*
  * A parallel-for that the caller lends for the duration of one call.
  *
  * run() calls body over disjoint ranges that together cover [0, n_chunks), from any threads and in
- * any order, and returns when all are done. What one chunk is depends on the sizes alone, and partial
- * results are combined in chunk order, so every result has the same bits for any number of threads.
- * A NULL dsc_par means: serially, in the calling thread.
+ * any order, and returns when all are done. The bounds of a chunk depend on the sizes alone, and
+ * partial results are combined in chunk order, so every result has the same bits for any number of
+ * threads. A NULL dsc_par means: serially, in the calling thread.
  */
 struct dsc_par {
     void *ctx;

@@ -1,9 +1,10 @@
 /*
- * Who owns which element: flat layouts, buckets and shards, as plain integers.
+ * The owner of each element: flat layouts, buckets and shards, as plain integers.
  *
  * Nothing here touches a tensor and nothing allocates. A *layout* places the parameters of one unit (one optimizer
- * group, one dtype) one after another in a flat buffer. The buffer is cut into *buckets*: what one collective carries.
- * Every bucket is padded to n_ranks equal slices; a rank's *shard* is the concatenation of its slice of each bucket.
+ * group, one dtype) one after another in a flat buffer. The buffer is cut into *buckets*; a collective carries one
+ * bucket. Every bucket is padded to n_ranks equal slices; a rank's *shard* is the concatenation of its slice of each
+ * bucket.
  *
  *   flat    | p0 | p1 |..pad | p2      |..pad | ...          bucket b = flat[begin[b] .. begin[b] + n_ranks * slice[b])
  *   bucket 0: rank 0 | rank 1 | ...    rank r owns            flat[begin[b] + r * slice[b] .. + slice[b])
@@ -53,7 +54,7 @@ struct dsc_fragment {
 /*
  * Lists the fragments that rank owns, by bucket and then by position. Call with out_fragments NULL for the count; then
  * with an array of capacity entries. A parameter gives a rank at most one fragment, so n_params entries are always
- * enough. The arrays are those that dsc_layout_plan filled.
+ * enough. The arrays come from dsc_layout_plan.
  */
 DSC_API dsc_status dsc_shard_fragments(const int64_t *sizes, int64_t n_params, const int64_t *bucket_of,
                                        const int64_t *offset_elems, const int64_t *bucket_begin_elems,
@@ -68,20 +69,20 @@ DSC_API dsc_status dsc_shard_range_of(int64_t n_elems, int32_t n_ranks, int32_t 
 /*
  * Tracks which parameters of a pass are ready, and says which bucket may be reduced next.
  *
- * Collectives must start in the same order on every rank, whatever order the gradients come in. A bucket's *turn* comes
+ * Collectives must start in the same order on every rank, although gradients come in any order. A bucket's *turn* comes
  * when all its members have been marked and the turns of all lower buckets have come; it is due then. A bucket that
- * *waits* lets its turn pass, and is due after all others. Which ones wait must be the same on all ranks. The caller
- * owns the storage.
+ * *waits* lets its turn pass, and is due after all others. All ranks must let the same buckets wait. The caller owns
+ * the storage.
  */
 struct dsc_bucket_tracker {
     const int64_t *bucket_of; /* kept */
     int64_t n_params;
     int64_t n_buckets;
     int64_t *pending;     /* kept: n_buckets entries, members still missing */
-    uint8_t *marks;       /* kept: n_params entries, what has come of each */
+    uint8_t *marks;       /* kept: n_params entries, the contributions seen of each */
     uint8_t *states;      /* kept: n_buckets entries, how far each bucket is */
     int64_t next_turn;    /* lowest bucket whose turn has not come by its members */
-    int64_t next_waiting; /* where to look for the next one that has waited */
+    int64_t next_waiting; /* where to look for the next bucket that has waited */
 };
 
 /* waits is 0 for all. */
@@ -89,13 +90,16 @@ DSC_API dsc_status dsc_bucket_tracker_init(struct dsc_bucket_tracker *tracker, c
                                            int64_t n_params, int64_t n_buckets, int64_t *pending, uint8_t *marks,
                                            uint8_t *states);
 
-/* Begins a backward pass: nothing marked, nothing launched. What waits goes on to, and what was seen stays seen. */
+/*
+ * Begins a backward pass: nothing marked, nothing launched. Waiting buckets go on waiting, and contributions seen stay
+ * seen.
+ */
 DSC_API void dsc_bucket_tracker_reset(struct dsc_bucket_tracker *tracker);
 
 /* Begins a window: as dsc_bucket_tracker_reset, and nothing has been seen. */
 DSC_API void dsc_bucket_tracker_begin_window(struct dsc_bucket_tracker *tracker);
 
-/* From now on bucket waits, or does no longer. What has been launched stays so. */
+/* From now on bucket waits, or does no longer. Launched buckets stay launched. */
 DSC_API dsc_status dsc_bucket_tracker_set_waiting(struct dsc_bucket_tracker *tracker, int64_t bucket, bool waits);
 
 enum dsc_bucket_time {
@@ -111,11 +115,11 @@ enum dsc_bucket_time {
  */
 DSC_API dsc_status dsc_bucket_tracker_mark(struct dsc_bucket_tracker *tracker, int64_t param, int32_t *out_time);
 
-/* What has come of a parameter in this window; a sum of these. */
+/* The contributions seen of a parameter in this window: a sum of these bits. */
 enum dsc_bucket_seen {
     DSC_BUCKET_SEEN = 1,       /* a gradient */
-    DSC_BUCKET_SEEN_AFTER = 2, /* one that was not in time */
-    DSC_BUCKET_SEEN_LATE = 4,  /* one that has to be reduced by itself, and has not been yet */
+    DSC_BUCKET_SEEN_AFTER = 2, /* a gradient that was not in time */
+    DSC_BUCKET_SEEN_LATE = 4,  /* a gradient that has to be reduced by itself, and has not been yet */
 };
 
 /* Fills n_params entries: enum dsc_bucket_seen. */
@@ -131,20 +135,20 @@ DSC_API dsc_status dsc_bucket_tracker_forget(struct dsc_bucket_tracker *tracker,
 DSC_API void dsc_bucket_tracker_take_late(struct dsc_bucket_tracker *tracker);
 
 enum dsc_bucket_due {
-    DSC_BUCKET_READY = 0,  /* whose turn has come */
+    DSC_BUCKET_READY = 0,  /* buckets in turn */
     DSC_BUCKET_PROMPT = 1, /* all that do not wait; missing members do not matter */
-    DSC_BUCKET_ALL = 2,    /* those that wait as well, after the others */
+    DSC_BUCKET_ALL = 2,    /* the waiting buckets as well, after the others */
 };
 
 /*
- * Hands out the next bucket of those that due (enum dsc_bucket_due) names and counts it as launched; -1 when there is
- * none.
+ * Hands out the next bucket that due (enum dsc_bucket_due) admits and counts it as launched; -1 when there is none.
  */
 DSC_API int64_t dsc_bucket_tracker_next(struct dsc_bucket_tracker *tracker, int32_t due);
 
 /*
- * Has the bucket's turn come, whatever its members and the lower ones: where the caller knows the turns, the same on
- * all ranks. *out_is_due: it is to be launched, and counts as launched; false where it waits or has been launched.
+ * Declares that the bucket's turn has come, regardless of its members and the lower buckets: for callers that know the
+ * turns, the same on all ranks. *out_is_due: it is to be launched, and counts as launched; false where it waits or has
+ * been launched.
  */
 DSC_API dsc_status dsc_bucket_tracker_pass(struct dsc_bucket_tracker *tracker, int64_t bucket, bool *out_is_due);
 
