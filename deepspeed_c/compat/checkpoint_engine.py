@@ -1,4 +1,4 @@
-"""The interface by which DeepSpeed's engine writes the files of a checkpoint, and torch's implementation of it.
+"""The interface that DeepSpeed's engine writes the files of a checkpoint by, and torch's implementation of it.
 
 The engine here writes its own way.
 """
@@ -20,7 +20,7 @@ __all__ = ["CheckpointCommitInfo", "CheckpointEngine", "TorchCheckpointEngine"]
 
 @dataclass
 class CheckpointCommitInfo:
-    """Which checkpoint is written: its tag, its folder, and whether ``latest`` names it afterwards."""
+    """A checkpoint about to be written: its tag, its folder, and whether ``latest`` names it afterwards."""
 
     tag: str
     save_dir: str
@@ -54,7 +54,7 @@ class CheckpointEngine(ABC):
         os.makedirs(path, exist_ok=exist_ok)
 
     def is_data_parallel_writer(self, dp_rank: int) -> bool:
-        """Whether this data-parallel rank writes what all of them have."""
+        """Whether this data-parallel rank writes data that all of them have."""
         return dp_rank == 0
 
     def is_decoupled(self) -> bool:
@@ -62,10 +62,10 @@ class CheckpointEngine(ABC):
         return False
 
     def set_commit_info(self, info: CheckpointCommitInfo) -> None:
-        """For an engine that is decoupled: what is to be committed. Not required."""
+        """For an engine that is decoupled: gives the checkpoint to commit. Not required."""
 
     def get_commit_info(self) -> CheckpointCommitInfo | None:
-        """What ``set_commit_info`` was given and is not committed yet. Not required."""
+        """The last checkpoint given to ``set_commit_info``, until it is committed. Not required."""
         return None
 
     def cleanup(self) -> None:

@@ -42,9 +42,8 @@ _OPTIMIZER_PREFIXES = ("zero_pp_rank_", "fp16_zero_pp_rank_", "bf16_zero_pp_rank
 
 @dataclass
 class SubparamShape:
-    """Parameters, by patterns of their names, that are several tensors in one: the whole shape, with a tuple in the
-    place of the dimension in which they lie behind one another, and the dimension in which tensor-parallel ranks cut
-    each.
+    """Parameters, by patterns of their names, that are several tensors in one: the whole shape, with a tuple for the
+    dimension of concatenation, and the dimension that tensor-parallel ranks cut in each.
     """
 
     patterns: list[str]
@@ -72,7 +71,7 @@ def get_files(dir: str) -> list[str]:
 
 
 def get_files_with_prefix(all_files: Iterable[str], prefix: str) -> list[str]:
-    """Those whose own name begins so, sorted."""
+    """The files whose own name begins so, sorted."""
     return sorted(path for path in all_files if os.path.basename(path).startswith(prefix))
 
 
@@ -125,7 +124,7 @@ class meg_2d_parallel_map:
         self.map.setdefault(self._key(pp_index, tp_index), []).extend(data)
 
     def get_data(self, pp_index: int | None = None, tp_index: int | None = None) -> list[Any]:
-        """The list of one rank, or with None those of all ranks of that kind behind one another."""
+        """The list of one rank; with None the lists of all ranks of that kind behind one another."""
         rows = range(self.pp_degree) if pp_index is None else [pp_index]
         columns = range(self.tp_degree) if tp_index is None else [tp_index]
         return [entry for i in rows for j in columns for entry in self.map[self._key(i, j)]]
@@ -146,7 +145,8 @@ class meg_2d_parallel_map:
 def reshape_meg_2d_parallel(
     old_pp_degree: int, old_tp_degree: int, new_pp_degree: int, new_tp_degree: int, verbose: bool = False
 ) -> meg_2d_parallel_map:
-    """Which old ranks each of fewer new ranks takes over: neighbours, first of tensor, then of pipeline ranks.
+    """Map each of fewer new ranks to the old ranks that it takes over: neighbours, first of tensor, then of pipeline
+    ranks.
 
     Raises CheckpointError for more ranks.
     """
@@ -254,8 +254,8 @@ def merge_state(state_a: Any, state_b: Any, key_list: Collection[str] = ()) -> A
     """Two ranks' states as one: tensors behind one another in their first dimension, dictionaries and lists entry by
     entry, of the rest the first's.
 
-    A key that only the second has is taken; one that only the first has is left out. Raises CheckpointError: types or
-    lengths differ; ``key_list`` says where.
+    A key of the second alone is taken; a key of the first alone is left out. Raises CheckpointError: types or lengths
+    differ; ``key_list`` says where.
     """
     where = ".".join(map(str, key_list)) or "merge_state"
     if type(state_a) is not type(state_b):
@@ -301,7 +301,7 @@ class ZeROCheckpoint:
         self.reshape(model_3d_desc(self.src_3d.pp_degree, self.src_3d.tp_degree, self.src_3d.dp_degree))
 
     def reshape(self, target_3d_desc: model_3d_desc) -> None:
-        """From now on the ranks are those of ``target_3d_desc``."""
+        """From now on the ranks follow ``target_3d_desc``."""
         self._3d_file_map = self.src_3d.reshape(target_3d_desc)
         self.target_3d = target_3d_desc
 
@@ -318,7 +318,7 @@ class ZeROCheckpoint:
         return self.src_3d.dp_degree
 
     def get_file_indices_for_rank(self, pp_index: int, tp_index: int, dp_index: int) -> list[int]:
-        """Places in ``file_list`` of what this rank takes over."""
+        """Indices in ``file_list`` of the files that this rank takes over."""
         if not 0 <= dp_index < len(self._3d_file_map):
             raise CheckpointError(
                 f"there is no data-parallel rank {dp_index} of {len(self._3d_file_map)}",
@@ -338,8 +338,8 @@ class ZeROCheckpoint:
         keys_to_ignore: Collection[str] = (),
         strip_tensor_paddings: bool = True,
     ) -> dict[str, Any]:
-        """What this rank's files hold, merged; without ``keys_to_ignore``, and without the padding at the ends of flat
-        states unless told otherwise.
+        """The content of this rank's files, merged; without ``keys_to_ignore``, and by default without the padding at
+        the ends of flat states.
         """
         merged: dict[str, Any] | None = None
         for path in self.get_files_for_rank(pp_index, tp_index, dp_index):

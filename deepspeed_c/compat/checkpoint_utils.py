@@ -40,10 +40,10 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
     has only its own.
     """
     if torch.is_tensor(item):
-        # Of a view with gaps, to() may keep the strides; the copy has none.
+        # For a view with gaps, to() may keep the strides; the copy has none.
         return item.detach().to(device, copy=True, memory_format=torch.contiguous_format)
     if isinstance(item, dict):
-        # With what its class keeps besides (state_dict's _metadata, a default factory).
+        # Including the extra state of its class (state_dict's _metadata, a default factory).
         clone = copy.copy(item)
         clone.update((key, clone_tensors_for_torch_save(value, device)) for key, value in item.items())
         return clone

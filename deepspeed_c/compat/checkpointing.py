@@ -72,7 +72,7 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Says how ``checkpoint`` keeps the inputs of layers. What is given here wins over ``deepspeed_config``.
+    """Says how ``checkpoint`` keeps the inputs of layers. Arguments given here win over ``deepspeed_config``.
 
     mpu_: an object with ``get_tensor_model_parallel_group()`` or ``get_model_parallel_group()``, or None: activations
         are cut over the ranks of that group.
@@ -80,7 +80,7 @@ def configure(
 
     profile: count times and bytes of each layer, for ``profile_of_layers``.
 
-    Raises ConfigError where ``contiguous_checkpointing`` lacks what it needs, or a file cannot be made.
+    Raises ConfigError where ``contiguous_checkpointing`` lacks a setting that it needs, or a file cannot be made.
     """
     given = locals()
     section, aio = ActivationCheckpointing(), Aio()
@@ -127,8 +127,8 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seeds this rank's device: one stream that tensor-parallel ranks share, and one of each rank's own, which
-    ``get_cuda_rng_tracker().fork()`` draws from. The ranks are those of ``configure``'s ``mpu_``.
+    """Seed this rank's device: one stream that tensor-parallel ranks share, and one stream of each rank's own for
+    ``get_cuda_rng_tracker().fork()``. The ranks come from ``configure``'s ``mpu_``.
     """
     rng.seed_all(seed, configured.mpu)
 
@@ -164,7 +164,7 @@ def get_partition_size(item: torch.Tensor) -> int:
 def partition_activations(args: Sequence[Any], cpu_checkpoint: bool, contiguous_checkpoint: bool) -> list[Any]:
     """This rank's part of each activation among ``args``, in host memory if asked for; the rest as it is.
 
-    contiguous_checkpoint: without effect here: what ``checkpoint`` keeps lies in one piece of memory.
+    contiguous_checkpoint: without effect here: inputs kept by ``checkpoint`` lie in one piece of memory.
     """
     found = []
     for arg in args:
@@ -178,8 +178,8 @@ def partition_activations(args: Sequence[Any], cpu_checkpoint: bool, contiguous_
 def get_partitioned_activations_for_backward(
     args: Sequence[Any], inputs: Sequence[Any], contiguous_checkpoint: bool
 ) -> list[Any]:
-    """What ``gather_partitioned_activations`` takes: for each of ``args`` its entry of ``inputs``, which are what
-    ``partition_activations`` gave for them, and its shape (None for what is no activation). ``args`` stay as they are.
+    """Return arguments for ``gather_partitioned_activations``: for each of ``args`` its entry of ``inputs``, the result
+    of ``partition_activations``, and its shape (None if it is no activation). ``args`` stay as they are.
     """
     found: list[Any] = []
     for arg, part in zip(args, inputs, strict=True):
@@ -189,19 +189,19 @@ def get_partitioned_activations_for_backward(
 
 
 def get_cpu_activations_for_backward(args: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-    """``args`` with its activations replaced by those of ``inputs``, their copies in host memory. ``args`` stay as
-    they are.
+    """Replace the activations in ``args`` by their copies in host memory, taken from ``inputs``. ``args`` stay as they
+    are.
     """
     return [new if is_activation_to_checkpoint(arg) else arg for arg, new in zip(args, inputs, strict=True)]
 
 
 def get_offloaded_activations_for_backward(args: Sequence[Any], engine: offload_activations) -> list[Any]:
-    """``args`` with what ``engine`` keeps in place of each activation. ``args`` stay as they are."""
+    """Replace each activation in ``args`` by the copy that ``engine`` keeps. ``args`` stay as they are."""
     return [_Offloaded(engine.put(arg)) if is_activation_to_checkpoint(arg) else arg for arg in args]
 
 
 def restore_offloaded_activations(tensors: Sequence[Any], engine: offload_activations) -> list[Any]:
-    """What ``get_offloaded_activations_for_backward`` was given, in no graph."""
+    """The arguments of ``get_offloaded_activations_for_backward``, in no graph."""
     return [engine.get(each.kept) if isinstance(each, _Offloaded) else each for each in tensors]
 
 

@@ -1,7 +1,7 @@
-"""``DeepSpeedConfigModel``: a class of configuration keys with types and defaults, which checks what it is given and
-dumps it again.
+"""``DeepSpeedConfigModel``: a class of configuration keys with types and defaults, which checks its values and dumps
+them again.
 
-DeepSpeed's is a model of pydantic; this one has what programs use of it, and needs no pydantic.
+DeepSpeed's is a model of pydantic; this class has the parts that programs use, and needs no pydantic.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ class DeepSpeedConfigModel:
     _names: typing.ClassVar = {}
 
     def __init_subclass__(cls, section: type[Section] | None = None, prefix: str = "", **options: Any) -> None:
-        """``section``: one whose keys, types and defaults the class has before its own; attributes are called as the
-        keys, without ``prefix``.
+        """``section``: a class whose keys, types and defaults come before this class's own; attributes have the names
+        of the keys, without ``prefix``.
         """
         super().__init_subclass__(**options)
         own: dict[str, Field] = {}
@@ -184,7 +184,7 @@ class DeepSpeedConfigModel:
         self._check()
 
     def _check(self) -> None:
-        """What involves several keys; a subclass may have some."""
+        """Check rules over several keys; a subclass may have some."""
 
     def _checked(self, name: str, value: Any) -> Any:
         field = self.model_fields[name]

@@ -74,7 +74,7 @@ class DeepSpeedFP16Config(DeepSpeedConfigModel, section=Fp16):
         return 2**self.initial_scale_power
 
     def dynamic_loss_scale_args(self) -> dict[str, Any]:
-        """What ``DynamicLossScaler`` of DeepSpeed takes, by its arguments' names."""
+        """Arguments of DeepSpeed's ``DynamicLossScaler``, by name."""
         return {
             "init_scale": self.initial_dynamic_scale(),
             "scale_window": self.loss_scale_window,
@@ -232,7 +232,7 @@ class DeepSpeedMonitorConfig(DeepSpeedConfigModel):
 
     @property
     def enabled(self) -> bool:
-        """Whether one of them is."""
+        """Whether any monitor is enabled."""
         return any(monitor.enabled for _, monitor in self)
 
 

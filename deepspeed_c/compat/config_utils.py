@@ -1,5 +1,5 @@
-"""What ``deepspeed.runtime.config_utils`` has besides the model class: access to dictionaries, numbers and objects as
-text.
+"""Contents of ``deepspeed.runtime.config_utils`` besides the model class: access to dictionaries, and numbers and
+objects as text.
 """
 
 from __future__ import annotations

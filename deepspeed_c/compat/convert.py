@@ -32,7 +32,7 @@ _BOUNDS = {
 
 
 def convert(value: Any, kind: Any, where: str, bounds: Mapping[str, Any] | None = None) -> Any:
-    """``value`` as ``kind``: a class, a union, a Literal, a list, tuple, set or dict of such, an annotated one of
+    """``value`` as ``kind``: a class, a union, a Literal, a list, tuple, set or dict of such, or an annotated form of
     these.
 
     Enumerations become their values; mappings become objects of a class that can be made with them as keywords.
@@ -103,7 +103,7 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
 
 
 def _convert_union(value: Any, kinds: tuple[Any, ...], where: str) -> Any:
-    # What is of one of the types already stays so: a number given for "int | str" does not become text.
+    # A value of a listed type stays so: a number given for "int | str" does not become text.
     for kind in kinds:
         if kind is type(None):
             if value is None:

@@ -28,7 +28,7 @@ from deepspeed_c.errors import CheckpointError
 __all__ = ["DeepSpeedCheckpoint", "dp_index_to_str", "dump_param_fragment", "extract_zero_shards"]
 
 _MODEL, _LAYER_FILE = "mp_rank_", re.compile(r"layer_(\d+)-model_.*")
-# Of a Megatron layer: what each tensor-parallel rank has alike, and what is cut in its second dimension.
+# Parameters of a Megatron layer: alike on all tensor-parallel ranks, and cut in the second dimension.
 _ALIKE = {
     *("input_layernorm.weight", "input_layernorm.bias", "self_attention.dense.bias"),
     *("post_attention_layernorm.weight", "post_attention_layernorm.bias", "mlp.dense_4h_to_h.bias"),
@@ -42,8 +42,8 @@ class DeepSpeedCheckpoint:
 
     Args:
         dir: the folder.
-        tp_degree, pp_degree, dp_degree: ranks to merge it for, None for those that wrote it; not more than these.
-        final_layer_norm_idx: which of a pipeline's layers is the last norm.
+        tp_degree, pp_degree, dp_degree: ranks to merge it for, None for the ranks that wrote it; not more than these.
+        final_layer_norm_idx: number of the pipeline's layer that is the last norm.
 
     Raises:
         CheckpointError: it is no such folder, or ranks that do not divide.
@@ -104,7 +104,7 @@ class DeepSpeedCheckpoint:
         return self.global_state[key]
 
     def get_iteration(self) -> int:
-        """What the program that saved it counts; 0 where it says nothing."""
+        """The saving program's iteration; 0 where it saved none."""
         return self._value("iteration") or 0
 
     def get_args(self) -> Any:
@@ -200,8 +200,8 @@ def dump_param_fragment(
     offset: int,
     numel: int,
 ) -> None:
-    """Saves elements [offset, offset + numel) of a flat state as ``dir/param_name/tp_index/state_name.dp_index``; a
-    step, or what is no tensor, whole.
+    """Save elements [offset, offset + numel) of a flat state as ``dir/param_name/tp_index/state_name.dp_index``; a
+    step, or a value that is no tensor, is saved whole.
     """
     folder = os.path.join(dir, param_name, str(tp_index))
     os.makedirs(folder, exist_ok=True)
@@ -211,11 +211,11 @@ def dump_param_fragment(
 
 
 def extract_zero_shards(dir: str, ds_checkpoint: DeepSpeedCheckpoint, indices_3D: tuple[int, int, int]) -> None:
-    """Saves what a rank (pipeline, tensor, data) of a checkpoint of Adam at stage 1 or 2 has of each parameter, by
+    """Save a rank's part (pipeline, tensor, data) of each parameter of a checkpoint of Adam at stage 1 or 2, by
     ``dump_param_fragment``.
 
     Raises:
-        CheckpointError: the file does not say where its parameters lie, as those of other stages.
+        CheckpointError: the file does not say where its parameters lie, as in other stages.
     """
     pp_index, tp_index, dp_index = indices_3D
     optimizer = ds_checkpoint.get_zero_checkpoint_state(pp_index, tp_index, dp_index).get("optimizer_state_dict", {})

@@ -9,7 +9,7 @@ __all__ = ["recursive_getattr", "recursive_setattr"]
 
 
 def recursive_getattr(model: Any, module_name: str) -> Any:
-    """What the path ``a.b.0.c`` leads to from ``model``. Raises AttributeError."""
+    """Return the object at the path ``a.b.0.c`` from ``model``. Raises AttributeError."""
     return reduce(getattr, module_name.split("."), model)
 
 

@@ -1,7 +1,7 @@
 """``DeepSpeedConfig``: a whole configuration as an object with an attribute for each key that programs read, as
 ``deepspeed.runtime.config`` has it.
 
-The engine does not use it: it reads ``deepspeed_c.config``, by which the values here are checked as well.
+The engine does not use it: it reads ``deepspeed_c.config``, which checks the values here as well.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ class DeepSpeedConfig:
         resolved = known.resolved_dict()
         aio_keys = ("block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events", "use_gds")
         self.aio_config = {key: resolved[AIO][key] for key in aio_keys}
-        own = ("schedule", "use_reentrant", "virtual_stages")  # which DeepSpeed's has not
+        own = ("schedule", "use_reentrant", "virtual_stages")  # keys that DeepSpeed does not have
         self.pipeline = {key: value for key, value in resolved["pipeline"].items() if key not in own}
         self.pipeline |= given.get("pipeline", {})
         self.sparse_attention = resolved[SPARSE_ATTENTION]
@@ -250,7 +250,7 @@ class DeepSpeedConfig:
         self.checkpoint_parallel_write_pipeline = known.checkpoint.parallel_write.pipeline_stage
 
     def print_user_config(self) -> None:
-        """Logs what the user gave, as JSON."""
+        """Log the user's configuration, as JSON."""
         text = json.dumps(self._param_dict, sort_keys=True, indent=4, cls=ScientificNotationEncoder)
         logger.info("  json = %s", text)
 

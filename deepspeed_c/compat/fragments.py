@@ -1,7 +1,7 @@
 """Ties 16-bit parameters to their parts of a rank's flat fp32 partition, for optimizers of others that were written
 against ``deepspeed.utils``.
 
-The engine here does not use it: ``zero/states/access.py`` reads and writes what the engine trains.
+The engine here does not use it: ``zero/states/access.py`` reads and writes the states of the engine's parameters.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def get_hp_fragment_mapping(
     partition_start: int,
     partition_size: int,
 ) -> tensor_fragment:
-    """What a partition has of a parameter whose first element is number ``lp_start`` of the whole flat group; the
+    """Return a partition's part of a parameter whose first element is number ``lp_start`` of the whole flat group; the
     partition begins at ``partition_start``.
 
     Raises:
@@ -136,9 +136,9 @@ def link_hp_params(
     partition_size: int,
     dp_group: Any,
 ) -> None:
-    """Gives each parameter of a flat group its ``_hp_mapping`` (None outside of the partition), ``_dp_group``, its
-    number among those that the partition has something of, and the methods ``get_full_hp_param`` and its kin, which
-    work over the ranks of ``dp_group``.
+    """Give each parameter of a flat group its ``_hp_mapping`` (None outside of the partition), ``_dp_group``, its index
+    in the parameters that overlap the partition, and the methods ``get_full_hp_param`` and its kin, which work over the
+    ranks of ``dp_group``.
     """
     at = index = 0
     for param in lp_param_list:
@@ -170,7 +170,7 @@ def map_to_flat_opt_states(
     optim_state: Mapping[Any, dict[str, Any]],
     opt_keys: Iterable[str],
 ) -> None:
-    """Puts flat states, made of those that the parameters are tied to, into an optimizer's state of the partition; each
+    """Put flat states, made of the parameters' linked states, into an optimizer's state of the partition; each
     parameter's ``hp_fragment`` is its part of the last one, as in DeepSpeed.
     """
     for key in opt_keys:

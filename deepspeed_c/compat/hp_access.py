@@ -35,7 +35,7 @@ def _is_linked(param: torch.nn.Parameter) -> bool:
 
 
 def _summed(param: torch.nn.Parameter, part: torch.Tensor | None) -> torch.Tensor:
-    """The whole of which each rank has a part."""
+    """Sum the ranks' parts to the whole."""
     whole = torch.zeros(param.numel(), dtype=torch.float32, device=param.device)
     if part is not None:
         at = param._hp_mapping.lp_fragment_address

@@ -1,4 +1,4 @@
-"""Which parameters belong to experts, and optimizer groups that keep them apart.
+"""Marks of experts' parameters, and optimizer groups that keep experts apart.
 
 The marks are the parameters' own attributes, as DeepSpeed sets them: ``allreduce`` is False on a parameter of an
 expert, and ``group_name`` names the ranks that share it.
@@ -29,7 +29,7 @@ _GROUP_ELEMS = 178956971
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """(False, 0): DeepSpeed's layer ``MoE`` is what it looks for, and no model here can have one.
+    """Always (False, 0): it looks for DeepSpeed's layer ``MoE``, and no model here can have that.
 
     Blocks of other libraries do not count there either.
     """
@@ -37,19 +37,19 @@ def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
 
 
 def is_moe_param(param: torch.Tensor) -> bool:
-    """Whether the parameter is marked as one of an expert."""
+    """Whether the parameter is marked as an expert's."""
     return not getattr(param, "allreduce", True)
 
 
 def is_moe_param_group(param_group: dict[str, Any]) -> Any:
-    """What the optimizer group says under ``moe``; False where it says nothing."""
+    """The optimizer group's entry ``moe``; False where it says nothing."""
     return param_group.get("moe", False)
 
 
 def split_params_into_shared_and_expert_params(
     params: Iterable[nn.Parameter],
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The parameters that all ranks share, and those of experts."""
+    """Split parameters into shared ones, which all ranks have, and experts' parameters."""
     parts: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
     for param in params:
         parts[is_moe_param(param)].append(param)
@@ -131,8 +131,8 @@ def _cut(params: list[nn.Parameter], limit: float) -> list[list[nn.Parameter]]:
 
 
 def configure_moe_param_groups(model_parameters: list[Any]) -> list[dict[str, Any]]:
-    """Optimizer groups in which experts are apart, from a list of parameters or of groups; groups of which one says
-    ``moe`` are returned as they are.
+    """Make optimizer groups that keep experts apart, from a list of parameters or of groups; if any group has an entry
+    ``moe``, the groups are returned as they are.
 
     Raises:
         ModelError: an argument of another kind.

@@ -1,4 +1,4 @@
-"""Names of configuration keys and their defaults, under the names by which ``deepspeed.runtime.constants`` has them."""
+"""Configuration keys and their defaults, with their names in ``deepspeed.runtime.constants``."""
 
 ROUTE_TRAIN = "train"
 ROUTE_EVAL = "eval"
@@ -231,7 +231,7 @@ LOG_LEVEL_DEFAULT = None
 
 
 class ValidationMode:
-    """What happens where ranks save under different tags, as ``checkpoint.tag_validation`` names it in capitals."""
+    """Reactions to ranks that save under different tags: the values of ``checkpoint.tag_validation`` in capitals."""
 
     WARN = "WARN"
     IGNORE = "IGNORE"

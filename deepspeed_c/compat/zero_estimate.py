@@ -3,7 +3,7 @@ the exact answer.
 
 Bytes per parameter of mixed-precision training with Adam (arXiv 1910.02054, section 5.1): 2 the 16-bit weight, 2 its
 gradient, 4 the fp32 master weight, 8 the two moments. Gradients are counted as they are here: reduced straight into
-16-bit shards, so that there is no fp32 copy of them. Host memory that is listed without offload is what starting takes:
+16-bit shards, so that there is no fp32 copy of them. Host memory listed without offload is needed at the start only:
 the fp32 model as each process of a node builds it.
 """
 
@@ -27,7 +27,7 @@ __all__ = [
 WEIGHT = GRADIENT = 2
 MASTER = GIVEN = 4
 MOMENTS = 8
-UPDATED = MASTER + MOMENTS  # what the optimizer keeps
+UPDATED = MASTER + MOMENTS  # held by the optimizer
 
 
 def estimate_zero2_model_states_mem_needs(
@@ -39,8 +39,8 @@ def estimate_zero2_model_states_mem_needs(
 ) -> tuple[int, int]:
     """(host bytes per node, device bytes per rank) of model states at stage 2.
 
-    ``additional_buffer_factor`` multiplies the host's part, for what the host holds besides. Raises ConfigError for
-    counts that are none.
+    ``additional_buffer_factor`` multiplies the host's part, to leave room for other data. Raises ConfigError for counts
+    that are none.
     """
     n_ranks = _ranks(num_gpus_per_node, num_nodes)
     _check_params(total_params)
@@ -87,7 +87,7 @@ def estimate_zero3_model_states_mem_needs(
     if cpu_offload:
         on_host = shards if cpu_offload_params else shards - WEIGHT
     device = layer + (shards - on_host) * total_params / n_ranks
-    # What a process builds before it is cut: one layer at a time under zero.Init, else all.
+    # Weights that a process builds before the cut: one layer at a time under zero.Init, else all.
     given = GIVEN * num_gpus_per_node * (largest_layer_params if zero_init else total_params)
     host = max(given, on_host * total_params / num_nodes)
     return int(host * additional_buffer_factor), int(device), layer

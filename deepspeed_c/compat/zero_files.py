@@ -18,12 +18,12 @@ __all__ = ["parse_model_states", "parse_optim_states", "zero3_partitioned_param_
 
 @dataclass
 class zero_model_state:
-    """What a file of model states says of the model."""
+    """The model as a file of model states describes it."""
 
     buffers: dict[str, torch.Tensor]
     """By name, in fp32."""
     param_shapes: list[dict[str, torch.Size]]
-    """Of each optimizer group."""
+    """By name, for each optimizer group."""
     shared_params: list[list[str]]
     """Pairs: a name, and the first name of the same parameter."""
     ds_version: str | None

@@ -1,6 +1,6 @@
 """DeepSpeed's linear layer for stage 3, by its names.
 
-No gathered weight is kept for backward here, whatever the layer: these do what torch's do.
+No gathered weight is kept for backward here, in any layer: these do the same as torch's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class LinearModuleForZeroStage3(torch.nn.Module):
     """A linear layer with ``weight`` [out_features, in_features] and, unless ``bias`` is False, ``bias``
     [out_features], as torch.nn.Linear initialises them.
 
-    No subclass of torch.nn.Linear, as DeepSpeed's is none: what looks for layers to replace passes it by.
+    No subclass of torch.nn.Linear, as in DeepSpeed: code that looks for layers to replace passes it by.
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:

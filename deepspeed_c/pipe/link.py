@@ -1,9 +1,9 @@
 """How a value goes from one stage to the next: any nest of tensors and other objects, in one message.
 
-A message is 64 bytes of head and the tensors behind it. Its receiver has to know its length beforehand, and knows that
-of the message before. Where a value has another form (shapes, dtypes, what is no tensor), the message of the old length
-says so in its head, and the form and the value follow it. So what does not change costs nothing, and what changes costs
-two messages more.
+A message is 64 bytes of head and the tensors behind it. Its receiver has to know its length beforehand, and takes it
+from the message before. If a value has another form (shapes, dtypes, objects other than tensors), the message of the
+old length says so in its head, and the form and the value follow it. So an unchanged form costs nothing, and a changed
+one costs two messages more.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Link", "LocalLink", "RemoteLink"]
 
 HEAD_BYTES = 64
 _N_HEAD_BYTES = 24
-"""Of a head that are in use."""
+"""Bytes of a head that are in use."""
 _ALIGN_BYTES = 64
 
 
@@ -47,7 +47,7 @@ class Link(Protocol):
         ...
 
     def clear(self) -> None:
-        """Forgets what was under way, after an error."""
+        """Forget values under way, after an error."""
         ...
 
 
@@ -76,7 +76,7 @@ class LocalLink:
 
 
 class _Packed(NamedTuple):
-    """What is known of a tensor before its bytes come."""
+    """Description of a tensor, known before its bytes come."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -94,7 +94,7 @@ class _Form(NamedTuple):
 
     spec: TreeSpec
     leaves: tuple[Any, ...]
-    """A ``_Packed`` for each tensor; for what is none, it in pickled form."""
+    """A ``_Packed`` for each tensor, and pickled bytes for any other leaf."""
     n_bytes: int
     """Of the message."""
 
@@ -149,11 +149,11 @@ class RemoteLink:
             if isinstance(known, _Packed):
                 _view(data, known).copy_(leaf.detach())
         self._sent.append(self._message(data, label))
-        while len(self._sent) > 4:  # two values under way, and what tells of a new form
+        while len(self._sent) > 4:  # two values under way, and two messages about a new form
             self._sent.popleft().wait()
 
     def post(self, label: str) -> None:
-        # The length of this one is that of the one before, which has to be known.
+        # The length of this message equals the length of the message before, which has to be known.
         while self._posted:
             self._opened.append(self._open())
         data = self._empty(self._form.n_bytes)
@@ -183,7 +183,7 @@ class RemoteLink:
         return tree_unflatten(leaves, self._form.spec)
 
     def _check_head(self, data: torch.Tensor, label: str) -> int:
-        """What has come is what this rank expects. Returns the length of the form that follows; 0 for none."""
+        """Check that a message is the expected one. Returns the length of the form that follows; 0 for none."""
         n_header, n_bytes, number = data[:_N_HEAD_BYTES].view(torch.int64).tolist()
         for what, got, expected in (("a message of bytes", n_bytes, data.nbytes), ("value", number, self._n_begun)):
             if got != expected:

@@ -1,4 +1,4 @@
-"""A model as a list of layers, of which this rank builds and holds those of its stages."""
+"""A model as a list of layers; this rank builds and holds the layers of its stages."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LayerSpec:
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
 
     def build(self, log: bool = False) -> torch.nn.Module:
-        """A new module. log: accepted; what is built where, the engine logs."""
+        """A new module. log: accepted, without effect: the engine logs the layers built."""
         built = self.typename(*self.module_args, **self.module_kwargs)
         if not isinstance(built, torch.nn.Module):
             raise ConfigError(
@@ -57,8 +57,8 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer that shares its weights with all others of the same ``key``, whatever stages they lie in: they are one
-    module, whose gradients are summed.
+    """A layer that shares its weights with all others of the same ``key``, in any stage: they are one module, whose
+    gradients are summed.
 
     forward_fn: (module, input) -> output, instead of the module's own forward. tied_weight_attr: the names of the
     weights that are shared (DeepSpeed's); here the module is.
@@ -91,11 +91,11 @@ class PipelineModule(torch.nn.Module):
         partition_method: "parameters", "uniform", "type:REGEX" of class names, or the first layer of each stage and the
             number of layers.
         activation_checkpoint_interval: layers that are recomputed together in the backward; 0: none.
-            activation_checkpoint_func: by what (default: ``deepspeed_c.checkpointing.checkpoint``).
+            activation_checkpoint_func: the function for it (default: ``deepspeed_c.checkpointing.checkpoint``).
             checkpointable_layers: names of the classes that may be; default: all with parameters.
         dynamic_shape: accepted; shapes may always change.
-        schedule: which ``"pipeline": {"schedule": ...}`` names too; it says where stages lie. virtual_stages: how many
-            a rank has, by default the fewest that the schedule takes.
+        schedule: a name as in ``"pipeline": {"schedule": ...}``; it says where stages lie. virtual_stages: how many a
+            rank has, by default the fewest that the schedule takes.
 
     Every layer keeps its number as its name ("0.weight"), and layers of a key lie under "tied_modules.KEY", so that a
     checkpoint fits any number of stages.
@@ -181,8 +181,8 @@ class PipelineModule(torch.nn.Module):
         return module if forward_fn is None else lambda value: forward_fn(module, value)
 
     def repeated_layers(self) -> list[str]:
-        """Names of this rank's layers of the classes that the whole model has several times: those that
-        ``"layers": "auto"`` recomputes.
+        """Names of this rank's layers whose class occurs several times in the whole model; ``"layers": "auto"``
+        recomputes these layers.
 
         Raises ConfigError, on all ranks, where no class of layers is there twice.
         """
@@ -236,7 +236,7 @@ class PipelineModule(torch.nn.Module):
         return forward_input
 
     def run_stage(self, stage: int, value: Any) -> Any:
-        """Applies the layers of one of this rank's stages."""
+        """Apply the layers of one stage of this rank."""
         indices = range(self.parts[stage], self.parts[stage + 1])
         every = self.activation_checkpoint_interval
         if every <= 0 or not torch.is_grad_enabled():
@@ -290,7 +290,7 @@ class PipelineModule(torch.nn.Module):
         return self.num_stages
 
     def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
-        """What a subclass wants reported beside the loss, by name; None for nothing."""
+        """Values, by name, that a subclass wants reported beside the loss; None for nothing."""
         return None
 
 
@@ -358,7 +358,7 @@ def _maker_of(spec: Any) -> Any:
 
 
 def _sizes_of(specs: Sequence[Any]) -> list[int]:
-    """The trainable elements of each layer; those of a key count at its first layer. Nothing is allocated."""
+    """The trainable elements of each layer; layers of one key count at the first of them. Nothing is allocated."""
     sizes: list[int] = []
     keys: set[str] = set()
     for index, spec in enumerate(specs):

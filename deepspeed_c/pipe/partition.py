@@ -1,4 +1,4 @@
-"""Which layers a stage has: runs of neighbours, by number, by weight, by class, or as the caller says."""
+"""Layers of a stage: runs of neighbours, by number, by weight, by class, or as the caller says."""
 
 from __future__ import annotations
 

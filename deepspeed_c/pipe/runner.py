@@ -1,4 +1,4 @@
-"""Runs a rank's list of actions, whatever schedule made it."""
+"""Run a rank's list of actions, from any schedule."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ class Stage(NamedTuple):
 
 
 class Lent(NamedTuple):
-    """What the engine lends for one run."""
+    """Functions that the engine provides for one run."""
 
     first_inputs: Callable[[int], Any]
     """The input of the first stage for a micro-batch."""
     result: Callable[[Any, int], Any]
-    """(output of the last stage, micro-batch) -> what counts of it: in training a scalar loss."""
+    """(output of the last stage, micro-batch) -> the part that counts: in training a scalar loss."""
     scale: Callable[[torch.Tensor], torch.Tensor]
-    """From a loss to what backward starts from."""
+    """Loss -> the scalar where backward starts."""
     backward: Callable[[], AbstractContextManager[None]]
     """Around each run of autograd."""
 
 
 class _Flight:
-    """What a stage keeps of a micro-batch between its forward and its backward: where gradients come in and where they
-    go out. Outputs themselves are let go as soon as they are sent."""
+    """A stage's state of a micro-batch between its forward and its backward: the places where gradients come in and go
+    out. Outputs themselves are let go as soon as they are sent."""
 
     def __init__(self, inputs: Any, outputs: Any) -> None:
         self.inputs = [leaf for leaf in tree_flatten(inputs)[0] if _needs_gradient(leaf)]
@@ -137,7 +137,7 @@ class Runner:
         self._stages[s].output_grads.post(_label("gradient of the input", s + 1, k))
 
     def _roots(self, s: int, k: int) -> tuple[list[GradientEdge], list[torch.Tensor]]:
-        """Where the backward starts, and with what; nowhere where nobody after this stage has used it."""
+        """The edges where the backward starts, and their gradients; no edges if no later stage has used the output."""
         stage, roots = self._stages[s], self._flights[s, k].roots
         if stage.output_grads is None:
             return roots, [torch.ones_like(self._results[k]) for _ in roots]

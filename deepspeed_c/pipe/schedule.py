@@ -1,4 +1,4 @@
-"""Schedules by name: the table of one, which of them suits, and what a run of it looks like."""
+"""Schedules by name: their tables, the choice between them, and the run of one on paper."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["SCHEDULES", "Cost", "Outcome", "Traits", "choose", "make_table", "si
 
 
 class Traits(NamedTuple):
-    """What a schedule needs, and says of itself (``dsc/pipe.h``)."""
+    """Needs and properties of a schedule (``dsc/pipe.h``)."""
 
     min_virtual: int
     max_virtual: int
@@ -28,7 +28,7 @@ SCHEDULES: dict[str, Traits] = {name: Traits(*traits) for name, traits in _C.pip
 
 
 class Cost(NamedTuple):
-    """What one stage takes for one micro-batch."""
+    """Time and memory of one stage for one micro-batch."""
 
     forward_ns: int = 1_000_000
     input_ns: int = 1_000_000
@@ -54,7 +54,7 @@ class Outcome(NamedTuple):
 
     @property
     def bubble(self) -> float:
-        """The part of the ranks' time in which they do nothing, 0 to 1."""
+        """The share of the ranks' time that is idle, 0 to 1."""
         total = self.makespan_ns * len(self.busy_ns)
         return 1 - sum(self.busy_ns) / total if total else 0.0
 
@@ -95,10 +95,10 @@ def choose(
     limit_bytes: int | None = None,
     where: str = "pipeline.schedule",
 ) -> str:
-    """The schedule with the least makespan among those that train with ``len(costs)`` stages on ``n_ranks`` and hold at
+    """Return the schedule with the least makespan; it must train with ``len(costs)`` stages on ``n_ranks`` and hold at
     most ``limit_bytes`` of activations on each.
 
-    Raises ConfigError where none does, with the least that one of them holds.
+    Raises ConfigError with the least memory that any schedule needs, where none fits.
     """
     n_virtual = len(costs) // n_ranks
     names = [

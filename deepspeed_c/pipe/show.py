@@ -1,4 +1,5 @@
-"""The command ``deepspeed_c pipe show``: a schedule as text and as a picture, its idle time, and what ranks hold."""
+"""The command ``deepspeed_c pipe show``: a schedule as text and as a picture, its idle time, and the micro-batches
+held."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ What each rank of a pipeline does when, by a schedule: idle time, what ranks hol
   deepspeed_c pipe show --schedule 1f1b --stages 2 --micro-batches 4 --actions      every action, with messages
 """
 
-_COLUMNS = 160  # of a timeline as text
+_COLUMNS = 160  # characters of a timeline as text
 _LANE_PX, _LABEL_PX, _WIDTH_PX = 26, 64, 1080
 # A stage's forward, its backward and the two halves of one; the second stage of a rank is darker.
 _COLOURS = {
@@ -72,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _computed(table: _C.PipeTable, outcome: Outcome, rank: int) -> Iterator[tuple[int, int, int, int, int]]:
-    """(kind, stage, micro-batch, begin ns, end ns) of what a rank computes."""
+    """Yield (kind, stage, micro-batch, begin ns, end ns) of a rank's computations."""
     for (kind, stage, micro_batch), (begin, end) in zip(table.actions(rank), outcome.spans[rank], strict=True):
         if kind in _NAMES:
             yield kind, stage, micro_batch, begin, end
@@ -88,8 +89,8 @@ def _summary(name: str, table: _C.PipeTable, outcome: Outcome) -> str:
 
 
 def as_text(name: str, table: _C.PipeTable, outcome: Outcome) -> str:
-    """The summary, and a line a rank: a letter for what it does (f: the forward of its second stage), a dot where it
-    waits; of few actions with the numbers of their micro-batches."""
+    """The summary, and a line for each rank: letters for its computations (f: the forward of its second stage), and
+    dots where it waits. If there is room, letters have the numbers of their micro-batches."""
     lines = [_summary(name, table, outcome)]
     shortest = min(
         (e - b for r in range(table.n_ranks) for *_, b, e in _computed(table, outcome, r) if e > b), default=1

@@ -1,9 +1,10 @@
-"""A backward in two halves: gradients of a stage's inputs now, those of its weights later, nothing computed twice.
+"""A backward in two halves: first gradients of a stage's inputs, later gradients of its weights; nothing is computed
+twice.
 
 Zero-bubble schedules (arXiv 2401.10241) send the first half on at once and let the second fill idle time. Both are runs
-of autograd over the one graph. The first goes only where gradients of inputs come from; it leaves at each node that it
-passes, and from which a weight hangs (a linear layer's product, say), the gradient that came there. The second starts
-at those nodes and goes to the weights alone. So each operation runs once, with the numbers of a whole backward.
+of autograd over the one graph. The first goes only to nodes that lead to inputs; at each of them that a weight hangs
+from (a linear layer's product, say), it leaves the gradient that came there. The second starts at those nodes and goes
+to the weights alone. So each operation runs once, with the numbers of a whole backward.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ class SplitBackward:
     """The backward of one stage for one micro-batch, from ``roots`` (edges of outputs) with their ``grads``, to
     ``inputs`` (leaves) and the parameters.
 
-    ``input_half`` gives the gradients of inputs (None where there is none) and ``weight_half`` puts those of parameters
-    where autograd puts them. A parameter that is used at several depths cannot be split off: ``input_half`` then does
-    everything, ``is_whole`` says so, and ``weight_half`` does nothing.
+    ``input_half`` gives the gradients of inputs (None where there is none) and ``weight_half`` puts the gradients of
+    parameters where autograd puts them. A parameter that is used at several depths cannot be split off: ``input_half``
+    then does everything, ``is_whole`` says so, and ``weight_half`` does nothing.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class SplitBackward:
                 self._starts.append(start)
                 hooks.append(node.register_prehook(partial(_note, start[1])))
         pairs = list(zip(self._roots, self._grads, strict=True))
-        # What no input leads to is the second half's, from the outputs on.
+        # Roots that lead to no input belong to the second half, from the outputs on.
         self._apart = [(root, grad) for root, grad in pairs if root.node not in on_path]
         through = [(root, grad) for root, grad in pairs if root.node in on_path]
         given = [None] * len(self._inputs)
@@ -111,7 +112,7 @@ def _frontier(
 
 
 def _children_first(roots: Iterable[Node]) -> list[Node]:
-    """All nodes below ``roots``, each after those that its gradients go to."""
+    """All nodes below ``roots``, each after the nodes that receive its gradients."""
     order: list[Node] = []
     seen: set[Node] = set()
     stack: list[tuple[Node, bool]] = [(root, False) for root in roots]

@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 _WHERE = "ProcessTopology"
-# What DeepSpeed calls the axes of a mesh.
+# DeepSpeed's axes -> axes of a mesh.
 _AXES = {"pipe": PP, "data": DP_SHARD, "model": TP}
 
 
@@ -69,7 +69,7 @@ class ProcessTopology:
         return outer_sep.join(f"{axis}{inner_sep}{getattr(self.get_coord(rank), axis):02d}" for axis in axes)
 
     def get_dim(self, axis: str) -> int:
-        """The size of an axis; 0 for one that there is not."""
+        """The size of an axis; 0 if it does not exist."""
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_coord(self, rank: int) -> Any:
@@ -119,7 +119,7 @@ class PipeModelDataParallelTopology(ProcessTopology):
 
 
 def mesh_of_topology(topology: ProcessTopology, comm: Collectives) -> Mesh:
-    """The mesh whose axes are those of a topology. Raises CommError where it is not one of all ranks, or has an axis
+    """The mesh with the axes of a topology. Raises CommError where the topology does not have all ranks, or has an axis
     that no mesh has."""
     unknown = [axis for axis in topology.axes if axis not in _AXES]
     if unknown or topology.world_size() != comm.world_size:
@@ -137,7 +137,7 @@ def mesh_of_topology(topology: ProcessTopology, comm: Collectives) -> Mesh:
 class PipelineParallelGrid:
     """This rank's place among stages, copies and parts of a model, with Megatron's methods (an ``mpu``).
 
-    ``mesh``: the engine's; by default that of ``topology``, or of two axes for ``process_group`` (pipe 1).
+    ``mesh``: the engine's mesh; by default the mesh of ``topology``, or of two axes for ``process_group`` (pipe 1).
     """
 
     def __init__(
@@ -165,13 +165,14 @@ class PipelineParallelGrid:
     get_pipe_parallel_rank = get_stage_id
 
     def get_data_parallel_id(self) -> int:
-        """Which of the copies of the model this rank is a part of."""
+        """The number of the model's copy that this rank is a part of."""
         return self._mesh.index(*DATA)
 
     get_data_parallel_rank = get_data_parallel_id
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
-        """The global rank that has ``stage_id`` and otherwise this rank's place, or that of ``kwargs``."""
+        """The global rank that has ``stage_id``, with this rank's other coordinates or the coordinates in ``kwargs``.
+        """
         me = self._topo.get_coord(self._mesh.comm.rank)
         rank = self._topo.get_rank(**{**me._replace(pipe=stage_id)._asdict(), **kwargs})
         return self._mesh.comm.global_ranks[rank]
@@ -194,7 +195,7 @@ class PipelineParallelGrid:
         return self._mesh.data.group
 
     def get_model_parallel_rank(self) -> int:
-        """This rank's number among those that cut layers."""
+        """This rank's number in the group that cuts layers."""
         return self._mesh.index(TP)
 
     get_slice_parallel_rank = get_tensor_model_parallel_rank = get_model_parallel_rank

@@ -49,7 +49,7 @@ def run(arguments: Sequence[str]) -> int:
         variables = _variables("run", force)
     except AliasError as error:
         return _refused(error)
-    # Python ignores these two, and what is ignored stays ignored in the command.
+    # Python ignores these two signals, and a command inherits ignored signals.
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     try:
@@ -80,7 +80,7 @@ def env(arguments: Sequence[str]) -> int:
 
 
 def _parse(arguments: Sequence[str], help_text: str) -> tuple[bool, list[str]]:
-    """(whether to force, what stands behind the options).
+    """Return (whether to force, the arguments behind the options).
 
     By hand: argparse would take options of the command for ours.
     """

@@ -17,7 +17,7 @@ from deepspeed_c.errors import MissingModuleError, MissingNameError
 
 __all__ = ["AliasedModule", "adopt", "install_finders", "is_active", "spec_of_ours", "upstream_attribute"]
 
-# What an error says that has nothing better to say.
+# Fix in an error that has no better one.
 ELSEWHERE = "docs/compatibility.md of deepspeed_c's source lists what is here, what differs and what is not yet"
 
 OURS, UPSTREAM = "deepspeed_c", "deepspeed"
@@ -33,13 +33,13 @@ def is_active() -> bool:
 
 
 def _upstream_names(module: str) -> list[str]:
-    """What DeepSpeed calls our module, shortest first; ``module`` itself where the module is made of names only."""
+    """DeepSpeed's names of our module, shortest first; ``module`` itself where the module is made of names only."""
     names = sorted((upstream for upstream, ours in MODULES.items() if ours == module), key=len)
     return names or [UPSTREAM + module.removeprefix(OURS) if module.split(".")[0] == OURS else module]
 
 
 class AliasedModule(types.ModuleType):
-    """A module that is asked for names of DeepSpeed's: what it does not have itself is looked up in the tables."""
+    """A module that answers to DeepSpeed's names: attributes that it lacks are looked up in the tables."""
 
     # A module that is no package gets one, without files: for `from module import name` Python then asks the finders
     # about a name that is not there, and ours can say what to use instead. Without, the sentence would be Python's own.
@@ -60,7 +60,7 @@ class AliasedModule(types.ModuleType):
         if isinstance(value, types.ModuleType) and is_active():
             adopt(value)  # the import system has bound a submodule
             if callable(self.__dict__.get(name)):
-                return  # a function of its submodule's name (z3_leaf_module) stays what the name means, as in DeepSpeed
+                return  # a function with its submodule's name (z3_leaf_module) keeps the name, as in DeepSpeed
         super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:
@@ -69,7 +69,7 @@ class AliasedModule(types.ModuleType):
 
 
 def adopt(module: types.ModuleType) -> None:
-    """Makes one of our modules, and what is loaded below it, answer to DeepSpeed's names too."""
+    """Make one of our modules, and its loaded submodules, answer to DeepSpeed's names too."""
     if type(module) is types.ModuleType and module.__name__.startswith(f"{OURS}."):
         module.__class__ = AliasedModule
         for value in [*vars(module).values()]:
@@ -87,7 +87,7 @@ def _is_listed(upstream: str, name: str) -> bool:
 
 
 def upstream_attribute(upstream: str, name: str) -> Any:
-    """What DeepSpeed calls ``name`` in its module ``upstream``.
+    """Return the object that DeepSpeed calls ``name`` in its module ``upstream``.
 
     Raises:
         MissingNameError: it is not in the tables.
@@ -111,7 +111,7 @@ def _refuse(kind: type[MissingNameError | MissingModuleError], name: str, *modul
 
 
 class _Loader:
-    """Hands out a module that is there already, or one that is made of names."""
+    """Hands out a module that is there already, or a module made of names."""
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType:
         ours = MODULES.get(_upstream_path(spec.name)) if spec.name.startswith(f"{OURS}.") else _our_module(spec.name)
@@ -120,7 +120,7 @@ class _Loader:
         return module
 
     def get_code(self, name: str) -> types.CodeType:
-        """What ``python -m name`` runs: our module's file; the ``main`` of a module that is made of names."""
+        """The code for ``python -m name``: our module's file, or the ``main`` of a module that is made of names."""
         if ours := _our_module(name):
             spec = importlib.util.find_spec(ours)
             return spec.loader.get_code(spec.name)
@@ -130,7 +130,7 @@ class _Loader:
         return compile(source, f"<{name}>", "exec")
 
     def exec_module(self, module: types.ModuleType) -> None:
-        module.__spec__ = self._spec  # the import system has given it that of the other name
+        module.__spec__ = self._spec  # the import system has set the other name's spec
         adopt(module)
 
 
@@ -146,14 +146,14 @@ def _our_module(upstream: str) -> str | None:
         return None
     parent, _, name = upstream.rpartition(".")
     same = upstream.replace(UPSTREAM, OURS, 1)
-    above = sys.modules[parent]  # imported before what is below it
+    above = sys.modules[parent]  # a module is imported before its submodules
     if above.__name__ == same.rpartition(".")[0] and PathFinder.find_spec(same, list(above.__path__)):
         return same
     _refuse(MissingModuleError, name, parent)
 
 
 def _upstream_path(name: str) -> str:
-    """What DeepSpeed calls the path ``name`` under our own package."""
+    """DeepSpeed's name for the path ``name`` under our own package."""
     return name.replace(OURS, UPSTREAM, 1)
 
 
@@ -183,16 +183,15 @@ class AliasFinder:
         try:
             _our_module(name)
         except MissingModuleError as error:
-            # Python goes on with a sentence of its own when the name is the very one that `from a import b` has made it
-            # look for.
+            # Python puts a sentence of its own in place of an error that carries the very name in `from a import b`.
             error.name = name.replace(UPSTREAM, OURS, 1)
             raise
         return ModuleSpec(name, _Loader())
 
 
 class MissingFinder:
-    """Last on ``sys.meta_path``: ``from deepspeed.x import name`` of what nobody has, asked for under our module's own
-    name.
+    """Last on ``sys.meta_path``: refuses ``from deepspeed.x import name`` for a name that no table has, when Python
+    asks for it under our module's own name.
     """
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:

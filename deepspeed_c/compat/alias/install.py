@@ -1,8 +1,8 @@
-"""deepspeed_c as ``deepspeed`` for this process and those that it starts: by a folder on the path, so that detection
-costs nothing.
+"""deepspeed_c as ``deepspeed`` for this process and its children: by a folder on the path, so that detection costs
+nothing.
 
 The folder (``shim/``) holds a package ``deepspeed`` that puts deepspeed_c in its place when it is imported, and the
-metadata by which others find its version. Beside it, ``bin/`` holds DeepSpeed's programs for the processes that are
+metadata that tells others its version. Beside it, ``bin/`` holds DeepSpeed's programs for the processes that are
 started. Nothing is installed into the environment.
 """
 
@@ -25,7 +25,7 @@ PYTHON = "DSC_ALIAS_PYTHON"
 
 _PACKAGE = sys.modules["deepspeed_c"]
 
-# Modules that decide while they are imported whether there is a DeepSpeed, and the names by which people know them.
+# Modules that decide while they are imported whether there is a DeepSpeed, and their packages' names.
 _DECIDE_AT_IMPORT = {
     "transformers.integrations.deepspeed": "transformers",
     "transformers.trainer": "transformers",
@@ -37,7 +37,7 @@ _DECIDE_AT_IMPORT = {
 
 
 def install_as_deepspeed(force: bool = False) -> None:
-    """Makes ``import deepspeed`` mean this package, in this process and in those that it starts (by ``PYTHONPATH``).
+    """Make ``import deepspeed`` mean this package, in this process and its children (by ``PYTHONPATH``).
 
     Call it before transformers, accelerate, trl or lightning are imported. A second call does nothing.
 
@@ -45,8 +45,7 @@ def install_as_deepspeed(force: bool = False) -> None:
         force: hide a real DeepSpeed that is installed, for this process and its children only.
 
     Raises:
-        AliasError: a real DeepSpeed is there, or has been imported; or one of the packages above has been imported
-            without any.
+        AliasError: a real DeepSpeed is there, or has been imported; or a package above has been imported without any.
     """
     if is_visible():
         return
@@ -85,14 +84,14 @@ def find_real() -> str | None:
     for finder in sys.meta_path:
         path = elsewhere if finder is PathFinder else None
         spec = finder.find_spec("deepspeed", path)
-        # No origin: a folder of that name without an __init__.py, such as one of configuration files
+        # No origin: a folder of that name without an __init__.py, such as a folder of configuration files
         if spec is not None and spec.origin is not None:
             return spec.origin
     return None
 
 
 def _is_shim(path: str) -> bool:
-    # Of another installation too: what is looked for is the real one.
+    # The shim of another installation counts too: the search is for the real DeepSpeed.
     return os.path.normpath(path).endswith(os.path.join("", "deepspeed_c", "compat", "alias", "shim"))
 
 
@@ -141,7 +140,7 @@ def activate() -> None:
 
         if read_env().alias_force != "1":
             raise real_present(real, "import deepspeed", f"set {FORCE}=1 to hide it (`deepspeed_c run --force` does)")
-    # What asks deepspeed.__version__ compares it with DeepSpeed's releases.
+    # Programs compare deepspeed.__version__ with DeepSpeed's releases.
     _PACKAGE.__version__ = API_VERSION
     sys.modules["deepspeed"] = _PACKAGE
     install_finders()

@@ -1,8 +1,9 @@
-"""DeepSpeed's module paths and names, and what answers to each here: the one table to edit when something is added.
+"""DeepSpeed's module paths and names, and our modules and objects for them: the one table to edit when something is
+added.
 
-A module of DeepSpeed's either is one of our modules (``MODULES``), or is gathered from several of them, name by name
-(``NAMES``). ``NAMES`` also holds what a module of ours is asked for under DeepSpeed's name for it, and has elsewhere or
-under another name. ``ABSENT`` says what to do without the rest.
+A module of DeepSpeed's either is a module of ours (``MODULES``), or is gathered from several, by name (``NAMES``).
+``NAMES`` also holds names that DeepSpeed has in a module of ours, and that lie elsewhere here or have another name.
+``ABSENT`` says what to do without the rest.
 """
 
 from __future__ import annotations
@@ -320,7 +321,7 @@ NAMES: dict[str, dict[str, str]] = {
         "dist": "deepspeed_c.comm:",
         **_OPTIMIZER_NAMES,
     },
-    # What pickles of checkpoints in DeepSpeed's layout hold, for those who read such files by themselves.
+    # Classes in pickles of checkpoints in DeepSpeed's layout, for programs that read such files by themselves.
     "deepspeed.runtime.fp16.loss_scaler": {
         name: f"deepspeed_c.checkpoint.formats.deepspeed.stand_ins:{name}"
         for name in ("DynamicLossScaler", "LossScaleConfig", "LossScaleProfile", "LossScaler")
@@ -406,8 +407,7 @@ _KEYS_OF_FILES = "the names of entries in DeepSpeed's files; deepspeed_c.checkpo
 _HELPERS = "a helper of DeepSpeed's engine; the engine has get_global_grad_norm(), offload_states() and reload_states(), torch has clip_grad_norm_"
 _FRAGMENTS = "use safe_get_full_* and safe_set_full_* of deepspeed_c.utils"
 
-# What is not here, by the longest prefix of the path that was asked for -> what to use instead. Names stand behind
-# their modules' dots.
+# Longest prefix of a path that is missing here -> the replacement. Names stand behind their modules' dots.
 ABSENT: dict[str, str] = {
     "deepspeed.DeepSpeedHybridEngine": _INFERENCE,
     "deepspeed.DeepSpeedInferenceConfig": _INFERENCE,

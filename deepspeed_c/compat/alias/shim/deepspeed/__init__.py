@@ -1,4 +1,5 @@
-"""What ``import deepspeed`` finds when this folder's parent is on the path: it puts deepspeed_c in its own place."""
+"""The module that ``import deepspeed`` finds when this folder's parent is on the path: it puts deepspeed_c in its own
+place."""
 
 import sys
 
