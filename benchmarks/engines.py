@@ -1,4 +1,5 @@
-"""What benchmarks look up in an engine: that its optimizer is the fused one, what is sharded, what is gathered, and the tensors that a step passes over."""
+"""Look into engines: whether the optimizer is fused, sharded elements, gathers, and the tensors that a step passes
+over."""
 
 from __future__ import annotations
 
@@ -26,19 +27,19 @@ def require_fused(engine: Any) -> None:
 
 
 def sharded_elems(engine: Any) -> tuple[int, int]:
-    """(elements of weights of which this rank keeps a part only, all)"""
+    """Return the elements of (weights that are sharded over ranks, all weights)."""
     units = engine._optimizer.units
     return sum(unit.flat_elems for unit in units if unit.is_sharded), sum(unit.flat_elems for unit in units)
 
 
 def n_gathers(engine: Any) -> int:
-    """Gathers of weights since the engine was made."""
+    """Return the number of gathers of weights since the engine was made."""
     fetcher = engine._optimizer.fetcher
     return 0 if fetcher is None else fetcher.stats.n_gathers
 
 
 def require_states_sharded(engine: Any, stage: int, world: int) -> None:
-    """From stage 1 on each rank has one part of the masters, and of the states."""
+    """Require that from stage 1 on each rank has one part of the masters and of the states."""
     units, base = engine._optimizer.units, engine._optimizer.optimizer
     whole = sum(unit.flat_elems for unit in units)
     mine = sum(slice_.numel() for unit in units for slice_ in unit.master)
@@ -50,14 +51,14 @@ def require_states_sharded(engine: Any, stage: int, world: int) -> None:
 
 
 def require_weights_sharded(engine: Any, share: float, gathers_per_step: float) -> None:
-    """At least ``share`` of the weights are sharded, and gathered in each step."""
+    """Require that at least ``share`` of the weights are sharded, and gathered in each step."""
     sharded, whole = sharded_elems(engine)
     require(sharded >= share * whole, f"at least {share:.0%} of the weights are sharded: {sharded} of {whole} elements")
     require(gathers_per_step > 0, f"weights are gathered in each step: {gathers_per_step} times")
 
 
 def require_gathers_copy(engine: Any, copies: bool) -> None:
-    """Whether every gather copies the weights, or none does."""
+    """Require that every gather copies the weights, or that none does."""
     fetcher = engine._optimizer.fetcher
     n_joint = sum(group.is_joint for group in fetcher.groups)
     require(
@@ -67,7 +68,7 @@ def require_gathers_copy(engine: Any, copies: bool) -> None:
 
 
 def step_parts(engine: Any) -> list[Part]:
-    """The tensors of an AdamW step, of which the gradients are those of the backward pass that has just ended."""
+    """Return the tensors of an AdamW step, with the gradients of the backward pass that has just ended."""
     optimizer = engine._optimizer
     base, parts = optimizer.optimizer, []
     for unit in optimizer.units:

@@ -1,4 +1,5 @@
-"""The disk's time: what fio reaches on the same device in the same minute, with the best of several engines, jobs and depths."""
+"""Measure the disk: fio's rate on the same device in the same minute, with the best of several engines, jobs and
+depths."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ SETTINGS = [Setting(*row) for row in itertools.product(("libaio", "io_uring"), (
 
 
 class Disk:
-    """Sequential O_DIRECT transfers of 1 MiB blocks in a folder of fio's own.
+    """Sequential O_DIRECT transfers of 1 MiB blocks in ``folder``.
 
     ``direction``: "read", "write", or "rw" for both in equal parts. With ``is_new`` each measurement writes new files and ends with fsync, as a save does; otherwise
     files are there already.
@@ -43,7 +44,7 @@ class Disk:
         self.best_setting = self._chosen[0]
 
     def rate(self) -> float:
-        """Bytes a second, the best of the chosen settings now."""
+        """Return the bytes a second of the best chosen setting now."""
         rates = {setting: self._rate(setting) for setting in self._chosen}
         self.best_setting = max(rates, key=rates.__getitem__)
         return rates[self.best_setting]

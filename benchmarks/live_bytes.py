@@ -1,4 +1,4 @@
-"""What a program really allocates: bytes of live tensor storages at the peak of each phase, looked at after every operator."""
+"""Measure allocated memory: bytes of live tensor storages at the peak of each phase, looked at after every operator."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ __all__ = ["LiveBytes"]
 
 
 class LiveBytes(TorchDispatchMode):
-    """Knows every storage that an operator has returned since it was entered, by weak references, and how many bytes of them live.
+    """Tracks every storage that an operator has returned since entry, by weak references, and their live bytes.
 
-    Exact and repeatable, unlike the resident set. Not seen is what a kernel allocates and frees within one call. The profiler's memory events
-    will not do: it does not hear of releases in gloo's threads, which often drop the last reference to what was sent.
+    Exact and repeatable, unlike the resident set. Memory that a kernel allocates and frees within one call is not seen.
+    The profiler's memory events will not do: they miss releases in gloo's threads, which often drop the last reference
+    to a sent tensor.
     """
 
     def __init__(self) -> None:
@@ -43,7 +44,7 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def nbytes(self) -> int:
-        """Of the storages that live now."""
+        """Return the bytes of all live storages."""
         for key in [key for key, (reference, _) in self._known.items() if reference.expired()]:
             del self._known[key]
         return sum(nbytes for _, nbytes in self._known.values())
@@ -54,7 +55,8 @@ class LiveBytes(TorchDispatchMode):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Names what runs within. ``peaks[name]`` is the most that lived in any run of the phase."""
+        """Name the code within as a phase. ``peaks[name]`` is the largest number of live bytes in any run of the phase.
+        """
         gc.collect()
         self._phase = name
         self._note()

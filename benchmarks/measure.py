@@ -1,4 +1,5 @@
-"""What every benchmark shares: medians with their spread, contenders that take turns, the machine's name, and the proof that a row measures what it says."""
+"""Shared by all benchmarks: medians with their spread, contenders that take turns, the machine's name, and checks of
+each row's claim."""
 
 from __future__ import annotations
 
@@ -28,13 +29,13 @@ __all__ = [
     "time_alternately",
 ]
 
-# What a clock, a busy core and a median of a few rounds may make a bound look worse than it is.
+# Relative error of a bound from a clock, a busy core and a median of a few rounds.
 NOISE = 0.03
 
 
 @cache
 def machine() -> str:
-    """Processor, cores that this process may use, and memory, in one line."""
+    """Return processor, cores that this process may use, and memory, in one line."""
     model = platform.processor() or platform.machine()
     with open("/proc/cpuinfo") as f:
         for line in f:
@@ -46,8 +47,9 @@ def machine() -> str:
 
 
 def peer_extensions() -> str:
-    """A folder for what DeepSpeed compiles at its first start (TORCH_EXTENSIONS_DIR), kept between runs. In the user's own, a lock that a killed process has left would be
-    waited for for ever; here it goes, as one benchmark runs at a time.
+    """Return a folder for DeepSpeed's compiled extensions (TORCH_EXTENSIONS_DIR), kept between runs. In the user's own
+    folder a lock left by a killed process would block for ever; here the lock is deleted, as one benchmark runs at a
+    time.
     """
     folder = Path(__file__).resolve().parents[1] / "out" / "peer_extensions"
     folder.mkdir(parents=True, exist_ok=True)
@@ -62,13 +64,14 @@ def median_spread(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def ratios(key: str, mine: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
-    """``key``, ``key_min`` and ``key_max``: of mine over theirs, round by round."""
+    """Return ``key``, ``key_min`` and ``key_max`` of mine over theirs, round by round."""
     found = median_spread([a / b for a, b in zip(mine, theirs, strict=True)])
     return dict(zip((key, f"{key}_min", f"{key}_max"), (round(value, 4) for value in found), strict=True))
 
 
 def bound(key: str, mine: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
-    """As ``ratios``, where theirs is a time that mine cannot go below: a median under 1, beyond noise, says so in the row, because then it is none."""
+    """Return ``ratios`` to a lower bound of mine: a median under 1, beyond noise, is noted in the row, because then it
+    is no bound."""
     row: dict[str, Any] = ratios(key, mine, theirs)
     if row[key] < 1 - NOISE:
         row["note"] = "below its bound: the bound is wrong"
@@ -96,20 +99,20 @@ def calls_of_a_round(step: Callable[[], Any], seconds: float) -> int:
 
 
 def require(holds: bool, what: str) -> None:
-    """Ends the benchmark, which then has no result, unless what its row says is so."""
+    """End the benchmark without a result unless the row's claim ``holds``."""
     if not holds:
         raise SystemExit(f"nothing is measured, because this does not hold: {what}")
 
 
 def require_equal(what: str, values: dict[str, float], relative: float) -> None:
-    """All contenders have computed the same, within ``relative`` of the first."""
+    """Require that all contenders have computed the same, within ``relative`` of the first."""
     first = next(iter(values.values()))
     bad = {name: value for name, value in values.items() if not abs(value - first) <= relative * abs(first)}
     require(not bad, f"{what} equal within {relative}: {values}")
 
 
 def in_turn(names: Sequence[Any], round_: int) -> list[Any]:
-    """The order of a round: each contender is first equally often."""
+    """Return the order of a round: each contender is first equally often."""
     start = round_ % len(names)
     return [*names[start:], *names[:start]]
 

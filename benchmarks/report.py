@@ -1,4 +1,5 @@
-"""Turns the JSON lines of benchmarks/results into docs/performance.md, and the eight figures by which a user decides into the README's table."""
+"""Turn the JSON lines of benchmarks/results into docs/performance.md, and the eight most important figures into the
+README's table."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ N_MAIN = 8
 
 
 class Figure(NamedTuple):
-    """A goal, and where to find what was measured."""
+    """A goal, and the place of its measurement."""
 
     what: str
     goal: str  # "<= 1.25" or ">= 4"
@@ -29,7 +30,8 @@ class Figure(NamedTuple):
     why_not: str = ""  # a reason that is shown where the goal is not met
 
 
-# Why an operator of nn_ops may miss its goal, by case and phase: only what was seen by timing its loops alone, in the first-level cache.
+# Reasons why operators of nn_ops may miss their goal, by case and phase: each was found by timing the loops alone, in
+# the first-level cache.
 _ACTIVATION = "most of its time in cache is a division and an exponential an element, which keep the same bits on any processor"
 WHY_NOT = {
     ("layer_norm", "backward"): "half of its time in cache is sums in float64, which keep the same bits for any number of lanes",
@@ -512,7 +514,7 @@ class Measured(NamedTuple):
 
 
 def write(benchmarks: Iterable[Any]) -> None:
-    """Writes both documents from whatever results are there; ``benchmarks`` is the table of ``benchmarks/run.py``."""
+    """Write both documents from the available results; ``benchmarks`` is the table of ``benchmarks/run.py``."""
     (ROOT / "docs" / "performance.md").write_text(performance(list(benchmarks)))
     readme = ROOT / "README.md"
     readme.write_text(with_figures(readme.read_text()))
@@ -580,7 +582,7 @@ def provenance(result: Result) -> str:
 
 
 def question(source: Path) -> str:
-    """What a benchmark asks: the first paragraph of its docstring, or of its leading C comment."""
+    """Return a benchmark's question: the first paragraph of its docstring, or of its leading C comment."""
     text = source.read_text()
     if source.suffix == ".py":
         comment = ast.get_docstring(ast.parse(text)) or ""
@@ -613,7 +615,7 @@ def kernel_table(lines: list[Line]) -> str:
 
 
 def with_figures(readme: str) -> str:
-    """The README with the main figures between its two marks, measured or not."""
+    """Return the README with the main figures between its two marks, measured or not."""
     rows = []
     for figure in FIGURES:
         if figure.is_main:

@@ -1,4 +1,5 @@
-"""Results on disk: the JSON lines of each benchmark below one line that says of which commit, tree, day and machine they are, and whether the code has changed since."""
+"""Results on disk: one line with commit, tree, day and machine, then the JSON lines of the benchmark; and whether the
+code has changed since."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ __all__ = ["RESULTS", "WRITTEN", "Origin", "Result", "age", "commit_of", "is_dir
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
-# What a run of benchmarks writes itself: it makes no tree dirty.
+# Files that a run of benchmarks writes itself: they make no tree dirty.
 WRITTEN = ("benchmarks/results", "docs/performance.md", "docs/images/memory_by_stage.svg", "README.md")
 
 Line = dict[str, Any]
@@ -22,8 +23,8 @@ Line = dict[str, Any]
 class Origin(NamedTuple):
     """Where results come from."""
 
-    commit: str  # "" where there is no repository
-    is_dirty: bool  # what was measured is not quite that commit
+    commit: str  # "" outside a repository
+    is_dirty: bool  # the measured code differs from that commit
     date: str  # UTC, ISO 8601
     machine: str
     seconds: int  # that the run took
@@ -39,7 +40,7 @@ class Result(NamedTuple):
 
 
 def load(name: str) -> Result | None:
-    """None where the benchmark never ran."""
+    """Return the stored results, or None if the benchmark never ran."""
     path = RESULTS / f"{name}.jsonl"
     if not path.exists():
         return None
@@ -54,7 +55,7 @@ def store(name: str, result: Result) -> None:
 
 
 def git(*args: str) -> str | None:
-    """What git prints; None where it fails, as outside a repository."""
+    """Return git's output; None where it fails, as outside a repository."""
     done = subprocess.run(["git", *args], cwd=ROOT, check=False, capture_output=True, text=True)
     return done.stdout.rstrip("\n") if done.returncode == 0 else None
 
@@ -64,12 +65,12 @@ def commit_of() -> str:
 
 
 def is_dirty() -> bool:
-    """Whether anything but what benchmarks write differs from the commit."""
+    """Return whether files outside ``WRITTEN`` differ from the commit."""
     return bool(git("status", "--porcelain", "--", ".", *(f":(exclude){path}" for path in WRITTEN)))
 
 
 def age(origin: Origin, paths: Sequence[str]) -> str:
-    """What has changed in the code that was measured, in words; "" when nothing has."""
+    """Return changes of the measured code since ``origin``, in words; "" when there are none."""
     if not origin.commit or git("merge-base", "--is-ancestor", origin.commit, "HEAD") is None:
         return f"{origin} is not in this history"
     parts = []

@@ -1,11 +1,11 @@
-"""Runs the benchmarks one at a time, keeps their JSON lines in benchmarks/results, and has the documents written from them.
+"""Run the benchmarks one at a time, keep their JSON lines in benchmarks/results, and write the documents from them.
 
     python -m benchmarks.run              all of them
     python -m benchmarks.run NAME ...     some; the documents are written from the newest results of each
     python -m benchmarks.run --list       names, and about how long each takes
     python -m benchmarks.run --smoke      all of them, small and short, to see that they run; nothing is kept
     python -m benchmarks.run --docs       the documents only
-    python -m benchmarks.run --old        what is older than the code that it measures
+    python -m benchmarks.run --old        results that are older than the measured code
 
 Times mean something only when nothing else runs on the machine. Peers: DSC_PEER_PYTHON names the interpreter of an environment with DeepSpeed, transformers and accelerate in
 the versions of this one, and fio is found on PATH; goals against a peer that is not there are shown as not measured.
@@ -31,7 +31,7 @@ from benchmarks.measure import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = sys.executable
-SKIPPED = 77  # exit code of what cannot be measured here; the last line of its standard error says why
+SKIPPED = 77  # exit code of a benchmark that cannot run here; the last line of its standard error says why
 TIMEOUT_SECONDS = 900
 GRACE_SECONDS = 45  # torchrun waits 30 for its ranks
 
@@ -40,7 +40,7 @@ def ranks(n: int) -> list[str]:
     return [PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", str(n), "-m"]
 
 
-# What most of them measure.
+# Code that most benchmarks measure.
 CORES = ("csrc/base", "csrc/cpu", "csrc/optim", "csrc/include")
 ENGINE = (*CORES, "csrc/zero", "csrc/scale", "ops", "deepspeed_c/engine", "deepspeed_c/zero", "deepspeed_c/comm")
 OFFLOAD = (*ENGINE, "csrc/aio", "deepspeed_c/offload")
@@ -63,15 +63,15 @@ class Benchmark(NamedTuple):
     """One run of one script. Its standard output holds JSON objects, one a line."""
 
     name: str  # of its results file
-    source: str  # whose first line, or first sentence, is the question that it answers
+    source: str  # its first line, or first sentence, is the question that it answers
     command: list[str]
-    code: tuple[str, ...]  # paths of what it measures: its results are old when these have changed
+    code: tuple[str, ...]  # paths of the measured code: results are old when these have changed
     seconds: int  # that it takes on 2 cores, about
     smoke: tuple[str, ...] = ()  # arguments that make it short
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Its code, and the script itself with what it imports from the other files of benchmarks."""
+        """The measured code, the script itself, and its imports from other files of benchmarks."""
         return (*self.code, *_files_of(self.source))
 
 
@@ -268,7 +268,7 @@ BENCHMARKS = [
 
 
 def run(benchmark: Benchmark, *, is_smoke: bool = False) -> bool:
-    """Runs one benchmark and stores its lines; False when it fails, and then the earlier results stay."""
+    """Run one benchmark and store its lines; return False if it fails, and then keep the earlier results."""
     command = [*benchmark.command, *(benchmark.smoke if is_smoke else ())]
     print(f"{benchmark.name}: {' '.join(command)}", flush=True)
     commit, is_dirty = results.commit_of(), results.is_dirty()
@@ -316,7 +316,7 @@ def run(benchmark: Benchmark, *, is_smoke: bool = False) -> bool:
 
 
 def old(benchmarks: list[Benchmark]) -> list[str]:
-    """What is older than the code that it measures, or was never measured; a line each."""
+    """Return a line for each result that is older than its code or missing."""
     found = []
     for benchmark in benchmarks:
         result = results.load(benchmark.name)
@@ -329,7 +329,7 @@ def old(benchmarks: list[Benchmark]) -> list[str]:
 
 
 def estimate(benchmark: Benchmark) -> int:
-    """Seconds that it takes: what it took, or else what its author thinks."""
+    """Return the seconds of the last run, or else its author's estimate."""
     result = results.load(benchmark.name)
     return benchmark.seconds if result is None or result.origin.skipped else result.origin.seconds
 
@@ -362,7 +362,7 @@ def main() -> int:
         if not run(benchmark, is_smoke=args.smoke):
             failed.append(benchmark.name)
         if not args.smoke:
-            report.write(BENCHMARKS)  # so that a run that is stopped leaves documents of what it has measured
+            report.write(BENCHMARKS)  # so that a stopped run leaves documents of its measurements so far
     if not args.smoke and (lines := old(BENCHMARKS)):
         print("older than the code that they measure, or without a result:", *lines, sep="\n  ")
     if failed:

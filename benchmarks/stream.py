@@ -1,4 +1,5 @@
-"""The memory bound of an optimizer step: a C pass (``benchmarks/csrc/stream.c``) that reads and writes what the step does, over the step's own tensors and on as many threads."""
+"""The memory bound of an optimizer step: a C pass (``benchmarks/csrc/stream.c``) that reads and writes the same bytes,
+over the step's own tensors and on as many threads."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ class _Part(ctypes.Structure):
 
 @cache
 def _library() -> ctypes.CDLL:
-    """Built where it is missing or old; ranks take turns."""
+    """Build the library where it is missing or old, and load it; ranks take turns."""
     with open(CSRC / "Makefile") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         subprocess.run(["make", "-s", "-C", str(CSRC), "stream"], check=True, stdout=subprocess.DEVNULL)
@@ -54,7 +55,7 @@ def _library() -> ctypes.CDLL:
 
 @lru_cache(maxsize=1)
 def _resize(n_threads: int) -> None:
-    """Only when it is another number: the workers start anew."""
+    """Set the number of threads only if it differs: the workers start anew."""
     if _library().stream_resize(n_threads):
         raise RuntimeError(f"no pool of {n_threads} threads")
 
@@ -80,7 +81,8 @@ def _checked(part: Part) -> _Part:
 
 
 def bytes_of(parts: Sequence[Part], *, with_norm: bool) -> int:
-    """What one pass moves at least: gradients (twice with the norm), params and states both ways, copies."""
+    """Return the least bytes that one pass moves: gradients (twice with the norm), params and states both ways, copies.
+    """
     total = 0
     for part in parts:
         per_elem = part.grad.element_size() * (2 if with_norm else 1) + 24 + (0 if part.copy is None else 2)

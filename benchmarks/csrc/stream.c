@@ -1,6 +1,6 @@
 /*
- * The memory bound of an optimizer step: a pass that reads and writes exactly what the step does, on as many threads of the same pool, over the very arrays of the process that is
- * measured, and computes next to nothing.
+ * The memory bound of an optimizer step: a pass that reads and writes exactly the step's bytes, on as many threads of
+ * the same pool, over the arrays of the measured process, and computes next to nothing.
  *
  * Built by `make -C csrc stream` as a library of its own for benchmarks/stream.py; no part of the package. The pass leaves every value as it was (but for the sign of
  * a zero): a scale of 1 and an addition of 0 whose operands the compiler does not know, and copies that are the parameters rounded to bf16.
@@ -12,14 +12,14 @@
 
 #define CHUNK_ELEMS 16384
 
-/* Two loops, compiled for what the machine has, as the cores are. */
+/* Two loops, compiled for the machine's instruction set, as the cores are. */
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define PER_ISA __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
 #else
 #define PER_ISA
 #endif
 
-/* One array of each kind, all of n_elems. The order of the members is that of stream.py. */
+/* One array of each kind, all of n_elems. The members have the same order as in stream.py. */
 struct stream_part {
     int64_t n_elems;
     float *param;
@@ -33,8 +33,8 @@ struct stream_part {
 struct pass {
     const struct stream_part *parts;
     int64_t n_parts;
-    int64_t *first_chunk; /* of each part */
-    double *sums;         /* of each chunk, for the norm */
+    int64_t *first_chunk; /* number of each part's first chunk */
+    double *sums;         /* sum of squares of each chunk, for the norm */
     float one;
     float zero;
 };
@@ -114,7 +114,10 @@ UPDATE(update_f32_copy, float, (float), 1)
 UPDATE(update_bf16, uint16_t, widen, 0)
 UPDATE(update_bf16_copy, uint16_t, widen, 1)
 
-/* The part that a chunk of the pass lies in, and what of it: parts are cut one after the other, so that a pass over many small ones is one piece of work too. */
+/*
+ * Finds the part that holds a chunk of the pass, and the chunk's range in it. Parts are cut into chunks one after the
+ * other, so that a pass over many small parts is one piece of work too.
+ */
 static const struct stream_part *find(const struct pass *pass, int64_t chunk, int64_t *out_begin, int64_t *out_n)
 {
     int64_t low = 0, high = pass->n_parts - 1;

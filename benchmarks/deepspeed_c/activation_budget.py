@@ -1,8 +1,12 @@
-"""What does an activation budget half way between keeping and recomputing everything cost, of what full recomputation costs?
+"""How much of full recomputation's cost does an activation budget half way between keeping and recomputing everything
+take?
 
-A GPT of 12 layers in one process, fp32, forward and backward in turns: all layers kept, all recomputed, and the budget. The share is the time that the budget
-adds over that which recomputing everything adds: of medians of differences within a round, over the rounds of one of five blocks, and the median of the blocks. Attention is
-the larger part of a layer, and freed memory is reused: what recomputation adds is not lost in page faults. Times are processor time of one thread: other programs add little to it. Peaks are bytes of live tensors, less those of a step that recomputes everything, plus the smallest budget.
+A GPT of 12 layers in one process, fp32, forward and backward in turns: all layers kept, all recomputed, and the budget.
+The share is the time that the budget adds, divided by the time that recomputing everything adds. Each of five blocks
+gives the ratio of the medians of differences within its rounds; the share is the median of the blocks. Attention is the
+larger part of a layer, and freed memory is reused, so page faults do not hide the time of recomputation. Times are
+processor time of one thread: other programs add little to it. Peaks are bytes of live tensors, less the peak of a step
+that recomputes everything, plus the smallest budget.
 ``kept_layer_us``: a call, with a graph, of a layer that the plan keeps, beside the layer's own.
 Run: python -m benchmarks.deepspeed_c.activation_budget [--rounds 7] [--width 128] [--tokens 1024]
 """
@@ -82,7 +86,7 @@ def pass_of(engine: deepspeed_c.DeepSpeedEngine, x: torch.Tensor) -> tuple[float
 
 
 def peak_of(width: int, section: dict, x: torch.Tensor) -> int:
-    """Bytes of live tensors that a pass adds, once a budget has its plan."""
+    """Return the bytes of live tensors that a pass adds, once a budget has its plan."""
     with LiveBytes() as live:
         engine = make(width, section)
         pass_of(engine, x)
@@ -122,8 +126,8 @@ def kept_layer_us() -> float:
 
 
 def plan_of_many(rounds: int) -> dict[str, float]:
-    """Milliseconds of the plan of 1,000 layers, all of them different, with 20 operators of 4 choices each, and how much
-    more time it adds than the least that any plan adds, of what there is to add.
+    """Time the plan of 1,000 different layers with 20 operators of 4 choices each, and bound its gap: the time that it
+    adds above the least possible, as a share of the time of all operators.
     """
     generator = torch.Generator().manual_seed(0)
     sizes, times = (torch.randint(1, 1 << 20, (1000, 20), generator=generator).tolist() for _ in range(2))

@@ -1,7 +1,9 @@
-"""What do recomputed layers cost, beside torch's own checkpoint, and with their inputs in a file or cut over ranks?
+"""How much time and memory do recomputed layers take, beside torch's own checkpoint, and with their inputs in a file or
+cut over ranks?
 
 Twelve layers that keep 96 MiB each, or an input of 16 MiB if they are recomputed. One step of forward and backward of each way in turn, in one process; peaks are live
-bytes (`benchmarks/live_bytes.py`) of another step. With two ranks: cut over them, against recomputed, and the peak of resident memory of one more step. The wrapper's own cost is that of a call without a graph, which recomputes nothing.
+bytes (`benchmarks/live_bytes.py`) of another step. With two ranks: cut over them, against recomputed, and the peak of
+resident memory of one more step. The wrapper's own cost is measured by calls without a graph, which recompute nothing.
 Run: python -m benchmarks.deepspeed_c.activation_checkpointing [--folder DIR]
 or:  python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.deepspeed_c.activation_checkpointing
 """
@@ -52,11 +54,12 @@ class World:
 
 
 def make_step(call: Callable, rows: int, losses: list[float]) -> Callable[..., None]:
-    """A step; what it is called with is called between forward and backward."""
+    """Return a step; its argument is called between forward and backward."""
     torch.manual_seed(1)
     layers = nn.ModuleList(Layer() for _ in range(LAYERS))
     x = torch.randn(rows, WIDTH)
-    # As an embedding's output: not a leaf, which the graph itself would hold, whatever is kept of the first layer's input.
+    # The input is no leaf, like an embedding's output: the graph itself would hold a leaf even if the first layer's
+    # input is not kept.
     shift = nn.Parameter(torch.zeros(WIDTH))
 
     def step(between: Callable[[], None] = lambda: None) -> None:
@@ -75,7 +78,7 @@ def make_step(call: Callable, rows: int, losses: list[float]) -> Callable[..., N
 
 
 def bytes_of(step: Callable[..., None]) -> tuple[int, int]:
-    """(at the peak, between forward and backward) of one step."""
+    """Return the bytes of one step: (at the peak, between forward and backward)."""
     live, between = LiveBytes(), []
     with live, live.phase("step"):
         step(lambda: between.append(live.nbytes()))
@@ -98,7 +101,7 @@ def resident_of(step: Callable[..., None]) -> int:
 
 
 def wrapper_us() -> float:
-    """What a recomputed layer's call costs beside the layer's own, where no graph is made."""
+    """Return the microseconds that recomputation adds to a layer's call without a graph."""
     mine, layer, x = Recomputer(ActivationCheckpointing()), nn.Identity(), torch.zeros(1)
     found = []
     with torch.no_grad():

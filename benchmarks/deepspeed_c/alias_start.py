@@ -1,8 +1,10 @@
-"""What does it cost to see deepspeed_c as `deepspeed`: the command in front of a process, the folder on its path, and the question whether there is a DeepSpeed?
+"""How much time does the name `deepspeed` take: the command in front of a process, the folder on its path, and the
+check whether there is a DeepSpeed?
 
-Processes are timed from the outside until they have ended; contenders alternate, and what is added is the difference of two processes of the same round.
-The question is that of transformers' ``is_deepspeed_available`` (spec and metadata), asked for the first time in a fresh interpreter, beside the
-same question about torch, which is installed. Run: python -m benchmarks.deepspeed_c.alias_start [--rounds 21]
+Processes are timed from the outside until they have ended; contenders alternate, and the added time is the difference
+of two processes of the same round. The check is the same as in transformers' ``is_deepspeed_available`` (spec and
+metadata), made for the first time in a fresh interpreter, beside the same check for torch, which is installed. Run:
+python -m benchmarks.deepspeed_c.alias_start [--rounds 21]
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ def seconds_of(command: list[str], environ: dict[str, str]) -> float:
 
 
 def asked(name: str, environ: dict[str, str]) -> float:
-    """Seconds of the question, which must not import what it asks for."""
+    """Return the seconds of the check, which must not import the package."""
     done = subprocess.run(
         [sys.executable, "-c", QUESTION.format(name=name)],
         env=environ,

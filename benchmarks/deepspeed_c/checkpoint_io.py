@@ -1,8 +1,10 @@
 """How fast does an engine with 2 GB of fp32 Adam states on 2 gloo ranks save and load, against fio and torch.distributed.checkpoint, and how long does an asynchronous save stop it?
 
-All contenders run in turn in the same processes and folder, fsync included; each round times one of each, and every save makes new files. The bound of a save and a load is what fio reaches with as many
-bytes, sequentially, O_DIRECT, 1 MiB blocks: the best of two engines, 1 to 4 jobs and two depths in that round. The bound of the stall is copying as many bytes in memory on all ranks at once.
-``load_other_world`` loads the same states as one process would have saved them. At stage 2 a load ends with gathering the weights, which is no work of the disk.
+All contenders run in turn in the same processes and folder, fsync included; each round times each once, and every save
+makes new files. The bound of a save and a load is fio's rate with as many bytes, sequentially, O_DIRECT, 1 MiB blocks:
+the best of two engines, 1 to 4 jobs and two depths in that round. The bound of the stall is copying as many bytes in
+memory on all ranks at once. ``load_other_world`` loads the same states as one process would have saved them. At stage 2
+a load ends with gathering the weights, which is no work of the disk.
 Run: python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.deepspeed_c.checkpoint_io DIR
 """
 
@@ -88,7 +90,7 @@ def compare(args: argparse.Namespace, stage: int) -> None:
         return time.perf_counter() - begin
 
     def clear(name: str) -> None:
-        """Deleting gigabytes takes the file system long: it belongs to no contender."""
+        """Delete a save outside the timed part: gigabytes take the file system long."""
         if rank == 0:
             shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
 
@@ -101,7 +103,7 @@ def compare(args: argparse.Namespace, stage: int) -> None:
         dcp.save(mine, storage_writer=dcp.FileSystemWriter(path, sync_files=True))
 
     def copy_in_memory() -> float:
-        """The slowest rank's: the stall is that as well."""
+        """Return the slowest rank's seconds, as for the stall."""
         dist.barrier()
         begin = time.perf_counter()
         target.copy_(source)
@@ -179,7 +181,7 @@ def compare(args: argparse.Namespace, stage: int) -> None:
             ("stall", "memcpy", "ratio_to_memcpy"),
         ):
             skip = 1 if name == "stall" and args.rounds > 1 else 0
-            # Of speeds for what is bound by the disk, of times for the others.
+            # Ratios of speeds where the disk is the bound, ratios of times elsewhere.
             found = [
                 b / a if "fio" in key or "dcp" in key else a / b for a, b in zip(times[name][skip:], times[peer][skip:])
             ]

@@ -1,7 +1,8 @@
 """How long do collectives between the ranks of one host take through shared memory, and how long over gloo?
 
-Each operation and size by turns: over gloo, through shared memory from memory of the arena (which the other ranks read in place), and from any other (staged). A time is that of
-the slowest rank from a barrier to its own end. The bound is what passes over as many bytes of a rank's own memory take, on all ranks at once.
+Each operation and size by turns: over gloo, through shared memory from memory of the arena (which the other ranks read
+in place), and from any other (staged). Times are the slowest rank's, from a barrier to its own end. The bound is the
+time of passes over as many bytes of a rank's own memory, on all ranks at once.
 Run: python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.deepspeed_c.comm_ops
 """
 
@@ -33,7 +34,7 @@ def connect() -> _C.ShmGroup:
 
 
 def contenders(group: _C.ShmGroup, op: str, n: int) -> dict[str, tuple[torch.Tensor, Callable[[], object]]]:
-    """What each contender works on (n float32 elements), and its call, which returns when it is done."""
+    """Return each contender's tensor (n float32 elements) and its call, which returns when it is done."""
     world, rank = dist.get_world_size(), dist.get_rank()
     mine = slice(rank * (n // world), (rank + 1) * (n // world))
     block: _C.ShmBuffer = group.empty(4 * n)
@@ -64,8 +65,8 @@ def contenders(group: _C.ShmGroup, op: str, n: int) -> dict[str, tuple[torch.Ten
 
 
 def bound_of(op: str, n: int, group: _C.ShmGroup, repeats: int) -> Callable[[], float]:
-    """Seconds of passes over memory of a rank's own that read and write as much as ``op`` has to: a slice of each rank
-    added up in place, and a slice of each other rank copied."""
+    """Time passes over a rank's own memory that read and write as much as ``op`` has to: a slice of each rank added up
+    in place, and a slice of each other rank copied."""
     world = dist.get_world_size()
     one, other = torch.ones(n // world), torch.ones(n // world)
     add, copy = partial(torch.add, one, other, out=one), partial(one.copy_, other)
@@ -80,7 +81,7 @@ def bound_of(op: str, n: int, group: _C.ShmGroup, repeats: int) -> Callable[[], 
 
 
 def slowest(call: Callable[[], object], group: _C.ShmGroup, repeats: int) -> float:
-    """Seconds of one call, on the slowest rank; of many where one is too short for a clock."""
+    """Return the seconds of one call on the slowest rank, averaged over many if one is too short for a clock."""
     group.barrier()
     begin = time.perf_counter()
     for _ in range(repeats):
@@ -91,7 +92,7 @@ def slowest(call: Callable[[], object], group: _C.ShmGroup, repeats: int) -> flo
 
 
 def check(calls: dict[str, tuple[torch.Tensor, Callable[[], object]]]) -> None:
-    """All contenders compute the same."""
+    """Require that all contenders compute the same."""
     results = []
     for flat, call in calls.values():
         flat.copy_(torch.arange(flat.numel()).remainder_(1000).add_(dist.get_rank()))
@@ -100,7 +101,7 @@ def check(calls: dict[str, tuple[torch.Tensor, Callable[[], object]]]) -> None:
         results.append(mine.clone())
     require(all(torch.equal(one, results[0]) for one in results), "all contenders give the same")
     for flat, _ in calls.values():
-        flat.zero_()  # sums of sums stay what they are
+        flat.zero_()  # sums of zeros stay zero
 
 
 def main() -> None:
@@ -139,7 +140,7 @@ def main() -> None:
                         "us": round(median_spread(times[name])[0] * 1e6, 1),
                         "us_gloo": round(median_spread(times["gloo"])[0] * 1e6, 1),
                         **ratios("gloo_over_it", times["gloo"], times[name]),
-                        # What fits a cache is not bound by memory.
+                        # Tensors that fit a cache are not bound by memory.
                         **(bound("over_bound", times[name], times["bound"]) if kib >= 1 << 15 else {}),
                         "machine": machine(),
                     }

@@ -1,9 +1,11 @@
 """How close is engine.step() (norm, unscale, clip, overflow check, AdamW, bf16 copy) to one pass over its memory?
 
 bf16, stages 1 and 2, 67M parameters. On one rank the bound is a C pass that reads and writes the same 30 bytes a parameter in the same way (the gradient once for the norm and once for the update;
-master and two moments both ways; the bf16 weight) over the same tensors, on as many threads. Each of the two follows a real backward pass, in turn, and never the other one, so that
-what the caches hold is what a training step leaves there. On two ranks what is timed is handing all gradients to their hooks, which reduce them, and engine.step() with its gathers; no computation is beside them to hide them. It is compared with its
-parts one after the other: the same collectives bare, then the C pass over the rank's shard.
+master and two moments both ways; the bf16 weight) over the same tensors, on as many threads. Each of the two follows a
+real backward pass, in turn, and never the other contender, so that the caches are as a training step leaves them. On
+two ranks the timed part hands all gradients to their hooks, which reduce them, and calls engine.step() with its
+gathers; no computation runs beside to hide them. It is compared with its parts one after the other: the same
+collectives bare, then the C pass over the rank's shard.
 Run: python -m benchmarks.deepspeed_c.engine_step [--params 67e6], or with python -m torch.distributed.run --nproc-per-node 2 -m in front
 """
 
@@ -31,7 +33,7 @@ WARMUP = 2
 
 
 def make_engine(n_params: int, zero: dict, n_layers: int = 8, **more):
-    """An engine of about ``n_params`` parameters, and how many they are."""
+    """Return an engine of about ``n_params`` parameters, and their exact number."""
     width = int((n_params / n_layers) ** 0.5)
     torch.manual_seed(0)
     model = torch.nn.Sequential(*[torch.nn.Linear(width, width, bias=False) for _ in range(n_layers)])
@@ -50,7 +52,7 @@ def make_engine(n_params: int, zero: dict, n_layers: int = 8, **more):
 
 
 def backward(engine) -> float:
-    """A real forward and backward pass, over the same rows each time; the loss."""
+    """Run a real forward and backward pass, over the same rows each time, and return the loss."""
     width = engine.module[0].in_features
     x = torch.randn(ROWS, width, generator=torch.Generator().manual_seed(1)).bfloat16()
     loss = (engine(x).float() - 1).square().mean()
@@ -67,11 +69,11 @@ def timed_step(engine) -> float:
 
 
 def timed_bound(engine) -> float:
-    """Of the C pass over what the coming step works on; then the step, untimed."""
+    """Return the seconds of the C pass over the tensors of the coming step; then make the step, untimed."""
     seconds, sumsq = stream_step(step_parts(engine), with_norm=True)
     engine.step()
     norm = engine.get_global_grad_norm()
-    # What it has read are this step's gradients.
+    # The pass has read this step's gradients.
     require(
         norm > 0 and math.isclose(math.sqrt(sumsq), norm, rel_tol=1e-2), f"norms agree: {math.sqrt(sumsq)} and {norm}"
     )
@@ -79,7 +81,7 @@ def timed_bound(engine) -> float:
 
 
 def step_and_bound(engine, rounds: int) -> tuple[list[float], list[float]]:
-    """Seconds of steps and of the pass, each after a backward pass of its own."""
+    """Return the seconds of steps and of the C pass, each after its own backward pass."""
     require_fused(engine)
     found: dict[Callable, list[float]] = {timed_step: [], timed_bound: []}
     losses = []
@@ -111,7 +113,7 @@ def one_rank(n_params: int, stage: int, rounds: int) -> None:
 
 
 def hand_over(engine, gradients: list[torch.Tensor]) -> None:
-    """Gradients as a backward pass leaves them, in its order and without its computation."""
+    """Hand over gradients in the order of a backward pass, without its computation."""
     reducer = engine._optimizer.reducer
     reducer.begin_backward(is_boundary=True, factor=1.0)
     for slot, gradient in zip(reversed(reducer.slots), gradients, strict=True):
@@ -126,7 +128,7 @@ def reduced_step(engine, gradients: list[torch.Tensor]) -> None:
 
 
 def make_parts_of_it(engine) -> Callable[[], None]:
-    """The collectives of a step, with buffers of their own, and the pass."""
+    """Return a call that runs the collectives of a step, with their own buffers, and the pass."""
     optimizer = engine._optimizer
     comm, pairs, weights = optimizer.comm, [], []
     for unit in optimizer.units:
@@ -160,7 +162,7 @@ def two_ranks(n_params: int, stage: int, rounds: int) -> None:
     sent = []
 
     def timed(function: Callable[[], None]) -> float:
-        for gradient in gradients:  # evicts what the other contender has left in the caches, as a backward pass does
+        for gradient in gradients:  # evicts the other contender's data from the caches, as a backward pass does
             gradient.fill_((rank + 1) * 1e-3)
         first = _sent_bytes(engine)
         dist.barrier()

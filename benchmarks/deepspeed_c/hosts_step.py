@@ -1,8 +1,10 @@
 """How much less do two hosts with two ranks each send, and how much faster are they, when a tensor leaves a host once (shared memory inside, gloo between), against gloo alone?
 
-Hosts are network namespaces of this machine on a switch; what each can send is shaped to 1 Gbit/s (tc tbf). First collectives of fp32, by turns; then steps of a model of which ZeRO stage 3
-gathers all weights twice, with ``"comm": {"local": "auto"}`` and ``"off"`` in the same processes. Bytes are those that the kernel counts on the device of host 0, headers included; the least
-is half of the tensor for a reduce-scatter or an all-gather, and half of what a step gathers and reduces: the weights three times, but for the last layer's second gather. Losses have to be the same.
+Hosts are network namespaces of this machine on a switch; each host's rate is shaped to 1 Gbit/s (tc tbf). First
+collectives of fp32, by turns; then steps of a model at ZeRO stage 3, which gathers all weights twice, with ``"comm":
+{"local": "auto"}`` and ``"off"`` in the same processes. The kernel counts the bytes on the device of host 0, headers
+included; the least is half of the tensor for a reduce-scatter or an all-gather, and half of the bytes that a step
+gathers and reduces: the weights three times, but for the last layer's second gather. Losses have to be the same.
 Run as root: python -m benchmarks.deepspeed_c.hosts_step
 """
 
@@ -29,7 +31,7 @@ HOSTS = (0, 0, 1, 1)
 CONTENDERS = {"shm+gloo": "auto", "gloo": "off"}
 RATE = "1gbit"
 WARMUP = 2
-# Of all that a host sends, acknowledgements and headers included.
+# Limit on a host's sent bytes over the least, acknowledgements and headers included.
 MOST_OVER_LEAST = 1.1
 
 
@@ -116,7 +118,7 @@ def engine_of(wish: str, width: int, layers: int) -> Any:
         "zero_optimization": {
             "stage": 3,
             "stage3_param_persistence_threshold": 0,
-            # Each layer is let go of after use: weights are gathered in forward and again in backward.
+            # Each layer is released after use: weights are gathered in forward and again in backward.
             "stage3_max_reuse_distance": 0,
             "stage3_prefetch_bucket_size": 4 * width * width,
             "stage3_max_live_parameters": 6 * width * width,

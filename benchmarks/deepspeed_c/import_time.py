@@ -1,8 +1,10 @@
-"""What does importing all that training needs cost, against importing torch alone (and DeepSpeed)?
+"""How long does importing everything for training take, against importing torch alone (and DeepSpeed)?
 
 Each import runs in a fresh interpreter and is timed inside it, without the interpreter's own start; contenders take turns in an order that changes with the round. ``import deepspeed_c`` by itself
-loads nothing before it is used (and has byte code on disk, as what is installed has), so what is timed is the import and everything that ``initialize`` needs: the engine, the operators and torch have to be there afterwards. What an import prints is
-counted. DSC_PEER_PYTHON, the interpreter of an environment with DeepSpeed and the same torch, adds that, against the torch of its own environment.
+loads nothing before it is used (and has byte code on disk, like an installed package), so the timed part is the import
+and everything that ``initialize`` needs: the engine, the operators and torch have to be there afterwards. Printed bytes
+are counted. DSC_PEER_PYTHON, the interpreter of an environment with DeepSpeed and the same torch, adds that, against
+the torch of its own environment.
 Run: python -m benchmarks.deepspeed_c.import_time [--rounds 7]
 """
 
@@ -27,7 +29,7 @@ missing = {} - set(sys.modules)
 print("\\n", seconds, sys.modules["torch"].__version__, *missing)
 """
 
-# Name -> (statement, modules that are there afterwards, what its time is divided by).
+# Name -> (statement, modules that are there afterwards, contender whose time divides its own).
 OURS = {
     "torch": ("import torch", {"torch"}, "torch"),
     "deepspeed_c": (

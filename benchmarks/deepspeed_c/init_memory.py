@@ -39,7 +39,7 @@ def main() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.set_num_threads(1)
     nn.Linear(8, 8)
-    with deepspeed_c.zero.Init(dtype=torch.bfloat16):  # what is imported and started once is not counted
+    with deepspeed_c.zero.Init(dtype=torch.bfloat16):  # imports and other single costs are not counted
         Stack(1, 64)
     dist.barrier()
     with open("/proc/self/clear_refs", "w") as file:
@@ -63,7 +63,7 @@ def main() -> None:
             "peak_mb": [round(r / 1e6, 1) for r in rises],
             "shard_mb": round(shard / 1e6, 1),
             "largest_tensor_mb": round(largest / 1e6, 1),
-            # The rank that takes most counts; beside it the one that takes least.
+            # The rank with the largest rise counts; the smallest rise stands beside it.
             **bound("ratio_to_bound", [max(rises)], [shard + largest]),
             "ratio_to_bound_min": round(min(rises) / (shard + largest), 4),
             "machine": machine(),

@@ -1,4 +1,4 @@
-"""How many microseconds does the engine take for each gradient, bucket and gather unit, beside what is sent?
+"""How many microseconds does the engine take for each gradient, bucket and gather unit, besides sending?
 
 200 layers of 64 x 64 on 2 ranks, each layer a bucket (and at stage 3 a gather unit) of its own, stages 1, 2 and 3, and 3 with ``comm.zero_copy_gather``. The calls that autograd's and the
 modules' hooks end in are timed one by one in real steps: a gradient that is handed over, a bucket that is started, waiting for one, a unit that is started, waited for and pointed at, and
@@ -31,7 +31,7 @@ from deepspeed_c.zero.weights.gather_unit import GatherUnit
 
 LAYERS, ELEMS = 200, 64 * 64 + 64
 WARMUP = 5
-# By the name of a figure: the method that is timed; of a gradient, what autograd calls.
+# Name of a figure -> the timed method; for a gradient, the hook that autograd calls.
 GRADIENT = "gradient"
 TIMED: dict[str, tuple[type, str]] = {
     "bucket_start": (Bucket, "reduce"),
@@ -50,10 +50,10 @@ CONTENDERS: dict[str, tuple[int, dict | None]] = {
 
 @contextmanager
 def timed() -> Iterator[dict[str, list[float]]]:
-    """Seconds of each gradient's hook and each call of the methods of ``TIMED``, by figure, without those of such calls
-    within it. Of the engines that are made meanwhile."""
+    """Time each gradient's hook and each call of the methods of ``TIMED``, by figure, without nested calls, in engines
+    that are made within the context."""
     found: dict[str, list[float]] = {name: [] for name in (GRADIENT, *TIMED)}
-    within = [0.0]  # of each call that runs, what calls within it have taken
+    within = [0.0]  # for each running call, the seconds of calls within it
 
     def timing(call: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
         def method(*args: Any, **options: Any) -> Any:
@@ -80,7 +80,7 @@ def timed() -> Iterator[dict[str, list[float]]]:
 
 
 def measure(name: str, rounds: int) -> dict[str, Any]:
-    """The figures of one contender."""
+    """Return the figures of one contender."""
     stage, comm = CONTENDERS[name]
     zero = {"reduce_bucket_size": ELEMS, "stage3_param_persistence_threshold": 0}
     with timed() as found:  # before the engine hooks its methods to gradients

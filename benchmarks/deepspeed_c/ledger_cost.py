@@ -1,8 +1,8 @@
-"""What part of a training step does the collective ledger take, and what does its watchdog do meanwhile?
+"""How large a part of a training step do the collective ledger and its watchdog take?
 
 Counted, not subtracted: a difference of 1 % is less than a step's own spread. The time of one entry (entered, waited for, done) is measured by
 itself, and multiplied by the entries of a step of the 29M-parameter GPT, and of 200 layers of 64 x 64, where steps are short. The watchdog, which looks
-at the store every 5 s, is charged with what one look takes as a part of these. Two gloo ranks, fp32.
+at the store every 5 s, is charged with the time of one look as a part of these. Two gloo ranks, fp32.
 Run: python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.deepspeed_c.ledger_cost
 """
 
@@ -29,7 +29,7 @@ N_LOOKS = 200
 
 
 def entry_seconds() -> float:
-    """Of one entry, as ``Collectives`` and ``Work`` make it."""
+    """Return the seconds of one entry, as ``Collectives`` and ``Work`` make it."""
     ledger = Ledger("benchmark", range(2))
     ledger.phase = "forward"
     begin = time.perf_counter()
@@ -42,7 +42,7 @@ def entry_seconds() -> float:
 
 
 def look_seconds() -> float:
-    """Of one look for an alarm."""
+    """Return the seconds of one look for an alarm."""
     store = _own_store()
     begin = time.perf_counter()
     for i in range(N_LOOKS):

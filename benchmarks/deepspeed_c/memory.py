@@ -2,7 +2,7 @@
 
 bf16 with fp32 Adam on N ranks: 16 bytes per parameter at stage 0, 4 + 12/N at stage 1, 2 + 14/N at stage 2 (arXiv 1910.02054, section 5). A stack of
 linear layers (67M parameters) on a batch of one has next to no activations, so the growth of the peak resident set from before the model is made until
-after three steps is states, buffers and what the allocator keeps. Each stage runs in processes of its own.
+after three steps is states, buffers and memory that the allocator keeps. Each stage runs in processes of its own.
 Run: python -m benchmarks.deepspeed_c.memory [--ranks 2] [--params 67e6]
 """
 

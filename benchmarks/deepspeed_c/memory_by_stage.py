@@ -2,8 +2,9 @@
 
 bf16 with fp32 AdamW, a stack of linear layers of 60M parameters on a batch of one row, so that activations are some kilobytes. Live tensor bytes are looked at
 after every operator, all in bytes per parameter: the peak of three training steps, the states that lie between steps, and the peak of ``initialize``, which holds
-the fp32 weights as they were given. What the peak has on top of the states is the live window: gathered weights, gradients on their way, and what collectives receive into.
-Writes docs/images/memory_by_stage.svg. Run: python -m benchmarks.deepspeed_c.memory_by_stage [--ranks 1 2 4 8] [--params 60e6]
+the fp32 weights as they were given. The rest of the peak is the live window: gathered weights, gradients on their way,
+and receive buffers of collectives. Writes docs/images/memory_by_stage.svg. Run: python -m
+benchmarks.deepspeed_c.memory_by_stage [--ranks 1 2 4 8] [--params 60e6]
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def make_model(n_params: int):
 
 
 def rank_main(n_params: int) -> None:
-    """All stages, one engine after the other."""
+    """Measure all stages, one engine after the other."""
     import torch
     import torch.distributed as dist
 
@@ -67,7 +68,7 @@ def rank_main(n_params: int) -> None:
             expected = n_whole if stage == 3 and dist.get_world_size() > 1 else 0
             require(n_sharded == expected, f"{expected} elements of weights are sharded at stage {stage}: {n_sharded}")
             with live.phase("states"):
-                # What lies between steps, without the buffers that are kept for the next one.
+                # The states between steps, without the buffers that are kept for the next step.
                 engine._optimizer.reducer.drop_spare_buffers()
                 if engine._optimizer.fetcher is not None:
                     engine._optimizer.fetcher.pool.clear()
@@ -82,7 +83,7 @@ def rank_main(n_params: int) -> None:
 
 
 def planned(stage: int, n_ranks: int, n_params: int) -> int:
-    """Peak bytes of training of a rank, as the planner has them."""
+    """Return the planner's peak bytes of a rank in training."""
     import torch
 
     from deepspeed_c.plan.table import plan_table
@@ -126,7 +127,7 @@ def run(n_ranks: int, n_params: int) -> list[dict[str, Any]]:
 
 
 def draw(lines: list[dict[str, Any]], path: Path) -> None:
-    """Bars of what was measured, by stage and number of ranks, with the formula and 16/N as lines over them."""
+    """Draw the measured bytes as bars, by stage and number of ranks, with the formula and 16/N as lines over them."""
     import matplotlib
 
     matplotlib.use("Agg")

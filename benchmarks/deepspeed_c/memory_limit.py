@@ -24,7 +24,7 @@ STEPS = 4
 
 @contextlib.contextmanager
 def memory_cgroup(limit: int) -> Iterator[tuple[str, str]]:
-    """(its list of processes, its peak in bytes) of a new memory cgroup, of version 1 or 2."""
+    """Make a memory cgroup, of version 1 or 2; yields the paths of (its list of processes, its peak in bytes)."""
     is_v1 = os.path.isdir("/sys/fs/cgroup/memory")
     path = f"/sys/fs/cgroup/{'memory/' if is_v1 else ''}dsc_memory_limit_{os.getpid()}"
     os.mkdir(path)
@@ -38,7 +38,7 @@ def memory_cgroup(limit: int) -> Iterator[tuple[str, str]]:
 
 
 def join_cgroup(procs: str) -> Callable[[], None] | None:
-    """What a new process does first, to be in the cgroup that has this list of processes; None for ""."""
+    """Return the first call of a new process, which joins the cgroup with this list of processes; None for ""."""
 
     def join() -> None:
         with open(procs, "w") as file:
@@ -48,7 +48,7 @@ def join_cgroup(procs: str) -> Callable[[], None] | None:
 
 
 def train(n_params: int, folder: str) -> None:
-    """One run; prints its losses and the peak of its resident memory."""
+    """Train once, and print the losses and the peak of resident memory."""
     import torch
 
     import deepspeed_c

@@ -1,10 +1,13 @@
 """How close is engine.step() with masters and moments on NVMe to the disk, and with offload to the host to one pass over memory?
 
-One rank (where stage 3 would shard nothing), bf16, AdamW with clipping, stage 2, each step after a real backward pass. On NVMe a step reads and writes 12 bytes a parameter; the bound is the longer of 24 bytes at what fio reaches on
-the same device in the same round (reads and writes in equal parts, O_DIRECT, 1 MiB blocks; the best of two engines, 1 to 4 jobs and two depths) and a C pass over as many bytes of
-memory as the step moves. It runs in a process of its own, in a memory cgroup whose limit is half of what the states take (18 bytes a parameter) and 1 GiB for the process itself,
-so that no cache hides the disk; where no cgroup can be made, without a limit and with a note. "cpu" is compared as ``engine_step`` is, over 34 bytes a parameter, because
-gradients gather in fp32 there. Run: python -m benchmarks.deepspeed_c.offload_step [DIR] [--params 500e6] [--only nvme]
+One rank (where stage 3 would shard nothing), bf16, AdamW with clipping, stage 2, each step after a real backward pass.
+On NVMe a step reads and writes 12 bytes a parameter; the bound is the longer of 24 bytes at fio's rate on the same
+device in the same round (reads and writes in equal parts, O_DIRECT, 1 MiB blocks; the best of two engines, 1 to 4 jobs
+and two depths) and a C pass over as many bytes of memory as the step moves. It runs in its own process, in a memory
+cgroup whose limit is half of the states' bytes (18 a parameter) and 1 GiB for the process itself, so that no cache
+hides the disk; where no cgroup can be made, without a limit and with a note. "cpu" is compared as ``engine_step`` is,
+over 34 bytes a parameter, because gradients gather in fp32 there. Run: python -m benchmarks.deepspeed_c.offload_step
+[DIR] [--params 500e6] [--only nvme]
 """
 
 from __future__ import annotations
@@ -31,8 +34,8 @@ from deepspeed_c import _C
 
 MEMORY_BYTES = 34  # fp32 gradient read twice, masters and two moments both ways, the 16-bit weight
 STORED_BYTES = 12  # masters and two moments
-PROCESS_BYTES = 1 << 30  # Python, torch and what the bound is measured with
-BOUND_ELEMS = 8 << 20  # of the arrays that the pass over memory has where the states are in a file
+PROCESS_BYTES = 1 << 30  # Python, torch and the buffers of the bound's measurement
+BOUND_ELEMS = 8 << 20  # length of the memory pass's arrays when the states are in a file
 
 
 def make_offloaded(n_params: int, offload: dict):
@@ -67,14 +70,15 @@ def on_host(n_params: int, rounds: int) -> dict:
 
 
 def moved_bytes() -> tuple[int, int]:
-    """(bytes that this process has read from devices, written to devices)"""
+    """Return the bytes that this process has (read from devices, written to devices)."""
     with open("/proc/self/io") as file:
         found = dict(line.split(": ") for line in file.read().splitlines())
     return int(found["read_bytes"]), int(found["write_bytes"])
 
 
 def file_bytes(folder: str) -> int:
-    """Of the files that this process has open on the folder's device; states lie in files without a name."""
+    """Return the bytes of the files that this process has open on the folder's device; states lie in files without a
+    name."""
     found = {}
     for descriptor in os.listdir("/proc/self/fd"):
         try:
@@ -118,7 +122,7 @@ def on_nvme(n_params: int, rounds: int, folder: str) -> dict:
 
 
 def limited_on_nvme(n_params: int, rounds: int, parent: str) -> dict:
-    """``on_nvme`` in a process under a memory limit, if this machine lets one be set."""
+    """Run ``on_nvme`` in a process under a memory limit, if this machine allows one."""
     folder = tempfile.mkdtemp(dir=parent, prefix="offload_step_")
     limit, procs, peak, note = STATE_BYTES * n_params // 2 + PROCESS_BYTES, "", "", ""
     with ExitStack() as stack:

@@ -1,9 +1,11 @@
-"""How much of what stage 3 sends hides behind computation, over a link that takes from a quarter of the computation's time to four times as long?
+"""How much of stage 3's communication hides behind computation, over a link that takes from a quarter of the
+computation's time to four times as long?
 
 Two hosts (network namespaces of this machine, links shaped by tc tbf) with a rank each. Layers compute by sleeping, as an accelerator does for the host, a third of their time in forward and two thirds in backward;
-each is gathered in forward, gathered in backward, and its gradient is reduced. Communication is what the same collectives take one after the other with nothing beside them; computation is a step of
-the same model in plain torch on both ranks, which sends nothing. The bound is the longer of the two, and the first gather and the last reduction, beside which there is nothing to do; the goal lets the longer
-one take 5 % more.
+each is gathered in forward, gathered in backward, and its gradient is reduced. Communication is the time of the same
+collectives one after the other with nothing beside them; computation is a step of the same model in plain torch on both
+ranks, which sends nothing. The bound is the longer of the two, plus the first gather and the last reduction, because
+nothing can hide them; the goal lets the longer one take 5 % more.
 Run as root: python -m benchmarks.deepspeed_c.overlap [--ratios 0.25 0.5 1 2 4]
 """
 
@@ -28,7 +30,7 @@ from deepspeed_c.comm.collectives import Collectives
 HOSTS = (0, 1)
 RATE = "1gbit"
 WARMUP = 2
-# What the longer of computation and communication may take, over itself.
+# Goal: the longer of computation and communication may take this many times its own length.
 MOST = 1.05
 LR = 1e-4
 
@@ -59,7 +61,7 @@ class Layer(torch.nn.Module):
 
 
 def collectives_seconds(width: int, layers: int, rounds: int) -> tuple[float, float]:
-    """Of a gather and of a reduction of one layer, one after the other, the median."""
+    """Return the median seconds of a gather and of a reduction of one layer, one after the other."""
     comm = Collectives()
     comm.use_shared_memory("auto")
     flat, out = torch.zeros(width * width), torch.zeros(width * width // comm.world_size)

@@ -1,8 +1,9 @@
-"""How much of what a ring of attention sends hides behind computation, over a link on which a hop takes 0.8 of a block?
+"""How much of ring attention's communication hides behind computation, over a link where a hop takes 0.8 of a block?
 
 Four hosts (network namespaces of this machine, links shaped by tc tbf) with a rank each, a causal sequence in zigzag order, bfloat16. Blocks compute by sleeping, as an accelerator does for the host, as long as
-their pairs of queries and keys ask for, and 2.5 times as long in backward; everything else is done. A forward's block takes what a hop of keys and values takes, measured alone, over 0.8. Compute alone is the same
-program whose messages are not sent.
+their pairs of queries and keys ask for, and 2.5 times as long in backward; everything else is done. A forward's block
+takes the time of a hop of keys and values, measured alone, divided by 0.8. Compute alone is the same program whose
+messages are not sent.
 Run as root: python -m benchmarks.deepspeed_c.ring_attention [--tokens 8192 --heads 8 --ratio 0.8]
 """
 
@@ -36,10 +37,10 @@ class Mute(Collectives):
 
 
 class Sleeper:
-    """What blocks do instead of computing."""
+    """Blocks that sleep instead of computing."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0  # of a query, a key and a head
+        self.seconds = 0.0  # for one query, key and head
 
     def _sleep(self, q: torch.Tensor, k: torch.Tensor, is_causal: bool, times: float) -> None:
         n = q.shape[2]
@@ -67,7 +68,7 @@ class Sleeper:
 
 
 def hop_seconds(comm: Collectives, n_elems: int, rounds: int) -> float:
-    """Of keys and values, with nothing beside it."""
+    """Return the seconds of a hop of keys and values, with nothing beside it."""
     sent, received = (torch.zeros(n_elems, dtype=torch.bfloat16) for _ in range(2))
     times = []
     for _ in range(max(rounds, 5)):

@@ -48,7 +48,7 @@ def serve(is_ours: bool, case: str, n_params: int) -> None:
         with torch.no_grad():
             for param in model.parameters():
                 param.mul_(3**0.5)  # so that signals neither die nor grow on their way
-                # DeepSpeed's masters begin as rounded weights, and ours as those that they were given.
+                # DeepSpeed's masters begin as rounded weights, ours as the given weights.
                 param.copy_(param.bfloat16())
         return model
 
@@ -167,7 +167,7 @@ def compare(case: str, peer: str, n_params: int, rounds: int) -> dict[str, Any]:
         for round_ in range(rounds):
             for name in in_turn(list(sides), round_):
                 found[name].append(running[name].round())
-            # The bare passes are the same work: the C library has returned more memory between those of the slower side.
+            # The bare passes are the same work: on the slower side the C library has returned more memory between them.
             passes = min(each[-1]["passes"] for each in found.values())
             for each in found.values():
                 each[-1]["added"] = each[-1]["whole"] - passes

@@ -1,9 +1,12 @@
 """How long is a training step of a 21M Llama that is cut over 2 ranks, against DeepSpeed's AutoTP and torch's ``parallelize_module``, and against half a Llama that sends nothing?
 
-fp32, 256 tokens (2 samples), AdamW, one thread a rank. "silent" has half the heads, columns and words, and trains by itself on each rank: what is left when communication takes no time. DSC_PEER_PYTHON names
-the interpreter of an environment with DeepSpeed, and with torch and transformers in the same versions; without it that contender is left out. Runs take turns, a ratio is that of two runs of the same round.
-Losses of all that are cut have to be the same at every step, bytes in our ledger those of the formula, and elements on a rank the half and what stays whole. Seconds are the median over a run's steps on rank 0,
-memory is the largest resident set of a rank over its whole life. Run: python -m benchmarks.deepspeed_c.tensor_parallel [--rounds 4] [--steps 12]
+fp32, 256 tokens (2 samples), AdamW, one thread a rank. "silent" has half the heads, columns and words, and trains by
+itself on each rank: the time of a step without communication. DSC_PEER_PYTHON names the interpreter of an environment
+with DeepSpeed, and with torch and transformers in the same versions; without it that contender is left out. Runs take
+turns, and ratios compare two runs of the same round. Losses of all cut models have to be the same at every step, bytes
+in our ledger have to follow the formula, and a rank has to hold half of the cut elements and all others. Seconds are
+the median over a run's steps on rank 0, memory is the largest resident set of a rank over its whole life. Run: python
+-m benchmarks.deepspeed_c.tensor_parallel [--rounds 4] [--steps 12]
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ LR = 1e-4
 
 
 def make_llama(share: int, layers: int) -> Any:
-    """The model, or the 1/share of it that a rank would have."""
+    """Return the model, or a rank's 1/share of it."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -119,7 +122,7 @@ def sent_bytes(engine: Any) -> dict[str, int]:
 
 
 def require_formula(engine: Any, batch: dict[str, Any], layers: int) -> dict[str, int]:
-    """Forward and backward of one batch send what the formula says, to the byte."""
+    """Require that forward and backward of one batch send the bytes of the formula."""
     from benchmarks.measure import require
 
     before = sent_bytes(engine)
@@ -186,7 +189,8 @@ def measure(python: str, contender: str, options: argparse.Namespace, extensions
 
 
 def check(runs: dict[str, list[dict[str, Any]]], layers: int) -> int:
-    """All have trained the same model, cut in two; what a rank of ours holds is half and the norms. Elements of all."""
+    """Require that all have trained the same model, cut in two, and that a rank holds half of it and the norms. Return
+    the model's number of elements."""
     from benchmarks.measure import require, require_equal
 
     norms = (2 * layers + 1) * WIDTH
@@ -195,7 +199,7 @@ def check(runs: dict[str, list[dict[str, Any]]], layers: int) -> int:
         expected = {"deepspeed": "deepspeed", "torch": "", "silent": ""}.get(name, "deepspeed_c")
         require(all(run["engine"] == expected for run in found), f"{name} runs on its own engine")
         require(found[0]["versions"] == runs["ours"][0]["versions"], f"{name} has the same versions")
-        if name != "deepspeed":  # which cuts neither words nor, so far, its own report of them
+        if name != "deepspeed":  # DeepSpeed does not cut the vocabulary, nor count its own parts
             require(found[0]["elems"] == (whole - norms) // WORLD + norms, f"{name} holds half: {found[0]['elems']}")
     cut = {name: found[0]["losses"] for name, found in runs.items() if name != "silent"}
     for i in range(len(runs["ours"][0]["losses"])):

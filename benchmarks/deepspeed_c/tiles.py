@@ -1,8 +1,10 @@
-"""What do tiles cost and spare? A loss over many words, and a gated perceptron, whole and in tiles.
+"""How much time do tiles take, and how much memory do they save? A loss over a large vocabulary, and a gated MLP, whole
+and in tiles.
 
-One forward and backward of each way in turn, in one process; peaks are live bytes (`benchmarks/live_bytes.py`) of another one, above what lives before it. `peak_between` leaves out
-what a perceptron gives and takes either way, its output and the gradient of its input. The losses are torch's own
-cross-entropy of whole logits, the same a tile at a time (`TiledFusedLogitsLoss`), and ours, as `"tiles": "auto"` computes it.
+One forward and backward of each way in turn, in one process; peaks are live bytes (`benchmarks/live_bytes.py`) of
+another pass, above the bytes that live before it. `peak_between` leaves out the output of an MLP and the gradient of
+its input, which both ways need. The losses are torch's own cross-entropy of whole logits, the same a tile at a time
+(`TiledFusedLogitsLoss`), and ours, as `"tiles": "auto"` computes it.
 Run: python -m benchmarks.deepspeed_c.tiles
 """
 
@@ -44,7 +46,7 @@ def torch_loss(head: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tenso
 
 
 class Part(NamedTuple):
-    """What is measured: ways to compute it, the sizes of outputs that they have made, and the tensors that are there."""
+    """A measured part: ways to compute it, the sizes of outputs that they have made, and the tensors that are there."""
 
     ways: dict[str, Callable[[], float]]
     seen: list[int]
@@ -110,7 +112,7 @@ def peak_of(step: Callable[[], Any], given: list[torch.Tensor]) -> int:
 
 
 def measure(part: Part, n_tiles: int, rounds: int, kept: int = 0) -> dict[str, Any]:
-    """kept: bytes that the part gives and takes either way."""
+    """Measure a part; ``kept`` is the bytes of its output and its input's gradient, which both ways need."""
     ways, seen = part.ways, part.seen
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     values, largest = {}, {}

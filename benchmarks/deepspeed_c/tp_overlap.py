@@ -1,8 +1,10 @@
-"""How much of what tensor parallelism sends does ``tp_overlap_comm`` hide, with 4 ranks over a shaped link?
+"""How much of tensor parallelism's communication does ``tp_overlap_comm`` hide, with 4 ranks over a shaped link?
 
-Four hosts (network namespaces of this machine, links shaped by tc tbf) with a rank each. The cut regions of a small Llama compute by sleeping, as an accelerator does for the host: each column and row product takes a time
-that its tokens decide, and so do both halves of its backward, the input's gradient and the weight's. "silent" is the same without sums between ranks. Hidden is how much of the time above the silent model the overlap
-takes away. Run as root: python -m benchmarks.deepspeed_c.tp_overlap [--rounds 7]
+Four hosts (network namespaces of this machine, links shaped by tc tbf) with a rank each. The cut regions of a small
+Llama compute by sleeping, as an accelerator does for the host: each column and row product takes a time in proportion
+to its tokens, and so do both halves of its backward, the input's gradient and the weight's. "silent" is the same
+without sums between ranks. Hidden is how much of the time above the silent model the overlap takes away. Run as root:
+python -m benchmarks.deepspeed_c.tp_overlap [--rounds 7]
 """
 
 from __future__ import annotations
@@ -24,16 +26,16 @@ HOSTS = (0, 1, 2, 3)
 RATE = "400mbit"
 WARMUP = 2
 SAMPLES, TOKENS, WIDTH = 8, 32, 512
-MS_PRODUCT = 5.0  # of all tokens; a region of Llama has 3 or 4 products, and its sum takes about as long
+MS_PRODUCT = 5.0  # for all tokens; a region of Llama has 3 or 4 products, and its sum takes about as long
 
 
 def sleep_for(x: torch.Tensor) -> None:
-    """What a product of these tokens takes."""
+    """Sleep for the time of a product of these tokens."""
     time.sleep(MS_PRODUCT / 1e3 * x.shape[:-1].numel() / (SAMPLES * TOKENS))
 
 
 class SlowLinear(torch.autograd.Function):
-    """What a linear layer computes, later."""
+    """A linear layer that also sleeps."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -50,7 +52,7 @@ class SlowLinear(torch.autograd.Function):
 
 
 def slow_down() -> None:
-    """Has the products of cut layers take their time: forward, input's gradient and weight's gradient alike."""
+    """Make the products of cut layers sleep: forward, input's gradient and weight's gradient alike."""
     product, backward, weights = overlap._Product.forward, overlap._Product.backward, overlap._Weights.backward
 
     def slow_forward(ctx: Any, x: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -89,7 +91,7 @@ def make_model(n_layers: int) -> Any:
 
 
 def slow_layers(model: Any, *, overlaps: bool) -> Any:
-    """``model``, whose products take their time; those of column layers do already where they overlap."""
+    """Make the products of ``model`` sleep; with overlap, column layers do so already."""
     for module in model.model.layers.modules():
         if isinstance(module, layers.TensorParallelLayer) and not (overlaps and isinstance(module, layers.LinearLayer)):
             module.product = lambda x, weight, bias: SlowLinear.apply(x, weight)
@@ -109,7 +111,7 @@ def make_engine(n_layers: int, *, overlaps: bool) -> Any:
 
 
 class Silence:
-    """Sums among ranks are left out."""
+    """A context without sums among ranks."""
 
     def __enter__(self) -> None:
         self._kept = exchange.sum_start, exchange.sum_

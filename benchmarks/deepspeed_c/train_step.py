@@ -1,7 +1,8 @@
 """How long is a training step of a 29M-parameter GPT on 2 gloo ranks, against DDP with torch's fused AdamW?
 
 Ours (stages 0, 1, 2) and DDP (``gradient_as_bucket_view``, so that it copies no gradient) run in the same processes, in an order that changes with the round, fp32 or bf16, with the same
-clipping, and as many replicas that train by themselves and send nothing; each round times one step of each. Losses have to be the same at every step; in bf16, where ours keeps fp32 masters and DDP does not, those of our stages.
+clipping, and as many replicas that train by themselves and send nothing; each round times one step of each. Losses have
+to be the same at every step; in bf16 only among our stages, because ours keeps fp32 masters and DDP does not.
 Run: python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.deepspeed_c.train_step [--dtype bf16]
 """
 
@@ -68,7 +69,7 @@ class Contender:
 
 
 def plain(call, model) -> Contender:
-    """``call`` is the model or what wraps it."""
+    """Return a contender in plain torch; ``call`` is the model or a wrapper around it."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def update(loss) -> None:
@@ -81,7 +82,7 @@ def plain(call, model) -> Contender:
 
 
 def replica(model) -> Contender:
-    """Trains by itself: what a step costs where nothing is sent. Its losses are its own."""
+    """Return a contender that trains by itself and sends nothing, with its own losses."""
     return plain(model, model)
 
 
@@ -109,7 +110,7 @@ def ours(model, stage: int, dtype: torch.dtype = torch.float32, *, comm: dict | 
 
 
 def require_same_losses(contenders: dict[str, Contender], relative: float) -> None:
-    """At every step, all contenders; and that something is learnt."""
+    """Require equal losses of all contenders at every step, and that they fall."""
     losses = {name: torch.stack(contender.losses).tolist() for name, contender in contenders.items()}
     for step in range(min(map(len, losses.values()))):
         require_equal(f"losses of step {step}", {name: found[step] for name, found in losses.items()}, relative)

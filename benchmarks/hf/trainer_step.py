@@ -1,8 +1,9 @@
 """How long is a step of transformers.Trainer on a small Llama, and how much memory does it take, against real DeepSpeed?
 
 2 processes, stages 2 and 3, fp32, the Trainer's own AdamW with clipping, so that both sides do the same arithmetic: their losses have to be the same. DSC_PEER_PYTHON names the interpreter of an
-environment with DeepSpeed, and with torch, transformers and accelerate in the same versions; without it ours is measured alone. The contenders' runs take turns, a ratio is that of two runs of the same round.
-Seconds are the median over a run's steps on rank 0, memory is the largest resident set of a rank over its whole life.
+environment with DeepSpeed, and with torch, transformers and accelerate in the same versions; without it ours is
+measured alone. The contenders' runs take turns, and ratios compare two runs of the same round. Seconds are the median
+over a run's steps on rank 0, memory is the largest resident set of a rank over its whole life.
 Run: python -m benchmarks.hf.trainer_step [--rounds 4] [--steps 12] [--width 512]
 """
 
@@ -28,8 +29,8 @@ LOSS_TOLERANCE = 1e-3
 
 
 def train(is_ours: bool, stage: int, steps: int, width: int) -> None:
-    """One rank of one run. Uses nothing of ours but the alias: the peer's environment runs it too."""
-    # What transformers imports where it is installed, and one environment may have: it would be in that side's memory.
+    """Run one rank of one run. Uses nothing of ours but the alias: the peer's environment runs it too."""
+    # Optional imports of transformers: if only one environment has them, they would count as that side's memory.
     sys.modules.update(dict.fromkeys(("datasets", "pandas", "peft", "pyarrow", "scipy", "sklearn")))
     if is_ours:
         import deepspeed_c
@@ -108,7 +109,7 @@ def train(is_ours: bool, stage: int, steps: int, width: int) -> None:
 
 
 def measure(python: str, is_ours: bool, stage: int, options: argparse.Namespace, extensions: str) -> dict[str, Any]:
-    """Runs all ranks of one contender. ``extensions``: a folder for what DeepSpeed compiles."""
+    """Run all ranks of one contender. ``extensions``: a folder for DeepSpeed's compiled extensions."""
     command = [python, "-m", "torch.distributed.run", "--nproc-per-node", str(WORLD), str(Path(__file__).resolve())]
     command += ["--rank-of", "ours" if is_ours else "theirs", "--stage", str(stage)]
     command += ["--steps", str(options.steps), "--width", str(options.width)]
@@ -127,7 +128,8 @@ def measure(python: str, is_ours: bool, stage: int, options: argparse.Namespace,
 
 
 def check(runs: dict[str, list[dict[str, Any]]], stage: int) -> None:
-    """Both have trained the same model at this stage, with the same versions, each on its own engine, and have learnt the same."""
+    """Require that both have trained the same model at this stage, with the same versions, each on its own engine, and
+    have learnt the same."""
     from benchmarks.measure import require, require_equal
 
     for name, found in runs.items():

@@ -1,8 +1,10 @@
 """How long is a step of a small Llama whose sequence 2 ranks share, against real DeepSpeed and against one process with 2 threads?
 
-Llama of 4 layers, 8 heads, 1,024 tokens, one sequence, stage 1, fp32, AdamW; heads are exchanged for tokens around sdpa. Losses are those of whole sequences and have to be the same on all sides. DSC_PEER_PYTHON names the interpreter of
-an environment with DeepSpeed, and with torch and transformers in the same versions; without it ours is measured alone. The contenders' runs take turns, a ratio is that of two runs of the same round; seconds are the median over a run's
-steps on rank 0. Besides: how long the adapter of the loader takes for a batch.
+Llama of 4 layers, 8 heads, 1,024 tokens, one sequence, stage 1, fp32, AdamW; heads are exchanged for tokens around
+sdpa. Losses cover whole sequences and have to be the same on all sides. DSC_PEER_PYTHON names the interpreter of an
+environment with DeepSpeed, and with torch and transformers in the same versions; without it ours is measured alone. The
+contenders' runs take turns, and ratios compare two runs of the same round; seconds are the median over a run's steps on
+rank 0. Besides: how long the adapter of the loader takes for a batch.
 Run: python -m benchmarks.hf.ulysses_step [--rounds 4] [--steps 12] [--tokens 1024]
 """
 
@@ -27,7 +29,7 @@ OURS, OVER_GLOO, THEIRS, ALONE = "deepspeed_c", "deepspeed_c over gloo", "deepsp
 
 
 def train(contender: str, steps: int, tokens: int) -> None:
-    """One rank of one run. Uses nothing of ours but the alias: the peer's environment runs it too."""
+    """Run one rank of one run. Uses nothing of ours but the alias: the peer's environment runs it too."""
     is_ours, is_alone = contender in (OURS, OVER_GLOO), contender == ALONE
     if is_ours:
         import deepspeed_c
@@ -89,7 +91,7 @@ def train(contender: str, steps: int, tokens: int) -> None:
                 batch = {"input_ids": whole["input_ids"], "position_ids": whole["position_ids"], "shift_labels": labels}
                 batch = {key: value.chunk(WORLD, 1)[rank].contiguous() for key, value in batch.items()}
             else:
-                batch = next(adapter)  # of each rank's batch one after another: all ranks have the same ones here
+                batch = next(adapter)  # each rank's batch one after another: all ranks have the same batches here
                 next(adapter)
             waits.append(time.perf_counter() - begin)
             labels = batch["shift_labels"]
@@ -114,7 +116,7 @@ def train(contender: str, steps: int, tokens: int) -> None:
 
 
 def measure(python: str, contender: str, options: argparse.Namespace, extensions: str) -> dict[str, Any]:
-    """Runs all ranks of one contender. ``extensions``: a folder for what DeepSpeed compiles."""
+    """Run all ranks of one contender. ``extensions``: a folder for DeepSpeed's compiled extensions."""
     start = [] if contender == ALONE else ["-m", "torch.distributed.run", "--nproc-per-node", str(WORLD)]
     command = [python, *start, str(Path(__file__).resolve()), "--rank-of", contender]
     command += ["--steps", str(options.steps), "--tokens", str(options.tokens)]

@@ -1,8 +1,9 @@
 """How long does it take to launch 2 processes that do next to nothing, against torch.distributed.run (and DeepSpeed)?
 
 The contenders alternate, in an order that changes each round, and each launch is timed from the outside, until its
-process has ended; each rank leaves an empty file, so that it is known to have run. A ratio is that of two launches of the same round. DSC_PEER_PYTHON, the interpreter of an environment
-with DeepSpeed, adds that. Run: python -m benchmarks.launcher.noop [--rounds 5]
+process has ended; each rank leaves an empty file, so that it is known to have run. Ratios compare two launches of the
+same round. DSC_PEER_PYTHON, the interpreter of an environment with DeepSpeed, adds it as a contender. Run: python -m
+benchmarks.launcher.noop [--rounds 5]
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def contenders(script: str) -> dict[str, list[str]]:
 
 
 def seconds_of(command: list[str], folder: str) -> float:
-    """Wall time of one launch of the script in ``folder``. DS_ACCELERATOR lets DeepSpeed start without a device; the others do not read it."""
+    """Return the wall time of one launch of the script in ``folder``. DS_ACCELERATOR lets DeepSpeed start without a
+    device; the others do not read it."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
     begin = time.perf_counter()
     subprocess.run(command, env=environment, check=True, capture_output=True, timeout=TIMEOUT_SECONDS)

@@ -1,8 +1,9 @@
 """Does our handle read and write 1 GiB from ordinary unaligned tensors at fio's speed, and how much faster than DeepSpeed's?
 
 All contenders move the same file, which exists and has been written, in turn: fio (the best of two engines, 1 or 2 jobs and two depths in each round is the bound; sequential, O_DIRECT), our ``aio_handle``, and DeepSpeed's in a process of its own where DSC_PEER_PYTHON names a Python that has it; ours and theirs from memory at an odd address ("ordinary"), and
-from memory that their ``new_cpu_locked_tensor`` made ("locked"). All with blocks of the same size, and ours and theirs of the same depth. Nothing is synced. What ours has read has to be what it wrote.
-A ratio to DeepSpeed's is that of the same kind of tensor. Run: python -m benchmarks.ops.aio [DIR] [--size 1GiB] [--rounds 7]
+from memory that their ``new_cpu_locked_tensor`` made ("locked"). All with blocks of the same size, and ours and theirs
+of the same depth. Nothing is synced. Ours has to read back the bytes that it wrote. Ratios to DeepSpeed compare the
+same kind of tensor. Run: python -m benchmarks.ops.aio [DIR] [--size 1GiB] [--rounds 7]
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def fio(program: str, setting: Setting, path: str, n_bytes: int, block: int) -> 
 
 
 class Peer:
-    """DeepSpeed's handle in a process of its own, which waits while others are timed."""
+    """DeepSpeed's handle in its own process, which waits while others are timed."""
 
     def __init__(self, python: str, settings: Settings, n_bytes: int) -> None:
         folder = os.path.dirname(python)

@@ -1,7 +1,8 @@
-"""What does attention with a rule for a mask cost beside torch's own with a dense one, in time and in peak memory?
+"""How much time and peak memory does attention with a rule for a mask take, beside torch's own with a dense mask?
 
 Contenders take turns in one process, in an order that changes with the round, on the same operands, with as many threads each; outputs are compared first. torch's mask is made beforehand, as a
-model makes it once for all layers; it counts as memory. Peak memory is what the process's resident set grows by over a forward and backward, and the mask.
+model makes it once for all layers; it counts as memory. Peak memory is the growth of the process's resident set over a
+forward and backward, plus the mask.
 Run: python -m benchmarks.ops.attention [--tokens 2048] [--rounds 7] [--threads 1 2]
 """
 
@@ -57,7 +58,8 @@ def status_bytes(key: str) -> int:
 
 
 def peak_bytes(step: Callable[[], object]) -> int:
-    """What the resident set grows by at most while ``step`` runs, from memory that nothing is kept in."""
+    """Return the largest growth of the resident set while ``step`` runs, after freed memory was returned to the system.
+    """
     ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/clear_refs", "w") as refs:
         refs.write("5")

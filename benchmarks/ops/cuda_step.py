@@ -70,7 +70,7 @@ def casts(n: int) -> Iterator[Contender]:
 
 
 def milliseconds(call: Callable[[], object], repeats: int) -> float:
-    """Of one call, among ``repeats`` that follow one another."""
+    """Return the milliseconds of one call, as the mean of ``repeats`` in a row."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     for _ in range(repeats):

@@ -1,9 +1,10 @@
-"""What do the operators of transformer layers cost, forward and backward, beside torch's own: one fused operator where torch has one, else their composition?
+"""How long do the operators of transformer layers take, forward and backward, beside torch's own: one fused operator
+where torch has one, else their composition?
 
 Contenders take turns in one process, in an order that changes with the round, on the same inputs, with as many threads each; results and gradients are compared first. A contender's round
 is as many calls as take a tenth of a second, and freed results are reused, so that rounds agree. The bound is torch's plainest operator that reads and writes as many float32 tensors of as many
-bytes (an addition), new results included, whatever cache they lie in: a processor with a large last-level cache holds all of them, for the contenders and for the bound. An operand that two
-arguments share counts once.
+bytes (an addition), new results included, in any cache: a processor with a large last-level cache holds all of them,
+for the contenders and for the bound. An operand that two arguments share counts once.
 Run: python -m benchmarks.ops.nn_ops [--rows 2048] [--cols 2048] [--rounds 7] [--seconds 0.1] [--threads 1 2]
 """
 
@@ -46,7 +47,7 @@ class Case(NamedTuple):
 
 
 def rows_and(*kinds: str) -> Callable[[int, int, torch.dtype], Tensors]:
-    """full: [rows, cols]; vector: [cols]; half: [rows, cols] of which there are two, in one tensor."""
+    """Make operands: full: [rows, cols]; vector: [cols]; half: two of [rows, cols] in one tensor."""
 
     def make(rows: int, cols: int, dtype: torch.dtype) -> Tensors:
         shapes = {"full": (rows, cols), "vector": (cols,), "scores": (1, rows // 256, 256, cols)}
@@ -77,13 +78,13 @@ CASES = [
 
 
 def gradients(y: Any, operands: Tensors, gradient: torch.Tensor) -> Tensors:
-    """Of all results of an operator, each of which is given the same gradient."""
+    """Return the operands' gradients, with the same gradient for each result of an operator."""
     results = y if isinstance(y, tuple) else (y,)
     return torch.autograd.grad(results, operands, [gradient.to(result.dtype) for result in results])
 
 
 def compare(case: Case, operands: Tensors, gradient: torch.Tensor) -> None:
-    """With torch's in float32: some of its sums over rows are held in 16 bits."""
+    """Compare with torch in float32, because some of torch's sums over rows are held in 16 bits."""
     found = []
     wide = tuple(operand.detach().float().requires_grad_() for operand in operands)
     for function, given in ((case.ours, operands), (case.theirs, wide)):
