@@ -25,7 +25,7 @@ def _device(value: Any) -> Any:
 
 _ZERO = "zero_optimization."
 
-# The order matters where one entry fills what a later one adds to.
+# The order matters: an entry may add to a value that an earlier one fills.
 OLD_KEYS: tuple[OldKey, ...] = (
     OldKey("bfloat16", "bf16"),
     OldKey("pld", "progressive_layer_drop"),
@@ -57,7 +57,7 @@ OLD_KEYS: tuple[OldKey, ...] = (
 )
 
 
-# What other tools call a key of ours, unlike it as a word.
+# Other tools' names of our keys, where the words differ.
 NAMES_ELSEWHERE: dict[str, str] = {
     "max_grad_norm": "gradient_clipping",
     "max_norm": "gradient_clipping",

@@ -29,7 +29,7 @@ BatchSources = dict[str, str]
 def resolve_batch(
     train: int | None, micro: int | None, steps: int | None, world_size: int
 ) -> tuple[Batch, BatchSources]:
-    """Fills in what was not given, as DeepSpeed does: any two give the third, one size alone one accumulation step.
+    """Fill in missing sizes as DeepSpeed does: any two give the third, one size alone implies one accumulation step.
 
     Raises:
         BatchSizeError: no size was given, a division leaves a rest, or three given numbers do not multiply.

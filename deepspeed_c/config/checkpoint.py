@@ -8,7 +8,7 @@ __all__ = ["ActivationCheckpointing", "Checkpoint", "DataStates", "Nebula"]
 
 
 class ParallelWrite(Section, kw_only=True):
-    """Which ranks write at the same time."""
+    """Ranks that write at the same time."""
 
     pipeline_stage: Annotated[bool, inherent("Pipeline stages write in parallel.", "all ranks do")] = False
 
@@ -28,7 +28,7 @@ class Writer(Section, kw_only=True):
 
 
 class PreemptionSection(Section, kw_only=True):
-    """What SIGTERM does, which clusters send before they take a machine away."""
+    """Reaction to SIGTERM, which clusters send before they take a machine away."""
 
     enabled: Annotated[
         bool, acts("On SIGTERM to any rank, save after the step under way and end all ranks with exit code 0.")

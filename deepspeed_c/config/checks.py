@@ -12,7 +12,7 @@ from .schema import Root, fields_of
 __all__ = ["conflicts"]
 
 
-# What may come to stand in the keys that the checks below look at, and that others fill.
+# Possible values of the keys that others fill and that the checks below look at.
 _FILLINGS: dict[str, tuple] = {
     "fp16.enabled": (False, True),
     "bf16.enabled": (False, True),
@@ -25,7 +25,7 @@ _FILLINGS: dict[str, tuple] = {
 
 
 def conflicts(root: Root, unfilled: Collection[str] = ()) -> list[ConfigError]:
-    """Every pair of values that contradict each other, whatever the keys ``unfilled`` come to be."""
+    """Every pair of values that contradict each other, for any later values of the keys ``unfilled``."""
     keys = [key for key in _FILLINGS if key in unfilled]
     found: dict[str, tuple[str, str, str]] | None = None
     for filling in itertools.product(*(_FILLINGS[key] for key in keys)):

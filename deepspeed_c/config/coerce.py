@@ -1,4 +1,4 @@
-"""Reading one value as the type of its key: what is accepted, and in which other spellings."""
+"""Reading one value as the type of its key: accepted values and their other spellings."""
 
 import math
 import numbers
@@ -29,7 +29,7 @@ def coerce(value: Any, hint: Any, info: KeyInfo) -> Any:
     - integers: also floats and strings that are whole (5e8, "8"); with ``info.floor`` fractions are rounded down;
     - numbers: also integers and strings that spell one ("1e-3"); never NaN, infinity with ``info.allow_inf``;
     - booleans: also 0, 1 and "true", "false";
-    - one of a list of words: in any case; formats under any spelling of DTYPE_NAMES, and torch's dtype objects;
+    - choices from a list of words: in any case; formats under any spelling of DTYPE_NAMES, and torch's dtype objects;
     - strings: also paths;
     - lists: any sequence, with ``info.one_or_many`` a single string too.
 
@@ -181,7 +181,7 @@ def freeze(value: Any) -> Any:
 
 
 def describe(hint: Any, info: KeyInfo) -> str:
-    """What ``coerce`` wants, in words: "an integer > 0 or null"."""
+    """The values that ``coerce`` accepts, in words: "an integer > 0 or null"."""
     # Types of the same words ("a number", "a list of numbers") follow one another as they stand in the union.
     words = [_describe_arm(arm, info) for arm in arms(hint) if arm is not type(None)]
     if type(None) in arms(hint):

@@ -14,7 +14,7 @@ OpenFraction = Annotated[float, msgspec.Meta(gt=0, lt=1)]
 
 
 class _Shared(Section, kw_only=True):
-    """What all techniques share."""
+    """Keys that all techniques share."""
 
     enabled: Annotated[bool, asks("Switch of the technique.", _C)] = False
     schedule_offset: Annotated[NonNeg, tunes("Step at which it starts.", _C)] = 1000

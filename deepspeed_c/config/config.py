@@ -40,7 +40,7 @@ class Config(Root, kw_only=True, rename={"zero": "zero_optimization"}):
     origin: str
     """Where it was read from: a path, "dict" or "base64 text"."""
     notes: tuple[str, ...]
-    """What the user may want to know: old names, parked keys, keys that were given twice, keys without effect."""
+    """Facts that the user may want to know: old names, parked keys, keys that were given twice, keys without effect."""
     unfilled: tuple[str, ...]
     """The keys that are still "auto" and that others fill before training; their values here are only the defaults."""
     _inert: FrozenDict
@@ -68,7 +68,7 @@ class Config(Root, kw_only=True, rename={"zero": "zero_optimization"}):
         return "default"
 
     def as_dict(self) -> dict[str, Any]:
-        """What the user gave, as it was given ("auto" and parked keys too): a copy that may be changed."""
+        """The user's configuration as given ("auto" and parked keys too): a copy that may be changed."""
         return copy.deepcopy(self._given)
 
     def resolved_dict(self) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class Config(Root, kw_only=True, rename={"zero": "zero_optimization"}):
         return tree
 
     def summary_line(self) -> str:
-        """One line for rank 0 at the start: the batch sizes, and what is not a default with where it came from."""
+        """One line for rank 0 at the start: the batch sizes, and values other than the defaults with their sources."""
         parts = []
         if self.batch is not None:
             size = self.batch

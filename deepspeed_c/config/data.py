@@ -1,4 +1,4 @@
-"""Sections curriculum_learning and data_efficiency: which samples, at which difficulty, in which order."""
+"""Sections curriculum_learning and data_efficiency: choice of samples, difficulty and order."""
 
 from typing import Annotated, Literal
 
@@ -73,7 +73,7 @@ class DynamicBatching(Section, kw_only=True):
 
 
 class Sampling(Section, kw_only=True):
-    """Which samples are drawn."""
+    """The choice of samples."""
 
     enabled: Annotated[bool, asks("Switch of the section.", _D)] = False
     num_epochs: Annotated[Positive, tunes("Passes over the data.", _D)] = 1000
@@ -127,7 +127,7 @@ class RandomLtd(Section, kw_only=True):
 
 
 class Routing(Section, kw_only=True):
-    """Which tokens go through which layers."""
+    """The layers that each token goes through."""
 
     enabled: Annotated[bool, asks("Switch of the section.", _D)] = False
     random_ltd: Annotated[RandomLtd, tunes("Token dropping.", _D)] = RandomLtd()

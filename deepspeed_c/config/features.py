@@ -13,7 +13,7 @@ class Feature(NamedTuple):
     is_built: bool
     """Flip to True in the change that builds the feature: its keys then act and nothing else has to be edited here."""
     instead: str
-    """What a user can do while the feature is missing."""
+    """Advice to a user while the feature is missing."""
     is_on: Callable[[Any], bool] = lambda root: True
     """Whether a configuration uses it, once it is built: keys that only tune it have no effect otherwise."""
 

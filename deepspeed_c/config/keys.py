@@ -1,16 +1,16 @@
-"""What one configuration key is: its meaning, its status, and how "auto" and unusual values are read.
+"""One configuration key: its meaning, its status, and how "auto" and unusual values are read.
 
 The rule for "auto". In DeepSpeed's JSON it marks a place that somebody fills before the file is read: the Hugging Face
-Trainer and accelerate fill some twenty keys. We never guess what they have left:
+Trainer and accelerate fill some twenty keys. We never guess values for the rest:
 
-- "fill": the keys that they fill and that decide what is trained or how (stage, formats, devices, learning rate, decay,
-  schedule, clipping). One that is still "auto" is an error, which names all of them. A caller that reads a
+- "fill": keys that they fill, with a say in the training itself (stage, formats, devices, learning rate, decay,
+  schedule, clipping). An "auto" left in such a key is an error, which names all of them. A caller that reads a
   configuration before it is filled (``load_config(batch="skip")``) gets their defaults, and ``Config.unfilled`` names
   them.
 - "derive": keys whose value we find ourselves: a batch size from the others, where they determine it; the sizes of
-  buckets from the model; the persistence threshold, for which the default is right for any model. The last two change
-  speed and memory, never a result.
-- "value": keys of which "auto" is a value like any other, which their feature reads.
+  buckets from the model; the persistence threshold, whose default is right for any model. The last two change speed and
+  memory, never a result.
+- "value": keys that take "auto" as a value like any other; their feature reads it.
 - "": every other key; nobody fills it. In some sections DeepSpeed takes it for a key that is not there
   (zero_optimization, fp16, bf16, the monitors and the like: load.py lists them). There the default holds, and a note
   says so. Elsewhere "auto" is as wrong as any other word.
@@ -90,14 +90,14 @@ class FrozenDict(dict):
 
 
 class KeyInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What the schema says of a key besides its type and default."""
+    """Facts about a key besides its type and default."""
 
     doc: str
     """The meaning, with the unit."""
     feature: str | None = None
-    """The entry of FEATURES that the key belongs to; None for what always exists."""
+    """The entry of FEATURES that the key belongs to; None for a key that always exists."""
     is_switch: bool = False
-    """Whether a value other than the default or one of ``off`` asks for the feature."""
+    """Whether a value other than the default or a value in ``off`` asks for the feature."""
     off: tuple = ()
     """Values, besides the default, that do not ask for the feature."""
     is_partial: bool = False
@@ -105,7 +105,7 @@ class KeyInfo(msgspec.Struct, frozen=True, kw_only=True):
     inherent: str = ""
     """Why the key is accepted and changes nothing: the engine always behaves one way."""
     auto: Literal["", "fill", "derive", "value"] = ""
-    """What "auto" means for this key; the head of this file has the rule."""
+    """The meaning of "auto" for this key; the head of this file has the rule."""
     allow_inf: bool = False
     """Whether an infinite number is accepted. NaN never is."""
     floor: bool = False
@@ -127,7 +127,7 @@ class KeyInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def acts(doc: str, **options: Any) -> msgspec.Meta:
-    """A key that does what it says."""
+    """A key whose effect is as documented."""
     return _meta(KeyInfo(doc=doc, **options))
 
 

@@ -1,4 +1,4 @@
-"""From what the user wrote to a checked, immutable Config: names, "auto", types, ranges, features, sources."""
+"""From the user's configuration to a checked, immutable Config: names, "auto", types, ranges, features, sources."""
 
 import re
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ __all__ = ["load_config", "load_with_problems", "problems_of", "sequence_paralle
 _PARKED = "x-"
 _COMMENT = re.compile(r"(_|//|#).*|comments?([ :].*|[_-]?\d+)?", re.IGNORECASE | re.DOTALL)
 _NAME = re.compile(r"[a-z][a-z0-9_-]*", re.IGNORECASE)
-# Sections in which DeepSpeed takes "auto" for a key that is not there.
+# DeepSpeed ignores a key of these sections if its value is "auto".
 _DROP_AUTO = (
     "zero_optimization.",
     "fp16.",
@@ -54,8 +54,8 @@ def load_config(
     Args:
         source: a dict (it is never changed), the path of a JSON file, or base64-encoded JSON.
         world_size: data-parallel ranks, at least 1.
-        overrides: keys that replace those of ``source``, nested or dotted ("optimizer.params.lr"); this is how a
-            caller resolves an "auto".
+        overrides: keys that replace keys of ``source``, nested or dotted ("optimizer.params.lr"); this is how a caller
+            resolves an "auto".
         batch: "skip" is for a configuration that somebody has yet to fill: the batch sizes stay unresolved
             (``Config.batch`` is None), and
             each "auto" that the Hugging Face Trainer or accelerate fills counts as its default and is named in
@@ -74,7 +74,7 @@ def load_config(
 
 def tensor_parallel_size(source: Any) -> tuple[int, str]:
     """(ranks that a model is cut over, 1 for none; the key that says so): needed before the number of data-parallel
-    ranks is known, which everything else is read with. What is wrong with the rest is not said here."""
+    ranks is known, which everything else is read with. Errors in the rest are not reported here."""
     config, _ = load_with_problems(source, world_size=1, batch="skip")
     section = config.tensor_parallel
     sizes = {
@@ -123,8 +123,7 @@ def load_with_problems(
     overrides: Mapping[str, Any] | None = None,
     batch: Literal["resolve", "skip"] = "resolve",
 ) -> tuple[Config, list[ConfigError]]:
-    """The configuration, with defaults in the place of what is wrong, and everything that ``load_config`` would
-    complain about.
+    """The configuration, with defaults for wrong values, and every problem that ``load_config`` would report.
 
     Raises:
         ConfigError: the source cannot be read.
@@ -164,7 +163,7 @@ def load_with_problems(
 
 
 class _Note(NamedTuple):
-    """What the user may want to know of a key."""
+    """A fact about a key that the user may want to know."""
 
     where: str
     what: str
@@ -191,7 +190,7 @@ class _Reader:
         self.unpassed: dict[str, Any] = {}
         # Paths that came from the caller's overrides.
         self.overridden: set[str] = set()
-        # Path of each "auto" that others fill and have not filled -> what may be written there.
+        # Path of each "auto" that others fill and have not filled -> a description of possible values.
         self.unfilled: dict[str, str] = {}
 
     # Names
@@ -222,7 +221,7 @@ class _Reader:
         return result
 
     def rename(self, tree: dict[str, Any]) -> dict[str, Any]:
-        """Moves old and second names to the ones of the schema."""
+        """Move old and second names to the schema's names."""
         if isinstance(tree.get("zero_optimization"), bool):
             self.note("zero_optimization", 'as a switch is old: write {"stage": 1}')
             tree["zero_optimization"] = stage_from_switch(tree["zero_optimization"])
@@ -376,7 +375,7 @@ class _Reader:
         )
 
     def feature(self, field: SectionField, value: Any, written: Any, where: str) -> None:
-        """Refuses a value that asks for what does not exist."""
+        """Refuse a value that asks for a missing feature."""
         info = field.info
         if not info.is_switch or info.is_built or value == field.default or value in info.off:
             return
@@ -392,7 +391,7 @@ class _Reader:
         )
 
     def without_inert(self, root: Root) -> Root:
-        """The configuration without what DeepSpeed reads and does not use at the other values."""
+        """The configuration without values that other keys make ineffective in DeepSpeed."""
         param = root.zero.offload_param
         if param.device == "none" or root.zero.stage == 3 or "zero_optimization.stage" in self.unfilled:
             return root
@@ -433,7 +432,7 @@ class _Reader:
         return kind
 
     def params(self, kind: Kind | None, given: Any, where: str) -> FrozenDict:
-        """What was written under params, checked where the type's struct is known; defaults are not filled in."""
+        """The user's params, checked where the type's struct is known; defaults are not filled in."""
         if given is None:
             return FrozenDict()
         if not isinstance(given, dict):
@@ -466,8 +465,8 @@ class _Reader:
                     self.mark(place, "user")
             return coerce(passed, FrozenDict, fields_of(OptimizerSection)["params"].info)
         read = self.section(kind.params, given, where + ".")
-        # An "auto" that has yet to be filled becomes the default that the schema shows, so that what is reported is
-        # what is used. A key without effect is not passed on: the constructor need not know it.
+        # An "auto" that has yet to be filled becomes the schema's default, so that reported and used values agree. A
+        # key without effect is not passed on: the constructor need not know it.
         passed = {}
         for field in fields_of(kind.params).values():
             value, place = getattr(read, field.attribute), f"{where}.{field.name}"
@@ -482,7 +481,7 @@ class _Reader:
 
     def without_copies(self, root: Root, world_size: int) -> Root:
         """Tensor-parallel ranks get the same samples. transformers, accelerate and DeepSpeed count these once a rank in
-        train_batch_size, where all three sizes are given; here it is what one optimizer step sees.
+        train_batch_size, where all three sizes are given; here it counts the samples of one optimizer step.
         """
         train, micro, steps = (getattr(root, name) for name in _BATCH_KEYS)
         n_ranks = root.tensor_parallel.autotp_size
@@ -492,8 +491,7 @@ class _Reader:
         return msgspec.structs.replace(root, train_batch_size=train // n_ranks)
 
     def batch(self, root: Root, world_size: int | None):
-        """Solves the batch triangle and writes what it gives into the keys; an "auto" that it leaves open is not
-        filled.
+        """Solve the batch triangle and write the result into the keys; an "auto" that stays open is not filled.
         """
         autos = [name for name in _BATCH_KEYS if self.sources.get(name) == "auto"]
         if world_size is None:
@@ -525,7 +523,7 @@ class _Reader:
     # Reports
 
     def is_parked(self, name: str, where: str) -> bool:
-        """Whether a key is one that nobody is to read, which is noted."""
+        """Whether a key is parked, so that nobody reads it; a parked key is noted."""
         if not _is_parked(name):
             return False
         self.note(where, "is parked")
@@ -534,7 +532,7 @@ class _Reader:
     def unknown(self, name: str, path: str, known: list[str]) -> None:
         """A key that is not in the section: the nearest that is, or the section that has it.
 
-        At the top level one that is like none is noted, as programs keep keys of their own there.
+        At the top level a key that resembles no known one is noted, as programs keep keys of their own there.
         """
         old = [key.old[len(path) :] for key in OLD_KEYS if key.old.startswith(path) and "." not in key.old[len(path) :]]
         near = [path + hit for hit in nearest(name, known + old)]
@@ -600,7 +598,7 @@ def _descend(tree: dict[str, Any], sections: list[str], *, make: bool = False) -
 
 
 def _to_write(field: SectionField) -> str:
-    """What can stand in a key in the place of "auto"."""
+    """Describe the values that can replace "auto" in a key."""
     what = describe(field.hint, field.info).removesuffix(" or null")
     is_needed = field.default is msgspec.NODEFAULT or field.name in _BATCH_KEYS
     return what if is_needed else f"{what} (without the key: {show(field.default)})"

@@ -48,7 +48,7 @@ def abbreviated(word: str, names: Iterable[str]) -> list[str]:
     """The names that ``word`` shortens, sorted: each of its parts begins a part of the name, in the same order
     ("grad_accum_steps", "batch_size").
 
-    Parts are what underscores and dashes divide. A word of one part has to begin the name, and has four letters or
+    Underscores and dashes divide a word into parts. A word of one part has to begin the name, and has four letters or
     more.
     """
     parts = [part for part in word.lower().replace("-", "_").split("_") if part]

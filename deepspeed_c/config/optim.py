@@ -9,7 +9,7 @@ from .keys import FrozenDict, NonNeg, NonNegFloat, Positive, PositiveFloat, Sect
 __all__ = ["FILLED_PARAMS", "OPTIMIZERS", "Kind", "OptimizerSection", "find_torch_optimizer"]
 
 FILLED_PARAMS = ("lr", "betas", "eps", "weight_decay")
-"""What the Trainer and accelerate put in the place of an "auto", whatever the optimizer's type."""
+"""Parameters that the Trainer and accelerate write for "auto", for any type of optimizer."""
 
 Beta = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 Betas = tuple[Beta, Beta]
@@ -117,7 +117,7 @@ class MuonParams(Section, kw_only=True):
 
 
 class _OneBitParams(Section, kw_only=True):
-    """What all optimizers with compressed communication take."""
+    """Parameters of all optimizers with compressed communication."""
 
     lr: Annotated[NonNegFloat, _LR] = 1e-3
     betas: Annotated[Betas, _BETAS] = (0.9, 0.999)
@@ -163,7 +163,7 @@ class Kind(NamedTuple):
     name: str
     """The spelling that ``config`` reports; any case is read."""
     params: type[Section] | None = None
-    """The struct of its parameters; None passes whatever is given on to torch's class."""
+    """The struct of its parameters; None passes any parameters on to torch's class."""
     feature: str | None = None
     """The feature that it waits for."""
 

@@ -1,6 +1,6 @@
 """Sections tensor_parallel, expert_parallel, pipeline, inference and hybrid_engine: how the model is cut.
 
-And comm: what its ranks talk through.
+Also the section comm: the transport between ranks.
 """
 
 from typing import Annotated, Any, Literal
@@ -15,7 +15,7 @@ _EP = "expert_parallel"
 
 
 class Comm(Section, kw_only=True):
-    """What ranks talk through."""
+    """Transport between ranks."""
 
     local: Annotated[
         Literal["auto", "shm", "off"],
@@ -110,7 +110,7 @@ class InferenceTp(Section, kw_only=True):
 
 
 class Inference(Section, kw_only=True):
-    """What Hugging Face reads of an inference section."""
+    """The keys of an inference section that Hugging Face reads."""
 
     enable_cuda_graph: Annotated[bool, asks("Capture generation in CUDA graphs.", "inference")] = False
     tensor_parallel: Annotated[InferenceTp, tunes("The group.", "inference")] = InferenceTp()

@@ -1,4 +1,4 @@
-"""Section sequence_parallel: what ranks do that hold parts of one sequence."""
+"""Section sequence_parallel: the work of ranks that hold parts of one sequence."""
 
 from typing import Annotated, Literal
 

@@ -90,7 +90,7 @@ def _read_text(text: str) -> tuple[Any, str]:
             )
         raise missing
     try:
-        # The URL-safe alphabet is what DeepSpeed reads; the standard one is mapped onto it.
+        # DeepSpeed reads the URL-safe alphabet; the standard one is mapped onto it.
         raw = text.strip().replace("+", "-").replace("/", "_").rstrip("=")
         decoded = base64.urlsafe_b64decode(raw + "=" * (-len(raw) % 4)).decode("utf-8")
     except (binascii.Error, UnicodeDecodeError):

@@ -31,7 +31,7 @@ class Elasticity(Section, kw_only=True):
 
 
 class ModelInfo(Section, kw_only=True):
-    """What the tuner knows of the model."""
+    """The tuner's knowledge of the model."""
 
     profile: Annotated[bool, tunes("Find these by profiling.", _A)] = False
     num_params: Annotated[Positive | None, tunes("Parameters.", _A, floor=True)] = None

@@ -1,4 +1,4 @@
-"""Section zero_optimization: what is sharded over the data-parallel ranks, and how it travels."""
+"""Section zero_optimization: sharding over the data-parallel ranks, and how shards travel."""
 
 import sys
 from typing import Annotated, Literal

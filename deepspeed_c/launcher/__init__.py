@@ -1,1 +1,1 @@
-"""The command ``deepspeed_c``: starts ranks on this host, shows configurations, reports what was built and found."""
+"""The command ``deepspeed_c``: starts ranks on this host, shows configurations, reports the build and the machine."""

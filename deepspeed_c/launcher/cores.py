@@ -1,4 +1,4 @@
-"""Which cores there are, and which of them a rank gets."""
+"""The cores of this machine, and the share of each rank."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def parse_core_list(text: str) -> list[int]:
 
 
 def split_cores(n_ranks: int, core_list: str | None, tree: Path = CPU_TREE) -> list[list[int]]:
-    """Equally long lists of neighbouring cores, one a rank; what does not divide stays free.
+    """Equally long lists of neighbouring cores, one a rank; a remainder stays free.
 
     Raises ``LaunchError`` when there are fewer cores than ranks or a listed core may not be used.
     """

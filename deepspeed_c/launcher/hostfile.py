@@ -1,4 +1,5 @@
-"""Which slots of this host a launch uses: DeepSpeed's hostfiles and its --include / --exclude grammar, for one host."""
+"""The slots of this host that a launch uses: DeepSpeed's hostfiles and its --include / --exclude grammar, for one host.
+"""
 
 from __future__ import annotations
 

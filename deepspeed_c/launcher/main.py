@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     A launch returns 0 when every rank did. Otherwise it returns the exit code of the rank that failed first (128 + n
     for a rank that signal n ended). It returns 128 + n when signal n stopped the launcher and the ranks did not all end
-    with 0 by themselves. What cannot be started returns 2, with the reason on stderr.
+    with 0 by themselves. If nothing could be started, it returns 2, with the reason on stderr.
 
     When the reader of the output has gone (``deepspeed_c config show FILE | head -1``), the command ends without a
     word. It returns 141, as a shell says of programs that SIGPIPE ends: Python ignores that signal and raises instead.
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report_errors(command: Callable[[], int]) -> int:
-    """Runs a command of ours, and makes an exit code of whatever ends it; a typed error becomes its message on stderr.
+    """Run a command of ours, and return an exit code however it ends; a typed error becomes its message on stderr.
     """
     try:
         code = _run_command(command)
@@ -47,7 +47,7 @@ def report_errors(command: Callable[[], int]) -> int:
 
 
 def _lost_reader() -> bool:
-    """Whether nobody reads stdout or stderr any more; what is left in their buffers then goes nowhere."""
+    """Whether nobody reads stdout or stderr any more; the rest of their buffers then goes nowhere."""
     lost = False
     for stream in (sys.stdout, sys.stderr):
         if stream is None:  # closed before the start

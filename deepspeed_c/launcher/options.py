@@ -48,8 +48,8 @@ class Options:
 def parse_options(argv: Sequence[str]) -> Options:
     """The options of a launch from the command line.
 
-    Raises ``LaunchError`` for what this version cannot do and for options that exclude each other. It exits with code 2
-    (0 for help) on what it does not understand, as any argparse program does.
+    Raises ``LaunchError`` for features that this version lacks and for options that exclude each other. It exits with
+    code 2 (0 for help) on words that it does not understand, as any argparse program does.
     """
     parser = _parser()
     end = _script_index(argv)

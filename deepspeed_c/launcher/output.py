@@ -1,4 +1,4 @@
-"""Carries what ranks print to the terminal or to their log files as it comes, and remembers the end of it."""
+"""Carry the output of ranks to the terminal or to their log files as it comes, and remember the end of it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Stream:
     target: int
     """File descriptor; -1 once it cannot be written any more (the terminal is gone, the disk is full)."""
     label: bytes = b""
-    """What every line begins with; then only whole lines are passed on, so that ranks do not mix within one."""
+    """Prefix of every line; with it only whole lines are passed on, so that ranks do not mix within a line."""
     is_remembered: bool = True
     pending: bytearray = field(default_factory=bytearray)
 
@@ -41,9 +41,9 @@ class Output:
     """The pipes of all ranks and the thread that empties them.
 
     By default a rank's stdout is the launcher's own, and only stderr goes through here, for the message after a
-    failure. With labels both do, and with a log folder both go to ``DIR/TIME_rankN.log``, in the order in which the
-    rank wrote. ``paths(rank)`` are what the rank's stdout and stderr are to be opened as ("" for the launcher's own).
-    A context manager; after it, all that ranks wrote before they ended is written and no descriptor is left.
+    failure. With labels both go through here, and with a log folder both go to ``DIR/TIME_rankN.log``, in the order of
+    the rank's writes. ``paths(rank)`` are the files to open as the rank's stdout and stderr ("" for the launcher's
+    own). A context manager; after it, all that ranks wrote before they ended is written and no descriptor is left.
     """
 
     def __init__(self, n_ranks: int, *, log_dir: str | None = None, has_labels: bool = False) -> None:
@@ -74,7 +74,7 @@ class Output:
             raise LaunchError(f"the ranks' output cannot be set up: {error}", where=log_dir or "pipes") from error
 
     def _pipe(self, stream: _Stream) -> str:
-        """Adds a pipe; returns the name under which its writing end can be opened, until ``close``."""
+        """Add a pipe; return the name that opens its writing end, until ``close``."""
         stream.read_fd, write_fd = os.pipe()
         self._streams.append(stream)
         self._write_fds.append(write_fd)
@@ -83,7 +83,7 @@ class Output:
         return f"/dev/fd/{write_fd}"
 
     def paths(self, rank: int) -> tuple[str, str]:
-        """What to open as the rank's stdout and stderr; "" is the launcher's own."""
+        """Return the paths to open as the rank's stdout and stderr; "" is the launcher's own."""
         return self._paths[rank]
 
     def __enter__(self) -> Output:
@@ -128,7 +128,7 @@ class Output:
             is_over = False
             for key, _ in events:
                 if key.data is None:
-                    is_over = True  # what is in the pipes now was written by ranks that have ended: empty them, then go
+                    is_over = True  # ended ranks wrote the bytes now in the pipes: empty them, then go
                 else:
                     self._read(key.data)
             if is_over:
@@ -141,7 +141,7 @@ class Output:
                 return
 
     def _read(self, stream: _Stream) -> bool:
-        """Passes on what is in the pipe now; whether there was anything."""
+        """Pass on the content of the pipe; return whether there was any."""
         try:
             data = os.read(stream.read_fd, READ_BYTES)
         except BlockingIOError:

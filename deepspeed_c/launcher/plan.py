@@ -1,4 +1,5 @@
-"""From the user's options to what is started: one command and one environment a rank, checked before anything runs."""
+"""From the user's options to a plan of the start: one command and one environment a rank, checked before anything runs.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ class Devices:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """One process: its command and what its environment has beyond the launcher's."""
+    """One process: its command and its environment in addition to the launcher's."""
 
     command: tuple[str, ...]
     environment: Mapping[str, str]
@@ -174,7 +175,8 @@ def _shared_environment(devices: Devices | None, slots: Sequence[int]) -> dict[s
 
 
 def _rank_environment(rank: int, n_ranks: int) -> dict[str, str]:
-    """What torch's launcher sets and the names that only DeepSpeed has; address and port come from ``run.launch``."""
+    """The variables of torch's launcher and the names that only DeepSpeed has; address and port come from
+    ``run.launch``."""
     number, count = str(rank), str(n_ranks)
     return {
         "RANK": number,

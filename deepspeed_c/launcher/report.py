@@ -1,4 +1,4 @@
-"""``deepspeed_c report``: what was built, what was found on this machine, and the versions that a bug report needs."""
+"""``deepspeed_c report``: the build, the machine, and the versions that a bug report needs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # (dots, module) of an import: of one line, as all of ours are; parsing each file would take seconds.
 IMPORT = re.compile(r"^\s*(?:from|import)\s+(\.*)((?:[A-Za-z_][\w.]*)?)(?=\s|$)", re.MULTILINE)
 CUDA_LIBRARY = "libdsc_cuda.so"
-# What a build on a machine with all headers has, so that what this one lacks is said.
+# Backends of a build on a machine with all headers, so that the report names the missing ones.
 IO_BACKENDS = ("uring", "libaio", "threads", "sync")
 
 
@@ -81,7 +81,7 @@ def _folder_of_ops() -> Path | None:
 def _missing_modules(folders: Mapping[str, Path | None]) -> list[str]:
     """Modules of ours that a file imports, at any place in it, and that are not there.
 
-    Imports nothing: what is missing may be what is imported first.
+    Imports nothing: the missing module may be the first to be imported.
 
     ``folders`` are the packages by name; those within them are found by their path.
     """
@@ -111,12 +111,12 @@ def _extension() -> tuple[ModuleType | None, str]:
         import torch  # noqa: F401  the extension needs its libraries to be loaded
 
         return importlib.import_module("deepspeed_c._C"), ""
-    except ImportError as error:  # a missing file and one that does not link both end here
+    except ImportError as error:  # a missing file and a file that does not link both end here
         return None, f"missing or does not load ({error}). Fix: build it with `pip install --no-build-isolation .`"
 
 
 def _built(extension: ModuleType) -> dict[str, Any]:
-    """What the build said about itself, but for what other sections tell."""
+    """The build's own information, except the entries that other sections show."""
     elsewhere = ("version", "isas", "cuda")
     return {name: value for name, value in extension.build_info().items() if name not in elsewhere}
 
@@ -136,7 +136,7 @@ def _cpu(extension: ModuleType | None) -> dict[str, Any]:
         try:
             values["threads of an optimizer step"] = extension.pool_n_threads()
             values["... in use"] = extension.cpu_isa()
-        except ValueError as error:  # a variable that asks for what cannot be: every operator says so, too
+        except ValueError as error:  # a variable has an impossible value: every operator says so, too
             values["threads of an optimizer step"] = str(error)
     return values
 
@@ -211,7 +211,7 @@ def _cuda_library(extension: ModuleType | None) -> dict[str, Any]:
 
 
 def _io_backends(extension: ModuleType | None) -> dict[str, Any]:
-    """What reads and writes checkpoints and what is offloaded to NVMe: built, usable on this kernel now, and if not,
+    """The backends that read and write checkpoints and offload to NVMe: built, usable on this kernel now, and if not,
     why.
     """
     if extension is None:
@@ -247,7 +247,7 @@ def _shared_memory(extension: ModuleType) -> str:
             ends.append(extension.ShmGroup(rank, 2, PROBE_SECONDS))
         for end in ends:
             end.attach([other.address for other in ends])
-    except (MemoryError, OSError, ValueError, RuntimeError) as error:  # what it refuses with
+    except (MemoryError, OSError, ValueError, RuntimeError) as error:  # its refusals
         return str(error)
     finally:
         for end in ends:

@@ -37,7 +37,7 @@ from deepspeed_c.listening import is_loopback, listening_socket
 __all__ = ["launch"]
 
 POLL_SECONDS = 0.02
-FAILURE_GRACE_SECONDS = 5  # what the other ranks get after SIGTERM when one has failed: they most likely wait for it
+FAILURE_GRACE_SECONDS = 5  # time for the other ranks after SIGTERM when one has failed: they most likely wait for it
 TOKEN_BYTES = 32
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # torchelastic's default
 
@@ -87,8 +87,8 @@ def _supervise(ranks: _RankProcesses, plan: Plan, output: Output) -> int:
         return 128 + stop.sigval
     if not result.failures:
         return 0
-    # The others failed, or were stopped, after the first: in the order in which they were seen, not by their
-    # time stamps, which are whole seconds
+    # The others failed, or were stopped, after the first: by the order of detection, not by their time stamps, which
+    # are whole seconds
     rank, failure = next(iter(result.failures.items()))
     ranks.kill_groups()
     output.finish()
@@ -121,12 +121,12 @@ class _RankProcesses(SubprocessContext):
     """torchelastic's group of processes, started and ended without gaps."""
 
     def __init__(self, plan: Plan, port: int, output: Output, folder: str) -> None:
-        # nohup, and a shell that starts a command with &: what was ignored stays ignored, here and in the ranks
+        # nohup, and a shell that starts a command with &: ignored signals stay ignored, here and in the ranks
         self._ignored = [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_IGN]
         shared = {
             "MASTER_ADDR": plan.master_addr,
             "MASTER_PORT": str(port),
-            # torch's env:// rendezvous then joins the launcher's store instead of opening one of its own at that port
+            # torch's env:// rendezvous then joins the launcher's store and does not open a second one at that port
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_MAX_RESTARTS": "0",
@@ -184,7 +184,7 @@ class _RankProcesses(SubprocessContext):
         return [handler.proc.poll() for handler in self.subprocess_handlers.values()]
 
     def kill_groups(self) -> None:
-        """Kills what ended ranks have started and left behind (each rank is the leader of a process group)."""
+        """Kill processes that ended ranks have started and left behind (each rank is the leader of a process group)."""
         for pid in self.pids().values():
             _kill_group(pid)
 
@@ -298,8 +298,8 @@ def _pid_file(is_wanted: bool) -> Iterator[None]:
 
 
 def _new_pid_file(path: str) -> TextIO:
-    """Creates the file, for this user alone: the folder is one that everybody may write to, and may have a link or a
-    file of somebody else there.
+    """Create the file, for this user alone: everybody may write to the folder, and it may have a link or a file of
+    somebody else.
 
     A plain file of this user is left over from a process that had this number before, and ended without removing it: it
     is replaced.
