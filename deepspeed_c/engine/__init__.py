@@ -1,1 +1,1 @@
-"""The engine: forward, backward and step, and what is built and checked around them."""
+"""The engine: forward, backward and step, and the parts that are built and checked around them."""

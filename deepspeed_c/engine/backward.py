@@ -1,7 +1,7 @@
-"""The backward pass of an engine: how it began, what its gradients are multiplied with, and where it ends.
+"""The backward pass of an engine: its begin, the factors of its gradients, and its end.
 
 A pass begins in one of three ways: by ``engine.backward``, by a caller's ``loss.backward()`` that comes through
-outputs of the engine, or inside the module, where the first sign of it is a gradient.
+outputs of the engine, or inside the module: a gradient is the first sign of it then.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class BackwardPass:
         self._fetcher: Fetcher | None = None
         self.n_backwards = 0  # in this window
         self.is_inside_no_sync = False
-        # Autograd's number of the last pass that has entered the outputs on its way to parameters, and what it
-        # multiplies the outputs' gradients with.
+        # Autograd's number of the last pass that has entered the outputs on its way to parameters, and its factor of
+        # the outputs' gradients.
         self._task, self._output_factor = NO_PASS, 1.0
-        self._scaled_pass = NO_PASS, 1.0  # the last pass whose loss this engine has scaled, and what with
+        self._scaled_pass = NO_PASS, 1.0  # the last pass whose loss this engine has scaled, and the factor
         self._has_told_of_inputs = False
         self._needs_weights, self._weighed_pass = needs_weights, NO_PASS
         self.begin_window()
@@ -71,7 +71,7 @@ class BackwardPass:
         _all.add(self)
 
     def leave(self) -> None:
-        """Lets go of what ``drive`` was given."""
+        """Lets go of the arguments of ``drive``."""
         self._reducer = self._fetcher = None
 
     def begin_window(self) -> None:
@@ -81,8 +81,8 @@ class BackwardPass:
         self._forget_inputs()
 
     def _forget_inputs(self) -> None:
-        # Of a pass whose gradients are scaled at the outputs: its number, and where gradients of the forward's inputs
-        # go.
+        # The number of a pass that scales gradients at the outputs, and the nodes that gradients of the forward's
+        # inputs go to.
         self._scaled_inputs: tuple[int, frozenset[Any]] = NO_PASS, frozenset()
 
     @property
@@ -90,8 +90,8 @@ class BackwardPass:
         return 1.0 if self._scaler is None else self._scaler.scale
 
     def recover(self) -> None:
-        """Drops what a pass has left that raised before it had ended; for a moment at which none of this engine's can
-        be running."""
+        """Drops the remains of a pass that raised before its end; for a moment when no pass of this engine can be
+        running."""
         if torch._C._current_graph_task_id() != -1:
             return
         if not self._reducer.is_in_backward:
@@ -118,8 +118,8 @@ class BackwardPass:
         """A pass begins whose gradients are to be multiplied with ``output_factor`` at the outputs, and with
         ``factor`` where they are gathered.
 
-        starts: the nodes of the graph at which it does. None for a pass that runs already: nobody knows them then, and
-        it ends itself.
+        starts: the first nodes of the graph. None for a pass that runs already: nobody knows them then, and it ends
+        itself.
         """
         self._mesh.enter_phase("backward")
         self._reducer.begin_backward(is_boundary=self._window.is_boundary(), factor=factor, starts=starts)
@@ -147,8 +147,8 @@ class BackwardPass:
 
     @contextmanager
     def part(self) -> Iterator[None]:
-        """Around a run of autograd that is a part of a pipeline's: its gradients are those of the loss as the last
-        stage has scaled it (``scale``)."""
+        """Around a run of autograd that is a part of a pipeline's pass: it starts from gradients of the loss that the
+        last stage has scaled (``scale``)."""
         self._begin(factor=1.0, starts=[])
         try:
             yield
@@ -206,14 +206,15 @@ class BackwardPass:
         self._begin(factor=self._loss_scale * self._window.factor() / (carried or 1.0))
 
     def begin_before(self, param: torch.nn.Parameter) -> None:
-        """A gradient of ``param`` is about to be added to what has gathered, or to be handed to ``autograd.grad``."""
+        """A gradient of ``param`` is about to be added to the gathered gradients, or to be handed to ``autograd.grad``.
+        """
         if accumulates_into([param], ()):
             self.begin_inside()
 
     def watch(self, inputs: Any, outputs: Any) -> Any:
         """Returns a forward's outputs, which tell of a pass that reaches them."""
         if torch._C._are_functorch_transforms_active():
-            # Within torch.func.grad and the like: what it differentiates by are no parameters.
+            # Within torch.func.grad and the like, which do not differentiate by parameters.
             self._has_gradient_graph = True
             return outputs
         enters = partial(self._enter, nodes_of(tree_flatten(inputs)[0]), torch._C._current_graph_task_id())
@@ -223,7 +224,7 @@ class BackwardPass:
         return outputs
 
     def _enter(self, inputs: frozenset[Any], made_in: int) -> float:
-        """A backward pass has reached outputs of a forward. Returns what their gradients are to be multiplied with.
+        """A backward pass has reached outputs of a forward. Returns the factor of their gradients.
 
         inputs: where gradients of the forward's inputs go (nodes). made_in: the pass that the forward was a part of,
         as recomputation is; -1 outside of any.
@@ -260,7 +261,7 @@ class BackwardPass:
         self.n_backwards += 1
 
     def _scale_of_pass(self, *tasks: int) -> float | None:
-        """What an engine has multiplied the loss of a pass with: this one if it has; None where none has."""
+        """The factor of an engine on the loss of a pass, this engine's first; None where no engine has scaled it."""
         found = {each: each._scaled_pass[1] for each in _all if each._scaled_pass[0] in tasks}
         if self in found or not found:
             return found.get(self)

@@ -1,5 +1,5 @@
-"""Where a user's own ``loss.backward()`` enters an engine's graph: tells the engine that a pass has begun, and scales
-what fp16 needs scaled."""
+"""The place where a user's own ``loss.backward()`` enters an engine's graph: tells the engine that a pass has begun,
+and applies the loss scale of fp16."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _in_graph(value: Any) -> bool:
 
 
 def watch_outputs(outputs: Any, on_enter: Callable[[], Any]) -> None:
-    """Calls ``on_enter`` whenever a backward pass reaches one of ``outputs`` (any nest of lists, dicts, registered
+    """Calls ``on_enter`` whenever a backward pass reaches any of ``outputs`` (any nest of lists, dicts, registered
     classes)."""
 
     def hook(grad: torch.Tensor) -> None:
@@ -46,12 +46,12 @@ class _Scale(torch.autograd.Function):
 
 
 def is_boundary_node(node: Any) -> bool:
-    """Whether a node of a graph is what ``scale_outputs`` has put there."""
+    """Whether ``scale_outputs`` has put this node into a graph."""
     return isinstance(node, _Scale._backward_cls)
 
 
 def scale_outputs(outputs: Any, on_enter: Callable[[], float]) -> Any:
-    """Returns ``outputs`` with gradients multiplied by what ``on_enter`` returns when a backward pass comes through."""
+    """Returns ``outputs``; a backward pass through them multiplies gradients by the result of ``on_enter``."""
     leaves, spec = tree_flatten(outputs)
     at = [i for i, value in enumerate(leaves) if _in_graph(value)]
     if not at:

@@ -20,8 +20,7 @@ OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
 
 
 def trainable_groups(model: torch.nn.Module, model_parameters: Any) -> Groups:
-    """Normalises what the caller passed as ``model_parameters`` (None, parameters, groups) to groups without frozen
-    parameters."""
+    """Normalises the caller's ``model_parameters`` (None, parameters, groups) to groups without frozen parameters."""
     if model_parameters is None:
         given: list[Any] = list(model.parameters())
     elif isinstance(model_parameters, torch.nn.Module):
@@ -44,7 +43,7 @@ def trainable_groups(model: torch.nn.Module, model_parameters: Any) -> Groups:
     return groups
 
 
-# What optimizer.params.state_dtype can be; int8 means codes of 8 bits with a scale for each block.
+# Values of optimizer.params.state_dtype; int8 means codes of 8 bits with a scale for each block.
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
 

@@ -67,9 +67,9 @@ def _shape_to_agree_on(param: torch.nn.Parameter) -> str:
 
 
 def broadcast_model(model: torch.nn.Module, mesh: Mesh, device: torch.device) -> None:
-    """Every rank starts from the weights and buffers of the first rank that has the same layers, which are sent from
-    ``device`` wherever they lie; of a parameter that is cut, from those of its first data-parallel rank, and of one
-    that stages share, from those of the first of them."""
+    """Every rank starts from the weights and buffers of the first rank with the same layers, sent by way of ``device``.
+    A cut parameter starts from its first data-parallel rank's part, a parameter that stages share from the first
+    stage's."""
     if mesh.comm.world_size == 1:
         return
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What an engine changes in a user's model: one row an edit, made in the order of the table and undone in reverse."""
+"""The changes of an engine to a user's model: one row an edit, made in the order of the table and undone in reverse."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["EDITS", "EditContext", "Edits", "ModelEdit"]
 
 @dataclass(frozen=True)
 class EditContext:
-    """What an edit may look at."""
+    """The inputs of an edit."""
 
     config: Config
     mesh: Mesh
@@ -86,7 +86,7 @@ def _cut_tensors(model: torch.nn.Module, context: EditContext) -> None:
     check_cuts(model, tp)
     is_cut = any(cut_of(param) is not None for param in model.parameters())
     if max(section.autotp_size, section.tp.tp_size) > 1 and not is_cut:
-        gather_for_good(model)  # rules look at whole weights; the stage shards what is left of them
+        gather_for_good(model)  # rules look at whole weights; the stage shards their parts
         log_dist(f"tensor parallelism:\n{cut_model(model, section, tp)}", ranks=[0])
     take_sums_over(model)
     read_marks(model, tp)
@@ -172,9 +172,10 @@ class Edits:
         self._made: dict[str, Made] = {}
 
     def make(self, context: EditContext) -> None:
-        """Makes the edits that are wanted and not made, of those for which the weights are, or are not yet, laid out.
+        """Makes the wanted edits that are not made yet, before or after the weights are laid out.
 
-        Where one raises, the caller closes: those before it are undone then."""
+        After an exception the caller closes, which undoes the edits before it.
+        """
         for edit in EDITS:
             is_due = edit.needs_layout == (context.layout is not None)
             if is_due and edit.name not in self._made and edit.wanted(context):
@@ -192,7 +193,7 @@ class Edits:
             made.close()
 
     def close(self) -> None:
-        """Undoes all, the last one first; one that raises does not keep the others."""
+        """Undoes all, the last one first; an error in one does not keep the others."""
         with ExitStack() as stack:
             for made in self._made.values():
                 stack.callback(made.close)

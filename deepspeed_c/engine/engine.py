@@ -1,7 +1,7 @@
 """The training engine: forward, backward, step over a model whose states the ZeRO parts shard.
 
-It decides only when: which micro-batch ends a window, and what a loss counts. The parts that it calls are those of its
-host (``host.py``, ``training.py``).
+It decides about times and weights only: the micro-batch that ends a window, and the weight of a loss. Its host has the
+parts that do the work (``host.py``, ``training.py``).
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class DeepSpeedEngine(WholeModel, TrainingHost):
         return outputs
 
     def _sequence_stream(self) -> AbstractContextManager[None]:
-        """What a training forward draws its random numbers from: ranks that hold parts of a sequence drop other
-        elements of it."""
+        """The stream of random numbers for a training forward: ranks that hold parts of a sequence drop other elements
+        of it."""
         if not (self._share.is_needed and self.training):
             return nullcontext()
         return stream_of_rank(SEQUENCE_RNG, self._mesh.index(SP))
@@ -71,7 +71,7 @@ class DeepSpeedEngine(WholeModel, TrainingHost):
         return self._passes.scale(weighed, self._window.factor())
 
     def _weigh(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
-        """Of the loss of sequences that are cut over ranks, this rank's term."""
+        """This rank's term of the loss of sequences that are cut over ranks."""
         if not self._share.is_needed:
             return loss
         weight = self._share.weight(loss)
@@ -85,7 +85,7 @@ class DeepSpeedEngine(WholeModel, TrainingHost):
 
         Gradients are averaged over micro-batches (unless ``scale_wrt_gas`` is False: the caller has done it) and over
         ranks. Returns the loss as averaged. May be called several times in one micro-batch; the gradients add up.
-        Raises BackwardError for what is no scalar in a graph; after an exception within backward the window's
+        Raises BackwardError unless ``loss`` is a scalar in a graph; after an exception within backward the window's
         gradients are dropped and the next forward starts it anew.
         """
         optimizer = self._require_optimizer("backward")
@@ -111,14 +111,14 @@ class DeepSpeedEngine(WholeModel, TrainingHost):
         return self._passes.no_sync()
 
     def coalesce_grad_reduction(self):
-        """Context in which several backward passes are reduced together, at its end."""
+        """Context that reduces all backward passes within it together, at its end."""
         return self._require_optimizer("coalesce_grad_reduction").reducer.coalesce()
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Ends a micro-batch; at a boundary also reduces, clips and updates, then advances the schedule.
 
-        A skipped step (overflow) changes no weight, no moment and not the schedule. Raises what ``ZeroOptimizer.step``
-        raises, with the counters advanced as for a skipped step, so that a caller who catches it goes on with the next
+        A skipped step (overflow) changes no weight, no moment and not the schedule. Errors of ``ZeroOptimizer.step``
+        leave the counters advanced as for a skipped step, so that a caller who catches them goes on with the next
         window.
         """
         optimizer = self._require_optimizer("step")
@@ -136,7 +136,7 @@ class DeepSpeedEngine(WholeModel, TrainingHost):
 
     def _complete_window(self, optimizer: ZeroOptimizer) -> None:
         if self._share.compares:
-            # Ranks meet in the sums of gradients first: one that has called no backward does that here.
+            # Ranks meet in the sums of gradients first: a rank that has called no backward joins them here.
             optimizer.complete_gradients()
             try:
                 self._share.compare()

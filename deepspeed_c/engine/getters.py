@@ -203,7 +203,7 @@ class ConfigGetters:
         return self._config.zero.offload_optimizer.device == "nvme"
 
     def is_first_weights_partition_group(self) -> bool:
-        """Whether this rank's group is the one that writes the weights' shards: there is one group, at stage 3."""
+        """Whether this rank's group writes the weights' shards: there is one group, at stage 3."""
         return self._config.zero.stage >= 3
 
     def checkpoint_tag_validation_enabled(self) -> bool:
@@ -241,12 +241,12 @@ class ConfigGetters:
 
     @property
     def communication_data_type(self) -> torch.dtype:
-        """What gradients are reduced in."""
+        """The dtype of reductions of gradients."""
         asked = self._config.communication_data_type
         return self._trained_dtype() if asked is None else DTYPES[asked]
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """(dtype of the weights, dtype in which gradients are added up)"""
+        """(dtype of the weights, dtype of the sums of gradients)"""
         accumulated = self._config.data_types.grad_accum_dtype
         return self._trained_dtype(), self._trained_dtype() if accumulated is None else DTYPES[accumulated]
 

@@ -31,15 +31,15 @@ from deepspeed_c.zero.weights.param import state_of
 
 __all__ = ["ModelHost", "take_from_others"]
 
-# For one that is made over a model of theirs.
+# The hosts that may have to give a model to a new host.
 _open_hosts: weakref.WeakSet[ModelHost] = weakref.WeakSet()
 
 
 def take_from_others(model: torch.nn.Module) -> None:
-    """Ends other hosts' hold on a model that is about to get a new one: on its sharded parameters, and on any model all
-    of whose trained parameters are among its own.
+    """Ends other hosts' hold on a model that is about to get a new host: on its sharded parameters, and on any model
+    whose trained parameters are all among its own.
 
-    A host that trains nothing goes on to work: its forward runs the module, which the new one's hooks serve.
+    A host that trains nothing goes on to work: its forward runs the module, which the new host's hooks serve.
     """
     params = set(model.parameters())
     fetchers = {id(state.fetcher) for p in params if isinstance(state := state_of(p), PlacedShard)}
@@ -102,7 +102,7 @@ class ModelHost(ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
         return []
 
     def _stage_names(self) -> list[str]:
-        """Of what a forward of this rank may be: of the whole model."""
+        """Names of the stages that a forward of this rank may run: the whole model."""
         return [""]
 
     def _hand_over(self) -> None:
@@ -282,9 +282,9 @@ class ModelHost(ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
     def close(self) -> None:
         """Removes hooks and frees buffers and optimizer state. May be called twice.
 
-        The module keeps its weights and works on its own. What stage 3 has sharded stays sharded, as under
-        ``zero.Init``: no rank could be sure to hold all of it; ``zero.GatheredParameters`` and another ``initialize``
-        take it from there.
+        The module keeps its weights and works on its own. Sharded parameters of stage 3 stay sharded, as under
+        ``zero.Init``: no rank could be sure to hold all of them; ``zero.GatheredParameters`` and another ``initialize``
+        take them from there.
         """
         if self._is_closed:
             return

@@ -22,7 +22,7 @@ EVERY = 100
 
 
 class InputCheck:
-    """Compares what the ranks that hold one model together give to its forward."""
+    """Compares the arguments of forward between the ranks that hold one model together."""
 
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
         self._mesh = mesh
@@ -71,7 +71,7 @@ class InputCheck:
                 self._hashes.append((torch.utils._pytree.keystr(path), _hash_of(value.detach())))
 
     def hash_of_window(self) -> int:
-        """Of all tensors that the window's training forwards were given."""
+        """A hash of all tensors in the arguments of the window's training forwards."""
         return zlib.crc32(repr([(path, value.tolist()) for path, value in self._hashes]).encode())
 
     def _random_states(self) -> list[bytes]:

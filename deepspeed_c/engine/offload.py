@@ -25,9 +25,9 @@ from deepspeed_c.zero.states.optimizer import ZeroOptimizer
 __all__ = ["OffloadDeviceEnum", "OffloadStateTypeEnum", "OffloadedStates"]
 
 WHERE = "offload_states"
-# What is written or read at once: long enough for the device's full speed, short beside the states.
+# Bytes of one transfer: long enough for the device's full speed, short beside the states.
 PIECE_BYTES = 32 << 20
-# Of which every NaN may consist.
+# Repeated, it is a NaN of every floating-point dtype.
 NAN_BYTE = 0xFF
 
 
@@ -66,7 +66,7 @@ class _HostCopy:
 
 
 class _FileCopy:
-    """Pieces in a file; ``name`` is what an error calls the whole by. Written when the file has been waited for."""
+    """Pieces in a file; ``name`` names the whole in errors. Written when the file has been waited for."""
 
     def __init__(self, file: Swapper, source: torch.Tensor, name: str) -> None:
         self._file = file
@@ -95,7 +95,7 @@ class _Moved(NamedTuple):
 
 
 def _give_up(storage: torch.UntypedStorage) -> None:
-    """Returns its memory; its views stay. What ranks share cannot be resized, and keeps its addresses."""
+    """Returns its memory; its views stay. Shared memory of ranks cannot be resized, and keeps its addresses."""
     if storage.resizable():
         storage.resize_(0)
     else:
@@ -103,14 +103,14 @@ def _give_up(storage: torch.UntypedStorage) -> None:
 
 
 def _take_back(storage: torch.UntypedStorage, n_bytes: int) -> None:
-    """Memory for what was given up, to be written to."""
+    """New memory for a storage that was given up, to be written to."""
     if storage.resizable():
         storage.resize_(n_bytes)
 
 
 class _Found(NamedTuple):
     storage: torch.UntypedStorage
-    names: list[str]  # of the tensors in it
+    names: list[str]  # its tensors' names
 
     @property
     def name(self) -> str:
@@ -118,9 +118,9 @@ class _Found(NamedTuple):
 
 
 class OffloadedStates:
-    """What the homes of states and weights (``Unit.states``, ``Unit.weights``) have in memory, moved out of it for a
-    while. The tensors stay the same objects, so that every view of them is whole again after
-    ``reload``; their storage has no memory meanwhile."""
+    """The tensors in memory of the homes of states and weights (``Unit.states``, ``Unit.weights``), moved out of it for
+    a while. The tensors stay the same objects, so that every view of them is whole again after ``reload``; their
+    storage has no memory meanwhile."""
 
     def __init__(
         self, layout: Layout, optimizer: ZeroOptimizer | NoOptimizer, zero: Zero, aio: Aio, comm: Collectives
@@ -137,11 +137,11 @@ class OffloadedStates:
     def offload(
         self, include: Container[OffloadStateTypeEnum] | None, device: str, pin_memory: bool, non_blocking: bool
     ) -> None:
-        """Moves the states of the kinds in ``include`` (None: all) to host memory or to a file; what is away stays
-        where it is.
+        """Moves the states of the kinds in ``include`` (None: all) to host memory or to a file; states that are away
+        stay there.
 
-        To a file it is collective, and raises on all ranks alike, nothing having been moved: ConfigError where one has
-        no folder or too little room there, OffloadError where one cannot write.
+        To a file it is collective, and raises on all ranks alike, nothing having been moved: ConfigError where a rank
+        has no folder or too little room there, OffloadError where a rank cannot write.
         """
         device = getattr(device, "value", device)
         if device not in {place.value for place in OffloadDeviceEnum}:
@@ -176,8 +176,8 @@ class OffloadedStates:
     def reload(self, non_blocking: bool) -> None:
         """Brings everything back.
 
-        Collective where something is in a file: OffloadError on all ranks where one cannot read it back as it was
-        written. What that one lacks stays away, and may be asked for again.
+        Collective where something is in a file: OffloadError on all ranks where a rank cannot read back the bytes that
+        it wrote. Its missing states stay away, and may be asked for again.
         """
         problem = None
         try:
@@ -190,7 +190,7 @@ class OffloadedStates:
             self._close_files()
 
     def close(self) -> None:
-        """Brings back what can be, on this rank alone, and frees the files. What could not be read is NaN then; the
+        """Brings back all readable states, on this rank alone, and frees the files. Unreadable states are NaN then; the
         error says why."""
         try:
             self._read_back(non_blocking=False)
@@ -269,7 +269,8 @@ class OffloadedStates:
         return found
 
     def _tensors(self, kind: OffloadStateTypeEnum, device: str) -> Iterator[Tagged]:
-        """What the homes of all units have of a kind in memory, but for what is in the memory of ``device`` already."""
+        """The tensors of a kind in the memory of all units' homes, except for tensors that are in the memory of
+        ``device`` already."""
         for unit in (*self._layout.trained, *self._layout.frozen):
             home = unit.weights if kind is OffloadStateTypeEnum.lp_params else unit.states
             if device == "cpu" and home.memory == "host":

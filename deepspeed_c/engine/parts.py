@@ -1,4 +1,4 @@
-"""Whole tensors out of those that tensor-parallel ranks hold parts of, and parts out of whole ones."""
+"""Whole tensors out of the parts of tensor-parallel ranks, and parts out of whole tensors."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Parts:
         self._cuts: dict[str, list[Cut]] = {name: [cuts[name] for cuts in everyone] for name in mine}
 
     def shape(self, name: str, tensor: torch.Tensor) -> torch.Size:
-        """Of the whole tensor."""
+        """The shape of the whole tensor."""
         cuts = self._cuts.get(name)
         return torch.Size(shape_of(tensor)) if cuts is None else cuts[0].logical_shape
 
     def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """The whole of what ``part`` is this rank's part of, in its dtype; itself where it is whole. Collective over
-        the ranks that hold the model together."""
+        """The whole tensor behind this rank's ``part``, in its dtype; ``part`` itself where it is whole. Collective
+        over the ranks that hold the model together."""
         cuts = self._cuts.get(name)
         if cuts is None:
             return part
@@ -44,8 +44,8 @@ class Parts:
 
 
 def take_parts(module: torch.nn.Module, whole: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A state dict of whole tensors with this rank's part of each that ``module`` holds a part of. What has the shape
-    of a part already is left as it is."""
+    """A state dict of whole tensors with this rank's part of each that ``module`` holds a part of. A tensor with the
+    shape of a part already is left as it is."""
     cuts = {
         name: cut for name, tensor in module.state_dict(keep_vars=True).items() if (cut := cut_of(tensor)) is not None
     }

@@ -1,5 +1,5 @@
-"""What the backward pass that is running will end in, asked from within it: ``autograd.grad`` comes through the same
-graph as ``backward`` does."""
+"""The ends of the running backward pass, found from within it: ``autograd.grad`` comes through the same graph as
+``backward``."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _COMPILED = "CompiledFunctionBackward"
 
 
 def _node_of(tensor: torch.Tensor) -> Any:
-    """The node that a gradient of ``tensor`` goes to: of a leaf, the one that adds to its ``.grad``."""
+    """The node that a gradient of ``tensor`` goes to; for a leaf, the node that adds to its ``.grad``."""
     return gradient_edge(tensor).node if tensor.grad_fn is None else tensor.grad_fn
 
 
 def nodes_of(values: Iterable[Any]) -> frozenset[Any]:
-    """Where gradients go of those of ``values`` that are tensors and require any; leaves of other layouts than strided
-    are left out."""
+    """The nodes that gradients of ``values`` go to, for tensors that require gradients; leaves of other layouts than
+    strided are left out."""
     wanted = [v for v in values if torch.is_tensor(v) and v.requires_grad]
     return frozenset(_node_of(v) for v in wanted if v.grad_fn is not None or v.layout == torch.strided)
 
 
 def nodes_between(starts: Iterable[Any], ends: Collection[Any] = ()) -> Iterator[Any]:
-    """All nodes that gradients come to from ``starts`` on, but ``ends`` and what is behind them."""
+    """All nodes that gradients come to from ``starts`` on, without ``ends`` and the nodes behind them."""
     todo, seen = list(starts), {None, *ends}
     while todo:
         node = todo.pop()
@@ -42,22 +42,22 @@ def nodes_between(starts: Iterable[Any], ends: Collection[Any] = ()) -> Iterator
 
 
 def will_run(nodes: Iterable[Any]) -> bool:
-    """Whether the pass that is running, which adds to gradients, comes to one of ``nodes``."""
+    """Whether the running pass, which adds to gradients, comes to any of ``nodes``."""
     return any(map(torch._C._will_engine_execute_node, nodes))
 
 
 def leads_here(nodes: Iterable[Any]) -> bool:
-    """Whether gradients come from one of ``nodes`` to the one that is running."""
+    """Whether gradients come from any of ``nodes`` to the running node."""
     return torch._C._current_autograd_node() in nodes_between(nodes)
 
 
 def accumulates_into(params: Iterable[torch.nn.Parameter], inputs: Collection[Any]) -> bool:
-    """Whether the pass that is running adds to ``.grad`` of one of ``params``; to be asked where it enters an output
-    of what they are parameters of.
+    """Whether the running pass adds to ``.grad`` of any of ``params``; to be asked where it enters an output of their
+    module.
 
     inputs: ``nodes_of`` its inputs. Where none of ``params`` is in the pass's graph, but between here and there is a
-    node that may run a pass of its own, as reentrant checkpointing does, the answer is yes: what that will reach is in
-    no graph yet.
+    node that may run a pass of its own, as reentrant checkpointing does, the answer is yes: the nodes of that pass are
+    in no graph yet.
     """
     for param in params:
         if param.requires_grad:

@@ -83,7 +83,7 @@ def check_pipeline(module: PipelineModule, section: Pipeline, zero: Zero, mesh: 
 def connect_pipeline(module: PipelineModule, mesh: Mesh) -> None:
     """Makes the groups of a pipeline's ranks. Collective over all of them, before any other groups along its mesh.
 
-    Raises ModelError on all ranks where one of several has nothing to train.
+    Raises ModelError on all ranks where a rank among several has nothing to train.
     """
     n_trained = mesh.comm.gather_numbers(sum(p.requires_grad for p in module.parameters()), label="trained parameters")
     if min(n_trained) == 0 < max(n_trained):
@@ -190,7 +190,7 @@ class PipelineEngine(TrainingHost):
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """Trains on one batch; returns its mean loss on all ranks.
 
-        data_iter: gives micro-batches; by default what ``set_dataiterator`` was given, or the loader of
+        data_iter: gives micro-batches; default: the iterator of ``set_dataiterator``, or the loader of
         ``training_data``. Raises StateError on all ranks, before anything is trained, where it ends early on one.
         """
         self._require_optimizer("train_batch")
@@ -202,7 +202,7 @@ class PipelineEngine(TrainingHost):
         self._passes.recover()
         self._blocks.expect(_most_in_flight(table.actions(self.stage_id)))
         self._state.begin_window()
-        self._window.place(self._window.begin + n - 1)  # what follows is one window, and ends it
+        self._window.place(self._window.begin + n - 1)  # the following micro-batches are one window, and end it
         total = torch.zeros((), dtype=torch.float64)
 
         def loss_of(outputs: Any, k: int) -> torch.Tensor:
@@ -245,7 +245,7 @@ class PipelineEngine(TrainingHost):
     ) -> Any:
         """Forwards alone, in evaluation mode and without gradients.
 
-        Returns the mean loss over micro-batches and pipelines on all ranks; without ``bcast_loss`` that of its own
+        Returns the mean loss over micro-batches and pipelines on all ranks; without ``bcast_loss`` the mean of its own
         pipeline, on ranks of the last stage, and None elsewhere. With ``reduce_output`` "sum" the sum over its
         micro-batches, with None their list, on ranks of the last stage. Without ``compute_loss`` the outputs of the
         last stage by micro-batch, there. With ``return_logits`` (that, the outputs by micro-batch).
@@ -301,7 +301,7 @@ class PipelineEngine(TrainingHost):
         self, data_iter: Iterator[Any] | None, n: int, what: str, *, needs_labels: bool
     ) -> list[tuple[Any, Any]]:
         """The micro-batches of a batch as (inputs, labels), where this rank needs them. Collective: either all ranks
-        have what they need, or all raise."""
+        have their micro-batches, or all raise."""
         problem, batches = "", []
         if self.is_first_stage() or (self.is_last_stage() and needs_labels):
             try:
@@ -371,7 +371,7 @@ class PipelineEngine(TrainingHost):
         return self.stage_id
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
-        """What ``train_batch`` takes micro-batches from."""
+        """The source of micro-batches for ``train_batch``."""
         self._data_iterator = iterator
 
     def set_dataloader(self, loader: Any) -> None:
@@ -379,17 +379,17 @@ class PipelineEngine(TrainingHost):
         self._data_iterator = iter(RepeatingLoader(loader))
 
     def set_batch_fn(self, fn: Callable[[Any], Any] | None) -> None:
-        """Makes (inputs, labels) of what an iterator gives."""
+        """Sets the function that makes (inputs, labels) of an iterator's item."""
         self._batch_fn = fn
 
     def set_has_attention_mask(self, value: bool) -> None:
-        """Accepted: what goes between stages may be of any kind."""
+        """Accepted: values between stages may be of any kind."""
 
     def reset_activation_shape(self) -> None:
         """Accepted: shapes may change from one micro-batch to the next."""
 
     def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
-        """What the module reports beside the loss."""
+        """The module's reports beside the loss."""
         return self.module.get_additional_losses()
 
     def save_16bit_model(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -410,7 +410,7 @@ class PipelineEngine(TrainingHost):
         _refuse("step")
 
 
-# By DeepSpeed's classes a pipeline's engine is one of these, and callers ask.
+# In DeepSpeed a pipeline's engine is a subclass of this class, and callers ask by isinstance.
 DeepSpeedEngine.register(PipelineEngine)
 
 

@@ -1,4 +1,4 @@
-"""Which dtypes a run uses, and the casts that follow: weights and inputs are cast, buffers keep what they hold."""
+"""The dtypes of a run, and the casts that follow: weights and inputs are cast, buffers keep their dtype."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class Precision:
     """The precision policy of one engine, read off its configuration.
 
-    ``dtype`` is what weights are cast to (None: they stay as they are), ``scaler`` the loss scale where fp16 is
-    computed in. ``n_sequence``: sequence-parallel ranks.
+    ``dtype``: the dtype that weights are cast to (None: they stay as they are). ``scaler``: the loss scale of fp16.
+    ``n_sequence``: sequence-parallel ranks.
     """
 
     def __init__(self, config: Config, model: torch.nn.Module, n_sequence: int = 1) -> None:
@@ -61,7 +61,7 @@ class Precision:
         self._sparse = self._sparse_params(model) if config.sparse_gradients else set()
 
     def _low_precision_params(self, model: torch.nn.Module, autocast: TorchAutocast) -> set[int]:
-        """Parameters whose gradients may be reduced in the autocast dtype: those of the modules named safe."""
+        """Parameters whose gradients may be reduced in the autocast dtype: the parameters of modules named safe."""
         if self.autocast_dtype is None:
             return set()
         safe = set(autocast.lower_precision_safe_modules)
@@ -87,7 +87,7 @@ class Precision:
     def cast_frozen(self, model: torch.nn.Module, trained: set[int]) -> None:
         """Casts the parameters that no unit holds; buffers change only when ``buffer_dtype`` asks for it.
 
-        A rotary table or a running mean in fp32 loses what it is for when it is rounded to 16 bits.
+        A rotary table or a running mean in fp32 is of no use when it is rounded to 16 bits.
         """
         with torch.no_grad():
             if self.dtype is not None:

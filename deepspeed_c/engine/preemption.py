@@ -4,8 +4,8 @@ A signal may reach one rank or all, and each at another moment; the ranks agree 
 step makes anyway.
 
 [Note: engines of one process] They share one handler, so that a signal reaches all of them. Each saves after a step of
-its own, with the ranks that it trains with (nobody knows whether another engine's ranks would be at the same place);
-the one that saves last ends the process. Engines that were closed meanwhile are not waited for.
+its own, with its own ranks (another engine's ranks may be at another place); the last to save ends the process. Engines
+that were closed meanwhile are not waited for.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _Handler:
         self._give_back({number for other in self.listeners for number in other.numbers})
 
     def _give_back(self, wanted: set[int]) -> None:
-        """All signals but these go to whoever had them before."""
+        """Gives all signals but these back to their handlers before."""
         for number in [number for number in self._previous if number not in wanted]:
             previous = self._previous.pop(number)
             if signal.getsignal(number) == self._on_signal:
@@ -70,8 +70,8 @@ class _Handler:
 
     def _on_signal(self, number: int, frame: Any) -> None:
         concerned = [listener for listener in self.listeners if number in listener.numbers]
-        # A process that this one has forked has nothing to save, and must be ended by what ends others. A second
-        # signal, from somebody who does not want to wait, does what it does elsewhere.
+        # A forked process has nothing to save, and the signal must end it as it ends others. So does a second signal,
+        # from somebody who does not want to wait.
         is_ours = os.getpid() == self._pid and concerned
         if is_ours and all(tuple(listener.notice(number) for listener in concerned)):
             return
@@ -132,7 +132,7 @@ class Preemption:
         try:
             engine.wait_checkpoint()
         except CheckpointError as error:
-            # Of an earlier one: no reason to lose this one too.
+            # An earlier save has failed: no reason to lose this one too.
             logger.error("%s", error)
         self._folder = self._settings.save_dir or last_dir
         try:

@@ -1,5 +1,4 @@
-"""What DeepSpeed's engine offers to those who reduce gradients, or other tensors, by hand; and the names of its
-groups."""
+"""DeepSpeed's methods for reducing gradients, or other tensors, by hand, and the names of its groups."""
 
 from __future__ import annotations
 
@@ -18,7 +17,8 @@ class Reductions:
     """A part of the engine."""
 
     enable_backward_allreduce = True
-    """Setting it to False changes nothing: what ``backward`` has reduced, ``allreduce_gradients`` need not."""
+    """Setting it to False changes nothing: ``backward`` reduces by itself, and ``allreduce_gradients`` leaves reduced
+    gradients alone."""
 
     @property
     def data_parallel_group(self) -> Any:
@@ -27,7 +27,7 @@ class Reductions:
 
     @property
     def seq_data_parallel_group(self) -> Any:
-        """The ranks over which gradients are summed: those that see other samples, or other parts of the same."""
+        """The ranks that sum gradients: they see other samples, or other parts of the same samples."""
         return self._mesh.process_group(*TOKENS)
 
     @property
@@ -47,8 +47,8 @@ class Reductions:
         return self.seq_parallel_group
 
     def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
-        """At a boundary, completes the sums over ranks of what backward has left, as after ``no_sync``: once, and
-        ``step`` finds them done. Collective.
+        """At a boundary, completes the sums of gradients over ranks that backward has left, as after ``no_sync``: once,
+        and ``step`` finds them done. Collective.
 
         Elsewhere it does nothing: gradients that are due have been reduced within ``backward``. ``bucket_size`` is
         taken for DeepSpeed's sake; buckets are laid out at the start (``reduce_bucket_size``).
@@ -98,7 +98,7 @@ class Reductions:
         return sent.to(flat.dtype)
 
     def _factors(self, world_size: float) -> tuple[float, float]:
-        """What a sum's terms are multiplied with, and the sum."""
+        """The factors of a sum's terms, and of the sum."""
         if self._config.gradient_allreduce_op != "mean":
             return 1.0, 1.0
         if not self.postscale_gradients():

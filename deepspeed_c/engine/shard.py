@@ -61,7 +61,7 @@ def shard_model(
     """Lays the model out in units, hooks the trained parameters' gradients, and points the optimizer at this rank's
     shards.
 
-    ``optimizer``: the one that has stood over ``base`` so far, which then goes on over the new units."""
+    ``optimizer``: the present optimizer over ``base``, which goes on over the new units."""
     offload = config.zero.offload_optimizer
     with ExitStack() as on_error:
         if offload.super_offload:
@@ -122,7 +122,7 @@ def make_reducer(
             prescale_gradients=config.prescale_gradients,
             gradient_predivide_factor=config.gradient_predivide_factor,
             is_mean=config.gradient_allreduce_op == "mean",
-            # What gathers in host memory has room there for fp32.
+            # Host memory has room for gathering in fp32.
             accum_dtype=precision.accum_dtype
             or (torch.float32 if config.zero.offload_optimizer.device != "none" else None),
         ),

@@ -1,7 +1,7 @@
 """How much a rank's loss counts when its sequences are cut over ranks: gradients are summed over the ranks of a
 sequence, so each rank's loss has to be its term of that sum.
 
-[Note: a guess is not silent] Where nobody has said what a loss is, its graph and the forward's labels suggest it. That
+[Note: a guess is not silent] Without a word on the kind of a loss, its graph and the forward's labels suggest it. That
 cannot be complete: a gather may be a function of the user's, and a mean over a rank's own tokens looks like a term of a
 sum. So a guess that it is a term is a warning with the factor, and at the first step ranks compare their losses. They
 meet at the step, and not in a backward, because ranks may differ in how often they call backward.
@@ -30,13 +30,13 @@ __all__ = ["LossShare", "Way"]
 
 Way = Literal["auto", "mean", "part", "whole"]
 """mean: a rank's loss is the mean over its own valid tokens. part: it is a term of the sum over ranks already. whole:
-it is that of whole sequences, by a collective whose backward adds up what all ranks ask for."""
+it is the loss of whole sequences, by a collective whose backward adds up the gradients of all ranks."""
 
 IGNORED = -100
 """Labels of this value are no valid tokens: torch's and transformers' default."""
 
-# Those of torch.distributed.nn.functional whose outcome is the same on all ranks: their backward adds up the gradients
-# that all of them send back, and so counts one loss once a rank.
+# Collectives of torch.distributed.nn.functional with the same result on all ranks: their backward adds up the gradients
+# of all ranks, and so counts one loss once a rank.
 _WHOLE = {"_AllGatherBackward", "_AllReduceBackward", "_AllGatherBaseBackward"}
 _AUTOGRAD = "torch.distributed.nn.functional"
 # The same of torch's functional collectives. Torch derives the nodes' classes from the operators' names.
@@ -86,7 +86,7 @@ class LossShare:
         self._n_items: Any = None
         self._ends: frozenset[Any] = frozenset()
         self._loss_node: Any = None
-        self._is_whole_inside: bool | None = None  # of the model's own loss; found out once
+        self._is_whole_inside: bool | None = None  # whether the model's own loss is whole; found out once
         self._told: set[Way] = set()
         self._noted: list[_Noted] = []
         self._n_compared = 0
@@ -106,7 +106,7 @@ class LossShare:
         self._ends, self._loss_node = frozenset(), None
 
     def weight(self, loss: torch.Tensor) -> float:
-        """What ``loss`` is to be multiplied with. Collective over the ranks of a sequence.
+        """The factor of ``loss``. Collective over the ranks of a sequence.
 
         Raises StateError where ``sequence_parallel.loss`` is "mean" and the forward was given no labels.
         """
@@ -139,7 +139,7 @@ class LossShare:
         way: Way = "whole" if has_collective else "part"
         if is_own and self._labels is not None and self._n_items is None:
             # Weights by tokens add up to 1 over ranks, so they also fit a loss that the model itself has gathered; and
-            # a collective in a model's graph may be one of its layers'.
+            # a collective in a model's graph may belong to a layer.
             way = "mean"
         self._tell(way)
         if self._compares:
@@ -334,7 +334,7 @@ def _check_items(ranks: Sequence[int], by_rank: Sequence[Sequence[_Guess]], warn
     if not given or any(guess.n_valid < 0 for guess in given):
         return
     n_items, n_valid = min(guess.n_items for guess in given), sum(guess.n_valid for guess in given)
-    # transformers counts labels before they are shifted, and those of other sequences too: more is no mistake.
+    # transformers counts labels before they are shifted, and labels of other sequences too: more is no mistake.
     if n_items < 0.99 * n_valid:
         warnings.append(
             f"num_items_in_batch is {n_items:g}, and {ranks_in_words(ranks)} have {n_valid} valid tokens of the same"

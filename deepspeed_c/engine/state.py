@@ -1,5 +1,5 @@
-"""What a run goes on from beside the weights: optimizer, counters, loss scale, schedule, place in the data, random
-numbers. Checkpoints read it and put it back."""
+"""The state that a run goes on from, beside the weights: optimizer, counters, loss scale, schedule, place in the data,
+random numbers. Checkpoints read it and put it back."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ __all__ = ["TrainState"]
 
 
 class TrainState:
-    """The state of one engine's training; what is public of it under DeepSpeed's names is the engine's as well."""
+    """The state of one engine's training; its public parts are attributes of the engine as well, under DeepSpeed's
+    names."""
 
     def __init__(
         self,
@@ -86,7 +87,7 @@ class TrainState:
         return self.window.n_micro_steps > 0 or self.optimizer.has_window
 
     def begin_window(self) -> None:
-        """Drops what has gathered in the present window, gradients, losses and counts, and starts it over."""
+        """Drops the gradients, losses and counts of the present window, and starts it over."""
         self.optimizer.zero_grad()
         self.passes.begin_window()
         self.window.place(self.window.begin)
@@ -105,7 +106,8 @@ class TrainState:
         self._note_loader()
 
     def counters(self) -> dict[str, int]:
-        """As of the beginning of the present window: what came after it is not saved, and will be done again."""
+        """The counters at the beginning of the present window: its micro-batches are not saved, and will be done again.
+        """
         if self.is_within_window:
             logger.warning(
                 "save_checkpoint within an accumulation window: the gradients of its micro-batches are not saved"
@@ -118,14 +120,14 @@ class TrainState:
         }
 
     def common(self) -> dict[str, Any]:
-        """What is the same on all ranks: the schedule, the optimizer's groups, the loss scale."""
+        """The state that is the same on all ranks: the schedule, the optimizer's groups, the loss scale."""
         state: dict[str, Any] = {}
         if hasattr(self.lr_scheduler, "state_dict"):
             state["lr_scheduler"] = self.lr_scheduler.state_dict()
         return {**state, **self.optimizer.saved_options()}
 
     def of_rank(self) -> dict[str, Any]:
-        """What is this rank's own: random numbers, and its place in the data."""
+        """This rank's own state: random numbers, and its place in the data."""
         state: dict[str, Any] = {"random": files.state.random_state(self.device)}
         if tracked := get_cuda_rng_tracker().get_states():
             state["tracked"] = tracked
@@ -163,7 +165,7 @@ class TrainState:
             self.optimizer.scaler.load_state_dict(source.state["loss_scaler"])
 
     def restore_scheduler(self, source: Source) -> None:
-        """Raises CheckpointError where the engine's schedule cannot take the state of the one that was saved."""
+        """Raises CheckpointError where the engine's schedule cannot take the saved state."""
         scheduler, saved = self.lr_scheduler, source.state.get("lr_scheduler")
         if not hasattr(scheduler, "load_state_dict"):
             return
@@ -194,8 +196,8 @@ class TrainState:
 
     def _saved_rank(self, source: Source, sequence_rank: int) -> int:
         """The rank of the run that saved whose random numbers, or place in the data, this one goes on from. Ranks that
-        hold one model together go on from the same where they were others: what they hold whole has to stay the
-        same."""
+        hold one model together go on from the same numbers where they were other ranks: their whole parameters have to
+        stay the same."""
         if self._is_cut_as(source):
             return self.mesh.comm.rank
         return (self.mesh.index(*DATA) * _n_ranks(source, SP) + sequence_rank) * _n_ranks(source, TP)
@@ -246,7 +248,7 @@ def _n_ranks(source: Source, axis: str) -> int:
 
 
 def _is_place(state: Any) -> bool:
-    """Whether this is what a loader says of where it stands."""
+    """Whether this is a loader's description of its place."""
     least = {"epoch": 0, "batch": 0, "batch_size": 1}
     return isinstance(state, Mapping) and all(
         type(state.get(key)) is int and low <= state[key] < 1 << 63 for key, low in least.items()

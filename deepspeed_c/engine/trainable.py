@@ -19,8 +19,8 @@ __all__ = ["KeptState", "assign_groups", "match_names", "put_states", "take_stat
 
 
 class KeptState(NamedTuple):
-    """What one parameter has learnt: this rank's pieces, flat, in the cut of the layout that it was in: over ``comm``,
-    of whose pieces other ranks may hold copies."""
+    """Master and states of one parameter: this rank's pieces, flat, in the cut of its last layout: over ``comm``; other
+    ranks may hold copies of the same pieces."""
 
     name: str
     group: int
@@ -31,12 +31,12 @@ class KeptState(NamedTuple):
     counts: dict[str, Any]
     comm: Collectives
     speaks: bool
-    """Whether this rank's copy is the one that counts."""
+    """Whether this rank's copy counts."""
 
 
 def match_names(model: torch.nn.Module, names: Iterable[str]) -> set[str]:
-    """The parameters that names and shell patterns fit. Raises ModelError for one that fits none, and when none is
-    left."""
+    """The parameters that names and shell patterns fit. Raises ModelError for a name that fits no parameter, and when
+    no parameter is left."""
     known = [name for name, _ in model.named_parameters()]
     chosen: set[str] = set()
     patterns = [names] if isinstance(names, str) else list(names)

@@ -48,7 +48,7 @@ def _of(part: str, name: str) -> property:
 
 
 class Training(NamedTuple):
-    """What a model is trained with. Without an optimizer it is only evaluated."""
+    """The companions of a model in training. Without an optimizer it is only evaluated."""
 
     optimizer: ZeroOptimizer | None = None
     lr_scheduler: Any = None
@@ -160,8 +160,8 @@ class TrainingHost(Reductions, ModelHost):
 
     @property
     def optimizer(self) -> DeepSpeedOptimizer | torch.optim.Optimizer | ModuleHooks | None:
-        """What ``initialize`` has returned as the optimizer: at stage 0 in fp32 the caller's (or the configured one)
-        itself. In an engine without one, what hooks the module at stage 3, and None below: DeepSpeed has it so, and
+        """The optimizer that ``initialize`` has returned: at stage 0 in fp32 the caller's (or the configured one)
+        itself. In an engine without one, the hooks of the module at stage 3, and None below: DeepSpeed has it so, and
         trl reaches a teacher's hooks through it.
         """
         if self._fetcher is None or self._trains:
@@ -170,7 +170,7 @@ class TrainingHost(Reductions, ModelHost):
 
     @property
     def basic_optimizer(self) -> torch.optim.Optimizer | None:
-        """The caller's optimizer, or the one that the configuration names."""
+        """The caller's optimizer, or the configured one."""
         return self._optimizer.optimizer
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
@@ -247,7 +247,7 @@ class TrainingHost(Reductions, ModelHost):
         return self._optimizer.get_global_grad_norm()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops what has gathered in the present window, which starts over."""
+        """Drops the gradients of the present window, which starts over."""
         self._state.begin_window()
         super().zero_grad(set_to_none)
 
@@ -302,8 +302,7 @@ class TrainingHost(Reductions, ModelHost):
         *,
         is_async: bool | None = None,
     ) -> Save | bool:
-        """Saves everything that training goes on from, so that any number of ranks at any stage can load it.
-        Collective.
+        """Saves the whole state of training, so that any number of ranks at any stage can load it. Collective.
 
         Args:
             save_dir: folder of all checkpoints; this one is ``save_dir/tag``. On a file system that all ranks share.
@@ -314,10 +313,10 @@ class TrainingHost(Reductions, ModelHost):
             is_async: return when the state has been copied to host memory, and write it meanwhile; default: the key
             ``checkpoint.async``.
 
-        Returns True when it is durable; if it was asked for asynchronously, an object that is true and has ``wait()``,
-        which raises what went wrong (the next call on this engine that saves, loads or closes does, too): also where
-        it is durable already, because states on NVMe, and those of 8 bits, are written before the call returns. Raises
-        CheckpointError on all ranks alike when it cannot be written: the checkpoints before it are untouched then.
+        Returns True when it is durable. An asynchronous save returns an object that is true and has ``wait()``, which
+        raises the save's error (so does the next call that saves, loads or closes); also where it is durable already,
+        because states on NVMe, and states of 8 bits, are written before the call returns. Raises CheckpointError on all
+        ranks alike when it cannot be written: the checkpoints before it are untouched then.
         """
         self._require_open()
         self._require_states("save_checkpoint")
@@ -342,13 +341,13 @@ class TrainingHost(Reductions, ModelHost):
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Goes on from a checkpoint of ours or of another's, saved by any number of ranks at any stage. Collective.
 
-        An accumulation window begins, whatever is loaded: gradients that have gathered since the last step were those
-        of other weights, and are dropped. The counts of steps, samples and skipped steps are those of the run that
-        saved, but with ``load_module_only`` this run's; ``micro_steps`` stands at the beginning of a window. Who
-        steers windows by ``set_gradient_accumulation_boundary`` goes on to do so.
+        An accumulation window begins in every case: gradients since the last step belonged to other weights, and are
+        dropped. The counts of steps, samples and skipped steps come from the saved run, with ``load_module_only`` they
+        stay; ``micro_steps`` stands at the beginning of a window. Callers that steer windows by
+        ``set_gradient_accumulation_boundary`` go on to do so.
 
         Args:
-            load_dir: what ``save_checkpoint`` was given, here or in DeepSpeed (its engine's files or its universal
+            load_dir: the folder of ``save_checkpoint``, here or in DeepSpeed (its engine's files or its universal
             format); or the folder of one tag of those; or a
                 folder of ``torch.distributed.checkpoint``; or, with ``load_module_only=True``, a Hugging Face folder
                 of safetensors or one ``.safetensors`` file.
@@ -361,9 +360,8 @@ class TrainingHost(Reductions, ModelHost):
             loading them here.
 
         Returns (path, client_state), or (None, None) where there is no checkpoint. Raises on all ranks alike:
-        StateError for one that does not fit this model or optimizer, nothing being changed then, nor what has gathered
-        dropped; CheckpointError for one that is broken, or whose schedule is none of the engine's (the message names
-        what, and why).
+        StateError for a checkpoint that does not fit this model or optimizer, nothing being changed or dropped then;
+        CheckpointError for a broken checkpoint, or for a schedule that the engine's cannot take (the message says why).
         """
         self._require_open()
         if self._offloaded.kinds:
@@ -383,11 +381,10 @@ class TrainingHost(Reductions, ModelHost):
         """From now on exactly the parameters that ``names`` give are trained; all others are frozen. Returns the names
         of the trained ones.
 
-        names: full parameter names or shell patterns ("layers.*.bias"), each of which must fit a parameter.
-        Collective, between two accumulation windows; the optimizer object stays the same. keep_state: a frozen
-        parameter's master weight and optimizer state wait (in this rank's memory) for the day it is trained again;
-        otherwise they are dropped. A parameter that was never trained joins the first group (with Muon, the group for
-        its shape).
+        names: full parameter names or shell patterns ("layers.*.bias"); each must fit a parameter. Collective, between
+        two accumulation windows; the optimizer object stays the same. keep_state: a frozen parameter's master weight
+        and optimizer state wait (in this rank's memory) for the day it is trained again; otherwise they are dropped. A
+        parameter that was never trained joins the first group (with Muon, the group for its shape).
         """
         optimizer = self._require_optimizer("set_trainable")
         self._require_window_start("set_trainable")
@@ -400,7 +397,7 @@ class TrainingHost(Reductions, ModelHost):
         assign_groups(self.module, optimizer.optimizer, groups)
         base = optimizer.optimizer
         _, layout = shard_model(self.module, base, self._config, self._precision, self._mesh, optimizer)
-        take_cores_back(self._config.zero.offload_optimizer)  # what the layout that goes has left
+        take_cores_back(self._config.zero.offload_optimizer)  # left by the old layout
         self._adopt(layout)
         put_states(optimizer, kept)
         self._state.keep_dormant({p: state for p, state in kept.items() if keep_state and not p.requires_grad})
@@ -415,17 +412,18 @@ class TrainingHost(Reductions, ModelHost):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Moves states (all kinds, or those in ``include``) out of memory until ``reload_states``; the engine cannot
-        run or save meanwhile.
+        """Moves states (all kinds, or the kinds in ``include``) out of memory until ``reload_states``; the engine
+        cannot run or save meanwhile.
 
         device: "cpu": from the accelerator's memory to the host's. "nvme": to a file without a name under
         ``offload_optimizer.nvme_path`` (or ``offload_param``'s), whose space is free again after ``reload_states`` or
-        ``destroy``; collective then, and with ``comm.zero_copy_gather``. What lives on NVMe anyway, or in host memory
-        with "cpu", stays where it is.
+        ``destroy``; collective then, and with ``comm.zero_copy_gather``. States that live on NVMe anyway, or in host
+        memory with "cpu", stay there.
         pin_memory: of host memory beside an accelerator. At every stage; weights that are whole on each rank stay.
 
         Raises StateError within an accumulation window; with "nvme", on all ranks alike and with everything still in
-        memory, ConfigError where one has no folder or too little room there, and OffloadError where one cannot write.
+        memory, ConfigError where a rank has no folder or too little room there, and OffloadError where a rank cannot
+        write.
         """
         self._require_open()
         self._require_window_start("offload_states")
@@ -435,10 +433,10 @@ class TrainingHost(Reductions, ModelHost):
         self._offloaded.offload(include, device, pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Brings back what ``offload_states`` moved out; collective where that is on NVMe, and with
+        """Brings back the states that ``offload_states`` moved out; collective where they are on NVMe, and with
         ``comm.zero_copy_gather``.
 
-        Raises OffloadError on all ranks where one cannot read back what was written; it may be called again.
+        Raises OffloadError on all ranks where a rank cannot read back the bytes that it wrote; it may be called again.
         """
         self._require_open()
         self._reload(non_blocking)
@@ -498,10 +496,10 @@ class TrainingHost(Reductions, ModelHost):
             self._tput_timer.stop(global_step=is_step, report_speed=self.global_rank == 0)
 
     def _complete_window(self, optimizer: ZeroOptimizer) -> None:
-        """What is left to do before the step. Raises where the window's losses do not fit together."""
+        """The rest of the work before the step. Raises where the window's losses do not fit together."""
 
     def _update(self, optimizer: ZeroOptimizer, lr_kwargs: Mapping[str, Any] = MappingProxyType({})) -> None:
-        """Ends an accumulation window: reduces what is left, clips, updates the weights, advances the schedule."""
+        """Ends an accumulation window: reduces the rest, clips, updates the weights, advances the schedule."""
         self._step_applied = False
         if self._config.memory_breakdown:
             see_memory_usage("before step", force=True)

@@ -35,7 +35,7 @@ __all__ = [
 
 
 def named_tensors(module: torch.nn.Module, exclude_frozen: bool) -> dict[str, torch.Tensor]:
-    """What a state dict holds, by name: parameters as objects, whether they are here or not."""
+    """The tensors of a state dict by name: parameters as objects, available or not."""
     state = module.state_dict(keep_vars=True)
     if exclude_frozen:
         frozen = {name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
@@ -44,8 +44,7 @@ def named_tensors(module: torch.nn.Module, exclude_frozen: bool) -> dict[str, to
 
 
 def stream_order(tensors: Mapping[str, torch.Tensor]) -> tuple[list[str], dict[int, list[str]]]:
-    """Each different tensor once, under the first of its names: those that are whole here, and those of each gather
-    unit."""
+    """Each different tensor once, under the first of its names: (whole tensors here, tensors of each gather unit)."""
     seen: set[int] = set()
     whole: list[str] = []
     sharded: dict[int, list[str]] = {}
@@ -142,7 +141,7 @@ def save_weights(
 
 
 def check_weights(module: torch.nn.Module, checkpoint: Mapping[str, Any], strict: bool) -> None:
-    """Raises StateError where the names or shapes of a state dict of whole tensors do not fit a module, of which
+    """Raises StateError where the names or shapes of a state dict of whole tensors do not fit a module, whose
     parameters may be sharded."""
     own = module.state_dict(keep_vars=True)
     problems: list[str] = []
@@ -163,8 +162,8 @@ def check_weights(module: torch.nn.Module, checkpoint: Mapping[str, Any], strict
 
 
 def load_weights(module: torch.nn.Module, checkpoint: Mapping[str, Any]) -> None:
-    """Loads a state dict of whole tensors, the same on every rank, into a module of which parameters are sharded, and
-    which it fits (``check_weights``).
+    """Loads a state dict of whole tensors, the same on every rank, into a module with sharded parameters that it fits
+    (``check_weights``).
 
     Each rank copies its own pieces; nothing is sent.
     """

@@ -53,11 +53,10 @@ class WholeModel:
         and their index, and config.json where the module has a configuration of transformers.
         ``AutoModel.from_pretrained(save_dir)`` reads it.
 
-        Collective, at every stage; rank 0 writes, and no rank holds more than one gather unit of the model. ``dtype``
-        is that of floating-point parameters, by
-        default the one that is trained in; another one is taken from the fp32 masters. A new folder appears when it is
-        complete; in one that has been there the model is replaced and other files stay. Raises CheckpointError on all
-        ranks when it cannot be written; everything is as it was then.
+        Collective, at every stage; rank 0 writes, and no rank holds more than one gather unit of the model. ``dtype``:
+        of floating-point parameters, default: the dtype in training; another dtype is taken from the fp32 masters. A
+        new folder appears when it is complete; in an old folder the model is replaced and other files stay. Raises
+        CheckpointError on all ranks when it cannot be written; everything is as it was then.
         """
         self._require_open()
         self._require_states("save_model")
@@ -99,11 +98,11 @@ class WholeModel:
 
     @contextmanager
     def synced_generation(self) -> Iterator[None]:
-        """Context in which ranks may run different numbers of forwards: a rank that leaves it serves the others until
-        all have left.
+        """Context for ranks with different numbers of forwards: a rank that leaves it serves the others until all have
+        left.
 
         Collective to enter. One forward in evaluation or training mode should have run before, so that the order of
-        use is known; without it whatever has been gathered stays until each forward ends.
+        use is known; without it all gathered weights stay until each forward ends.
         """
         before, self._is_generating = self._is_generating, True
         try:

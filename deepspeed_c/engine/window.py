@@ -1,4 +1,4 @@
-"""The accumulation window: which micro-batch ends it, and by what its losses are divided."""
+"""The accumulation window: the micro-batch that ends it, and the divisor of its losses."""
 
 from __future__ import annotations
 
@@ -47,5 +47,5 @@ class Window:
         return self.micro_steps - self.n_micro_steps
 
     def factor(self, scale_wrt_gas: bool = True) -> float:
-        """What a micro-batch's gradients are multiplied with, so that a window's are averaged."""
+        """The factor of a micro-batch's gradients, so that the window's gradients are averaged."""
         return 1.0 / self.batch.accumulation_steps if scale_wrt_gas else 1.0

@@ -41,9 +41,9 @@ class BoxPart(NamedTuple):
 
 
 def box_parts(cut: Cut | None, begin: int, numel: int) -> Iterator[BoxPart]:
-    """What elements [begin, begin + numel) of a rank's part, in row-major order, are of the logical tensor.
+    """The boxes of the logical tensor that elements [begin, begin + numel) of a rank's part, in row-major order, are.
 
-    Every box is in row-major order where the part is, so what a run holds of it is a run of the box.
+    Every box is in row-major order where the part is, so a run of the part is a run of the box.
     """
     if cut is None:
         yield BoxPart(None, begin, numel, 0)
@@ -76,7 +76,7 @@ def _places(first: int, last: int, shape: Sequence[int], box: CutBox, begin: int
     ``shape``."""
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     start = sum(offset * stride for offset, stride in zip(box.local_offset, strides))
-    # The last dimension along which the box is narrower: from there on elements lie together.
+    # The last dimension of a narrower box: from there on elements lie together.
     narrow = max((dim for dim, size in enumerate(box.size) if size != shape[dim]), default=0)
     row = math.prod(box.size[narrow:])
     if math.prod(box.size[:narrow]) <= 1:
@@ -93,8 +93,8 @@ def _places(first: int, last: int, shape: Sequence[int], box: CutBox, begin: int
 def plan_reads(
     tensor: LogicalTensor, cut: Cut | None, begin: int, into: torch.Tensor
 ) -> tuple[list[Read], list[Callable[[], None]]]:
-    """(what is read, what is called afterwards) to fill ``into``, flat, with elements from ``begin`` on of this rank's
-    part of ``tensor``."""
+    """(reads, functions to call afterwards) to fill ``into``, flat, with elements from ``begin`` on of this rank's part
+    of ``tensor``."""
     reads: list[Read] = []
     after: list[Callable[[], None]] = []
     for part in box_parts(cut, begin, into.numel()):

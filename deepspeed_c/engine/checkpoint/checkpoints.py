@@ -1,5 +1,5 @@
-"""An engine's checkpoints: what is saved and when it is durable, and which one is loaded when the last one is
-broken."""
+"""An engine's checkpoints: saving them durably, and choosing the checkpoint to load, also when the last one is broken.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Checkpoints:
         self.is_half_loaded = False
         """A load failed after it had overwritten something: the engine must not be trained on until another one has
         succeeded."""
-        # Optimizer states may be among what it had overwritten: a load of weights alone does not mend them.
+        # It may have overwritten optimizer states: a load of weights alone does not mend them.
         self._has_mixed_states = False
         self.last_dir: str | None = None
         """The folder that was last saved to or loaded from."""
@@ -87,7 +87,7 @@ class Checkpoints:
         self.last_dir = save_dir
         is_async = config.is_async if is_async is None else is_async
         if not is_async or any(isinstance(piece.data, files.save.Deferred) for piece in contents.pieces):
-            # States that live in a file are read from it, and those of 8 bits converted, while they are written: the
+            # States that live in a file are read from it, and states of 8 bits converted, while they are written: the
             # next step may not begin before.
             try:
                 files.save.save(contents, destination, self._ranks)
@@ -101,11 +101,11 @@ class Checkpoints:
         return self._pending
 
     def _converter(self) -> Callable[[str, str, int], None]:
-        """What writes this rank's files in DeepSpeed's layout: perhaps later, on a thread of its own, so all that it
-        asks the engine is asked now."""
+        """The function that writes this rank's files in DeepSpeed's layout. It may run later, on a thread of its own,
+        so all questions to the engine are asked now."""
         state, n_ranks = self._state, self._ranks.world_size
         stage, dtype = state.config.zero.stage, state.precision.dtype or torch.float32
-        # DeepSpeed lays a group out in the order of the optimizer; our manifest has that of the module.
+        # DeepSpeed lays a group out in the order of the optimizer; our manifest has the module's order.
         order = [name for of_group in state.layout.groups for name in of_group]
         is_fused = declaration(state.optimizer.optimizer).is_fused_in_deepspeed
 
@@ -119,13 +119,13 @@ class Checkpoints:
         return convert
 
     def wait(self) -> None:
-        """Returns when no save is under way; raises what the last one failed with, once."""
+        """Returns when no save is under way; raises the error of the last save, once."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.wait()
 
     def _agree(self, tag: str, save_dir: str, error: DeepSpeedCError | None) -> tuple[str, str]:
-        """Rank 0's tag and folder; raises on all ranks what hinders one, before anything is written.
+        """Rank 0's tag and folder; an error of any rank is raised on all ranks, before anything is written.
 
         Through the engine's own collectives: a rank that does not come here is named by the watchdog.
         """
@@ -145,7 +145,7 @@ class Checkpoints:
         return files.commit.check_tag(first_tag), save_dir if is_node_local else first_dir
 
     def _contents(self, module: torch.nn.Module, client_state: Mapping[str, Any], exclude_frozen: bool) -> Contents:
-        """What this rank saves. Raises DeepSpeedCError for what cannot be saved."""
+        """This rank's part of a checkpoint. Raises DeepSpeedCError for objects that cannot be saved."""
         state = self._state
         layout, optimizer, rank = state.layout, state.optimizer, self._ranks.rank
         named = names_of_all(names_of(module), state.mesh)
@@ -236,8 +236,8 @@ class Checkpoints:
         raise CheckpointError("; ".join(reasons), where=f"load_checkpoint({load_dir!r})", fix=fix)
 
     def _candidates(self, load_dir: str, tag: str | None) -> list[tuple[str, str | None]]:
-        """(folder, tag) of what may be loaded, best first, as rank 0 sees it: a named tag only, or the latest and the
-        complete ones before it, or the folder (or file) itself where that is a checkpoint."""
+        """(folder, tag) of loadable checkpoints, best first, as rank 0 sees them: a named tag only, or the latest and
+        the complete tags before it, or the folder (or file) itself where that is a checkpoint."""
         found: list[tuple[str, str | None]] = []
         if self._ranks.rank == 0:
             if tag is not None:
@@ -283,9 +283,8 @@ class Checkpoints:
         return None, f"{os.path.join(place, tag or '')}: is replaced by another save whenever it is opened"
 
     def _load_from(self, module: torch.nn.Module, source: Source, options: LoadOptions, custom_load_fn: Any) -> str:
-        """Fills the engine, of which an accumulation window begins: gradients were those of other weights. Returns why
-        it could not be read, the same on all ranks; raises StateError where it does not fit (nothing is changed
-        then)."""
+        """Fills the engine. An accumulation window begins: gradients belonged to other weights. Returns the reason of a
+        failed read, the same on all ranks; raises StateError where it does not fit (nothing is changed then)."""
         state = self._state
         plan, whole, error, problem = None, {}, None, ""
         if custom_load_fn is None:

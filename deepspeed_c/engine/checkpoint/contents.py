@@ -1,4 +1,4 @@
-"""What of an engine goes into a checkpoint, and which rank writes which bytes of it: each exactly once, no rank much
+"""The contents of an engine's checkpoint, and the bytes that each rank writes: each byte exactly once, no rank much
 more than another."""
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Named(NamedTuple):
     names: list[str]
     """First names, in the module's order."""
     others: dict[str, Any]
-    """What a module's state dict holds besides tensors (``get_extra_state``)."""
+    """The entries of a module's state dict besides tensors (``get_extra_state``)."""
 
 
 def names_of_all(named: Named, mesh: Mesh) -> Named:
@@ -82,7 +82,7 @@ def names_of(module: torch.nn.Module) -> Named:
 
 
 class _Whole(NamedTuple):
-    """A tensor of which every rank has a copy."""
+    """A tensor with a copy on every rank."""
 
     kind: str
     name: str
@@ -90,8 +90,8 @@ class _Whole(NamedTuple):
 
 
 class Reading:
-    """Brings what lives in a file into memory while it is saved: a bucket stays until a piece of another one is read,
-    or ``close``."""
+    """Brings states from a file into memory while they are saved: a bucket stays until a piece of another bucket is
+    read, or ``close``."""
 
     def __init__(self) -> None:
         self._open, self._key = ExitStack(), None
@@ -130,8 +130,8 @@ def owned_pieces(
     reading: Reading,
     exclude_frozen: bool,
 ) -> list[OwnedPiece]:
-    """This rank's share of everything: its shards, and its part of what is the same on all ranks. What lives in a file
-    is read through ``reading``.
+    """This rank's share of everything: its shards, and its part of the tensors that are the same on all ranks. States
+    in a file are read through ``reading``.
 
     Buffers may differ between ranks (running means); rank 0's are saved, as everywhere.
     """
@@ -169,7 +169,7 @@ def owned_pieces(
 
 
 def _is_first_of_tied(tensor: torch.Tensor, mesh: Mesh) -> bool:
-    """Whether this rank speaks for a tensor of which several stages of a pipeline may have a copy."""
+    """Whether this rank speaks for a tensor that several stages of a pipeline may hold."""
     tied = tied_over(tensor)
     return not tied or mesh.index(PP) == tied[0]
 
@@ -177,8 +177,8 @@ def _is_first_of_tied(tensor: torch.Tensor, mesh: Mesh) -> bool:
 def _cut_pieces(
     kind: str, name: str, shape: Sequence[int], begin: int, data: torch.Tensor | Deferred, cut: Cut | None
 ) -> Iterator[OwnedPiece]:
-    """Elements from ``begin`` on of a parameter of ``shape``, or of a state of it, as pieces of the logical tensor of
-    which that is the part ``cut``."""
+    """Elements from ``begin`` on of a parameter of ``shape``, or of a state of it, as pieces of the logical tensor; the
+    parameter is its part ``cut``."""
     if cut is None:
         yield files.save.OwnedPiece(kind, name, tuple(shape), begin, data)
         return
@@ -223,7 +223,7 @@ def _add_unit_weights(unit: Unit, slot: Slot, reading: Reading, pieces: list[Own
 
 
 def _writes(unit: Unit, slot: Slot) -> bool:
-    """Whether this rank, among those that hold the same pieces of a parameter, writes them: the parameters take
+    """Whether this rank writes a parameter's pieces, among the ranks that hold the same pieces: the parameters take
     turns."""
     return slot.index % unit.n_copies == unit.copy_index
 
@@ -274,7 +274,7 @@ def _add_states(
 
 
 def _dormant_pieces(param: torch.nn.Parameter, state: KeptState) -> Iterator[OwnedPiece]:
-    """What a parameter that was frozen in mid-run waits with, in the cut of the layout that it left."""
+    """The waiting states of a parameter that was frozen in mid-run, in the cut of its last layout."""
     if not state.speaks:
         return  # another rank's copy is written
     begin, shape, cut = state.begins[state.comm.rank], shape_of(param), cut_of(param)
@@ -309,8 +309,8 @@ def _share_out(copies: Iterable[_Whole], rank: int, n_ranks: int) -> Iterator[Ow
 def param_infos(
     layout: Layout, optimizer: ZeroOptimizer | NoOptimizer, dormant: Mapping[torch.nn.Parameter, KeptState], rank: int
 ) -> dict[str, ParamInfo]:
-    """Groups and counts of the trained parameters of which this rank owns something, and on rank 0 of those that hold
-    the same layers of all others too."""
+    """Groups and counts of the trained parameters with elements on this rank, and on rank 0 of the ranks with the same
+    layers of all others too."""
     infos: dict[str, ParamInfo] = {}
     for unit in layout.trained:
         for slot in unit.slots:

@@ -1,5 +1,4 @@
-"""Writes the model of an engine as Hugging Face lays it out, one gather unit at a time: what ``from_pretrained``
-reads."""
+"""Writes the model of an engine as Hugging Face lays it out, one gather unit at a time, for ``from_pretrained``."""
 
 from __future__ import annotations
 
@@ -37,8 +36,8 @@ def save_model(
 ) -> None:
     """Rank 0 writes ``folder``; no rank holds more of the model than one gather unit, or one fp32 master. Collective.
 
-    Where ``dtype`` is wider than what is trained in, the fp32 masters are written. Buffers keep their dtype.
-    Raises CheckpointError on all ranks when the folder cannot be written; it is as it was then.
+    Where ``dtype`` is wider than the dtype in training, the fp32 masters are written. Buffers keep their dtype. Raises
+    CheckpointError on all ranks when the folder cannot be written; it is as it was then.
     """
     files.model_folder.parse_size(max_shard_size)  # before anybody waits for anybody
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -118,7 +117,7 @@ def _write(writer: ModelFolderWriter, name: str, tensor: torch.Tensor, dtype: to
 
 def _save_configs(module: torch.nn.Module, folder: str) -> None:
     """Writes config.json (and generation_config.json) for a model of transformers, so that ``from_pretrained`` knows
-    what it reads."""
+    the model."""
     config = getattr(module, "config", None)
     if callable(getattr(config, "save_pretrained", None)):
         # As transformers' own save_pretrained: the class that the weights belong to.

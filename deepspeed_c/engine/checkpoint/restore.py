@@ -33,13 +33,13 @@ __all__ = ["LoadOptions", "RestorePlan", "plan_restore"]
 
 NAMES_SHOWN = 5
 
-# Makes room for states: what is to be read into it, and what is to be called when that has been done.
+# Makes room for states: returns the reads into it, and a function to call after them.
 Room = Callable[[], tuple[Sequence[Read], Callable[[], None]]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """What is wanted of a checkpoint; the arguments of ``load_checkpoint``."""
+    """The wishes of a load; the arguments of ``load_checkpoint``."""
 
     strict: bool = True
     optimizer: bool = True
@@ -52,29 +52,29 @@ class LoadOptions:
 
 @dataclass(kw_only=True)
 class RestorePlan:
-    """What will be read, and what happens before and after."""
+    """The reads of a load, and the actions before and after them."""
 
     reads: list[Read] = field(default_factory=list)
     before: list[Callable[[], Sequence[Read]]] = field(default_factory=list)
-    """Make room (optimizer states) and say what is read into it."""
+    """Make room (optimizer states) and return the reads into it."""
     streams: list[Callable[[Source], None]] = field(default_factory=list)
-    """Read what does not stay in memory, one bucket after the other."""
+    """Read states that do not stay in memory, one bucket after the other."""
     after: list[Callable[[], None]] = field(default_factory=list)
     """Copies out of temporary places, on this rank alone."""
     rooms: dict[tuple[Unit, int], Room] = field(default_factory=dict)
     """As ``before``, of buckets that are streamed."""
     stored: dict[tuple[Unit, int], list[tuple[LogicalTensor, Fragment]]] = field(default_factory=dict)
-    """What is read into weights that live in a file, by bucket."""
+    """Reads into weights that live in a file, by bucket."""
     gathers: list[tuple[Unit, int]] = field(default_factory=list)
-    """Buckets of which each rank has read its slice of the whole weights. Collective."""
+    """Buckets to gather: each rank has read its slice of the whole weights. Collective."""
     dormant: dict[torch.nn.Parameter, KeptState] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     fresh: list[str] = field(default_factory=list)
-    """Trained parameters of which the checkpoint has no optimizer state."""
+    """Trained parameters without an optimizer state in the checkpoint."""
 
     def run(self, source: Source) -> None:
-        """Reads. Raises CheckpointError for what cannot be read; what it has overwritten by then stays so."""
+        """Reads. Raises CheckpointError for unreadable data; parts that it has overwritten by then stay so."""
         reads = list(self.reads)
         for step in self.before:
             reads += step()
@@ -123,7 +123,7 @@ class _Finder:
         self.used: set[str] = set()
 
     def name_of(self, name: str) -> str | None:
-        """The name under which the source has what the model calls ``name``."""
+        """The source's name of the model's ``name``."""
         candidates = (name, *self.other_names.get(name, ()))
         found = [
             known
@@ -136,8 +136,8 @@ class _Finder:
         return found[0] if found else None
 
     def weight(self, name: str, dtype: torch.dtype) -> LogicalTensor | None:
-        """What a weight of ``dtype`` is read from: the weight if it was saved so, else the master, which has lost
-        nothing."""
+        """The source of a weight of ``dtype``: the weight if it was saved so, else the master, which has lost nothing.
+        """
         weight, master = self.source.tensors.get((PARAM, name)), self.source.tensors.get((MASTER, name))
         if weight is not None and (weight.dtype == dtype or master is None):
             return weight
@@ -162,8 +162,8 @@ def plan_restore(
     mesh: Mesh,
     options: LoadOptions,
 ) -> RestorePlan:
-    """What has to be read. Nothing is changed. Raises StateError for what does not fit the model or the optimizer, all
-    of it at once."""
+    """The reads of a load. Nothing is changed. Raises StateError for everything that does not fit the model or the
+    optimizer, at once."""
     problems = _name_groups(source, named, layout) if options.states else []
     plan, finder = RestorePlan(), _Finder(source, named)
     placed: set[int] = set()
@@ -216,7 +216,7 @@ def plan_restore(
 
 def _name_groups(source: Source, named: Named, layout: Layout) -> list[str]:
     """Tells the source which parameters the optimizer's groups have: some formats have states without names. Returns
-    what does not fit."""
+    the mismatches."""
     finder = _Finder(source, named)
     groups = [[finder.name_of(name) for name in of_group] for of_group in layout.groups]
     names = [[name for name in of_group if name is not None] for of_group in groups]
@@ -318,7 +318,7 @@ def _plan_states(
     optimizer: ZeroOptimizer,
     by_bucket: Mapping[tuple[Unit, int], Mapping[Slot, str]],
 ) -> list[str]:
-    """Adds the optimizer's states. Returns what does not fit."""
+    """Adds the optimizer's states. Returns the mismatches."""
     problems: list[str] = []
     base, source = optimizer.optimizer, finder.source
     if not source.groups and not source.params:
@@ -377,7 +377,7 @@ def _make_room(
     known: Mapping[Slot, tuple[dict[str, torch.dtype], Mapping[str, Any]]],
     wanted: Sequence[tuple[Slot, str, LogicalTensor]],
 ) -> tuple[Sequence[Read], Callable[[], None]]:
-    """Makes a bucket's states. Returns what is read into them, and what is to be called then."""
+    """Makes a bucket's states. Returns the reads into them, and a function to call after those."""
     optimizer.pieces.make(unit, bucket, known)
     place, close = optimizer.pieces.open(unit, bucket)
     reads: list[Read] = []
@@ -419,7 +419,7 @@ def _plan_dormant(
         known = finder.name_of(name) if name not in trained and isinstance(param, torch.nn.Parameter) else None
         info = None if known is None else finder.source.params.get(known)
         states = {} if known is None else finder.states(known)
-        # A master alone is more than the weight, too: what has never had a gradient has no states.
+        # A master alone is more than the weight, too: a parameter that has never had a gradient has no states.
         has_more = bool(states) or (MASTER, known) in finder.source.tensors
         if info is None or info.group is None or not has_more or finder.master(known) is None:
             continue
