@@ -29,8 +29,7 @@ dsc_status dsc_block_config_check(const struct dsc_block_config *config)
 dsc_status dsc_block_ring_create(const char *backend, size_t n_bytes, dsc_aio **out_aio, unsigned char **out_memory)
 {
     struct dsc_aio_config config = DSC_AIO_CONFIG_INIT;
-    size_t n_transfers =
-        n_bytes / TRANSFER_BYTES + 2; /* a little more than fit, so that the queue is never full */
+    size_t n_transfers = n_bytes / TRANSFER_BYTES + 2; /* a little more than fit, so that the queue is never full */
     void *memory = NULL;
 
     config.backend = backend;

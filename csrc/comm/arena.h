@@ -1,4 +1,4 @@
-/* Which parts of a segment's arena are in use. */
+/* Tracks which parts of a segment's arena are in use. */
 #ifndef DSC_COMM_ARENA_H
 #define DSC_COMM_ARENA_H
 
@@ -7,7 +7,7 @@
 
 #include <pthread.h>
 
-/* Lives as long as its end or one of its blocks. */
+/* Lives as long as its end or any of its blocks. */
 struct dsc_comm_arena {
     struct dsc_process process;
     struct dsc_comm_segment *segment;

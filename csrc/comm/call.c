@@ -1,4 +1,5 @@
-/* One call from its check to its end: what ranks tell one another before they move anything, and what fits one round.
+/* One call from its check to its end: the comparison between ranks before they move anything, and calls that fit one
+ * round.
  */
 #include "comm/end.h"
 
@@ -8,7 +9,7 @@
 #include <math.h>
 #include <string.h>
 
-/* So that those of all ranks add up, in bytes. */
+/* Small enough that all ranks' splits add up, in bytes. */
 #define MAX_SPLIT (INT64_MAX / 2 / DSC_COMM_MAX_RANKS)
 
 size_t dsc_comm_type_bytes(dsc_comm_type type)
@@ -216,7 +217,7 @@ static void show_small(struct dsc_comm *comm, const struct dsc_comm_call *call)
            data + (call->op == DSC_COMM_ALL_GATHER ? (size_t)comm->rank * n_bytes : 0), n_bytes);
 }
 
-/* Of the data in this rank's segment; -1 when it does not lie there. */
+/* The data's offset in this rank's segment; -1 when it does not lie there. */
 static int64_t offset_of(const struct dsc_comm *comm, const struct dsc_comm_call *call)
 {
     int64_t n_bytes = call->n_elems * (int64_t)dsc_comm_type_bytes(call->type);
@@ -228,8 +229,8 @@ static int64_t offset_of(const struct dsc_comm *comm, const struct dsc_comm_call
 
 /*
  * [Note: Two of each] A rank that has begun call n has ended call n - 1, and so has seen that all ranks had begun it,
- * and had ended call n - 2. What call n - 2 showed, nobody reads any more: two posts and two small lanes, used in turn,
- * need no barrier.
+ * and had ended call n - 2. Nobody reads the post and lane of call n - 2 any more: two posts and two small lanes, used
+ * in turn, need no barrier.
  */
 void dsc_comm_begin(struct dsc_comm *comm, struct dsc_comm_request *request)
 {
@@ -260,7 +261,7 @@ void dsc_comm_begin(struct dsc_comm *comm, struct dsc_comm_request *request)
     dsc_comm_break(comm, DSC_EPEER, "rank %d (process %d) " format, (int)(rank), \
                    (int)(comm)->peers[rank].segment->pid, __VA_ARGS__)
 
-/* -1 where one of them is no length. */
+/* -1 where a split is not a valid length. */
 static int64_t sum_of(const int64_t *splits, int32_t n_ranks)
 {
     int64_t sum = 0;
@@ -326,7 +327,7 @@ static void take_slices(struct dsc_comm *comm, const struct dsc_comm_call *call)
             memcpy((char *)call->data + (size_t)rank * n_bytes, dsc_comm_small_of(comm, rank), n_bytes);
 }
 
-/* What a rank does with the small lanes of all. */
+/* Computes this rank's result from all ranks' small lanes. */
 static void take_small(struct dsc_comm *comm, const struct dsc_comm_call *call)
 {
     int64_t n_slice = call->n_elems / comm->n_ranks;
@@ -376,7 +377,7 @@ static dsc_status run_call(struct dsc_comm *comm, const struct dsc_comm_call *ca
         DSC_TRY(dsc_comm_await(comm, rank, comm->tick));
         DSC_TRY(compare(comm, rank, call));
     }
-    comm->stops = NULL; /* from here on what has been done cannot be done again */
+    comm->stops = NULL; /* from here on the call cannot be started anew */
     if (!dsc_comm_is_small(comm, call))
         return dsc_comm_pipeline(comm, call);
     take_small(comm, call);

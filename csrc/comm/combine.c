@@ -1,4 +1,4 @@
-/* Combines what ranks hold of the same elements, in rank order: the float types in f32, the others in their own. */
+/* Combines the ranks' values of the same elements, in rank order: the float types in f32, the others in their own. */
 #include "comm/end.h"
 
 #include "base/par.h"
@@ -51,7 +51,7 @@ static void combine_floats(const struct dsc_comm *comm, const struct dsc_comm_ca
     }
 }
 
-/* Sums and products of integers wrap around, as those of uint64_t do. */
+/* Sums and products of integers wrap around, as uint64_t does. */
 #define SUM_INT(ctype, a, b) (ctype)((uint64_t)(a) + (uint64_t)(b))
 #define PROD_INT(ctype, a, b) (ctype)((uint64_t)(a) * (uint64_t)(b))
 #define SUM_FLOAT(ctype, a, b) ((a) + (b))

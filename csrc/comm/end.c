@@ -10,7 +10,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#define SPIN_NS 30000 /* about what a sleep and a wake cost together */
+#define SPIN_NS 30000 /* about the cost of a sleep and a wake together */
 
 static dsc_status check_config(const struct dsc_comm_config *config)
 {
@@ -33,7 +33,7 @@ static void init_fields(struct dsc_comm *comm, const struct dsc_comm_config *con
 
     comm->rank = config->rank;
     comm->n_ranks = config->n_ranks;
-    /* Half of what fits, so that a deadline does too. */
+    /* Half of INT64_MAX, so that a deadline fits too. */
     comm->timeout_ns = config->timeout_ns < INT64_MAX / 2 ? config->timeout_ns : INT64_MAX / 2;
     comm->par = config->par;
     comm->end = &comm->first;

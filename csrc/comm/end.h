@@ -1,4 +1,4 @@
-/* What an end is made of, and what its files do for one another. */
+/* The parts of an end, and the functions that its files share. */
 #ifndef DSC_COMM_END_H
 #define DSC_COMM_END_H
 
@@ -38,9 +38,9 @@ struct dsc_comm {
     struct dsc_comm_peer peers[DSC_COMM_MAX_RANKS]; /* by rank; this rank's holds its own segment */
     int64_t spin_ns;
 
-    /* Of who runs a request: a thread with the mutex, or the one for which is_running stands. */
+    /* Owned by the thread that runs a request: it holds the mutex, or has set is_running. */
     uint32_t tick;     /* as published */
-    uint32_t end_tick; /* what all ranks reach in this call; one that has is free to close and to end */
+    uint32_t end_tick; /* all ranks reach it in this call; a rank there is free to close and to end */
     uint64_t n_calls;  /* begun */
     bool has_lanes;
     int64_t deadline_ns;
@@ -101,7 +101,7 @@ void dsc_comm_publish(struct dsc_comm *comm, uint32_t tick);
 /* Returns when that rank has come as far; DSC_EAGAIN when the thread that runs stops, and nothing has happened. */
 dsc_status dsc_comm_await(struct dsc_comm *comm, int32_t rank, uint32_t tick);
 
-/* Breaks the end: what comes after fails the same way, and the other ranks learn why. The first reason stays. */
+/* Breaks the end: later calls fail the same way, and the other ranks learn why. The first reason stays. */
 dsc_status dsc_comm_break(struct dsc_comm *comm, dsc_status status, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 
@@ -123,7 +123,7 @@ dsc_status dsc_comm_call_check(const struct dsc_comm *comm, const struct dsc_com
 /* Whether it takes one round: its data goes through a small lane. The same on all ranks. */
 bool dsc_comm_is_small(const struct dsc_comm *comm, const struct dsc_comm_call *call);
 
-/* Says what this rank is about to do, and lays small data out. Waits for nobody. */
+/* Posts this rank's call, and lays small data out. Waits for nobody. */
 void dsc_comm_begin(struct dsc_comm *comm, struct dsc_comm_request *request);
 
 /* The rest. DSC_EAGAIN: this thread stops, and another one may run it from here. */

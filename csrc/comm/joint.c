@@ -21,7 +21,7 @@ struct dsc_comm_joint {
     char address[DSC_COMM_ADDRESS_BYTES];
 };
 
-/* Of the ioctl PAGEMAP_SCAN (linux/fs.h since 6.7); headers may be older than the kernel. */
+/* The argument of the ioctl PAGEMAP_SCAN (linux/fs.h since 6.7); headers may be older than the kernel. */
 struct scan {
     uint64_t size;
     uint64_t flags;
@@ -63,7 +63,7 @@ static dsc_status map_view(struct dsc_comm_joint *joint)
     return DSC_OK;
 }
 
-/* address: of what is opened; NULL makes it. */
+/* address: the memory to open; NULL: makes new memory. */
 static dsc_status fill(struct dsc_comm_joint *joint, int64_t n_bytes, const char *address)
 {
     int pidfd = -1;

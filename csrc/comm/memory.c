@@ -1,4 +1,4 @@
-/* Reads what the kernel tells of free memory: a refusal that is foreseen has a sentence, and is no killed process. */
+/* Reads the kernel's numbers of free memory, so that a lack of memory gives a sentence, not a killed process. */
 #include "comm/memory.h"
 
 #include <inttypes.h>
@@ -67,7 +67,7 @@ static const struct version version_2 = {
 /* Without a limit version 1 says the largest number of whole pages. */
 #define LEAST_WITHOUT_LIMIT (INT64_C(1) << 62)
 
-/* What one control group leaves; INT64_MAX when it has no limit. */
+/* Bytes that one control group still allows; INT64_MAX when it has no limit. */
 static int64_t left_in_group(const struct version *version, const char *folder)
 {
     char path[PATH_MAX + 32];
@@ -90,8 +90,8 @@ static int64_t left_in_group(const struct version *version, const char *folder)
 }
 
 /*
- * Of a group and of all that hold it, up to the mount point. In a container the path may be the host's: what is not
- * there limits nothing.
+ * Bytes that a group and all groups above it still allow, up to the mount point. In a container the path may be the
+ * host's: a missing folder limits nothing.
  */
 static int64_t left_upwards(const struct version *version, const char *root, const char *group)
 {
@@ -130,7 +130,10 @@ static bool names_memory(const char *controllers, size_t n_bytes)
     return false;
 }
 
-/* Of the groups that this process is in: a line for each, of a number, controllers (none in version 2) and a path. */
+/*
+ * Bytes that this process's groups still allow. The file has a line for each: a number, controllers (none in version 2)
+ * and a path.
+ */
 static int64_t left_in_groups(const char *root)
 {
     char path[PATH_MAX];

@@ -4,11 +4,11 @@
 #include <string.h>
 
 /*
- * [Note: Ticks] A rank's tick counts what it has published: one for each call that it has begun, and one for each stage
- * of each turn of a pipeline. In turn i, stage s works on chunk i - s. All ranks go through the same turns, so that the
- * tick at which a rank is done with stage s of chunk c is known to all: see tick_of. A stage waits for the stage before
- * it on the same chunk and, where it fills a lane, for those who read the chunk before the last out of that lane. Both
- * lie in an earlier turn, so that no ring of ranks waits for itself.
+ * [Note: Ticks] A rank's tick counts the steps that it has published: each call that it has begun, and each stage of
+ * each turn of a pipeline. In turn i, stage s works on chunk i - s. All ranks go through the same turns, so that all
+ * ranks know the tick when a rank is done with stage s of chunk c: see tick_of. A stage waits for the stage before it
+ * on the same chunk and, where it fills a lane, for the ranks that read the chunk before the last out of that lane.
+ * Both lie in an earlier turn, so that no ring of ranks waits for itself.
  *
  * Data of the arena needs no lane: it is there as soon as the call is.
  */
@@ -19,7 +19,7 @@ struct run {
     const struct dsc_comm_call *call;
     const struct dsc_comm_post *posts[DSC_COMM_MAX_RANKS];
     int64_t elem_bytes;
-    int64_t chunk_elems; /* of a rank's data, of a slice, or of a block, as the operation has it */
+    int64_t chunk_elems; /* elements of a rank's data, slice or block, by operation */
     int64_t n_chunks;
     int32_t n_stages;
     uint32_t begin; /* the tick of all ranks before the first turn */
@@ -37,7 +37,7 @@ static int64_t smaller(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
-/* What is left of n_elems for that chunk; not negative. */
+/* Elements of that chunk, out of n_elems; not negative. */
 static int64_t n_in_chunk(const struct run *run, int64_t n_elems, int64_t chunk)
 {
     int64_t n = smaller(n_elems - chunk * run->chunk_elems, run->chunk_elems);
@@ -50,7 +50,7 @@ static bool is_own(const struct run *run, int32_t rank)
     return rank == run->comm->rank;
 }
 
-/* Whether the others read what this rank shows in its lanes. */
+/* Whether the others read this rank's data in its lanes. */
 static bool is_staged(const struct run *run)
 {
     return !run->posts[run->comm->rank]->is_in_place &&
@@ -303,7 +303,7 @@ static dsc_status await_others(const struct run *run, uint32_t tick)
     return DSC_OK;
 }
 
-/* Waits for what a stage reads, and for those who read the lane that it fills. See [Note: Ticks]. */
+/* Waits for the data that a stage reads, and for the ranks that read the lane it fills. See [Note: Ticks]. */
 static dsc_status await_stage(const struct run *run, int32_t stage, int64_t chunk)
 {
     for (int32_t i = 1; stage > 0 && i < run->comm->n_ranks; i++) {

@@ -12,10 +12,10 @@
 
 /*
  * [Note: Who runs] One thread at a time runs requests, from the first on (is_running). A thread that waits for one runs
- * it and those before it itself, unless another is at it. A small call whose turn it is is begun by who submits it:
- * nothing of it is missing for the other ranks then, so it may lie until somebody waits for it. So may a large one
- * whose caller waits at once. All others ask for the worker, so that they go on while the caller computes; and it gets
- * what a thread that stops waiting leaves behind.
+ * it and those before it itself, unless another is at it. If its turn has come, a small call is begun by its submitter:
+ * the other ranks then miss nothing of it, so it may lie until somebody waits for it. So may a large call that its
+ * caller waits for at once. All others ask for the worker, so that they go on while the caller computes; the worker
+ * also takes over from a thread that stops waiting.
  */
 
 static dsc_status ask_worker(struct dsc_comm *comm);
@@ -92,7 +92,7 @@ static dsc_status ask_worker(struct dsc_comm *comm)
     return DSC_OK;
 }
 
-/* What an operation does not name has the value that makes it nothing. */
+/* Copies the call. Fields that the operation does not name get a neutral value. */
 static void keep_call(struct dsc_comm_request *request, const struct dsc_comm *comm, const struct dsc_comm_call *given)
 {
     struct dsc_comm_call *call = &request->call;

@@ -343,7 +343,7 @@ static dsc_status open_file(const struct place *place, int32_t rank, int32_t n_r
 
     snprintf(path, sizeof path, "/proc/%d/fd/%d", (int)place->pid, (int)place->fd);
 
-    /* The number may by now be that of anything, a pipe without a writer for one. */
+    /* The descriptor may by now be anything, for example a pipe without a writer. */
     int fd = open(path, (segment->writes ? O_RDWR : O_RDONLY) | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
 
     if (fd < 0 && (errno == EACCES || errno == EPERM))
@@ -368,7 +368,7 @@ static dsc_status open_file(const struct place *place, int32_t rank, int32_t n_r
 static dsc_status open_other(const struct place *place, int32_t rank, int32_t n_ranks, bool writes,
                              struct dsc_comm_segment **out_segment, int *out_pidfd)
 {
-    /* Before the file is opened: its token then proves that the process is the one that the address means. */
+    /* Before the file is opened: its token then proves that this is the process of the address. */
     int pidfd = (int)syscall(SYS_pidfd_open, place->pid, 0);
 
     if (pidfd < 0 && errno == ESRCH)

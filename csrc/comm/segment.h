@@ -14,8 +14,8 @@
 #define DSC_COMM_VERSION 1u
 
 /*
- * What goes through the staging area in one round is at most as long as a small lane; a chunk fills a lane. Of 64 KiB
- * to 1 MiB, measured with 64 MiB between 2 ranks, longer lanes take less time, the last doubling by a twentieth.
+ * Data that goes through the staging area in one round fits a small lane; a chunk fills a lane. Of 64 KiB to 1 MiB,
+ * measured with 64 MiB between 2 ranks, longer lanes take less time, the last doubling by a twentieth.
  */
 #define DSC_COMM_SMALL_BYTES ((int64_t)64 << 10)
 #define DSC_COMM_LANE_BYTES ((int64_t)1 << 20)
@@ -23,7 +23,7 @@
 enum {
     DSC_COMM_PAGE = 4096,
     DSC_COMM_LINE = 64,
-    DSC_COMM_N_LANES = 4, /* two for what comes in, two for what has been reduced */
+    DSC_COMM_N_LANES = 4, /* two for inputs, two for reduced data */
     DSC_COMM_WHY_BYTES = 320,
 };
 
@@ -39,14 +39,14 @@ _Static_assert(DSC_COMM_AT_LANES + DSC_COMM_N_LANES * DSC_COMM_LANE_BYTES <= DSC
 struct dsc_comm_header {
     uint64_t magic;
     uint32_t version;
-    uint32_t layout; /* of what follows: builds that differ do not meet */
+    uint32_t layout; /* the layout of this segment: builds that differ do not meet */
     uint8_t token[16];
     int32_t rank;
     int32_t n_ranks;
     int64_t n_bytes;
 };
 
-/* What a rank says of a call before it begins. */
+/* A rank's call, as posted for the others before it begins. */
 struct dsc_comm_post {
     int32_t op;
     int32_t type;
@@ -54,14 +54,14 @@ struct dsc_comm_post {
     int32_t src;
     int64_t n_elems;
     double scale;
-    int64_t offset; /* of the data in the segment when is_in_place */
+    int64_t offset; /* the data's, in the segment, when is_in_place */
     int32_t is_in_place;
     int64_t in_splits[DSC_COMM_MAX_RANKS];
 };
 
 enum dsc_comm_state { DSC_COMM_OPEN, DSC_COMM_FAILED, DSC_COMM_CLOSED };
 
-/* [Note: Ticks] in pipeline.h says what the tick counts. */
+/* [Note: Ticks] in pipeline.c explains the tick. */
 struct dsc_comm_control {
     _Alignas(DSC_COMM_LINE) _Atomic uint32_t tick;
     _Atomic uint32_t state;                          /* why is written before it */
@@ -81,7 +81,7 @@ struct dsc_comm_segment {
     bool writes; /* mapped to be written */
     uint8_t token[16];
     _Atomic int32_t n_users;
-    struct dsc_comm_segment *next; /* of those of this process */
+    struct dsc_comm_segment *next; /* in the list of this process's segments */
 };
 
 /* n_arena_bytes as dsc_comm_config; address has DSC_COMM_ADDRESS_BYTES. One user. */
@@ -89,8 +89,8 @@ dsc_status dsc_comm_segment_create(int32_t rank, int32_t n_ranks, int64_t arena_
                                    struct dsc_comm_segment **out_segment);
 
 /*
- * Opens what an address names, and checks that it is the segment of that rank; writes: to write to it as well.
- * *out_pidfd becomes readable when its process ends; -1 for this process. One user more.
+ * Opens the segment of an address, and checks that it is that rank's; writes: to write to it as well. *out_pidfd
+ * becomes readable when its process ends; -1 for this process. One user more.
  */
 dsc_status dsc_comm_segment_open(const char *address, int32_t rank, int32_t n_ranks, bool writes,
                                  struct dsc_comm_segment **out_segment, int *out_pidfd);

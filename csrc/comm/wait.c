@@ -38,9 +38,9 @@ static void wake(struct dsc_comm *comm)
 }
 
 /*
- * [Note: Sleepers] A rank that goes to sleep says for whom, and then looks at that rank's tick again; a rank that goes
- * on writes its tick, and then looks who sleeps for it. All four are sequentially consistent, so one of the two sees
- * the other, and a tick that nobody sleeps for costs no system call.
+ * [Note: Sleepers] A rank that goes to sleep writes down the rank it sleeps for, and then looks at that rank's tick
+ * again; a rank that goes on writes its tick, and then looks for sleepers. All four accesses are sequentially
+ * consistent, so either the sleeper or the waker sees the other, and a tick without sleepers costs no system call.
  */
 void dsc_comm_publish(struct dsc_comm *comm, uint32_t tick)
 {
@@ -127,7 +127,7 @@ static dsc_status look_around(struct dsc_comm *comm, int32_t awaited, bool asks_
 {
     bool is_dead[DSC_COMM_MAX_RANKS];
 
-    /* Who has just died comes first: the others may have failed because of it, and have ended since. */
+    /* A rank that has just died comes first: the others may have failed because of it, and have ended since. */
     for (int32_t rank = 0; rank < comm->n_ranks; rank++) {
         is_dead[rank] = asks_kernel && has_ended(&comm->peers[rank]);
         if (is_dead[rank] && atomic_load(&dsc_comm_control_at(comm, rank)->state) == DSC_COMM_OPEN)

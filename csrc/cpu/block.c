@@ -1,4 +1,4 @@
-/* One block of elements in whatever dtype, seen as f32. */
+/* One block of elements of any dtype, seen as f32. */
 #include "cpu/table.h"
 
 #include <string.h>

@@ -51,7 +51,7 @@ static void detect(void)
             automatic_isa = i;
 }
 
-/* "scalar, avx2": what could have been asked for. */
+/* Names that a caller may ask for: "scalar, avx2". */
 static const char *runnable_names(char *text, size_t text_bytes)
 {
     size_t used = 0;

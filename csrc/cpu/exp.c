@@ -1,4 +1,4 @@
-/* Compiled once per instruction set: what a softmax is made of. */
+/* Compiled once per instruction set: the loops of a softmax. */
 #include "cpu/lanes.h"
 #include "cpu/math.h"
 

@@ -147,7 +147,7 @@ static void reduce_block(const struct reduce_job *job, int64_t begin, int64_t n,
         kernels->scale_f32(n, job->scale, sum);
     if (job->is_accumulating)
         kernels->add_f32(n, dsc_load_f32(kernels, job->acc->dtype, acc, n, scratch), sum);
-    /* Only now: acc may be one of the sources. */
+    /* Only now: acc may be a source. */
     dsc_store_f32(kernels, job->acc->dtype, sum, n, acc);
     if (job->has_sumsq) {
         const dsc_f32 *written =
@@ -329,7 +329,7 @@ dsc_status dsc_flat_cast(const struct dsc_span *src, const struct dsc_span *dst,
 /*
  * Asks for huge pages within a region that is about to be touched: a step streams through five arrays at once, and
  * spends a sixth of its time on the borders of small pages. It is advice: a kernel without huge pages refuses it, and
- * nothing is lost. No page is taken beyond the region, all of which will be written.
+ * nothing is lost. No page is taken beyond the region, and all of the region will be written.
  */
 static void advise_huge_pages(const struct dsc_region *region)
 {

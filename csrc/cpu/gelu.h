@@ -1,7 +1,7 @@
 /*
- * GELU(x) = x Phi(x) and its derivative, without a division or an exponential: Phi(-|x|) is a polynomial in one of 16
- * pieces, whose coefficients a register looks up, and so is the derivative at -|x|. The rest is symmetry: Phi(x) and
- * Phi(-x), and the derivatives at x and -x, add up to 1. Errors are within 3e-7 of GELU(x) itself for |x| < 4, of 1
+ * GELU(x) = x Phi(x) and its derivative, without a division or an exponential: Phi(-|x|) is a piecewise polynomial in
+ * 16 pieces with coefficients looked up in a register, and so is the derivative at -|x|. The rest is symmetry: Phi(x)
+ * and Phi(-x), and the derivatives at x and -x, add up to 1. Errors are within 3e-7 of GELU(x) itself for |x| < 4, of 1
  * elsewhere, and within 1e-7 of 1 for the derivative.
  */
 #ifndef DSC_CPU_GELU_H

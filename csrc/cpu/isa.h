@@ -4,7 +4,7 @@
 
 /*
  * name, how the processor is asked. Best last. The Makefile compiles each per-ISA file once for every name, with
- * -DDSC_ISA=name and the flags of that name; "scalar" is what every processor of the architecture runs.
+ * -DDSC_ISA=name and the flags of that name; every processor of the architecture runs "scalar".
  */
 #if defined(__x86_64__)
 #define DSC_ISA_MAP(X)                                \

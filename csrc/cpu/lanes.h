@@ -53,8 +53,8 @@ static inline doubles dsc_load_wide(const dsc_f32 *src)
 }
 
 /*
- * sums + a * b for what were f32: their product is exact in f64, so that a fused addition gives the bits of the two
- * operations that other instruction sets need.
+ * sums + a * b for values widened from f32: their product is exact in f64, so that a fused addition gives the bits of
+ * the two operations that other instruction sets need.
  */
 static inline doubles dsc_add_product(doubles sums, doubles a, doubles b)
 {

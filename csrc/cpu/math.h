@@ -14,7 +14,7 @@
 #define EACH _Pragma("GCC ivdep")
 
 #define LOG2_E 1.44269504f
-/* ln 2 in two parts, of which the first has 15 bits: products with small whole numbers are exact. */
+/* ln 2 in two parts. The first has 15 bits: its products with small whole numbers are exact. */
 #define LN2_HIGH 0.693145752f
 #define LN2_LOW 1.42860677e-6f
 /* Added to a number below 2^22 it leaves the nearest whole number in the low bits of the sum. */

@@ -2,7 +2,7 @@
 #include "base/half.h"
 #include "cpu/lanes.h"
 
-/* Twice those of other sums: with fewer, each addition waits for the one before it. */
+/* Twice as many lanes as in other sums: with fewer, each addition waits for the one before it. */
 #define SQUARE_LANES (2 * LANES)
 #define SQUARE_REGISTERS (SQUARE_LANES / REGISTER_LANES)
 

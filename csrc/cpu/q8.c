@@ -1,7 +1,7 @@
 /*
  * Compiled once per instruction set: one block of f32 <-> 8-bit codes and a scale, by the formulas of dsc/optim.h.
- * Roots and products alone, all of which IEEE 754 rounds correctly, so that every instruction set gives the same bits
- * without a table to look codes up in.
+ * Uses only roots and products: IEEE 754 rounds them correctly, so every instruction set gives the same bits without a
+ * table to look codes up in.
  */
 #include "base/half.h"
 #include "cpu/table.h"
@@ -13,7 +13,7 @@
 
 /*
  * The smallest scales. Their smallest codes still stand for normal numbers, (1 / 127)^4 * 2^-98 and (1 / 255)^8 *
- * 2^-62, so that what is read back gives the same codes again, on processors that flush subnormals as well. A signed
+ * 2^-62, so that values read back give the same codes again, on processors that flush subnormals as well. A signed
  * block below is zeros; an unsigned one, which may not become 0, takes lower codes.
  */
 #define MIN_SIGNED_SCALE 0x1p-98f
@@ -42,7 +42,7 @@ static inline float scale_of(int32_t largest, float min, float below)
 
     if (largest == 0)
         return 0.0f;
-    if (largest >= INF_BITS) /* what cannot be stored must be seen */
+    if (largest >= INF_BITS) /* make values that cannot be stored visible */
         return dsc_f32_from_bits(NAN_BITS);
     return scale < min ? below : scale;
 }

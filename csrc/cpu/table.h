@@ -1,4 +1,4 @@
-/* The CPU kernels as a table, one table per instruction set, and the one that is in use. */
+/* The CPU kernels as a table, one table per instruction set, and the choice of the table in use. */
 #ifndef DSC_CPU_TABLE_H
 #define DSC_CPU_TABLE_H
 
@@ -7,8 +7,8 @@
 #include "dsc/types.h"
 
 /*
- * Elements as callers hand them in: at any address, and seen through whatever type the caller wrote them with. The
- * loads that the compiler makes are the unaligned ones, which cost the same on the processors we build for.
+ * Elements as callers hand them in: at any address, and written through any type. The loads that the compiler makes are
+ * the unaligned ones, which cost the same on the processors we build for.
  */
 typedef float dsc_f32 __attribute__((aligned(1), may_alias));
 typedef uint16_t dsc_half __attribute__((aligned(1), may_alias));
@@ -35,7 +35,7 @@ struct dsc_kernels {
 DSC_ISA_MAP(DSC_DECLARE_TABLE)
 #undef DSC_DECLARE_TABLE
 
-/* Which entry of DSC_ISA_MAP is in use; other cores index their own per-ISA tables with it. */
+/* Index of the entry of DSC_ISA_MAP in use; other cores index their own per-ISA tables with it. */
 int32_t dsc_isa_index(void);
 
 /* The table in use. */

@@ -1,6 +1,6 @@
 /*
  * Vectors as wide as a register, for loops that the compiler does not vectorise well by itself: maxima, fused chains,
- * and functions in pieces. Every operation is one of f32 with one rounding, so that all widths give the same bits.
+ * and functions in pieces. Every operation is in f32 with one rounding, so that all widths give the same bits.
  */
 #ifndef DSC_CPU_WIDE_H
 #define DSC_CPU_WIDE_H

@@ -1,6 +1,6 @@
 /*
- * What is checked before anything is enqueued, and the scalars: the host's checks (csrc/optim/optim.c), which this
- * library has no part of, with its sentences.
+ * The checks before anything is enqueued, and the scalars. The checks repeat the host's (csrc/optim/optim.c) with the
+ * same sentences, since this library has no part of the host's.
  */
 #include "cuda/common.cuh"
 #include "cuda/kinds.h"

@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(N_THREADS) cast_kernel(const __grid_constant__
 #undef RUN_IF
 }
 
-/* dsts may be srcs. Lengths are those of srcs. */
+/* dsts may be srcs. Only the lengths of srcs are read. */
 template <bool IS_SCALED>
 static dsc_status run_cast(const char *what, const struct dsc_span *srcs, const struct dsc_span *dsts, int64_t n_spans,
                            float scale, void *stream)

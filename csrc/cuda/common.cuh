@@ -1,5 +1,5 @@
 /*
- * What every CUDA source of this library shares: the error channel, checked launches, and elements of any dtype seen as
+ * Shared by every CUDA source of this library: the error channel, checked launches, and elements of any dtype seen as
  * f32.
  *
  * [Note: Same bits as the host] Kernels do the host loops' operations in the host loops' order (csrc/optim, csrc/cpu),
@@ -30,7 +30,7 @@ constexpr int MAX_PARAM_BYTES = 4096;
 #endif
 /* Blocks of a launch that leaves nothing behind; the hardware's limit is 2^31 - 1. */
 constexpr int32_t MAX_BLOCKS = DSC_CUDA_MAX_BLOCKS;
-/* Blocks of a launch that leaves two sums a block in scratch. What scratch holds beyond them is lamb's. */
+/* Blocks of a launch that leaves two sums a block in scratch. The rest of scratch is lamb's. */
 constexpr int32_t MAX_PARTIALS = DSC_CUDA_MAX_PARTIALS;
 
 /* Hands the sentence to the host library and returns status. */
@@ -41,8 +41,8 @@ dsc_status check_cuda(cudaError_t error, const char *what);
 
 /*
  * DSC_EINVAL when data (the first operand of a call that is not empty) is memory that no device sees. A host pointer in
- * a kernel would end the process' context, and with it everything that lives on the device. Which device is current is
- * not compared: this library's own runtime need not know what another copy of it, torch's, has set; the driver does,
+ * a kernel would end the process' context, and with it everything that lives on the device. The current device is not
+ * compared: this library's own runtime need not know the device set by another copy of it, torch's; the driver does,
  * and launches follow the driver.
  */
 dsc_status check_pointer(const void *data, const char *what);
@@ -132,7 +132,7 @@ __device__ inline uint32_t narrow(int dtype, float value)
     return dtype == DSC_DTYPE_BF16 ? f32_to_bf16(value) : f32_to_f16(value);
 }
 
-/* What a value becomes when it is stored and read again. */
+/* The value after it has been stored and read again. */
 __device__ inline float rounded_to(int dtype, float value)
 {
     return dtype == DSC_DTYPE_F32 ? value : widen(dtype, narrow(dtype, value));
@@ -226,7 +226,7 @@ __device__ inline void block_sum(double sums[2])
     sums[1] = lanes[1][0];
 }
 
-/* A block's two sums, from which a second kernel makes the total. */
+/* Writes a block's two sums; a second kernel makes the total of all. */
 __device__ inline void put_partial(double *partials, double sums[2])
 {
     block_sum(sums);

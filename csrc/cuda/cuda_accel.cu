@@ -37,8 +37,8 @@ dsc_status fail(dsc_status status, const char *format, ...)
 dsc_status check_cuda(cudaError_t error, const char *what)
 {
     /*
-     * Also what an earlier kernel did; asking clears what can be cleared, so that the next call does not report it
-     * again.
+     * May also be an earlier kernel's error; reading it clears it, if it can be cleared, so that the next call does not
+     * report it again.
      */
     const cudaError_t last = cudaGetLastError();
 
@@ -97,7 +97,7 @@ static dsc_status device_count(int32_t *out_n_devices)
     if (error != cudaSuccess || driver == 0)
         return fail(DSC_ENOTSUP, "cuda: no device: this machine has no NVIDIA driver");
     error = cudaGetDeviceCount(&n_devices);
-    (void)cudaGetLastError(); /* what is reported below is not reported again */
+    (void)cudaGetLastError(); /* an error reported below is not reported again */
     if (error == cudaErrorNoDevice)
         n_devices = 0;
     else if (error == cudaErrorInsufficientDriver)

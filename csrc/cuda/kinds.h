@@ -1,4 +1,4 @@
-/* What the source files of this library give: optimizers, with the scalars that they work with, and operators. */
+/* The optimizers, their scalars, and the operators of this library's source files. */
 #ifndef DSC_CUDA_KINDS_H
 #define DSC_CUDA_KINDS_H
 
@@ -8,7 +8,7 @@
 
 namespace dsc_cuda {
 
-/* What the formulas multiply with: csrc/optim/loops.h, same names, same rounding. */
+/* The factors of the formulas: csrc/optim/loops.h, same names, same rounding. */
 struct scalars {
     float grad_scale;
     float lr;
@@ -32,14 +32,14 @@ struct scalars {
 
 scalars scalars_of(const struct dsc_optim_args *args);
 
-/* Which of dsc_optim_args an optimizer uses beyond lr, weight_decay and grad_scale. */
+/* The dsc_optim_args that an optimizer uses beyond lr, weight_decay and grad_scale. */
 constexpr unsigned USES_BETAS = 1u << 0;
 constexpr unsigned USES_EPS = 1u << 1;
 constexpr unsigned USES_MOMENTUM = 1u << 2;
 constexpr unsigned USES_LR_DECAY = 1u << 3;
 constexpr unsigned USES_COEFFS = 1u << 4;
 
-/* Which operands of a tensor a call needs. */
+/* The operands of a tensor that a call needs. */
 constexpr unsigned NEEDS_PARAM = 1u << 0;
 constexpr unsigned NEEDS_GRAD = 1u << 1;
 constexpr unsigned NEEDS_STATE = 1u << 2;

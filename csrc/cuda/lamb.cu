@@ -38,7 +38,7 @@ struct norms_params {
     norms_piece pieces[NORMS_MAX_PIECES];
 };
 
-/* The norms are of the moments as they are stored, which is what apply will read. */
+/* The norms are of the moments as stored, because apply reads these. */
 __device__ inline void moments_and_squares(const norms_params &a, float p, float grad, float *m, float *v,
                                            double sums[2])
 {

@@ -5,7 +5,7 @@
 namespace dsc_cuda {
 
 struct rotary_params {
-    row_grid grid; /* heads, and what a thread does of each: pairs, then what is left */
+    row_grid grid; /* heads, and each head's work items: pairs, then the remaining elements */
     struct dsc_nn_rotary call;
 };
 

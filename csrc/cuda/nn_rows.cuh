@@ -1,6 +1,6 @@
 /*
- * What the operators on rows share: elements dealt out over blocks, a block's sums and maximum that all its threads
- * get, and sums over rows.
+ * Shared by the operators on rows: elements dealt out over blocks, a block's sums and maximum that all its threads get,
+ * and sums over rows.
  */
 #ifndef DSC_CUDA_NN_ROWS_CUH
 #define DSC_CUDA_NN_ROWS_CUH
@@ -40,7 +40,7 @@ __device__ inline void share_sums(double sums[2])
     __shared__ double lanes[2][N_THREADS];
     const int lane = (int)threadIdx.x;
 
-    __syncthreads(); /* those of the last call have been read */
+    __syncthreads(); /* the last call's lanes have been read */
     lanes[0][lane] = sums[0];
     lanes[1][lane] = sums[1];
     for (int half = N_THREADS / 2; half > 0; half /= 2) {
@@ -73,8 +73,8 @@ __device__ inline float share_max(float max)
 }
 
 /*
- * Sums over rows of what Params::contribution(row, column, out) says, in f64, in an order that depends on sizes alone.
- * Params has grid, sum_dtype and two outputs in sums, which may be NULL.
+ * Sums Params::contribution(row, column, out) over rows, in f64, in an order that depends on sizes alone. Params has
+ * grid, sum_dtype and two outputs in sums, which may be NULL.
  */
 template <class Params>
 static __global__ void __launch_bounds__(N_THREADS) column_sums_kernel(const __grid_constant__ Params a)

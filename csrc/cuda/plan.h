@@ -26,7 +26,7 @@ struct dsc_cuda_piece {
     int32_t first_block; /* the piece's blocks are [first_block, first_block + ceil(n_elems / chunk_elems)) */
 };
 
-/* What one kind of launch may hold. All > 0. */
+/* The limits of a kind of launch. All > 0. */
 struct dsc_cuda_limits {
     int64_t chunk_elems;
     int32_t max_pieces;
@@ -79,7 +79,7 @@ static inline int32_t dsc_cuda_plan_next(const struct dsc_cuda_limits *limits, i
     return n_pieces;
 }
 
-/* The piece that block belongs to: the last one whose first_block is not behind it. n_pieces >= 1, first_block[0] == 0.
+/* The piece that block belongs to: the last piece with first_block <= block. n_pieces >= 1, first_block[0] == 0.
  */
 DSC_HD static inline int32_t dsc_cuda_piece_of(const int32_t *first_block, int32_t n_pieces, int32_t block)
 {

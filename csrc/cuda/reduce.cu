@@ -1,4 +1,4 @@
-/* Adds up what ranks sent: dsc_flat_reduce on a device, with the sum of squares of what was written on the way. */
+/* Adds up the pieces of ranks: dsc_flat_reduce on a device, with the sum of squares of the result on the way. */
 #include "cuda/common.cuh"
 #include "cuda/kinds.h"
 #include "cuda/total.cuh"
@@ -6,7 +6,8 @@
 namespace dsc_cuda {
 
 constexpr int REDUCE_CHUNK_ELEMS = 16 * N_THREADS;
-/* Sources of one call: what fits a kernel's parameters. They are summed before rounding once, so a call is one kernel.
+/* The most sources of one call that fit a kernel's parameters. They are summed before rounding once, so a call is one
+ * kernel.
  */
 constexpr int64_t REDUCE_MAX_SRCS = 480;
 
@@ -37,7 +38,7 @@ __device__ inline bool is_reduce_aligned(const reduce_params &a)
     return is_aligned;
 }
 
-/* A thread has read all sources at its elements before it writes there: acc may be one of them. */
+/* A thread has read all sources at its elements before it writes there: acc may be a source. */
 template <int SRC_DTYPE>
 __device__ inline void reduce_run(const reduce_params &a, int64_t begin, int64_t end, double sums[2])
 {

@@ -27,7 +27,7 @@ struct sgd_momentum {
     __device__ float operator()(float p, float grad, float *s, float) const
     {
         const float g = grad * grad_scale + weight_decay * p;
-        /* The first step starts the velocity at the gradient, undampened, whatever the buffer holds. */
+        /* The first step starts the velocity at the gradient, undampened, and ignores the buffer. */
         const float v = is_first_step ? g : momentum * s[0] + one_minus_dampening * g;
 
         s[0] = v;

@@ -1,6 +1,6 @@
 /*
  * The one kernel behind every elementwise optimizer: many tensors a launch, VEC elements a thread at a time, all
- * dtypes. An optimizer is an Op: its scalars, what it touches, and the formula for one element.
+ * dtypes. An optimizer is an Op: its scalars, its operands, and the formula for one element.
  */
 #ifndef DSC_CUDA_STEP_CUH
 #define DSC_CUDA_STEP_CUH
@@ -28,9 +28,9 @@ struct step_dtypes {
 };
 
 /*
- * Op has: n_states; touches_param (read and written) or not, in which case the result goes to the copy alone;
- * reads_grad; reads_state; writes_state; uses_ratio; and float operator()(float p, float g, float s[], float ratio)
- * const, which gives the new weight and leaves the new states in s.
+ * Op has: n_states; touches_param (read and written; if false the result goes to the copy alone); reads_grad;
+ * reads_state; writes_state; uses_ratio; and float operator()(float p, float g, float s[], float ratio) const, which
+ * gives the new weight and leaves the new states in s.
  */
 template <class Op>
 struct step_params {
@@ -56,7 +56,7 @@ __device__ inline bool is_step_aligned(const step_dtypes &d, const step_piece &t
     return is_aligned;
 }
 
-/* N elements from i on: VEC of an aligned piece, or one of any. */
+/* Steps N elements from i on: VEC if the piece is aligned, otherwise 1. */
 template <int N, class Op>
 __device__ inline void step_elements(const Op &op, const step_dtypes &d, const step_piece &t, float ratio, int64_t i)
 {

@@ -9,8 +9,8 @@
 #include "dsc/optim.h"
 
 /*
- * What the loops multiply with, worked out in double from dsc_optim_args and rounded once, as torch does with its
- * Python scalars.
+ * The factors of the loops, computed in double from dsc_optim_args and rounded once, as torch does with its Python
+ * scalars.
  */
 struct dsc_optim_scalars {
     float grad_scale; /* negative under DSC_OPTIM_MAXIMIZE */

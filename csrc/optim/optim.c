@@ -14,7 +14,7 @@
 #include <stdio.h>
 #include <string.h>
 
-/* Which of dsc_optim_args an optimizer uses beyond lr, weight_decay and grad_scale. */
+/* The dsc_optim_args that an optimizer uses beyond lr, weight_decay and grad_scale. */
 #define DSC_USES_BETAS (1u << 0)
 #define DSC_USES_EPS (1u << 1)
 #define DSC_USES_MOMENTUM (1u << 2)
@@ -169,13 +169,13 @@ static dsc_status check_args(const struct dsc_optim_kind *kind, const struct dsc
     return check_flags(kind, args);
 }
 
-/* Which operands a pass reads and writes. */
+/* The operands that a pass reads and writes. */
 #define READS_PARAM (1u << 0)
 #define WRITES_PARAM (1u << 1)
 #define READS_GRAD (1u << 2)
 #define READS_STATE (1u << 3)
 #define WRITES_STATE (1u << 4)
-#define WRITES_COPY (1u << 5)   /* of the param block, where the tensor has a copy */
+#define WRITES_COPY (1u << 5)   /* from the param block, where the tensor has a copy */
 #define REQUIRES_COPY (1u << 6) /* the copy is the result */
 
 #define TOUCHES_PARAM (READS_PARAM | WRITES_PARAM)
@@ -269,10 +269,10 @@ struct pass {
 
 #define MAX_PASSES 2
 
-/* What a tensor that is cut by a chunk border adds up to on either side of it. */
+/* The sums of tensors cut by a chunk border, on either side of it. */
 struct edges {
-    double head[2]; /* of the tensor that began in an earlier chunk */
-    double tail[2]; /* of the tensor that begins here and goes on in the next */
+    double head[2]; /* for the tensor that began in an earlier chunk */
+    double tail[2]; /* for the tensor that begins here and goes on in the next */
 };
 
 struct job {
@@ -328,7 +328,7 @@ static dsc_f32 *param_block(const struct job *job, unsigned operands, char *para
     return writable(job->kernels, job->args->param_dtype, param, n, scratch->param, (operands & READS_PARAM) != 0);
 }
 
-/* A state's block as f32; the one of codes is always in scratch. */
+/* A state's block as f32; decoded codes are always in scratch. */
 static dsc_f32 *state_block(const struct job *job, const struct dsc_optim_tensor *tensor, int32_t slot, int64_t begin,
                             int64_t n, dsc_f32 *scratch, bool is_read)
 {
@@ -452,7 +452,7 @@ static void add_pair(double to[2], const double from[2])
     to[1] += from[1];
 }
 
-/* Adds up, in chunk order, what the tensors that chunk borders cut have on either side. */
+/* Adds up, in chunk order, the sums on either side of chunk borders that cut a tensor. */
 static void fold_edges(struct job *job)
 {
     for (int64_t chunk = 0; chunk < job->list.n_chunks; chunk++) {
@@ -512,7 +512,7 @@ static dsc_status run_norms(const struct dsc_optim_loops *loops, const struct ds
     struct job job;
 
     DSC_TRY(init_job(&job, args, tensors, n_tensors, n_states));
-    /* Two passes on each block: the norms are of the moments as they were stored, which is what apply will read. */
+    /* Two passes on each block: the norms are of the moments as stored, because apply reads these. */
     job.passes[0] = (struct pass){loops->moments, MOMENTS_OPERANDS};
     job.passes[1] = (struct pass){loops->norms, NORMS_OPERANDS};
     job.sumsq = out_sumsq;

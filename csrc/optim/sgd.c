@@ -26,7 +26,7 @@ static inline __attribute__((always_inline)) void with_momentum(const struct dsc
 
     for (int64_t i = 0; i < n; i++) {
         float g = grad[i] * s.grad_scale + s.weight_decay * param[i];
-        /* The first step starts the velocity at the gradient, undampened, whatever the buffer holds. */
+        /* The first step starts the velocity at the gradient, undampened, and ignores the buffer. */
         float v = is_first_step ? g : s.momentum * velocity[i] + s.one_minus_dampening * g;
 
         velocity[i] = v;

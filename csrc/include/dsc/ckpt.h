@@ -69,9 +69,9 @@ DSC_API int dsc_exchange_paths(const char *a, const char *b);
  * checksums and the copies go on at the same time.
  */
 struct dsc_block_config {
-    uint32_t size;      /* sizeof(struct dsc_block_config) */
-    size_t block_bytes; /* 1 to 1 GiB: the bytes under one checksum. Multiples of dsc_aio_alignment() go to the disk as
-                           they are */
+    uint32_t size;       /* sizeof(struct dsc_block_config) */
+    size_t block_bytes;  /* 1 to 1 GiB: the bytes under one checksum. Multiples of dsc_aio_alignment() go to the disk as
+                            they are */
     const char *backend; /* of dsc_aio_config */
     size_t buffer_bytes; /* 1 to 1 GiB, rounded up to dsc_aio_alignment() (a reader: to whole blocks): the largest
                             request */
