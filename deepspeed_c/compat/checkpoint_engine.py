@@ -39,18 +39,18 @@ class CheckpointEngine(ABC):
 
     @abstractmethod
     def save(self, state_dict: Any, path: str) -> None:
-        """Writes one file. Required."""
+        """Write one file. Required."""
 
     @abstractmethod
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Reads one file. Required."""
+        """Read one file. Required."""
 
     @abstractmethod
     def commit(self, info: CheckpointCommitInfo) -> bool:
-        """All files have been given to ``save``; True when they are there to be read. Required."""
+        """Called after the last ``save``. Return True when the files can be read. Required."""
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Makes a folder, and those above it."""
+        """Make a folder, and those above it."""
         os.makedirs(path, exist_ok=exist_ok)
 
     def is_data_parallel_writer(self, dp_rank: int) -> bool:
@@ -90,7 +90,7 @@ class TorchCheckpointEngine(CheckpointEngine):
         )
 
     def create(self, info: CheckpointCommitInfo) -> None:
-        """Nothing has to be prepared."""
+        """Do nothing: no preparation is needed."""
 
     def save(self, state_dict: Any, path: str) -> None:
         torch.save(state_dict, path, _use_new_zipfile_serialization=self.zipfile_serialization)

@@ -301,7 +301,7 @@ class ZeROCheckpoint:
         self.reshape(model_3d_desc(self.src_3d.pp_degree, self.src_3d.tp_degree, self.src_3d.dp_degree))
 
     def reshape(self, target_3d_desc: model_3d_desc) -> None:
-        """From now on the ranks follow ``target_3d_desc``."""
+        """Make the ranks follow ``target_3d_desc`` from now on."""
         self._3d_file_map = self.src_3d.reshape(target_3d_desc)
         self.target_3d = target_3d_desc
 

@@ -72,7 +72,7 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Says how ``checkpoint`` keeps the inputs of layers. Arguments given here win over ``deepspeed_config``.
+    """Set how ``checkpoint`` keeps the inputs of layers. Arguments given here win over ``deepspeed_config``.
 
     mpu_: an object with ``get_tensor_model_parallel_group()`` or ``get_model_parallel_group()``, or None: activations
         are cut over the ranks of that group.
@@ -104,7 +104,7 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Frees the memory that is kept from one step to the next. Settings stay."""
+    """Free the memory that is kept from one step to the next. Settings stay."""
     configured.recomputer.clear()
 
 
@@ -122,7 +122,7 @@ def set_num_layers(nlayers: int) -> None:
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Switches the cutting of activations on or off, from the next layer on."""
+    """Switch the cutting of activations on or off, from the next layer on."""
     configured.cut(partition_activation)
 
 
@@ -134,7 +134,7 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
 
 
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
-    """Seeds the stream of each rank's own anew."""
+    """Seed the stream of each rank's own anew."""
     rng.reseed_tensor_parallel(seed, configured.mpu)
 
 

@@ -138,7 +138,7 @@ class DeepSpeedCheckpoint:
         return first
 
     def show_2d_mapping(self) -> None:
-        """Prints each rank's files of model states."""
+        """Print each rank's files of model states."""
         for i in range(self.pp_degree):
             for j in range(self.tp_degree):
                 print(f"[{i}, {j}] = {self.get_2d_parallel_files(pp_index=i, tp_index=j)}")

@@ -14,6 +14,6 @@ def recursive_getattr(model: Any, module_name: str) -> Any:
 
 
 def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
-    """Puts ``module`` where the path leads to; all but its last part must be there. Raises AttributeError."""
+    """Put ``module`` where the path leads to; all but its last part must be there. Raises AttributeError."""
     *path, last = module_name.split(".")
     setattr(reduce(getattr, path, model), last, module)

@@ -111,8 +111,8 @@ def load_ds_config(config: str | os.PathLike[str] | dict[str, Any]) -> dict[str,
 
 
 def set_optimizer_flags(config_class: DeepSpeedConfig, model: torch.nn.Module) -> None:
-    """Where the configured optimizer is Muon, marks each parameter with ``use_muon``: matrices that are neither
-    embedding nor output layer.
+    """If the configured optimizer is Muon, mark each parameter with ``use_muon``: matrices that are neither embedding
+    nor output layer.
     """
     if config_class.optimizer_name != MUON_OPTIMIZER:
         return
@@ -255,7 +255,7 @@ class DeepSpeedConfig:
         logger.info("  json = %s", text)
 
     def print(self, name: str) -> None:
-        """Logs all attributes, a line each, under the heading ``name``."""
+        """Log all attributes, a line each, under the heading ``name``."""
         logger.info("%s:", name)
         for attribute, value in sorted(vars(self).items()):
             if not attribute.startswith("_"):

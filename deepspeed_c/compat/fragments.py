@@ -44,18 +44,18 @@ class tensor_fragment:
     optim_fragment: dict[str, torch.Tensor] | None = None
 
     def update_hp(self) -> None:
-        """Overwrites the master with the parameter."""
+        """Overwrite the master with the parameter."""
         self.hp_fragment.data.copy_(self.lp_fragment.data)
 
     def update_lp(self) -> None:
-        """Overwrites the parameter with the master."""
+        """Overwrite the parameter with the master."""
         self.lp_fragment.data.copy_(self.hp_fragment.data)
 
     def get_hp_fragment_address(self) -> fragment_address:
         return self.hp_fragment_address
 
     def set_optim_state_fragment(self, flat_hp_partition: torch.Tensor, optim_fragment: Mapping[str, Any]) -> None:
-        """Keeps views of those states that have the partition's shape."""
+        """Keep views of those states that have the partition's shape."""
         at = self.hp_fragment_address
         self.optim_fragment = {
             key: value.narrow(0, at.start, at.numel)
@@ -158,7 +158,7 @@ def link_hp_params(
 def lazy_init_hp_params_optimizer_state(
     lp_param_list: Iterable[torch.nn.Parameter], flat_hp_partition: torch.Tensor, optimizer_state: Mapping[Any, Any]
 ) -> None:
-    """Ties the parameters to the states that an optimizer has of the partition, once it has any."""
+    """Tie the parameters to the states that an optimizer has of the partition, once it has any."""
     for param in lp_param_list:
         if param._hp_mapping is not None:
             param._hp_mapping.set_optim_state_fragment(flat_hp_partition, optimizer_state[flat_hp_partition])

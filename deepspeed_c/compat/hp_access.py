@@ -68,8 +68,8 @@ def get_full_hp_param(self: torch.nn.Parameter, optim_state_key: str | None = No
 
 
 def set_full_hp_param(self: torch.nn.Parameter, value: torch.Tensor, optim_state_key: str | None = None) -> None:
-    """Overwrites the master (of an engine's, and the weights that forward uses), or the optimizer state of that name;
-    on all ranks.
+    """Overwrite the master (of an engine's, and the weights that forward uses), or the optimizer state of that name; on
+    all ranks.
     """
     if _is_linked(self):
         if self._hp_mapping is not None:
@@ -91,7 +91,7 @@ def get_full_hp_grad(self: torch.nn.Parameter) -> torch.Tensor:
 
 
 def set_full_hp_grad(self: torch.nn.Parameter, value: torch.Tensor) -> None:
-    """Overwrites the gradient that the next step uses; on all ranks."""
+    """Overwrite the gradient that the next step uses; on all ranks."""
     if not _is_linked(self):
         access.safe_set_full_grad(self, value)
     elif self._hp_mapping is not None:

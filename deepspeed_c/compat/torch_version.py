@@ -49,8 +49,7 @@ def is_functorch_transforming() -> bool:
 
 
 def register_grad_hook(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
-    """Has ``hook(param)`` called when the gradient of a backward is in ``param.grad``; the handle that is returned
-    removes it.
+    """Call ``hook(param)`` when the gradient of a backward is in ``param.grad``; the returned handle removes the hook.
     """
     return param.register_post_accumulate_grad_hook(hook)
 

@@ -106,7 +106,7 @@ def model_to_params(model: torch.nn.Module) -> tuple[int, int]:
 def estimate_zero2_model_states_mem_needs_all_live(
     model: torch.nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Prints the estimates of stage 2 for a model that exists (on the meta device, or sharded, too)."""
+    """Print the estimates of stage 2 for a model that exists (on the meta device, or sharded, too)."""
     total, _ = model_to_params(model)
     estimate_zero2_model_states_mem_needs_all_cold(total, num_gpus_per_node, num_nodes, additional_buffer_factor)
 
@@ -114,7 +114,7 @@ def estimate_zero2_model_states_mem_needs_all_live(
 def estimate_zero3_model_states_mem_needs_all_live(
     model: torch.nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Prints the estimates of stage 3 for a model that exists (on the meta device, or sharded, too)."""
+    """Print the estimates of stage 3 for a model that exists (on the meta device, or sharded, too)."""
     total, largest = model_to_params(model)
     estimate_zero3_model_states_mem_needs_all_cold(
         total, largest, num_gpus_per_node, num_nodes, additional_buffer_factor
@@ -124,7 +124,7 @@ def estimate_zero3_model_states_mem_needs_all_live(
 def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Prints the estimates of stage 2 for a number of parameters, with and without offload."""
+    """Print the estimates of stage 2 for a number of parameters, with and without offload."""
     rows = []
     for cpu_offload in (True, False):
         host, device = estimate_zero2_model_states_mem_needs(
@@ -141,7 +141,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Prints the estimates of stage 3 for numbers of parameters, for each choice of offload and ``zero.Init``."""
+    """Print the estimates of stage 3 for numbers of parameters, for each choice of offload and ``zero.Init``."""
     rows = []
     for cpu_offload, cpu_offload_params in ((True, True), (True, False), (False, False)):
         for zero_init in (True, False):

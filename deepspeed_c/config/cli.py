@@ -12,7 +12,7 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs ``deepspeed_c config`` with the words after it; 0 when the configuration is good, 1 when it is not."""
+    """Run ``deepspeed_c config`` with the words after it; 0 when the configuration is good, 1 when it is not."""
     return run_action(_parser(), argv)
 
 

@@ -1,4 +1,4 @@
-"""Reading one value as the type of its key: accepted values and their other spellings."""
+"""Read one value as the type of its key: accepted values and their other spellings."""
 
 import math
 import numbers

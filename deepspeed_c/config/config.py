@@ -38,7 +38,7 @@ class Config(Root, kw_only=True, rename={"zero": "zero_optimization"}):
     batch: Batch | None
     """The batch sizes; None when they were not to be resolved."""
     origin: str
-    """Where it was read from: a path, "dict" or "base64 text"."""
+    """Source of the configuration: a path, "dict" or "base64 text"."""
     notes: tuple[str, ...]
     """Facts that the user may want to know: old names, parked keys, keys that were given twice, keys without effect."""
     unfilled: tuple[str, ...]
@@ -49,7 +49,7 @@ class Config(Root, kw_only=True, rename={"zero": "zero_optimization"}):
     _given: dict[str, Any]
 
     def source_of(self, path: str) -> str:
-        """Where the value of a key came from.
+        """Return the origin of a key's value.
 
         "user": written by the user; "override": passed to ``load_config``; "auto": the user wrote "auto". The engine
         resolves it with the model in hand; where ``unfilled`` has the key, somebody else does before training;

@@ -1,4 +1,4 @@
-"""From the user's configuration to a checked, immutable Config: names, "auto", types, ranges, features, sources."""
+"""Turn the user's configuration into a checked, immutable Config: names, "auto", types, ranges, features, sources."""
 
 import re
 from collections.abc import Mapping
@@ -49,7 +49,7 @@ def load_config(
     overrides: Mapping[str, Any] | None = None,
     batch: Literal["resolve", "skip"] = "resolve",
 ) -> Config:
-    """Reads and checks a DeepSpeed configuration.
+    """Read and check a DeepSpeed configuration.
 
     Args:
         source: a dict (it is never changed), the path of a JSON file, or base64-encoded JSON.
@@ -196,7 +196,7 @@ class _Reader:
     # Names
 
     def undot(self, tree: dict[str, Any]) -> dict[str, Any]:
-        """Moves top-level keys such as "zero_optimization.stage" to the place that they spell, where they win."""
+        """Move top-level keys such as "zero_optimization.stage" to the place that they spell, where they win."""
         result = {name: value for name, value in tree.items() if "." not in name or _is_parked(name)}
         for name, value in tree.items():
             if name in result:
@@ -260,7 +260,7 @@ class _Reader:
     # Values
 
     def section(self, cls: type[Section], given: dict[str, Any], path: str) -> Section:
-        """Reads one section; its problems are collected, and a key that has one takes its default."""
+        """Read one section; its problems are collected, and a key that has one takes its default."""
         fields = fields_of(cls)
         kind = self.kind(cls, given, path)
         values: dict[str, Any] = {}
@@ -287,7 +287,7 @@ class _Reader:
         return cls(**values)
 
     def value(self, field: SectionField, value: Any, where: str, values: dict[str, Any]) -> None:
-        """Reads one key into ``values``, or leaves it out so that its default holds."""
+        """Read one key into ``values``, or leave it out so that its default holds."""
         if isinstance(value, str) and value == "auto" and field.info.auto != "value":
             self.auto(field, where)
             return
@@ -317,7 +317,7 @@ class _Reader:
         self.feature(field, values[field.attribute], value, where)
 
     def entries(self, field: SectionField, value: Any, where: str) -> FrozenDict | tuple | None:
-        """Reads sections by name, or a list of them."""
+        """Read sections by name, or a list of them."""
         wanted = dict if field.container == "dict" else (list, tuple)
         if not isinstance(value, wanted):
             self.fail(
@@ -516,7 +516,7 @@ class _Reader:
         return msgspec.structs.replace(root, **dict(zip(_BATCH_KEYS, sizes))), sizes
 
     def leave_open(self, names: list[str]) -> None:
-        """Notes batch sizes that were "auto" and do not follow from the others."""
+        """Note batch sizes that were "auto" and do not follow from the others."""
         for name in names:
             self.unfilled[name] = _to_write(fields_of(Root)[name])
 
@@ -559,7 +559,7 @@ class _Reader:
         self.notes.append(_Note(where, what))
 
     def refuse_notes(self) -> None:
-        """Makes an error of every note."""
+        """Make an error of every note."""
         self.problems += [
             ConfigError(note.what, where=note.where, fix='write it as it is meant, remove it, or set "strict" to false')
             for note in self.notes

@@ -168,9 +168,9 @@ class SectionField(NamedTuple):
     """One key of a section."""
 
     name: str
-    """As it is written in JSON."""
+    """The name in JSON."""
     attribute: str
-    """As the struct calls it."""
+    """The struct's attribute."""
     hint: Any
     """Its type."""
     default: Any

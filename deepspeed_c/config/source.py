@@ -1,4 +1,4 @@
-"""Getting at the configuration's text: a dict, a JSON file, or base64-encoded JSON."""
+"""Read the configuration's text: a dict, a JSON file, or base64-encoded JSON."""
 
 import base64
 import binascii

@@ -139,7 +139,7 @@ class AutoTPConfig:
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any]) -> AutoTPConfig:
-        """From the section ``partition_config``. Raises ConfigError for a key that it does not have."""
+        """Make the rules from the section ``partition_config``. Raises ConfigError for a key that it does not have."""
         values = dict(config_dict)
         specs = [
             spec if isinstance(spec, TPLayerSpec) else TPLayerSpec(**{"patterns": [], **_known(TPLayerSpec, spec)})
@@ -230,7 +230,7 @@ class AutoTPPresets:
 
     @staticmethod
     def qwen2() -> AutoTPConfig:
-        """As ``llama``."""
+        """The same rules as for ``llama``."""
         return AutoTPPresets.llama()
 
     @staticmethod

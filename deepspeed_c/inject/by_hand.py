@@ -29,7 +29,7 @@ __all__ = ["EmbeddingLayer", "fused_LinearLayer", "is_autotp_training_mode", "se
 
 
 class EmbeddingLayer(torch.nn.Module):
-    """A table of words that every rank holds whole: ids of any shape to [*ids, width].
+    """An embedding table that every rank holds whole: ids of any shape to [*ids, width].
 
     weight: the table [words, width], kept as the parameter it is. Without one the table is made, of ``weight_shape``
     and ``dtype``, and not filled. DeepSpeed takes a bias and ignores it; here one is a ValueError.
@@ -151,7 +151,7 @@ _mode = {"training": True}
 
 
 def set_autotp_mode(training: bool = False) -> None:
-    """Says whether tensor-parallel layers are to train.
+    """Set whether tensor-parallel layers are to train.
 
     Nothing depends on it here, except ``is_autotp_training_mode``: layers sum gradients wherever one is asked for, and
     send nothing for them elsewhere. Raises TypeError if ``training`` is no bool.

@@ -30,7 +30,7 @@ folder's config.json; no weight is read or allocated.
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs ``deepspeed_c inject`` with the words after it; 0 when a report was printed.
+    """Run ``deepspeed_c inject`` with the words after it; 0 when a report was printed.
 
     Raises ConfigError for numbers that make no sense and folders without a configuration, ModelError where no rule fits
     the model or transformers cannot build it, FeatureError without transformers.

@@ -1,4 +1,4 @@
-"""Where the elements of a parameter that is cut over tensor-parallel ranks lie in the whole one.
+"""Places of the elements of a parameter, cut over tensor-parallel ranks, in the whole one.
 
 A parameter that was cut carries its ``Cut`` as ``param.tp_cut``. One without, whose ``tensor_model_parallel`` is not
 set, is whole on all ranks of the group and has the same bits there.
@@ -67,7 +67,7 @@ class Cut:
         return local
 
     def put(self, local: torch.Tensor, whole: torch.Tensor) -> None:
-        """Writes this rank's elements, ``local`` [local_shape], to their places in ``whole`` [logical_shape]."""
+        """Write this rank's elements, ``local`` [local_shape], to their places in ``whole`` [logical_shape]."""
         self._check("local", local.shape, self.local_shape)
         self._check("whole", whole.shape, self.logical_shape)
         for box in self.boxes:

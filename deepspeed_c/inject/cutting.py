@@ -116,7 +116,7 @@ def cut_model(
     comm: Collectives,
     blocks: Mapping[type, Sequence[str]] | None = None,
 ) -> CutReport:
-    """Cuts ``model`` over the ranks of ``comm``, in place, as ``section`` and the model's policy say.
+    """Cut ``model`` over the ranks of ``comm``, in place, as ``section`` and the model's policy say.
 
     blocks: an ``injection_policy``, {class of blocks: ends of the names of their row layers}, in the policy's place.
 
@@ -215,7 +215,7 @@ class _Surgeon:
             )
 
     def try_out(self) -> None:
-        """Runs the cut on a small copy of the model (trial.py, [Note: trial]). Raises ModelError where it differs."""
+        """Run the cut on a small copy of the model (trial.py, [Note: trial]). Raises ModelError where it differs."""
 
         def plan(model: torch.nn.Module, place: RankPlace) -> _Surgeon:
             surgeon = _Surgeon(model, self.section, place, self.blocks)
@@ -236,7 +236,8 @@ class _Surgeon:
         self._refuse_hardly_cut(self if self.place.rank == 0 else plan(self.model, RankPlace(0, self.place.n_ranks)))
 
     def _refuse_hardly_cut(self, first: _Surgeon) -> None:
-        """Says that a cut is hardly one. first: the plan of rank 0, the largest, so that all ranks say the same."""
+        """Warn that a cut saves little; raise ModelError in strict mode. first: the plan of rank 0, the largest, so
+        that all ranks say the same."""
         report = first.report()
         if report.local_elems <= _HARDLY * report.logical_elems:
             return
@@ -362,7 +363,7 @@ class _Surgeon:
         return max(self.section.tp.tp_grain_size, 8 if step.rule.style == "experts" else 1)
 
     def _plan_words(self) -> None:
-        """The table of words and the head that gives logits, where all who hold their weights can be cut."""
+        """The embedding table and the head that gives logits, if all modules with their weights can be cut."""
         get_in = getattr(self.model, "get_input_embeddings", None)
         get_out = getattr(self.model, "get_output_embeddings", None)
         if get_in is None:
@@ -441,7 +442,7 @@ class _Surgeon:
         return report
 
     def _tell_neighbours(self, heads: list[LinearLayer]) -> None:
-        """Tells column layers which others may take the same input."""
+        """Tell column layers which others may take the same input."""
         columns: dict[str, list[LinearLayer]] = {}
         for step in self.planned:
             if step.rule.style == "column":
@@ -453,7 +454,7 @@ class _Surgeon:
                 layer.overlap(layers)
 
     def _open_regions(self, ranks: TensorRanks) -> None:
-        """Puts borders around regions, and divides the tokens outside them over ranks."""
+        """Put borders around regions, and divide the tokens outside them over ranks."""
         stream = self._divide_tokens(ranks) if self.section.sequence_parallel_norms else None
         for region in self.flow.regions:
             columns = [self.model.get_submodule(name) for name in region.columns]
@@ -492,7 +493,8 @@ class _Surgeon:
         return column_sizes(n_elems, self.place.n_ranks, self.section.tp.tp_grain_size)
 
     def _regions(self, ranks: TensorRanks) -> dict[str, DropoutRegion]:
-        """By attention, or by the module that holds both linear layers: where random numbers are the rank's own."""
+        """Regions with random numbers of the rank's own, by attention or by the module that holds both linear layers.
+        """
         styles: dict[str, set[str]] = {}
         for step in self.planned:
             styles.setdefault(self._region_name(step), set()).add(step.rule.style)
@@ -552,7 +554,7 @@ def _refuse_hidden_states(module: torch.nn.Module, args: Any, kwargs: dict[str, 
 
 
 def _refuse_attentions(model: torch.nn.Module) -> None:
-    """Has ``model``, and the models in it, refuse to give out attention weights: a rank has its heads' alone."""
+    """Let ``model``, and models inside it, refuse to return attention weights: a rank has only its own heads'."""
     for module in model.modules():
         if hasattr(module, "config") and hasattr(type(module), "get_input_embeddings"):
             module.register_forward_pre_hook(_ask_for_no_attentions, with_kwargs=True)

@@ -184,6 +184,6 @@ def settle() -> None:
 
 
 def wait(x: torch.Tensor) -> torch.Tensor:
-    """Returns ``x`` when the collective that was started on it is over."""
+    """Return ``x`` when the collective that was started on it is over."""
     _ops.tp_wait_(x.detach())
     return x

@@ -1,4 +1,4 @@
-"""Where tokens flow through a model that is cut: its layers, and in each of them the regions that a policy names."""
+"""The path of tokens through a cut model: its layers, and in each of them the regions that a policy names."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Flow:
     """Layers and regions of a model that a policy's ``Stream`` names."""
 
     layers: list[str]
-    """By dotted name, in order; the norm behind them is the last."""
+    """Dotted names, in order; the norm behind them is the last."""
     regions: list[Region]
     notes: list[str]
     """Reports of requests that can be met only in part."""
@@ -43,7 +43,7 @@ def plan_flow(
     *,
     wants_tokens: bool,
 ) -> Flow:
-    """Finds layers and regions; nothing is changed.
+    """Find layers and regions; nothing is changed.
 
     wants_tokens: norms are to see a rank's own tokens (``sequence_parallel_norms``). Raises ModelError where that
     cannot be; if only halves of batches are wanted, the notes name the parts of the model that run without.

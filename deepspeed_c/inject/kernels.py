@@ -108,7 +108,7 @@ def inject_kernels(model: torch.nn.Module, *, strict: bool = False) -> KernelRep
 
 
 def revert_kernels(model: torch.nn.Module) -> int:
-    """Gives every module its own forward back; the number of modules that had another."""
+    """Give every module its own forward back; return the number of modules that had another."""
     swapped = [module for module in model.modules() if _is_swapped(module)]
     for module in swapped:
         del module.forward

@@ -1,4 +1,4 @@
-"""Where the parts of a whole transformer layer stand in Hugging Face's classes, for ``replace_transformer_layer``.
+"""Places of a transformer layer's parts in Hugging Face's classes, for ``replace_transformer_layer``.
 
 Each policy takes one layer and gives its weights in the order that DeepSpeed's layer has them.
 """
@@ -90,7 +90,7 @@ class HFBertLayerPolicy:
         return parts.attention_norm.weight, parts.attention_norm.bias, parts.norm.weight, parts.norm.bias
 
     def n_heads(self) -> int:
-        """Of the attention."""
+        """Number of the attention's heads."""
         return self.client_module.attention.self.num_attention_heads
 
     def get_hidden_heads(self) -> tuple[int, int, float, int]:

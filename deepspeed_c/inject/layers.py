@@ -305,7 +305,7 @@ class LmHeadLinearAllreduce(LinearAllreduce):
 
 
 class SubParamLinearLayer(LinearLayer):
-    """By columns, where the weight is several matrices one behind the other: each is cut by itself."""
+    """Cut by columns, for a weight of several concatenated matrices: each is cut by itself."""
 
     def __init__(
         self,
@@ -322,7 +322,7 @@ class SubParamLinearLayer(LinearLayer):
 
 
 class SubParamLinearAllreduce(LinearAllreduce):
-    """By rows, where the weight's inputs are several parts one behind the other: each is cut by itself."""
+    """Cut by rows, for a weight whose inputs are several concatenated parts: each is cut by itself."""
 
     def __init__(
         self,

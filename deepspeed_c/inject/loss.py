@@ -187,7 +187,7 @@ class CutCausalLoss:
 
 
 def cut_loss(model: torch.nn.Module, head: LinearLayer, ranks: TensorRanks, sizes: list[int]) -> None:
-    """Has ``model`` compute its causal loss on cut logits where it trains with labels. head: the layer whose output the
+    """Let ``model`` compute its causal loss on cut logits where it trains with labels. head: the layer whose output the
     logits are.
 
     Everything else (evaluation, generation) gets them whole. An adapter's model hands attributes through to the model

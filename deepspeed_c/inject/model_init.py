@@ -29,7 +29,7 @@ def tp_model_init(
     tp_group: dist.ProcessGroup | None = None,
     injection_policy: Mapping[type, Sequence[str]] | None = None,
 ) -> torch.nn.Module:
-    """Cuts ``model`` in place over ``tp_size`` ranks and returns it. Every rank of the job calls it.
+    """Cut ``model`` in place over ``tp_size`` ranks and return it. Every rank of the job calls it.
 
     Neighbouring ranks make a group: 0 to tp_size - 1, and so on. tp_group: this rank's group instead. dtype: new dtype
     of floating-point weights; None leaves them. config: the section ``tensor_parallel``, or a mapping with it; its

@@ -1,7 +1,7 @@
 """Collectives of the cut region that travel while something is computed, and tokens that lie apart around it.
 
 [Note: gradients under way] The backward of column layers on one tensor gives the tensor's gradient, which is summed
-over ranks, and their weights' gradients. Of the nodes that are ready, autograd runs the last recorded one first. So one
+over ranks, and their weights' gradients. Autograd runs ready nodes in the reverse order of their recording. So one
 records, in this order: ``_Wait`` on the tensor, one ``_Weights`` for each layer, ``_Start``, the layers' products.
 Backward then computes the tensor's gradient (all layers), starts its sum (``_Start``), computes the weights' gradients
 meanwhile (``_Weights``), and waits (``_Wait``). Between ``_Start`` and ``_Wait`` the gradient is in a ``_Box``: nobody
@@ -102,7 +102,7 @@ class _Start(torch.autograd.Function):
 
 
 class _GatherStream(torch.autograd.Function):
-    """All ranks' tokens inside the region (``of_ranks`` is under way); of the sum of their gradients this rank's are
+    """All ranks' tokens inside the region (``of_ranks`` is under way); this rank's part of their gradients' sum is
     started and left in the box."""
 
     @staticmethod
@@ -312,7 +312,7 @@ class TokenStream:
         self._sizes: list[int] = []
 
     def begin(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        """Before the first layer: a hook with keyword arguments."""
+        """Hook with keyword arguments before the first layer: take this rank's tokens."""
         if not module.training:
             return None
         x = args[0] if args else kwargs["hidden_states"]

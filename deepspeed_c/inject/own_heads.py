@@ -13,7 +13,7 @@ __all__ = ["RegionEntry", "SharedKey", "count_own_heads"]
 
 
 class RegionEntry(Protocol):
-    """Where a tensor enters a cut region: ``TensorRanks``, or the ranks of a trial."""
+    """The entry to a cut region: ``TensorRanks``, or the ranks of a trial."""
 
     def enter(self, x: torch.Tensor, label: str) -> torch.Tensor: ...
 

@@ -38,7 +38,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Heads:
-    """Where the attention of a family keeps its counts, which become the rank's own."""
+    """Attributes of a family's attention that hold its counts; the counts become the rank's own."""
 
     pattern: str
     """The end of the attention's dotted name."""
@@ -80,7 +80,7 @@ class Policy:
     rules: tuple[Rule, ...]
     heads: tuple[Heads, ...] = field(default=())
     stream: Stream | None = None
-    """Where norms may see a rank's own tokens, and halves of a batch may run in turn; None: nowhere."""
+    """Layers whose norms may see a rank's own tokens, and which may run on halves of a batch in turn; None: nowhere."""
     loss: Literal["causal", ""] = ""
     """causal: the model's ``loss_function`` is transformers' causal one, which is then computed on cut logits."""
 
@@ -90,7 +90,7 @@ POLICIES: dict[str, Policy] = {}
 
 
 def policy(*model_types: str) -> Callable[[type], Policy]:
-    """Registers the class below it, whose attributes are the fields of ``Policy``, for these model types."""
+    """Register the class below it, whose attributes are the fields of ``Policy``, for these model types."""
 
     def register(data: type) -> Policy:
         values = {name: value for name, value in vars(data).items() if not name.startswith("_")}

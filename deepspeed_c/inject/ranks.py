@@ -100,7 +100,7 @@ class TensorRanks:
         return self._copies[ranks]
 
     def sum_gradient(self, param: torch.nn.Parameter, ranks: tuple[int, ...], label: str) -> None:
-        """From now on ``param``'s gradient is summed over ``ranks`` before anybody sees it.
+        """Sum ``param``'s gradient over ``ranks`` from now on, before any other use.
 
         ranks: the ranks with the same elements, each using them on different heads. An engine takes the hook
         (``tp_sum_hook``) away, and sums whole buckets: over ``tp_cut.copies``, or where ``tp_sum_gradients`` says that
@@ -148,7 +148,7 @@ class DropoutRegion:
 
     @contextmanager
     def drawn_alike(self, device: torch.device) -> Iterator[None]:
-        """Inside the region, random numbers that are the same on all ranks."""
+        """Draw random numbers inside the region that are the same on all ranks."""
         if self._shared is None:
             yield
             return

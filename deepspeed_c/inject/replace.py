@@ -61,7 +61,7 @@ def replace_module(
     _replace_policy: Any,
     checkpoint: str | os.PathLike[str] | None = None,
 ) -> torch.nn.Module:
-    """Puts ``replace_fn(module, policy, number)`` in the place of every module of ``orig_class`` below ``model``.
+    """Put ``replace_fn(module, policy, number)`` in the place of every module of ``orig_class`` below ``model``.
 
     orig_class: the very class; None for all that ``layer_policies`` knows, each with its policy. checkpoint: a file of
     safetensors or of torch.save whose weights the model takes first; nothing in it is executed. A ``replace_fn`` that
@@ -97,7 +97,7 @@ def replace_transformer_layer(
     model_config: Any,
     training_mode: bool = False,
 ) -> torch.nn.Module:
-    """Gives ``model`` DeepSpeed's layers, kernels, or 1/tp of its layers, as ``config`` says; the model, changed.
+    """Give ``model`` DeepSpeed's layers, kernels, or 1/tp of its layers, as ``config`` says; return the changed model.
 
     orig_layer_impl: a class of layers. Layers with a policy in ``layer_policies`` become ``DeepSpeedTransformerLayer``.
     checkpoint_dict: {"checkpoints": files, "base_dir": folder} to take weights from first. config: a mapping or an
@@ -144,7 +144,7 @@ def replace_transformer_layer(
 def revert_transformer_layer(
     orig_layer_impl: type, model: torch.nn.Module, config: Any, preln: bool = False
 ) -> torch.nn.Module:
-    """Puts ``orig_layer_impl(config)``, with the same weights, in the place of every DeepSpeedTransformerLayer.
+    """Put ``orig_layer_impl(config)``, with the same weights, in the place of every DeepSpeedTransformerLayer.
 
     preln: the class has its norms ahead (Turing's BERT). Raises ModelError where the model has no such layer, or the
     class other shapes; nothing has changed then.
@@ -176,7 +176,7 @@ def revert_transformer_layer(
 def generic_injection(
     module: Any, dtype: torch.dtype | None = None, enable_cuda_graph: bool = True
 ) -> dict[str, KernelReport]:
-    """Swaps kernels into a model, or into every model that ``module`` holds as an attribute (a pipeline of diffusers).
+    """Swap kernels into a model, or into every model that ``module`` holds as an attribute (a pipeline of diffusers).
 
     dtype: the models are cast to it first; None leaves them. enable_cuda_graph: without effect, there are no graphs.
     Returns a report by attribute, "" for the model itself. Raises ModelError where nothing has a kernel.
@@ -199,8 +199,8 @@ def generic_injection(
 
 
 def get_transformer_name(replaced_module: torch.nn.Module) -> str:
-    """Where the list of layers stands: "bert." or "model.layers", the first child that has layers and their list's
-    name, if it is its own; "" without one.
+    """Return the path of the list of layers: "bert." or "model.layers", the first child that has layers and their
+    list's name, if it is its own; "" without one.
     """
     for name, child in replaced_module.named_children():
         if any(isinstance(module, torch.nn.ModuleList) for module in child.modules()):
@@ -295,7 +295,7 @@ def _of(config: Any, key: str) -> Any:
 
 
 def _take_weights(model: torch.nn.Module, path: str) -> dict[str, torch.Tensor]:
-    """Fills ``model`` with the weights of a file; those weights. Raises CheckpointError where they are another's."""
+    """Fill ``model`` with the weights of a file and return these. Raises CheckpointError where they are another's."""
     weights = _weights_of(path)
     own = model.state_dict()
     known = {name: value for name, value in weights.items() if name in own}

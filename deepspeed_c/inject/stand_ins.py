@@ -496,7 +496,7 @@ class _ThinLinear(torch.nn.Module):
 
 
 class _TrialExperts(torch.nn.Module):
-    """In the place of experts, whose cut is by their own layout and not by the model's code: the same on all ranks."""
+    """Stand-in for experts, whose cut follows their own layout and not the model's code: the same on all ranks."""
 
     def __init__(self, experts: torch.nn.Module) -> None:
         super().__init__()
@@ -513,7 +513,7 @@ class _TrialExperts(torch.nn.Module):
 
 
 class _ShortTable(torch.nn.Module):
-    """A table of words with few rows, which words share."""
+    """An embedding table with few rows, which tokens share."""
 
     def __init__(self, module: torch.nn.Embedding) -> None:
         super().__init__()

@@ -14,8 +14,8 @@ _OWN_LOSS = "_loss_function"  # transformers' property ``loss_function`` reads t
 
 
 def swap_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
-    """From now on ``module`` runs ``forward`` instead of its own, hooks included. Returns the function that undoes it;
-    swaps of one module are undone the last one first."""
+    """Let ``module`` run ``forward`` instead of its own from now on, hooks included. Returns the function that undoes
+    it; swaps of one module are undone the last one first."""
     undo = partial(_put_back, module, "forward", vars(module).get("forward"))
     module.forward = forward
     return undo

@@ -160,7 +160,7 @@ def _is_beside(name: str, where: str) -> bool:
 def _compare_gradients(
     expected: _TrialRun, runs: Sequence[_TrialRun], steps: Mapping[str, Planned], skeleton: Skeleton
 ) -> set[str]:
-    """Parameters that must be summed and that no rule says so of."""
+    """Parameters that must be summed, though no rule says so."""
     largest = max((grad.abs().max().item() for grad in expected.grads.values()), default=0.0)
     verdicts: dict[str, dict[str, str]] = {}
     for name, grad in expected.grads.items():

@@ -11,7 +11,7 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Starts the ranks and waits for them. Returns their exit code; raises LaunchError where nothing can be started."""
+    """Start the ranks and wait for them. Returns their exit code; raises LaunchError where nothing can be started."""
     plan = make_plan(parse_options(argv))
     from deepspeed_c.launcher.run import launch  # here: it needs torch, and help and errors must not wait for that
 

@@ -18,7 +18,7 @@ EXIT_NO_READER = 141  # 128 + SIGPIPE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs ``deepspeed_c`` with ``argv`` (without the program's name; default: ``sys.argv[1:]``) and returns its exit
+    """Run ``deepspeed_c`` with ``argv`` (without the program's name; default: ``sys.argv[1:]``) and return its exit
     code.
 
     A launch returns 0 when every rank did. Otherwise it returns the exit code of the rank that failed first (128 + n

@@ -297,7 +297,7 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 def _script_index(argv: Sequence[str]) -> int:
-    """Where the script stands: at the first word that is neither an option nor the value of one.
+    """Return the script's index: the first word that is neither an option nor the value of one.
 
     argparse itself cannot tell: it drops a ``--`` among the script's arguments and takes their options for its own.
     """

@@ -99,7 +99,7 @@ class Output:
         self.close()
 
     def finish(self) -> None:
-        """Waits until all that the ranks have written is passed on. For when they have ended; may be called twice."""
+        """Wait until all that the ranks have written is passed on. For when they have ended; may be called twice."""
         if self._thread is None:
             return
         os.write(self._wake_write, b"x")

@@ -1,4 +1,5 @@
-"""From the user's options to a plan of the start: one command and one environment a rank, checked before anything runs.
+"""Turn the user's options into a plan of the start: one command and one environment a rank, checked before anything
+runs.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Devices:
     kind: str
     """torch's name of the device type: "cuda", "xpu", ..."""
     names: tuple[str, ...]
-    """How CUDA_VISIBLE_DEVICES names them. If those are numbers, they number the slots, too."""
+    """The devices' names in CUDA_VISIBLE_DEVICES. If these are numbers, they number the slots, too."""
 
     @property
     def slots(self) -> list[int]:
@@ -64,7 +65,7 @@ class Plan:
 
 
 def make_plan(options: Options, devices: Devices | str | None = "find") -> Plan:
-    """Decides what to start. ``devices`` is for tests: None stands for a host without accelerators.
+    """Decide what to start. ``devices`` is for tests: None stands for a host without accelerators.
 
     Raises ``LaunchError`` for all that the launcher can know to be wrong: a script that is not there, a host or slot
     that is not there, too few cores, an address that is not this host's, a log folder that cannot be made.
@@ -140,7 +141,7 @@ def _command(options: Options) -> tuple[str, ...]:
 
 
 def _check_module(name: str) -> None:
-    """Looks for the module as ``python -m`` would, without importing its packages."""
+    """Look for the module as ``python -m`` would, without importing its packages."""
     path: Iterable[str] | None = [os.getcwd(), *sys.path]
     spec: ModuleSpec | None = None
     parts = name.split(".")

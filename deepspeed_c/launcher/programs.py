@@ -72,7 +72,7 @@ PROGRAMS: dict[str, Callable[[list[str]], int]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the program that ``argv`` begins with (default: ``sys.argv[1:]``) with the words behind it.
+    """Run the program that ``argv`` begins with (default: ``sys.argv[1:]``) with the words behind it.
 
     Returns its exit code.
     """

@@ -34,7 +34,7 @@ IO_BACKENDS = ("uring", "libaio", "threads", "sync")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the report; 0, or 1 if a part of the package is missing or the compiled one does not load."""
+    """Print the report; 0, or 1 if a part of the package is missing or the compiled one does not load."""
     parser = command_parser("report", "Says what was built, what was found on this machine, and versions.")
     parser.add_argument("--json", action="store_true", help="as one JSON object")
     options = parser.parse_args(argv)
@@ -79,7 +79,7 @@ def _folder_of_ops() -> Path | None:
 
 
 def _missing_modules(folders: Mapping[str, Path | None]) -> list[str]:
-    """Modules of ours that a file imports, at any place in it, and that are not there.
+    """Modules of ours that a file imports, at any place in it, and that are missing.
 
     Imports nothing: the missing module may be the first to be imported.
 

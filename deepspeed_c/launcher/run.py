@@ -45,7 +45,7 @@ logger = logging.getLogger("deepspeed_c.launcher")
 
 
 def launch(plan: Plan) -> int:
-    """Runs the plan to its end and returns the exit code (see ``main.main``).
+    """Run the plan to its end and return the exit code (see ``main.main``).
 
     On return all ranks have ended and are reaped; after a failure or a signal, so have the processes that they had
     started. Raises ``LaunchError`` when the ranks could not be started; then none is left running.
@@ -166,11 +166,11 @@ class _RankProcesses(SubprocessContext):
             raise LaunchError(f"a rank cannot be started: {error}", where=self.entrypoint) from error
 
     def close(self, death_sig: signal.Signals | None = None, timeout: int = FAILURE_GRACE_SECONDS) -> None:
-        """As torchelastic's, which calls it when a rank has failed, with a time that suits this case."""
+        """Close as torchelastic does; it calls this when a rank has failed, with a time that suits this case."""
         super().close(death_sig, timeout)
 
     def stop(self, death_sig: signal.Signals, grace: float) -> None:
-        """Passes the signal on; after ``grace`` seconds, or at once on a second signal, kills. Then nothing is left."""
+        """Pass the signal on; after ``grace`` seconds, or at once on a second signal, kill. Then nothing is left."""
         try:
             self.close(death_sig, grace)
         except SignalException as again:
@@ -189,7 +189,7 @@ class _RankProcesses(SubprocessContext):
             _kill_group(pid)
 
     def abandon(self) -> None:
-        """Kills all, in case that an error of the launcher itself ends it; nothing to do otherwise."""
+        """Kill all ranks if an error of the launcher itself ends it; do nothing otherwise."""
         for handler in self.subprocess_handlers.values():
             if handler.proc.poll() is None:
                 _kill_group(handler.proc.pid)
@@ -212,7 +212,7 @@ class _LogsSpecs(DefaultLogsSpecs):
 
 @contextlib.contextmanager
 def _deferred_signals() -> Iterator[None]:
-    """Delivers the signals of the meantime at its end (between two ranks, one would leave the first behind)."""
+    """Deliver the signals of the meantime at its end (between two ranks, one would leave the first behind)."""
     pending: list[int] = []
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     for number, handler in handlers.items():
@@ -238,7 +238,7 @@ def _kill_group(pid: int) -> None:
 
 
 def _open_store(plan: Plan) -> TCPStore:
-    """Listens at the master address alone.
+    """Listen at the master address alone.
 
     Torch by itself listens at every address of the host, and asks nobody who connects who they are.
     """

@@ -31,7 +31,7 @@ class Link(Protocol):
     """One direction of the way between two neighbouring stages; a value comes out in the order of ``send``."""
 
     def send(self, value: Any, label: str) -> None:
-        """Starts to send; the tensors may be freed at once."""
+        """Start to send; the tensors may be freed at once."""
         ...
 
     def post(self, label: str) -> None:
@@ -39,11 +39,11 @@ class Link(Protocol):
         ...
 
     def take(self) -> Any:
-        """Waits for the value that was posted first. Its tensors are detached; they require gradients as they did."""
+        """Wait for the value that was posted first. Its tensors are detached; they require gradients as they did."""
         ...
 
     def flush(self) -> None:
-        """Returns when everything has left."""
+        """Return when everything has left."""
         ...
 
     def clear(self) -> None:
@@ -82,7 +82,7 @@ class _Packed(NamedTuple):
     shape: tuple[int, ...]
     requires_grad: bool
     begin: int
-    """Where its bytes begin in the message."""
+    """Offset of its bytes in the message."""
 
     @property
     def n_bytes(self) -> int:
@@ -96,7 +96,7 @@ class _Form(NamedTuple):
     leaves: tuple[Any, ...]
     """A ``_Packed`` for each tensor, and pickled bytes for any other leaf."""
     n_bytes: int
-    """Of the message."""
+    """Bytes of the message."""
 
     @classmethod
     def of(cls, leaves: list[Any], spec: TreeSpec) -> _Form:

@@ -217,14 +217,14 @@ class PipelineModule(torch.nn.Module):
         return {key: tuple(sorted(found)) for key, found in ranks.items()}
 
     def _mark_tied(self) -> None:
-        """Tells each weight of a tied module which pipeline ranks have a copy of it."""
+        """Tell each weight of a tied module which pipeline ranks have a copy of it."""
         for key, ranks in self.tied_ranks().items():
             module = self._tied_module(key) if len(ranks) > 1 else None
             for tensor in () if module is None else (*module.parameters(), *module.buffers()):
                 tensor.pipe_tied_ranks = ranks
 
     def forward(self, forward_input: Any) -> Any:
-        """Runs this rank's layers; where it has several stages of a longer pipeline, ``run_stage`` runs one."""
+        """Run this rank's layers; where it has several stages of a longer pipeline, ``run_stage`` runs one."""
         if len(self.stages) > 1 and self.num_stages > 1:
             raise StateError(
                 f"this rank has the stages {self.stages}, which do not follow one another",
@@ -263,7 +263,7 @@ class PipelineModule(torch.nn.Module):
         return any(isinstance(layer, torch.nn.Module) and any(True for _ in layer.parameters()) for layer in layers)
 
     def set_checkpoint_interval(self, interval: int) -> None:
-        """From now on as many layers are recomputed together; 0: none."""
+        """Recompute so many layers together from now on; 0: none."""
         if interval < 0:
             raise ConfigError(f"{interval} is negative", where="set_checkpoint_interval", fix="use an integer >= 0")
         self.activation_checkpoint_interval = interval

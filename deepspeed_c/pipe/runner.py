@@ -42,7 +42,7 @@ class Lent(NamedTuple):
     scale: Callable[[torch.Tensor], torch.Tensor]
     """Loss -> the scalar where backward starts."""
     backward: Callable[[], AbstractContextManager[None]]
-    """Around each run of autograd."""
+    """Context around each run of autograd."""
 
 
 class _Flight:
@@ -83,8 +83,8 @@ class Runner:
         self._gradients: dict[tuple[int, int], list[torch.Tensor | None]] = {}
 
     def run(self, actions: Sequence[tuple[int, int, int]], lent: Lent, *, has_backward: bool) -> dict[int, Any]:
-        """Runs a list of (kind, stage, micro-batch); returns the last stage's results by micro-batch, which are empty
-        on other ranks. After an exception nothing of it is left here."""
+        """Run a list of (kind, stage, micro-batch); return the last stage's results by micro-batch, which are empty on
+        other ranks. After an exception nothing of it is left here."""
         self._lent, self._has_backward = lent, has_backward
         self._results: dict[int, Any] = {}
         try:

@@ -80,7 +80,7 @@ def make_table(name: str, n_ranks: int, n_virtual: int, n_micro_batches: int, wh
 
 
 def simulate(table: _C.PipeTable, costs: Sequence[Cost], transfer_ns: int = 0) -> Outcome:
-    """Runs a table on paper: ``costs`` by stage, a message takes ``transfer_ns``."""
+    """Run a table on paper: ``costs`` by stage, a message takes ``transfer_ns``."""
     makespan_ns, spans, usage = table.simulate([tuple(cost) for cost in costs], transfer_ns)
     busy_ns, peak_bytes, peak_live = zip(*usage, strict=True)
     return Outcome(makespan_ns, spans, list(busy_ns), list(peak_bytes), list(peak_live))

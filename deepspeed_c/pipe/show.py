@@ -42,7 +42,7 @@ _LETTERS = {_C.PIPE_FORWARD: "F", _C.PIPE_BACKWARD: "B", _C.PIPE_INPUT: "I", _C.
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs ``deepspeed_c pipe`` with the words after it; 0 when something was printed.
+    """Run ``deepspeed_c pipe`` with the words after it; 0 when something was printed.
 
     Raises ConfigError for a name or a shape that is none.
     """

@@ -1,4 +1,4 @@
-"""How an engine's sequences are attended over ranks: section sequence_parallel, the model and the ranks decide."""
+"""Attention of an engine's sequences over ranks: section sequence_parallel, the model and the ranks decide."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SharedAttention:
         self._order, self._registration = order, registration
 
     def close(self) -> None:
-        """Gives the model, and transformers, their functions back; batches are no longer cut in its order."""
+        """Give the model, and transformers, their functions back; batches are no longer cut in its order."""
         self._order.close()
         if self._registration is not None:
             self._registration.close()

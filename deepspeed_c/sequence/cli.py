@@ -27,7 +27,7 @@ Which rank has which tokens of a sequence and computes which part of its attenti
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs ``deepspeed_c sequence`` with the words after it; 0 when a plan was printed.
+    """Run ``deepspeed_c sequence`` with the words after it; 0 when a plan was printed.
 
     Raises ConfigError for numbers that no plan fits, and names them.
     """

@@ -39,7 +39,7 @@ class ModelOrder:
         return self._group() is group
 
     def close(self) -> None:
-        """Ends it, unless another engine has taken the model meanwhile."""
+        """Withdraw the order, unless another engine has taken the model meanwhile."""
         model = self._model()
         if model is not None and _orders.get(model) is self:
             del _orders[model]
@@ -49,7 +49,7 @@ _orders: weakref.WeakKeyDictionary[torch.nn.Module, ModelOrder] = weakref.WeakKe
 
 
 def lend(comm: Collectives) -> None:
-    """From now on attention over the group of ``comm`` talks through it."""
+    """Let attention over the group of ``comm`` use it from now on."""
     _lent[_process_group(comm.group)] = comm
 
 

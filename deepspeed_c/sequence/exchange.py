@@ -30,7 +30,7 @@ class Shapes(NamedTuple):
     """Elements of one head of a query or key."""
     value_width: int
     tokens: tuple[int, ...]
-    """Of each rank."""
+    """Tokens of each rank."""
     rank: int
 
     @property

@@ -215,7 +215,8 @@ class _AttentionCall:
         return found
 
     def _attend(self, q: torch.Tensor, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of chunk ``i``'s queries to the keys of all chunks up to it: (out, log_sum [batch, heads, tokens])."""
+        """Attention of chunk ``i``'s queries to the keys of all chunks up to it: (out, log_sum [batch, heads, tokens]).
+        """
         wide = torch.promote_types(q.dtype, torch.float32)
         groups = q.shape[0] * q.shape[1]
         out = q.new_zeros((groups, *q.shape[2:]), dtype=wide)

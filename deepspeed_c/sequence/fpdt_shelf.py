@@ -61,7 +61,7 @@ class Shelf:
         return self._copies is not None or self._file is not None
 
     def put(self, tensor: torch.Tensor) -> ShelvedChunk:
-        """Keeps ``tensor``, which must not change; it goes while the next one is computed."""
+        """Keep ``tensor``, which must not change; it goes while the next one is computed."""
         chunk = ShelvedChunk(tensor)
         if self._moves:
             self._finish_leaving()

@@ -157,7 +157,7 @@ class UlyssesSPAttentionHF(torch.nn.Module):
         return given
 
     def _mask(self, module: torch.nn.Module, whole: WholeSequences, batch: int, kwargs: Mapping[str, Any]) -> Any:
-        """As the attention function that is wrapped wants it."""
+        """The mask in the form of the wrapped attention function."""
         said = kwargs.get("is_causal")
         is_causal = bool(getattr(module, "is_causal", True) if said is None else said)
         window = kwargs.get("sliding_window")
@@ -177,7 +177,7 @@ class UlyssesSPAttentionHF(torch.nn.Module):
         disable_in_eval: bool = False,
         max_length: int | None = None,
     ) -> Any:
-        """From now on a model of transformers attends over the tokens of ``sequence_parallel_size`` neighbouring ranks.
+        """Let a model of transformers attend over the tokens of ``sequence_parallel_size`` neighbouring ranks.
 
         model_name_or_path: the model (of PEFT too), or the name or folder of a model that is yet to be made.
         core_attn_implementation: "sdpa", a flash attention or a kernel of the hub, as the model has it.
@@ -203,7 +203,7 @@ class UlyssesSPAttentionHF(torch.nn.Module):
 
 @contextmanager
 def _groups_of(module: torch.nn.Module, n_groups: int) -> Iterator[None]:
-    """Tells an attention function how many query heads of this rank share a key head."""
+    """Tell an attention function how many query heads of this rank share a key head."""
     before = getattr(module, "num_key_value_groups", None)
     if before is None or before == n_groups:
         yield
@@ -243,7 +243,7 @@ class Registration:
         return self._arguments["attn_head_count"], self._arguments["kv_head_count"]
 
     def attend_by(self, kind: type[UlyssesSPAttentionHF]) -> None:
-        """From now on by another kind of attention."""
+        """Attend by another kind of attention from now on."""
         self.attention = kind(**self._arguments)
 
     @property
@@ -286,8 +286,8 @@ class Registration:
             model.__dict__["generate"] = generate_alone
 
     def _look(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before a forward. Raises ModelError where positions lack, and for labels that the model would shift after the
-        cut."""
+        """Hook before a forward. Raises ModelError where positions lack, and for labels that the model would shift
+        after the cut."""
         self.attention.has_mask_of_model = kwargs.get("attention_mask") is not None
         is_cut = not (self._is_generating or (self.attention.disable_in_eval and not model.training))
         if is_cut and kwargs.get("position_ids") is None and len(args) < 3:
@@ -306,7 +306,7 @@ class Registration:
             )
 
     def close(self) -> None:
-        """Gives the model, and transformers where no other model needs it, their functions back."""
+        """Give the model, and transformers where no other model needs it, their functions back."""
         model = None if self._model is None else self._model()
         if self._hook is not None:
             self._hook.remove()
@@ -376,7 +376,7 @@ def _register(
     micro_batch_size: int = 1,
     disable_in_eval: bool = False,
 ) -> Registration:
-    """Raises before anything is changed."""
+    """Register a model, or raise before anything is changed."""
     table = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
     model = model_or_name if isinstance(model_or_name, torch.nn.Module) else None
     if hasattr(model_or_name, "config"):

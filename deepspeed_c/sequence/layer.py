@@ -53,7 +53,7 @@ class DistributedAttention(torch.nn.Module):
         self.scatter_idx, self.gather_idx, self.sp_stream = scatter_idx, gather_idx, sp_stream
 
     def layer_sync(self, layer: Any) -> None:
-        """Waits for ``layer.done_event``, where it has one and there is a stream of its own for exchanges."""
+        """Wait for ``layer.done_event``, where it has one and there is a stream of its own for exchanges."""
         if self.sp_stream is not None and hasattr(layer, "done_event"):
             torch.get_device_module(self.sp_stream.device).current_stream().wait_event(layer.done_event)
 
@@ -125,7 +125,7 @@ def _tokens_first(tensor: torch.Tensor, batch_dim: int) -> torch.Tensor:
 
 
 def _with_heads(tensor: torch.Tensor, n_ranks: int) -> torch.Tensor:
-    """Of 3 dimensions, the last is cut into as many heads as there are ranks."""
+    """Cut the last of 3 dimensions into as many heads as there are ranks."""
     if tensor.dim() not in (3, 4) or (tensor.dim() == 3 and tensor.shape[2] % n_ranks):
         raise ConfigError(
             f"a tensor {tuple(tensor.shape)} cannot be cut over {n_ranks} ranks",
@@ -136,7 +136,7 @@ def _with_heads(tensor: torch.Tensor, n_ranks: int) -> torch.Tensor:
 
 
 def _rotate(tensor: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turns the first elements of each head, as many as ``cos`` has, in pairs half of these apart."""
+    """Turn the first elements of each head, as many as ``cos`` has, in pairs half of these apart."""
     width = cos.shape[-1]
     turned, rest = tensor[..., :width], tensor[..., width:]
     low, high = turned.chunk(2, -1)

@@ -105,7 +105,7 @@ class UlyssesSPDataLoaderAdapter:
         self._n_to_skip, self.iter = state["batches"], None
 
     def refill(self) -> None:
-        """Loads a batch on each rank, and gets this rank's parts of all. Collective.
+        """Load a batch on each rank, and get this rank's parts of all. Collective.
 
         Raises StopIteration where the data ends, on all ranks; ModelError, on the ranks that have it, for a batch that
         cannot be cut; StateError where nothing says which of several orders is meant; RankMismatchError, on all, where
@@ -132,7 +132,7 @@ class UlyssesSPDataLoaderAdapter:
         self.micro_batches.extend(self._exchange(batch, headers, order))
 
     def _prepare(self, batch: Any, order: TokenOrder) -> dict[str, Any]:
-        """With positions and shifted labels, and of a length that ranks divide."""
+        """Add positions and shifted labels to a batch, and fill it up to a length that ranks divide."""
         if not isinstance(batch, Mapping) or not torch.is_tensor(batch.get("input_ids")):
             raise _unfit(f"the batch is a {type(batch).__name__} without input_ids", "use a collator that gives a dict")
         batch = {key: value.detach() if torch.is_tensor(value) else value for key, value in batch.items()}

@@ -33,7 +33,7 @@ _arranged: weakref.WeakKeyDictionary[dist.ProcessGroup, Mesh] = weakref.WeakKeyD
 
 
 def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
-    """Says that ``sequence_parallel_size`` neighbouring ranks share each sequence. May be said again for another model.
+    """Let ``sequence_parallel_size`` neighbouring ranks share each sequence. May be said again for another model.
 
     Collective. Raises ConfigError for a number that does not divide the ranks, and StateError where another one has
     been said before."""

@@ -39,7 +39,7 @@ class RingPlan:
     """Attention of one sequence around a ring: keys and values travel from rank r to rank r + 1 at each hop."""
 
     cut: SequenceCut
-    """With one rank a part."""
+    """A cut with one rank a part."""
     is_causal: bool
     window: int
     """Queries see keys that are fewer than so many tokens away; 0: at any distance."""

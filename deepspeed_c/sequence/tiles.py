@@ -149,7 +149,7 @@ class _TileSum:
             self._is_own = self.total.layout is torch.strided
 
     def add_product(self, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Adds ``a.T @ b``."""
+        """Add ``a.T @ b``."""
         if self.total is None:
             self.total, self._is_own = a.mT @ b, True
         elif self._is_own and self.total.layout is torch.strided:
@@ -227,7 +227,7 @@ class _TileSums:
         weights: Sequence[torch.Tensor],
         grad: torch.Tensor,
     ) -> None:
-        """Runs the backward of the tile of ``rows`` (begin, number)."""
+        """Run the backward of the tile of ``rows`` (begin, number)."""
         if not output.requires_grad:
             return
         ends = [*(inputs[i] for i in self._wanted), *weights]
@@ -244,7 +244,7 @@ class _TileSums:
             self._weights.setdefault(id(weight), _TileSum()).add(found.pop())
 
     def add_product(self, weight_id: int, grad: torch.Tensor, x: torch.Tensor) -> None:
-        """Adds the gradient of a weight [out, in] by rows of ``grad`` [n, out] and ``x`` [n, in]."""
+        """Add the gradient of a weight [out, in] by rows of ``grad`` [n, out] and ``x`` [n, in]."""
         self._weights.setdefault(weight_id, _TileSum()).add_product(grad, x)
 
     def of_tensor(self, i: int) -> torch.Tensor | None:

@@ -43,7 +43,7 @@ def tiles_of_mlp(n_tokens: int, width: int) -> int:
 
 
 def tiles_of_loss(n_tokens: int, n_words: int) -> int:
-    """As many that a tile's logits have at most ``LOGITS_ELEMS`` elements."""
+    """Number of tiles so that a tile's logits have at most ``LOGITS_ELEMS`` elements."""
     return max(1, math.ceil(n_tokens * n_words / LOGITS_ELEMS))
 
 

@@ -41,7 +41,7 @@ Prints, for a POSIX shell, the variables that make Python programs see deepspeed
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs a command in place of this process; returns only when that cannot be."""
+    """Run a command in place of this process; return only if that fails."""
     force, command = _parse(arguments, _RUN_HELP)
     if not command:
         _stop(_RUN_HELP, "which command?")
@@ -64,7 +64,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def env(arguments: Sequence[str]) -> int:
-    """Prints the variables as ``export`` lines."""
+    """Print the variables as ``export`` lines."""
     force, rest = _parse(arguments, _ENV_HELP)
     if rest:
         _stop(_ENV_HELP, f"what is {rest[0]!r}?")

@@ -158,7 +158,7 @@ def _upstream_path(name: str) -> str:
 
 
 def spec_of_ours(name: str) -> ModuleSpec:
-    """For a path of DeepSpeed's under our own name.
+    """Return the spec for a path of DeepSpeed's under our own name.
 
     Raises:
         MissingModuleError: it is not in the tables.
@@ -208,7 +208,7 @@ _ADOPTED = (AliasedModule, type(_PACKAGE))
 
 
 def install_finders() -> None:
-    """Makes ``deepspeed.x`` importable for as long as ``deepspeed`` is this package; once more does nothing."""
+    """Make ``deepspeed.x`` importable while ``deepspeed`` is this package; a second call does nothing."""
     if not any(isinstance(finder, AliasFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, AliasFinder())
         sys.meta_path.append(MissingFinder())

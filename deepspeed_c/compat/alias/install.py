@@ -126,7 +126,7 @@ def _in_front(folder: str, present: str) -> str:
 
 
 def activate() -> None:
-    """Puts this package in the place of the module ``deepspeed``; called by the shim while it is being imported.
+    """Put this package in the place of the module ``deepspeed``; called by the shim while it is being imported.
 
     Raises:
         AliasError: a real DeepSpeed is on this interpreter's path as well, and hiding it was not asked for.
