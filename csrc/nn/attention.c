@@ -203,7 +203,7 @@ void dsc_transpose_tile(const dsc_f32 *tile, int64_t n_rows, int64_t n_cols, dsc
     }
 }
 
-/* What the online softmax of a block of queries has seen so far. */
+/* The state of the online softmax of a block of queries. */
 struct seen {
     dsc_f32 max[DSC_TILE];
     double sum[DSC_TILE];  /* of exp(score - max) */

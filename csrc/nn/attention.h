@@ -1,4 +1,4 @@
-/* What attention and its gradients share: who sees whom, and blocks of tokens as tiles of f32. */
+/* Shared by attention and its gradients: the keys that each query sees, and blocks of tokens as tiles of f32. */
 #ifndef DSC_NN_ATTENTION_H
 #define DSC_NN_ATTENTION_H
 

@@ -75,7 +75,7 @@ struct keys_block {
     dsc_tile dv;
 };
 
-/* Zeros for what a query does not see of a block. */
+/* Sets to zero the keys of a block that a query does not see. */
 static void hide_row(const struct grad_job *job, const struct keys_block *keys, int64_t query, bool hides_documents,
                      dsc_f32 *p, dsc_f32 *ds)
 {
@@ -125,7 +125,7 @@ static void make_gradients(const struct grad_job *job, const struct dsc_block *q
     }
 }
 
-/* What one block of queries has to do with the block of keys. */
+/* Adds the gradients between a block of queries and the block of keys. */
 static void meet(const struct grad_job *job, const struct dsc_block *queries, float *dq, struct keys_block *keys)
 {
     const struct dsc_attention *attention = &job->attention;

@@ -8,7 +8,7 @@
 
 #define NUMBERS 65536.0
 
-/* How the loop is called: numbers below threshold are dropped, what is kept is scaled. */
+/* The loop's arguments: elements with numbers below threshold are dropped, the others are scaled. */
 struct dropping {
     uint64_t seed;
     uint32_t threshold;

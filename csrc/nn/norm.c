@@ -14,8 +14,8 @@ struct norm_job {
 #define ROW_ELEMS (4 * DSC_BLOCK_ELEMS)
 
 /*
- * Writes the sum with the residual and gives the moments of what was written. A row of 16-bit elements that fits is
- * left in kept, as f32.
+ * Writes the sum with the residual and returns its moments as written. A row of 16-bit elements that fits is left in
+ * kept, as f32.
  */
 static void enter_row(const struct norm_job *job, int64_t row, dsc_f32 *kept, double *sum, double *sumsq)
 {
@@ -119,7 +119,7 @@ struct norm_grad_job {
     const struct dsc_nn_norm_grad *call;
 };
 
-/* What both passes over a row read of one block. */
+/* The inputs of one block, for both passes over a row. */
 struct norm_block {
     const dsc_f32 *dy;
     const dsc_f32 *x;

@@ -19,7 +19,7 @@ struct dsc_rows dsc_rows_of(int64_t n_rows, int64_t n_cols)
     return (struct dsc_rows){dsc_kernels_get(), dsc_nn_kernels_get(), n_rows, n_cols};
 }
 
-/* Chunks depend on sizes alone. Those of calls that sum over rows are few, since each has a sum of its own. */
+/* Chunks depend on sizes alone. Calls that sum over rows have few, since each chunk has a sum of its own. */
 static int64_t rows_of_chunk(int64_t n_rows, int64_t n_cols, int64_t max_chunks)
 {
     int64_t rows = DSC_MIN_CHUNK_ELEMS / n_cols;

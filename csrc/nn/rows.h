@@ -1,6 +1,6 @@
 /*
- * What every operator on rows shares: its operands' checks, one block of a row in whatever dtype, and the run over all
- * rows, with sums over them where there are such.
+ * Shared by all operators on rows: checks of operands, one block of a row in any dtype, and the run over all rows, with
+ * sums over rows where needed.
  */
 #ifndef DSC_NN_ROWS_H
 #define DSC_NN_ROWS_H
@@ -9,7 +9,7 @@
 #include "base/par.h"
 #include "nn/table.h"
 
-/* What the body of a run works with. */
+/* The shared arguments of a run's body. */
 struct dsc_rows {
     const struct dsc_kernels *kernels;
     const struct dsc_nn_kernels *nn;
@@ -87,7 +87,7 @@ static inline const dsc_f32 *dsc_load(const struct dsc_rows *rows, dsc_dtype dty
     return data == NULL ? NULL : dsc_load_f32(rows->kernels, dtype, data, n, scratch);
 }
 
-/* Where a loop writes what dsc_store then puts into data. */
+/* The buffer that a loop writes and dsc_store then copies into data. */
 static inline dsc_f32 *dsc_target(dsc_dtype dtype, void *data, dsc_f32 *scratch)
 {
     return dtype == DSC_DTYPE_F32 ? data : scratch;

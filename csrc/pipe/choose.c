@@ -1,4 +1,4 @@
-/* Which of several schedules is the fastest within a number of bytes. */
+/* Chooses the fastest of several schedules within a memory limit. */
 #include "base/fail.h"
 #include "pipe/pipe.h"
 

@@ -23,7 +23,8 @@ static int compare(const void *a, const void *b)
     return left->index < right->index ? -1 : 1;
 }
 
-/* With turns of equal length: what real times are does not matter for the order of messages, as long as there is one.
+/* Orders actions by a simulation with turns of equal length: messages need one order, and real times do not matter for
+ * it.
  */
 static dsc_status order(const struct dsc_pipe_table *table, struct turn *turns)
 {

@@ -1,7 +1,7 @@
 /*
  * DualPipeV: DeepSeek-V3's DualPipe (arXiv 2412.19437) folded into a V, so that weights lie once. In the middle every
- * forward stands beside a backward of another micro-batch, whose messages hide behind it. Its bubble is that of the
- * published formula, (p - 1)(F + B - 3W), where a forward and a backward side by side take as long as one by one.
+ * forward stands beside a backward of another micro-batch, whose messages hide behind it. Its bubble follows the
+ * published formula, (p - 1)(F + B - 3W), if a forward and a backward side by side take as long as one by one.
  */
 #include "pipe/pipe.h"
 

@@ -1,4 +1,4 @@
-/* What the files of this folder share: a schedule as a table, and lists that grow up to a capacity. */
+/* Shared by the files of this folder: a schedule as a table, and lists that grow up to a capacity. */
 #ifndef DSC_PIPE_PIPE_H
 #define DSC_PIPE_PIPE_H
 
@@ -13,7 +13,10 @@ struct pipe_list {
 
 void dsc_pipe_push(struct pipe_list *list, enum dsc_pipe_kind kind, int32_t stage, int32_t micro_batch);
 
-/* One file of this folder, one line of schedules.inc. fill appends what rank computes; shape has been checked. */
+/*
+ * A schedule: a file of this folder, and a line of schedules.inc. fill appends rank's computations; shape has been
+ * checked.
+ */
 struct pipe_schedule {
     const char *name;
     struct dsc_pipe_traits traits;
@@ -32,7 +35,7 @@ struct pipe_own_table {
 dsc_status dsc_pipe_make_table(const char *schedule, const struct dsc_pipe_shape *shape, struct pipe_own_table *out);
 void dsc_pipe_clear_table(struct pipe_own_table *own);
 
-/* DSC_EINVAL names what is not an action on a stage of its rank. */
+/* DSC_EINVAL names the first entry that is not an action on a stage of its rank. */
 dsc_status dsc_pipe_check_table(const struct dsc_pipe_table *table);
 
 /* Whether the kind makes, or whether it moves, an output (F) or a gradient of an input. */
@@ -52,7 +55,7 @@ static inline bool pipe_makes_gradient(int32_t kind)
     return kind == DSC_PIPE_BACKWARD || kind == DSC_PIPE_INPUT;
 }
 
-/* Which stage another one's result goes to after this action: stage + 1, stage - 1, or -1 for nowhere. */
+/* The stage that gets the result of this action: stage + 1, stage - 1, or -1 for none. */
 static inline int32_t pipe_next_stage(const struct dsc_pipe_table *table, const struct dsc_pipe_action *action)
 {
     if (action->kind == DSC_PIPE_FORWARD)

@@ -1,4 +1,4 @@
-/* The schedules by name: what they take, where their stages lie, and their lists. */
+/* The schedules by name: their limits, the ranks of their stages, and their lists. */
 #include "base/fail.h"
 #include "pipe/pipe.h"
 

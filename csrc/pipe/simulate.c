@@ -1,4 +1,4 @@
-/* A table run on paper: each action begins when its rank is free and what it needs is there. */
+/* A table run on paper: each action begins when its rank is free and its inputs are there. */
 #include "base/fail.h"
 #include "pipe/pipe.h"
 

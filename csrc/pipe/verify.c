@@ -30,7 +30,10 @@ static bool crosses(const struct dsc_pipe_table *table, int32_t stage, int32_t o
     return other >= 0 && other < table->n_stages && table->rank_of[stage] != table->rank_of[other];
 }
 
-/* What stage and micro-batch must have in all, as bits of kinds; a split backward is as good as a whole one. */
+/*
+ * Checks that stage has done everything for micro-batch k, as bits of kinds; a split backward is as good as a whole
+ * one.
+ */
 static dsc_status check_complete(const struct proof *proof, int32_t stage, int32_t k)
 {
     const struct dsc_pipe_table *table = proof->table;
@@ -84,7 +87,7 @@ static bool has_gradient(const struct proof *proof, int32_t stage, int32_t k)
     return has(proof, stage, k, DSC_PIPE_BACKWARD) || has(proof, stage, k, DSC_PIPE_INPUT);
 }
 
-/* Whether what an action of this rank needs was done before it in the same list. Other ranks' results come by RECV. */
+/* Whether an action's inputs were made before it in the same list. Other ranks' results come by RECV. */
 static bool is_in_order(const struct proof *proof, const struct dsc_pipe_action *action)
 {
     const struct dsc_pipe_table *table = proof->table;
@@ -150,7 +153,7 @@ static void wake(struct proof *proof, int32_t rank)
     proof->ready[proof->n_ready++] = rank;
 }
 
-/* Does what stands next on rank. False where it waits for another rank. */
+/* Does the next action of rank. False where it waits for another rank. */
 static dsc_status step(struct proof *proof, int32_t rank, bool *out_went_on)
 {
     const struct dsc_pipe_table *table = proof->table;
@@ -183,8 +186,7 @@ static dsc_status step(struct proof *proof, int32_t rank, bool *out_went_on)
     return DSC_OK;
 }
 
-/* Every rank that is not at its end waits for another rank: some of them stand in a circle, or wait for one that is
- * done. */
+/* Every rank that is not at its end waits for another rank: some stand in a circle, or wait for a rank that is done. */
 static dsc_status fail_with_circle(struct proof *proof)
 {
     const struct dsc_pipe_table *table = proof->table;
@@ -194,7 +196,7 @@ static dsc_status fail_with_circle(struct proof *proof)
 
     while (proof->next[rank] == table->begins[rank + 1])
         rank++;
-    /* Nobody is on the stack any more: from here on is_ready marks those that the sentence names. */
+    /* Nobody is on the stack any more: from here on is_ready marks the ranks that the sentence names. */
     while (n < sizeof sentence && proof->next[rank] < table->begins[rank + 1] && !proof->is_ready[rank]) {
         const struct dsc_pipe_action *action = &table->actions[proof->next[rank]];
         int32_t peer = table->rank_of[other_end(action).stage];

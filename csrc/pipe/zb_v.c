@@ -5,7 +5,7 @@
  */
 #include "pipe/pipe.h"
 
-/* What a rank has done on its two stages: 0 on the way down, 1 on the way up. */
+/* A rank's progress on its two stages: 0 on the way down, 1 on the way up. */
 struct state {
     struct pipe_list *list;
     int32_t stages[2];
@@ -65,7 +65,7 @@ static void fill(const struct dsc_pipe_shape *shape, int32_t rank, struct pipe_l
             weight(&state, way);
         }
 
-    /* Gradients of inputs first, for those who wait for them; those of weights fill the rest. */
+    /* Gradients of inputs first, since other ranks wait for them; gradients of weights fill the rest. */
     for (int32_t i = 0; i < rank; i++) {
         input(&state, 0);
         input(&state, 1);

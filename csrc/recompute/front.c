@@ -1,14 +1,17 @@
 /*
- * One layer's front: all sums of its groups' choices while they are few, and otherwise those along the convex hull.
+ * One layer's front: all sums of its groups' choices while they are few, and otherwise the sums along the convex hull.
  *
- * An exact front takes the groups one after the other, and keeps of all sums what nothing else dominates.
+ * An exact front takes the groups one after the other, and keeps the sums that no other sum dominates (the Pareto
+ * front).
  */
 #include "recompute/front.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-/* What an option's code is: an index, four bits for each group, the number of moves along the hull, or nothing. */
+/*
+ * The meaning of an option's code: an index, four bits for each group, the number of moves along the hull, or nothing.
+ */
 enum { WHOLE, PACKED, MOVES, LEAST_KEPT, LEAST_PEAK };
 
 #define MAX_PACKED_GROUPS 16
@@ -31,7 +34,10 @@ static int compare_options(const void *a, const void *b)
     return x->code < y->code ? -1 : x->code > y->code;
 }
 
-/* Sorts, and leaves what nothing dominates: at most limit of them (the rest are not looked at). Counts comparisons. */
+/*
+ * Sorts, and reduces options to their Pareto front: at most limit of them, plus one if there are more. Counts
+ * comparisons.
+ */
 static int64_t prune(struct dsc_recompute_option *options, int64_t n, int64_t limit, int64_t *n_steps)
 {
     int64_t n_left = 0;
@@ -40,7 +46,7 @@ static int64_t prune(struct dsc_recompute_option *options, int64_t n, int64_t li
     for (int64_t i = 0; i < n && n_left <= limit; i++) {
         bool is_dominated = false;
 
-        for (int64_t j = n_left; j-- > 0 && !is_dominated;) { /* what came before keeps no more */
+        for (int64_t j = n_left; j-- > 0 && !is_dominated;) { /* earlier options keep no more */
             is_dominated =
                 options[j].transient_bytes <= options[i].transient_bytes && options[j].added_ns <= options[i].added_ns;
             ++*n_steps;
@@ -107,8 +113,7 @@ static bool is_before(const struct point *a, const struct point *b)
 }
 
 /*
- * Appends to moves those of one group along the lower convex hull of its points (sorted, into hull); returns the number
- * of moves.
+ * Appends one group's moves along the lower convex hull of its points (sorted, into hull); returns the number of moves.
  */
 static int32_t append_hull(const struct dsc_recompute_choice *choices, int32_t size, bool is_peak, int32_t group,
                            int32_t *hull, struct dsc_recompute_move *moves, int32_t n_moves)
@@ -160,7 +165,9 @@ static int32_t append_hull(const struct dsc_recompute_choice *choices, int32_t s
     return n_moves + n - 1;
 }
 
-/* The choices that the moves of all groups start from: of each the smallest, and of those the one that adds least. */
+/*
+ * The choices that the moves of all groups start from: each group's smallest, and of equals the choice that adds least.
+ */
 static struct dsc_recompute_option start_of(const struct dsc_recompute_view *view, bool is_peak, int32_t *out_groups)
 {
     const struct dsc_recompute_choice *choices = dsc_recompute_choices(view);
@@ -187,7 +194,7 @@ static struct dsc_recompute_option start_of(const struct dsc_recompute_view *vie
     return start;
 }
 
-/* The moves of all groups, steepest first. Those without is_peak are asked for several times, and made once. */
+/* The moves of all groups, steepest first. Moves without is_peak are asked for several times, and made once. */
 static const struct dsc_recompute_move *group_moves(const struct dsc_recompute_view *view,
                                                     struct dsc_recompute_scratch *scratch, bool is_peak,
                                                     int32_t *out_n_moves)
@@ -293,7 +300,7 @@ int32_t dsc_recompute_front(const struct dsc_recompute_view *view, struct dsc_re
     for (int64_t i = 0; i < n; i++)
         scratch->candidates[i].transient_bytes = larger(scratch->candidates[i].transient_bytes, layer->work_bytes);
     n = prune(scratch->candidates, n, DSC_RECOMPUTE_MAX_FRONT - 1, &n_steps);
-    if (n > DSC_RECOMPUTE_MAX_FRONT - 1) { /* those that keep least stay, which the smallest budget is made of */
+    if (n > DSC_RECOMPUTE_MAX_FRONT - 1) { /* options that keep least stay: the smallest budget needs them */
         n = DSC_RECOMPUTE_MAX_FRONT - 1;
         *is_exact = false;
     }
@@ -325,7 +332,7 @@ void dsc_recompute_decode(const struct dsc_recompute_view *view, struct dsc_reco
     }
 }
 
-/* What a layer holds at some point: all that counts is its sum with is_peak, where work_bytes add to what it may do. */
+/* A layer as a point of the hull. With is_peak only the sum of kept and transient bytes counts. */
 static struct dsc_recompute_choice point_of(struct dsc_recompute_choice sum, const struct dsc_recompute_layer *layer,
                                             bool is_peak)
 {

@@ -7,7 +7,7 @@
 /* One layer's part of a problem. */
 struct dsc_recompute_view {
     const struct dsc_recompute_layer *layer;
-    const struct dsc_recompute_choice *whole; /* its own; those of its groups lie behind them */
+    const struct dsc_recompute_choice *whole; /* its own choices; its groups' choices lie behind them */
     const int32_t *sizes;                     /* of its groups */
 };
 
@@ -16,7 +16,7 @@ static inline const struct dsc_recompute_choice *dsc_recompute_choices(const str
     return view->whole + view->layer->n_whole;
 }
 
-/* A way to treat a layer: its numbers, and a code by which dsc_recompute_decode finds the choices again. */
+/* A way to treat a layer: its numbers, and a code that dsc_recompute_decode turns into its choices. */
 struct dsc_recompute_option {
     int64_t kept_bytes;
     int64_t transient_bytes; /* work_bytes, where that is more */
@@ -27,7 +27,7 @@ struct dsc_recompute_option {
 
 /* A step along a convex front: from one choice of a group, or one way to treat a layer, to the next larger one. */
 struct dsc_recompute_move {
-    int64_t bytes;           /* > 0 more of what the front is sorted by */
+    int64_t bytes;           /* > 0 more of the bytes that the front is sorted by */
     int64_t transient_bytes; /* more, where that is not part of bytes */
     int64_t saved_ns;        /* > 0 less */
     int32_t group;
@@ -68,25 +68,25 @@ void dsc_recompute_add_up(const struct dsc_recompute_problem *problem, struct ds
 struct dsc_recompute_choice dsc_recompute_sum(const struct dsc_recompute_view *view, int32_t whole,
                                               const int32_t *groups);
 
-/* Views from the first layer to the last. What lies behind the last one is not to be looked at. */
+/* Views from the first layer to the last. The view behind the last one must not be read. */
 struct dsc_recompute_view dsc_recompute_first(const struct dsc_recompute_problem *problem);
 void dsc_recompute_next(struct dsc_recompute_view *view);
 
 /*
- * Writes at most DSC_RECOMPUTE_MAX_FRONT options, and returns how many. Clears *is_exact where not all that nothing
- * dominates are among them.
+ * Writes at most DSC_RECOMPUTE_MAX_FRONT options, and returns how many. Sets *is_exact to false if the Pareto front did
+ * not fit.
  */
 int32_t dsc_recompute_front(const struct dsc_recompute_view *view, struct dsc_recompute_scratch *scratch,
                             struct dsc_recompute_option *out, bool *is_exact);
 
-/* The choices that an option of dsc_recompute_front stands for: *out_whole, and one of each group (-1 where whole). */
+/* The choices of an option of dsc_recompute_front: *out_whole, and a choice for each group (-1 where whole). */
 void dsc_recompute_decode(const struct dsc_recompute_view *view, struct dsc_recompute_scratch *scratch,
                           const struct dsc_recompute_option *option, int32_t *out_whole, int32_t *out_groups);
 
 /*
  * Moves along the lower convex hull of all that a layer may be, in (kept_bytes, added_ns), or with is_peak (kept and
  * transient bytes, added_ns): steepest first, into scratch->moves. Returns how many. They begin at
- * scratch->hull[*out_first] (where kept_bytes is what the hull is over), and each one's choice is a point of
+ * scratch->hull[*out_first] (its kept_bytes is the hull's first coordinate), and each move's choice is a point of
  * scratch->hull.
  */
 int32_t dsc_recompute_moves(const struct dsc_recompute_view *view, struct dsc_recompute_scratch *scratch, bool is_peak,

@@ -1,9 +1,9 @@
 /*
  * The budget's dynamic programme, from the last layer to the first.
  *
- * A state of layer i stands for one way to treat layers i and later: the bytes that it needs beyond what layers before
- * keep, and the time that it adds. A layer in front that keeps k and has t while it is recomputed makes
- * (k + max(t, bytes), ns + its own) of it. States are sorted by bytes, and each adds less time than the one before.
+ * A state of layer i stands for a way to treat layers i and later: the bytes that it needs beyond those kept by earlier
+ * layers, and the time that it adds. A layer in front that keeps k and has t while it is recomputed makes (k + max(t,
+ * bytes), ns + its own) of it. States are sorted by bytes, and each adds less time than the one before.
  */
 #include "base/fail.h"
 #include "recompute/front.h"
@@ -31,7 +31,7 @@ struct link {
     uint16_t next;
 };
 
-/* Layers that follow one another: what they keep, and the most that a moment of theirs needs with it. */
+/* Consecutive layers: the bytes they keep, and the most that any of their moments needs, kept bytes included. */
 struct stretch {
     int64_t kept_bytes;
     int64_t most_bytes;
@@ -44,22 +44,22 @@ struct search {
     struct dsc_recompute_option *options; /* of all layers */
     int64_t *first_option;                /* n_layers + 1 */
     int64_t *first_link;                  /* of each layer */
-    int64_t *before_bytes;                /* what the layers before it keep at least */
+    int64_t *before_bytes;                /* the least that the layers before it keep */
     struct link *links;
     int64_t n_links;
     int64_t max_links;
-    struct dsc_recompute_move *moves; /* of all layers, one layer after the other; group is the layer */
+    struct dsc_recompute_move *moves; /* all layers', one layer after the other; group is the layer */
     struct dsc_recompute_place *places;
     const struct dsc_recompute_place *order; /* of moves, steepest first */
-    struct dsc_recompute_choice *starts;     /* of each layer: where its moves begin */
+    struct dsc_recompute_choice *starts;     /* each layer's: the point where its moves begin */
     int64_t n_moves;
     struct state *states;
     struct state *candidates; /* MAX_SORTED */
     struct state *merged;     /* as many */
     struct state *buckets;    /* N_BUCKETS */
     struct stretch *tree;     /* node i is made of 2 i and 2 i + 1; layers are the leaves */
-    int32_t *points;          /* of each layer, on its hull */
-    bool *is_stuck;           /* of each layer: its next move did not fit */
+    int32_t *points;          /* each layer's, on its hull */
+    bool *is_stuck;           /* each layer's: its next move did not fit */
     int32_t *other;           /* a second plan's whole and groups */
     int32_t n_leaves;
     int32_t n_states;
@@ -134,7 +134,7 @@ static dsc_status find_options(struct search *s)
     }
     s->first_option[n_layers] = n;
     s->before_bytes[0] = 0;
-    for (int32_t i = 0; i < n_layers; i++) /* sorted by what they keep */
+    for (int32_t i = 0; i < n_layers; i++) /* sorted by kept_bytes */
         s->before_bytes[i + 1] = s->before_bytes[i] + s->options[s->first_option[i]].kept_bytes;
     return DSC_OK;
 }
@@ -200,7 +200,7 @@ static dsc_status begin_search(struct search *s, const struct dsc_recompute_prob
     return find_options(s);
 }
 
-/* What layers i and later need beyond what those before keep, if nothing counts but bytes. */
+/* The least bytes that this layer and later ones need beyond the bytes kept by earlier layers. */
 static int64_t least_bytes(const struct search *s, int32_t layer, int64_t behind)
 {
     int64_t least = INT64_MAX;
@@ -253,7 +253,7 @@ static int32_t first_behind(const struct search *s, int64_t transient_bytes)
     return low;
 }
 
-/* Merges two runs that are sorted, and leaves out of the result what adds no less than something before it. */
+/* Merges two sorted runs, without states that add no less time than an earlier state. */
 static int64_t merge(const struct state *a, const struct state *end_a, const struct state *b, const struct state *end_b,
                      struct state *out)
 {
@@ -271,7 +271,9 @@ static int64_t merge(const struct state *a, const struct state *end_a, const str
     return n;
 }
 
-/* All pairs of an option and a state, sorted. Those of one option are sorted as states are: such runs are merged. */
+/*
+ * All pairs of an option and a state, sorted. One option's pairs are in the order of the states: such runs are merged.
+ */
 static void combine_all(struct search *s, const struct dsc_recompute_option *options, int32_t n_options, int64_t limit)
 {
     int32_t begins[DSC_RECOMPUTE_MAX_FRONT + 1];
@@ -300,7 +302,7 @@ static void combine_all(struct search *s, const struct dsc_recompute_option *opt
             int32_t end = begins[r + 2 <= n_runs ? r + 2 : n_runs];
             int64_t length = merge(from + begins[r], from + middle, from + middle, from + end, s->merged + n);
 
-            begins[n_merged++] = n; /* what it overwrites has been read */
+            begins[n_merged++] = n; /* the entries it overwrites have been read */
             n += (int32_t)length;
         }
         begins[n_merged] = n;
@@ -311,7 +313,7 @@ static void combine_all(struct search *s, const struct dsc_recompute_option *opt
     s->n_states = n;
 }
 
-/* Of n sorted states in s->candidates those that buckets leave: of each the one that adds least; and the very first. */
+/* Thins out the sorted s->candidates to the first state and, of each bucket, the state that adds least. */
 static void thin_out(struct search *s, int64_t limit)
 {
     int64_t first = s->candidates[0].bytes;
@@ -426,8 +428,8 @@ static void decode(struct search *s, struct dsc_recompute_plan *plan)
 }
 
 /*
- * Uses room that thinning has left: from the last layer to the first, each choice that adds less time and fits. kept is
- * what layers 0..i keep; room what every moment after i's has left.
+ * Uses room that thinning has left: from the last layer to the first, each choice that adds less time and fits. kept:
+ * bytes that layers 0..i keep; room: bytes that every moment after i's has left.
  */
 static void use_room(struct search *s, int64_t budget_bytes, struct dsc_recompute_plan *plan)
 {
@@ -489,8 +491,8 @@ static void find_moves(struct search *s)
 }
 
 /*
- * A lower bound: of all moments that of plan->peak_layer alone counts, and of each layer any mixture may be taken. Such
- * a linear problem is solved by taking the steepest moves first. Those of the peak's own layer are others.
+ * A lower bound: only the moment of plan->peak_layer counts, and each layer may mix its choices. Such a linear problem
+ * is solved by taking the steepest moves first. The peak layer itself has other moves (is_peak).
  */
 static void find_bound(struct search *s, int64_t budget_bytes, struct dsc_recompute_plan *plan)
 {
@@ -528,7 +530,7 @@ static void find_bound(struct search *s, int64_t budget_bytes, struct dsc_recomp
     plan->bound_ns = ns < 0 ? 0 : (int64_t)ns;
 }
 
-/* Sets what a layer keeps, and most of all what its moment adds to that. */
+/* Sets a layer's leaf: the bytes it keeps, and the bytes its moment adds to them. */
 static void set_leaf(struct search *s, int32_t layer, int64_t kept_bytes, int64_t transient_bytes)
 {
     int32_t at = layer + s->n_leaves;
@@ -544,8 +546,8 @@ static void set_leaf(struct search *s, int32_t layer, int64_t kept_bytes, int64_
 }
 
 /*
- * Begins with what keeps least, and takes the moves of all layers, those that save most for a byte first, as far as
- * they fit. False where what keeps least does not fit.
+ * Begins with the choices that keep least, and takes the moves of all layers, in order of time saved for a byte, as far
+ * as they fit. False where the beginning itself does not fit.
  */
 static bool take_steepest(struct search *s, int64_t budget_bytes, struct dsc_recompute_plan *plan)
 {

@@ -1,4 +1,4 @@
-/* What a plan holds at each moment, and whether a problem is one. */
+/* Computes the bytes that a plan holds at each moment, and checks problems. */
 #include "recompute/front.h"
 
 #include "base/fail.h"

@@ -1,4 +1,4 @@
-/* Which tokens of a sequence lie where: even shares, zigzag, whole documents, and rows of ranks that share a part. */
+/* Cuts a sequence over ranks: even shares, zigzag, whole documents, and rows of ranks that share a part. */
 #include "seq/seq.h"
 
 #include "base/fail.h"
@@ -99,14 +99,14 @@ dsc_status dsc_seq_deal(const int64_t *document_ends, int64_t n_documents, int32
     return DSC_OK;
 }
 
-/* Runs of a part as they are found, of which a rank keeps those between two of the part's tokens. */
+/* Collects a part's runs as they are found; a rank keeps the runs within its share. */
 struct runs {
     struct dsc_seq_run *kept; /* NULL: counted only */
     int64_t capacity;
     int64_t n;
-    struct dsc_range share; /* of the part's tokens */
+    struct dsc_range share; /* in the part's tokens */
     int64_t passed;         /* tokens of the part so far */
-    int64_t end;            /* of the last run */
+    int64_t end;            /* the last run's */
 };
 
 static void append(struct runs *runs, int64_t begin, int64_t end)

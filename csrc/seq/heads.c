@@ -1,4 +1,4 @@
-/* Which heads a rank computes where ranks exchange tokens for heads, and how many elements travel. */
+/* The heads of each rank where ranks exchange tokens for heads, and the number of elements that travel. */
 #include "seq/seq.h"
 
 #include "base/fail.h"

@@ -1,4 +1,4 @@
-/* Which blocks of attention are left between one rank's queries and another's keys: whole, masked, or skipped. */
+/* Finds the blocks of attention between one rank's queries and another's keys: whole, masked, or skipped. */
 #include "seq/seq.h"
 
 #include "base/fail.h"
@@ -7,7 +7,7 @@
 struct piece {
     int64_t begin;
     int64_t end;
-    int64_t to_local; /* what is added to a place for the rank's own count */
+    int64_t to_local; /* added to a global place, for the rank's own place */
 };
 
 static int64_t least(int64_t a, int64_t b)
@@ -23,7 +23,7 @@ static int64_t most(int64_t a, int64_t b)
 /* Pairs of i in [0, n_queries) and j in [0, n_keys) with i - j >= distance. */
 static int64_t pairs_from(int64_t n_queries, int64_t n_keys, int64_t distance)
 {
-    /* Of these first keys every query is far enough; of the others i counts from j + distance. */
+    /* Every query is far enough from these first keys; for the other keys i counts from j + distance. */
     int64_t n_all = most(0, least(1 - distance, n_keys));
     int64_t last = least(n_keys, n_queries - distance);
     int64_t n_some = most(0, last - n_all);
@@ -34,7 +34,7 @@ static int64_t pairs_from(int64_t n_queries, int64_t n_keys, int64_t distance)
 
 struct blocks {
     const struct dsc_seq_mask *mask;
-    struct dsc_seq_block last[3]; /* the newest last: those that may still become one */
+    struct dsc_seq_block last[3]; /* blocks that may still be merged, the newest last */
     int n_last;
     struct dsc_seq_block *kept; /* NULL: counted only */
     int64_t capacity;
@@ -142,7 +142,7 @@ static void fill(struct blocks *blocks, const struct piece *queries, const struc
         block.kind = DSC_SEQ_CAUSAL;
     block.n_pairs = n_queries * n_keys;
     if (block.kind != DSC_SEQ_WHOLE) {
-        int64_t nearest = mask->is_causal ? 0 : 1 - mask->window; /* the window of what is not causal has two sides */
+        int64_t nearest = mask->is_causal ? 0 : 1 - mask->window; /* without is_causal the window has two sides */
 
         block.n_pairs = pairs_from(n_queries, n_keys, nearest - shift);
         if (mask->window > 0)

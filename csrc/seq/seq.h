@@ -1,4 +1,4 @@
-/* What the files of this folder share: what every plan checks first. */
+/* The checks shared by all plans of this folder. */
 #ifndef DSC_SEQ_SEQ_H
 #define DSC_SEQ_SEQ_H
 

@@ -1,4 +1,4 @@
-/* Cross-entropy over words that are cut over ranks: one pass for the loss, one that puts the gradient into place. */
+/* Cross-entropy over a vocabulary cut over ranks: one pass for the loss, another writes the gradient in place. */
 #include "dsc/tp.h"
 
 #include "base/fail.h"
@@ -94,7 +94,7 @@ static struct dsc_tp_row read_row(const struct job *job, int64_t row)
         job->kernels->max_f32(n, dsc_load_f32(job->kernels, job->dtype, word(job, row, i), n, scratch), &found.max);
     }
 
-    /* A row of nothing but -inf adds nothing, and one of nothing but NaN is NaN. */
+    /* A row of nothing but -inf adds nothing, and a row of nothing but NaN is NaN. */
     float shift = found.max == -INFINITY ? 0.0f : found.max;
 
     for (int64_t i = 0; i < job->n_words; i += DSC_BLOCK_ELEMS) {

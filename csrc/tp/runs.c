@@ -1,4 +1,4 @@
-/* What a tensor-parallel rank holds of one dimension: heads to ranks, grains to ranks, and the runs they make. */
+/* A tensor-parallel rank's elements of one dimension: heads to ranks, grains to ranks, and the runs they make. */
 #include "dsc/tp.h"
 
 #include "base/check.h"
@@ -13,7 +13,7 @@ struct share {
     int32_t n_copies;
 };
 
-/* Which of n ranges that divide n_ranks ranks evenly holds rank. */
+/* The index of the range that holds rank, if n ranges divide n_ranks ranks evenly. */
 static int64_t holder_of(int64_t n_ranks, int64_t n, int64_t rank)
 {
     int64_t each = n_ranks / n;
@@ -206,7 +206,7 @@ dsc_status dsc_tp_runs_of(const struct dsc_tp_dim *dim, int32_t n_ranks, int32_t
     for (int64_t i = 0; i < dim->n_parts; i++) {
         struct share share = share_of(dim, &dim->parts[i], &heads, n_ranks, rank);
 
-        /* A part of which this rank has nothing counts: its copies may have some. */
+        /* A part counts even if this rank has nothing of it: its copies may have some. */
         if (share.per_block == 0 || dim->n_blocks == 0)
             continue;
         if (n_copies < 0 || (share.first_copy == first_copy && share.n_copies == n_copies)) {

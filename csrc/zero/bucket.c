@@ -1,4 +1,4 @@
-/* Which bucket may be reduced next, whatever the order in which gradients become ready. */
+/* Finds the bucket that may be reduced next, for gradients that become ready in any order. */
 #include "dsc/zero.h"
 
 #include "base/fail.h"

@@ -188,7 +188,7 @@ static dsc_status pass_until(struct dsc_fetch *fetch, int64_t end, bool is_last_
 {
     int64_t n_gathers = end > fetch->cursor ? fetch->plan.until[end - 1] - fetch->issued : 0;
 
-    /* What is released is live now, or gathered by this call. */
+    /* Every released unit is live now, or gathered by this call. */
     DSC_TRY(check_room(fetch, end - fetch->cursor, fetch->n_live + 2 * n_gathers + (end - fetch->cursor), capacity,
                        actions->entries));
     while (fetch->cursor < end)

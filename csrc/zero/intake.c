@@ -76,7 +76,7 @@ static dsc_status find_param(const struct dsc_intake *intake, int64_t param, str
     return find_open(intake, intake->places[param].bucket, out_bucket);
 }
 
-/* Of the last place of a bucket, in elements. */
+/* The end of a bucket's last place, in elements. */
 static int64_t end_of(const struct dsc_intake *intake, const struct dsc_intake_bucket *bucket)
 {
     const struct dsc_intake_place *last;

@@ -8,7 +8,7 @@ struct planner {
     int64_t n_ranks;
     int64_t bucket_elems;
     int64_t align_elems;
-    int64_t begin;  /* of the open bucket */
+    int64_t begin;  /* the open bucket's */
     int64_t end;    /* of its last parameter; begin as long as it holds no element */
     int64_t bucket; /* index of the open bucket */
 };

@@ -54,8 +54,8 @@ static void find_reuse(const int32_t *steps, int64_t n_steps, const int64_t *uni
 }
 
 /*
- * What each step needs at the least: its own unit, and the units that are kept over it. A tree of maxima to which
- * ranges are added: a node holds the maximum of its range, less what was added to ranges that hold its own, so that a
+ * The elements that each step needs at the least: its own unit, and the units that are kept over it. They are a tree of
+ * maxima with addition to ranges: a node holds the maximum of its range, less the additions to its ancestors, so that a
  * whole range takes one addition. Leaf i of n_leaves (a power of two) is node n_leaves + i.
  */
 struct floor {
@@ -81,7 +81,7 @@ static struct floor floor_of(const int32_t *steps, int64_t n_steps, const int64_
     return floor;
 }
 
-/* The maximum over steps [begin, end) of those of the node, which are [low, low + n); 0 for none. */
+/* The maximum over the node's steps, [low, low + n), within [begin, end); 0 for none. */
 static int64_t floor_max(const struct floor *floor, int64_t node, int64_t low, int64_t n, int64_t begin, int64_t end)
 {
     if (end <= low || low + n <= begin)
@@ -150,10 +150,10 @@ static dsc_status check_plan_args(const int32_t *steps, int64_t n_steps, const i
 }
 
 /*
- * Why no limit is broken later: what is live at a step was live at the step before or is issued at this one, and every
- * gather is checked as it is issued, except that of the step itself. Such a gather is issued at its own step only when
- * nothing is ahead, so that what it finds live are the units kept over it: it is enough that those and the step's own
- * unit fit, which is what the floor says. Sums of distinct units fit int64_t, since the sum of all does.
+ * Why no limit is broken later: a unit live at a step was live at the step before or is issued at this one, and every
+ * gather is checked as it is issued, except the gather of the step itself. Such a gather is issued at its own step only
+ * when nothing is ahead, so that the only live units are those kept over it: it is enough that they and the step's own
+ * unit fit, and the floor checks that. Sums of distinct units fit int64_t, since the sum of all does.
  */
 dsc_status dsc_prefetch_plan(const int32_t *steps, int64_t n_steps, const int64_t *unit_elems, int32_t n_units,
                              const struct dsc_prefetch_limits *limits, int64_t *scratch, int64_t *out_until,

@@ -1,4 +1,4 @@
-/* Which elements a rank owns: the fragments of a planned layout, and the even split without padding. */
+/* The elements that a rank owns: the fragments of a planned layout, and the even split without padding. */
 #include "dsc/zero.h"
 
 #include "base/check.h"
@@ -74,7 +74,7 @@ static dsc_status check_params(const struct layout *layout)
 static int64_t list_fragments(const struct layout *layout, int32_t rank, struct dsc_fragment *out_fragments)
 {
     int64_t n_fragments = 0;
-    int64_t shard_begin = 0; /* of the bucket's slice, within the shard */
+    int64_t shard_begin = 0; /* the start of the bucket's slice within the shard */
     int64_t bucket = 0;
 
     for (int64_t i = 0; i < layout->n_params; i++) {

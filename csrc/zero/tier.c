@@ -9,8 +9,8 @@
 static const char *const memory_names[DSC_N_TIERS] = {"device", "host", "NVMe"};
 
 /*
- * What placements are compared by, first entry first. Each entry only grows as kinds are added, so that a part of a
- * placement bounds the whole.
+ * The goals that placements are compared by, first entry first. Each entry only grows as kinds are added, so that a
+ * part of a placement bounds the whole.
  */
 enum { MISSING, DISK, LINK, IN_NVME, IN_HOST, N_GOALS };
 

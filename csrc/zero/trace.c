@@ -1,4 +1,4 @@
-/* The order in which a pass used its gather units: recorded, compared, and pruned to what a plan should hold. */
+/* The order of a pass's gather units: recorded, compared, and pruned for a plan. */
 #include "dsc/fetch.h"
 
 #include "base/fail.h"

@@ -5,7 +5,7 @@
 
 #include <math.h>
 
-/* Roundings of a part of up to so many elements stay below one element, so that what is kept of it fits to the byte. */
+/* Roundings of a part of up to so many elements stay below one element, so that the kept part fits to the byte. */
 #define MAX_ELEMS (INT64_C(1) << 50)
 
 /* Far beyond any machine, and such that no quotient or product below leaves the range of a double. */

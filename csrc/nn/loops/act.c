@@ -3,7 +3,7 @@
 #include "cpu/wide.h"
 #include "nn/table.h"
 
-/* An activation and its derivative, both from one evaluation of what is costly; the compiler leaves out the unused. */
+/* An activation and its derivative, which share the costly part; the compiler leaves out an unused one. */
 struct act {
     wide value;
     wide slope;

@@ -1,4 +1,4 @@
-/* Compiled once per instruction set: what becomes of scores of attention. */
+/* Compiled once per instruction set: the loops over scores of attention. */
 #include "cpu/math.h"
 #include "nn/table.h"
 

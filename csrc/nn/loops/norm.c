@@ -1,4 +1,4 @@
-/* Compiled once per instruction set: the moments of a row, and what norms make of them. */
+/* Compiled once per instruction set: the moments of a row, and the norms computed from them. */
 #include "cpu/lanes.h"
 #include "cpu/math.h"
 #include "nn/table.h"

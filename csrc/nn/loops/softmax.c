@@ -9,7 +9,7 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-/* What a row's scores are made of. All but data are constants where this is inlined. */
+/* The terms of a row's scores. All but data are constants where this is inlined. */
 struct scored {
     dsc_dtype dtype;
     const void *x;
@@ -88,7 +88,9 @@ void DSC_K(nn_scores_kept)(int64_t n, dsc_dtype dtype, const void *x, float scal
     WITH_DTYPE(dtype, KEPT);
 }
 
-/* Elements whose sum is one of f32 before it is widened, lane by lane: a widening costs as much as four additions. */
+/*
+ * This many elements of a lane are summed in f32 before the sum is widened: a widening costs as much as four additions.
+ */
 #define SUMMED 4
 #define SUM_REGISTERS (LANES / WIDE_LANES)
 
@@ -141,7 +143,7 @@ void DSC_K(nn_scaled)(int64_t n, const dsc_f32 *x, float factor, dsc_dtype dtype
     WITH_DTYPE(dtype, SCALED);
 }
 
-/* In the order of nn_dot, whose lanes are those of doubles. */
+/* In the order of nn_dot, which has the lanes of doubles. */
 INLINE void dot_row(int64_t n, dsc_dtype dtype, const void *y, const void *dy, double *sum)
 {
     doubles sums[REGISTERS] = {0};
