@@ -144,7 +144,7 @@ def names_torch(source: str) -> bool:
 
 
 class Tools(NamedTuple):
-    """Everything that the build needs, looked for before any of it starts."""
+    """The build's programs and folders, found before any step starts."""
 
     jobs: int
     make: list[str]

@@ -59,7 +59,7 @@ def peer_extensions() -> str:
 
 
 def median_spread(values: Sequence[float]) -> tuple[float, float, float]:
-    """(median, smallest, largest)"""
+    """Return (median, smallest, largest)."""
     return statistics.median(values), min(values), max(values)
 
 
@@ -91,7 +91,8 @@ def keep_freed_memory() -> None:
 
 
 def calls_of_a_round(step: Callable[[], Any], seconds: float) -> int:
-    """Number of calls of ``step`` that take ``seconds`` together, at least one. The first call, which may have things to set up, does not count."""
+    """Return the number of calls of ``step`` that take ``seconds`` together, at least one. The first call, which may
+    have things to set up, does not count."""
     step()
     start = time.perf_counter()
     step()
@@ -120,8 +121,8 @@ def in_turn(names: Sequence[Any], round_: int) -> list[Any]:
 def time_alternately(
     steps: dict[str, Callable[[Any], Any]], batch: Any, rounds: int, warmup: int
 ) -> dict[str, list[float]]:
-    """Seconds of each contender's step in each round, one step of each a round, between barriers of all ranks and in an order that changes with the round.
-    The first ``warmup`` rounds do not count.
+    """Return the seconds of each contender's step in each round, one step of each a round, between barriers of all
+    ranks and in an order that changes with the round. The first ``warmup`` rounds do not count.
     """
     import torch.distributed as dist
 

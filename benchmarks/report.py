@@ -496,15 +496,15 @@ FIGURES = [
 
 
 ABOUT = """
-Each ratio is the median over the rounds of one run in which ours and the peer, or the bound, take turns; beside it stand the smallest and the largest. Absolute
-times hold for one machine in one hour: the ratios are what to compare. A benchmark has no result unless it has proved that it measured what its row says (what is
-sharded is sharded, what is in a file is in a file, losses are the peer's); a row whose time is below its bound says so, and a goal whose rounds lie further apart than a
-factor of 2 counts as neither met nor missed.
+Each ratio is the median over the rounds of one run; in a round ours and the peer, or the bound, take turns. Beside it stand the smallest and the largest. Absolute
+times hold for one machine in one hour: compare the ratios. A benchmark has no result unless it has proved its row's claims (shards are shards, states are in
+files, losses equal the peer's); a row whose time is below its bound says so, and a goal whose rounds lie further apart than a factor of 2 counts as neither met nor
+missed.
 """.strip()
 
 
 class Measured(NamedTuple):
-    """A figure's cells."""
+    """The cells of a figure's row."""
 
     median: str
     spread: str
@@ -592,13 +592,13 @@ def question(source: Path) -> str:
 
 
 def plain_table(lines: list[Line]) -> str:
-    """One row a line, the machine left to the text above."""
+    """Return a table with one row a line, without the machine."""
     keys = list(dict.fromkeys(key for line in lines for key in line if key not in ("machine", "benchmark")))
     return table(keys, [[cell(line.get(key)) for key in keys] for line in lines])
 
 
 def kernel_table(lines: list[Line]) -> str:
-    """The cores' lines, with the instruction sets side by side: ns per element, and how near the best is to the bound."""
+    """Return the cores' lines with instruction sets side by side: ns per element, and the best's share of the bound."""
     isas = list(dict.fromkeys(line["isa"] for line in lines))
     rows: dict[tuple[str, ...], dict[str, Line]] = {}
     for line in lines:

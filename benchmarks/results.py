@@ -21,7 +21,7 @@ Line = dict[str, Any]
 
 
 class Origin(NamedTuple):
-    """Where results come from."""
+    """The origin of results."""
 
     commit: str  # "" outside a repository
     is_dirty: bool  # the measured code differs from that commit

@@ -85,7 +85,7 @@ def _script(
     n_ranks: int = 0,
     args: str = "",
 ) -> Benchmark:
-    """``n_ranks``: 0 for a script that starts its processes itself, or needs one only."""
+    """Return a script's benchmark; ``n_ranks`` is 0 if it starts its own processes, or needs only one."""
     start = ranks(n_ranks) if n_ranks else [PYTHON, "-m"]
     module = source.removesuffix(".py").replace("/", ".")
     return Benchmark(name, source, [*start, module, *args.split()], code, seconds, tuple(smoke.split()))

@@ -91,7 +91,8 @@ def bytes_of(parts: Sequence[Part], *, with_norm: bool) -> int:
 
 
 def stream_step(parts: Sequence[Part], *, with_norm: bool) -> tuple[float, float]:
-    """(seconds, sum of squares of the gradients) of one pass, which leaves all values as they were; a copy becomes its param rounded to bf16."""
+    """Run one pass and return (seconds, sum of squares of the gradients). Values stay as they were; a copy becomes its
+    param rounded to bf16."""
     library = _library()
     found = (_Part * len(parts))(*map(_checked, parts))
     _resize(_C.pool_n_threads())

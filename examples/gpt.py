@@ -12,7 +12,7 @@ VOCAB = 256  # one token is one byte
 
 
 def compute_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """The dtype to multiply in: the parameter's own, or fp32 on a CPU that has no fast 16-bit products.
+    """Return the dtype to multiply in: the parameter's own, or fp32 on a CPU that has no fast 16-bit products.
 
     PyTorch's bf16 matmul on a CPU below AVX-512 takes 4 to 40 times as long as its fp32 one. There we keep
     parameters, gradients and communication in bf16, and only the products run in fp32.
@@ -76,18 +76,18 @@ class Block(nn.Module):
 
 
 def embed(embedding: nn.Embedding, tokens: torch.Tensor) -> torch.Tensor:
-    """Vectors of ``tokens``, in the dtype to multiply in."""
+    """Return the vectors of ``tokens``, in the dtype to multiply in."""
     x = embedding(tokens.long())
     return x.to(compute_dtype(x))
 
 
 def scores(embedding: nn.Embedding, x: torch.Tensor) -> torch.Tensor:
-    """Tied: the embedding is the output layer."""
+    """Return the scores of the next byte; the embedding is also the output layer."""
     return F.linear(x, embedding.weight.to(x.dtype))
 
 
 def cross_entropy(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """The mean, in nats per byte, for ``logits`` (batch, time, 256) of ``tokens`` (batch, time)."""
+    """Return the mean, in nats per byte, for ``logits`` (batch, time, 256) of ``tokens`` (batch, time)."""
     return F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten().long())
 
 
@@ -107,19 +107,19 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if residual else 0.02)
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Scores of the next byte, (batch, time, 256), for tokens of shape (batch, time <= context)."""
+        """Return the scores of the next byte, (batch, time, 256), for tokens of shape (batch, time <= context)."""
         x = embed(self.embedding, tokens)
         for block in self.blocks:
             x = block(x)
         return scores(self.embedding, self.norm(x))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The mean cross entropy, in nats per byte, of predicting every byte from the bytes before it."""
+        """Return the mean cross entropy, in nats per byte, of predicting every byte from the bytes before it."""
         return cross_entropy(self.logits(tokens[:, :-1]), tokens[:, 1:])
 
     @torch.no_grad()
     def sample(self, prompt: bytes, n_bytes: int, temperature: float, seed: int) -> bytes:
-        """``prompt`` continued by ``n_bytes`` bytes drawn at ``temperature``."""
+        """Return ``prompt`` continued by ``n_bytes`` bytes drawn at ``temperature``."""
         device = self.embedding.weight.device
         random = torch.Generator(device).manual_seed(seed)
         tokens = torch.tensor([list(prompt)], device=device)

@@ -50,7 +50,7 @@ class Script:
 
 
 class Bytes(Dataset):
-    """Windows of text as a causal language model of transformers wants them: one token is one byte."""
+    """Windows of text as inputs for a causal language model of transformers: one token is one byte."""
 
     def __init__(self, windows: Windows, n: int | None = None) -> None:
         n = min(n or len(windows), len(windows))
@@ -110,7 +110,7 @@ def make_model(script: Script) -> PreTrainedModel:
 
 
 def add_lora(model: PreTrainedModel, rank: int) -> torch.nn.Module:
-    """The model with adapters beside its linear layers, which alone are trained."""
+    """Return the model with adapters beside its linear layers; only the adapters are trained."""
     from peft import LoraConfig, get_peft_model
 
     return get_peft_model(

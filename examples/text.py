@@ -30,7 +30,7 @@ class Windows(Dataset):
 
 
 def standard_library(max_bytes: int = 8 << 20) -> tuple[bytes, bytes]:
-    """The sources under the standard library's folder as (train, held out), ``max_bytes`` of them together.
+    """Return the sources under the standard library's folder as (train, held out), ``max_bytes`` of them together.
 
     Files come in the order of a checksum of their path: the same on every machine with the same Python, and mixed,
     so that a cut at ``max_bytes`` takes from everywhere. Whole files are held out, so no window is seen twice.
@@ -50,7 +50,8 @@ def standard_library(max_bytes: int = 8 << 20) -> tuple[bytes, bytes]:
 
 
 def sources(root: Path) -> list[str]:
-    """The ``.py`` files below ``root`` as relative paths; no installed packages, test suites or generated tables."""
+    """Return the ``.py`` files below ``root`` as relative paths; no installed packages, test suites or generated
+    tables."""
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "lib2to3"}
     names = [path.relative_to(root).as_posix() for path in root.rglob("*.py")]
     return [name for name in names if skipped.isdisjoint(name.split("/"))]

@@ -68,7 +68,7 @@ _POSITIONAL = (_KIND.POSITIONAL_ONLY, _KIND.POSITIONAL_OR_KEYWORD)
 
 
 def _signature(text: str) -> inspect.Signature:
-    """The signature that a row writes down, with its defaults as text."""
+    """Return the signature in a row's text, with its defaults as text."""
     arguments = ast.parse(f"def f{text}: ...").body[0].args
 
     def parameter(argument: ast.arg, kind: Any, default: ast.expr | None = None) -> inspect.Parameter:
@@ -93,7 +93,7 @@ def _signature(text: str) -> inspect.Signature:
 
 
 def misfits(theirs: str, ours: inspect.Signature) -> list[str]:
-    """Calls that DeepSpeed's parameters allow and ours do not, or that mean another default; empty when there are none."""
+    """Return calls that DeepSpeed's parameters allow and ours do not, or that mean another default."""
     own = list(ours.parameters.values())
     names = {each.name: (i, each) for i, each in enumerate(own)}
     kinds = {each.kind for each in own}

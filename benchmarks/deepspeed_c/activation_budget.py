@@ -35,7 +35,7 @@ KEPT_CALLS = 1000
 
 
 class Layer(nn.Module):
-    """Of a GPT."""
+    """A layer of a GPT."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Layers, and a number."""
+    """Layers whose output is reduced to one number."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def make(width: int, section: dict) -> deepspeed_c.DeepSpeedEngine:
 
 
 def pass_of(engine: deepspeed_c.DeepSpeedEngine, x: torch.Tensor) -> tuple[float, float]:
-    """(processor seconds of forward and backward, the loss)."""
+    """Return (processor seconds of forward and backward, the loss)."""
     begin = time.process_time()
     loss = engine(x)
     engine.backward(loss)
@@ -98,7 +98,7 @@ def peak_of(width: int, section: dict, x: torch.Tensor) -> int:
 
 
 def kept_layer_us() -> float:
-    """Microseconds."""
+    """Return the microseconds that the budget adds to a kept layer's call."""
     section = ActivationCheckpointing(budget="1TiB")
     budget = Budget(section)
     recomputer = Recomputer(section, budget=budget)

@@ -36,7 +36,7 @@ N_CALLS = 20_000
 
 
 class Layer(nn.Module):
-    """Keeps its input, the normalised one, and twice the double width: six inputs."""
+    """A layer that keeps its input, the normalised input, and twice the double width: six inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Layer(nn.Module):
 
 
 class World:
-    """An ``mpu`` whose tensor-parallel ranks are all."""
+    """An ``mpu`` with all ranks tensor-parallel."""
 
     def get_tensor_model_parallel_group(self) -> Any:
         return dist.group.WORLD
@@ -91,7 +91,7 @@ def status_bytes(name: str) -> int:
 
 
 def resident_of(step: Callable[..., None]) -> int:
-    """Bytes of resident memory that a step adds at its peak, from a heap without pages that are free."""
+    """Return the bytes of resident memory that a step adds at its peak, starting from a heap without free pages."""
     get_accelerator().empty_cache()
     before = status_bytes("VmRSS")
     with open("/proc/self/clear_refs", "w") as file:

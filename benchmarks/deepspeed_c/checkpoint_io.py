@@ -205,7 +205,7 @@ def compare(args: argparse.Namespace, stage: int) -> None:
 
 
 def _own_tensors(engine) -> list[torch.Tensor]:
-    """This rank's shard of weights and moments, as plain tensors."""
+    """Return this rank's shard of weights and moments, as plain tensors."""
     tensors = []
     for unit in engine._layout.trained:
         tensors += unit.master

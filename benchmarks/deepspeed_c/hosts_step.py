@@ -41,7 +41,7 @@ def n_bytes_sent() -> int:
 
 
 class Count:
-    """Seconds, and bytes that this host has sent, of each contender's rounds."""
+    """Seconds and sent bytes of this host, for each contender's rounds."""
 
     def __init__(self, calls: dict[str, Callable[[], Any]], rounds: int) -> None:
         self.seconds: dict[str, list[float]] = {name: [] for name in calls}
@@ -50,7 +50,7 @@ class Count:
             for name in in_turn(list(calls), round_):
                 dist.barrier()
                 before = n_bytes_sent()
-                dist.barrier()  # nobody begins before all have looked
+                dist.barrier()  # no rank begins before all have read their counters
                 begin = time.perf_counter()
                 calls[name]()
                 dist.barrier()

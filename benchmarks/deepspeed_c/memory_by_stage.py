@@ -3,8 +3,8 @@
 bf16 with fp32 AdamW, a stack of linear layers of 60M parameters on a batch of one row, so that activations are some kilobytes. Live tensor bytes are looked at
 after every operator, all in bytes per parameter: the peak of three training steps, the states that lie between steps, and the peak of ``initialize``, which holds
 the fp32 weights as they were given. The rest of the peak is the live window: gathered weights, gradients on their way,
-and receive buffers of collectives. Writes docs/images/memory_by_stage.svg. Run: python -m
-benchmarks.deepspeed_c.memory_by_stage [--ranks 1 2 4 8] [--params 60e6]
+and receive buffers of collectives. Writes docs/images/memory_by_stage.svg.
+Run: python -m benchmarks.deepspeed_c.memory_by_stage [--ranks 1 2 4 8] [--params 60e6]
 """
 
 from __future__ import annotations

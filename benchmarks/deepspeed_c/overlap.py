@@ -36,7 +36,7 @@ LR = 1e-4
 
 
 class _Computes(torch.autograd.Function):
-    """The same tensor, later: ``seconds`` in forward, twice as long in backward."""
+    """An identity that sleeps: ``seconds`` in forward, twice as long in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: Layer) -> torch.Tensor:

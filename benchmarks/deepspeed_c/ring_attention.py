@@ -30,7 +30,7 @@ WARMUP = 2
 
 
 class Mute(Collectives):
-    """The same ranks, whose messages are not sent."""
+    """Collectives over the same ranks that send nothing."""
 
     def shift(self, sent: torch.Tensor, received: torch.Tensor, distance: int, *, label: str = "") -> Work:
         return Work.done()

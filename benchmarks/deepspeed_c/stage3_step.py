@@ -7,8 +7,8 @@ default persistence threshold, so that nothing would be sharded: their "stage3" 
 the default. All contenders run in the same processes, in an order that changes with the round; each round times one
 step of each. All losses have to be the same at every step, and the weights of "stage3" sharded and gathered in each
 step. "stage3_zero_copy" is the same with ``comm.zero_copy_gather``, where a gather sends nothing; "replica" trains by
-itself on each rank, so that nothing is ever sent. Run: python -m torch.distributed.run --nproc-per-node 2 -m
-benchmarks.deepspeed_c.stage3_step --model gpt|mlp|small
+itself on each rank, so that nothing is ever sent.
+Run: python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.deepspeed_c.stage3_step --model gpt|mlp|small
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ MOST = 0.9  # least share of elements that are sharded: a persistent norm or bia
 
 
 class OurAllGather:
-    """``Collectives.all_gather`` in the place of FSDP2's: the input is this rank's slice of the output already."""
+    """``Collectives.all_gather`` in place of FSDP2's; the input is already this rank's slice of the output."""
 
     def __init__(self) -> None:
         self._comm = Collectives()

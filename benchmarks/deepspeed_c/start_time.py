@@ -56,7 +56,8 @@ print(json.dumps({"end": end, "cpu": used.ru_utime + used.ru_stime, "loss": loss
 
 
 def start(contender: str) -> tuple[float, float, list[float]]:
-    """Seconds to the end of the last rank's step, CPU seconds a rank, and the losses of the step after it."""
+    """Start ranks; return seconds to the end of the last rank's step, CPU seconds a rank, and losses of the next step.
+    """
     # As installed packages are: with byte code.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     with tempfile.TemporaryDirectory() as folder:

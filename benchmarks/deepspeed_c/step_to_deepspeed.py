@@ -31,7 +31,8 @@ CASES = {
 
 
 def serve(is_ours: bool, case: str, n_params: int) -> None:
-    """One contender: a line of figures for each line of its standard input. The peer's environment runs it too."""
+    """Serve as one contender: print a line of figures for each line of standard input. The peer's environment runs it
+    too."""
     if is_ours:
         import deepspeed_c
 
@@ -109,7 +110,7 @@ def serve(is_ours: bool, case: str, n_params: int) -> None:
 
 
 class Contender:
-    """A process that measures when it is told to."""
+    """A process that measures on request."""
 
     def __init__(self, python: str, is_ours: bool, case: str, n_params: int, port: int, extensions: str) -> None:
         from benchmarks.measure import require

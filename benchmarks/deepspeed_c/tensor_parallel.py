@@ -1,12 +1,12 @@
 """How long is a training step of a 21M Llama that is cut over 2 ranks, against DeepSpeed's AutoTP and torch's ``parallelize_module``, and against half a Llama that sends nothing?
 
-fp32, 256 tokens (2 samples), AdamW, one thread a rank. "silent" has half the heads, columns and words, and trains by
-itself on each rank: the time of a step without communication. DSC_PEER_PYTHON names the interpreter of an environment
-with DeepSpeed, and with torch and transformers in the same versions; without it that contender is left out. Runs take
-turns, and ratios compare two runs of the same round. Losses of all cut models have to be the same at every step, bytes
-in our ledger have to follow the formula, and a rank has to hold half of the cut elements and all others. Seconds are
-the median over a run's steps on rank 0, memory is the largest resident set of a rank over its whole life. Run: python
--m benchmarks.deepspeed_c.tensor_parallel [--rounds 4] [--steps 12]
+fp32, 256 tokens (2 samples), AdamW, one thread a rank. "silent" has half the heads, columns and vocabulary, and trains
+by itself on each rank: the time of a step without communication. DSC_PEER_PYTHON names the interpreter of an
+environment with DeepSpeed, and with torch and transformers in the same versions; without it that contender is left out.
+Runs take turns, and ratios compare two runs of the same round. Losses of all cut models have to be the same at every
+step, bytes in our ledger have to follow the formula, and a rank has to hold half of the cut elements and all others.
+Seconds are the median over a run's steps on rank 0, memory is the largest resident set of a rank over its whole life.
+Run: python -m benchmarks.deepspeed_c.tensor_parallel [--rounds 4] [--steps 12]
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def by_torch(model: Any) -> None:
 
 
 def make_step(contender: str, layers: int) -> tuple[Any, Any, Any]:
-    """(step of a batch that gives its loss, engine if there is one, optimizer elements of the rank)"""
+    """Return (step of a batch that gives its loss, engine if there is one, optimizer elements of the rank)."""
     import torch
     import torch.distributed as dist
 
@@ -137,7 +137,7 @@ def require_formula(engine: Any, batch: dict[str, Any], layers: int) -> dict[str
 
 
 def run_rank(contender: str, steps: int, layers: int) -> None:
-    """One rank of one run. The peer's environment runs it too: nothing of ours is imported for it."""
+    """Run one rank of one run. The peer's environment runs it too: nothing of ours is imported for it."""
     import torch
 
     torch.set_num_threads(1)

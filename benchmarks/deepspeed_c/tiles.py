@@ -30,7 +30,7 @@ LOSS_TILES, MLP_TILES = 16, 8
 
 
 class Perceptron(nn.Module):
-    """Llama's."""
+    """Llama's MLP."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -56,7 +56,7 @@ class Gpt(nn.Module):
 
 
 class Contender:
-    """One step of training; remembers its losses."""
+    """A training step that remembers its losses."""
 
     def __init__(self, forward, update, engine=None) -> None:
         self._forward, self._update, self.engine = forward, update, engine

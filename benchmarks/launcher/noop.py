@@ -2,8 +2,8 @@
 
 The contenders alternate, in an order that changes each round, and each launch is timed from the outside, until its
 process has ended; each rank leaves an empty file, so that it is known to have run. Ratios compare two launches of the
-same round. DSC_PEER_PYTHON, the interpreter of an environment with DeepSpeed, adds it as a contender. Run: python -m
-benchmarks.launcher.noop [--rounds 5]
+same round. DSC_PEER_PYTHON, the interpreter of an environment with DeepSpeed, adds it as a contender.
+Run: python -m benchmarks.launcher.noop [--rounds 5]
 """
 
 from __future__ import annotations

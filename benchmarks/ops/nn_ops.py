@@ -110,7 +110,7 @@ def measure(case: Case, dtype: torch.dtype, rows: int, cols: int, rounds: int, s
     blocks = [torch.ones(n_floats) for _ in range(max(case.n_forward, case.n_backward))]
 
     def move(n: int) -> None:
-        """Reads n - 1 tensors and writes one, or as many in several passes of up to three."""
+        """Move n tensors: n - 1 reads and one write, or several passes of up to three tensors."""
         for _ in range(n // 3):
             torch.add(blocks[0], blocks[1])
         if n % 3 == 2:
@@ -130,7 +130,7 @@ def measure(case: Case, dtype: torch.dtype, rows: int, cols: int, rounds: int, s
     n_calls = {name: calls_of(*steps) for name, steps in contenders.items()}
 
     def run(name: str) -> tuple[float, float]:
-        """Seconds of a forward and of a backward."""
+        """Return the seconds of a forward and of a backward."""
         forward, backward = contenders[name]
         seconds_forward = seconds_backward = 0.0
         for _ in range(n_calls[name]):

@@ -1,10 +1,10 @@
 """How much time and memory does cross-entropy take on logits cut over 2 ranks by vocabulary, against gathering the
 logits?
 
-2,048 tokens x 32,768 words in fp32, forward and backward, one thread a rank. "gathered" puts whole logits together on
-both ranks with the same collectives, and lets torch do the rest. Memory is the peak of live bytes besides the rank's
-own logits, and the logits' bytes. Losses and gradients have to be the same. Run: python -m torch.distributed.run
---nproc-per-node 2 -m benchmarks.ops.vocab_cross_entropy
+2,048 tokens x a vocabulary of 32,768 in fp32, forward and backward, one thread a rank. "gathered" puts whole logits
+together on both ranks with the same collectives, and lets torch do the rest. Memory is the peak of live bytes besides
+the rank's own logits, and the logits' bytes. Losses and gradients have to be the same. Run: python -m
+torch.distributed.run --nproc-per-node 2 -m benchmarks.ops.vocab_cross_entropy
 """
 
 from __future__ import annotations
