@@ -1,2 +1,2 @@
-"""Where idle states live: the plan that says it, and the file that holds what neither device nor host memory has room
-for (arXiv 2104.07857)."""
+"""The homes of idle states: the plan that chooses them, and the file for states without room in device or host memory
+(arXiv 2104.07857)."""

@@ -1,4 +1,4 @@
-"""Decides from the configuration which home states and weights get, and makes the files of those that live in one."""
+"""Chooses the homes of states and weights by the configuration, and makes the files behind them."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ MAX_QUEUE_DEPTH = 1024
 
 
 class StateLayout(Protocol):
-    """What an optimizer says of the states that it will make."""
+    """An optimizer's description of its future states."""
 
     def layout_of_state(self, group: int, param: torch.Tensor) -> dict[str, tuple[torch.dtype, int]]: ...
 
 
 MakeSwapper = Callable[..., Swapper]
-"""What takes the place of ``make_swapper``."""
+"""The type of ``make_swapper``."""
 
 
 def is_apart(device: torch.device) -> bool:
@@ -56,10 +56,8 @@ def is_apart(device: torch.device) -> bool:
 
 
 def place(config: Config, base: torch.optim.Optimizer | None, device: torch.device) -> Placement:
-    """Where the units of a model that is trained by ``base`` (None: not trained) on ``device`` have their states and
-    weights.
-
-    Raises FeatureError for what cannot be offloaded.
+    """The placement of states and weights of the units of a model that ``base`` trains (None: not trained) on
+    ``device``. Raises FeatureError for an offload that is not possible.
     """
     states, params = config.zero.offload_optimizer, config.zero.offload_param
     apart = is_apart(device)
@@ -118,7 +116,7 @@ def _check_states(states: OffloadOptimizer, base: torch.optim.Optimizer, *, apar
 
 
 def _group_bytes(unit: Unit, bucket: int, base: StateLayout) -> list[int]:
-    """Of the tensors of one bucket that are brought and sent together."""
+    """Bytes of the tensors of one bucket that are brought and sent together."""
     masters = [tagged.tensor.nbytes for tagged in unit.masters(bucket)]
     layout = base.layout_of_state(unit.group, unit.master[bucket])
     return masters + [numel * dtype.itemsize for dtype, numel in layout.values()]
@@ -135,7 +133,7 @@ def _largest_group(units: Sequence[Unit], base: StateLayout) -> int:
 
 
 def swapped_bytes(units: Sequence[Unit], base: StateLayout) -> int:
-    """What the masters and states of this rank take in the file."""
+    """Bytes of this rank's masters and states in the file."""
     return sum(whole_pages(n) for group in _groups(units, base) for n in group)
 
 
@@ -198,7 +196,7 @@ def store_weights(
     if not groups:
         return
     sizes = [group.unit.slice_elems[group.bucket] * group.unit.dtype.itemsize for group in groups]
-    # One that is put together, one that is being written, the others on their way in.
+    # One bucket is put together, one is being written, the others are on their way in.
     n_ahead = max(offload.buffer_count - 2, 0)
     n_bytes, folder = sum(map(whole_pages, sizes)), offload.nvme_path or ""
     settings = _settings(aio, (1 + n_ahead) * max(sizes))

@@ -51,7 +51,7 @@ class SwapSettings(NamedTuple):
 
     @classmethod
     def of(cls, aio: Aio) -> SwapSettings:
-        """What the section ``aio`` of a configuration says of transfers."""
+        """The settings of transfers from the section ``aio`` of a configuration."""
         return cls(**{name: getattr(aio, name) for name in cls._fields if hasattr(aio, name)})
 
 
@@ -75,8 +75,8 @@ class _Extent:
         return -(-self.n_bytes // self.piece_bytes)
 
     def in_file(self, at: int, n_bytes: int) -> int:
-        """What is transferred for bytes from ``at`` on: with the last ones the rest of their page, which is theirs, as
-        a direct transfer makes less apart."""
+        """Bytes to transfer for ``n_bytes`` from ``at`` on: the last transfer includes the rest of its page, which
+        belongs to it, because a direct transfer needs whole pages."""
         is_last = at % PAGE_BYTES == 0 and at + n_bytes == self.n_bytes
         return whole_pages(n_bytes) if is_last else n_bytes
 
@@ -132,9 +132,9 @@ def _crc(tensor: torch.Tensor, begin: int, n_bytes: int) -> int:
 
 
 class SwapFile:
-    """A file, what moves bytes to and from it, and the memory that they are moved from and to.
+    """A file, the handle that moves bytes to and from it, and the memory on the other side.
 
-    descriptor: of the file, which becomes this object's (see ``reserve``). folder: where it is, for messages.
+    descriptor: of the file, which becomes this object's (see ``reserve``). folder: the file's folder, for messages.
     """
 
     device = torch.device("cpu")
@@ -154,7 +154,7 @@ class SwapFile:
                     True,
                 )
         finally:
-            os.close(descriptor)  # it is open again now, in an object that closes it whatever becomes of this one
+            os.close(descriptor)  # it is open again now, in an object that closes it in every case
         self._pool = PinnedPool((1 << 63) - 1)
 
     @property
@@ -190,7 +190,7 @@ class SwapFile:
     def trim(self, idle_bytes: int) -> None:
         """Frees all buffers that nobody uses, where they are more than ``idle_bytes``."""
         if self._pool.held_bytes - self._pool.used_bytes > idle_bytes:
-            self._pool = PinnedPool((1 << 63) - 1)  # those in use hold the old one
+            self._pool = PinnedPool((1 << 63) - 1)  # buffers in use hold the old pool
 
     def close(self) -> None:
         self._engine.close()
@@ -205,10 +205,10 @@ class Swapper:
 
     Args:
         file: becomes this object's; it grows beyond what is reserved where it must.
-        n_buffers: how many groups of tensors (``bring`` takes one) may have buffers at a time: the one in use, one on
+        n_buffers: most groups of tensors (``bring`` takes a group) with buffers at a time: a group in use, a group on
         its way in, the rest on their way out.
 
-    Raises AioError where a transfer fails, and OffloadError where what is read is not what was written. A tensor whose
+    Raises AioError where a transfer fails, and OffloadError where the checksum of read bytes is wrong. A tensor whose
     write has failed is still in memory.
     """
 
@@ -220,7 +220,7 @@ class Swapper:
         self._finalizers: dict[int, weakref.finalize] = {}
         self._free_space: dict[int, list[int]] = {}  # offsets by size
         self._end = 0
-        self._writes: deque[_Write] = deque()  # in the order in which they were started
+        self._writes: deque[_Write] = deque()  # in the order of their starts
         self._group = 0  # groups that were sent
         self._n_buffers = n_buffers
         self._max_groups_out = max(n_buffers - 2, 1) if self.settings.pipeline_write else 0
@@ -260,8 +260,8 @@ class Swapper:
         return extent
 
     def new_zeros(self, shape: torch.Size, dtype: torch.dtype, name: str, piece_elems: int = 0) -> torch.Tensor:
-        """A tensor of zeros that has a buffer until it is sent; one of several pieces is away at once, and never was
-        in memory as a whole."""
+        """A tensor of zeros that has a buffer until it is sent; a tensor of several pieces is away at once, and never
+        was in memory as a whole."""
         n_bytes = shape.numel() * dtype.itemsize
         if n_bytes == 0:
             return torch.zeros(shape, dtype=dtype, device=self._file.device)
@@ -288,7 +288,7 @@ class Swapper:
         return tensor
 
     def _forget(self, key: int) -> None:
-        """The tensor is gone: its place is free. What is on its way there still arrives before anything else does
+        """The tensor is gone: its place is free. A write under way to it still ends before any other begins
         (``_settle``)."""
         extent = self._extents.pop(key, None)
         self._finalizers.pop(key, None)
@@ -309,8 +309,8 @@ class Swapper:
             self._free_buffers.append(buffer)
 
     def prefetch(self, tensors: Iterable[Tagged]) -> None:
-        """Starts to read what is away of ``tensors``, a group. Earlier groups that are still on their way out are
-        waited for where it would be one too many."""
+        """Starts to read the ``tensors`` of a group that are away. Where buffers are short it waits for earlier groups
+        on their way out."""
         extents = [self._extents.get(id(tagged.tensor)) for tagged in tensors]
         extents = [extent for extent in extents if extent is not None and extent.is_away and extent.read is None]
         if not extents:
@@ -324,8 +324,7 @@ class Swapper:
             extent.read = self._start_read(extent, 0, extent.n_bytes)
 
     def bring(self, tensors: Sequence[Tagged], *, reads: bool = True) -> None:
-        """Attaches ``tensors``: on return they hold what they held when they were sent away; anything, without
-        ``reads``."""
+        """Attaches ``tensors``: on return they hold the values that were sent away; without ``reads``, anything."""
         extents = [self._extents.get(id(tagged.tensor)) for tagged in tensors]
         started = [extent is not None and extent.read is not None for extent in extents]
         if reads:
@@ -376,7 +375,7 @@ class Swapper:
             raise
 
     def _give_up(self, read: _Read) -> None:
-        """Of a read ahead that is of no use any more: its buffer is free when nothing comes in any more."""
+        """Gives up a read ahead that is of no use any more: its buffer is free when the transfer has ended."""
         try:
             self._wait_for(read)
         except (AioError, OffloadError) as error:
@@ -409,9 +408,9 @@ class Swapper:
         written back as they are when the next are asked for. Meanwhile pieces are read ahead and written behind; the
         tensors stay away. Tensors must have equally many pieces.
 
-        To be closed where it is not exhausted: what has been given out last is not written then.
+        Close it unless it is exhausted: the last pieces are not written then.
         """
-        self.send(tensors)  # what a write that failed has left in memory
+        self.send(tensors)  # tensors that a failed write has left in memory
         extents = [self._extents[id(tagged.tensor)] for tagged in tensors]
         for extent in extents:
             if extent.read is not None:
@@ -439,8 +438,8 @@ class Swapper:
                 self._give_up(read)
 
     def send(self, tensors: Sequence[Tagged]) -> None:
-        """Starts to write ``tensors``, which are away from now on. All of what is in flight of earlier groups beyond
-        the limit is waited for."""
+        """Starts to write ``tensors``, which are away from now on. It waits for writes of earlier groups beyond the
+        limit."""
         self._group += 1
         for tagged in tensors:
             tensor = tagged.tensor
@@ -469,8 +468,7 @@ class Swapper:
         self._limit_writes()
 
     def _send_pieces(self, extent: _Extent, data: torch.Tensor) -> None:
-        """Writes all of an extent from memory that is no buffer, and waits for it: ``data`` is what is left where that
-        fails."""
+        """Writes all of an extent from memory that is no buffer, and waits for it: ``data`` stays where that fails."""
         data = data.reshape(-1).view(torch.uint8)
         for at, n_bytes in extent.pieces():
             buffer = self._take_buffer(n_bytes)
@@ -489,8 +487,8 @@ class Swapper:
         buffer: torch.Tensor,
         tensor: torch.Tensor | None = None,
     ) -> None:
-        """Of an extent's bytes from ``at`` on, whole pieces, which are those of ``data``; ``tensor`` where they are
-        all of it."""
+        """Writes whole pieces of an extent from byte ``at`` on, from ``data``; ``tensor``: given where these are all of
+        its bytes."""
         if self.settings.checksum:
             extent.crcs |= {first: _crc(data, first - at, n) for first, n in extent.pieces(at, n_bytes)}
         with as_aio_error():
@@ -522,7 +520,7 @@ class Swapper:
         except AioError as error:
             tensor, extent = write.tensor and write.tensor(), write.extent
             if tensor is not None and extent.is_away and extent.read is None:
-                # What could not be written is still here: nothing is lost.
+                # The bytes of a failed write are still here: nothing is lost.
                 tensor.data, extent.buffer, extent.is_away = write.data, write.buffer, False
             raise OffloadError(
                 f"{extent.name} could not be written: {error.what}", where=self.folder, fix=error.fix
@@ -540,7 +538,7 @@ class Swapper:
             self._finish_write(self._writes.popleft())
 
     def close(self) -> None:
-        """Gives up what is in flight, and the file. Tensors that are away are lost."""
+        """Gives up all transfers, and the file. Tensors that are away are lost."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -1,5 +1,4 @@
-"""The memory planner: what a rank of a training run will hold, phase by phase, before anything is allocated.
-
-``sizes`` says what a model is made of, ``memory`` plans one stage, ``table`` prints it, ``script`` finds the model of
-a training script, ``cli`` is the command ``deepspeed_c plan``. A plan knows nothing of activations.
+"""The memory planner: the bytes of a rank of a training run, phase by phase, before anything is allocated. ``sizes``
+describes a model, ``memory`` plans one stage, ``table`` prints it, ``script`` finds the model of a training script,
+``cli`` is the command ``deepspeed_c plan``. A plan knows nothing of activations.
 """

@@ -1,8 +1,8 @@
-"""What a forward keeps for its backward, layer by layer, from tensors without data: the model itself runs on them.
+"""The tensors that a forward keeps for its backward, layer by layer: the model itself runs on tensors without data.
 
 The model's own operators run on fake tensors (``torch._subclasses``), which know shapes, dtypes and storages; autograd
-saves of them what it would save in a run. A storage counts once, however many tensors lie in it; those of parameters
-and buffers do not count.
+saves the same tensors as in a run. A storage counts once for all tensors in it; storages of parameters and buffers do
+not count.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from deepspeed_c.recompute.operators import MeasuredLayer, Measurement, Meter
 
 __all__ = ["ForwardShape", "Segment", "Traced", "trace_activations"]
 
-# Operators compute so much in the time of a byte: of an accelerator, and of a processor. Only what an operator takes
-# beside others decides a plan.
+# Operators compute so much in the time of a byte: of an accelerator, and of a processor. Only the ratios between
+# operators' times decide a plan.
 _FLOPS_PER_BYTE = {"cuda": 200.0, "cpu": 10.0}
 _BYTES_PER_NS = {"cuda": 2000.0, "cpu": 10.0}
-# What a model's own code raises on inputs that it does not take, or where it asks for values.
+# Errors of a model's own code on wrong inputs, or where it asks for values.
 _MODELS_OWN = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError)
 _ADVICE = (
     "name what the model is given (--batch, --seq, --sample), leave out what reads values of tensors in forward, or"
@@ -43,7 +43,7 @@ _ADVICE = (
 
 
 class ForwardShape(NamedTuple):
-    """What one forward of a rank is given."""
+    """The inputs of one forward of a rank."""
 
     n_samples: int
     n_tokens: int | None = None  # of a sample
@@ -51,7 +51,7 @@ class ForwardShape(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """A stretch of the forward: one call of a layer, or what runs between two of them. Bytes by storage."""
+    """A stretch of the forward: one call of a layer, or the operators between two calls. Bytes by storage."""
 
     label: str
     measured: MeasuredLayer | None  # None: it is no layer
@@ -62,7 +62,7 @@ class Segment(NamedTuple):
 
 
 class Traced(NamedTuple):
-    """A forward, in order, and what tensor-parallel ranks send in it and its backward."""
+    """A forward, in order, and the traffic of tensor-parallel ranks in it and its backward."""
 
     segments: tuple[Segment, ...]
     wire_bytes: int = 0  # that a rank sends, if nothing is recomputed
@@ -91,9 +91,9 @@ def trace_activations(
 ) -> Traced:
     """Runs a forward of ``model`` (whose tensors may be on the meta device, and stay as they are), and a backward.
 
-    layers: which modules may be recomputed, as in the configuration; None: the repeated blocks, if there are any.
-    ranks: pretended ones that the model is cut over, and whose ledger has what they send afterwards.
-    Raises ModelError where the model asks for values, or for other inputs than ``batch``.
+    layers: the modules that may be recomputed, as in the configuration; None: the repeated blocks, if there are any.
+    ranks: pretended ranks that share the model; their ledger has their traffic afterwards. Raises ModelError where the
+    model asks for values, or for other inputs than ``batch``.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # a compiler's tool: only who asks for this loads it
 
@@ -132,7 +132,7 @@ def _layers_of(model: torch.nn.Module, layers: str | None) -> tuple[list[str], s
 
 
 def _faked(model: torch.nn.Module, dtype: torch.dtype | None, fake: Any, ranks: Any) -> torch.nn.Module:
-    """A copy whose tensors have no data, on what seems to be the host. dtype: of floating-point parameters."""
+    """A copy whose tensors have no data and seem to be on the host. dtype: of floating-point parameters."""
     known: dict[int, Any] = {}
 
     def made_for(tensor: torch.Tensor, as_dtype: torch.dtype) -> torch.Tensor:
@@ -161,7 +161,7 @@ def _faked(model: torch.nn.Module, dtype: torch.dtype | None, fake: Any, ranks: 
 
 @contextmanager
 def _without(fake: Any) -> Iterator[None]:
-    """Tensors are what they are, for a while."""
+    """Ordinary tensors, within the context."""
     fake.__exit__(None, None, None)
     try:
         yield
@@ -243,7 +243,7 @@ class _Trace:
                 stack.enter_context(_Attention())
             stack.enter_context(_Values(self._ranks))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            # Who reads cut logits has them gathered: a class of tensors, which these cannot be of.
+            # Readers of cut logits get them gathered, by a class of tensors; fake tensors cannot have that class.
             stack.enter_context(mock.patch.object(CutLogits, "of", lambda logits, sizes, ranks: logits))
             stack.enter_context(precision.autocast(torch.device("cpu")))
             stack.enter_context(saved_tensors_hooks(self._save, _same))
@@ -251,7 +251,7 @@ class _Trace:
             found = self._model(**inputs) if isinstance(inputs, dict) else self._model(*inputs)
         outputs = [leaf for leaf in tree_leaves(_plain(found)) if torch.is_tensor(leaf) and leaf.requires_grad]
         if outputs:
-            with _Values(self._ranks):  # enters what tensor-parallel layers send in the backward
+            with _Values(self._ranks):  # enters the traffic of tensor-parallel layers in the backward
                 torch.autograd.backward(outputs[0].float().sum())
 
     def _save(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -310,7 +310,7 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Arithmetic(Meter):
-    """Time by what an operator computes and moves."""
+    """Time of an operator, by its arithmetic and its bytes."""
 
     def __init__(self, device_type: str) -> None:
         from torch.utils.flop_counter import flop_registry  # imports a part of the compiler
@@ -337,14 +337,14 @@ class _Arithmetic(Meter):
 
 
 def _dropout_of(func: Any, args: Any, kwargs: Any) -> float:
-    """Of an operator of attention; 1 for others that may draw."""
+    """The dropout rate of an operator of attention; 1 for other operators that may draw."""
     for i, each in enumerate(func._schema.arguments):
         if each.name == "dropout_p":
             return args[i] if i < len(args) else kwargs.get("dropout_p", 0.0)
     return 1.0
 
 
-# Operators of ``inject/exchange.py``, and what their collectives are called in a ledger.
+# Operators of ``inject/exchange.py``, and the names of their collectives in a ledger.
 _SCATTERS = "deepspeed_c::tp_scatter_start"
 _SENT_BY = {
     **dict.fromkeys(("deepspeed_c::tp_sum_", "deepspeed_c::tp_sum_start", "deepspeed_c::tp_sum_start_"), "all-reduce"),
@@ -356,10 +356,10 @@ _SENT_BY = {
 class _Values(TorchDispatchMode):
     """Stands in for the values that a forward may read of tensors without any.
 
-    A number that is drawn and read at once is a seed, and decides no shape. Whole numbers that are picked out by what
-    they are, are wrong ones: there are none. Of others all are picked.
+    A number that is drawn and read at once is a seed, and decides no shape. A mask over whole numbers picks errors,
+    such as bad ids: it picks none. Other masks pick all.
 
-    What operators of tensor-parallel layers would send is entered in the ledger of ``ranks``: their fakes send nothing.
+    The traffic of tensor-parallel layers is entered in the ledger of ``ranks``: their fakes send nothing.
     """
 
     def __init__(self, ranks: Collectives | None) -> None:
@@ -389,8 +389,8 @@ class _Values(TorchDispatchMode):
 
 
 class _Attention(TorchFunctionMode):
-    """What an accelerator keeps less of: of attention, dropout and masks included, its output and one number a row; of
-    dropout a byte an element."""
+    """Operators that keep less on an accelerator: attention, with dropout and masks, keeps its output and one number a
+    row; dropout keeps a byte an element."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

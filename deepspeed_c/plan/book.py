@@ -9,7 +9,7 @@ __all__ = ["Book", "Phase"]
 
 
 class Phase(NamedTuple):
-    """The moment of a phase at which most is held."""
+    """The peak of a phase."""
 
     name: str
     nbytes: int  # on the device
@@ -19,7 +19,7 @@ class Phase(NamedTuple):
 
 
 class Book:
-    """What is held now, by kind, and the peak of each phase."""
+    """The bytes now, by kind, and the peak of each phase."""
 
     def __init__(self, host_kinds: Collection[str] = (), nvme_kinds: Collection[str] = ()) -> None:
         self._host_kinds, self._nvme_kinds = host_kinds, nvme_kinds
@@ -29,7 +29,7 @@ class Book:
         self._phase: str | None = None
 
     def counter(self, kind: str) -> Callable[[int], None]:
-        """Counts what a ``BufferPool`` holds, lent or not, under a kind."""
+        """Counts the bytes of a ``BufferPool``, lent or not, under a kind."""
         return lambda n_bytes: self.take(kind, n_bytes) if n_bytes >= 0 else self.free(kind, -n_bytes)
 
     def begin(self, phase: str, extra: dict[str, int] | None = None) -> None:
@@ -49,7 +49,7 @@ class Book:
         self._phase = None
 
     def take(self, kind: str, nbytes: int, place: str | None = None) -> None:
-        """``place``: "device", "host" or "nvme", for what does not lie where its kind does."""
+        """``place``: "device", "host" or "nvme", for bytes in another place than their kind."""
         if nbytes == 0:
             return
         self._held[kind] = self._held.get(kind, 0) + nbytes

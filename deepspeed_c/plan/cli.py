@@ -1,4 +1,4 @@
-"""The command ``deepspeed_c plan``: what a rank of a run will hold, before anything is allocated."""
+"""The command ``deepspeed_c plan``: the bytes of a rank of a run, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["main"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-# More than any machine has; what the core counts in ends there.
+# More than any machine has: the core's numbers end there.
 MOST_BYTES = (1 << 63) - 1
 MOST_RATE = 1e24
 
@@ -90,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _batch(options: argparse.Namespace, *, has_script: bool) -> ForwardShape | None:
-    """What a rank's forward is given; None where nothing was said."""
+    """The inputs of a rank's forward; None without options for them."""
     told = [flag for flag in ("batch", "seq", "sample", "svg") if getattr(options, flag) is not None]
     if not told:
         return None
@@ -120,7 +120,7 @@ def _write_svg(path: str, options: Sequence[Option]) -> None:
 
 
 def _budgets(options: argparse.Namespace) -> Budgets | None:
-    """What a rank may take, from what it and its node have; None where nothing was said."""
+    """A rank's budgets, from the memory of its device and its node; None without options for them."""
     if options.ranks_per_node is not None and options.ranks_per_node < 1:
         raise ConfigError(
             f"{options.ranks_per_node} is not a number of ranks", where="--ranks-per-node", fix="write an integer >= 1"

@@ -1,9 +1,9 @@
 """Plans the memory of one rank: lays the model out on the meta device with the engine's own objects, and runs them.
 
-Layout, hooks, fetcher, reducer, collectives, homes and swap files are those of an engine, among ranks and over files
-that are not there (``pretended``). What they borrow is counted by their pools. The model computes nothing
-(``outline``): its passes are autograd's all the same. The rest is added up from what its objects say of themselves, in
-the engine's order: weights as given, masters, states, and what an update takes.
+Layout, hooks, fetcher, reducer, collectives, homes and swap files are an engine's own, among pretended ranks and over
+pretended files (``pretended``). Their pools count the memory that they borrow. The model computes nothing
+(``outline``): its passes are autograd's all the same. The rest is added up from its objects' own sizes, in the engine's
+order: weights as given, masters, states, and the memory of an update.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ ACTIVATIONS = "activations"
 HOST_ACTIVATIONS = "activations that wait on the host"
 NVME_ACTIVATIONS = "activations that wait on NVMe"
 
-# What each kind of bytes is, in the order in which tables show them.
+# The kinds of bytes with their meanings, in the order of tables.
 KINDS: dict[str, str] = {
     WEIGHTS: "what forward computes with: whole, or this rank's shard",
     MASTERS: "the weights that the optimizer updates, where they are not the weights themselves",
@@ -84,12 +84,12 @@ KINDS: dict[str, str] = {
     NVME_ACTIVATIONS: "inputs of recomputed layers (activation_checkpointing.offload)",
 }
 
-# Windows that are walked through: the first makes what later ones find in the pools.
+# Number of windows to walk through: the first makes the buffers that later windows find in the pools.
 N_WINDOWS = 3
 
 
 class Activations(NamedTuple):
-    """Bytes of activations at their peak, which are added to what the engine's objects take."""
+    """Bytes of activations at their peak, which are added to the memory of the engine's objects."""
 
     forward: int = 0
     backward: int = 0
@@ -112,13 +112,13 @@ class Offload(NamedTuple):
 
     @classmethod
     def of(cls, zero: Zero) -> Offload:
-        """What a configuration asks for."""
+        """The offload that a configuration asks for."""
         states, params = zero.offload_optimizer, zero.offload_param
         return cls(states.device, params.device, params.max_in_cpu if params.device == "nvme" else 0)
 
     def kinds(self, stage: int, *, is_host: bool = False) -> dict[str, str]:
-        """What lives elsewhere than on the device: "host" or "nvme" by kind. ``is_host``: the device is the host's
-        processor, and has its memory."""
+        """The kinds that live elsewhere than on the device: "host" or "nvme" by kind. ``is_host``: the device is the
+        host's processor, and has its memory."""
         found: dict[str, str] = {}
         if self.optimizer == "nvme":
             found |= {MASTERS: "nvme", STATE: "nvme"}
@@ -131,7 +131,7 @@ class Offload(NamedTuple):
         return {kind: place for kind, place in found.items() if place == "nvme" or not is_host}
 
     def fits(self, stage: int) -> bool:
-        """Whether the stage shards what is to be offloaded."""
+        """Whether the stage shards the states of this offload."""
         sharding = STAGES[stage]
         return (sharding.optimizer or self.optimizer == "none") and (sharding.parameters or self.params == "none")
 
@@ -144,14 +144,14 @@ class Offload(NamedTuple):
 
 
 class MemoryPlan(NamedTuple):
-    """What one rank holds at one stage."""
+    """The memory of one rank at one stage."""
 
     stage: int
     n_ranks: int
     offload: Offload
     phases: dict[str, Phase]  # by name, in order
     n_buckets: int
-    largest_unit: str  # of the gather units, or where there are none the buckets: its first parameter
+    largest_unit: str  # first parameter of the largest gather unit, or bucket
     largest_unit_bytes: int
     window_elems: int  # most elements that the plan of gathers has live; 0 below stage 3
 
@@ -162,7 +162,7 @@ class MemoryPlan(NamedTuple):
 
 
 class _Policy:
-    """The engine's precision, for parameters whose modules are not known: what they said stands in the sizes."""
+    """The engine's precision, for parameters without their modules: the sizes have the modules' wishes."""
 
     def __init__(self, precision: Precision, sizes: ModelSizes) -> None:
         self._precision = precision
@@ -175,8 +175,8 @@ class _Policy:
 
 
 def _backend(section: Comm, *, is_host: bool) -> Backend:
-    """How ranks exchange tensors. Nobody knows yet which ranks will share a host: where they may or may not, what takes
-    more is planned."""
+    """How ranks exchange tensors. The hosts of ranks are not known yet: where they may share one, the larger of both
+    needs is planned."""
     if not is_host:
         return GENERIC
     return IN_PLACE if section.local == "shm" else GLOO
@@ -195,8 +195,8 @@ def plan_memory(
 
     ``optimizer`` None plans an engine that only evaluates. ``device_type`` decides how collectives work ("cpu": over
     gloo, unless "comm.local" is "shm"; else as NCCL does) and whether gathered buffers are kept. ``activations``
-    are added to forward and backward. Nothing is allocated. Raises what ``initialize`` would raise for the same
-    layout (ModelError).
+    are added to forward and backward. Nothing is allocated. Raises ModelError where ``initialize`` would raise it for
+    the same layout.
     """
     offload = Offload.of(config.zero)
     with ExitStack() as at_end:
@@ -228,7 +228,7 @@ def _label(slots: Sequence[Slot]) -> str:
 
 
 class _Walk:
-    """One rank's run. ``at_end`` takes away what the run has hooked."""
+    """One rank's run. ``at_end`` takes the hooks of the run away."""
 
     def __init__(
         self,
@@ -275,7 +275,7 @@ class _Walk:
         self._swapped = [unit for unit in self._trained if unit.states.label == "file"]
         self._size_of = {p.name: p for p in sizes.params}
         placed = {slot.name for unit in (*self._trained, *self._frozen) for slot in unit.slots}
-        self._cast = [p for p in sizes.params if p.name not in placed]  # what no unit holds
+        self._cast = [p for p in sizes.params if p.name not in placed]  # parameters outside units
         self._has_state = False
         self._states: dict[tuple[Unit, int], list[Tagged]] = {}  # in the file
         self._reducer: GradientReducer | None = None
@@ -338,7 +338,7 @@ class _Walk:
                 book.free(GIVEN, given[p.name])
                 given[p.name] = part
         for unit in (*self._trained, *self._frozen):
-            # Weights go to a file when all of them are there; those that are whole stay on the device.
+            # Weights go to a file when all of them are there; whole weights stay on the device.
             book.take(WEIGHTS, unit.weight_bytes, unit.weights.memory)
             if unit not in self._swapped:
                 book.take(MASTERS, unit.master_bytes(), self._place_of(unit))
@@ -441,7 +441,7 @@ class _Walk:
                 pass
 
     def window(self, activations: Activations) -> None:
-        """Micro-batches until a step, as many as differ in what they take."""
+        """Micro-batches until a step, as many as differ in their memory."""
         n = 2 if self._optimizer is not None and (self._config.gradient_accumulation_steps or 1) > 1 else 1
         for i in range(n):
             self.book.begin("forward", activations.held("forward"))
@@ -458,7 +458,7 @@ class _Walk:
             self.step()
 
     def step(self) -> None:
-        self._reducer.discard()  # waits for what is on its way
+        self._reducer.discard()  # waits for reductions under way
         if not self._has_state:
             self._has_state = True
             # The others' were made along with their file.

@@ -1,5 +1,4 @@
-"""What the engine's objects run against in a plan: ranks and files that are not there. They take the memory that real
-ones take, and move nothing."""
+"""Pretended ranks and files for the engine's objects in a plan. They take the memory of real ones, and move nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +19,8 @@ __all__ = ["IN_PLACE", "PretendedFile", "PretendedRanks"]
 
 
 class _NoGroup:
-    """What ``torch.distributed`` hands transfers to. Its methods have had two names each."""
+    """A stand-in for the process group that ``torch.distributed`` hands transfers to. Its methods have had two names
+    each."""
 
     def _transfer(self, *_: Any) -> _NoGroup:
         return self
@@ -30,21 +30,21 @@ class _NoGroup:
     reduce_scatter_single = _reduce_scatter_base = _transfer
 
     def wait(self) -> None:
-        """Of the transfer: it is over."""
+        """Returns at once: the transfer is over."""
 
 
 def _lie(*_: Any) -> Work:
     return Work([_NoGroup()])
 
 
-# Over memory that ranks share: what is sent is read where it lies, until it has been waited for.
+# Over shared memory of ranks: peers read the sent bytes in place, until the wait.
 IN_PLACE = Backend(
     "shm", reduce_scatter=_lie, all_gather=_lie, all_reduce=_lie, broadcast=_lie, add_up=_lie, all_to_all=_lie
 )
 
 
 class PretendedJoint:
-    """Joint memory (``comm/joint.py``): what a rank's slices take is the unit's to count, and wholes take nothing."""
+    """Joint memory (``comm/joint.py``): the unit counts a rank's slices, and wholes take nothing."""
 
     def __init__(self, sizes: Sequence[int], n_ranks: int) -> None:
         self._sizes, self._n_ranks = sizes, n_ranks
@@ -62,7 +62,7 @@ class PretendedJoint:
 class PretendedRanks(Collectives):
     """The first of ``world_size`` ranks, as the engine's objects use it with tensors of the meta device.
 
-    backend: how they exchange tensors. scratch: what collectives receive into.
+    backend: how they exchange tensors. scratch: the pool that collectives receive into.
     """
 
     def __init__(self, world_size: int, scratch: BufferPool, backend: Backend) -> None:
@@ -75,11 +75,11 @@ class PretendedRanks(Collectives):
         self.scratch = scratch
         self.reduce = lambda sources, scale, accumulate, out: None
         self._connection = None
-        # Tensors that pretend to be on the host are those of a traced model.
+        # Tensors that pretend to be on the host belong to a traced model.
         self._backends = {"meta": backend, "cpu": IN_PLACE}
 
     def along(self, ranks: Sequence[int], axes: Sequence[str]) -> PretendedRanks:
-        """As many others, with the same buffers: what connects the axes of a mesh."""
+        """As many other ranks, with the same buffers: an axis of a mesh."""
         return PretendedRanks(len(ranks), self.scratch, self._backends["meta"])
 
     def all_gather(self, flat: torch.Tensor, *, use_broadcast: bool = False, label: str = "") -> Work:

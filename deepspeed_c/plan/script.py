@@ -29,7 +29,7 @@ ADVICE = (
 
 
 class Found(NamedTuple):
-    """What a script passed to ``initialize``; the model's parameters are on the meta device."""
+    """The arguments of a script's call of ``initialize``; the model's parameters are on the meta device."""
 
     model: torch.nn.Module
     optimizer: Any
@@ -71,7 +71,7 @@ def find_model(script: str, arguments: Sequence[str], n_ranks: int) -> Found:
         ) from stop
     except (RuntimeError, TypeError, ValueError) as error:
         if getattr(error, "where", None) is not None:
-            raise  # an error of ours says what it is
+            raise  # an error of ours explains itself
         raise ModelError(
             f"the script failed before it called deepspeed_c.initialize: {type(error).__name__}: {error}",
             where=_line_of(error, script),
@@ -89,7 +89,7 @@ def _line_of(error: BaseException, script: str) -> str:
 
 @contextmanager
 def _stand_ins(script: str, arguments: Sequence[str], n_ranks: int) -> Iterator[None]:
-    """Replaces what would allocate or talk to other ranks while the script runs."""
+    """Replaces the functions that would allocate, or talk to other ranks, while the script runs."""
     package = sys.modules[__name__.partition(".")[0]]  # its public names are looked up by the script
     folder = os.path.dirname(os.path.abspath(script))
     notes = {"is_sharded": False}

@@ -1,4 +1,4 @@
-"""What a planner has to know of a model and its optimizer: parameters in order of registration, and bytes of state per
+"""The planner's knowledge of a model and its optimizer: parameters in order of registration, and bytes of state per
 element."""
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ PROBE_ELEMS = 64
 class ParamSize(NamedTuple):
     """One parameter."""
 
-    name: str  # dotted: what comes before the last dot is the module that reads it
+    name: str  # dotted: the path of the module that reads it, then its own name
     numel: int
     dtype: torch.dtype  # as it is given to ``initialize``
     group: int | None = 0  # optimizer group; None: frozen
     comm_dtype: torch.dtype | None = (
-        None  # what its gradient travels in, where that does not follow from the configuration
+        None  # dtype of its travelling gradient, where the configuration alone does not say it
     )
-    cut: Cut | None = None  # where tensor-parallel ranks hold parts of it: ``numel`` is that of the rank's
+    cut: Cut | None = None  # for a parameter that tensor-parallel ranks share: ``numel`` is the rank's part
 
     @property
     def module(self) -> str:
@@ -78,7 +78,7 @@ class ModelSizes(NamedTuple):
 class StateSize(NamedTuple):
     """One value of optimizer state per element."""
 
-    dtype: torch.dtype | None  # None: that of the masters
+    dtype: torch.dtype | None  # None: the masters' dtype
     block_elems: int = 0  # elements that have a scale in fp32, in a tensor beside; 0: none have
 
     def tensors(self, numel: int, master_dtype: torch.dtype) -> list[tuple[torch.dtype, int]]:
@@ -92,7 +92,7 @@ class StateSize(NamedTuple):
 
 
 class OptimizerSizes(NamedTuple):
-    """What an optimizer keeps and makes, by group."""
+    """The states and copies of an optimizer, by group."""
 
     name: str
     states: tuple[tuple[StateSize, ...], ...]  # by group
@@ -142,7 +142,7 @@ def sizes_of(
     """The sizes of ``model``, on the meta device or not, sharded or not, whose optimizer groups are ``groups``.
 
     Parameters that require a gradient and are in no group are the caller's own; they are counted as frozen.
-    ``comm_dtype_of`` says what a gradient travels in, where the configuration alone does not.
+    ``comm_dtype_of`` gives the dtype of a travelling gradient, where the configuration alone does not.
     """
     group_of = {id(p): i for i, group in enumerate(groups) for p in group}
     params = tuple(
@@ -157,8 +157,8 @@ def sizes_of(
 def model_of(
     sizes: ModelSizes, make_module: Callable[[], torch.nn.Module] = torch.nn.Module
 ) -> tuple[torch.nn.Module, list[list[torch.nn.Parameter]]]:
-    """(a model of these sizes on the meta device, its optimizer groups): what the engine's own layout is asked about.
-    It takes no memory."""
+    """(a model of these sizes on the meta device, its optimizer groups), for the engine's own layout. It takes no
+    memory."""
     root = make_module()
     n_groups = 1 + max((p.group for p in sizes.params if p.group is not None), default=-1)
     groups: list[list[torch.nn.Parameter]] = [[] for _ in range(n_groups)]
@@ -181,7 +181,7 @@ def model_of(
 
 
 def group_sizes(base: torch.optim.Optimizer, *, is_sharded: bool, allow_untested: bool = False) -> OptimizerSizes:
-    """What ``base`` keeps per element, by group: read off a fused optimizer of ours, tried on a small tensor for any
+    """The states of ``base`` per element, by group: read off a fused optimizer of ours, tried on a small tensor for any
     other.
 
     Raises OptimizerError where it cannot be applied to shards, as ``initialize`` does, or cannot be tried.

@@ -28,7 +28,7 @@ from deepspeed_c.zero.layout.stages import STAGES
 
 __all__ = ["Row", "Table", "as_json", "as_text", "plan_table"]
 
-# What is assumed where sizes alone are planned and the configuration names no optimizer.
+# The assumed optimizer where sizes alone are planned and the configuration names none.
 ASSUMED_OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-4}}
 OFFLOADS = (
     Offload(),
@@ -52,7 +52,7 @@ class Row(NamedTuple):
 
 
 class Table(NamedTuple):
-    """All rows, and what they were planned for."""
+    """All rows, and the inputs of the plan."""
 
     rows: list[Row]
     chosen: int  # index of the row that the configuration asks for
@@ -89,13 +89,13 @@ def plan_table(
     n_tensor: int | None = None,
     batch: ForwardShape | None = None,
 ) -> Table:
-    """Plans ``sizes``, or ``model`` (on the meta device) with what else was given to ``initialize``, for every stage
+    """Plans ``sizes``, or ``model`` (on the meta device) with the other arguments of ``initialize``, for every stage
     under the configuration ``source``.
 
-    With ``budgets`` it is also decided for each stage which states live where, and at ``rates`` what part of the
-    update the host should take. ``n_tensor`` of the ranks hold ``model`` together (default: as the configuration says).
-    With ``batch``, ``model``'s own forward says what its activations take, in place of ``activations``. Raises what is
-    wrong with the configuration (ConfigError) and with model and optimizer (OptimizerError, ModelError).
+    With ``budgets`` it also places the states of each stage, and at ``rates`` suggests the host's part of the update.
+    ``n_tensor`` of the ranks hold ``model`` together (default: as the configuration says). With ``batch``, ``model``'s
+    own forward gives the bytes of its activations, in place of ``activations``. Raises ConfigError for the
+    configuration, OptimizerError and ModelError for optimizer and model.
     """
     notes: list[str] = []
     overrides: dict[str, Any] = {}
@@ -251,7 +251,7 @@ def _row(
         config = load_config(source, world_size=n_ranks, overrides={**overrides, **choice}, batch="skip")
         optimizer = None
         if base is not None:
-            place(config, base, torch.device(device_type))  # refuses what cannot be offloaded
+            place(config, base, torch.device(device_type))  # raises for an impossible offload
             is_cut = STAGES[stage].optimizer and n_ranks > 1
             optimizer = group_sizes(base, is_sharded=is_cut, allow_untested=config.zero_allow_untested_optimizer)
         plan = plan_memory(
@@ -275,7 +275,7 @@ def _count(n: int) -> str:
 
 
 def as_text(table: Table) -> str:
-    """The table, the chosen row marked, and what its peak consists of."""
+    """The table, the chosen row marked, and the parts of its peak."""
     sizes = table.sizes
     frozen = sizes.numel - sizes.n_trained
     trained = f"{_count(sizes.n_trained)} trained, {_count(frozen)} frozen" if frozen else "all trained"
@@ -326,7 +326,7 @@ def _peak_lines(table: Table, unit: str, scale: int) -> list[str]:
     places = plan.offload.kinds(plan.stage, is_host=table.device_type == "cpu")
     names = {"host": ", on the host", "nvme": ", on NVMe"}
     lines = []
-    # What training takes, and what starting it takes where that is more.
+    # The peak of training, and the peak of the start where that is higher.
     steady = max(
         (p for name, p in plan.phases.items() if name != "initialize"), key=lambda p: p.nbytes, default=plan.peak
     )
@@ -344,7 +344,7 @@ def _peak_lines(table: Table, unit: str, scale: int) -> list[str]:
 
 
 def _option_lines(table: Table, unit: str, scale: int) -> list[str]:
-    """Ways to keep activations, the one that is asked for marked."""
+    """Ways to keep activations, the configured way marked."""
     if table.batch is None:
         return []
     batch = table.batch

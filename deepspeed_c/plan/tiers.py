@@ -1,5 +1,5 @@
-"""Where each stage's states live when memory is limited: the plan of ``csrc/zero/tier.c`` from what the planner has
-counted, and the configuration that says so."""
+"""The placement of each stage's states in limited memory: the plan of ``csrc/zero/tier.c`` from the planner's counts,
+and the configuration for it."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Budgets(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """Bytes that a rank moves in a second: an update takes as long as its bytes take. The defaults are of one of eight
-    ranks on a node of accelerators."""
+    """Bytes that a rank moves in a second: an update takes as long as its bytes take. The defaults fit a rank among
+    eight on a node of accelerators."""
 
     device: float = 2e12
     host: float = 25e9
@@ -47,7 +47,7 @@ class Placed(NamedTuple):
     plan: MemoryPlan | None
     refusal: str = ""
     ratio: float | None = (
-        None  # what ``suggest_ratio`` says, where the optimizer's state is in host memory beside a device
+        None  # from ``suggest_ratio``, where the optimizer's state is in host memory beside a device
     )
 
 
@@ -70,10 +70,10 @@ def place_states(
 ) -> Placed:
     """Places the states of a stage within ``budgets``.
 
-    ``plan_of`` plans the stage with an offload choice, or says why the engine refuses it. What moves together is what
-    the configuration moves together: the optimizer's state with its masters, and the sums of gradients no further than
-    to the host. Whatever is no state (activations, gathered weights, buffers) comes off the device's budget first.
-    ``is_host``: ranks train on the CPU.
+    ``plan_of`` plans the stage with an offload choice, or says why the engine refuses it. States move together as in
+    the configuration: the optimizer's state with its masters, and the sums of gradients no further than to the host.
+    Everything else (activations, gathered weights, buffers) comes off the device's budget first. ``is_host``: ranks
+    train on the CPU.
     """
     none = plan_of(Offload())
     if isinstance(none, str):
@@ -118,7 +118,7 @@ def suggest_ratio(placed: Placed, budgets: Budgets, rates: Rates) -> float:
     weights = kinds.get(WEIGHTS, 0) // (1 if STAGES[placed.stage].parameters else placed.plan.n_ranks)
     used = max(phase.nbytes for name, phase in placed.plan.phases.items() if name != "initialize")
     held, moved = states + sums, 2 * states + sums
-    # What is split is bytes: elements may not have a whole number of them, as padding and scales count.
+    # The split is in bytes: elements may not have a whole number of them, as padding and scales count.
     ratio, _ = _C.twin_flow_ratio(
         n_elems=held,
         device_elems_per_s=rates.device * held / moved,
@@ -148,8 +148,8 @@ def _kinds(none: MemoryPlan, plans: Mapping[str, MemoryPlan], may_move_weights: 
     held = {place: _largest(plan) for place, plan in plans.items()}
     here, there, swapped = held["none"], held.get("cpu", {}), held.get("nvme", {})
     buffers = swapped.get(SWAP, 0)
-    # On the CPU what is on the device is in host memory; nothing is gained by a move from the one to the other, and
-    # the host's budget is 0.
+    # On the CPU the device's tensors are in host memory; a move between the two gains nothing, and the host's budget is
+    # 0.
     behind = [buffers, 0] if is_host else [0, buffers]
     last = _C.TIER_NVME if swapped else _C.TIER_HOST if there else _C.TIER_DEVICE
     near = _C.TIER_DEVICE if is_host else min(last, _C.TIER_HOST)

@@ -1,4 +1,4 @@
-"""Bytes of activations over one step, for each way to keep them: from what a forward was found to save."""
+"""Bytes of activations over one step, for each way to keep them, from the saved tensors of a traced forward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TIERS = {"cpu": Tier(25e9), "nvme": Tier(5e9)}
 
 
 class Moment(NamedTuple):
-    """What is held when a stretch of the forward is over, or while the backward of one runs."""
+    """The bytes at the end of a stretch of the forward, or while a stretch's backward runs."""
 
     label: str
     is_backward: bool
@@ -65,7 +65,7 @@ class _HowInputsWait(NamedTuple):
 def options_of(
     traced: Traced, section: ActivationCheckpointing, *, n_tensor: int = 1, is_host: bool = False
 ) -> tuple[list[Option], int]:
-    """(one option for each key of the section, the place of the one that it asks for).
+    """(an option for each key of the section, the place of the configured option).
 
     n_tensor: tensor-parallel ranks. is_host: the processor computes, in host memory. The budget is the section's, or
     half way between keeping and recomputing everything where it names none.
@@ -112,7 +112,7 @@ def _refusal(name: str, n_tensor: int, *, is_host: bool) -> str:
 
 def _of_budget(step: _Step, traced: Traced, section: ActivationCheckpointing, waiting: _HowInputsWait) -> Option:
     layers = traced.layers
-    # What the plan does not send away stays.
+    # Everything that the plan does not send away stays.
     tiers = {waiting.place: _TIERS[waiting.place]} if step.has_place(waiting.place) else {}
     waiting = waiting._replace(place="device", max_in_cpu=0 if step.is_host else waiting.max_in_cpu)
     keep_bytes = find_plan(layers, _ALL).peak_bytes
@@ -214,8 +214,8 @@ class _Step:
     def _places(
         self, chosen: Mapping[int, Treatment], moved: Mapping[int, Mapping[int, int]], way: _HowInputsWait
     ) -> tuple[dict[int, str], dict[int, int]]:
-        """(where each layer's inputs wait, bytes of those that wait elsewhere). The first ``max_in_cpu`` of them stay
-        in host memory; a tensor that many layers get waits once."""
+        """(the place of each layer's waiting inputs, bytes of inputs that wait elsewhere). The first ``max_in_cpu`` of
+        them stay in host memory; a tensor that many layers get waits once."""
         places: dict[int, str] = {}
         waiting: dict[int, int] = {}
         seen: set[int] = set()
@@ -246,7 +246,7 @@ class _Step:
         places: Mapping[int, str],
         way: _HowInputsWait,
     ) -> list[tuple[object, int]]:
-        """What a stretch holds in the memory that computes until its backward is over."""
+        """Bytes of a stretch in the memory that computes until its backward is over."""
         if treatment is None:
             return list(segment.saved.items())
         found: list[tuple[object, int]] = []
@@ -259,8 +259,8 @@ class _Step:
         return found + [((i, n), segment.measured.operators[n].n_bytes) for n in treatment.operators]
 
     def _near(self, i: int, moved: Mapping[int, Mapping[int, int]], held: _Held) -> dict[int, int]:
-        """Whole inputs of the newest two layers up to ``i``: those of the newest have not left, or are needed, and
-        those of the one before it are on their way."""
+        """Whole inputs of the newest two layers up to ``i``: the newest layer's inputs have not left, or are needed,
+        and the inputs of the layer before it are on their way."""
         newest = [j for j in self._layers if j <= i][-2:]
         found = {storage: n for j in newest for storage, n in moved.get(j, {}).items()}
         return {storage: n for storage, n in found.items() if not held.has(storage)}
