@@ -53,8 +53,8 @@ class FusedAdam(_Adam):
     """Adam or AdamW over parameters on any device, moments in ``state_dtype`` (by default the parameters'; int8: of 8
     bits, on the host).
 
-    ``adam_w_mode`` chooses decoupled weight decay (AdamW) or L2 regularisation (Adam). ``set_grad_none`` is what
-    ``zero_grad`` does by default.
+    ``adam_w_mode`` chooses decoupled weight decay (AdamW) or L2 regularisation (Adam). ``set_grad_none`` is the default
+    of ``zero_grad``'s ``set_to_none``.
 
     State: ``step``, ``exp_avg``, ``exp_avg_sq``, as in torch.optim.Adam, whose state dicts load here and the other way
     round.
@@ -118,14 +118,14 @@ class FusedAdam(_Adam):
     ) -> Any:
         """One step over ``p.grad``.
 
-        The arguments after ``closure`` are there for the signature; ``fused_step`` does what they once did.
+        The arguments after ``closure`` are there for the signature only; ``fused_step`` takes their place.
         """
         self._refuse_arguments(grads=grads, output_params=output_params, scale=scale, grad_norms=grad_norms)
         return super().step(closure)
 
 
 class DeepSpeedCPUAdam(_Adam):
-    """Adam or AdamW with moments in float32 whatever the parameters are (``fp32_optimizer_states=False``: in the
+    """Adam or AdamW with moments in float32, for parameters of any dtype (``fp32_optimizer_states=False``: in the
     parameters' dtype).
 
     State: ``step``, ``exp_avg``, ``exp_avg_sq``, as in torch.optim.Adam, whose state dicts load here and the other way

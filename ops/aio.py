@@ -40,7 +40,7 @@ class AioBackend(NamedTuple):
 
 
 def backends() -> list[AioBackend]:
-    """The backends in the order in which "auto" tries them."""
+    """The backends in the order that "auto" tries them."""
     return [AioBackend(*entry) for entry in _C.aio_backends()]
 
 
@@ -144,7 +144,7 @@ class PinnedPool:
 
 
 class _Memory(NamedTuple):
-    """The bytes of a tensor as they lay when its transfer was submitted, whatever the tensor is pointed at afterwards
+    """A tensor's bytes when its transfer was submitted, even if the tensor is pointed elsewhere afterwards
     (``tensor.data = other``).
     """
 
@@ -189,13 +189,13 @@ class aio_handle:
     is served at a time.
 
     The handle keeps a tensor's memory until then, so the tensor may be dropped or pointed at other memory
-    (``tensor.data = other``, ``set_``): the transfer goes on with what it was. What it cannot keep is memory that is
-    taken from under the storage, by ``tensor.resize_`` to more bytes or ``untyped_storage().resize_``: a read then
+    (``tensor.data = other``, ``set_``): the transfer goes on with the old memory. The handle cannot keep the memory if
+    the storage itself is resized, by ``tensor.resize_`` to more bytes or ``untyped_storage().resize_``: a read then
     writes to memory that belongs to somebody else. ``wait`` raises `StateError` where it finds that done.
 
     A handle belongs to the process that made it. In a child of ``fork`` (a worker of a DataLoader) every method that
     transfers or waits raises `StateError`; make another handle there. Dropping or closing the parent's does nothing
-    there, and what is in flight goes on in the parent.
+    there, and transfers in flight go on in the parent.
 
     Every method that transfers raises `AioError` when the transfer, or opening the file, fails, and ValueError or
     `FeatureError` for a tensor that it cannot take. Nothing comes back short: a read that the file is too short for is
@@ -281,13 +281,13 @@ class aio_handle:
     def read(
         self, buffer: torch.Tensor, filename: str | os.PathLike[str], validate: bool = False, file_offset: int = 0
     ) -> int:
-        """As `sync_pread`, and with ``validate`` compares with what a plain read gives."""
+        """As `sync_pread`, and with ``validate`` compares with the result of a plain read."""
         return self.pread(buffer, filename, validate, False, file_offset)
 
     def write(
         self, buffer: torch.Tensor, filename: str | os.PathLike[str], validate: bool = False, file_offset: int = 0
     ) -> int:
-        """As `sync_pwrite`, and with ``validate`` compares with what a plain read gives."""
+        """As `sync_pwrite`, and with ``validate`` compares with the result of a plain read."""
         return self.pwrite(buffer, filename, validate, False, file_offset)
 
     def pread(
@@ -364,7 +364,7 @@ class aio_handle:
         return self._pinned.has(buffer) or buffer.is_pinned()
 
     def close(self) -> None:
-        """Gives up what has not been started, and waits for the rest.
+        """Gives up transfers that have not been started, and waits for the rest.
 
         Done when the handle is deleted, too. Does nothing in a forked process.
         """
@@ -431,7 +431,7 @@ class AsyncIOBuilder:
         self.name = self.NAME if name is None else name
 
     def load(self, verbose: bool = True) -> type[AsyncIOBuilder]:
-        """What has ``aio_handle`` as an attribute."""
+        """The class itself, which has ``aio_handle`` as an attribute."""
         return type(self)
 
     def is_compatible(self, verbose: bool = False) -> bool:
@@ -472,7 +472,7 @@ def _error(
 
 @contextlib.contextmanager
 def as_aio_error() -> Iterator[None]:
-    """Turns what ``_C``'s files and engines raise into an `AioError` that says which transfer failed and why, or a
+    """Turns exceptions of ``_C``'s files and engines into an `AioError` that says which transfer failed and why, or a
     `StateError` (closed, forked).
     """
     try:

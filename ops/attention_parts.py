@@ -9,7 +9,7 @@ __all__ = ["merge_"]
 
 
 def merge_(out: Tensor, log_sum: Tensor, part: Tensor, part_log_sum: Tensor, first_row: int) -> None:
-    """Adds ``part`` to what ``out`` has of the softmax over other keys, in place (arXiv 2310.01889).
+    """Merges ``part`` into ``out``, the softmax over other keys, in place (arXiv 2310.01889).
 
     out: [groups, rows, width], float32 or float64, contiguous; log_sum: [groups, rows] of its dtype, the logarithm of
     the sum of exponentials that out was divided by; 0 and -inf before the first part. part: [groups, some rows, width]

@@ -1,4 +1,5 @@
-"""Cross-entropy of logits whose words are cut over ranks: what one rank computes of it, before and after they meet."""
+"""Cross-entropy of logits whose vocabulary is cut over ranks: the parts that a rank computes before and after they
+communicate."""
 
 from __future__ import annotations
 
@@ -20,8 +21,9 @@ def _wide(logits: Tensor) -> Tensor:
 
 
 def rows(logits: Tensor, targets: Tensor) -> Tensor:
-    """[n, 4] float32 of ``logits`` [n, words of this rank] (float32, bfloat16, float16; contiguous): largest logit, sum
-    of exponentials of what is left of each above it, the target's logit, sum of logits. float64 of float64 logits.
+    """For each row of ``logits`` [n, vocabulary of this rank] (float32, bfloat16, float16; contiguous), [n, 4] float32:
+    the largest logit, the sum of exp(logit - largest), the target's logit, the sum of logits. float64 for float64
+    logits.
 
     targets: int64 [n], counted from this rank's first word; any that is no word of this rank gives 0. One pass where
     there are kernels (``deepspeed_c.ops.placement``), elsewhere, and in float64, by torch. ValueError for other dtypes

@@ -54,7 +54,7 @@ def _flat_reduce(srcs: list[Tensor], scale: float, accumulate: bool, acc: Tensor
     return acc.new_empty(2, dtype=torch.float64)
 
 
-# dsc/nn.h: results have the operands' shapes, sums over rows one element a column, what is not asked for none.
+# dsc/nn.h: results have the operands' shapes, sums over rows one element a column, results not asked for none.
 
 
 @torch.library.impl(_LIBRARY, "nn_norm", "Meta")
@@ -172,5 +172,5 @@ def _nn_attention_backward(
 
 
 def _dense_like(x: Tensor) -> Tensor:
-    """What an operator that makes its operand contiguous gives."""
+    """The result of an operator that makes its operand contiguous."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)

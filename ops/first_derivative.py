@@ -19,7 +19,7 @@ def first_derivative_only(what: str) -> Callable[[Callable[..., Any]], Callable[
     soon as somebody differentiates them.
 
     torch's ``once_differentiable`` is not enough: where the incoming gradient is a constant (a sum's) it gives results
-    outside of any graph, and its node has no edges to the operands, so that ``autograd.grad`` for one of them passes it
+    outside of any graph, and its node has no edges to the operands, so that ``autograd.grad`` for an operand passes it
     by. Both lose the term of second order without a word. All tensors that ``backward`` computes from must be its
     arguments or in ``ctx.saved_tensors``.
     """
@@ -46,7 +46,7 @@ class _Refusal(torch.autograd.Function):
     """Gradients in a graph that leads to all that they were computed from, and cannot be gone through."""
 
     what: str
-    """Of the context of each."""
+    """Attribute of each call's context: the operator's name."""
 
     @staticmethod
     def forward(ctx: Any, what: str, n_outputs: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -12,7 +12,8 @@ __all__ = ["Norm", "cast", "norm", "reduce_", "scale_", "zero_"]
 
 
 class Norm(NamedTuple):
-    """L2 norm of what is finite, and how many elements are inf or NaN. Reading either waits for the device."""
+    """L2 norm of the finite elements, and the number of elements that are inf or NaN. Reading either waits for the
+    device."""
 
     sumsq: Tensor  # float64 [2]: sum of squares, number of non-finite elements
 
@@ -57,7 +58,7 @@ def reduce_(sources: Sequence[Tensor], into: Tensor, *, scale: float = 1.0, accu
 
 
 def cast(source: Tensor, target: Tensor) -> None:
-    """target = source, rounded to nearest even; inf and NaN stay what they are.
+    """target = source, rounded to nearest even; inf and NaN stay inf and NaN.
 
     Equal lengths, any two of float32, bfloat16 and float16.
     """
@@ -70,8 +71,8 @@ def zero_(tensors: Sequence[Tensor]) -> None:
 
     A fresh page lies in the NUMA node of the thread that writes to it first. Elements are shared out among the pool's
     threads as every pass over a list of tensors of these sizes shares them: make states with ``torch.empty`` and pass
-    them here together, as an optimizer's step gets them. Fresh pages are huge ones where the system gives them to those
-    that ask: a step over small ones takes a sixth longer. Any dtypes; any devices, where tensors away from the host are
+    them here together, as an optimizer's step gets them. Fresh pages are huge where the system gives huge pages on
+    request: a step over small pages takes a sixth longer. Any dtypes; any devices, where tensors away from the host are
     zeroed by torch. ValueError for a host tensor with gaps or overlaps between its elements.
     """
     on_host = [tensor for tensor in tensors if tensor.device.type == "cpu"]

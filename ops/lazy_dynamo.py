@@ -34,7 +34,7 @@ def _without_dynamo(name: str) -> Callable[..., Any]:
 
 
 class Optimizer(torch.optim.Optimizer):
-    """What the optimizers of this package derive from."""
+    """Base class of the optimizers of this package."""
 
     add_param_group = _without_dynamo("add_param_group")
     zero_grad = _without_dynamo("zero_grad")

@@ -53,7 +53,7 @@ class FusedLion(FusedOptimizer):
     ) -> Any:
         """One step over ``p.grad``.
 
-        The arguments after ``closure`` are there for the signature; ``fused_step`` does what they once did.
+        The arguments after ``closure`` are there for the signature only; ``fused_step`` takes their place.
         """
         self._refuse_arguments(grads=grads, output_params=output_params, scale=scale, grad_norms=grad_norms)
         return super().step(closure)

@@ -24,7 +24,7 @@ def newton_schulz(matrix: Tensor, steps: int = 5, dtype: torch.dtype | None = No
     """``matrix`` [..., rows, columns] with its singular values driven to about 1 (0.5 to 1.5), in ``steps`` rounds of
     matrix products.
 
-    ``dtype`` is what the products run in: bfloat16 on CUDA and float32 on the host by default. Returns float32.
+    ``dtype`` is the products': bfloat16 on CUDA and float32 on the host by default. Returns float32.
     """
     if dtype is None:
         dtype = torch.bfloat16 if matrix.is_cuda else torch.float32
@@ -42,10 +42,10 @@ def newton_schulz(matrix: Tensor, steps: int = 5, dtype: torch.dtype | None = No
 class Muon(FusedOptimizer):
     """Muon for the matrices of groups with ``use_muon``, AdamW for all other parameters.
 
-    A group says ``use_muon: True`` or ``False``; one that does not is split into its parameters of two or more
-    dimensions, and the rest. Parameters of fewer than two dimensions in a ``use_muon`` group go to AdamW too. Those
-    that leave a group this way take ``adam_lr`` (``lr`` when None). Parameters of more than two dimensions count as
-    matrices of shape [first, all others].
+    A group says ``use_muon: True`` or ``False``; a group that does not is split into its parameters of two or more
+    dimensions, and the rest. Parameters of fewer than two dimensions in a ``use_muon`` group go to AdamW too.
+    Parameters that leave a group this way take ``adam_lr`` (``lr`` when None). Parameters of more than two dimensions
+    count as matrices of shape [first, all others].
 
     ``lr`` is the Muon group's: updates are scaled by max(1, rows / columns) ** 0.5. ``momentum``, ``nesterov`` and
     ``ns_steps`` are Muon's; ``betas`` and ``eps`` AdamW's; ``weight_decay`` is decoupled in both. State: ``step`` and
@@ -144,8 +144,8 @@ class Muon(FusedOptimizer):
         super().add_param_group({**param_group, "params": members})
 
     def orthogonalize(self, update: Tensor, ns_steps: int | None = None) -> Tensor:
-        """What is to be subtracted, times lr, for a momentum ``update`` [rows, ...] of a whole matrix: float32, in the
-        same shape.
+        """Returns the amount to subtract, times lr, for a momentum ``update`` [rows, ...] of a whole matrix: float32,
+        in the same shape.
         """
         matrix = update.flatten(1)
         if matrix.numel() == 0:
@@ -163,8 +163,8 @@ class Muon(FusedOptimizer):
         updates: Sequence[Tensor],
         grad_scale: float = 1.0,
     ) -> None:
-        """First half, elementwise: advances the momentum of ``params`` by ``grads`` times ``grad_scale`` and writes
-        what is to be orthogonalised to ``updates``.
+        """First half, elementwise: advances the momentum of ``params`` by ``grads`` times ``grad_scale`` and writes the
+        tensors to be orthogonalised to ``updates``.
         """
         if params:
             self._opened(params)
@@ -239,7 +239,7 @@ class Muon(FusedOptimizer):
 
 
 def _split_groups(params: Any, adam_lr: float) -> list[dict[str, Any]]:
-    """Groups that each say ``use_muon`` and hold only what it fits."""
+    """Splits groups so that each has ``use_muon`` and holds only parameters it fits."""
     given = list(params)
     if given and not isinstance(given[0], Mapping):
         given = [{"params": given}]

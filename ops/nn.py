@@ -42,7 +42,7 @@ _MAX_SEED = 2**63 - 1
 
 
 def _has_kernels(x: Tensor) -> bool:
-    """Whether a kernel computes rows like those of ``x``: for rows without an element it has no number of columns."""
+    """Whether a kernel computes rows like ``x``'s: kernels need rows with at least one element."""
     return has_kernels(x) and not (x.dim() and x.shape[-1] == 0)
 
 
@@ -64,7 +64,7 @@ def layer_norm(
     """(s - mean) / sqrt(var + eps) * weight + bias over the last dimension, s = x + residual (arXiv 1607.06450).
 
     x, residual: [..., n]. weight, bias: [n], of one dtype, which may be another than x's. Returns y [..., n], and with
-    a residual (y, s), s being what the next residual connection takes. ValueError for shapes that do not fit.
+    a residual (y, s); s is the input of the next residual connection. ValueError for shapes that do not fit.
     """
     return _norm(x, weight, bias, eps, residual, is_rms=False)
 
@@ -72,7 +72,7 @@ def layer_norm(
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, residual: Tensor | None = None) -> Any:
     """s / sqrt(mean(s^2) + eps) * weight over the last dimension, s = x + residual (arXiv 1910.07467).
 
-    Shapes, dtypes and results as those of ``layer_norm``.
+    Shapes, dtypes and results as in ``layer_norm``.
     """
     return _norm(x, weight, None, eps, residual, is_rms=True)
 
@@ -107,7 +107,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
 
 
 def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: Literal["none", "tanh"] = "none") -> Tensor:
-    """gelu(gate) * up; shapes as those of ``swiglu``."""
+    """gelu(gate) * up; shapes as in ``swiglu``."""
     return _gated(gate, up, "gelu_tanh" if approximate == "tanh" else "gelu")
 
 
@@ -130,7 +130,7 @@ def bias_dropout_residual(
 
     An element is left out with probability p, the others are divided by 1 - p. The numbers are Philox's for a seed that
     is drawn from ``generator`` (by default torch's own), so that a recomputation that restores it draws them again;
-    they are other numbers than those of ``torch.nn.functional.dropout``. ValueError for p outside [0, 1].
+    ``torch.nn.functional.dropout`` draws other numbers. ValueError for p outside [0, 1].
     """
     bias = _columns(bias, "bias", x)
     if training and p > 0.0:
@@ -184,21 +184,21 @@ def attention(
     sinks: Tensor | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """softmax(scores) v where a rule and no tensor says who sees whom, in memory that grows with the tokens alone.
+    """softmax(scores) v with rules instead of a mask tensor, in memory that grows with the number of tokens only.
 
     q: [batch, heads, queries, dim]. k, v: [batch, kv_heads, keys, dim], kv_heads dividing heads; v may have a dim of
     its own. All of one dtype and of any strides but the last. Query i lies at position p = i + keys - queries and sees
     key j where all rules agree: ``causal``: j <= p; ``window``: abs(p - j) < window; ``documents`` (integers
-    [batch, keys]): those of p and j are the same and not negative, so that a negative number is padding.
+    [batch, keys]): p and j have the same number, and it is not negative, so that a negative number is padding.
 
     Scores are scale * q k (by default dim**-0.5), then soft_cap * tanh(score / soft_cap), then less
     slope * abs(p - j) for ``alibi_slopes`` ([heads] or [batch, heads], arXiv 2108.12409). ``sinks`` [heads] are scores
     without a value, one a head. A query that sees nothing is 0. Returns out [batch, heads, queries, dim of v], and with
     ``return_lse`` (out, lse), lse float32 [batch, heads, queries] being the logarithm of the sum of exp(scores) (-inf
-    where nothing is seen), by which outputs over parts of the keys are merged. q, k, v and sinks have gradients, lse's
-    among what they come from. On devices other than the host the formula is computed over all pairs. ValueError for
-    shapes that do not fit. Where no rule needs it, torch's ``scaled_dot_product_attention`` is as good; it takes a mask
-    of [queries, keys] for what is none of its own.
+    where nothing is seen), for merging outputs over parts of the keys. q, k, v and sinks have gradients, from out's and
+    lse's. On devices other than the host the formula is computed over all pairs. ValueError for shapes that do not fit.
+    Where no rule needs it, torch's ``scaled_dot_product_attention`` is as good; it takes other rules as a mask of
+    [queries, keys].
     """
     if scale is None:
         scale = max(q.shape[-1], 1) ** -0.5

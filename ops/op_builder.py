@@ -2,8 +2,8 @@
 
 Everything that is here was compiled when the package was installed: a builder's ``load`` gives the module that has it.
 
-A builder of what is not part of this package is there as well, so that programs may ask: ``is_compatible()`` is False,
-and ``load()`` raises BuildError.
+Builders of operators that are not part of this package are there as well, so that programs may ask: ``is_compatible()``
+is False, and ``load()`` raises BuildError.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class OpBuilder:
     module: ClassVar[str | None] = None
     """The module of ours that has it; None where it is not here."""
     instead: ClassVar[str] = _LATER
-    """What to do without, where it is not here."""
+    """The advice for BuildError, where it is not here."""
 
     def __init__(self, name: str | None = None) -> None:
         self.name = self.NAME if name is None else name
@@ -37,7 +37,7 @@ class OpBuilder:
         return self.module or f"deepspeed_c.ops.op_builder.{type(self).__name__}"
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether the operator is here. On which devices it runs, the module says."""
+        """Whether the operator is here. Its module says which devices it runs on."""
         return self.module is not None
 
     def load(self, verbose: bool = True) -> Any:
@@ -138,14 +138,14 @@ class UtilsBuilder(OpBuilder):
     NAME, module = "utils", "torch._utils"
 
     def load(self, verbose: bool = True) -> SimpleNamespace:
-        """What has ``flatten(tensors) -> tensor`` and ``unflatten(flat, tensors) -> tensors``, torch's own."""
+        """A namespace with torch's ``flatten(tensors) -> tensor`` and ``unflatten(flat, tensors) -> tensors``."""
         return SimpleNamespace(
             flatten=_utils._flatten_dense_tensors, unflatten=_utils._unflatten_dense_tensors, __name__=self.module
         )
 
 
 class NotImplementedBuilder(OpBuilder):
-    """What DeepSpeed's accelerator for CPUs gives for builders that it does not have."""
+    """Stands for the builders that DeepSpeed's accelerator for CPUs does not have."""
 
     NAME, instead = "deepspeed_not_implemented", "call the operators of deepspeed_c.ops"
 
@@ -176,5 +176,5 @@ def probe_is_compatible(builder: OpBuilder, verbose: bool = False) -> bool:
 
 
 def compatible_ops() -> dict[str, bool]:
-    """Which operators are here, by NAME."""
+    """Whether each operator is here, by NAME."""
     return {name: builder.is_compatible() for name, builder in ALL_OPS.items()}

@@ -31,7 +31,7 @@ SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 REFUSALS = (ValueError, NotImplementedError)
 
 BY_TYPE: dict[str, type[FusedOptimizer]] = {}
-"""Classes by what they have in ``config_types``; each enters itself."""
+"""Classes by their names in ``config_types``; each enters itself."""
 
 
 class Call(NamedTuple):
@@ -58,8 +58,7 @@ class Call(NamedTuple):
 class Steps:
     """The ``step`` entries of some parameters' states as views of one buffer, so that one operation advances them all.
 
-    The entries stay what they are for everyone else: fp32 tensors of no dimension, one a parameter, as in
-    ``torch.optim``.
+    Other code sees the entries as before: fp32 tensors of no dimension, one a parameter, as in ``torch.optim``.
     """
 
     def __init__(self, states: Sequence[dict[str, Any]]) -> None:
@@ -112,7 +111,7 @@ class FusedOptimizer(Optimizer):
     q8_refusal: ClassVar[str] = "its states cannot be quantised"
     # Attributes besides torch's that make up the object, for pickle and deepcopy.
     option_names: ClassVar[tuple[str, ...]] = ("state_dtype",)
-    # What `update_bucket` must see beside the elements that it changes; `scope_of_group` where groups differ.
+    # The data that `update_bucket` needs beside the elements that it changes; `scope_of_group` where groups differ.
     scope: ClassVar[Scope] = "element"
     updates_buckets: ClassVar[bool] = True
     # DeepSpeed has a fused class of this name: in 16 bits it flattens the groups, and it counts steps in an int.
@@ -136,8 +135,8 @@ class FusedOptimizer(Optimizer):
     def from_config(
         cls, kind: str, groups: list[dict[str, Any]], params: dict[str, Any], names: Mapping[int, str]
     ) -> Any:
-        """The optimizer that a configuration asks for: ``kind`` is one of ``config_types``, ``params`` a copy of its
-        ``optimizer.params``, and ``names`` are those of the model's parameters, by ``id``."""
+        """The optimizer that a configuration asks for: ``kind`` is in ``config_types``, ``params`` a copy of its
+        ``optimizer.params``, and ``names`` are the names of the model's parameters, by ``id``."""
         return cls(groups, **params)
 
     def _check_state_dtype(self, dtype: torch.dtype | None) -> None:
@@ -173,8 +172,8 @@ class FusedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, except that states keep this optimizer's state dtype (torch casts them to the parameter's).
 
-        States of 8 bits load into any dtype, and those of any dtype into 8 bits; between optimizers of 8 bits they stay
-        what they are, bit for bit.
+        States of 8 bits load into any dtype, and states of any dtype into 8 bits; between optimizers of 8 bits they
+        stay the same, bit for bit.
         """
         given, state = state_dict["state"], {}
         for key, values in given.items():
@@ -214,7 +213,7 @@ class FusedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates every parameter that has a gradient; returns what ``closure``, if given, returns."""
+        """Updates every parameter that has a gradient; returns the result of ``closure`` if given."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -265,7 +264,7 @@ class FusedOptimizer(Optimizer):
             self._open.update(dict.fromkeys(ids, steps[0]) if len(steps) == 1 else zip(ids, steps))
 
     def take_back_step(self) -> None:
-        """Uncounts what the last ``begin_step`` has counted.
+        """Undoes the count of the last ``begin_step``.
 
         Parameters and states are the caller's to restore, where any has been updated.
         """
@@ -302,15 +301,15 @@ class FusedOptimizer(Optimizer):
         self.step_tensors(shards.group, shards.params, shards.grads, shards.copies, shards.grad_scale)
 
     def update_bytes(self, matrices: Sequence[int], *, on_host: bool) -> int:
-        """Bytes that ``update_bucket`` takes for a while beside what it is given: ``matrices`` are the elements of the
+        """Bytes that ``update_bucket`` takes for a while beside its arguments: ``matrices`` are the elements of the
         bucket's whole matrices, in a group of scope "matrix"."""
         return 0
 
     @torch.no_grad()
     def step_slice(self, group: int, param: Tensor, call: Call, grad_scale: float, *, is_last: bool) -> None:
-        """As ``step_tensors`` for one parameter, of which a part lies elsewhere: ``call`` holds that part of its
-        elements, gradient, states (in the order of ``names_of_states``) and scales, one tensor each. States of 8 bits
-        are cut between blocks. To be called once for each part.
+        """As ``step_tensors`` for a part of a parameter that lies elsewhere: ``call`` holds that part of its elements,
+        gradient, states (in the order of ``names_of_states``) and scales, one tensor each. States of 8 bits are cut
+        between blocks. To be called once for each part.
         """
         self._update(group, call, self._opened([param]), grad_scale)
         if is_last:
@@ -351,8 +350,8 @@ class FusedOptimizer(Optimizer):
         return self._make_states(group, [param])[0]
 
     def _make_states(self, group: int, params: Sequence[Tensor]) -> list[dict[str, Any]]:
-        """The states of parameters that one operator call will update: what is new is first touched by the threads that
-        will update it.
+        """The states of parameters that one operator call will update: new tensors are first touched by the threads
+        that will update them.
         """
         fresh: dict[str, list[Tensor]] = {}
         try:
@@ -386,8 +385,8 @@ class FusedOptimizer(Optimizer):
         return self.state_names
 
     def dtype_of_state(self, param: Tensor) -> torch.dtype:
-        """What the states of ``param`` are held in; ``torch.int8`` says codes of 8 bits, signed or not, with scales
-        beside them.
+        """The dtype of the states of ``param``; ``torch.int8`` says codes of 8 bits, signed or not, with scales beside
+        them.
         """
         return param.dtype if self.state_dtype is None else self.state_dtype
 
@@ -428,10 +427,10 @@ class FusedOptimizer(Optimizer):
         """Replaces elements of a state of 8 bits, from ``begin`` on in the order of memory, by ``values``; float32 is
         taken as it is, others are converted.
 
-        The range must be whole blocks (:data:`deepspeed_c.ops.q8.BLOCK_ELEMS`), or reach to the tensor's end: what a
-        block has in one half decides how the other is rounded. What :meth:`dequantized_state` returned, whole or in
-        blocks, gives the same codes and scales, bit for bit. Raises OptimizerError, with nothing changed, for a range
-        that cuts a block and for negative values of a second moment.
+        The range must be whole blocks (:data:`deepspeed_c.ops.q8.BLOCK_ELEMS`), or reach to the tensor's end: a block's
+        scale depends on all its elements. Values that :meth:`dequantized_state` returned, whole or in blocks, give the
+        same codes and scales, bit for bit. Raises OptimizerError, with nothing changed, for a range that cuts a block
+        and for negative values of a second moment.
         """
         codes, scales = self._codes(param, name)
         if values.dim() != 1 and values.stride() != codes.stride():  # a whole state laid out in another order
@@ -484,7 +483,7 @@ class FusedOptimizer(Optimizer):
     def _entries(self, group: int, params: Sequence[Tensor], *, in_pieces: bool = False) -> list[list[Any]]:
         """The states of ``params``, a list an entry: ``step`` first, then the slots in use, then their scales if they
         have any. States that do not exist yet are made; ``in_pieces`` says that the parameters will be updated one by
-        one, which decides who touches what first.
+        one, and so decides the threads that touch new states first.
         """
         states = list(map(self.state.__getitem__, params))
         names = ("step", *self.names_of_states(group))
@@ -533,8 +532,7 @@ class FusedOptimizer(Optimizer):
         )
 
     def _hyper(self, group: dict[str, Any]) -> tuple[float, ...]:
-        """The operators' hyper-parameters from lr to max_coeff; what the kind has no use for keeps a value that is
-        always in range.
+        """The operators' hyper-parameters from lr to max_coeff; values that the kind does not use are always in range.
         """
         beta1, beta2 = group.get("betas", (0.9, 0.999))
         return (
@@ -599,7 +597,8 @@ class FusedOptimizer(Optimizer):
 
     @staticmethod
     def _note_writes(call: Call) -> None:
-        """The operators write through raw pointers; autograd learns here that what it may have saved has changed."""
+        """The operators write through raw pointers; autograd learns here that tensors it may have saved have
+        changed."""
         torch.autograd.graph.increment_version(call.params)
         if call.copies:
             torch.autograd.graph.increment_version([copy for copy in call.copies if copy is not None])

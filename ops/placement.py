@@ -1,4 +1,4 @@
-"""On which devices the operators of transformer layers and of cross-entropy have kernels of their own."""
+"""The devices that have kernels for the operators of transformer layers and of cross-entropy."""
 
 from __future__ import annotations
 

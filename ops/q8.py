@@ -17,7 +17,7 @@ SCALE_SUFFIX = "_scale"
 
 
 def n_scales(n_elems: int) -> int:
-    """Blocks of a tensor of ``n_elems`` elements, the last of which may be short."""
+    """Blocks of a tensor of ``n_elems`` elements; the last may be short."""
     return -(-n_elems // BLOCK_ELEMS)
 
 
@@ -60,5 +60,5 @@ def dequantize(codes: Tensor, scales: Tensor, begin: int = 0, end: int | None = 
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
-    """The elements of a dense tensor, of whatever strides, as one row in the order they lie in."""
+    """The elements of a dense tensor, of any strides, as one row in memory order."""
     return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))

@@ -1,7 +1,7 @@
-"""The plain PyTorch formula of every operator: what the tests compare the C cores with.
+"""The plain PyTorch formula of every operator: the tests compare the C cores with it.
 
-The formulas work in the dtype of what they are given: in float64 they are the oracle, in float32 they say what one
-rounding per operation gives. Nothing here is in place, and nothing is fused.
+The formulas work in the dtype of their arguments: in float64 they are the oracle, in float32 they show the effect of
+one rounding per operation. Nothing here is in place, and nothing is fused.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def step(kind: str, param: Tensor, grad: Tensor, states: Sequence[Tensor], hyper
 
 
 def muon_momentum(grad: Tensor, momentum_buffer: Tensor, hyper: Hyper) -> tuple[Tensor, Tensor]:
-    """(the new momentum, what is to be orthogonalised). Jordan 2024."""
+    """(the new momentum, the tensor to be orthogonalised). Jordan 2024."""
     g = hyper.gradient(grad)
     velocity = hyper.momentum * momentum_buffer + g
     return velocity, g + hyper.momentum * velocity if hyper.nesterov else velocity
@@ -175,7 +175,7 @@ def newton_schulz(matrix: Tensor, steps: int = 5) -> Tensor:
 
 
 def sumsq(tensors: Sequence[Tensor]) -> tuple[float, int]:
-    """Sum of squares of what is finite, in float64, and the number of elements that are not."""
+    """Sum of squares of the finite elements, in float64, and the number of other elements."""
     finite = [t.double()[torch.isfinite(t)] for t in tensors]
     return sum(float((t * t).sum()) for t in finite), sum(int((~torch.isfinite(t)).sum()) for t in tensors)
 
@@ -207,7 +207,7 @@ def q8_quantize(values: Tensor, is_signed: bool, block: int = 256) -> tuple[Tens
 
 
 def q8_dequantize(codes: Tensor, scales: Tensor, is_signed: bool, block: int = 256) -> Tensor:
-    """What ``codes``, given as floating-point numbers, stand for."""
+    """The values of ``codes``, which are given as floating-point numbers."""
     largest, power = _q8_formula(is_signed)
     return codes.sign() * (codes / largest) ** power * scales.repeat_interleave(block)[: codes.numel()]
 
@@ -222,7 +222,7 @@ def _wide(tensor: Tensor) -> Tensor:
 def nn_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, is_rms: bool
 ) -> tuple[Tensor, Tensor]:
-    """y and what was normed, x + residual. arXiv 1607.06450 and 1910.07467."""
+    """y and the tensor that is normed, x + residual. arXiv 1607.06450 and 1910.07467."""
     total = x if residual is None else (_wide(x) + _wide(residual)).to(x.dtype)
     wide = _wide(total)
     if not is_rms:

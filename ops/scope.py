@@ -1,5 +1,5 @@
-"""What an optimizer declares of itself, so that an engine asks it and no list of names, and what its update gets to
-see of a bucket."""
+"""An optimizer's declaration of its needs, so that an engine asks it and no list of names, and the parts of a bucket
+that its update gets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 __all__ = ["Matrices", "Scope", "Shards", "Undeclared", "declaration"]
 
 Scope = Literal["element", "norms", "matrix"]
-"""What the update of an element depends on: itself alone, norms of the whole parameter besides, or all of the
+"""The data that the update of an element depends on: itself alone, norms of the whole parameter besides, or all of the
 parameter's matrix."""
 
 # torch's own of scope "element".
@@ -38,8 +38,8 @@ class Matrices(Protocol):
     mine: Sequence[Tensor]
 
     def gather(self) -> Iterator[Tensor]:
-        """Whole matrices from what every rank has written to ``mine``; those that this rank has a piece of, one by
-        one. Collective over the ranks that share the bucket: to be run through once, by ranks that have no piece too.
+        """Whole matrices, gathered from all ranks' ``mine``, one by one: the matrices that this rank has a piece of.
+        Collective over the ranks that share the bucket: to be run through once, by ranks that have no piece too.
         """
 
     def cut(self, index: int, whole: Tensor) -> Tensor:
@@ -48,20 +48,20 @@ class Matrices(Protocol):
 
 
 class Shards(NamedTuple):
-    """This rank's pieces of the parameters of one bucket, members of the optimizer's group number ``group``: what one
-    update reads and writes."""
+    """This rank's pieces of the parameters of one bucket, members of the optimizer's group number ``group``: the
+    tensors that an update reads and writes."""
 
     group: int
     params: Sequence[Tensor]
     grads: Sequence[Tensor]  # to be multiplied by grad_scale
     copies: Sequence[Tensor]  # 16-bit tensors that receive the updated weights; empty where there are none
     grad_scale: float
-    sums: Tensor | None = None  # of scope "norms": what `norms` returned, float64 [n, 2], added up over the ranks
+    sums: Tensor | None = None  # of scope "norms": the result of `norms`, float64 [n, 2], added up over the ranks
     matrices: Matrices | None = None  # of scope "matrix"
 
 
 class Undeclared:
-    """What holds of an optimizer that declares nothing: its own ``step`` updates all parameters at once, from
+    """The declaration of an optimizer that has none: its own ``step`` updates all parameters at once, from
     ``param.grad``."""
 
     updates_buckets = False
@@ -76,7 +76,7 @@ class Undeclared:
 
 
 def declaration(base: torch.optim.Optimizer) -> Any:
-    """What tells ``scope``, ``scope_of_group``, ``updates_buckets``, ``is_quantized`` and ``is_fused_in_deepspeed`` of
-    ``base``: itself (a
-    :class:`~deepspeed_c.ops.optim.FusedOptimizer`), or :class:`Undeclared`."""
+    """The object with ``scope``, ``scope_of_group``, ``updates_buckets``, ``is_quantized`` and
+    ``is_fused_in_deepspeed`` for ``base``: itself (a :class:`~deepspeed_c.ops.optim.FusedOptimizer`), or
+    :class:`Undeclared`."""
     return base if getattr(base, "updates_buckets", False) else Undeclared(base)

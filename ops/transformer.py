@@ -1,4 +1,4 @@
-"""DeepSpeed's transformer layer: one of BERT (arXiv 1810.04805), or with GPT's order of norms, of fused operators."""
+"""DeepSpeed's transformer layer, of fused operators: BERT's (arXiv 1810.04805), or with GPT's order of norms."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _WHERE = "DeepSpeedTransformerConfig"
 
 
 class DeepSpeedTransformerConfig:
-    """The shape of a layer, and what its backward computes again to save memory.
+    """The shape of a layer, and the parts that its backward computes again to save memory.
 
     hidden_size, heads: of the layer; heads divide hidden_size. intermediate_size: by default 4 * hidden_size.
     attn_dropout_ratio, hidden_dropout_ratio: probabilities; -1 is 0. pre_layer_norm: each norm comes before its half of
-    the layer (GPT), not after its residual connection (BERT). normalize_invertible: norms keep their results, from
-    which the backward finds their inputs, so that norm weights must not be 0. gelu_checkpoint: the activation is
-    computed again. adjust_init_range: projections that end in a residual connection begin smaller, by
+    the layer (GPT), not after its residual connection (BERT). normalize_invertible: norms keep their results, and the
+    backward computes their inputs again, so norm weights must not be 0. gelu_checkpoint: the activation is computed
+    again. adjust_init_range: projections that end in a residual connection begin smaller, by
     sqrt(2 * num_hidden_layers). return_tuple: ``forward`` returns (output,). ``act``, by ``from_dict``: the activation.
 
     Without effect here: batch_size, seed (random numbers are torch's generator's), local_rank, fp16 (parameters have
@@ -59,7 +59,7 @@ class DeepSpeedTransformerConfig:
         training: bool = True,
     ) -> None:
         self.layer_id = -1
-        self.act: nn.Act = "gelu_tanh"  # of layers that are replaced, what theirs was
+        self.act: nn.Act = "gelu_tanh"  # when it replaces a layer: that layer's
         self.batch_size = batch_size
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size if intermediate_size > 0 else 4 * hidden_size
@@ -83,7 +83,7 @@ class DeepSpeedTransformerConfig:
 
     @classmethod
     def from_dict(cls, json_object: Mapping[str, Any]) -> DeepSpeedTransformerConfig:
-        """The settings by their names. Raises ConfigError for one that does not exist."""
+        """The settings by their names. Raises ConfigError for an unknown name."""
         made = cls()
         for key, value in json_object.items():
             if key not in vars(made):
@@ -106,7 +106,7 @@ class DeepSpeedTransformerConfig:
         return cls.from_dict(json.loads(data.decode("utf-16" if is_utf16 else "utf-8")))
 
     def check(self) -> None:
-        """Raises ConfigError for sizes of which no layer can be made."""
+        """Raises ConfigError for sizes that fit no layer."""
         if self.hidden_size < 1 or self.heads < 1 or self.hidden_size % self.heads:
             raise ConfigError(
                 f"hidden_size is {self.hidden_size} and heads is {self.heads}",
@@ -139,7 +139,7 @@ class _InvertibleNorm(torch.autograd.Function):
     @first_derivative_only("an invertible norm of DeepSpeedTransformerLayer")
     def backward(ctx: Any, dy: Tensor) -> tuple:
         y, weight, bias, rstd = ctx.saved_tensors
-        # What was normed has mean 0 and variance 1: the gradient of a norm of it, times rstd.
+        # The normed rows have mean 0 and variance 1: dx is the gradient of a norm of them, times rstd.
         normed = (y - bias) / weight
         unit = torch.ones_like(rstd)
         dx, dweight, dbias = torch.ops.deepspeed_c.nn_norm_backward(
@@ -149,7 +149,7 @@ class _InvertibleNorm(torch.autograd.Function):
 
 
 class _ActThenLinear(torch.autograd.Function):
-    """act(x + bias) @ weight.T, of which the activation is computed again in the backward."""
+    """act(x + bias) @ weight.T; the backward computes the activation again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor, weight: Tensor, act: nn.Act) -> Tensor:

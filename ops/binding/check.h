@@ -1,4 +1,4 @@
-/* From the tensors of an operator call to checked pointers and counts, and what runs a call on the host. */
+/* Turns the tensors of an operator call into checked pointers and counts, and runs a call where they are. */
 #ifndef DSC_CHECK_H
 #define DSC_CHECK_H
 
@@ -66,7 +66,7 @@ class Checker {
     View read_first_codes(const Tensor &tensor, const char *name, int index, dsc_q8_code *out_code);
     View read_f32(const Tensor &tensor, const char *name, int index, int64_t n_elems);
 
-    /* A single tensor: the first that is read, or one that has to match the first. */
+    /* A single tensor: the first that is read, or a later tensor that has to match the first. */
     struct dsc_span read_first(const Tensor &tensor, const char *name, int index);
     struct dsc_span read_like_first(const Tensor &tensor, const char *name, int index);
 
@@ -103,8 +103,8 @@ class Checker {
 };
 
 /*
- * The parallel-for of the process's pool (dsc/pool.h). Operators run without the GIL. Fails as what on_unsized_pool was
- * given does.
+ * The parallel-for of the process's pool (dsc/pool.h). Operators run without the GIL. Fails as the callback of
+ * on_unsized_pool does.
  */
 struct dsc_par pool_par();
 

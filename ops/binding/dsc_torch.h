@@ -18,7 +18,7 @@ namespace dsc {
 
 using Tensor = torch::stable::Tensor;
 
-/* What the cores need to know of a tensor, read in one go. */
+/* A tensor's properties for the cores, read in one go. */
 struct View {
     void *data;
     int64_t n_elems;
@@ -48,7 +48,7 @@ bool is_cpu(int32_t device_type);
 
 /*
  * A list argument. It holds a reference to each tensor for the call, as std::vector<Tensor> would, without the
- * shared_ptr around each: a step over many small tensors is bound by what a tensor costs here.
+ * shared_ptr around each: a step over many small tensors is bound by the cost of a tensor here.
  */
 class TensorList {
   public:
@@ -111,7 +111,7 @@ struct torch::stable::detail::ToImpl<dsc::TensorList> {
 };
 
 /*
- * Operators of the namespace deepspeed_c: schemas, and one implementation that serves host tensors and those of every
+ * Operators of the namespace deepspeed_c: schemas, and one implementation that serves tensors of the host and of every
  * accelerator.
  */
 #define DSC_OPS(m) STABLE_TORCH_LIBRARY_FRAGMENT(deepspeed_c, m)

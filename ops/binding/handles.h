@@ -1,5 +1,7 @@
-/* What module.cpp calls: one function a handles_*.cpp file, each adding its classes and functions to the module. The
- * build parses this file once for all of them. */
+/*
+ * The functions that module.cpp calls: one for each handles_*.cpp file. Each adds its classes and functions to the
+ * module. The build parses this file once for all of them.
+ */
 #ifndef DSC_HANDLES_H
 #define DSC_HANDLES_H
 

@@ -1,5 +1,5 @@
 /*
- * The I/O engine, its files and its buffers as Python objects. Addresses and byte counts in; whatever can wait lets
+ * The I/O engine, its files and its buffers as Python objects. Addresses and byte counts in; calls that can wait let
  * other Python threads run.
  */
 #include "handles.h"
@@ -28,13 +28,13 @@ namespace {
 /*
  * [Note: Locks and fork]
  *
- * A lock is taken without the interpreter's lock only, so that a thread that waits for a transfer cannot stop one that
- * holds the interpreter. In a forked process it may be held by a thread that is not there, and what it guards may be
- * half written: nothing here looks at either before it has seen that the process is its own, and destructors leave
- * everything as it lies.
+ * A lock is taken without the interpreter's lock only, so that a thread that waits for a transfer cannot stop the
+ * thread that holds the interpreter. In a forked process it may be held by a thread that is not there, and the data it
+ * guards may be half written: nothing here looks at either before it has seen that the process is its own, and
+ * destructors leave everything as it lies.
  */
 
-/* Who uses the core's file shares the lock, who closes it has it alone. */
+/* Users of the core's file share the lock; close() takes it alone. */
 class AioFile {
   public:
     AioFile(py::object given, int flags, bool uses_direct)
@@ -60,7 +60,7 @@ class AioFile {
             (void)dsc_aio_close(file_);
     }
 
-    /* What body(the core's file) returns; DSC_ESTATE when there is none. Without the interpreter's lock. */
+    /* Returns body(the core's file); DSC_ESTATE when there is no file. Without the interpreter's lock. */
     template <class Body>
     dsc_status use(Body body) const
     {
@@ -287,8 +287,8 @@ class AioEngine {
 
   private:
     /*
-     * What requests use, by id. References to objects are moved into and out of it, and neither made nor dropped: that
-     * takes the interpreter's lock.
+     * The file and buffer of each request, by id. References to objects are moved into and out of it, and neither made
+     * nor dropped: that takes the interpreter's lock.
      */
     using Kept = std::unordered_map<dsc_aio_id, std::pair<std::shared_ptr<AioFile>, py::object>>;
 
@@ -298,7 +298,7 @@ class AioEngine {
         dsc::check(locked(op, body), op);
     }
 
-    /* What body returns; throws where there is no engine for it. */
+    /* Returns body's status; throws where there is no engine. */
     template <class Body>
     dsc_status locked(const char *op, Body body)
     {

@@ -1,4 +1,4 @@
-/* What was built, by what, which instruction set runs here, and on how many threads. */
+/* The build's properties, the instruction set that runs here, and the number of threads. */
 #include "handles.h"
 
 #include "dsc/dsc.h"
@@ -46,7 +46,7 @@ void force_isa(const std::optional<std::string> &name)
  */
 py::object *decide = nullptr;
 
-/* With the GIL. What decide raises becomes an exception that both torch's pybind11 and ours know. */
+/* With the GIL. An exception of decide becomes one known to both torch's pybind11 and ours. */
 int32_t ask_for_size()
 {
     if (decide == nullptr)
@@ -60,7 +60,7 @@ int32_t ask_for_size()
     }
 }
 
-/* Of an operator, which runs without the GIL. Another thread may have come first. */
+/* Called by operators, which run without the GIL. Another thread may have come first. */
 void size_pool()
 {
     const py::gil_scoped_acquire gil;

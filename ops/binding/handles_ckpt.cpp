@@ -1,5 +1,5 @@
 /*
- * What checkpoints need below their format, as Python objects: checksums, reshape plans, an atomic swap of names, block
+ * The layer below the checkpoint format, as Python objects: checksums, reshape plans, an atomic swap of names, block
  * files.
  */
 #include "handles.h"
@@ -57,7 +57,7 @@ std::vector<int64_t> ints_of(const py::handle &object, const char *name, const c
 
 using dsc::Path;
 
-/* For what OSError chooses by the number: FileNotFoundError, PermissionError, ... */
+/* Raises the subclass that OSError chooses by the number: FileNotFoundError, PermissionError, ... */
 [[noreturn]] void raise_os_error(int error, const std::string &message, const py::object &path,
                                  const py::object &other_path = py::none())
 {
@@ -81,7 +81,7 @@ PyObject *block_error = nullptr;
     throw py::error_already_set();
 }
 
-/* Nothing for DSC_OK. Called, with the GIL, in the thread in which status came up: the details are that thread's. */
+/* Does nothing for DSC_OK. Called, with the GIL, in the thread that got status: the details are that thread's. */
 void check_file(dsc_status status, const char *op, const Path &path, int64_t bad_block = -1)
 {
     if (status == DSC_EIO) {
@@ -189,7 +189,7 @@ struct dsc_block_config config_of(int64_t block_bytes, const std::string &backen
     return config;
 }
 
-/* Checksums are kept as little-endian numbers of 32 bits, whatever the machine is. */
+/* Checksums are kept as little-endian numbers of 32 bits on every machine. */
 std::string pack_crcs(const uint32_t *crcs, int64_t n_crcs)
 {
     std::string packed;

@@ -1,6 +1,6 @@
 /*
- * Collectives through shared memory as Python objects (dsc/comm.h). Tensors come as torch's Python objects and are
- * asked what they are in Python: handles see no torch header.
+ * Collectives through shared memory as Python objects (dsc/comm.h). Tensors come as torch's Python objects, and their
+ * properties are read through Python: handles see no torch header.
  */
 #include "handles.h"
 
@@ -92,7 +92,10 @@ struct Flat {
     dsc_comm_type type;
 };
 
-/* What a tensor is; ValueError where its elements do not lie in host memory one behind the other. */
+/*
+ * Reads a tensor's address, length and type; ValueError where its elements do not lie in host memory one behind the
+ * other.
+ */
 Flat read(const py::handle &tensor, const char *op, const char *name)
 {
     static PyObject *const IS_CPU = name_of("is_cpu");
@@ -143,7 +146,7 @@ class End {
 
     dsc_comm *get() const { return comm_; }
 
-    /* Takes over what nobody will wait for. With the interpreter's lock, as reap. */
+    /* Takes over a request that nobody will wait for. With the interpreter's lock, as reap. */
     void adopt(Sent sent) { left_.push_back(std::move(sent)); }
 
     void reap()
@@ -155,7 +158,7 @@ class End {
                 kept.push_back(std::move(sent));
             else
                 (void)dsc_comm_release(sent.request);
-        /* Tensors go here: what their ends run may come back to this object. */
+        /* Tensors are dropped here, and their destructors may call this object again. */
         left_.swap(kept);
     }
 
@@ -182,7 +185,7 @@ class ShmWork {
             end_->adopt(std::move(sent_));
     }
 
-    /* A signal's handler runs while it waits; what that raises ends the wait, and the collective goes on. */
+    /* A signal's handler runs while it waits; an exception of the handler ends the wait, and the collective goes on. */
     void wait()
     {
         PyThreadState *state = PyEval_SaveThread();
@@ -234,7 +237,7 @@ class ShmBuffer {
 
     uint8_t *data() const { return static_cast<uint8_t *>(dsc_comm_block_data(block_)); }
 
-    /* Of the whole pages: a block is page-aligned, and no other lies in its last page. */
+    /* Discards whole pages: a block is page-aligned, and no other lies in its last page. */
     void discard()
     {
         if (!dsc_process_is_this(&process_))
@@ -250,7 +253,7 @@ class ShmBuffer {
     dsc_comm_block *block_ = nullptr;
 };
 
-/* The core's joint memory; what lies in it holds it. */
+/* The core's joint memory; tensors in it keep it alive. */
 class Joint {
   public:
     explicit Joint(const char *address, int64_t n_bytes)

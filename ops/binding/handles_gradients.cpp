@@ -1,6 +1,6 @@
 /*
- * The way of a gradient from autograd's hook into its bucket, as Python objects: what is the same for every parameter,
- * and one callable for each, which autograd calls.
+ * The way of a gradient from autograd's hook into its bucket, as Python objects: the state that all parameters share,
+ * and a callable for each, which autograd calls.
  */
 #include "handles.h"
 
@@ -248,7 +248,7 @@ class GradientPath {
         Locked &operator=(const Locked &) = delete;
         ~Locked()
         {
-            /* What Python raised stays raised. */
+            /* Keeps an exception that Python has raised. */
             const py::error_scope raised;
             const Ref done(PyObject_CallNoArgs(release_.ptr()));
 
@@ -293,8 +293,8 @@ class GradientPath {
     }
 
     /*
-     * True when the gradient is in its bucket. False, with nothing changed, for one that only torch knows how to read:
-     * sparse, of a subclass, of another dtype, with gaps, on a device, or without memory of its own.
+     * True when the gradient is in its bucket. False, with nothing changed, for a gradient that only torch knows how to
+     * read: sparse, of a subclass, of another dtype, with gaps, on a device, or without memory of its own.
      */
     bool take(int64_t param, PyObject *grad)
     {
@@ -371,7 +371,7 @@ class GradientPath {
     std::array<py::object, DSC_DTYPE_COUNT> dtypes_;
 };
 
-/* What autograd calls for one parameter. Called through vectorcall: no tuple of arguments, no look-up. */
+/* The callable of one parameter, for autograd. Called through vectorcall: no tuple of arguments, no look-up. */
 struct Hook {
     PyObject_HEAD vectorcallfunc call;
     PyObject *owner; /* the path as Python has it */

@@ -1,4 +1,4 @@
-/* What a rank has of one sequence, as plain functions (dsc/seq.h). Integers in, integers out. */
+/* A rank's part of a sequence, as plain functions (dsc/seq.h). Integers in, integers out. */
 #include "handles.h"
 
 #include "dsc/seq.h"

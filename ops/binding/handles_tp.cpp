@@ -1,4 +1,4 @@
-/* What a tensor-parallel rank holds, as plain functions (dsc/tp.h). Integers in, integers out. */
+/* A tensor-parallel rank's part of a parameter, as plain functions (dsc/tp.h). Integers in, integers out. */
 #include "handles.h"
 
 #include "dsc/tp.h"

@@ -16,7 +16,7 @@ using MaybeTensor = std::optional<Tensor>;
 /* Checks the operands of one call against the first of them, and reads them. Failures name operator and argument. */
 class Operands {
   public:
-    /* Rows are what all but the last dimension of `first` count. */
+    /* The number of rows is the product of all dimensions of `first` but the last. */
     Operands(const char *op, const Tensor &first, const char *name) : op_(op), first_name_(name)
     {
         device_type_ = dsc::view_of(first.get()).device_type;

@@ -286,7 +286,7 @@ Tensor nn_rotary(const Tensor &x, const Tensor &cos, const Tensor &sin, bool is_
     return y;
 }
 
-/* The mask: [batch, heads, queries, keys] by strides, of which any but the last may be 0. */
+/* Reads the mask: [batch, heads, queries, keys] by strides. Any stride but the last may be 0. */
 void read_mask(const Operands &o, const Tensor &x, const Tensor &mask, struct dsc_nn_softmax *call)
 {
     const dsc::View view = o.view_of(mask, "mask");

@@ -22,7 +22,7 @@ dsc::View read(const Tensor &tensor, const char *op, const char *name, const cha
     return view;
 }
 
-/* As read(), for what has to lie where the logits do. */
+/* As read(), for a tensor that has to lie where the logits do. */
 dsc::View read_beside(const dsc::View &logits, const Tensor &tensor, const char *op, const char *name,
                       const char *dtype)
 {

@@ -1,4 +1,4 @@
-/* From a core's status to the Python exception that says what was wrong; for files that see no torch header. */
+/* Turns a core's status into a Python exception with the core's sentence; for files that see no torch header. */
 #ifndef DSC_STATUS_TO_EXCEPTION_H
 #define DSC_STATUS_TO_EXCEPTION_H
 
@@ -9,7 +9,7 @@
 namespace dsc {
 
 /*
- * Throws what Python sees as ValueError (EINVAL, EOVERFLOW, ENOTFOUND), MemoryError (ENOMEM, ENOSPC),
+ * Throws an exception that Python sees as ValueError (EINVAL, EOVERFLOW, ENOTFOUND), MemoryError (ENOMEM, ENOSPC),
  * NotImplementedError (ENOTSUP) or RuntimeError (the rest). The GIL need not be held.
  */
 [[noreturn]] void fail(dsc_status status, const std::string &message);
