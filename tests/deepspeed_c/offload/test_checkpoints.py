@@ -170,7 +170,7 @@ def test_states_can_be_read_edited_frozen_and_thawed(world, kind):
 
 
 def codes(rank: int, world: int, folder: str) -> None:
-    """States of 8 bits: what is written is what a block's codes can hold, and the rest of the slice stays as it was."""
+    """8-bit states: writes are rounded to a block's codes, and the rest of the slice stays as it was."""
     engine = make(folder, 2, "bf16", SWAPPED if world == 2 else None, "int8")
     train(engine, rank, range(3))
     param = engine.module[2].weight

@@ -42,7 +42,7 @@ def test_short_and_reordered_transfers_change_nothing():
 
 
 def reads_and_waits(rank: int, world: int, folder: str) -> list[str]:
-    """What a step asks of the store, in order: a letter and the first tensor's name."""
+    """A step's calls to the store, in order: a letter and the first tensor's name."""
     engine = make(folder, 2, "bf16", SWAPPED)
     train(engine, rank, range(1))
     store, calls = engine._optimizer.units[0].states.store, []
@@ -107,7 +107,7 @@ def flipping(rank: int, world: int, folder: str) -> None:
     with faults(seed=3) as broken:
         engine = make(folder, 2, "bf16", SWAPPED, aio={"checksum": True})
         train(engine, rank, range(2))
-        broken.set(flip_chance=1000)  # of a page, of which the tensor is a small part; and a read ahead is tried again
+        broken.set(flip_chance=1000)  # any bit of a page; failed reads ahead are retried
         try:
             train(engine, rank, range(2, 60))
         except OffloadError as error:

@@ -1,4 +1,4 @@
-"""Weights on NVMe leave host memory: what a process holds then is less by the weights, and more by the buffers that were asked for and nothing else."""
+"""Weights on NVMe leave host memory: a process holds less by the weights, and more only by the configured buffers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import pytest
 
 TIMEOUT_SECONDS = 300
 MB = 1 << 20
-# Of heap that is free and not at its end, and of what differs between two runs of one program. The ring of an I/O engine, or one bucket too many in each of
-# its directions, is more.
+# Free heap in front of its end, and differences between two runs of one program. The ring of an I/O engine, or one
+# bucket too many in each of its directions, is more.
 SLACK_BYTES = 16 * MB
 N_LAYERS, WIDTH = 12, 1000  # 48 MB of fp32 weights, of 4,000,000 bytes a layer: no whole number of pages
 
-# Runs as "python -c PROGRAM folder section", in a process of its own: what earlier tests have left in the heap is part of a process's memory.
+# Runs as "python -c PROGRAM folder section", in a process of its own, because memory that earlier tests left in the
+# heap would count.
 PROGRAM = f"""
 import ctypes, gc, json, os, sys
 import torch

@@ -39,7 +39,7 @@ WHERE = {
 APART = {"host", "host_all", "ahead", "nvme_apart", "ratio", "ratio_nvme", "params_host", "params_apart"}
 
 
-# What is run on so many ranks: (where, dtype). With every trait, and with every third one.
+# Number of ranks -> runs (where, dtype). ALWAYS: with every trait; IN_TURN: with every third trait.
 ALWAYS = {1: [("host", "fp32"), ("params", "fp32")], 2: [("nvme", "bf16"), ("all_nvme", "bf16")]}
 IN_TURN = {
     1: [("nvme_in_turn", "fp32"), ("params_host", "bf16")],
@@ -67,7 +67,7 @@ def stages_of(where: str) -> tuple[int, ...]:
 def offloaded_runs(rank: int, world: int, trait: str, folder: str) -> list[list[Run]]:
     found = []
     for where, dtype in cells_of(trait, world):
-        # Ranks outlive a test: what is changed in one has to be put back.
+        # Ranks outlive a test, so its changes have to be put back.
         with mock.patch.object(place, "is_apart", lambda device: where in APART):  # noqa: B023
             found.append([run(rank, world, trait, dtype, stage, where, folder) for stage in stages_of(where)])
     return found

@@ -1,5 +1,5 @@
-"""A parameter that is larger than what is swapped at once goes through a step piece by piece: every bit is that of a step that has it in memory as a whole, and no
-more than some pieces are."""
+"""A parameter larger than one swap goes through a step piece by piece: every bit equals a step with the whole parameter
+in memory, and only a few pieces are in memory at once."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_every_bit_is_that_of_a_whole_bucket(world: int, tmp_path) -> None:
 
 
 def flip(rank: int, world: int, folder: str) -> str:
-    """A byte of the file changes between two steps: the step that streams it says of what."""
+    """A byte of the file changes between two steps: the step that streams it names the damaged tensor."""
     with (
         mock.patch.object(file_home, "SWAP_ELEMS", PIECE_ELEMS),
         make_engine(folder, 2, {"bf16": {"enabled": True}}) as engine,
@@ -161,7 +161,7 @@ def flip(rank: int, world: int, folder: str) -> str:
             file.write(bytes([byte[0] ^ 0x10]))
         with pytest.raises(OffloadError) as error:
             one_step(engine, 1)
-        # What was in flight is finished: buffers are all free, and the engine says that it wants a checkpoint.
+        # Transfers in flight are finished: all buffers are free, and the engine asks for a checkpoint.
         with pytest.raises(StateError, match="failed in its middle"):
             engine.step()
         return str(error.value)
@@ -187,7 +187,8 @@ def peak_of_buffers(rank: int, world: int, folder: str) -> tuple[int, int]:
 
 def test_only_some_pieces_are_in_memory(tmp_path) -> None:
     ((whole, in_pieces),) = run_ranks(1, peak_of_buffers, str(tmp_path))
-    # One group of pieces in use, one on its way in, two on their way out; masters and two moments in fp32. And what the small buckets use.
+    # One group of pieces in use, one on its way in, two on their way out; masters and two moments in fp32. 1500: the
+    # small buckets.
     limit = 4 * 3 * 4 * (PIECE_ELEMS + 1500)
     assert in_pieces <= limit < 3 * 4 * N_IN * N_OUT <= whole, (
         f"{in_pieces} bytes in pieces, {whole} as a whole, {limit} expected at most"
@@ -195,7 +196,7 @@ def test_only_some_pieces_are_in_memory(tmp_path) -> None:
 
 
 def test_pieces_of_hard_sizes(tmp_path) -> None:
-    """Streams against tensors in memory: pieces of one element, of a page and a bit, and a last one that is short."""
+    """Streams against tensors in memory: pieces of one element, of a page and a bit, and a short last piece."""
     for n, piece, checksum in itertools.product((1, 2, 1023, 4099, 65537), (1, 700, 4097), (False, True)):
         if n // piece > 1100:
             continue

@@ -1,4 +1,4 @@
-"""The swap file: what comes back is what was sent, whatever the order, the sizes, the backend and the faults."""
+"""The swap file returns the bytes that were sent, for every order, size and backend, and under faults."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def descriptors() -> int:
 @pytest.mark.parametrize("checksum", [False, True])
 @pytest.mark.parametrize("backend", USABLE)
 def test_random_traffic(tmp_path, backend, checksum):
-    """Groups are brought, changed, sent, only read, dropped and made anew in random order; a dict in memory says what they hold."""
+    """Groups are brought, changed, sent, only read, dropped and made anew in random order; a dict in memory holds the
+    expected contents."""
     rng = random.Random(7)
     before = descriptors()
     store = make(tmp_path, 1 << 20, backend=backend, checksum=checksum)

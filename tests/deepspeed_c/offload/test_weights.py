@@ -67,7 +67,7 @@ def masters(engine) -> dict[str, torch.Tensor]:
 
 
 def n_in_memory(engine) -> int:
-    """Elements of the weights' shards that take memory: what is away is one element seen many times."""
+    """Elements of the weights' shards that take memory; a shard that is away is one element with stride 0."""
     units = (*engine._layout.trained, *engine._layout.frozen)
     return sum(t.numel() for unit in units for t in unit.weight_slices if t.stride(0) or t.numel() < 2)
 

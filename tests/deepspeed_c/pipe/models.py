@@ -74,7 +74,7 @@ class Plain(nn.Module):
 
 
 def micro_batches(step: int, data_rank: int, n: int, size: int = 2, length: int = 5) -> list[tuple[Any, Any]]:
-    """What a pipeline gets in a step."""
+    """The (input, target) pairs that a pipeline gets in a step."""
     generator = torch.Generator().manual_seed(1000 * step + data_rank)
     made = []
     for _ in range(n):

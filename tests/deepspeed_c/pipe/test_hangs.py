@@ -20,14 +20,14 @@ from tests.deepspeed_c.pipe.test_engine import config_of
 from tests.ranks import RanksFailed, run_ranks
 
 TIMEOUT_S = 2.0
-# After which a text has not come and the test has failed.
+# The test fails if a text has not come after this many seconds.
 LIMIT_S = 200.0
 N = 4
 CAME = "came from rank 0 instead of"
 
 
 def engine_of(world: int, folder: str, rank: int, *, timeout_s: float = TIMEOUT_S, n: int = N) -> Any:
-    """What this rank says from here on lies in a file of its own."""
+    """Make an engine, and send this rank's stderr from here on to a file of its own."""
     sys.stderr = open(os.path.join(folder, str(rank)), "w", buffering=1)  # noqa: SIM115  the rank ends with it
     net = module_of(world)
     config = config_of(n, collective_timeout_s=timeout_s)
@@ -99,7 +99,7 @@ def late_body(rank: int, world: int, folder: str) -> float:
 
 
 def test_a_stage_that_is_late_is_named_and_the_run_goes_on(tmp_path):
-    """In the first batch too, in which forms are told: what a rank has still to do is no divergence."""
+    """Also in the first batch, when ranks tell each other tensor shapes: a slow rank is no divergence."""
     losses = run_ranks(2, late_body, str(tmp_path), fresh=True, timeout=LIMIT_S)
     assert losses[0] == losses[1]
     said = "".join(path.read_text() for path in tmp_path.iterdir())

@@ -104,7 +104,7 @@ def test_inputs_without_gradient_leave_all_to_the_second_half():
 
 
 def test_operations_between_the_weights_run_once():
-    """The node that a weight hangs from runs in both halves, each for its part; what lies between runs once."""
+    """The node above a weight runs in both halves, each for its part; nodes in between run once."""
     ran = []
     x = torch.randn(3, requires_grad=True)
     w = [torch.randn(3, requires_grad=True) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""What goes between stages, in which precision, and what is said of input that does not fit."""
+"""Values sent between stages, their precision, and errors for input that does not fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small models of transformers, one of each family, with what each is given."""
+"""Small models of transformers, one of each family, with their inputs."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def policy(model: torch.nn.Module, precision: str) -> Precision:
 
 
 def saved_by(model: torch.nn.Module, precision: Precision, batch: dict[str, torch.Tensor]) -> int:
-    """Bytes of storages that autograd saves in a forward, without those of parameters and buffers."""
+    """Bytes of storages that autograd saves in a forward; parameters and buffers do not count."""
     weights = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
     held: list[torch.Tensor] = []
 
@@ -90,7 +90,7 @@ class Stack(torch.nn.Module):
 
 SHAPE = (512, 64)
 INPUT = 4 * 512 * 64
-KEPT = (1 + 4 + 4) * INPUT  # the input, what gelu is given and what sigmoid gives, which the last product reads as well
+KEPT = (1 + 4 + 4) * INPUT  # the layer's input, gelu's input and sigmoid's output; the last product reads that too
 
 
 def trace(model: torch.nn.Module) -> Traced:
@@ -104,12 +104,12 @@ def test_each_option_of_a_stack_by_its_formula():
     peaks = {option.name: option.peak() for option in options}
     n = len(traced.layers)
     assert n == 6 and options[asked].name == "recomputed"
-    outside = INPUT  # what the loss squares
-    # Each layer's input is among what it keeps; the last one's output is the loss's to keep.
+    outside = INPUT  # the loss's input
+    # KEPT includes each layer's input; the loss keeps the last output.
     assert peaks["none"] == n * KEPT + outside
-    # At the last layer's backward all inputs and the rest of what that layer keeps are there.
+    # At the last layer's backward all inputs and that layer's other saved tensors are there.
     assert peaks["recomputed"] == n * INPUT + KEPT - INPUT
-    # The inputs of two layers are whole, one of which is the running one's.
+    # The inputs of two layers are whole: the running layer's and one more.
     assert peaks["partitioned"] == n * INPUT // 4 + 2 * INPUT + KEPT - INPUT
     for name in ("cpu", "nvme"):
         assert peaks[name] == 2 * INPUT + KEPT - INPUT
@@ -172,7 +172,7 @@ def hold(rank: int, world: int, layers: str | None) -> tuple[int, int]:
         x = torch.ones(SHAPE) * 2
         before = live.nbytes() - INPUT  # the first layer's input counts
         loss = engine(x)
-        held = live.nbytes() - before - sum(p.nbytes for p in engine.module.parameters())  # which operators have viewed
+        held = live.nbytes() - before - sum(p.nbytes for p in engine.module.parameters())  # viewed by operators
         del loss
     return forward[-1].nbytes, held
 
@@ -221,7 +221,7 @@ def run_cut(rank: int, world: int, family: str, stage: int, section: dict) -> di
         n_before = ledger.last
         loss = engine(**batch).loss
         engine.backward(loss)
-        # Whoever looks at cut logits has them gathered; the model does not.
+        # Reading cut logits gathers them; the model does not read them.
         entries = [each for each in ledger.recent(ledger.last - n_before) if each.label != "output of logits"]
         assert {each.op for each in entries} == {"all-reduce", "all-gather"}
         sent = sum(each.n_bytes // 2 * (2 if each.op == "all-reduce" else 1) for each in entries)

@@ -1,4 +1,4 @@
-"""Books: peaks by phase, and what the engine's pools hold."""
+"""Books: peaks by phase, and the bytes in the engine's pools."""
 
 from __future__ import annotations
 

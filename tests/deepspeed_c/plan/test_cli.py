@@ -85,7 +85,7 @@ def test_a_script_whose_arguments_are_its_own(folder, capsys):
 
 
 def test_the_example_in_a_process_of_its_own():
-    """As a user types it; the configuration is the one that the script itself reads."""
+    """The command as a user types it, with the script's own configuration file."""
     command = [sys.executable, "-m", "deepspeed_c", "plan", "--ranks", "2", "--json", "examples/train_gpt.py"]
     command += ["--deepspeed_config", "examples/ds_config.json", "--stage", "3", "--layers", "2"]
     done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=300)

@@ -40,8 +40,8 @@ class Case(NamedTuple):
 
     world: int
     config: dict[str, Any]
-    widths: tuple[int, ...]  # of a stack of linear layers
-    frozen: int = 0  # the first layers that are not trained
+    widths: tuple[int, ...]  # widths of a stack of linear layers
+    frozen: int = 0  # the first layers are frozen
     micro_batches: int = 1
 
 
@@ -56,7 +56,7 @@ def config(
         "optimizer": optimizer if isinstance(optimizer, dict) else {"type": optimizer, "params": params},
         "zero_optimization": zero,
         "steps_per_print": None,
-        # Planned is what ranks need that do not share a host.
+        # The plan is for ranks that do not share a host.
         "comm": {"local": "off"},
         **more,
     }
@@ -109,7 +109,7 @@ SHARED: dict[str, Case] = {
     if "2 ranks" in name or "3 ranks" in name
 }
 
-# What others keep and make on the way; torch's own optimizers get gradients in their masters' dtype.
+# States and temporaries of other optimizers; torch's own get gradients in their masters' dtype.
 OPTIMIZERS: dict[str, Case] = {
     "stage 2, bf16, torch's AdamW": Case(
         2, config(2, {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}), EVEN
@@ -129,7 +129,7 @@ def make_model(case: Case) -> torch.nn.Module:
 
 
 class PatientPool(buffers.BufferPool):
-    """The engine's pool of gather buffers, which waits until gloo's threads have let go of what it is given back.
+    """The engine's pool of gather buffers; ``give`` waits until gloo's threads have released the buffer.
 
     They do so some microseconds after the caller's wait; a buffer that is asked for in between is allocated anew. How often that happens is chance.
     """
@@ -251,7 +251,8 @@ def test_updates_ahead_are_planned_with_a_copy_of_all_that_they_change():
 
 @pytest.mark.parametrize("max_in_cpu", [None, 0, 1 << 20])
 def test_what_is_on_nvme_leaves_its_buffers(run_ranks, tmp_path, max_in_cpu):
-    # Where the CPU computes, buffers and sums of gradients (in fp32 then) are in the memory that is measured; what is in the file is not.
+    # Where the CPU computes, buffers and sums of gradients (in fp32 then) are in the measured memory; the file's
+    # contents are not.
     nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
     zero = {"offload_optimizer": {**nvme, "pipeline_read": True, "pipeline_write": True}, "reduce_bucket_size": 1 << 20}
     if max_in_cpu is not None:
@@ -274,7 +275,7 @@ POOLS = {
     "buckets that are summed whole": config(2, zero={"reduce_scatter": False, "reduce_bucket_size": 3001}),
     "shards that have copies": config(3, zero={"mics_shard_size": 2, "stage3_param_persistence_threshold": 0}),
     "two micro-batches": config(3, micro_batches=2, zero={"reduce_bucket_size": 40_009}),
-    # Layers lie in one of two units by turns, and both are gathered all the time.
+    # Layers lie in two units by turns, and both units are gathered all the time.
     "units that take turns": config(
         3, zero={"offload_optimizer": {**NVME, "ratio": 0.4}, "reduce_bucket_size": 90_001}
     ),

@@ -1,4 +1,5 @@
-"""Scripts up to ``initialize``: what they pass is found, nothing of it is allocated, and scripts that do not get there say why."""
+"""Scripts up to ``initialize``: their arguments are found, nothing of them is allocated, and scripts that do not get
+there say why."""
 
 from __future__ import annotations
 

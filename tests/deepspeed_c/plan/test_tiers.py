@@ -1,4 +1,5 @@
-"""Placements of each stage under three budgets: what stays, what goes where, what is said where nothing fits, and the configuration that asks for it."""
+"""Placements of each stage under three budgets: where each part is placed, the error if nothing fits, and the
+configuration for each placement."""
 
 from __future__ import annotations
 
@@ -127,7 +128,7 @@ def test_the_ratio_is_the_fastest_that_fits(roomy, stage, rates):
         best = min(map(seconds, fitting))
         chosen = round(placed.ratio * 100)
         assert chosen in fitting, f"{placed.ratio} with room for {room} bytes, of {n * 16}"
-        # One hundredth beside: it is rounded up to what fits, and layouts have some padding.
+        # A hundredth lower is also right: the ratio is rounded up until it fits, and layouts have some padding.
         assert min(seconds(max(chosen - 1, 0)), seconds(chosen)) <= best * (1 + 1e-3), (placed.ratio, best)
         seen.add(placed.ratio)
         assert as_json(table)["placements"][stage]["ratio"] == placed.ratio

@@ -53,7 +53,7 @@ class _Copy(torch.autograd.Function):
 
 
 class _Reduce(torch.autograd.Function):
-    """The sum of what ranks have computed."""
+    """The sum of the ranks' results."""
 
     @staticmethod
     def forward(ctx, x, group):

@@ -1,9 +1,10 @@
-"""Plain torch in one process that rounds where the engine rounds: what runs in 16 bits is compared with it bit for bit.
+"""Plain torch in one process that rounds where the engine rounds: 16-bit runs are compared with it bit for bit.
 
 A tolerance that 16-bit training stays within lets a wrong optimizer pass: weight decay is a thousandth of a weight in a step. So this follows the numbers and not
-the formula alone: gradients in the dtype of the weights, gathered in the dtype that accumulates, sent in the one that travels, summed over ranks in rank order in fp32 and
-rounded once, one factor for averaging, loss scale and clipping, the update in fp32, and a master that is rounded to the weight. It knows no shard, bucket or
-place: what those are for must not change a bit. In fp32 it is itself compared with torch.optim (test_reference.py).
+the formula alone: gradients in the dtype of the weights, accumulated in ``accum``, sent in ``comm``, summed over ranks
+in rank order in fp32 and rounded once, one factor for averaging, loss scale and clipping, the update in fp32, and a
+master that is rounded to the weight. It knows no shard, bucket or place, because none of them may change a bit. In fp32
+it is itself compared with torch.optim (test_reference.py).
 
 When gradients are sent is for the engine to decide, and shows in the last bit where several of a window meet in 16 bits before or after they have travelled. So an engine's order is
 ``recorded`` and followed: each gradient that the reference has computed must have been taken once, and sent.
@@ -33,7 +34,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Event(NamedTuple):
-    """What a rank's engine did with gradients: "add" one (``names``: whose) to what gathers in ``dtype``, "reduce" what has gathered, or end a window ("reset")."""
+    """A step of a rank's engine with gradients: "add" the gradient of ``names`` to the sum in ``dtype``, "reduce" the
+    sum, or end a window ("reset")."""
 
     kind: str
     names: tuple[str, ...] = ()
@@ -43,7 +45,7 @@ class Event(NamedTuple):
 
 @contextmanager
 def recorded(*engines: Any) -> Iterator[list[Event]]:
-    """The events of ``engines``, and of those that are made meanwhile. Windows in which nothing came are left out."""
+    """Record the events of ``engines`` and of engines made meanwhile. Windows without gradients are left out."""
     events: list[Event] = []
     open_bucket, reduce, reset = Bucket.open, Bucket.reduce, Bucket.reset
     n_adds = 0
@@ -94,7 +96,7 @@ def recorded(*engines: Any) -> Iterator[list[Event]]:
 
 
 class Flow(NamedTuple):
-    """Which dtypes numbers go through, and where they are summed."""
+    """The dtypes that numbers go through, and where they are summed."""
 
     dtype: torch.dtype = torch.float32  # of weights, activations, gradients
     accum: torch.dtype = torch.float32  # gradients gather in it
@@ -115,7 +117,7 @@ class Flow(NamedTuple):
 
 
 def flow_of(config: Mapping[str, Any], world: int, model: nn.Module) -> Flow:
-    """What a configuration asks for."""
+    """The flow that a configuration asks for."""
     zero, types = config.get("zero_optimization", {}), config.get("data_types", {})
     bf16, fp16, auto = (config.get(name, {}) for name in ("bf16", "fp16", "torch_autocast"))
     dtype = torch.bfloat16 if bf16.get("enabled") else torch.float16 if fp16.get("enabled") else torch.float32
@@ -129,7 +131,7 @@ def flow_of(config: Mapping[str, Any], world: int, model: nn.Module) -> Flow:
         if isinstance(module, nn.Linear)
         for name, _ in module.named_parameters(recurse=False)
     }
-    # What gathers in host memory has room there for fp32.
+    # Gradients that accumulate in host memory have room there for fp32.
     is_offloaded = zero.get("offload_optimizer", {}).get("device", "none") != "none"
     accum = types.get("grad_accum_dtype") or ("fp32" if is_offloaded or bf16.get("immediate_grad_update") else None)
     pre = 1.0 / config.get("gradient_predivide_factor", 1.0) if world > 1 else 1.0
@@ -202,7 +204,7 @@ class Reference:
         self._is_finished = False
 
     def drop(self) -> None:
-        """Begins a window; what has gathered is lost."""
+        """Begin a window; gradients accumulated so far are lost."""
         for rank in range(self.world if self._orders else 0):
             if self._fired[rank]:
                 events = self._orders[rank]
@@ -213,7 +215,8 @@ class Reference:
 
     @property
     def _is_divided_late(self) -> bool:
-        """Whether gradients are those of the caller's loss, and the accumulation steps are a matter of the optimizer."""
+        """Whether gradients belong to the caller's undivided loss, and the optimizer divides by the accumulation steps.
+        """
         return self.flow.by_caller and not self.flow.loss_scale
 
     @property
@@ -233,7 +236,7 @@ class Reference:
 
     @property
     def _post_factor(self) -> float:
-        """Of the sum over ranks; at stage 0 it is applied to the sums, which callers read."""
+        """The factor of the sum over ranks; at stage 0 it is applied to the sums, because callers read them."""
         return 1.0 / (self.flow.pre_factor * self.world)
 
     def backward(self, loss_of: Callable[[int], torch.Tensor]) -> list[float]:
@@ -280,7 +283,7 @@ class Reference:
             assert all(event == sent[0] for event in sent), f"ranks send gradients of {sent}"
             if is_open:
                 params = [self._params[name] for name in sent[0].names]
-                # One rank has nothing to send: what has gathered is the sum, and goes on gathering.
+                # A single rank has nothing to send: its accumulated gradients are the sum, and go on accumulating.
                 if self.world > 1 or sent[0].is_apart:
                     self._reduce(gathered, params, is_apart=sent[0].is_apart)
         if self.world == 1:
@@ -332,7 +335,7 @@ class Reference:
         return self.flow.dtype if self.names[p] in self.flow.alone else self.flow.comm
 
     def _add(self, p: nn.Parameter, parts: list[torch.Tensor], *, is_apart: bool) -> None:
-        """The sum over ranks of what each has gathered, into ``sums``."""
+        """Add the sum of all ranks' accumulated gradients to ``sums``."""
         flow, comm = self.flow, self._comm(p)
         before = self.sums.get(p)
         if self.world == 1 and not is_apart:
@@ -350,7 +353,7 @@ class Reference:
             total = torch.zeros_like(parts[0], dtype=torch.float32)
             for part in parts:
                 total.add_(part.to(comm).float())
-            # A reduction to all, or into other memory, is rounded before it is added to what is there.
+            # A reduction to all, or into other memory, is rounded before it is added to earlier sums.
             if flow.stage == 0:
                 total.mul_(_f32(self._post_factor))
             if flow.stage == 0 or not flow.reduce_scatter or is_apart:
@@ -408,7 +411,8 @@ class Reference:
         p.data.copy_(self.masters[p])
 
     def set_trainable(self, patterns: Sequence[str], *, keep_state: bool = True) -> None:
-        """What is frozen keeps its master and states, or starts anew from its weight; what was never trained joins the first group."""
+        """Frozen parameters keep master and states, or start anew from their weight; newly trained ones join the first
+        group."""
         in_groups = {p for group in self.groups for p in group["params"]}
         for p, name in self.names.items():
             p.requires_grad_(any(fnmatchcase(name, pattern) for pattern in patterns))
@@ -445,5 +449,5 @@ class Reference:
                 group.update(options)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Masters, and the weights of what is not trained, in fp32."""
+        """Masters, and the weights of untrained parameters, in fp32."""
         return {name: self.masters.get(p, p.detach()).float().clone() for name, p in self.model.named_parameters()}

@@ -1,5 +1,5 @@
-"""Writes in place to whole 16-bit weights, which have masters elsewhere: the next step goes on from what was written, as if the masters had been set by hand, and elements that were
-not written keep every bit of theirs."""
+"""Writes in place to whole 16-bit weights, which have masters elsewhere: the next step goes on from the written values,
+as if the masters had been set by hand, and elements that were not written keep every bit of theirs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def write_nothing_new(p: torch.nn.Parameter) -> None:
 
 
 def write_masters(p: torch.nn.Parameter) -> None:
-    """What ``write_in_place`` is to come to, by another way. Where a master is what was written but for the rounding, it stays."""
+    """Write masters as ``write_in_place`` should, by another way. A master that rounds to the written value stays."""
     master = safe_get_full_fp32_param(p)
     safe_set_full_fp32_param(p, master.masked_fill(mask_of(p) & (master.to(p.dtype) != 0.25), 0.25))
 
@@ -49,7 +49,8 @@ def read(p: torch.nn.Parameter) -> None:
 
 
 def run_body(rank: int, world: int, write: Callable, stage: int, precision: str, zero: dict, is_late: bool) -> Masters:
-    """The masters after training in which ``write`` goes over every parameter twice: before forward, or between backward and step."""
+    """The masters after training; ``write`` visits every parameter twice: before forward, or between backward and step.
+    """
     model = make_model(TRAITS["zero_size"])
     config = make_config(stage, precision, 1, {"zero_optimization": zero})
     engine = deepspeed_c.initialize(model=model, config=config)[0]
@@ -107,7 +108,7 @@ def test_the_next_step_goes_on_from_what_was_written(world, stage, precision, ze
 
 
 def saved_body(rank: int, world: int, folder: str) -> None:
-    """What was written is in a checkpoint that is saved before the next step; and a load after a write is what counts."""
+    """A checkpoint saved before the next step holds the written values; a load after a write overrides it."""
     model = make_model(TRAITS["zero_size"])
     engine = deepspeed_c.initialize(model=model, config=make_config(2, "bf16", 1, {}))[0]
     with engine:

@@ -26,7 +26,7 @@ from tests.deepspeed_c.zero.traits import STEPS, TRAITS, Run, batch, make_groups
 from tests.ranks import run_ranks
 
 WORLD = 4
-# What the parameters in turn are cut over; of the rest of the axes there are copies.
+# The axes that the parameters in turn are cut over; along the other axes they are copied.
 MIXED = (("dp_shard",), ("dp_replicate",), ("dp_replicate", "dp_shard"), ())
 TRAITS_HERE = ("plain", "tied", "two_backwards", "checkpoint_reentrant", "frozen", "zero_size", "unused", "groups")
 TRAITS_HERE += ("sparse_embedding", "tiny_buckets", "no_overlap", "all_reduce", "prescale", "predivide")
@@ -46,7 +46,7 @@ def mixed_units():
 
 
 def make_engine(model: torch.nn.Module, groups, config: dict, kind: str):
-    """``kind``: how the engine comes by its mesh of 2 x 2, and what is cut over it."""
+    """``kind``: how the engine comes by its mesh of 2 x 2, and the axes that parameters are cut over."""
     if kind == "mics":
         config["zero_optimization"]["mics_shard_size"] = 2
         mesh = None
@@ -83,7 +83,7 @@ def train(
 
 
 def groups_in(engine) -> set[tuple[int, ...]]:
-    """Who holds the shards of the engine's trained units: as many sets as there are ways in which they are cut."""
+    """The ranks that hold the shards of the engine's trained units: a set for each way of cutting."""
     return {tuple(unit.comm.global_ranks) for unit in engine._layout.trained}
 
 
@@ -144,7 +144,8 @@ def optimizers_body(rank: int, world: int, kind: str, optimizer: dict, dtype: st
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", ["Lamb", "Muon", "Lion", "AdamW"])
 def test_other_optimizers_and_precisions_as_without_a_mesh(name: str, dtype: str) -> None:
-    """Norms of LAMB and matrices of Muon are those of whole parameters, whoever holds their pieces. In 16 bits sums are rounded in other places."""
+    """Norms of LAMB and matrices of Muon come from whole parameters, wherever their pieces lie. In 16 bits sums are
+    rounded in other places."""
     optimizer = {"type": name, "params": {"lr": 0.01, "weight_decay": 0.1}}
     if name in ("Lamb", "AdamW"):  # a tiny gradient divided by its own size would make much of its rounding
         optimizer["params"]["eps"] = 1e-3
@@ -231,7 +232,7 @@ def access_body(rank: int, world: int, stage: int) -> None:
     for name, value in finals.items():
         everyone = deepspeed_c.comm.get_world_size()
         assert everyone == world and torch.isfinite(value).all(), name
-    if stage == 3:  # what outlives the engine is put together over the group that it was cut over
+    if stage == 3:  # weights that outlive the engine are put together over their own group
         for p in model.parameters():
             with deepspeed_c.zero.GatheredParameters(p):
                 assert torch.isfinite(p).all()

@@ -2,7 +2,7 @@
 
 fp32 is compared with torch.optim.AdamW. Sums over ranks and micro-batches are taken in another order there, so a few ulp a step: 2e-5 relative plus 2e-6.
 bf16 and fp16 are compared with a reference that rounds where the engine does (``reference.py``): losses and masters bit for bit, and norms to a few ulp of fp64, for
-their squares are added in another order. What such a comparison is worth is tested with optimizers that are wrong (``PLANTED``).
+their squares are added in another order. The comparison itself is tested with wrong optimizers (``PLANTED``).
 """
 
 from __future__ import annotations
@@ -203,7 +203,8 @@ FINE_CELLS = [
 
 @pytest.mark.parametrize("trait, fine, world, gas", FINE_CELLS)
 def test_parity_of_fine_units(trait: str, fine: str, world: int, gas: int) -> None:
-    """Stage 3 with several gather units. The trait whose ranks take different branches is a leaf: that is what leaves are for."""
+    """Stage 3 with several gather units. The trait whose ranks take different branches is a leaf, the purpose of
+    leaves."""
     zero = dict(FINE[fine])
     if trait == "unused":
         zero["leaf_module"] = {"classes": ["tests.deepspeed_c.zero.traits.Unused"]}
@@ -216,7 +217,8 @@ WORLDS = (1, 2, 3)
 def half_of_the_cells(trait: str, dtype: str, world: int) -> list[tuple[int, int]]:
     """Every stage with one micro-batch or with three, in turn along each of the axes trait, precision, world and stage.
 
-    So any four of the five axes (with the number of micro-batches) still meet in all their values: what is left out needs all five to go wrong.
+    So any four of the five axes (with the number of micro-batches) still meet in all their values: a bug is missed only
+    if it needs all five.
     """
     turn = list(TRAITS).index(trait) + list(DTYPES).index(dtype) + WORLDS.index(world)
     return [(stage, (1, 3)[(turn + stage) % 2]) for stage in STAGES]
@@ -350,7 +352,7 @@ def planted_runs(rank: int, world: int, kind: str, folder: str) -> dict[str, Run
 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_a_wrong_optimizer_is_caught(kind: str, tmp_path) -> None:
-    """The comparison itself, over engines each of which has one thing wrong in it."""
+    """The comparison itself, over engines with one planted bug each."""
     results = run_ranks(2, planted_runs, kind, str(tmp_path))
     passed = []
     for planted in ("", *PLANTED):

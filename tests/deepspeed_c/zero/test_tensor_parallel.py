@@ -1,4 +1,5 @@
-"""Models cut by hand over tensor-parallel ranks, at every stage: weights, losses and norms are those of the whole model in one plain torch process."""
+"""Models cut by hand over tensor-parallel ranks, at every stage: weights, losses and norms equal the whole model's in
+one plain torch process."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def train(engine, gas: int, steps: int = STEPS, first: int = 0) -> tuple[list[fl
 
 
 def logical(engine) -> dict[str, torch.Tensor]:
-    """The fp32 masters of what the whole model trains, put together by the test: every element from each rank that has it, where all of them agree."""
+    """The fp32 masters of all trained parameters, put together by the test: ranks that share an element must agree on
+    it."""
     tp = engine._mesh.along("tp")
     found = {}
     for name, p in engine.module.named_parameters():
@@ -222,7 +224,7 @@ def plain_bf16(gas: int, clip: float) -> tuple[dict[str, torch.Tensor], dict[str
 
 
 def test_parity_in_bf16() -> None:
-    """Only the order and rounding of sums in bf16 differ: what the steps changed is the same within a few percent."""
+    """Only the order and rounding of sums in bf16 differ: the steps' changes are the same within a few percent."""
     cells = [(stage, 2, 0.5, {"bf16": {"enabled": True}}) for stage in (1, 2, 3)]
     before, weights, norms = plain_bf16(2, 0.5)
     for of_rank in run_ranks(2, parity_body, 2, cells):
@@ -259,7 +261,7 @@ ARRANGEMENTS = [(1, 1, 0), (2, 1, 1), (3, 1, 2), (2, 2, 3), (1, 2, 2)]
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_checkpoint_loads_on_any_arrangement(tmp_path, precision: str) -> None:
-    """What is loaded is bit for bit what was saved, and training goes on as it would have."""
+    """Loaded values equal the saved ones bit for bit, and training goes on as it would have."""
     more = {"bf16": {"enabled": True}} if precision == "bf16" else {}
     cells = ARRANGEMENTS if precision == "fp32" else ARRANGEMENTS[1:4]
     saved = []
@@ -297,7 +299,7 @@ def overflow_body(rank: int, world: int, stage: int):
         train(engine, 1, 1)
         before, scale = logical(engine), engine.optimizer.loss_scale
         loss = engine(*batch(5, 0, 0))
-        if rank == 1:  # what only this rank has a part of
+        if rank == 1:  # a parameter that no other rank has a part of
             engine.module.up.weight.register_hook(lambda grad: torch.full_like(grad, torch.inf))
         engine.backward(loss)
         engine.step()

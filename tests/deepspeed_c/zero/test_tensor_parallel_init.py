@@ -1,4 +1,5 @@
-"""Models built under zero.Init, whole or cut by hand, and trained on tensor-parallel ranks: weights are those of one plain torch process."""
+"""Models built under zero.Init, whole or cut by hand, and trained on tensor-parallel ranks: weights equal those from
+one plain torch process."""
 
 from __future__ import annotations
 

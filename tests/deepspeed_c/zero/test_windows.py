@@ -138,7 +138,7 @@ def test_low_precision(stage: int, kind: str) -> None:
 
 
 def late_body(rank: int, world: int, stage: int) -> tuple[list[bool], list[torch.Tensor]]:
-    """Which buckets wait after each step when one rank's hooks fire late and the other's do not, and the weights."""
+    """The buckets that wait after each step when only one rank's hooks fire late, and the weights."""
 
     class Sometimes(nn.Module):
         def __init__(self) -> None:

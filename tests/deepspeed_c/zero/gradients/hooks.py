@@ -19,7 +19,8 @@ Hook = Callable[[torch.Tensor], None]
 
 @contextmanager
 def wrapped(wrap: Callable[[GradientReducer, Slot, Hook], Hook], *engines: Any) -> Iterator[None]:
-    """Autograd calls ``wrap(reducer, slot, hook)`` instead of each hook of ``engines``, and of those of the reducers that are made meanwhile."""
+    """Make autograd call ``wrap(reducer, slot, hook)`` instead of each hook of ``engines`` and of each reducer made
+    meanwhile."""
     make = GradientReducer._hook
     before: list[tuple[dict[int, Hook], int, Hook]] = []
     for engine in engines:

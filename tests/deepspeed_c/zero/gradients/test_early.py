@@ -1,4 +1,5 @@
-"""Hooks on parameters see gradients of loss / accumulation steps, as a hand-written loop shows them, and what they return counts."""
+"""Hooks on parameters see gradients of loss / accumulation steps, as a hand-written loop shows them, and their return
+values count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Gradients that come after their bucket has gone, against plain torch: what is held for them, how often, in which order, and that it ends with them."""
+"""Gradients that come after their bucket has gone, against plain torch: the buffers held for them, their number and
+order, and that these buffers are freed afterwards."""
 
 from __future__ import annotations
 
@@ -191,7 +192,7 @@ def test_each_of_two_backwards_is_reduced_where_callers_read_gradients(gas: int)
         for step, seen in enumerate(steps):
             n_passes = 2 if step in LATE_STEPS else 1
             n_by_themselves = len(seen.order) - n_passes * n_buckets
-            # That of the layer that a checkpoint runs twice, where a rank did so for the first time.
+            # The gradient of the layer that a checkpoint runs twice, on a rank's first such step.
             is_first = step in LATE_STEPS and step - 1 not in LATE_STEPS
             assert n_by_themselves <= is_first, f"rank {rank}, step {step}: {seen}"
             assert is_first or not any(seen.left), f"rank {rank}, step {step}: {seen}"

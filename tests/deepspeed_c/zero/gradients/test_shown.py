@@ -106,7 +106,7 @@ def plain_steps(world: int, gas: int, edit: str, at: int) -> tuple[nn.Module, li
 
 
 def edited_steps(rank: int, world: int, gas: int, edit: str, at: int, by_engine: bool) -> list[str]:
-    """What differs from ``plain_steps``."""
+    """The differences from ``plain_steps``."""
     net = Net()
     engine = make_engine(net, gas)
     want, grads = plain_steps(world, gas, edit, at)

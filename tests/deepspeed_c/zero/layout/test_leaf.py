@@ -28,7 +28,7 @@ class Expert(nn.Module):
 
 
 class Mixture(nn.Module):
-    """Each row goes to the expert that its first element picks: what runs depends on the data."""
+    """Each row goes to the expert that its first element picks, so the modules that run depend on the data."""
 
     def __init__(self) -> None:
         super().__init__()

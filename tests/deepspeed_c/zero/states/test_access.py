@@ -1,4 +1,5 @@
-"""safe_get/set: whole tensors and local pieces are what the optimizer holds, and writes reach masters, weights and the next step."""
+"""safe_get/set: whole tensors and local pieces equal the optimizer's, and writes reach masters, weights and the next
+step."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def round_trip_body(rank: int, world: int, stage: int, precision: str) -> None:
         with pytest.raises(errors.StateError, match="does not fit"):
             utils.safe_set_full_fp32_param(p, torch.zeros(3))
         with pytest.raises(errors.StateError, match="no state 'nope'"):
-            # On all ranks alike, also on those that own nothing of the parameter.
+            # On all ranks alike, also on ranks that own nothing of the parameter.
             utils.safe_get_full_optimizer_state(p, "nope")
         with pytest.raises(errors.StateError, match="no state 'nope'"):
             utils.safe_get_full_optimizer_state(model.scalar, "nope")
@@ -145,7 +146,7 @@ def test_vectorized_update():
 
 
 class Branches(torch.nn.Module):
-    """Two layers, of which the second is used only where it is asked for."""
+    """Two layers; the second is used only on request."""
 
     def __init__(self) -> None:
         super().__init__()

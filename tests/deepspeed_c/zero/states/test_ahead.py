@@ -1,8 +1,8 @@
 """Updates that begin while backward runs (super_offload) against the same engine without: every bit of masters, states, counts and weights after every
 step, also where the step is clipped, skipped, edited, dropped, or comes otherwise than the update had assumed.
 
-States have memory of their own by saying that the device's is another one (``is_apart``). ``submit`` waits for what it has begun, so that updates are ahead for certain; one run
-of each kind leaves them to their thread.
+States have memory of their own by saying that the device's is another one (``is_apart``). ``submit`` waits for its
+updates, so that they are ahead for certain; one run of each kind leaves them to their thread.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def edit_gradient(engine: Engine, step: int) -> None:
 
 
 def edit_weight(engine: Engine, step: int) -> None:
-    """What is written between backward and step is what the step goes on from."""
+    """The step goes on from values written between backward and step."""
     if step == 2:
         weight = engine.module.last.weight
         with deepspeed_c.zero.GatheredParameters(weight, modifier_rank=0), torch.no_grad():
@@ -94,7 +94,7 @@ def second_backward(engine: Engine, step: int) -> None:
 
 
 def read_master(engine: Engine, step: int) -> None:
-    """What is read between backward and step is what the last step left."""
+    """Reads between backward and step see the values of the last step."""
     if step == 2:
         weight = engine.module.last.weight
         with deepspeed_c.zero.GatheredParameters(weight):
@@ -104,7 +104,7 @@ def read_master(engine: Engine, step: int) -> None:
 
 
 def save_and_load(engine: Engine, step: int) -> None:
-    """What is saved and loaded between backward and step is what the last step left."""
+    """A save and load between backward and step carry the values of the last step."""
     if step == 2:
         with tempfile.TemporaryDirectory() as folder:
             shared = [folder]
@@ -115,7 +115,7 @@ def save_and_load(engine: Engine, step: int) -> None:
             torch.distributed.barrier()
 
 
-# What happens between the last backward of a window and its step, and the settings that it happens with.
+# Actions between the last backward of a window and its step, with their settings.
 SCENES: dict[str, tuple[Act, dict]] = {
     "plain": (nothing, {}),
     "accumulated": (nothing, {"gradient_accumulation_steps": 2}),
@@ -181,7 +181,7 @@ def waiting(submit: Callable[..., None]) -> Callable[..., None]:
 
 
 def train(stage: int, scene: str, is_ahead: bool, waits: bool) -> tuple[list[Tensors], list[int]]:
-    """(bits after each step, and what was read before it; how many buckets each step found updated)"""
+    """Return (bits after each step and the values read before it, number of buckets that each step found updated)."""
     act, settings = SCENES[scene] if scene in SCENES else (ACTS[scene], {})
     if scene.endswith("8 bits"):
         settings = SCENES["int8"][1]
@@ -235,7 +235,7 @@ def compare(rank: int, world: int, stage: int, scenes: list[str]) -> dict[str, l
     return result
 
 
-# Steps of which an update ahead stands: all that are there, none, or those.
+# Steps whose update ahead is kept: all, none, or the listed ones.
 STANDS = {
     "plain": [0, 1, 2, 3, 4],
     "accumulated": [0, 1, 2, 3, 4],
@@ -250,7 +250,7 @@ STANDS = {
 @pytest.mark.parametrize(("world", "stage"), [(1, 3), (2, 1), (2, 3)])
 def test_every_bit_is_that_of_a_step_without(world: int, stage: int) -> None:
     found = run_ranks(world, compare, stage, list(SCENES))
-    # By the rank that owns what was written or read.
+    # Only the rank that owns the accessed element takes its updates back.
     for scene in ("edited_weight", "read"):
         assert any(kept[scene][2] == 0 for kept in found), (scene, found)
     for kept in found:
@@ -261,11 +261,11 @@ def test_every_bit_is_that_of_a_step_without(world: int, stage: int) -> None:
             assert any(kept[scene]) and not all(kept[scene]), (scene, kept[scene])
 
 
-# -- whoever reads or writes masters and states, and by whatever way ----------------------------------------------------
+# -- every reader and writer of masters and states ---------------------------------------------------------------------
 
 
 def shared_folder(engine: Engine) -> str:
-    """One that lasts as long as the engine."""
+    """A folder that lasts as long as the engine."""
     if not hasattr(engine, "folder"):
         made = tempfile.TemporaryDirectory()
         shared = [made.name]
@@ -275,7 +275,8 @@ def shared_folder(engine: Engine) -> str:
 
 
 def rolls_back(**how) -> Act:
-    """The loss after step 1 was the last good one: what came after it is given up when the gradients of step 3 are there."""
+    """The loss after step 1 was the last good value: later updates are undone once the gradients of step 3 are there.
+    """
 
     def act(engine: Engine, step: int) -> None:
         if step == 1:
@@ -350,7 +351,7 @@ def write_group_params(engine: Engine, step: int) -> None:
 
 
 def write_betas(engine: Engine, step: int) -> None:
-    """In place, in a list: what was assumed must not change along."""
+    """Write in place, into a list: the values that an update ahead has assumed must not change along."""
     if step == 0:
         engine.optimizer.param_groups[0]["betas"] = [0.9, 0.999]
     if step == 2:
@@ -380,7 +381,7 @@ def set_gradients(engine: Engine, step: int) -> None:
 
 
 def write_weights(engine: Engine, step: int) -> None:
-    """In place, at whatever moment of the step."""
+    """Write in place, at any moment of the step."""
     if step in (1, 2) and engine.zero_optimization_stage() < 3:
         with torch.no_grad():
             engine.module.first.weight.mul_(0.5)
@@ -398,7 +399,7 @@ def partition_anew(engine: Engine, step: int) -> None:
 
 
 def saves(is_async: bool) -> Act:
-    """What is saved between backward and step is what the step before it left: loaded at the end, to be looked at."""
+    """A save between backward and step holds the values of the step before; it is loaded at the end to check that."""
 
     def act(engine: Engine, step: int) -> None:
         if step == 2:
@@ -417,7 +418,7 @@ def save_model(engine: Engine, step: int) -> Tensors | None:
 
 
 def refuse(engine: Engine, step: int) -> None:
-    """What belongs between two windows is refused while gradients wait for their step, which is then made as if nobody had asked."""
+    """Calls that belong between two windows are refused while gradients wait for their step; the step is unaffected."""
     if step == 2:
         for attempt in (
             lambda: engine.set_trainable(["first.*"]),
@@ -483,7 +484,7 @@ ACTS: dict[str, Act] = {
     "saved": saves(is_async=False),
     "saved in the background": saves(is_async=True),
 }
-# What needs no update to be taken back; and what does, in the step that it is done in.
+# Actions that take no update back; and actions that do, with the step that they happen in.
 LEAVES_AHEAD = {"load_nothing", "refuse"}
 TAKES_BACK = {
     "write_states": 2,
@@ -496,7 +497,7 @@ TAKES_BACK = {
 }
 
 
-# What goes another way where weights are whole.
+# Scenes that take another path where weights are whole.
 WHOLE = ["rolled back", "rolled back by hand", "load_module", "load_plainly", "write_weights", "save_model"]
 
 

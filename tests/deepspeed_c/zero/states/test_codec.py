@@ -1,4 +1,4 @@
-"""What every codec owes ``Pieces``: the same answers about plain states and about those of 8 bits."""
+"""The contract of every codec with ``Pieces``: the same answers about plain states and about 8-bit states."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deepspeed_c.zero.states.codec import Codec, codec_of
 # Below, at and above a block of 256 elements; a prime; one element.
 SIZES = (1, 255, 256, 257, 1031)
 DTYPES = {"plain": None, "8 bits": torch.int8}
-# What two roundings to 8 bits may change, relative to the largest value (1.5).
+# Error that two roundings to 8 bits may make, relative to the largest value (1.5).
 ERROR = {"plain": 0.0, "8 bits": 0.03}
 
 

@@ -1,4 +1,4 @@
-"""What every home owes its unit. A new home is one more row of ``HOMES``."""
+"""The contract of every home with its unit. A new home is one more row of ``HOMES``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deepspeed_c.offload.swap import SwapFile, Swapper, SwapSettings, reserve
 from deepspeed_c.zero.states.home import Home, Place, Tagged
 
 CPU = torch.device("cpu")
-# Labels, and the memory in which tensors are used.
+# Labels, and the memory where tensors are used.
 HOMES = {
     "device": (Place(), "device", "device"),
     "host": (Place(Home, is_apart=True), "host", "host"),
@@ -78,7 +78,7 @@ def test_what_is_written_is_there_when_it_is_opened_again(home: Home) -> None:
         owner.tensors[1].copy_(values(7))
     with home.open(1, writes=False):
         assert torch.equal(owner.tensors[1], values(7)), owner.tensors[1]
-    # Moved in, (brought, gone) in each of the loops, and twice for what was overwritten and read.
+    # Moved in, (brought, gone) in each of the loops, and twice for the tensors overwritten and read.
     assert owner.moves == ([0, 1, 0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1] if is_file else []), owner.moves
 
 

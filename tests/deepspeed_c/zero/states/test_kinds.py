@@ -1,4 +1,5 @@
-"""What ``initialize`` returns as the optimizer: DeepSpeed's class of each stage and precision, and at stage 0 in fp32 the caller's optimizer itself."""
+"""The optimizer that ``initialize`` returns: DeepSpeed's class of each stage and precision, and at stage 0 in fp32 the
+caller's optimizer itself."""
 
 import copy
 import warnings
@@ -23,7 +24,8 @@ PRECISIONS = {
     "bf16, sums in fp32": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 4}},
 }
-# What DeepSpeed 0.19.6 returns: (stage, precision, base) -> the class; None: the base itself. It refuses stage 0 with sums in fp32.
+# The return type in DeepSpeed 0.19.6: (stage, precision, base) -> the class; None: the base itself. It refuses stage 0
+# with sums in fp32.
 ADAM, SGD = "AdamW of the configuration", "SGD of the caller"
 THEIRS = {
     **{(0, "fp32", base): None for base in (ADAM, SGD)},
@@ -166,7 +168,7 @@ def client_body(rank, world, name):
     with pytest.raises(OptimizerError, match="groups cannot be added"):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
 
-    # What another run has saved, in torch's own layout.
+    # The state that another run has saved, in torch's own layout.
     optimizer.load_state_dict(dumped)
     for (key, a), b in zip(flat(optimizer.state_dict()).items(), flat(dumped).values()):
         assert torch.equal(a, b), key

@@ -1,4 +1,4 @@
-"""What is said of a step that is not made."""
+"""Messages about a skipped step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The walk through buckets that live in a file: what is asked for, opened and closed, and in which order."""
+"""The walk through buckets that live in a file: the order of its requests, opens and closes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""zero/states/update.py: optimizers that only this file knows, one of each scope, over shards against plain torch over whole parameters.
+"""zero/states/update.py: optimizers that only this file knows, one of each scope, over shards, compared with plain
+torch over whole parameters.
 
 All of an optimizer is its class: nothing else in the package has to learn of it. fp32; tolerance as in the parity oracle, for sums are taken in another order.
 """
@@ -72,7 +73,7 @@ class Relative(NormedOptimizer):
 
 
 def even_columns(update: Tensor) -> Tensor:
-    """``update`` with columns of norm below 1: what no flat piece of it tells."""
+    """Scale the columns of ``update`` to norms below 1; a flat piece of it would not suffice."""
     matrix = update.reshape(len(update) if update.dim() > 1 else 1, -1)
     return (matrix / (0.1 + matrix.norm(dim=0))).view(update.shape)
 
@@ -100,7 +101,7 @@ class Even(FusedOptimizer):
 
 
 class EvenSlices(Even):
-    """A wrong declaration: what must see matrices says that it sees elements."""
+    """A wrong declaration: an update that needs matrices declares the scope "element"."""
 
     scope = "element"
 
@@ -113,7 +114,7 @@ class RelativeSlices(Relative):
 
 
 class Plain(torch.optim.Optimizer):
-    """What the above are, in plain torch over whole parameters, by a function of (param, momentum)."""
+    """The optimizers above in plain torch over whole parameters; ``change`` is a function of (param, momentum)."""
 
     def __init__(self, params, change: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__(params, {"lr": LR})

@@ -1,4 +1,5 @@
-"""zero/weights/fetch.py: what is gathered when, how much is live, what goes over the wire, and that ranks may skip what others use."""
+"""zero/weights/fetch.py: when weights are gathered, how many are live, the bytes sent, and that ranks may skip layers
+that others use."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ LAYER_ELEMS = WIDTH * WIDTH
 
 
 class Stack(nn.Module):
-    """Layers without bias, each of which fills a bucket: as many gather units as layers."""
+    """Layers without bias; each fills a bucket, so there are as many gather units as layers."""
 
     def __init__(self, n_layers: int = LAYERS) -> None:
         super().__init__()
@@ -96,7 +97,8 @@ def test_once_learnt_each_unit_is_gathered_once_a_pass(run_ranks, world: int, ah
 
 @contextlib.contextmanager
 def written_to(path: str) -> Iterator[None]:
-    """All that this process prints goes to a file. A rank's own output is not the test's: it was started with what pytest had at the time."""
+    """All that this process prints goes to a file. A rank's own output is not the test's, because it was started with
+    an earlier stdout of pytest."""
     kept = [os.dup(fd) for fd in (1, 2)]
     with open(path, "wb") as file:
         for fd in (1, 2):
@@ -195,7 +197,8 @@ def modes_body(rank: int, world: int) -> None:
         modes = engine._fetcher._modes
         assert modes["train"].steps == list(range(LAYERS)), modes["train"].steps
         assert modes["eval"].steps == list(range(LAYERS))[::-1], modes["eval"].steps
-        # A mode starts from what another one has learnt. A unit that it does not use stays in its plan, since some rank may come to use it.
+        # A mode starts from another mode's plan. A unit that it does not use stays in its plan, since some rank may
+        # come to use it.
         generate = modes["generate"].steps
         assert [i for i in generate if i % 2 == 0] == [0, 2, 4] and len(generate) == LAYERS, generate
         before = engine._fetcher.stats.as_dict()
@@ -270,7 +273,7 @@ def leak_body(rank: int, world: int) -> None:
             train(engine, step, rank)
             sizes.append((tensors_alive(), engine._fetcher.pool.n_free))
         tensors, buffers = zip(*sizes)
-        # What leaks never goes down again; a buffer that gloo's threads still hold for a moment does.
+        # A leak never goes down again; the count of buffers that gloo's threads still hold does.
         assert min(tensors[-20:]) <= max(tensors[20:40]), tensors
         assert max(buffers) <= LAYERS, buffers
         assert min(buffers[-20:]) <= max(buffers[20:40]), buffers
@@ -403,7 +406,7 @@ def test_modules_of_a_unit_that_is_there_cost_no_work_of_the_runner(run_ranks) -
 
 
 class Checkpointed(Stack):
-    """Autograd saves nothing of what it computes, and its output is in a container that nobody knows."""
+    """A stack whose computations autograd does not save, and whose output is in an unknown container."""
 
     class Output:
         def __init__(self, value: torch.Tensor) -> None:

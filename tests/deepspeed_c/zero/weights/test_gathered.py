@@ -16,7 +16,7 @@ from tests.deepspeed_c.zero.traits import CLIP, WIDTH, batch
 from tests.ranks import run_ranks
 
 RELEASED, HERE = ZeroParamStatus.NOT_AVAILABLE, ZeroParamStatus.AVAILABLE
-# Some parameters whole, the others in several gather units, one of them cut across ranks.
+# Some parameters whole, the others in several gather units; one parameter is cut across ranks.
 UNITS = {"zero_optimization": {"reduce_bucket_size": 60}}
 JOINT = {**UNITS, "comm": {"local": "shm", "zero_copy_gather": True}}
 HALF_WHOLE = {"zero_optimization": {"reduce_bucket_size": 60, "stage3_param_persistence_threshold": 30}}
@@ -41,7 +41,8 @@ class Net(nn.Module):
 
 
 def make(kind: str, dtype: str = "fp32"):
-    """A model: plainly sharded ("init"), in an engine, in one whose weights lie in joint memory, in one where some parameters stay whole, on an engine of stage 2."""
+    """A model that is plainly sharded ("init"), or in an engine: of stage 3, with weights in joint memory, with some
+    parameters whole, or of stage 2."""
     torch.manual_seed(7)
     if kind == "init":
         with deepspeed_c.zero.Init():
@@ -164,7 +165,7 @@ def _edit(param: nn.Parameter, how: str, value: torch.Tensor) -> None:
         param.data = value.t().contiguous().t() if value.dim() == 2 else value.clone()
     elif how == "other dtype":
         param.data = value.double()
-    else:  # a view of what it replaces
+    else:  # a view of the replaced tensor
         param.data.copy_(value.t() if value.dim() == 2 and value.shape[0] == value.shape[1] else value)
         if value.dim() == 2 and value.shape[0] == value.shape[1]:
             param.data = param.data.t()
@@ -193,7 +194,7 @@ def editing_body(rank: int, world: int, kind: str, dtype: str) -> None:
                         expected = values[name].to(param.dtype).float()
                         assert torch.equal(master, expected), f"{label}, master of {name}: {master} is not {expected}"
             want = values
-    # An exception, on all ranks or on one: what was edited by then is dropped, on all ranks.
+    # An exception, on all ranks or on one: edits made before it are dropped, on all ranks.
     for failing in ({0, 1, 2}, {0}, {world - 1}):
         try:
             with GatheredParameters(params.values(), modifier_rank=0):

@@ -1,4 +1,5 @@
-"""zero/weights/hooks.py and zero/weights/fetch.py: whatever a model does with its weights, stage 3 computes what plain torch computes.
+"""zero/weights/hooks.py and zero/weights/fetch.py: stage 3 computes the same as plain torch, for many ways to use
+weights.
 
 A scenario is a model and one micro-batch of work on it, written once: ``Plain`` runs it in one process over the data of all ranks, ``Sharded`` runs it on each rank with
 its own data. Losses, averaged gradients and the weights after three steps must agree. Each scenario runs with several gather units, gathered
@@ -61,7 +62,7 @@ def data_of(step: int, rank: int, micro: int = 0) -> tuple[torch.Tensor, torch.T
 
 
 class Net(nn.Module):
-    """Three layers, of odd sizes; ``body`` is what scenarios change."""
+    """Three layers, of odd sizes; scenarios override ``body``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,7 +194,7 @@ class ParentReads(Net):
 
 
 class SeveralAtOnce(Net):
-    """One operation on weights of several gather units, each of which would be released for the next."""
+    """One operation on weights of several gather units; each unit would be released for the next."""
 
     def body(self, x):
         both = torch.cat([self.a.weight, self.b.weight, self.a.weight])
@@ -351,7 +352,7 @@ class Packed(Net):
     """Somebody's own saved-tensor hooks, in the middle of the forward."""
 
     def body(self, x):
-        # What is kept must be detached: of a weight that autograd saves as it is, a hook gets the parameter itself.
+        # The hook must keep a detached tensor: if autograd saves a weight unchanged, it gets the parameter itself.
         with torch.autograd.graph.saved_tensors_hooks(lambda t: (t.detach(), 1), lambda p: p[0]):
             x = super().body(x) @ self.b.weight
         return super().body(x)
@@ -633,7 +634,7 @@ def scenario_body(rank: int, world: int, name: str) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("name", list(SCENARIOS))
 def test_scenario(run_ranks, name: str, world: int) -> None:
-    run_ranks(world, scenario_body, name)  # the first imports what the optimizer imports
+    run_ranks(world, scenario_body, name)  # the first run imports the optimizer's modules
 
 
 # ---- what does not fit a scenario -------------------------------------------------------------------------------------
@@ -800,7 +801,8 @@ def eval_only_body(rank: int, world: int) -> None:
             engine(got).square().sum().backward()
             plain(want).square().sum().backward()
             check("gradient of the input", got.grad, want.grad)
-            # No one tells the engine when such a backward has ended: what it gathered last stays until the next use, and not more.
+            # No one tells the engine when such a backward has ended: its last gathered group stays until the next use,
+            # and no other.
             fetcher = engine._fetcher
             assert sum(group.buffer is not None for group in fetcher.groups) <= 1
             with torch.no_grad():

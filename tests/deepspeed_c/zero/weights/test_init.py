@@ -1,4 +1,5 @@
-"""zero.Init: what a rank keeps of each parameter, that the process is as before afterwards, and that training then goes as with a model built plainly."""
+"""zero.Init: a rank's part of each parameter, the process restored afterwards, and training as with a plainly built
+model."""
 
 from __future__ import annotations
 
@@ -73,7 +74,7 @@ def raises(kind: type[BaseException], *words: str):
     return context()
 
 
-# -- what a rank keeps ------------------------------------------------------------------------------------------------
+# -- a rank's part -----------------------------------------------------------------------------------------------------
 
 
 def shards_body(rank: int, world: int) -> list[tuple]:
@@ -175,7 +176,7 @@ def overrides_body(rank: int, world: int) -> None:
             made = torch.ones(2)
             layer = nn.Linear(3, 5)
         assert made.dtype is (want or torch.float32), given
-        # Parameters take the dtype in any case: it is what they are sharded in.
+        # Parameters take the dtype in any case, since they are sharded in it.
         assert layer.weight.ds_tensor.dtype is torch.float16, (given, layer.weight.ds_tensor.dtype)
         assert init.get_partition_rank() == rank and init.num_partitions == world
         for group in (init.get_dp_process_group(), init.get_partition_dp_group(layer.weight)):
@@ -280,7 +281,7 @@ def module_given_body(rank: int, world: int) -> None:
         assert param is params[name] and torch.equal(whole(param), want[name].bfloat16()), name
     assert model.tied.weight is model.lin.weight and model.frozen._is_hf_initialized
     assert model.table.dtype is torch.float32
-    deepspeed_c.zero.Init(module=model)  # a second time: what is sharded stays as it is
+    deepspeed_c.zero.Init(module=model)  # a second time: sharded parameters stay as they are
     assert model.one.ds_tensor.dtype is torch.bfloat16
 
     # On the meta device: reset_parameters of each module, with rank 0's numbers.
@@ -360,7 +361,7 @@ def editor_body(rank: int, world: int) -> None:
     with deepspeed_c.zero.Init() as context:
         model = Editor()
         whole_now = [n for n, p in model.named_parameters() if p.ds_status is ZeroParamStatus.AVAILABLE]
-        # Of the last one a collective's worker thread may still have held the data when it was asked for.
+        # A collective's worker thread may still have held the last one's data at that time.
         assert len(whole_now) <= 1, f"{whole_now} stay whole although nobody holds their data"
         held = model.a.weight.data
         held.add_(float(rank + 1))
@@ -403,7 +404,7 @@ def unpatch_body(rank: int, world: int) -> None:
     assert pp._orig_torch_arange is torch.arange
 
     class Early(nn.Linear):
-        pass  # inherits __init__: must not get one of its own
+        pass  # inherits __init__, and must not get its own
 
     with deepspeed_c.zero.Init(dtype=torch.bfloat16):
         assert torch.arange is not pp._orig_torch_arange
@@ -452,7 +453,7 @@ def unpatch_body(rank: int, world: int) -> None:
 
 
 def arange_body(rank: int, world: int) -> None:
-    """What transformers' prevent_arange_dtype_change does."""
+    """Swap DeepSpeed's tensor constructor wrapper as transformers' prevent_arange_dtype_change does."""
     seen = []
     original = pp.zero_wrapper_for_fp_tensor_constructor
 
@@ -482,7 +483,7 @@ def test_names_that_transformers_replaces() -> None:
     run_ranks(1, arange_body)
 
 
-# -- reading what is not here -------------------------------------------------------------------------------------------
+# -- reading released parameters ---------------------------------------------------------------------------------------
 
 
 def _refusals(model: nn.Module, param: nn.Parameter) -> list:
@@ -538,7 +539,7 @@ def released_body(rank: int, world: int) -> None:
     # A copy is collective, and whole: peft copies modules that are to be trained beside the original.
     twin = copy.deepcopy(model)
     assert type(twin[0].weight) is nn.Parameter and torch.equal(twin[0].weight, expected)
-    # What callers ask without wanting data goes on.
+    # Questions that need no data still work.
     assert param.shape == param.size() == (5, 3) and param.numel() == param.nelement() == 15 and len(param.size()) == 2
     assert (
         param.dim() == param.ndim == param.ndimension() == 2

@@ -100,7 +100,7 @@ def test_the_oracle_holds_and_bits_are_those_of_gathers(trait, dtype, world, fin
         check_same(on.params, off.params, f"rank {rank}")
 
 
-# -- what it is -----------------------------------------------------------------------------------------------------------
+# -- the mapping -------------------------------------------------------------------------------------------------------
 
 
 def nothing_is_sent_body(rank, world):
@@ -155,7 +155,7 @@ def test_no_gather_is_sent_and_two_fences_are(run_ranks):
 
 
 def own_write_body(rank, world):
-    """What a program writes to a weight on its own stays that rank's, and is gone when weights are written next."""
+    """A program's direct write to a weight stays on its rank, and is lost when weights are next updated."""
     model, engine = make()
     weight = model.out.weight
     want = whole(model)
@@ -291,7 +291,7 @@ def test_groups_of_ranks_each_hold_theirs(run_ranks):
 
 
 def fork_body(rank, world):
-    """A child reads weights as they are; what it writes is its own."""
+    """A forked child reads current weights; its writes stay private."""
     model, engine = make()
     with GatheredParameters(model.parameters()):
         want = model.out.weight.detach().clone()

@@ -19,9 +19,10 @@ WIDTH, LAYERS, CHUNKS = 13, 3, 2  # layers of a chunk
 LEARN, STEPS = 1, 3
 LR = 0.05
 
-# What a step does. f1: the forward of micro-batch 1; b1: its backward; n1: a forward under no_grad; d1: its graph is dropped;
-# b1+2: one backward from the sum of two losses; u1: loss.backward() of the caller's own; g1: autograd.grad of the loss by its input. f1.0: the forward of chunk 0
-# alone, from what the chunk before it has given, detached. What stands after | is what all ranks but the first do.
+# The operations of a step. f1: the forward of micro-batch 1; b1: its backward; n1: a forward under no_grad; d1: its
+# graph is dropped; b1+2: one backward from the sum of two losses; u1: loss.backward() of the caller's own; g1:
+# autograd.grad of the loss by its input. f1.0: the forward of chunk 0 alone, from the detached output of the chunk
+# before it. The operations after | are for all ranks but the first.
 ORDERS = {
     "one after another": "f1 b1 f2 b2",
     "first in, first out": "f1 f2 b1 b2",
@@ -45,7 +46,8 @@ ORDERS = {
 
 
 class Stack(nn.Module):
-    """Chunks of layers without bias, each layer of which fills a bucket; each chunk may be called by itself. ``kind``: how a chunk runs its layers."""
+    """Chunks of layers without bias; each layer fills a bucket, and each chunk may be called by itself. ``kind``: how a
+    chunk runs its layers."""
 
     def __init__(self, kind: str = "plain") -> None:
         super().__init__()
@@ -189,7 +191,8 @@ def expected(world: int, order: str, kind: str) -> tuple[list, list[torch.Tensor
 
 
 def gathers_of(order: str) -> int:
-    """Of one step: each forward and each backward gathers each layer that it goes through once. Here the first rank goes through all that any goes through."""
+    """Number of gathers in a step: each forward and each backward gathers each of its layers once. Here the first rank
+    visits every layer that any rank visits."""
     n = 0
     for word in order.split("|")[0].split():
         if word[0] != "d":
