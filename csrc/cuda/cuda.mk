@@ -1,4 +1,4 @@
-# Builds libdsc_cuda.so, a library of its own over the static CUDA runtime, wherever there is an nvcc; and what the tests of accel and cuda load.
+# Builds libdsc_cuda.so, a library of its own over the static CUDA runtime, wherever there is an nvcc; and the libraries that the tests of accel and cuda load.
 # Included by csrc/Makefile.
 #
 #   make cuda [NVCC=nvcc] [CUDA_ARCHS="80 90"]     fails when there is no nvcc; `make has-cuda` asks, and prints nothing
@@ -6,12 +6,12 @@
 NVCC ?= $(or $(shell command -v nvcc 2> /dev/null),$(wildcard $(CUDA_HOME)/bin/nvcc))
 NVCC_MAJOR = $(shell $(NVCC) --version 2> /dev/null | sed -n 's/.*release \([0-9]*\)\..*/\1/p')
 
-# Machine code for these, and PTX of 9.0 or, if there is none, of the last, for what comes after.
+# Machine code for these architectures, and PTX of 9.0, or of the last without it, for later ones.
 CUDA_ARCHS ?= 80 90$(if $(filter-out 9 10 11 12,$(NVCC_MAJOR)), 100)
 CUDA_PTX = $(or $(filter 90,$(CUDA_ARCHS)),$(lastword $(CUDA_ARCHS)))
 CUDA_GENCODE = $(foreach arch,$(CUDA_ARCHS),-gencode=arch=compute_$(arch),code=sm_$(arch)) -gencode=arch=compute_$(CUDA_PTX),code=compute_$(CUDA_PTX)
 
-# -fmad=false: the host's loops do not contract either (Note: Same bits as the host). No -Werror: the host compiler sees what nvcc generates, too.
+# -fmad=false: the host's loops do not contract either (Note: Same bits as the host). No -Werror: the host compiler sees nvcc's generated code, too.
 CUDA_FLAGS := -std=c++17 -O3 -fmad=false --threads 0 -I$(ROOT) -I$(ROOT)/include \
 	-Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off,-Wall,-Wextra
 
