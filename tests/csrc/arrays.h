@@ -91,7 +91,7 @@ static inline void array_set(struct array *array, int64_t i, float value)
         array_set_bits(array, i, array->dtype == DSC_DTYPE_BF16 ? dsc_f32_to_bf16(value) : dsc_f32_to_f16(value));
 }
 
-/* Uniform in [-scale, scale), or [0, scale) for what may not be negative. */
+/* Uniform in [-scale, scale), or in [0, scale) if is_positive. */
 static inline void array_fill(struct array *array, double scale, bool is_positive, uint64_t *random)
 {
     for (int64_t i = 0; i < array->n; i++) {

@@ -1,4 +1,7 @@
-/* Prints the instruction sets that this build holds and this processor runs, one a line: what the runners loop over. */
+/*
+ * Prints the instruction sets that this build holds and this processor runs, one a line; the test runners loop over
+ * them.
+ */
 #include "dsc/kernels.h"
 
 #include <stdio.h>

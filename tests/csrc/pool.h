@@ -1,6 +1,6 @@
 /*
- * A dsc_par over pthreads, for tests and benchmarks. Each thread takes grain chunks at a time, so that with a grain of 1 who computes what
- * changes from run to run: exactly what must not be seen in a result.
+ * A dsc_par over pthreads, for tests and benchmarks. Each thread takes grain chunks at a time, so with a grain of 1 the
+ * assignment of chunks to threads changes from run to run. Results must not depend on it.
  */
 #ifndef DSC_TEST_POOL_H
 #define DSC_TEST_POOL_H

@@ -1,6 +1,6 @@
 /*
- * What a C test program needs: checks that print both operands with file and line, seeded random numbers, and the exit codes 0 (passed),
- * 1 (failed) and 77 (skipped). A failed check does not end the program; test_finish() tells.
+ * Helpers for C test programs: checks that print both operands with file and line, seeded random numbers, and the exit
+ * codes 0 (passed), 1 (failed) and 77 (skipped). A failed check does not end the program; test_finish() tells.
  */
 #ifndef DSC_TEST_H
 #define DSC_TEST_H
@@ -22,7 +22,10 @@
 static long test_n_checks;
 static long test_n_failures;
 
-/* Where a check stands: what the loops around it were doing. Printed with each failure. TEST_AT is for the innermost one, and costs nothing. */
+/*
+ * The state of the loops around a check. Printed with each failure. TEST_AT is for the innermost one, and costs
+ * nothing.
+ */
 static char test_case[256];
 static int64_t test_at = -1;
 

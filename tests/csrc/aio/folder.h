@@ -13,7 +13,7 @@
 #include <unistd.h>
 
 static char folder[128];
-static char path[160]; /* of the one file that most tests use */
+static char path[160]; /* path of the file used by most tests */
 
 static inline void folder_make(void)
 {

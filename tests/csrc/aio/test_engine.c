@@ -1,6 +1,6 @@
 /*
- * aio/engine.c over every backend that this kernel allows, and over the fault backend with faults that an engine has to mend: what files hold is compared
- * with what plain system calls say.
+ * aio/engine.c over every backend that this kernel allows, and over the fault backend with faults that the engine has
+ * to mend. File contents are compared with plain system calls.
  */
 #include "aio/folder.h"
 
@@ -80,7 +80,7 @@ static void write_and_check(dsc_aio *aio, dsc_aio_file *file, int64_t offset, un
     CHECK_STATUS(dsc_aio_wait(aio, later, &res), DSC_OK);
 }
 
-/* Each size at each offset in the file and in memory, over what the ones before left there. */
+/* Each size at each offset in the file and in memory, written over the data of the earlier cases. */
 static void test_sizes(const char *backend, bool uses_direct)
 {
     static const size_t sizes[] = {0, 1, 511, 512, 513, 4095, 4096, 4097, 8191, 65537, 1000003, ((size_t)2 << 20) + 1};
@@ -155,7 +155,7 @@ static void test_end_of_file(const char *backend, bool uses_direct)
     dsc_aio_destroy(aio);
 }
 
-/* Many requests at once, of which some are polled, some waited for, and the rest waited for together. */
+/* Many requests at once: some are polled, some waited for, and the rest waited for together. */
 static void test_many(const char *backend, bool uses_direct, bool single_submit, bool overlap_events)
 {
     enum { N = 200, BYTES = 9001 };
@@ -235,7 +235,7 @@ static void test_cancel(const char *backend)
     CHECK_BYTES(got + 600000, data + 600000, 300000);
     CHECK_ERROR(dsc_aio_cancel(aio, ids[1]), DSC_ENOTFOUND, "waited for");
 
-    /* Destroying is cancelling what is left, and the file may be closed then. */
+    /* Destroying the engine cancels the remaining requests; then the file may be closed. */
     for (int i = 0; i < 3; i++)
         CHECK_STATUS(dsc_aio_submit_read(aio, file, 0, got + i * 300000, 300000, &ids[i]), DSC_OK);
     dsc_aio_destroy(aio);

@@ -1,6 +1,6 @@
 /*
- * The engine over a backend whose transfers go wrong: a request that is reported as good is whole, one that is not has a reason, and neither has an effect on
- * others.
+ * The engine over a backend whose transfers go wrong: a successful request is complete, a failed request has a reason,
+ * and neither affects other requests.
  */
 #include "aio/folder.h"
 
@@ -115,7 +115,7 @@ static void test_full_disk(void)
     dsc_aio_destroy(aio);
 }
 
-/* What never stops saying "later" is a failure in the end, and not a hang. */
+/* A backend that always answers "later" ends in a failure, not in a hang. */
 static void test_never(void)
 {
     const struct dsc_aio_fault_plan plans[] = {{.seed = 7, .passing_chance = 256}, {.seed = 8, .refusal_chance = 256}};

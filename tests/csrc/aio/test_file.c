@@ -1,4 +1,4 @@
-/* aio/file.c: what opening, closing and syncing report, and what a file system without O_DIRECT does. */
+/* aio/file.c: results of opening, closing and syncing, and file systems without O_DIRECT. */
 #include "aio/folder.h"
 
 static void test_flags(void)
@@ -47,7 +47,7 @@ static void test_truncate_and_size(void)
     int64_t n_bytes = -1;
 
     folder_write("abcdefg", 7);
-    file = folder_open(DSC_AIO_READ | DSC_AIO_WRITE | DSC_AIO_CREATE, true); /* create leaves what is there */
+    file = folder_open(DSC_AIO_READ | DSC_AIO_WRITE | DSC_AIO_CREATE, true); /* create keeps existing data */
     CHECK_STATUS(dsc_aio_file_bytes(file, &n_bytes), DSC_OK);
     CHECK_EQ(n_bytes, 7);
     CHECK_STATUS(dsc_aio_sync(file), DSC_OK);

@@ -24,8 +24,8 @@ const char *__tsan_default_options(void)
 }
 
 /*
- * The address sanitizer leaves the locks of its allocator as they are when another thread holds one during fork (GCC 12;
- * others may not): who allocates in the child then waits for ever. There the child does what needs no memory.
+ * The address sanitizer leaves the locks of its allocator as they are when another thread holds one during fork (GCC
+ * 12; others may not): an allocation in the child then waits for ever. There the child skips all steps that allocate.
  */
 #ifdef __SANITIZE_ADDRESS__
 enum { MAY_ALLOCATE = 0 };
@@ -46,7 +46,10 @@ static int wait_for(pid_t child)
     return WEXITSTATUS(status);
 }
 
-/* 0, or the number of what went wrong. Everything that a child may come to do with what it has inherited, and an engine of its own. */
+/*
+ * Use everything inherited from the parent, then an engine of the child's own. Return 0 or the number of the failed
+ * step.
+ */
 static int child_of_fork(const char *backend, dsc_aio *aio, dsc_aio_file *file, dsc_aio_id id)
 {
     unsigned char own[5000];
@@ -209,7 +212,10 @@ static int64_t count_unshared_maps(void)
     return n;
 }
 
-/* [Note: Direct transfers and fork] of aio/file.c: the ring stays with the parent; so do those of io_uring, whose results a child could take. */
+/*
+ * [Note: Direct transfers and fork] of aio/file.c: the ring stays with the parent. io_uring's rings do too, because a
+ * child could take their results.
+ */
 static void test_rings_stay(void)
 {
     int64_t n_before = count_unshared_maps();

@@ -1,6 +1,6 @@
 /*
- * The I/O engine on a system whose pages have 64 KiB, and on kernels before and after the one from which fork() minds direct transfers: sysconf and uname are this
- * program's, and the fault backend looks at every transfer.
+ * The I/O engine with pages of 64 KiB, and on kernels before and after fork() started to respect direct transfers. This
+ * program replaces sysconf and uname, and the fault backend inspects every transfer.
  */
 #include "aio/folder.h"
 
@@ -124,7 +124,7 @@ int main(void)
     CHECK_EQ(dsc_aio_alignment(), PAGE);
     test_pool();
     test_transfers();
-    page_bytes = 1024; /* smaller than what disks ask for */
+    page_bytes = 1024; /* smaller than disks require */
     CHECK_EQ(dsc_aio_alignment(), 4096);
 
     /* A page that a transfer shares with other memory may be lost to a child. */

@@ -1,4 +1,4 @@
-/* aio/pinned.c: sizes are exact, buffers are used again, and the budget holds whatever is taken and given back. */
+/* aio/pinned.c: sizes are exact, buffers are reused, and the budget holds for every order of taking and returning. */
 #include "test.h"
 
 #include "dsc/aio.h"
@@ -51,7 +51,7 @@ static void test_budget(void)
     CHECK_STATUS(dsc_aio_pool_take(pool, 3 * PAGE - 5, &c, NULL), DSC_OK); /* the same one */
     CHECK(c == a);
     CHECK_STATUS(dsc_aio_pool_give(pool, c), DSC_OK);
-    CHECK_STATUS(dsc_aio_pool_take(pool, 2 * PAGE, &c, NULL), DSC_OK); /* what is kept makes room */
+    CHECK_STATUS(dsc_aio_pool_take(pool, 2 * PAGE, &c, NULL), DSC_OK); /* kept buffers make room */
     dsc_aio_pool_bytes(pool, &used, &held);
     CHECK_EQ(used, 3 * PAGE);
     CHECK_EQ(held, 3 * PAGE);

@@ -1,4 +1,7 @@
-/* aio/threads.c, and engines of several threads at once over every backend: what one thread writes, all of them read. For the thread sanitizer too. */
+/*
+ * aio/threads.c, and engines of several threads at once over every backend: all threads read the data written by one.
+ * Also meant for the thread sanitizer.
+ */
 #include "aio/folder.h"
 
 #include "pool.h"

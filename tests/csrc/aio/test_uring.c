@@ -1,6 +1,6 @@
 /*
- * aio/uring.c when the kernel leaves transfers in the queue of its workers. What makes it do so by itself is a rare race; here this thread's workers are made one,
- * and that one waits for somebody to open a FIFO.
+ * aio/uring.c when the kernel leaves transfers in the queue of its workers. In practice a rare race causes this. Here
+ * this thread has a single worker, and that worker waits until a FIFO is opened.
  */
 #include "aio/folder.h"
 

@@ -8,7 +8,7 @@
 struct format {
     const char *name;
     int fraction_bits;
-    int min_exponent; /* of the smallest normal number, 2^min_exponent */
+    int min_exponent; /* the smallest normal number is 2^min_exponent */
     uint32_t infinity;
     uint16_t (*narrow)(float);
     float (*widen)(uint16_t);

@@ -1,4 +1,7 @@
-/* base/par.c: whatever the list of sizes, the chunks' pieces cover every element once and in order, and depend on the sizes alone. */
+/*
+ * base/par.c: for any list of sizes, the chunks' pieces cover every element once and in order, and depend only on the
+ * sizes.
+ */
 #include "test.h"
 
 #include "base/par.h"
@@ -96,7 +99,7 @@ static void count_chunks(void *arg, int64_t first, int64_t last)
         counts[i]++;
 }
 
-/* The pool itself is what other tests stand on. */
+/* Test the pool itself: other tests depend on it. */
 static void test_pools(void)
 {
     for (int n_threads = 1; n_threads <= 8; n_threads++) {

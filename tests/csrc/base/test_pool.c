@@ -60,19 +60,19 @@ static void test_every_chunk_once(void)
                     CHECK_EQ(counts.of_chunk[i], i < n_chunks[c] ? 1 : 0);
                 }
                 if (repeat == 0 && n_chunks[c] <= 3)
-                    CHECK_EQ(dsc_pool_n_workers(), 0); /* nor for what is not worth sharing */
+                    CHECK_EQ(dsc_pool_n_workers(), 0); /* nor for work too small to share */
             }
         }
         CHECK_EQ(dsc_pool_n_workers(), sizes[s] - 1);
     }
 }
 
-/* Shares hold each other up until all are being done, so that none can be taken over: then who does what is fixed. */
+/* Shares wait for one another until all have started, so none can be taken over: this fixes each share's thread. */
 struct meeting {
     int64_t n_shares;
     _Atomic int64_t n_there;
     pthread_t of_chunk[MAX_CHUNKS];
-    int64_t first_of_chunk[MAX_CHUNKS]; /* of the range that it was done in */
+    int64_t first_of_chunk[MAX_CHUNKS]; /* begin of the range that contained the chunk */
 };
 
 static void meet(void *arg, int64_t first, int64_t last)
@@ -166,7 +166,7 @@ static void test_several_callers(void)
     }
 }
 
-/* The work of one caller ends only after that of another has: it would never, if the other waited for the pool. */
+/* One caller's work ends only after another caller's: it would never end if the other waited for the pool. */
 struct long_work {
     struct dsc_par par;
     _Atomic bool has_begun;

@@ -1,4 +1,4 @@
-/* base/process.c: a process is told from those that are forked from it, at any depth, and also by what a child makes itself. */
+/* base/process.c: tell a process from its forked descendants at any depth, also from a child's own record. */
 #include "test.h"
 
 #include "dsc/process.h"
@@ -15,7 +15,7 @@ static bool is_refused(const struct dsc_process *process)
            strstr(dsc_last_error(), "this thing") != NULL;
 }
 
-/* Exit code of a child that runs the body; 100 for one that did not end by itself. */
+/* Exit code of a child that runs the body; 100 if it did not exit by itself. */
 static int in_child(bool (*body)(const struct dsc_process *parent), const struct dsc_process *parent)
 {
     int status = -1;

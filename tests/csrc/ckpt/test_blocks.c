@@ -21,7 +21,7 @@
 static char folder[] = "/tmp/dsc-blocks-XXXXXX";
 static char path[128];
 static unsigned char bytes[MAX_BYTES];
-static uint32_t crcs[MAX_BLOCKS]; /* those that the writer gave */
+static uint32_t crcs[MAX_BLOCKS]; /* checksums from the writer */
 
 static struct dsc_block_config config_of(const char *backend, size_t block_bytes, size_t buffer_bytes, int32_t n_buffers)
 {
@@ -146,7 +146,7 @@ static void flip(int64_t at, unsigned char mask)
     CHECK(pwrite(fd, &byte, 1, at) == 1 && close(fd) == 0);
 }
 
-/* One bit is enough, wherever it is; what lies in the block is not handed out, what lies before it is right. */
+/* One flipped bit anywhere is enough: the damaged block is not returned, and the blocks before it are right. */
 static void check_damage(const struct dsc_block_config *config, int64_t n_bytes, uint64_t *random)
 {
     static unsigned char into[MAX_BYTES];
@@ -197,7 +197,7 @@ static void check_damage(const struct dsc_block_config *config, int64_t n_bytes,
     CHECK_EQ(truncate(path, n_bytes), 0);
 }
 
-/* Half of all combinations on one backend, fewer on the others: what differs between them lies below this file's subject. */
+/* Half of all combinations on one backend, fewer on the others: backends differ below the level tested here. */
 static void test_sizes(const char *backend, bool is_first)
 {
     static const int64_t sizes[] = {0, 1, BLOCK - 1, BLOCK, BLOCK + 1, BUFFER - 1, BUFFER, BUFFER + 1, 2 * BUFFER, 3 * BUFFER + 511, MAX_BYTES - 1, MAX_BYTES};

@@ -56,7 +56,7 @@ static void test_known_values(void)
     CHECK_EQ(dsc_crc32c(0, bytes, 32), 0x113fdb5cu);
 }
 
-/* Around the lengths at which the loops change, at every alignment. */
+/* Lengths around the switches between loops, at every alignment. */
 static void test_lengths(void)
 {
     static const size_t centres[] = {0, 8, 16, 24, 256, 512, 768, 1536, 4096, 3 * 4096, 3 * 4096 + 768, 6 * 4096, 6 * 4096 + 3 * 768};

@@ -79,7 +79,7 @@ static dsc_status make_plan(const struct task *task, int64_t capacity, struct ds
     return dsc_reshape_plan(task->shape, task->n_dims, task->pieces, task->n_pieces, task->wanted, capacity, out_runs, out_n_runs);
 }
 
-/* True when the pieces cover what is wanted. */
+/* True when the pieces cover the wanted elements. */
 static bool check_task(const struct task *task)
 {
     static struct place places[MAX_ELEMS];

@@ -36,7 +36,7 @@ static inline void open_ends(dsc_comm **ends, int32_t n_ranks)
     for (int32_t rank = 0; rank < n_ranks; rank++) {
         struct dsc_comm_config config = config_of(rank, n_ranks);
 
-        /* Who reduces on how many threads must not be seen. */
+        /* A rank's number of threads must not change the results. */
         if (rank % 2 == 1 && !CHECK_STATUS(dsc_pool_par(&config.par), DSC_OK))
             exit(test_finish(__FILE__));
         if (!CHECK_STATUS(dsc_comm_create(&config, &ends[rank]), DSC_OK))
@@ -112,8 +112,8 @@ static inline void run_threads(int32_t n_ranks, void (*body)(dsc_comm *, int32_t
 }
 
 /*
- * A body that each rank runs in a process of its own, which ends with what it returns; addresses travel through memory
- * that all of them have.
+ * Each rank runs the body in a process of its own and exits with its return value; addresses travel through memory
+ * shared by all ranks.
  */
 struct meeting {
     char addresses[DSC_COMM_MAX_RANKS][DSC_COMM_ADDRESS_BYTES];

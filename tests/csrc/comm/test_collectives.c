@@ -35,7 +35,7 @@ static size_t bytes_of(dsc_comm_type type)
     return BYTES[type];
 }
 
-/* The inputs of a rank in one case: made the same way by all, so that each knows what the others have. */
+/* The inputs of a rank in one case: every rank can compute the inputs of all ranks. */
 static void fill(uint64_t seed, int32_t rank, dsc_comm_type type, void *data, int64_t n_elems)
 {
     uint64_t random = seed * 1000003u + (uint64_t)rank;
@@ -99,7 +99,7 @@ struct case_of_test {
         }                                                                                                                                                                                    \
     } while (0)
 
-/* out = what the ranks' inputs combine to, one element after the other. */
+/* out = the combination of the ranks' inputs, computed element by element. */
 static void combine_plainly(dsc_comm_type type, dsc_comm_combine combine, double scale, unsigned char *const *inputs, int32_t n_ranks, int64_t n_elems, unsigned char *out)
 {
     switch (type) {
@@ -355,7 +355,7 @@ static void random_cases(dsc_comm *comm, int32_t rank, int32_t n_ranks, void *ar
 
 int main(void)
 {
-#ifdef __SANITIZE_THREAD__ /* under which a case takes twenty times as long */
+#ifdef __SANITIZE_THREAD__ /* a case takes twenty times as long here */
     static const int32_t N_RANKS[] = {2, 3, 5};
 #else
     static const int32_t N_RANKS[] = {1, 2, 3, 4, 7, 16};

@@ -11,7 +11,7 @@
 
 enum { N_ELEMS = 40000, MAX_WHY = 512 };
 
-/* What two ranks call, and words that the sentence of rank 0 has. */
+/* Two ranks' calls, and words expected in rank 0's error message. */
 struct mismatch {
     const char *name;
     struct dsc_comm_call calls[2];
@@ -61,7 +61,7 @@ static void keep(int32_t rank, dsc_comm *comm, dsc_status status)
     snprintf(outcome->why_again, sizeof outcome->why_again, "%s", dsc_last_error());
 }
 
-/* Rank 1 calls the other thing, all others what rank 0 does. */
+/* Rank 1 makes the second call, all others make rank 0's call. */
 static void call_differently(dsc_comm *comm, int32_t rank, int32_t n_ranks, void *arg)
 {
     const struct mismatch *mismatch = arg;
@@ -140,7 +140,9 @@ static void test_timeout(void)
         CHECK_WORD(0, "rank 1 (process");
         CHECK_WORD(0, "0.25 s");
         CHECK_WORD(0, is_large ? "all_reduce number 1" : "barrier number 1");
-        /* Rank 1 learns what has become of rank 0 though that had called: in a small call there is nothing left to wait for. */
+        /*
+         * Rank 1 learns that rank 0 has failed even though rank 0 had called: a small call leaves nothing to wait for.
+         */
         keep(1, ends[1], is_large ? run_call(ends[1], &large) : barrier(ends[1]));
         CHECK_EQ(outcomes[1].status, is_large ? DSC_EPEER : DSC_OK);
         CHECK_EQ(outcomes[1].again, DSC_EPEER);
@@ -201,7 +203,7 @@ static void test_orderly_close(void)
     }
 }
 
-/* Closing ends what is not done, in another thread too. */
+/* Closing ends unfinished requests, also while another thread waits for them. */
 static void *wait_for(void *opaque)
 {
     return (void *)(intptr_t)dsc_comm_wait(opaque, NULL, NULL);
@@ -277,7 +279,7 @@ static bool stops_later(void *context)
     return --*n_left <= 0;
 }
 
-/* A wait that is stopped leaves a request that goes on: small, large, large and waited for, and one that the worker runs. */
+/* A stopped wait leaves its request running: small, large, large with a wait, and run by the worker. */
 static void test_stopped(void)
 {
     static const struct {
@@ -326,7 +328,7 @@ static void test_stopped(void)
         }
 }
 
-/* What a rank says that cannot be so is not believed: nothing is read outside of its segment. */
+/* Impossible values posted by a rank are rejected: nothing is read outside of its segment. */
 static void test_lies(void)
 {
     const struct {

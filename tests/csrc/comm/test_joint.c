@@ -1,5 +1,6 @@
 /*
- * Joint memory: what one process writes all see, what is written to a view stays its process's own until it is forgotten, and the memory lives as long as anybody maps it.
+ * Joint memory: writes by one process are visible to all, writes to a view stay private to its process until they are
+ * forgotten, and the memory lives as long as any process maps it.
  */
 #include "comm/ranks.h"
 
@@ -68,7 +69,7 @@ static void test_views(void)
     CHECK_STATUS(dsc_comm_joint_forget(opened), DSC_OK);
     CHECK_BYTES(view_of(opened), data_of(made), (size_t)N_BYTES);
 
-    /* Whoever made it may go first. */
+    /* The maker may destroy its handle first. */
     dsc_comm_joint_destroy(made);
     CHECK_EQ(view_of(opened)[3], 2);
     data_of(opened)[3] = 4;
@@ -83,7 +84,7 @@ static void test_discard(void)
 
     TEST_CASE("discard");
     memset(data_of(joint), 1, (size_t)N_BYTES);
-    /* Whole pages of the part alone: what shares one with somebody else's stays. */
+    /* Only the part's whole pages are discarded: pages shared with neighbouring parts stay. */
     CHECK_STATUS(dsc_comm_joint_discard(joint, 100, 2 * PAGE), DSC_OK);
     CHECK_EQ(data_of(joint)[100], 1);
     CHECK_EQ(data_of(joint)[PAGE], 0);
@@ -132,8 +133,8 @@ static void test_bad_input(void)
 }
 
 /*
- * Ranks are processes: each writes its slice, which goes across pages, and reads what all wrote; between that
- * barriers. Then each writes into its view and forgets.
+ * Ranks are processes: each writes its slice, which spans pages, and reads all slices, with barriers in between. Then
+ * each writes into its view and forgets.
  */
 static int write_and_read(struct meeting *meeting, int32_t rank, int32_t n_ranks, void *arg)
 {
@@ -164,7 +165,7 @@ static int write_and_read(struct meeting *meeting, int32_t rank, int32_t n_ranks
         if (round % 3 == rank)
             memset(view_of(joint) + (ptrdiff_t)((rank + 1) % n_ranks) * SLICE, 255, SLICE);
     }
-    /* The memory outlives whoever made it. */
+    /* The memory outlives the process that made it. */
     if (barrier(comm) != DSC_OK)
         return 7;
     if (rank == 0)

@@ -21,8 +21,8 @@ const char *__tsan_default_options(void)
 #endif
 
 /*
- * A second by the rule; what a machine that is busy with other things adds is not ours. Far below the timeout of a call,
- * which is what would end the wait otherwise.
+ * The rule is one second; the rest allows for a busy machine. Far below a call's timeout, which would end the wait
+ * otherwise.
  */
 #define NOTICED_NS INT64_C(30000000000)
 
@@ -138,7 +138,7 @@ static void test_stopped(void)
     munmap(meeting, sizeof *meeting);
 }
 
-/* 0, or the number of what went wrong: what a child can come to do with what it has inherited. */
+/* Use everything inherited from the parent. Return 0 or the number of the failed step. */
 static int child_of_fork(dsc_comm *comm, dsc_comm_request *request, dsc_comm_block *block)
 {
     struct dsc_comm_call call = {.op = DSC_COMM_BARRIER};

@@ -1,6 +1,7 @@
 /*
- * Segments and their arena: whatever an address says that is not so is refused with a sentence that says what and why, blocks are pages of their own that return to the system, and memory that is not
- * there is refused with both numbers.
+ * Segments and their arena: every false statement in an address is refused with a message that names the fault, each
+ * block has its own pages and returns them to the system, and a request for more memory than there is fails with both
+ * numbers.
  */
 #include "comm/ranks.h"
 
@@ -85,13 +86,13 @@ static void test_addresses(void)
     CHECK_ERROR(dsc_comm_attach(own.comm, own.addresses), DSC_EPEER, "rank 0 of 2, not of rank 1 of 2");
     CHECK_ERROR(barrier(own.comm), DSC_ESTATE, "not attached");
     own.addresses[1] = address;
-    CHECK_STATUS(dsc_comm_attach(own.comm, own.addresses), DSC_OK); /* what has failed may be tried again */
+    CHECK_STATUS(dsc_comm_attach(own.comm, own.addresses), DSC_OK); /* a failed attach may be retried */
     CHECK_ERROR(dsc_comm_attach(own.comm, own.addresses), DSC_ESTATE, "already");
     dsc_comm_destroy(own.comm);
     dsc_comm_destroy(other.comm);
 }
 
-/* What another process shows under an address: body spoils it, and this rank attaches. */
+/* A segment shown by another process under an address: `spoil` damages it, then this rank attaches. */
 struct spoiled {
     const char *name;
     void (*spoil)(struct dsc_comm_header *header, char *address);
@@ -152,7 +153,7 @@ static void show_fd(char *address, int fd)
     strcpy(address, copy);
 }
 
-/* The same bytes, but its length can be changed: whoever reads past its new end would die. */
+/* The same bytes, but in a file that can shrink: a read past its new end would kill the reader. */
 static void show_unsealed(struct dsc_comm_header *header, char *address)
 {
     int fd = memfd_create("x", MFD_ALLOW_SEALING);

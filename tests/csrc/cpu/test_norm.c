@@ -1,4 +1,7 @@
-/* cpu/norm.c: the sum of squares against a long double sum, the same bits on every instruction set, and the count of what is not finite. */
+/*
+ * cpu/norm.c: the sum of squares against a long double sum, the same bits on every instruction set, and the count of
+ * infinities and NaNs.
+ */
 #include "arrays.h"
 
 #include "cpu/table.h"

@@ -108,7 +108,7 @@ static inline void device_upload(const struct device *device, void *dst, const v
         driver_check(driver.upload((uintptr_t)dst, src, n_bytes), "cuMemcpyHtoD");
 }
 
-/* Waits for what has been enqueued. */
+/* Waits for all enqueued work. */
 static inline void device_download(const struct device *device, void *dst, const void *src, size_t n_bytes)
 {
     if (device->emulator != NULL) {

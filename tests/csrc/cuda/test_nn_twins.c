@@ -1,6 +1,7 @@
 /*
- * The CUDA library's operators on rows against the host's, on an emulated device and, where there is one, a real one: the same bits for what is
- * elementwise, results that depend on sums within a few units of the last place, nothing written outside.
+ * The CUDA library's operators on rows against the host's, on an emulated device and, where there is one, a real one:
+ * equal bits for elementwise operators, a few units in the last place for results that depend on sums, nothing written
+ * outside.
  */
 #include "arrays.h"
 #include "device.h"
@@ -65,7 +66,7 @@ static void clear(struct bench *bench)
     bench->n = 0;
 }
 
-/* The call with host pointers, run; and with device pointers, run. `field` is what differs. */
+/* The host (H) and device (D) pointers of an operand, or NULL. */
 #define H(twin) ((twin) == NULL ? NULL : (void *)(twin)->host.data)
 #define D(twin) ((twin) == NULL ? NULL : (twin)->device)
 
@@ -187,7 +188,7 @@ static void test_softmax(struct bench *b, dsc_dtype dtype, int64_t queries, int6
     struct dsc_nn_softmax host = SOFTMAX(H), device = SOFTMAX(D);
     struct dsc_nn_softmax_grad host_grad = SOFTMAX_GRAD(H), device_grad = SOFTMAX_GRAD(D);
 
-    if (kind == DSC_NN_MASK_KEEP) { /* bytes, of which the first are 0 */
+    if (kind == DSC_NN_MASK_KEEP) { /* bytes; the first row's are 0 */
         for (int64_t i = 0; i < 3 * queries * keys; i++)
             mask->host.data[i] = i >= keys && i % 3 != 0;
         device_upload(b->device, mask->device, mask->host.data, (size_t)(3 * queries * keys));

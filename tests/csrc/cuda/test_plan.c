@@ -1,4 +1,4 @@
-/* Launch planning: every element in exactly one block of one launch, whatever the sizes and the limits. */
+/* Launch planning: every element is in exactly one block of one launch, for all sizes and limits. */
 #include "test.h"
 
 #include "cuda/plan.h"
@@ -16,7 +16,7 @@ static int64_t chunks_of(int64_t n_elems, int64_t chunk_elems)
     return n_elems / chunk_elems + (n_elems % chunk_elems != 0);
 }
 
-/* One launch against what a reader of plan.h would expect of it. */
+/* Check one launch against the description in plan.h. */
 static void check_launch(const struct dsc_cuda_limits *limits, const struct dsc_cuda_piece *pieces, int32_t n_pieces, int32_t n_blocks)
 {
     int32_t first_block[MAX_PIECES];
@@ -33,7 +33,7 @@ static void check_launch(const struct dsc_cuda_limits *limits, const struct dsc_
     }
     CHECK_EQ(next_block, n_blocks);
 
-    /* What the blocks find: all of them when they are few, else those at the borders. */
+    /* The piece found by each block, or by the blocks at the borders when there are many. */
     for (int32_t i = 0; i < n_pieces; i++) {
         int32_t last = i + 1 < n_pieces ? first_block[i + 1] - 1 : n_blocks - 1;
 

@@ -259,7 +259,10 @@ static void test_dtypes(const struct device *device, const char *kind)
     }
 }
 
-/* Hard sizes, aligned and not, from the first step, with and without copies and hostile values, in the dtypes that have kernels of their own and one that has not. */
+/*
+ * Hard sizes, aligned and not, from the first step, with and without copies and hostile values, in dtypes with kernels
+ * of their own and one without.
+ */
 static void test_sizes(const struct device *device, const char *kind)
 {
     const struct {
@@ -606,7 +609,7 @@ static void test_refused_args(const struct device *device, struct dsc_optim_tens
     args = some_args(1);
     args.state_dtype = DSC_DTYPE_COUNT;
     refuse_args(device, "adam", args, tensor);
-    /* What the host alone has. */
+    /* Only the host supports these. */
     args = some_args(1);
     args.flags = DSC_OPTIM_STATE_Q8;
     CHECK_ERROR(device->accel->optim_step("adam", &args, tensor, 1, NULL, NULL), DSC_ENOTSUP, "8 bits are for the host");
@@ -662,7 +665,7 @@ static void test_refused_spans(const struct device *device, void *data)
                  device->accel->flat_reduce(&good, 1, INFINITY, false, &good, NULL, NULL, NULL));
 }
 
-/* What only a device can get wrong. */
+/* Arguments that only a device refuses. */
 static void test_refused_here(const struct device *device, const struct dsc_optim_tensor *tensor, double *f64)
 {
     const struct dsc_optim_args args = some_args(1);
@@ -704,7 +707,7 @@ static void test_refusals(const struct device *device)
     device_free(device, f64);
 }
 
-/* What an emulated device can do and a real one should not: fail, vanish. */
+/* Faults of an emulated device that a real one should not show: failing, vanishing. */
 static void test_faults(const struct device *device)
 {
     struct dsc_emulator *emulator = device->emulator;

@@ -8,7 +8,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-/* Which keys a query sees, said once more and pair by pair. */
+/* Whether a query sees a key: an independent definition, pair by pair. */
 static inline bool attention_sees(const struct dsc_nn_attention *call, int64_t batch, int64_t query, int64_t key)
 {
     int64_t position = query + call->n_keys - call->n_queries;

@@ -162,7 +162,7 @@ static void run(const struct inputs *in, const struct dsc_par *par, struct resul
     free(grad.scratch);
 }
 
-/* Adds a query's part to sums in f64 of what its keys get. */
+/* Adds a query's contribution to the f64 sums of its keys' gradients. */
 struct wanted {
     double *dk, *dv, *dsinks;
 };

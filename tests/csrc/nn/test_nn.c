@@ -19,7 +19,7 @@ static double allowed(dsc_dtype dtype, double ulps)
     return ulps + 1.01 * of_rounding;
 }
 
-/* What one operator wrote: compared with the formula, and with what the first variant wrote. */
+/* One operator's outputs, compared with the formula and with the first variant's outputs. */
 struct outputs {
     struct array arrays[MAX_OUTPUTS];
     int n;
@@ -422,7 +422,8 @@ static void run_drop_none(const struct operands *o, const struct dsc_par *par, s
 }
 
 /*
- * Rotary positions: rows are [2 tokens of] heads of n_cols elements, of which all but the last odd one and two more are turned.
+ * Rotary positions: each row is a head of n_cols elements. The rotation leaves out the last element if n_cols is odd,
+ * and two more if it is above 4.
  */
 
 static void run_rotary_with(const struct operands *o, bool is_interleaved, const struct dsc_par *par, struct outputs *first)
@@ -506,7 +507,7 @@ static void run_rotary_pairs(const struct operands *o, const struct dsc_par *par
  * Softmax.
  */
 
-/* What query q may see of key k, and what is added. -inf leaves out. */
+/* The mask's addend for query `row` and key k: -inf hides the key. */
 static double mask_of(const struct operands *o, dsc_nn_mask kind, bool is_causal, const uint8_t *keep, int64_t row, int64_t k)
 {
     if (is_causal && k > row + o->n_cols - o->n_rows)

@@ -24,7 +24,7 @@ static inline struct model model_create(const struct dsc_optim_args *args, int64
     };
 }
 
-/* What a run in progress may hold: the second moments, and Adagrad's sum in the first slot, are not negative. */
+/* Values of a run in progress: the second moments, and Adagrad's sum in the first slot, are not negative. */
 static inline void model_fill(struct model *model, bool is_first_positive, uint64_t *random)
 {
     array_fill(&model->param, 1.0, false, random);
@@ -95,7 +95,7 @@ static inline const struct dsc_optim_kind *find_kind(const char *name)
     return kind;
 }
 
-/* One element before the step, and what the formula makes of it. */
+/* One element before the step, and the formula's result. */
 struct element {
     double param;
     double grad; /* times grad_scale, and its sign turned under MAXIMIZE */

@@ -199,7 +199,10 @@ static void test_many_tensors(void)
     free(tensors);
 }
 
-/* Tensors that a chunk border cuts after their first and before their last element, and one that covers whole chunks: norms of each, in f64. */
+/*
+ * Norms of tensors cut by a chunk border after their first or before their last element, and of a tensor that covers
+ * whole chunks, in f64.
+ */
 static void test_cut_tensors(void)
 {
     static const int64_t lengths[] = {DSC_MIN_CHUNK_ELEMS - 1, DSC_MIN_CHUNK_ELEMS + 2, 3 * DSC_MIN_CHUNK_ELEMS, DSC_MIN_CHUNK_ELEMS - 2, 2, 5, 0};

@@ -1,4 +1,4 @@
-/* optim/muon.c: both halves against their formulas in f64, in every mix of dtypes; what they must not touch stays untouched. */
+/* optim/muon.c: both halves against their formulas in f64, in every mix of dtypes; all other memory stays untouched. */
 #include "harness.h"
 
 static double ulps_of(dsc_dtype dtype)

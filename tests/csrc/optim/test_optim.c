@@ -1,12 +1,13 @@
 /*
- * optim/optim.c, over the whole registry: dtypes, lists of tensors, threads, instruction sets, tails and refused arguments. What a single step should give
- * is the subject of each optimizer's own test; here one way of running it is compared with another.
+ * optim/optim.c, over the whole registry: dtypes, lists of tensors, threads, instruction sets, tails and refused
+ * arguments. Each optimizer's own test checks a single step's values; this one compares one way of running it with
+ * another.
  */
 #include "harness.h"
 
 #include "pool.h"
 
-/* Arguments under which every part of every optimizer acts. */
+/* Arguments that make every part of every optimizer act. */
 static struct dsc_optim_args busy_args(const struct dsc_optim_kind *kind)
 {
     struct dsc_optim_args args = DSC_OPTIM_ARGS_INIT;
@@ -88,7 +89,7 @@ static void check_mix(const struct dsc_optim_kind *kind, const struct dsc_optim_
     check_rounded(&model.param, &wide.param, "param");
     check_rounded(&model.state[0], &wide.state[0], "state[0]");
     check_rounded(&model.state[1], &wide.state[1], "state[1]");
-    check_rounded(&model.copy, &model.param, "copy"); /* of the weights as stored */
+    check_rounded(&model.copy, &model.param, "copy"); /* rounded from the stored weights */
     model_destroy(&model);
     model_destroy(&wide);
 }
@@ -160,7 +161,7 @@ static void test_isas(void)
     }
 }
 
-/* A list of tensors of all sizes: the same bits from 1 to 8 threads, and those of one call a tensor. */
+/* A list of tensors of all sizes: the same bits with 1 to 8 threads, and with one call a tensor. */
 static void test_lists(void)
 {
     enum { N = 60 };

@@ -7,7 +7,7 @@
 #include "pool.h"
 
 #define BLOCK DSC_Q8_BLOCK_ELEMS
-/* Of a block that is not zeros. */
+/* The smallest scales of a block with a nonzero value. */
 #define MIN_SIGNED_SCALE 0x1p-98
 #define MIN_UNSIGNED_SCALE 0x1p-62
 
@@ -114,7 +114,7 @@ static void check_codes(dsc_q8_code code, const struct array *values, const stru
             double root = root_of(code, x / scale);
             double best = nearest_distance(code, root, code == DSC_Q8_SIGNED);
 
-            /* 1e-4 of a code: what f32 roots are off by near a tie. */
+            /* 1e-4 of a code: the error of f32 roots near a tie. */
             test_report(fabs(root - c) <= best + 1e-4 && (code == DSC_Q8_SIGNED || c > 0), __FILE__, __LINE__, "%a has code %d, its root is %.6f", x, c,
                         root);
         }
@@ -235,7 +235,7 @@ static void test_specials(const char *isa)
                 state_destroy(&state);
             }
         }
-        /* What is not finite spoils its block, and no other. */
+        /* An infinity or NaN spoils its own block, and no other. */
         for (int kind = 0; kind < 2; kind++) {
             struct array back = array_create(DSC_DTYPE_F32, values.n, 0);
 
@@ -345,7 +345,7 @@ static struct dsc_optim_tensor quantised_tensor(const struct quantised *q, int32
     return tensor;
 }
 
-/* What a step on codes has to give: codes read, an f32 step, codes written. */
+/* The expected result of a step on codes: codes read, an f32 step, codes written. */
 static void step_in_parts(const struct dsc_optim_kind *kind, struct dsc_optim_args args, struct quantised *q)
 {
     int32_t n_states = dsc_optim_n_states(kind);

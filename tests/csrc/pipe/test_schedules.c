@@ -152,7 +152,7 @@ static void test_inference_never_waits(void)
         }
 }
 
-/* Times do not depend on whether messages are in the table, and a transfer delays whoever waits for it. */
+/* Times do not depend on whether messages are in the table, and a transfer delays the rank waiting for it. */
 static void test_transfers(void)
 {
     struct dsc_pipe_cost cost = {100, 100, 100, 1, 0};
@@ -178,7 +178,10 @@ static void test_bytes(void)
     make("gpipe", &(struct dsc_pipe_shape){2, 1, 5}, false, &lists);
     makespan_of(&lists, cost, 0, usage);
     CHECK_EQ(usage[1].peak_bytes, 5000);
-    /* Rank 1 of two puts one micro-batch's weights off: what they need stays beside the next one. */
+    /*
+     * Rank 1 of two postpones one micro-batch's weight gradients: their inputs stay in memory beside the next
+     * micro-batch.
+     */
     make("zb_h1", &(struct dsc_pipe_shape){2, 1, 5}, false, &lists);
     makespan_of(&lists, cost, 0, usage);
     CHECK_EQ(usage[1].peak_bytes, 1300);

@@ -1,4 +1,4 @@
-/* recompute/plan.c against all plans of small problems, and against what the header promises of large ones. */
+/* recompute/plan.c against all plans of small problems, and against the header's guarantees for large ones. */
 #include "test.h"
 
 #include "dsc/recompute.h"
@@ -174,7 +174,7 @@ static void test_against_all_plans(void)
     CHECK(n_full > 300 && n_full < 1500);
 }
 
-/* What is kept last is free, since backward begins there. */
+/* Keeping the last layer is free, since backward begins there. */
 static void test_the_last_layer_is_kept(void)
 {
     enum { N = 5 };
@@ -270,7 +270,7 @@ static void test_large(int32_t n_layers, bool is_uniform)
         CHECK_EQ(plan.smallest_bytes, smallest);
         CHECK(plan.peak_bytes <= budget);
         CHECK(plan.bound_ns <= plan.added_ns);
-        /* A hundredth of what may be saved from the best. */
+        /* At most a hundredth of all_ns above the lower bound. */
         test_report(plan.added_ns - plan.bound_ns <= all_ns / 100, __FILE__, __LINE__, "%lld ns, at least %lld, of %lld",
                     (long long)plan.added_ns, (long long)plan.bound_ns, (long long)all_ns);
 

@@ -1,4 +1,7 @@
-/* seq/cut.c: the runs of every rank against a table of owners that is filled token by token, documents, and what is refused. */
+/*
+ * seq/cut.c: the runs of every rank against a table of owners that is filled token by token, documents, and refused
+ * arguments.
+ */
 #include "test.h"
 
 #include "dsc/seq.h"
@@ -7,7 +10,7 @@
 #define MAX_RANKS 12
 #define MAX_DOCUMENTS 32
 
-/* The part of a token, by what the header says: shares differ by one token, the first have it. */
+/* The share of a token as the header defines it: sizes differ by at most one token, the first shares are larger. */
 static int32_t share_of(int64_t token, int64_t n_tokens, int64_t n_shares)
 {
     int64_t end = 0;

@@ -1,4 +1,4 @@
-/* seq/heads.c: the heads of every rank and what they exchange, counted head by head, and what is refused. */
+/* seq/heads.c: every rank's heads and exchanges, counted head by head, and refused arguments. */
 #include "test.h"
 
 #include "dsc/seq.h"

@@ -1,4 +1,7 @@
-/* seq/merge.c: parts of a softmax against the whole one in f64, rows without keys, magnitudes, threads, and what is refused. */
+/*
+ * seq/merge.c: parts of a softmax against the whole one in f64, rows without keys, magnitudes, threads, and refused
+ * arguments.
+ */
 #include "arrays.h"
 #include "pool.h"
 #include "test.h"

@@ -10,7 +10,7 @@
 struct rank {
     struct dsc_seq_run runs[MAX_TOKENS];
     int64_t n_runs;
-    int64_t places[MAX_TOKENS]; /* of each of its tokens in the whole sequence */
+    int64_t places[MAX_TOKENS]; /* positions of its tokens in the whole sequence */
     int64_t n_tokens;
 };
 
@@ -38,7 +38,7 @@ static bool sees(const struct dsc_seq_mask *mask, const int64_t *ends, int64_t n
     return mask->window == 0 || llabs(query - key) < mask->window;
 }
 
-/* Which pairs of a block are computed, by what its kind means. */
+/* Whether a block's kind computes the pair (i, j). */
 static bool computes(const struct dsc_seq_mask *mask, const struct dsc_seq_block *block, int64_t i, int64_t j)
 {
     if (block->kind == DSC_SEQ_WHOLE)
@@ -141,7 +141,7 @@ static void test_every_pair_once(void)
     }
 }
 
-/* One call of attention a hop: that is what makes zigzag worth it. */
+/* One call of attention a hop: the reason for zigzag. */
 static void test_zigzag_is_one_block_a_hop(void)
 {
     struct dsc_seq_mask mask = {.is_causal = true};

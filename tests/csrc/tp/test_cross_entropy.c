@@ -1,4 +1,7 @@
-/* tp/cross_entropy.c: words cut over ranks against the formula in f64, what is not finite, threads, and what is refused. */
+/*
+ * tp/cross_entropy.c: a vocabulary split over ranks against the formula in f64, infinities and NaNs, threads, and
+ * refused arguments.
+ */
 #include "arrays.h"
 #include "pool.h"
 #include "test.h"
@@ -138,7 +141,7 @@ static void test_same_bits(void)
             bool is_first = true;
 
             for (int64_t i = 0; i < n_rows * n_words; i++) {
-                /* Steep: from what vanishes to what counts. */
+                /* Steep: from vanishing terms to large ones. */
                 float logit = -(float)test_below(&random, 1 << 22) / 40000.0f;
 
                 if (dtype == DSC_DTYPE_F32)
@@ -173,7 +176,7 @@ static void test_same_bits(void)
     pool_clear(&pool);
 }
 
-/* Each of these against what e^x is: no logit is above log_sum. */
+/* Check the exponential against exp(): no logit is above log_sum. */
 static void test_exponential(void)
 {
     int64_t target = -1;

@@ -1,4 +1,7 @@
-/* tp/runs.c: the heads and runs of every rank against an owner table that is filled element by element, and what is refused. */
+/*
+ * tp/runs.c: the heads and runs of every rank against an owner table that is filled element by element, and refused
+ * arguments.
+ */
 #include "test.h"
 
 #include "dsc/tp.h"
@@ -36,7 +39,7 @@ static void test_heads_of_many(void)
         for (int64_t group = 1; group <= 9; group++)
             for (int32_t n_ranks = 1; n_ranks <= 11; n_ranks++) {
                 int64_t next = 0;
-                int64_t needed = (n_ranks + n_key_heads - 1) / n_key_heads; /* of the query heads of one key head */
+                int64_t needed = (n_ranks + n_key_heads - 1) / n_key_heads; /* ranks that share one key head */
                 bool is_possible = n_key_heads >= n_ranks || group >= needed;
 
                 for (int32_t rank = 0; rank < n_ranks; rank++) {
@@ -62,7 +65,7 @@ static void test_heads_of_many(void)
             }
 }
 
-/* How many ranks hold each element, by what the header says and nothing else. */
+/* How many ranks hold each element, derived from the header alone. */
 static int expected_owners(const struct dsc_tp_dim *dim, int64_t i_part, int64_t grain, int32_t n_ranks, bool *holds)
 {
     const struct dsc_tp_part *part = &dim->parts[i_part];

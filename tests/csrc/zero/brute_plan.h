@@ -97,7 +97,10 @@ static inline const char *brute_walk(const struct brute_plan *p)
     return NULL;
 }
 
-/* Whether keeping the unit of step i until its next step breaks max_live_elems in between, given what was decided for the steps before i. */
+/*
+ * Whether keeping the unit of step i until its next step breaks max_live_elems in between, given the decisions for the
+ * steps before i.
+ */
 static inline bool brute_is_too_much(const struct brute_plan *p, int64_t i)
 {
     for (int64_t s = i + 1; s < p->next[i]; s++) {
@@ -158,7 +161,7 @@ static inline int64_t brute_gathers(const struct brute_plan *p, const uint8_t *i
     return n;
 }
 
-/* What the actions of a pass come to. */
+/* The bookkeeping of a pass's actions. */
 struct brute_book {
     bool is_live[BRUTE_MAX_UNITS];
     int32_t *gathers; /* in order, and ~unit for each STEP */

@@ -1,4 +1,7 @@
-/* zero/bucket.c against marks and turns kept by the test: buckets leave in order, once, and not before their members, in any order of marking; those that wait after the others. */
+/*
+ * zero/bucket.c against marks and turns kept by the test: buckets leave in order, once, and not before their members,
+ * in any order of marking; waiting buckets leave after the others.
+ */
 #include "test.h"
 
 #include "dsc/zero.h"
@@ -14,7 +17,7 @@ static bool is_complete(const int64_t *bucket_of, int64_t n_params, const bool *
     return true;
 }
 
-/* What the tracker should know, worked out from scratch. */
+/* The tracker's expected state, computed from scratch. */
 struct model {
     const int64_t *bucket_of;
     bool waits[MAX_BUCKETS];
@@ -109,7 +112,7 @@ static void test_random_cases(void)
     }
 }
 
-/* What has come is remembered for the window, whatever passes begin within it. */
+/* The marks seen are remembered for the whole window, over all passes that begin within it. */
 static void test_what_is_seen(void)
 {
     const int64_t bucket_of[] = {0, 0, 1, 1};
@@ -150,7 +153,7 @@ static void test_what_is_seen(void)
     CHECK_EQ(seen[2], DSC_BUCKET_SEEN);
     CHECK_EQ(seen[3], DSC_BUCKET_SEEN);
 
-    /* What is dropped was never seen, however late it was; its neighbours stay, and it may come again. */
+    /* A dropped mark counts as never seen, even if it was late; its neighbours stay, and it may come again. */
     CHECK_STATUS(dsc_bucket_tracker_forget(&tracker, 1), DSC_OK);
     CHECK_STATUS(dsc_bucket_tracker_forget(&tracker, 3), DSC_OK);
     CHECK_STATUS(dsc_bucket_tracker_forget(&tracker, 4), DSC_EINVAL);
@@ -200,7 +203,7 @@ static void test_turns_by_plan(void)
     CHECK_EQ(dsc_bucket_tracker_next(&tracker, DSC_BUCKET_ALL), 2);
     CHECK_EQ(dsc_bucket_tracker_next(&tracker, DSC_BUCKET_ALL), -1);
 
-    /* Who waits is forgotten between its turn and the end: it leaves with the rest all the same. */
+    /* A bucket stops waiting between its turn and the end: it still leaves with the rest. */
     dsc_bucket_tracker_reset(&tracker);
     CHECK_STATUS(dsc_bucket_tracker_pass(&tracker, 2, &is_due), DSC_OK);
     CHECK_STATUS(dsc_bucket_tracker_set_waiting(&tracker, 2, false), DSC_OK);

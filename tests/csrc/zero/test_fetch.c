@@ -1,6 +1,7 @@
 /*
- * zero/fetch.c: whatever subsequence of a plan is used, the gathers are those of a walk over the whole plan, a used unit is live, and nothing stays
- * behind. The actions are booked by the test, and each call is compared with the runner's own book.
+ * zero/fetch.c: every subsequence of a plan may be used: the gathers equal a walk's over the whole plan, a used unit is
+ * live, and nothing stays behind. The actions are booked by the test, and each call is compared with the runner's own
+ * book.
  */
 #include "test.h"
 
@@ -27,7 +28,7 @@ struct bench {
     struct dsc_fetch_action actions[3 * MAX_STEPS + MAX_UNITS];
     int32_t gathers[3 * MAX_STEPS + MAX_EXTRA];
     struct brute_book book;
-    int64_t n_actions; /* of the last call */
+    int64_t n_actions; /* number of actions of the last call */
 };
 
 static void report(const char *wrong, int line)
@@ -547,7 +548,7 @@ static void test_call_errors(void)
     check_actions(&b, "-2");
 }
 
-/* What no planner would make is refused, and leaves the runner as it was. */
+/* Impossible plans are refused, and leave the runner unchanged. */
 static void test_damaged_plans(void)
 {
     static struct bench b;
@@ -591,7 +592,7 @@ static void test_damaged_plans(void)
     }
 }
 
-/* No use costs a search: neither one that the plan has far away, nor the many that it does not have. */
+/* No use needs a search: neither a unit far away in the plan, nor the many units missing from it. */
 static void test_long_pass(void)
 {
     enum { N_UNITS = 400, N_PLANNED = 300 };
@@ -624,7 +625,7 @@ static void test_long_pass(void)
     CHECK_STATUS(dsc_fetch_init(&fetch, unit_elems, N_UNITS, units), DSC_OK);
     CHECK_STATUS(dsc_trace_init(&record, record_units, record_is_used, 2 * LONG_STEPS), DSC_OK);
     CHECK_STATUS(dsc_fetch_begin(&fetch, &plan, NULL, &record), DSC_OK);
-    for (int64_t i = 0; i < LONG_STEPS; i++) { /* one of the plan, one that it does not have */
+    for (int64_t i = 0; i < LONG_STEPS; i++) { /* alternately a planned unit and a missing one */
         CHECK_STATUS(dsc_fetch_use(&fetch, i % 2 == 0 ? steps[i] : (int32_t)(N_PLANNED + i % 100), capacity, actions, &n), DSC_OK);
         CHECK(n <= 200);
     }

@@ -1,4 +1,7 @@
-/* zero/intake.c against sums kept by the test in f64: the first gradient is copied, others are added, in every pair of dtypes, and what has not come is named. */
+/*
+ * zero/intake.c against sums kept by the test in f64: the first gradient is copied, others are added, in every pair of
+ * dtypes, and missing gradients are named.
+ */
 #include "test.h"
 
 #include "base/half.h"
@@ -160,7 +163,7 @@ static void test_sums_are_rounded_once(void)
     CHECK_STATUS(dsc_intake_add(&intake, 0, &first, NULL), DSC_OK);
     for (int i = 0; i < 3; i++)
         CHECK_STATUS(dsc_intake_add(&intake, 0, &second, NULL), DSC_OK);
-    CHECK(dsc_bf16_to_f32(sum) == 1.0f); /* each is a quarter of what bf16 tells from 1 */
+    CHECK(dsc_bf16_to_f32(sum) == 1.0f); /* each is a quarter of bf16's resolution at 1 */
     ulp = NAN;
     CHECK_STATUS(dsc_intake_add(&intake, 0, &second, NULL), DSC_OK);
     CHECK(isnan(dsc_bf16_to_f32(sum)));
@@ -209,7 +212,7 @@ static void test_bad_calls(void)
     CHECK_STR(dsc_last_error(), "bucket 0 has 1 elements, its places reach to 2");
     CHECK_STATUS(dsc_intake_clear_rest(&intake, 0), DSC_ESTATE);
     CHECK_STATUS(dsc_intake_close(&intake, -1), DSC_EINVAL);
-    /* What the cores cannot write to. */
+    /* A dtype that the cores cannot write. */
     CHECK_STATUS(dsc_intake_open(&intake, 0, NULL, 2, DSC_DTYPE_COUNT), DSC_OK);
     CHECK_STATUS(dsc_intake_add(&intake, 0, &grad, NULL), DSC_ESTATE);
     CHECK_STATUS(dsc_intake_clear_rest(&intake, 0), DSC_ESTATE);

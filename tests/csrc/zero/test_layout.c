@@ -45,8 +45,8 @@ static int64_t round_up(int64_t value, int64_t align)
 static void check_plan(const int64_t *sizes, int64_t n_params, int32_t n_ranks, int64_t bucket_elems, int64_t align)
 {
     struct plan plan;
-    int64_t end = 0;       /* of the last parameter */
-    int64_t flat_end = 0;  /* of the last bucket */
+    int64_t end = 0;       /* end of the last parameter */
+    int64_t flat_end = 0;  /* end of the last bucket */
     int64_t i = 0;
 
     TEST_CASE("%d parameters (%d %d ...), %d ranks, bucket %d, align %d", (int)n_params, n_params > 0 ? (int)sizes[0] : -1,

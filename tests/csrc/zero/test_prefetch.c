@@ -148,7 +148,7 @@ static void test_known_plans(void)
     TEST_CASE("one step ahead");
     plan_of(&answer, steps, 5, unit_elems, 3, limits_of(INT64_MAX, 30, 0));
     CHECK_EQ(answer.until[0], 2);
-    CHECK_EQ(answer.until[1], 4); /* unit 2 fills what may be ahead; unit 1 is live, and stays */
+    CHECK_EQ(answer.until[1], 4); /* unit 2 fills the limit ahead; unit 1 is live, and stays */
     CHECK_EQ(answer.keep[1], 1);
     CHECK_EQ(answer.until[2], 5);
 }
@@ -191,7 +191,7 @@ static void test_ends(void)
     }
 }
 
-/* A model of many small layers, there and back: what is quadratic would be seen. */
+/* A model of many small layers, there and back: quadratic time would show. */
 static void test_long_pass(void)
 {
     enum { N_UNITS = 500 };

@@ -54,7 +54,7 @@ static void check_fragments(const struct plan *plan)
         for (int64_t f = 0; f < n_fragments; f++) {
             const struct dsc_fragment *fragment = &fragments[f];
             int64_t bucket = plan->bucket_of[fragment->param];
-            int64_t shard_begin = 0; /* of the bucket's slice */
+            int64_t shard_begin = 0; /* begin of the bucket's slice */
 
             CHECK(fragment->n_elems > 0);
             CHECK(f == 0 || fragments[f - 1].flat_begin_elems + fragments[f - 1].n_elems <= fragment->flat_begin_elems);

@@ -117,7 +117,7 @@ static void test_random_lists(void)
         for (int32_t i = 0; i < n; i++) {
             kinds[i] = simple(test_below(&random, limit), test_below(&random, limit), test_below(&random, limit),
                               (int32_t)test_below(&random, DSC_N_TIERS));
-            if (round % 3 == 0) /* buffers, and what stays behind */
+            if (round % 3 == 0) /* buffers, and bytes left behind */
                 for (int t = 0; t < DSC_N_TIERS; t++)
                     kinds[i].held_bytes[t][test_below(&random, DSC_N_TIERS)] += test_below(&random, 4);
             if (i > 0 && test_below(&random, 3) == 0)
@@ -161,7 +161,7 @@ static void test_a_run(void)
         int32_t tiers[4];
     } cases[] = {
         {{16 * n, 0, 0}, {0, 0, 0, 0}},
-        {{16 * n - 1, many, many}, {1, 0, 0, 0}}, /* the one whose leaving touches the link as much, and takes least of the host */
+        {{16 * n - 1, many, many}, {1, 0, 0, 0}}, /* equal load on the link, but the least host memory */
         {{14 * n - 1, many, many}, {0, 1, 1, 1}},
         {{2 * n - 1, many, many}, {1, 1, 1, 1}},
         {{2 * n, 14 * n, many}, {0, 1, 1, 1}},

@@ -1,4 +1,4 @@
-/* zero/trace.c: what is appended is what is there; pruning against a search for each step by itself. */
+/* zero/trace.c: appended steps are stored; pruning is compared with a separate search for each step. */
 #include "test.h"
 
 #include "dsc/fetch.h"

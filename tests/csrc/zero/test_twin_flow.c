@@ -40,7 +40,7 @@ static void test_twin_flow(void)
             double r = (double)i / n_grid;
             bool fits = floor((1 - r) * (double)flow.n_elems) * (double)flow.state_bytes_per_elem <= (double)flow.device_bytes;
 
-            if (fits && (r >= ratio || r < ratio - 1.0 / (double)flow.n_elems)) /* what lies between keeps as many elements */
+            if (fits && (r >= ratio || r < ratio - 1.0 / (double)flow.n_elems)) /* others keep equally many elements */
                 least = fmin(least, step_s(&flow, r));
         }
         CHECK(seconds <= least * (1 + 1e-12));

@@ -1,4 +1,4 @@
-/* What a test sets and reads in the emulated library, under the exported name dsc_emulator. */
+/* The state of the emulated library that a test sets and reads, exported as dsc_emulator. */
 #ifndef DSC_EMULATOR_CONTROL_H
 #define DSC_EMULATOR_CONTROL_H
 

@@ -1,7 +1,8 @@
 /*
- * A stand-in for the CUDA runtime's header under which the sources of csrc/cuda compile as C++ and run on the host: a launch runs its blocks
- * one after another and the threads of a block as coroutines that change at __syncthreads(). Memory is host memory; streams are not looked at. Threads run in turn upwards and
- * downwards, so that a missing barrier shows; a barrier that some threads of a block do not reach ends the program.
+ * A stand-in for the CUDA runtime's header: the sources of csrc/cuda compile with it as C++ and run on the host. A
+ * launch runs its blocks one after another and the threads of a block as coroutines that change at __syncthreads().
+ * Memory is host memory; streams are not looked at. Threads run in turn upwards and downwards, so that a missing
+ * barrier shows; a barrier that some threads of a block do not reach ends the program.
  */
 #ifndef DSC_EMULATED_CUDA_RUNTIME_H
 #define DSC_EMULATED_CUDA_RUNTIME_H
