@@ -13,7 +13,7 @@ import numpy as np
 
 __all__ = ["BLOCK_BYTES", "crc32c", "manifest_of", "payload_entry", "put_manifest", "state_entry", "write_pieces"]
 
-# Another size than the one that is written: a reader goes by the manifest.
+# Different from the writer's size, because a reader goes by the manifest.
 BLOCK_BYTES = 4096
 _NAMES = {"float32": "F32", "float64": "F64", "int16": "I16", "uint8": "U8", "float16": "F16", "int64": "I64"}
 
@@ -51,8 +51,8 @@ def state_entry(name: str, content: bytes) -> dict[str, Any]:
 def write_pieces(
     folder: Path, pieces: Sequence[tuple[int, str, np.ndarray, Sequence[slice] | None, int, int]]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Writes (file, name, whole array, box or None, begin, elements) into files; what lies between them is noise. Returns what the manifest says of
-    files and of tensors."""
+    """Write pieces (file, name, whole array, box or None, begin, elements) into files, with noise between them. Return
+    the manifest's entries of files and of tensors."""
     contents: dict[int, bytearray] = {}
     tensors: dict[str, dict[str, Any]] = {}
     for at, (file, name, array, box, begin, n_elems) in enumerate(pieces):

@@ -1,4 +1,4 @@
-"""A checkpoint that lies in memory: what tests of export and conversion read from, independent of every format."""
+"""A checkpoint in memory: the source for tests of export and conversion, independent of every format."""
 
 from __future__ import annotations
 

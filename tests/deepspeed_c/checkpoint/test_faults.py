@@ -72,7 +72,7 @@ def train(engine, n_steps: int) -> list[float]:
 
 
 def digest(engine) -> str:
-    """Of all weights, masters and moments, whole, and of the counters. Collective."""
+    """Return a digest of all whole weights, masters and moments, and of the counters. Collective."""
     found = hashlib.sha256()
     for _, tensor in sorted(whole_params(engine.module).items()):
         found.update(tensor.contiguous().view(torch.uint8).numpy())
@@ -151,7 +151,7 @@ def write_fails_for(name: str, code: int) -> contextlib.AbstractContextManager:
     )
 
 
-# What fails, on which rank, and the number of the reason.
+# The failure -> (its rank, its errno, the fault to inject).
 SAVE_FAULTS: dict[str, tuple[int, int, Callable[[], contextlib.AbstractContextManager]]] = {
     "a write of rank 1 stops in the midst of a block": (1, errno.EFBIG, lambda: short_files(300_001)),
     "a write of rank 0 stops in the header": (0, errno.EFBIG, lambda: short_files(100)),
@@ -325,7 +325,7 @@ def test_a_checkpoint_that_latest_could_not_name_is_complete_and_said_to_be(tmp_
 
 # -- loading -------------------------------------------------------------------------------------------------------------
 
-# Each file is damaged in each way, except that what only differs from another one by its rank, and the checksum, are damaged in two.
+# Files; True: damaged in every way. False: in two ways, for the checksum and for files that only differ by their rank.
 FILES = {
     "manifest.json": True,
     "manifest.crc32c": False,
@@ -350,7 +350,7 @@ def entries_of(content: bytes) -> dict[str, tuple[int, int]]:
 
 
 def damages(content: bytes, name: str) -> Iterator[tuple[str, bytes | None, str]]:
-    """(what was done, what the file is then or None, what the message has to name besides the file)."""
+    """Yield (kind of damage, the damaged file or None, a text that the message has to name besides the file)."""
     if name == "manifest.crc32c":
         content = content.rstrip(b"\n")  # which says nothing
     yield "removed", None, os.strerror(errno.ENOENT)
@@ -368,7 +368,7 @@ def damages(content: bytes, name: str) -> Iterator[tuple[str, bytes | None, str]
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[str]]:
-    """What is logged as an error meanwhile."""
+    """Record the messages logged as errors meanwhile."""
     messages: list[str] = []
 
     class Recorder(logging.Handler):
@@ -454,7 +454,7 @@ def damaged_files(rank: int, world: int, folder: str, stage: int, dtype: str, na
 
 
 def verified(path: str) -> tuple[int, str]:
-    """Exit code of the command and what it prints."""
+    """The exit code and the output of the command."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         code = cli.main(["verify", path])
@@ -496,7 +496,7 @@ def failing_reads(rank: int, world: int, folder: str) -> list[str]:
             text = refusal(use, errors.StateError)
             if "engine.load_checkpoint()" not in text:
                 problems.append(f"a half-loaded engine goes on: {text}")
-        # A load that finds nothing does not make it whole, nor does one of the weights alone.
+        # A load that finds nothing does not make it whole, nor does a load of the weights alone.
         engine.load_checkpoint(os.path.join(folder, "nothing"))
         engine.load_checkpoint(folder, load_module_only=True)
         text = refusal(lambda: train(engine, 1), errors.StateError)

@@ -1,4 +1,4 @@
-"""A checkpoint is recognised by what lies there, found by tag or `latest`, and a message says what was looked for."""
+"""A checkpoint is recognised by its files, found by tag or `latest`, and a message lists the expected files."""
 
 from __future__ import annotations
 

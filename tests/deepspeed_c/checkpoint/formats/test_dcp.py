@@ -1,4 +1,4 @@
-"""What torch.distributed.checkpoint saved is read without it, what we write it reads, and a hostile folder runs nothing."""
+"""Checkpoints of torch.distributed.checkpoint are read without it, it reads ours, and a hostile folder runs nothing."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def blank(value):
 
 
 def written(source) -> dict:
-    """What must be in the folder, from the definition."""
+    """The required contents of the folder, from the definition."""
     v = source.values
     model = {n: t for (k, n), t in v.items() if k in (MASTER, BUFFER) or (k == PARAM and (MASTER, n) not in v)}
     model |= {alias: model[first] for alias, first in source.aliases.items()}
@@ -207,7 +207,7 @@ def test_torch_reads_what_we_write(tmp_path, monkeypatch, chunk_bytes):
         for kind, value in states.items():
             assert torch.equal(got["optim"]["state"][name][kind], value), (name, kind)
     assert got["optim"]["param_groups"] == want["optim"]["param_groups"]
-    # Without knowing what is in it.
+    # A converter that does not know the contents.
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     dcp_to_torch_save(tmp_path / "out", tmp_path / "whole.pt")

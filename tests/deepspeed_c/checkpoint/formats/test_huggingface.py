@@ -148,7 +148,7 @@ def test_header_lengths(tmp_path, length):
 
 
 def test_flipped_bytes_never_give_another_error(tmp_path):
-    """What both readers accept, both understand alike; what the library refuses, so do we."""
+    """Both readers understand an accepted file alike; we refuse every file that the library refuses."""
     safetensors.torch.save_file(
         {"a": torch.arange(3), "b": torch.ones(2, 2), "c": torch.ones(0)}, tmp_path / "m.safetensors"
     )

@@ -1,4 +1,5 @@
-"""Megatron's files for any number of ranks: a whole model cut by slices here is what every loader puts together or takes apart."""
+"""Megatron's files for any number of ranks: the loaders' merged and split tensors equal a whole model cut by slices
+here."""
 
 from __future__ import annotations
 
@@ -45,12 +46,12 @@ def whole(version: float) -> dict[str, torch.Tensor]:
 
 
 def part(name: str, value: torch.Tensor, version: float, world: int, rank: int) -> torch.Tensor:
-    """What the rank holds, by brute force: element by element along the cut dimension."""
+    """The rank's part, by brute force: element by element along the cut dimension."""
     if "query_key_value" in name:
         rows = range(3 * HEADS * WIDTH)
         if version == 0:  # (part, head, column)
             mine = [row for row in rows if row // WIDTH % HEADS * world // HEADS == rank]
-        else:  # the head is what changes slowest
+        else:  # the head changes slowest
             mine = [row for row in rows if row // (3 * WIDTH) * world // HEADS == rank]
         return value[mine]
     if name.endswith(("attention.dense.weight", "dense_4h_to_h.weight")):
@@ -132,7 +133,7 @@ def test_an_engine_of_checkpoints_reads_where_one_is_given(tmp_path: Path) -> No
 
 
 class Bomb:
-    """What a stranger would put into a file."""
+    """A hostile object in a file: unpickling it would make a folder."""
 
     def __reduce__(self) -> tuple:
         return os.mkdir, ("executed",)

@@ -1,4 +1,4 @@
-"""A folder of weights is complete or not there, replaces an older one without mixing, and refuses what does not belong."""
+"""A folder of weights is complete or not there, replaces an older one without mixing, and refuses foreign files."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Killed(BaseException):
 
 
 def readable(folder) -> dict[str, torch.Tensor] | None:
-    """What a loader finds, as transformers looks: the single file first, then the index."""
+    """The weights that a loader finds in transformers' order: the single file first, then the index."""
     if (folder / "model.safetensors").exists():
         return safetensors.torch.load_file(folder / "model.safetensors")
     if not (folder / "model.safetensors.index.json").exists():
@@ -84,10 +84,10 @@ def readable(folder) -> dict[str, torch.Tensor] | None:
 
 @pytest.mark.parametrize("sizes", [("5GB", "5GB"), ("5GB", 32), (32, "5GB"), (32, 32), (None, 32), (None, "5GB")])
 def test_killed_at_any_change_of_the_folder(tmp_path, monkeypatch, sizes):
-    """Whatever a loader finds then is one model or none, and after the end it is the new one."""
+    """After a kill a loader finds one whole model or none, and after the end the new model."""
     old = {f"w{i}": torch.full((8,), float(i)) for i in range(3)}
     new = {f"w{i}": torch.full((8,), 10.0 + i) for i in range(3)}
-    # What a kill would prevent: cleaning up.
+    # A kill would prevent cleaning up.
     monkeypatch.setattr(model_folder.shutil, "rmtree", lambda *_, **__: None)
     n_steps = 0
     for at in range(40):

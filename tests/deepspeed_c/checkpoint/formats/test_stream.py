@@ -123,14 +123,14 @@ def test_torch_save_gives_the_same_pickle(tmp_path):
         assert [ours.getinfo(name).CRC for name in records if name != "archive/data.pkl"] == [
             theirs.getinfo(name).CRC for name in records if name != "archive/data.pkl"
         ]
-        # What the pickles mean is compared, not which of their values they memoise.
+        # The meaning of the pickles is compared, not their use of the memo.
         meant = Meaning(io.BytesIO(ours.read("archive/data.pkl"))).load()
         assert meant == Meaning(io.BytesIO(theirs.read("archive/data.pkl"))).load()
         assert len(meant) == len(tensors) + 1 and meant["t0"][0] == Name("torch._utils", "_rebuild_tensor_v2")
 
 
 class Name(NamedTuple):
-    """What a pickle asks to import; called, it says with what."""
+    """A global that a pickle asks to import; calling it returns the name and the arguments."""
 
     module: str
     name: str
@@ -337,10 +337,10 @@ MEASURE = """
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from /proc")
 @pytest.mark.parametrize("file_name", FORMATS)
 def test_peak_of_the_process_does_not_grow_with_the_file(tmp_path, file_name):
-    """7 tensors of 16 MiB: the peak grows by one of them and the staging buffer of 8 MiB."""
+    """7 tensors of 16 MiB: the peak grows by a tensor and the staging buffer of 8 MiB."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(MEASURE), str(tmp_path / file_name)],
-        # glibc then gives memory back when it is freed, whatever was freed before.
+        # glibc then returns memory to the system at every free; by default its threshold grows.
         env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},
         capture_output=True,
         text=True,
@@ -356,7 +356,7 @@ def test_peak_of_the_process_does_not_grow_with_the_file(tmp_path, file_name):
 
 @pytest.fixture(params=FORMATS)
 def path(request, tmp_path):
-    """A file with contents that have to survive whatever goes wrong."""
+    """A file whose contents have to survive every failure."""
     path = tmp_path / request.param
     path.write_bytes(b"old contents")
     yield path

@@ -96,7 +96,7 @@ def test_a_checkpoint_goes_there_and_back(tmp_path: Path, stage: int, world: int
     files = {file.name for file in path.iterdir()}
     assert f"{'zero_pp_rank_0_' if stage == 3 else ''}mp_rank_{tp - 1:02d}_model_states.pt" in files
     assert len(files) == tp * ((world if stage == 3 else 1) + (world if stage else 0))
-    if stage < 3:  # each file is what DeepSpeed's engine on that rank would have written
+    if stage < 3:  # each file equals the file of DeepSpeed's engine on that rank
         for rank in range(tp):
             content = materialize(read_file(path / f"mp_rank_{rank:02d}_model_states.pt").content)
             assert content["mp_world_size"] == tp and content["epoch"] == 2
@@ -110,7 +110,7 @@ def test_a_checkpoint_goes_there_and_back(tmp_path: Path, stage: int, world: int
         assert {name: info.group for name, info in merged.params.items()} == dict.fromkeys(NAMES, 0)
         found = read_all(merged)
         for key, value in source.data.items():
-            if key[0] == PARAM and key not in found:  # what has a master may be known by that alone
+            if key[0] == PARAM and key not in found:  # a parameter with a master may be known by the master alone
                 value, key = source.data.get((MASTER, key[1]), value), (MASTER, key[1])
             assert torch.equal(found[key], value.to(found[key].dtype)), key
         assert {state for state, _ in found} >= {*STATES, BUFFER}
@@ -153,7 +153,7 @@ def test_rules_that_deepspeed_saves() -> None:
     words = torch.randn(8, 2, generator=rng)  # a row too many, as ranks fill up
     assert torch.equal(rules("words.weight").merge([words[:4], words[4:]], "x"), words[:7])
     assert rules("mean").merge([torch.tensor([1.0]), torch.tensor([2.0])], "x") == 1.5
-    assert rules("a.up.weight") == TensorCut(0)  # as DeepSpeed's converter takes what is not named
+    assert rules("a.up.weight") == TensorCut(0)  # DeepSpeed's converter's default for other names
     with pytest.raises(CheckpointError, match="its blocks are mixed"):
         rules("a.strange")
     nan = torch.full((2,), math.nan)

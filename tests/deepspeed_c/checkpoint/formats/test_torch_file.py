@@ -1,4 +1,5 @@
-"""Files of torch.save are read without running what they name (deepspeed_c/checkpoint/formats/torch_file.py)."""
+"""Files of torch.save are read without running the functions that they name
+(deepspeed_c/checkpoint/formats/torch_file.py)."""
 
 from __future__ import annotations
 
@@ -180,7 +181,7 @@ def test_hostile_pickle_is_refused_and_named(tmp_path, monkeypatch, name, is_zip
     assert not (tmp_path / "pwned").exists()
 
 
-# BUILD with attributes to set, on what the pickle has named itself and not on an instance of it.
+# BUILD with attributes to set, on the named global itself and not on an instance of it.
 POISON = {
     "stand-in": b"\x80\x02cdeepspeed.runtime.fp16.loss_scaler\nLossScaler\nN}X\x04\x00\x00\x00evilK\x01s\x86b.",
     "mapping": b"\x80\x02ccollections\nOrderedDict\nN}X\x06\x00\x00\x00updateK\x01s\x86b.",

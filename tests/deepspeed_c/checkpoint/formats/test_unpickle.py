@@ -1,4 +1,5 @@
-"""The machine that reads pickles: nothing in one grows beyond what its size warrants, and what comes back can be used (deepspeed_c/checkpoint/formats/unpickle.py)."""
+"""The machine that reads pickles: memory stays in proportion to the pickle's size, and the result can be used
+(deepspeed_c/checkpoint/formats/unpickle.py)."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from deepspeed_c.checkpoint.native import state
 from deepspeed_c.errors import CheckpointError
 
 PROTO = b"\x80\x02"
-# Of a small file, and of Python itself.
+# Memory allowed for a small file and for Python itself.
 MEMORY_AT_LEAST_BYTES = 8 << 20
 
 
@@ -44,7 +45,7 @@ def zip_of(pickled: bytes, compression: int = zipfile.ZIP_STORED) -> bytes:
 
 
 def unpack(pickled: bytes) -> object:
-    """What is read, with its memory held against the size of the file."""
+    """Read a pickle, and check the memory used against the size of the file."""
     content = zip_of(pickled)
     tracemalloc.start()
     try:
@@ -117,7 +118,7 @@ def test_bombs_are_refused_before_they_grow(name):
     with pytest.raises(CheckpointError, match=r"bomb\.pt") as raised:
         unpack(PROTO + BOMBS[name] + b".")
     assert len(str(raised.value)) < 1000
-    # Not a measurement: what is quadratic takes minutes.
+    # A coarse limit: a quadratic algorithm takes minutes.
     assert time.process_time() - begin < 60
 
 

@@ -28,7 +28,7 @@ DTYPES = [
 
 
 def put(path, plan, crc32, payloads=()):
-    """Writes what is given and leaves the rest as holes, which read as zeros and take no disk."""
+    """Write the frame and the payloads, and leave the rest as holes, which read as zeros and take no disk."""
     with open(path, "wb") as file:
         for offset, content in [*plan.frame(crc32), *payloads]:
             file.seek(offset)

@@ -21,10 +21,10 @@ from typing import Any
 
 __all__ = ["Savers", "read_back", "values_of"]
 
-# Limits for what hangs: a save, and the answer to an order, which holds the wait for two of them.
+# Limits for hanging: of a save, and of the answer to an order, which may wait for two saves.
 SAVE_SECONDS = 200
 START_SECONDS = 600
-# What each file system call of a save goes through, as the child counts them.
+# The functions that a save makes file system calls with, as the child counts them.
 CALLS = ("open", "write", "fsync", "close", "mkdir", "rename", "replace", "unlink", "rmdir")
 WRITER_CALLS = ("write", "write_bytes", "finish")
 # Exit codes of a rank that was not killed.
@@ -32,7 +32,7 @@ DONE, FAILED, BUG = 0, 3, 4
 
 
 def values_of(version: int) -> dict[tuple[str, str], list[float]]:
-    """(kind, name) -> elements of what ``version`` saves: all of them differ between versions."""
+    """(kind, name) -> elements saved by ``version``: all of them differ between versions."""
     return {
         ("param", "a"): [version + i / 8 for i in range(37)],
         ("master", "a"): [version * 3 + i / 4 for i in range(37)],
@@ -113,7 +113,7 @@ def _main() -> None:
     gc.collect()
     gc.freeze()  # so that the pages stay shared
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a rank prints is no answer
+    os.dup2(2, 1)  # a rank's prints are no answer
     for line in sys.stdin.buffer:
         answers.write(json.dumps(_run(json.loads(line))) + "\n")
         answers.flush()
@@ -181,7 +181,7 @@ def _wait(pid: int, deadline: float) -> int | str:
 
 
 class _Fuse:
-    """Counts calls, and kills at the one of the order: before it (``is_before``) or right after, this process or its group.
+    """Count calls, and kill at the ordered call: before it (``is_before``) or right after, this process or its group.
 
     ``victim``: the rank that counts down; ``kill``: number of the call; ``all``: everybody dies.
     """
@@ -280,7 +280,7 @@ def _save(order: dict[str, Any], rank: int, meeting: str) -> int:
     if world > 1:
         dist.barrier()
     Path(meeting, f"begun_{rank}").touch()
-    fuse.names.clear()  # what the lines above have opened
+    fuse.names.clear()  # forget the calls of the lines above
     begin = time.monotonic()
     try:
         saving.save(contents, destination, ranks)

@@ -1,4 +1,5 @@
-"""Asynchronous saves: what one takes along is everything as it was at the call, whatever training does until it is written; and how it ends."""
+"""Asynchronous saves: a save holds everything as it was at the call, although training goes on before it is written;
+and its ending."""
 
 from __future__ import annotations
 
@@ -104,7 +105,8 @@ def test_an_asynchronous_save_is_the_synchronous_one_though_training_goes_on(tmp
 
 
 class Writers:
-    """Stands in for ``save`` in the engine's module: each save waits for ``may_write``, then does what ``plan`` says for its tag."""
+    """Stands in for ``save`` in the engine's module: each save waits for ``may_write``, then acts as ``plan`` orders
+    for its tag."""
 
     def __init__(self) -> None:
         import deepspeed_c.checkpoint.native.save as module
@@ -161,7 +163,7 @@ def failures(rank: int, world: int, folder: str) -> list[str]:
             with pytest.raises(CheckpointError) as caught:
                 call(engine)
             told.append(f"{name}: {caught.value}")
-            # Once; the object tells whoever asks.
+            # This raises once; the save's object reports the error every time.
             engine.wait_checkpoint()
             for _ in range(2):
                 with pytest.raises(CheckpointError, match=re.escape(caught.value.what)):
@@ -191,7 +193,8 @@ def test_a_failure_is_raised_by_the_next_call_once(tmp_path):
 
 
 def waits(rank: int, world: int, folder: str) -> None:
-    """Whoever asks for a save in the background may wait for it, wherever states live and as often as he likes; others get True."""
+    """A caller of a save in the background may wait for it any number of times, for every place of states; other
+    callers get True."""
     int8 = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "state_dtype": "int8"}}}
     for name, settings in {"float": {}, "8 bits": int8}.items():
         for key in (False, True):

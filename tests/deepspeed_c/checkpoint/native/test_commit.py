@@ -1,4 +1,5 @@
-"""Crash safety: whatever is killed at whatever instant, whoever else saves or reads there, a name stands for a whole checkpoint, old or new."""
+"""Crash safety: after a kill at any instant, with other savers and readers, a name stands for a whole checkpoint, old
+or new."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def savers():
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder where fsync costs nothing, if there is one: what is tested is the order of calls, not the disk."""
+    """A folder where fsync costs nothing, if there is one: the order of calls is under test, not the disk."""
     if os.access("/dev/shm", os.W_OK):
         path = tempfile.mkdtemp(prefix="dsc_test_commit_", dir="/dev/shm")
         yield os.path.join(path, "ckpt")
@@ -66,7 +67,7 @@ def instants(calls: list[dict], stride: int, seed: int, n_random: int) -> list[d
 
 
 def crash_at(savers, folder, world, version, tag, instant, **order) -> tuple[int, int]:
-    """One killed save over the checkpoint ``version - 1``; looks at what is there then. Returns (version found, ranks killed)."""
+    """Kill a save over the checkpoint ``version - 1``, and check the folder. Return (version found, ranks killed)."""
     made = savers.run(folder=folder, world=world, version=version, tag=tag, **order, **instant)
     codes = made["codes"]
     about = f"{order} {instant} ended with {codes}"
@@ -77,7 +78,7 @@ def crash_at(savers, folder, world, version, tag, instant, **order) -> tuple[int
     assert found in (version - 1, version), f"{found} after {version}, killed: {about}"
     if tag != latest:
         assert found == version - 1, about
-    # Every name stands for a whole checkpoint: also the one that `latest` does not name yet.
+    # Every name stands for a whole checkpoint: also the new name, before `latest` points to it.
     for name in os.listdir(folder):
         if not name.startswith(".") and os.path.isdir(os.path.join(folder, name)):
             assert read_back(folder, name) in (version - 1, version), f"{name}, {about}"
@@ -114,7 +115,7 @@ def test_a_rank_is_killed(savers, folder, world, is_same_tag, has_exchange, stri
         found, killed = crash_at(savers, folder, world, version + 1, new_tag, instant, **order)
         seen["new" if found == version + 1 else "old"] += 1
         n_killed += killed > 0
-        # The next save succeeds, and removes what the dead have left.
+        # The next save succeeds, and removes the dead saves' files.
         version += 2
         tag = tag if is_same_tag else f"after{i}"
         save_here(folder, tag, version)
@@ -255,7 +256,7 @@ def save_often(rank: int, world: int, folder: str, n: int, is_same_tag: bool, ke
         version = (1000 if rank == 0 else 1) + i
         tag = "tag" if is_same_tag else f"run{rank}_{i}"
         save_here(folder, tag, version, keep_last=keep_last)
-        # Whatever the other one does: what is loaded by default is whole.
+        # The default checkpoint is whole at every moment of the other saver.
         latest = None
         while latest != read_latest(folder):
             latest = read_latest(folder)
@@ -324,13 +325,14 @@ def test_what_retention_leaves_alone(folder):
     for step in (10, 20, 30):
         save_here(folder, f"s{step}", step)
         written(folder, f"s{step}", 1000 - step)
-    # What `latest` names, whatever its age.
+    # The checkpoint that `latest` names stays, even if it is old.
     save_here(folder, "s40", 40, keep_last=1, save_latest=False)
     assert steps_in(folder) == [30, 40] and read_latest(folder) == "s30"
-    # What is trained further: a run that went back to step 30 does not delete what it had later before, nor count it.
+    # Later steps: a run that went back to step 30 does not delete its earlier checkpoints of later steps, nor count
+    # them.
     save_here(folder, "s35", 35, keep_last=2)
     assert steps_in(folder) == [30, 35, 40]
-    # What another run that is trained less has written since.
+    # Newer checkpoints of another run that is trained less.
     written(folder, "s30", 500)
     written(folder, "s35", 400)
     written(folder, "s40", 300)
@@ -341,7 +343,7 @@ def test_what_retention_leaves_alone(folder):
     written(folder, "slow7", 350)
     save_here(folder, "s60", 60, keep_last=3)
     assert steps_in(folder) == [40, 50, 60]
-    # What is not complete, or nothing of ours.
+    # Incomplete checkpoints, and foreign folders.
     for name in ("mine", "empty"):
         os.mkdir(os.path.join(folder, name))
     Path(folder, "mine", "notes.txt").write_text("precious")
@@ -415,7 +417,7 @@ def test_retention_in_deepspeeds_layout(folder):
     shutil.rmtree(ours)
 
 
-# -- what the dead leave ------------------------------------------------------------------------------------------------
+# -- files of dead saves -----------------------------------------------------------------------------------------------
 
 
 def test_folders_of_the_dead_of_the_living_and_of_strangers(folder):
@@ -450,7 +452,7 @@ def test_folders_of_the_dead_of_the_living_and_of_strangers(folder):
             else:
                 path.mkdir()
                 (path / "file").touch()
-        # The only one that has this tag: it is given its name back.
+        # The only checkpoint with this tag: it is given its name back.
         shutil.copytree(os.path.join(folder, "tag"), os.path.join(folder, f".lost.{nonce}.{host}.{dead.pid}-1.old"))
         save_here(folder, "next", 2)
         left = set(os.listdir(folder)) - {"latest", "zero_to_fp32.py"}

@@ -1,4 +1,4 @@
-"""Manifests that nobody should believe: whatever stands in one, opening and reading end in a CheckpointError that says where and what to do."""
+"""Hostile manifests: opening and reading end in a CheckpointError that names the place and the fix."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from deepspeed_c.checkpoint.source import ParamInfo, Read
 from deepspeed_c.errors import CheckpointError
 from tests.deepspeed_c.checkpoint.handmade import crc32c, manifest_of, put_manifest, state_entry, write_pieces
 
-# What a manifest of a few hundred bytes may make a reader allocate.
+# Memory that a reader may allocate for a manifest of a few hundred bytes.
 MEMORY_LIMIT_BYTES = 32 << 20
 
 
@@ -78,7 +78,8 @@ def use(folder: Path) -> None:
 
 
 def refusal(folder: Path, manifest: Any, action: Callable[[Path], None] = use) -> str:
-    """What a manifest is refused with. Fails for another exception, for none, and for one that costs memory."""
+    """Return the text of the manifest's refusal. Fail if it is another exception, if there is none, or if it costs
+    memory."""
     put_manifest(folder, manifest)
     tracemalloc.start()
     try:
@@ -134,7 +135,7 @@ def test_what_is_written_is_read(tmp_path):
     assert (tmp_path / "manifest.crc32c").read_text() == f"{crc32c((tmp_path / 'manifest.json').read_bytes()):08x}\n"
 
 
-# (where, what it is changed to, what the message says)
+# (path, new value, part of the message)
 HOSTILE = [
     (("format",), "deepspeed", "is format 'deepspeed'"),
     (("version",), 2, "version 2"),
@@ -311,7 +312,7 @@ def test_files_that_are_no_files_are_refused(checkpoint, name):
 
 
 def counts() -> dict[str, Any]:
-    """What optimizers count with, and what a run that has gone wrong has in it."""
+    """Numbers that optimizers count with, and the odd values of a diverged run."""
     found: dict[str, Any] = {f"float {v}": v for v in (0.0, -0.0, 1e-320, math.pi, math.inf, -math.inf, math.nan)}
     found |= {f"int {v}": v for v in (0, -1, (1 << 63) - 1)} | {"true": True, "false": False}
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2):

@@ -1,4 +1,5 @@
-"""What ranks that save together tell each other: of any size, whoever uses torch.distributed besides, and without its registry."""
+"""Messages between ranks that save together: of any size, beside other users of torch.distributed, and without its
+registry."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def orphan(rank: int, world: int) -> list:
     store = os.path.join(os.getcwd(), "store")
     dist.destroy_process_group()
     heard = [*ranks.all_gather(rank), ranks.broadcast(rank), *ranks.gather(rank)]
-    # Another world, in which the group is a stranger.
+    # Another default process group, unrelated to this one.
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
     heard += ranks.all_gather(rank)
     ranks.close()

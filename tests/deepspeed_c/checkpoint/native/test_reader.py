@@ -230,7 +230,7 @@ def test_a_damaged_block_names_the_tensors_in_it_and_others_are_read(tmp_path):
             else:
                 source.read([Read(source.tensors["param", name], 0, into)])
                 assert into.tolist() == array.tolist()
-    # The checksums are those of the manifest: damage that is signed is no damage.
+    # The manifest is written anew with matching checksums, so the change is no damage.
     put_manifest(tmp_path, manifest_of([payload_entry(path.name, bytes(content))], tensors))
     with NativeSource(str(tmp_path)) as source:
         assert source.verify() == []
@@ -256,7 +256,7 @@ def test_signed_state_of_other_types_is_refused(tmp_path):
                 (folder / file).write_bytes(data)
             put_manifest(folder, manifest_of([], [], states=[state_entry(*item) for item in packed.items()]))
             if name != "state.pt" and isinstance(content, dict):
-                continue  # of a rank, only the engine knows what its entries are
+                continue  # a rank's file: only the engine knows its entries
             with pytest.raises(CheckpointError, match=reason) as raised, NativeSource(str(folder)) as source:
                 source.rank_state(0)
             assert raised.value.where == str(folder / name)

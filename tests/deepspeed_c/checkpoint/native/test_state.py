@@ -134,7 +134,7 @@ def test_the_schedules_and_generators_of_torch_come_back():
     )
 
 
-# -- what is refused -----------------------------------------------------------------------------------------------------
+# -- refusals ----------------------------------------------------------------------------------------------------------
 
 
 class Plain:
@@ -212,7 +212,7 @@ def test_containers_that_hold_themselves_are_refused():
 
 
 def test_a_dtype_of_pointers_is_refused_however_its_flags_are():
-    """Bytes of the file would be followed as pointers by whoever prints, compares or frees an element."""
+    """Printing, comparing or freeing an element would follow bytes of the file as pointers."""
 
     class Dtype:
         def __init__(self, *state: Any) -> None:
@@ -296,7 +296,7 @@ def test_code_in_a_file_does_not_run(tmp_path, how):
 
 
 def test_code_in_a_signed_checkpoint_does_not_run(tmp_path):
-    """The checksums are right: whoever writes a file can sign it."""
+    """The checksums are right, because every writer of a file can sign it."""
     target = tmp_path / "made"
     for evil_name in ("state.pt", "rank_00000.pt"):
         folder = tmp_path / evil_name
@@ -335,7 +335,7 @@ def test_damaged_files_are_refused_whatever_is_in_them():
 
     for content in (b"", b"\0", b"PK\x03\x04", b"\x80", b"text", good[:-1], good[1:], good * 2, bytes(5000)):
         check(content)
-    assert n_refused == 9 - 1  # a zip twice is the last one of them, as zips go
+    assert n_refused == 9 - 1  # two zips in a row read as the last, by the format
     for _ in range(400):
         content = bytearray(good)
         for _ in range(rng.choice((1, 3))):
@@ -398,7 +398,7 @@ def test_generators_that_are_not_in_a_checkpoint_are_left_alone():
 
 
 def odd_random_states() -> dict[str, Any]:
-    """What a stranger may have signed: plain data, and no states of generators."""
+    """Hostile but signed states: plain data, and no states of generators."""
     good = state.random_state(torch.device("cpu"))
     version, words, gauss = good["python"]
     kind, keys, position, has_gauss, cached = good["numpy"]

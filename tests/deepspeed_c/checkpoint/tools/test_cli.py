@@ -1,4 +1,4 @@
-"""The command ``deepspeed_c checkpoint``: what it shows, writes and finds broken, and its exit codes."""
+"""The command ``deepspeed_c checkpoint``: its output, its files, the damage it finds, and its exit codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every format becomes every other: what both can hold is the same afterwards, bit for bit."""
+"""Every format is converted to every other: values that both can hold are the same afterwards, bit for bit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def read_all(source) -> dict[tuple[str, str], torch.Tensor]:
 
 
 def trained(values: dict[tuple[str, str], torch.Tensor]) -> dict[tuple[str, str], torch.Tensor]:
-    """What training goes on from, whatever a format calls it: each weight in its highest precision, and the states."""
+    """The values that training goes on from, in any format: each weight in its highest precision, and the states."""
     out = {}
     for (kind, name), value in values.items():
         if kind in (PARAM, BUFFER) and (MASTER, name) in values:
@@ -35,7 +35,8 @@ def trained(values: dict[tuple[str, str], torch.Tensor]) -> dict[tuple[str, str]
 
 
 def checkpoint() -> MemorySource:
-    """What DeepSpeed's layout can hold as well: a constant without elements it cannot tell from none at all."""
+    """A checkpoint that DeepSpeed's layout can hold too: without empty constants, which it cannot tell from missing
+    ones."""
     source = adam_checkpoint()
     source.state["counters"] = {"global_steps": 10, "global_samples": 40, "micro_steps": 20, "skipped_steps": 1}
     source.state["config"] = {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW"}}

@@ -1,4 +1,5 @@
-"""Exported weights are what the checkpoint holds, by the readers of others, whole or not there, in bounded memory."""
+"""Exported weights equal the checkpoint's in other libraries' readers, are whole or not there, and need bounded memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The program in the checkpoint's folder is executable, small, and does what it says, wherever it is run from."""
+"""The program in the checkpoint's folder is executable, small, and works from any working directory."""
 
 from __future__ import annotations
 

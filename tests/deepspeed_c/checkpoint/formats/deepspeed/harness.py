@@ -53,7 +53,8 @@ def run_peer(python: str, spec: dict[str, Any], folder: Path, world_size: int, t
 def run_peers(
     python: str, specs: list[dict[str, Any]], folder: Path, world_size: int, timeout: float = 120
 ) -> list[dict[str, Any]]:
-    """Runs peer.py on ``world_size`` ranks, one spec after the other, and returns the reports of rank 0. Kills what is left of them."""
+    """Run peer.py on ``world_size`` ranks, one spec after the other, and return the reports of rank 0. Ranks still
+    alive then are killed."""
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
     specs = [{"optimizer": "adamw", "report": str(folder / f"report_{i}.pt"), **spec} for i, spec in enumerate(specs)]

@@ -19,7 +19,7 @@ from tests.deepspeed_c.checkpoint.formats.deepspeed.harness import MORE_STEPS, S
 
 FIXTURES = Path(__file__).with_name("fixtures")
 
-# name -> (stage, dtype, world size, more of the spec). Those of every version:
+# name -> (stage, dtype, world size, more of the spec). Cases for every version:
 CASES: dict[str, tuple[int, str, int, dict[str, Any]]] = {
     "stage0-fp16": (0, "fp16", 1, {}),
     "stage1-bf16": (1, "bf16", 2, {}),

@@ -2,7 +2,7 @@
 
     RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=... python peer.py SPECS.json
 
-SPECS is a list; the keys of each are those of ``run`` below. Rank 0 writes a report of each with torch.save.
+SPECS is a list of objects; their keys are documented at ``run`` below. Rank 0 writes a report of each with torch.save.
 """
 
 from __future__ import annotations
@@ -46,12 +46,14 @@ def is_handled(p: nn.Parameter) -> bool:
 
 
 def show(engine, states: list[str]) -> dict:
-    """Every tensor by name: what DeepSpeed's own accessors give, and where they do not work (stage 0), its optimizer's own tensors."""
+    """Return every tensor by name: from DeepSpeed's accessors, or at stage 0, where they do not work, from its
+    optimizer."""
     report: dict = {"param": {}, "master": {}, "buffer": {}, "state": {name: {} for name in states}, "step": {}}
     wrapped = engine.optimizer
     inner = getattr(wrapped, "optimizer", wrapped)
     if hasattr(wrapped, "_lazy_init_hp_params_optimizer_state") and engine.global_steps:
-        # With several groups DeepSpeed links the states after the first group's first step, when those of the others do not exist yet.
+        # With several groups DeepSpeed links the states after the first group's first step, before the other groups'
+        # states exist.
         wrapped._hp_optimizer_states_linked = False
         wrapped._lazy_init_hp_params_optimizer_state()
     for name, p in engine.module.named_parameters():

@@ -1,4 +1,5 @@
-"""Files that are plain data and not laid out as DeepSpeed lays them out: a value or a CheckpointError, whatever types and numbers a stranger has put where."""
+"""Files that are plain data and not laid out as DeepSpeed lays them out: a value or a CheckpointError for arbitrary
+types and numbers anywhere."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def places(value, path=()):
 
 
 def changed(value, path, make):
-    """A copy with ``make`` of what stands at ``path`` in its place."""
+    """Return a copy of ``value`` with the element at ``path`` replaced by ``make(element)``."""
     if not path:
         return make(value)
     key, rest = path[0], path[1:]

@@ -1,4 +1,5 @@
-"""An installed DeepSpeed goes on from what we saved, and we from what it saved: stages 0 to 3, one and two ranks, three dtypes.
+"""An installed DeepSpeed goes on from our checkpoints, and we from its checkpoints: stages 0 to 3, one and two ranks,
+three dtypes.
 
 Runs where DSC_PEER_PYTHON names a Python that has DeepSpeed.
 """
@@ -151,7 +152,8 @@ UNIVERSAL = {
 
 @pytest.fixture(scope="module")
 def universal(tmp_path_factory) -> dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
-    """DeepSpeed's reports by case: going on itself, from our universal checkpoint of what it had saved, and from its own."""
+    """DeepSpeed's reports by case: going on without a load, from our universal checkpoint made of its files, and from
+    its own universal checkpoint."""
     folder = tmp_path_factory.mktemp("universal")
     saves, loads = [], []
     for name, (stage, _, optimizer) in UNIVERSAL.items():

@@ -1,4 +1,5 @@
-"""Checkpoints that DeepSpeed 0.16 to 0.19 wrote (fixtures/, see make_fixtures.py) hold what DeepSpeed itself showed when it wrote them."""
+"""Checkpoints that DeepSpeed 0.16 to 0.19 wrote (fixtures/, see make_fixtures.py) hold the values that DeepSpeed itself
+showed when it wrote them."""
 
 from __future__ import annotations
 
@@ -189,7 +190,7 @@ def test_removed_file_is_missed(tmp_path, name, removed):
 
 
 def test_file_of_another_checkpoint_is_noticed(tmp_path):
-    """Rank 1's optimizer file is that of a run on three ranks."""
+    """Rank 1's optimizer file comes from a run on three ranks."""
     folder, _ = unpack("0.19.6-stage1-bf16", tmp_path / "a")
     from_folder, _ = unpack("0.19.6-stage2-bf16-round-robin", tmp_path / "b")
     file = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
@@ -274,7 +275,7 @@ def test_names_of_the_optimizers_groups_count_for_more_than_the_modules_order(tm
     for name, param in (("a", a), ("b", b)):
         for state in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(whole(source, state, name), optimizer.state[param][state]), (name, state)
-    # What does not fit leaves what was found.
+    # Names that do not fit change nothing.
     source.name_groups([["a"], ["b"]])
     assert torch.equal(whole(source, "exp_avg", "b"), optimizer.state[b]["exp_avg"])
 

@@ -1,4 +1,5 @@
-"""What we write in DeepSpeed's layout: read back bit for bit, under its file names, and with nothing in the pickles that DeepSpeed or torch would not have."""
+"""Checkpoints written in DeepSpeed's layout: read back bit for bit, under its file names, and with nothing in the
+pickles that DeepSpeed or torch would not have."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from tests.deepspeed_c.checkpoint.formats.deepspeed.memory_source import MemoryS
 
 WORLDS = (1, 2, 3)
 LOW = (torch.float32, torch.bfloat16, torch.float16)
-# What torch.save itself names, and Python's containers.
+# Globals that torch.save itself names, and Python's containers.
 HARMLESS = {
     "collections.OrderedDict",
     "torch._utils._rebuild_tensor_v2",
@@ -194,7 +195,7 @@ def test_names_that_lead_elsewhere_are_refused_before_anything_is_written(tmp_pa
             write_universal(renamed(old, new), inner, "t")
         assert repr(new) in raised.value.what and "universal format" in raised.value.what, (new, raised.value.what)
         assert not list(tmp_path.iterdir()), (old, new, list(tmp_path.rglob("*")))
-    # What merely looks odd has a place, and comes back.
+    # Odd but valid names have a place, and come back.
     for old, new in (("wide", "a/b..c/ \u00e9\n"), ("exp_avg", "..x y")):
         source = renamed(old, new)
         with UniversalSource(write_universal(source, inner, "t")) as written:

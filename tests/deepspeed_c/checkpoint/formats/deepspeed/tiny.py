@@ -9,7 +9,8 @@ VOCABULARY, WIDTH, INNER = 7, 5, 3
 
 
 class Tiny(nn.Module):
-    """Two groups, a frozen layer, a tied weight, buffers (one of integers, one not saved), sizes that no world size divides."""
+    """Two groups, a frozen layer, a tied weight, buffers (an integer buffer, a non-persistent buffer), sizes that no
+    world size divides."""
 
     def __init__(self) -> None:
         super().__init__()
