@@ -1,9 +1,11 @@
-"""Random runs of an engine against the reference that rounds where it rounds (``tests/deepspeed_c/zero/reference.py``): what users do, in any combination and at any moment.
+"""Random runs of an engine against the reference that rounds where it rounds (``tests/deepspeed_c/zero/reference.py``):
+users' calls, in any combination and at any moment.
 
     python -m tests.deepspeed_c.engine.fuzz --cases 1000 --seed 1
 
-A case is a dict of settings, drawn from its seed. One that fails is told with the command that runs it alone, after its settings have been put back to their
-defaults one at a time for as long as it still fails. 16-bit runs have to match bit for bit, fp32 to a few ulp of the sums over ranks.
+A case is a dict of settings, drawn from its seed. A failing case is shrunk by putting its settings back to their
+defaults one at a time while it still fails; then it is printed with the command that runs it alone. 16-bit runs have to
+match bit for bit, fp32 to a few ulp of the sums over ranks.
 """
 
 from __future__ import annotations
@@ -83,7 +85,7 @@ PRECISIONS = {
 
 
 def draw(seed: int) -> Case:
-    """The case of a seed, with what has no effect, or is refused, put back."""
+    """The case of a seed, with settings that have no effect or are refused put back."""
     rng = random.Random(seed)
     return settled({name: rng.choice(values) for name, values in CHOICES.items()})
 
@@ -339,7 +341,7 @@ class Scale:
 
 
 def reference_outcomes(case: Case, outcomes: list[Outcome]) -> list[Outcome]:
-    """What each rank should have got."""
+    """The outcome that each rank should have got."""
     world, model = case["world"], make(case)
     flow = flow_of(config_of(case, ""), world, model)._replace(by_caller=case["user_backward"])
     reference = Reference(model, groups_of(model, case), flow, world, ADAMW, [outcome.order for outcome in outcomes])
@@ -389,7 +391,7 @@ def reference_outcomes(case: Case, outcomes: list[Outcome]) -> list[Outcome]:
 
 
 def check_case(case: Case, *, planted: dict | None = None, timeout: float = 60.0) -> str:
-    """What is wrong with a case, in words; empty if nothing is."""
+    """A description of the case's failure; empty if there is none."""
     with tempfile.TemporaryDirectory(prefix="dsc_fuzz_") as folder:
         try:
             gots = run_ranks(case["world"], engine_outcome, case, folder, planted or {}, timeout=timeout)
@@ -419,14 +421,14 @@ def _difference(case: Case, rank: int, got: Outcome, want: Outcome) -> str:
 
 
 def shrink(case: Case, fails: Callable[[Case], bool]) -> Case:
-    """The case with each setting at its default without which it still fails."""
+    """Put each setting back to its default if the case still fails then."""
     has_changed = True
     while has_changed:
         has_changed = False
         for name, values in CHOICES.items():
             for value in dict.fromkeys(values):
                 if value == case[name]:
-                    break  # what comes before is simpler
+                    break  # earlier values are simpler
                 simpler = settled({**case, name: value})
                 if simpler != case and fails(simpler):
                     case, has_changed = simpler, True
@@ -440,7 +442,7 @@ def told(case: Case) -> str:
 
 
 def parser_of(module: str, what: str) -> argparse.ArgumentParser:
-    """The options by which ``cases_of`` finds cases."""
+    """The command-line options that ``cases_of`` reads."""
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=what)
     parser.add_argument("--cases", type=int, default=100, help="how many, of this seed and those that follow")
     parser.add_argument("--seed", type=int, default=1)
@@ -454,7 +456,7 @@ def cases_of(
     draw: Callable[[int], Case],
     settled: Callable[[Case], Case],
 ) -> list[tuple[str, Case]]:
-    """Labelled cases: the one that was given, or those that are drawn."""
+    """Labelled cases: the given case, or the drawn ones."""
     if options.case:
         default = {name: values[0] for name, values in choices.items()}
         return [("case", settled({**default, **json.loads(options.case)}))]
@@ -483,7 +485,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # Under its importable name, by which ranks find what they are to run.
+    # Under its importable name, because ranks import their function by it.
     from tests.deepspeed_c.engine import fuzz
 
     sys.exit(fuzz.main())

@@ -56,7 +56,7 @@ PRECISIONS = {
     "bf16": {"bf16": {"enabled": True}},
     "fp16": {"fp16": {"enabled": True, "loss_scale": 1024.0}},
 }
-# Of the distance that a weight moves; what is looked for is a factor, or a term that is missing.
+# Relative to the distance that a weight moves; the bugs to find are wrong factors and missing terms.
 TOLERANCE = {"fp32": 2e-3, "bf16": 0.2, "fp16": 0.1}
 
 
@@ -226,7 +226,7 @@ def train(rank: int, world: int, case: Case) -> Weights:
 
 
 def check_case(case: Case, *, timeout: float = 120.0) -> str:
-    """What is wrong with a case, in words; empty if nothing is."""
+    """A description of the case's failure; empty if there is none."""
     try:
         outcomes = run_ranks(world_of(case), train, case, timeout=timeout, preload="tests.hf.preload")
     except RanksFailed as error:

@@ -1,4 +1,4 @@
-"""engine/boundary.py: gradients of all outputs are scaled once, and callers may do with outputs what plain torch lets them."""
+"""engine/boundary.py: gradients of all outputs are scaled once, and callers may use outputs as in plain torch."""
 
 from __future__ import annotations
 

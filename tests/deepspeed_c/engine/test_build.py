@@ -23,7 +23,7 @@ def built(kind, params, **sections):
 
 
 def moments(optimizer, model):
-    """The dtypes of what a step leaves in the state of the first parameter."""
+    """The dtypes in the state of the first parameter after a step."""
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     optimizer.step()

@@ -1,4 +1,5 @@
-"""The communication log of an engine: the section turns it on, and counts and sizes are those that the model's size gives by hand."""
+"""The communication log of an engine: the section turns it on, and counts and sizes match a calculation by hand from
+the model's size."""
 
 import io
 from contextlib import redirect_stdout
@@ -13,7 +14,7 @@ from deepspeed_c.comm.ledger import Ledger, LedgerEntry
 from tests.ranks import run_ranks
 
 WIDTH, LAYERS, STEPS, MICRO_BATCHES = 192, 3, 2, 2
-N_BYTES = 4 * LAYERS * WIDTH * WIDTH  # of all weights, and of all gradients, in fp32
+N_BYTES = 4 * LAYERS * WIDTH * WIDTH  # all weights, or all gradients, in fp32
 
 
 def _train(rank, stage, section, **keys):
@@ -27,7 +28,7 @@ def _train(rank, stage, section, **keys):
         **({} if section is None else {"comms_logger": section}),
     }
     engine, *_ = deepspeed_c.initialize(model=model, config=config)
-    comm.reset_log()  # what the start has sent
+    comm.reset_log()  # forget the start's messages
     for _ in range(STEPS * MICRO_BATCHES):
         engine.backward(engine(torch.full((1, WIDTH), rank + 1.0)).square().mean())
         engine.step()
@@ -67,12 +68,12 @@ def counts_body(rank, world, stage):
     }[stage]
     found = {name: n_bytes for name, (_, n_bytes) in large.items()}
     if stage == 3:
-        # What backward begins with is there since forward has used it last: it may be kept.
+        # Backward's first weights are the forward's last ones, and may be kept.
         at_most = expected.pop("all_gather_into_tensor")
         got = found.pop("all_gather_into_tensor")
         assert at_most // 2 <= got <= at_most, (got, at_most)
     assert found == expected, (found, expected)
-    assert "all_reduce" in small, small  # norm, overflow and what else ranks agree on, once a step
+    assert "all_reduce" in small, small  # norm, overflow and other agreements of ranks, once a step
     everything = comm.get_comm_operation_count()
     comm.configure(enabled=False)
     engine.backward(engine(torch.ones(1, WIDTH)).square().mean())
@@ -115,7 +116,7 @@ def settings_body(rank, world):
     assert comm.get_logged_comm_ops() == ["reduce_scatter_tensor"]
     engine.close()
 
-    # A section that says nothing of it leaves on what dist.configure has turned on.
+    # A configuration without the section leaves a log on that dist.configure has turned on.
     engine = _train(rank, 1, None)
     assert comms_logger.enabled and comm.get_logged_comm_ops() == ["reduce_scatter_tensor"]
     engine.close()

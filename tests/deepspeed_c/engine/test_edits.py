@@ -70,7 +70,7 @@ def test_the_table_is_in_order():
     assert len(set(names)) == len(names)
     for i, edit in enumerate(EDITS):
         assert set(edit.after) <= set(names[:i]), (edit.name, edit.after, names[:i])
-        # A row that wants the layout cannot come before one that must not have it.
+        # A row that needs the layout must come after every row that must not have it.
         assert all(later.needs_layout for later in EDITS[i:]) or not edit.needs_layout
 
 

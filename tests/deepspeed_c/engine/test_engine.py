@@ -1,4 +1,4 @@
-"""The engine's contract: boundaries, skipped steps, bad input, and what is left behind."""
+"""The engine's contract: boundaries, skipped steps, bad input, and leaks."""
 
 from __future__ import annotations
 
@@ -367,7 +367,7 @@ def cycles_body(rank: int, world: int) -> list[tuple[int, int, int]]:
 
 def test_closed_engines_leave_nothing_behind():
     for seen in run_ranks(2, cycles_body):
-        # What leaks never goes down again; what a thread of gloo's still holds for a moment does.
+        # A leak never goes down again; memory that a thread of gloo's still holds for a moment does.
         (rss0, tensors0, fds0), (rss1, tensors1, fds1) = map(max, zip(*seen[4:7])), map(min, zip(*seen[11:]))
         assert tensors1 <= tensors0, f"live tensors by cycle: {[s[1] for s in seen]}"
         assert fds1 <= fds0, f"open files by cycle: {[s[2] for s in seen]}"
@@ -375,7 +375,8 @@ def test_closed_engines_leave_nothing_behind():
 
 
 def two_engines_body(rank: int, world: int) -> list[float]:
-    """Two engines interleaved do what each does alone; one loss through both divides by each one's accumulation once."""
+    """Two interleaved engines train as each does alone; a loss through both is divided once by each engine's
+    accumulation steps."""
     alone = []
     for stage in (1, 2):
         with make(stage) as engine:

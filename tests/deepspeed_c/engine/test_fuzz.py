@@ -16,7 +16,7 @@ def test_a_random_run_is_the_reference(seed: int) -> None:
     assert not problem, f"{problem}\npython -m tests.deepspeed_c.engine.fuzz --case '{told(case)}'"
 
 
-# What the fuzzer has found.
+# Bugs that the fuzzer has found.
 FOUND = {
     "the master of a frozen parameter that never had a gradient was lost by a load": {
         "precision": "bf16",

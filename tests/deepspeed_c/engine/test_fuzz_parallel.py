@@ -17,7 +17,7 @@ def test_a_random_parallel_run_is_one_process(seed: int) -> None:
     assert not problem, f"{problem}\npython -m tests.deepspeed_c.engine.fuzz_parallel --case '{told(case)}'"
 
 
-# What the generator has found.
+# Bugs that the generator has found.
 FOUND = {
     "a kept product that a sum over ranks had overwritten was summed again": {"tp": 2, "recompute": "budget"},
     "gradients that were late on some tensor-parallel ranks were added in another order there": {
@@ -38,7 +38,7 @@ def test_what_was_found_stays_mended(what: str) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("case", [{"data": 2}, {"tp": 2}, {"sp": 2}, {"pp": 2}], ids=str)
 def test_a_rate_that_is_off_by_a_half_is_noticed(case: dict, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a loss that counts once a rank is, of which there are two."""
+    """A loss that counts once on each of two ranks would be off by as much."""
     plain, rate = fuzz_parallel.plain, fuzz_parallel.RATE
 
     def with_another_rate(case: dict):

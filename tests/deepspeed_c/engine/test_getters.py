@@ -1,4 +1,5 @@
-"""The engine's answers about its configuration: every getter answers, and the ones that are more than a look-up answer right."""
+"""The engine's answers about its configuration: every getter answers, and getters that compute something answer right.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def answers_body(rank: int, world: int, extra: dict) -> dict:
     names = [name for name, value in inspect.getmembers(ConfigGetters, inspect.isfunction) if not name.startswith("_")]
     with make(extra) as engine:
         answers = {name: getattr(engine, name)() for name in names}
-        # Sections that are absent need a value all the same, or asking for what is off would raise.
+        # Absent sections need a value all the same, or a getter of a disabled feature would raise.
         return {
             name: value for name, value in answers.items() if isinstance(value, (bool, int, float, str, dict, tuple))
         } | {
@@ -98,7 +99,7 @@ def test_table_says_where_each_comes_from() -> None:
         assert path in getattr(ConfigGetters, name).__doc__
 
 
-# -- what is asked of the engine itself -------------------------------------------------------------------------------
+# -- questions to the engine itself ------------------------------------------------------------------------------------
 
 
 def engine_body(rank: int, world: int) -> None:
@@ -109,7 +110,7 @@ def engine_body(rank: int, world: int) -> None:
         engine.backward(engine(*batch(0, 0, rank, 0)))
         assert engine.get_wall_clock_timers()["backward"] > 0, engine.get_wall_clock_timers()
         engine.step()
-        # A forward that is not followed by a backward keeps what it has gathered for the next one.
+        # A forward without a backward keeps its gathered weights for the next forward.
         with torch.no_grad():
             before = engine(*batch(1, 0, rank, 0))
         engine.empty_partition_cache()

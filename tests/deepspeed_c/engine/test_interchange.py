@@ -1,4 +1,5 @@
-"""engine.load_checkpoint of what others wrote: DeepSpeed's files (shipped fixtures), Hugging Face folders, torch's DCP folders."""
+"""engine.load_checkpoint of other libraries' checkpoints: DeepSpeed's files (shipped fixtures), Hugging Face folders,
+torch's DCP folders."""
 
 from __future__ import annotations
 
@@ -97,7 +98,7 @@ LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 2e-3, "fp16": 2e-3}
 
 
 def losses_of_deepspeed(name: str, report: dict[str, Any]) -> list[float]:
-    """Those of the steps after it had saved, as far as ours should be the same."""
+    """DeepSpeed's losses of the steps after its save, as far as ours should be the same."""
     losses = report["losses"][STEPS:]
     if "round-robin" in name:
         # Three ranks saved it: the other two's batches are not ours.

@@ -1,4 +1,5 @@
-"""What a load takes of a rank's host memory: its own part of what is new, and the reader's buffers; never the whole model."""
+"""Host memory that a load takes on a rank: its part of the new tensors, and the reader's buffers; never the whole
+model."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ WHOLE = 4 * WIDTH * WIDTH * DEPTH  # 63 MB
 SHARD = WHOLE // WORLD
 # The ring of _C.read_blocks: 8 buffers of 2 MiB.
 READER = 16 << 20
-# What else is touched meanwhile (code, heaps of threads, the manifest). A third of what reading the whole model would add to a rank's own part.
+# Other memory touched meanwhile (code, heaps of threads, the manifest). Reading the whole model would add three times
+# this to a rank's own part.
 SLACK = SHARD // 3
 
 
@@ -57,7 +59,7 @@ def make(seed: int) -> Any:
 
 
 def growth(what: Callable[[], Any]) -> int:
-    """Bytes by which the peak of the resident memory rises above what is resident before."""
+    """The peak of the resident memory in bytes, less the resident memory before."""
     accelerator = get_accelerator()
     gc.collect()
     # Free memory that a heap has kept would be used without being seen.
@@ -73,7 +75,7 @@ def shards(engine: Any) -> list[torch.Tensor]:
 
 
 def read_whole(path: str) -> None:
-    """What a load must not do."""
+    """Read every tensor whole, as a load must not do."""
     with open_checkpoint(path, None) as source:
         reads = [
             Read(tensor, 0, torch.empty(tensor.shape).view(-1))
@@ -92,7 +94,7 @@ def body(rank: int, world: int, folder: str) -> dict[str, int]:
         engine.save_checkpoint(ckpt, tag="one")
         engine.save_model(model)
         wanted = shards(engine)
-        engine.load_checkpoint(ckpt)  # what is imported, connected and started once is not counted
+        engine.load_checkpoint(ckpt)  # one-time imports, connections and threads do not count
         grown["into the engine that saved"] = growth(lambda: engine.load_checkpoint(ckpt))
     with make(1) as engine:
         loads = {

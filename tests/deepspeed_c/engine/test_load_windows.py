@@ -1,5 +1,6 @@
-"""A load begins an accumulation window, whatever is loaded and wherever in a window it comes: what follows is what plain torch does with the weights and states that were
-loaded, and the gradients of the micro-batches after the load alone. One that is refused leaves the window as it was."""
+"""A load of any kind, anywhere in a window, begins an accumulation window: training goes on as plain torch does from
+the loaded weights and states, with the gradients of the micro-batches after the load alone. A refused load leaves the
+window as it was."""
 
 from __future__ import annotations
 
@@ -124,7 +125,7 @@ def by_hand(src: Weights, dst: nn.Module) -> None:
     dst.load_state_dict(src)
 
 
-# What is loaded, and which of the plain run's weights and momenta go back with it.
+# Kind of load -> (the call, whether the plain run's weights go back, whether its momenta do).
 LOADS: dict[str, tuple[Callable[[Engine, str], object], bool, bool]] = {
     "all": (lambda engine, folder: engine.load_checkpoint(folder), True, True),
     "but states": (lambda engine, folder: engine.load_checkpoint(folder, load_optimizer_states=False), True, False),
@@ -191,7 +192,7 @@ def test_a_load_begins_a_window(stage, tmp_path):
 
 
 def check_scale(rank: int, world: int, stage: int) -> None:
-    """Masters and loss scale of an optimizer's dict replace those that the gathered gradients were made with."""
+    """Masters and loss scale of an optimizer's dict are loaded while accumulated gradients still have the old scale."""
     found = []
     for abandons in (False, True):
         with make_engine(stage, fp16={"enabled": True, "initial_scale_power": 8}) as engine:
@@ -279,7 +280,8 @@ def test_a_load_that_is_refused_leaves_the_window_as_it_was(stage, tmp_path):
 
 
 def check_broken(rank: int, world: int, stage: int, folder: str) -> None:
-    """Weights have been overwritten when a file turns out to be unreadable, on one rank: the window is gone, the engine refuses, and begins one with what is loaded then."""
+    """A file turns out to be unreadable on one rank after weights were overwritten: the window is gone, the engine
+    refuses to train, and the next load begins a window."""
     plain = Plain()
     with make_engine(stage) as engine:
         run(engine, "managed", 0)
@@ -313,11 +315,12 @@ def test_a_load_that_breaks_begins_a_window_with_the_next_one(stage, tmp_path):
     run_ranks(WORLD, check_broken, stage, str(tmp_path))
 
 
-# -- what belongs between two windows -----------------------------------------------------------------------------------
+# -- calls between two windows -----------------------------------------------------------------------------------------
 
 
 def check_between(rank: int, world: int, steering: str) -> None:
-    """A window is open from its first backward to the step that updates, whoever counts the micro-batches."""
+    """A window is open from its first backward to the step that updates, whether the engine or the caller counts
+    micro-batches."""
     with make_engine(2, steering) as engine:
         for window in range(2):
             engine.set_train_batch_size(engine.train_batch_size())
@@ -349,7 +352,7 @@ class Numbers(torch.utils.data.Dataset):
 
 
 def check_places(rank: int, world: int, folder: str) -> None:
-    """What is saved within a window goes on with the first batch of that window, whatever began it."""
+    """A checkpoint saved within a window goes on with the first batch of that window, however the window began."""
     settings = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": GAS,

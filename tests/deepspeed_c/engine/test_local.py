@@ -1,5 +1,5 @@
-"""Engines whose ranks share memory ("comm": {"local": ...}): the bits of gloo, buffers that are read where they lie, and
-what training does around it: loaders that fork, checkpoints, ranks that are killed.
+"""Engines whose ranks share memory ("comm": {"local": ...}): the bits of gloo, buffers read in place, and the rest of
+training: loaders that fork, checkpoints, killed ranks.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ def killed_body(rank, world, stage):
     assert "rank 1 (process " in text and "shm)" in text, text
     assert "rank 1 has ended" in text.split("Fix")[1], f"the watchdog knows it too: {text}"
     assert seconds < 30, f"{seconds:.0f} s: noticed within a second, where the machine is not busy"
-    os._exit(0)  # what is left of the group cannot be ended in order
+    os._exit(0)  # the remaining ranks cannot end the group in order
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

@@ -52,7 +52,7 @@ def storages(engine, kind: OffloadStateTypeEnum, device: str = "nvme") -> int:
 
 
 def has_memory(storage) -> int:
-    """Its bytes; 0 for one without memory, whatever its length: of what ranks share the system says what is there."""
+    """The storage's bytes in memory; 0 if its memory is released. For shared memory the system is asked."""
     n_bytes = storage.nbytes()
     if storage.resizable() or n_bytes == 0:
         return n_bytes
@@ -108,7 +108,7 @@ def out_and_back(engine, rank: int, place: OffloadDeviceEnum, folder: str) -> No
     assert storages(engine, OffloadStateTypeEnum.optim_states) == 0
     assert storages(engine, OffloadStateTypeEnum.hp_params) == 0
     assert storages(engine, OffloadStateTypeEnum.lp_grads) == sizes[OffloadStateTypeEnum.lp_grads]
-    engine.offload_states(device=place)  # the rest; what is away stays away
+    engine.offload_states(device=place)  # the rest; states that are away stay away
     engine.offload_states(device=place)  # nothing is left
     assert all_storages(engine) == dict.fromkeys(OffloadStateTypeEnum, 0)
     for call in (
@@ -137,8 +137,8 @@ def test_out_and_back(world: int, stage: int, dtype: str) -> None:
         run_ranks(world, body, stage, dtype, folder)
 
 
-# Where states live -> (offload_optimizer, whether the device's memory is another one than the host's, and the label of
-# the homes of which "cpu" and "nvme" move what they have in memory).
+# Where states live -> (offload_optimizer, whether device and host memory differ, and for "cpu" and "nvme" the label of
+# the homes whose tensors move).
 HOMES = {
     "all in a file": ({"device": "nvme"}, False, {"cpu": "none", "nvme": "none"}),
     "some in a file": ({"device": "nvme", "ratio": 0.5}, False, {"cpu": "device", "nvme": "device"}),
@@ -163,7 +163,7 @@ def homes_body(rank: int, world: int, stage: int, name: str, folder: str) -> Non
                     units = engine._layout.trained
                     moving = [unit for unit in units if moves[device] in (unit.states.label, "both")]
                     assert bool(moving) == (moves[device] != "none"), [unit.states.label for unit in units]
-                    # Adam's two moments, and masters, of four bytes each; of what this rank has.
+                    # Adam's two moments, and masters, of four bytes each, for this rank's elements.
                     n_masters = sum(4 * unit.shard_elems for unit in moving)
                     for kind, n_bytes in (("optim_states", 2 * n_masters), ("hp_params", n_masters)):
                         assert storages(engine, OffloadStateTypeEnum(kind), device) == n_bytes, kind
@@ -246,7 +246,7 @@ def test_closed_while_states_are_away() -> None:
 def refusals(rank: int, world: int, folder: str) -> None:
     with make(2, "bf16") as engine, pytest.raises(ConfigError, match="names no folder on NVMe"):
         engine.offload_states(device="nvme")
-    # One of the ranks has no room: all of them refuse, and go on.
+    # A single rank has no room: all ranks refuse, and go on.
     with make(2, "bf16", folder) as engine:
         want = train(engine, rank, range(4))
     with make(2, "bf16", folder) as engine:
@@ -305,7 +305,8 @@ def failing(rank: int, world: int, folder: str) -> None:
                 broken.set()
                 losses += train(engine, rank, range(2, 4))
 
-                # Rank 0 cannot read, and then reads what was not written; all ranks hear of it, and the states wait.
+                # Rank 0 cannot read, and then reads corrupted bytes; all ranks get the error, and the states stay in
+                # the file.
                 engine.offload_states(device="nvme")
                 broken.set(**(EVERYTHING if rank == 0 else {}))
                 reload_fails(engine, rank, "failed")

@@ -1,4 +1,5 @@
-"""engine/passes.py: a pass that ends in no parameter's gradient is what it is in plain torch, and no part of the window; at every stage, in every precision."""
+"""engine/passes.py: a pass that ends in no parameter's gradient computes the same as in plain torch, and is no part of
+the window; at every stage, in every precision."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ CELLS = [
     for precision in PRECISIONS
     if stage in (1, 3) or "autocast" not in precision
 ]
-# Norm of the difference over norm. What is looked for here is off by the loss scale, by accumulation steps, or by a term that is missing.
+# Norm of the difference over norm. The bugs to find are off by the loss scale, by accumulation steps, or by a missing
+# term.
 TOLERANCE = {"fp32": 2e-5, "bf16": 4e-2, "fp16": 1e-2, "autocast_bf16": 4e-2, "autocast_fp16": 1e-2}
 
 
@@ -121,7 +123,7 @@ def of_the_output_itself(run, x):
 
 
 def by_hooks(run, x):
-    """What hooks on the input of the model see."""
+    """The gradients that hooks on the model's input see."""
     seen = []
     y = x * 1
     y.register_hook(seen.append)
@@ -143,7 +145,7 @@ PASSES = [of_output, of_map, by_backward, of_the_output_itself, by_hooks, of_man
 
 
 def window_of(engine) -> tuple:
-    """What a pass of the window would change."""
+    """The state that a pass of the window would change."""
     reducer = engine._optimizer.reducer
     buckets = [(b.is_launched, b.has_result, b.is_pending) for b in reducer.buckets]
     return (
@@ -180,7 +182,7 @@ def passes_body(rank: int, world: int, stage: int, precision: str) -> None:
         plain = make_net()
         before, n_gathers = window_of(engine), 0
 
-        # torch.func and what keeps gathered weights out of graphs do not go together, says torch.
+        # torch.func does not work with the hooks that keep gathered weights out of graphs, says torch.
         passes = [run for run in PASSES if stage < 3 or world == 1 or run is not by_transform]
 
         def run_all(step: int) -> None:
@@ -195,7 +197,7 @@ def passes_body(rank: int, world: int, stage: int, precision: str) -> None:
             tolerance = TOLERANCE[precision] * (4 if run is of_map else 1)
             assert off_by(got, want) < tolerance, f"{run.__name__}: {off_by(got, want):g}"
             assert window_of(engine) == before, run.__name__
-            if stage == 3 and world > 1 and run is not of_the_output_itself:  # which reads no weight
+            if stage == 3 and world > 1 and run is not of_the_output_itself:  # of_the_output_itself reads no weight
                 assert_at_rest(engine)
                 assert engine._fetcher.stats.n_gathers > n_gathers
                 n_gathers = engine._fetcher.stats.n_gathers
@@ -287,7 +289,7 @@ def test_a_penalty_that_fp16_cannot_scale_at_the_outputs_is_refused():
     run_ranks(1, unscaled_penalty_body)
 
 
-# -- what the module is made of -----------------------------------------------------------------------------------------
+# -- parts of the module -----------------------------------------------------------------------------------------------
 
 
 def kind_body(rank: int, world: int, stage: int, precision: str, kind: str, backward: str) -> None:
@@ -326,7 +328,7 @@ def test_passes_through_every_kind_of_module(stage, kind):
 
 
 class Own(torch.autograd.Function):
-    """A node of the user's, of which nobody knows what it does."""
+    """A user's autograd node, opaque to the engine."""
 
     @staticmethod
     def forward(ctx, x):
@@ -567,7 +569,7 @@ def test_two_engines_side_by_side():
 
 
 def raising_body(rank: int, world: int, stage: int) -> None:
-    """A pass that has raised leaves the window what it was; what follows is as if it had not been."""
+    """A pass that raises leaves the window as it was, and later passes are as if it had not happened."""
 
     def refuse(grad):
         raise ValueError("no")

@@ -1,4 +1,5 @@
-"""A run that is asked to stop: all ranks save the same step and exit with 0, and a run that resumes from there is the one that was never stopped."""
+"""A run that is asked to stop: all ranks save the same step and exit with 0, and a run that resumes from there equals a
+run that was never stopped."""
 
 from __future__ import annotations
 
@@ -189,7 +190,7 @@ def test_one_rank_is_asked_within_a_window(tmp_path, is_async):
     stopped = run_ranks(2, stopped_in_a_window, folder, is_async, is_async)
     assert [(code, len(told)) for code, _, told in stopped] == [(0, 5 * GAS)] * 2, stopped
     assert "a signal to another rank: saved step 5" in stopped[0][1] and "saved step" not in stopped[1][1], stopped
-    for _, err, _ in stopped:  # of the save before, between a backward and its step
+    for _, err, _ in stopped:  # a notice about the save before, between a backward and its step
         assert ("the gradients of its micro-batches are not saved" in err) == is_async, err
     tags = {path.parent.name for path in tmp_path.glob("*/manifest.json")}
     assert tags == {"global_step5", *(["before"] if is_async else [])}
@@ -341,7 +342,7 @@ def handlers(rank: int, world: int, folder: str) -> None:
         usr.close()
         assert signal.getsignal(signal.SIGUSR1) is mine and signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-        # Whoever has taken the signal since keeps it.
+        # A later handler of the signal stays.
         signal.signal(signal.SIGTERM, mine)
         term.close()
         assert signal.getsignal(signal.SIGTERM) is mine

@@ -1,4 +1,5 @@
-"""What users call on the engine to reduce gradients and other tensors by hand, the names of its groups, and its throughput timer."""
+"""The engine's methods to reduce gradients and other tensors by hand, the names of its groups, and its throughput
+timer."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What the engine says: nothing unasked but one line at the start, and what each reporting key asks for."""
+"""The engine's output: unasked only one line at the start, and the reports that each key asks for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run goes on from: callers set it on the engine under DeepSpeed's names, and checkpoints save what they have set."""
+"""State that a run goes on from: callers set it on the engine under DeepSpeed's names, and checkpoints save it."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from tests.deepspeed_c.zero.test_oracle import make_config
 from tests.deepspeed_c.zero.traits import CLIP, OPTIMIZER, TRAITS, batch, make_model, whole_params
 from tests.ranks import run_ranks
 
-# Which parameters are trained, phase by phase; two steps each.
+# Patterns of the trained parameters, phase by phase; two steps each.
 PHASES = (None, ["out.*", "gain"], ["inp.weight", "gain"], None)
 STEPS = 2
 

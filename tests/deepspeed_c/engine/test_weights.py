@@ -81,7 +81,7 @@ def saving_body(rank: int, world: int, folder: str, trait: str, stage: int, dtyp
                     raise AssertionError("ValueError was not raised")
         if stage == 3 and world > 1:
             check_equal(engine.module_state_dict(), want, label)
-        # Training goes on, and what is saved then is what was trained.
+        # Training goes on, and a later save holds the trained weights.
         x, y = batch(0, 0, rank, 0)
         engine.backward(engine(x.to(kind), y))
         engine.step()

@@ -1,4 +1,5 @@
-"""engine/zero_grad.py: ``zero_grad()`` of a module drops what an engine has gathered of it in the present window, as in plain torch."""
+"""engine/zero_grad.py: ``zero_grad()`` of a module drops its gradients that an engine has accumulated in the present
+window, as in plain torch."""
 
 from __future__ import annotations
 

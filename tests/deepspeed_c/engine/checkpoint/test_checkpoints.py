@@ -156,13 +156,13 @@ def load_all(rank: int, world: int, folder: str, expected: dict[tuple[int, int],
             for (saved_world, saved_stage), state in expected.items():
                 if not is_tried(saved_world, saved_stage, world, stage):
                     continue
-                # What was there before must not shine through.
+                # Values from before the load must not remain.
                 train(engine, range(1))
                 path, client = engine.load_checkpoint(folder, tag=f"world{saved_world}_stage{saved_stage}")
                 if client != {"world": saved_world, "stage": saved_stage}:
                     problems.append(f"client state {client} of {path}")
                 got = whole_state(engine)
-                # Samples are counted in those of the run that saved.
+                # The count of samples is the saving run's.
                 problems += [
                     f"world {saved_world} stage {saved_stage} -> world {world} stage {stage}: {text}"
                     for text in differences(state, got)
@@ -515,7 +515,7 @@ def test_deepspeeds_layout_goes_out_and_comes_back(tmp_path, stage, dtype):
     for target in (stage, (stage + 1) % 4):
         for (state, _), (got, epoch) in zip(expected, run_ranks(2, load_from_deepspeed, target, dtype, str(tmp_path))):
             assert epoch == 3
-            # DeepSpeed keeps states in one flat tensor with one count of steps, also of what was never updated.
+            # DeepSpeed keeps states in one flat tensor with one count of steps, also for parameters never updated.
             assert [text for text in differences(state, got) if " unused" not in text] == []
 
 

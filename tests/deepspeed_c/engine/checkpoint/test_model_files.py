@@ -1,4 +1,5 @@
-"""save_model writes what a plain model holds, as Hugging Face lays it out, at every stage, and fails on all ranks or on none."""
+"""save_model writes a plain model's weights in Hugging Face's layout at every stage, and fails on all ranks or on none.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ def saving_body(rank: int, world: int, folder: str, trait: str, stage: int, dtyp
                     master = masters[name]
                     expected[name] = (value if master is None or out == kind else master).to(out)
             check_model(path, expected, f"{label} {out}")
-        # The folder is replaced, and what else is in it stays.
+        # The folder's weights are replaced, and its other files stay.
         if rank == 0:
             with open(os.path.join(path, "tokenizer.json"), "w") as file:
                 file.write("{}")
