@@ -52,13 +52,13 @@ def test_names_of_axes_are_told_apart() -> None:
 
 
 class Found(NamedTuple):
-    """What one rank of an engine does, as far as a row says something about it."""
+    """The behaviour of one rank of an engine, as far as a row of the table describes it."""
 
     samples: tuple[int, ...] | None
-    """Of its first micro-batch; None where the engine is a pipeline, whose loader is the caller's."""
+    """Samples of its first micro-batch; None for a pipeline, because its loader is the caller's."""
     layers: tuple[str, ...]
     box: Any
-    """Which part of the cut parameter it holds; None where it is whole."""
+    """The part of the cut parameter that it holds; None if the parameter is whole."""
     shard: list[int]
     """Ranks with other shards of the whole parameter."""
     replicas: list[int]
@@ -68,13 +68,13 @@ class Found(NamedTuple):
     batch: tuple[int, int]
     """train_batch_size, and ranks that it is counted over."""
     pieces: list[tuple[str, str, Any, int]]
-    """(kind, name, place, elements) of what it writes into a checkpoint."""
+    """(kind, name, place, elements) of its tensors in a checkpoint."""
     n_elems: dict[str, int]
     """Elements of each logical parameter that it knows."""
 
 
 class Model(torch.nn.Module):
-    """A weight that tensor-parallel ranks hold parts of, by Megatron's marks, and one that is whole."""
+    """A weight cut over tensor-parallel ranks, by Megatron's marks, and a whole weight."""
 
     def __init__(self, n_tp: int) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def engine_of(sizes: dict[str, int], stage: int):
         "gradient_accumulation_steps": GAS,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "sequence_parallel": {"loss": "part"},  # ranks are given the same numbers: what is asked is who works with whom
+        "sequence_parallel": {"loss": "part"},  # all ranks get the same numbers; the test is about their groups
     }
     if "pp" in sizes:
         module = PipelineModule([torch.nn.LayerNorm(WIDTH) for _ in range(4)], num_stages=sizes["pp"])
@@ -151,7 +151,7 @@ def of_rows(sizes: dict[str, int], is_meant) -> set[str]:
 
 
 def check_rows(sizes: dict[str, int], stage: int, ranks: list[Found]) -> None:
-    """What ranks do follows from the rows, which are gone through rank by rank without any of the tuples."""
+    """Check that ranks behave as the rows say; rows are read rank by rank, without any of the derived tuples."""
     places = [dict(zip(sizes, at)) for at in itertools.product(*(range(n) for n in sizes.values()))]
     summed = of_rows(sizes, lambda row: row.sums_gradients)
     sharded = of_rows(sizes, lambda row: row.shards_states) if stage else set()
@@ -182,7 +182,7 @@ def check_rows(sizes: dict[str, int], stage: int, ranks: list[Found]) -> None:
 
 
 def check_ownership(label: str, ranks: list[Found]) -> set[str]:
-    """Each element of each parameter, and of its states, is written by one rank. Returns the kinds of what is."""
+    """Each element of each parameter, and of its states, is written by one rank. Return the kinds that are written."""
     written: dict[tuple[str, str], int] = {}
     seen: set[tuple[str, str, Any]] = set()
     for me in ranks:
@@ -223,7 +223,7 @@ def test_claims_of_the_rows(world: int) -> None:
 
 
 class ExpertMpu:
-    """An mpu of data-parallel ranks, of which some hold other experts."""
+    """An mpu of data-parallel ranks; some ranks hold other experts."""
 
     def __init__(self, name: str) -> None:
         setattr(self, f"get_{name}_world_size", lambda: 2)
@@ -293,7 +293,7 @@ MOST_LITERALS = 14
 
 
 def literals(source: str) -> list[int]:
-    """Lines on which a string is the name of an axis."""
+    """Numbers of the lines with an axis name as a string."""
     nodes = ast.walk(ast.parse(source))
     return sorted({node.lineno for node in nodes if isinstance(node, ast.Constant) and node.value in AXES})
 

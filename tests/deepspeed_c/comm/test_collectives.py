@@ -58,7 +58,7 @@ def make(kernel, way=None):
 
 
 def check_close(got, want, magnitude, out_dtype, travel_dtype, n, what):
-    """One rounding to out's dtype, and n roundings to the dtype that the sum runs in (for a backend: what travels)."""
+    """One rounding to out's dtype, and n roundings to the sum's dtype (for a backend: the dtype sent)."""
     bound = torch.finfo(out_dtype).eps * want.abs() + n * torch.finfo(travel_dtype).eps * magnitude + 1e-7
     error = (got.double() - want).abs()
     worst = int((error - bound).argmax()) if error.numel() else 0

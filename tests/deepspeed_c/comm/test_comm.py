@@ -1,4 +1,4 @@
-"""comm/comm.py: every operation under DeepSpeed's name does what torch's does, and the communication log counts it."""
+"""comm/comm.py: every operation under DeepSpeed's name equals torch's, and the communication log counts it."""
 
 from __future__ import annotations
 

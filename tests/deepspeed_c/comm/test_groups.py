@@ -1,4 +1,4 @@
-"""comm/groups.py: ranks find each other, and what goes wrong is said within the time limit. Each case has processes of
+"""comm/groups.py: ranks find each other, and failures are reported within the time limit. Each case has processes of
 its own.
 """
 
@@ -25,7 +25,7 @@ LONG = timedelta(seconds=200)  # on a busy machine ranks come late; nobody waits
 
 
 def bare(**environ):
-    """Makes this process one that nobody has initialised, with ``environ`` as all that a launcher left."""
+    """Make this process uninitialised, with ``environ`` as the launcher's only variables."""
     dist.destroy_process_group()
     for name in list(os.environ):
         if name.startswith(LAUNCHERS):
@@ -133,7 +133,7 @@ def test_rank_0_listens_where_the_others_look_for_it(run_ranks, host):
     if host != socket.gethostname():
         assert seen == [{host}] * 2
     else:
-        # What the name means here need not be what it means on other hosts, unless it is an address that they reach.
+        # Other hosts may resolve the name differently, unless it is an address that they reach.
         means = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0]
         assert (
             seen == [{"127.0.0.1", "127.0.0.2", "::1", *([own] if own else [])} if is_loopback(means) else {means}] * 2
@@ -163,8 +163,8 @@ def again_body(rank, world, port):
 
 
 def test_a_group_can_be_formed_again_over_a_store_that_lives_on(run_ranks):
-    """torchrun's agent keeps one store for a worker's life: what a group left in it must not be taken for the next
-    one's.
+    """torchrun's agent keeps one store for a worker's life: a group's leftover keys must not be taken for the next
+    group's.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     run_ranks(2, again_body, store.port, fresh=True)

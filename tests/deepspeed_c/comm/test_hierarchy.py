@@ -1,5 +1,5 @@
-"""comm/hierarchy.py: ranks on several hosts (network namespaces) against sums in the order that it documents, against
-fp64, gloo and plain training; what leaves a host; and what is said when a rank dies.
+"""comm/hierarchy.py: ranks on several hosts (network namespaces) compared with sums in the documented order, fp64, gloo
+and plain training; the bytes that leave a host; and the errors when a rank dies.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.ranks import RanksFailed
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 ANY = [*FLOATS, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex128]
 CPU = torch.device("cpu")
-# Two by two; in turn; unequal; three hosts of which one has one rank, and which lie between one another.
+# Two by two; in turn; unequal; three hosts, one with a single rank, with ranks in mixed order.
 LAYOUTS = [(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1), (0, 1, 1, 2, 0)]
 N_TRIALS = 50
 
@@ -207,7 +207,7 @@ def volume_body(rank, world, hosts):
         for name, (call, wanted) in calls.items():
             call()
             counts = []
-            # TCP sends again what a busy machine is late to acknowledge: the least of three.
+            # TCP resends segments that a busy machine acknowledges late, hence the least of three.
             for _ in range(3):
                 tall.barrier()
                 before = sent()
@@ -222,12 +222,12 @@ def volume_body(rank, world, hosts):
 def test_no_more_than_the_least_leaves_a_host(run_ranks):
     hosts = LAYOUTS[0]
     for name, (n_bytes, least) in run_ranks(4, volume_body, hosts, hosts=hosts)[0].items():
-        # Flat rings send twice as much; what TCP sends again on a busy machine is far less.
+        # Flat rings send twice as much; TCP's resends on a busy machine are far less.
         assert least <= n_bytes <= 1.4 * least, f"{name}: {n_bytes} bytes left the host, {least} had to"
 
 
 def groups_body(rank, world):
-    """Parts of the world have their own; what is closed leaves nothing."""
+    """Parts of the world have their own groups; a closed group leaves nothing."""
     comm = Collectives()
     with pytest.raises(
         CommError, match="cannot share memory: ranks run in several network namespaces of host-0"
@@ -296,7 +296,7 @@ def of_sizes(tall, numel, dtype):
 
 
 def differing_body(rank, world, hosts, calls, numels, dtypes):
-    """What a rank is told whose host starts something else than the others."""
+    """The error of a rank whose host starts another operation than the other hosts."""
     tall, _ = both()
     tall.barrier()
     host = hosts[rank]
@@ -349,7 +349,7 @@ def dying_body(rank, world):
     if rank == 3:
         os._exit(7)
     begin = time.monotonic()
-    # A rank names the first one that it sees gone: the dead one, or one that has noticed before it and closed its end.
+    # A rank names the first missing rank: the dead rank, or a rank that noticed earlier and closed its end.
     with pytest.raises(CommError, match=r"reduce_scatter of \d+ torch.float32 failed: .*rank [0-3]") as caught:
         tall.reduce_scatter(torch.ones(4 << 18), torch.ones(1 << 18)).wait()
     assert "(shm+gloo)" in str(caught.value)
@@ -365,7 +365,8 @@ def test_a_dead_rank_ends_the_calls_of_all_and_is_named_by_whom_it_left_waiting(
         run_ranks(4, dying_body, hosts=LAYOUTS[0], fresh=True, grace=200)
     outcomes = failed.value.outcomes
     assert [outcome.kind for outcome in outcomes] == ["returned"] * 3 + ["died"], str(failed.value)
-    # Rank 2 shares the host of rank 3, rank 1 exchanges slices with it: whoever of them is first has nobody else to name.
+    # Rank 2 shares the host of rank 3, rank 1 exchanges slices with it: the first of them to notice has no other rank
+    # to name.
     said = [outcome.value for outcome in outcomes[:3]]
     for rank, text in enumerate(said):
         assert f"rank {rank} (process" not in text.partition("failed: ")[2], said

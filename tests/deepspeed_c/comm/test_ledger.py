@@ -1,4 +1,4 @@
-"""comm/ledger.py: what is entered, in which state it is, and what is counted, for the engine's collectives and the user's calls."""
+"""comm/ledger.py: entries, their states and their totals, for the engine's collectives and the user's calls."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_words_for_an_entry():
 def test_states_and_what_blocks():
     ledger = Ledger("g", [0, 1])
     entry = ledger.enter("all-gather", 8)
-    # One that cannot even start blocks, as the first of NCCL may.
+    # A collective that hangs while starting counts as blocking; the first call over NCCL can do that.
     assert entry.state == STARTING and ledger.blocking() == [entry]
     entry.started()
     assert entry.state == ENTERED and ledger.blocking() == []
@@ -92,7 +92,7 @@ def test_what_a_device_has_not_done_yet_is_waited_for(monkeypatch):
     assert len(events) == 3 and ledger.blocking() == entries, "the calls have returned, and the streams wait"
     events[0].has_come = True
     assert ledger.blocking() == entries[1:] and entries[0].state == DONE
-    # What is behind it on the stream cannot have come before it.
+    # Later calls on the stream cannot have completed before it.
     events[1].has_come = events[2].has_come = True
     assert ledger.blocking() == [] and [entry.state for entry in entries] == [DONE] * 3
     failed = ledger.enter("all-gather", 8, "d", device)
@@ -122,7 +122,7 @@ def test_the_ring_keeps_the_newest():
     kept = ledger.recent(10**6)
     assert [e.seq for e in kept] == list(range(3000 - len(kept) + 1, 3001)) and len(kept) >= 1000
     assert [e.n_bytes for e in ledger.recent(2)] == [2998, 2999]
-    # What is waited for is known even when the ring has gone round since.
+    # A call being waited for stays known even after the ring buffer has wrapped around.
     old = ledger.enter("all-gather", 1)
     old.begin_wait()
     for _ in range(3000):
@@ -234,7 +234,7 @@ def every_method_body(rank, world):
             want = (op, n_bytes, given.get("label", label), DONE)
             assert (entry.op, entry.n_bytes, entry.label, entry.state) == want, (entry.op, entry.n_bytes, entry.label)
     assert ledger.last == first + 2 * len(calls), "one call is one entry"
-    # What sends nothing is not entered.
+    # Calls that send nothing are not entered.
     comm.broadcast(torch.empty(0), 0)
     comm.all_reduce(torch.empty(0)).wait()
     comm.sum_numbers([])

@@ -101,7 +101,8 @@ def groups_body(rank: int, world: int) -> None:
 
 
 def names_body(mesh: Mesh, rank: int) -> None:
-    """What a collective over a group of the mesh is called, and who explains its failures."""
+    """The label of a collective over a group of the mesh, and the explanation of its failures, taken from the whole
+    world's ledger."""
     shard, replicate = mesh.along("dp_shard"), mesh.along("dp_replicate")
     said = str(shard.ledger.recent(1)[0])
     assert said.endswith(f" over dp_shard (ranks {2 * (rank // 2)}-{2 * (rank // 2) + 1})"), said

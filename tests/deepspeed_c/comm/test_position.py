@@ -1,4 +1,4 @@
-"""comm/position.py: what a rank says of itself, and what it finds out about the processes beside it."""
+"""comm/position.py: a rank's description of itself, and its findings about the processes beside it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="n
 
 
 def from_a_thread(function, wait):
-    """What ``function`` returns in a thread, once the main thread waits for it in ``wait(answers)``."""
+    """Call ``function`` in a thread while the main thread waits in ``wait(answers)``, and return its result."""
     answers, main = queue.Queue(), threading.main_thread().ident
 
     def run():

@@ -1,4 +1,4 @@
-"""Messages around a group: every distance, lengths that differ over ranks, what is in the ledger, and what is refused."""
+"""Messages around a group: every distance, lengths that differ over ranks, ledger entries, and refusals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LENGTHS = [5, 0, 3, 7]
 
 
 def around(rank: int, world: int, shared: bool) -> list[tuple[list[float], int]]:
-    """What comes from each distance, and the bytes that were entered; two messages are under way at once."""
+    """The message received from each distance, and the bytes entered; two messages are under way at once."""
     comm = Collectives()
     if shared:
         comm.use_shared_memory("auto")

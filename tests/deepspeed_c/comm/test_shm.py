@@ -1,5 +1,5 @@
-"""comm/shm.py: the collectives of ranks that share memory against gloo's and against sums in rank order, what becomes of
-the memory, and what is said where ranks cannot share any.
+"""comm/shm.py: the collectives of ranks that share memory compared with gloo's and with sums in rank order, the release
+of the memory, and the errors if ranks cannot share any.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Trial:
 
 
 def rank_order(rows, scale, begin, dtype):
-    """Sum in rank order in f32, scaled, then added to what is there, rounded once."""
+    """Sum in rank order in f32, scaled, then added to ``begin``, rounded once."""
     total = torch.zeros(rows[0].shape, dtype=torch.float32)
     for i, row in enumerate(rows):
         total = row.to(torch.float32) if i == 0 else total + row.to(torch.float32)
@@ -233,7 +233,7 @@ def test_many_in_flight_beside_those_of_gloo(run_ranks, world):
 
 
 def no_copy_body(rank, world):
-    """What lies where others can read it is not staged."""
+    """Tensors in shared memory are not staged."""
     local, _ = both()
     assert local._connection.owns(local.allocate(100, CPU)) and not local._connection.owns(torch.empty(100))
     pool = BufferPool(allocate=local.allocate)
@@ -246,7 +246,7 @@ def no_copy_body(rank, world):
     pool.give(buffer)
     assert pool.take(1 << 18, torch.float32, CPU).data_ptr() == address
     assert local.allocate(0, CPU).numel() == 0
-    # A tensor keeps its memory, whatever becomes of everything else.
+    # A tensor keeps its memory when everything else is gone.
     kept = local.allocate(1 << 20, CPU).fill_(rank + 1)
     alone = local.alone()
     assert alone.allocate(8, CPU).numel() == 8 and not local._connection.owns(alone.allocate(8, CPU))
@@ -289,7 +289,7 @@ def ends_body(rank, world):
     dist.destroy_process_group(group)
     del group
     gc.collect()
-    # What somebody still holds stays; there is no more of it.
+    # Memory still held stays; no new shared memory is made.
     assert kept.unique().tolist() == [3]
     late = connection.allocate(1 << 12, CPU).fill_(4)
     assert late.unique().tolist() == [4]

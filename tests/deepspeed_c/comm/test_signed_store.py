@@ -1,4 +1,4 @@
-"""comm/signed_store.py: what one rank writes the others read, and nothing that was written without the secret."""
+"""comm/signed_store.py: ranks read each other's values, and refuse values written without the secret."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""comm/verdict.py: what positions prove, and that they never prove a divergence of ranks that only run at different speeds."""
+"""comm/verdict.py: the conclusions from positions, and that ranks at different speeds never count as diverged."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def waits(*args, seconds=LONG + 1, **kwargs):
 
 
 def at(rank, *calls, where="train.py:7 in step", dist_call="", neighbours=None, name="0", ranks=(), axes=""):
-    """A rank with one group; its blocking calls are those that wait."""
+    """A rank with one group; its blocking calls are the WAITING ones."""
     blocking = [c for c in calls if c.state == WAITING]
     return Position(rank, [GroupPosition(name, list(ranks), axes, blocking, list(calls))], where, dist_call, neighbours or {})
 
@@ -141,7 +141,7 @@ def test_waiting_in_different_orders():
     found = verdict(a, b)
     assert found.kind == "diverged" and found.passing and not found.lasting, found
     assert "in different orders" in found.text
-    # A short wait proves nothing, and one that is done is no wait put off.
+    # A short wait proves nothing, and a finished call is no postponed wait.
     assert verdict(a, at(1, call(1, state=ENTERED), waits(2, seconds=1.0))).kind == "transfer"
     assert verdict(a, at(1, call(1, state=DONE), waits(2))).kind == "transfer"
 
@@ -270,7 +270,7 @@ def test_ranks_of_one_program_never_diverge_whenever_they_are_looked_at():
     looked = 0
     for _ in range(300):
         programs, groups = random_run(rng)
-        # What comes last is user code: nobody ends while others wait for transfers that are under way.
+        # The programs end in user code, so no rank ends while others wait for transfers under way.
         simulation = Simulation([[*p, ("world", "end")] for p in programs], groups)
         for _ in range(60):
             simulation.step(rng.randrange(len(programs)))

@@ -34,7 +34,8 @@ from tests.ranks import RanksFailed, free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT_S = 1.0
-# After which a process has not ended, or a text not come, and the test has failed. On a busy machine each step takes its time.
+# The test fails if a process has not ended, or a text has not come, after this many seconds. On a busy machine each
+# step takes its time.
 LIMIT_S = 200.0
 
 
@@ -50,7 +51,7 @@ def make(folder, rank, group=None, timeout_s=TIMEOUT_S):
 
 
 def write_to(folder, rank):
-    """What this rank says from here on lies in a file of its own, each line as soon as it is said."""
+    """Send this rank's stderr from here on to a file of its own, line by line."""
     sys.stderr = open(os.path.join(folder, str(rank)), "w", buffering=1)  # noqa: SIM115  the rank ends with it
 
 
@@ -72,7 +73,7 @@ def hang(comm, label, op="all-gather", n_bytes=16):
 
 
 def diverge(run_ranks, tmp_path, world, body, *args, others=()):
-    """Runs ``body``, which all ranks but ``others`` leave with EXIT_CODE; returns what they said, once it is the same for all."""
+    """Run ``body``; all ranks but ``others`` must exit with EXIT_CODE. Return their common report."""
     with pytest.raises(RanksFailed) as failed:
         run_ranks(world, body, str(tmp_path), *args, fresh=True, timeout=LIMIT_S, grace=LIMIT_S)
     told = []
@@ -294,7 +295,7 @@ def attacked_body(rank, world, folder, attack, port):
     comm = make(folder, rank)
     store = _own_store()
     if rank == 1 and attack == "answer":
-        # From now on what this rank answers is a stranger's word to the other.
+        # From now on the other rank cannot verify this rank's answers.
         watchdog._dogs["it"]._signed = SignedStore(store, "")
     if rank == 0 and attack == "report":
         report = msgspec.json.encode(
@@ -379,7 +380,7 @@ def test_a_rank_that_holds_the_interpreter_is_late_and_not_lost(run_ranks, tmp_p
     is_over = threading.Event()
 
     def let_go_once_it_is_reported():
-        fifo = os.open(tmp_path / "fifo", os.O_RDWR)  # which waits for no reader
+        fifo = os.open(tmp_path / "fifo", os.O_RDWR)  # O_RDWR does not wait for a reader
         while not is_over.wait(0.1):
             if (tmp_path / "0").exists() and has_said(tmp_path, 0, re.escape(SILENT)):
                 os.write(fifo, b"x")
@@ -414,7 +415,7 @@ def test_a_rank_that_has_not_started_is_waited_for(run_ranks, tmp_path):
     assert "rank 1 has not come to deepspeed_c.initialize() yet" in said and "diverged" not in said, said
 
 
-QUIET_S = 4.0  # what one rank may be later than another on a busy machine, without a word being said
+QUIET_S = 4.0  # tolerated lateness between ranks on a busy machine
 
 
 def quiet_body(rank, world, folder):
@@ -564,7 +565,8 @@ def write_script(tmp_path, body, timeout_s=TIMEOUT_S):
 
 
 def run_pair(tmp_path, body, timeout_s=TIMEOUT_S):
-    """Two processes without a launcher, so that nobody ends one of them for the other: (exit code, standard error) of each."""
+    """Run two processes without a launcher, which would end one after the other's failure. Return (exit code, standard
+    error) of each."""
     script = write_script(tmp_path, body, timeout_s)
     port = free_port()
     env = {
@@ -622,7 +624,7 @@ def test_the_store_goes_with_rank_0(tmp_path):
 
 
 def test_a_run_that_ends_well_says_nothing(tmp_path):
-    # Rank 1 goes on for a while after rank 0, with which the store ends: it lingers, here for as long as a busy machine may need.
+    # Rank 1 goes on for a while after rank 0, the store's host. So rank 0 lingers, here long enough for a busy machine.
     body = "from deepspeed_c.comm import watchdog; watchdog._LINGER_S = 60.0\ngather(comm, 'w')\ntime.sleep(rank)"
     assert run_pair(tmp_path, body, timeout_s=20.0) == [(0, ""), (0, "")]
 

@@ -1,4 +1,5 @@
-"""What DeepSpeed's names say and do, as one JSON object: run with "ours" it asks deepspeed_c under that name, else the DeepSpeed that is installed."""
+"""Print the behaviour of DeepSpeed's names as one JSON object: with the argument "ours" deepspeed_c's under that name,
+else the installed DeepSpeed's."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def constants(module: str) -> dict[str, object]:
 
 
 def outcome(function, *args, **kwargs) -> object:
-    """What a call returns, or "error"; classes of errors are not compared."""
+    """A call's result, or "error"; classes of errors are not compared."""
     try:
         found = function(*args, **kwargs)
     except (ValueError, TypeError, AssertionError, AttributeError, KeyError, RuntimeError):
@@ -35,7 +36,7 @@ def outcome(function, *args, **kwargs) -> object:
 
 
 def _changed(model) -> dict[str, object]:
-    """A model's values, those that are its class's defaults left out where there are any: the whole dump is compared once a class."""
+    """A model's values without its class's defaults, if it has any: the whole dump is compared once a class."""
     dump = model.model_dump(mode="json")
     if any(field.is_required() for field in type(model).model_fields.values()) or len(dump) < 9:
         return dump

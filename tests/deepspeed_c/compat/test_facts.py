@@ -1,4 +1,5 @@
-"""Names that programs import from DeepSpeed say and do here what they say and do there: facts.py is run on both, DeepSpeed 0.19.6's answers are recorded.
+"""Names that programs import from DeepSpeed behave the same here: facts.py is run on both, and DeepSpeed 0.19.6's
+answers are recorded.
 
 ``DSC_PEER_PYTHON=... python -m tests.deepspeed_c.compat.test_facts`` records them again.
 """

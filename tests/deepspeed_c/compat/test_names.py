@@ -1,4 +1,5 @@
-"""What the names of ``compat`` do where DeepSpeed gives nothing to compare with: typed errors, hosts and devices, and what is lighter here."""
+"""Behaviour of ``compat``'s names that has no counterpart in DeepSpeed: typed errors, hosts and devices, and lighter
+implementations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What needs ranks or an engine: masters and gradients under DeepSpeed's names, batch sizes over ranks, flat groups, a checkpoint's folder."""
+"""Names of ``compat`` that need ranks or an engine: masters and gradients under DeepSpeed's names, batch sizes over
+ranks, flat groups, a checkpoint's folder."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def access_body(rank: int, world: int, stage: int) -> None:
             get_full_hp_grad(param)
         engine.backward(loss_of(engine, rank))
         grad = get_full_hp_grad(param)
-        # On all ranks the same, and that of all ranks' batches.
+        # The gradient is the same on all ranks, and covers all ranks' batches.
         again = grad.clone()
         dist.broadcast(again, 0)
         assert torch.equal(grad, again) and grad.dtype == torch.float32 and grad.abs().max() > 0, (grad, again)
@@ -85,7 +86,8 @@ def test_masters_states_and_gradients(stage: int) -> None:
 
 
 def linked_body(rank: int, world: int) -> None:
-    # Three parameters of 5, 4 and 3 elements in a flat group of 12, of which each rank has 6: the second is cut between 1 and 3 elements.
+    # Three parameters of 5, 4 and 3 elements in a flat group of 12, 6 on each rank: the second is cut between 1 and 3
+    # elements.
     params = [torch.nn.Parameter(torch.arange(n) * 1.0 + 10 * n).bfloat16() for n in (5, 4, 3)]
     whole = torch.cat([param.detach().flatten().float() for param in params])
     flat = whole[6 * rank : 6 * rank + 6].clone()

@@ -1,4 +1,4 @@
-"""Compares the schema's defaults with those of an installed DeepSpeed, by hand: ``python compare_defaults.py PYTHON``.
+"""Compare the schema's defaults with an installed DeepSpeed's, by hand: ``python compare_defaults.py PYTHON``.
 
 PYTHON is an interpreter whose environment has DeepSpeed. Prints one line for each difference; ends with 1 if there is
 one.
@@ -67,7 +67,7 @@ out = {
 print("JSON" + json.dumps(out, default=str))
 '''
 
-# What the peer's objects hold besides keys of the configuration.
+# Attributes of the peer's objects that are no keys of the configuration.
 _NOT_KEYS = {
     "pipeline", "mpu", "tp_group", "injection_policy_tuple", "max_acceptable_batch_size", "micro_batches",
     "prefer_larger_batch_size",

@@ -12,7 +12,8 @@ SIZES = (None, 1, 2, 3, 4, 6, 7, 12)
 
 
 def by_search(train, micro, steps, world):
-    """The only (train, micro, steps) that fits what is given; None if there is none, or DeepSpeed refuses to guess."""
+    """The only (train, micro, steps) that fits the given numbers; None if there is none, or DeepSpeed refuses to guess.
+    """
     if train is None and micro is None:
         return None
     if steps is None and (train is None or micro is None):

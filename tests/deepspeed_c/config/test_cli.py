@@ -1,4 +1,4 @@
-"""``deepspeed_c config show`` and ``config check``: exit codes, and what goes to which stream."""
+"""``deepspeed_c config show`` and ``config check``: exit codes, and the texts on stdout and stderr."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""What each type of key accepts and refuses, value by value."""
+"""Values that each type of key accepts and refuses."""
 
 import math
 import pathlib

@@ -1,4 +1,4 @@
-"""docs/config.md is what the schema says now, and holds every key."""
+"""docs/config.md matches the current schema, and holds every key."""
 
 from pathlib import Path
 

@@ -25,7 +25,7 @@ def written(path):
 
 
 def other_values(field):
-    """Values that ask for the feature: for each type of the key, one that is neither the default nor off."""
+    """Values that ask for the feature: for each type of the key, a value other than the default and off."""
     for arm in arms(field.hint):
         kind = bare(arm)
         if isinstance(kind, type) and issubclass(kind, Section):

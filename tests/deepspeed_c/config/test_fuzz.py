@@ -1,4 +1,4 @@
-"""Random configurations: whatever is written, the answer is a Config or a ConfigError, and the input stays as it was."""
+"""Random configurations: each gives a Config or a ConfigError, and the input stays as it was."""
 
 import copy
 import random

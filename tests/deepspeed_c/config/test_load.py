@@ -12,7 +12,7 @@ from deepspeed_c.config.schedule import SCHEDULES
 from deepspeed_c.config.schema import fields_of, find, walk
 from deepspeed_c.errors import BatchSizeError, ConfigError, UnsupportedConfigError
 
-# What the Hugging Face Trainer's documentation tells its users to write.
+# The configuration from the Hugging Face Trainer's documentation.
 HF = {
     "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": "auto",
@@ -57,7 +57,7 @@ HF = {
     "checkpoint": {"use_node_local_storage": False},
     "wall_clock_breakdown": False,
 }
-# What the Trainer and accelerate put there; what is missing is ours to find.
+# Values that the Trainer and accelerate fill in; the missing ones are ours to find.
 FILLED = {
     "train_micro_batch_size_per_gpu": 4,
     "gradient_accumulation_steps": 1,
@@ -82,7 +82,7 @@ OURS = {
 
 
 def autos(tree, path=""):
-    """The paths at which "auto" stands."""
+    """The paths with the value "auto"."""
     found = set()
     for name, value in tree.items():
         if isinstance(value, dict):
@@ -93,7 +93,7 @@ def autos(tree, path=""):
 
 
 def named_in(problem):
-    """The keys that the error about "auto" lists, each on its line with what to write there."""
+    """The keys listed in the error about "auto"; each has a line with its fix."""
     return {line.split(":")[0].strip() for line in problem.fix.splitlines()[1:]}
 
 
@@ -232,7 +232,7 @@ def test_auto_where_deepspeed_takes_its_default_is_a_note():
         tree = with_auto_at(path)
         if "zenflow." in path or "zeropp_loco_param." in path:
             tree["zero_optimization"]["stage"] = 0
-            where = ".".join(path.split(".")[:2])  # the section itself asks for what is missing
+            where = ".".join(path.split(".")[:2])  # the section itself asks for missing keys
             assert [problem.where for problem in problems_of(tree, batch="skip")] == [where], path
             continue
         config = load_config(tree, world_size=1, batch="skip")

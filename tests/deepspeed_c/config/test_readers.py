@@ -12,7 +12,8 @@ from deepspeed_c.config.schedule import SCHEDULES
 from deepspeed_c.config.schema import walk
 
 ROOT = Path(deepspeed_c.__file__).parent
-# What reads, checks and prints all keys alike, and DeepSpeed's getters and objects, which hand them on: none of it acts on a value.
+# Files that read, check and print all keys alike, and DeepSpeed's getters and objects, which pass them on: none acts on
+# a value.
 NO_READERS = {
     *(ROOT / "config" / f"{name}.py" for name in ("checks", "coerce", "config", "docs", "keys", "load", "schema")),
     ROOT / "engine" / "getters.py",
@@ -68,6 +69,7 @@ def test_each_key_has_a_reader_or_a_reason_or_is_refused(status):
 
 @pytest.mark.parametrize("kinds", [OPTIMIZERS, SCHEDULES], ids=["optimizers", "schedules"])
 def test_parameters_go_to_a_constructor_or_are_refused(kinds):
-    """What acts is passed on; the constructors' own tests say what they do with it (test_build, test_lr_schedules)."""
+    """Effective parameters are passed on; the constructors' own tests check their effect (test_build,
+    test_lr_schedules)."""
     for kind in kinds.values():
         assert kind.params is not None or kind.feature is None or kind.feature in REFUSED, kind.name

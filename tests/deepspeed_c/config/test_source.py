@@ -1,4 +1,4 @@
-"""Files, base64 text and malformed JSON: what is read, and what each failure says."""
+"""Files, base64 text and malformed JSON: their results, and the message of each failure."""
 
 import base64
 import json

@@ -48,7 +48,7 @@ def start(*argv, **variables):
 
 @pytest.fixture
 def replaced(monkeypatch):
-    """What would have been executed, with which environment."""
+    """Record the commands that would have been executed, with their environments."""
     calls = []
     monkeypatch.setattr(os, "execvpe", lambda file, argv, env: calls.append((file, argv, env)))
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)

@@ -1,4 +1,5 @@
-"""The alias is found by what others look with, comes before the first that asks, and never hides a real DeepSpeed unasked."""
+"""The alias is found by other packages' look-ups, is installed before the first of them, and never hides a real
+DeepSpeed unasked."""
 
 from __future__ import annotations
 
@@ -203,7 +204,7 @@ def test_interpreter_without_deepspeed_c_says_so():
 
 
 def test_wheel_has_the_folder(tmp_path):
-    """build_py copies what a wheel holds of Python files and data."""
+    """build_py copies the Python files and data of a wheel."""
     done = subprocess.run(
         [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)],
         cwd=ROOT,

@@ -1,4 +1,5 @@
-"""Every path and name of the table is what it says, in one process that sees the alias; what is not here says so, and what to use."""
+"""Every path and name of the table leads to its object, in one process that sees the alias; errors for missing names
+say what to use."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from deepspeed_c.compat.alias.modules import ABSENT, MODULES, NAMES
 ROOT = Path(__file__).resolve().parents[4]
 TIMEOUT_SECONDS = 300
 
-# What transformers, accelerate, peft, trl and Lightning reach for, as they write it: reached from `import deepspeed` alone.
+# Names that transformers, accelerate, peft, trl and Lightning use, as they write them, after `import deepspeed` alone.
 REACHED = [
     "deepspeed.initialize",
     "deepspeed.init_distributed",
@@ -62,7 +63,7 @@ REACHED = [
     "deepspeed.dist.get_world_size",
 ]
 
-# How people ask for what is not here, and whether Python wants an ImportError or an AttributeError for it.
+# Ways to ask for missing names, and whether Python wants an ImportError or an AttributeError for each.
 MISSING = {
     "from deepspeed import InferenceEngine": "import",
     "import deepspeed.moe.layer": "import",
