@@ -1,4 +1,5 @@
-"""What every rank of tests/hf has imported before it is forked: the alias first, then the stack that looks for ``deepspeed``."""
+"""Imports of every rank of tests/hf before it is forked: the alias first, then the stack that looks for ``deepspeed``.
+"""
 
 import deepspeed_c
 

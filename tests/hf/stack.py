@@ -1,4 +1,5 @@
-"""What the tests of the Hugging Face stack share: a small Llama, text with labels to skip, and a Trainer run with all its numbers.
+"""Helpers shared by the tests of the Hugging Face stack: a small Llama, text with labels to skip, and a Trainer run
+with all its numbers.
 
 Everything of the stack is imported where it is used: the test session itself needs none of it, the ranks have it (preload.py).
 """
@@ -26,7 +27,7 @@ def on_ranks(world: int, body: Callable[..., Any], *args: Any) -> list[Any]:
 
 
 def forget() -> None:
-    """Makes the stack's process-wide state what it is at the start of a program."""
+    """Reset the stack's process-wide state, as at the start of a program."""
     from accelerate.state import AcceleratorState, GradientState
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -118,7 +119,7 @@ def arguments(folder: Path, deepspeed: dict[str, Any] | None, **changes: Any) ->
         "gradient_accumulation_steps": ACCUMULATION,
         "max_steps": STEPS,
         "learning_rate": LEARNING_RATE,
-        "weight_decay": 0.0,  # an optimizer of the configuration has one group; the Trainer's own has another for what is not decayed
+        "weight_decay": 0.0,  # the Trainer's own optimizer has a second group without decay; ours has one group
         "max_grad_norm": 0.5,  # below the norms that this model has
         "warmup_steps": 2,
         "logging_steps": 1,
@@ -149,7 +150,7 @@ def make_trainer(
 
 
 def numbers(trainer: Any) -> dict[str, list[float]]:
-    """What a run logged, by name: loss, grad_norm, learning_rate, eval_loss."""
+    """A run's logged numbers by name: loss, grad_norm, learning_rate, eval_loss."""
     logged: dict[str, list[float]] = {}
     for entry in trainer.state.log_history:
         for name in ("loss", "grad_norm", "learning_rate", "eval_loss"):

@@ -139,7 +139,7 @@ def exact_types(rank, world):
 def test_types_are_the_exported_ones_and_dummies_are_filled():
     warmup, batch, rates = on_ranks(2, exact_types)[0]
     assert (warmup, batch) == (1, 2 * MICRO_BATCH)
-    assert rates == [0.0, pytest.approx(1e-3), pytest.approx(1e-3)]  # as DeepSpeed: log(1) first, whatever the warm-up
+    assert rates == [0.0, pytest.approx(1e-3), pytest.approx(1e-3)]  # as DeepSpeed: log(1) first, for any warm-up
 
 
 def from_environment(rank, world, variables):

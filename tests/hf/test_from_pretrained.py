@@ -1,4 +1,5 @@
-"""Models of transformers that are made and loaded under stage 3: each rank holds a shard from the start, and whole they are what they are without DeepSpeed."""
+"""Models of transformers that are made and loaded under stage 3: each rank holds a shard from the start, and the
+gathered weights equal those without DeepSpeed."""
 
 from __future__ import annotations
 
@@ -197,7 +198,7 @@ def test_a_loaded_and_resized_model_trains_as_without_deepspeed(tmp_path):
 
 
 def buffered_model():
-    """A class of model with a buffer that is saved, one that is not, and one of integers."""
+    """A model class with a saved buffer, an unsaved buffer, and an integer buffer."""
     from transformers import PreTrainedConfig, PreTrainedModel
 
     class Config(PreTrainedConfig):

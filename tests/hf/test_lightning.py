@@ -72,7 +72,7 @@ def fit(rank, world, folder, stage):
         with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
             norm = model.lm_head.weight.norm().item()
         assert all(hasattr(p, "ds_numel") for p in model.parameters()) == (stage == 3)
-        if stage == 3:  # what its summary of a model counts
+        if stage == 3:  # the counts in its model summary
             n_own = torch.tensor(sum(p.partition_numel() for p in model.parameters() if not p.ds_persist))
             torch.distributed.all_reduce(n_own)
             assert n_own.item() == sum(p.ds_numel for p in model.parameters() if not p.ds_persist)
@@ -112,7 +112,7 @@ def test_versions_that_lightning_asks_for():
 
 
 def files(rank, world, folder):
-    """What its utilities read of a checkpoint in DeepSpeed's own layout."""
+    """The parts of a checkpoint in DeepSpeed's own layout that Lightning's utilities read."""
     import deepspeed
     from deepspeed.utils.zero_to_fp32 import get_model_state_file, get_optim_files
 

@@ -60,7 +60,7 @@ def test_adapters_train_as_without_deepspeed(tmp_path, stage, base_dtype):
     saved = load_file(tmp_path / "saved" / "adapter_model.safetensors")
     expected, adapters_expected, *_ = on_ranks(2, train, tmp_path, None, base_dtype, {})[0]
     print(found, expected)
-    assert dtype == base_dtype  # neither masters nor a cast for what is frozen
+    assert dtype == base_dtype  # frozen weights have neither masters nor a cast
     assert {"adapter_config.json", "adapter_model.safetensors"} <= set(files) and "model.safetensors" not in files
     loss, weight = (2e-6, 1e-4) if base_dtype == torch.float32 else (2e-3, 1e-2)
     assert found["loss"] == pytest.approx(expected["loss"], rel=loss)
@@ -86,7 +86,7 @@ def test_adapters_are_resumed_from_a_checkpoint_without_the_base(tmp_path, stage
     assert first == second and len(first["loss"]) == 4
     n_adapters = sum(p.numel() for name, p in on_ranks(1, parameters)[0] if "lora_" in name)
     n_base = sum(p.numel() for name, p in on_ranks(1, parameters)[0] if "lora_" not in name)
-    # Weights, masters and two moments of what is trained, in fp32, and what surrounds tensors in files.
+    # Weights, masters and two moments of the trained parameters, in fp32, plus the files' overhead.
     assert n_bytes < 4 * (4 * n_adapters + n_base / 2) + 60_000, n_bytes
 
 
@@ -141,8 +141,8 @@ ADALORA_STEPS = 5
 
 
 def adapt(rank, world, zero):
-    """AdaLoRA from its first importances to the last budget: it reads whole gradients, and masks what is being trained. ``zero``: a section of the
-    configuration; None is peft by itself, over the batches of two ranks."""
+    """AdaLoRA from its first importances to the last budget: it reads whole gradients, and masks the trained
+    parameters. ``zero``: a section of the configuration; None is peft by itself, over the batches of two ranks."""
     import deepspeed
     from peft import AdaLoraConfig, get_peft_model, get_peft_model_state_dict
     from transformers.integrations import HfDeepSpeedConfig
@@ -219,7 +219,7 @@ def adapt_plainly():
         (2, {"stage": 2}),
         (1, {"stage": 3}),
         (2, {"stage": 3}),  # small parameters stay whole, as AdaLoRA needs it
-        (2, {"stage": 3, "stage3_param_persistence_threshold": 0}),  # what updates the masks has to gather
+        (2, {"stage": 3, "stage3_param_persistence_threshold": 0}),  # updating the masks has to gather
     ],
 )
 def test_adalora_trains_as_without_deepspeed(world, zero):

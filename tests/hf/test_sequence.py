@@ -1,4 +1,5 @@
-"""Models of transformers whose sequences are cut over ranks: weights after steps of SGD, so that a wrong scale shows, are those of one plain process with whole sequences."""
+"""Models of transformers with sequences split over ranks: weights after steps of SGD, so that a wrong scale shows,
+match one plain process with whole sequences."""
 
 from __future__ import annotations
 

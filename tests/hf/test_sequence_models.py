@@ -1,4 +1,5 @@
-"""What a program does besides training with a model whose sequences are cut over ranks: it generates, evaluates, adds LoRA, has two models, closes engines; and what is refused at registration."""
+"""Uses besides training of a model with sequences split over ranks: generation, evaluation, LoRA, two models, closing
+engines; and errors at registration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Two models of transformers over the same ranks, whose sequences lie in different orders: both compute what one process computes, and neither takes the other's batches."""
+"""Two models of transformers over the same ranks, with different sequence orders: both agree with a single process, and
+neither takes the other's batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Models of transformers whose keys travel around a ring, or whose ranks stand in rows: weights after steps of SGD are those of one plain process."""
+"""Models of transformers with keys traveling around a ring, or with ranks in rows: weights after steps of SGD match one
+plain process."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ def test_more_ranks_than_heads() -> None:
 
 
 def refused(rank: int, world: int) -> list[str]:
-    """What this rank is told by a forward, or by the registration."""
+    """This rank's errors from a forward or from the registration."""
     from deepspeed_c.sequence import SequenceCut
     from deepspeed_c.sequence.ring_huggingface import RingSPAttentionHF
 

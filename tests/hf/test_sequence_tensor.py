@@ -1,4 +1,5 @@
-"""A Llama that tensor-parallel ranks hold together, over sequences that others cut: weights after steps of SGD are those of one plain process."""
+"""A Llama sharded over tensor-parallel ranks, with sequences split over other ranks: weights after steps of SGD match
+one plain process."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def train(rank: int, world: int, has_mpu: bool) -> list[Any]:
     for kind, attention, case, stage, gas, clip in CELLS:
         config = config_of(attention, stage, gas, clip, tensor_parallel={"autotp_size": 2})
         model, mpu = make_model(kind).train(), None
-        if has_mpu:  # its groups are neighbours, and those of tensor-parallel ranks then are not
+        if has_mpu:  # its groups are neighbours, so tensor-parallel groups are not
             mpu = UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", 2, BATCH)
             del config["sequence_parallel_size"]
         engine = deepspeed_c.initialize(model=model, config=config, mpu=mpu)[0]
@@ -78,7 +79,7 @@ def test_with_tensor_parallel_ranks_as_one_plain_process(has_mpu: bool) -> None:
 
 
 def cut_by_hand(rank: int, world: int, attention: str) -> list[str]:
-    """What ranks are told whose parts have other shapes; they go on afterwards."""
+    """Errors on ranks whose parts have different shapes; training continues afterwards."""
     said = []
     with deepspeed_c.initialize(model=llama().train(), config=config_of(attention, 1, 1, 0.0))[0] as engine:
         for n_rows, n_tokens in ((BATCH, 6 + rank), (1 + rank, 6), (BATCH, 6)):

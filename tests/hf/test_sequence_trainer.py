@@ -19,7 +19,8 @@ RATE, STEPS, GAS = 0.5, 3, 2
 
 
 class Same(Text):
-    """All rows alike, so that the order in which samples are drawn does not matter. Only the first tokens count: all on one rank."""
+    """All rows are alike, so that the order of samples does not matter. Only the first tokens count: all on one rank.
+    """
 
     def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
         labels = self.tokens[0].clone()

@@ -14,8 +14,9 @@ import torch
 
 from tests.hf.stack import LEARNING_RATE, STEPS, ds_config, llama, make_trainer, numbers, on_ranks, weights
 
-# Of losses (about 4) and norms (about 1): relative. Of weights: the deviation's norm over that of what training has changed, besides the rounding of what is
-# read. In fp32 only the order of sums differs; in 16 bits Adam makes a step of full size from a gradient that is nothing but rounding, which some elements have.
+# Losses (about 4) and norms (about 1): relative tolerance. Weights: the deviation's norm relative to the norm of the
+# change by training, apart from the rounding of stored weights. In fp32 only the order of sums differs; in 16 bits some
+# elements have gradients that are only rounding errors, and Adam makes full-size steps from them.
 TOLERANCE = {
     "fp32": {"loss": 2e-6, "grad_norm": 2e-5, "weights": 1e-3, "rounding": 0.0},
     "bf16": {"loss": 5e-3, "grad_norm": 3e-2, "weights": 1e-1, "rounding": 2.0**-9},
@@ -53,7 +54,8 @@ def plain(world: int, folder: Path, *changes: tuple[str, object]):
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory):
-    """``reference(world, **changes)``: what the Trainer without DeepSpeed gives, computed once for each set of arguments."""
+    """``reference(world, **changes)``: results of the Trainer without DeepSpeed, computed once for each set of
+    arguments."""
     folder = tmp_path_factory.mktemp("plain")
     return lambda world, **changes: plain(world, folder, *sorted(changes.items()))
 
@@ -323,7 +325,7 @@ def test_save_model(tmp_path, stage, changes):
 
 
 def test_save_model_where_nothing_is_gathered(tmp_path):
-    """The Trainer saves a checkpoint then, from which the weights are read offline."""
+    """The Trainer saves a checkpoint then, and the weights are read from it offline."""
     from deepspeed_c.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     config = ds_config(3, zero_optimization={"stage3_gather_16bit_weights_on_model_save": False})
@@ -339,7 +341,7 @@ def test_save_model_where_nothing_is_gathered(tmp_path):
 
 
 class Trial:
-    """What the Trainer asks a trial of optuna for."""
+    """The part of an optuna trial that the Trainer uses."""
 
     def __init__(self, number, params):
         self.number, self.params = number, params
@@ -354,7 +356,7 @@ def search(rank, world, folder, deepspeed, rates):
     from transformers.trainer_utils import HPSearchBackend
 
     trainer = make_trainer(folder, deepspeed, model_init=new_model)
-    # What a search does to the Trainer, without a package that searches.
+    # Prepare the Trainer as a search does, without a search package.
     trainer.hp_search_backend, trainer.hp_space = HPSearchBackend.OPTUNA, lambda trial: trial.params
     hp_params, integrations.hp_params = integrations.hp_params, lambda trial: trial.params
     results = []

@@ -107,7 +107,7 @@ def test_preferences(tmp_path, stage, how):
 
 
 def generate(rank, world, stage):
-    """Training, generation by trl's way, training: the second step is that of a run that has not generated."""
+    """Training, generation by trl's way, training: the second step is the same as without generation."""
     from accelerate import Accelerator, DeepSpeedPlugin, PartialState
     from trl.models.utils import unwrap_model_for_generation
     from trl.trainer.utils import maybe_gather_lm_head_ctx
@@ -147,7 +147,7 @@ def generate(rank, world, stage):
 
 
 def greedy(model, n_tokens):
-    """What the model writes after a short prompt."""
+    """The model's output after a short prompt."""
     from tests.hf.stack import Text
 
     prompt = Text().batch(0, 1)["input_ids"][:, :4]

@@ -1,4 +1,5 @@
-"""What each package of the stack asks of ``deepspeed`` besides training: how it finds it, names it imports, classes it compares, configurations it writes."""
+"""Uses of ``deepspeed`` besides training, by each package of the stack: detection, imported names, compared classes,
+written configurations."""
 
 from __future__ import annotations
 
@@ -144,7 +145,7 @@ def plain_logits(rank, world):
 
 
 def initialize_as_accelerate(rank, world):
-    """``config_params``, an optimizer of torch and a function that makes the schedule from whatever it is given."""
+    """``config_params``, an optimizer of torch and a function that makes the schedule from its argument."""
     import deepspeed
 
     given = []
@@ -190,7 +191,7 @@ def initialize_as_accelerate(rank, world):
 def test_config_params_and_a_schedule_that_is_made_later():
     norms, rates, dtype = on_ranks(2, initialize_as_accelerate)[0]
     assert rates == pytest.approx([LEARNING_RATE / 4]) and dtype == torch.float32
-    # Each window has other weights, yet nearly those of its neighbours: unscaled its gradient is about twice as long.
+    # Weights change from window to window, but little: an unscaled gradient would be about twice as long.
     assert 1.5 < 2 * norms[1] / (norms[0] + norms[2]) < 2.5
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# 0, 1, around the vector widths, primes, and one that is several chunks long.
+# 0, 1, around the vector widths, primes, and a size of several chunks.
 SIZES = (0, 1, 3, 7, 8, 9, 15, 16, 17, 31, 33, 127, 1009, 4095, 4097, 100_003)
 
 

@@ -1,4 +1,5 @@
-"""docs/adding/optimizer.md, nn-kernel.md and inject-policy.md: their diffs fit this tree, and touch what the pages say."""
+"""docs/adding/optimizer.md, nn-kernel.md and inject-policy.md: their diffs apply to this tree, and touch the files that
+the pages name."""
 
 from __future__ import annotations
 

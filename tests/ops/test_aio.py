@@ -1,4 +1,5 @@
-"""ops/aio.py: what the handle writes and reads is compared with plain file functions, on every backend; failures are typed and leave others alone."""
+"""ops/aio.py: the handle's writes and reads are compared with plain file functions, on every backend; failures are
+typed and leave other requests alone."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ def test_wait_counts_and_keeps_what_it_needs(handle, tmp_path):
 
 
 def on_array(values: torch.Tensor) -> tuple[torch.Tensor, weakref.ref]:
-    """A tensor of these values, and what says whether its memory is still there."""
+    """A tensor of these values, and a weak reference that tells whether its memory still exists."""
     array = values.numpy().copy()
     return torch.from_numpy(array), weakref.ref(array)
 
@@ -94,7 +95,7 @@ def test_memory_lives_as_long_as_its_transfer_and_no_longer(handle, tmp_path, ho
 
 @pytest.mark.parametrize("how", ["data", "set_"])
 def test_a_tensor_that_is_pointed_elsewhere_while_it_is_read(handle, tmp_path, how):
-    """The read goes on into what the tensor was; what has the memory afterwards is not written."""
+    """The read goes on into the tensor's old memory; tensors allocated afterwards are not overwritten."""
     wanted = random_bytes(4_000_001)
     (tmp_path / "data").write_bytes(wanted.numpy().tobytes())
     for is_held in (True, False):
@@ -335,7 +336,7 @@ def test_no_descriptor_and_no_thread_is_left(tmp_path):
     limit = time.monotonic() + 200
     while (now := count()) > before and time.monotonic() < limit:
         time.sleep(0.01)
-    assert now <= before, (now, before)  # those of earlier tests may have gone meanwhile
+    assert now <= before, (now, before)  # threads of earlier tests may have ended meanwhile
 
 
 def test_threads_share_a_handle(handle, tmp_path):

@@ -24,9 +24,9 @@ from tests.aio_faults import faults
 
 USABLE = [backend.name for backend in backends() if backend.is_usable]
 N, BYTES = 6, 3_000_001
-LIMIT_S = 300  # after which a child that hangs is ended, and has failed
+LIMIT_S = 300  # a child that runs longer is killed, and has failed
 
-# What a program has at module level, and its workers inherit.
+# Module-level state of a program, inherited by its workers.
 state: dict[str, aio_handle] = {}
 
 
@@ -36,7 +36,7 @@ def random_bytes(seed: int) -> torch.Tensor:
 
 @pytest.fixture(params=[*USABLE, "fault"])
 def in_flight(request, tmp_path):
-    """A handle with reads on their way, the tensors that they fill, and what those are to hold."""
+    """A handle with reads in flight, the tensors that they fill, and the expected contents."""
     wanted = [random_bytes(i) for i in range(N)]
     for i, tensor in enumerate(wanted):
         (tmp_path / str(i)).write_bytes(tensor.numpy().tobytes())
@@ -60,7 +60,7 @@ def ended(pid: int) -> int:
 
 
 def try_everything(folder: Path) -> None:
-    """In a child: what transfers or waits says whose the handle is, and a handle of the child's own works."""
+    """In a child: errors of transfers and waits name the handle's owner, and a handle of the child's own works."""
     handle, mine = state["handle"], aio_handle()
     tensor, found = torch.arange(1000), torch.zeros(1000, dtype=torch.int64)
     path = folder / "child"
@@ -161,7 +161,7 @@ def test_workers_of_a_data_loader(in_flight, tmp_path):
     loader = DataLoader(
         Rows(tmp_path / "rows"), batch_size=2, num_workers=2, multiprocessing_context="fork", timeout=LIMIT_S
     )
-    for _ in range(2):  # the workers of the first pass have ended when those of the second are forked
+    for _ in range(2):  # the first pass's workers have ended when the second pass forks its workers
         assert torch.equal(torch.cat(list(loader)), rows)
 
 

@@ -87,7 +87,7 @@ def test_it_is_torchs_own():
 
 
 def test_the_gradients_of_the_formula():
-    """The formula, with which the operator is compared, has the gradients of its values."""
+    """The formula used as the operator's reference has the right gradients."""
     q, k, v, sinks = (normal(n, n).double().view(shape).requires_grad_() for n, shape in
                       ((40, (1, 2, 5, 4)), (28, (1, 1, 7, 4)), (21, (1, 1, 7, 3)), (2, (2,))))  # fmt: skip
     ids = torch.tensor([[0, 0, 1, 1, 1, 1, 1]])

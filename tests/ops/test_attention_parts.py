@@ -1,4 +1,4 @@
-"""Parts of attention that become one: against the softmax of all keys in float64, in every dtype, and what is refused."""
+"""Merging parts of attention: against the softmax of all keys in float64, in every dtype, and refused arguments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROWS, WIDTH = 6, 5
 
 
 def merged(parts: list[torch.Tensor], values: torch.Tensor, dtype: torch.dtype, wide: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """What comes out of parts of the scores, and of a last one that only some rows have."""
+    """The merge of parts of the scores; the last part covers only some rows."""
     out, log_sum = torch.zeros(2, ROWS, WIDTH, dtype=wide), torch.full((2, ROWS), -torch.inf, dtype=wide)
     begin = 0
     for scores in parts:

@@ -1,8 +1,8 @@
 """The operators on a CUDA device against the same operators on the CPU, and against torch's own on the device.
 
-Everything elementwise has the CPU's bits (csrc/cuda/common.cuh, Note: Same bits as the host); sums agree to 1e-12. What
-needs no torch is in tests/csrc/cuda, which also runs on an emulated device, so that a machine without a GPU tests the
-kernels too.
+Everything elementwise has the CPU's bits (csrc/cuda/common.cuh, Note: Same bits as the host); sums agree to 1e-12.
+Tests without torch are in tests/csrc/cuda: they also run on an emulated device, so that a machine without a GPU tests
+the kernels too.
 
 Memory errors and races, on a machine with the CUDA toolkit (minutes):
 
@@ -271,7 +271,8 @@ def test_cast_of_every_half(source, target):
 
 
 def test_calls_are_enqueued_on_the_current_stream():
-    """A slow producer on a stream of its own; operators called on that stream see what it makes, and hold up nobody."""
+    """A slow producer on a stream of its own; operators called on that stream see its results, and block no other
+    stream or the host."""
     stream = torch.cuda.Stream()
     grads = torch.zeros(1_000_003, device=DEVICE)
     param = torch.zeros_like(grads)
@@ -295,7 +296,7 @@ def test_calls_are_enqueued_on_the_current_stream():
 
 
 def test_streams_do_not_share_scratch():
-    """Norms and LAMB steps on four streams at once give what they give alone."""
+    """Norms and LAMB steps on four streams at once give the same results as alone."""
     inputs = [torch.randn(5_000_003, device=DEVICE) for _ in range(4)]
     alone = [flat.norm([x]).sumsq for x in inputs]
     torch.cuda.synchronize()
@@ -403,7 +404,7 @@ def test_adamw_is_torchs():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_operators_on_rows(dtype):
-    """Those of transformer layers and their gradients: the host's results, but for the order of sums."""
+    """Operators of transformer layers and their gradients: the host's results, apart from the order of sums."""
 
     def run(device):
         torch.manual_seed(0)

@@ -99,7 +99,8 @@ def test_every_operator_is_covered():
     registered = {
         name.removeprefix("deepspeed_c::")
         for name in torch._C._dispatch_get_all_op_names()
-        # Those of tensor-parallel layers are registered by Python, which opcheck sees elsewhere (inject/test_overlap.py).
+        # Operators of tensor-parallel layers are registered in Python; opcheck covers them elsewhere
+        # (inject/test_overlap.py).
         if name.startswith("deepspeed_c::") and not name.startswith("deepspeed_c::tp_")
     }
     assert registered == covered

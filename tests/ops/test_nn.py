@@ -11,7 +11,7 @@ from deepspeed_c.errors import BackwardError
 from deepspeed_c.ops import nn, reference
 from tests.ops.data import DTYPES, bits, normal
 
-# What one rounding to the dtype, and sums in float32, may leave between an operator and its formula in float64.
+# Largest difference between an operator and its formula in float64: one rounding to the dtype, and sums in float32.
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}
 
 
@@ -70,7 +70,7 @@ def test_norms(dtype, shape):
 
 @pytest.mark.parametrize("is_rms", [False, True])
 def test_norm_with_residual(is_rms):
-    # Both results are used: the gradient of the sum joins that of the norm.
+    # Both results are used: the gradient of the sum is added to the norm's.
     x, w, r = (
         leaf(5, 33, seed=1, dtype=torch.float32),
         leaf(33, seed=2, dtype=torch.float32),
@@ -83,7 +83,7 @@ def test_norm_with_residual(is_rms):
         [x, w, r],
         torch.float32,
     )
-    # One of them alone.
+    # Only one result is used.
     for use in range(2):
         x.grad = r.grad = w.grad = None
         ours(x, w, eps=1e-2, residual=r)[use].sum().backward()
@@ -112,7 +112,7 @@ def test_norm_weights_of_another_dtype():
 @pytest.mark.parametrize("shape", SHAPES)
 def test_activations(dtype, act, shape):
     x, bias = leaf(*shape, seed=1, dtype=dtype, scale=3), leaf(shape[-1], seed=2, dtype=dtype)
-    if act == "relu":  # whose slope at 0 is anybody's
+    if act == "relu":  # the slope at 0 is arbitrary
         x, bias = leaf(*shape, seed=1, dtype=torch.float32, scale=3), torch.zeros(shape[-1], requires_grad=True)
     check(
         lambda x, bias: nn.bias_act(x, bias, act),

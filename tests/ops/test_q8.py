@@ -213,7 +213,7 @@ def test_state_goes_on_bit_for_bit(name, way):
     elif way == "deepcopy":
         other = copy.deepcopy(optimizer)
     else:
-        saved = copy.deepcopy(optimizer.state_dict())  # torch's state dicts share what is in them
+        saved = copy.deepcopy(optimizer.state_dict())  # torch's state dicts share their tensors with the optimizer
         if way == "file":
             file = io.BytesIO()
             torch.save(saved, file)

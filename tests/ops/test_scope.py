@@ -1,4 +1,5 @@
-"""ops/scope.py: what optimizers declare of themselves, what holds of those that do not, and that the engine knows them by nothing else."""
+"""ops/scope.py: declarations of optimizers, defaults for optimizers without any, and that the engine uses nothing else
+about them."""
 
 from __future__ import annotations
 
@@ -93,7 +94,7 @@ def test_the_engine_knows_no_optimizer_by_name():
     paths += [path for folder in ("zero", "offload", "plan") for path in sorted((ROOT / folder).rglob("*.py"))]
     assert len(paths) > 30
     found = {str(path.relative_to(ROOT)): names for path in paths if (names := names_in(path.read_text()))}
-    assert found == {"plan/table.py": {"AdamW"}}  # what is planned with where nobody names an optimizer
+    assert found == {"plan/table.py": {"AdamW"}}  # the plan's default optimizer
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What _C says about itself."""
+"""Facts that _C reports about its build."""
 
 from __future__ import annotations
 

@@ -281,7 +281,7 @@ def test_every_flipped_bit_is_found(tmp_path):
         np.testing.assert_array_equal(into[:begin], data[:begin])
         assert not into[begin : begin + BLOCK].any()
         assert _C.verify_blocks(str(path), data.size, BLOCK, crcs) == [at // BLOCK]
-        # Without checksums it is the caller's wish to take what there is.
+        # Without checksums the caller accepts the bytes as they are.
         _C.read_blocks(str(path), data.size, BLOCK, b"", copies_of((0, data.size, into.ctypes.data)))
         assert np.flatnonzero(into != data).tolist() == [at]
         flip(path, at)
@@ -452,11 +452,11 @@ def test_writers_work_in_background_threads(tmp_path):
 
 
 def test_one_thread_at_a_time(tmp_path):
-    """Who comes second is refused; it neither waits nor mixes its bytes in."""
+    """The second thread is refused; it neither waits nor mixes its bytes in."""
     writer = _C.BlockWriter(str(tmp_path / "file"), 1 << 18)
     data = np.zeros(16 << 20, dtype=np.uint8)
     is_over = threading.Event()
-    refused: list[str] = []  # whichever of the two it was
+    refused: list[str] = []  # by either thread
     n_written = 0
 
     def run() -> None:

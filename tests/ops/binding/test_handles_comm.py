@@ -1,5 +1,6 @@
-"""Collectives through shared memory: the same results as ``torch.distributed`` over gloo for random operations, types, lengths, splits and places; what a work
-keeps; how failures read. The core has C tests of its own (tests/csrc/comm)."""
+"""Collectives through shared memory: the same results as ``torch.distributed`` over gloo for random operations, types,
+lengths, splits and places; objects kept alive by a work; messages of failures. The core has C tests of its own
+(tests/csrc/comm)."""
 
 from __future__ import annotations
 
@@ -91,7 +92,7 @@ def draw(rank: int, world: int, common: random.Random, own: random.Random, group
 
         def check() -> None:
             assert same_bits(flat, reduced(inputs, how, scale))
-            if how == "sum" and dtype in (torch.int8, torch.int32, torch.int64, torch.uint8):  # those that gloo has
+            if how == "sum" and dtype in (torch.int8, torch.int32, torch.int64, torch.uint8):  # gloo's types
                 theirs = inputs[rank].clone()
                 dist.all_reduce(theirs)
                 assert torch.equal(flat, theirs)
@@ -210,7 +211,7 @@ def test_one_rank_and_its_counts():
 
 
 def test_memory_outlives_its_group_and_returns():
-    gc.collect()  # what earlier tests in this process have left
+    gc.collect()  # objects left by earlier tests in this process
     group = alone()
     n_before = shared_bytes()
     flat = torch.frombuffer(group.empty(8 << 20), dtype=torch.float32).fill_(7.0)
@@ -228,7 +229,7 @@ def test_memory_outlives_its_group_and_returns():
 
 
 def shared_bytes() -> int:
-    """Of this process's mappings of segments, what is in memory."""
+    """Resident bytes of this process's mappings of segments."""
     total, ours = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):

@@ -38,7 +38,7 @@ def simulate(plan, unit_elems):
 
 
 class Book:
-    """Does what a runner says, and complains when it cannot be done."""
+    """Carries out a runner's actions, and complains about impossible ones."""
 
     def __init__(self, live=()):
         self.live = set(live)

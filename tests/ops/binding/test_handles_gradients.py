@@ -1,4 +1,5 @@
-"""GradientPath as Python sees it: what a hook takes is what torch would have summed, what it leaves goes to its caller, and buckets start in order."""
+"""GradientPath from Python: gradients taken by a hook equal torch's sums, the others go to the hook's caller, and
+buckets start in order."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ ELEMS = (9, 70_001)
 
 
 class Owner:
-    """What a reducer is to a path."""
+    """A stand-in for a path's reducer."""
 
     def __init__(self, dtype: torch.dtype = torch.float32, launches: bool = False) -> None:
         self.params = [torch.zeros(n, requires_grad=True) for n in SIZES]

@@ -6,7 +6,8 @@ import pytest
 
 from deepspeed_c import _C
 
-# Kept as a whole, or by its input (10 bytes) and two operators of 30 and 20 bytes, of which the first is slow.
+# Kept as a whole, or by its input (10 bytes) and two operators: the slow first (30 bytes) and the fast second (20
+# bytes).
 LAYER = (0, [(100, 0, 0)], [[(10, 50, 5)], [(0, 30, 90), (30, 0, 0)], [(0, 20, 6), (20, 0, 0)]])
 
 
@@ -14,7 +15,7 @@ def test_each_field_has_its_effect():
     assert _C.recompute_plan([], 0) == ([], 0, 0, 0, True)
     assert _C.recompute_smallest([LAYER, LAYER]) == 110
     recomputed, slow_kept, kept = (-1, [0, 0, 0]), (-1, [0, 1, 0]), (0, [-1, -1, -1])
-    # What is kept last is free.
+    # Keeping the last layer is free.
     assert _C.recompute_plan([LAYER, LAYER], 120) == ([recomputed, kept], 110, 101, 101, True)
     assert _C.recompute_plan([LAYER, LAYER], 140) == ([slow_kept, kept], 140, 11, 11, True)
     assert _C.recompute_plan([LAYER, LAYER], 200) == ([kept, kept], 200, 0, 0, True)

@@ -20,9 +20,9 @@ def test_each_field_has_its_effect():
     assert (DEVICE, HOST, NVME) == (0, 1, 2)
     assert _C.tier_plan([], [0, 0, 0]) == ([], [0, 0, 0])
     assert _C.tier_plan([kind(5), kind(6)], [11, 0, 0]) == ([DEVICE, DEVICE], [11, 0, 0])
-    # what the link would carry most of stays on the device
+    # the kind with the most traffic on the link stays on the device
     assert _C.tier_plan([kind(5, link=1), kind(5, link=2)], [5, ANY, ANY]) == ([HOST, DEVICE], [5, 5, 0])
-    # what the disk would carry most of stays on the host, and the buffers of the other take room there
+    # the kind with the most traffic on the disk stays on the host, and the other's buffers take room there
     kinds = [kind(5, disk=2, buffers=1), kind(5, disk=1, buffers=3)]
     assert _C.tier_plan(kinds, [0, 8, ANY]) == ([HOST, NVME], [0, 8, 5])
     assert _C.tier_plan(kinds, [0, 7, ANY]) == ([NVME, HOST], [0, 6, 5])

@@ -1,4 +1,5 @@
-"""The thread pool as a process sees it: its size whatever torch's is, several Python threads, fork, and a bad size. The C tests do the rest."""
+"""The thread pool in a process: its size independent of torch's, several Python threads, fork, and a bad size. The C
+tests do the rest."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def automatic(monkeypatch):
     _C.pool_resize(0)
 
 
-# What a launcher starts: OMP_NUM_THREADS=1 from the first instruction on. Prints a line a check, so that a failure shows how far it came.
+# A process as started by a launcher: OMP_NUM_THREADS=1 from the first instruction on. Prints a line a check, so that a
+# failure shows how far it came.
 RANK = """
 import os, sys, torch
 torch.set_num_threads(1)
@@ -132,7 +134,7 @@ def test_python_threads_share_the_pool(automatic):
 
 
 def test_subnormals_are_treated_alike_by_all_threads(automatic):
-    """A worker that kept its own mode would flush what the calling thread does not, or the reverse."""
+    """A worker with a mode of its own would flush numbers that the calling thread keeps, or the reverse."""
     tiny = 1e-40
     for is_flushed in (True, False):
         if not torch.set_flush_denormal(is_flushed):
@@ -152,7 +154,7 @@ def test_subnormals_are_treated_alike_by_all_threads(automatic):
 
 @pytest.mark.parametrize("step", ["whole", "outside", "pieces"])
 def test_states_are_zero_before_their_first_step(automatic, step):
-    """Fresh memory is not zero by itself where the allocator hands out what was used before."""
+    """Fresh memory is not zero if the allocator hands out used memory."""
     _C.pool_resize(2)
     for _ in range(3):
         dirt = [torch.full((n,), float("nan")) for n in (50_000, 50_001, 5)]
