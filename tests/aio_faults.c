@@ -1,6 +1,6 @@
 /*
- * The fault backend as a library that tests in Python load (tests/aio_faults.py). A plan counts at once and for all engines of the process, those that are in use among them,
- * and whichever thread drives them.
+ * The fault backend as a library that tests in Python load (tests/aio_faults.py). A plan takes effect at once for all
+ * engines of the process, including those in use, on every thread.
  */
 #include "aio/fault.c"
 
@@ -8,7 +8,7 @@
 
 #define API __attribute__((visibility("default")))
 
-/* The backend fails for want of memory only, and the one that reads the sentence would look for it in the other library. */
+/* The backend fails only for lack of memory, and the reader of the message would look for it in the other library. */
 dsc_status dsc_fail(dsc_status status, const char *format, ...)
 {
     (void)format;
@@ -22,7 +22,7 @@ static struct dsc_aio_fault_counts shared_counts;
 
 struct wrapped {
     void *inner;
-    int64_t generation; /* of the plan that inner has */
+    int64_t generation; /* generation of inner's plan */
 };
 
 API int64_t aio_faults_plan_bytes(void)

@@ -1,4 +1,4 @@
-"""Transfers that go wrong, for whatever uses the I/O engine: csrc/aio/fault.c, built for the tests and plugged in where "auto" is asked for.
+"""Faulty transfers for tests of the I/O engine's users: csrc/aio/fault.c, built for the tests and plugged in as "auto".
 
     from tests.aio_faults import faults
 
@@ -8,7 +8,8 @@
             broken.set()                        # from now on nothing is wrong, for engines that are in use, too
             assert broken.counts()["n_failures"] > 0
 
-The fields of a plan are those of ``struct dsc_aio_fault_plan`` (csrc/aio/fault.h). It holds for one process: ranks call `faults` themselves.
+A plan has the fields of ``struct dsc_aio_fault_plan`` (csrc/aio/fault.h). It holds for one process: ranks call `faults`
+themselves.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class _Counts(ctypes.Structure):
 
 
 class Faults:
-    """What goes wrong now, and what has gone wrong since `faults` was entered."""
+    """The current faults, and the counts of faults since `faults` was entered."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -83,7 +84,8 @@ class Faults:
 
 @contextlib.contextmanager
 def faults(*, is_auto: bool = True, **plan: int) -> Iterator[Faults]:
-    """Engines that are made in the block with "fault", and with ``is_auto`` those with "auto", follow the plan. Skips where nothing can be compiled."""
+    """Apply the plan to engines created in the block as "fault", and with ``is_auto`` also as "auto". Skips without a
+    compiler."""
     reason = missing_tools()
     if reason is not None:
         pytest.skip(reason)
@@ -99,7 +101,8 @@ def faults(*, is_auto: bool = True, **plan: int) -> Iterator[Faults]:
 
 
 def _plug(backend: int | None, is_auto: bool) -> None:
-    """dsc_aio_plug_backend of the extension itself: one that is built in place exports the cores' C ABI, one in a wheel does not (setup.py)."""
+    """Call dsc_aio_plug_backend of the extension itself: a build in place exports the cores' C ABI, a wheel does not
+    (setup.py)."""
     plug = ctypes.CDLL(_C.__file__).dsc_aio_plug_backend
     plug.argtypes, plug.restype = (ctypes.c_void_p, ctypes.c_bool), None
     plug(backend, is_auto)

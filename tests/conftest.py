@@ -1,4 +1,5 @@
-"""What every test may ask for: `run_ranks`, which runs a function on several ranks (see ranks.py). And what a run says at its end of tests that were skipped."""
+"""The fixture for every test: `run_ranks`, which runs a function on several ranks (see ranks.py). And the summary of
+skipped tests at the end of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ if _ROOT not in sys.path:
 
 from tests import ranks, skips
 
-# What starts the tests in the background may have had SIGINT ignored, and children inherit that: tests that send it would wait for ever.
+# A shell that starts the tests in the background may ignore SIGINT, and children inherit that: tests that send it would
+# wait for ever.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -50,7 +52,8 @@ def no_process_group_is_left() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """What is there now (torch, the tests) lives as long as the session: tests that collect garbage need not look through it, 0.3 s each time."""
+    """Freeze the objects present now (torch, the tests): they live as long as the session, and scanning them costs each
+    garbage collection 0.3 s."""
     gc.collect()
     gc.freeze()
 
@@ -65,7 +68,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Lists skipped tests by what they need, with the way to run them. Where several processes test, the one that starts them prints it."""
+    """List skipped tests by requirement, with the way to run them. With several test processes, their parent prints the
+    list."""
     lines, _ = skips.summary(_skip_reasons(terminalreporter))
     if lines:
         terminalreporter.section("skipped tests, and how to run them")

@@ -2,13 +2,13 @@
 
     with Hosts(2, rate="1gbit") as hosts:
         process = hosts[1].start([sys.executable, "train.py"])      # a process of that host
-        hosts[0].n_bytes_sent()                                     # that have left it
+        hosts[0].n_bytes_sent()                                     # bytes it has sent so far
 
 ``run_ranks(4, body, hosts=(0, 0, 1, 1))`` has the ranks of a test on them (tests/ranks.py).
 
-[Note: nothing is left] No namespace has a name, and the switch is one too: each lives as long as a process that does
-nothing but read a pipe, whose other end is here. Whatever ends this process, those see it and end, and the kernel takes
-back namespaces, links and addresses. The machine's own network is not touched.
+[Note: nothing is left] Namespaces have no names, and the switch is a namespace too. Each lives as long as a process
+that only reads a pipe, whose other end is here. However this process ends, those processes see it and end, and the
+kernel takes back namespaces, links and addresses. The machine's own network is not touched.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from typing_extensions import Self
 __all__ = ["DEVICE", "Host", "Hosts", "Place", "why_no_hosts"]
 
 DEVICE = "eth0"
-"""The network device of each host: what GLOO_SOCKET_IFNAME says there."""
+"""The network device of each host, also the value of GLOO_SOCKET_IFNAME there."""
 
 _NEEDED = {"ip": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
 _CLONE_NEWNET, _CLONE_NEWUTS = 0x40000000, 0x04000000
 _KINDS = (("net", _CLONE_NEWNET), ("uts", _CLONE_NEWUTS))
-# A bucket that holds a millisecond or two of what is asked for; a queue as in a switch.
+# A bucket for a millisecond or two at the requested rate; a queue as in a switch.
 _BURST, _LATENCY = "256kb", "50ms"
 
 
 class Host:
-    """One of ``Hosts``: a network namespace and a host name of its own, and with ``processes`` a process space too."""
+    """A member of ``Hosts``: a network namespace and a host name, and with ``processes`` a process space too."""
 
     def __init__(self, name: str, address: str, *, processes: bool = False) -> None:
-        """address: with the length of its network's prefix. processes: those of the host see no others, and all of them
-        are killed by ``kill``.
+        """address: with the length of its network's prefix. processes: the host's processes see no others, and ``kill``
+        kills all of them.
         """
         self.name, self.address = name, address.partition("/")[0]
         self.processes = processes
@@ -84,7 +84,7 @@ class Host:
         return subprocess.Popen(self.command(command), env=merged, **options)
 
     def run(self, command: Sequence[str]) -> str:
-        """What ``command`` prints on this host. Raises ``OSError`` with what it says where it fails."""
+        """Run ``command`` on this host and return its output. Raises ``OSError`` with its messages if it fails."""
         done = subprocess.run(self.command(command), check=False, capture_output=True, text=True)
         if done.returncode:
             raise OSError(f"no network namespace can be made here: {' '.join(command)}: {done.stderr.strip()}")
@@ -101,7 +101,7 @@ class Host:
         self.run(["ip", "link", "set", DEVICE, "down"])
 
     def kill(self) -> None:
-        """Kills what runs on the host (``processes`` has been asked for)."""
+        """Kill all processes of the host (made with ``processes``)."""
         if not self.processes:
             raise ValueError(f"host {self.name} has no process space of its own")
         os.kill(self.pid, signal.SIGKILL)
@@ -118,7 +118,7 @@ class Hosts:
     """``n`` hosts, by number. A context manager, which ends with them."""
 
     def __init__(self, n: int, *, rate: str = "", processes: bool = False, network: int = 77) -> None:
-        """rate: what a host can send, in the words of tc (``1gbit``); "" for what the machine does. network: of the
+        """rate: a host's sending rate in tc's notation (``1gbit``); "" for no limit. network: the second number of the
         addresses, 10.network.0.1 and so on.
 
         Raises ``OSError`` where they cannot be made.
@@ -185,7 +185,7 @@ class Place(NamedTuple):
     environment: dict[str, str]
 
     def enter(self) -> None:
-        """Moves this thread there, and what it starts; the environment of the process becomes that of the rank."""
+        """Move this thread and its children to the host; the process takes the rank's environment."""
         libc = ctypes.CDLL(None, use_errno=True)
         for name, kind in _KINDS:
             fd = os.open(f"/proc/{self.pid}/ns/{name}", os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""What of this host answers over TCP, and its addresses."""
+"""Check whether an address answers over TCP, and find this host's own address."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this process has open, for tests that nothing is left open."""
+"""The files this process has open, for tests that nothing is left open."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ __all__ = ["open_files"]
 
 
 def open_files() -> list[str]:
-    """Descriptors of this process, sorted. What only the garbage collector still knows, of this test or of one before it, is closed first."""
+    """Descriptors of this process, sorted. Files kept only by uncollected garbage, of this test or an earlier one, are
+    closed first."""
     gc.collect()
     return sorted(os.listdir("/proc/self/fd"))

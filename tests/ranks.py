@@ -1,4 +1,4 @@
-"""Runs test bodies on groups of ranks that stay alive between tests, and never lets one of them hang the run.
+"""Runs test bodies on groups of ranks that stay alive between tests, and never lets a rank hang the run.
 
     from tests.ranks import run_ranks
 
@@ -13,8 +13,8 @@
 [Note: zygote] Importing torch and the engine costs seconds, so one process per test session, the zygote, imports them
 once and forks the ranks of every group from there (it never runs an operator, hence owns no threads that a fork would lose).
 A group of ranks then costs milliseconds, and killing one after a failure is cheap. The zygote is the parent of all
-ranks: when its connection to the test session closes, for whatever reason, it kills every process group that it made.
-What other packages take seconds to import is named by ``preload``: such groups come from a zygote of their own.
+ranks: when its connection to the test session closes, for any reason, it kills every process group that it made.
+``preload`` names other packages that take seconds to import: such groups come from a zygote of their own.
 """
 
 from __future__ import annotations
@@ -51,31 +51,31 @@ from tests.hosts import Hosts
 
 __all__ = ["Outcome", "RanksFailed", "run_ranks", "stop_ranks"]
 
-# Limits end what hangs, and nothing else: several test sessions may share two cores. Nobody waits for one that is not needed.
+# Limits end only hanging ranks: several test sessions may share two cores. No wait is longer than needed.
 START_TIMEOUT_SECONDS = 240.0  # importing torch on a cold, busy machine
 BODY_TIMEOUT_SECONDS = 240.0
-GRACE_SECONDS = 20.0  # what the other ranks get to finish once one has failed
-STACK_DUMP_SECONDS = 10.0  # what a rank gets to write its stacks before it is killed
+GRACE_SECONDS = 20.0  # time for the other ranks to finish after a failure
+STACK_DUMP_SECONDS = 10.0  # time for a rank to write its stacks before it is killed
 STORE_TIMEOUT_SECONDS = 900  # longer than any test: the group's end is decided by run_ranks
-LOOK_SECONDS = 0.5  # between looks at ranks that have said nothing: one that a signal has stopped never will
+LOOK_SECONDS = 0.5  # between looks at silent ranks: a rank stopped by a signal stays silent
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one rank: ``kind`` is "returned", "raised", "died" or "hung"."""
+    """The outcome of one rank: ``kind`` is "returned", "raised", "died" or "hung"."""
 
     rank: int
     kind: str
     value: Any = None
-    """What the body returned."""
+    """The body's return value."""
     exception: BaseException | None = None
-    """What the body raised, where it can be pickled."""
+    """The body's exception, if it can be pickled."""
     text: str = ""
-    """The traceback ("raised"), the way it ended ("died"), the stacks of all its threads ("hung")."""
+    """The traceback ("raised"), the exit code or signal ("died"), or the stacks of all its threads ("hung")."""
 
 
 class RanksFailed(AssertionError):
-    """At least one rank did not return; ``outcomes`` says what became of each."""
+    """At least one rank did not return; ``outcomes`` has an entry for each rank."""
 
     def __init__(self, name: str, outcomes: list[Outcome]) -> None:
         self.outcomes = outcomes
@@ -173,7 +173,7 @@ class _Zygote:
         return self._ask(("fork",), [fd])
 
     def reap(self, pid: int) -> int:
-        """Kills what is left of the rank's process group and returns the rank's exit code (-n for signal n)."""
+        """Kill the rest of the rank's process group and return the rank's exit code (-n for signal n)."""
         return self._ask(("reap", pid))
 
     def _ask(self, request: tuple[Any, ...], fds: list[int] | None = None) -> int:
@@ -196,7 +196,7 @@ class _Zygote:
 
 
 class _Group:
-    """``world`` ranks with one process group; usable until one of them fails."""
+    """``world`` ranks with one process group; usable until a rank fails."""
 
     def __init__(self, world: int, preload: str, hosts: tuple[int, ...]) -> None:
         if preload in _zygotes and not _zygotes[preload].is_alive:
@@ -244,7 +244,7 @@ class _Group:
         while pending := [rank for rank in range(self.world) if outcomes[rank] is None]:
             left = deadline - time.monotonic()
             has_failed = any(outcome is not None and outcome.kind != "returned" for outcome in outcomes)
-            # Asked before the wait, whose answers then include what a rank has said since.
+            # Checked before the wait, so that messages sent in the meantime are still received.
             is_stopped = has_failed and all(_is_stopped(self._pids[rank]) for rank in pending)
             ready = wait([self._connections[rank] for rank in pending], min(max(left, 0), LOOK_SECONDS))
             if not ready and left > LOOK_SECONDS and not is_stopped:
@@ -302,7 +302,7 @@ class _Group:
                 os.kill(self._pids[rank], signal.SIGUSR1)
         end = time.monotonic() + STACK_DUMP_SECONDS
         stacks, before = {rank: self._stacks(rank) for rank in ranks}, None
-        # Until each has written and none is in the middle of it; one that is stopped writes nothing.
+        # Until each rank has finished writing; stopped ranks write nothing.
         while time.monotonic() < end and (
             stacks != before or not all(stacks[rank].rstrip() or _is_stopped(self._pids[rank]) for rank in ranks)
         ):
@@ -340,12 +340,12 @@ def _is_stopped(pid: int) -> bool:
         return False
 
 
-_groups: dict[tuple[int, str, tuple[int, ...]], _Group] = {}  # by number of ranks, what was preloaded, and hosts
-_zygotes: dict[str, _Zygote] = {}  # by what was preloaded
+_groups: dict[tuple[int, str, tuple[int, ...]], _Group] = {}  # by number of ranks, preloaded module, and hosts
+_zygotes: dict[str, _Zygote] = {}  # by preloaded module
 atexit.register(stop_ranks)
 
 
-# Below the ports that Linux gives to whoever connects: of those, any may be taken between the question and its use.
+# Below the ports that Linux assigns to connecting sockets: those may be taken between the check and the use.
 FIRST_PORT, LAST_PORT = 10000, 29000
 _ports = itertools.count(random.SystemRandom().randrange(LAST_PORT - FIRST_PORT))
 
@@ -365,16 +365,16 @@ def free_port() -> int:
 
 # ---- in the zygote -------------------------------------------------------------------------------------------------
 
-_preloaded_path: list[str] = []  # what the preloaded module has put on sys.path, for its ranks to keep
+_preloaded_path: list[str] = []  # sys.path entries added by the preloaded module, for its ranks to keep
 
 
 def _zygote_main(control: socket.socket, preload: str) -> None:
-    # What every rank would import: the first optimizer of a process imports torch._dynamo, 2 s of its time.
+    # Imports that every rank needs: a process's first optimizer imports torch._dynamo, which takes 2 s.
     import torch._dynamo
     import torch.distributed  # noqa: F401
 
-    # What the file of a body imports, and all that an engine needs: 0.4 s of every rank, of which a fresh group has its
-    # own, and twice that where no bytecode is kept.
+    # Imports of a body's file and of an engine: 0.4 s for every rank of a fresh group, and twice that without cached
+    # bytecode.
     for module in ("pytest", "deepspeed_c.initialize"):
         importlib.import_module(module)
     if preload:
@@ -383,8 +383,8 @@ def _zygote_main(control: socket.socket, preload: str) -> None:
         importlib.import_module(preload)
         _preloaded_path.extend(entry for entry in sys.path if entry not in before)
 
-    # What is there now lives as long as the ranks: collecting garbage before each body need not look at it (0.1 s
-    # a call), and the pages stay shared.
+    # Objects present now live as long as the ranks: freezing them saves 0.1 s in each garbage collection before a body,
+    # and their pages stay shared.
     gc.collect()
     gc.freeze()
     codes: dict[int, int] = {}
@@ -402,7 +402,7 @@ def _zygote_main(control: socket.socket, preload: str) -> None:
                     _rank_main(Connection(fds[0]))  # does not return
                 os.close(fds[0])
                 with contextlib.suppress(PermissionError, ProcessLookupError):
-                    os.setpgid(pid, pid)  # here and in the child: whoever is first
+                    os.setpgid(pid, pid)  # here and in the child: either may be first
                 alive.add(pid)
                 control.send(pickle.dumps(pid))
             else:
@@ -489,8 +489,8 @@ def _serve(connection: Connection) -> None:
             del value
         except BaseException as error:  # noqa: BLE001  whatever a body raises is reported, SystemExit too
             kind, payload, text = "raised", _pickled(error), traceback.format_exc()
-        # Whatever a body leaves behind in torch.distributed (a group not destroyed, the world destroyed)
-        # would be there for the next one: such a group of ranks is not used again.
+        # State left by a body in torch.distributed (a group not destroyed, the world destroyed) would affect the next
+        # body: such a group of ranks is not used again.
         is_clean = dist.is_initialized() and dist.group.WORLD is world_group and len(_known_groups(dist)) == 1
         connection.send_bytes(pickle.dumps((kind, payload, text, is_clean)))
 
@@ -507,7 +507,7 @@ def _clean(torch: Any, cwd: str, environment: dict[str, str]) -> None:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
-    # What the bodies before have left for good (imported modules) is looked through once, and not before each body to come.
+    # Objects that earlier bodies left for good (imported modules) are scanned once, and not before each later body.
     gc.collect()
     gc.freeze()
     random.seed(0)
@@ -553,5 +553,5 @@ def _timedelta(seconds: float) -> Any:
 
 
 if __name__ == "__main__":
-    # Under its importable name, so that what is pickled here is found there and the other way round.
+    # Under its importable name, so that each side finds the objects pickled by the other.
     _zygote_main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])

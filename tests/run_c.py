@@ -23,12 +23,12 @@ BUILD_TIMEOUT_S = 600
 RUN_TIMEOUT_S = 600
 FUZZ_RUNS = 3000
 
-# What an item is called -> what it is built with. "" is the plain build.
+# Name of an item -> sanitizers of its build. "" is the plain build.
 SANITIZERS = {"asan-ubsan": "address,undefined", "tsan": "thread"}
 
 
 class ProgramFailed(Exception):
-    """A C program, or its build, failed; the text is what it printed."""
+    """A C program or its build failed; the text is its output."""
 
 
 def compiler() -> str:
@@ -44,7 +44,7 @@ def missing_tools() -> str | None:
 
 
 def make(*args: str) -> str:
-    """Runs csrc/Makefile and returns what it printed."""
+    """Run csrc/Makefile and return its output."""
     command = ["make", "-s", "--no-print-directory", "-C", str(CSRC), f"CC={compiler()}", *args]
     done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
     if done.returncode != 0:
@@ -60,7 +60,7 @@ def instruction_sets() -> tuple[str, ...]:
 
 @functools.cache
 def programs(sanitizer: str) -> frozenset[str]:
-    """Paths, relative to the build folder, of what this mode builds."""
+    """Paths of this mode's programs, relative to the build folder."""
     return frozenset((make("list-tests", f"SAN={sanitizer}") + make("list-fuzz", f"SAN={sanitizer}")).split())
 
 
@@ -80,7 +80,8 @@ def lacks_sanitizer(sanitizer: str) -> str | None:
 
 @functools.cache
 def build(sanitizer: str) -> Path:
-    """Builds all programs of a mode and returns their folder. make itself sees what is up to date; the lock keeps two makes apart."""
+    """Builds all programs of a mode and returns their folder. make finds the outdated files; the lock keeps two makes
+    apart."""
     folder = CSRC / "build" / (f"san-{sanitizer.replace(',', '-')}" if sanitizer else "")
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "w") as lock:
@@ -159,7 +160,7 @@ class CItem(pytest.Item):
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> CFile | None:
-    """Collects ``test_*.c`` one folder below tests/csrc, and ``fuzz_*.c``: what the Makefile builds."""
+    """Collects ``test_*.c`` one folder below tests/csrc, and ``fuzz_*.c``: the programs built by the Makefile."""
     is_test = file_path.match("tests/csrc/*/test_*.c")
     is_fuzz = file_path.match("tests/fuzz/fuzz_*.c")
     return CFile.from_parent(parent, path=file_path) if is_test or is_fuzz else None

@@ -1,4 +1,5 @@
-"""What skipped tests need, and how to give it to them: the end of a test run lists both, and a skip that is not in this table fails the run."""
+"""Requirements of skipped tests, and how to meet them: the end of a test run lists both, and a skip that is not in this
+table fails the run."""
 
 from __future__ import annotations
 
@@ -80,7 +81,7 @@ def way_of(reason: str) -> Way | None:
 
 
 def summary(reasons: Iterable[str]) -> tuple[list[str], list[str]]:
-    """(lines to print about the skips with these reasons, the reasons for which there is no way)"""
+    """(lines to print about the skips with these reasons, reasons without a way to run them)"""
     counts = Counter(reason.removeprefix("Skipped: ") for reason in reasons)
     by_way: dict[Way, Counter[str]] = {}
     for reason, n in counts.items():

@@ -17,7 +17,7 @@ VERSION = re.search(r"^clang-format==(\S+)$", (ROOT / "constraints.txt").read_te
 
 
 def formatter() -> str:
-    """That of the environment of the tests, or the system's if it is of the same version."""
+    """Path of clang-format: from the tests' environment, or the system's if it has the same version."""
     for path in (shutil.which("clang-format", path=str(Path(sys.executable).parent)), shutil.which("clang-format")):
         if path and VERSION in subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout:
             return path

@@ -1,4 +1,5 @@
-"""Finds what nobody calls: functions of the cores, names of the binding, and functions and classes of the package that only tests use."""
+"""Find dead code: functions of the cores, names of the binding, and functions and classes of the package that only
+tests use."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# What only tests use and is kept all the same, each with its reason.
+# Names kept although only tests use them, each with its reason.
 KEPT = {
     "dsc_aio_plug_backend": "the cores' tests, and those of what uses the I/O engine, make transfers fail through it; the binding does not have it",
     "dsc_aio_wait_all": "a program in C drains its engine with it; in Python a handle counts its requests itself",
@@ -71,7 +72,7 @@ def python_words(tree: ast.Module) -> set[str]:
 
 
 def binding_names(stubs: ast.Module) -> Iterator[str]:
-    """The names of the compiled module, and those of its classes."""
+    """The names of the compiled module and of its classes."""
     for node in stubs.body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             yield node.name
@@ -90,14 +91,14 @@ def _all_of(module: Path) -> list[str]:
 
 
 def public_names() -> set[str]:
-    """DeepSpeed's names, and those that are ours: what a user calls need not be called here."""
+    """DeepSpeed's names and our public names: a name meant for users needs no caller here."""
     rows = (ROOT / "docs" / "compatibility.tsv").read_text().splitlines()
     words = {word for row in rows for word in re.findall(r"\w+", " ".join(row.split("\t")[:2]))}
     for path in (ROOT / "deepspeed_c" / "compat" / "alias" / "modules.py", ROOT / "deepspeed_c" / "__init__.py"):
         constants = [n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)]
         strings = [text for text in constants if isinstance(text, str)]
         words |= {word for text in strings for word in re.findall(r"\w+", text)}
-        # A module that stands for one of DeepSpeed's gives all that it says it gives.
+        # A replacement for a module of DeepSpeed provides every name of its ``__all__``.
         modules = {
             ROOT.joinpath(*text.partition(":")[0].split(".")).with_suffix(".py")
             for text in strings
@@ -108,8 +109,9 @@ def public_names() -> set[str]:
 
 
 def definitions(trees: dict[Path, ast.Module]) -> Iterator[tuple[Path, str]]:
-    """Functions and classes of the package's modules, but for those that someone else finds: a decorator may hand on what it decorates, and an optimizer
-    (a class with a ``kind``) is for whoever trains with it; the policy of a model family is found by its model type."""
+    """Functions and classes of the package's modules, except for those found in other ways: a decorator may register
+    its function, users name an optimizer (a class with a ``kind``), and the policy of a model family is found by its
+    model type."""
     for path, tree in trees.items():
         for node in tree.body if path.parts[0] in ("deepspeed_c", "ops") else ():
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("__"):

@@ -1,4 +1,4 @@
-"""Documents say what is so: lists that scripts write are of today, and transcripts are what the interpreter answers."""
+"""Documents are true: lists written by scripts are up to date, and transcripts match the interpreter's answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The hosts fixture itself: addresses, names, counters, processes; and that nothing is left, whatever ends its maker."""
+"""The hosts fixture itself: addresses, names, counters, processes; and that nothing is left, however its maker ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from tests.hosts import DEVICE, Hosts, why_no_hosts
 
 ROOT = Path(__file__).resolve().parent.parent
-# Connects, sends and says what it got.
+# Connects, sends and prints the answer.
 TALK = """
 import socket, sys
 with socket.create_connection((sys.argv[1], 4711), timeout=30) as s:

@@ -79,7 +79,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("alias", "config", "logging", "plan", "checkpoint", "io", "bench", "inject", "sequence", "pipe", "threads"),
     },
 }
-# The top: what puts the parts together. Nothing imports these but one another.
+# The top modules put the parts together. Only they import one another.
 TOP = {"__init__", "__main__", "initialize"}
 
 

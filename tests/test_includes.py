@@ -1,4 +1,5 @@
-"""Holds the direction of dependencies in C and C++: what a file in one folder may include, and that each public header stands alone."""
+"""Holds the direction of dependencies in C and C++: permitted includes of each folder's files, and that each public
+header stands alone."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ CSRC = ROOT / "csrc"
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 SOURCES = {".c", ".h", ".inc", ".cpp", ".cu", ".cuh"}
 
-# folder below csrc -> what its files may include in quotes: a folder of ours, or one header.
+# folder below csrc -> permitted includes in quotes of its files: a folder of ours, or one header.
 MAY_INCLUDE: dict[str, tuple[str, ...]] = {
     "include": ("dsc/status.h", "dsc/types.h"),
     "base": ("base/", "dsc/"),
@@ -57,7 +58,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
 
 
 def includes(path: Path) -> list[tuple[bool, str]]:
-    """(is in quotes, what is included) of every include line."""
+    """(whether it is in quotes, included name) of every include line."""
     return [(mark == '"', name) for mark, name in INCLUDE.findall(path.read_text())]
 
 
@@ -125,7 +126,7 @@ def test_public_headers_stand_alone(header: str, language: str) -> None:
 
 
 def test_the_cores_read_no_environment() -> None:
-    """What a process may use of its machine is decided in deepspeed_c, which lists every variable in env.py."""
+    """Only deepspeed_c decides how much of its machine a process may use, and it lists every variable in env.py."""
     reads = re.compile(r"\b(secure_)?getenv\b|\benviron\b")
     assert [path.name for path in sources("csrc", "ops/binding") if reads.search(path.read_text())] == []
     assert reads.search("x = getenv(name)") and not reads.search("fegetenv(&job.environment)")
@@ -136,7 +137,7 @@ def test_an_accelerator_is_named_in_the_registry_alone() -> None:
     names = re.findall(r"^DSC_ACCEL_LIBRARY\((\w+)", (CSRC / "include" / "dsc" / "accelerators.inc").read_text(), re.MULTILINE)
     assert names == ["cuda"]
     for path in sources("ops/binding", "csrc/accel"):
-        if path.name == "handles_build.cpp":  # what was built is a fact of the build, which makes each library by itself
+        if path.name == "handles_build.cpp":  # depends on the build, which makes each library separately
             continue
         code = re.sub(r"/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
         assert not re.search("|".join(names), code, re.IGNORECASE), f"{path.name} names an accelerator"

@@ -36,7 +36,7 @@ NOT_SOURCES = shutil.ignore_patterns(
     *("*.so", "*.o", "*.a", "*.pyc"),
 )
 
-# Imports what is listed, then trains on each rank and writes and reads a file with the I/O engine.
+# Imports the listed modules, then trains on each rank and writes and reads a file with the I/O engine.
 TRAIN = """
 import importlib, json, os, sys
 import torch
@@ -86,7 +86,7 @@ def run(*command: object, cwd: Path, code: int = 0, **environment: str) -> str:
 
 
 def backend(hook: str, cwd: Path, out: Path, **environment: str) -> Path:
-    """What a hook of the build backend makes of the sources in ``cwd``; pip calls it so."""
+    """The archive that a hook of the build backend makes from the sources in ``cwd``; called the way pip calls it."""
     out.mkdir(exist_ok=True)
     name = run(
         sys.executable,
@@ -120,7 +120,7 @@ def wheel(unpacked, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     kept = ROOT / "build" / "objects"
     if kept.is_dir():
-        # A copy: what is compiled from the archive must not be taken for the checkout's own.
+        # A copy: objects compiled from the archive must not be mistaken for the checkout's own.
         shutil.copytree(kept, folder / "objects")
     has_cuda = (ROOT / "deepspeed_c" / "libdsc_cuda.so").is_file()
     return backend(
@@ -150,7 +150,7 @@ def installed(wheel, tmp_path_factory) -> Path:
         cwd=folder.parent,
     )
     (site,) = folder.glob("lib/python*/site-packages")
-    # Lines of a .pth file are only searched: links that lie there, such as that of the linked install, have no effect.
+    # Lines of a .pth file are only searched: links there, such as the linked install's, have no effect.
     others = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     (site / "tests_torch.pth").write_text("\n".join(others) + "\n")
     return folder
@@ -192,7 +192,7 @@ def test_the_wheel_has_every_file_of_the_packages_and_no_other(wheel):
 
 
 def test_the_wheel_keeps_the_cores_inside(wheel):
-    """Tests reach the cores through the extension that is built in place; what is shipped shows the module and nothing else."""
+    """Tests reach the cores through the extension built in place; the shipped extension exports only the module."""
     plug = b"dsc_aio_plug_backend"
     with zipfile.ZipFile(wheel) as file:
         (shipped,) = (file.read(name) for name in file.namelist() if re.fullmatch(r"deepspeed_c/_C\..*so", name))

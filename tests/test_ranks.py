@@ -1,4 +1,4 @@
-"""The ranks fixture itself: results, every way in which a rank can fail, and that the next call works again."""
+"""The ranks fixture itself: results, every way for a rank to fail, and that the next call works again."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def pid(rank, world):
 
 
 def spoken(rank, world):
-    """What the package's logger says of itself."""
+    """The prefix and the level of the package's logger."""
     return get_dist_msg("here", [-1]), logger.level
 
 

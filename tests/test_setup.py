@@ -1,4 +1,4 @@
-"""The build refuses what it cannot work with before it starts, and says what was missing and what to do."""
+"""The build checks its requirements before it starts, and names the missing one and the remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""tests/skips.py and what conftest.py makes of it: every skip is listed at the end of a run with its reason and a way to run it."""
+"""tests/skips.py and conftest.py's summary: every skip is listed at the end of a run with its reason and a way to run
+it."""
 
 from __future__ import annotations
 

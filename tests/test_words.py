@@ -1,4 +1,5 @@
-"""Words: the glossary of docs/architecture.md names what exists, one class has a name, and prose keeps to the words."""
+"""Words: the glossary of docs/architecture.md has only existing names, each class name is unique, and prose keeps to
+the glossary's terms."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ TERMS = {
 # Classes that have to bear the name of another one, and why. A name that DeepSpeed publishes twice, say.
 SAME_NAME: dict[str, str] = {}
 
-# What prose would say for a word of the glossary -> that word.
+# Synonym of a glossary word -> the glossary's word.
 OTHER_WORDS = {
     r"\bmicro ?batch(es)?\b": "micro-batch",
     r"\bgather(ed|ing)? groups?\b": "gather unit",
@@ -41,7 +42,7 @@ def python_files() -> list[Path]:
 
 
 def rows() -> list[tuple[str, str, str]]:
-    """(word, meaning, what it is) of the glossary."""
+    """(word, meaning, kind or name in the code) of the glossary's rows."""
     section = GLOSSARY.read_text().partition("\n## Words\n")[2].partition("\n## ")[0]
     table = [line for line in section.splitlines() if line.startswith("|")][2:]
     return [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in table]
@@ -64,7 +65,7 @@ def definitions() -> dict[str, list[str]]:
 
 
 def attributes_of(name: str) -> set[str]:
-    """What a class defines: its methods, its fields, and what its methods set on ``self``."""
+    """The names a class defines: methods, fields, and attributes that its methods set on ``self``."""
     found: set[str] = set()
     for tree in trees().values():
         for node in ast.walk(tree):

@@ -1,4 +1,5 @@
-"""benchmarks/report.py: lines become rows, a goal without a result is shown, the README keeps its text and has eight figures, and the documents are what the results say."""
+"""benchmarks/report.py: lines become rows, a goal without a result is shown, the README keeps its text and has eight
+figures, and the documents agree with the results."""
 
 from __future__ import annotations
 

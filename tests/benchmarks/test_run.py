@@ -1,4 +1,5 @@
-"""benchmarks/run.py and results.py: results carry where they come from, failures and skips keep earlier ones, and what is older than its code is named."""
+"""benchmarks/run.py and results.py: results carry their origin, failures and skips keep earlier results, and results
+older than their code are named."""
 
 from __future__ import annotations
 
@@ -97,7 +98,7 @@ def test_one_that_hangs_ends_with_all_its_processes(folder, monkeypatch, capfd, 
 
 @pytest.fixture
 def repository(folder, monkeypatch):
-    """A repository of one commit, in which benchmarks look."""
+    """A repository of one commit for benchmarks to inspect."""
 
     def git(*args: str) -> str:
         identity = ["-c", "user.name=n", "-c", "user.email=e@example.invalid"]

@@ -1,4 +1,5 @@
-"""Configurations as users write them: the patterns of trainers, templates and examples, written anew here, with what must become of each.
+"""Configurations as users write them: the patterns of trainers, templates and examples, written anew here, with the
+expected outcome of each.
 
 ``by="trainer"``: the Trainer or accelerate fills each ``"auto"`` that they know before DeepSpeed reads the rest. ``DIFFERS`` says why something that
 DeepSpeed parses is refused here.
@@ -18,11 +19,11 @@ class Configuration(NamedTuple):
     outcome: str = "runs"
     """"runs" (and nothing is noted), "note" or "error"."""
     words: tuple[str, ...] = ()
-    """What the notes, or the errors, say: each of these stands in one of them, and there are no others."""
+    """Words of the notes or errors: each occurs in exactly one message, and there are no other messages."""
     world: int = 1
     by: str = "hand"
     why: str = ""
-    """Where DeepSpeed parses what is an error here: the reason."""
+    """The reason for an error where DeepSpeed accepts the configuration."""
 
 
 MISSPELT = "DeepSpeed passes by a key that it does not know, and trains with another setting than the one that was meant"
@@ -61,7 +62,7 @@ PINNED = {"device": "cpu", "pin_memory": True}
 BF16 = {"enabled": True}
 
 CONFIGURATIONS = [
-    # -- the Trainer's documentation, and what is copied from it -----------------------------------------------------------
+    # -- the Trainer's documentation, and copies of it -----------------------------------------------------------------
     Configuration("HF docs, stage 0", {**AUTO_SIZES, "zero_optimization": {"stage": 0}}, by="trainer"),
     Configuration("HF docs, stage 1", {**AUTO_SIZES, "zero_optimization": {"stage": 1}, "bf16": {"enabled": "auto"}}, by="trainer"),
     Configuration(

@@ -1,4 +1,5 @@
-"""Import lines of projects that use DeepSpeed, with what must become of each. One line is one row: several projects write the same."""
+"""Import lines of projects that use DeepSpeed, with the expected outcome of each. One line is one row: several projects
+write the same."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ class Import(NamedTuple):
     line: str
     projects: str
     words: str = ""
-    """What the error says, where the name is not here; "" where the line works."""
+    """Words of the error if the name is missing here; "" if the line works."""
 
 
 MOE = "expert parallelism comes with a later version"
@@ -135,7 +136,7 @@ IMPORTS = [
     Import("from deepspeed.pipe import LayerSpec, TiedLayerSpec", "Megatron-DeepSpeed, GPT-NeoX"),
     Import("from deepspeed import PipelineEngine", "GPT-NeoX"),
     Import("from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology", "Megatron-DeepSpeed"),
-    # -- what is not here, and says so ---------------------------------------------------------------------------------------
+    # -- missing here, with an error -----------------------------------------------------------------------------------
     Import("from deepspeed.moe.layer import MoE", "Megatron-DeepSpeed, DeepSpeedExamples", MOE),
     Import("from deepspeed import init_inference", "DeepSpeed-MII, BLOOM inference", INFERENCE),
     Import("from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine", "DeepSpeed-Chat", INFERENCE),

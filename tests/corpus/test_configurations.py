@@ -1,4 +1,5 @@
-"""What users write runs, is noted or is refused as configurations.py says; and what DeepSpeed parses is no error here without a reason."""
+"""Users' configurations run, are noted or are refused as configurations.py says; an error here where DeepSpeed accepts
+one has a reason."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import pytest
 from deepspeed_c.config import load_config, problems_of
 from tests.corpus.configurations import CONFIGURATIONS, Configuration
 
-# What the Trainer and accelerate put in place of "auto", from their arguments and the model; by path.
+# Values that the Trainer and accelerate put in place of "auto", from their arguments and the model; by path.
 FILLED = {
     "train_batch_size": 4,
     "train_micro_batch_size_per_gpu": 4,

@@ -1,4 +1,4 @@
-"""What projects import works under the name deepspeed, or says what to do without it, as imports.py says."""
+"""Projects' imports work under the name deepspeed, or the error says how to do without it, as listed in imports.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.corpus.imports import IMPORTS
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Each line by itself, in one process: what the lines before it have loaded makes no name appear that is not there.
+# Each line by itself, in one process: modules loaded by earlier lines must not make missing names appear.
 EXECUTE = """
 import json, sys
 errors = []
@@ -29,7 +29,7 @@ print("ERRORS " + json.dumps(errors))
 
 
 def errors_of(*python: str) -> list[str]:
-    """What each line raises, "" for nothing."""
+    """The error raised by each line, "" for none."""
     given = json.dumps([row.line for row in IMPORTS])
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [*python, "-c", EXECUTE]

@@ -1,4 +1,4 @@
-"""The examples are programs, not a package: their folder goes on the path, as it does when one of them is run."""
+"""The examples are programs, not a package: their folder goes on the path, as when an example is run."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""examples/hf_trainer.py with the examples' configurations: it learns, goes on from a checkpoint at another stage, and trains adapters for what it has saved."""
+"""examples/hf_trainer.py with the examples' configurations: it learns, continues from a checkpoint at another stage,
+and trains adapters for its saved model."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def run(rank, world, arguments):
 
 
 def start(stage: int, folder: Path, *arguments: str) -> list[dict[str, float]]:
-    """Runs the example on 2 ranks; returns what it logged by its last checkpoint."""
+    """Run the example on 2 ranks; return its log up to the last checkpoint."""
     config = str(ROOT / "examples" / f"ds_hf_stage{stage}.json")
     on_ranks(2, run, ["--deepspeed", config, "--output_dir", str(folder), *arguments])
     last = max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))

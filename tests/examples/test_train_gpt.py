@@ -119,7 +119,7 @@ def test_the_configuration_shows_what_the_example_is_about():
 
 
 def test_two_tensor_parallel_processes_have_the_losses_of_one(tmp_path):
-    """As `make train TP=2`, in fp32: what differs is the order of sums."""
+    """As `make train TP=2`, in fp32: only the order of sums differs."""
     config = json.loads((ROOT / "examples" / "ds_config.json").read_text())
     config["bf16"]["enabled"] = False
     (tmp_path / "fp32.json").write_text(json.dumps(config))
@@ -136,7 +136,7 @@ def test_two_tensor_parallel_processes_have_the_losses_of_one(tmp_path):
 
 
 def test_two_pipeline_stages_have_the_losses_of_one_process(tmp_path):
-    """As `make train PP=2`, in fp32: what differs is the order in which tied gradients are added."""
+    """As `make train PP=2`, in fp32: only the order of adding tied gradients differs."""
     config = json.loads((ROOT / "examples" / "ds_config.json").read_text())
     config["bf16"]["enabled"] = False
     (tmp_path / "fp32.json").write_text(json.dumps(config))

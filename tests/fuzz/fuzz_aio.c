@@ -1,6 +1,6 @@
 /*
- * The I/O engine over the fault backend: whatever requests come in whatever order, with whatever faults, those that are reported as good have moved their bytes, and
- * when no fault was one that cannot be mended, all are good.
+ * The I/O engine over the fault backend: for any requests in any order and any faults, successful requests have moved
+ * their bytes, and all succeed if every fault could be mended.
  */
 #include "fuzz.h"
 
@@ -11,7 +11,7 @@
 
 #include <sys/mman.h>
 
-#define REGION ((int64_t)40000) /* of the file that one request has to itself; in flight, requests must not overlap */
+#define REGION ((int64_t)40000) /* part of the file reserved for one request; requests in flight must not overlap */
 #define MAX_REQUESTS 12
 
 struct sent {
@@ -22,7 +22,7 @@ struct sent {
     uint8_t *buf;
 };
 
-static uint8_t model[MAX_REQUESTS * REGION];   /* what the file holds */
+static uint8_t model[MAX_REQUESTS * REGION];   /* expected contents of the file */
 static bool is_known[MAX_REQUESTS];            /* no write to the region has failed */
 static uint8_t memory[MAX_REQUESTS * (REGION + 8192)];
 static dsc_aio_file *file;

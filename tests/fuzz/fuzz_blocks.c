@@ -1,6 +1,6 @@
 /*
- * Block files: whatever pieces are written in, the checksums are those of the blocks; whatever is damaged or cut off afterwards, exactly the damaged blocks are
- * listed, and reads give the bytes that were written or say which block is bad.
+ * Block files: for any division into writes, the checksums are the blocks'. For any later damage or truncation, exactly
+ * the damaged blocks are listed, and reads return the written bytes or name the bad block.
  */
 #include "fuzz.h"
 
@@ -150,7 +150,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n_bytes)
     config.block_bytes = is_wild ? (size_t)take_wild(&input) : 1 + (size_t)take_below(&input, 9000);
     config.buffer_bytes = is_wild ? (size_t)take_wild(&input) : 1 + (size_t)take_below(&input, 20000);
     config.n_buffers = is_wild ? (int32_t)take_wild(&input) : 2 + (int32_t)take_below(&input, 3);
-    if (is_wild) { /* no ring of gigabytes: only what is refused is of interest */
+    if (is_wild) { /* no ring of gigabytes: only refusals are of interest */
         dsc_block_writer *writer = NULL;
         bool is_good = config.block_bytes >= 1 && config.block_bytes <= (size_t)1 << 30 && config.buffer_bytes >= 1 &&
                        config.buffer_bytes <= (size_t)1 << 30 && config.n_buffers >= 2 && config.n_buffers <= 1024;

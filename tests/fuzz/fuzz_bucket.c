@@ -1,4 +1,7 @@
-/* dsc_bucket_tracker: whatever is marked, launched, forced, made to wait and reset in whatever order, buckets leave in order (those that wait after the others), each once a window, and none early. */
+/*
+ * dsc_bucket_tracker: for marks, launches, forcing, waiting and resets in any order, buckets leave in order (waiting
+ * buckets after the others), each once a window, and none early.
+ */
 #include "fuzz.h"
 
 #include "dsc/zero.h"

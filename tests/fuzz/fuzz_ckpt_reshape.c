@@ -18,7 +18,7 @@ static int64_t box_elems(const int64_t *part, int32_t n_dims)
     return n;
 }
 
-/* The position of the tensor's element number `element` of what is wanted in a piece's range; -1 when the piece does not have it. */
+/* The position in a piece's range of element number `element` of the wanted range; -1 when the piece lacks it. */
 static int64_t find(const int64_t *piece, const int64_t *wanted, int32_t n_dims, int64_t element)
 {
     int64_t position = 0;

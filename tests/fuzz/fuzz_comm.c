@@ -1,6 +1,7 @@
 /*
- * Addresses of segments (dsc_comm_attach): a text is attached to only if it is the address of that rank's segment, and is refused with a sentence otherwise; an end that has refused
- * is as it was. Process and descriptor stay those of this process, so that nobody else's files are opened.
+ * Addresses of segments (dsc_comm_attach): a text is attached to only if it is the address of that rank's segment, and
+ * is refused with a sentence otherwise; a refusal leaves the end unchanged. Process and descriptor stay those of this
+ * process, so that no other process's files are opened.
  */
 #include "fuzz.h"
 

@@ -1,6 +1,7 @@
 /*
- * aio/block.c by itself: however requests are cut, and whatever comes back of each transfer, direct transfers are aligned in file and memory, no block goes past its
- * border, each byte is moved by one block, and what was wanted has been moved in the end. Transfers are copies to and from an array here.
+ * aio/block.c by itself: for every division of requests and every result of a transfer, direct transfers are aligned in
+ * file and memory, no block goes past its border, each byte is moved by one block, and all wanted bytes are moved in
+ * the end. Transfers are copies to and from an array here.
  */
 #include "fuzz.h"
 
@@ -12,8 +13,8 @@
 #define BUFFERED_FD 1000
 #define DIRECT_FD 1001
 
-static uint8_t model[FILE_BYTES];                            /* what the file holds */
-static uint8_t wanted[FILE_BYTES];                           /* what it is to hold in the end */
+static uint8_t model[FILE_BYTES];                            /* contents of the file */
+static uint8_t wanted[FILE_BYTES];                           /* its expected contents in the end */
 static _Alignas(4096) uint8_t memory[MEMORY_BYTES];
 static uint8_t n_moved[FILE_BYTES];                          /* how often each byte of the request was moved */
 

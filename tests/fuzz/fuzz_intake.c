@@ -1,4 +1,7 @@
-/* dsc_intake: whatever is opened, closed, filled, noted and added in whatever order, sums are those of what came since the bucket was opened, what is missing is named, and what must not be is refused. */
+/*
+ * dsc_intake: for any order of opening, closing, filling, noting and adding, sums cover the gradients since the bucket
+ * was opened, missing gradients are named, and wrong calls are refused.
+ */
 #include "fuzz.h"
 
 #include "dsc/intake.h"

@@ -1,6 +1,7 @@
 /*
- * dsc_optim_step on any arguments: what is refused has changed nothing, and a step over a list of tensors has the bits of the steps over each by itself. Every buffer
- * has just the bytes that its tensor needs, so that the address sanitizer sees whoever goes past them.
+ * dsc_optim_step on any arguments: a refused call changes nothing, and a step over a list of tensors gives the same
+ * bits as separate steps. Every buffer has exactly its tensor's bytes, so that the address sanitizer catches accesses
+ * beyond them.
  */
 #include "fuzz.h"
 
@@ -8,7 +9,7 @@
 
 #define MAX_TENSORS 3
 #define MAX_ELEMS 300 /* more than one block of scales */
-#define N_BUFFERS 7   /* of a tensor: param, grad, two states, their scales, copy */
+#define N_BUFFERS 7   /* buffers of a tensor: param, grad, two states, their scales, copy */
 
 struct buffer {
     uint8_t *bytes;

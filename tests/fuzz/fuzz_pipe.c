@@ -11,7 +11,7 @@ static struct dsc_pipe_action computed[MAX_ACTIONS];
 static struct dsc_pipe_action complete[MAX_ACTIONS];
 static struct dsc_pipe_span spans[MAX_ACTIONS];
 
-/* What is accepted ran on paper too, in an order in which nobody used what was not there. */
+/* An accepted table also ran in simulation, in an order that never uses missing data. */
 static void check_times(const struct dsc_pipe_table *table, struct input *input)
 {
     struct dsc_pipe_cost costs[MAX_STAGES];
@@ -86,7 +86,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n_bytes)
     REQUIRE(dsc_pipe_verify(&table) == DSC_OK);
     check_times(&table, &input);
 
-    /* Two actions of the whole table change places: what is accepted then can still be run. */
+    /* Two actions of the whole table change places: a table that is still accepted can be run. */
     int64_t n = all_begins[shape.n_ranks];
     int64_t i = take_below(&input, n);
     int64_t j = take_below(&input, n);

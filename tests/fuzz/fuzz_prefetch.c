@@ -1,6 +1,7 @@
 /*
- * dsc_prefetch_plan and dsc_fetch: a plan keeps its limits and is as far ahead as they allow; ranks that use other subsequences of it gather the same
- * in the same order; any other use is served too, and what a runner refuses changes nothing.
+ * dsc_prefetch_plan and dsc_fetch: a plan keeps its limits and is as far ahead as they allow; ranks that use other
+ * subsequences of it gather the same in the same order; any other use is served too, and a call refused by a runner
+ * changes nothing.
  */
 #include "fuzz.h"
 
@@ -34,7 +35,7 @@ struct storage {
     int32_t gathers[2 * MAX_STEPS + MAX_RECORD];
 };
 
-/* Wild numbers: a plan comes out only of good ones, and keeps the rules whatever the sizes. */
+/* Wild numbers: only good numbers give a plan, and it keeps the rules for all sizes. */
 static bool plan(struct input *input, struct storage *s, struct brute_plan *p)
 {
     struct dsc_prefetch_limits limits = DSC_PREFETCH_LIMITS_INIT;
@@ -131,7 +132,7 @@ static void run_wild(struct input *input, struct storage *s, const struct brute_
         take(&book, fetch, s, status == DSC_OK ? n : 0);
         REQUIRE(status == DSC_OK ? is_unit && book.is_live[unit] : status == DSC_EINVAL);
     }
-    /* What was just heard of is the record's only limit: with no room left, the end is refused and the pass given up. */
+    /* The record's capacity is the only limit: when it is full, the end is refused and the pass is aborted. */
     if (dsc_fetch_end(fetch, -1, capacity, s->actions, &n) != DSC_OK)
         REQUIRE(dsc_fetch_abort(fetch, capacity, s->actions, &n) == DSC_OK && record->n_steps == 0);
     else

@@ -1,4 +1,4 @@
-/* csrc/seq: each token and each query head has one rank, whatever the order; wild numbers are refused or harmless. */
+/* csrc/seq: each token and each query head has one rank, in every order; wild numbers are refused or harmless. */
 #include "fuzz.h"
 
 #include "dsc/seq.h"
@@ -34,7 +34,7 @@ static void check_cut(const struct dsc_seq_cut *cut)
         REQUIRE(n_owners[t] == 1);
 }
 
-/* Each pair that is visible is computed once: their number over all pairs of ranks is that of the whole sequence. */
+/* Each pair that is visible is computed once: their number over all pairs of ranks equals the whole sequence's. */
 static void check_blocks(struct input *input, const struct dsc_seq_cut *cut)
 {
     struct dsc_seq_mask mask = {take_byte(input) % 2, take_below(input, 50), take_below(input, 9)};

@@ -8,7 +8,7 @@
 #define MAX_KINDS 4
 #define N_GOALS 5
 
-/* What two placements are compared by, first entry first (dsc/tier.h). False for one that is not allowed. */
+/* The goals that compare two placements, in order of priority (dsc/tier.h). False for a forbidden placement. */
 static bool judge(const struct dsc_tier_kind *kinds, int32_t n_kinds, const int64_t *budget, const int32_t *tiers, int64_t *goals)
 {
     int64_t held[DSC_N_TIERS] = {0};
@@ -101,7 +101,7 @@ static void fuzz_plan(struct input *input, bool is_wild)
     }
 }
 
-/* Any bits, or one that is likely to be good. */
+/* Any bits, or a rate that is likely to be good. */
 static double take_rate(struct input *input)
 {
     uint8_t kind = take_byte(input);

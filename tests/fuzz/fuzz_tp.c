@@ -1,4 +1,7 @@
-/* dsc_tp_runs_of: what is accepted gives each element to one rank, or to as many as the copies say; wild numbers are refused or harmless. */
+/*
+ * dsc_tp_runs_of: an accepted call gives each element to one rank, or to the number of ranks set by the copies; wild
+ * numbers are refused or harmless.
+ */
 #include "fuzz.h"
 
 #include "dsc/tp.h"

@@ -1,11 +1,13 @@
-"""Changes pickles instruction by instruction and reads them: a value of plain data or a CheckpointError comes back, whatever is in a file.
+"""Changes pickles instruction by instruction and reads them: every file gives a value of plain data or a
+CheckpointError.
 
     python -m tests.fuzz.fuzz_unpickle --seconds 3600 --seed 1
 
-Seeds are pickles of values that are saved, and the folder corpus/fuzz_unpickle. Each input is read in all the ways in which this package reads pickles. For what comes back
-the script looks at every part of it (nothing but the types of the list, numpy's dtypes of the list, tensors within their storage), prints, compares and copies it.
-Peak memory is held against the size of the input, and the address space and the time of each input are limited. An input that breaks a rule is written to --found,
-and the script ends with code 1; the last input is there as well, should the process die.
+Seeds are pickles of values that are saved, and the folder corpus/fuzz_unpickle. Each input is read in all of this
+package's ways to read pickles. The script checks every part of the value (only listed types, only listed numpy dtypes,
+tensors within their storage), prints, compares and copies it. Peak memory is held against the size of the input, and
+the address space and the time of each input are limited. An input that breaks a rule is written to --found, and the
+script ends with code 1; the last input is there as well, should the process die.
 """
 
 from __future__ import annotations
@@ -45,11 +47,12 @@ from deepspeed_c.checkpoint.native import state
 from deepspeed_c.errors import CheckpointError
 
 CORPUS = pathlib.Path(__file__).parent / "corpus" / "fuzz_unpickle"
-# What one input may take, in Python's memory: some hundred bytes for an instruction of one byte, and what zipfile and tracemalloc need besides.
+# Limit on Python's memory for one input: some hundred bytes per instruction of one byte, plus a constant for zipfile
+# and tracemalloc.
 BYTES_PER_BYTE, BYTES_AT_LEAST = 512, 8 << 20
 ADDRESS_SPACE_BYTES = 4 << 30
 SECONDS_PER_INPUT = 20
-# Storages that every zip has, by key: whatever tensors the instructions describe find something or nothing.
+# Storages in every zip, by key: tensors described by the instructions may refer to present or missing ones.
 STORAGES = {str(i): bytes(range(256)) for i in range(12)}
 
 Op = tuple[str, Any]
@@ -57,11 +60,11 @@ _CODES = {op.name: op.code.encode("latin-1") for op in pickletools.opcodes}
 
 
 class Broken(Exception):
-    """An input for which a rule does not hold."""
+    """An input breaks a rule."""
 
 
 class TookTooLong(BaseException):
-    """Not to be caught by what is tested."""
+    """Not an Exception, so that the tested code does not catch it."""
 
 
 # --- pickles as lists of instructions ---
@@ -357,7 +360,7 @@ LEAVES = (
 SEQUENCES = (list, tuple, set, frozenset, collections.deque, torch.Size)
 MAPPINGS = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict)
 OBJECTS = (argparse.Namespace, types.SimpleNamespace, *UPSTREAM.values())
-# Written out here and not asked of what is tested: kinds, and never an object's pointer or a field.
+# Allowed dtype kinds, written out here independently of the tested code: no pointers to objects, no fields.
 KINDS = frozenset("biufcSUmM")
 
 
@@ -428,7 +431,7 @@ class Harness:
         self._legacy = head.getvalue()[: head.getvalue().index(pickle.dumps(0, 2))]
 
     def run(self, data: bytes, *, measures: bool) -> None:
-        """Raises Broken, or whatever came out that is no CheckpointError."""
+        """Read the input in every way. Raises Broken, or any error other than CheckpointError."""
         packed = self._zip(data)
         path = self.folder / "input.pt"
         ways: dict[str, Callable[[], Any]] = {"plain": lambda: state.unpack(packed, "input")}

@@ -1,4 +1,5 @@
-"""A short, seeded run of fuzz_unpickle.py, and its corpus as it is: a value of plain data or a CheckpointError, whatever is in a file."""
+"""A short, seeded run of fuzz_unpickle.py, and its corpus as it is: every file gives a value of plain data or a
+CheckpointError."""
 
 from __future__ import annotations
 
@@ -32,11 +33,11 @@ def test_the_corpus_is_read_or_refused(path: pathlib.Path, tmp_path: pathlib.Pat
 
 
 def test_seeds_are_read_as_they_are(tmp_path: pathlib.Path) -> None:
-    """Taken apart and put together again they are what they were, and most are values that somebody reads."""
+    """Seeds are unchanged after parsing and assembling, and this package reads most of them."""
     harness = Harness(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        # Those behind are sparse ones, whose numbers are others here, and what is no tree of values.
+        # The seeds after these are sparse tensors, whose numbers differ here, and values that are no tree.
         pool = seeds()[:11]
         for ops in pool:
             data = assemble(ops)

@@ -84,7 +84,7 @@ def test_the_table_is_whole() -> None:
     assert len(rows) > 800 and sum(row.state == "same" for row in rows) > len(rows) / 2
 
 
-# -- what has to be asked of an engine ----------------------------------------------------------------------------------
+# -- queries of a running engine ---------------------------------------------------------------------------------------
 
 
 def engine_body(rank: int, world: int) -> None:
@@ -115,7 +115,7 @@ def engine_body(rank: int, world: int) -> None:
         }
         with pytest.raises(AttributeError, match="neither the engine nor its module"):
             _ = engine.no_such_name
-        # A module's own name wins over what the engine lacks.
+        # A module's own name wins over a name that the engine lacks.
         engine.module.sparse_allreduce = torch.nn.Identity()
         assert isinstance(engine.sparse_allreduce, nn.Identity)
 

@@ -1,4 +1,4 @@
-"""scripts/stubs.py: deepspeed_c/_C.pyi is what the built module has."""
+"""scripts/stubs.py: deepspeed_c/_C.pyi matches the built module."""
 
 from __future__ import annotations
 

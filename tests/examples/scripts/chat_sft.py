@@ -1,6 +1,6 @@
 """Supervised fine-tuning with the calls of DeepSpeed-Chat's first step, on text of the standard library and a model of a few thousand parameters.
 
-Rank 0 writes what came of it to OUTPUT_DIR/result.json, and the weights beside it.
+Rank 0 writes the results to OUTPUT_DIR/result.json, and the weights beside it.
 """
 
 import argparse
