@@ -1,4 +1,4 @@
-/* base/process.c: tell a process from its forked descendants at any depth, also from a child's own record. */
+/* base/process.c: tell a process from its forked descendants at any depth, also with a record made in a child. */
 #include "test.h"
 
 #include "dsc/process.h"
