@@ -336,7 +336,7 @@ def test_no_descriptor_and_no_thread_is_left(tmp_path):
     limit = time.monotonic() + 200
     while (now := count()) > before and time.monotonic() < limit:
         time.sleep(0.01)
-    assert now <= before, (now, before)  # threads of earlier tests may have ended meanwhile
+    assert now <= before, (now, before)  # earlier tests may have closed some meanwhile
 
 
 def test_threads_share_a_handle(handle, tmp_path):
